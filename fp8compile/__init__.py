@@ -1,0 +1,28 @@
+"""FP8 training for PyTorch that torch.compile sees through.
+
+import fp8compile as f8
+
+model = f8.convert(model, f8.recipes.rowwise())
+model = torch.compile(model, fullgraph=True)
+"""
+
+from fp8compile import ops, recipes
+from fp8compile.nn import ConversionReport, Linear, conversion_report, convert, linear, revert
+from fp8compile.quantizers import CurrentScaling, Quantizer, Recipe
+
+__version__ = "0.1.0.dev0"
+
+__all__ = [
+    "ConversionReport",
+    "CurrentScaling",
+    "Linear",
+    "Quantizer",
+    "Recipe",
+    "__version__",
+    "conversion_report",
+    "convert",
+    "linear",
+    "ops",
+    "recipes",
+    "revert",
+]

@@ -1,0 +1,209 @@
+"""The one file that knows PyTorch versions and PyTorch's private interfaces.
+
+What differs (measured on 2.11.0, 2.13.0, 2.15.0):
+
+    constants of a graph      register_opaque_type(typ="value") up to 2.13, register_custom_class(typ="constant") in 2.15
+    group on a subclass       not in 2.11; 2.13 after ProcessGroup is registered; 2.15 as it is
+    rowwise _scaled_mm on CPU from 2.13
+"""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.util
+import sys
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch._functorch.utils import enable_single_level_autograd_function
+from torch._library import opaque_object
+from torch.autograd.function import _SingleLevelFunction
+
+try:
+    from torch._custom_class_base import CustomClassBase as OpaqueBase  # 2.15
+except ImportError:
+    from torch._opaque_base import OpaqueBase  # to 2.13
+
+__all__ = [
+    "OpaqueBase",
+    "allow_group_in_subclass",
+    "cpu_has_rowwise_gemm",
+    "guard_or_false",
+    "impl_autograd",
+    "register_constant_type",
+    "register_decomposition",
+    "register_lowering",
+    "when_imported",
+]
+
+TORCH_VERSION = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
+
+
+def register_constant_type(cls: type) -> None:
+    """Tell torch.compile that instances of ``cls`` are constants: compared by ``==``, printed by ``__fx_repr__``."""
+    name = f"{cls.__module__}.{cls.__qualname__}"
+    by_name = getattr(opaque_object, "_OPAQUE_TYPES_BY_NAME", {})
+    if name in by_name:
+        # the cell of a notebook, run again, makes a new class of the same name: it takes the old one's place
+        by_name.pop(name)
+        torch._C._unregister_opaque_type(name)
+    if hasattr(opaque_object, "register_custom_class"):
+        opaque_object.register_custom_class(cls, typ="constant")
+    else:
+        opaque_object.register_opaque_type(cls, typ="value")
+
+
+# ---------------------------------------------------------------------------------- Inductor, lazily
+
+
+class _AfterImport(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Runs callbacks right after a module was imported for the first time.
+
+    Inductor's decomposition table costs a second to import, which `import fp8compile` must not pay; and no compile may
+    ever see the table without our entries. So they are added in the moment the table comes into being.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.callbacks: list[Callable[[], None]] = []
+
+    def find_spec(self, fullname: str, path: Sequence[str] | None, target: Any = None) -> Any:
+        if fullname != self.name:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(fullname)
+        if spec is not None:
+            self.loader, spec.loader = spec.loader, self
+        return spec
+
+    def create_module(self, spec: Any) -> Any:
+        return self.loader.create_module(spec)
+
+    def exec_module(self, module: Any) -> None:
+        # the module gets its own loader back: what it says of itself is as if we had not been here
+        module.__loader__ = module.__spec__.loader = self.loader
+        self.loader.exec_module(module)
+        for callback in self.callbacks:
+            callback()
+
+
+_PENDING: dict[str, _AfterImport] = {}
+
+
+def when_imported(name: str, callback: Callable[[], None]) -> None:
+    """Call ``callback`` now if module ``name`` is there, else right after its first import."""
+    if name in sys.modules and name not in _PENDING:
+        callback()
+        return
+    if name not in _PENDING:
+        hook = _PENDING[name] = _AfterImport(name)
+        hook.callbacks.append(lambda: _PENDING.pop(name))
+        sys.meta_path.insert(0, hook)
+    _PENDING[name].callbacks.append(callback)
+
+
+def register_decomposition(op: torch._ops.OpOverload, fn: Callable) -> None:
+    """Let Inductor see through ``op``, by ``fn`` with the same arguments."""
+
+    def register() -> None:
+        from torch._inductor import decomposition
+
+        decomposition.decompositions.pop(op, None)
+        decomposition.register_decomposition([op])(fn)
+        decomposition.fast_random_decomps.cache_clear()  # holds a copy of the table
+
+    when_imported("torch._inductor.decomposition", register)
+
+
+def register_lowering(op: torch._ops.OpOverload, fn: Callable) -> None:
+    """Let Inductor lower ``op`` by ``fn``, from its IR to its IR."""
+
+    def register() -> None:
+        from torch._inductor import lowering
+
+        lowering.register_lowering(op, type_promotion_kind=None)(fn)
+
+    when_imported("torch._inductor.lowering", register)
+
+
+# ---------------------------------------------------------------------------------- autograd
+
+
+def impl_autograd(
+    lib: torch.library.Library,
+    op: torch._ops.OpOverload,
+    setup_context: Callable | None,
+    backward: Callable | None,
+) -> None:
+    """Give ``op`` its derivative; without ``backward``, one that raises.
+
+    `torch.library.register_autograd` would do, but breaks `torch.func.grad` and makes `torch.func.jvp` return zeros
+    without a word. This form works with the first and raises with the second, and AOTAutograd caches it all the same.
+    """
+    name = str(op).removesuffix(".default").replace(".", "::")
+
+    def forward(ctx: Any, keyset: Any, *args: Any) -> Any:
+        with torch._C._AutoDispatchBelowAutograd():
+            output = op.redispatch(keyset & torch._C._after_autograd_keyset, *args)
+        if setup_context is not None:
+            setup_context(ctx, args, output)
+        return output
+
+    def no_backward(ctx: Any, *grads: Any) -> Any:
+        raise RuntimeError(
+            f"{name} has no derivative. Of the products only fp8compile::linear can be differentiated, and only once: "
+            "take second derivatives of the unconverted model (fp8compile.revert)."
+        )
+
+    def call_backward(ctx: Any, *grads: Any) -> Any:
+        return None, *backward(ctx, *grads)
+
+    members = {
+        "forward": staticmethod(forward),
+        "backward": staticmethod(no_backward if backward is None else call_backward),
+    }
+    function = type(f"{op._opname}_backward", (_SingleLevelFunction,), members)
+
+    def kernel(keyset: Any, *args: Any) -> Any:
+        if not (torch.is_grad_enabled() and torch._C._any_requires_grad(*args)):
+            with torch._C._AutoDispatchBelowAutograd():
+                return op.redispatch(keyset & torch._C._after_autograd_keyset, *args)
+        with enable_single_level_autograd_function():
+            return function.apply(keyset, *args)
+
+    lib.impl(op._opname, kernel, "Autograd", with_keyset=True)
+
+
+# ---------------------------------------------------------------------------------- the rest
+
+
+def guard_or_false(condition: Any) -> bool:
+    """Truth of a condition on sizes; False where a size is not known when compiling."""
+    from torch.fx.experimental.symbolic_shapes import guard_or_false
+
+    return guard_or_false(condition)
+
+
+@cache
+def allow_group_in_subclass() -> None:
+    """Make a ProcessGroup acceptable as an inner value of a tensor subclass.
+
+    Raises:
+        RuntimeError: This PyTorch takes every inner value for a tensor.
+    """
+    if TORCH_VERSION < (2, 12):
+        raise RuntimeError(
+            f"a process group on a QuantizedTensor needs PyTorch 2.12 or later, this is {torch.__version__}. "
+            "Upgrade PyTorch, or quantize without group=."
+        )
+    from torch.distributed import device_mesh
+
+    if hasattr(device_mesh, "_register_distributed_opaque_types"):  # 2.13; at import in 2.15
+        device_mesh._register_distributed_opaque_types()
+
+
+def cpu_has_rowwise_gemm() -> bool:
+    """Whether `torch._scaled_mm` on a CPU takes a scale a row."""
+    return TORCH_VERSION >= (2, 13)

@@ -1,0 +1,5 @@
+"""The `fp8compile` command."""
+
+from fp8compile.cli.command import main
+
+__all__ = ["main"]

@@ -1,0 +1,102 @@
+"""Parse the command line, run a subcommand, turn what went wrong into one line and an exit code.
+
+    0  done          2    a mistake or a lack that the user can mend
+    1  it failed     130  stopped by Ctrl-C, 143 by SIGTERM
+"""
+
+from __future__ import annotations
+
+import argparse
+import errno
+import importlib
+import os
+import sys
+from typing import NoReturn
+
+from fp8compile.cli.errors import Failed, Stopped, UserError
+
+__all__ = ["main"]
+
+# Each names a module of this package with add_parser(subparsers), which sets the default `run`:
+# a function of the parsed arguments that returns an exit code.
+SUBCOMMANDS = ("train",)
+NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+
+
+class _OneLineParser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        """Report a bad argument in one line; argparse would print the usage first."""
+        self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")
+
+
+def _parser() -> argparse.ArgumentParser:
+    # No abbreviations: --resume compares what was typed with the run's configuration.
+    parser = _OneLineParser(
+        prog="fp8compile", description="FP8 training that torch.compile sees.", allow_abbrev=False
+    )
+    subparsers = parser.add_subparsers(
+        dest="command", metavar="|".join(SUBCOMMANDS), required=True, parser_class=_OneLineParser
+    )
+    for name in SUBCOMMANDS:
+        importlib.import_module(f"fp8compile.cli.{name}").add_parser(subparsers)
+    return parser
+
+
+def _chain(error: BaseException | None) -> list[BaseException]:
+    chain: list[BaseException] = []
+    while error is not None and error not in chain:
+        chain.append(error)
+        error = error.__cause__ or error.__context__
+    return chain
+
+
+def _lack(error: Exception) -> str | None:
+    """Say what the machine ran out of, if that is why this failed."""
+    for cause in _chain(error):
+        if isinstance(cause, OSError) and cause.errno in NO_SPACE:
+            place = f" {cause.filename}" if cause.filename else ""
+            return f"cannot write{place}: {cause.strerror}; free some space and start again"
+        if type(cause).__name__ == "OutOfMemoryError" or "can't allocate memory" in str(cause):
+            return "out of memory; lower --batch, --seq or the sizes of the model"
+    return None
+
+
+def _complain(command: str, message: str) -> None:
+    line = " ".join(message.split())
+    print(f"fp8compile {command}: {line}", file=sys.stderr)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command.
+
+    Args:
+        arguments: Words after ``fp8compile``; those of the process by default.
+
+    Returns:
+        The exit code.
+    """
+    parsed = _parser().parse_args(arguments)
+    try:
+        return parsed.run(parsed)
+    except UserError as error:
+        _complain(parsed.command, str(error))
+        return 2
+    except Failed as error:
+        _complain(parsed.command, str(error))
+        return 1
+    except Stopped as stop:
+        _complain(parsed.command, str(stop))
+        return stop.exit_code
+    except KeyboardInterrupt:
+        _complain(parsed.command, "stopped before there was anything to keep")
+        return 130
+    except BrokenPipeError:
+        # Whoever read our output is gone; a flush at exit must not complain once more.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except Exception as error:
+        lack = _lack(error)
+        if lack is None:
+            raise
+        _complain(parsed.command, lack)
+        return 2

@@ -1,0 +1,179 @@
+"""The configuration of a training run: what the flags say, checked, and what config.json keeps."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass, fields
+
+from fp8compile.cli.errors import UserError
+
+__all__ = ["BF16", "Arm", "TrainConfig", "arms", "config_from_json", "extended"]
+
+BF16 = "bf16"
+# The criterion compares with bf16 over this many seeds: the issue's number.
+NUM_SPREAD_SEEDS = 3
+AT_LEAST_ONE = (
+    "dim", "layers", "heads", "kv_heads", "hidden", "seq", "batch", "steps", "eval_every",
+    "eval_sequences", "checkpoint_every",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """Everything that decides the numbers of a run.
+
+    The defaults are the preset of the criterion: on two CPU cores rowwise and bf16 together take
+    less than four minutes, and the model gets well past counting triples of bytes.
+
+    Attributes:
+        recipe: Name of a recipe, or "bf16" for no conversion.
+        compare: Recipe trained after it from the same seed and batches; None for none.
+        check: Whether to judge the criterion, which trains bf16 on two seeds more.
+        data: Absolute path of a file or folder; None for the standard library's sources.
+        dim: Width of the model.
+        layers: Number of blocks.
+        heads: Query heads.
+        kv_heads: Key and value heads.
+        hidden: Width of the feed-forward layers.
+        seq: Bytes in a sequence.
+        batch: Sequences in a batch.
+        steps: Updates.
+        lr: Peak learning rate.
+        compile: Whether to use ``torch.compile(fullgraph=True)``.
+        backend: Backend of ``torch.compile``.
+        seed: Decides initial weights and the order of the data.
+        eval_every: Steps between evaluations; there is one at the end in any case.
+        eval_sequences: Held-out sequences of an evaluation.
+        checkpoint_every: Steps between checkpoints; there is one at the end in any case.
+        threads: CPU threads; 0 is replaced by what PyTorch uses on its own.
+        device: Device; "" is replaced by "cuda" where there is one, else "cpu".
+
+    Raises:
+        UserError: A value that no run can have.
+    """
+
+    recipe: str = "rowwise"
+    compare: str | None = None
+    check: bool = False
+    data: str | None = None
+    dim: int = 128
+    layers: int = 4
+    heads: int = 4
+    kv_heads: int = 2
+    hidden: int = 384
+    seq: int = 128
+    batch: int = 16
+    steps: int = 300
+    lr: float = 3e-3
+    compile: bool = True
+    backend: str = "inductor"
+    seed: int = 0
+    eval_every: int = 100
+    eval_sequences: int = 256
+    checkpoint_every: int = 100
+    threads: int = 0
+    device: str = ""
+
+    def __post_init__(self) -> None:
+        """Check what needs no PyTorch."""
+        for name in AT_LEAST_ONE:
+            if getattr(self, name) < 1:
+                raise UserError(f"{_flag(name)} is {getattr(self, name)}; it has to be at least 1")
+        if not (self.lr > 0 and math.isfinite(self.lr)):
+            raise UserError(f"--lr is {self.lr}; it has to be a positive number")
+        if not 0 <= self.seed < 2**62:
+            raise UserError(f"--seed is {self.seed}; it has to be from 0 to 2**62 - 1")
+        if self.threads < 0:
+            raise UserError(f"--threads is {self.threads}; it has to be at least 1")
+        if self.compare == self.recipe:
+            raise UserError(f"--compare {self.compare} is --recipe too; compare with another one")
+        if self.check and self.compare != BF16:
+            raise UserError("--check judges a recipe against bf16; add --compare bf16")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arm:
+    """One of the trainings of a run.
+
+    Attributes:
+        name: What rows, files and columns call it.
+        recipe: Name of its recipe.
+        seed: Its seed.
+    """
+
+    name: str
+    recipe: str
+    seed: int
+
+
+def _flag(field: str) -> str:
+    return "--no-compile" if field == "compile" else "--" + field.replace("_", "-")
+
+
+def _shown(field: str, value: object) -> str:
+    return _flag(field) if isinstance(value, bool) else f"{_flag(field)} {value}"
+
+
+def arms(config: TrainConfig) -> tuple[Arm, ...]:
+    """Return the trainings of a run, in their order.
+
+    Args:
+        config: The run's configuration.
+
+    Returns:
+        The recipe, what it is compared with, and for a check bf16 on the seeds that follow.
+    """
+    names = [config.recipe] if config.compare is None else [config.recipe, config.compare]
+    trained = [Arm(name=name, recipe=name, seed=config.seed) for name in names]
+    if config.check:
+        for seed in range(config.seed + 1, config.seed + NUM_SPREAD_SEEDS):
+            trained.append(Arm(name=f"{BF16}-seed{seed}", recipe=BF16, seed=seed))
+    return tuple(trained)
+
+
+def config_from_json(stored: object) -> TrainConfig:
+    """Build the configuration that config.json holds.
+
+    Args:
+        stored: The parsed object.
+
+    Returns:
+        The configuration.
+
+    Raises:
+        UserError: It is not one that this version wrote.
+    """
+    names = {field.name for field in fields(TrainConfig)}
+    if not isinstance(stored, dict) or set(stored) != names:
+        raise UserError("config.json is not from this version of fp8compile; start a new run")
+    return TrainConfig(**stored)
+
+
+def extended(config: TrainConfig, explicit: dict[str, object]) -> TrainConfig:
+    """Apply the flags given beside --resume.
+
+    Args:
+        config: The run's configuration.
+        explicit: Fields whose flags were typed.
+
+    Returns:
+        The configuration, with more steps if asked.
+
+    Raises:
+        UserError: A flag says something else than the run, other than more steps.
+    """
+    given = dict(explicit)
+    steps = given.pop("steps", config.steps)
+    stored = asdict(config)
+    conflicts = [
+        f"{_shown(name, value)} (the run has {stored[name]})"
+        for name, value in given.items()
+        if value != stored[name]
+    ]
+    if steps < config.steps:
+        conflicts.append(f"--steps {steps} (the run has {config.steps}; it can only be extended)")
+    if conflicts:
+        raise UserError(
+            f"--resume goes on as the run began, which {', '.join(conflicts)} contradicts; leave it out"
+        )
+    return TrainConfig(**{**stored, "steps": steps})

@@ -1,0 +1,254 @@
+"""Train one arm: a model, its optimizer, and the loop that leaves whole checkpoints behind.
+
+    batch(seed, step) --> compiled model --> loss --> backward --> clip --> AdamW, lr(step)
+                                              |                               |
+                                         metrics.jsonl                checkpoint-<arm>.pt
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import torch
+
+import fp8compile as f8
+from fp8compile.cli.checkpoint import load_checkpoint, save_checkpoint
+from fp8compile.cli.config import BF16
+from fp8compile.cli.errors import Failed, UserError
+from fp8compile.cli.gemms import expected_gemms, profiled_gemms
+from fp8compile.cli.graphs import CountedModel
+from fp8compile.cli.memory import peak_memory, reset_peak_memory
+from fp8compile.cli.model import ByteLlama, ModelShape
+from fp8compile.cli.text import held_out_batches, training_batch
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from torch import Tensor
+
+    from fp8compile.cli.config import Arm, TrainConfig
+    from fp8compile.cli.text import Text
+
+__all__ = ["Trainer", "model_shape", "named_recipe", "reproducible"]
+
+WARMUP_STEPS = 30  # a tenth of the default run
+BETAS = (0.9, 0.95)  # with the weight decay: Touvron et al. 2023, arXiv:2302.13971
+WEIGHT_DECAY = 0.1
+MAX_GRADIENT_NORM = 1.0
+
+
+@contextmanager
+def reproducible(*, threads: int) -> Iterator[None]:
+    """Make PyTorch compute the same bits each time, and undo it at the end.
+
+    Args:
+        threads: CPU threads; sums are split by them, so a resumed run needs the same number.
+    """
+    fill = torch.utils.deterministic.fill_uninitialized_memory
+    was_deterministic, threads_before = torch.are_deterministic_algorithms_enabled(), torch.get_num_threads()
+    torch.set_num_threads(threads)
+    torch.use_deterministic_algorithms(True)
+    # A tool to find reads of memory that nobody wrote; it costs a pass over each new tensor.
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    try:
+        yield
+    finally:
+        torch.utils.deterministic.fill_uninitialized_memory = fill
+        torch.use_deterministic_algorithms(was_deterministic)
+        torch.set_num_threads(threads_before)
+
+
+def named_recipe(name: str) -> f8.Recipe | None:
+    """Return the recipe of a name, None for "bf16".
+
+    Args:
+        name: As typed.
+
+    Returns:
+        The recipe.
+
+    Raises:
+        UserError: There is none of that name.
+    """
+    if name == BF16:
+        return None
+    try:
+        return f8.recipes.by_name(name)
+    except ValueError as error:
+        raise UserError(f"{error} Or bf16, for no conversion.") from error
+
+
+def model_shape(config: TrainConfig) -> ModelShape:
+    """Return the sizes of the model that a configuration asks for.
+
+    Args:
+        config: The run's configuration.
+
+    Returns:
+        The sizes.
+
+    Raises:
+        UserError: They do not go together.
+    """
+    names = ("dim", "layers", "heads", "kv_heads", "hidden", "seq")
+    try:
+        return ModelShape(**{name: getattr(config, name) for name in names})
+    except ValueError as error:
+        raise UserError(str(error)) from error
+
+
+def _learning_rate(step: int, peak: float) -> float:
+    # A function of the step alone, so that a run may be extended: rise, then 1 / sqrt(step).
+    done = step + 1
+    return peak * min(done / WARMUP_STEPS, math.sqrt(WARMUP_STEPS / done))
+
+
+def _optimizer(model: torch.nn.Module) -> torch.optim.AdamW:
+    parameters = list(model.parameters())
+    groups = [
+        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": WEIGHT_DECAY},
+        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, betas=BETAS, fused=True)
+
+
+class Trainer:
+    """State of one arm.
+
+    Attributes:
+        step: Updates done.
+        counted: The model as called, and its graphs.
+    """
+
+    def __init__(self, config: TrainConfig, arm: Arm, text: Text, recipe: f8.Recipe | None) -> None:
+        """Make the model, convert it, and prepare its compilation.
+
+        Args:
+            config: The run's configuration, with threads and device filled in.
+            arm: Which of its trainings.
+            text: Where batches come from.
+            recipe: What to convert by; None for bf16.
+        """
+        self._config, self._arm, self._text, self._recipe = config, arm, text, recipe
+        self._device = torch.device(config.device)
+        self.model = ByteLlama(model_shape(config), seed=arm.seed)
+        if recipe is not None:
+            # The head stays in bf16, as is usual: its errors go straight into the loss.
+            f8.convert(self.model, recipe, filter=lambda _, fqn: fqn != "head")
+        self.model.to(self._device)
+        self._optimizer = _optimizer(self.model)
+        self.counted = CountedModel(self.model, config)
+        self.step = 0
+        self._is_warm = False
+        self._peak_is_of_steps = False
+        self._started = 0.0
+        self._step_seconds: list[float] = []
+
+    # ---------------------------------------------------------------- state
+
+    def load(self, path: object) -> None:
+        """Continue from a checkpoint, if there is one."""
+        self.step = load_checkpoint(path, model=self.model, optimizer=self._optimizer)
+
+    def save(self, path: object) -> None:
+        """Write a checkpoint."""
+        save_checkpoint(path, step=self.step, model=self.model, optimizer=self._optimizer)
+
+    # ---------------------------------------------------------------- steps
+
+    def _loss(self, kind: str, batch: tuple[Tensor, Tensor]) -> Tensor:
+        tokens_BT, targets_BT = (part.to(self._device) for part in batch)
+        with torch.autocast(self._device.type, dtype=torch.bfloat16):
+            return self.counted(kind, tokens_BT, targets_BT)
+
+    def _batch(self, step: int) -> tuple[Tensor, Tensor]:
+        sizes = {"batch": self._config.batch, "seq": self._config.seq}
+        return training_batch(self._text, seed=self._arm.seed, step=step, **sizes)
+
+    def gradients(self) -> dict[str, object]:
+        """Do forward and backward of the next step.
+
+        Returns:
+            The row of the step; the gradients are in the parameters.
+
+        Raises:
+            Failed: The loss is not finite.
+        """
+        self._started = time.perf_counter()
+        loss = self._loss("train", self._batch(self.step))
+        loss.backward()
+        value = loss.item()
+        if not math.isfinite(value):
+            raise Failed(
+                f"the loss of {self._arm.name} became {value} at step {self.step + 1}; lower --lr"
+            )
+        rate = _learning_rate(self.step, self._config.lr)
+        for group in self._optimizer.param_groups:
+            group["lr"] = rate
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), MAX_GRADIENT_NORM)
+        return {"kind": "train", "arm": self._arm.name, "step": self.step + 1, "loss": value, "lr": rate}
+
+    def update(self) -> None:
+        """Finish the step that :meth:`gradients` began."""
+        self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+        self.step += 1
+        seconds = time.perf_counter() - self._started
+        if self._is_warm:
+            self._step_seconds.append(seconds)
+        else:
+            # The first step of the process compiles: no part of its pace nor of its memory.
+            self._is_warm = True
+            self._peak_is_of_steps = reset_peak_memory(self._device)
+
+    def evaluate(self) -> dict[str, object]:
+        """Return the row with the held-out loss: the mean over the same sequences each time."""
+        self.model.eval()
+        config, total, count = self._config, 0.0, 0
+        sizes = {"batch": config.batch, "seq": config.seq, "sequences": config.eval_sequences}
+        with torch.no_grad():
+            for batch in held_out_batches(self._text, **sizes):
+                length = len(batch[0])
+                kind = "eval" if length == config.batch else "partial eval"
+                total += self._loss(kind, batch).item() * length
+                count += length
+        self.model.train()
+        return {"kind": "eval", "arm": self._arm.name, "step": self.step, "loss": total / count}
+
+    # ---------------------------------------------------------------- report
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Pace of the median step of this process after its first one; None before the second."""
+        if not self._step_seconds:
+            return None
+        return self._config.batch * self._config.seq / statistics.median(self._step_seconds)
+
+    def summary(self) -> dict[str, object]:
+        """Return the row that closes the arm; runs one more forward and backward to profile it."""
+
+        def step() -> None:
+            self._loss("train", self._batch(self.step)).backward()
+            self._optimizer.zero_grad(set_to_none=True)
+
+        peak = peak_memory(self._device)
+        if not self._is_warm:
+            step()  # resumed after the last update: the compiler has yet to run
+        tokens = self._config.batch * self._config.seq
+        return {
+            "kind": "done",
+            "arm": self._arm.name,
+            "step": self.step,
+            "tokens_per_second": self.tokens_per_second,
+            "peak_memory_bytes": peak,
+            "peak_memory_since": "first step" if self._peak_is_of_steps else "process start",
+            "expected_gemms": vars(expected_gemms(self.model, self._recipe, tokens=tokens)),
+            "profiled_gemms": vars(profiled_gemms(step)),
+            "graphs": dict(self.counted.graphs) if self.counted.is_compiled else None,
+            "graph_breaks": self.counted.graph_breaks,
+            "recompiles": self.counted.recompiles,
+        }

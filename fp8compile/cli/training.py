@@ -1,0 +1,276 @@
+"""A run from its flags to its table: every arm, one after the other, fresh or resumed.
+
+    flags --check all--> text --> run folder --> arm --> arm --> ... --> table, loss.png, verdict
+           nothing is written before           each: train, evaluate, save, then a "done" row
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+import time
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+import fp8compile as f8
+from fp8compile.cli.config import BF16, TrainConfig, arms, config_from_json, extended
+from fp8compile.cli.criterion import Baseline, Verdict, counting_level
+from fp8compile.cli.errors import Failed, Stopped, UserError
+from fp8compile.cli.graphs import check_backend
+from fp8compile.cli.interrupts import Interrupts
+from fp8compile.cli.progress import ProgressLine
+from fp8compile.cli.run_folder import (
+    RunFolder,
+    existing_run_folder,
+    new_run_folder,
+    write_atomically,
+)
+from fp8compile.cli.summary import complaints, loss_picture, print_summary
+from fp8compile.cli.text import Text, load_text
+from fp8compile.cli.trainer import Trainer, model_shape, named_recipe, reproducible
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from fp8compile.cli.config import Arm
+    from fp8compile.cli.run_folder import Row
+
+__all__ = ["resolved", "resumed_run", "start_run"]
+
+
+def _device(name: str) -> str:
+    if name == "":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        kind = torch.device(name).type
+    except RuntimeError as error:
+        raise UserError(f"--device {name}: no such device; it is cpu or cuda") from error
+    if kind not in ("cpu", "cuda"):
+        raise UserError(f"--device {name}: FP8 GEMMs run on cpu and cuda only")
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise UserError(f"--device {name}: PyTorch finds no GPU; leave it out to use the CPU")
+    return name
+
+
+def resolved(config: TrainConfig) -> TrainConfig:
+    """Fill in device and threads, and check what only PyTorch can.
+
+    Args:
+        config: As typed.
+
+    Returns:
+        The configuration to run and to keep.
+
+    Raises:
+        UserError: No such recipe, backend or device, or sizes that do not go together.
+    """
+    model_shape(config)
+    for arm in arms(config):
+        named_recipe(arm.recipe)
+    if config.compile:
+        check_backend(config.backend)
+    threads = config.threads or torch.get_num_threads()
+    return replace(config, device=_device(config.device), threads=threads)
+
+
+def _load_text(config: TrainConfig) -> Text:
+    source = None if config.data is None else Path(config.data)
+    text = load_text(source, batch=config.batch, seq=config.seq)
+    skipped = f", {text.num_skipped} binary left out" if text.num_skipped else ""
+    print(
+        f"text: {(len(text.train) + len(text.held_out)) / 2**20:.1f} MiB in {text.num_files} "
+        f"files{skipped}; {len(text.held_out) / 2**10:,.0f} KiB held out",
+        flush=True,
+    )
+    return text
+
+
+def _provenance(config: TrainConfig, text: Text) -> Row:
+    return {
+        "train": asdict(config),
+        "text_sha256": text.sha256,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+    }
+
+
+# -------------------------------------------------------------------- one arm
+
+
+def _stop(stopped: Stopped, trainer: Trainer, folder: RunFolder, arm: Arm) -> Stopped:
+    trainer.save(folder.checkpoint(arm.name))
+    message = f"stopped after step {trainer.step} of {arm.name}; go on with: {folder.resume_command}"
+    return Stopped(message, exit_code=stopped.exit_code)
+
+
+def _train(
+    trainer: Trainer, config: TrainConfig, folder: RunFolder, progress: ProgressLine,
+    interrupts: Interrupts, arm: Arm,
+) -> None:  # fmt: skip
+    while trainer.step < config.steps:
+        row = trainer.gradients()
+        # Update, row and checkpoint belong together: a signal waits until all are done.
+        with interrupts.held():
+            trainer.update()
+            folder.append(row)
+            folder.is_fresh = False
+            at_end = trainer.step == config.steps
+            if trainer.step % config.checkpoint_every == 0 or at_end:
+                trainer.save(folder.checkpoint(arm.name))
+        progress.trained(trainer.step, row["loss"], trainer.tokens_per_second)
+        if trainer.step % config.eval_every == 0 and not at_end:
+            _evaluate(trainer, folder, progress)
+
+
+def _evaluate(trainer: Trainer, folder: RunFolder, progress: ProgressLine) -> None:
+    row = trainer.evaluate()
+    folder.append(row)
+    progress.evaluated(trainer.step, row["loss"])
+
+
+def _run_arm(
+    config: TrainConfig, arm: Arm, text: Text, folder: RunFolder, interrupts: Interrupts
+) -> None:
+    trainer = Trainer(config, arm, text, named_recipe(arm.recipe))
+    trainer.load(folder.checkpoint(arm.name))
+    _drop_rows_after(folder, arm, trainer.step)
+    try:
+        with ProgressLine(arm.name, first=trainer.step, steps=config.steps) as progress:
+            _train(trainer, config, folder, progress, interrupts, arm)
+            _evaluate(trainer, folder, progress)
+        folder.append(trainer.summary())
+    except Stopped as stopped:
+        interrupts.clear()
+        with interrupts.held():
+            raise _stop(stopped, trainer, folder, arm) from None
+
+
+def _drop_rows_after(folder: RunFolder, arm: Arm, step: int) -> None:
+    """Forget what a kill left behind the checkpoint; the resumed run writes it again."""
+    rows = folder.rows()
+    kept = [
+        row
+        for row in rows
+        if row["arm"] != arm.name or (row["kind"] != "done" and row["step"] <= step)
+    ]
+    if kept or rows:
+        folder.replace_rows(kept)
+
+
+# -------------------------------------------------------------------- the run
+
+
+def _is_done(rows: list[Row], arm: Arm, steps: int) -> bool:
+    return any(
+        row["kind"] == "done" and row["arm"] == arm.name and row["step"] == steps for row in rows
+    )
+
+
+def _verdict(config: TrainConfig, rows: list[Row], text: Text) -> Verdict:
+    last = {row["arm"]: row["loss"] for row in rows if row["kind"] == "eval"}
+    bf16 = tuple(last[arm.name] for arm in arms(config) if arm.recipe == BF16)
+    level = counting_level(text)
+    return Verdict(
+        name=config.recipe,
+        loss=last[config.recipe],
+        baseline=Baseline(level=level, bf16_losses=bf16),
+    )
+
+
+def _finish(config: TrainConfig, text: Text, folder: RunFolder) -> int:
+    rows, trained = folder.rows(), arms(config)
+    write_atomically(folder.path / "loss.png", loss_picture(rows, trained))
+    print_summary(rows, trained)
+    for complaint in complaints(rows, trained):
+        print(f"fp8compile train: {complaint}", file=sys.stderr)
+    print(f"run folder: {folder.path}")
+    if config.check:
+        verdict = _verdict(config, rows, text)
+        print(verdict.baseline)
+        print(verdict, flush=True)
+        if not verdict.passed:
+            raise Failed(f"the criterion does not hold for {config.recipe}")
+    return 0
+
+
+@contextmanager
+def _mended(folder: RunFolder) -> Iterator[None]:
+    """Leave nothing of a run that did no step, and say how to go on with any other."""
+    try:
+        yield
+    except BaseException as error:
+        if folder.is_fresh:
+            folder.discard()
+            if isinstance(error, Stopped):
+                message = "stopped before the first step was done; nothing is kept"
+                raise Stopped(message, exit_code=error.exit_code) from None
+        elif isinstance(error, UserError):
+            raise UserError(f"{error}; then go on with: {folder.resume_command}") from error
+        raise
+
+
+def _run_all(config: TrainConfig, text: Text, folder: RunFolder) -> int:
+    if torch.device(config.device).type == "cuda":
+        # cuBLAS is reproducible only with a workspace of its own; PyTorch insists on it.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    with _mended(folder), Interrupts() as interrupts, reproducible(threads=config.threads):
+        for arm in arms(config):
+            if not _is_done(folder.rows(), arm, config.steps):
+                _run_arm(config, arm, text, folder, interrupts)
+        return _finish(config, text, folder)
+
+
+def start_run(config: TrainConfig, out: Path | None) -> int:
+    """Start a run.
+
+    Args:
+        config: As typed.
+        out: Its folder; None for a new one below ``runs``.
+
+    Returns:
+        The exit code.
+
+    Raises:
+        UserError: Something the user can mend; no folder is left.
+        Failed: The criterion does not hold, or a loss is not finite.
+        Stopped: By a signal.
+    """
+    config = resolved(config)
+    folder = new_run_folder(out or Path("runs") / time.strftime("%Y%m%d-%H%M%S"))
+    with _mended(folder):
+        text = _load_text(config)
+        folder.write_config({"fp8compile": f8.__version__, **_provenance(config, text)})
+    return _run_all(config, text, folder)
+
+
+def resumed_run(path: Path, explicit: dict[str, object]) -> int:
+    """Go on with a run.
+
+    Args:
+        path: Its folder.
+        explicit: Fields whose flags were typed.
+
+    Returns:
+        The exit code.
+
+    Raises:
+        UserError: There is no such run, a flag contradicts it, or its text has changed.
+        Failed: The criterion does not hold, or a loss is not finite.
+        Stopped: By a signal.
+    """
+    folder = existing_run_folder(path)
+    stored = folder.read_config()
+    config = resolved(extended(config_from_json(stored.get("train")), explicit))
+    text = _load_text(config)
+    if text.sha256 != stored.get("text_sha256"):
+        raise UserError(f"the text of {path} has changed since the run began; start a new one")
+    if stored.get("torch") != torch.__version__:
+        print(f"note: begun with PyTorch {stored.get('torch')}, this is {torch.__version__}: bits may differ")
+    if asdict(config) != stored["train"]:
+        folder.write_config({**stored, "train": asdict(config)})
+    return _run_all(config, text, folder)

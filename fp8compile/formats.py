@@ -1,0 +1,149 @@
+"""Number formats of codes and scales: what a stored number means.
+
+    format  bits  layout   largest  infinity  NaN            used for
+    e4m3    8     s.4.3    448      no        0x7f, 0xff     codes
+    e5m2    8     s.5.2    57344    yes       0x7d-7f, ...   codes with more range (gradients)
+    e2m1    4     s.2.1    6        no        no             codes of MXFP4 and NVFP4
+    e8m0    8     8.0      2**127   no        0xff           scales of the MX formats
+
+Source: OCP 8-bit Floating Point Specification (OFP8) 1.0; OCP Microscaling Formats (MX) 1.0.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+__all__ = ["E2M1", "E4M3", "E5M2", "E8M0", "Float8Format", "element_format"]
+
+FLOAT32_EXPONENT_MASK = 0x7F800000
+FLOAT32_MANTISSA_BITS = 23
+FLOAT32_MAX = torch.finfo(torch.float32).max
+
+
+@dataclass(frozen=True, kw_only=True)
+class Float8Format:
+    """An 8-bit floating point format of codes.
+
+    Attributes:
+        name: How quantizers name it.
+        dtype: The PyTorch dtype with the same bits.
+        max: The largest finite value.
+        max_exponent: The exponent of the largest finite value, ``floor(log2(max))``.
+        bits: Bits of one code.
+    """
+
+    name: str
+    dtype: torch.dtype
+    max: float
+    max_exponent: int
+    bits: int = 8
+
+    def encode(self, values: Tensor) -> Tensor:
+        """Round to the nearest code, ties to even; finite overflow and infinities saturate.
+
+        Args:
+            values: Any shape, float32.
+
+        Returns:
+            Codes, the same shape, uint8. NaN gives the one code 0x7f, whatever its sign and payload, so
+            that codes made by different kernels can be compared as bytes.
+        """
+        saturated = values.clamp(-self.max, self.max)
+        return torch.where(saturated.isnan(), torch.nan, saturated).to(self.dtype).view(torch.uint8)
+
+    def decode(self, codes: Tensor) -> Tensor:
+        """Values of codes.
+
+        Args:
+            codes: Any shape, uint8.
+
+        Returns:
+            Values, the same shape, float32, exact.
+        """
+        return codes.view(self.dtype).float()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Float4Format:
+    """A 4-bit floating point format of codes; a code takes one byte here, packing is a quantizer's business."""
+
+    name: str
+    values: tuple[float, ...]
+    max: float
+    max_exponent: int
+    bits: int = 4
+
+    def encode(self, values: Tensor) -> Tensor:
+        """Round to the nearest code, ties to even; overflow saturates.
+
+        Args:
+            values: Any shape, float32, no NaN (the format has none).
+
+        Returns:
+            Codes 0 to 15, the same shape, uint8; bit 3 is the sign, of zeros too.
+        """
+        magnitude = values.abs()
+        code = torch.zeros_like(magnitude, dtype=torch.uint8)
+        for low, (smaller, larger) in enumerate(zip(self.values, self.values[1:], strict=False)):
+            middle = (smaller + larger) / 2
+            # a tie goes to the even code: up from an odd one, not from an even one
+            code = code + ((magnitude >= middle) if low % 2 else (magnitude > middle)).to(torch.uint8)
+        return code | (values.signbit().to(torch.uint8) << 3)
+
+    def decode(self, codes: Tensor) -> Tensor:
+        """Values of codes 0 to 15 (uint8, any shape), float32, exact."""
+        table = torch.tensor(self.values, dtype=torch.float32, device=codes.device)
+        magnitude = table[(codes & 7).long()]
+        return torch.where(codes >= 8, -magnitude, magnitude)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExponentFormat:
+    """An unsigned power of two in a byte: byte b means 2**(b - 127), 255 means NaN."""
+
+    name: str
+    bias: int = 127
+    nan: int = 255
+
+    def encode(self, values: Tensor) -> Tensor:
+        """Bytes of powers of two.
+
+        Args:
+            values: Any shape, float32, each 2**k with -127 <= k <= 127, or NaN.
+
+        Returns:
+            Bytes, the same shape, uint8.
+        """
+        # 2**-127 is a float32 subnormal: its exponent field is 0, which is also its byte
+        exponent = values.view(torch.int32) >> FLOAT32_MANTISSA_BITS
+        return torch.where(values.isnan(), self.nan, exponent).to(torch.uint8)
+
+    def decode(self, codes: Tensor) -> Tensor:
+        """Values of bytes (uint8, any shape), float32, exact (byte 0 is a subnormal)."""
+        byte = codes.to(torch.int32)
+        smallest = 1 << (FLOAT32_MANTISSA_BITS - 1)
+        power = torch.where(byte == 0, smallest, byte << FLOAT32_MANTISSA_BITS).view(torch.float32)
+        return torch.where(byte == self.nan, torch.nan, power)
+
+
+E4M3 = Float8Format(name="e4m3", dtype=torch.float8_e4m3fn, max=448.0, max_exponent=8)
+E5M2 = Float8Format(name="e5m2", dtype=torch.float8_e5m2, max=57344.0, max_exponent=15)
+E2M1 = Float4Format(name="e2m1", values=(0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0), max=6.0, max_exponent=2)
+E8M0 = ExponentFormat(name="e8m0")
+
+ELEMENT_FORMATS = {f.name: f for f in (E4M3, E5M2, E2M1)}
+
+
+def element_format(name: str) -> Float8Format | Float4Format:
+    """The format of codes with this name.
+
+    Raises:
+        ValueError: No such format.
+    """
+    if name not in ELEMENT_FORMATS:
+        allowed = ", ".join(repr(n) for n in ELEMENT_FORMATS)
+        raise ValueError(f"format {name!r} is not known; the formats of codes are {allowed}.")
+    return ELEMENT_FORMATS[name]

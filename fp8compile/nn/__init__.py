@@ -1,0 +1,16 @@
+"""Modules: the linear layer, and swapping it into a model."""
+
+from fp8compile.nn.convert import convert, revert
+from fp8compile.nn.functional import linear
+from fp8compile.nn.linear import Linear
+from fp8compile.nn.report import ConversionReport, ConversionRow, conversion_report
+
+__all__ = [
+    "ConversionReport",
+    "ConversionRow",
+    "Linear",
+    "conversion_report",
+    "convert",
+    "linear",
+    "revert",
+]

@@ -1,0 +1,77 @@
+"""Filters: which linears `convert` swaps.
+
+A filter is a function ``(module, fqn) -> bool``, or name patterns: one string or several, in the syntax of fnmatch
+(``*`` matches dots too). A layer is converted if a pattern matches its fully qualified name; a pattern that begins with ``!``
+leaves out what it matches, and alone leaves out only that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from fnmatch import fnmatchcase
+
+from torch import nn
+
+__all__ = ["Filter", "SMALLEST_DIM", "default_filter_reason", "resolve_filter"]
+
+Filter = Callable[[nn.Module, str], bool] | str | Iterable[str]
+Reason = Callable[[nn.Module, str], str | None]
+
+# A GEMM takes codes in rows of 16 bytes: below that, FP8 multiplies more padding than values.
+SMALLEST_DIM = 16
+
+
+def default_filter_reason(module: nn.Linear, fqn: str) -> str | None:
+    """Why FP8 can't help this layer, or None."""
+    smallest = min(module.in_features, module.out_features)
+    if smallest < SMALLEST_DIM:
+        return f"tiny: a dim of {smallest} is less than {SMALLEST_DIM}"
+    return None
+
+
+def _matches(patterns: list[str], fqn: str) -> bool:
+    return any(fnmatchcase(fqn, pattern) for pattern in patterns)
+
+
+def _pattern_reason(patterns: tuple[str, ...]) -> Reason:
+    refused = [p.removeprefix("!") for p in patterns if p.startswith("!")]
+    wanted = [p for p in patterns if not p.startswith("!")] or ["*"]
+
+    def reason(module: nn.Module, fqn: str) -> str | None:
+        if _matches(refused, fqn) or not _matches(wanted, fqn):
+            return f"left out by the filter {', '.join(patterns)}"
+        return None
+
+    return reason
+
+
+def _check_patterns_match(patterns: tuple[str, ...], fqns: list[str]) -> None:
+    for pattern in patterns:
+        if not any(fnmatchcase(fqn, pattern.removeprefix("!")) for fqn in fqns):
+            shown = ", ".join(fqns[:5]) + (", ..." if len(fqns) > 5 else "")
+            raise ValueError(f"convert: the pattern {pattern!r} matches none of the model's linears: {shown}.")
+
+
+def resolve_filter(filter: Filter | None, fqns: list[str]) -> Reason:
+    """A function that says why a layer is left out, None if it is converted.
+
+    Args:
+        filter: As `convert` takes it; None is the default, which leaves out what FP8 can't help.
+        fqns: Names of the model's linears, to check patterns against.
+
+    Raises:
+        TypeError: It is neither a function nor patterns.
+        ValueError: A pattern matches no linear.
+    """
+    if filter is None:
+        return default_filter_reason  # type: ignore[return-value]
+    if callable(filter):
+        return lambda module, fqn: None if filter(module, fqn) else "left out by the filter"
+    patterns = (filter,) if isinstance(filter, str) else tuple(filter) if isinstance(filter, Iterable) else None
+    if not patterns or not all(isinstance(p, str) for p in patterns):
+        raise TypeError(
+            f"convert: filter is {filter!r}; it is a function (module, fqn) -> bool, a name pattern such as 'layers.*' or "
+            "'!lm_head', or several."
+        )
+    _check_patterns_match(patterns, fqns)
+    return _pattern_reason(patterns)

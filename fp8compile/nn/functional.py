@@ -1,0 +1,89 @@
+"""fp8compile.linear: the function, with the checks and the autocast rule that the op leaves out."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fp8compile.ops import linear as linear_op
+from fp8compile.quantizers import Recipe
+
+__all__ = ["linear"]
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def _check_recipe(recipe: object) -> None:
+    if not isinstance(recipe, Recipe):
+        raise TypeError(
+            f"linear: recipe is {recipe!r}; it is a fp8compile.Recipe, such as fp8compile.recipes.rowwise() or "
+            "fp8compile.recipes.by_name('rowwise')."
+        )
+
+
+def _check_tensor(name: str, tensor: Tensor, x: Tensor) -> None:
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"linear: {name} is a {type(tensor).__name__}; it is a tensor.")
+    if tensor.layout != torch.strided or tensor.is_nested:
+        raise TypeError(f"linear: {name} has layout {tensor.layout}; it is a dense tensor. Densify it first.")
+    if tensor.dtype not in DTYPES:
+        raise TypeError(
+            f"linear: {name} is {tensor.dtype}; FP8 layers take bfloat16, float16 and float32. Cast it, or leave this "
+            "layer unconverted."
+        )
+    if tensor.dtype != x.dtype:
+        raise TypeError(
+            f"linear: {name} is {tensor.dtype} and x is {x.dtype}; they have one dtype. Cast one of them, or run under "
+            "torch.autocast."
+        )
+    if tensor.device != x.device:
+        raise ValueError(f"linear: {name} is on {tensor.device} and x on {x.device}; move them to one device.")
+
+
+def _check_shapes(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    if weight.ndim != 2:
+        raise ValueError(f"linear: weight has shape {tuple(weight.shape)}; it is (out_features, in_features).")
+    if x.ndim == 0 or x.shape[-1] != weight.shape[1]:
+        raise ValueError(
+            f"linear: x has shape {tuple(x.shape)} and weight {tuple(weight.shape)}; the last dim of x has to be "
+            f"in_features, {weight.shape[1]}."
+        )
+    if bias is not None and (bias.ndim != 1 or bias.shape[0] != weight.shape[0]):
+        raise ValueError(
+            f"linear: bias has shape {tuple(bias.shape)} and weight {tuple(weight.shape)}; bias is (out_features,), "
+            f"({weight.shape[0]},)."
+        )
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, recipe: Recipe) -> Tensor:
+    """A linear layer whose GEMMs run in FP8 as the recipe says: ``x @ weight.T + bias``.
+
+    Differentiable once in x, weight and bias. Under ``torch.autocast`` the three are cast to its dtype first, as
+    ``torch.nn.functional.linear`` does. One node, ``fp8compile::linear``, in a traced graph.
+
+    Args:
+        x: Shape (..., in_features), bfloat16, float16 or float32.
+        weight: Shape (out_features, in_features), the dtype of ``x``.
+        bias: Shape (out_features,), the dtype of ``x``, or None. Added in that dtype.
+        recipe: Quantizers for the operands.
+
+    Returns:
+        Shape (..., out_features), the dtype of ``x`` (or of autocast).
+
+    Raises:
+        TypeError: The recipe is none, a dtype or layout is not taken, or dtypes differ.
+        ValueError: Shapes or devices do not fit.
+        RuntimeError: This device has no GEMM for the recipe.
+    """
+    _check_recipe(recipe)
+    operands = {"x": x, "weight": weight} | ({} if bias is None else {"bias": bias})
+    if isinstance(x, Tensor) and torch.is_autocast_enabled(x.device.type):
+        dtype = torch.get_autocast_dtype(x.device.type)
+        operands = {
+            name: t.to(dtype) if isinstance(t, Tensor) and t.dtype in DTYPES else t for name, t in operands.items()
+        }
+    x, weight, bias = operands["x"], operands["weight"], operands.get("bias")
+    for name, tensor in operands.items():
+        _check_tensor(name, tensor, x)
+    _check_shapes(x, weight, bias)
+    return linear_op(x, weight, bias, recipe)

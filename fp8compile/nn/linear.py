@@ -1,0 +1,90 @@
+"""fp8compile.Linear: a torch.nn.Linear whose GEMMs run in FP8."""
+
+from __future__ import annotations
+
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from fp8compile.nn.functional import linear
+from fp8compile.quantizers import Recipe
+
+__all__ = ["Linear"]
+
+
+class Linear(nn.Linear):
+    """A ``torch.nn.Linear`` whose GEMMs run in FP8.
+
+    Parameters are plain ``nn.Parameter``, the state dict is that of ``nn.Linear``, and so is whatever else this module
+    does not override: it is a ``nn.Linear`` to every tool that looks for one.
+
+    Args:
+        in_features: K.
+        out_features: N.
+        bias: Whether there is a bias.
+        recipe: Quantizers for the operands of the three GEMMs.
+        device: Of the parameters.
+        dtype: Of the parameters: bfloat16, float16 or float32.
+
+    Raises:
+        TypeError: The recipe is none.
+    """
+
+    recipe: Recipe
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        recipe: Recipe,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(in_features, out_features, bias=bias, device=device, dtype=dtype)
+        self.recipe = _checked(recipe)
+
+    @classmethod
+    def from_linear(cls, linear: nn.Linear, recipe: Recipe) -> Self:
+        """The same layer in FP8: same parameters (not copies), hooks and mode.
+
+        Args:
+            linear: A ``nn.Linear``, no subclass of it.
+            recipe: Quantizers for the operands.
+
+        Raises:
+            TypeError: ``linear`` is no plain ``nn.Linear``, or the recipe none.
+        """
+        if type(linear) is not nn.Linear:
+            raise TypeError(
+                f"Linear.from_linear: given a {type(linear).__name__}; it takes a torch.nn.Linear and no subclass, whose "
+                "own forward it would lose."
+            )
+        module = cls.__new__(cls)
+        module.__dict__.update(linear.__dict__)
+        module.recipe = _checked(recipe)
+        return module
+
+    def to_linear(self) -> nn.Linear:
+        """The same layer as a ``torch.nn.Linear``: same parameters (not copies), hooks and mode."""
+        module = nn.Linear.__new__(nn.Linear)
+        module.__dict__.update(self.__dict__)
+        del module.__dict__["recipe"]
+        return module
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``x @ weight.T + bias``; x (..., in_features), result (..., out_features) in the dtype of x."""
+        return linear(x, self.weight, self.bias, recipe=self.recipe)
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, recipe={self.recipe!r}"
+
+
+def _checked(recipe: Any) -> Recipe:
+    if not isinstance(recipe, Recipe):
+        raise TypeError(
+            f"Linear: recipe is {recipe!r}; it is a fp8compile.Recipe, such as fp8compile.recipes.rowwise()."
+        )
+    return recipe

@@ -1,0 +1,117 @@
+"""conversion_report: which layers of a model run in FP8, and why the others don't."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import nn
+
+from fp8compile import recipes
+from fp8compile.nn.convert import LEFT_OUT
+from fp8compile.nn.linear import Linear
+from fp8compile.quantizers import GEMMS, Recipe
+
+__all__ = ["ConversionReport", "ConversionRow", "conversion_report"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConversionRow:
+    """One layer.
+
+    Attributes:
+        fqn: Its name in the model.
+        module: Its class.
+        converted: Whether it is a ``fp8compile.Linear``.
+        reason: Why it isn't; empty where it is.
+        recipe: Its recipe, or None.
+        in_features: K; of expert weights and the like, the last dim.
+        out_features: N; of expert weights and the like, the dim before it.
+    """
+
+    fqn: str
+    module: str
+    converted: bool
+    reason: str
+    recipe: Recipe | None
+    in_features: int
+    out_features: int
+
+    def float8_gemms(self) -> tuple[str, ...]:
+        """Names of the GEMMs that the recipe puts in FP8."""
+        return tuple(g.name for g in GEMMS if self.recipe is not None and self.recipe.quantizers(g))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConversionReport:
+    """Rows in the order of the model; printed, a table."""
+
+    rows: tuple[ConversionRow, ...]
+
+    def __str__(self) -> str:
+        cells = [("layer", "module", "out x in", "recipe", "GEMMs in FP8 or why not")]
+        for row in self.rows:
+            name = recipes.describe(row.recipe) if row.recipe else "-"
+            gemms = ", ".join(row.float8_gemms()) or "none: every slot of the recipe is None"
+            size = f"{row.out_features} x {row.in_features}"
+            cells.append((row.fqn or "(the model)", row.module, size, name, gemms if row.converted else row.reason))
+        widths = [max(len(row[column]) for row in cells) for column in range(len(cells[0]))]
+        lines = ["  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in cells]
+        converted = sum(row.converted for row in self.rows)
+        return "\n".join([*lines, f"{converted} of {len(self.rows)} converted"])
+
+
+def _linear_row(fqn: str, module: nn.Linear) -> ConversionRow:
+    converted = isinstance(module, Linear)
+    not_seen = "convert() has not seen it"
+    return ConversionRow(
+        fqn=fqn,
+        module=type(module).__name__,
+        converted=converted,
+        reason="" if converted else getattr(module, LEFT_OUT, not_seen),
+        recipe=module.recipe if converted else None,
+        in_features=module.in_features,
+        out_features=module.out_features,
+    )
+
+
+def _weight_rows(fqn: str, module: nn.Module) -> list[ConversionRow]:
+    """Matrices that are multiplied without a nn.Linear: stacked experts, and layers such as GPT-2's Conv1D."""
+    rows = []
+    for name, parameter in module.named_parameters(recurse=False):
+        stacked = parameter.ndim == 3 and not isinstance(module, nn.modules.conv._ConvNd)
+        conv1d = parameter.ndim == 2 and type(module).__name__ == "Conv1D"
+        if not (stacked or conv1d):
+            continue
+        reason = "a 3-D parameter (experts?), no nn.Linear" if stacked else "no nn.Linear"
+        rows.append(
+            ConversionRow(
+                fqn=f"{fqn}.{name}" if fqn else name,
+                module=type(module).__name__,
+                converted=False,
+                reason=reason,
+                recipe=None,
+                in_features=parameter.shape[-1] if stacked else parameter.shape[0],
+                out_features=parameter.shape[-2] if stacked else parameter.shape[1],
+            )
+        )
+    return rows
+
+
+def conversion_report(model: nn.Module) -> ConversionReport:
+    """Which layers of a model run in FP8, which GEMMs of each, and why the others don't.
+
+    Lists every ``nn.Linear`` and subclass, and what multiplies without one: 3-D parameters of experts, ``Conv1D``.
+
+    Args:
+        model: Any module, converted or not.
+
+    Returns:
+        A report; ``print`` it for a table, or go through its ``rows``.
+    """
+    rows: list[ConversionRow] = []
+    for fqn, module in model.named_modules():
+        if isinstance(module, nn.Linear):
+            rows.append(_linear_row(fqn, module))
+        else:
+            rows += _weight_rows(fqn, module)
+    return ConversionReport(rows=tuple(rows))

@@ -1,0 +1,36 @@
+"""fp8compile::amax: the largest magnitude of each block."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from fp8compile.ops import samples
+from fp8compile.ops.registry import register_op
+from fp8compile.ops.rounding import rounded
+from fp8compile.quantizers import Quantizer
+
+__all__ = ["amax"]
+
+
+def _kernel(x: Tensor, quantizer: Quantizer) -> Tensor:
+    return quantizer.amax(x)
+
+
+def _fake(x: Tensor, quantizer: Quantizer) -> Tensor:
+    return x.new_empty(quantizer.scale_shape(x.shape), dtype=torch.float32)
+
+
+def _decompose(x: Tensor, quantizer: Quantizer) -> Tensor:
+    return quantizer.amax(rounded(x))
+
+
+def _samples() -> Iterator[tuple]:
+    for x in samples.matrices():
+        for quantizer in samples.quantizers():
+            yield x, quantizer
+
+
+amax = register_op("fp8compile::amax", _kernel, fake=_fake, decompose=_decompose, samples=_samples)

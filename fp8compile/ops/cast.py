@@ -1,0 +1,36 @@
+"""fp8compile::cast: values times the multiplier of their block, rounded to codes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from fp8compile.ops import samples
+from fp8compile.ops.registry import register_op
+from fp8compile.ops.rounding import rounded
+from fp8compile.quantizers import Quantizer
+
+__all__ = ["cast"]
+
+
+def _kernel(x: Tensor, multiplier: Tensor, quantizer: Quantizer) -> Tensor:
+    return quantizer.cast(x, multiplier).contiguous()
+
+
+def _fake(x: Tensor, multiplier: Tensor, quantizer: Quantizer) -> Tensor:
+    return x.new_empty(quantizer.codes_shape(x.shape), dtype=torch.uint8)
+
+
+def _decompose(x: Tensor, multiplier: Tensor, quantizer: Quantizer) -> Tensor:
+    return quantizer.cast(rounded(x), multiplier).contiguous()
+
+
+def _samples() -> Iterator[tuple]:
+    for x in samples.matrices():
+        for quantizer in samples.quantizers():
+            yield x, quantizer.multiplier(quantizer.amax(x)), quantizer
+
+
+cast = register_op("fp8compile::cast", _kernel, fake=_fake, decompose=_decompose, samples=_samples)

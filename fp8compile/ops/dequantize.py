@@ -1,0 +1,34 @@
+"""fp8compile::dequantize: codes times scales, in float32, rounded once to the dtype asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from fp8compile.ops import samples
+from fp8compile.ops.registry import register_op
+from fp8compile.quantizers import Quantizer
+
+__all__ = ["dequantize"]
+
+
+def _kernel(codes: Tensor, scale: Tensor, quantizer: Quantizer, dtype: torch.dtype) -> Tensor:
+    return quantizer.dequantize(codes, scale).to(dtype).contiguous()
+
+
+def _fake(codes: Tensor, scale: Tensor, quantizer: Quantizer, dtype: torch.dtype) -> Tensor:
+    return codes.new_empty(quantizer.values_shape(codes.shape), dtype=dtype)
+
+
+def _samples() -> Iterator[tuple]:
+    for x in samples.matrices():
+        for quantizer in samples.quantizers():
+            multiplier = quantizer.multiplier(quantizer.amax(x))
+            yield quantizer.cast(x, multiplier), quantizer.scale_of(multiplier), quantizer, x.dtype
+
+
+dequantize = register_op(
+    "fp8compile::dequantize", _kernel, fake=_fake, decompose=_kernel, samples=_samples
+)

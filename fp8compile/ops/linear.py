@@ -1,0 +1,165 @@
+"""fp8compile::linear: a linear layer with FP8 GEMMs, as one differentiable op; its gradients are two more.
+
+    linear       y_MN  = x_MK  @ w_NK^T + b_N
+    grad_input   dx_MK = dy_MN @ w_NK
+    grad_weight  dw_NK = dy_MN^T @ x_MK
+
+Each is taken apart into amax, scale, cast and scaled_mm: by its kernel in eager mode, by its decomposition under Inductor,
+and wherever else someone needs to look inside. Saved for backward are x and w as they came, and only if a gradient
+needs them: which codes the backward wants depends on the recipe, and under Inductor the two casts of one tensor become one
+read of it. The bias is added in the dtype of the output.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fp8compile.ops import samples
+from fp8compile.ops.amax import amax
+from fp8compile.ops.cast import cast
+from fp8compile.ops.gemm import Operand
+from fp8compile.ops.registry import register_op
+from fp8compile.ops.rounding import rounded
+from fp8compile.ops.scale import scale
+from fp8compile.ops.scaled_mm import scaled_mm
+from fp8compile.quantizers import GEMMS, Gemm, Quantizer, Recipe
+from fp8compile.quantizers.blocks import as_matrix
+
+__all__ = ["grad_input", "grad_weight", "linear"]
+
+OUTPUT, GRAD_INPUT, GRAD_WEIGHT = GEMMS
+
+
+def _quantize(x: Tensor, quantizer: Quantizer) -> Operand:
+    multiplier, x_scale = scale(amax(x, quantizer), quantizer)
+    return Operand(codes=cast(x, multiplier, quantizer), scale=x_scale, quantizer=quantizer)
+
+
+def _product(a: Tensor, b: Tensor, gemm: Gemm, recipe: Recipe) -> Tensor:
+    """One GEMM of the layer, from its operands as the layer holds them, in the dtype of ``a``."""
+    quantizers = recipe.quantizers(gemm)
+    if quantizers is None:
+        return (a.t() if gemm.a_transposed else a) @ (b.t() if gemm.b_transposed else b)
+    left, right = _quantize(a, quantizers[0]), _quantize(b, quantizers[1])
+    left = left.t() if gemm.a_transposed else left
+    right = right.t() if gemm.b_transposed else right
+    return scaled_mm(
+        left.codes,
+        right.codes,
+        left.scale,
+        right.scale,
+        left.quantizer,
+        right.quantizer,
+        a.dtype,
+        recipe.fast_accumulation(gemm),
+    )
+
+
+# ---------------------------------------------------------------------------------- gradients
+
+
+def _grad_input_kernel(grad_output: Tensor, weight: Tensor, recipe: Recipe) -> Tensor:
+    grad_MK = _product(as_matrix(grad_output), weight, GRAD_INPUT, recipe)
+    return grad_MK.view(*grad_output.shape[:-1], weight.shape[1])
+
+
+def _grad_input_fake(grad_output: Tensor, weight: Tensor, recipe: Recipe) -> Tensor:
+    return grad_output.new_empty((*grad_output.shape[:-1], weight.shape[1]))
+
+
+def _grad_input_samples() -> Iterator[tuple]:
+    for x, weight, _, recipe in _samples():
+        yield x.new_ones((*x.shape[:-1], weight.shape[0])), weight, recipe
+
+
+grad_input = register_op(
+    "fp8compile::grad_input",
+    _grad_input_kernel,
+    fake=_grad_input_fake,
+    decompose=_grad_input_kernel,
+    samples=lambda: _grad_input_samples(),
+)
+
+
+def _grad_weight_kernel(grad_output: Tensor, x: Tensor, recipe: Recipe) -> Tensor:
+    return _product(as_matrix(grad_output), as_matrix(x), GRAD_WEIGHT, recipe)
+
+
+def _grad_weight_fake(grad_output: Tensor, x: Tensor, recipe: Recipe) -> Tensor:
+    return grad_output.new_empty((grad_output.shape[-1], x.shape[-1]))
+
+
+def _grad_weight_samples() -> Iterator[tuple]:
+    for x, weight, _, recipe in _samples():
+        yield x.new_ones((*x.shape[:-1], weight.shape[0])), x, recipe
+
+
+grad_weight = register_op(
+    "fp8compile::grad_weight",
+    _grad_weight_kernel,
+    fake=_grad_weight_fake,
+    decompose=_grad_weight_kernel,
+    samples=lambda: _grad_weight_samples(),
+)
+
+# ---------------------------------------------------------------------------------- the layer
+
+
+def _kernel(x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe) -> Tensor:
+    y_MN = _product(as_matrix(x), weight, OUTPUT, recipe)
+    if bias is not None:
+        y_MN = y_MN + bias
+    return y_MN.view(*x.shape[:-1], weight.shape[0])
+
+
+def _decompose(x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe) -> Tensor:
+    y_MN = _product(as_matrix(x), weight, OUTPUT, recipe)
+    if bias is not None:
+        # a product that Inductor computes itself (emulated, scaled after) would lose its rounding to the addition
+        y_MN = (rounded(y_MN) + bias.float()).to(x.dtype)
+    return y_MN.view(*x.shape[:-1], weight.shape[0])
+
+
+def _fake(x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe) -> Tensor:
+    return x.new_empty((*x.shape[:-1], weight.shape[0]))
+
+
+def _setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
+    x, weight, _, ctx.recipe = inputs
+    needs_x, needs_weight = ctx.needs_input_grad[1:3]  # the first is the dispatcher's
+    ctx.save_for_backward(x if needs_weight else None, weight if needs_x else None)
+
+
+def _backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+    x, weight = ctx.saved_tensors
+    needs_bias = ctx.needs_input_grad[3]
+    return (
+        None if weight is None else grad_input(grad_output, weight, ctx.recipe),
+        None if x is None else grad_weight(grad_output, x, ctx.recipe),
+        as_matrix(grad_output).sum(0) if needs_bias else None,
+        None,
+    )
+
+
+def _samples() -> Iterator[tuple]:
+    generator = torch.Generator().manual_seed(0)
+    for x in samples.matrices():
+        for recipe in samples.recipes():
+            weight = torch.randn(40, x.shape[-1], generator=generator).to(x.dtype)
+            yield x, weight, torch.ones(40, dtype=x.dtype), recipe
+    yield x, weight, None, recipe
+
+
+linear = register_op(
+    "fp8compile::linear",
+    _kernel,
+    fake=_fake,
+    decompose=_decompose,
+    setup_context=_setup_context,
+    backward=_backward,
+    samples=_samples,
+)

@@ -1,0 +1,62 @@
+"""Sample inputs of the ops: what every op has to get right, from one place."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from fp8compile.quantizers import CurrentScaling, Quantizer, Recipe
+
+__all__ = ["matrices", "quantizers", "recipes"]
+
+
+def _values(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    generator = torch.Generator().manual_seed(sum(shape) + 1)
+    return torch.randn(shape, generator=generator).to(dtype)
+
+
+def matrices() -> Iterator[Tensor]:
+    """Tensors of 1 to 3 dims: contiguous, permuted, strided, empty, one row; each floating dtype that ops take."""
+    yield _values(17, 24)
+    yield _values(8, 40, dtype=torch.float32)
+    yield _values(24, 17, dtype=torch.float16).t()
+    yield _values(3, 5, 16).permute(1, 0, 2)
+    yield _values(16, 64)[::2, ::2]
+    yield _values(32)
+    yield _values(1, 32)
+    yield _values(0, 32)
+
+
+def quantizers() -> Iterator[Quantizer]:
+    """A quantizer for each kind of block and scale rule."""
+    yield CurrentScaling()
+    yield CurrentScaling(block=(1, -1), scale="pow2")
+    yield CurrentScaling(block=(-1, 1), format="e5m2")
+    yield CurrentScaling(block=(1, 16))
+    yield CurrentScaling(block=(16, 16), eps=1e-6)
+    yield CurrentScaling(block=(1, 32), scale="e8m0_rceil")
+
+
+def recipes() -> Iterator[Recipe]:
+    """Recipes whose GEMMs are tensorwise, rowwise, blockwise, and partly in high precision."""
+    tensor, row, column = (CurrentScaling(block=block) for block in ((-1, -1), (1, -1), (-1, 1)))
+    yield Recipe(
+        input=tensor,
+        weight=tensor,
+        grad_output=CurrentScaling(format="e5m2"),
+        weight_for_grad_input=tensor,
+        grad_output_for_grad_weight=CurrentScaling(format="e5m2"),
+        input_for_grad_weight=tensor,
+    )
+    yield Recipe(input=row, weight=row, grad_output=row, weight_for_grad_input=column)
+    line, tile, pillar = (CurrentScaling(block=block) for block in ((1, 16), (16, 16), (16, 1)))
+    yield Recipe(
+        input=line,
+        weight=tile,
+        grad_output=line,
+        weight_for_grad_input=tile,
+        grad_output_for_grad_weight=pillar,
+        input_for_grad_weight=pillar,
+    )

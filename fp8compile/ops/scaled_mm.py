@@ -1,0 +1,61 @@
+"""fp8compile::scaled_mm: the product of two quantized matrices."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from fp8compile.ops import samples
+from fp8compile.ops.gemm import Operand, multiply
+from fp8compile.ops.registry import register_op
+from fp8compile.quantizers import GEMMS, Quantizer
+
+__all__ = ["scaled_mm"]
+
+
+def _kernel(
+    a: Tensor,
+    b: Tensor,
+    a_scale: Tensor,
+    b_scale: Tensor,
+    a_quantizer: Quantizer,
+    b_quantizer: Quantizer,
+    out_dtype: torch.dtype,
+    fast_accumulation: bool,
+) -> Tensor:
+    left = Operand(codes=a, scale=a_scale, quantizer=a_quantizer)
+    right = Operand(codes=b, scale=b_scale, quantizer=b_quantizer)
+    return multiply(left, right, out_dtype, fast_accumulation=fast_accumulation)
+
+
+def _fake(
+    a: Tensor,
+    b: Tensor,
+    a_scale: Tensor,
+    b_scale: Tensor,
+    a_quantizer: Quantizer,
+    b_quantizer: Quantizer,
+    out_dtype: torch.dtype,
+    fast_accumulation: bool,
+) -> Tensor:
+    torch._check(a.shape[1] == b.shape[0], lambda: f"scaled_mm: {a.shape} by {b.shape}: inner sizes differ.")
+    return a.new_empty((a.shape[0], b.shape[1]), dtype=out_dtype)
+
+
+def _operand(x: Tensor, quantizer: Quantizer) -> Operand:
+    multiplier = quantizer.multiplier(quantizer.amax(x))
+    return Operand(codes=quantizer.cast(x, multiplier), scale=quantizer.scale_of(multiplier), quantizer=quantizer)
+
+
+def _samples() -> Iterator[tuple]:
+    for m, k, n, dtype in ((17, 24, 40, torch.bfloat16), (1, 32, 16, torch.float32), (0, 16, 16, torch.bfloat16)):
+        for recipe in samples.recipes():
+            a_quantizer, b_quantizer = recipe.quantizers(GEMMS[0])
+            a = _operand(torch.randn(m, k), a_quantizer)
+            b = _operand(torch.randn(n, k), b_quantizer).t()
+            yield a.codes, b.codes, a.scale, b.scale, a.quantizer, b.quantizer, dtype, False
+
+
+scaled_mm = register_op("fp8compile::scaled_mm", _kernel, fake=_fake, decompose=_kernel, samples=_samples)

@@ -1,0 +1,123 @@
+"""Blocks: the rectangles of elements that share one scale.
+
+A tensor of any rank is looked at as (M, K): its last dim is K, all leading dims flattened are M; a vector is (1, K). A
+block (bm, bk) cuts that view into a grid, -1 standing for the whole dim; blocks at the edge may be smaller.
+
+The grid keeps the leading dims where it can, so that scales broadcast against their tensor:
+
+    shape of x     block        shape of the grid
+    (B, S, K)      (1, -1)      (B, S, 1)
+    (B, S, K)      (-1, -1)     (1, 1, 1)
+    (B, S, K)      (1, 128)     (B, S, ceil(K / 128))
+    (B, S, K)      (128, 128)   (ceil(B * S / 128), ceil(K / 128))     a block may hold tokens of two batches
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from fp8compile._compat import guard_or_false
+
+__all__ = ["Block", "as_matrix", "block_amax", "check_block", "expand_blocks", "grid_shape"]
+
+Block = tuple[int, int]
+
+
+def check_block(owner: str, block: object) -> None:
+    """Raise a ValueError unless ``block`` is a pair of ints, each -1 or at least 1."""
+    pair = isinstance(block, tuple) and len(block) == 2 and all(type(b) is int for b in block)
+    if not pair or any(b < 1 and b != -1 for b in block):  # type: ignore[attr-defined]
+        raise ValueError(
+            f"{owner}: block is {block!r}; it is a tuple (rows, columns) of ints, each at least 1, or -1 for the whole "
+            "dim: (-1, -1) tensorwise, (1, -1) rowwise, (-1, 1) columnwise, (1, 128), (128, 128)."
+        )
+
+
+def _ceil_div(a: int, b: int) -> int:
+    return (a + b - 1) // b
+
+
+def _count(size: int, block: int) -> int:
+    return 1 if block == -1 else size if block == 1 else _ceil_div(size, block)
+
+
+def _rows_columns(shape: Sequence[int]) -> tuple[int, int]:
+    if len(shape) == 0:
+        return 1, 1
+    return math.prod(shape[:-1]), shape[-1]
+
+
+def as_matrix(x: Tensor) -> Tensor:
+    """The (M, K) view of a tensor of any rank (a copy where its strides allow no view)."""
+    return x.reshape(_rows_columns(x.shape))
+
+
+def grid_shape(shape: Sequence[int], block: Block) -> tuple[int, ...]:
+    """Shape of the grid of blocks over a tensor of this shape: one entry a block."""
+    rows, columns = _rows_columns(shape)
+    leading = tuple(shape[:-1])
+    if block[0] == -1:
+        leading = (1,) * len(leading)
+    elif block[0] != 1:
+        leading = (_count(rows, block[0]),)
+    return (*leading, _count(columns, block[1])) if len(shape) else ()
+
+
+def _sides(shape: Sequence[int], block: Block) -> tuple[int, int, int, int]:
+    """(grid rows, block rows, grid columns, block columns), -1 resolved; rows x columns cover the padded view."""
+    rows, columns = _rows_columns(shape)
+    block_rows = rows if block[0] == -1 else block[0]
+    block_columns = columns if block[1] == -1 else block[1]
+    return _count(rows, block[0]), block_rows, _count(columns, block[1]), block_columns
+
+
+def block_amax(x: Tensor, block: Block) -> Tensor:
+    """The largest magnitude in each block; NaN where a block holds a NaN, 0 where it holds nothing.
+
+    Args:
+        x: Any shape, floating point.
+        block: Block over the (M, K) view.
+
+    Returns:
+        Shape ``grid_shape(x.shape, block)``, the dtype of ``x``, exact.
+    """
+    grid = grid_shape(x.shape, block)
+    if guard_or_false(x.numel() == 0):
+        return x.new_zeros(grid)
+    rows, columns = _rows_columns(x.shape)
+    grid_rows, block_rows, grid_columns, block_columns = _sides(x.shape, block)
+    magnitude = as_matrix(x).abs()
+    missing_rows, missing_columns = grid_rows * block_rows - rows, grid_columns * block_columns - columns
+    if not (guard_or_false(missing_rows == 0) and guard_or_false(missing_columns == 0)):
+        magnitude = pad(magnitude, (0, missing_columns, 0, missing_rows))  # zeros never are the largest
+    if block == (-1, -1):  # flat: for two dims Inductor splits the reduction behind a norm into two more kernels
+        return magnitude.amax().view(grid)
+    return magnitude.view(grid_rows, block_rows, grid_columns, block_columns).amax((1, 3)).view(grid)
+
+
+def expand_blocks(per_block: Tensor, shape: Sequence[int], block: Block) -> Tensor:
+    """Spread one value a block over the elements of its block.
+
+    Args:
+        per_block: Shape ``grid_shape(shape, block)``.
+        shape: Shape of the tensor that the blocks cover.
+        block: Block over the (M, K) view.
+
+    Returns:
+        Something that broadcasts against the (M, K) view of a tensor of that shape.
+    """
+    rows, columns = _rows_columns(shape)
+    grid_rows, block_rows, grid_columns, block_columns = _sides(shape, block)
+    values = per_block.view(grid_rows, grid_columns)
+    # Indices as numbers, not an expand and a reshape: from those Inductor's C++ backend splits loops that it then can't
+    # fuse (an AssertionError in try_loop_split, PyTorch 2.11 to 2.15).
+    if block_columns != 1 and grid_columns != 1:
+        values = values[:, torch.arange(columns, device=values.device) // block_columns]
+    if block_rows != 1 and grid_rows != 1:
+        values = values[torch.arange(rows, device=values.device) // block_rows]
+    return values

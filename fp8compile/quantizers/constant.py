@@ -1,0 +1,134 @@
+"""Immutable values that torch.compile takes for constants of the graph: the base of quantizers and recipes.
+
+What `__fx_repr__` returns ends up in the source of every graph, hence in the key of every compile cache. AOTAutograd's
+key contains neither decompositions nor anything else that we compile an op to, so a changed rule would meet code that
+an older version of it left on disk. The salt in the repr, a hash over the sources that decide, turns that into a miss.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.resources
+import inspect
+import math
+import re
+from dataclasses import fields
+from functools import cache
+from typing import Any, Self
+
+from fp8compile import _compat
+
+__all__ = ["Constant", "source_salt"]
+
+PACKAGE = __name__.partition(".")[0]
+SALTED = ("formats.py", "_compat.py", "quantizers", "ops", "kernels")
+ALLOWED_FIELD_TYPES = (str, int, float, bool, type(None))
+
+
+def _package_files(names: tuple[str, ...]) -> list[Any]:
+    """Python files of the package under these names, in one order everywhere."""
+    found = []
+    pending = [importlib.resources.files(PACKAGE).joinpath(name) for name in names]
+    while pending:
+        entry = pending.pop()
+        if entry.is_dir():
+            pending += entry.iterdir()
+        elif entry.name.endswith(".py"):
+            found.append(entry)
+    return sorted(found, key=str)
+
+
+@cache
+def _package_hash() -> bytes:
+    digest = hashlib.sha256()
+    for file in _package_files(SALTED):
+        digest.update(file.name.encode() + b"\0" + file.read_bytes())
+    return digest.digest()
+
+
+def _class_source(cls: type) -> bytes:
+    """What a class does, as text; of a class typed at a prompt, which has none, as byte code."""
+    try:
+        return inspect.getsource(cls).encode()
+    except (OSError, TypeError):
+        functions = [member for member in vars(cls).values() if inspect.isfunction(member)]
+        return repr([(f.__name__, f.__code__.co_code, f.__code__.co_consts) for f in functions]).encode()
+
+
+@cache
+def source_salt(cls: type) -> str:
+    """Eight hex digits that change when the package's rules or, in a foreign class, its own source change."""
+    digest = hashlib.sha256(_package_hash())
+    for base in cls.__mro__:
+        if base.__module__.partition(".")[0] not in (PACKAGE, "torch", "builtins"):
+            digest.update(_class_source(base))
+    return digest.hexdigest()[:8]
+
+
+def _global_name(cls: type) -> str:
+    """A name for the class in a graph's globals, which two classes never share.
+
+    FX keeps the first of two globals of one name and lets the other's users have it.
+    """
+    return re.sub(r"\W", "_", f"{cls.__module__}.{cls.__qualname__}")
+
+
+def _expression(value: Any, names: dict[str, type]) -> str:
+    if isinstance(value, Constant):
+        cls = type(value)
+        names[_global_name(cls)] = cls
+        arguments = [f"{f.name}={_expression(getattr(value, f.name), names)}" for f in fields(value)]
+        return f"{_global_name(cls)}.from_graph({', '.join([repr(source_salt(cls)), *arguments])})"
+    if isinstance(value, tuple):
+        return "(" + "".join(_expression(v, names) + ", " for v in value) + ")"
+    return repr(value)
+
+
+def _check_field(owner: str, name: str, value: Any) -> None:
+    for part in value if isinstance(value, tuple) else (value,):
+        if isinstance(part, float) and not math.isfinite(part):
+            raise ValueError(f"{owner}: field {name} is {part}; it has to be finite.")
+        if not isinstance(part, (*ALLOWED_FIELD_TYPES, Constant)):
+            raise TypeError(
+                f"{owner}: field {name} holds a {type(part).__name__}; a constant of a graph holds str, int, float, "
+                "bool, None, tuples of them, quantizers, and never a tensor, a dtype, a list or a process group. "
+                "Name a dtype by a string; what changes from step to step belongs into a module's buffers."
+            )
+
+
+class Constant(_compat.OpaqueBase):
+    """Base of frozen dataclasses that are constants of a graph.
+
+    Two constants are equal if they have the same class and fields; an equal one runs the same graph, another one
+    recompiles. Subclasses are frozen dataclasses; subclassing registers them with torch.compile.
+    """
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        _compat.register_constant_type(cls)
+
+    # dataclass() replaces both; PyTorch asks for them before it runs
+    def __eq__(self, other: object) -> bool:
+        return type(self) is type(other) and vars(self) == vars(other)
+
+    def __hash__(self) -> int:
+        return hash((type(self), *vars(self).values()))
+
+    def __post_init__(self) -> None:
+        """Check the fields; subclasses that override it call it first."""
+        for field in fields(self):
+            _check_field(type(self).__name__, field.name, getattr(self, field.name))
+
+    def __repr__(self) -> str:
+        arguments = ", ".join(f"{f.name}={getattr(self, f.name)!r}" for f in fields(self) if f.repr)
+        return f"{type(self).__name__}({arguments})"
+
+    def __fx_repr__(self) -> tuple[str, dict[str, type]]:
+        """The expression that stands for this value in a graph's source, and the types it names."""
+        names: dict[str, type] = {}
+        return _expression(self, names), names
+
+    @classmethod
+    def from_graph(cls, salt: str, **values: Any) -> Self:
+        """Rebuild a value from a graph's source; the salt has done its work in the cache key."""
+        return cls(**values)

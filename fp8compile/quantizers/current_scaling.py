@@ -1,0 +1,67 @@
+"""CurrentScaling: the scale of a tensor comes from its own values."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fp8compile.formats import E8M0
+from fp8compile.quantizers.quantizer import Quantizer
+from fp8compile.quantizers.scale_rules import SCALE_RULES
+
+__all__ = ["CurrentScaling"]
+
+
+@dataclass(frozen=True, repr=False)
+class CurrentScaling(Quantizer):
+    """Quantizer whose scale comes from the amax of the values themselves.
+
+    Attributes:
+        format: ``"e4m3"`` (3 bits of mantissa, up to 448) or ``"e5m2"`` (2 bits, up to 57344).
+        block: (rows, columns) that share one scale: (-1, -1) tensorwise, (1, -1) rowwise, (-1, 1) columnwise, (1, 128),
+            (128, 128), or any other.
+        scale: The scale rule. ``"fp32"``: format_max / amax as it is. ``"pow2"``: rounded down to a power of two.
+            ``"e8m0_rceil"``, ``"e8m0_floor"``: a power of two stored as one byte, as in the MX formats.
+        eps: Floor under the amax, 0 for none.
+
+    Raises:
+        ValueError: A field has no allowed value.
+
+    Source: Micikevicius et al. 2022, arXiv:2209.05433; for the E8M0 rules see ``fp8compile.quantizers.scale_rules``.
+    """
+
+    scale: str = "fp32"
+    eps: float = 0.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.format not in ("e4m3", "e5m2"):
+            raise ValueError(
+                f"CurrentScaling: format is {self.format!r}; it is 'e4m3' or 'e5m2'. 4-bit formats need a second scale."
+            )
+        if self.scale not in SCALE_RULES:
+            allowed = ", ".join(repr(rule) for rule in SCALE_RULES)
+            raise ValueError(f"CurrentScaling: scale is {self.scale!r}; it is one of {allowed}.")
+        if not isinstance(self.eps, (int, float)) or isinstance(self.eps, bool) or self.eps < 0:
+            raise ValueError(
+                f"CurrentScaling: eps is {self.eps!r}; it is a number that is not negative, the floor under the amax."
+            )
+
+    def stores_e8m0(self) -> bool:
+        """Whether scales are stored as E8M0 bytes."""
+        return self.scale.startswith("e8m0")
+
+    def scale_dtype(self) -> torch.dtype:
+        return torch.uint8 if self.stores_e8m0() else torch.float32
+
+    def multiplier(self, amax: Tensor) -> Tensor:
+        return SCALE_RULES[self.scale](amax, self.element_format(), self.eps)
+
+    def scale_of(self, multiplier: Tensor) -> Tensor:
+        scale = super().scale_of(multiplier)
+        return E8M0.encode(scale) if self.stores_e8m0() else scale
+
+    def scale_values(self, scale: Tensor) -> Tensor:
+        return E8M0.decode(scale) if self.stores_e8m0() else scale

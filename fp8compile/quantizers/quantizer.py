@@ -1,0 +1,148 @@
+"""Quantizer: how a tensor becomes codes and scales, as an immutable value.
+
+    x --amax--> amax f32 --multiplier--> f32 --scale_of--> scale f32 or E8M0, what codes are multiplied by
+    |                                     |
+    +---------- product, round <----------+--> codes uint8
+
+The steps are methods, plain PyTorch, and the reference for every backend: the ops call them in eager mode, Inductor
+traces through them. The base class gives all but the scale rule; an odd format overrides more.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from fp8compile.formats import Float4Format, Float8Format, element_format
+from fp8compile.quantizers.blocks import (
+    Block,
+    as_matrix,
+    block_amax,
+    check_block,
+    expand_blocks,
+    grid_shape,
+)
+from fp8compile.quantizers.constant import Constant
+from fp8compile.quantizers.scale_rules import exact_quotient
+
+__all__ = ["Quantizer"]
+
+
+@dataclass(frozen=True, repr=False)
+class Quantizer(Constant):
+    """Base of quantizers: format, block, and the steps from values to codes and back.
+
+    A quantizer never holds a tensor or a process group, and nothing changes it. It is equal to another one with the
+    same class and fields, hashable, picklable, and a constant of compiled graphs. Its steps look at values only; where
+    a tensor is spread over ranks, the amax is reduced between them (see ``fp8compile.quantize``).
+
+    Attributes:
+        format: Format of the codes, ``"e4m3"`` or ``"e5m2"``.
+        block: (rows, columns) that share one scale, over the (M, K) view of a tensor; -1 is the whole dim.
+    """
+
+    format: str = "e4m3"
+    block: Block = (-1, -1)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        element_format(self.format)
+        check_block(type(self).__name__, self.block)
+
+    # ------------------------------------------------------------------ layout
+    # A packed format (two 4-bit codes a byte) overrides codes_shape and its inverse.
+
+    def codes_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """Shape of the codes of a tensor of this shape."""
+        return tuple(shape)
+
+    def values_shape(self, codes_shape: Sequence[int]) -> tuple[int, ...]:
+        """Shape of the tensor that codes of this shape stand for."""
+        return tuple(codes_shape)
+
+    def scale_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """Shape of amax, multiplier and scale of a tensor of this shape: one entry a block."""
+        return grid_shape(shape, self.block)
+
+    def scale_dtype(self) -> torch.dtype:
+        """Dtype that scales are stored in."""
+        return torch.float32
+
+    def transposed(self) -> Self:
+        """The quantizer of the transposed matrix: rows and columns of the block exchanged."""
+        return replace(self, block=(self.block[1], self.block[0]))
+
+    # ------------------------------------------------------------------ steps
+
+    def element_format(self) -> Float8Format | Float4Format:
+        """The format of the codes."""
+        return element_format(self.format)
+
+    def amax(self, x: Tensor) -> Tensor:
+        """The largest magnitude of each block.
+
+        Args:
+            x: Any shape, float32, bfloat16 or float16.
+
+        Returns:
+            Shape ``scale_shape(x.shape)``, float32, exact; NaN where a block holds a NaN.
+        """
+        return block_amax(x, self.block).float()
+
+    @abstractmethod
+    def multiplier(self, amax: Tensor) -> Tensor:
+        """The scale rule: what values are multiplied by before they are rounded, from the amax of their block.
+
+        Args:
+            amax: Shape of the grid, float32, over all ranks that share the block.
+
+        Returns:
+            The same shape, float32, positive and finite, or NaN where the amax isn't finite.
+        """
+
+    def scale_of(self, multiplier: Tensor) -> Tensor:
+        """The scale that undoes a multiplier: its inverse, correctly rounded, subnormals kept.
+
+        Args:
+            multiplier: Shape of the grid, float32.
+
+        Returns:
+            The same shape, in ``scale_dtype()``.
+        """
+        return exact_quotient(1.0, multiplier)
+
+    def scale_values(self, scale: Tensor) -> Tensor:
+        """Stored scales as float32 numbers, the same shape."""
+        return scale
+
+    def cast(self, x: Tensor, multiplier: Tensor) -> Tensor:
+        """Codes of values: product in float32, then one rounding to the format, saturating.
+
+        Args:
+            x: Any shape, float32, bfloat16 or float16.
+            multiplier: Shape ``scale_shape(x.shape)``, float32.
+
+        Returns:
+            Codes, shape ``codes_shape(x.shape)``, uint8.
+        """
+        values = as_matrix(x).float() * expand_blocks(multiplier, x.shape, self.block)
+        return self.element_format().encode(values).reshape(x.shape)
+
+    def dequantize(self, codes: Tensor, scale: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Values of codes: codes times scale.
+
+        Args:
+            codes: Shape ``codes_shape(shape)``, uint8.
+            scale: Shape ``scale_shape(shape)``, in ``scale_dtype()``.
+            dtype: float32, in which the product is rounded once, or float64, in which it is exact.
+
+        Returns:
+            Shape ``shape``, ``dtype``.
+        """
+        scale_values = expand_blocks(self.scale_values(scale).to(dtype), codes.shape, self.block)
+        return (self.element_format().decode(as_matrix(codes)).to(dtype) * scale_values).reshape(codes.shape)

@@ -1,0 +1,144 @@
+"""Recipe: which quantizer each operand of a linear layer's three GEMMs gets.
+
+    output       y_MN  = x_MK  @ w_NK^T    input, weight
+    grad_input   dx_MK = dy_MN @ w_NK      grad_output, weight_for_grad_input
+    grad_weight  dw_NK = dy_MN^T @ x_MK    grad_output_for_grad_weight, input_for_grad_weight
+
+M tokens, K in_features, N out_features. A block is that of the operand as the layer holds it (x_MK, w_NK, dy_MN), not as a
+GEMM transposes it. A GEMM sums over one dim, and can undo a scale only outside that sum or block by block along it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from fp8compile.quantizers.blocks import Block
+from fp8compile.quantizers.constant import Constant
+from fp8compile.quantizers.quantizer import Quantizer
+
+__all__ = ["GEMMS", "Gemm", "Recipe", "gemm_kind"]
+
+
+class Gemm(NamedTuple):
+    """One of the three products: its name, and the recipe's fields for its operands (m, k) and (k, n).
+
+    ``a_transposed``, ``b_transposed``: whether the operand enters the product transposed.
+    """
+
+    name: str
+    a: str
+    b: str
+    a_transposed: bool
+    b_transposed: bool
+
+
+GEMMS = (
+    Gemm("output", "input", "weight", False, True),
+    Gemm("grad_input", "grad_output", "weight_for_grad_input", False, False),
+    Gemm("grad_weight", "grad_output_for_grad_weight", "input_for_grad_weight", True, False),
+)
+
+ALLOWED_PAIRS = (
+    "(-1, -1) by (-1, -1) tensorwise; (1, -1) by (-1, 1) rowwise; (1, n) by (n, 1), (1, n) by (n, n) and (n, n) by "
+    "(n, 1) blockwise with one n"
+)
+
+
+def gemm_kind(a: Block, b: Block) -> str | None:
+    """How a product (m, k) by (k, n) with these blocks undoes its scales.
+
+    Returns:
+        ``"tensorwise"``, ``"rowwise"``, ``"blockwise"``, or None where no GEMM can.
+    """
+    if a == b == (-1, -1):
+        return "tensorwise"
+    if a == (1, -1) and b == (-1, 1):
+        return "rowwise"
+    along_k = a[1]
+    if along_k > 1 and b[0] == along_k and a[0] in (1, along_k) and b[1] in (1, along_k):
+        return "blockwise"
+    return None
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Recipe(Constant):
+    """A quantizer for each operand of the three GEMMs of a linear layer; None keeps an operand in high precision.
+
+    Attributes:
+        input: x_MK of the output.
+        weight: w_NK of the output.
+        grad_output: dy_MN of grad_input.
+        weight_for_grad_input: w_NK of grad_input.
+        grad_output_for_grad_weight: dy_MN of grad_weight.
+        input_for_grad_weight: x_MK of grad_weight.
+        fast_accumulation_output: Whether the output's GEMM may accumulate in the tensor core's fewer bits; the two
+            below likewise. Off, partial sums are promoted to float32 (a "split accumulator"). CPUs ignore it.
+        fast_accumulation_grad_input: As above.
+        fast_accumulation_grad_weight: As above.
+
+    Raises:
+        ValueError: Only one operand of a GEMM is quantized, or no GEMM can multiply the two.
+        TypeError: A slot holds no quantizer, or a switch no bool.
+    """
+
+    input: Quantizer | None = None
+    weight: Quantizer | None = None
+    grad_output: Quantizer | None = None
+    weight_for_grad_input: Quantizer | None = None
+    grad_output_for_grad_weight: Quantizer | None = None
+    input_for_grad_weight: Quantizer | None = None
+    fast_accumulation_output: bool = True
+    fast_accumulation_grad_input: bool = False
+    fast_accumulation_grad_weight: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for gemm in GEMMS:
+            self._check_slot(gemm.a)
+            self._check_slot(gemm.b)
+            self._check_pair(gemm)
+            switch = f"fast_accumulation_{gemm.name}"
+            if type(getattr(self, switch)) is not bool:
+                raise TypeError(f"Recipe: {switch} is {getattr(self, switch)!r}; it is True or False.")
+
+    def _check_slot(self, slot: str) -> None:
+        value = getattr(self, slot)
+        if value is not None and not isinstance(value, Quantizer):
+            raise TypeError(
+                f"Recipe: {slot} is {value!r}; it is a quantizer, fp8compile.CurrentScaling(...) for one, or None for "
+                "high precision."
+            )
+
+    def _check_pair(self, gemm: Gemm) -> None:
+        a, b = getattr(self, gemm.a), getattr(self, gemm.b)
+        if (a is None) != (b is None):
+            given, missing = (gemm.a, gemm.b) if b is None else (gemm.b, gemm.a)
+            raise ValueError(
+                f"Recipe: the GEMM of {gemm.name} has a quantizer for {given} and none for {missing}; a GEMM takes two "
+                "FP8 operands or two in high precision. Give both, or None for both."
+            )
+        if a is None:
+            return
+        block_a = a.transposed().block if gemm.a_transposed else a.block
+        block_b = b.transposed().block if gemm.b_transposed else b.block
+        if gemm_kind(block_a, block_b) is None:
+            raise ValueError(
+                f"Recipe: no GEMM computes {gemm.name} from {gemm.a} with block {a.block} and {gemm.b} with block "
+                f"{b.block}: it multiplies blocks {block_a} over (m, k) by {block_b} over (k, n). Allowed there: "
+                f"{ALLOWED_PAIRS}."
+            )
+        if a.format == b.format == "e5m2":
+            raise ValueError(
+                f"Recipe: the GEMM of {gemm.name} has e5m2 for {gemm.a} and for {gemm.b}; tensor cores multiply e4m3 by "
+                "e4m3 or by e5m2. Make one of them e4m3."
+            )
+
+    def quantizers(self, gemm: Gemm) -> tuple[Quantizer, Quantizer] | None:
+        """The quantizers of a GEMM's operands as the layer holds them, or None: the GEMM stays in high precision."""
+        a, b = getattr(self, gemm.a), getattr(self, gemm.b)
+        return None if a is None else (a, b)
+
+    def fast_accumulation(self, gemm: Gemm) -> bool:
+        """Whether the GEMM may accumulate in fewer bits."""
+        return getattr(self, f"fast_accumulation_{gemm.name}")

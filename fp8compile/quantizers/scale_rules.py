@@ -1,0 +1,105 @@
+"""Scale rules: from the amax of a block to the multiplier that its values are multiplied by before they are rounded.
+
+    amax f32 --max(., eps)--> --format_max / .--> --min(., largest f32)--> [clear mantissa] --> multiplier f32
+
+    amax 0            multiplier 1                 (nothing to scale; codes are zeros)
+    amax NaN or inf   multiplier NaN               (the whole block becomes NaN: nothing turns finite in silence)
+
+A division is made in float64 and rounded to float32, which gives the correctly rounded float32 quotient (53 bits are more
+than twice 24 and some) on every backend: `number / tensor` in PyTorch is a reciprocal and a product, and `/` in Triton is
+good to 2 ulp only.
+
+Sources: Micikevicius et al. 2022, "FP8 Formats for Deep Learning", arXiv:2209.05433 (scaling by amax); OCP Microscaling
+Formats 1.0, section 6.3 (e8m0_floor); Mishra et al. 2025, "Recipes for Pre-training LLMs with MXFP8", arXiv:2506.08027
+(e8m0_rceil).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from fp8compile.formats import (
+    E8M0,
+    FLOAT32_EXPONENT_MASK,
+    FLOAT32_MANTISSA_BITS,
+    FLOAT32_MAX,
+    Float4Format,
+    Float8Format,
+)
+
+__all__ = ["SCALE_RULES", "exact_quotient"]
+
+Rule = Callable[[Tensor, Float8Format | Float4Format, float], Tensor]
+
+MANTISSA_MASK = (1 << FLOAT32_MANTISSA_BITS) - 1
+
+
+def exact_quotient(number: float, x: Tensor) -> Tensor:
+    """``number / x``, correctly rounded to float32; ``x`` float32 or float64, ``number`` any float."""
+    numerator = torch.full((), number, dtype=torch.float64, device=x.device)
+    return (numerator / x.double()).float()
+
+
+def _floored(amax: Tensor, eps: float) -> Tensor:
+    """amax with its floor, in float64: eps is a Python float, and most have no float32 equal."""
+    return amax.double().clamp(min=eps) if eps else amax.double()
+
+
+def _keep_special(amax: Tensor, multiplier: Tensor) -> Tensor:
+    return torch.where(amax.isfinite(), multiplier, torch.nan)
+
+
+def _quotient(amax: Tensor, fmt: Float8Format | Float4Format, eps: float) -> Tensor:
+    return exact_quotient(fmt.max, _floored(amax, eps)).clamp(max=FLOAT32_MAX)
+
+
+def _clear_mantissa(x: Tensor) -> Tensor:
+    return (x.view(torch.int32) & FLOAT32_EXPONENT_MASK).view(torch.float32)
+
+
+def _one_where_empty(amax: Tensor, multiplier: Tensor, eps: float) -> Tensor:
+    return multiplier if eps else torch.where(amax <= 0, 1.0, multiplier)
+
+
+def fp32(amax: Tensor, fmt: Float8Format | Float4Format, eps: float) -> Tensor:
+    """The quotient itself."""
+    return _keep_special(amax, _one_where_empty(amax, _quotient(amax, fmt, eps), eps))
+
+
+def pow2(amax: Tensor, fmt: Float8Format | Float4Format, eps: float) -> Tensor:
+    """The quotient rounded down to a power of two, so that scaling rounds nothing."""
+    rounded_down = _clear_mantissa(_quotient(amax, fmt, eps))
+    return _keep_special(amax, _one_where_empty(amax, rounded_down, eps))
+
+
+def _from_scale_byte(amax: Tensor, byte: Tensor) -> Tensor:
+    """The multiplier 2**(127 - byte), the inverse of an E8M0 scale."""
+    return _keep_special(amax, E8M0.decode(254 - byte))
+
+
+def e8m0_rceil(amax: Tensor, fmt: Float8Format | Float4Format, eps: float) -> Tensor:
+    """The scale amax / format_max rounded up to a power of two: nothing saturates. An empty block has byte 0."""
+    scale = _floored(amax, eps).float() * exact_quotient(1.0, torch.full((), fmt.max, device=amax.device))
+    bits = scale.view(torch.int32)
+    exponent, mantissa = bits >> FLOAT32_MANTISSA_BITS, bits & MANTISSA_MASK
+    # a subnormal scale up to 2**-127 has byte 0, a larger one byte 1
+    half = 1 << (FLOAT32_MANTISSA_BITS - 1)
+    round_up = torch.where(exponent == 0, mantissa > half, mantissa > 0)
+    return _from_scale_byte(amax, exponent + round_up.to(torch.int32))
+
+
+def e8m0_floor(amax: Tensor, fmt: Float8Format | Float4Format, eps: float) -> Tensor:
+    """The scale 2**(floor(log2(amax)) - floor(log2(format_max))) of the MX specification; large values may saturate."""
+    exponent = _floored(amax, eps).float().view(torch.int32) >> FLOAT32_MANTISSA_BITS
+    return _from_scale_byte(amax, (exponent - fmt.max_exponent).clamp(min=0))
+
+
+SCALE_RULES: dict[str, Rule] = {
+    "fp32": fp32,
+    "pow2": pow2,
+    "e8m0_rceil": e8m0_rceil,
+    "e8m0_floor": e8m0_floor,
+}
