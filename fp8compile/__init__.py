@@ -9,6 +9,7 @@ model = torch.compile(model, fullgraph=True)
 from fp8compile import ops, recipes
 from fp8compile.nn import ConversionReport, Linear, conversion_report, convert, linear, revert
 from fp8compile.quantizers import CurrentScaling, Quantizer, Recipe
+from fp8compile.tensor import QuantizedTensor, quantize, scaled_mm
 
 __version__ = "0.1.0.dev0"
 
@@ -16,6 +17,7 @@ __all__ = [
     "ConversionReport",
     "CurrentScaling",
     "Linear",
+    "QuantizedTensor",
     "Quantizer",
     "Recipe",
     "__version__",
@@ -23,6 +25,8 @@ __all__ = [
     "convert",
     "linear",
     "ops",
+    "quantize",
     "recipes",
     "revert",
+    "scaled_mm",
 ]

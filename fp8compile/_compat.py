@@ -2,9 +2,9 @@
 
 What differs (measured on 2.11.0, 2.13.0, 2.15.0):
 
-    constants of a graph      register_opaque_type(typ="value") up to 2.13, register_custom_class(typ="constant") in 2.15
-    group on a subclass       not in 2.11; 2.13 after ProcessGroup is registered; 2.15 as it is
-    rowwise _scaled_mm on CPU from 2.13
+    constants of a graph   register_opaque_type(typ="value") up to 2.13, register_custom_class(typ="constant") in 2.15
+    group on a subclass    not in 2.11; 2.13 after ProcessGroup is registered; 2.15 as it is
+    rowwise CPU GEMM       `torch._scaled_mm` takes a scale a row from 2.13
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""Ready recipes, by name.
+"""Ready recipes, by name; keyword arguments for what may vary.
+
+The three ways to give scales to the three GEMMs of a linear layer:
 
     tensorwise           one scale a tensor: the fastest GEMM; one outlier coarsens the whole tensor
     rowwise              one scale a row or column: keeps outliers apart; each direction is cast for itself
@@ -17,9 +19,7 @@ __all__ = ["Recipe", "by_name", "describe", "names", "rowwise", "rowwise_bf16_wg
 TENSOR, ROW, COLUMN = (-1, -1), (1, -1), (-1, 1)
 
 
-def tensorwise(
-    *, format: str = "e4m3", grad_format: str = "e5m2", scale: str = "fp32", eps: float = 0.0
-) -> Recipe:
+def tensorwise(*, format: str = "e4m3", grad_format: str = "e5m2", scale: str = "fp32", eps: float = 0.0) -> Recipe:
     """One scale a tensor, all three GEMMs in FP8.
 
     Args:

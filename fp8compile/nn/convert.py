@@ -65,8 +65,8 @@ def convert(model: nn.Module, recipe: Recipe, *, filter: Filter | None = None) -
     Args:
         model: Any module.
         recipe: Quantizers for the layers' GEMMs.
-        filter: Which layers: a function ``(module, fqn) -> bool``, or name patterns (``"layers.*"``, ``"!lm_head"``); by
-            default all but those that FP8 can't help.
+        filter: Which layers: a function ``(module, fqn) -> bool``, or name patterns (``"layers.*"``, ``"!lm_head"``);
+            by default all but those that FP8 can't help.
 
     Returns:
         The model; a new module where the model itself is a ``nn.Linear``.

@@ -1,8 +1,8 @@
 """Filters: which linears `convert` swaps.
 
 A filter is a function ``(module, fqn) -> bool``, or name patterns: one string or several, in the syntax of fnmatch
-(``*`` matches dots too). A layer is converted if a pattern matches its fully qualified name; a pattern that begins with ``!``
-leaves out what it matches, and alone leaves out only that.
+(``*`` matches dots too). A layer is converted if a pattern matches its fully qualified name; a pattern that begins
+with ``!`` leaves out what it matches, and alone leaves out only that.
 """
 
 from __future__ import annotations
@@ -70,8 +70,8 @@ def resolve_filter(filter: Filter | None, fqns: list[str]) -> Reason:
     patterns = (filter,) if isinstance(filter, str) else tuple(filter) if isinstance(filter, Iterable) else None
     if not patterns or not all(isinstance(p, str) for p in patterns):
         raise TypeError(
-            f"convert: filter is {filter!r}; it is a function (module, fqn) -> bool, a name pattern such as 'layers.*' or "
-            "'!lm_head', or several."
+            f"convert: filter is {filter!r}; it is a function (module, fqn) -> bool, a name pattern such as "
+            "'layers.*' or '!lm_head', or several."
         )
     _check_patterns_match(patterns, fqns)
     return _pattern_reason(patterns)

@@ -33,8 +33,8 @@ def _check_tensor(name: str, tensor: Tensor, x: Tensor) -> None:
         )
     if tensor.dtype != x.dtype:
         raise TypeError(
-            f"linear: {name} is {tensor.dtype} and x is {x.dtype}; they have one dtype. Cast one of them, or run under "
-            "torch.autocast."
+            f"linear: {name} is {tensor.dtype} and x is {x.dtype}; they have one dtype. Cast one of them, or run "
+            "under torch.autocast."
         )
     if tensor.device != x.device:
         raise ValueError(f"linear: {name} is on {tensor.device} and x on {x.device}; move them to one device.")

@@ -59,8 +59,8 @@ class Linear(nn.Linear):
         """
         if type(linear) is not nn.Linear:
             raise TypeError(
-                f"Linear.from_linear: given a {type(linear).__name__}; it takes a torch.nn.Linear and no subclass, whose "
-                "own forward it would lose."
+                f"Linear.from_linear: given a {type(linear).__name__}; it takes a torch.nn.Linear and no subclass, "
+                "whose own forward it would lose."
             )
         module = cls.__new__(cls)
         module.__dict__.update(linear.__dict__)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from fp8compile.ops import samples
 from fp8compile.ops.registry import register_op
+from fp8compile.ops.rounding import rounded
 from fp8compile.quantizers import Quantizer
 
 __all__ = ["dequantize"]
@@ -22,6 +23,10 @@ def _fake(codes: Tensor, scale: Tensor, quantizer: Quantizer, dtype: torch.dtype
     return codes.new_empty(quantizer.values_shape(codes.shape), dtype=dtype)
 
 
+def _decompose(codes: Tensor, scale: Tensor, quantizer: Quantizer, dtype: torch.dtype) -> Tensor:
+    return rounded(_kernel(codes, scale, quantizer, dtype)).to(dtype)
+
+
 def _samples() -> Iterator[tuple]:
     for x in samples.matrices():
         for quantizer in samples.quantizers():
@@ -29,6 +34,4 @@ def _samples() -> Iterator[tuple]:
             yield quantizer.cast(x, multiplier), quantizer.scale_of(multiplier), quantizer, x.dtype
 
 
-dequantize = register_op(
-    "fp8compile::dequantize", _kernel, fake=_fake, decompose=_kernel, samples=_samples
-)
+dequantize = register_op("fp8compile::dequantize", _kernel, fake=_fake, decompose=_decompose, samples=_samples)

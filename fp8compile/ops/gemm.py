@@ -1,9 +1,9 @@
 """Which code multiplies two quantized matrices on a device, and that code.
 
     tensorwise   torch._scaled_mm with two numbers                          CPU; GPUs from compute capability 8.9
-    rowwise      torch._scaled_mm with a scale a row and a column           CPU from PyTorch 2.13; GPUs from 9.0, bf16 out
+    rowwise      torch._scaled_mm with a scale a row and a column           CPU from PyTorch 2.13; GPUs from 9.0 (bf16)
     scaled_after torch._scaled_mm without scales, float32 out, then both    rowwise elsewhere, other output dtypes
-    emulated     float64 product of the exact values                        CPU only, for pairs that it has no kernel for
+    emulated     float64 product of the exact values                        CPU only, pairs that it has no kernel for
 
 Nothing here falls back on its own: a pair without a GEMM on a GPU raises and says which GPU has one.
 """
@@ -41,9 +41,7 @@ class Operand:
 
     def t(self) -> Operand:
         """The transposed matrix; no data moves."""
-        return Operand(
-            codes=self.codes.t(), scale=self.scale.t(), quantizer=self.quantizer.transposed()
-        )
+        return Operand(codes=self.codes.t(), scale=self.scale.t(), quantizer=self.quantizer.transposed())
 
     def float8(self) -> Tensor:
         """The codes as a float8 tensor."""
@@ -74,8 +72,8 @@ def select_gemm(a: Quantizer, b: Quantizer, device: torch.device, out_dtype: tor
     if kind is None:
         raise ValueError(
             f"scaled_mm: operand a has block {a.block} over (m, k), operand b {b.block} over (k, n); no GEMM can undo "
-            "such scales. Tensorwise takes (-1, -1) by (-1, -1), rowwise (1, -1) by (-1, 1), blockwise (1, n) or (n, n) "
-            "by (n, 1) or (n, n). Choose quantizers as the recipes of fp8compile.recipes do."
+            "such scales. Tensorwise takes (-1, -1) by (-1, -1), rowwise (1, -1) by (-1, 1), blockwise (1, n) or "
+            "(n, n) by (n, 1) or (n, n). Choose quantizers as the recipes of fp8compile.recipes do."
         )
     float8 = isinstance(a.element_format(), Float8Format) and isinstance(b.element_format(), Float8Format)
     if device.type == "cpu":
@@ -134,9 +132,7 @@ def _native(kind: str, a: Operand, b: Operand, out_dtype: torch.dtype, *, fast_a
         b_scale = pad(b.scale_values().reshape(-1), (0, extra_n), value=1.0).unsqueeze(0)
     else:
         a_scale = b_scale = torch.ones((), device=rows.device)
-    product = torch._scaled_mm(
-        rows, columns, a_scale, b_scale, out_dtype=out_dtype, use_fast_accum=fast_accumulation
-    )
+    product = torch._scaled_mm(rows, columns, a_scale, b_scale, out_dtype=out_dtype, use_fast_accum=fast_accumulation)
     return product[:, : b.codes.shape[1]].contiguous() if extra_n else product
 
 

@@ -4,10 +4,10 @@
     grad_input   dx_MK = dy_MN @ w_NK
     grad_weight  dw_NK = dy_MN^T @ x_MK
 
-Each is taken apart into amax, scale, cast and scaled_mm: by its kernel in eager mode, by its decomposition under Inductor,
-and wherever else someone needs to look inside. Saved for backward are x and w as they came, and only if a gradient
-needs them: which codes the backward wants depends on the recipe, and under Inductor the two casts of one tensor become one
-read of it. The bias is added in the dtype of the output.
+Each is taken apart into amax, scale, cast and scaled_mm: by its kernel in eager mode, by its decomposition under
+Inductor, and wherever else someone needs to look inside. Saved for backward are x and w as they came, and only if a
+gradient needs them: which codes the backward wants depends on the recipe, and under Inductor the two casts of one
+tensor become one read of it. The bias is added in the dtype of the output.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from fp8compile.ops.amax import amax
 from fp8compile.ops.cast import cast
 from fp8compile.ops.gemm import Operand
 from fp8compile.ops.registry import register_op
-from fp8compile.ops.rounding import rounded
 from fp8compile.ops.scale import scale
 from fp8compile.ops.scaled_mm import scaled_mm
 from fp8compile.quantizers import GEMMS, Gemm, Quantizer, Recipe
@@ -116,14 +115,6 @@ def _kernel(x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe) -> T
     return y_MN.view(*x.shape[:-1], weight.shape[0])
 
 
-def _decompose(x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe) -> Tensor:
-    y_MN = _product(as_matrix(x), weight, OUTPUT, recipe)
-    if bias is not None:
-        # a product that Inductor computes itself (emulated, scaled after) would lose its rounding to the addition
-        y_MN = (rounded(y_MN) + bias.float()).to(x.dtype)
-    return y_MN.view(*x.shape[:-1], weight.shape[0])
-
-
 def _fake(x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe) -> Tensor:
     return x.new_empty((*x.shape[:-1], weight.shape[0]))
 
@@ -158,7 +149,7 @@ linear = register_op(
     "fp8compile::linear",
     _kernel,
     fake=_fake,
-    decompose=_decompose,
+    decompose=_kernel,
     setup_context=_setup_context,
     backward=_backward,
     samples=_samples,

@@ -1,6 +1,6 @@
 """One call that makes a PyTorch operator: schema, kernel, fake, decomposition, autograd, samples.
 
-    register_op("fp8compile::amax", impl, fake=..., decompose=..., samples=...)
+What it takes, and what each part is for:
 
     impl        Python, for CPU and CUDA alike; its annotations are the schema
     fake        shapes, dtypes and strides of the result, for tracing

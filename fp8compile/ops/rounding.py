@@ -1,8 +1,9 @@
 """The rounding barrier: what a quantizer sees is what eager mode would have stored.
 
-Inductor keeps a fused bfloat16 value in float32 and drops its rounding, so an amax or a cast that is fused with the norm
-before it would see other numbers than in eager mode. Looking at the value's bits as integers forces the rounding; the
-`or` with 0 keeps Inductor from removing the pair of views. On generated H200 code it costs no byte and no kernel.
+Inductor keeps a fused bfloat16 value in float32 and drops its rounding, so an amax or a cast that is fused with the
+norm before it would see other numbers than in eager mode. Looking at the value's bits as integers forces the
+rounding; the `or` with 0 keeps Inductor from removing the pair of views. On generated H200 code it costs no byte and
+no kernel.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """fp8compile::scale: from the amax of a block to its multiplier and its scale.
 
-A function of a handful of numbers, but an op of its own, because it is where a sharded amax has to become one number on
-all ranks, and where a third party's scale rule runs.
+A function of a handful of numbers, but an op of its own, because it is where a sharded amax has to become one number
+on all ranks, and where a third party's scale rule runs.
 """
 
 from __future__ import annotations

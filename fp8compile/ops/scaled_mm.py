@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from fp8compile.ops import samples
-from fp8compile.ops.gemm import Operand, multiply
+from fp8compile.ops.gemm import Operand, multiply, select_gemm
 from fp8compile.ops.registry import register_op
+from fp8compile.ops.rounding import rounded
 from fp8compile.quantizers import GEMMS, Quantizer
 
 __all__ = ["scaled_mm"]
@@ -44,6 +45,22 @@ def _fake(
     return a.new_empty((a.shape[0], b.shape[1]), dtype=out_dtype)
 
 
+def _decompose(
+    a: Tensor,
+    b: Tensor,
+    a_scale: Tensor,
+    b_scale: Tensor,
+    a_quantizer: Quantizer,
+    b_quantizer: Quantizer,
+    out_dtype: torch.dtype,
+    fast_accumulation: bool,
+) -> Tensor:
+    product = _kernel(a, b, a_scale, b_scale, a_quantizer, b_quantizer, out_dtype, fast_accumulation)
+    if select_gemm(a_quantizer, b_quantizer, a.device, out_dtype) in ("emulated", "scaled_after"):
+        return rounded(product).to(out_dtype)  # made by Inductor, which would drop its rounding in what follows
+    return product
+
+
 def _operand(x: Tensor, quantizer: Quantizer) -> Operand:
     multiplier = quantizer.multiplier(quantizer.amax(x))
     return Operand(codes=quantizer.cast(x, multiplier), scale=quantizer.scale_of(multiplier), quantizer=quantizer)
@@ -58,4 +75,4 @@ def _samples() -> Iterator[tuple]:
             yield a.codes, b.codes, a.scale, b.scale, a.quantizer, b.quantizer, dtype, False
 
 
-scaled_mm = register_op("fp8compile::scaled_mm", _kernel, fake=_fake, decompose=_kernel, samples=_samples)
+scaled_mm = register_op("fp8compile::scaled_mm", _kernel, fake=_fake, decompose=_decompose, samples=_samples)

@@ -33,8 +33,8 @@ def check_block(owner: str, block: object) -> None:
     pair = isinstance(block, tuple) and len(block) == 2 and all(type(b) is int for b in block)
     if not pair or any(b < 1 and b != -1 for b in block):  # type: ignore[attr-defined]
         raise ValueError(
-            f"{owner}: block is {block!r}; it is a tuple (rows, columns) of ints, each at least 1, or -1 for the whole "
-            "dim: (-1, -1) tensorwise, (1, -1) rowwise, (-1, 1) columnwise, (1, 128), (128, 128)."
+            f"{owner}: block is {block!r}; it is a tuple (rows, columns) of ints, each at least 1, or -1 for the "
+            "whole dim: (-1, -1) tensorwise, (1, -1) rowwise, (-1, 1) columnwise, (1, 128), (128, 128)."
         )
 
 
@@ -114,8 +114,8 @@ def expand_blocks(per_block: Tensor, shape: Sequence[int], block: Block) -> Tens
     rows, columns = _rows_columns(shape)
     grid_rows, block_rows, grid_columns, block_columns = _sides(shape, block)
     values = per_block.view(grid_rows, grid_columns)
-    # Indices as numbers, not an expand and a reshape: from those Inductor's C++ backend splits loops that it then can't
-    # fuse (an AssertionError in try_loop_split, PyTorch 2.11 to 2.15).
+    # Indices as numbers, not an expand and a reshape: from those Inductor's C++ backend splits loops that it then
+    # can't fuse (an AssertionError in try_loop_split, PyTorch 2.11 to 2.15).
     if block_columns != 1 and grid_columns != 1:
         values = values[:, torch.arange(columns, device=values.device) // block_columns]
     if block_rows != 1 and grid_rows != 1:

@@ -20,8 +20,8 @@ class CurrentScaling(Quantizer):
 
     Attributes:
         format: ``"e4m3"`` (3 bits of mantissa, up to 448) or ``"e5m2"`` (2 bits, up to 57344).
-        block: (rows, columns) that share one scale: (-1, -1) tensorwise, (1, -1) rowwise, (-1, 1) columnwise, (1, 128),
-            (128, 128), or any other.
+        block: (rows, columns) that share one scale: (-1, -1) tensorwise, (1, -1) rowwise, (-1, 1) columnwise,
+            (1, 128), (128, 128), or any other.
         scale: The scale rule. ``"fp32"``: format_max / amax as it is. ``"pow2"``: rounded down to a power of two.
             ``"e8m0_rceil"``, ``"e8m0_floor"``: a power of two stored as one byte, as in the MX formats.
         eps: Floor under the amax, 0 for none.
@@ -39,7 +39,8 @@ class CurrentScaling(Quantizer):
         super().__post_init__()
         if self.format not in ("e4m3", "e5m2"):
             raise ValueError(
-                f"CurrentScaling: format is {self.format!r}; it is 'e4m3' or 'e5m2'. 4-bit formats need a second scale."
+                f"CurrentScaling: format is {self.format!r}; it is 'e4m3' or 'e5m2'. 4-bit formats need a second "
+                "scale."
             )
         if self.scale not in SCALE_RULES:
             allowed = ", ".join(repr(rule) for rule in SCALE_RULES)
@@ -54,14 +55,18 @@ class CurrentScaling(Quantizer):
         return self.scale.startswith("e8m0")
 
     def scale_dtype(self) -> torch.dtype:
+        """uint8 for E8M0, else float32."""
         return torch.uint8 if self.stores_e8m0() else torch.float32
 
     def multiplier(self, amax: Tensor) -> Tensor:
+        """By the rule that ``scale`` names."""
         return SCALE_RULES[self.scale](amax, self.element_format(), self.eps)
 
     def scale_of(self, multiplier: Tensor) -> Tensor:
+        """The inverse of the multiplier, as float32 or as an E8M0 byte."""
         scale = super().scale_of(multiplier)
         return E8M0.encode(scale) if self.stores_e8m0() else scale
 
     def scale_values(self, scale: Tensor) -> Tensor:
+        """Stored scales as float32 numbers."""
         return E8M0.decode(scale) if self.stores_e8m0() else scale

@@ -4,8 +4,8 @@
     grad_input   dx_MK = dy_MN @ w_NK      grad_output, weight_for_grad_input
     grad_weight  dw_NK = dy_MN^T @ x_MK    grad_output_for_grad_weight, input_for_grad_weight
 
-M tokens, K in_features, N out_features. A block is that of the operand as the layer holds it (x_MK, w_NK, dy_MN), not as a
-GEMM transposes it. A GEMM sums over one dim, and can undo a scale only outside that sum or block by block along it.
+M tokens, K in_features, N out_features. A block is that of the operand as the layer holds it (x_MK, w_NK, dy_MN), not
+as a GEMM transposes it. A GEMM sums over one dim: it can undo a scale outside that sum, or block by block along it.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ class Gemm(NamedTuple):
     name: str
     a: str
     b: str
-    a_transposed: bool
-    b_transposed: bool
+    a_transposed: bool = False
+    b_transposed: bool = False
 
 
 GEMMS = (
-    Gemm("output", "input", "weight", False, True),
-    Gemm("grad_input", "grad_output", "weight_for_grad_input", False, False),
-    Gemm("grad_weight", "grad_output_for_grad_weight", "input_for_grad_weight", True, False),
+    Gemm(name="output", a="input", b="weight", b_transposed=True),
+    Gemm(name="grad_input", a="grad_output", b="weight_for_grad_input"),
+    Gemm(name="grad_weight", a="grad_output_for_grad_weight", b="input_for_grad_weight", a_transposed=True),
 )
 
 ALLOWED_PAIRS = (
@@ -115,8 +115,8 @@ class Recipe(Constant):
         if (a is None) != (b is None):
             given, missing = (gemm.a, gemm.b) if b is None else (gemm.b, gemm.a)
             raise ValueError(
-                f"Recipe: the GEMM of {gemm.name} has a quantizer for {given} and none for {missing}; a GEMM takes two "
-                "FP8 operands or two in high precision. Give both, or None for both."
+                f"Recipe: the GEMM of {gemm.name} has a quantizer for {given} and none for {missing}; a GEMM takes "
+                "two FP8 operands or two in high precision. Give both, or None for both."
             )
         if a is None:
             return
@@ -130,8 +130,8 @@ class Recipe(Constant):
             )
         if a.format == b.format == "e5m2":
             raise ValueError(
-                f"Recipe: the GEMM of {gemm.name} has e5m2 for {gemm.a} and for {gemm.b}; tensor cores multiply e4m3 by "
-                "e4m3 or by e5m2. Make one of them e4m3."
+                f"Recipe: the GEMM of {gemm.name} has e5m2 for {gemm.a} and for {gemm.b}; tensor cores multiply e4m3 "
+                "by e4m3 or by e5m2. Make one of them e4m3."
             )
 
     def quantizers(self, gemm: Gemm) -> tuple[Quantizer, Quantizer] | None:

@@ -5,13 +5,13 @@
     amax 0            multiplier 1                 (nothing to scale; codes are zeros)
     amax NaN or inf   multiplier NaN               (the whole block becomes NaN: nothing turns finite in silence)
 
-A division is made in float64 and rounded to float32, which gives the correctly rounded float32 quotient (53 bits are more
-than twice 24 and some) on every backend: `number / tensor` in PyTorch is a reciprocal and a product, and `/` in Triton is
-good to 2 ulp only.
+A division is made in float64 and rounded to float32, which gives the correctly rounded float32 quotient (53 bits are
+more than twice 24 and some) on every backend: `number / tensor` in PyTorch is a reciprocal and a product, and `/` in
+Triton is good to 2 ulp only.
 
-Sources: Micikevicius et al. 2022, "FP8 Formats for Deep Learning", arXiv:2209.05433 (scaling by amax); OCP Microscaling
-Formats 1.0, section 6.3 (e8m0_floor); Mishra et al. 2025, "Recipes for Pre-training LLMs with MXFP8", arXiv:2506.08027
-(e8m0_rceil).
+Sources: Micikevicius et al. 2022, "FP8 Formats for Deep Learning", arXiv:2209.05433 (scaling by amax); OCP
+Microscaling Formats 1.0, section 6.3 (e8m0_floor); Mishra et al. 2025, "Recipes for Pre-training LLMs with MXFP8",
+arXiv:2506.08027 (e8m0_rceil).
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def exact_quotient(number: float, x: Tensor) -> Tensor:
 
 
 def _floored(amax: Tensor, eps: float) -> Tensor:
-    """amax with its floor, in float64: eps is a Python float, and most have no float32 equal."""
+    """Amax with its floor, in float64: eps is a Python float, and most have no float32 equal."""
     return amax.double().clamp(min=eps) if eps else amax.double()
 
 
@@ -92,7 +92,7 @@ def e8m0_rceil(amax: Tensor, fmt: Float8Format | Float4Format, eps: float) -> Te
 
 
 def e8m0_floor(amax: Tensor, fmt: Float8Format | Float4Format, eps: float) -> Tensor:
-    """The scale 2**(floor(log2(amax)) - floor(log2(format_max))) of the MX specification; large values may saturate."""
+    """The scale 2**(floor(log2(amax)) - floor(log2(format_max))) of the MX specification; values may saturate."""
     exponent = _floored(amax, eps).float().view(torch.int32) >> FLOAT32_MANTISSA_BITS
     return _from_scale_byte(amax, (exponent - fmt.max_exponent).clamp(min=0))
 

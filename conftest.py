@@ -1,0 +1,58 @@
+"""What all tests share: bit-exact comparison, one thread a worker, a compiler that forgets between tests."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+# xdist runs a worker a core; the tests' tensors are small
+torch.set_num_threads(1)
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor's bytes as integers, all NaN as one pattern."""
+    tensor = tensor.detach().contiguous()
+    if tensor.is_floating_point():
+        tensor = torch.where(tensor.isnan(), torch.full_like(tensor, torch.nan), tensor)
+    width = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
+    return tensor.view(width)
+
+
+def _assert_bits_equal(actual: torch.Tensor, expected: torch.Tensor, what: str = "tensor") -> None:
+    assert actual.dtype == expected.dtype, f"{what}: dtype {actual.dtype}, expected {expected.dtype}"
+    assert actual.shape == expected.shape, f"{what}: shape {tuple(actual.shape)}, expected {tuple(expected.shape)}"
+    different = bits(actual) != bits(expected)
+    if different.any():
+        first = tuple(different.nonzero()[0].tolist())
+        raise AssertionError(
+            f"{what}: {int(different.sum())} of {different.numel()} elements differ, the first at {first}: "
+            f"{actual[first].item()!r}, expected {expected[first].item()!r}"
+        )
+
+
+@pytest.fixture(scope="session")
+def assert_bits_equal():
+    """``assert_bits_equal(actual, expected, what)``: same dtype, shape, bits; names the first element that differs."""
+    return _assert_bits_equal
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler():
+    """Each test starts with no compiled graph, no counter and the same random numbers."""
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+
+
+def pytest_collection_modifyitems(items):
+    capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
+    if capability is None or capability < (8, 9):
+        found = "none" if capability is None else f"compute capability {capability[0]}.{capability[1]}"
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(
+                    pytest.mark.skip(reason=f"needs a GPU of compute capability 8.9 or more, found {found}")
+                )

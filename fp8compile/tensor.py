@@ -1,0 +1,455 @@
+"""QuantizedTensor: codes and scales that stand for a tensor, and `quantize`, which makes them.
+
+    x --amax--> amax --(max over the group, where a block spans ranks)--> scale --+--> QuantizedTensor
+    |                                                                             |      .codes  .scale  .group
+    +----------------------------------- cast ------------------------------------+
+
+A wrapper subclass: to autograd and shapes it is a tensor of the source's dtype; only ops that keep what it stands for
+without touching a number work on it. Everything else raises: nothing dequantizes in silence.
+
+The process group travels as an inner value of flatten and unflatten. PyTorch guards only on its type and bakes its
+size into graphs, so name, size and rank are in the metadata: a graph made for one group never runs on another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.utils._python_dispatch import return_and_correct_aliasing
+
+from fp8compile import _compat, ops
+from fp8compile.ops.collectives import all_reduce_amax
+from fp8compile.quantizers import Quantizer
+
+__all__ = ["QuantizedTensor", "quantize", "scaled_mm"]
+
+aten = torch.ops.aten
+SOURCE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+class QuantizedTensor(Tensor):
+    """Codes and scales that stand for a tensor: ``codes * scale``, block by block.
+
+    Made by ``fp8compile.quantize``. Works with ``detach``, ``clone``, ``t``, ``view`` and ``reshape`` that leave the
+    last dim alone (any, if tensorwise), ``slice``, ``select``, ``split`` and ``chunk`` that cut no block, and ``to``
+    another device. Any other op raises a TypeError; call ``dequantize()`` for a plain tensor.
+
+    Attributes:
+        codes: uint8, ``quantizer.codes_shape(shape)``.
+        scale: What codes are multiplied by, ``quantizer.scale_shape(shape)``: float32, or uint8 for E8M0.
+        quantizer: The immutable quantizer that made it.
+        group: The process group whose ranks share its scales, or None.
+    """
+
+    codes: Tensor
+    scale: Tensor
+    quantizer: Quantizer
+    group: ProcessGroup | None
+
+    @staticmethod
+    def __new__(
+        cls: type[QuantizedTensor],
+        codes: Tensor,
+        scale: Tensor,
+        quantizer: Quantizer,
+        dtype: torch.dtype,
+        group: ProcessGroup | None = None,
+    ) -> QuantizedTensor:
+        return Tensor._make_wrapper_subclass(
+            cls,
+            quantizer.values_shape(codes.shape),
+            strides=codes.stride(),
+            storage_offset=codes.storage_offset(),
+            dtype=dtype,
+            device=codes.device,
+        )
+
+    def __init__(
+        self,
+        codes: Tensor,
+        scale: Tensor,
+        quantizer: Quantizer,
+        dtype: torch.dtype,
+        group: ProcessGroup | None = None,
+    ) -> None:
+        self.codes = codes
+        self.scale = scale
+        self.quantizer = quantizer
+        self.group = group
+
+    # ------------------------------------------------------------------ what torch.compile asks
+
+    def __tensor_flatten__(self) -> tuple[list[str], tuple]:
+        if self.group is None:
+            return ["codes", "scale"], (self.quantizer, self.dtype, None)
+        identity = (self.group.group_name, self.group.size(), self.group.rank())
+        return ["codes", "scale", "group"], (self.quantizer, self.dtype, identity)
+
+    @staticmethod
+    def __tensor_unflatten__(inner: dict, metadata: tuple, outer_size: Any, outer_stride: Any) -> QuantizedTensor:
+        quantizer, dtype, _ = metadata
+        return QuantizedTensor(inner["codes"], inner["scale"], quantizer, dtype, inner.get("group"))
+
+    # ------------------------------------------------------------------ what it stands for
+
+    def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
+        """Codes times scale in float32, rounded once.
+
+        Args:
+            dtype: Of the result; the source's by default.
+
+        Returns:
+            A plain tensor of this shape.
+        """
+        return ops.dequantize(self.codes, self.scale, self.quantizer, dtype or self.dtype)
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        group = "None" if self.group is None else repr(self.group.group_name)
+        return (
+            f"QuantizedTensor(shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device}, "
+            f"quantizer={self.quantizer!r}, group={group})"
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        if self.group is not None:
+            raise TypeError(
+                "a QuantizedTensor with a process group can't be pickled: a group lives in one process. Pickle "
+                ".dequantize(), or its .codes and .scale."
+            )
+        return QuantizedTensor, (self.codes, self.scale, self.quantizer, self.dtype)
+
+    def _like(self, codes: Tensor, scale: Tensor, quantizer: Quantizer | None = None) -> QuantizedTensor:
+        return QuantizedTensor(codes, scale, quantizer or self.quantizer, self.dtype, self.group)
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = kwargs or {}
+        handler = HANDLERS.get(func)
+        if handler is None or not isinstance(args[0], QuantizedTensor):
+            raise TypeError(_no_meaning(func))
+        result = handler(func, *args, **kwargs)
+        if func in VIEWS:
+            return return_and_correct_aliasing(func, args, kwargs, result)
+        return result
+
+
+def _no_meaning(op: object) -> str:
+    return (
+        f"{op} has no FP8 meaning for a QuantizedTensor, and nothing dequantizes in silence. Call .dequantize() "
+        "first; for products use fp8compile.linear or fp8compile.scaled_mm."
+    )
+
+
+def _refuse_operator(name: str) -> None:
+    """Operators of Tensor turn a TypeError into NotImplemented, and Python then hides its text (and `==` is False)."""
+
+    def refuse(self: QuantizedTensor, *others: Any) -> Any:
+        raise TypeError(_no_meaning(f"Tensor.{name}"))
+
+    setattr(QuantizedTensor, name, refuse)
+
+
+for _operator in [
+    "add",
+    "sub",
+    "mul",
+    "truediv",
+    "floordiv",
+    "mod",
+    "pow",
+    "matmul",
+    "and",
+    "or",
+    "xor",
+    "lshift",
+    "rshift",
+]:
+    for _form in ("", "r", "i"):
+        _refuse_operator(f"__{_form}{_operator}__")
+for _operator in ["eq", "ne", "lt", "le", "gt", "ge", "neg", "abs", "invert"]:
+    _refuse_operator(f"__{_operator}__")
+QuantizedTensor.__hash__ = Tensor.__hash__  # type: ignore[method-assign]
+
+# ---------------------------------------------------------------------------------- ops that keep the meaning
+
+
+def _same(func: Any, x: QuantizedTensor, **kwargs: Any) -> QuantizedTensor:
+    return x._like(func(x.codes, **kwargs), func(x.scale))
+
+
+def _transpose(func: Any, x: QuantizedTensor, *dims: int) -> QuantizedTensor:
+    if x.ndim < 2:
+        return x._like(func(x.codes, *dims), func(x.scale, *dims))
+    if x.ndim != 2:
+        raise TypeError(
+            f"{func} of a QuantizedTensor takes a matrix, this has shape {tuple(x.shape)}: its blocks lie over "
+            "flattened leading dims. Flatten them with .reshape, or call .dequantize() first."
+        )
+    if dims and dims[0] % 2 == dims[1] % 2:
+        return x._like(func(x.codes, *dims), func(x.scale, *dims))
+    return x._like(func(x.codes, *dims), func(x.scale, *dims), x.quantizer.transposed())
+
+
+def _reshaped(func: Any, x: QuantizedTensor, codes: Tensor) -> QuantizedTensor:
+    tensorwise = x.quantizer.block == (-1, -1)
+    keeps_last_dim = x.ndim > 0 and codes.ndim > 0 and codes.shape[-1] == x.shape[-1]
+    if not (tensorwise or keeps_last_dim):
+        raise TypeError(
+            f"{func} from {tuple(x.shape)} to {tuple(codes.shape)} moves elements between blocks "
+            f"{x.quantizer.block}. Keep the last dim as it is, or call .dequantize() first."
+        )
+    return x._like(codes, x.scale.view(x.quantizer.scale_shape(codes.shape)))
+
+
+def _view(func: Any, x: QuantizedTensor, *args: Any) -> QuantizedTensor:
+    return _reshaped(func, x, func(x.codes, *args))
+
+
+def _as_strided(
+    func: Any, x: QuantizedTensor, size: list[int], stride: list[int], storage_offset: int | None = None
+) -> QuantizedTensor:
+    """The view with this size and stride, found among those above: how AOTAutograd asks for views that leave a graph."""
+    size, stride = tuple(size), tuple(stride)
+    offset = 0 if storage_offset is None else storage_offset - x.storage_offset()
+    if x.ndim == len(size) == 2 and x.stride() != stride == x.stride()[::-1]:
+        return _as_strided(func, _transpose(aten.t.default, x), size, stride, storage_offset)
+    if x.stride() == stride and x.ndim:
+        starts = _position(offset, stride)
+        if all(start + length <= full for start, length, full in zip(starts, size, x.shape, strict=True)):
+            for dim, (start, length) in enumerate(zip(starts, size, strict=True)):
+                if length != x.shape[dim]:
+                    x = _slice(aten.slice.Tensor, x, dim, start, start + length)
+            return x._like(aten.alias.default(x.codes), aten.alias.default(x.scale))
+    flat = torch.empty(size, device="meta")
+    if offset == 0 and x.is_contiguous() and flat.numel() == x.numel() and flat.stride() == stride:
+        return _view(aten.view.default, x, size)
+    raise TypeError(
+        f"{func} with size {size} and stride {stride} of a QuantizedTensor with shape {tuple(x.shape)} and stride "
+        f"{tuple(x.stride())} is no view that keeps its blocks. Call .dequantize() first."
+    )
+
+
+def _position(offset: int, stride: tuple[int, ...]) -> list[int]:
+    """Indices of the element at ``offset``."""
+    indices = [0] * len(stride)
+    for dim in sorted(range(len(stride)), key=lambda d: -stride[d]):
+        indices[dim], offset = divmod(offset, stride[dim]) if stride[dim] else (0, offset)
+    return indices
+
+
+def _block_along(x: QuantizedTensor, dim: int) -> int:
+    """Elements along ``dim`` that share a scale, -1 for all of them, where scales can be cut along that dim."""
+    rows, columns = x.quantizer.block
+    if dim == x.ndim - 1:
+        return columns
+    if rows in (1, -1) or x.ndim == 2:
+        return rows
+    raise TypeError(
+        f"a QuantizedTensor of shape {tuple(x.shape)} with block {x.quantizer.block} can't be cut along dim {dim}: "
+        "its blocks lie over flattened leading dims. Flatten them with .reshape, or call .dequantize() first."
+    )
+
+
+def _slice(
+    func: Any,
+    x: QuantizedTensor,
+    dim: int = 0,
+    start: int | None = None,
+    end: int | None = None,
+    step: int = 1,
+) -> QuantizedTensor:
+    dim %= x.ndim
+    size, block = x.shape[dim], _block_along(x, dim)
+    codes = func(x.codes, dim, start, end, step)
+    if block == -1:
+        return x._like(codes, aten.alias.default(x.scale))
+    if block == 1:
+        return x._like(codes, func(x.scale, dim, start, end, step))
+    first, last, _ = slice(start, end).indices(size)
+    if step != 1 or first % block or (last % block and last != size):
+        raise TypeError(
+            f"{func} [{first}:{last}:{step}] along dim {dim} of {size} cuts blocks of {block}. Cut at multiples of "
+            f"{block}, or call .dequantize() first."
+        )
+    return x._like(codes, func(x.scale, dim, first // block, -(-last // block), 1))
+
+
+def _select(func: Any, x: QuantizedTensor, dim: int, index: int) -> QuantizedTensor:
+    dim %= x.ndim
+    block = _block_along(x, dim)
+    if dim == x.ndim - 1 or block not in (1, -1):
+        raise TypeError(
+            f"{func} along dim {dim} of a QuantizedTensor with block {x.quantizer.block} leaves no block. Call "
+            ".dequantize() first."
+        )
+    return x._like(func(x.codes, dim, index), func(x.scale, dim, index if block == 1 else 0))
+
+
+def _split(func: Any, x: QuantizedTensor, sizes: int | list[int], dim: int = 0) -> list[QuantizedTensor]:
+    size = x.shape[dim]
+    if isinstance(sizes, int):
+        sizes = [min(sizes, size - start) for start in range(0, max(size, 1), sizes)]
+    parts, start = [], 0
+    for length in sizes:
+        parts.append(_slice(aten.slice.Tensor, x, dim, start, start + length))
+        start += length
+    return parts
+
+
+def _to_copy(func: Any, x: QuantizedTensor, **kwargs: Any) -> QuantizedTensor:
+    dtype = kwargs.pop("dtype", None)
+    if dtype not in (None, x.dtype):
+        raise TypeError(
+            f"a QuantizedTensor of {x.dtype} can't be cast to {dtype}: its codes have their own format. Call "
+            f".dequantize({dtype}) for a plain tensor."
+        )
+    return x._like(func(x.codes, **kwargs), func(x.scale, **kwargs))
+
+
+VIEWS = {
+    aten.detach.default,
+    aten.alias.default,
+    aten.t.default,
+    aten.transpose.int,
+    aten.as_strided.default,
+    aten.view.default,
+    aten.unsqueeze.default,
+    aten.slice.Tensor,
+    aten.select.int,
+    aten.split.Tensor,
+    aten.split_with_sizes.default,
+}
+HANDLERS: dict[Any, Callable] = {
+    aten.detach.default: _same,
+    aten.alias.default: _same,
+    aten.clone.default: _same,
+    aten.t.default: _transpose,
+    aten.transpose.int: _transpose,
+    aten.as_strided.default: _as_strided,
+    aten.view.default: _view,
+    aten._unsafe_view.default: _view,
+    aten.unsqueeze.default: _view,
+    aten.slice.Tensor: _slice,
+    aten.select.int: _select,
+    aten.split.Tensor: _split,
+    aten.split_with_sizes.default: _split,
+    aten._to_copy.default: _to_copy,
+}
+
+
+# ---------------------------------------------------------------------------------- making and multiplying
+
+
+def _check_source(x: Any, quantizer: Any) -> None:
+    if not isinstance(quantizer, Quantizer):
+        raise TypeError(
+            f"quantize: quantizer is {quantizer!r}; it is a fp8compile.Quantizer, such as fp8compile.CurrentScaling()."
+        )
+    if isinstance(x, QuantizedTensor):
+        raise TypeError("quantize: x is quantized already. Call .dequantize() first if that is what you mean.")
+    if not isinstance(x, Tensor) or x.layout != torch.strided or x.is_nested:
+        raise TypeError(f"quantize: x is {type(x).__name__}; it is a dense tensor.")
+    if x.dtype not in SOURCE_DTYPES:
+        raise TypeError(f"quantize: x is {x.dtype}; it is bfloat16, float16 or float32. Cast it first.")
+
+
+def _block_spans_ranks(x: Tensor, quantizer: Quantizer, group: ProcessGroup, shard_dim: int) -> bool:
+    """Whether one block has elements on several ranks.
+
+    Raises:
+        ValueError: A shard boundary cuts a block.
+    """
+    if not -x.ndim <= shard_dim < x.ndim:
+        raise ValueError(f"quantize: shard_dim is {shard_dim}, x has {x.ndim} dims.")
+    last = shard_dim % x.ndim == x.ndim - 1
+    block = quantizer.block[1 if last else 0]
+    if block in (1, -1):
+        return block == -1
+    leading = x.shape[shard_dim % x.ndim : -1]
+    length = x.shape[-1] if last else leading.numel()
+    if length % block and group.rank() != group.size() - 1:
+        raise ValueError(
+            f"quantize: a shard of {length} elements along dim {shard_dim} on rank {group.rank()} of {group.size()} "
+            f"cuts blocks of {block}. Shard in multiples of {block} (the last rank may have less), or gather before "
+            "quantizing."
+        )
+    return False
+
+
+def quantize(
+    x: Tensor,
+    quantizer: Quantizer,
+    *,
+    group: ProcessGroup | None = None,
+    shard_dim: int | None = None,
+) -> QuantizedTensor:
+    """Quantize a tensor, or this rank's shard of one.
+
+    With a group, codes and scales are those of the whole tensor, cut as ``x`` is: the amax is reduced over the group
+    where a block has elements on several ranks, and nothing is sent where blocks lie inside a shard. The result is a
+    constant to autograd; what differentiates is ``fp8compile.linear``.
+
+    Args:
+        x: Any shape, bfloat16, float16 or float32.
+        quantizer: How.
+        group: Ranks that a tensor is spread over, ``x`` being this rank's shard. All of them call this.
+        shard_dim: The dim that the tensor is cut along; needed with ``group``.
+
+    Returns:
+        Of the shape and dtype of ``x``.
+
+    Raises:
+        TypeError: ``x`` is no dense tensor of these dtypes, or the quantizer none.
+        ValueError: ``group`` without ``shard_dim`` or the reverse, or a shard boundary cuts a block.
+        RuntimeError: A group, on PyTorch 2.11.
+    """
+    _check_source(x, quantizer)
+    if (group is None) != (shard_dim is None):
+        raise ValueError(
+            f"quantize: group is {group}, shard_dim {shard_dim}; give both for a shard of a tensor that is spread "
+            "over ranks, none for a whole tensor."
+        )
+    x = x.detach()
+    amax = ops.amax(x, quantizer)
+    if group is not None:
+        _compat.allow_group_in_subclass()
+        if _block_spans_ranks(x, quantizer, group, shard_dim):
+            amax = all_reduce_amax(amax, group)
+    multiplier, scale = ops.scale(amax, quantizer)
+    return QuantizedTensor(ops.cast(x, multiplier, quantizer), scale, quantizer, x.dtype, group)
+
+
+def scaled_mm(a: QuantizedTensor, b: QuantizedTensor, *, out_dtype: torch.dtype) -> Tensor:
+    """The product of two quantized matrices; sums in float32 or better.
+
+    Args:
+        a: (m, k).
+        b: (k, n). Often the ``.t()`` of one quantized as (n, k), which moves no data.
+        out_dtype: bfloat16, float16 or float32.
+
+    Returns:
+        (m, n), a plain tensor of ``out_dtype``.
+
+    Raises:
+        TypeError: An operand is no QuantizedTensor, or ``out_dtype`` none of these.
+        ValueError: Shapes do not fit, or no GEMM can undo scales of such blocks.
+        RuntimeError: This device has no GEMM for them.
+    """
+    for name, operand in (("a", a), ("b", b)):
+        if not isinstance(operand, QuantizedTensor):
+            raise TypeError(
+                f"scaled_mm: {name} is a {type(operand).__name__}; it is a QuantizedTensor, made by "
+                "fp8compile.quantize."
+            )
+    if out_dtype not in SOURCE_DTYPES:
+        raise TypeError(f"scaled_mm: out_dtype is {out_dtype}; it is bfloat16, float16 or float32.")
+    if a.ndim != 2 or b.ndim != 2 or a.shape[1] != b.shape[0]:
+        raise ValueError(f"scaled_mm: shapes {tuple(a.shape)} and {tuple(b.shape)}; they are (m, k) and (k, n).")
+    fast = False  # a single product has no recipe that could ask for fast accumulation
+    return ops.scaled_mm(a.codes, b.codes, a.scale, b.scale, a.quantizer, b.quantizer, out_dtype, fast)
