@@ -32,6 +32,7 @@ __all__ = [
     "cpu_has_rowwise_gemm",
     "guard_or_false",
     "impl_autograd",
+    "is_constant_type",
     "register_constant_type",
     "register_decomposition",
     "register_lowering",
@@ -53,6 +54,12 @@ def register_constant_type(cls: type) -> None:
         opaque_object.register_custom_class(cls, typ="constant")
     else:
         opaque_object.register_opaque_type(cls, typ="value")
+
+
+def is_constant_type(cls: type) -> bool:
+    """Whether instances of ``cls`` are constants to torch.compile."""
+    ask = getattr(opaque_object, "is_custom_class", None) or opaque_object.is_opaque_type
+    return ask(cls)
 
 
 # ---------------------------------------------------------------------------------- Inductor, lazily

@@ -77,5 +77,5 @@ def load_checkpoint(
     except Exception as error:  # noqa: BLE001 - a damaged file fails in a dozen ways
         raise UserError(
             f"cannot use {path}: {type(error).__name__}: {error}; "
-            "delete it to start this training over"
+            "deleting it starts this training over"
         ) from error

@@ -19,7 +19,7 @@ __all__ = ["main"]
 
 # Each names a module of this package with add_parser(subparsers), which sets the default `run`:
 # a function of the parsed arguments that returns an exit code.
-SUBCOMMANDS = ("train",)
+SUBCOMMANDS = ("train", "doctor")
 NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 
@@ -88,7 +88,7 @@ def main(arguments: list[str] | None = None) -> int:
         _complain(parsed.command, str(stop))
         return stop.exit_code
     except KeyboardInterrupt:
-        _complain(parsed.command, "stopped before there was anything to keep")
+        _complain(parsed.command, "stopped before the run began; nothing was changed")
         return 130
     except BrokenPipeError:
         # Whoever read our output is gone; a flush at exit must not complain once more.

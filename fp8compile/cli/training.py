@@ -102,12 +102,6 @@ def _provenance(config: TrainConfig, text: Text) -> Row:
 # -------------------------------------------------------------------- one arm
 
 
-def _stop(stopped: Stopped, trainer: Trainer, folder: RunFolder, arm: Arm) -> Stopped:
-    trainer.save(folder.checkpoint(arm.name))
-    message = f"stopped after step {trainer.step} of {arm.name}; go on with: {folder.resume_command}"
-    return Stopped(message, exit_code=stopped.exit_code)
-
-
 def _train(
     trainer: Trainer, config: TrainConfig, folder: RunFolder, progress: ProgressLine,
     interrupts: Interrupts, arm: Arm,
@@ -145,9 +139,13 @@ def _run_arm(
             _evaluate(trainer, folder, progress)
         folder.append(trainer.summary())
     except Stopped as stopped:
+        if folder.is_fresh:
+            raise
         interrupts.clear()
         with interrupts.held():
-            raise _stop(stopped, trainer, folder, arm) from None
+            trainer.save(folder.checkpoint(arm.name))
+            message = f"stopped after step {trainer.step} of {arm.name}"
+            raise Stopped(message, exit_code=stopped.exit_code) from None
 
 
 def _drop_rows_after(folder: RunFolder, arm: Arm, step: int) -> None:
@@ -206,11 +204,16 @@ def _mended(folder: RunFolder) -> Iterator[None]:
     except BaseException as error:
         if folder.is_fresh:
             folder.discard()
-            if isinstance(error, Stopped):
-                message = "stopped before the first step was done; nothing is kept"
-                raise Stopped(message, exit_code=error.exit_code) from None
-        elif isinstance(error, UserError):
-            raise UserError(f"{error}; then go on with: {folder.resume_command}") from error
+        if isinstance(error, Stopped):
+            rest = (
+                " before the first step was done; nothing is kept"
+                if folder.is_fresh
+                else f"; go on with: {folder.resume_command}"
+            )
+            raise Stopped(f"{error}{rest}", exit_code=error.exit_code) from None
+        if isinstance(error, UserError) and not folder.is_fresh:
+            message = f"{error}; mend that, then go on with: {folder.resume_command}"
+            raise UserError(message) from error
         raise
 
 
@@ -241,9 +244,9 @@ def start_run(config: TrainConfig, out: Path | None) -> int:
         Stopped: By a signal.
     """
     config = resolved(config)
+    text = _load_text(config)
     folder = new_run_folder(out or Path("runs") / time.strftime("%Y%m%d-%H%M%S"))
     with _mended(folder):
-        text = _load_text(config)
         folder.write_config({"fp8compile": f8.__version__, **_provenance(config, text)})
     return _run_all(config, text, folder)
 

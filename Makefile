@@ -1,0 +1,40 @@
+# make train   install into .venv, train FP8 beside bf16, print the table
+# make test    install into .venv, lint, run the tests (what CI runs)
+
+PYTHON ?= python3.11
+VENV ?= .venv
+# The build of PyTorch to install. Only this one package decides whether CUDA comes along.
+TORCH ?= torch==2.13.0
+WORKERS ?= 2
+
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+
+.PHONY: install train test test-full lint gpu clean
+
+install: $(INSTALLED)
+
+$(INSTALLED): pyproject.toml Makefile
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet "$(TORCH)"
+	$(BIN)/python -m pip install --quiet --editable ".[test]"
+	touch $@
+
+train: $(INSTALLED)
+	$(BIN)/fp8compile train --recipe rowwise --compare bf16 --check
+
+lint: $(INSTALLED)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+test: lint
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not slow"
+
+test-full: lint
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
+
+gpu: $(INSTALLED)
+	PYTHON=$(BIN)/python bash benchmarks/gpu_all.sh
+
+clean:
+	rm -rf $(VENV) dist build runs .pytest_cache .ruff_cache

@@ -1,0 +1,119 @@
+"""The self-checks of `fp8compile doctor`: is what we registered with PyTorch in force, and are the numbers right?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+__all__ = ["run_checks"]
+
+
+def _every_op_is_registered() -> str:
+    import torch
+
+    from fp8compile.ops import OPS
+
+    prefix = "fp8compile::"
+    known = {name for name in torch._C._dispatch_get_all_op_names() if name.startswith(prefix)}
+    missing = known ^ set(OPS)
+    if missing:
+        raise RuntimeError(f"PyTorch and fp8compile.ops.OPS differ by {', '.join(sorted(missing))}")
+    for name in sorted(known):
+        for key in ("CompositeExplicitAutograd", "Autograd"):
+            if not torch._C._dispatch_has_kernel_for_dispatch_key(name, key):
+                raise RuntimeError(f"{name} has no {key} kernel")
+    return f"{len(known)} ops with kernel and derivative rule"
+
+
+def _inductor_sees_through() -> str:
+    from torch._inductor.decomposition import select_decomp_table
+
+    from fp8compile.ops import OPS
+
+    table = select_decomp_table()
+    wanted = [op for op in OPS.values() if op.decompose is not None]
+    for op in wanted:
+        if op.overload not in table:
+            raise RuntimeError(f"{op.name} is not in Inductor's decomposition table")
+    return f"{len(wanted)} decompositions in Inductor's table"
+
+
+def _quantizers_are_constants() -> str:
+    import torch
+
+    from fp8compile import CurrentScaling, Recipe
+    from fp8compile._compat import is_constant_type
+
+    for cls in (CurrentScaling, Recipe):
+        if not is_constant_type(cls):
+            raise RuntimeError(f"{cls.__name__} is not registered as a constant of graphs with {torch.__version__}")
+    return "quantizers and recipes are constants of graphs"
+
+
+def _scales_are_exact() -> str:
+    import torch
+
+    from fp8compile import CurrentScaling, quantize
+
+    # 448 / 3 and its inverse, by hand: PyTorch's `number / tensor` and a flush of subnormals would both miss
+    x = torch.tensor([3.0, 1e-40])
+    q = quantize(x, CurrentScaling(block=(1, 1)))
+    scale = q.scale.double() * torch.tensor([448.0 / 3.0, torch.finfo(torch.float32).max], dtype=torch.float64)
+    if not torch.allclose(scale, torch.ones(2, dtype=torch.float64), rtol=2**-23, atol=0):
+        raise RuntimeError(f"scales of 3 and 1e-40 are {q.scale.tolist()}; are subnormals flushed to zero?")
+    return "divisions round correctly, subnormals are kept"
+
+
+def _compiled(backend: str) -> str:
+    import torch
+
+    import fp8compile as f8
+
+    torch.manual_seed(0)
+    layer = f8.Linear(64, 48, recipe=f8.recipes.rowwise(), dtype=torch.bfloat16)
+    x = torch.randn(32, 64, dtype=torch.bfloat16, requires_grad=True)
+
+    def step(layer: Any) -> tuple:
+        y = layer(x)
+        return y, *torch.autograd.grad(y.float().square().sum(), (x, layer.weight, layer.bias))
+
+    torch._dynamo.reset()
+    compiled = step(torch.compile(layer, fullgraph=True, backend=backend))
+    for name, got, expected in zip(("output", "grad_input", "grad_weight", "grad_bias"), compiled, step(layer), strict=True):
+        if not torch.equal(got, expected):
+            raise RuntimeError(f"{name} of a compiled layer differs from eager mode")
+    return "one graph, the same bits as eager mode, forward and backward"
+
+
+def _aot_eager() -> str:
+    return _compiled("aot_eager")
+
+
+def _inductor() -> str:
+    return _compiled("inductor")
+
+
+CHECKS: dict[str, Callable[[], str]] = {
+    "operators": _every_op_is_registered,
+    "decompositions": _inductor_sees_through,
+    "constants": _quantizers_are_constants,
+    "scales": _scales_are_exact,
+    "torch.compile, aot_eager": _aot_eager,
+    "torch.compile, Inductor": _inductor,
+}
+
+
+def run_checks() -> list[dict[str, Any]]:
+    """Run every check.
+
+    Returns:
+        For each its ``name``, whether it is ``ok``, and a ``detail``: what was found, or what went wrong.
+    """
+    results = []
+    for name, check in CHECKS.items():
+        try:
+            ok, detail = True, check()
+        except Exception as error:  # doctor reports whatever goes wrong, one line each
+            ok, detail = False, f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        results.append({"name": name, "ok": ok, "detail": detail})
+    return results

@@ -1,0 +1,111 @@
+"""`fp8compile doctor`: what this machine can do, and whether fp8compile is in order on it."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import platform
+from importlib import metadata
+from typing import Any
+
+__all__ = ["add_parser", "examine"]
+
+PACKAGES = ("torch", "triton", "numpy", "rich", "matplotlib", "torchao")
+
+
+def _versions() -> dict[str, str]:
+    import fp8compile
+
+    found = {"python": platform.python_version(), "fp8compile": fp8compile.__version__}
+    for package in PACKAGES:
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            found[package] = "not installed"
+    return found
+
+
+def _devices() -> list[dict[str, Any]]:
+    import torch
+
+    devices: list[dict[str, Any]] = [
+        {"device": "cpu", "name": platform.processor() or platform.machine(), "threads": torch.get_num_threads()}
+    ]
+    for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
+        major, minor = torch.cuda.get_device_capability(index)
+        name = torch.cuda.get_device_name(index)
+        devices.append({"device": f"cuda:{index}", "name": name, "capability": f"{major}.{minor}"})
+    return devices
+
+
+def _recipes(devices: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    import torch
+
+    from fp8compile import recipes
+    from fp8compile.ops.support import recipe_support
+
+    rows = []
+    for entry in devices:
+        for name in recipes.names():
+            support = recipe_support(recipes.by_name(name), torch.device(entry["device"]))
+            gemms = [dataclasses.asdict(gemm) for gemm in support]
+            rows.append({"device": entry["device"], "recipe": name, "gemms": gemms})
+    return rows
+
+
+def examine() -> dict[str, Any]:
+    """Everything that doctor knows, as plain values for JSON.
+
+    Returns:
+        ``versions``, ``devices``, ``recipes`` (how each GEMM runs where), ``checks`` (name, ok, detail), ``ok``.
+    """
+    from fp8compile.cli.checks import run_checks
+
+    devices = _devices()
+    checks = run_checks()
+    return {
+        "versions": _versions(),
+        "devices": devices,
+        "recipes": _recipes(devices),
+        "checks": checks,
+        "ok": all(check["ok"] for check in checks),
+    }
+
+
+def _print_table(rows: list[tuple[str, ...]]) -> None:
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    for row in rows:
+        print("  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+
+
+def _print(findings: dict[str, Any]) -> None:
+    print("versions")
+    _print_table(list(findings["versions"].items()))
+    print("\ndevices")
+    keys = ("device", "name", "capability", "threads")
+    _print_table([tuple(str(d.get(key, "")) for key in keys) for d in findings["devices"]])
+    print("\nrecipes")
+    rows = []
+    for row in findings["recipes"]:
+        rows += [(row["device"], row["recipe"], gemm["gemm"], gemm["detail"]) for gemm in row["gemms"]]
+    _print_table(rows)
+    print("\nself-checks")
+    _print_table([("ok" if check["ok"] else "FAILED", check["name"], check["detail"]) for check in findings["checks"]])
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    findings = examine()
+    if arguments.json:
+        print(json.dumps(findings, indent=2))
+    else:
+        _print(findings)
+    return 0 if findings["ok"] else 1
+
+
+def add_parser(subparsers: Any) -> None:
+    """Add ``doctor`` to the command."""
+    text = "Say which versions and devices are here, which recipe runs how on them, and check fp8compile itself."
+    parser = subparsers.add_parser("doctor", help="what runs here, and how", description=text, allow_abbrev=False)
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.set_defaults(run=_run)

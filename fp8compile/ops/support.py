@@ -1,0 +1,65 @@
+"""How the GEMMs of a recipe would run on a device: the question that `doctor` and reports ask."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from fp8compile.ops.gemm import select_gemm
+from fp8compile.quantizers import GEMMS, Recipe
+
+__all__ = ["GemmSupport", "recipe_support"]
+
+HOW = {
+    "tensorwise": "native",
+    "rowwise": "native",
+    "scaled_after": "native GEMM, scales applied after it",
+    "emulated": "emulated in float64",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class GemmSupport:
+    """One GEMM of a recipe on one device.
+
+    Attributes:
+        gemm: ``"output"``, ``"grad_input"`` or ``"grad_weight"``.
+        kind: What `select_gemm` chose, ``"high_precision"`` where the recipe asks for none, ``"none"`` where it can't run.
+        detail: In words; the reason where it can't run.
+    """
+
+    gemm: str
+    kind: str
+    detail: str
+
+
+def recipe_support(
+    recipe: Recipe, device: torch.device, out_dtype: torch.dtype = torch.bfloat16
+) -> tuple[GemmSupport, ...]:
+    """How each GEMM of a recipe would run on a device.
+
+    Args:
+        recipe: The recipe.
+        device: The device.
+        out_dtype: Dtype of the layer's tensors.
+
+    Returns:
+        One entry a GEMM, in the order output, grad_input, grad_weight.
+    """
+    found = []
+    for gemm in GEMMS:
+        quantizers = recipe.quantizers(gemm)
+        if quantizers is None:
+            kind, detail = "high_precision", f"{out_dtype}".removeprefix("torch.")
+        else:
+            a, b = quantizers
+            a = a.transposed() if gemm.a_transposed else a
+            b = b.transposed() if gemm.b_transposed else b
+            try:
+                kind = select_gemm(a, b, device, out_dtype)
+                detail = HOW[kind]
+            except (ValueError, RuntimeError) as error:
+                kind, detail = "none", str(error)
+        found.append(GemmSupport(gemm=gemm.name, kind=kind, detail=detail))
+    return tuple(found)
