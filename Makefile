@@ -10,7 +10,7 @@ WORKERS ?= 2
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: install train test test-full lint gpu clean
+.PHONY: install train test test-full lint docs gpu clean
 
 install: $(INSTALLED)
 
@@ -33,8 +33,11 @@ test: lint
 test-full: lint
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
+docs: $(INSTALLED)
+	$(BIN)/pdoc --docformat google --output-directory site fp8compile '!fp8compile.cli'
+
 gpu: $(INSTALLED)
 	PYTHON=$(BIN)/python bash benchmarks/gpu_all.sh
 
 clean:
-	rm -rf $(VENV) dist build runs .pytest_cache .ruff_cache
+	rm -rf $(VENV) dist build runs site .pytest_cache .ruff_cache

@@ -20,7 +20,6 @@ from torch import Tensor
 
 from fp8compile.formats import Float4Format, Float8Format, element_format
 from fp8compile.quantizers.blocks import (
-    Block,
     as_matrix,
     block_amax,
     check_block,
@@ -47,7 +46,7 @@ class Quantizer(Constant):
     """
 
     format: str = "e4m3"
-    block: Block = (-1, -1)
+    block: tuple[int, int] = (-1, -1)
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -1,0 +1,179 @@
+"""The code that Inductor makes for an H200, on a machine without a GPU.
+
+    fn, args on the CPU
+     |  Dynamo, AOTAutograd with Inductor's decompositions, min-cut partitioner
+     v
+    forward graph, backward graph
+     |  each traced again on fake CUDA tensors, lowered, fused, printed
+     v
+    GpuCode: Triton source, kernels, GEMMs, bytes
+
+Nothing is launched, and with fake tensors nothing is computed or allocated either, so a layer of full size costs
+seconds. Generated code says which operators were fused, how many kernels there are and what they read and write; it
+does not say how long they take.
+
+Choices that our ops make by device are those for the H200. One is not shown: the padding of a GEMM's n to a multiple
+of 16.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from importlib import import_module
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, fx
+
+from fp8compile.ops import gemm
+from fp8compile.quantizers import Quantizer
+from fp8compile.testing.h200 import H200, pretend_h200
+
+__all__ = ["GpuCode", "gpu_code"]
+
+KERNEL = re.compile(r"^def (triton_\w+)\(", re.MULTILINE)
+GEMM = re.compile(r"^(?!\s*#).*?\b(?:extern_kernels|torch\.ops\.\w+)\.(\w*mm\w*)(?:\.\w+)?\(", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class GpuCode:
+    """One graph as Inductor would run it.
+
+    Attributes:
+        source: The Python file with Triton kernels and the calls.
+        bytes: Read and written by kernels and GEMMs, as Inductor counts: each buffer once a kernel.
+    """
+
+    source: str
+    bytes: int
+
+    @cached_property
+    def kernels(self) -> tuple[str, ...]:
+        """Names of the distinct Triton kernels."""
+        return tuple(KERNEL.findall(self.source))
+
+    @cached_property
+    def gemms(self) -> tuple[str, ...]:
+        """Names of the matrix products, one entry a call."""
+        return tuple(GEMM.findall(self.source))
+
+    def kernel(self, name: str) -> str:
+        """The source of one kernel."""
+        start = self.source.index(f"def {name}(")
+        return self.source[start : self.source.index("'''", start)]
+
+    def __str__(self) -> str:
+        return f"{len(self.kernels)} Triton kernels, {len(self.gemms)} GEMMs, {self.bytes / 1e9:.2f} GB"
+
+
+@contextmanager
+def _gemms_of_the_gpu() -> Iterator[None]:
+    """Let our ops, while they are traced on the CPU, choose the GEMM that they choose on an H200."""
+    choose, device = gemm.select_gemm, torch.device("cuda", 0)
+
+    def select_gemm(a: Quantizer, b: Quantizer, _: torch.device, out_dtype: torch.dtype) -> str:
+        return choose(a, b, device, out_dtype)
+
+    with (
+        mock.patch.object(gemm, "select_gemm", select_gemm),
+        mock.patch.object(import_module("fp8compile.ops.scaled_mm"), "select_gemm", select_gemm),
+        mock.patch.object(torch.cuda, "get_device_capability", lambda *args: (H200.major, H200.minor)),
+    ):
+        yield
+
+
+def _on_gpu(value: Any) -> Any:
+    """A fake tensor on the GPU with the layout of this one."""
+    if not isinstance(value, Tensor):
+        return value
+    return torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device="cuda")
+
+
+def _moved(graph: fx.GraphModule) -> fx.GraphModule:
+    graph = copy.deepcopy(graph)
+    for node in graph.graph.nodes:
+        if "device" in node.kwargs:
+            node.kwargs = {**node.kwargs, "device": torch.device("cuda", 0)}
+    graph.recompile()
+    return graph
+
+
+def _lower(graph: fx.GraphModule, inputs: Sequence[Any]) -> GpuCode:
+    """Let Inductor compile a graph of ATen operators; take the source where it would load it."""
+    from torch._inductor import compile_fx, config
+    from torch._inductor.graph import GraphLowering
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    found: list[GpuCode] = []
+
+    def take(lowering: GraphLowering) -> SimpleNamespace:
+        code, _ = lowering.codegen()
+        found.append(GpuCode(getattr(code, "value", code), lowering.count_bytes()[0]))
+        return SimpleNamespace(call=lambda inputs: None, __file__="not loaded", runner=None)
+
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    with (
+        pretend_h200(),
+        mock.patch.object(GraphLowering, "compile_to_module", take),
+        config.patch(fx_graph_cache=False, compile_threads=1),
+        torch._guards.tracing(torch._guards.TracingContext(mode)),
+        mode,
+    ):
+        fakes = [_on_gpu(value) for value in inputs]
+        compile_fx.compile_fx_inner(make_fx(_moved(graph))(*fakes), fakes)
+    return found[0]
+
+
+def gpu_code(fn: Callable, *args: Any) -> list[GpuCode]:
+    """What Inductor generates for ``fn(*args)`` and its backward on an H200.
+
+    The function is compiled with ``fullgraph=True`` and called once on the CPU; no gradient is computed. Make arguments
+    and parameters under ``torch._subclasses.fake_tensor.FakeTensorMode`` for sizes that don't fit here, and call this
+    inside it.
+
+    Args:
+        fn: A module or function.
+        args: Its arguments, on the CPU.
+
+    Returns:
+        Forward and, where an output requires grad, backward.
+
+    Raises:
+        ModuleNotFoundError: There is no Triton.
+    """
+    from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._inductor import compile_fx
+    from torch._inductor.fx_passes.joint_graph import joint_graph_passes
+
+    graphs: list[tuple[fx.GraphModule, list[Any]]] = []
+    backwards: list[fx.GraphModule] = []
+
+    def forward_compiler(graph: fx.GraphModule, inputs: list[Any]) -> Callable:
+        graphs.append((graph, inputs))
+        return make_boxed_func(graph.forward)
+
+    def partition(joint: fx.GraphModule, inputs: Any, **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
+        joint_graph_passes(joint)
+        forward, backward = min_cut_rematerialization_partition(joint, inputs, **kwargs)
+        backwards.append(backward)
+        return forward, backward
+
+    backend = aot_autograd(
+        fw_compiler=forward_compiler, decompositions=compile_fx.select_decomp_table(), partition_fn=partition
+    )
+    torch._dynamo.reset()
+    with _gemms_of_the_gpu():
+        torch.compile(fn, fullgraph=True, backend=backend)(*args)
+    torch._dynamo.reset()
+    for backward in backwards:
+        graphs.append((backward, [node.meta["val"] for node in backward.graph.find_nodes(op="placeholder")]))
+    return [_lower(graph, inputs) for graph, inputs in graphs]

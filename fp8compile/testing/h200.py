@@ -1,0 +1,125 @@
+"""An H200 that isn't there: what PyTorch, Inductor and Triton ask a GPU before they generate code for it.
+
+Nothing can run on it. It stands in for the real one also on a machine that has a GPU, so that generated code is the
+same everywhere.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import torch
+
+__all__ = ["H200", "pretend_h200"]
+
+
+@dataclass(frozen=True)
+class H200:
+    """`torch.cuda.get_device_properties` of an H200 SXM, as far as code generation looks.
+
+    Source: CUDA C++ Programming Guide, table "Technical Specifications per Compute Capability", column 9.0; NVIDIA H200
+    data sheet (memory).
+    """
+
+    name: str = "NVIDIA H200"
+    type: str = "cuda"
+    index: int = 0
+    uuid: str = "none"
+    gcnArchName: str = ""  # noqa: N815  PyTorch's name
+    major: int = 9
+    minor: int = 0
+    cc: int = 90
+    warp_size: int = 32
+    multi_processor_count: int = 132
+    total_memory: int = 140 << 30
+    L2_cache_size: int = 60 << 20
+    is_integrated: bool = False
+    regs_per_multiprocessor: int = 65536
+    max_threads_per_block: int = 1024
+    max_threads_per_multi_processor: int = 2048
+    shared_memory_per_block: int = 48 << 10
+    shared_memory_per_block_optin: int = 227 << 10
+    shared_memory_per_multiprocessor: int = 228 << 10
+
+
+def _answers(gpu: H200) -> dict[str, object]:
+    """What each function of `torch.cuda` returns."""
+    properties = dict.fromkeys(("get_device_properties", "_get_device_properties"), gpu)
+    nothing = dict.fromkeys(("_lazy_init", "set_device", "synchronize", "set_rng_state"), None)
+    device = dict.fromkeys(("current_device", "_exchange_device", "_maybe_exchange_device"), 0)
+    return {
+        **properties,
+        **nothing,
+        **device,
+        "is_available": True,
+        "is_bf16_supported": True,
+        "device_count": 1,
+        "get_device_capability": (gpu.major, gpu.minor),
+        "get_device_name": gpu.name,
+        "get_rng_state": torch.zeros(16, dtype=torch.uint8),
+    }
+
+
+def _always(value: object) -> Callable[..., object]:
+    return lambda *args, **kwargs: value
+
+
+def _triton_driver(gpu: H200) -> Any:
+    from triton.backends.compiler import GPUTarget
+
+    driver = mock.Mock(spec_set=[
+        "get_current_target", "get_current_device", "get_active_torch_device", "get_device_interface", "is_active",
+    ])  # fmt: skip
+    driver.get_current_target.return_value = GPUTarget("cuda", gpu.cc, gpu.warp_size)
+    driver.get_current_device.return_value = 0
+    driver.get_active_torch_device.return_value = torch.device("cuda", 0)
+    driver.get_device_interface.return_value = torch.cuda
+    driver.is_active.return_value = True
+    return driver
+
+
+def _forget_devices() -> None:
+    """Drop what PyTorch remembers of the GPU it asked last."""
+    from torch._inductor import utils
+    from torch._inductor.runtime.hints import DeviceProperties
+    from torch.utils import _triton
+
+    for owner in (DeviceProperties, utils, _triton):
+        for name in dir(owner):
+            cached = getattr(owner, name)
+            if isinstance(cached, functools._lru_cache_wrapper):
+                cached.cache_clear()
+
+
+@contextmanager
+def pretend_h200() -> Iterator[None]:
+    """While this runs, PyTorch believes that device ``cuda:0`` is an H200, and Triton generates code for it.
+
+    Raises:
+        ModuleNotFoundError: There is no Triton.
+    """
+    import triton
+    from torch._dynamo.device_interface import CudaInterface
+    from torch._subclasses import fake_tensor
+
+    gpu = H200()
+    interface = {"is_available": True, "get_compute_capability": gpu.cc}
+    worker = {"get_device_properties": gpu, "current_device": 0}
+    with ExitStack() as stack:
+        stack.callback(_forget_devices)
+        # not by set_active: the way back, reset_active, wants a driver that works
+        stack.enter_context(mock.patch.object(triton.runtime.driver, "_active", _triton_driver(gpu)))
+        for name, answer in _answers(gpu).items():
+            stack.enter_context(mock.patch.object(torch.cuda, name, _always(answer), create=True))
+        for owner, answers in ((CudaInterface, {**interface, **worker}), (CudaInterface.Worker, worker)):
+            for name, answer in answers.items():
+                stack.enter_context(mock.patch.object(owner, name, staticmethod(_always(answer))))
+        stack.enter_context(mock.patch.object(fake_tensor, "init_gpu_context", _always(None), create=True))
+        stack.enter_context(mock.patch("torch._inductor.scheduler.has_triton", _always(True)))
+        _forget_devices()
+        yield

@@ -1,0 +1,69 @@
+"""What the documents say is true: their code runs, their files exist, the API reference has every public name."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import fp8compile as f8
+
+ROOT = Path(__file__).parent.parent
+DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+FENCE = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"\]\((?!https?:|#)([^)#]+)")
+
+
+def fences(document: Path) -> list[str]:
+    return FENCE.findall(document.read_text())
+
+
+@pytest.mark.parametrize("document", [d for d in DOCUMENTS if fences(d)], ids=lambda d: d.name)
+def test_code_in_a_document_runs_from_top_to_bottom(document, tmp_path):
+    script = tmp_path / "document.py"
+    script.write_text("\n".join(fences(document)))
+    finished = subprocess.run(
+        [sys.executable, "-W", "ignore", str(script)],
+        cwd=tmp_path,
+        env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin", "HOME": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert finished.returncode == 0, finished.stderr[-3000:]
+
+
+def test_getting_started_and_readme_have_code():
+    with_code = {document.name for document in DOCUMENTS if fences(document)}
+    assert {"README.md", "getting-started.md", "concepts.md", "numerics.md"} <= with_code
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda d: d.name)
+def test_relative_links_lead_somewhere(document):
+    missing = [link for link in LINK.findall(document.read_text()) if not (document.parent / link).exists()]
+    assert not missing
+
+
+@pytest.mark.parametrize("document", [*DOCUMENTS, ROOT / "CONTRIBUTING.md"], ids=lambda d: d.name)
+def test_files_named_in_a_document_exist(document):
+    named = re.findall(r"`((?:fp8compile|tests|compile_tests|benchmarks|docs)/[\w/.-]+)`", document.read_text())
+    missing = [name for name in named if not (ROOT / name).exists()]
+    assert not missing
+
+
+@pytest.mark.parametrize("name", [n for n in f8.__all__ if n != "__version__"])
+def test_public_name_has_a_docstring(name):
+    assert (getattr(f8, name).__doc__ or "").strip()
+
+
+def test_api_reference_has_every_public_name(tmp_path):
+    pytest.importorskip("pdoc", reason="the API reference is made by pdoc, of the docs extra")
+    command = [sys.executable, "-m", "pdoc", "--docformat", "google", "-o", str(tmp_path), "fp8compile"]
+    subprocess.run(command, cwd=ROOT, capture_output=True, check=True, timeout=300)
+    page = (tmp_path / "fp8compile.html").read_text()
+    modules = {path.stem for path in (tmp_path / "fp8compile").iterdir()}
+    missing = [name for name in f8.__all__ if f'id="{name}"' not in page and name not in modules]
+    assert not missing
