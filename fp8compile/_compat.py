@@ -75,12 +75,16 @@ class _AfterImport(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def __init__(self, name: str) -> None:
         self.name = name
         self.callbacks: list[Callable[[], None]] = []
+        self.searching = False
 
     def find_spec(self, fullname: str, path: Sequence[str] | None, target: Any = None) -> Any:
-        if fullname != self.name:
+        if fullname != self.name or self.searching:
             return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(fullname)
+        self.searching = True  # ask the finders behind this one; to look for a spec is not to import
+        try:
+            spec = importlib.util.find_spec(fullname)
+        finally:
+            self.searching = False
         if spec is not None:
             self.loader, spec.loader = spec.loader, self
         return spec
@@ -89,6 +93,7 @@ class _AfterImport(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return self.loader.create_module(spec)
 
     def exec_module(self, module: Any) -> None:
+        sys.meta_path.remove(self)
         # the module gets its own loader back: what it says of itself is as if we had not been here
         module.__loader__ = module.__spec__.loader = self.loader
         self.loader.exec_module(module)

@@ -59,6 +59,7 @@ class QuantizedTensor(Tensor):
         dtype: torch.dtype,
         group: ProcessGroup | None = None,
     ) -> QuantizedTensor:
+        """Wrap codes and scales that a quantizer made of a tensor of this dtype; ``quantize`` is the usual way."""
         return Tensor._make_wrapper_subclass(
             cls,
             quantizer.values_shape(codes.shape),
@@ -214,7 +215,7 @@ def _view(func: Any, x: QuantizedTensor, *args: Any) -> QuantizedTensor:
 def _as_strided(
     func: Any, x: QuantizedTensor, size: list[int], stride: list[int], storage_offset: int | None = None
 ) -> QuantizedTensor:
-    """The view with this size and stride, found among those above: how AOTAutograd asks for views that leave a graph."""
+    """The view with this size and stride, found among the others: AOTAutograd asks so for views that leave a graph."""
     size, stride = tuple(size), tuple(stride)
     offset = 0 if storage_offset is None else storage_offset - x.storage_offset()
     if x.ndim == len(size) == 2 and x.stride() != stride == x.stride()[::-1]:

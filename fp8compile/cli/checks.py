@@ -79,7 +79,9 @@ def _compiled(backend: str) -> str:
 
     torch._dynamo.reset()
     compiled = step(torch.compile(layer, fullgraph=True, backend=backend))
-    for name, got, expected in zip(("output", "grad_input", "grad_weight", "grad_bias"), compiled, step(layer), strict=True):
+    for name, got, expected in zip(
+        ("output", "grad_input", "grad_weight", "grad_bias"), compiled, step(layer), strict=True
+    ):
         if not torch.equal(got, expected):
             raise RuntimeError(f"{name} of a compiled layer differs from eager mode")
     return "one graph, the same bits as eager mode, forward and backward"

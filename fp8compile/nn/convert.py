@@ -37,10 +37,15 @@ def _swap(model: nn.Module, replacement: Callable[[nn.Module], nn.Module | None]
     return made.get(model) or replacement(model) or model
 
 
+def _is_compiled(module: nn.Module) -> bool:
+    """Whether a call of the module runs what was compiled of it: ``torch.compile(module)``, ``module.compile()``."""
+    return type(module).__name__ == "OptimizedModule" or module._compiled_call_impl is not None
+
+
 def _check_model(model: object) -> None:
     if not isinstance(model, nn.Module):
         raise TypeError(f"convert: model is a {type(model).__name__}; it is a torch.nn.Module.")
-    compiled = [fqn or "the model" for fqn, m in model.named_modules() if type(m).__name__ == "OptimizedModule"]
+    compiled = [fqn or "the model" for fqn, module in model.named_modules() if _is_compiled(module)]
     if compiled:
         raise ValueError(
             f"convert: {', '.join(compiled)} went through torch.compile already. Convert first, compile what convert "
@@ -51,6 +56,8 @@ def _check_model(model: object) -> None:
 def _cannot_convert(module: nn.Linear) -> str | None:
     if type(module) is not nn.Linear:
         return f"a subclass of nn.Linear ({type(module).__qualname__}), whose own forward would be lost"
+    if "forward" in vars(module):
+        return "its forward was replaced on the instance (a hook of another library?) and would be lost"
     if module.weight.dtype not in DTYPES:
         return f"weights are {module.weight.dtype}; FP8 layers take bfloat16, float16, float32"
     return None

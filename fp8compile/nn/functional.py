@@ -7,6 +7,7 @@ from torch import Tensor
 
 from fp8compile.ops import linear as linear_op
 from fp8compile.quantizers import Recipe
+from fp8compile.tensor import QuantizedTensor
 
 __all__ = ["linear"]
 
@@ -24,6 +25,11 @@ def _check_recipe(recipe: object) -> None:
 def _check_tensor(name: str, tensor: Tensor, x: Tensor) -> None:
     if not isinstance(tensor, Tensor):
         raise TypeError(f"linear: {name} is a {type(tensor).__name__}; it is a tensor.")
+    if isinstance(tensor, QuantizedTensor):
+        raise TypeError(
+            f"linear: {name} is a QuantizedTensor; linear quantizes its operands itself. Pass .dequantize(), or "
+            "multiply quantized matrices by fp8compile.scaled_mm."
+        )
     if tensor.layout != torch.strided or tensor.is_nested:
         raise TypeError(f"linear: {name} has layout {tensor.layout}; it is a dense tensor. Densify it first.")
     if tensor.dtype not in DTYPES:

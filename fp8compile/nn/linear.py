@@ -62,6 +62,11 @@ class Linear(nn.Linear):
                 f"Linear.from_linear: given a {type(linear).__name__}; it takes a torch.nn.Linear and no subclass, "
                 "whose own forward it would lose."
             )
+        if "forward" in vars(linear) or linear._compiled_call_impl is not None:
+            raise TypeError(
+                "Linear.from_linear: the layer's forward was replaced on the instance, by .compile() or a hook of "
+                "another library, and would go on running instead of FP8. Convert before that."
+            )
         module = cls.__new__(cls)
         module.__dict__.update(linear.__dict__)
         module.recipe = _checked(recipe)
@@ -79,6 +84,7 @@ class Linear(nn.Linear):
         return linear(x, self.weight, self.bias, recipe=self.recipe)
 
     def extra_repr(self) -> str:
+        """What ``nn.Linear`` shows, and the recipe."""
         return f"{super().extra_repr()}, recipe={self.recipe!r}"
 
 

@@ -1,0 +1,1 @@
+"""One script a question, one table a script: `python -m benchmarks.kernels`."""

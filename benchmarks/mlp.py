@@ -1,0 +1,65 @@
+"""The block that FP8 libraries are compared on, and the libraries: RMSNorm, SwiGLU, residual, in bfloat16."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+import fp8compile as f8
+
+__all__ = ["Mlp", "OURS", "PEERS", "contenders", "converted", "mlp"]
+
+
+class Mlp(nn.Module):
+    """``x + down(silu(gate(norm(x))) * up(norm(x)))``, the feed-forward block of a Llama."""
+
+    def __init__(self, d: int, h: int, dtype: torch.dtype = torch.bfloat16) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(d, dtype=dtype)
+        self.gate = nn.Linear(d, h, bias=False, dtype=dtype)
+        self.up = nn.Linear(d, h, bias=False, dtype=dtype)
+        self.down = nn.Linear(h, d, bias=False, dtype=dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x (..., d); the result the same shape."""
+        normed = self.norm(x)
+        return x + self.down(nn.functional.silu(self.gate(normed)) * self.up(normed))
+
+
+def _torchao(recipe: str) -> Callable[[nn.Module], nn.Module]:
+    def convert(model: nn.Module) -> nn.Module:
+        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+        return convert_to_float8_training(model, config=Float8LinearConfig.from_recipe_name(recipe))
+
+    return convert
+
+
+def _ours(recipe: str) -> Callable[[nn.Module], nn.Module]:
+    return lambda model: f8.convert(model, f8.recipes.by_name(recipe))
+
+
+OURS = {name: _ours(name) for name in f8.recipes.names()}
+PEERS = {f"torchao {name}": _torchao(name) for name in ("tensorwise", "rowwise", "rowwise_with_gw_hp")}
+CONTENDERS: dict[str, Callable[[nn.Module], nn.Module]] = {"bf16": lambda model: model, **OURS, **PEERS}
+
+
+def contenders() -> list[str]:
+    """Names of those that are installed: bfloat16, our recipes, and torchao's."""
+    return [name for name in CONTENDERS if name not in PEERS or importlib.util.find_spec("torchao")]
+
+
+def converted(contender: str, model: nn.Module) -> nn.Module:
+    """The model with its linears as the contender runs them."""
+    return CONTENDERS[contender](model)
+
+
+def mlp(contender: str, m: int, d: int, h: int, device: str = "cpu") -> tuple[nn.Module, Tensor]:
+    """The block as the contender runs it, and an input (m, d) that requires grad; bfloat16."""
+    with torch.device(device):
+        model = Mlp(d, h)
+        x = torch.randn(m, d, dtype=torch.bfloat16, requires_grad=True)
+    return converted(contender, model), x

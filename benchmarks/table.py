@@ -1,0 +1,40 @@
+"""Results as a table for people or as JSON for programs."""
+
+from __future__ import annotations
+
+import json
+import platform
+from collections.abc import Sequence
+
+import torch
+
+__all__ = ["Row", "emit", "lines"]
+
+Row = dict[str, object]
+
+
+def _text(value: object) -> str:
+    return f"{value:.3f}" if isinstance(value, float) else str(value)
+
+
+def lines(rows: Sequence[Row]) -> list[str]:
+    """Rows with the same keys as aligned lines: names to the left, numbers to the right."""
+    cells = [tuple(rows[0]), *(tuple(_text(value) for value in row.values()) for row in rows)]
+    widths = [max(len(row[column]) for row in cells) for column in range(len(cells[0]))]
+    numeric = [isinstance(value, (int, float)) for value in rows[0].values()]
+    return [
+        "  ".join(
+            cell.rjust(width) if right else cell.ljust(width)
+            for cell, width, right in zip(row, widths, numeric, strict=True)
+        ).rstrip()
+        for row in cells
+    ]
+
+
+def emit(title: str, rows: Sequence[Row], *, as_json: bool) -> None:
+    """Print a benchmark's rows."""
+    if as_json:
+        where = {"torch": torch.__version__, "machine": platform.machine()}
+        print(json.dumps({"title": title, **where, "rows": list(rows)}))
+    else:
+        print(f"{title} (PyTorch {torch.__version__})", *lines(rows), sep="\n")
