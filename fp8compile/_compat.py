@@ -172,16 +172,21 @@ def impl_autograd(
     def call_backward(ctx: Any, *grads: Any) -> Any:
         return None, *backward(ctx, *grads)
 
+    def no_jvp(ctx: Any, *tangents: Any) -> Any:
+        raise RuntimeError(
+            f"{name} has no forward-mode derivative. Use reverse mode, or take it of the unconverted model "
+            "(fp8compile.revert)."
+        )
+
     members = {
         "forward": staticmethod(forward),
+        "jvp": staticmethod(no_jvp),
         "backward": staticmethod(no_backward if backward is None else call_backward),
     }
     function = type(f"{op._opname}_backward", (_SingleLevelFunction,), members)
 
     def kernel(keyset: Any, *args: Any) -> Any:
-        if not (torch.is_grad_enabled() and torch._C._any_requires_grad(*args)):
-            with torch._C._AutoDispatchBelowAutograd():
-                return op.redispatch(keyset & torch._C._after_autograd_keyset, *args)
+        # also where no argument requires a gradient: it may carry a tangent of forward mode, which has to raise
         with enable_single_level_autograd_function():
             return function.apply(keyset, *args)
 

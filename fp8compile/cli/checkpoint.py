@@ -22,9 +22,7 @@ __all__ = ["load_checkpoint", "save_checkpoint"]
 VERSION = 1
 
 
-def save_checkpoint(
-    path: Path, *, step: int, model: torch.nn.Module, optimizer: torch.optim.Optimizer
-) -> None:
+def save_checkpoint(path: Path, *, step: int, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Write a checkpoint in one go: whenever the process dies, a whole one is there.
 
     Args:
@@ -48,9 +46,7 @@ def save_checkpoint(
     write_atomically(path, buffer.getbuffer())
 
 
-def load_checkpoint(
-    path: Path, *, model: torch.nn.Module, optimizer: torch.optim.Optimizer
-) -> int:
+def load_checkpoint(path: Path, *, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> int:
     """Put a checkpoint's state into a model and its optimizer.
 
     Args:
@@ -74,8 +70,7 @@ def load_checkpoint(
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
         return int(state["step"])
-    except Exception as error:  # noqa: BLE001 - a damaged file fails in a dozen ways
+    except Exception as error:
         raise UserError(
-            f"cannot use {path}: {type(error).__name__}: {error}; "
-            "deleting it starts this training over"
+            f"cannot use {path}: {type(error).__name__}: {error}; deleting it starts this training over"
         ) from error

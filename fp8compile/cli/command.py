@@ -2,6 +2,8 @@
 
     0  done          2    a mistake or a lack that the user can mend
     1  it failed     130  stopped by Ctrl-C, 143 by SIGTERM
+
+Anything else is a defect of the program, and keeps its traceback.
 """
 
 from __future__ import annotations
@@ -31,9 +33,7 @@ class _OneLineParser(argparse.ArgumentParser):
 
 def _parser() -> argparse.ArgumentParser:
     # No abbreviations: --resume compares what was typed with the run's configuration.
-    parser = _OneLineParser(
-        prog="fp8compile", description="FP8 training that torch.compile sees.", allow_abbrev=False
-    )
+    parser = _OneLineParser(prog="fp8compile", description="FP8 training that torch.compile sees.", allow_abbrev=False)
     subparsers = parser.add_subparsers(
         dest="command", metavar="|".join(SUBCOMMANDS), required=True, parser_class=_OneLineParser
     )

@@ -126,8 +126,8 @@ def arms(config: TrainConfig) -> tuple[Arm, ...]:
     names = [config.recipe] if config.compare is None else [config.recipe, config.compare]
     trained = [Arm(name=name, recipe=name, seed=config.seed) for name in names]
     if config.check:
-        for seed in range(config.seed + 1, config.seed + NUM_SPREAD_SEEDS):
-            trained.append(Arm(name=f"{BF16}-seed{seed}", recipe=BF16, seed=seed))
+        seeds = range(config.seed + 1, config.seed + NUM_SPREAD_SEEDS)
+        trained += [Arm(name=f"{BF16}-seed{seed}", recipe=BF16, seed=seed) for seed in seeds]
     return tuple(trained)
 
 
@@ -166,14 +166,10 @@ def extended(config: TrainConfig, explicit: dict[str, object]) -> TrainConfig:
     steps = given.pop("steps", config.steps)
     stored = asdict(config)
     conflicts = [
-        f"{_shown(name, value)} (the run has {stored[name]})"
-        for name, value in given.items()
-        if value != stored[name]
+        f"{_shown(name, value)} (the run has {stored[name]})" for name, value in given.items() if value != stored[name]
     ]
     if steps < config.steps:
         conflicts.append(f"--steps {steps} (the run has {config.steps}; it can only be extended)")
     if conflicts:
-        raise UserError(
-            f"--resume goes on as the run began, which {', '.join(conflicts)} contradicts; leave it out"
-        )
+        raise UserError(f"--resume goes on as the run began, which {', '.join(conflicts)} contradicts; leave it out")
     return TrainConfig(**{**stored, "steps": steps})

@@ -9,11 +9,11 @@ class UserError(Exception):
     """A mistake or a lack that the user can mend; exit code 2."""
 
 
-class Failed(Exception):  # noqa: N818 - the outcome of a run, not a defect of the program
+class Failed(Exception):
     """The run ended, and what it should show did not come true; exit code 1."""
 
 
-class Stopped(BaseException):  # noqa: N818 - as KeyboardInterrupt, which it stands in for
+class Stopped(BaseException):
     """A signal asked the run to stop.
 
     Not an ``Exception``, so that no handler of errors on the way takes it for one.

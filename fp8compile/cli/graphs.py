@@ -52,9 +52,7 @@ class CountedModel:
         self._breaks_before = _dynamo_counter("graph_break")
         # Three shapes at most (train, eval, last eval batch): a graph for each beats one for all.
         self._call = (
-            torch.compile(model, fullgraph=True, dynamic=False, backend=config.backend)
-            if config.compile
-            else model
+            torch.compile(model, fullgraph=True, dynamic=False, backend=config.backend) if config.compile else model
         )
 
     def __call__(self, kind: str, tokens_BT: Tensor, targets_BT: Tensor) -> Tensor:

@@ -4,6 +4,8 @@
     RUN/metrics.jsonl           one row a line: kind "train", "eval" or "done", arm, step, numbers
     RUN/checkpoint-<arm>.pt     the newest state of a training, see checkpoint.py
     RUN/loss.png                the curves
+
+Rows are appended as they come; every other file is replaced as a whole.
 """
 
 from __future__ import annotations
@@ -163,9 +165,7 @@ def new_run_folder(path: Path) -> RunFolder:
         UserError: There is a run or anything else, or the folder cannot be made.
     """
     if (path / "config.json").exists():
-        raise UserError(
-            f"{path} already has a run; go on with it by --resume {path}, or give another --out"
-        )
+        raise UserError(f"{path} already has a run; go on with it by --resume {path}, or give another --out")
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise UserError(f"{path} exists and is no empty folder; give another --out")
     had_folder = path.exists()

@@ -46,9 +46,7 @@ def _column(rows: Sequence[Row], arm: str) -> dict[str, str]:
         "held-out loss (nats/byte)": f"{held_out[-1]['loss']:.4f}",
         f"train loss (mean of last {len(last)})": f"{sum(last) / len(last):.4f}",
         "tokens/s (median step)": "-" if pace is None else f"{pace:,.0f}",
-        f"peak memory since {done['peak_memory_since']}": (
-            f"{done['peak_memory_bytes'] / 2**20:,.0f} MiB"
-        ),
+        f"peak memory since {done['peak_memory_since']}": (f"{done['peak_memory_bytes'] / 2**20:,.0f} MiB"),
         "graphs": _graphs(done),
         "graph breaks": _count(done, "graph_breaks"),
         "recompiles beyond these": _count(done, "recompiles"),
@@ -94,9 +92,7 @@ def complaints(rows: Sequence[Row], arms: Sequence[Arm]) -> list[str]:
         if (asked.fp8, asked.total) != (seen.fp8, seen.total):
             found.append(f"{arm.name}: the recipe asks for FP8 in {asked}; what ran is {seen}")
         if done["recompiles"]:
-            found.append(
-                f"{arm.name}: {done['recompiles']} graphs too many; TORCH_LOGS=recompiles says why"
-            )
+            found.append(f"{arm.name}: {done['recompiles']} graphs too many; TORCH_LOGS=recompiles says why")
     return found
 
 

@@ -98,8 +98,7 @@ def _gather(source: Path | None) -> tuple[bytes, int, int]:
         size += len(content)
         if size > MAX_BYTES:
             raise UserError(
-                f"{source} holds more than {MAX_BYTES >> 20} MiB of text; "
-                "give --data a smaller folder or file"
+                f"{source} holds more than {MAX_BYTES >> 20} MiB of text; give --data a smaller folder or file"
             )
     return b"\n".join(pieces), len(pieces), num_skipped
 
@@ -149,9 +148,7 @@ def _windows(bytes_P: Tensor, starts: list[int], seq: int) -> tuple[Tensor, Tens
     return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
 
 
-def training_batch(
-    text: Text, *, seed: int, step: int, batch: int, seq: int
-) -> tuple[Tensor, Tensor]:
+def training_batch(text: Text, *, seed: int, step: int, batch: int, seq: int) -> tuple[Tensor, Tensor]:
     """Return the batch of one step, the same whatever ran before.
 
     Args:
@@ -172,9 +169,7 @@ def training_batch(
     return _windows(text.train, starts, seq)
 
 
-def held_out_batches(
-    text: Text, *, batch: int, seq: int, sequences: int
-) -> Iterator[tuple[Tensor, Tensor]]:
+def held_out_batches(text: Text, *, batch: int, seq: int, sequences: int) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield the held-out batches, the same ones each time.
 
     Args:

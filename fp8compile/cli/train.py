@@ -60,9 +60,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     parser.add_argument("--data", metavar="PATH", help="file or folder with text")
     parser.add_argument("--threads", type=int, metavar="INT", help="CPU threads (default PyTorch's)")
     parser.add_argument("--device", metavar="NAME", help="device (default cuda if there, else cpu)")
-    parser.add_argument(
-        "--no-compile", dest="compile", action="store_false", help="run without torch.compile"
-    )
+    parser.add_argument("--no-compile", dest="compile", action="store_false", help="run without torch.compile")
     parser.add_argument(
         "--check",
         action="store_true",

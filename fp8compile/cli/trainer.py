@@ -1,8 +1,8 @@
-"""Train one arm: a model, its optimizer, and the loop that leaves whole checkpoints behind.
+"""Train one arm: a model, its optimizer, and what a step and an evaluation are.
 
     batch(seed, step) --> compiled model --> loss --> backward --> clip --> AdamW, lr(step)
-                                              |                               |
-                                         metrics.jsonl                checkpoint-<arm>.pt
+
+Nothing here writes files or prints; training.py does.
 """
 
 from __future__ import annotations
@@ -49,9 +49,10 @@ def reproducible(*, threads: int) -> Iterator[None]:
         threads: CPU threads; sums are split by them, so a resumed run needs the same number.
     """
     fill = torch.utils.deterministic.fill_uninitialized_memory
-    was_deterministic, threads_before = torch.are_deterministic_algorithms_enabled(), torch.get_num_threads()
+    was_deterministic = torch.are_deterministic_algorithms_enabled()
+    threads_before = torch.get_num_threads()
     torch.set_num_threads(threads)
-    torch.use_deterministic_algorithms(True)
+    torch.use_deterministic_algorithms(mode=True)
     # A tool to find reads of memory that nobody wrote; it costs a pass over each new tensor.
     torch.utils.deterministic.fill_uninitialized_memory = False
     try:
@@ -183,9 +184,7 @@ class Trainer:
         loss.backward()
         value = loss.item()
         if not math.isfinite(value):
-            raise Failed(
-                f"the loss of {self._arm.name} became {value} at step {self.step + 1}; lower --lr"
-            )
+            raise Failed(f"the loss of {self._arm.name} became {value} at step {self.step + 1}; lower --lr")
         rate = _learning_rate(self.step, self._config.lr)
         for group in self._optimizer.param_groups:
             group["lr"] = rate

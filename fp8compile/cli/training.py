@@ -1,7 +1,8 @@
 """A run from its flags to its table: every arm, one after the other, fresh or resumed.
 
-    flags --check all--> text --> run folder --> arm --> arm --> ... --> table, loss.png, verdict
-           nothing is written before           each: train, evaluate, save, then a "done" row
+    flags --check--> text --> run folder --> arm --> arm --> ... --> table, loss.png, verdict
+
+Nothing is written before the folder. An arm trains, evaluates, saves, and adds a "done" row.
 """
 
 from __future__ import annotations
@@ -127,9 +128,7 @@ def _evaluate(trainer: Trainer, folder: RunFolder, progress: ProgressLine) -> No
     progress.evaluated(trainer.step, row["loss"])
 
 
-def _run_arm(
-    config: TrainConfig, arm: Arm, text: Text, folder: RunFolder, interrupts: Interrupts
-) -> None:
+def _run_arm(config: TrainConfig, arm: Arm, text: Text, folder: RunFolder, interrupts: Interrupts) -> None:
     trainer = Trainer(config, arm, text, named_recipe(arm.recipe))
     trainer.load(folder.checkpoint(arm.name))
     _drop_rows_after(folder, arm, trainer.step)
@@ -151,11 +150,7 @@ def _run_arm(
 def _drop_rows_after(folder: RunFolder, arm: Arm, step: int) -> None:
     """Forget what a kill left behind the checkpoint; the resumed run writes it again."""
     rows = folder.rows()
-    kept = [
-        row
-        for row in rows
-        if row["arm"] != arm.name or (row["kind"] != "done" and row["step"] <= step)
-    ]
+    kept = [row for row in rows if row["arm"] != arm.name or (row["kind"] != "done" and row["step"] <= step)]
     if kept or rows:
         folder.replace_rows(kept)
 
@@ -164,9 +159,7 @@ def _drop_rows_after(folder: RunFolder, arm: Arm, step: int) -> None:
 
 
 def _is_done(rows: list[Row], arm: Arm, steps: int) -> bool:
-    return any(
-        row["kind"] == "done" and row["arm"] == arm.name and row["step"] == steps for row in rows
-    )
+    return any(row["kind"] == "done" and row["arm"] == arm.name and row["step"] == steps for row in rows)
 
 
 def _verdict(config: TrainConfig, rows: list[Row], text: Text) -> Verdict:

@@ -25,7 +25,7 @@ class GemmSupport:
 
     Attributes:
         gemm: ``"output"``, ``"grad_input"`` or ``"grad_weight"``.
-        kind: What `select_gemm` chose; ``"high_precision"`` where the recipe asks for that, ``"none"`` where it can't run.
+        kind: As `select_gemm` says; ``"high_precision"`` if the recipe asks for that, ``"none"`` if it can't run.
         detail: In words; the reason where it can't run.
     """
 

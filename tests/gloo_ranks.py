@@ -1,0 +1,126 @@
+"""Processes of one gloo group that stay up for many tests: starting four costs more than what most tests do.
+
+    test --(function, arguments)--> pipe --> rank 0..3: function(*arguments) --(value or traceback)--> pipe --> test
+
+What is sent either way are plain values, never tensors: ranks compare bits themselves.
+"""
+
+from __future__ import annotations
+
+import time
+import traceback
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import multiprocessing
+
+__all__ = ["GROUPS", "Ranks"]
+
+WORLD_SIZE = 4
+# what each group is called, and its ranks; a rank knows the ones it is in
+MEMBERS = {"pair": ([0, 1], [2, 3]), "cross": ([0, 2], [1, 3]), "all": ([0, 1, 2, 3],)}
+GROUPS: dict[str, dist.ProcessGroup] = {}  # in a rank: its groups
+
+
+def _make_groups(rank):
+    for name, all_members in MEMBERS.items():
+        for members in all_members:
+            group = dist.new_group(members)
+            if rank in members:
+                GROUPS[name] = group
+
+
+def _serve(rank, store, pipe):
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=WORLD_SIZE)
+    _make_groups(rank)
+    pipe.send((True, "ready"))
+    while True:
+        try:
+            message = pipe.recv()
+        except EOFError:
+            return
+        except Exception:
+            pipe.send((False, traceback.format_exc()))
+            continue
+        if message is None:
+            break
+        function, arguments = message
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        try:
+            pipe.send((True, function(*arguments)))
+        except Exception:
+            pipe.send((False, traceback.format_exc()))
+    dist.destroy_process_group()
+
+
+class Ranks:
+    """Four processes and their groups ``pair`` (0 1, 2 3), ``cross`` (0 2, 1 3) and ``all``."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._starts = 0
+        self._pipes: list[Connection] = []
+        self._processes: list = []
+
+    def _start(self):
+        self._starts += 1
+        context = multiprocessing.get_context("spawn")
+        for rank in range(WORLD_SIZE):
+            ours, theirs = context.Pipe()
+            store = self._folder / f"store{self._starts}"
+            process = context.Process(target=_serve, args=(rank, store, theirs), daemon=True)
+            process.start()
+            theirs.close()
+            self._pipes.append(ours)
+            self._processes.append(process)
+        self._collect(seconds=180)
+
+    def stop(self, *, kill: bool = False) -> None:
+        """End the processes; the next ``run`` starts new ones."""
+        for pipe, process in zip(self._pipes, self._processes, strict=True):
+            if kill:
+                process.kill()
+            elif process.is_alive():
+                pipe.send(None)
+        for pipe, process in zip(self._pipes, self._processes, strict=True):
+            process.join(20)
+            pipe.close()
+        self._pipes, self._processes = [], []
+
+    def _collect(self, seconds):
+        """One answer a rank. Once a rank failed, the others, which may wait for it for ever, get a little longer."""
+        answers: dict[int, tuple[bool, object]] = {}
+        deadline = time.monotonic() + seconds
+        while len(answers) < WORLD_SIZE and time.monotonic() < deadline:
+            waiting = [pipe for rank, pipe in enumerate(self._pipes) if rank not in answers]
+            for pipe in wait(waiting, timeout=0.5):
+                rank = self._pipes.index(pipe)
+                try:
+                    answers[rank] = pipe.recv()
+                except EOFError:
+                    answers[rank] = (False, "the process died")
+                if not answers[rank][0]:
+                    deadline = min(deadline, time.monotonic() + 5)
+        failed = {rank: text for rank, (ok, text) in answers.items() if not ok}
+        missing = [rank for rank in range(WORLD_SIZE) if rank not in answers]
+        if failed or missing:
+            self.stop(kill=bool(missing) or "the process died" in failed.values())
+            texts = [f"rank {rank}:\n{text}" for rank, text in sorted(failed.items())]
+            raise AssertionError("\n".join([*texts, *(f"rank {rank}: no answer" for rank in missing)]))
+        return [answers[rank][1] for rank in range(WORLD_SIZE)]
+
+    def run(self, function, *arguments, seconds: float = 240) -> list:
+        """``function(*arguments)`` on every rank, values in the order of ranks.
+
+        Raises:
+            AssertionError: A rank raised, died, or did not answer in time; with each failed rank's traceback.
+        """
+        if not self._processes:
+            self._start()
+        for pipe in self._pipes:
+            pipe.send((function, arguments))
+        return self._collect(seconds)

@@ -1,0 +1,260 @@
+"""The operators: what PyTorch's own checks ask of each, their derivatives, and what a layer keeps and calls."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from itertools import islice
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import fp8compile as f8
+from fp8compile.ops import OPS, linear
+
+NAMESPACE = "fp8compile::"
+RECIPE = f8.recipes.rowwise()
+differentiable = ("fp8compile::linear",)
+every_op = pytest.mark.parametrize("name", sorted(OPS))
+
+
+def _registered() -> set[str]:
+    """Operators that PyTorch knows in our namespace, however they came there."""
+    names = torch._C._dispatch_get_all_op_names()
+    return {name.partition(".")[0] for name in names if name.startswith(NAMESPACE)}
+
+
+def _without_samples() -> set[str]:
+    return {name for name in _registered() if name not in OPS or not list(OPS[name].samples())}
+
+
+def _samples(name: str) -> list[tuple]:
+    return list(OPS[name].samples())
+
+
+def _tensors(args: tuple) -> list[Tensor]:
+    return [arg for arg in args if isinstance(arg, Tensor)]
+
+
+def _few(name: str, count: int) -> list[tuple]:
+    """Samples from all over an op's list."""
+    samples = _samples(name)
+    return list(islice(samples, 0, None, max(1, len(samples) // count)))
+
+
+# ---------------------------------------------------------------------------------- every op, by PyTorch's checks
+
+
+def test_every_registered_op_has_samples():
+    assert {"amax", "scale", "cast", "dequantize", "scaled_mm", "linear", "grad_input", "grad_weight"} <= {
+        name.removeprefix(NAMESPACE) for name in _registered()
+    }
+    assert _without_samples() == set()
+
+
+def test_a_planted_op_without_samples_is_found():
+    planted = torch.library.Library("fp8compile", "FRAGMENT")
+    planted.define("planted(Tensor x) -> Tensor")
+    try:
+        assert _without_samples() == {"fp8compile::planted"}
+    finally:
+        planted._destroy()
+    assert _without_samples() == set()
+
+
+@every_op
+def test_samples_hold_odd_layouts_and_empty_tensors(name):
+    tensors = [tensor for args in _samples(name) for tensor in _tensors(args)]
+    assert any(tensor.numel() == 0 for tensor in tensors)
+    assert any(not tensor.is_contiguous() for tensor in tensors)
+    if name in ("fp8compile::amax", "fp8compile::cast", "fp8compile::linear"):
+        assert {tensor.ndim for tensor in tensors} >= {1, 2, 3}
+        assert {tensor.dtype for tensor in tensors} >= {torch.bfloat16, torch.float16, torch.float32}
+        permuted = [t for t in tensors if t.ndim == 3 and sorted(t.stride(), reverse=True) != list(t.stride())]
+        strided = [t for t in tensors if t.ndim == 2 and min(t.stride()) > 1]
+        assert permuted
+        assert strided
+
+
+@every_op
+def test_every_sample_passes_opcheck(name):
+    for args in _samples(name):
+        checks = ("test_schema", "test_autograd_registration", "test_faketensor")
+        torch.library.opcheck(OPS[name].overload, args, test_utils=checks)
+
+
+@every_op
+def test_some_samples_pass_opcheck_with_dynamic_shapes(name):
+    for args in _few(name, 4):
+        torch.library.opcheck(OPS[name].overload, args, test_utils="test_aot_dispatch_dynamic")
+
+
+@pytest.mark.parametrize("index", range(8))
+def test_linear_passes_opcheck_with_gradients_and_dynamic_shapes(index):
+    # one recipe an input: all 8 layouts and dtypes, each recipe at least twice
+    *tensors, recipe = _samples("fp8compile::linear")[3 * index + index % 3]
+    args = (*(tensor.detach().clone().requires_grad_() for tensor in tensors), recipe)
+    torch.library.opcheck(linear, args, test_utils="test_aot_dispatch_dynamic")
+
+
+def _all(op, cases: list[tuple]) -> list:
+    return [op(*args) for args in cases]
+
+
+@every_op
+def test_compiled_decomposition_gives_the_bits_of_the_kernel(name, assert_bits_equal):
+    # opcheck never runs a decomposition. First compiled, then eager: memory of the eager result could else be what an
+    # element that compiled code forgets to write shows.
+    op, cases = OPS[name].overload, _few(name, 8)
+    compiled = torch.compile(_all, fullgraph=True, dynamic=False)(op, cases)
+    for case, (got, expected) in enumerate(zip(compiled, _all(op, cases), strict=True)):
+        for a, b in zip((got,) if isinstance(got, Tensor) else got, _tensors_of(expected), strict=True):
+            assert_bits_equal(a, b, f"{name}, case {case}")
+
+
+def _tensors_of(result) -> tuple[Tensor, ...]:
+    return (result,) if isinstance(result, Tensor) else tuple(result)
+
+
+@every_op
+def test_results_are_new_contiguous_tensors(name):
+    for args in _samples(name):
+        storages = {tensor.untyped_storage().data_ptr() for tensor in _tensors(args) if tensor.numel()}
+        for result in _tensors_of(OPS[name].overload(*args)):
+            assert not result.numel() or result.untyped_storage().data_ptr() not in storages
+            assert result.is_contiguous() or name in ("fp8compile::realize", "fp8compile::scale")
+
+
+# ---------------------------------------------------------------------------------- derivatives
+
+
+def _layer(*, x_grad: bool = True, weight_grad: bool = True) -> tuple[Tensor, Tensor]:
+    x, weight = torch.randn(6, 32).bfloat16(), torch.randn(16, 32).bfloat16()
+    return x.requires_grad_(x_grad), weight.requires_grad_(weight_grad)
+
+
+@pytest.mark.parametrize("operand", [0, 1])
+def test_second_derivatives_raise_and_say_what_to_do(operand):
+    inputs = _layer()
+    y = f8.linear(*inputs, recipe=RECIPE)
+    (first,) = torch.autograd.grad(y.sum(), inputs[operand], create_graph=True)
+    name = ("grad_input", "grad_weight")[operand]
+    with pytest.raises(RuntimeError, match=f"fp8compile::{name} has no derivative.*only once.*unconverted model"):
+        first.sum().backward()
+
+
+@pytest.mark.parametrize("name", sorted(set(OPS) - set(differentiable)))
+def test_a_backward_through_an_op_without_derivative_raises(name):
+    args = next(args for args in OPS[name].samples() if all(t.numel() for t in _tensors(args)))
+    args = tuple(a.detach().requires_grad_() if isinstance(a, Tensor) and a.is_floating_point() else a for a in args)
+    result = _tensors_of(OPS[name].overload(*args))[0]
+    if not result.is_floating_point():
+        assert not result.requires_grad  # codes: integers, constants to autograd
+        return
+    with pytest.raises(RuntimeError, match=f"{name} has no derivative"):
+        result.sum().backward()
+
+
+def test_torch_func_grad_and_vjp_give_autograds_gradients(assert_bits_equal):
+    x, weight = _layer()
+    grad_output = torch.randn(6, 16).bfloat16()
+    expected = torch.autograd.grad(f8.linear(x, weight, recipe=RECIPE), (x, weight), grad_output)
+    x, weight = x.detach(), weight.detach()
+
+    def weighted(x: Tensor, weight: Tensor) -> Tensor:
+        return (f8.linear(x, weight, recipe=RECIPE).float() * grad_output.float()).sum()
+
+    _, vjp = torch.func.vjp(lambda x, weight: f8.linear(x, weight, recipe=RECIPE), x, weight)
+    for results in (torch.func.grad(weighted, argnums=(0, 1))(x, weight), vjp(grad_output)):
+        for got, want in zip(results, expected, strict=True):
+            assert_bits_equal(got, want)
+
+
+def test_functional_call_uses_the_parameters_it_is_given(assert_bits_equal):
+    module = f8.Linear(32, 16, recipe=RECIPE, dtype=torch.bfloat16)
+    x, weight = _layer()
+    parameters = {"weight": weight, "bias": torch.ones(16).bfloat16()}
+    y = torch.func.functional_call(module, parameters, (x,))
+    assert_bits_equal(y, f8.linear(x, weight, parameters["bias"], recipe=RECIPE))
+    y.sum().backward()
+    assert weight.grad is not None
+    assert module.weight.grad is None
+
+
+def test_jvp_raises_instead_of_returning_zeros():
+    x, weight = _layer(x_grad=False, weight_grad=False)
+    with pytest.raises(RuntimeError, match="jvp"):
+        torch.func.jvp(lambda x: f8.linear(x, weight, recipe=RECIPE), (x,), (torch.ones_like(x),))
+
+
+# ---------------------------------------------------------------------------------- what a layer calls and keeps
+
+
+class _Recorder(TorchDispatchMode):
+    """Names of the ops of our namespace, and weak references to the codes that they make."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+        self.codes: list[weakref.ref] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if func.namespace == "fp8compile":
+            self.names.append(func._opname)
+        for tensor in (result,) if isinstance(result, Tensor) else ():
+            if tensor.dtype == torch.uint8:
+                self.codes.append(weakref.ref(tensor))
+        return result
+
+    def codes_alive(self) -> int:
+        gc.collect()
+        return sum(reference() is not None for reference in self.codes)
+
+
+@pytest.mark.parametrize(
+    ("x_grad", "weight_grad", "called"),
+    [(True, True, {"grad_input", "grad_weight"}), (True, False, {"grad_input"}), (False, True, {"grad_weight"})],
+)
+def test_backward_computes_only_the_gradients_asked_for(x_grad, weight_grad, called):
+    x, weight = _layer(x_grad=x_grad, weight_grad=weight_grad)
+    y = f8.linear(x, weight, recipe=RECIPE)
+    with _Recorder() as recorder:
+        y.sum().backward()
+    assert set(recorder.names) & {"grad_input", "grad_weight"} == called
+    assert (x.grad is not None, weight.grad is not None) == (x_grad, weight_grad)
+
+
+@pytest.mark.parametrize("recipe", f8.recipes.names())
+@pytest.mark.parametrize(
+    ("x_grad", "weight_grad", "kept"), [(True, True, "xw"), (True, False, "w"), (False, True, "x"), (False, False, "")]
+)
+def test_forward_saves_its_inputs_and_nothing_else(recipe, x_grad, weight_grad, kept):
+    x, weight = _layer(x_grad=x_grad, weight_grad=weight_grad)
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        f8.linear(x, weight, recipe=f8.recipes.by_name(recipe))
+    pointers = {"x": x.data_ptr(), "w": weight.data_ptr()}
+    assert sorted(t.data_ptr() for t in saved) == sorted(pointers[name] for name in kept)
+
+
+@pytest.mark.parametrize("recipe", f8.recipes.names())
+def test_codes_live_no_longer_than_the_gemm_that_reads_them(recipe):
+    x, weight = _layer()
+    with _Recorder() as recorder:
+        y = f8.linear(x, weight, recipe=f8.recipes.by_name(recipe))
+        forward = len(recorder.codes)
+        assert recorder.codes_alive() == 0
+        y.sum().backward()
+    assert recorder.codes_alive() == 0
+    assert len(recorder.codes) > forward >= 2  # the recorder has seen codes of both
+
+
+def test_without_gradients_nothing_is_saved_and_no_graph_is_made():
+    x, weight = _layer()
+    with torch.no_grad():
+        assert f8.linear(x, weight, recipe=RECIPE).grad_fn is None
+    assert not f8.linear(x.detach(), weight.detach(), recipe=RECIPE).requires_grad
+    assert isinstance(f8.Linear(32, 16, recipe=RECIPE), nn.Linear)
