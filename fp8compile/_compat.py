@@ -36,6 +36,7 @@ __all__ = [
     "register_constant_type",
     "register_decomposition",
     "register_lowering",
+    "statically_true",
     "when_imported",
 ]
 
@@ -194,6 +195,13 @@ def impl_autograd(
 
 
 # ---------------------------------------------------------------------------------- the rest
+
+
+def statically_true(condition: Any) -> bool:
+    """Whether a condition on sizes holds for every size that the graph is made for; never adds a guard."""
+    from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+    return statically_known_true(condition)
 
 
 def guard_or_false(condition: Any) -> bool:

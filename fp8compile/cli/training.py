@@ -103,29 +103,32 @@ def _provenance(config: TrainConfig, text: Text) -> Row:
 # -------------------------------------------------------------------- one arm
 
 
-def _train(
-    trainer: Trainer, config: TrainConfig, folder: RunFolder, progress: ProgressLine,
-    interrupts: Interrupts, arm: Arm,
-) -> None:  # fmt: skip
-    while trainer.step < config.steps:
-        row = trainer.gradients()
-        # Update, row and checkpoint belong together: a signal waits until all are done.
-        with interrupts.held():
-            trainer.update()
-            folder.append(row)
-            folder.is_fresh = False
-            at_end = trainer.step == config.steps
-            if trainer.step % config.checkpoint_every == 0 or at_end:
-                trainer.save(folder.checkpoint(arm.name))
-        progress.trained(trainer.step, row["loss"], trainer.tokens_per_second)
-        if trainer.step % config.eval_every == 0 and not at_end:
-            _evaluate(trainer, folder, progress)
+def _train_step(trainer: Trainer, config: TrainConfig, folder: RunFolder, arm: Arm, interrupts: Interrupts) -> Row:
+    row = trainer.gradients()
+    # Update, row and checkpoint belong together: a signal waits until all are done.
+    with interrupts.held():
+        trainer.update()
+        folder.append(row)
+        folder.is_fresh = False
+        if trainer.step % config.checkpoint_every == 0 or trainer.step == config.steps:
+            trainer.save(folder.checkpoint(arm.name))
+    return row
 
 
-def _evaluate(trainer: Trainer, folder: RunFolder, progress: ProgressLine) -> None:
-    row = trainer.evaluate()
-    folder.append(row)
-    progress.evaluated(trainer.step, row["loss"])
+def _train(trainer: Trainer, config: TrainConfig, folder: RunFolder, arm: Arm, interrupts: Interrupts) -> None:
+    evaluated = {row["step"] for row in folder.rows() if row["kind"] == "eval" and row["arm"] == arm.name}
+    with ProgressLine(arm.name, first=trainer.step, steps=config.steps) as progress:
+        while True:
+            # Before the next step, not after the last: a run may have died between the two.
+            is_due = trainer.step == config.steps or (trainer.step and trainer.step % config.eval_every == 0)
+            if is_due and trainer.step not in evaluated:
+                row = trainer.evaluate()
+                folder.append(row)
+                progress.evaluated(trainer.step, row["loss"])
+            if trainer.step == config.steps:
+                return
+            row = _train_step(trainer, config, folder, arm, interrupts)
+            progress.trained(trainer.step, row["loss"], trainer.tokens_per_second)
 
 
 def _run_arm(config: TrainConfig, arm: Arm, text: Text, folder: RunFolder, interrupts: Interrupts) -> None:
@@ -133,9 +136,7 @@ def _run_arm(config: TrainConfig, arm: Arm, text: Text, folder: RunFolder, inter
     trainer.load(folder.checkpoint(arm.name))
     _drop_rows_after(folder, arm, trainer.step)
     try:
-        with ProgressLine(arm.name, first=trainer.step, steps=config.steps) as progress:
-            _train(trainer, config, folder, progress, interrupts, arm)
-            _evaluate(trainer, folder, progress)
+        _train(trainer, config, folder, arm, interrupts)
         folder.append(trainer.summary())
     except Stopped as stopped:
         if folder.is_fresh:

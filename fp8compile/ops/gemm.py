@@ -114,9 +114,10 @@ def _pad_to_alignment(a: Operand, b: Operand) -> tuple[Tensor, Tensor, int]:
     extra_k = -k % ALIGNMENT
     extra_n = -n % ALIGNMENT if a.codes.device.type == "cuda" else 0
     rows, columns = a.codes, b.codes.t()
-    if not _compat.guard_or_false(extra_k == 0):
+    # statically: a guard on M % 16 would compile the backward twice, for its sum runs over tokens
+    if not _compat.statically_true(extra_k == 0):
         rows = pad(rows, (0, extra_k))
-    if not (_compat.guard_or_false(extra_k == 0) and _compat.guard_or_false(extra_n == 0)):
+    if not (_compat.statically_true(extra_k == 0) and _compat.statically_true(extra_n == 0)):
         columns = pad(columns, (0, extra_k, 0, extra_n))
     a_float8, b_float8 = a.quantizer.element_format().dtype, b.quantizer.element_format().dtype
     return rows.contiguous().view(a_float8), columns.contiguous().view(b_float8).t(), extra_n

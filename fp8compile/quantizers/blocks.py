@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from fp8compile._compat import guard_or_false
+from fp8compile._compat import guard_or_false, statically_true
 
 __all__ = ["Block", "as_matrix", "block_amax", "check_block", "expand_blocks", "grid_shape"]
 
@@ -93,7 +93,7 @@ def block_amax(x: Tensor, block: Block) -> Tensor:
     grid_rows, block_rows, grid_columns, block_columns = _sides(x.shape, block)
     magnitude = as_matrix(x).abs()
     missing_rows, missing_columns = grid_rows * block_rows - rows, grid_columns * block_columns - columns
-    if not (guard_or_false(missing_rows == 0) and guard_or_false(missing_columns == 0)):
+    if not (statically_true(missing_rows == 0) and statically_true(missing_columns == 0)):
         magnitude = pad(magnitude, (0, missing_columns, 0, missing_rows))  # zeros never are the largest
     if block == (-1, -1):  # flat: for two dims Inductor splits the reduction behind a norm into two more kernels
         return magnitude.amax().view(grid)

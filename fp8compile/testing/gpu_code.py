@@ -38,6 +38,8 @@ from fp8compile.testing.h200 import H200, pretend_h200
 
 __all__ = ["GpuCode", "gpu_code"]
 
+Graph = tuple[fx.GraphModule, list[Any]]  # and its inputs
+
 KERNEL = re.compile(r"^def (triton_\w+)\(", re.MULTILINE)
 GEMM = re.compile(r"^(?!\s*#).*?\b(?:extern_kernels|torch\.ops\.\w+)\.(\w*mm\w*)(?:\.\w+)?\(", re.MULTILINE)
 
@@ -84,7 +86,7 @@ def _gemms_of_the_gpu() -> Iterator[None]:
     with (
         mock.patch.object(gemm, "select_gemm", select_gemm),
         mock.patch.object(import_module("fp8compile.ops.scaled_mm"), "select_gemm", select_gemm),
-        mock.patch.object(torch.cuda, "get_device_capability", lambda *args: (H200.major, H200.minor)),
+        mock.patch.object(torch.cuda, "get_device_capability", return_value=(H200.major, H200.minor)),
     ):
         yield
 
@@ -132,12 +134,42 @@ def _lower(graph: fx.GraphModule, inputs: Sequence[Any]) -> GpuCode:
     return found[0]
 
 
+def _graphs(fn: Callable, args: Sequence[Any]) -> list[Graph]:
+    """The graphs that Inductor would get: forward and, where an output requires grad, backward."""
+    from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._inductor import compile_fx
+    from torch._inductor.fx_passes.joint_graph import joint_graph_passes
+
+    forwards: list[Graph] = []
+    backwards: list[Graph] = []
+
+    def forward_compiler(graph: fx.GraphModule, inputs: list[Any]) -> Callable:
+        forwards.append((graph, inputs))
+        return make_boxed_func(graph.forward)
+
+    def partition(joint: fx.GraphModule, inputs: Any, **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
+        joint_graph_passes(joint)
+        forward, backward = min_cut_rematerialization_partition(joint, inputs, **kwargs)
+        backwards.append((backward, [node.meta["val"] for node in backward.graph.find_nodes(op="placeholder")]))
+        return forward, backward
+
+    backend = aot_autograd(
+        fw_compiler=forward_compiler, decompositions=compile_fx.select_decomp_table(), partition_fn=partition
+    )
+    torch._dynamo.reset()
+    with _gemms_of_the_gpu():
+        torch.compile(fn, fullgraph=True, backend=backend)(*args)
+    torch._dynamo.reset()
+    return forwards + backwards
+
+
 def gpu_code(fn: Callable, *args: Any) -> list[GpuCode]:
     """What Inductor generates for ``fn(*args)`` and its backward on an H200.
 
-    The function is compiled with ``fullgraph=True`` and called once on the CPU; no gradient is computed. Make arguments
-    and parameters under ``torch._subclasses.fake_tensor.FakeTensorMode`` for sizes that don't fit here, and call this
-    inside it.
+    The function is compiled with ``fullgraph=True`` and called once on the CPU; no gradient is computed, and compiled
+    graphs of other functions are forgotten. For sizes that don't fit here, make arguments and parameters under
+    ``torch._subclasses.fake_tensor.FakeTensorMode``, and call this inside it.
 
     Args:
         fn: A module or function.
@@ -149,31 +181,4 @@ def gpu_code(fn: Callable, *args: Any) -> list[GpuCode]:
     Raises:
         ModuleNotFoundError: There is no Triton.
     """
-    from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
-    from torch._dynamo.backends.common import aot_autograd
-    from torch._inductor import compile_fx
-    from torch._inductor.fx_passes.joint_graph import joint_graph_passes
-
-    graphs: list[tuple[fx.GraphModule, list[Any]]] = []
-    backwards: list[fx.GraphModule] = []
-
-    def forward_compiler(graph: fx.GraphModule, inputs: list[Any]) -> Callable:
-        graphs.append((graph, inputs))
-        return make_boxed_func(graph.forward)
-
-    def partition(joint: fx.GraphModule, inputs: Any, **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
-        joint_graph_passes(joint)
-        forward, backward = min_cut_rematerialization_partition(joint, inputs, **kwargs)
-        backwards.append(backward)
-        return forward, backward
-
-    backend = aot_autograd(
-        fw_compiler=forward_compiler, decompositions=compile_fx.select_decomp_table(), partition_fn=partition
-    )
-    torch._dynamo.reset()
-    with _gemms_of_the_gpu():
-        torch.compile(fn, fullgraph=True, backend=backend)(*args)
-    torch._dynamo.reset()
-    for backward in backwards:
-        graphs.append((backward, [node.meta["val"] for node in backward.graph.find_nodes(op="placeholder")]))
-    return [_lower(graph, inputs) for graph, inputs in graphs]
+    return [_lower(graph, inputs) for graph, inputs in _graphs(fn, args)]

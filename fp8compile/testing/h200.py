@@ -22,15 +22,15 @@ __all__ = ["H200", "pretend_h200"]
 class H200:
     """`torch.cuda.get_device_properties` of an H200 SXM, as far as code generation looks.
 
-    Source: CUDA C++ Programming Guide, table "Technical Specifications per Compute Capability", column 9.0; NVIDIA H200
-    data sheet (memory).
+    Source: CUDA C++ Programming Guide, table "Technical Specifications per Compute Capability", column 9.0; NVIDIA
+    H200 data sheet (memory).
     """
 
     name: str = "NVIDIA H200"
     type: str = "cuda"
     index: int = 0
     uuid: str = "none"
-    gcnArchName: str = ""  # noqa: N815  PyTorch's name
+    gcnArchName: str = ""
     major: int = 9
     minor: int = 0
     cc: int = 90
@@ -120,6 +120,6 @@ def pretend_h200() -> Iterator[None]:
             for name, answer in answers.items():
                 stack.enter_context(mock.patch.object(owner, name, staticmethod(_always(answer))))
         stack.enter_context(mock.patch.object(fake_tensor, "init_gpu_context", _always(None), create=True))
-        stack.enter_context(mock.patch("torch._inductor.scheduler.has_triton", _always(True)))
+        stack.enter_context(mock.patch("torch._inductor.scheduler.has_triton", return_value=True))
         _forget_devices()
         yield
