@@ -19,12 +19,6 @@ if TYPE_CHECKING:
 
 __all__ = ["GemmCount", "expected_gemms", "profiled_gemms"]
 
-# The operands of the output, the gradient of the input and that of the weight.
-GEMM_SLOTS = (
-    ("input", "weight"),
-    ("grad_output", "weight_for_grad_input"),
-    ("grad_output_for_grad_weight", "input_for_grad_weight"),
-)
 # By the kernels' own names: an op of ours that emulates the product on a CPU is no FP8 GEMM.
 FP8_CALLS = frozenset({"aten::_scaled_mm", "aten::_scaled_mm_v2"})
 OTHER_CALLS = frozenset({"aten::mm", "aten::addmm", "mkldnn::_linear_pointwise"})
@@ -80,6 +74,7 @@ def expected_gemms(model: nn.Module, recipe: Recipe | None, *, tokens: int) -> G
     from torch import nn
 
     import fp8compile as f8
+    from fp8compile.quantizers import GEMMS
 
     converted = set()
     if recipe is not None:
@@ -89,8 +84,8 @@ def expected_gemms(model: nn.Module, recipe: Recipe | None, *, tokens: int) -> G
         if not isinstance(module, nn.Linear):
             continue
         flops = 2 * tokens * module.in_features * module.out_features
-        for slots in GEMM_SLOTS:
-            is_fp8 = fqn in converted and all(getattr(recipe, slot) is not None for slot in slots)
+        for gemm in GEMMS:
+            is_fp8 = fqn in converted and recipe.quantizers(gemm) is not None
             gemms.append((is_fp8, flops))
     return _count(gemms)
 

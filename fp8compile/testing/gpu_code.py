@@ -98,6 +98,16 @@ def _on_gpu(value: Any) -> Any:
     return torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device="cuda")
 
 
+def _empty_outputs(graph: fx.GraphModule) -> list[Any]:
+    """Something of the shapes that the graph returns: what it computes is not asked for."""
+    (outputs,) = graph.graph.find_nodes(op="output")[0].args
+    values = [node.meta["val"] if isinstance(node, fx.Node) else node for node in outputs]
+    return [
+        torch.empty_strided(v.size(), v.stride(), dtype=v.dtype, device=v.device) if isinstance(v, Tensor) else v
+        for v in values
+    ]
+
+
 def _moved(graph: fx.GraphModule) -> fx.GraphModule:
     graph = copy.deepcopy(graph)
     for node in graph.graph.nodes:
@@ -146,7 +156,7 @@ def _graphs(fn: Callable, args: Sequence[Any]) -> list[Graph]:
 
     def forward_compiler(graph: fx.GraphModule, inputs: list[Any]) -> Callable:
         forwards.append((graph, inputs))
-        return make_boxed_func(graph.forward)
+        return make_boxed_func(lambda *_: _empty_outputs(graph))
 
     def partition(joint: fx.GraphModule, inputs: Any, **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
         joint_graph_passes(joint)
@@ -167,8 +177,8 @@ def _graphs(fn: Callable, args: Sequence[Any]) -> list[Graph]:
 def gpu_code(fn: Callable, *args: Any) -> list[GpuCode]:
     """What Inductor generates for ``fn(*args)`` and its backward on an H200.
 
-    The function is compiled with ``fullgraph=True`` and called once on the CPU; no gradient is computed, and compiled
-    graphs of other functions are forgotten. For sizes that don't fit here, make arguments and parameters under
+    The function is traced with ``fullgraph=True`` and computes nothing. Compiled graphs of other functions are
+    forgotten. For sizes that don't fit here, make arguments and parameters under
     ``torch._subclasses.fake_tensor.FakeTensorMode``, and call this inside it.
 
     Args:
