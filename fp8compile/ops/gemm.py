@@ -1,13 +1,13 @@
 """Which code multiplies two quantized matrices on a device, and that code.
 
     tensorwise   torch._scaled_mm with two numbers                          GPUs from compute capability 8.9
-    rowwise      torch._scaled_mm with a scale a row and a column           GPUs from 9.0 (bf16 out); CPU, tensorwise too
+    rowwise      torch._scaled_mm with a scale a row and a column           GPUs from 9.0 (bf16 out); CPU, for both
     scaled_after torch._scaled_mm without scales, float32 out, then both    rowwise on GPUs otherwise
     emulated     float64 product of the exact values                        CPU only, where it has no kernel
 
-A CPU gets a tensorwise scale as one a row: for e4m3 by e4m3 with two numbers oneDNN has a reference loop only (594 ms for
-1024 x 64 x 64, 0.4 ms with a scale a row; 0 of the outputs differ). Before PyTorch 2.13 that loop is all there is, so the
-CPU emulates.
+A CPU gets a tensorwise scale as one a row: for e4m3 by e4m3 with two numbers oneDNN has a reference loop only, much
+slower and with the same bits (`benchmarks/cpu_gemm.py`). Before PyTorch 2.13 that loop is all there is, so the CPU
+emulates.
 
 Nothing here falls back on its own: a pair without a GEMM on a GPU raises and says which GPU has one.
 """
