@@ -22,6 +22,7 @@ from torch.nn.functional import pad
 
 from fp8compile import _compat
 from fp8compile.formats import Float8Format
+from fp8compile.ops.realize import realize
 from fp8compile.quantizers import Quantizer, gemm_kind
 
 __all__ = ["Operand", "multiply", "select_gemm"]
@@ -164,4 +165,5 @@ def multiply(a: Operand, b: Operand, out_dtype: torch.dtype, *, fast_accumulatio
 
 
 def _exact(operand: Operand) -> Tensor:
-    return operand.quantizer.dequantize(operand.codes, operand.scale, torch.float64)
+    # realized: PyTorch 2.11 drops the float32 rounding of a scale that float64 code reads next
+    return operand.quantizer.dequantize(operand.codes, realize(operand.scale), torch.float64)

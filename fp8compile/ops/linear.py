@@ -61,6 +61,12 @@ def _product(a: Tensor, b: Tensor, gemm: Gemm, recipe: Recipe) -> Tensor:
 # ---------------------------------------------------------------------------------- gradients
 
 
+def _sample_grad(x: Tensor, weight: Tensor) -> Tensor:
+    """A grad_output for a layer's sample, not contiguous."""
+    grad = torch.randn((weight.shape[0], *x.shape[:-1]), generator=torch.Generator().manual_seed(1))
+    return grad.to(x.dtype).movedim(0, -1)
+
+
 def _grad_input_kernel(grad_output: Tensor, weight: Tensor, recipe: Recipe) -> Tensor:
     grad_MK = _product(as_matrix(grad_output), weight, GRAD_INPUT, recipe)
     return grad_MK.view(*grad_output.shape[:-1], weight.shape[1])
@@ -72,7 +78,7 @@ def _grad_input_fake(grad_output: Tensor, weight: Tensor, recipe: Recipe) -> Ten
 
 def _grad_input_samples() -> Iterator[tuple]:
     for x, weight, _, recipe in _samples():
-        yield x.new_ones((*x.shape[:-1], weight.shape[0])), weight, recipe
+        yield _sample_grad(x, weight), weight, recipe
 
 
 grad_input = register_op(
@@ -94,7 +100,7 @@ def _grad_weight_fake(grad_output: Tensor, x: Tensor, recipe: Recipe) -> Tensor:
 
 def _grad_weight_samples() -> Iterator[tuple]:
     for x, weight, _, recipe in _samples():
-        yield x.new_ones((*x.shape[:-1], weight.shape[0])), x, recipe
+        yield _sample_grad(x, weight), x, recipe
 
 
 grad_weight = register_op(

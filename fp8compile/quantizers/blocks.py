@@ -100,6 +100,19 @@ def block_amax(x: Tensor, block: Block) -> Tensor:
     return magnitude.view(grid_rows, block_rows, grid_columns, block_columns).amax((1, 3)).view(grid)
 
 
+def _block_index(size: int, block: int, device: torch.device) -> Tensor:
+    """The block that each of ``size`` positions lies in.
+
+    Inductor's C++ backend splits a loop by the `// block` that it finds in an index, rounds the number of blocks
+    down, and never writes the rest (PyTorch 2.11 to 2.15). Of a partial last block it gets a division that it does
+    not look for.
+    """
+    index = torch.arange(size, device=device)
+    if device.type != "cpu" or statically_true(size % block == 0):
+        return index // block
+    return (index.double() / block).floor().long()  # exact below 2**53
+
+
 def expand_blocks(per_block: Tensor, shape: Sequence[int], block: Block) -> Tensor:
     """Spread one value a block over the elements of its block.
 
@@ -114,10 +127,9 @@ def expand_blocks(per_block: Tensor, shape: Sequence[int], block: Block) -> Tens
     rows, columns = _rows_columns(shape)
     grid_rows, block_rows, grid_columns, block_columns = _sides(shape, block)
     values = per_block.view(grid_rows, grid_columns)
-    # Indices as numbers, not an expand and a reshape: from those Inductor's C++ backend splits loops that it then
-    # can't fuse (an AssertionError in try_loop_split, PyTorch 2.11 to 2.15).
+    # Indices as numbers: an expand and a reshape end in an AssertionError of the same loop splitting.
     if block_columns != 1 and grid_columns != 1:
-        values = values[:, torch.arange(columns, device=values.device) // block_columns]
+        values = values[:, _block_index(columns, block_columns, values.device)]
     if block_rows != 1 and grid_rows != 1:
-        values = values[torch.arange(rows, device=values.device) // block_rows]
+        values = values[_block_index(rows, block_rows, values.device)]
     return values

@@ -10,7 +10,6 @@ traces through them. The base class gives all but the scale rule; an odd format 
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Self
@@ -93,7 +92,6 @@ class Quantizer(Constant):
         """
         return block_amax(x, self.block).float()
 
-    @abstractmethod
     def multiplier(self, amax: Tensor) -> Tensor:
         """The scale rule: what values are multiplied by before they are rounded, from the amax of their block.
 
@@ -102,7 +100,11 @@ class Quantizer(Constant):
 
         Returns:
             The same shape, float32, positive and finite, or NaN where the amax isn't finite.
+
+        Raises:
+            NotImplementedError: The class defines none.
         """
+        raise NotImplementedError(f"{type(self).__name__} has no scale rule: define multiplier(self, amax).")
 
     def scale_of(self, multiplier: Tensor) -> Tensor:
         """The scale that undoes a multiplier: its inverse, correctly rounded, subnormals kept.
