@@ -33,6 +33,7 @@ __all__ = [
     "guard_or_false",
     "impl_autograd",
     "is_constant_type",
+    "rebind_load_hooks",
     "register_constant_type",
     "register_decomposition",
     "register_lowering",
@@ -117,6 +118,24 @@ def when_imported(name: str, callback: Callable[[], None]) -> None:
     _PENDING[name].callbacks.append(callback)
 
 
+AUTOCAST_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU) | torch._C.DispatchKeySet(
+    torch._C.DispatchKey.AutocastCUDA
+)
+
+
+def without_autocast(impl: Callable) -> Callable:
+    """``impl`` with autocast switched off inside: what a kernel computes does not depend on where it is called.
+
+    Rowwise `torch._scaled_mm` on a CPU is a float32 matmul, which autocast would turn into a bfloat16 one.
+    """
+
+    def kernel(*args: Any) -> Any:
+        with torch._C._ExcludeDispatchKeyGuard(AUTOCAST_KEYS):
+            return impl(*args)
+
+    return kernel
+
+
 def register_decomposition(op: torch._ops.OpOverload, fn: Callable) -> None:
     """Let Inductor see through ``op``, by ``fn`` with the same arguments."""
 
@@ -195,6 +214,17 @@ def impl_autograd(
 
 
 # ---------------------------------------------------------------------------------- the rest
+
+
+def rebind_load_hooks(module: torch.nn.Module) -> None:
+    """Hand the `load_state_dict` hooks of a module to the one that takes its place.
+
+    Those registered with their module hold a weak reference to it, which would die with the one replaced.
+    """
+    hooks = module._load_state_dict_pre_hooks
+    for key, hook in hooks.items():
+        if getattr(hook, "with_module", False):
+            hooks[key] = type(hook)(hook.hook, module)
 
 
 def statically_true(condition: Any) -> bool:

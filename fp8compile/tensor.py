@@ -175,6 +175,7 @@ for _operator in [
         _refuse_operator(f"__{_form}{_operator}__")
 for _operator in ["eq", "ne", "lt", "le", "gt", "ge", "neg", "abs", "invert"]:
     _refuse_operator(f"__{_operator}__")
+_refuse_operator("share_memory_")  # a wrapper has no storage of its own, and PyTorch would read address 0
 QuantizedTensor.__hash__ = Tensor.__hash__  # type: ignore[method-assign]
 
 # ---------------------------------------------------------------------------------- ops that keep the meaning
@@ -186,7 +187,7 @@ def _same(func: Any, x: QuantizedTensor, **kwargs: Any) -> QuantizedTensor:
 
 def _transpose(func: Any, x: QuantizedTensor, *dims: int) -> QuantizedTensor:
     if x.ndim < 2:
-        return x._like(func(x.codes, *dims), func(x.scale, *dims))
+        return x._like(func(x.codes, *dims), aten.alias.default(x.scale))
     if x.ndim != 2:
         raise TypeError(
             f"{func} of a QuantizedTensor takes a matrix, this has shape {tuple(x.shape)}: its blocks lie over "
@@ -195,6 +196,12 @@ def _transpose(func: Any, x: QuantizedTensor, *dims: int) -> QuantizedTensor:
     if dims and dims[0] % 2 == dims[1] % 2:
         return x._like(func(x.codes, *dims), func(x.scale, *dims))
     return x._like(func(x.codes, *dims), func(x.scale, *dims), x.quantizer.transposed())
+
+
+def _permute(func: Any, x: QuantizedTensor, dims: list[int]) -> QuantizedTensor:
+    if x.ndim == 2 and dims[0] % 2 != dims[1] % 2:
+        return _transpose(aten.t.default, x)
+    return _transpose(func, x)  # raises: more dims than a matrix has
 
 
 def _reshaped(func: Any, x: QuantizedTensor, codes: Tensor) -> QuantizedTensor:
@@ -217,6 +224,11 @@ def _as_strided(
 ) -> QuantizedTensor:
     """The view with this size and stride, found among the others: AOTAutograd asks so for views that leave a graph."""
     size, stride = tuple(size), tuple(stride)
+    if _compat.TORCH_VERSION >= (2, 14) and x.storage_offset():
+        raise TypeError(
+            f"{func} of a QuantizedTensor that starts inside another one: this PyTorch adds the offset twice where "
+            "such a view leaves a compiled graph. Clone it before the graph, or call .dequantize() first."
+        )
     offset = 0 if storage_offset is None else storage_offset - x.storage_offset()
     if x.ndim == len(size) == 2 and x.stride() != stride == x.stride()[::-1]:
         return _as_strided(func, _transpose(aten.t.default, x), size, stride, storage_offset)
@@ -267,18 +279,20 @@ def _slice(
 ) -> QuantizedTensor:
     dim %= x.ndim
     size, block = x.shape[dim], _block_along(x, dim)
+    # blocks over several leading dims: the grid has two dims, whatever x has
+    scale_dim = -1 if dim == x.ndim - 1 else dim
     codes = func(x.codes, dim, start, end, step)
     if block == -1:
         return x._like(codes, aten.alias.default(x.scale))
     if block == 1:
-        return x._like(codes, func(x.scale, dim, start, end, step))
+        return x._like(codes, func(x.scale, scale_dim, start, end, step))
     first, last, _ = slice(start, end).indices(size)
     if step != 1 or first % block or (last % block and last != size):
         raise TypeError(
             f"{func} [{first}:{last}:{step}] along dim {dim} of {size} cuts blocks of {block}. Cut at multiples of "
             f"{block}, or call .dequantize() first."
         )
-    return x._like(codes, func(x.scale, dim, first // block, -(-last // block), 1))
+    return x._like(codes, func(x.scale, scale_dim, first // block, -(-last // block), 1))
 
 
 def _select(func: Any, x: QuantizedTensor, dim: int, index: int) -> QuantizedTensor:
@@ -295,7 +309,9 @@ def _select(func: Any, x: QuantizedTensor, dim: int, index: int) -> QuantizedTen
 def _split(func: Any, x: QuantizedTensor, sizes: int | list[int], dim: int = 0) -> list[QuantizedTensor]:
     size = x.shape[dim]
     if isinstance(sizes, int):
-        sizes = [min(sizes, size - start) for start in range(0, max(size, 1), sizes)]
+        sizes = [min(sizes, size - start) for start in range(0, max(size, 1), max(sizes, 1))]
+    if sum(sizes) != size:
+        raise RuntimeError(f"{func}: sizes {sizes} do not sum to {size}, the size of dim {dim}.")
     parts, start = [], 0
     for length in sizes:
         parts.append(_slice(aten.slice.Tensor, x, dim, start, start + length))
@@ -318,6 +334,7 @@ VIEWS = {
     aten.alias.default,
     aten.t.default,
     aten.transpose.int,
+    aten.permute.default,
     aten.as_strided.default,
     aten.view.default,
     aten.unsqueeze.default,
@@ -332,6 +349,7 @@ HANDLERS: dict[Any, Callable] = {
     aten.clone.default: _same,
     aten.t.default: _transpose,
     aten.transpose.int: _transpose,
+    aten.permute.default: _permute,
     aten.as_strided.default: _as_strided,
     aten.view.default: _view,
     aten._unsafe_view.default: _view,
@@ -374,7 +392,9 @@ def _block_spans_ranks(x: Tensor, quantizer: Quantizer, group: ProcessGroup, sha
         return block == -1
     leading = x.shape[shard_dim % x.ndim : -1]
     length = x.shape[-1] if last else leading.numel()
-    if length % block and group.rank() != group.size() - 1:
+    # rows of several batches are flattened: there the last shard too is followed by another one
+    ends_tensor = group.rank() == group.size() - 1 and (last or x.shape[: shard_dim % x.ndim].numel() == 1)
+    if length % block and not ends_tensor:
         raise ValueError(
             f"quantize: a shard of {length} elements along dim {shard_dim} on rank {group.rank()} of {group.size()} "
             f"cuts blocks of {block}. Shard in multiples of {block} (the last rank may have less), or gather before "

@@ -7,16 +7,17 @@ What is sent either way are plain values, never tensors: ranks compare bits them
 
 from __future__ import annotations
 
+import atexit
 import time
 import traceback
+from functools import cache
 from multiprocessing.connection import Connection, wait
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import multiprocessing
 
-__all__ = ["GROUPS", "Ranks"]
+__all__ = ["GROUPS", "Ranks", "shared_ranks"]
 
 WORLD_SIZE = 4
 # what each group is called, and its ranks; a rank knows the ones it is in
@@ -32,9 +33,10 @@ def _make_groups(rank):
                 GROUPS[name] = group
 
 
-def _serve(rank, store, pipe):
+def _serve(rank, port, pipe):
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=WORLD_SIZE)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD_SIZE)
     _make_groups(rank)
     pipe.send((True, "ready"))
     while True:
@@ -60,19 +62,17 @@ def _serve(rank, store, pipe):
 class Ranks:
     """Four processes and their groups ``pair`` (0 1, 2 3), ``cross`` (0 2, 1 3) and ``all``."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._starts = 0
+    def __init__(self) -> None:
+        self._store: dist.TCPStore | None = None
         self._pipes: list[Connection] = []
         self._processes: list = []
 
     def _start(self):
-        self._starts += 1
+        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # port 0: a free one
         context = multiprocessing.get_context("spawn")
         for rank in range(WORLD_SIZE):
             ours, theirs = context.Pipe()
-            store = self._folder / f"store{self._starts}"
-            process = context.Process(target=_serve, args=(rank, store, theirs), daemon=True)
+            process = context.Process(target=_serve, args=(rank, self._store.port, theirs), daemon=True)
             process.start()
             theirs.close()
             self._pipes.append(ours)
@@ -108,7 +108,8 @@ class Ranks:
         failed = {rank: text for rank, (ok, text) in answers.items() if not ok}
         missing = [rank for rank in range(WORLD_SIZE) if rank not in answers]
         if failed or missing:
-            self.stop(kill=bool(missing) or "the process died" in failed.values())
+            if missing or "the process died" in failed.values():
+                self.stop(kill=True)
             texts = [f"rank {rank}:\n{text}" for rank, text in sorted(failed.items())]
             raise AssertionError("\n".join([*texts, *(f"rank {rank}: no answer" for rank in missing)]))
         return [answers[rank][1] for rank in range(WORLD_SIZE)]
@@ -124,3 +125,11 @@ class Ranks:
         for pipe in self._pipes:
             pipe.send((function, arguments))
         return self._collect(seconds)
+
+
+@cache
+def shared_ranks() -> Ranks:
+    """The processes that all test modules of this pytest process share."""
+    ranks = Ranks()
+    atexit.register(ranks.stop)
+    return ranks

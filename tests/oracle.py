@@ -1,8 +1,7 @@
 """What codes and scales have to be, in numpy, sharing no code and no method with fp8compile.
 
-Codes: the distance to every representable value (a search among exact midpoints). Quotients: numpy's float32 division,
-which the hardware rounds correctly. Powers of two: frexp. No bits are masked and nothing is computed in float64 that could
-round.
+Codes: a search among the exact midpoints of representable values. Quotients: numpy's float32 division, which the
+hardware rounds correctly. Powers of two: frexp and ldexp. No bits are masked, and float64 holds exact values only.
 """
 
 from __future__ import annotations

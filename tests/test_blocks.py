@@ -73,13 +73,26 @@ def test_empty_tensors_have_zero_amax_and_empty_expansion(shape, block, assert_b
 @pytest.mark.parametrize("block", BLOCKS)
 def test_permuted_and_strided_inputs_give_what_their_copies_give(dtype, block, assert_bits_equal):
     base = torch.randn(6, 5, 34).to(dtype)
-    for x in (base.permute(1, 0, 2), base.permute(2, 0, 1), base[::2, :, ::3], base.flip(0).mT, base.expand(2, 6, 5, 34)):
+    for x in (
+        base.permute(1, 0, 2),
+        base.permute(2, 0, 1),
+        base[::2, :, ::3],
+        base.flip(0).mT,
+        base.expand(2, 6, 5, 34),
+    ):
         assert_bits_equal(block_amax(x, block), block_amax(x.contiguous(), block))
 
 
 @pytest.mark.parametrize(
     ("block", "at"),
-    [((1, 16), (18, 2)), ((16, 16), (1, 2)), ((1, -1), (18, 0)), ((-1, 1), (0, 33)), ((-1, -1), (0, 0)), ((3, 5), (6, 6))],
+    [
+        ((1, 16), (18, 2)),
+        ((16, 16), (1, 2)),
+        ((1, -1), (18, 0)),
+        ((-1, 1), (0, 33)),
+        ((-1, -1), (0, 0)),
+        ((3, 5), (6, 6)),
+    ],
 )
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
 def test_a_special_value_reaches_its_block_and_no_other(block, at, bad, assert_bits_equal):
@@ -96,5 +109,7 @@ def test_the_smallest_subnormal_is_an_amax():
 
 @pytest.mark.parametrize("block", [(0, 1), (1, 0), (-2, 1), (1,), (1, 2, 3), [1, 128], 128, (1.0, 2), (True, 1), None])
 def test_what_is_no_block_is_refused(block):
-    with pytest.raises(ValueError, match=r"^Owner: block is .*; it is a tuple \(rows, columns\) of ints, each at least 1"):
+    with pytest.raises(
+        ValueError, match=r"^Owner: block is .*; it is a tuple \(rows, columns\) of ints, each at least 1"
+    ):
         check_block("Owner", block)

@@ -97,9 +97,7 @@ def test_e2m1_values(value, code):
         assert E2M1.decode(torch.tensor([code, code | 8], dtype=torch.uint8)).tolist() == [value, -value]
 
 
-@pytest.mark.parametrize(
-    ("tie", "code"), [(0.25, 0), (0.75, 2), (1.25, 2), (1.75, 4), (2.5, 4), (3.5, 6), (5.0, 6)]
-)
+@pytest.mark.parametrize(("tie", "code"), [(0.25, 0), (0.75, 2), (1.25, 2), (1.75, 4), (2.5, 4), (3.5, 6), (5.0, 6)])
 def test_e2m1_ties_go_to_the_even_code(tie, code):
     tie = torch.tensor(tie)
     below, above = torch.nextafter(tie, torch.tensor(0.0)), torch.nextafter(tie, torch.tensor(9.0))
@@ -126,5 +124,7 @@ def test_all_256_e8m0_bytes_survive_decode_and_encode(assert_bits_equal):
 
 
 def test_an_unknown_format_is_refused_by_name():
-    with pytest.raises(ValueError, match="format 'e3m4' is not known; the formats of codes are 'e4m3', 'e5m2', 'e2m1'"):
+    with pytest.raises(
+        ValueError, match="format 'e3m4' is not known; the formats of codes are 'e4m3', 'e5m2', 'e2m1'"
+    ):
         element_format("e3m4")

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import gc
-import weakref
-from itertools import islice
+import sys
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fp8compile as f8
@@ -38,10 +37,10 @@ def _tensors(args: tuple) -> list[Tensor]:
     return [arg for arg in args if isinstance(arg, Tensor)]
 
 
-def _few(name: str, count: int) -> list[tuple]:
-    """Samples from all over an op's list."""
+def _every(step: int, name: str) -> list[tuple]:
+    """Each ``step``-th sample, all of a short list; a step prime to 6 and 3 meets each quantizer and recipe."""
     samples = _samples(name)
-    return list(islice(samples, 0, None, max(1, len(samples) // count)))
+    return samples[::step] if len(samples) > 20 else samples
 
 
 # ---------------------------------------------------------------------------------- every op, by PyTorch's checks
@@ -87,7 +86,9 @@ def test_every_sample_passes_opcheck(name):
 
 @every_op
 def test_some_samples_pass_opcheck_with_dynamic_shapes(name):
-    for args in _few(name, 4):
+    for args in _every(7, name):
+        # this check takes a NaN for unequal to itself; the test of decompositions below has the NaN
+        args = tuple(a.nan_to_num(1.0) if a is args[0] and a.is_floating_point() else a for a in args)
         torch.library.opcheck(OPS[name].overload, args, test_utils="test_aot_dispatch_dynamic")
 
 
@@ -107,7 +108,7 @@ def _all(op, cases: list[tuple]) -> list:
 def test_compiled_decomposition_gives_the_bits_of_the_kernel(name, assert_bits_equal):
     # opcheck never runs a decomposition. First compiled, then eager: memory of the eager result could else be what an
     # element that compiled code forgets to write shows.
-    op, cases = OPS[name].overload, _few(name, 8)
+    op, cases = OPS[name].overload, _every(5, name)
     compiled = torch.compile(_all, fullgraph=True, dynamic=False)(op, cases)
     for case, (got, expected) in enumerate(zip(compiled, _all(op, cases), strict=True)):
         for a, b in zip((got,) if isinstance(got, Tensor) else got, _tensors_of(expected), strict=True):
@@ -183,35 +184,29 @@ def test_functional_call_uses_the_parameters_it_is_given(assert_bits_equal):
     assert module.weight.grad is None
 
 
-def test_jvp_raises_instead_of_returning_zeros():
-    x, weight = _layer(x_grad=False, weight_grad=False)
-    with pytest.raises(RuntimeError, match="jvp"):
+@pytest.mark.parametrize(("x_grad", "weight_grad"), [(False, False), (True, False), (False, True)])
+def test_forward_mode_raises_instead_of_returning_zeros(x_grad, weight_grad):
+    x, weight = _layer(x_grad=x_grad, weight_grad=weight_grad)
+    with pytest.raises(RuntimeError, match=r"fp8compile::linear has no forward-mode derivative\. Use reverse mode"):
         torch.func.jvp(lambda x: f8.linear(x, weight, recipe=RECIPE), (x,), (torch.ones_like(x),))
+    with pytest.raises(RuntimeError, match=r"fp8compile::linear has no forward-mode derivative\. Use reverse mode"):
+        torch.func.jvp(lambda w: f8.linear(x, w, recipe=RECIPE), (weight,), (torch.ones_like(weight),))
 
 
 # ---------------------------------------------------------------------------------- what a layer calls and keeps
 
 
 class _Recorder(TorchDispatchMode):
-    """Names of the ops of our namespace, and weak references to the codes that they make."""
+    """Names of the ops of our namespace that autograd calls (not those that their kernels call)."""
 
     def __init__(self) -> None:
         super().__init__()
         self.names: list[str] = []
-        self.codes: list[weakref.ref] = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
         if func.namespace == "fp8compile":
             self.names.append(func._opname)
-        for tensor in (result,) if isinstance(result, Tensor) else ():
-            if tensor.dtype == torch.uint8:
-                self.codes.append(weakref.ref(tensor))
-        return result
-
-    def codes_alive(self) -> int:
-        gc.collect()
-        return sum(reference() is not None for reference in self.codes)
+        return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize(
@@ -241,15 +236,22 @@ def test_forward_saves_its_inputs_and_nothing_else(recipe, x_grad, weight_grad, 
 
 
 @pytest.mark.parametrize("recipe", f8.recipes.names())
-def test_codes_live_no_longer_than_the_gemm_that_reads_them(recipe):
+def test_codes_live_no_longer_than_the_gemm_that_reads_them(recipe, monkeypatch):
+    layer, storages = sys.modules["fp8compile.ops.linear"], []
+
+    def cast(*args) -> Tensor:
+        codes = OPS["fp8compile::cast"].overload(*args)
+        storages.append(StorageWeakRef(codes.untyped_storage()))
+        return codes
+
+    monkeypatch.setattr(layer, "cast", cast)
     x, weight = _layer()
-    with _Recorder() as recorder:
-        y = f8.linear(x, weight, recipe=f8.recipes.by_name(recipe))
-        forward = len(recorder.codes)
-        assert recorder.codes_alive() == 0
-        y.sum().backward()
-    assert recorder.codes_alive() == 0
-    assert len(recorder.codes) > forward >= 2  # the recorder has seen codes of both
+    y = f8.linear(x, weight, recipe=f8.recipes.by_name(recipe))
+    assert len(storages) == 2
+    assert all(storage.expired() for storage in storages)
+    y.sum().backward()
+    assert len(storages) == {"rowwise_bf16_wgrad": 4}.get(recipe, 6)
+    assert all(storage.expired() for storage in storages)
 
 
 def test_without_gradients_nothing_is_saved_and_no_graph_is_made():

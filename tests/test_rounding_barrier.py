@@ -1,4 +1,4 @@
-"""N5: a quantization that Inductor fuses with what makes its input sees the input as eager mode would have stored it."""
+"""N5: a quantization that Inductor fuses with what makes its input sees that input as eager mode would store it."""
 
 from __future__ import annotations
 
@@ -15,9 +15,7 @@ import fp8compile as f8
 QUANTIZERS = {
     "tensorwise": f8.CurrentScaling(),
     "rowwise": f8.CurrentScaling(block=(1, -1), scale="pow2"),
-    "columnwise_e5m2": f8.CurrentScaling(block=(-1, 1), format="e5m2"),
-    "blockwise": f8.CurrentScaling(block=(1, 128)),
-    "mx": f8.CurrentScaling(block=(1, 32), scale="e8m0_rceil"),
+    "blockwise_e5m2": f8.CurrentScaling(block=(128, 1), format="e5m2"),
 }
 ROWS, COLUMNS = 64, 256
 

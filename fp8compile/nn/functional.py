@@ -83,7 +83,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, recipe: Rec
     """
     _check_recipe(recipe)
     operands = {"x": x, "weight": weight} | ({} if bias is None else {"bias": bias})
-    if isinstance(x, Tensor) and torch.is_autocast_enabled(x.device.type):
+    if isinstance(x, Tensor) and x.device.type != "meta" and torch.is_autocast_enabled(x.device.type):
         dtype = torch.get_autocast_dtype(x.device.type)
         operands = {
             name: t.to(dtype) if isinstance(t, Tensor) and t.dtype in DTYPES else t for name, t in operands.items()

@@ -7,6 +7,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
+from fp8compile._compat import rebind_load_hooks
 from fp8compile.nn.functional import linear
 from fp8compile.quantizers import Recipe
 
@@ -69,6 +70,7 @@ class Linear(nn.Linear):
             )
         module = cls.__new__(cls)
         module.__dict__.update(linear.__dict__)
+        rebind_load_hooks(module)
         module.recipe = _checked(recipe)
         return module
 
@@ -77,6 +79,7 @@ class Linear(nn.Linear):
         module = nn.Linear.__new__(nn.Linear)
         module.__dict__.update(self.__dict__)
         del module.__dict__["recipe"]
+        rebind_load_hooks(module)
         return module
 
     def forward(self, x: Tensor) -> Tensor:

@@ -23,6 +23,7 @@ from fp8compile.ops.amax import amax
 from fp8compile.ops.cast import cast
 from fp8compile.ops.gemm import Operand
 from fp8compile.ops.registry import register_op
+from fp8compile.ops.rounding import rounded
 from fp8compile.ops.scale import scale
 from fp8compile.ops.scaled_mm import scaled_mm
 from fp8compile.quantizers import GEMMS, Gemm, Quantizer, Recipe
@@ -121,6 +122,10 @@ def _kernel(x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe) -> T
     return y_MN.view(*x.shape[:-1], weight.shape[0])
 
 
+def _decompose(x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe) -> Tensor:
+    return _kernel(x, weight, None if bias is None else rounded(bias).to(bias.dtype), recipe)
+
+
 def _fake(x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe) -> Tensor:
     return x.new_empty((*x.shape[:-1], weight.shape[0]))
 
@@ -155,7 +160,7 @@ linear = register_op(
     "fp8compile::linear",
     _kernel,
     fake=_fake,
-    decompose=_kernel,
+    decompose=_decompose,
     setup_context=_setup_context,
     backward=_backward,
     samples=_samples,

@@ -89,7 +89,7 @@ def register_op(
     lib = _library(namespace)
     schema = torch.library.infer_schema(impl, mutates_args=())
     lib.define(op_name + schema, tags=(torch.Tag.pt2_compliant_tag,))
-    lib.impl(op_name, impl, "CompositeExplicitAutograd")
+    lib.impl(op_name, _compat.without_autocast(impl), "CompositeExplicitAutograd")
     torch.library.register_fake(name, fake, lib=lib)
     overload = getattr(getattr(torch.ops, namespace), op_name).default
     _compat.impl_autograd(lib, overload, setup_context, backward)

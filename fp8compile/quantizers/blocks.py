@@ -126,7 +126,7 @@ def expand_blocks(per_block: Tensor, shape: Sequence[int], block: Block) -> Tens
     """
     rows, columns = _rows_columns(shape)
     grid_rows, block_rows, grid_columns, block_columns = _sides(shape, block)
-    values = per_block.view(grid_rows, grid_columns)
+    values = per_block.reshape(grid_rows, grid_columns)  # a slice of a grid of more dims has no such view
     # Indices as numbers: an expand and a reshape end in an AssertionError of the same loop splitting.
     if block_columns != 1 and grid_columns != 1:
         values = values[:, _block_index(columns, block_columns, values.device)]

@@ -1,0 +1,115 @@
+"""Filters of convert: functions, name patterns, and the default."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import fp8compile as f8
+
+RECIPE = f8.recipes.rowwise()
+
+
+def model():
+    def block():
+        return nn.ModuleDict({"attention": nn.Linear(32, 32), "mlp": nn.Linear(32, 64), "gate": nn.Linear(32, 8)})
+
+    return nn.ModuleDict({"layers": nn.ModuleList([block(), block()]), "lm_head": nn.Linear(32, 100)})
+
+
+ATTENTION, MLP, GATE = ({f"layers.{i}.{name}" for i in range(2)} for name in ("attention", "mlp", "gate"))
+ALL = ATTENTION | MLP | GATE | {"lm_head"}
+
+
+def converted(filter, converted_model=None):
+    result = f8.convert(converted_model or model(), RECIPE, filter=filter)
+    return {fqn for fqn, module in result.named_modules() if isinstance(module, f8.Linear)}
+
+
+@pytest.mark.parametrize(
+    ("filter", "expected"),
+    [
+        (None, ALL - GATE),
+        ("*", ALL),
+        ("layers.*", ALL - {"lm_head"}),
+        ("*.mlp", MLP),
+        ("layers.?.mlp", MLP),
+        ("layers.[01].attention", ATTENTION),
+        ("!lm_head", ALL - {"lm_head"}),
+        (["!lm_head", "!*.gate"], ATTENTION | MLP),
+        (["layers.*", "!*.gate"], ATTENTION | MLP),
+        (["!*.gate", "layers.*"], ATTENTION | MLP),
+        (("layers.0.*", "lm_head"), {"layers.0.attention", "layers.0.mlp", "layers.0.gate", "lm_head"}),
+        ({"*.mlp"}, MLP),
+        (iter(["*.mlp", "*.gate"]), MLP | GATE),
+        (lambda module, fqn: module.out_features == 64, MLP),
+        (lambda module, fqn: fqn.endswith("gate"), GATE),
+        (lambda module, fqn: False, set()),
+        (["*", "!*"], set()),
+    ],
+    ids=lambda value: None if isinstance(value, set) else str(value)[:24],
+)
+def test_filter_says_which_layers_are_converted(filter, expected):
+    assert converted(filter) == expected
+
+
+def test_a_name_is_matched_as_a_whole_and_by_case():
+    for pattern in ("mlp", "LM_HEAD", "lm_hea"):
+        with pytest.raises(ValueError, match="matches none"):
+            converted(pattern)
+
+
+@pytest.mark.parametrize("filter", ["encoder.*", "!encoder.*", ["lm_head", "encoder.*"], ["*", "!encoder.*"]], ids=str)
+def test_pattern_that_matches_nothing_raises_and_changes_nothing(filter):
+    unchanged = model()
+    pattern = next(p for p in ([filter] if isinstance(filter, str) else filter) if "encoder" in p)
+    with pytest.raises(ValueError, match="matches none") as caught:
+        f8.convert(unchanged, RECIPE, filter=filter)
+    assert str(caught.value) == (
+        f"convert: the pattern '{pattern}' matches none of the model's linears: layers.0.attention, layers.0.mlp, "
+        "layers.0.gate, layers.1.attention, layers.1.mlp, ...."
+    )
+    assert not any(isinstance(module, f8.Linear) for module in unchanged.modules())
+
+
+@pytest.mark.parametrize("filter", [3, [], (), [nn.Linear], ["lm_head", None], {"a": 1}.values()], ids=str)
+def test_filter_of_another_kind_raises(filter):
+    with pytest.raises(TypeError, match=r"it is a function \(module, fqn\) -> bool, a name pattern"):
+        f8.convert(model(), RECIPE, filter=filter)
+
+
+def test_function_is_asked_once_a_layer_with_module_and_name():
+    asked = []
+    f8.convert(model(), RECIPE, filter=lambda module, fqn: asked.append((type(module), fqn)))
+    assert asked == [(nn.Linear, fqn) for fqn in sorted(ALL, key=[f for _, f in asked].index)]
+    assert {fqn for _, fqn in asked} == ALL
+
+
+def test_function_that_raises_changes_nothing():
+    unchanged = model()
+
+    def fails(module, fqn):
+        if fqn == "lm_head":
+            raise KeyError(fqn)
+        return True
+
+    with pytest.raises(KeyError):
+        f8.convert(unchanged, RECIPE, filter=fails)
+    assert not any(isinstance(module, f8.Linear) for module in unchanged.modules())
+
+
+@pytest.mark.parametrize(
+    ("dims", "expected"), [((16, 16), True), ((15, 4096), False), ((4096, 15), False), ((17, 31), True)]
+)
+def test_default_leaves_out_layers_below_sixteen(dims, expected):
+    root = nn.Sequential(nn.Linear(*dims, device="meta"))
+    assert converted(None, root) == ({"0"} if expected else set())
+    assert converted("*", nn.Sequential(nn.Linear(*dims, device="meta"))) == {"0"}
+
+
+def test_filter_can_add_layers_later_and_does_not_take_them_back():
+    growing = model()
+    assert converted("*.mlp", growing) == MLP
+    assert converted("lm_head", growing) == MLP | {"lm_head"}
+    assert torch.is_tensor(growing.lm_head.weight)

@@ -1,0 +1,219 @@
+"""Recipe: which operands it takes, what it refuses, and that it is a value."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from dataclasses import FrozenInstanceError, fields, replace
+
+import pytest
+import torch
+import torch._dynamo.testing
+
+import fp8compile as f8
+from fp8compile import CurrentScaling, Recipe
+from fp8compile.quantizers import GEMMS, gemm_kind
+
+TENSOR, ROW, COLUMN = (CurrentScaling(block=block) for block in ((-1, -1), (1, -1), (-1, 1)))
+LINE, TILE, PILLAR = (CurrentScaling(block=block) for block in ((1, 128), (128, 128), (128, 1)))
+E5M2 = CurrentScaling(format="e5m2")
+PAIRS = [(gemm.name, gemm.a, gemm.b) for gemm in GEMMS]
+every_recipe = pytest.mark.parametrize("name", f8.recipes.names())
+
+
+@pytest.mark.parametrize(("gemm", "a", "b"), PAIRS)
+def test_one_quantized_operand_is_refused(gemm, a, b):
+    for given, missing in ((a, b), (b, a)):
+        text = f"Recipe: the GEMM of {gemm} has a quantizer for {given} and none for {missing}; .*Give both, or None"
+        with pytest.raises(ValueError, match=text):
+            Recipe(**{given: TENSOR})
+
+
+@pytest.mark.parametrize(
+    ("a", "b"),
+    [
+        (TENSOR, ROW),
+        (ROW, TENSOR),
+        (ROW, COLUMN),  # of the output's operands: w_NK enters transposed, so rowwise is right for both
+        (COLUMN, COLUMN),
+        (COLUMN, ROW),
+        (LINE, PILLAR),
+        (LINE, TENSOR),
+        (ROW, TILE),
+        (PILLAR, LINE),
+        (LINE, CurrentScaling(block=(64, 64))),
+        (CurrentScaling(block=(2, 128)), TILE),
+    ],
+)
+def test_pairs_that_no_gemm_multiplies_are_refused_for_the_output(a, b):
+    with pytest.raises(
+        ValueError, match=r"Recipe: no GEMM computes output from input with block .* Allowed there: "
+    ) as e:
+        Recipe(input=a, weight=b)
+    assert str(a.block) in str(e.value)
+    assert str(b.block) in str(e.value)
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "kind"),
+    [
+        ((-1, -1), (-1, -1), "tensorwise"),
+        ((1, -1), (-1, 1), "rowwise"),
+        ((1, 128), (128, 1), "blockwise"),
+        ((1, 128), (128, 128), "blockwise"),
+        ((128, 128), (128, 1), "blockwise"),
+        ((1, 16), (16, 16), "blockwise"),
+        ((1, 1), (1, 1), None),
+        ((1, -1), (1, -1), None),
+        ((-1, 1), (-1, 1), None),
+        ((1, 128), (64, 1), None),
+        ((2, 128), (128, 1), None),
+        ((-1, 128), (128, 1), None),
+        ((-1, -1), (-1, 1), None),
+    ],
+)
+def test_kinds_of_gemm(a, b, kind):
+    assert gemm_kind(a, b) == kind
+
+
+@pytest.mark.parametrize(
+    ("gemm", "a", "b"),
+    [
+        ("output", ROW, ROW),
+        ("grad_input", ROW, COLUMN),
+        ("grad_weight", COLUMN, COLUMN),
+        ("output", LINE, TILE),
+        ("grad_input", LINE, TILE),
+        ("grad_weight", PILLAR, PILLAR),
+    ],
+)
+def test_blocks_are_those_of_operands_as_the_layer_holds_them(gemm, a, b):
+    fields_ = next((g.a, g.b) for g in GEMMS if g.name == gemm)
+    recipe = Recipe(**dict(zip(fields_, (a, b), strict=True)))
+    for other in GEMMS:
+        assert recipe.quantizers(other) == ((a, b) if other.name == gemm else None)
+
+
+@pytest.mark.parametrize(("gemm", "a", "b"), PAIRS)
+def test_e5m2_by_e5m2_is_refused_and_by_e4m3_taken(gemm, a, b):
+    text = f"Recipe: the GEMM of {gemm} has e5m2 for {a} and for {b}; tensor cores multiply e4m3 by e4m3 or by e5m2"
+    with pytest.raises(ValueError, match=text):
+        Recipe(**{a: E5M2, b: E5M2})
+    for left, right in ((E5M2, TENSOR), (TENSOR, E5M2)):
+        assert getattr(Recipe(**{a: left, b: right}), a) == left
+
+
+@pytest.mark.parametrize("slot", [name for _, *slots in PAIRS for name in slots])
+@pytest.mark.parametrize("bad", ["rowwise", 1, 2.0, True, f8.recipes.rowwise()])
+def test_a_slot_takes_a_quantizer_or_none(slot, bad):
+    with pytest.raises(TypeError, match=f"Recipe: {slot} is .*; it is a quantizer, .* or None for high precision"):
+        Recipe(**{slot: bad})
+
+
+@pytest.mark.parametrize("bad", [CurrentScaling, torch.float8_e4m3fn, torch.ones(1), [ROW]])
+def test_a_slot_takes_no_class_dtype_tensor_or_list(bad):
+    with pytest.raises(TypeError, match=f"Recipe: field input holds a {type(bad).__name__}"):
+        Recipe(input=bad, weight=bad)
+
+
+@pytest.mark.parametrize("gemm", [gemm.name for gemm in GEMMS])
+@pytest.mark.parametrize("bad", [1, 0, None, "yes"])
+def test_switches_are_bools(gemm, bad):
+    with pytest.raises(TypeError, match=f"Recipe: fast_accumulation_{gemm} is {bad!r}; it is True or False"):
+        Recipe(**{f"fast_accumulation_{gemm}": bad})
+
+
+def test_switches_reach_their_gemm():
+    for gemm in GEMMS:
+        for switch in (True, False):
+            assert Recipe(**{f"fast_accumulation_{gemm.name}": switch}).fast_accumulation(gemm) is switch
+
+
+def test_arguments_are_by_keyword():
+    with pytest.raises(TypeError, match="positional"):
+        Recipe(ROW, ROW)
+
+
+# ---------------------------------------------------------------------------------- values
+
+
+@every_recipe
+def test_a_recipe_survives_pickle_copy_repr_and_fx_repr(name):
+    recipe = f8.recipes.by_name(name)
+    text, names = recipe.__fx_repr__()
+    for other in (
+        pickle.loads(pickle.dumps(recipe)),
+        copy.copy(recipe),
+        copy.deepcopy(recipe),
+        replace(recipe),
+        eval(repr(recipe)),
+        eval(text, dict(names)),
+        f8.recipes.by_name(name),
+    ):
+        assert other == recipe
+        assert hash(other) == hash(recipe)
+
+
+def test_each_field_of_a_recipe_decides_equality():
+    recipe = f8.recipes.tensorwise()
+    for field in fields(recipe):
+        value = getattr(recipe, field.name)
+        changed = replace(recipe, **{field.name: not value if isinstance(value, bool) else replace(value, eps=1.0)})
+        assert changed != recipe
+        assert changed.__fx_repr__()[0] != recipe.__fx_repr__()[0]
+
+
+def test_recipes_are_frozen():
+    with pytest.raises(FrozenInstanceError):
+        f8.recipes.rowwise().input = None
+
+
+def test_ready_recipes_differ_and_know_their_names():
+    made = [f8.recipes.by_name(name) for name in f8.recipes.names()]
+    assert len(set(made)) == len(made)
+    assert [f8.recipes.describe(recipe) for recipe in made] == list(f8.recipes.names())
+    assert f8.recipes.describe(Recipe()) == "custom"
+
+
+def test_an_unknown_recipe_is_refused_with_the_closest_name():
+    with pytest.raises(ValueError, match=r"no recipe is called 'rowwize'; there are .*\. Did you mean 'rowwise'\?"):
+        f8.recipes.by_name("rowwize")
+
+
+# ---------------------------------------------------------------------------------- recompiles
+
+
+def test_a_changed_recipe_recompiles_once_and_an_equal_one_never():
+    counter = torch._dynamo.testing.CompileCounter()
+
+    def layer(x: torch.Tensor, weight: torch.Tensor, recipe: Recipe) -> torch.Tensor:
+        return f8.linear(x, weight, recipe=recipe)
+
+    compiled = torch.compile(layer, backend=counter, fullgraph=True)
+    x, weight = torch.randn(4, 32), torch.randn(16, 32)
+    for recipe, graphs in (
+        (f8.recipes.rowwise(), 1),
+        (f8.recipes.rowwise(), 1),
+        (pickle.loads(pickle.dumps(f8.recipes.rowwise())), 1),
+        (f8.recipes.rowwise(eps=1e-6), 2),
+        (f8.recipes.rowwise(eps=1e-6), 2),
+        (f8.recipes.rowwise(), 2),
+    ):
+        compiled(x, weight, recipe)
+        assert counter.frame_count == graphs
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_a_module_recompiles_when_its_recipe_is_replaced(backend):
+    module = f8.Linear(32, 16, recipe=f8.recipes.tensorwise())
+    counter = torch._dynamo.testing.CompileCounterWithBackend(backend)
+    compiled = torch.compile(module, backend=counter, fullgraph=True)
+    x = torch.randn(4, 32)
+    outputs = []
+    for recipe, graphs in ((f8.recipes.tensorwise(), 1), (f8.recipes.rowwise(), 2), (f8.recipes.tensorwise(), 2)):
+        module.recipe = recipe
+        outputs.append(compiled(x))
+        assert counter.frame_count == graphs
+        assert torch.equal(outputs[-1], f8.linear(x, module.weight, module.bias, recipe=recipe))
+    assert torch.equal(outputs[0], outputs[2])
+    assert not torch.equal(outputs[0], outputs[1])

@@ -1,0 +1,123 @@
+"""Ready recipes: by name, described, and what their arguments reach."""
+
+from __future__ import annotations
+
+import inspect
+import pickle
+from dataclasses import fields, replace
+
+import pytest
+
+import fp8compile as f8
+from fp8compile import recipes
+from fp8compile.quantizers import GEMMS
+
+SLOTS = tuple(operand for gemm in GEMMS for operand in (gemm.a, gemm.b))
+GRADIENTS = ("grad_output", "grad_output_for_grad_weight")
+
+
+@pytest.mark.parametrize("name", recipes.names())
+def test_name_gives_the_recipe_and_the_recipe_its_name(name):
+    recipe = recipes.by_name(name)
+    assert isinstance(recipe, f8.Recipe)
+    assert recipe == getattr(recipes, name)()
+    assert recipes.describe(recipe) == name
+    assert name in recipes.__all__
+
+
+def test_ready_recipes_differ():
+    ready = [recipes.by_name(name) for name in recipes.names()]
+    assert {"tensorwise", "rowwise", "rowwise_bf16_wgrad"} <= set(recipes.names())
+    assert len(set(ready)) == len(ready)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("rowise", "no recipe is called 'rowise'; there are {}. Did you mean 'rowwise'?"),
+        ("tensor_wise", "no recipe is called 'tensor_wise'; there are {}. Did you mean 'tensorwise'?"),
+        ("xyz", "no recipe is called 'xyz'; there are {}."),
+        ("", "no recipe is called ''; there are {}."),
+        (None, "no recipe is called None; there are {}."),
+    ],
+    ids=str,
+)
+def test_unknown_name_raises_with_the_closest_one(name, message):
+    with pytest.raises(ValueError, match="no recipe is called") as caught:
+        recipes.by_name(name)
+    assert str(caught.value) == message.format(", ".join(recipes.names()))
+
+
+@pytest.mark.parametrize(
+    ("argument", "value", "field", "slots"),
+    [
+        ("format", "e5m2", "format", [slot for slot in SLOTS if slot not in GRADIENTS]),
+        ("scale", "pow2", "scale", SLOTS),
+        ("eps", 1e-6, "eps", SLOTS),
+    ],
+    ids=["format", "scale", "eps"],
+)
+@pytest.mark.parametrize("name", recipes.names())
+def test_argument_reaches_every_slot_it_speaks_of(name, argument, value, field, slots):
+    arguments = {argument: value} | ({"grad_format": "e4m3"} if argument == "format" else {})
+    if argument == "format":
+        with pytest.raises(ValueError, match="e5m2 for input and for weight"):
+            recipes.by_name(name, **arguments)
+        return
+    default, changed = recipes.by_name(name), recipes.by_name(name, **arguments)
+    assert recipes.describe(changed) == "custom"
+    for slot in slots:
+        before, after = getattr(default, slot), getattr(changed, slot)
+        assert (before is None) is (after is None), slot
+        if after is not None:
+            assert after == replace(before, **{field: value}), slot
+
+
+@pytest.mark.parametrize("name", recipes.names())
+def test_grad_format_reaches_gradients_and_nothing_else(name):
+    e4m3, e5m2 = (recipes.by_name(name, grad_format=grad_format) for grad_format in ("e4m3", "e5m2"))
+    for slot in SLOTS:
+        quantizer = getattr(e5m2, slot)
+        if quantizer is not None:
+            assert quantizer.format == ("e5m2" if slot in GRADIENTS else "e4m3"), slot
+            assert replace(quantizer, format="e4m3") == getattr(e4m3, slot), slot
+
+
+@pytest.mark.parametrize("name", recipes.names())
+def test_arguments_are_keywords_with_defaults_and_no_others(name):
+    function = getattr(recipes, name)
+    for parameter in inspect.signature(function).parameters.values():
+        assert parameter.kind is parameter.KEYWORD_ONLY, parameter
+        assert parameter.default is not parameter.empty, parameter
+    with pytest.raises(TypeError, match="unexpected keyword argument 'blocks'"):
+        recipes.by_name(name, blocks=(1, -1))
+
+
+@pytest.mark.parametrize("name", recipes.names())
+def test_recipe_is_a_value(name):
+    recipe = recipes.by_name(name)
+    again = pickle.loads(pickle.dumps(recipe))
+    assert again == recipe
+    assert hash(again) == hash(recipe)
+    with pytest.raises(AttributeError, match="cannot assign to field 'input'"):
+        recipe.input = None
+
+
+def test_blocks_of_the_ready_recipes():
+    blocks = {
+        name: [getattr(quantizer, "block", None) for quantizer in (getattr(recipes.by_name(name), s) for s in SLOTS)]
+        for name in ("tensorwise", "rowwise", "rowwise_bf16_wgrad")
+    }
+    row, column = (1, -1), (-1, 1)
+    assert blocks == {
+        "tensorwise": [(-1, -1)] * 6,
+        "rowwise": [row, row, row, column, column, column],
+        "rowwise_bf16_wgrad": [row, row, row, column, None, None],
+    }
+
+
+def test_a_recipe_of_nothing_is_custom_and_has_no_float8_gemm():
+    nothing = f8.Recipe()
+    assert recipes.describe(nothing) == "custom"
+    assert [nothing.quantizers(gemm) for gemm in GEMMS] == [None] * 3
+    assert {f.name for f in fields(f8.Recipe)} >= set(SLOTS)

@@ -1,0 +1,173 @@
+"""conversion_report: every layer that multiplies, converted or why not."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+from torch import nn
+
+import fp8compile as f8
+
+
+class Scaled(nn.Linear):
+    def forward(self, x):
+        return super().forward(x) * 2
+
+
+class Experts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.w1 = nn.Parameter(torch.empty(4, 64, 32))
+        self.router = nn.Linear(32, 4)
+        self.bias = nn.Parameter(torch.empty(4, 64))
+
+
+class Conv1D(nn.Module):
+    """GPT-2's layer: its weight is (in_features, out_features)."""
+
+    def __init__(self, out_features, in_features):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(in_features, out_features))
+        self.bias = nn.Parameter(torch.zeros(out_features))
+
+
+def model():
+    return nn.ModuleDict(
+        {
+            "embedding": nn.Embedding(100, 32),
+            "attention": nn.MultiheadAttention(32, 2),
+            "up": nn.Linear(32, 64),
+            "down": nn.Linear(64, 32, dtype=torch.bfloat16),
+            "gate": nn.Linear(32, 8),
+            "exact": nn.Linear(32, 32, dtype=torch.float64),
+            "scaled": Scaled(32, 32),
+            "experts": Experts(),
+            "c_attn": Conv1D(96, 32),
+            "conv": nn.Conv1d(16, 16, 3),
+            "lm_head": nn.Linear(32, 100, bias=False),
+        }
+    )
+
+
+def row(report, fqn):
+    return next(row for row in report.rows if row.fqn == fqn)
+
+
+def test_printed_after_convert():
+    converted = f8.convert(model(), f8.recipes.rowwise_bf16_wgrad())
+    assert_expected_inline(
+        str(f8.conversion_report(converted)),
+        """\
+layer               module                           out x in  recipe              GEMMs in FP8 or why not
+attention.out_proj  NonDynamicallyQuantizableLinear  32 x 32   -                   a subclass of nn.Linear (NonDynamicallyQuantizableLinear), whose own forward would be lost
+up                  Linear                           64 x 32   rowwise_bf16_wgrad  output, grad_input
+down                Linear                           32 x 64   rowwise_bf16_wgrad  output, grad_input
+gate                Linear                           8 x 32    -                   tiny: a dim of 8 is less than 16
+exact               Linear                           32 x 32   -                   weights are torch.float64; FP8 layers take bfloat16, float16, float32
+scaled              Scaled                           32 x 32   -                   a subclass of nn.Linear (Scaled), whose own forward would be lost
+experts.w1          Experts                          64 x 32   -                   a 3-D parameter (experts?), no nn.Linear
+experts.router      Linear                           4 x 32    -                   tiny: a dim of 4 is less than 16
+c_attn.weight       Conv1D                           96 x 32   -                   no nn.Linear
+lm_head             Linear                           100 x 32  rowwise_bf16_wgrad  output, grad_input
+3 of 10 converted""",  # noqa: E501
+    )
+
+
+def test_printed_before_convert():
+    assert_expected_inline(
+        str(f8.conversion_report(nn.Sequential(nn.Linear(32, 48), nn.ReLU()))),
+        """\
+layer  module  out x in  recipe  GEMMs in FP8 or why not
+0      Linear  48 x 32   -       convert() has not seen it
+0 of 1 converted""",
+    )
+
+
+def test_printed_of_a_root_linear_with_a_recipe_of_nothing():
+    assert_expected_inline(
+        str(f8.conversion_report(f8.convert(nn.Linear(32, 48), f8.Recipe()))),
+        """\
+layer        module  out x in  recipe  GEMMs in FP8 or why not
+(the model)  Linear  48 x 32   custom  none: every slot of the recipe is None
+1 of 1 converted""",
+    )
+
+
+def test_printed_with_filters_and_two_recipes():
+    layers = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32), nn.Linear(32, 32), nn.Linear(32, 32))
+    f8.convert(layers, f8.recipes.tensorwise(), filter=["0", "1", "!1"])
+    f8.convert(layers, f8.recipes.rowwise(eps=1e-6), filter=lambda module, fqn: fqn == "2")
+    assert_expected_inline(
+        str(f8.conversion_report(layers)),
+        """\
+layer  module  out x in  recipe      GEMMs in FP8 or why not
+0      Linear  32 x 32   tensorwise  output, grad_input, grad_weight
+1      Linear  32 x 32   -           left out by the filter
+2      Linear  32 x 32   custom      output, grad_input, grad_weight
+3      Linear  32 x 32   -           left out by the filter
+2 of 4 converted""",
+    )
+
+
+def test_printed_of_a_model_that_multiplies_nothing():
+    assert_expected_inline(
+        str(f8.conversion_report(nn.ReLU())),
+        """\
+layer  module  out x in  recipe  GEMMs in FP8 or why not
+0 of 0 converted""",
+    )
+
+
+def test_rows_say_what_the_table_says():
+    recipe = f8.recipes.rowwise_bf16_wgrad()
+    report = f8.conversion_report(f8.convert(model(), recipe))
+    up, gate = row(report, "up"), row(report, "gate")
+    assert (up.module, up.converted, up.reason, up.recipe) == ("Linear", True, "", recipe)
+    assert (up.in_features, up.out_features) == (32, 64)
+    assert up.float8_gemms() == ("output", "grad_input")
+    assert (gate.converted, gate.reason, gate.recipe) == (False, "tiny: a dim of 8 is less than 16", None)
+    assert gate.float8_gemms() == ()
+
+
+@pytest.mark.parametrize(
+    ("fqn", "size", "reason"),
+    [
+        ("attention.out_proj", (32, 32), "a subclass of nn.Linear (NonDynamicallyQuantizableLinear)"),
+        ("scaled", (32, 32), "a subclass of nn.Linear (Scaled)"),
+        ("exact", (32, 32), "weights are torch.float64; FP8 layers take bfloat16, float16, float32"),
+        ("experts.w1", (32, 64), "a 3-D parameter (experts?), no nn.Linear"),
+        ("experts.router", (32, 4), "tiny: a dim of 4 is less than 16"),
+        ("c_attn.weight", (32, 96), "no nn.Linear"),
+    ],
+)
+def test_what_can_not_be_converted_is_listed_with_its_reason(fqn, size, reason):
+    found = row(f8.conversion_report(f8.convert(model(), f8.recipes.rowwise())), fqn)
+    assert not found.converted
+    assert (found.in_features, found.out_features) == size
+    assert found.reason.startswith(reason)
+
+
+def test_reasons_are_those_of_the_last_convert_and_go_with_revert():
+    layers = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
+    f8.convert(layers, f8.recipes.rowwise(), filter="0")
+    assert row(f8.conversion_report(layers), "1").reason == "left out by the filter 0"
+    f8.convert(layers, f8.recipes.rowwise(), filter=lambda module, fqn: fqn == "0")
+    assert row(f8.conversion_report(layers), "1").reason == "left out by the filter"
+    f8.revert(layers)
+    assert [r.reason for r in f8.conversion_report(layers).rows] == ["convert() has not seen it"] * 2
+
+
+def test_a_layer_converted_later_says_nothing_of_having_been_left_out():
+    layers = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
+    f8.convert(layers, f8.recipes.rowwise(), filter="0")
+    f8.convert(layers, f8.recipes.rowwise())
+    assert [(r.converted, r.reason) for r in f8.conversion_report(layers).rows] == [(True, "")] * 2
+    f8.revert(layers)
+    assert row(f8.conversion_report(layers), "1").reason == "convert() has not seen it"
+
+
+def test_a_linear_in_two_places_has_one_row():
+    shared = nn.Linear(32, 32)
+    report = f8.conversion_report(f8.convert(nn.ModuleDict({"a": shared, "b": shared}), f8.recipes.rowwise()))
+    assert [r.fqn for r in report.rows] == ["a"]
