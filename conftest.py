@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import os
+import shutil
+import tempfile
 
 import pytest
 import torch
@@ -10,6 +13,11 @@ import torch
 # xdist runs a worker a core; the tests' tensors are small
 torch.set_num_threads(1)
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+# Not the user's cache: what an earlier version of the code left there must not decide. Workers share the first one's.
+if "FP8COMPILE_TEST_CACHE" not in os.environ:
+    cache = tempfile.mkdtemp(prefix="fp8compile-test-inductor-")
+    os.environ["FP8COMPILE_TEST_CACHE"] = os.environ["TORCHINDUCTOR_CACHE_DIR"] = cache
+    atexit.register(shutil.rmtree, cache, ignore_errors=True)
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,6 +1,6 @@
 """How long does `import fp8compile` take on top of `import torch`? Median over fresh processes.
 
-    python -m benchmarks.import_time [--json] [--runs 5]
+python -m benchmarks.import_time [--json] [--runs 5]
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ class Mlp(nn.Module):
         self.down = nn.Linear(h, d, bias=False, dtype=dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x (..., d); the result the same shape."""
+        """X (..., d); the result the same shape."""
         normed = self.norm(x)
         return x + self.down(nn.functional.silu(self.gate(normed)) * self.up(normed))
 

@@ -7,12 +7,12 @@ import contextlib
 import expecttest
 import pytest
 import torch
-from benchmarks.mlp import Mlp, mlp
 from breaks import assert_no_break
 from graphs import Recorder, calls, printed
 from torch import nn
 
 import fp8compile as f8
+from benchmarks.mlp import Mlp, mlp
 
 SIZES = (4, 32, 64)  # M, d, h
 LINEAR = "fp8compile.linear.default"
@@ -105,11 +105,12 @@ return (linear_default,)""",
         graph, _ = recorded(fn, torch.randn(4, 32, dtype=torch.bfloat16))
         names = [str(node.target) for node in graph.graph.nodes if node.op == "call_function"]
         self.assertExpectedInline(
-            "\n".join(dict.fromkeys(name for name in names if name.startswith("fp8compile"))), """\
+            "\n".join(dict.fromkeys(name for name in names if name.startswith("fp8compile"))),
+            """\
 fp8compile.amax.default
 fp8compile.scale.default
 fp8compile.cast.default
-fp8compile.scaled_mm.default"""
+fp8compile.scaled_mm.default""",
         )
 
 
@@ -162,12 +163,12 @@ def test_train_and_eval_mode_are_each_one_graph(training):
 
 def test_compiled_autograd_takes_the_backward_whole():
     model, x = mlp("rowwise", *SIZES)
-    with torch._dynamo.config.patch(compiled_autograd=True):
-        compiled = torch.compile(lambda x: model(x).sum().backward(), backend="aot_eager")
-        compiled(x)
-    breaks = {k: v for k, v in torch._dynamo.utils.counters["graph_break"].items() if "backward" not in k.lower()}
-    assert torch._dynamo.utils.counters["compiled_autograd"]["captures"] == 1
-    assert not breaks, breaks
+    y = torch.compile(model, fullgraph=True, backend="aot_eager")(x)
+    with torch._dynamo.compiled_autograd._enable(torch.compile(fullgraph=True, backend="aot_eager")):
+        y.sum().backward()
+    counters = torch._dynamo.utils.counters
+    assert counters["compiled_autograd"]["captures"] == 1, counters["compiled_autograd"]
+    assert not counters["graph_break"], counters["graph_break"]
     assert x.grad is not None
 
 

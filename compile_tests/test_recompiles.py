@@ -6,11 +6,11 @@ import random
 
 import pytest
 import torch
-from benchmarks.mlp import Mlp
 from compiles import Compiles
 from torch import nn
 
 import fp8compile as f8
+from benchmarks.mlp import Mlp
 
 
 def model_of(recipe="rowwise"):

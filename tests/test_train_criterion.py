@@ -70,7 +70,7 @@ def test_bf16_itself_gets_below_the_level(reference):
     assert 0 < reference.spread < 0.2
 
 
-@pytest.mark.parametrize("name", ["rowwise", "rowwise_bf16_wgrad"])
+@pytest.mark.parametrize("name", f8.recipes.names())
 def test_fp8_is_below_the_level_and_within_the_spread_of_bf16(name, config, text, reference):
     assert judge(name, f8.recipes.by_name(name), config, text, reference).passed
 

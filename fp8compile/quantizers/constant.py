@@ -12,9 +12,10 @@ import importlib.resources
 import inspect
 import math
 import re
+from collections.abc import Callable
 from dataclasses import fields
 from functools import cache
-from typing import Any, Self
+from typing import Any, ClassVar
 
 from fp8compile import _compat
 
@@ -103,8 +104,17 @@ class Constant(_compat.OpaqueBase):
     recompiles. Subclasses are frozen dataclasses; subclassing registers them with torch.compile.
     """
 
+    from_graph: ClassVar[Callable[..., Constant]]
+
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
+
+        def from_graph(salt: str, **values: Any) -> Constant:
+            """Rebuild a value from a graph's source; the salt has done its work in the cache key."""
+            return cls(**values)
+
+        # of each class its own, and static: PyTorch 2.11 can't trace a classmethod of a constant
+        cls.from_graph = staticmethod(from_graph)
         _compat.register_constant_type(cls)
 
     # dataclass() replaces both; PyTorch asks for them before it runs
@@ -127,8 +137,3 @@ class Constant(_compat.OpaqueBase):
         """The expression that stands for this value in a graph's source, and the types it names."""
         names: dict[str, type] = {}
         return _expression(self, names), names
-
-    @classmethod
-    def from_graph(cls, salt: str, **values: Any) -> Self:
-        """Rebuild a value from a graph's source; the salt has done its work in the cache key."""
-        return cls(**values)

@@ -12,9 +12,9 @@ Nothing is launched, and with fake tensors nothing is computed or allocated eith
 seconds. Generated code says which operators were fused, how many kernels there are and what they read and write; it
 does not say how long they take.
 
-The GEMMs are those that our ops choose for an H200. What else they decide by device is decided for the CPU that traces:
-no padding of a GEMM's n to a multiple of 16, and the block index of a partial last block (`quantizers/blocks.py`). Sizes
-that are multiples of the block and of 16 show exactly what a GPU gets.
+The GEMMs are those that our ops choose for an H200. What else they decide by device is decided for the CPU that
+traces: no padding of a GEMM's n to a multiple of 16, and the block index of a partial last block
+(`quantizers/blocks.py`). Sizes that are multiples of the block and of 16 show exactly what a GPU gets.
 """
 
 from __future__ import annotations

@@ -1,0 +1,172 @@
+"""Compile caches on disk: a fresh process hits them, and a changed rule misses them.
+
+Every program here runs in a process of its own, with a copy of the package that the test may edit and a cache folder
+that the processes of one test share.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import fp8compile
+
+PACKAGE = Path(fp8compile.__file__).parent
+
+STEP = """
+import json, torch, fp8compile as f8
+from torch._dynamo.utils import counters
+from mine import Mine
+
+x = torch.linspace(-3, 3, 4 * 32).view(4, 32).to(torch.bfloat16).requires_grad_()
+weight = torch.linspace(-1, 1, 16 * 32).view(16, 32).to(torch.bfloat16).requires_grad_()
+recipe = f8.recipes.tensorwise()
+
+def forward(x, weight):
+    return f8.linear(x.relu(), weight, recipe=recipe)
+
+def digest(*tensors):
+    return [t.detach().view(torch.int16).long().sum().item() for t in tensors]
+
+def step(fn):
+    y = fn(x, weight)
+    return digest(y, *torch.autograd.grad(y.float().square().sum(), (x, weight)))
+
+def counted(fn):
+    counters.clear()
+    out = fn()
+    return out, {k: v for group in ("aot_autograd", "inductor") for k, v in counters[group].items() if "cache" in k}
+
+linear, linear_counters = counted(lambda: step(torch.compile(forward, fullgraph=True)))
+mine_recipe = f8.Recipe(input=Mine(), weight=Mine())
+
+def mine_forward(x, weight):
+    return f8.linear(x, weight, recipe=mine_recipe)
+
+with torch.no_grad():
+    mine, mine_counters = counted(lambda: digest(torch.compile(mine_forward, fullgraph=True)(x, weight)))
+    mine_eager = digest(mine_forward(x, weight))
+print(json.dumps({
+    "linear": linear, "linear eager": step(forward), "linear counters": linear_counters,
+    "mine": mine, "mine eager": mine_eager, "mine counters": mine_counters,
+}))
+"""
+
+MINE = """
+from dataclasses import dataclass
+import torch, fp8compile as f8
+
+@dataclass(frozen=True, repr=False)
+class Mine(f8.Quantizer):
+    def multiplier(self, amax):
+        return torch.full_like(amax, 2.0)
+"""
+
+DECOMPOSED = """
+import torch, fp8compile as f8
+from functorch.compile import make_boxed_func
+from torch._dynamo.backends.common import aot_autograd
+from torch._inductor.compile_fx import select_decomp_table
+
+left = []
+
+def compiler(graph, inputs):
+    left.extend(str(n.target) for n in graph.graph.nodes if str(n.target).startswith("fp8compile"))
+    return make_boxed_func(graph.forward)
+
+fn = lambda x, w: f8.linear(x, w, recipe=f8.recipes.rowwise())
+backend = aot_autograd(fw_compiler=compiler, decompositions=select_decomp_table())
+torch.compile(fn, fullgraph=True, backend=backend)(torch.randn(4, 32), torch.randn(16, 32))
+assert set(left) == {"fp8compile.realize.default"}, left
+"""
+
+COMPILE_ANOTHER = """
+import torch
+assert torch.compile(torch.mm, fullgraph=True)(torch.eye(2), torch.eye(2)).tolist() == [[1, 0], [0, 1]]
+"""
+
+
+def run(folder, program):
+    """What a fresh process printed, last line, as JSON where there is one."""
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(folder),
+        "TORCHINDUCTOR_CACHE_DIR": str(folder / "cache"),
+        "TORCHINDUCTOR_COMPILE_THREADS": "1",
+        "OMP_NUM_THREADS": "1",
+    }
+    result = subprocess.run(
+        [sys.executable, "-c", program], env=environment, cwd=folder, capture_output=True, text=True
+    )
+    assert result.returncode == 0, result.stderr[-3000:]
+    return json.loads(result.stdout) if result.stdout.strip() else None
+
+
+def edit(file, old, new):
+    text = file.read_text()
+    assert text.count(old) == 1, f"{old!r} is {text.count(old)} times in {file}: this test has to be told the new text"
+    file.write_text(text.replace(old, new))
+
+
+@pytest.fixture
+def folder(tmp_path):
+    shutil.copytree(PACKAGE, tmp_path / "fp8compile", ignore=shutil.ignore_patterns("__pycache__"))
+    (tmp_path / "mine.py").write_text(MINE)
+    return tmp_path
+
+
+def assert_counted(counters, expected):
+    found = {name: count for name, count in counters.items() if name in expected or "bypass" in name}
+    assert found == expected, f"all counters: {counters}"
+
+
+HIT = {"autograd_cache_hit": 1}
+MISS = {"autograd_cache_miss": 1}
+
+
+def assert_runs_as_eager(result, counters):
+    """Both programs of STEP computed what they compute without a compiler, and met the cache as told."""
+    for name, expected in counters.items():
+        assert result[name] == result[f"{name} eager"], f"{name}: {result}"
+        assert_counted(result[f"{name} counters"], expected)
+
+
+def test_a_fresh_process_hits_the_cache_and_a_changed_rule_misses_it(folder):
+    """One test, because what it shows is what one process leaves to the next."""
+    cold = run(folder, STEP)
+    assert_runs_as_eager(cold, {"linear": MISS, "mine": MISS})
+
+    warm = run(folder, STEP)
+    assert_runs_as_eager(warm, {"linear": HIT, "mine": HIT})
+    assert warm["linear counters"]["fxgraph_cache_hit"] == 2, warm["linear counters"]  # forward and backward
+    assert not warm["linear counters"].get("fxgraph_cache_miss"), warm["linear counters"]
+
+    edit(folder / "mine.py", "2.0", "300.0")
+    foreign = run(folder, STEP)
+    assert_runs_as_eager(foreign, {"linear": HIT, "mine": MISS})
+    assert foreign["mine"] != cold["mine"], "the edit changes no result: it shows nothing"
+
+    rules = folder / "fp8compile" / "quantizers" / "scale_rules.py"
+    edit(rules, "_one_where_empty(amax, _quotient(amax, fmt, eps), eps)", "_quotient(amax, fmt, eps) * 0.7")
+    own = run(folder, STEP)
+    assert_runs_as_eager(own, {"linear": MISS, "mine": MISS})
+    assert own["linear"] != cold["linear"], "the edit changes no result: it shows nothing"
+
+
+@pytest.mark.parametrize(
+    "before",
+    [
+        pytest.param("", id="first"),
+        pytest.param("import torch._inductor.decomposition", id="after_the_table"),
+        pytest.param(COMPILE_ANOTHER, id="after_another_compile"),
+        pytest.param("import fp8compile" + COMPILE_ANOTHER, id="before_another_compile"),
+    ],
+)
+def test_inductor_has_the_decompositions_whenever_the_package_was_imported(folder, before):
+    run(folder, before + DECOMPOSED)

@@ -1,0 +1,184 @@
+"""Inductor's code for an H200, made here: kernels, bytes, divisions; ours and torchao's in one run."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import re
+from dataclasses import dataclass
+from importlib import import_module
+from unittest import mock
+
+import expecttest
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import fp8compile as f8
+from benchmarks.kernels import kernel_row
+from benchmarks.table import lines
+from fp8compile.testing import gpu_code
+
+pytestmark = [
+    pytest.mark.skipif(
+        not importlib.util.find_spec("triton"), reason="needs Triton: Inductor prints its kernels with it"
+    ),
+    pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION is unset:UserWarning"),  # Triton 3.9, once a process
+]
+SIZES = (8192, 4096, 14336)  # M, d, h of a Llama 3 8B
+TORCH = ".".join(torch.__version__.split(".")[:2])
+DIVISION = re.compile(r"^ *(tmp\d+) = \((\S+) / (\S+)\)$", re.MULTILINE)
+FLOAT64 = re.compile(r"^ *(tmp\d+) = .*tl\.float64\)$", re.MULTILINE)
+LOOP = re.compile(r"^( +)for r0_offset in .*\n(?:\1 +.*\n|\n)+", re.MULTILINE)
+CODES = re.compile(r"'(\w+)': '\*(?:fp8\w+|u8)'")
+# amaxes of bfloat16 tensors are bfloat16 in torchao and float32 here: a few bytes a tensorwise cast
+SCALARS = 1000
+
+row_of = functools.cache(lambda contender: kernel_row(contender, *SIZES))
+
+
+class TestTable(expecttest.TestCase):
+    @pytest.mark.skipif(TORCH != "2.13", reason=f"the table is that of PyTorch 2.13, this is {TORCH}")
+    def test_kernels_gemms_and_bytes_of_a_block(self):
+        rows = [row_of(name) for name in ("bf16", *f8.recipes.names())]
+        self.assertExpectedInline(
+            "\n".join(lines(rows)),
+            """\
+block               fwd kernels  fwd GEMMs  fwd GB  bwd kernels  bwd GEMMs  bwd GB  sum GB
+bf16                          2          3   2.164            3          6   4.028   6.192
+tensorwise                    9          3   3.238           10          6   4.749   7.987
+rowwise                       5          3   2.349           12          6   5.191   7.540
+rowwise_bf16_wgrad            5          3   2.651            8          6   4.684   7.336""",
+        )
+
+
+@pytest.mark.skipif(not importlib.util.find_spec("torchao"), reason="compares with torchao, which is not installed")
+@pytest.mark.parametrize(
+    ("ours", "theirs", "most"),
+    [
+        ("tensorwise", "tensorwise", 1.0),
+        ("rowwise", "rowwise", 0.75),
+        ("rowwise_bf16_wgrad", "rowwise_with_gw_hp", 1.0),
+    ],
+)
+def test_a_block_moves_no_more_bytes_than_torchao(ours, theirs, most):
+    own, other = row_of(ours)["sum GB"], row_of(f"torchao {theirs}")["sum GB"]
+    assert own <= most * other + SCALARS / 1e9, (
+        f"{ours}: {own:.3f} GB, torchao {theirs}: {other:.3f} GB, ratio {own / other:.3f}"
+    )
+
+
+@pytest.mark.parametrize("recipe", f8.recipes.names())
+def test_a_block_has_as_many_gemms_as_in_bf16(recipe):
+    own, bf16 = row_of(recipe), row_of("bf16")
+    assert (own["fwd GEMMs"], own["bwd GEMMs"]) == (bf16["fwd GEMMs"], bf16["bwd GEMMs"]) == (3, 6)
+
+
+# ---------------------------------------------------------------------------------- divisions
+
+
+@dataclass(frozen=True, repr=False)
+class Approximate(f8.CurrentScaling):
+    """What not to do: on a GPU this is a reciprocal and a product, each with its error."""
+
+    def multiplier(self, amax):
+        return 448.0 / amax
+
+
+def layer_code(block, quantizer=f8.CurrentScaling):
+    """The code of quantizing behind a relu: no division but ours."""
+    how = quantizer(block=block)
+
+    def fn(x):
+        quantized = f8.quantize(x.relu(), how)
+        return quantized.codes, quantized.scale
+
+    with FakeTensorMode():
+        (code,) = gpu_code(fn, torch.empty(4096, 8192, dtype=torch.bfloat16))
+    return code
+
+
+def float32_divisions(source):
+    """Divisions in Triton code whose operands aren't both float64."""
+    exact = set(FLOAT64.findall(source))
+    return [match[0].strip() for match in DIVISION.finditer(source) if not {match[2], match[3]} <= exact]
+
+
+def divisions_beside_a_cast(code):
+    """Divisions that a kernel does once for each code it stores.
+
+    In a kernel with loops over a row those in the loop that stores; where there is no loop but one value an
+    element, all of them.
+    """
+    found = []
+    for name in code.kernels:
+        header, body = code.source[: code.source.index(f"def {name}(")].rpartition("triton_meta")[2], code.kernel(name)
+        outputs = [a for a in CODES.findall(header) if re.search(rf"tl\.store\({a} ", body)]
+        if not outputs:
+            continue
+        loops = [match[0] for match in LOOP.finditer(body)] or [body]
+        found += [f"{name}: {d[0].strip()}" for loop in loops if "tl.store" in loop for d in DIVISION.finditer(loop)]
+    return found
+
+
+BLOCKS = [(-1, -1), (1, -1), (-1, 1), (128, 128)]
+
+
+@pytest.mark.parametrize("block", BLOCKS, ids=str)
+def test_every_division_is_in_float64(block):
+    source = layer_code(block).source
+    assert len(DIVISION.findall(source)) >= 2, "the multiplier and the scale are quotients"
+    assert not float32_divisions(source)
+
+
+def test_a_float32_division_would_be_found():
+    assert float32_divisions(layer_code((1, -1), Approximate).source)
+
+
+@pytest.mark.parametrize("block", [(-1, -1), (1, -1), (-1, 1)], ids=str)
+def test_no_division_is_repeated_for_each_element(block):
+    assert not divisions_beside_a_cast(layer_code(block))
+
+
+@pytest.mark.parametrize("block", [(-1, -1), (1, -1), (-1, 1)], ids=str)
+def test_without_realize_the_division_would_be_repeated(block):
+    with mock.patch.object(import_module("fp8compile.ops.scale"), "realize", lambda x: x):
+        assert divisions_beside_a_cast(layer_code(block))
+
+
+# ---------------------------------------------------------------------------------- the tool
+
+
+def test_pretending_leaves_no_trace(assert_bits_equal):
+    before = {name: getattr(torch.cuda, name) for name in ("is_available", "get_device_properties", "device_count")}
+    layer_code((1, -1))
+    assert {name: getattr(torch.cuda, name) for name in before} == before
+    x = torch.randn(8, 32)
+    compiled = torch.compile(lambda x: f8.quantize(x, f8.CurrentScaling(block=(1, -1))).codes, fullgraph=True)
+    assert_bits_equal(compiled(x), f8.quantize(x, f8.CurrentScaling(block=(1, -1))).codes, "codes")
+
+
+def test_code_of_real_tensors_is_that_of_fake_ones():
+    how = f8.CurrentScaling(block=(1, -1))
+
+    def fn(x, weight):
+        return f8.linear(x.relu(), weight, recipe=f8.recipes.rowwise()), f8.quantize(x, how).codes
+
+    def codes():
+        made = (torch.zeros(m, 64, dtype=torch.bfloat16, requires_grad=True) for m in (32, 48))
+        return [(code.kernels, code.gemms, code.bytes) for code in gpu_code(fn, *made)]
+
+    with FakeTensorMode():
+        fake = codes()
+    assert codes() == fake
+    assert [len(gemms) for _, gemms, _ in fake] == [1, 2]
+
+
+def test_gemms_are_chosen_for_the_gpu():
+    """Rowwise with a float32 output: natively on a CPU, by scaling the product on a Hopper GPU."""
+    with FakeTensorMode():
+        tensors = (torch.empty(m, 64) for m in (32, 48))
+        (code,) = gpu_code(lambda x, w: f8.linear(x, w, recipe=f8.recipes.rowwise()), *tensors)
+    assert code.gemms == ("_scaled_mm",)
+    assert "out_dtype=torch.float32" in code.source
+    assert re.search(r"\* *tmp\d+", code.source[code.source.index("extern_kernels._scaled_mm") - 6000 :])
