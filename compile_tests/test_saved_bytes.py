@@ -20,7 +20,7 @@ PEERS = {"tensorwise": "tensorwise", "rowwise": "rowwise", "rowwise_bf16_wgrad":
 
 saves_codes_too = pytest.mark.xfail(
     TORCH_VERSION >= (2, 14),
-    reason="PyTorch 2.15's partitioner also saves tensorwise codes (621 MB; torchao 470), and moves fewer bytes for it",
+    reason="PyTorch 2.15's partitioner also saves tensorwise codes (621 MB, torchao 470) and moves fewer bytes for it",
     strict=True,
 )
 RECIPES = [pytest.param(r, marks=saves_codes_too if r == "tensorwise" else ()) for r in f8.recipes.names()]
