@@ -12,6 +12,7 @@ from __future__ import annotations
 import importlib.abc
 import importlib.util
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
@@ -19,6 +20,7 @@ from typing import Any
 import torch
 from torch._functorch.utils import enable_single_level_autograd_function
 from torch._library import opaque_object
+from torch.autograd import forward_ad
 from torch.autograd.function import _SingleLevelFunction
 
 try:
@@ -77,16 +79,16 @@ class _AfterImport(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def __init__(self, name: str) -> None:
         self.name = name
         self.callbacks: list[Callable[[], None]] = []
-        self.searching = False
+        self.searching = threading.local()  # an import in another thread must still meet this finder
 
     def find_spec(self, fullname: str, path: Sequence[str] | None, target: Any = None) -> Any:
-        if fullname != self.name or self.searching:
+        if fullname != self.name or getattr(self.searching, "now", False):
             return None
-        self.searching = True  # ask the finders behind this one; to look for a spec is not to import
+        self.searching.now = True  # ask the finders behind this one; to look for a spec is not to import
         try:
             spec = importlib.util.find_spec(fullname)
         finally:
-            self.searching = False
+            self.searching.now = False
         if spec is not None:
             self.loader, spec.loader = spec.loader, self
         return spec
@@ -94,11 +96,17 @@ class _AfterImport(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def create_module(self, spec: Any) -> Any:
         return self.loader.create_module(spec)
 
+    def __getattr__(self, name: str) -> Any:
+        if name == "loader":
+            raise AttributeError(name)
+        return getattr(self.loader, name)  # who asks the spec's loader for source gets it
+
     def exec_module(self, module: Any) -> None:
-        sys.meta_path.remove(self)
         # the module gets its own loader back: what it says of itself is as if we had not been here
         module.__loader__ = module.__spec__.loader = self.loader
-        self.loader.exec_module(module)
+        self.loader.exec_module(module)  # if it fails or is interrupted, this stays for the next attempt
+        if self in sys.meta_path:
+            sys.meta_path.remove(self)
         for callback in self.callbacks:
             callback()
 
@@ -176,8 +184,13 @@ def impl_autograd(
     """
     name = str(op).removesuffix(".default").replace(".", "::")
 
-    def forward(ctx: Any, keyset: Any, *args: Any) -> Any:
-        with torch._C._AutoDispatchBelowAutograd():
+    def forward(ctx: Any, keyset: Any, modes: tuple[bool, bool], *args: Any) -> Any:
+        # apply() switched both modes off; the levels of torch.func below this one need the caller's, or record nothing
+        with (
+            torch._C._AutoDispatchBelowAutograd(),
+            torch.set_grad_enabled(modes[0]),
+            forward_ad._set_fwd_grad_enabled(modes[1]),
+        ):
             output = op.redispatch(keyset & torch._C._after_autograd_keyset, *args)
         if setup_context is not None:
             setup_context(ctx, args, output)
@@ -190,7 +203,7 @@ def impl_autograd(
         )
 
     def call_backward(ctx: Any, *grads: Any) -> Any:
-        return None, *backward(ctx, *grads)
+        return None, None, *backward(ctx, *grads)
 
     def no_jvp(ctx: Any, *tangents: Any) -> Any:
         raise RuntimeError(
@@ -208,7 +221,7 @@ def impl_autograd(
     def kernel(keyset: Any, *args: Any) -> Any:
         # also where no argument requires a gradient: it may carry a tangent of forward mode, which has to raise
         with enable_single_level_autograd_function():
-            return function.apply(keyset, *args)
+            return function.apply(keyset, (torch.is_grad_enabled(), torch._C._is_fwd_grad_enabled()), *args)
 
     lib.impl(op._opname, kernel, "Autograd", with_keyset=True)
 

@@ -103,7 +103,7 @@ def by_name(name: str, **arguments: object) -> Recipe:
     Raises:
         ValueError: No such recipe; the message names the closest.
     """
-    if name not in READY:
+    if not isinstance(name, str) or name not in READY:
         close = difflib.get_close_matches(str(name), READY, n=1)
         hint = f" Did you mean {close[0]!r}?" if close else ""
         raise ValueError(f"no recipe is called {name!r}; there are {', '.join(READY)}.{hint}")

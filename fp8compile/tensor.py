@@ -39,7 +39,8 @@ class QuantizedTensor(Tensor):
     another device. Any other op raises a TypeError; call ``dequantize()`` for a plain tensor.
 
     Attributes:
-        codes: uint8, ``quantizer.codes_shape(shape)``.
+        codes: uint8, ``quantizer.codes_shape(shape)``. To read, like ``scale``: a compiled graph does not see that a
+            change in place of one of them changes this tensor.
         scale: What codes are multiplied by, ``quantizer.scale_shape(shape)``: float32, or uint8 for E8M0.
         quantizer: The immutable quantizer that made it.
         group: The process group whose ranks share its scales, or None.
@@ -106,7 +107,21 @@ class QuantizedTensor(Tensor):
         Returns:
             A plain tensor of this shape.
         """
+        if dtype is not None and not dtype.is_floating_point:
+            raise TypeError(f"dequantize: dtype is {dtype}; codes stand for numbers of a floating point dtype.")
         return ops.dequantize(self.codes, self.scale, self.quantizer, dtype or self.dtype)
+
+    @property
+    def data(self) -> QuantizedTensor:  # type: ignore[override]
+        """The same tensor, without its history."""
+        return self.detach()
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        raise TypeError(
+            "assigning .data of a QuantizedTensor would leave its codes as they are. Make a new one by "
+            "fp8compile.quantize."
+        )
 
     def __repr__(self) -> str:  # type: ignore[override]
         group = "None" if self.group is None else repr(self.group.group_name)

@@ -60,16 +60,13 @@ def test_optimizer_made_before_convert_trains_the_converted_model():
     assert not [name for name, parameter in model.named_parameters() if torch.equal(parameter, before[name])]
 
 
-def test_root_linear_comes_back_as_a_new_module():
+def test_root_linear_is_converted_in_place():
     linear = nn.Linear(32, 48)
-    converted = f8.convert(linear, RECIPE)
-    assert type(converted) is f8.Linear
-    assert type(linear) is nn.Linear
-    assert converted.weight is linear.weight
-    reverted = f8.revert(converted)
-    assert type(reverted) is nn.Linear
-    assert reverted.weight is linear.weight
+    assert f8.convert(linear, RECIPE) is linear
+    assert type(linear) is f8.Linear
     assert f8.revert(linear) is linear
+    assert type(linear) is nn.Linear
+    assert not hasattr(linear, "recipe")
 
 
 def test_one_linear_in_two_places_stays_one():

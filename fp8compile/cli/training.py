@@ -177,7 +177,7 @@ def _verdict(config: TrainConfig, rows: list[Row], text: Text) -> Verdict:
 def _finish(config: TrainConfig, text: Text, folder: RunFolder) -> int:
     rows, trained = folder.rows(), arms(config)
     write_atomically(folder.path / "loss.png", loss_picture(rows, trained))
-    print_summary(rows, trained)
+    print_summary(rows, [arm for arm in trained if arm.seed == config.seed])  # the others are there for the spread
     for complaint in complaints(rows, trained):
         print(f"fp8compile train: {complaint}", file=sys.stderr)
     print(f"run folder: {folder.path}")

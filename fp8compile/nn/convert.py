@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from torch import nn
 
 from fp8compile.nn.filters import Filter, resolve_filter
 from fp8compile.nn.functional import DTYPES
-from fp8compile.nn.linear import Linear
+from fp8compile.nn.linear import Linear, cannot_revert
 from fp8compile.quantizers import Recipe
 
 __all__ = ["LEFT_OUT", "convert", "linears", "revert"]
@@ -16,25 +16,13 @@ __all__ = ["LEFT_OUT", "convert", "linears", "revert"]
 LEFT_OUT = "_fp8compile_left_out"  # on a nn.Linear that convert saw and left: why
 
 
-def linears(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
-    """All ``nn.Linear`` of a model, subclasses too, with their names; one that sits in two places, once."""
-    for fqn, module in model.named_modules():
+def linears(model: nn.Module) -> Iterator[tuple[nn.Linear, list[str]]]:
+    """All ``nn.Linear`` of a model, subclasses too, each with all names that it has there."""
+    names: dict[nn.Linear, list[str]] = {}
+    for fqn, module in model.named_modules(remove_duplicate=False):
         if isinstance(module, nn.Linear):
-            yield fqn, module
-
-
-def _swap(model: nn.Module, replacement: Callable[[nn.Module], nn.Module | None]) -> nn.Module:
-    """Replace modules wherever they sit; the root, where it is one, by what is returned."""
-    made: dict[nn.Module, nn.Module] = {}
-    for parent in list(model.modules()):
-        for name, child in parent._modules.items():
-            if child is None:
-                continue
-            if child not in made and (new := replacement(child)) is not None:
-                made[child] = new
-            if child in made:
-                parent._modules[name] = made[child]
-    return made.get(model) or replacement(model) or model
+            names.setdefault(module, []).append(fqn)
+    yield from names.items()
 
 
 def _is_compiled(module: nn.Module) -> bool:
@@ -42,15 +30,24 @@ def _is_compiled(module: nn.Module) -> bool:
     return type(module).__name__ == "OptimizedModule" or module._compiled_call_impl is not None
 
 
-def _check_model(model: object) -> None:
+def _check_module(function: str, model: object) -> None:
     if not isinstance(model, nn.Module):
-        raise TypeError(f"convert: model is a {type(model).__name__}; it is a torch.nn.Module.")
+        raise TypeError(f"{function}: model is a {type(model).__name__}; it is a torch.nn.Module.")
+
+
+def _check_not_compiled(model: nn.Module) -> None:
     compiled = [fqn or "the model" for fqn, module in model.named_modules() if _is_compiled(module)]
     if compiled:
         raise ValueError(
             f"convert: {', '.join(compiled)} went through torch.compile already. Convert first, compile what convert "
             "returns."
         )
+
+
+def _read_by_their_parent(model: nn.Module) -> set[nn.Module]:
+    """Linears whose weights `nn.TransformerEncoderLayer` reads itself when it evaluates, past their forward."""
+    layers = [module for module in model.modules() if isinstance(module, nn.TransformerEncoderLayer)]
+    return {linear for layer in layers for linear in (layer.linear1, layer.linear2)}
 
 
 def _cannot_convert(module: nn.Linear) -> str | None:
@@ -63,11 +60,35 @@ def _cannot_convert(module: nn.Linear) -> str | None:
     return None
 
 
-def convert(model: nn.Module, recipe: Recipe, *, filter: Filter | None = None) -> nn.Module:
-    """Swap the ``nn.Linear`` layers of a model for ``fp8compile.Linear``, in place.
+def _reasons(model: nn.Module, recipe: Recipe, filter: Filter | None) -> dict[nn.Linear, str | None]:
+    """For each linear that isn't converted yet: why it is left out, None if it is to be converted."""
+    found = dict(linears(model))
+    if not found:
+        raise ValueError(f"convert: {type(model).__name__} has no nn.Linear, so there is nothing to convert.")
+    filter_reason = resolve_filter(filter, [fqn for names in found.values() for fqn in names])
+    past_forward = _read_by_their_parent(model)
+    reasons: dict[nn.Linear, str | None] = {}
+    for module, names in found.items():
+        # a layer with several names is one layer: whoever leaves out one of them leaves it out
+        left_out = next((reason for fqn in names if (reason := filter_reason(module, fqn)) is not None), None)
+        if isinstance(module, Linear):
+            if left_out is None and module.recipe != recipe:
+                raise ValueError(
+                    f"convert: {names[0] or 'the model'} is converted already, with another recipe. Call "
+                    "fp8compile.revert(model) first, or leave it out by the filter."
+                )
+        elif module in past_forward:
+            reasons[module] = "nn.TransformerEncoderLayer reads its weight itself in eval, which would not be FP8"
+        else:
+            reasons[module] = _cannot_convert(module) or left_out
+    return reasons
 
-    Parameters stay the same objects, so optimizers, tied weights and state dicts do not notice. Convert before
-    ``torch.compile``. What was left out and why: ``fp8compile.conversion_report(model)``.
+
+def convert(model: nn.Module, recipe: Recipe, *, filter: Filter | None = None) -> nn.Module:
+    """Turn the ``nn.Linear`` layers of a model into ``fp8compile.Linear``, in place.
+
+    Modules and parameters stay the same objects, so optimizers, hooks, tied weights and state dicts do not notice.
+    Convert before ``torch.compile``. What was left out and why: ``fp8compile.conversion_report(model)``.
 
     Args:
         model: Any module.
@@ -76,60 +97,53 @@ def convert(model: nn.Module, recipe: Recipe, *, filter: Filter | None = None) -
             by default all but those that FP8 can't help.
 
     Returns:
-        The model; a new module where the model itself is a ``nn.Linear``.
+        The model.
 
     Raises:
         TypeError: An argument is of another kind.
         ValueError: There is no linear, a pattern matches none, a layer has another recipe already, or the model was
             compiled. Nothing is changed then.
     """
-    _check_model(model)
+    _check_module("convert", model)
+    _check_not_compiled(model)
     if not isinstance(recipe, Recipe):
         raise TypeError(
             f"convert: recipe is {recipe!r}; it is a fp8compile.Recipe, such as fp8compile.recipes.rowwise() or "
             "fp8compile.recipes.by_name('rowwise')."
         )
-    found = dict(linears(model))
-    if not found:
-        raise ValueError(f"convert: {type(model).__name__} has no nn.Linear, so there is nothing to convert.")
-    filter_reason = resolve_filter(filter, list(found))
-    reasons: dict[nn.Module, str | None] = {}
-    for fqn, module in found.items():
-        if isinstance(module, Linear):
-            if filter_reason(module, fqn) is None and module.recipe != recipe:
-                raise ValueError(
-                    f"convert: {fqn or 'the model'} is converted already, with another recipe. Call "
-                    "fp8compile.revert(model) first, or leave it out by the filter."
-                )
-            continue
-        reasons[module] = _cannot_convert(module) or filter_reason(module, fqn)
-    for module, reason in reasons.items():
+    for module, reason in _reasons(model, recipe, filter).items():
+        vars(module).pop(LEFT_OUT, None)
         if reason is not None:
             setattr(module, LEFT_OUT, reason)
-        elif hasattr(module, LEFT_OUT):
-            delattr(module, LEFT_OUT)
-
-    def replacement(module: nn.Module) -> nn.Module | None:
-        wanted = module in reasons and reasons[module] is None
-        return Linear.from_linear(module, recipe) if wanted else None
-
-    return _swap(model, replacement)
+        else:
+            # the class, not the module: whoever else holds the module, in a list or a closure, has FP8 too
+            module.__class__ = Linear
+            module.recipe = recipe
+    return model
 
 
 def revert(model: nn.Module) -> nn.Module:
-    """Swap every ``fp8compile.Linear`` back to a ``nn.Linear``, in place: the way back from ``convert``.
+    """Turn every ``fp8compile.Linear`` back into a ``nn.Linear``, in place: the way back from ``convert``.
 
     Args:
         model: Any module.
 
     Returns:
-        The model; a new module where the model itself is a ``fp8compile.Linear``.
+        The model.
+
+    Raises:
+        TypeError: The model is no module, or a layer can't go back without losing something. Nothing is changed then.
     """
-
-    def replacement(module: nn.Module) -> nn.Module | None:
-        return module.to_linear() if isinstance(module, Linear) else None
-
-    for _, module in linears(model):
-        if hasattr(module, LEFT_OUT):
-            delattr(module, LEFT_OUT)
-    return _swap(model, replacement)
+    _check_module("revert", model)
+    layers = [module for module, _ in linears(model)]
+    for module in layers:
+        if isinstance(module, Linear) and (reason := cannot_revert(module)) is not None:
+            raise TypeError(f"revert: {reason}")
+    if type(model).__name__ == "OptimizedModule" and isinstance(model._orig_mod, Linear):
+        raise TypeError("revert: the layer itself was compiled, and would go on in FP8. Revert what was compiled.")
+    for module in layers:
+        vars(module).pop(LEFT_OUT, None)
+        if isinstance(module, Linear):
+            del module.recipe
+            module.__class__ = nn.Linear
+    return model

@@ -11,7 +11,7 @@ from fp8compile._compat import rebind_load_hooks
 from fp8compile.nn.functional import linear
 from fp8compile.quantizers import Recipe
 
-__all__ = ["Linear"]
+__all__ = ["Linear", "cannot_revert"]
 
 
 class Linear(nn.Linear):
@@ -75,7 +75,13 @@ class Linear(nn.Linear):
         return module
 
     def to_linear(self) -> nn.Linear:
-        """The same layer as a ``torch.nn.Linear``: same parameters (not copies), hooks and mode."""
+        """The same layer as a ``torch.nn.Linear``: same parameters (not copies), hooks and mode.
+
+        Raises:
+            TypeError: This is a subclass or parametrized, or its forward was replaced or compiled on the instance.
+        """
+        if (reason := cannot_revert(self)) is not None:
+            raise TypeError(f"Linear.to_linear: {reason}")
         module = nn.Linear.__new__(nn.Linear)
         module.__dict__.update(self.__dict__)
         del module.__dict__["recipe"]
@@ -89,6 +95,15 @@ class Linear(nn.Linear):
     def extra_repr(self) -> str:
         """What ``nn.Linear`` shows, and the recipe."""
         return f"{super().extra_repr()}, recipe={self.recipe!r}"
+
+
+def cannot_revert(layer: Linear) -> str | None:
+    """Why a layer can't become a ``nn.Linear`` again, or None."""
+    if type(layer) is not Linear:
+        return f"this is a {type(layer).__name__}, and its own forward or parametrization would be lost. Undo that."
+    if "forward" in vars(layer) or layer._compiled_call_impl is not None:
+        return "forward was replaced or compiled on the instance, and would go on in FP8. Undo that first."
+    return None
 
 
 def _checked(recipe: Any) -> Recipe:

@@ -108,6 +108,8 @@ def conversion_report(model: nn.Module) -> ConversionReport:
     Returns:
         A report; ``print`` it for a table, or go through its ``rows``.
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"conversion_report: model is a {type(model).__name__}; it is a torch.nn.Module.")
     rows: list[ConversionRow] = []
     for fqn, module in model.named_modules():
         if isinstance(module, nn.Linear):

@@ -132,13 +132,13 @@ def _fake(x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe) -> Ten
 
 def _setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
     x, weight, _, ctx.recipe = inputs
-    needs_x, needs_weight = ctx.needs_input_grad[1:3]  # the first is the dispatcher's
+    needs_x, needs_weight = ctx.needs_input_grad[2:4]  # the first two are the dispatcher's
     ctx.save_for_backward(x if needs_weight else None, weight if needs_x else None)
 
 
 def _backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
     x, weight = ctx.saved_tensors
-    needs_bias = ctx.needs_input_grad[3]
+    needs_bias = ctx.needs_input_grad[4]
     return (
         None if weight is None else grad_input(grad_output, weight, ctx.recipe),
         None if x is None else grad_weight(grad_output, x, ctx.recipe),

@@ -12,6 +12,8 @@ import importlib.resources
 import inspect
 import math
 import re
+import sys
+import uuid
 from collections.abc import Callable
 from dataclasses import fields
 from functools import cache
@@ -26,10 +28,9 @@ SALTED = ("formats.py", "_compat.py", "quantizers", "ops", "kernels")
 ALLOWED_FIELD_TYPES = (str, int, float, bool, type(None))
 
 
-def _package_files(names: tuple[str, ...]) -> list[Any]:
-    """Python files of the package under these names, in one order everywhere."""
-    found = []
-    pending = [importlib.resources.files(PACKAGE).joinpath(name) for name in names]
+def _python_files(roots: list[Any]) -> list[Any]:
+    """Python files at and under these places, in one order everywhere."""
+    found, pending = [], list(roots)
     while pending:
         entry = pending.pop()
         if entry.is_dir():
@@ -42,27 +43,34 @@ def _package_files(names: tuple[str, ...]) -> list[Any]:
 @cache
 def _package_hash() -> bytes:
     digest = hashlib.sha256()
-    for file in _package_files(SALTED):
+    package = importlib.resources.files(PACKAGE)
+    for file in _python_files([package.joinpath(name) for name in SALTED]):
         digest.update(file.name.encode() + b"\0" + file.read_bytes())
     return digest.digest()
 
 
-def _class_source(cls: type) -> bytes:
-    """What a class does, as text; of a class typed at a prompt, which has none, as byte code."""
-    try:
-        return inspect.getsource(cls).encode()
-    except (OSError, TypeError):
-        functions = [member for member in vars(cls).values() if inspect.isfunction(member)]
-        return repr([(f.__name__, f.__code__.co_code, f.__code__.co_consts) for f in functions]).encode()
+def _foreign_source(cls: type) -> bytes:
+    """All source that a foreign class may call: of its whole package, or of its module if that stands alone.
+
+    What was typed at a prompt has no source that can be found again; a number of this process's own stands for it, so
+    that its graphs miss the cache instead of meeting somebody else's.
+    """
+    top = sys.modules.get(cls.__module__.partition(".")[0])
+    if top is not None and getattr(top, "__path__", None):
+        return b"".join(file.read_bytes() for file in _python_files([importlib.resources.files(top)]))
+    module = sys.modules.get(cls.__module__)
+    if module is not None and getattr(module, "__file__", None):
+        return inspect.getsource(module).encode()
+    return uuid.uuid4().bytes
 
 
 @cache
 def source_salt(cls: type) -> str:
-    """Eight hex digits that change when the package's rules or, in a foreign class, its own source change."""
+    """Eight hex digits that change when the package's rules or, for a foreign class, its package's source change."""
     digest = hashlib.sha256(_package_hash())
     for base in cls.__mro__:
         if base.__module__.partition(".")[0] not in (PACKAGE, "torch", "builtins"):
-            digest.update(_class_source(base))
+            digest.update(_foreign_source(base))
     return digest.hexdigest()[:8]
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fp8compile.formats import E8M0
+from fp8compile.formats import E8M0, FLOAT32_MAX
 from fp8compile.quantizers.quantizer import Quantizer
 from fp8compile.quantizers.scale_rules import SCALE_RULES
 
@@ -45,9 +45,11 @@ class CurrentScaling(Quantizer):
         if self.scale not in SCALE_RULES:
             allowed = ", ".join(repr(rule) for rule in SCALE_RULES)
             raise ValueError(f"CurrentScaling: scale is {self.scale!r}; it is one of {allowed}.")
-        if not isinstance(self.eps, (int, float)) or isinstance(self.eps, bool) or self.eps < 0:
+        number = isinstance(self.eps, (int, float)) and not isinstance(self.eps, bool)
+        if not number or not 0 <= self.eps <= FLOAT32_MAX:
             raise ValueError(
-                f"CurrentScaling: eps is {self.eps!r}; it is a number that is not negative, the floor under the amax."
+                f"CurrentScaling: eps is {self.eps!r}; it is a number from 0 to the largest float32, the floor under "
+                "the amax."
             )
 
     def stores_e8m0(self) -> bool:
