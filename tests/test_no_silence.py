@@ -32,7 +32,8 @@ SECOND_DERIVATIVES = {
 @pytest.mark.filterwarnings("ignore:There is a performance drop")  # vmap runs our ops in a loop
 @pytest.mark.parametrize("name", SECOND_DERIVATIVES)
 def test_second_derivatives_of_torch_func_raise_instead_of_zeros(name):
-    with pytest.raises(RuntimeError, match=ONCE):
+    reason = "has no forward-mode derivative" if name == "hessian" else ONCE  # a hessian is forward over reverse
+    with pytest.raises(RuntimeError, match=reason):
         SECOND_DERIVATIVES[name](square_of_linear(torch.randn(48, 64)), torch.randn(64))
 
 
@@ -144,7 +145,7 @@ def test_assigning_data_of_a_quantized_tensor_raises():
 
 
 def test_dequantizing_to_integers_raises():
-    with pytest.raises(TypeError, match="dequantize: dtype is torch.int32"):
+    with pytest.raises(TypeError, match=r"dequantize: dtype is torch\.int32"):
         f8.quantize(torch.randn(4, 32), f8.CurrentScaling()).dequantize(torch.int32)
 
 
