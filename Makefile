@@ -5,6 +5,8 @@ PYTHON ?= python3.11
 VENV ?= .venv
 # The build of PyTorch to install. Only this one package decides whether CUDA comes along.
 TORCH ?= torch==2.13.0
+# Its Triton, which a CPU build leaves out; for the generated GPU code. Empty with a CUDA build, which brings its own.
+TRITON ?= triton==3.7.1
 WORKERS ?= 2
 
 BIN := $(VENV)/bin
@@ -16,7 +18,7 @@ install: $(INSTALLED)
 
 $(INSTALLED): pyproject.toml Makefile
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet "$(TORCH)"
+	$(BIN)/python -m pip install --quiet "$(TORCH)" $(TRITON)
 	$(BIN)/python -m pip install --quiet --editable ".[test]"
 	touch $@
 
