@@ -23,7 +23,7 @@ $(INSTALLED): pyproject.toml Makefile
 	touch $@
 
 train: $(INSTALLED)
-	$(BIN)/fp8compile train --recipe rowwise --compare bf16 --check --steps 200
+	$(BIN)/fp8compile train --recipe rowwise --compare bf16 --check --layers 3 --steps 200
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
