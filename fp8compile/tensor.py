@@ -25,7 +25,7 @@ from fp8compile import _compat, ops
 from fp8compile.ops.collectives import all_reduce_amax
 from fp8compile.quantizers import Quantizer
 
-__all__ = ["QuantizedTensor", "quantize", "scaled_mm"]
+__all__ = ["SOURCE_DTYPES", "QuantizedTensor", "quantize", "scaled_mm"]
 
 aten = torch.ops.aten
 SOURCE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)

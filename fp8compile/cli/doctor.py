@@ -74,9 +74,10 @@ def examine() -> dict[str, Any]:
 
 
 def _print_table(rows: list[tuple[str, ...]]) -> None:
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    for row in rows:
-        print("  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+    from fp8compile.nn.report import aligned
+
+    for line in aligned(rows):
+        print("  " + line)
 
 
 def _print(findings: dict[str, Any]) -> None:

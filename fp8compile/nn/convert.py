@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from torch import nn
 
 from fp8compile.nn.filters import Filter, resolve_filter
-from fp8compile.nn.functional import DTYPES
 from fp8compile.nn.linear import Linear, cannot_revert
 from fp8compile.quantizers import Recipe
+from fp8compile.tensor import SOURCE_DTYPES
 
 __all__ = ["LEFT_OUT", "convert", "linears", "revert"]
 
@@ -55,7 +55,7 @@ def _cannot_convert(module: nn.Linear) -> str | None:
         return f"a subclass of nn.Linear ({type(module).__qualname__}), whose own forward would be lost"
     if "forward" in vars(module):
         return "its forward was replaced on the instance (a hook of another library?) and would be lost"
-    if module.weight.dtype not in DTYPES:
+    if module.weight.dtype not in SOURCE_DTYPES:
         return f"weights are {module.weight.dtype}; FP8 layers take bfloat16, float16, float32"
     return None
 

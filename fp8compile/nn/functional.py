@@ -7,11 +7,9 @@ from torch import Tensor
 
 from fp8compile.ops import linear as linear_op
 from fp8compile.quantizers import Recipe
-from fp8compile.tensor import QuantizedTensor
+from fp8compile.tensor import SOURCE_DTYPES, QuantizedTensor
 
 __all__ = ["linear"]
-
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def _check_recipe(recipe: object) -> None:
@@ -32,7 +30,7 @@ def _check_tensor(name: str, tensor: Tensor, x: Tensor) -> None:
         )
     if tensor.layout != torch.strided or tensor.is_nested:
         raise TypeError(f"linear: {name} has layout {tensor.layout}; it is a dense tensor. Densify it first.")
-    if tensor.dtype not in DTYPES:
+    if tensor.dtype not in SOURCE_DTYPES:
         raise TypeError(
             f"linear: {name} is {tensor.dtype}; FP8 layers take bfloat16, float16 and float32. Cast it, or leave this "
             "layer unconverted."
@@ -86,7 +84,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, recipe: Rec
     if isinstance(x, Tensor) and x.device.type != "meta" and torch.is_autocast_enabled(x.device.type):
         dtype = torch.get_autocast_dtype(x.device.type)
         operands = {
-            name: t.to(dtype) if isinstance(t, Tensor) and t.dtype in DTYPES else t for name, t in operands.items()
+            name: t.to(dtype) if isinstance(t, Tensor) and t.dtype in SOURCE_DTYPES else t
+            for name, t in operands.items()
         }
     x, weight, bias = operands["x"], operands["weight"], operands.get("bias")
     for name, tensor in operands.items():

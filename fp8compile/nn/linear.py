@@ -63,7 +63,7 @@ class Linear(nn.Linear):
                 f"Linear.from_linear: given a {type(linear).__name__}; it takes a torch.nn.Linear and no subclass, "
                 "whose own forward it would lose."
             )
-        if "forward" in vars(linear) or linear._compiled_call_impl is not None:
+        if _bypasses_class(linear):
             raise TypeError(
                 "Linear.from_linear: the layer's forward was replaced on the instance, by .compile() or a hook of "
                 "another library, and would go on running instead of FP8. Convert before that."
@@ -97,11 +97,16 @@ class Linear(nn.Linear):
         return f"{super().extra_repr()}, recipe={self.recipe!r}"
 
 
+def _bypasses_class(layer: nn.Linear) -> bool:
+    """Whether a call of the layer runs something kept on the instance, whatever its class becomes."""
+    return "forward" in vars(layer) or layer._compiled_call_impl is not None
+
+
 def cannot_revert(layer: Linear) -> str | None:
     """Why a layer can't become a ``nn.Linear`` again, or None."""
     if type(layer) is not Linear:
         return f"this is a {type(layer).__name__}, and its own forward or parametrization would be lost. Undo that."
-    if "forward" in vars(layer) or layer._compiled_call_impl is not None:
+    if _bypasses_class(layer):
         return "forward was replaced or compiled on the instance, and would go on in FP8. Undo that first."
     return None
 

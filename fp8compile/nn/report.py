@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import nn
@@ -11,7 +12,13 @@ from fp8compile.nn.convert import LEFT_OUT
 from fp8compile.nn.linear import Linear
 from fp8compile.quantizers import GEMMS, Recipe
 
-__all__ = ["ConversionReport", "ConversionRow", "conversion_report"]
+__all__ = ["ConversionReport", "ConversionRow", "aligned", "conversion_report"]
+
+
+def aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:
+    """Rows of cells as lines of a table, every column as wide as its widest cell."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return ["  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in rows]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,8 +61,7 @@ class ConversionReport:
             gemms = ", ".join(row.float8_gemms()) or "none: every slot of the recipe is None"
             size = f"{row.out_features} x {row.in_features}"
             cells.append((row.fqn or "(the model)", row.module, size, name, gemms if row.converted else row.reason))
-        widths = [max(len(row[column]) for row in cells) for column in range(len(cells[0]))]
-        lines = ["  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in cells]
+        lines = aligned(cells)
         converted = sum(row.converted for row in self.rows)
         return "\n".join([*lines, f"{converted} of {len(self.rows)} converted"])
 

@@ -48,10 +48,6 @@ class Operand:
         """The transposed matrix; no data moves."""
         return Operand(codes=self.codes.t(), scale=self.scale.t(), quantizer=self.quantizer.transposed())
 
-    def float8(self) -> Tensor:
-        """The codes as a float8 tensor."""
-        return self.codes.view(self.quantizer.element_format().dtype)
-
     def scale_values(self) -> Tensor:
         """The scales as float32 numbers."""
         return self.quantizer.scale_values(self.scale)
