@@ -1,0 +1,91 @@
+"""Rows of the table in docs/behaviour.md: a test a row, run in eager mode and compiled.
+
+    @behaviour("Autograd", "gradient accumulation")
+    def test_accumulation(way): ...
+
+A test that passes is a cell that says "works". What raises says so by `way.raises`, and the cell is the error's text.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fp8compile._compat import TORCH_VERSION
+
+__all__ = ["OUTCOMES", "RECORD", "WAYS", "Cells", "Way", "behaviour", "recorded"]
+
+OUTCOMES = Path(__file__).parent / "outcomes"  # a file a PyTorch version; written by table.py
+RECORD = "FP8COMPILE_BEHAVIOUR"  # in the environment: the file to append outcomes to
+WAYS = ("eager", "compiled")
+Cells = dict[str, dict[str, dict[str, str]]]  # by group, row and way
+
+
+def behaviour(group: str, row: str, *, ways: tuple[str, ...] = WAYS) -> Callable:
+    """Make a test that takes ``way`` a row of the table.
+
+    Args:
+        group: The part of the table.
+        row: What a user does.
+        ways: In which columns it makes sense.
+    """
+
+    def mark(test: Callable) -> Callable:
+        test = pytest.mark.parametrize("way", ways, indirect=True)(test)
+        return pytest.mark.behaviour(group, row)(test)
+
+    return mark
+
+
+@cache
+def recorded(version: str) -> Cells:
+    """Cells of one PyTorch version; empty if none were recorded."""
+    path = OUTCOMES / f"{version}.json"
+    return json.loads(path.read_text()) if path.exists() else {}
+
+
+class Way:
+    """How a test runs, and what came of it.
+
+    Attributes:
+        name: "eager" or "compiled".
+        compiled: Whether this is the column of torch.compile.
+        outcome: What the table will say.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.compiled = name == "compiled"
+        self.outcome = "works"
+
+    def __call__(self, fn: Any, *, backend: str = "aot_eager", **options: Any) -> Any:
+        """``fn`` as it is, or compiled as one graph."""
+        return torch.compile(fn, fullgraph=True, backend=backend, **options) if self.compiled else fn
+
+    @contextmanager
+    def raises(self, kind: type[BaseException], *fragments: str) -> Iterator[None]:
+        """Expect an error whose text has all ``fragments``: its first line with one of them becomes the cell."""
+        with pytest.raises(kind) as caught:
+            yield
+        text = str(caught.value)
+        missing = [fragment for fragment in fragments if fragment not in text]
+        assert not missing, f"the error says nothing of {missing}:\n{text}"
+        line = next(line for line in text.splitlines() if any(fragment in line for fragment in fragments))
+        # Dynamo wraps what a fake kernel raises in errors of its own
+        found = re.match(r"(?:[\w.]*\.)?(\w+(?:Error|Exception)): (.*)", line.strip())
+        name, said = found.groups() if found else (type(caught.value).__name__, line.strip())
+        self.outcome = f"{name}: {said}"
+
+    def needs_torch(self, minimum: tuple[int, int], why: str) -> None:
+        """Skip below a version; the cell says why."""
+        if minimum > TORCH_VERSION:
+            self.outcome = f"needs PyTorch {minimum[0]}.{minimum[1]}: {why}"
+            pytest.skip(f"{self.outcome} (this is {torch.__version__})")
