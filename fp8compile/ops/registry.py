@@ -19,7 +19,7 @@ import torch
 
 from fp8compile import _compat
 
-__all__ = ["OPS", "Op", "register_op"]
+__all__ = ["OPS", "Op", "decompositions", "register_op"]
 
 Samples = Callable[[], Iterable[tuple[Any, ...]]]
 
@@ -97,3 +97,11 @@ def register_op(
         _compat.register_decomposition(overload, decompose)
     OPS[name] = Op(name=name, overload=overload, impl=impl, decompose=decompose, samples=samples)
     return overload
+
+
+def decompositions() -> dict[torch._ops.OpOverload, Callable]:
+    """Every registered operator in terms of PyTorch's own, as ``ExportedProgram.run_decompositions`` takes it.
+
+    What is left of a program then runs, and is saved and loaded, without this package.
+    """
+    return {op.overload: op.decompose or op.impl for op in OPS.values()}

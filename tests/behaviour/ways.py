@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._dynamo.exc import TorchDynamoException
 
 from fp8compile._compat import TORCH_VERSION
 
@@ -71,18 +72,29 @@ class Way:
         return torch.compile(fn, fullgraph=True, backend=backend, **options) if self.compiled else fn
 
     @contextmanager
-    def raises(self, kind: type[BaseException], *fragments: str) -> Iterator[None]:
-        """Expect an error whose text has all ``fragments``: its first line with one of them becomes the cell."""
-        with pytest.raises(kind) as caught:
+    def raises(self, kind: type[Exception], *fragments: str) -> Iterator[None]:
+        """Expect an error whose text has all ``fragments``: it becomes the cell.
+
+        What is raised while Dynamo traces, it raises as an error of its own, which quotes the original.
+        """
+        kinds = (kind, TorchDynamoException) if self.compiled else kind
+        with pytest.raises(kinds) as caught:
             yield
         text = str(caught.value)
         missing = [fragment for fragment in fragments if fragment not in text]
         assert not missing, f"the error says nothing of {missing}:\n{text}"
-        line = next(line for line in text.splitlines() if any(fragment in line for fragment in fragments))
-        # Dynamo wraps what a fake kernel raises in errors of its own
-        found = re.match(r"(?:[\w.]*\.)?(\w+(?:Error|Exception)): (.*)", line.strip())
-        name, said = found.groups() if found else (type(caught.value).__name__, line.strip())
-        self.outcome = f"{name}: {said}"
+        quoted = rf"\b{kind.__name__}(?:: |\(['\"])(.*{re.escape(fragments[0])}.*?)(?:['\"]\))?$"
+        found = re.search(quoted, text, re.MULTILINE)
+        said = found[1] if found else next(line.strip() for line in text.splitlines() if fragments[0] in line)
+        assert found or type(caught.value) is kind, f"not a {kind.__name__}:\n{text}"
+        self.outcome = f"{kind.__name__}: {said}"
+
+    def raises_as_before(self, kind: type[BaseException], fragment: str, run: Callable, *models: Any) -> None:
+        """Expect ``run(model)`` to raise the same for each model, the unconverted one among them."""
+        for model in models:
+            with self.raises(kind, fragment):
+                run(model)
+        self.outcome += " (the unconverted model too)"
 
     def needs_torch(self, minimum: tuple[int, int], why: str) -> None:
         """Skip below a version; the cell says why."""

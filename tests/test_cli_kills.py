@@ -1,0 +1,98 @@
+"""`kill -9` at any moment of `fp8compile train`, again and again: what the run prints in the end has the same bits."""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+RUN = [
+    "--dim",
+    "16",
+    "--layers",
+    "1",
+    "--heads",
+    "2",
+    "--kv-heads",
+    "1",
+    "--hidden",
+    "32",
+    "--seq",
+    "16",
+    "--batch",
+    "4",
+    "--steps",
+    "400",
+    "--eval-every",
+    "50",
+    "--eval-sequences",
+    "6",
+    "--checkpoint-every",
+    "3",
+    "--threads",
+    "1",
+    "--device",
+    "cpu",
+    "--recipe",
+    "rowwise",
+    "--compare",
+    "bf16",
+    "--no-compile",
+]
+
+
+def start(*arguments):
+    command = [sys.executable, "-m", "fp8compile", "train", *map(str, arguments)]
+    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+
+
+def finish(*arguments):
+    process = start(*arguments)
+    _, complaint = process.communicate(timeout=300)
+    assert process.returncode == 0, complaint
+
+
+def lines(folder):
+    try:
+        return (folder / "metrics.jsonl").read_bytes().count(b"\n")
+    except FileNotFoundError:
+        return 0
+
+
+def kill_at(process, folder, wanted, delay):
+    """Kill the run ``delay`` seconds after it wrote its ``wanted``-th line."""
+    while lines(folder) < wanted:
+        assert process.poll() is None, f"ended by itself: {process.stderr.read()}"
+        time.sleep(0.001)
+    time.sleep(delay)
+    process.kill()
+    process.communicate()
+
+
+def results(folder):
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [(row["arm"], row["kind"], row["step"], row["loss"]) for row in rows if row["kind"] != "done"]
+
+
+@pytest.mark.parametrize("kills", [3, pytest.param(20, marks=pytest.mark.slow)])
+def test_killed_at_random_moments_and_resumed(tmp_path, kills):
+    text = tmp_path / "text.txt"
+    text.write_text("".join(f"{number} squared is {number**2}\n" for number in range(700)))
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    finish(*RUN, "--data", text, "--out", whole)
+
+    moments = random.Random(0)
+    process = start(*RUN, "--data", text, "--out", killed)
+    for _ in range(kills):
+        # some 3 ms a step, some of them in the middle of writing a checkpoint
+        kill_at(process, killed, lines(killed) + moments.randint(1, 30), moments.uniform(0, 0.03))
+        process = start("--resume", killed)
+    _, complaint = process.communicate(timeout=300)
+    assert process.returncode == 0, complaint
+    assert results(killed) == results(whole)
