@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import shlex
 import subprocess
 import sys
 import time
@@ -12,39 +13,10 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-RUN = [
-    "--dim",
-    "16",
-    "--layers",
-    "1",
-    "--heads",
-    "2",
-    "--kv-heads",
-    "1",
-    "--hidden",
-    "32",
-    "--seq",
-    "16",
-    "--batch",
-    "4",
-    "--steps",
-    "400",
-    "--eval-every",
-    "50",
-    "--eval-sequences",
-    "6",
-    "--checkpoint-every",
-    "3",
-    "--threads",
-    "1",
-    "--device",
-    "cpu",
-    "--recipe",
-    "rowwise",
-    "--compare",
-    "bf16",
-    "--no-compile",
-]
+RUN = shlex.split(
+    "--dim 16 --layers 1 --heads 2 --kv-heads 1 --hidden 32 --seq 16 --batch 4 --steps 400 --eval-every 50 "
+    "--eval-sequences 6 --checkpoint-every 3 --threads 1 --device cpu --recipe rowwise --compare bf16 --no-compile"
+)
 
 
 def start(*arguments):

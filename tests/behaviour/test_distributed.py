@@ -68,9 +68,7 @@ def whole_ddp_compiled():
     return outcomes
 
 
-@behaviour(
-    "Parallel", "DDP: `torch.compile(DDP(model), fullgraph=True)`; compile inside, as above", ways=("compiled",)
-)
+@behaviour("Parallel", "DDP: `torch.compile(DDP(model), fullgraph=True)`; the way is above", ways=("compiled",))
 def test_compiled_ddp(way):
     for converted, unconverted in shared_ranks().run(whole_ddp_compiled):
         assert converted == unconverted

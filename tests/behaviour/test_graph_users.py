@@ -274,7 +274,7 @@ def test_profiler(way):
     model, x = mlp(), sample()
     call = way(model)
     call(x)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as profile:
         call(x).sum().backward()
     counts = {event.key: event.count for event in profile.key_averages()}
     assert {name: counts[f"fp8compile::{name}"] for name in ("linear", "grad_input", "grad_weight")} == {

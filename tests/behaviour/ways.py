@@ -46,6 +46,16 @@ def behaviour(group: str, row: str, *, ways: tuple[str, ...] = WAYS) -> Callable
     return mark
 
 
+# how Dynamo quotes an error: TypeError('text'), TypeError([ConstantVariable(str: 'text')])
+QUOTES_BEFORE = re.compile(r"""^(: |\(\[?(ConstantVariable\(str: )?['"])""")
+QUOTES_AFTER = re.compile(r"""['"]\)+\]?\)*$""")
+
+
+def shortened(text: str, limit: int = 300) -> str:
+    """The beginning of a text that is too long for a note."""
+    return text if len(text) <= limit else f"{text[:limit]} ..."
+
+
 @cache
 def recorded(version: str) -> Cells:
     """Cells of one PyTorch version; empty if none were recorded."""
@@ -83,11 +93,12 @@ class Way:
         text = str(caught.value)
         missing = [fragment for fragment in fragments if fragment not in text]
         assert not missing, f"the error says nothing of {missing}:\n{text}"
-        quoted = rf"\b{kind.__name__}(?:: |\(['\"])(.*{re.escape(fragments[0])}.*?)(?:['\"]\))?$"
-        found = re.search(quoted, text, re.MULTILINE)
-        said = found[1] if found else next(line.strip() for line in text.splitlines() if fragments[0] in line)
-        assert found or type(caught.value) is kind, f"not a {kind.__name__}:\n{text}"
-        self.outcome = f"{kind.__name__}: {said}"
+        line = next(line for line in text.splitlines() if fragments[0] in line)
+        _, quoted, said = line.rpartition(kind.__name__)
+        quoted = quoted and fragments[0] in said
+        assert quoted or type(caught.value) is kind, f"not a {kind.__name__}:\n{text}"
+        said = QUOTES_BEFORE.sub("", said) if quoted else line
+        self.outcome = f"{kind.__name__}: {shortened(QUOTES_AFTER.sub('', said).strip())}"
 
     def raises_as_before(self, kind: type[BaseException], fragment: str, run: Callable, *models: Any) -> None:
         """Expect ``run(model)`` to raise the same for each model, the unconverted one among them."""
