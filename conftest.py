@@ -10,6 +10,8 @@ import tempfile
 import pytest
 import torch
 
+pytest_plugins = ["pytester"]
+
 # xdist runs a worker a core; the tests' tensors are small
 torch.set_num_threads(1)
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")

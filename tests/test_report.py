@@ -59,18 +59,19 @@ def test_printed_after_convert():
     assert_expected_inline(
         str(f8.conversion_report(converted)),
         """\
-layer               module                           out x in  recipe              GEMMs in FP8 or why not
-attention.out_proj  NonDynamicallyQuantizableLinear  32 x 32   -                   a subclass of nn.Linear (NonDynamicallyQuantizableLinear), whose own forward would be lost
-up                  Linear                           64 x 32   rowwise_bf16_wgrad  output, grad_input
-down                Linear                           32 x 64   rowwise_bf16_wgrad  output, grad_input
-gate                Linear                           8 x 32    -                   tiny: a dim of 8 is less than 16
-exact               Linear                           32 x 32   -                   weights are torch.float64; FP8 layers take bfloat16, float16, float32
-scaled              Scaled                           32 x 32   -                   a subclass of nn.Linear (Scaled), whose own forward would be lost
-experts.w1          Experts                          64 x 32   -                   a 3-D parameter (experts?), no nn.Linear
-experts.router      Linear                           4 x 32    -                   tiny: a dim of 4 is less than 16
-c_attn.weight       Conv1D                           96 x 32   -                   no nn.Linear
-lm_head             Linear                           100 x 32  rowwise_bf16_wgrad  output, grad_input
-3 of 10 converted""",  # noqa: E501
+layer                     module                           out x in  recipe              GEMMs in FP8 or why not
+attention.in_proj_weight  MultiheadAttention               96 x 32   -                   no nn.Linear
+attention.out_proj        NonDynamicallyQuantizableLinear  32 x 32   -                   a subclass of nn.Linear (NonDynamicallyQuantizableLinear), whose own forward would be lost
+up                        Linear                           64 x 32   rowwise_bf16_wgrad  output, grad_input
+down                      Linear                           32 x 64   rowwise_bf16_wgrad  output, grad_input
+gate                      Linear                           8 x 32    -                   tiny: a dim of 8 is less than 16
+exact                     Linear                           32 x 32   -                   weights are torch.float64; FP8 layers take bfloat16, float16, float32
+scaled                    Scaled                           32 x 32   -                   a subclass of nn.Linear (Scaled), whose own forward would be lost
+experts.w1                Experts                          64 x 32   -                   a 3-D parameter (experts?), no nn.Linear
+experts.router            Linear                           4 x 32    -                   tiny: a dim of 4 is less than 16
+c_attn.weight             Conv1D                           96 x 32   -                   no nn.Linear
+lm_head                   Linear                           100 x 32  rowwise_bf16_wgrad  output, grad_input
+3 of 11 converted""",  # noqa: E501
     )
 
 
@@ -171,3 +172,21 @@ def test_a_linear_in_two_places_has_one_row():
     shared = nn.Linear(32, 32)
     report = f8.conversion_report(f8.convert(nn.ModuleDict({"a": shared, "b": shared}), f8.recipes.rowwise()))
     assert [r.fqn for r in report.rows] == ["a"]
+
+
+def test_weights_of_attention_and_recurrent_layers_are_listed_and_embeddings_and_positions_are_not():
+    model = nn.ModuleDict(
+        {
+            "attention": nn.MultiheadAttention(32, 4),
+            "lstm": nn.LSTM(32, 48),
+            "embedding": nn.Embedding(100, 32),
+            "norm": nn.LayerNorm(32),
+            "conv": nn.Conv1d(32, 32, 3),
+        }
+    )
+    model.position = nn.Parameter(torch.zeros(1, 100, 32))
+    rows = {row.fqn: row.reason for row in f8.conversion_report(model).rows}
+    assert rows.pop("attention.out_proj").startswith("convert() has not seen it")
+    assert rows == dict.fromkeys(
+        ["attention.in_proj_weight", "lstm.weight_ih_l0", "lstm.weight_hh_l0"], "no nn.Linear"
+    )

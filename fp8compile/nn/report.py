@@ -80,15 +80,27 @@ def _linear_row(fqn: str, module: nn.Linear) -> ConversionRow:
     )
 
 
+EXPERTS = "a 3-D parameter (experts?), no nn.Linear"
+NO_LINEAR = "no nn.Linear"
+
+
+def _not_linear(module: nn.Module, name: str, parameter: nn.Parameter) -> str | None:
+    """Why a matrix that is multiplied without a nn.Linear can't be converted; None if it is no such matrix."""
+    if parameter.ndim == 3 and parameter.shape[0] > 1 and not isinstance(module, nn.modules.conv._ConvNd):
+        return EXPERTS
+    looked_up = isinstance(module, (nn.Embedding, nn.EmbeddingBag))
+    return NO_LINEAR if parameter.ndim == 2 and "weight" in name and not looked_up else None
+
+
 def _weight_rows(fqn: str, module: nn.Module) -> list[ConversionRow]:
-    """Matrices that are multiplied without a nn.Linear: stacked experts, and layers such as GPT-2's Conv1D."""
+    """Matrices that are multiplied without a nn.Linear: stacked experts, routers, attention's, GPT-2's Conv1D."""
     rows = []
     for name, parameter in module.named_parameters(recurse=False):
-        stacked = parameter.ndim == 3 and not isinstance(module, nn.modules.conv._ConvNd)
-        conv1d = parameter.ndim == 2 and type(module).__name__ == "Conv1D"
-        if not (stacked or conv1d):
+        if (reason := _not_linear(module, name, parameter)) is None:
             continue
-        reason = "a 3-D parameter (experts?), no nn.Linear" if stacked else "no nn.Linear"
+        *_, out_features, in_features = parameter.shape
+        if type(module).__name__ == "Conv1D":  # keeps its weight as (in, out)
+            in_features, out_features = out_features, in_features
         rows.append(
             ConversionRow(
                 fqn=f"{fqn}.{name}" if fqn else name,
@@ -96,8 +108,8 @@ def _weight_rows(fqn: str, module: nn.Module) -> list[ConversionRow]:
                 converted=False,
                 reason=reason,
                 recipe=None,
-                in_features=parameter.shape[-1] if stacked else parameter.shape[0],
-                out_features=parameter.shape[-2] if stacked else parameter.shape[1],
+                in_features=in_features,
+                out_features=out_features,
             )
         )
     return rows
@@ -106,7 +118,8 @@ def _weight_rows(fqn: str, module: nn.Module) -> list[ConversionRow]:
 def conversion_report(model: nn.Module) -> ConversionReport:
     """Which layers of a model run in FP8, which GEMMs of each, and why the others don't.
 
-    Lists every ``nn.Linear`` and subclass, and what multiplies without one: 3-D parameters of experts, ``Conv1D``.
+    Lists every ``nn.Linear`` and subclass, and what seems to multiply without one: 3-D parameters, as of experts, and
+    2-D weights of other modules than embeddings, as of routers, ``Conv1D`` and ``nn.MultiheadAttention``.
 
     Args:
         model: Any module, converted or not.

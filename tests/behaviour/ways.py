@@ -48,7 +48,7 @@ def behaviour(group: str, row: str, *, ways: tuple[str, ...] = WAYS) -> Callable
 
 # how Dynamo quotes an error: TypeError('text'), TypeError([ConstantVariable(str: 'text')])
 QUOTES_BEFORE = re.compile(r"""^(: |\(\[?(ConstantVariable\(str: )?['"])""")
-QUOTES_AFTER = re.compile(r"""['"]\)+\]?\)*$""")
+QUOTES_AFTER = re.compile(r"""(['"]\)+\]?\)*)+$""")
 
 
 def shortened(text: str, limit: int = 300) -> str:

@@ -1,0 +1,56 @@
+"""How many floating-point operations our products are, for `torch.utils.flop_counter`.
+
+With them `FlopCounterMode`, and what measures utilization by it, counts a converted model as it counts the unconverted
+one. Quantizing is no product and counts nothing, as elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from math import prod
+from typing import Any
+
+import torch
+
+from fp8compile import _compat
+from fp8compile.ops.linear import grad_input, grad_weight, linear
+from fp8compile.ops.scaled_mm import scaled_mm
+
+__all__ = ["FLOP_FORMULAS"]
+
+Shape = Sequence[int]
+
+
+def _linear(x: Shape, weight: Shape, *_: Any, **__: Any) -> int:
+    return 2 * prod(x) * weight[0]
+
+
+def _grad_input(grad_output: Shape, weight: Shape, *_: Any, **__: Any) -> int:
+    return 2 * prod(grad_output) * weight[1]
+
+
+def _grad_weight(grad_output: Shape, x: Shape, *_: Any, **__: Any) -> int:
+    return 2 * prod(grad_output) * x[-1]
+
+
+def _scaled_mm(a: Shape, b: Shape, *_: Any, **__: Any) -> int:
+    return 2 * prod(a) * b[1]
+
+
+FLOP_FORMULAS: dict[torch._ops.OpOverload, Callable[..., int]] = {
+    linear: _linear,
+    grad_input: _grad_input,
+    grad_weight: _grad_weight,
+    scaled_mm: _scaled_mm,
+}
+
+
+def _register() -> None:
+    from torch.utils.flop_counter import register_flop_formula
+
+    for op, formula in FLOP_FORMULAS.items():
+        register_flop_formula(op.overloadpacket)(formula)
+
+
+# importing it costs 0.15 s, which `import fp8compile` must not pay
+_compat.when_imported("torch.utils.flop_counter", _register)

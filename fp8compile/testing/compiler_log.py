@@ -1,0 +1,245 @@
+"""What the compiler says of itself: graph breaks, recompilations and bypassed caches, from PyTorch's structured log.
+
+`fullgraph=True` stops at the first break, and counters have no places. The log that `TORCH_TRACE` writes has
+everything, with the user's file and line; here it is listened to instead of written.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+__all__ = ["FRAME", "TORCH", "CacheBypass", "CompilerLog", "GraphBreak", "Recompile", "listen"]
+
+BREAK = re.compile(
+    r"Graph break in user code at (?P<file>.*):(?P<line>\d+)\n"
+    r"Graph Break Reason: (?P<reason>.*?)"
+    r"(?:\n\s*User code traceback:\n(?P<stack>.*))?\Z",
+    re.DOTALL,
+)
+# what precedes the reason proper: which bytecode was traced, or that the rest of the function won't be compiled
+PREFIX = re.compile(
+    r"\A\s*((Encountered graph break|Failed to handle graph break)[^\n]*?(Graph break encountered:\s*|\n)|"
+    r"Graph break encountered:\s*)"
+)
+GIVES_UP = re.compile("skipping", re.IGNORECASE)
+LINK = re.compile(r"https?://\S*?/(gb\d+)\.html")
+SECTION = re.compile(r"^ {2}(Explanation|Hint): ", re.MULTILINE)
+FRAME = re.compile(r'^\s*File "(?P<file>.*)", line (?P<line>\d+), in (?P<function>.*)$', re.MULTILINE)
+TORCH = str(Path(torch.__file__).parent)
+OWN = str(Path(__file__).parent)
+BYPASSES = {
+    "aotautograd_cache_bypass": "AOTAutograd",
+    "fx_graph_cache_bypass": "FX graph",
+    "dynamo_cache_bypass": "Dynamo",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class GraphBreak:
+    """A place where one graph ends and the interpreter goes on.
+
+    Attributes:
+        reason: One line.
+        explanation: PyTorch's, may be empty.
+        hints: PyTorch's.
+        code: PyTorch's number of the kind of break, such as "gb0059", or empty.
+        url: Its page.
+        file: Of the user's code.
+        line: In it.
+        gives_up: Whether PyTorch runs the rest of the function without a graph.
+        stack: The user's frames that lead there, outermost first, each ``file:line in function``.
+    """
+
+    reason: str
+    explanation: str
+    hints: tuple[str, ...]
+    code: str
+    url: str
+    file: str
+    line: int
+    gives_up: bool
+    stack: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recompile:
+    """A function compiled again, because what an earlier graph of it relies on no longer holds.
+
+    Attributes:
+        function: Its name.
+        file: Where it is.
+        line: Its first line.
+        guards: Conditions that failed, the newest graph's first.
+        call: Number of the call that needed it, the first is 0.
+    """
+
+    function: str
+    file: str
+    line: int
+    guards: tuple[str, ...]
+    call: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheBypass:
+    """A graph that no cache on disk will hold: every process compiles it anew.
+
+    Attributes:
+        cache: Which one.
+        reason: PyTorch's.
+        file: Of the line that is the cause; empty where it isn't known.
+        line: 0 where it isn't known.
+    """
+
+    cache: str
+    reason: str
+    file: str = ""
+    line: int = 0
+
+
+@dataclass
+class CompilerLog:
+    """What was heard, in its order.
+
+    Attributes:
+        graphs: How many were compiled.
+        breaks: Each place once, however often its function was compiled.
+        bypasses: By graph number, the cache's name and its reason.
+        functions: Name, file and first line of what was compiled, by graph number.
+    """
+
+    breaks: list[GraphBreak] = field(default_factory=list)
+    bypasses: list[tuple[str, str, str]] = field(default_factory=list)
+    functions: dict[str, tuple[str, str, int]] = field(default_factory=dict)
+    graphs: int = 0
+    call: int = 0
+    _recompiles: list[tuple[str, tuple[str, ...], int]] = field(default_factory=list)
+
+    @property
+    def recompiles(self) -> list[Recompile]:
+        """Functions compiled again."""
+        found = []
+        for compile_id, guards, call in self._recompiles:
+            name, file, line = self.functions.get(compile_id, ("a function", "", 0))
+            found.append(Recompile(function=name, file=file, line=line, guards=guards, call=call))
+        return found
+
+    def hear(self, metadata: dict[str, Any], payload: str) -> None:
+        """Take in one record of the log."""
+        compile_id = f"{metadata.get('frame_id')}/{metadata.get('frame_compile_id')}"
+        name = metadata.get("artifact", {}).get("name")
+        if name == "dynamo_graph_break_reason":
+            self._hear_break(payload)
+        elif name == "recompile_reasons":
+            reasons = _json_or_text(payload)
+            guards = reasons if isinstance(reasons, list) else [str(reasons)]
+            self._recompiles.append((compile_id, tuple(map(_guard, guards)), self.call))
+        elif name in BYPASSES:
+            reason = _json_or_text(payload)
+            reason = reason.get("cache_bypass_reason", reason) if isinstance(reason, dict) else reason
+            self.bypasses.append((compile_id, BYPASSES[name], _one_line(str(reason))))
+        elif "dynamo_output_graph" in metadata:
+            self.graphs += 1
+        elif "compilation_metrics" in metadata:
+            metrics = metadata["compilation_metrics"]
+            code = (metrics["co_name"], metrics["co_filename"], metrics["co_firstlineno"])
+            self.functions[metrics["compile_id"]] = code
+
+    def _hear_break(self, text: str) -> None:
+        found = parse_break(text)
+        for number, other in enumerate(self.breaks):
+            if (found.file, found.line, found.reason) == (other.file, other.line, other.reason):
+                self.breaks[number] = max(found, other, key=lambda each: each.gives_up)
+                return
+        self.breaks.append(found)
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())
+
+
+def _json_or_text(payload: str) -> Any:
+    try:
+        return json.loads(payload)
+    except json.JSONDecodeError:
+        return payload
+
+
+def _guard(text: str) -> str:
+    """A guard that failed, in one line, with the place that it comes from where PyTorch tells."""
+    condition, _, trace = text.partition("\n")
+    frames = [f"{m['file']}:{m['line']}" for m in FRAME.finditer(trace)]
+    condition = _one_line(re.sub(r"^\d+/\d+: ", "", condition))
+    return f"{condition} [{frames[0]}]" if frames else condition
+
+
+def _user_frames(trace: str) -> Iterator[str]:
+    """Frames of a printed stack, without PyTorch's and ours."""
+    for frame in FRAME.finditer(trace):
+        if not frame["file"].startswith((TORCH, OWN)):
+            yield f"{frame['file']}:{frame['line']} in {frame['function']}"
+
+
+def parse_break(text: str) -> GraphBreak:
+    """A break from the text that PyTorch logs of it; what it doesn't know the form of becomes the reason."""
+    match = BREAK.match(text)
+    if match is None:
+        reason = _one_line(text.partition("\n")[0])
+        return GraphBreak(
+            reason=reason, explanation=text, hints=(), code="", url="", file="", line=0, gives_up=False, stack=()
+        )
+    body = match["reason"].strip()
+    prefix = PREFIX.match(body)
+    body = PREFIX.sub("", body)
+    link = LINK.search(body)
+    body = re.split(r"\n\s*(?:Developer debug context|For more details)", body)[0]
+    title, *sections = SECTION.split(body)
+    parts = list(zip(sections[::2], sections[1::2], strict=True))
+    return GraphBreak(
+        reason=_one_line(title) or "unknown",
+        explanation=" ".join(_one_line(t) for kind, t in parts if kind == "Explanation"),
+        hints=tuple(_one_line(t) for kind, t in parts if kind == "Hint"),
+        code=link[1] if link else "",
+        url=link[0] if link else "",
+        file=match["file"],
+        line=int(match["line"]),
+        gives_up=prefix is not None and GIVES_UP.search(prefix[0]) is not None,
+        stack=tuple(_user_frames(match["stack"] or "")),
+    )
+
+
+class _Listener(logging.Handler):
+    def __init__(self, log: CompilerLog) -> None:
+        super().__init__(level=logging.DEBUG)
+        self.log = log
+
+    def emit(self, record: logging.LogRecord) -> None:
+        metadata = getattr(record, "metadata", None)
+        if metadata is not None:
+            self.log.hear(metadata, getattr(record, "payload", None) or "")
+
+
+@contextmanager
+def listen() -> Iterator[CompilerLog]:
+    """Collect what the compiler logs while this runs."""
+    logger = logging.getLogger("torch.__trace")  # PyTorch sets it up when imported
+    level, propagate, log = logger.level, logger.propagate, CompilerLog()
+    listener = _Listener(log)
+    logger.addHandler(listener)
+    logger.setLevel(logging.DEBUG)
+    logger.propagate = False  # who captures logs, as pytest does, would get thousands of lines
+    try:
+        yield log
+    finally:
+        logger.removeHandler(listener)
+        logger.setLevel(level)
+        logger.propagate = propagate

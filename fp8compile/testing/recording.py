@@ -1,0 +1,96 @@
+"""A backend of torch.compile that keeps the graphs it is given: Dynamo's, and AOTAutograd's forward and backward."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from fp8compile.testing.compiler_log import FRAME, TORCH
+
+__all__ = ["BACKENDS", "KeptGraph", "Recording", "user_place"]
+
+BACKENDS = ("aot_eager", "inductor")
+
+
+@dataclass
+class KeptGraph:
+    """One graph on its way through the compiler.
+
+    Attributes:
+        compile_id: PyTorch's number of the compilation, ``function/attempt``.
+        dynamo: As Dynamo traced it.
+        forward: After AOTAutograd; with Inductor as backend, decomposed.
+        backward: Likewise, None if no gradient is asked for.
+    """
+
+    compile_id: str
+    dynamo: fx.GraphModule
+    forward: fx.GraphModule | None = None
+    backward: fx.GraphModule | None = None
+
+
+class Recording:
+    """The backend.
+
+    Args:
+        backend: "aot_eager" runs the graphs as they are, "inductor" compiles them.
+
+    Attributes:
+        graphs: In the order of compilation.
+    """
+
+    def __init__(self, backend: str = "aot_eager") -> None:
+        if backend not in BACKENDS:
+            raise ValueError(f"backend is {backend!r}; it is one of {', '.join(BACKENDS)}.")
+        self.backend = backend
+        self.graphs: list[KeptGraph] = []
+
+    @property
+    def traced(self) -> list[fx.GraphModule]:
+        """Forward and backward graphs, one after the other."""
+        return [graph for kept in self.graphs for graph in (kept.forward, kept.backward) if graph is not None]
+
+    def __call__(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable:
+        """Keep the graph and compile it."""
+        kept = KeptGraph(str(torch._guards.CompileContext.current_compile_id()), graph)
+        self.graphs.append(kept)
+        return (_compile_by_inductor if self.backend == "inductor" else _run_as_is)(kept, graph, inputs)
+
+
+def _run_as_is(kept: KeptGraph, graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable:
+    from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
+    from torch._dynamo.backends.common import aot_autograd
+
+    def keep(which: str, graph: fx.GraphModule, _: Sequence[Any]) -> Callable:
+        setattr(kept, which, graph)
+        return make_boxed_func(graph)
+
+    backend = aot_autograd(
+        fw_compiler=functools.partial(keep, "forward"),
+        bw_compiler=functools.partial(keep, "backward"),
+        partition_fn=min_cut_rematerialization_partition,
+        keep_inference_input_mutations=True,
+    )
+    return backend(graph, inputs)
+
+
+def _compile_by_inductor(kept: KeptGraph, graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable:
+    from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+
+    def keep(graph: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Any:
+        setattr(kept, "backward" if options.get("is_backward") else "forward", graph)
+        return compile_fx_inner(graph, inputs, **options)
+
+    return compile_fx(graph, list(inputs), inner_compile=keep)
+
+
+def user_place(node: fx.Node) -> tuple[str, int]:
+    """File and line that a node comes from, outside PyTorch; an empty name where that isn't known."""
+    frames = FRAME.findall(node.meta.get("stack_trace") or "")
+    file, line, _ = next((frame for frame in reversed(frames) if not frame[0].startswith(TORCH)), ("", "0", ""))
+    return file, int(line)

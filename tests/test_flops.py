@@ -1,0 +1,92 @@
+"""FlopCounterMode counts a converted model as it counts the unconverted one."""
+
+from __future__ import annotations
+
+import copy
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+import fp8compile as f8
+
+BIASES = {"with bias": True, "without bias": False}
+SHAPES = {"2-D": (24,), "3-D": (4, 6), "4-D": (2, 3, 4)}
+TOKENS, K, H, N = 24, 32, 48, 16
+
+
+def mlp(*, bias=True):
+    return nn.Sequential(nn.Linear(K, H, bias=bias), nn.ReLU(), nn.Linear(H, N, bias=bias)).to(torch.bfloat16)
+
+
+def flops(model, x):
+    """Of the forward, and of the backward."""
+    with FlopCounterMode(display=False) as forward:
+        y = model(x)
+    with FlopCounterMode(display=False) as backward:
+        y.float().sum().backward()
+    return forward.get_total_flops(), backward.get_total_flops()
+
+
+@pytest.mark.parametrize("recipe", f8.recipes.names())
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+@pytest.mark.parametrize("bias", BIASES.values(), ids=BIASES)
+def test_a_converted_mlp_counts_as_before(recipe, shape, bias):
+    model = mlp(bias=bias)
+    x = torch.randn(*shape, K, dtype=torch.bfloat16, requires_grad=True)
+    expected = flops(model, x)
+    found = flops(f8.convert(copy.deepcopy(model), f8.recipes.by_name(recipe)), x)
+    by_hand = 2 * TOKENS * (K * H + H * N)
+    assert found == expected == (by_hand, 2 * by_hand)
+
+
+def test_products_that_nobody_needs_are_not_counted():
+    """A frozen first weight drops its grad_weight, an input without gradient its grad_input."""
+    model = f8.convert(mlp(), f8.recipes.rowwise())
+    x = torch.randn(TOKENS, K, dtype=torch.bfloat16, requires_grad=True)
+    model[0].weight.requires_grad = False
+    first, second = 2 * TOKENS * K * H, 2 * TOKENS * H * N
+    assert flops(model, x) == (first + second, first + 2 * second)
+    assert flops(model, x.detach()) == (first + second, 2 * second)
+
+
+def test_a_product_of_quantized_matrices_counts_as_a_matmul():
+    rows = f8.CurrentScaling(block=(1, -1))
+    a, b = (f8.quantize(torch.randn(m, K, dtype=torch.bfloat16), rows) for m in (TOKENS, N))
+    with FlopCounterMode(display=False) as counter:
+        f8.scaled_mm(a, b.t(), out_dtype=torch.bfloat16)
+    assert counter.get_total_flops() == 2 * TOKENS * K * N
+
+
+def test_each_op_is_counted_under_its_own_name():
+    model = f8.convert(mlp(), f8.recipes.rowwise())
+    x = torch.randn(TOKENS, K, dtype=torch.bfloat16, requires_grad=True)
+    with FlopCounterMode(display=False) as counter:
+        model(x).float().sum().backward()
+    one = 2 * TOKENS * (K * H + H * N)
+    counts = {str(op): count for op, count in counter.get_flop_counts()["Global"].items()}
+    assert counts == {f"fp8compile.{name}": one for name in ("linear", "grad_input", "grad_weight")}
+
+
+ORDERS = {
+    "fp8compile first": "import fp8compile, torch.utils.flop_counter as counter",
+    "the counter first": "import torch.utils.flop_counter as counter, fp8compile",
+}
+
+
+@pytest.mark.parametrize("imports", ORDERS.values(), ids=ORDERS)
+def test_formulas_are_there_whichever_import_comes_first(imports):
+    program = f"import torch; {imports}; print(*(op for op in counter.flop_registry if 'fp8compile' in str(op)))"
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    names = ("linear", "grad_input", "grad_weight", "scaled_mm")
+    assert sorted(result.stdout.split()) == sorted(f"fp8compile.{name}" for name in names)
+
+
+def test_importing_fp8compile_does_not_import_the_counter():
+    program = "import sys, fp8compile; print('torch.utils.flop_counter' in sys.modules)"
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert result.stdout.strip() == "False", result.stderr
