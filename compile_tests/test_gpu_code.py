@@ -18,6 +18,7 @@ import fp8compile as f8
 from benchmarks.kernels import kernel_row
 from benchmarks.table import lines
 from fp8compile.testing import gpu_code
+from fp8compile.testing.cubin import kernel_resources
 
 pytestmark = [
     pytest.mark.skipif(
@@ -49,6 +50,19 @@ bf16                          2          3   2.164            3          6   4.0
 tensorwise                    9          3   3.238           10          6   4.749   7.987
 rowwise                       5          3   2.349           12          6   5.191   7.540
 rowwise_bf16_wgrad            5          3   2.651            8          6   4.684   7.336""",
+        )
+
+    @pytest.mark.skipif(TORCH != "2.13", reason=f"the table is that of PyTorch 2.13, this is {TORCH}")
+    @pytest.mark.skipif(not importlib.util.find_spec("torchao"), reason="shows torchao, which is not installed")
+    def test_kernels_gemms_and_bytes_of_torchao(self):
+        rows = [row_of(f"torchao {name}") for name in ("tensorwise", "rowwise", "rowwise_with_gw_hp")]
+        self.assertExpectedInline(
+            "\n".join(lines(rows)),
+            """\
+block                       fwd kernels  fwd GEMMs  fwd GB  bwd kernels  bwd GEMMs  bwd GB  sum GB
+torchao tensorwise                    9          3   3.238            9          6   4.749   7.987
+torchao rowwise                       5          3   2.349           18          6   8.076  10.425
+torchao rowwise_with_gw_hp            5          3   2.651           10          6   4.934   7.585""",
         )
 
 
@@ -144,6 +158,62 @@ def test_no_division_is_repeated_for_each_element(block):
 def test_without_realize_the_division_would_be_repeated(block):
     with mock.patch.object(import_module("fp8compile.ops.scale"), "realize", lambda x: x):
         assert divisions_beside_a_cast(layer_code(block))
+
+
+# ---------------------------------------------------------------------------------- fusions
+
+
+def normed_layer():
+    """Forward code of a norm and a layer; each operand's cast fuses with what makes the operand, or stands alone."""
+    with FakeTensorMode():
+        norm = torch.nn.RMSNorm(4096, dtype=torch.bfloat16).requires_grad_(requires_grad=False)
+        weight = torch.empty(8192, 4096, dtype=torch.bfloat16)
+        (code,) = gpu_code(
+            lambda x: f8.linear(norm(x), weight, recipe=f8.recipes.rowwise()),
+            torch.empty(4096, 4096, dtype=torch.bfloat16),
+        )
+    return code
+
+
+def test_the_cast_is_in_the_kernel_of_the_norm():
+    code = normed_layer()
+    kinds = [launch.kind for launch in code.launches]
+    assert kinds == ["triton", "triton", "gemm"], "\n".join(map(str, code.launches))
+    assert {"aten.rsqrt", "fp8compile.linear"} <= set(code.launches[0].ops), "\n".join(map(str, code.launches))
+
+
+def test_a_fusion_broken_on_purpose_is_seen():
+    """A cast that Inductor can't look into: another launch, and the norm's output goes through memory."""
+    whole = normed_layer()
+    cast = torch.ops.fp8compile.cast.default
+    from torch._inductor import decomposition
+
+    with mock.patch.dict(decomposition.decompositions):
+        del decomposition.decompositions[cast]
+        decomposition.fast_random_decomps.cache_clear()
+        broken = normed_layer()
+    decomposition.fast_random_decomps.cache_clear()
+    assert [launch.kind for launch in broken.launches].count("opaque") == 2
+    assert broken.bytes > whole.bytes
+
+
+def test_launches_account_for_every_byte():
+    with FakeTensorMode():
+        x, w = (torch.empty(m, 256, dtype=torch.bfloat16, requires_grad=True) for m in (512, 128))
+        codes = gpu_code(lambda x, w: f8.linear(x.relu(), w, recipe=f8.recipes.rowwise()).exp(), x, w)
+    for code in codes:
+        assert sum(launch.bytes_read + launch.bytes_written for launch in code.launches) == code.bytes
+        assert tuple(launch.name for launch in code.launches if launch.kind == "gemm") == code.gemms
+        assert {launch.name for launch in code.launches if launch.kind == "triton"} == set(code.kernels)
+
+
+def test_kernels_compile_for_sm_90_without_spills():
+    code = layer_code((1, -1))
+    found = kernel_resources(code.source)
+    assert {resources.name for resources in found} == set(code.kernels)
+    assert all(0 < resources.registers <= 255 for resources in found)
+    # Inductor times its configurations on the GPU and takes the best: one without spills has to be among them
+    assert all(any(r.spilled_bytes == 0 for r in found if r.name == name) for name in code.kernels), [*map(str, found)]
 
 
 # ---------------------------------------------------------------------------------- the tool

@@ -111,18 +111,23 @@ class CompilerLog:
     """What was heard, in its order.
 
     Attributes:
-        graphs: How many were compiled.
         breaks: Each place once, however often its function was compiled.
         bypasses: By graph number, the cache's name and its reason.
         functions: Name, file and first line of what was compiled, by graph number.
+        call: Number of the call that is being made.
     """
 
     breaks: list[GraphBreak] = field(default_factory=list)
     bypasses: list[tuple[str, str, str]] = field(default_factory=list)
     functions: dict[str, tuple[str, str, int]] = field(default_factory=dict)
-    graphs: int = 0
     call: int = 0
+    _graphs: set[str] = field(default_factory=set)  # of compilations: one that starts over logs its graph twice
     _recompiles: list[tuple[str, tuple[str, ...], int]] = field(default_factory=list)
+
+    @property
+    def graphs(self) -> int:
+        """How many were compiled."""
+        return len(self._graphs)
 
     @property
     def recompiles(self) -> list[Recompile]:
@@ -148,7 +153,7 @@ class CompilerLog:
             reason = reason.get("cache_bypass_reason", reason) if isinstance(reason, dict) else reason
             self.bypasses.append((compile_id, BYPASSES[name], _one_line(str(reason))))
         elif "dynamo_output_graph" in metadata:
-            self.graphs += 1
+            self._graphs.add(compile_id)
         elif "compilation_metrics" in metadata:
             metrics = metadata["compilation_metrics"]
             code = (metrics["co_name"], metrics["co_filename"], metrics["co_firstlineno"])

@@ -37,12 +37,41 @@ from fp8compile.ops import gemm
 from fp8compile.quantizers import Quantizer
 from fp8compile.testing.h200 import H200, pretend_h200
 
-__all__ = ["GpuCode", "gpu_code"]
+__all__ = ["GpuCode", "Launch", "gpu_code"]
 
 Graph = tuple[fx.GraphModule, list[Any]]  # and its inputs
 
+SOURCE_OP = "fp8compile.testing.source_op"  # in a node's meta, where tracing again keeps it
 KERNEL = re.compile(r"^def (triton_\w+)\(", re.MULTILINE)
+LAUNCH = re.compile(
+    r"^\s+(?:\w+ = )?(?:(?P<triton>triton_\w+)\.run|extern_kernels\.(?P<extern>\w+)|torch\.ops\.(?P<op>[\w.]+))\(",
+    re.MULTILINE,
+)
 GEMM = re.compile(r"^(?!\s*#).*?\b(?:extern_kernels|torch\.ops\.\w+)\.(\w*mm\w*)(?:\.\w+)?\(", re.MULTILINE)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launch:
+    """One kernel that the generated code starts.
+
+    Attributes:
+        name: Of the Triton kernel, or of the operator that is called.
+        kind: "triton" for generated code, "gemm" for a library's matrix product, "opaque" for any other operator that
+            Inductor can't look into: what it launches inside isn't known.
+        ops: Operators that it does the work of, before Inductor took them apart, in their order.
+        bytes_read: Each buffer once.
+        bytes_written: Each buffer once.
+    """
+
+    name: str
+    kind: str
+    ops: tuple[str, ...]
+    bytes_read: int
+    bytes_written: int
+
+    def __str__(self) -> str:
+        moved = f"{self.bytes_read / 1e6:.3f} MB read, {self.bytes_written / 1e6:.3f} MB written"
+        return f"{self.kind} {self.name}: {moved}, {', '.join(self.ops) or 'no operator of the graph'}"
 
 
 @dataclass(frozen=True)
@@ -52,10 +81,12 @@ class GpuCode:
     Attributes:
         source: The Python file with Triton kernels and the calls.
         bytes: Read and written by kernels and GEMMs, as Inductor counts: each buffer once a kernel.
+        launches: Kernels and library calls in their order.
     """
 
     source: str
     bytes: int
+    launches: tuple[Launch, ...]
 
     @cached_property
     def kernels(self) -> tuple[str, ...]:
@@ -109,9 +140,40 @@ def _empty_outputs(graph: fx.GraphModule) -> list[Any]:
     ]
 
 
+def _ops_of(node: Any) -> tuple[str, ...]:
+    """Operators that a node of Inductor's schedule comes from, as they were in the graph before decomposition."""
+    origins = {origin for part in node.get_nodes() for origin in getattr(part.node, "origins", ())}
+    ops = (origin.meta.get("custom", {}).get(SOURCE_OP) for origin in sorted(origins))
+    return tuple(dict.fromkeys(op for op in ops if op))
+
+
+def _launches(nodes: Sequence[Any], source: str) -> tuple[Launch, ...]:
+    """Nodes of the schedule beside the calls that were printed for them, both in one order."""
+    from torch._inductor import ir
+
+    nodes = [node for node in nodes if not isinstance(getattr(node, "node", None), ir.MultiOutput)]
+    calls = [match.groupdict() for match in LAUNCH.finditer(source[source.index("def call(") :])]
+    if len(nodes) != len(calls):
+        raise RuntimeError(
+            f"gpu_code: {len(nodes)} kernels were scheduled and {len(calls)} calls found in the generated code, so "
+            f"their bytes can't be told apart. PyTorch {torch.__version__} prints code in another form than known here."
+        )
+    found = []
+    for node, call in zip(nodes, calls, strict=True):
+        name = call["triton"] or call["extern"] or call["op"]
+        kind = "triton" if call["triton"] else "gemm" if "mm" in name.rpartition(".")[2] or "mm." in name else "opaque"
+        total, written = node.get_read_write_buffers_sizes(), node.get_write_buffer_sizes()
+        found.append(
+            Launch(name=name, kind=kind, ops=_ops_of(node), bytes_read=total - written, bytes_written=written)
+        )
+    return tuple(found)
+
+
 def _moved(graph: fx.GraphModule) -> fx.GraphModule:
     graph = copy.deepcopy(graph)
     for node in graph.graph.nodes:
+        if source := node.meta.get("original_aten"):
+            node.meta["custom"] = {**node.meta.get("custom", {}), SOURCE_OP: str(source).removesuffix(".default")}
         if "device" in node.kwargs:
             node.kwargs = {**node.kwargs, "device": torch.device("cuda", 0)}
     graph.recompile()
@@ -129,19 +191,24 @@ def _lower(graph: fx.GraphModule, inputs: Sequence[Any]) -> GpuCode:
 
     def take(lowering: GraphLowering) -> SimpleNamespace:
         code, _ = lowering.codegen()
-        found.append(GpuCode(getattr(code, "value", code), lowering.count_bytes()[0]))
+        source = getattr(code, "value", code)
+        total, counts, _ = lowering.count_bytes()
+        found.append(GpuCode(source, total, _launches([node for node, _ in counts], source)))
         return SimpleNamespace(call=lambda inputs: None, __file__="not loaded", runner=None)
 
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with (
         pretend_h200(),
         mock.patch.object(GraphLowering, "compile_to_module", take),
-        config.patch(fx_graph_cache=False, compile_threads=1),
+        # names without operators: equal kernels are one, whatever they come from
+        config.patch({"fx_graph_cache": False, "compile_threads": 1, "triton.descriptive_names": False}),
         torch._guards.tracing(torch._guards.TracingContext(mode)),
         mode,
     ):
         fakes = [_on_gpu(value) for value in inputs]
-        compile_fx.compile_fx_inner(make_fx(_moved(graph))(*fakes), fakes)
+        with fx.traceback.preserve_node_meta():  # which operator each node was before decomposition
+            graph = make_fx(fx.Interpreter(_moved(graph)).run)(*fakes)
+        compile_fx.compile_fx_inner(graph, fakes)
     return found[0]
 
 

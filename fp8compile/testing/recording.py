@@ -58,7 +58,8 @@ class Recording:
     def __call__(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable:
         """Keep the graph and compile it."""
         kept = KeptGraph(str(torch._guards.CompileContext.current_compile_id()), graph)
-        self.graphs.append(kept)
+        # a compilation that starts over hands over its graph again, and the first one is never run
+        self.graphs = [*(other for other in self.graphs if other.compile_id != kept.compile_id), kept]
         return (_compile_by_inductor if self.backend == "inductor" else _run_as_is)(kept, graph, inputs)
 
 

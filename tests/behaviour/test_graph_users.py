@@ -137,18 +137,6 @@ def test_symbolic_trace(way, assert_bits_equal):
     assert_bits_equal(graph(x), model(x))
 
 
-@behaviour("Graphs", "`torch.jit.trace`", ways=("eager",))
-def test_jit_trace(way):
-    with way.raises(RuntimeError, "torch.jit.trace", "torch.export"):
-        torch.jit.trace(mlp(), (sample(),))
-
-
-@behaviour("Graphs", "`torch.jit.script`", ways=("eager",))
-def test_jit_script(way):
-    with way.raises(TypeError, "torch.jit.script", "torch.export"):
-        torch.jit.script(mlp())
-
-
 # ------------------------------------------------------------------------------- shapes
 
 
