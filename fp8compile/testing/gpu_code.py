@@ -155,8 +155,8 @@ def _launches(nodes: Sequence[Any], source: str) -> tuple[Launch, ...]:
     calls = [match.groupdict() for match in LAUNCH.finditer(source[source.index("def call(") :])]
     if len(nodes) != len(calls):
         raise RuntimeError(
-            f"gpu_code: {len(nodes)} kernels were scheduled and {len(calls)} calls found in the generated code, so "
-            f"their bytes can't be told apart. PyTorch {torch.__version__} prints code in another form than known here."
+            f"gpu_code: {len(nodes)} kernels were scheduled and {len(calls)} calls found in the generated code, so their "
+            f"bytes can't be told apart. PyTorch {torch.__version__} prints code in another form than is known here."
         )
     found = []
     for node, call in zip(nodes, calls, strict=True):
