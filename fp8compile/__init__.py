@@ -6,7 +6,7 @@ model = f8.convert(model, f8.recipes.rowwise())
 model = torch.compile(model, fullgraph=True)
 """
 
-from fp8compile import ops, recipes
+from fp8compile import library, ops, recipes
 from fp8compile.nn import ConversionReport, Linear, conversion_report, convert, linear, revert
 from fp8compile.quantizers import CurrentScaling, Quantizer, Recipe
 from fp8compile.tensor import QuantizedTensor, quantize, scaled_mm
@@ -23,6 +23,7 @@ __all__ = [
     "__version__",
     "conversion_report",
     "convert",
+    "library",
     "linear",
     "ops",
     "quantize",

@@ -31,6 +31,7 @@ except ImportError:
 __all__ = [
     "OpaqueBase",
     "allow_group_in_subclass",
+    "constant_when_traced",
     "cpu_has_rowwise_gemm",
     "guard_or_false",
     "impl_autograd",
@@ -184,7 +185,8 @@ def impl_autograd(
     """
     name = str(op).removesuffix(".default").replace(".", "::")
 
-    def forward(ctx: Any, keyset: Any, modes: tuple[bool, bool], *args: Any) -> Any:
+    def forward(ctx: Any, *args_and_caller: Any) -> Any:
+        *args, keyset, modes = args_and_caller
         # apply() switched both modes off; the levels of torch.func below this one need the caller's, or record nothing
         with (
             torch._C._AutoDispatchBelowAutograd(),
@@ -193,17 +195,19 @@ def impl_autograd(
         ):
             output = op.redispatch(keyset & torch._C._after_autograd_keyset, *args)
         if setup_context is not None:
-            setup_context(ctx, args, output)
+            setup_context(ctx, tuple(args), output)
         return output
 
     def no_backward(ctx: Any, *grads: Any) -> Any:
+        if op.namespace != "fp8compile":
+            raise RuntimeError(f"{name} has no derivative: it was registered with backward=None. Detach its inputs.")
         raise RuntimeError(
             f"{name} has no derivative. Of the products only fp8compile::linear can be differentiated, and only once: "
             "take second derivatives of the unconverted model (fp8compile.revert)."
         )
 
     def call_backward(ctx: Any, *grads: Any) -> Any:
-        return None, None, *backward(ctx, *grads)
+        return *backward(ctx, *grads), None, None
 
     def no_jvp(ctx: Any, *tangents: Any) -> Any:
         raise RuntimeError(
@@ -221,7 +225,8 @@ def impl_autograd(
     def kernel(keyset: Any, *args: Any) -> Any:
         # also where no argument requires a gradient: it may carry a tangent of forward mode, which has to raise
         with enable_single_level_autograd_function():
-            return function.apply(keyset, (torch.is_grad_enabled(), torch._C._is_fwd_grad_enabled()), *args)
+            # the op's own arguments first: ctx.needs_input_grad counts from them
+            return function.apply(*args, keyset, (torch.is_grad_enabled(), torch._C._is_fwd_grad_enabled()))
 
     lib.impl(op._opname, kernel, "Autograd", with_keyset=True)
 
@@ -270,6 +275,16 @@ def allow_group_in_subclass() -> None:
 
     if hasattr(device_mesh, "_register_distributed_opaque_types"):  # 2.13; at import in 2.15
         device_mesh._register_distributed_opaque_types()
+
+
+def constant_when_traced(fn: Callable) -> Callable:
+    """Let Dynamo call ``fn`` while it traces, and take the result for a constant.
+
+    For texts of errors: Dynamo can't trace the `repr` of every object, and its own error would take their place.
+    `torch.compiler.assume_constant_result` is this line behind an import of Dynamo, which costs a second.
+    """
+    fn._dynamo_marked_constant = True
+    return fn
 
 
 def cpu_has_rowwise_gemm() -> bool:

@@ -12,9 +12,10 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable
 
-from fp8compile.quantizers import CurrentScaling, Recipe
+from fp8compile._compat import constant_when_traced
+from fp8compile.quantizers import CurrentScaling, Quantizer, Recipe, entry_points
 
-__all__ = ["Recipe", "by_name", "describe", "names", "rowwise", "rowwise_bf16_wgrad", "tensorwise"]
+__all__ = ["Recipe", "by_name", "describe", "names", "of_quantizer", "rowwise", "rowwise_bf16_wgrad", "tensorwise"]
 
 TENSOR, ROW, COLUMN = (-1, -1), (1, -1), (-1, 1)
 
@@ -85,6 +86,31 @@ def rowwise_bf16_wgrad(
     )
 
 
+def of_quantizer(quantizer: Quantizer) -> Recipe:
+    """One quantizer for all operands: as it is where it fits, with rows and columns exchanged where a GEMM needs that.
+
+    Args:
+        quantizer: Of x_MK and w_NK for the output, as ``Recipe`` has them.
+
+    Raises:
+        TypeError: It is none.
+        ValueError: No GEMM multiplies such blocks; the message names those that one does.
+    """
+    if not isinstance(quantizer, Quantizer):
+        raise TypeError(
+            f"of_quantizer: quantizer is {quantizer!r}; it is a quantizer, such as fp8compile.CurrentScaling()."
+        )
+    turned = quantizer.transposed()
+    return Recipe(
+        input=quantizer,
+        weight=quantizer,
+        grad_output=quantizer,
+        weight_for_grad_input=turned,
+        grad_output_for_grad_weight=turned,
+        input_for_grad_weight=turned,
+    )
+
+
 READY: dict[str, Callable[..., Recipe]] = {
     "tensorwise": tensorwise,
     "rowwise": rowwise,
@@ -93,21 +119,46 @@ READY: dict[str, Callable[..., Recipe]] = {
 
 
 def names() -> tuple[str, ...]:
-    """Names that ``by_name`` knows."""
+    """Names of the ready recipes. ``fp8compile.library.quantizers`` has what installed packages add to them."""
     return tuple(READY)
 
 
+@constant_when_traced
+def _no_such_recipe(name: object) -> str:
+    known = [*READY, *entry_points.installed()]
+    close = difflib.get_close_matches(str(name), known, n=1)
+    hint = f" Did you mean {close[0]!r}?" if close else ""
+    return f"no recipe is called {name!r}; there are {', '.join(known)}.{hint}"
+
+
+@constant_when_traced
+def _installed_recipe(name: str, arguments: dict[str, object]) -> Recipe:
+    if arguments:
+        raise TypeError(
+            f"by_name: {name!r} is of an installed package and takes no arguments, given are {', '.join(arguments)}. "
+            "Make it with that package's own functions."
+        )
+    value = entry_points.load(name)
+    return value if isinstance(value, Recipe) else of_quantizer(value)
+
+
 def by_name(name: str, **arguments: object) -> Recipe:
-    """A ready recipe by its name; keyword arguments as its function takes them.
+    """A recipe by its name: a ready one, or what an installed package offers (see ``fp8compile.library``).
+
+    Args:
+        name: The name.
+        arguments: As the ready recipe's function takes them; none for one of a package.
 
     Raises:
         ValueError: No such recipe; the message names the closest.
+        ImportError: The package that offers it fails; the message names it.
+        TypeError: The package offers something else, or arguments are given that it can't take.
     """
-    if not isinstance(name, str) or name not in READY:
-        close = difflib.get_close_matches(str(name), READY, n=1)
-        hint = f" Did you mean {close[0]!r}?" if close else ""
-        raise ValueError(f"no recipe is called {name!r}; there are {', '.join(READY)}.{hint}")
-    return READY[name](**arguments)
+    if isinstance(name, str) and name in READY:
+        return READY[name](**arguments)
+    if isinstance(name, str) and name in entry_points.installed():
+        return _installed_recipe(name, arguments)
+    raise ValueError(_no_such_recipe(name))
 
 
 def describe(recipe: Recipe) -> str:

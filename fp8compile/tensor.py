@@ -25,10 +25,27 @@ from fp8compile import _compat, ops
 from fp8compile.ops.collectives import all_reduce_amax
 from fp8compile.quantizers import Quantizer
 
-__all__ = ["SOURCE_DTYPES", "QuantizedTensor", "quantize", "scaled_mm"]
+__all__ = ["SOURCE_DTYPES", "QuantizedTensor", "not_dense", "quantize", "scaled_mm", "shown"]
 
 aten = torch.ops.aten
 SOURCE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+@_compat.constant_when_traced
+def shown(value: object) -> str:
+    """What an error says of a wrong value: its repr."""
+    return repr(value)
+
+
+def not_dense(x: Tensor) -> str | None:
+    """What keeps a tensor from being a plain dense one, in words, or None."""
+    if x.layout != torch.strided:
+        return f"has layout {x.layout}"
+    if x.is_nested:
+        return "is a nested tensor"
+    if type(x).__name__ == "DTensor":  # by name: its module costs half a second to import
+        return "is a DTensor, and no FP8 op shards one yet (.full_tensor() is dense)"
+    return None
 
 
 class QuantizedTensor(Tensor):
@@ -107,7 +124,7 @@ class QuantizedTensor(Tensor):
         Returns:
             A plain tensor of this shape.
         """
-        if dtype is not None and not dtype.is_floating_point:
+        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
             raise TypeError(f"dequantize: dtype is {dtype}; codes stand for numbers of a floating point dtype.")
         return ops.dequantize(self.codes, self.scale, self.quantizer, dtype or self.dtype)
 
@@ -292,6 +309,8 @@ def _slice(
     end: int | None = None,
     step: int = 1,
 ) -> QuantizedTensor:
+    if not x.ndim:
+        raise IndexError(f"{func} of a QuantizedTensor of 0 dims: there is nothing to cut.")
     dim %= x.ndim
     size, block = x.shape[dim], _block_along(x, dim)
     # blocks over several leading dims: the grid has two dims, whatever x has
@@ -383,14 +402,31 @@ HANDLERS: dict[Any, Callable] = {
 def _check_source(x: Any, quantizer: Any) -> None:
     if not isinstance(quantizer, Quantizer):
         raise TypeError(
-            f"quantize: quantizer is {quantizer!r}; it is a fp8compile.Quantizer, such as fp8compile.CurrentScaling()."
+            f"quantize: quantizer is {shown(quantizer)}; it is a fp8compile.Quantizer, such as "
+            "fp8compile.CurrentScaling()."
         )
     if isinstance(x, QuantizedTensor):
         raise TypeError("quantize: x is quantized already. Call .dequantize() first if that is what you mean.")
-    if not isinstance(x, Tensor) or x.layout != torch.strided or x.is_nested:
+    if not isinstance(x, Tensor):
         raise TypeError(f"quantize: x is {type(x).__name__}; it is a dense tensor.")
+    if (reason := not_dense(x)) is not None:
+        raise TypeError(f"quantize: x {reason}; it is a dense tensor.")
     if x.dtype not in SOURCE_DTYPES:
         raise TypeError(f"quantize: x is {x.dtype}; it is bfloat16, float16 or float32. Cast it first.")
+
+
+def _check_shard(group: Any, shard_dim: Any) -> None:
+    if (group is None) != (shard_dim is None):
+        raise ValueError(
+            f"quantize: group is {group}, shard_dim {shard_dim}; give both for a shard of a tensor that is spread "
+            "over ranks, none for a whole tensor."
+        )
+    if group is not None and not isinstance(group, ProcessGroup):
+        raise TypeError(
+            f"quantize: group is {shown(group)}; it is a torch.distributed.ProcessGroup, such as mesh.get_group()."
+        )
+    if shard_dim is not None and type(shard_dim) is not int:
+        raise TypeError(f"quantize: shard_dim is {shown(shard_dim)}; it is an int.")
 
 
 def _block_spans_ranks(x: Tensor, quantizer: Quantizer, group: ProcessGroup, shard_dim: int) -> bool:
@@ -441,16 +477,12 @@ def quantize(
         Of the shape and dtype of ``x``.
 
     Raises:
-        TypeError: ``x`` is no dense tensor of these dtypes, or the quantizer none.
+        TypeError: ``x`` is no dense tensor of these dtypes, the quantizer none, or the group none.
         ValueError: ``group`` without ``shard_dim`` or the reverse, or a shard boundary cuts a block.
         RuntimeError: A group, on PyTorch 2.11.
     """
     _check_source(x, quantizer)
-    if (group is None) != (shard_dim is None):
-        raise ValueError(
-            f"quantize: group is {group}, shard_dim {shard_dim}; give both for a shard of a tensor that is spread "
-            "over ranks, none for a whole tensor."
-        )
+    _check_shard(group, shard_dim)
     x = x.detach()
     amax = ops.amax(x, quantizer)
     if group is not None:
@@ -474,7 +506,7 @@ def scaled_mm(a: QuantizedTensor, b: QuantizedTensor, *, out_dtype: torch.dtype)
 
     Raises:
         TypeError: An operand is no QuantizedTensor, or ``out_dtype`` none of these.
-        ValueError: Shapes do not fit, or no GEMM can undo scales of such blocks.
+        ValueError: Shapes or devices do not fit, or no GEMM can undo scales of such blocks.
         RuntimeError: This device has no GEMM for them.
     """
     for name, operand in (("a", a), ("b", b)):
@@ -487,5 +519,7 @@ def scaled_mm(a: QuantizedTensor, b: QuantizedTensor, *, out_dtype: torch.dtype)
         raise TypeError(f"scaled_mm: out_dtype is {out_dtype}; it is bfloat16, float16 or float32.")
     if a.ndim != 2 or b.ndim != 2 or a.shape[1] != b.shape[0]:
         raise ValueError(f"scaled_mm: shapes {tuple(a.shape)} and {tuple(b.shape)}; they are (m, k) and (k, n).")
+    if a.device != b.device:
+        raise ValueError(f"scaled_mm: a is on {a.device} and b on {b.device}; move them to one device.")
     fast = False  # a single product has no recipe that could ask for fast accumulation
     return ops.scaled_mm(a.codes, b.codes, a.scale, b.scale, a.quantizer, b.quantizer, out_dtype, fast)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import importlib.util
+import os
 import pickle
 import subprocess
 import sys
@@ -92,8 +93,9 @@ def test_transposed_twice_is_the_same(value):
     assert value.transposed().transposed() == value
 
 
-def test_fx_repr_is_the_same_in_a_fresh_process():
-    # a hash that changed from process to process would make every compile cache miss
+def test_fx_repr_is_the_same_in_every_fresh_process():
+    # a hash that changed from process to process would make every compile cache miss; this process is no measure,
+    # for tests may have registered ops in it, whose source is part of the hash
     value = f8.recipes.rowwise(eps=1e-12)
     program = (
         "import pickle, sys, fp8compile\n"
@@ -103,8 +105,13 @@ def test_fx_repr_is_the_same_in_a_fresh_process():
         "print(text)"
     )
     command = [sys.executable, "-W", "ignore", "-c", program]
-    result = subprocess.run(command, input=pickle.dumps(value), capture_output=True, check=True)
-    assert result.stdout.decode().strip() == value.__fx_repr__()[0]
+    texts = set()
+    for seed in ("1", "2"):
+        environment = {**os.environ, "PYTHONHASHSEED": seed}
+        done = subprocess.run(command, input=pickle.dumps(value), env=environment, capture_output=True, check=True)
+        texts.add(done.stdout.decode().strip())
+    (text,) = texts
+    assert "eps=1e-12" in text
 
 
 # ---------------------------------------------------------------------------------- construction errors
@@ -150,12 +157,11 @@ def test_no_field_of_a_subclass_takes_what_is_no_constant(bad):
 
 
 def test_a_quantizer_without_a_scale_rule_says_so():
-    @dataclass(frozen=True, repr=False)
-    class Ruleless(Quantizer):
-        pass
+    with pytest.raises(TypeError, match=r"(?s)Ruleless has no scale rule\. Write.*def multiplier\(self, amax"):
 
-    with pytest.raises((TypeError, NotImplementedError), match="multiplier"):
-        f8.quantize(torch.ones(2), Ruleless())
+        @dataclass(frozen=True, repr=False)
+        class Ruleless(Quantizer):
+            pass
 
 
 # ---------------------------------------------------------------------------------- quantizers of others

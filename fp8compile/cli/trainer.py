@@ -73,7 +73,7 @@ def named_recipe(name: str) -> f8.Recipe | None:
         The recipe.
 
     Raises:
-        UserError: There is none of that name.
+        UserError: There is none of that name, or the package that offers it fails.
     """
     if name == BF16:
         return None
@@ -81,6 +81,8 @@ def named_recipe(name: str) -> f8.Recipe | None:
         return f8.recipes.by_name(name)
     except ValueError as error:
         raise UserError(f"{error} Or bf16, for no conversion.") from error
+    except (ImportError, TypeError) as error:  # of the installed package that offers it
+        raise UserError(str(error)) from error
 
 
 def model_shape(config: TrainConfig) -> ModelShape:

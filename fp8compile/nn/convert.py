@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import torch
 from torch import nn
 
 from fp8compile.nn.filters import Filter, resolve_filter
 from fp8compile.nn.linear import Linear, cannot_revert
 from fp8compile.quantizers import Recipe
-from fp8compile.tensor import SOURCE_DTYPES
+from fp8compile.tensor import SOURCE_DTYPES, QuantizedTensor
 
 __all__ = ["LEFT_OUT", "convert", "linears", "revert"]
 
 LEFT_OUT = "_fp8compile_left_out"  # on a nn.Linear that convert saw and left: why
+EXPORTED_LINEAR = torch.ops.aten.linear.default
 
 
 def linears(model: nn.Module) -> Iterator[tuple[nn.Linear, list[str]]]:
@@ -44,6 +46,22 @@ def _check_not_compiled(model: nn.Module) -> None:
         )
 
 
+def _is_frozen(module: nn.Module) -> bool:
+    """Whether linears of the module became calls in a graph: by TorchScript, or by `torch.export`."""
+    graph = getattr(module, "graph", None)
+    exported = isinstance(graph, torch.fx.Graph) and graph.find_nodes(op="call_function", target=EXPORTED_LINEAR)
+    return isinstance(module, torch.jit.ScriptModule) or bool(exported)
+
+
+def _check_not_frozen(model: nn.Module) -> None:
+    frozen = [fqn or "the model" for fqn, module in model.named_modules() if _is_frozen(module)]
+    if frozen:
+        raise ValueError(
+            f"convert: {frozen[0]} is a graph made by torch.jit or torch.export, and its linears are calls in it. "
+            "Convert the model that it was made of, or only the parts of this one that are no graph."
+        )
+
+
 def _read_by_their_parent(model: nn.Module) -> set[nn.Module]:
     """Linears whose weights `nn.TransformerEncoderLayer` reads itself when it evaluates, past their forward."""
     layers = [module for module in model.modules() if isinstance(module, nn.TransformerEncoderLayer)]
@@ -55,6 +73,9 @@ def _cannot_convert(module: nn.Linear) -> str | None:
         return f"a subclass of nn.Linear ({type(module).__qualname__}), whose own forward would be lost"
     if "forward" in vars(module):
         return "its forward was replaced on the instance (a hook of another library?) and would be lost"
+    if isinstance(module.weight, QuantizedTensor) or module.weight.layout != torch.strided:
+        kind = type(module.weight).__name__ if isinstance(module.weight, QuantizedTensor) else module.weight.layout
+        return f"its weight is {kind}; FP8 layers take a dense one and quantize it themselves"
     if module.weight.dtype not in SOURCE_DTYPES:
         return f"weights are {module.weight.dtype}; FP8 layers take bfloat16, float16, float32"
     return None
@@ -102,10 +123,11 @@ def convert(model: nn.Module, recipe: Recipe, *, filter: Filter | None = None) -
     Raises:
         TypeError: An argument is of another kind.
         ValueError: There is no linear, a pattern matches none, a layer has another recipe already, or the model was
-            compiled. Nothing is changed then.
+            compiled, scripted or exported. Nothing is changed then.
     """
     _check_module("convert", model)
     _check_not_compiled(model)
+    _check_not_frozen(model)
     if not isinstance(recipe, Recipe):
         raise TypeError(
             f"convert: recipe is {recipe!r}; it is a fp8compile.Recipe, such as fp8compile.recipes.rowwise() or "

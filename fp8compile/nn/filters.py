@@ -65,7 +65,7 @@ def resolve_filter(filter: Filter | None, fqns: list[str]) -> Reason:
     """
     if filter is None:
         return default_filter_reason  # type: ignore[return-value]
-    if callable(filter):
+    if callable(filter) and not isinstance(filter, type):  # filter=nn.Linear would make a layer of each layer
         return lambda module, fqn: None if filter(module, fqn) else "left out by the filter"
     patterns = (filter,) if isinstance(filter, str) else tuple(filter) if isinstance(filter, Iterable) else None
     if not patterns or not all(isinstance(p, str) for p in patterns):

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function
 
 from fp8compile.ops import linear as linear_op
 from fp8compile.quantizers import Recipe
-from fp8compile.tensor import SOURCE_DTYPES, QuantizedTensor
+from fp8compile.tensor import SOURCE_DTYPES, QuantizedTensor, not_dense, shown
 
 __all__ = ["linear"]
 
@@ -15,7 +16,7 @@ __all__ = ["linear"]
 def _check_recipe(recipe: object) -> None:
     if not isinstance(recipe, Recipe):
         raise TypeError(
-            f"linear: recipe is {recipe!r}; it is a fp8compile.Recipe, such as fp8compile.recipes.rowwise() or "
+            f"linear: recipe is {shown(recipe)}; it is a fp8compile.Recipe, such as fp8compile.recipes.rowwise() or "
             "fp8compile.recipes.by_name('rowwise')."
         )
 
@@ -28,8 +29,8 @@ def _check_tensor(name: str, tensor: Tensor, x: Tensor) -> None:
             f"linear: {name} is a QuantizedTensor; linear quantizes its operands itself. Pass .dequantize(), or "
             "multiply quantized matrices by fp8compile.scaled_mm."
         )
-    if tensor.layout != torch.strided or tensor.is_nested:
-        raise TypeError(f"linear: {name} has layout {tensor.layout}; it is a dense tensor. Densify it first.")
+    if (reason := not_dense(tensor)) is not None:
+        raise TypeError(f"linear: {name} {reason}; it is a dense tensor. Densify it first.")
     if tensor.dtype not in SOURCE_DTYPES:
         raise TypeError(
             f"linear: {name} is {tensor.dtype}; FP8 layers take bfloat16, float16 and float32. Cast it, or leave this "
@@ -77,8 +78,16 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, recipe: Rec
     Raises:
         TypeError: The recipe is none, a dtype or layout is not taken, or dtypes differ.
         ValueError: Shapes or devices do not fit.
-        RuntimeError: This device has no GEMM for the recipe.
+        RuntimeError: This device has no GEMM for the recipe, or torch.jit traces.
     """
+    # as torch.nn.functional.linear does: torch.fx.symbolic_trace, modes and tensor subclasses take part in this way
+    if has_torch_function((x, weight, bias)):
+        return handle_torch_function(linear, (x, weight, bias), x, weight, bias, recipe=recipe)
+    if torch.jit.is_tracing():
+        raise RuntimeError(
+            "linear: torch.jit.trace has no type for a recipe. Use torch.compile or torch.export, or trace the model "
+            "after fp8compile.revert."
+        )
     _check_recipe(recipe)
     operands = {"x": x, "weight": weight} | ({} if bias is None else {"bias": bias})
     if isinstance(x, Tensor) and x.device.type != "meta" and torch.is_autocast_enabled(x.device.type):

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from fp8compile._compat import rebind_load_hooks
 from fp8compile.nn.functional import linear
 from fp8compile.quantizers import Recipe
+from fp8compile.tensor import SOURCE_DTYPES
 
 __all__ = ["Linear", "cannot_revert"]
 
@@ -29,7 +30,7 @@ class Linear(nn.Linear):
         dtype: Of the parameters: bfloat16, float16 or float32.
 
     Raises:
-        TypeError: The recipe is none.
+        TypeError: The recipe is none, or the dtype another one.
     """
 
     recipe: Recipe
@@ -44,8 +45,11 @@ class Linear(nn.Linear):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
+        recipe = _checked(recipe)
+        if dtype not in (None, *SOURCE_DTYPES):
+            raise TypeError(f"Linear: dtype is {dtype}; FP8 layers take bfloat16, float16 and float32.")
         super().__init__(in_features, out_features, bias=bias, device=device, dtype=dtype)
-        self.recipe = _checked(recipe)
+        self.recipe = recipe
 
     @classmethod
     def from_linear(cls, linear: nn.Linear, recipe: Recipe) -> Self:
@@ -91,6 +95,12 @@ class Linear(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         """``x @ weight.T + bias``; x (..., in_features), result (..., out_features) in the dtype of x."""
         return linear(x, self.weight, self.bias, recipe=self.recipe)
+
+    def __prepare_scriptable__(self) -> Any:
+        raise TypeError(
+            "Linear: torch.jit.script has no type for a recipe. Use torch.compile or torch.export, or script the "
+            "model after fp8compile.revert."
+        )
 
     def extra_repr(self) -> str:
         """What ``nn.Linear`` shows, and the recipe."""

@@ -3,17 +3,21 @@
 from fp8compile.ops.amax import amax
 from fp8compile.ops.cast import cast
 from fp8compile.ops.dequantize import dequantize
-from fp8compile.ops.linear import grad_input, grad_weight, linear
+from fp8compile.ops.flops import FLOP_FORMULAS
+from fp8compile.ops.linear import GEMM_OPS, grad_input, grad_weight, linear
 from fp8compile.ops.realize import realize
-from fp8compile.ops.registry import OPS, Op, register_op
+from fp8compile.ops.registry import OPS, Op, decompositions, register_op
 from fp8compile.ops.scale import scale
 from fp8compile.ops.scaled_mm import scaled_mm
 
 __all__ = [
+    "FLOP_FORMULAS",
+    "GEMM_OPS",
     "OPS",
     "Op",
     "amax",
     "cast",
+    "decompositions",
     "dequantize",
     "grad_input",
     "grad_weight",

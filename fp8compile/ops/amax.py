@@ -10,6 +10,7 @@ from torch import Tensor
 from fp8compile.ops import samples
 from fp8compile.ops.registry import register_op
 from fp8compile.ops.rounding import rounded
+from fp8compile.ops.sharding import Split, grid_cuts
 from fp8compile.quantizers import Quantizer
 
 __all__ = ["amax"]
@@ -27,10 +28,25 @@ def _decompose(x: Tensor, quantizer: Quantizer) -> Tensor:
     return quantizer.amax(rounded(x))
 
 
+def _sharding(x: Tensor, quantizer: Quantizer) -> list[Split]:
+    splits = []
+    for cut, grid in grid_cuts(x.shape, quantizer.block):
+        splits.append(Split((cut, None), ("max" if grid is None else grid.dim,)))
+    return splits
+
+
 def _samples() -> Iterator[tuple]:
     for x in samples.matrices():
         for quantizer in samples.quantizers():
             yield x, quantizer
 
 
-amax = register_op("fp8compile::amax", _kernel, fake=_fake, decompose=_decompose, samples=_samples)
+amax = register_op(
+    "fp8compile::amax",
+    _kernel,
+    fake=_fake,
+    backward=None,
+    decompose=_decompose,
+    sharding=_sharding,
+    samples=_samples,
+)

@@ -10,6 +10,7 @@ from torch import Tensor
 from fp8compile.ops import samples
 from fp8compile.ops.registry import register_op
 from fp8compile.ops.rounding import rounded
+from fp8compile.ops.sharding import Split, grid_cuts
 from fp8compile.quantizers import Quantizer
 
 __all__ = ["cast"]
@@ -27,10 +28,22 @@ def _decompose(x: Tensor, multiplier: Tensor, quantizer: Quantizer) -> Tensor:
     return quantizer.cast(rounded(x), multiplier).contiguous()
 
 
+def _sharding(x: Tensor, multiplier: Tensor, quantizer: Quantizer) -> list[Split]:
+    return [Split((cut, grid, None), (cut.dim,)) for cut, grid in grid_cuts(x.shape, quantizer.block)]
+
+
 def _samples() -> Iterator[tuple]:
     for x in samples.matrices():
         for quantizer in samples.quantizers():
             yield x, quantizer.multiplier(quantizer.amax(x)), quantizer
 
 
-cast = register_op("fp8compile::cast", _kernel, fake=_fake, decompose=_decompose, samples=_samples)
+cast = register_op(
+    "fp8compile::cast",
+    _kernel,
+    fake=_fake,
+    backward=None,
+    decompose=_decompose,
+    sharding=_sharding,
+    samples=_samples,
+)

@@ -10,6 +10,7 @@ from torch import Tensor
 from fp8compile.ops import samples
 from fp8compile.ops.registry import register_op
 from fp8compile.ops.rounding import rounded
+from fp8compile.ops.sharding import Split, grid_cuts
 from fp8compile.quantizers import Quantizer
 
 __all__ = ["dequantize"]
@@ -27,6 +28,10 @@ def _decompose(codes: Tensor, scale: Tensor, quantizer: Quantizer, dtype: torch.
     return rounded(_kernel(codes, scale, quantizer, dtype)).to(dtype)
 
 
+def _sharding(codes: Tensor, scale: Tensor, quantizer: Quantizer, dtype: torch.dtype) -> list[Split]:
+    return [Split((cut, grid, None, None), (cut.dim,)) for cut, grid in grid_cuts(codes.shape, quantizer.block)]
+
+
 def _samples() -> Iterator[tuple]:
     for x in samples.matrices():
         for quantizer in samples.quantizers():
@@ -34,4 +39,12 @@ def _samples() -> Iterator[tuple]:
             yield quantizer.cast(x, multiplier), quantizer.scale_of(multiplier), quantizer, x.dtype
 
 
-dequantize = register_op("fp8compile::dequantize", _kernel, fake=_fake, decompose=_decompose, samples=_samples)
+dequantize = register_op(
+    "fp8compile::dequantize",
+    _kernel,
+    fake=_fake,
+    backward=None,
+    decompose=_decompose,
+    sharding=_sharding,
+    samples=_samples,
+)

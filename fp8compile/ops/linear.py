@@ -12,7 +12,7 @@ tensor become one read of it. The bias is added in the dtype of the output.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -26,10 +26,11 @@ from fp8compile.ops.registry import register_op
 from fp8compile.ops.rounding import rounded
 from fp8compile.ops.scale import scale
 from fp8compile.ops.scaled_mm import scaled_mm
+from fp8compile.ops.sharding import Cut, Split, grid_cuts
 from fp8compile.quantizers import GEMMS, Gemm, Quantizer, Recipe
 from fp8compile.quantizers.blocks import as_matrix
 
-__all__ = ["grad_input", "grad_weight", "linear"]
+__all__ = ["GEMM_OPS", "grad_input", "grad_weight", "linear"]
 
 OUTPUT, GRAD_INPUT, GRAD_WEIGHT = GEMMS
 
@@ -59,6 +60,21 @@ def _product(a: Tensor, b: Tensor, gemm: Gemm, recipe: Recipe) -> Tensor:
     )
 
 
+# ---------------------------------------------------------------------------------- sharding
+# By what isn't summed over, and only between blocks whose scale one rank knows alone. A tensorwise operand, or one
+# that is cut along the sum, is for who takes the layer apart: amax then is an op that reduces over ranks.
+
+
+def _outer_cuts(shape: Sequence[int], quantizer: Quantizer | None, dims: Iterable[int]) -> list[Cut]:
+    """Cuts of an operand along these dims that leave its codes and scales as they are; none of one in high precision.
+
+    What order a high-precision product sums in may depend on the sizes that it's given.
+    """
+    if quantizer is None:
+        return []
+    return [cut for cut, grid in grid_cuts(shape, quantizer.block) if grid is not None and cut.dim in dims]
+
+
 # ---------------------------------------------------------------------------------- gradients
 
 
@@ -77,6 +93,15 @@ def _grad_input_fake(grad_output: Tensor, weight: Tensor, recipe: Recipe) -> Ten
     return grad_output.new_empty((*grad_output.shape[:-1], weight.shape[1]))
 
 
+def _grad_input_sharding(grad_output: Tensor, weight: Tensor, recipe: Recipe) -> list[Split]:
+    rows = _outer_cuts(grad_output.shape, recipe.grad_output, range(grad_output.ndim - 1))
+    columns = _outer_cuts(weight.shape, recipe.weight_for_grad_input, [1])
+    return [
+        *(Split((cut, None, None), (cut.dim,), exact=False) for cut in rows),
+        *(Split((None, cut, None), (-1,), exact=False) for cut in columns),
+    ]
+
+
 def _grad_input_samples() -> Iterator[tuple]:
     for x, weight, _, recipe in _samples():
         yield _sample_grad(x, weight), weight, recipe
@@ -86,7 +111,9 @@ grad_input = register_op(
     "fp8compile::grad_input",
     _grad_input_kernel,
     fake=_grad_input_fake,
+    backward=None,
     decompose=_grad_input_kernel,
+    sharding=_grad_input_sharding,
     samples=lambda: _grad_input_samples(),
 )
 
@@ -99,6 +126,15 @@ def _grad_weight_fake(grad_output: Tensor, x: Tensor, recipe: Recipe) -> Tensor:
     return grad_output.new_empty((grad_output.shape[-1], x.shape[-1]))
 
 
+def _grad_weight_sharding(grad_output: Tensor, x: Tensor, recipe: Recipe) -> list[Split]:
+    rows = _outer_cuts(grad_output.shape, recipe.grad_output_for_grad_weight, [grad_output.ndim - 1])
+    columns = _outer_cuts(x.shape, recipe.input_for_grad_weight, [x.ndim - 1])
+    return [
+        *(Split((cut, None, None), (0,), exact=False) for cut in rows),
+        *(Split((None, cut, None), (1,), exact=False) for cut in columns),
+    ]
+
+
 def _grad_weight_samples() -> Iterator[tuple]:
     for x, weight, _, recipe in _samples():
         yield _sample_grad(x, weight), x, recipe
@@ -108,7 +144,9 @@ grad_weight = register_op(
     "fp8compile::grad_weight",
     _grad_weight_kernel,
     fake=_grad_weight_fake,
+    backward=None,
     decompose=_grad_weight_kernel,
+    sharding=_grad_weight_sharding,
     samples=lambda: _grad_weight_samples(),
 )
 
@@ -130,15 +168,24 @@ def _fake(x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe) -> Ten
     return x.new_empty((*x.shape[:-1], weight.shape[0]))
 
 
+def _sharding(x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe) -> list[Split]:
+    rows = _outer_cuts(x.shape, recipe.input, range(x.ndim - 1))
+    columns = _outer_cuts(weight.shape, recipe.weight, [0])
+    return [
+        *(Split((cut, None, None, None), (cut.dim,), exact=False) for cut in rows),
+        *(Split((None, cut, None if bias is None else Cut(0, cut.unit), None), (-1,), exact=False) for cut in columns),
+    ]
+
+
 def _setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
     x, weight, _, ctx.recipe = inputs
-    needs_x, needs_weight = ctx.needs_input_grad[2:4]  # the first two are the dispatcher's
+    needs_x, needs_weight = ctx.needs_input_grad[:2]
     ctx.save_for_backward(x if needs_weight else None, weight if needs_x else None)
 
 
 def _backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
     x, weight = ctx.saved_tensors
-    needs_bias = ctx.needs_input_grad[4]
+    needs_bias = ctx.needs_input_grad[2]
     return (
         None if weight is None else grad_input(grad_output, weight, ctx.recipe),
         None if x is None else grad_weight(grad_output, x, ctx.recipe),
@@ -160,8 +207,13 @@ linear = register_op(
     "fp8compile::linear",
     _kernel,
     fake=_fake,
-    decompose=_decompose,
     setup_context=_setup_context,
     backward=_backward,
+    decompose=_decompose,
+    sharding=_sharding,
     samples=_samples,
 )
+
+# What a policy of selective activation checkpointing names to keep the products: where a plain model has aten.mm, a
+# converted one has fp8compile::linear, and never aten._scaled_mm.
+GEMM_OPS = (linear, scaled_mm)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from fp8compile import _compat
 from fp8compile.ops.registry import register_op
+from fp8compile.ops.sharding import Split, along_every_dim
 
 __all__ = ["realize"]
 
@@ -27,11 +28,23 @@ def _lower(x: Any) -> Any:
     return x
 
 
+def _sharding(x: Tensor) -> list[Split]:
+    return along_every_dim(x.ndim, inputs=1, outputs=1)
+
+
 def _samples() -> Iterator[tuple]:
     yield (torch.arange(6.0).view(2, 3),)
     yield (torch.arange(6.0).view(2, 3).t(),)
     yield (torch.empty(0, 3),)
 
 
-realize = register_op("fp8compile::realize", _kernel, fake=torch.empty_like, samples=_samples)
+realize = register_op(
+    "fp8compile::realize",
+    _kernel,
+    fake=torch.empty_like,
+    backward=None,
+    decompose=None,  # a lowering instead
+    sharding=_sharding,
+    samples=_samples,
+)
 _compat.register_lowering(realize, _lower)

@@ -1,27 +1,55 @@
-"""One call that makes a PyTorch operator: schema, kernel, fake, decomposition, autograd, samples.
+"""One call that makes a PyTorch operator: schema, kernel, fake, derivative, decomposition, sharding rule, samples.
 
 What it takes, and what each part is for:
 
     impl        Python, for CPU and CUDA alike; its annotations are the schema
-    fake        shapes, dtypes and strides of the result, for tracing
+    fake        shapes, dtypes and strides of the result, for tracing; None: impl is run on tensors without data
+    backward    derivative; None: a backward pass that reaches the op raises
     decompose   what Inductor sees in place of the op, so that it fuses; None: the op stays as it is
-    backward    derivative; without one, a backward pass that reaches the op raises
-    samples     inputs that the tests run the op on: an op without samples can't be registered
+    sharding    how the op runs on shards; None: on whole tensors only
+    samples     inputs that the tests run the op on
+
+Each is to be given, None too: what is left out by mistake raises, and says what to write.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from enum import Enum
+from typing import Any, get_args
 
 import torch
 
 from fp8compile import _compat
+from fp8compile.ops.sharding import Sharding
+from fp8compile.quantizers.constant import Constant, salt_with
 
 __all__ = ["OPS", "Op", "decompositions", "register_op"]
 
 Samples = Callable[[], Iterable[tuple[Any, ...]]]
+
+
+class _Missing(Enum):
+    ARGUMENT = "left out"
+
+
+MISSING = _Missing.ARGUMENT
+
+# what to write for an argument that was left out
+ARGUMENTS = {
+    "fake": "a function of impl's arguments that returns empty tensors like impl's result, or fake=None to let impl "
+    "itself run on tensors without data (PyTorch code that reads no value can)",
+    "backward": "a function (ctx, *grads) that returns a gradient or None for each argument, or backward=None if the "
+    "op has no derivative: a backward pass that reaches it then raises",
+    "decompose": "a function of impl's arguments in plain PyTorch, which Inductor compiles and fuses in place of the "
+    "op, or decompose=None to keep the op as one call in compiled code",
+    "sharding": "a function of impl's arguments that returns the ways to cut them, fp8compile.library.Split values, "
+    "or sharding=None if the op needs whole tensors",
+    "samples": "a function that returns tuples of arguments for tests, odd shapes and layouts among them",
+}
+SETUP_CONTEXT = "a function (ctx, inputs, output) that keeps what backward needs, by ctx.save_for_backward"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,14 +60,20 @@ class Op:
         name: ``namespace::name``.
         overload: What to call, and what stands in graphs.
         impl: The eager kernel.
+        fake: What tracing runs; ``impl`` where it was derived.
+        backward: The derivative, or None.
         decompose: What Inductor sees, or None.
+        sharding: The sharding rule, or None.
         samples: Argument tuples for tests.
     """
 
     name: str
     overload: torch._ops.OpOverload
     impl: Callable
+    fake: Callable
+    backward: Callable | None
     decompose: Callable | None
+    sharding: Sharding | None
     samples: Samples
 
 
@@ -53,49 +87,146 @@ def _library(namespace: str) -> torch.library.Library:
     return LIBRARIES[namespace]
 
 
-def register_op(
-    name: str,
-    impl: Callable,
-    *,
-    fake: Callable,
-    samples: Samples,
-    decompose: Callable | None = None,
-    setup_context: Callable | None = None,
-    backward: Callable | None = None,
-) -> torch._ops.OpOverload:
-    """Make an operator that torch.compile, Inductor and autograd know.
-
-    Args:
-        name: ``namespace::name``.
-        impl: The kernel for all devices. Its annotated signature gives the schema; a quantizer or recipe may be an
-            argument. It must not return an input or a view of one.
-        fake: Same arguments; returns empty tensors like the result's.
-        samples: Returns argument tuples that cover the op, for the tests.
-        decompose: Same arguments; what Inductor compiles in place of the op.
-        setup_context: ``(ctx, inputs, output)``; keeps what ``backward`` needs.
-        backward: ``(ctx, *grads)``; a gradient or None for each argument.
-
-    Returns:
-        The operator.
-
-    Raises:
-        ValueError: The name has no namespace, or is taken.
-    """
+def _check_name(name: str) -> None:
     namespace, _, op_name = name.partition("::")
     if not (namespace.isidentifier() and op_name.isidentifier()):
         raise ValueError(f"register_op: {name!r} is no operator name; write 'namespace::name'.")
     if name in OPS:
         raise ValueError(f"register_op: {name} is registered already; choose another name.")
+
+
+def _check_given(name: str, given: dict[str, Any]) -> None:
+    for argument, what in ARGUMENTS.items():
+        value = given[argument]
+        if value is MISSING:
+            raise TypeError(f"register_op: {name} is registered without {argument}. Write {argument}= {what}.")
+        if not callable(value) and (value is not None or argument == "samples"):
+            raise TypeError(f"register_op: {name}: {argument} is {value!r}; it is {what}.")
+    if given["backward"] is not None and given["setup_context"] is None:
+        raise TypeError(
+            f"register_op: {name} has a backward and no setup_context. Write setup_context= {SETUP_CONTEXT}."
+        )
+    if given["backward"] is None and given["setup_context"] is not None:
+        raise TypeError(
+            f"register_op: {name} has a setup_context and no backward. Write backward= {ARGUMENTS['backward']}."
+        )
+
+
+def _check_signatures(name: str, impl: Callable, given: dict[str, Any]) -> None:
+    parameters = inspect.signature(impl).parameters
+    for argument in ("fake", "decompose", "sharding"):
+        if given[argument] is None:
+            continue
+        try:
+            signature = inspect.signature(given[argument])
+        except ValueError:
+            continue  # a builtin tells none
+        try:
+            signature.bind(*parameters)
+        except TypeError as error:
+            raise TypeError(
+                f"register_op: {name}: {argument} takes {signature} and impl ({', '.join(parameters)}): {error}. Give "
+                "both the same arguments."
+            ) from None
+
+
+def _schema(name: str, impl: Callable) -> str:
+    try:
+        return torch.library.infer_schema(impl, mutates_args=())
+    except ValueError as error:
+        raise ValueError(
+            f"register_op: {name}: no schema can be made of impl's signature. Annotate every argument and the result "
+            f"(Tensor, int, float, bool, str, torch.dtype, a quantizer's class, fp8compile.Recipe). PyTorch says: "
+            f"{error}"
+        ) from None
+
+
+def _check_salted(name: str, impl: Callable) -> None:
+    """What compiled code contains of an op has to be in the key of the compile cache; constants carry it there."""
+    hints = inspect.get_annotations(impl, eval_str=True)
+    types = [part for hint in hints.values() for part in (hint, *get_args(hint))]  # of `Recipe | None` too
+    if not any(isinstance(part, type) and issubclass(part, Constant) for part in types):
+        raise TypeError(
+            f"register_op: {name} has a decompose or a backward, which end up in compiled code, and takes no "
+            "quantizer or recipe. PyTorch's compile cache knows an op by its name only and would run the code of an "
+            "older version of it; the constant's text carries a hash of your source into the key. Give impl an "
+            "argument annotated as fp8compile.Quantizer or another constant, or write decompose=None, backward=None."
+        )
+
+
+def register_op(
+    name: str,
+    impl: Callable,
+    *,
+    fake: Callable | _Missing | None = MISSING,
+    backward: Callable | _Missing | None = MISSING,
+    decompose: Callable | _Missing | None = MISSING,
+    sharding: Sharding | _Missing | None = MISSING,
+    samples: Samples | _Missing = MISSING,
+    setup_context: Callable | None = None,
+) -> torch._ops.OpOverload:
+    """Make an operator that torch.compile, Inductor and autograd know.
+
+    All of ``fake``, ``backward``, ``decompose``, ``sharding`` and ``samples`` have to be given; None where it says so.
+
+    Args:
+        name: ``namespace::name``.
+        impl: The kernel for all devices. Its annotated signature gives the schema; a quantizer or recipe may be an
+            argument. It must not return an input or a view of one.
+        fake: Same arguments; returns empty tensors like the result's. None: impl itself is run on tensors without
+            data, which PyTorch code that reads no value allows; a function that only says shapes traces faster.
+        backward: ``(ctx, *grads)``; a gradient or None for each argument. ``ctx.needs_input_grad`` has one entry an
+            argument. None: no derivative, a backward pass raises.
+        decompose: Same arguments; what Inductor compiles in place of the op. None: the op stays one call.
+        sharding: Same arguments; returns ``Split`` values, from shapes alone. None: the op needs whole tensors.
+        samples: Returns argument tuples that cover the op, for the tests.
+        setup_context: ``(ctx, inputs, output)``; keeps what ``backward`` needs, and is given exactly with it.
+
+    Returns:
+        The operator.
+
+    Raises:
+        TypeError: An argument is left out, is no function, or takes other arguments than ``impl``; or what is compiled
+            of the op would not be part of a cache's key.
+        ValueError: The name has no namespace or is taken, or ``impl`` isn't annotated.
+    """
+    _check_name(name)
+    given = {
+        "fake": fake,
+        "backward": backward,
+        "decompose": decompose,
+        "sharding": sharding,
+        "samples": samples,
+        "setup_context": setup_context,
+    }
+    _check_given(name, given)
+    _check_signatures(name, impl, given)
+    schema = _schema(name, impl)
+    compiled = decompose is not None or backward is not None
+    if compiled:
+        _check_salted(name, impl)
+
+    namespace, _, op_name = name.partition("::")
     lib = _library(namespace)
-    schema = torch.library.infer_schema(impl, mutates_args=())
     lib.define(op_name + schema, tags=(torch.Tag.pt2_compliant_tag,))
     lib.impl(op_name, _compat.without_autocast(impl), "CompositeExplicitAutograd")
-    torch.library.register_fake(name, fake, lib=lib)
+    torch.library.register_fake(name, fake or impl, lib=lib)
     overload = getattr(getattr(torch.ops, namespace), op_name).default
     _compat.impl_autograd(lib, overload, setup_context, backward)
     if decompose is not None:
         _compat.register_decomposition(overload, decompose)
-    OPS[name] = Op(name=name, overload=overload, impl=impl, decompose=decompose, samples=samples)
+    if compiled:
+        salt_with(impl.__module__)
+    OPS[name] = Op(
+        name=name,
+        overload=overload,
+        impl=impl,
+        fake=fake or impl,
+        backward=backward,
+        decompose=decompose,
+        sharding=sharding,
+        samples=samples,
+    )
     return overload
 
 

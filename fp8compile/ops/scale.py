@@ -14,6 +14,7 @@ from torch import Tensor
 from fp8compile.ops import samples
 from fp8compile.ops.realize import realize
 from fp8compile.ops.registry import register_op
+from fp8compile.ops.sharding import Split, along_every_dim
 from fp8compile.quantizers import Quantizer
 
 __all__ = ["scale"]
@@ -34,6 +35,10 @@ def _decompose(amax: Tensor, quantizer: Quantizer) -> tuple[Tensor, Tensor]:
     return multiplier, quantizer.scale_of(multiplier)
 
 
+def _sharding(amax: Tensor, quantizer: Quantizer) -> list[Split]:
+    return along_every_dim(amax.ndim, inputs=1, outputs=2, others=1)
+
+
 def _samples() -> Iterator[tuple]:
     special = torch.tensor([[0.0, 1e-45, 1e-39, 448.0], [3.4e38, torch.inf, torch.nan, 1.75]])
     for quantizer in samples.quantizers():
@@ -42,4 +47,12 @@ def _samples() -> Iterator[tuple]:
         yield special[:0], quantizer
 
 
-scale = register_op("fp8compile::scale", _kernel, fake=_fake, decompose=_decompose, samples=_samples)
+scale = register_op(
+    "fp8compile::scale",
+    _kernel,
+    fake=_fake,
+    backward=None,
+    decompose=_decompose,
+    sharding=_sharding,
+    samples=_samples,
+)

@@ -11,6 +11,7 @@ from fp8compile.ops import samples
 from fp8compile.ops.gemm import Operand, multiply, select_gemm
 from fp8compile.ops.registry import register_op
 from fp8compile.ops.rounding import rounded
+from fp8compile.ops.sharding import Cut, Split
 from fp8compile.quantizers import GEMMS, Quantizer
 
 __all__ = ["scaled_mm"]
@@ -66,6 +67,29 @@ def _operand(x: Tensor, quantizer: Quantizer) -> Operand:
     return Operand(codes=quantizer.cast(x, multiplier), scale=quantizer.scale_of(multiplier), quantizer=quantizer)
 
 
+def _sharding(
+    a: Tensor,
+    b: Tensor,
+    a_scale: Tensor,
+    b_scale: Tensor,
+    a_quantizer: Quantizer,
+    b_quantizer: Quantizer,
+    out_dtype: torch.dtype,
+    fast_accumulation: bool,
+) -> list[Split]:
+    """By rows of a and by columns of b. Cut along the sum, its bits would depend on how many ranks share it."""
+    (a_cut, a_grid), (b_cut, b_grid) = _outer_cut(0, a_quantizer.block[0]), _outer_cut(1, b_quantizer.block[1])
+    no_tensors = (None,) * 4
+    return [
+        Split((a_cut, None, a_grid, None, *no_tensors), (0,), exact=False),
+        Split((None, b_cut, None, b_grid, *no_tensors), (1,), exact=False),
+    ]
+
+
+def _outer_cut(dim: int, block: int) -> tuple[Cut, Cut | None]:
+    return (Cut(dim), None) if block == -1 else (Cut(dim, block), Cut(dim))
+
+
 def _samples() -> Iterator[tuple]:
     for m, k, n, dtype in ((17, 24, 40, torch.bfloat16), (1, 32, 16, torch.float32), (0, 16, 16, torch.bfloat16)):
         for recipe in samples.recipes():
@@ -75,4 +99,12 @@ def _samples() -> Iterator[tuple]:
             yield a.codes, b.codes, a.scale, b.scale, a.quantizer, b.quantizer, dtype, False
 
 
-scaled_mm = register_op("fp8compile::scaled_mm", _kernel, fake=_fake, decompose=_decompose, samples=_samples)
+scaled_mm = register_op(
+    "fp8compile::scaled_mm",
+    _kernel,
+    fake=_fake,
+    backward=None,
+    decompose=_decompose,
+    sharding=_sharding,
+    samples=_samples,
+)

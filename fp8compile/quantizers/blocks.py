@@ -113,6 +113,14 @@ def _block_index(size: int, block: int, device: torch.device) -> Tensor:
     return (index.double() / block).floor().long()  # exact below 2**53
 
 
+def _is_one(blocks: int) -> bool:
+    """Whether a grid has one block along a dim, whatever the size of the tensor.
+
+    Not for one that a guard found to be 1: Inductor (to PyTorch 2.13) would not broadcast that, but read behind it.
+    """
+    return isinstance(blocks, int) and blocks == 1
+
+
 def expand_blocks(per_block: Tensor, shape: Sequence[int], block: Block) -> Tensor:
     """Spread one value a block over the elements of its block.
 
@@ -128,8 +136,8 @@ def expand_blocks(per_block: Tensor, shape: Sequence[int], block: Block) -> Tens
     grid_rows, block_rows, grid_columns, block_columns = _sides(shape, block)
     values = per_block.reshape(grid_rows, grid_columns)  # a slice of a grid of more dims has no such view
     # Indices as numbers: an expand and a reshape end in an AssertionError of the same loop splitting.
-    if block_columns != 1 and grid_columns != 1:
+    if not _is_one(grid_columns) and block_columns != 1:
         values = values[:, _block_index(columns, block_columns, values.device)]
-    if block_rows != 1 and grid_rows != 1:
+    if not _is_one(grid_rows) and block_rows != 1:
         values = values[_block_index(rows, block_rows, values.device)]
     return values

@@ -20,11 +20,13 @@ from functools import cache
 from typing import Any, ClassVar
 
 from fp8compile import _compat
+from fp8compile.quantizers.declaration import check_class, check_decorated
 
-__all__ = ["Constant", "source_salt"]
+__all__ = ["Constant", "salt_with", "source_salt"]
 
 PACKAGE = __name__.partition(".")[0]
 SALTED = ("formats.py", "_compat.py", "quantizers", "ops", "kernels")
+SALTED_MODULES: set[str] = set()  # other packages whose ops are compiled into graphs
 ALLOWED_FIELD_TYPES = (str, int, float, bool, type(None))
 
 
@@ -49,28 +51,42 @@ def _package_hash() -> bytes:
     return digest.digest()
 
 
-def _foreign_source(cls: type) -> bytes:
-    """All source that a foreign class may call: of its whole package, or of its module if that stands alone.
+def _is_foreign(module: str) -> bool:
+    return module.partition(".")[0] not in (PACKAGE, "torch", "builtins")
+
+
+def _foreign_source(module_name: str) -> bytes:
+    """All source that code of a foreign module may call: of its whole package, or of the module if that stands alone.
 
     What was typed at a prompt has no source that can be found again; a number of this process's own stands for it, so
     that its graphs miss the cache instead of meeting somebody else's.
     """
-    top = sys.modules.get(cls.__module__.partition(".")[0])
+    top = sys.modules.get(module_name.partition(".")[0])
     if top is not None and getattr(top, "__path__", None):
         return b"".join(file.read_bytes() for file in _python_files([importlib.resources.files(top)]))
-    module = sys.modules.get(cls.__module__)
+    module = sys.modules.get(module_name)
     if module is not None and getattr(module, "__file__", None):
         return inspect.getsource(module).encode()
     return uuid.uuid4().bytes
 
 
+def salt_with(module_name: str) -> None:
+    """Let a module's source be part of every salt from now on: a graph may contain what its ops are compiled to.
+
+    An op has no text of its own in a cache's key, so the constants that graphs hold beside it carry its source there.
+    """
+    if _is_foreign(module_name):
+        SALTED_MODULES.add(module_name)
+        source_salt.cache_clear()
+
+
 @cache
 def source_salt(cls: type) -> str:
-    """Eight hex digits that change when the package's rules or, for a foreign class, its package's source change."""
+    """Eight hex digits that change when the package's rules or the source of a foreign class or op change."""
     digest = hashlib.sha256(_package_hash())
-    for base in cls.__mro__:
-        if base.__module__.partition(".")[0] not in (PACKAGE, "torch", "builtins"):
-            digest.update(_foreign_source(base))
+    modules = [base.__module__ for base in cls.__mro__ if _is_foreign(base.__module__)]
+    for module in [*modules, *sorted(SALTED_MODULES)]:
+        digest.update(_foreign_source(module))
     return digest.hexdigest()[:8]
 
 
@@ -110,12 +126,17 @@ class Constant(_compat.OpaqueBase):
 
     Two constants are equal if they have the same class and fields; an equal one runs the same graph, another one
     recompiles. Subclasses are frozen dataclasses; subclassing registers them with torch.compile.
+
+    Raises:
+        TypeError: The class holds what no constant can; where it is defined, or at its first instance if only its
+            decorator is wrong.
     """
 
     from_graph: ClassVar[Callable[..., Constant]]
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
+        check_class(cls, Constant)
 
         def from_graph(salt: str, **values: Any) -> Constant:
             """Rebuild a value from a graph's source; the salt has done its work in the cache key."""
@@ -134,6 +155,7 @@ class Constant(_compat.OpaqueBase):
 
     def __post_init__(self) -> None:
         """Check the fields; subclasses that override it call it first."""
+        check_decorated(type(self))
         for field in fields(self):
             _check_field(type(self).__name__, field.name, getattr(self, field.name))
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -26,6 +26,7 @@ from fp8compile.quantizers.blocks import (
     grid_shape,
 )
 from fp8compile.quantizers.constant import Constant
+from fp8compile.quantizers.declaration import check_steps
 from fp8compile.quantizers.scale_rules import exact_quotient
 
 __all__ = ["Quantizer"]
@@ -39,6 +40,12 @@ class Quantizer(Constant):
     same class and fields, hashable, picklable, and a constant of compiled graphs. Its steps look at values only; where
     a tensor is spread over ranks, the amax is reduced between them (see ``fp8compile.quantize``).
 
+    A subclass defines ``multiplier``, the scale rule. It may override any other step, and the layout: a format that
+    packs codes ``codes_shape``, ``values_shape``, ``cast``, ``dequantize``; scales in another dtype ``scale_dtype``,
+    ``scale_of`` and ``scale_values``; a grid other than that of blocks ``scale_shape``, ``amax``, ``cast`` and
+    ``dequantize``. What is missing raises where the class is defined. ``class Family(Quantizer, abstract=True)`` is
+    a base of others.
+
     Attributes:
         format: Format of the codes, ``"e4m3"`` or ``"e5m2"``.
         block: (rows, columns) that share one scale, over the (M, K) view of a tensor; -1 is the whole dim.
@@ -46,6 +53,11 @@ class Quantizer(Constant):
 
     format: str = "e4m3"
     block: tuple[int, int] = (-1, -1)
+
+    def __init_subclass__(cls, *, abstract: bool = False, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if not abstract:
+            check_steps(cls, Quantizer)
 
     def __post_init__(self) -> None:
         super().__post_init__()

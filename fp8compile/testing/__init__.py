@@ -1,5 +1,42 @@
-"""What tests of FP8 code need: the code Inductor makes for a GPU, seen on a machine without one."""
+"""Regression tests against graph breaks, recompiles and lost fusions: for any model, FP8 or not."""
 
+from fp8compile.testing.checks import (
+    assert_cacheable,
+    assert_comm,
+    assert_fullgraph,
+    assert_no_recompile,
+    assert_ops,
+)
+from fp8compile.testing.compiler_log import CacheBypass, GraphBreak, Recompile
+from fp8compile.testing.gemm_share import GemmShare, gemm_share
 from fp8compile.testing.gpu_code import GpuCode, gpu_code
+from fp8compile.testing.op_contracts import check_op
+from fp8compile.testing.quantizer_contracts import check_quantizer
+from fp8compile.testing.recording import Recording
+from fp8compile.testing.report import Call, CallReport, Collective, GraphInfo, GraphReport, graph_report
+from fp8compile.testing.snapshot import snapshot
 
-__all__ = ["GpuCode", "gpu_code"]
+__all__ = [
+    "CacheBypass",
+    "Call",
+    "CallReport",
+    "Collective",
+    "GemmShare",
+    "GpuCode",
+    "GraphBreak",
+    "GraphInfo",
+    "GraphReport",
+    "Recompile",
+    "Recording",
+    "assert_cacheable",
+    "assert_comm",
+    "assert_fullgraph",
+    "assert_no_recompile",
+    "assert_ops",
+    "check_op",
+    "check_quantizer",
+    "gemm_share",
+    "gpu_code",
+    "graph_report",
+    "snapshot",
+]

@@ -1,0 +1,64 @@
+"""The extension API: quantizers and operators of other packages, by the names that our own are made with.
+
+    Quantizer       subclass it as a frozen dataclass: subclassing registers it with torch.compile
+    CurrentScaling  a quantizer with scale rules, to derive from
+    register_op     one call makes an operator: schema, kernel, fake, derivative, decomposition, sharding, samples
+    Split, Cut      how an op runs on shards
+    rounded         in a decomposition: the value as eager mode would have stored it
+    quantizers      what installed packages offer under the entry point group ``fp8compile.quantizers``
+    recipe          a recipe of one quantizer
+
+``fp8compile.testing.check_quantizer`` and ``check_op`` test what was made with them. See docs/extending.md.
+"""
+
+from __future__ import annotations
+
+from fp8compile.formats import E2M1, E4M3, E5M2, E8M0
+from fp8compile.ops.registry import OPS, Op, register_op
+from fp8compile.ops.rounding import rounded
+from fp8compile.ops.sharding import Cut, Sharding, Split, along_every_dim, grid_cuts
+from fp8compile.quantizers import CurrentScaling, Quantizer, Recipe, entry_points
+from fp8compile.quantizers.blocks import as_matrix, block_amax, expand_blocks, grid_shape
+from fp8compile.quantizers.constant import Constant
+from fp8compile.quantizers.scale_rules import exact_quotient
+from fp8compile.recipes import of_quantizer as recipe
+
+__all__ = [
+    "Constant",
+    "Quantizer",
+    "CurrentScaling",
+    "Recipe",
+    "recipe",
+    "quantizers",
+    "register_op",
+    "Op",
+    "OPS",
+    "Sharding",
+    "Split",
+    "Cut",
+    "along_every_dim",
+    "grid_cuts",
+    "rounded",
+    "exact_quotient",
+    "as_matrix",
+    "block_amax",
+    "expand_blocks",
+    "grid_shape",
+    "E2M1",
+    "E4M3",
+    "E5M2",
+    "E8M0",
+]
+
+
+def quantizers() -> dict[str, Quantizer | Recipe]:
+    """What installed packages offer, by name: entry points of the group ``fp8compile.quantizers``.
+
+    ``fp8compile.recipes.by_name`` and ``fp8compile train --recipe`` take these names.
+
+    Raises:
+        ImportError: One of them can't be imported or called; the text names its distribution.
+        TypeError: One of them is neither a quantizer nor a recipe.
+        ValueError: Two packages use one name for different things.
+    """
+    return {name: entry_points.load(name) for name in entry_points.installed()}

@@ -1,0 +1,176 @@
+"""What the class of a constant has to look like, checked where Python can tell first.
+
+class statement    fields by their annotations and defaults, shared mutable attributes, steps that belong together
+first instance     the decorator: it runs after the class statement, so no earlier moment knows of it
+every instance     the values themselves (`constant.py`)
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import sys
+import types
+import typing
+from functools import cache
+from typing import Any
+
+import torch
+
+__all__ = ["check_class", "check_decorated", "check_steps"]
+
+DECORATOR = "@dataclass(frozen=True, repr=False)"
+PLAIN = (str, int, float, bool, type(None))
+ALLOWED = (
+    "a constant of a graph holds str, int, float, bool, None, tuples of them, and other constants such as quantizers. "
+    "Name a dtype by a string; what changes from step to step belongs into a module's buffers, a process group to the "
+    "tensor (fp8compile.quantize(x, quantizer, group=...))"
+)
+MUTABLE = (list, dict, set, bytearray, torch.Tensor)
+
+
+def _names_of(cls: type) -> dict[str, Any]:
+    """What annotations written as strings may name: the module's globals and the class itself."""
+    module = sys.modules.get(cls.__module__)
+    return {**vars(typing), **(vars(module) if module is not None else {}), cls.__name__: cls}
+
+
+def _annotations(cls: type) -> dict[str, Any]:
+    """The class's own annotations, strings evaluated where that is possible; the rest is left to the values."""
+    found = {}
+    for name, hint in inspect.get_annotations(cls).items():
+        if isinstance(hint, str):
+            try:
+                hint = eval(hint, _names_of(cls))  # as inspect.get_annotations does, one by one
+            except Exception:  # names of a function's locals, or for type checkers only
+                continue
+        found[name] = hint
+    return found
+
+
+def _refused(hint: Any, constant: type) -> Any:
+    """The part of an annotation that no field may hold, or None."""
+    if hint in (None, Any, Ellipsis) or isinstance(hint, (typing.TypeVar, str)):
+        return None
+    if isinstance(hint, typing.NewType):
+        return _refused(hint.__supertype__, constant)
+    origin = typing.get_origin(hint)
+    if origin in (typing.Union, types.UnionType, tuple):
+        parts = (_refused(part, constant) for part in typing.get_args(hint) if part != ())
+        return next((part for part in parts if part is not None), None)
+    if origin in (typing.Annotated, typing.Final):
+        return _refused(typing.get_args(hint)[0], constant)
+    if origin is typing.Literal:
+        return None
+    fine = isinstance(hint, type) and origin is None and (hint is tuple or issubclass(hint, (*PLAIN, constant)))
+    return None if fine else hint
+
+
+def _shown(hint: Any) -> str:
+    return hint.__name__ if isinstance(hint, type) and not typing.get_args(hint) else str(hint)
+
+
+def _default(value: Any) -> Any:
+    if not isinstance(value, dataclasses.Field):
+        return value
+    factory = value.default_factory
+    return factory() if factory in MUTABLE else value.default
+
+
+def check_class(cls: type, constant: type) -> None:
+    """Check what a class statement shows: fields and attributes.
+
+    Args:
+        cls: The new class.
+        constant: The base of all that a field may hold besides plain values.
+
+    Raises:
+        TypeError: A field or attribute is none that a constant may have; the text says what to write.
+    """
+    hints = _annotations(cls)
+    for name, hint in hints.items():
+        if hint is typing.ClassVar or typing.get_origin(hint) is typing.ClassVar:
+            continue
+        if isinstance(hint, dataclasses.InitVar) or hint is dataclasses.InitVar:
+            raise TypeError(
+                f"{cls.__name__}: {name} is an InitVar, which a value forgets; a graph could not rebuild it. Make it "
+                "a field."
+            )
+        if (part := _refused(hint, constant)) is not None:
+            raise TypeError(f"{cls.__name__}: field {name} is annotated as {_shown(part)}; {ALLOWED}.")
+    for name, value in vars(cls).items():
+        held = _default(value)
+        if isinstance(held, (*MUTABLE, torch.distributed.ProcessGroup)) and not name.startswith("__"):
+            what = "field" if name in inspect.get_annotations(cls) else "class attribute"
+            raise TypeError(f"{cls.__name__}: {what} {name} holds a {type(held).__name__}; {ALLOWED}.")
+
+
+@cache
+def check_decorated(cls: type) -> None:
+    """Check that a class is a frozen dataclass whose every field takes part in equality.
+
+    Raises:
+        TypeError: It is not.
+    """
+    name, parameters = cls.__name__, vars(cls).get("__dataclass_params__")
+    if parameters is None:
+        raise TypeError(f"{name} is no dataclass of its own: its fields would not count. Write {DECORATOR} above it.")
+    if not parameters.frozen or not parameters.eq:
+        raise TypeError(
+            f"{name} is a dataclass with frozen={parameters.frozen}, eq={parameters.eq}. Write {DECORATOR}."
+        )
+    for field in dataclasses.fields(cls):
+        if not (field.init and field.compare and field.hash in (None, True)):
+            raise TypeError(
+                f"{name}: field {field.name} has init={field.init}, compare={field.compare}, hash={field.hash}. Two "
+                "values that differ in it would share a compiled graph, or a graph could not rebuild it: leave all "
+                "three as they are by default."
+            )
+
+
+# methods of a quantizer that say one thing together: who overrides the first needs the second
+TOGETHER = (
+    ("codes_shape", "values_shape", "the shape of a tensor from that of its codes"),
+    ("codes_shape", "cast", "codes of that shape"),
+    ("codes_shape", "dequantize", "values of such codes"),
+    ("scale_dtype", "scale_of", "scales of that dtype"),
+    ("scale_dtype", "scale_values", "stored scales as float32 numbers"),
+    ("scale_shape", "amax", "one amax an entry of that grid"),
+    ("scale_shape", "cast", "codes, each by the multiplier of its entry of that grid"),
+    ("scale_shape", "dequantize", "values, each by the scale of its entry of that grid"),
+)
+
+
+def _overrides(cls: type, base: type, method: str) -> bool:
+    return getattr(cls, method) is not getattr(base, method)
+
+
+def check_steps(cls: type, base: type) -> None:
+    """Check the steps of a quantizer's class against those of the base class.
+
+    Raises:
+        TypeError: There is no scale rule, one of two methods that belong together is missing, or a method takes other
+            arguments.
+    """
+    name = cls.__name__
+    if not _overrides(cls, base, "multiplier"):
+        raise TypeError(
+            f"{name} has no scale rule. Write\n    def multiplier(self, amax: Tensor) -> Tensor:\nwhich returns what "
+            "the values of a block are multiplied by, from their largest magnitude; or derive from "
+            f"fp8compile.CurrentScaling, which has one. (class {name}(Quantizer, abstract=True): a base of others.)"
+        )
+    for first, second, what in TOGETHER:
+        if _overrides(cls, base, first) and not _overrides(cls, base, second):
+            raise TypeError(f"{name} overrides {first} and not {second}. Write {second} too: {what}.")
+    for method, given in vars(cls).items():
+        expected = vars(base).get(method)
+        if method.startswith("_") or not (inspect.isfunction(expected) and inspect.isfunction(given)):
+            continue
+        parameters = inspect.signature(expected)
+        try:
+            inspect.signature(given).bind(*parameters.parameters)
+        except TypeError as error:
+            raise TypeError(
+                f"{name}.{method} takes {inspect.signature(given)}: {error}. It is called as "
+                f"{method}({', '.join(parameters.parameters)})."
+            ) from None

@@ -1,0 +1,78 @@
+"""Recipes and quantizers of installed packages, by the entry points of the group ``fp8compile.quantizers``.
+
+A package names them in its pyproject.toml:
+
+    [project.entry-points."fp8compile.quantizers"]
+    swiglu8 = "swiglu8:Ceil8"
+
+Each is a quantizer, a recipe, or something that returns one when it's called without arguments (a class, a function).
+Packages are looked through only when somebody asks, and a package is imported only when its name is asked for.
+"""
+
+from __future__ import annotations
+
+from importlib import metadata
+
+from fp8compile._compat import constant_when_traced
+from fp8compile.quantizers.quantizer import Quantizer
+from fp8compile.quantizers.recipe import Recipe
+
+__all__ = ["GROUP", "installed", "load"]
+
+GROUP = "fp8compile.quantizers"
+
+
+def _source(entry: metadata.EntryPoint) -> str:
+    distribution = entry.dist.name if entry.dist is not None else "an unknown distribution"
+    return f"entry point {entry.name} = {entry.value} of {distribution}"
+
+
+def _entries() -> dict[str, metadata.EntryPoint]:
+    found: dict[str, metadata.EntryPoint] = {}
+    for entry in metadata.entry_points(group=GROUP):
+        other = found.setdefault(entry.name, entry)
+        if other.value != entry.value:
+            raise ValueError(
+                f"two packages name a quantizer {entry.name!r}: {_source(other)}, and {_source(entry)}. Uninstall one "
+                "of them."
+            )
+    return found
+
+
+@constant_when_traced
+def installed() -> tuple[str, ...]:
+    """Names of what installed packages offer, sorted; none of them is imported.
+
+    Raises:
+        ValueError: Two packages use one name for different things.
+    """
+    return tuple(sorted(_entries()))
+
+
+@constant_when_traced
+def load(name: str) -> Quantizer | Recipe:
+    """What a package offers by this name.
+
+    Args:
+        name: One of ``installed()``.
+
+    Raises:
+        KeyError: No package does.
+        ImportError: It can't be imported or called; the cause is chained.
+        TypeError: It is neither a quantizer nor a recipe.
+    """
+    entry = _entries()[name]
+    try:
+        found = entry.load()
+        value = found() if callable(found) else found
+    except Exception as error:
+        raise ImportError(
+            f"{_source(entry)} can't be used: {type(error).__name__}: {error}. Update or uninstall "
+            f"{entry.dist.name if entry.dist is not None else 'that package'}."
+        ) from error
+    if not isinstance(value, (Quantizer, Recipe)):
+        raise TypeError(
+            f"{_source(entry)} gives {value!r}; it has to give a fp8compile.Quantizer or a fp8compile.Recipe, or name "
+            "a class or function that returns one when called without arguments."
+        )
+    return value

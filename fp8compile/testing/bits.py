@@ -1,0 +1,64 @@
+"""Comparison in words: to the bit, or for sums whose order a backend chooses."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+__all__ = ["difference", "results", "sum_difference"]
+
+WIDTHS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    """The tensor's bytes as integers, all NaN as one pattern."""
+    tensor = tensor.detach().cpu().contiguous()
+    if tensor.is_floating_point():
+        tensor = torch.where(tensor.isnan(), torch.full_like(tensor, torch.nan), tensor)
+    return tensor.view(WIDTHS[tensor.element_size()])
+
+
+def results(value: Tensor | Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """What an op returned, as a tuple."""
+    return (value,) if isinstance(value, Tensor) else tuple(value)
+
+
+def difference(actual: Tensor, expected: Tensor) -> str | None:
+    """How two tensors differ in dtype, shape or bits (all NaN count as one), or None.
+
+    Args:
+        actual: What came out.
+        expected: What should have.
+
+    Returns:
+        Words that name the first element that differs, or None.
+    """
+    if actual.dtype != expected.dtype:
+        return f"dtype {actual.dtype} instead of {expected.dtype}"
+    if actual.shape != expected.shape:
+        return f"shape {tuple(actual.shape)} instead of {tuple(expected.shape)}"
+    unlike = _bits(actual) != _bits(expected)
+    if not unlike.any():
+        return None
+    first = tuple(unlike.nonzero()[0].tolist())
+    return (
+        f"{int(unlike.sum())} of {unlike.numel()} elements differ, the first at {list(first)}: "
+        f"{actual[first].item()!r} instead of {expected[first].item()!r}"
+    )
+
+
+def sum_difference(actual: Tensor, expected: Tensor) -> str | None:
+    """As ``difference`` for what may be summed in another order: within some roundings of the largest element.
+
+    A backend chooses the order by the sizes of a product, and Inductor that of a plain sum; each rounds otherwise.
+    """
+    differs = difference(actual, expected)
+    alike = (actual.dtype, actual.shape) == (expected.dtype, expected.shape) and actual.is_floating_point()
+    if differs is None or not alike or (actual.isfinite() != expected.isfinite()).any():
+        return differs
+    finite = expected.isfinite()
+    apart = (actual[finite].double() - expected[finite].double()).abs()
+    allowed = 8 * torch.finfo(actual.dtype).eps * expected[finite].double().abs().max() if finite.any() else 0.0
+    return differs if (apart > allowed).any() else None

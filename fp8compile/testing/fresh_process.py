@@ -1,0 +1,88 @@
+"""A constant's text in a graph, from a process that starts afresh: as the code stands, and after an edit to it."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import pickle
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from types import ModuleType
+
+from fp8compile.quantizers.constant import SALTED_MODULES, Constant
+
+__all__ = ["ConstantElsewhere", "fresh_texts"]
+
+PROGRAM = """
+import importlib, json, pickle, sys
+path, modules, data = pickle.load(sys.stdin.buffer)
+sys.path[:] = path
+for module in modules:
+    importlib.import_module(module)
+value = pickle.loads(data)
+text, names = value.__fx_repr__()
+again = eval(text, dict(names))
+print(json.dumps({"text": text, "equal": again == value and hash(again) == hash(value)}))
+"""
+
+
+class ConstantElsewhere:
+    """A constant as a fresh process sees it.
+
+    Attributes:
+        text: Its ``__fx_repr__``.
+        equal: Whether that text evaluates back to it.
+        error: Why there is none of these, or None.
+    """
+
+    def __init__(self, output: bytes, errors: bytes) -> None:
+        answer = json.loads(output) if output.strip() else {"text": "", "equal": False}
+        self.text: str = answer["text"]
+        self.equal: bool = answer["equal"]
+        self.error = None if output.strip() else errors.decode().strip().rpartition("\n")[2]
+
+
+def _edited_copy(module: ModuleType, folder: Path) -> None:
+    """Copy the package (or the lone file) that a module is in, and append a comment to the module's file."""
+    top = importlib.import_module(module.__name__.partition(".")[0])
+    source = Path(module.__file__ or "")
+    if not getattr(top, "__path__", None):
+        copied = Path(shutil.copy(source, folder / f"{module.__name__}.py"))
+    else:
+        root = Path(top.__path__[0])
+        shutil.copytree(root, folder / top.__name__, ignore=shutil.ignore_patterns("__pycache__", "*.pyc"))
+        copied = folder / top.__name__ / source.relative_to(root)
+    with copied.open("a") as file:
+        file.write("\n# a change\n")
+
+
+def _start(value: Constant, path: list[str], modules: list[str]) -> tuple[subprocess.Popen, bytes]:
+    command = [sys.executable, "-W", "ignore", "-c", PROGRAM]
+    pipe = subprocess.PIPE
+    return (
+        subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe),
+        pickle.dumps((path, modules, pickle.dumps(value))),
+    )
+
+
+def fresh_texts(value: Constant, module: ModuleType) -> tuple[ConstantElsewhere, ConstantElsewhere, ConstantElsewhere]:
+    """The text of a constant in three fresh processes: two with the code as it is, one with ``module`` edited.
+
+    Two, because this process is no measure: the files may have changed since it read them.
+
+    Args:
+        value: Its class can be imported by name.
+        module: Of a quantizer's class, or of an op's implementation.
+
+    Returns:
+        As it is, as it is, edited.
+    """
+    modules = sorted({*SALTED_MODULES, module.__name__} - {"__main__"})
+    with tempfile.TemporaryDirectory() as folder:
+        _edited_copy(module, Path(folder))
+        started = [_start(value, path, modules) for path in (sys.path, sys.path, [folder, *sys.path])]
+        first, second, edited = (ConstantElsewhere(*process.communicate(data)) for process, data in started)
+    return first, second, edited

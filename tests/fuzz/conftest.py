@@ -1,0 +1,8 @@
+"""The oracle of the other tests, for those here."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent))

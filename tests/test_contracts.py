@@ -1,0 +1,243 @@
+"""check_quantizer and check_op: our own pass, and each contract is broken by something made to break it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from broken_contracts import BROKEN, ByIdentity, Saltless
+from torch import Tensor
+
+import fp8compile as f8
+from fp8compile.library import Cut, Quantizer, Split, register_op
+from fp8compile.ops import OPS, registry
+from fp8compile.quantizers import constant
+from fp8compile.testing import check_op, check_quantizer, op_contracts, quantizer_contracts
+
+QUANTIZER_CONTRACTS = [contract.__name__ for contract in quantizer_contracts.CONTRACTS]
+OP_CONTRACTS = [contract.__name__ for contract in op_contracts.CONTRACTS]
+PARTS = ("expected", "found", "to mend")
+# processes take seconds each; one quantizer and one op show what they show for all
+IN_PROCESSES = {"quantizer": ("text_in_a_fresh_process",), "op": ("cache_key_follows_its_source",)}
+OURS = [
+    f8.CurrentScaling(),
+    f8.CurrentScaling(block=(1, -1), scale="pow2"),
+    f8.CurrentScaling(block=(-1, 1), format="e5m2"),
+    f8.CurrentScaling(block=(1, 128), eps=1e-6),
+    f8.CurrentScaling(block=(16, 16)),
+    f8.CurrentScaling(block=(1, 32), scale="e8m0_rceil"),
+    f8.CurrentScaling(block=(32, 1), scale="e8m0_floor"),
+]
+
+
+def others(names, name):
+    return [other for other in names if other != name]
+
+
+# ---------------------------------------------------------------------------------- ours
+
+
+@pytest.mark.parametrize("quantizer", OURS, ids=repr)
+def test_our_quantizers_keep_every_contract(quantizer):
+    check_quantizer(quantizer, skip=() if quantizer == OURS[0] else IN_PROCESSES["quantizer"])
+
+
+@pytest.mark.parametrize("name", sorted(name for name in OPS if name.startswith("fp8compile::")))
+def test_our_ops_keep_every_contract(name):
+    check_op(OPS[name].overload, skip=() if name == "fp8compile::linear" else IN_PROCESSES["op"])
+
+
+def test_every_op_of_ours_has_a_sharding_rule_that_runs():
+    for name in (name for name in OPS if name.startswith("fp8compile::")):
+        check_op(name, skip=others(OP_CONTRACTS, "sharded_gives_the_bits_of_whole"))
+        assert OPS[name].sharding is not None
+
+
+# ---------------------------------------------------------------------------------- broken quantizers
+
+
+def test_each_contract_of_a_quantizer_has_something_that_breaks_it():
+    assert list(BROKEN) == QUANTIZER_CONTRACTS
+
+
+@pytest.mark.parametrize("contract", QUANTIZER_CONTRACTS)
+def test_a_quantizer_that_breaks_a_contract_is_told_so(contract):
+    broken = BROKEN[contract]()
+    with pytest.raises(AssertionError) as caught:
+        check_quantizer(broken, skip=others(QUANTIZER_CONTRACTS, contract))
+    text = str(caught.value)
+    assert text.startswith(f"{broken!r} breaks 1 of 1 contracts:\n\n  {contract}\n"), text
+    assert all(f"\n    {part}" in text for part in PARTS), text
+
+
+def test_all_breaches_are_told_together():
+    skip = ("text_in_a_fresh_process", "compiled_gives_the_bits_of_eager", "one_graph_for_every_size")
+    with pytest.raises(AssertionError) as caught:
+        check_quantizer(ByIdentity(), skip=skip)
+    text = str(caught.value)
+    assert f"breaks 4 of {len(QUANTIZER_CONTRACTS) - 3} contracts" in text
+    told = [line.strip() for line in text.splitlines() if line.startswith("  ") and line[2] != " "]
+    assert told == [
+        "equal_after_copy_and_pickle",
+        "text_in_graphs_rebuilds_it",
+        "transposed_is_of_the_transposed_matrix",
+        "equal_one_runs_the_same_graph",
+    ]
+
+
+def test_what_is_no_quantizer_no_op_and_no_contract_is_refused():
+    with pytest.raises(TypeError, match=r"check_quantizer: quantizer is <class .*made by Name"):
+        check_quantizer(f8.CurrentScaling)
+    with pytest.raises(TypeError, match=r"check_op: op is 'nothing'; .* Registered are fp8compile::amax"):
+        check_op("nothing")
+    with pytest.raises(ValueError, match="skip names 'speed'; the contracts are equal_after_copy_and_pickle, "):
+        check_quantizer(f8.CurrentScaling(), skip=["speed"])
+
+
+# ---------------------------------------------------------------------------------- broken ops
+
+
+def impl(x: Tensor, quantizer: Quantizer) -> Tensor:
+    return x * 3
+
+
+def fake(x: Tensor, quantizer: Quantizer) -> Tensor:
+    return torch.empty_like(x)
+
+
+def setup_context(ctx, inputs, output):
+    pass
+
+
+def backward(ctx, grad):
+    return grad * 3, None
+
+
+def sharding(x, quantizer):
+    return [Split((Cut(dim), None), (dim,)) for dim in range(x.ndim)]
+
+
+def values():
+    x = torch.linspace(-2, 2, 24).view(4, 6)
+    return x, x.t(), x[:0]
+
+
+def samples():
+    return [(x, f8.CurrentScaling()) for x in values()]
+
+
+def identity(x: Tensor, quantizer: Quantizer) -> Tensor:
+    return x
+
+
+def in_place(x: Tensor, quantizer: Quantizer) -> Tensor:
+    return x.mul_(3).clone()
+
+
+def other_when_traced(x: Tensor, quantizer: Quantizer) -> Tensor:
+    return x * 3 if type(x) is Tensor else x * 4
+
+
+def other_gradient_when_traced(ctx, grad):
+    return grad * (3 if type(grad) is Tensor else 4), None
+
+
+def with_constant(make):
+    return lambda: [(x, make()) for x in values()]
+
+
+BROKEN_OPS = {
+    "samples_cover_it": {"samples": lambda: samples()[:2]},
+    "results_are_new": {"impl": identity, "decompose": None},
+    "fake_is_like_the_result": {"fake": lambda x, quantizer: x.new_empty(x.shape, dtype=torch.float64)},
+    "decompose_is_the_kernel": {"decompose": lambda x, quantizer: x * 2},
+    "passes_opcheck": {"impl": in_place},
+    "backward_is_there_or_raises": {"backward": lambda ctx, grad: (grad[:1], None)},
+    "compiled_gives_the_bits_of_eager": {"decompose": other_when_traced},
+    "compiled_backward_gives_the_bits_of_eager": {"backward": other_gradient_when_traced},
+    "equal_arguments_run_the_same_graph": {"samples": with_constant(ByIdentity)},
+    "cache_key_follows_its_source": {"samples": with_constant(Saltless)},
+    "sharded_gives_the_bits_of_whole": {"sharding": lambda x, quantizer: [Split((Cut(0), None), ("max",))]},
+}
+
+
+@pytest.fixture
+def plant():
+    """Registers ``planted::name`` with parts of the good op above replaced; forgets them all afterwards."""
+    before, salted = set(OPS), set(constant.SALTED_MODULES)
+
+    def plant(name, **parts):
+        good = {"fake": fake, "decompose": impl, "sharding": sharding, "samples": samples}
+        arguments = good | {"backward": backward, "setup_context": setup_context} | parts
+        return register_op(f"planted::{name}", arguments.pop("impl", impl), **arguments)
+
+    yield plant
+    for name in set(OPS) - before:
+        del OPS[name]
+    if "planted" in registry.LIBRARIES:
+        registry.LIBRARIES.pop("planted")._destroy()
+    constant.SALTED_MODULES.intersection_update(salted)
+    constant.source_salt.cache_clear()
+
+
+def test_the_op_that_is_broken_below_keeps_every_contract(plant):
+    # registered in this test and by no import, a fresh process has no such op; those of ours and of swiglu8 show that
+    check_op(plant("good"), skip=IN_PROCESSES["op"])
+
+
+def test_an_op_with_a_derived_fake_keeps_every_contract(plant):
+    check_op(plant("derived", fake=None), skip=IN_PROCESSES["op"])
+
+
+def test_each_contract_of_an_op_has_something_that_breaks_it():
+    assert list(BROKEN_OPS) == OP_CONTRACTS
+
+
+@pytest.mark.parametrize("contract", OP_CONTRACTS)
+def test_an_op_that_breaks_a_contract_is_told_so(contract, plant):
+    op = plant(contract, **BROKEN_OPS[contract])
+    with pytest.raises(AssertionError) as caught:
+        check_op(op, skip=others(OP_CONTRACTS, contract))
+    text = str(caught.value)
+    assert text.startswith(f"planted::{contract} breaks 1 of 1 contracts:\n\n  {contract}\n"), text
+    assert all(f"\n    {part}" in text for part in PARTS), text
+
+
+@pytest.mark.parametrize(
+    ("rule", "text"),
+    [
+        (lambda x, quantizer: [Split((Cut(0), None), (1,))], r"on 2 ranks, result 0: shape \(2, 12\) instead of"),
+        (lambda x, quantizer: [Split((Cut(0), None), (None,))], r"on 2 ranks, result 0: shape \(2, 6\) instead of"),
+        (lambda x, quantizer: [Split((Cut(2), None), (0,))], r"Cut\(dim=2, unit=1\) is for \(4, 6\)"),
+        (lambda x, quantizer: [Split((Cut(0), Cut(0)), (0,))], r"Cut\(dim=0, unit=1\) is for CurrentScaling"),
+        (lambda x, quantizer: [Split((Cut(0),), (0,))], "it has 1 inputs, the op takes 2 arguments"),
+        (lambda x, quantizer: [Split((Cut(0), None), (0, 0))], "it has 2 outputs, the op returns 1"),
+        (lambda x, quantizer: [Split((None, None), (None,))], r"its cut arguments have \[\] units"),
+        (lambda x, quantizer: [], r"none in 3 samples; for the first the rule returns \[\]"),
+        (lambda x, quantizer: [Split((Cut(0), None), (0,))] if x.sum() else [], "meta"),
+    ],
+)
+def test_a_wrong_sharding_rule_is_told_so(rule, text, plant, request):
+    op = plant(f"rule_{request.node.callspec.indices['rule']}", sharding=rule)
+    with pytest.raises(AssertionError, match=text):
+        check_op(op, skip=others(OP_CONTRACTS, "sharded_gives_the_bits_of_whole"))
+
+
+def test_a_sum_in_another_order_passes_only_as_not_exact(plant):
+    def total(x: Tensor, quantizer: Quantizer) -> Tensor:
+        return x.sum().view(1)
+
+    def cut(exact):
+        return lambda x, quantizer: [Split((Cut(0), None), ("sum",), exact=exact)]
+
+    x = torch.randn(1000, generator=torch.Generator().manual_seed(0))
+    parts = {"fake": None, "decompose": None, "backward": None, "setup_context": None}
+    made = {
+        exact: plant(
+            f"sum_{exact}", impl=total, sharding=cut(exact), samples=lambda: [(x, f8.CurrentScaling())], **parts
+        )
+        for exact in (True, False)
+    }
+    skip = others(OP_CONTRACTS, "sharded_gives_the_bits_of_whole")
+    check_op(made[False], skip=skip)
+    with pytest.raises(AssertionError, match="1 of 1 elements differ"):
+        check_op(made[True], skip=skip)

@@ -1,0 +1,402 @@
+"""fp8compile.library: what a registration or a class lacks is said where it is written; entry points."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+import fp8compile as f8
+from fp8compile.library import Cut, Quantizer, Split, register_op
+from fp8compile.ops import OPS
+from fp8compile.quantizers import entry_points
+
+
+def impl(x: Tensor, quantizer: Quantizer) -> Tensor:
+    return x + 1
+
+
+PARTS = {
+    "fake": impl,
+    "backward": lambda ctx, grad: (grad, None),
+    "setup_context": lambda ctx, inputs, output: None,
+    "decompose": impl,
+    "sharding": lambda x, quantizer: [],
+    "samples": list,
+}
+
+# ---------------------------------------------------------------------------------- registering an op
+
+
+@pytest.mark.parametrize("argument", PARTS)
+def test_an_argument_left_out_is_named_with_what_to_write(argument):
+    parts = {name: value for name, value in PARTS.items() if name != argument}
+    with pytest.raises(TypeError, match=rf"register_op: mine::op .*\b{argument}\b.*\. Write {argument}= a function"):
+        register_op("mine::op", impl, **parts)
+    assert "mine::op" not in OPS
+
+
+def test_a_backward_left_out_as_none_with_its_context_is_named():
+    with pytest.raises(TypeError, match=r"mine::op has a setup_context and no backward\. Write backward= a func"):
+        register_op("mine::op", impl, **PARTS | {"backward": None})
+
+
+@pytest.mark.parametrize("argument", ["fake", "backward", "decompose", "sharding", "samples"])
+def test_what_is_no_function_is_refused(argument):
+    with pytest.raises(TypeError, match=f"register_op: mine::op: {argument} is 3; it is a function"):
+        register_op("mine::op", impl, **PARTS | {argument: 3})
+
+
+def test_samples_can_not_be_none():
+    with pytest.raises(
+        TypeError, match="register_op: mine::op: samples is None; it is a function that returns tuples"
+    ):
+        register_op("mine::op", impl, **PARTS | {"samples": None})
+
+
+@pytest.mark.parametrize("argument", ["fake", "decompose", "sharding"])
+def test_a_function_of_other_arguments_is_refused(argument):
+    text = rf"register_op: mine::op: {argument} takes \(x\) and impl \(x, quantizer\): .* Give both the same arguments"
+    with pytest.raises(TypeError, match=text):
+        register_op("mine::op", impl, **PARTS | {argument: lambda x: x})
+
+
+def test_an_unannotated_implementation_is_refused():
+    with pytest.raises(
+        ValueError, match=r"register_op: mine::op: no schema .* Annotate every argument and the result"
+    ):
+        register_op("mine::op", lambda x, quantizer: x, **PARTS)
+
+
+@pytest.mark.parametrize("name", ["op", "::op", "mine::", "mine.op", "my-lib::op", "a::b::c"])
+def test_a_name_without_namespace_is_refused(name):
+    with pytest.raises(ValueError, match="is no operator name; write 'namespace::name'"):
+        register_op(name, impl, **PARTS)
+
+
+def test_a_name_is_taken_once():
+    with pytest.raises(ValueError, match="fp8compile::amax is registered already; choose another name"):
+        register_op("fp8compile::amax", impl, **PARTS)
+
+
+@pytest.mark.parametrize("compiled", ["decompose", "backward"])
+def test_compiled_code_without_a_constant_in_the_key_is_refused(compiled):
+    def plain(x: Tensor) -> Tensor:
+        return x + 1
+
+    parts = {"fake": None, "backward": None, "decompose": None, "sharding": None, "samples": list}
+    if compiled == "backward":
+        parts |= {"backward": lambda ctx, grad: grad, "setup_context": PARTS["setup_context"]}
+    else:
+        parts |= {"decompose": plain}
+    with pytest.raises(TypeError, match=r"mine::op has a decompose or a backward, .* takes no quantizer or recipe"):
+        register_op("mine::op", plain, **parts)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (([Cut(0)], (0,)), r"Split: inputs is \[Cut\(dim=0, unit=1\)\]; it is a tuple of Cut or None"),
+        (((0,), (0,)), r"Split: inputs is \(0,\)"),
+        (((Cut(0),), ("mean",)), r"Split: outputs is \('mean',\); it is a tuple of dims, 'max', 'min', 'sum' or None"),
+        (((Cut(0),), 0), "Split: outputs is 0"),
+        (((Cut(0),), (True,)), r"Split: outputs is \(True,\)"),
+    ],
+)
+def test_a_split_takes_cuts_dims_and_reductions(arguments, text):
+    with pytest.raises(TypeError, match=text):
+        Split(*arguments)
+
+
+# ---------------------------------------------------------------------------------- defining a quantizer
+
+
+def rule(self, amax: Tensor) -> Tensor:
+    return torch.ones_like(amax)
+
+
+def define(annotations: dict[str, Any] | None = None, **body: Any) -> type:
+    """The class statement alone; the decorator comes after it."""
+    return type("Mine", (Quantizer,), {"__annotations__": annotations or {}, "multiplier": rule, **body})
+
+
+@pytest.mark.parametrize(
+    "hint",
+    [
+        Tensor,
+        "Tensor",
+        "torch.Tensor | None",
+        ProcessGroup,
+        "ProcessGroup",
+        torch.dtype,
+        torch.device,
+        list,
+        "list[int]",
+        dict[str, int],
+        set,
+        bytes,
+        object,
+        "tuple[int, list]",
+        torch.nn.Module,
+    ],
+    ids=str,
+)
+def test_a_field_that_no_constant_can_hold_raises_in_the_class_statement(hint):
+    with pytest.raises(TypeError, match=r"Mine: field held is annotated as .*; a constant of a graph holds str, int"):
+        define({"held": hint})
+
+
+@pytest.mark.parametrize(
+    "hint",
+    [
+        int,
+        bool,
+        tuple,
+        Any,
+        ClassVar[Tensor],
+        "float",
+        "int | None",
+        "tuple[int, ...]",
+        "tuple[tuple[int, int], str]",
+        "Quantizer | None",
+        "f8.Recipe",
+        "ClassVar[dict]",
+        "SomethingElse",
+    ],
+    ids=str,
+)
+def test_a_field_that_a_constant_can_hold_does_not(hint):
+    define({"held": hint})
+
+
+@pytest.mark.parametrize(
+    ("body", "text"),
+    [
+        ({"held": []}, "Mine: class attribute held holds a list"),
+        ({"held": torch.ones(1)}, "Mine: class attribute held holds a Tensor"),
+        ({"annotations": {"held": Any}, "held": {}}, "Mine: field held holds a dict"),
+        ({"annotations": {"held": Any}, "held": field(default_factory=list)}, "Mine: field held holds a list"),
+    ],
+)
+def test_mutable_defaults_and_attributes_raise_in_the_class_statement(body, text):
+    with pytest.raises(TypeError, match=text):
+        define(**body)
+
+
+def test_a_group_in_a_field_says_where_groups_go():
+    with pytest.raises(TypeError, match=r"a process group to the tensor \(fp8compile.quantize\(x, quantizer, group="):
+        define({"group": ProcessGroup})
+
+
+def test_the_scale_rule_is_asked_for_in_the_class_statement():
+    with pytest.raises(TypeError, match=r"(?s)Mine has no scale rule. Write\n    def multiplier\(self, amax: Tensor"):
+        define(multiplier=Quantizer.multiplier)
+
+    class Family(Quantizer, abstract=True):
+        """A base of others needs none."""
+
+    with pytest.raises(TypeError, match="Member has no scale rule"):
+
+        class Member(Family):
+            pass
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ("codes_shape", "values_shape"),
+        ("scale_dtype", "scale_of"),
+        ("scale_shape", "amax"),
+    ],
+)
+def test_what_belongs_together_is_asked_for_together(first, second):
+    with pytest.raises(TypeError, match=f"Mine overrides {first} and not {second}. Write {second} too: "):
+        define(**{first: lambda self, *shape: ()})
+
+
+def test_a_step_with_other_arguments_raises_in_the_class_statement():
+    with pytest.raises(
+        TypeError, match=r"Mine.multiplier takes \(self\): .* It is called as multiplier\(self, amax\)"
+    ):
+        define(multiplier=lambda self: 1)
+
+
+def test_a_class_that_is_no_frozen_dataclass_raises_at_its_first_instance():
+    with pytest.raises(
+        TypeError, match=r"Mine is no dataclass of its own: .* Write @dataclass\(frozen=True, repr=Fal"
+    ):
+        define({"held": int}, held=1)()
+    with pytest.raises(
+        TypeError, match=r"Mine is a dataclass with frozen=True, eq=False\. Write @dataclass\(frozen=T"
+    ):
+        dataclass(frozen=True, eq=False)(define())()
+    with pytest.raises(TypeError, match="cannot inherit non-frozen dataclass from a frozen one"):
+        dataclass(define())
+
+
+@pytest.mark.parametrize("options", [{"compare": False}, {"init": False}, {"hash": False}], ids=str)
+def test_a_field_that_equality_would_miss_raises_at_the_first_instance(options):
+    cls = dataclass(frozen=True, repr=False)(define({"held": int}, held=field(default=1, **options)))
+    with pytest.raises(TypeError, match=r"Mine: field held has init=.*leave all three as they are by default"):
+        cls()
+
+
+# ---------------------------------------------------------------------------------- recipes of quantizers
+
+
+@pytest.mark.parametrize("block", [(-1, -1), (1, -1), (1, 16), (16, 16)])
+def test_a_quantizer_becomes_a_recipe_of_three_fp8_gemms(block):
+    quantizer = f8.CurrentScaling(block=block)
+    recipe = f8.library.recipe(quantizer)
+    assert all(recipe.quantizers(gemm) is not None for gemm in f8.quantizers.GEMMS)
+    assert (recipe.input, recipe.grad_output, recipe.weight) == (quantizer,) * 3
+    assert recipe.input_for_grad_weight == quantizer.transposed()
+
+
+def test_a_quantizer_that_no_gemm_takes_on_both_sides_raises():
+    with pytest.raises(ValueError, match="Recipe: no GEMM computes output"):
+        f8.library.recipe(f8.CurrentScaling(block=(-1, 1)))
+    with pytest.raises(TypeError, match="of_quantizer: quantizer is 3; it is a quantizer"):
+        f8.library.recipe(3)
+
+
+# ---------------------------------------------------------------------------------- entry points
+
+PLUGIN = """
+import fp8compile as f8
+
+QUANTIZER = f8.CurrentScaling(block=(1, 16))
+RECIPE = f8.Recipe(input=QUANTIZER, weight=QUANTIZER)
+number = 3
+
+def recipe():
+    return RECIPE
+
+def fails():
+    raise OSError("no licence")
+"""
+ENTRIES = {
+    "a-value": "plugin_of_test:QUANTIZER",
+    "a-recipe": "plugin_of_test:RECIPE",
+    "a-function": "plugin_of_test:recipe",
+    "a-class": "fp8compile:CurrentScaling",
+    "a-number": "plugin_of_test:number",
+    "a-failure": "plugin_of_test:fails",
+    "a-typo": "plugin_of_test:recpie",
+    "a-module": "plugin_that_is_not_there:x",
+}
+
+
+def distribution(folder, name, entries):
+    info = folder / f"{name}-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+    lines = [f"{key} = {value}" for key, value in entries.items()]
+    (info / "entry_points.txt").write_text("\n".join([f"[{entry_points.GROUP}]", *lines]))
+
+
+@pytest.fixture
+def plugin(tmp_path, monkeypatch):
+    """A folder on the path with a package of these entry points."""
+    (tmp_path / "plugin_of_test.py").write_text(PLUGIN)
+    distribution(tmp_path, "plugin-of-test", ENTRIES)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "plugin_of_test", raising=False)
+    yield tmp_path
+    sys.modules.pop("plugin_of_test", None)
+
+
+def test_recipes_of_packages_are_found_by_name(plugin):
+    line = f8.CurrentScaling(block=(1, 16))
+    assert f8.recipes.by_name("a-value") == f8.library.recipe(line)
+    assert f8.recipes.by_name("a-recipe") == f8.Recipe(input=line, weight=line) == f8.recipes.by_name("a-function")
+    assert f8.recipes.by_name("a-class") == f8.library.recipe(f8.CurrentScaling())
+
+
+@pytest.mark.parametrize(
+    ("name", "error", "text"),
+    [
+        (
+            "a-number",
+            TypeError,
+            "entry point a-number = plugin_of_test:number of plugin-of-test gives 3; it has to give",
+        ),
+        (
+            "a-failure",
+            ImportError,
+            "a-failure = plugin_of_test:fails of plugin-of-test can't be used: OSError: no lic",
+        ),
+        (
+            "a-typo",
+            ImportError,
+            "of plugin-of-test can't be used: AttributeError: .*Update or uninstall plugin-of-test",
+        ),
+        ("a-module", ImportError, "of plugin-of-test can't be used: ModuleNotFoundError"),
+    ],
+)
+def test_a_broken_entry_point_names_its_package_when_it_is_asked_for(plugin, name, error, text):
+    assert name in entry_points.installed()
+    with pytest.raises(error, match=text):
+        f8.recipes.by_name(name)
+    with pytest.raises((ImportError, TypeError), match="of plugin-of-test"):
+        f8.library.quantizers()
+
+
+def test_listing_gives_what_each_package_offers(tmp_path, monkeypatch):
+    distribution(tmp_path, "good", {"good": "fp8compile:CurrentScaling", "also": "fp8compile.recipes:rowwise"})
+    monkeypatch.syspath_prepend(tmp_path)
+    assert f8.library.quantizers() == {"also": f8.recipes.rowwise(), "good": f8.CurrentScaling()}
+
+
+def test_two_packages_of_one_name_are_both_named(plugin):
+    distribution(plugin, "another", {"a-value": "another:x"})
+    with pytest.raises(
+        ValueError, match=r"two packages name a quantizer 'a-value': .* of (another|plugin-of-test), and"
+    ):
+        f8.library.quantizers()
+
+
+def test_an_unknown_name_is_told_those_of_packages_too(plugin):
+    with pytest.raises(
+        ValueError, match=r"no recipe is called 'a-recip'; there are tensorwise, .*a-recipe.*Did you m"
+    ):
+        f8.recipes.by_name("a-recip")
+    assert "a-recipe" not in f8.recipes.names()
+
+
+def test_arguments_are_not_for_recipes_of_packages(plugin):
+    with pytest.raises(
+        TypeError, match=r"by_name: 'a-recipe' is of an installed package and takes no arguments, .* eps"
+    ):
+        f8.recipes.by_name("a-recipe", eps=1.0)
+
+
+def test_a_recipe_of_a_package_is_found_inside_a_compiled_function(plugin, assert_bits_equal):
+    x, weight = torch.randn(4, 32), torch.randn(16, 32)
+
+    def layer(x: Tensor, weight: Tensor) -> Tensor:
+        return f8.linear(x, weight, recipe=f8.recipes.by_name("a-value"))
+
+    assert_bits_equal(torch.compile(layer, fullgraph=True, backend="aot_eager")(x, weight), layer(x, weight))
+
+
+def test_importing_fp8compile_looks_for_no_entry_point():
+    program = """
+import importlib.metadata as metadata
+
+def entry_points(**given):
+    raise SystemExit(f"looked for {given}")
+
+import torch
+metadata.entry_points = entry_points
+import fp8compile as f8
+f8.recipes.by_name("rowwise"), f8.recipes.names(), f8.recipes.describe(f8.recipes.rowwise())
+"""
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
