@@ -22,7 +22,7 @@ from torch._dynamo.utils import counters
 
 import fp8compile as f8
 from benchmarks.table import Row, emit
-from fp8compile.testing import Recording, GemmShare, gemm_share
+from fp8compile.testing import GemmShare, Recording, gemm_share
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "behaviour"))
 

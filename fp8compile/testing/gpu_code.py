@@ -155,7 +155,7 @@ def _launches(nodes: Sequence[Any], source: str) -> tuple[Launch, ...]:
     calls = [match.groupdict() for match in LAUNCH.finditer(source[source.index("def call(") :])]
     if len(nodes) != len(calls):
         raise RuntimeError(
-            f"gpu_code: {len(nodes)} kernels were scheduled and {len(calls)} calls found in the generated code, so their "
+            f"gpu_code: {len(nodes)} kernels were scheduled, {len(calls)} calls found in the generated code: their "
             f"bytes can't be told apart. PyTorch {torch.__version__} prints code in another form than is known here."
         )
     found = []
