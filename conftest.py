@@ -10,6 +10,8 @@ import tempfile
 import pytest
 import torch
 
+from fp8compile.testing.bits import difference
+
 pytest_plugins = ["pytester"]
 
 # xdist runs a worker a core; the tests' tensors are small
@@ -22,25 +24,9 @@ if "FP8COMPILE_TEST_CACHE" not in os.environ:
     atexit.register(shutil.rmtree, cache, ignore_errors=True)
 
 
-def bits(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor's bytes as integers, all NaN as one pattern."""
-    tensor = tensor.detach().contiguous()
-    if tensor.is_floating_point():
-        tensor = torch.where(tensor.isnan(), torch.full_like(tensor, torch.nan), tensor)
-    width = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
-    return tensor.view(width)
-
-
 def _assert_bits_equal(actual: torch.Tensor, expected: torch.Tensor, what: str = "tensor") -> None:
-    assert actual.dtype == expected.dtype, f"{what}: dtype {actual.dtype}, expected {expected.dtype}"
-    assert actual.shape == expected.shape, f"{what}: shape {tuple(actual.shape)}, expected {tuple(expected.shape)}"
-    different = bits(actual) != bits(expected)
-    if different.any():
-        first = tuple(different.nonzero()[0].tolist())
-        raise AssertionError(
-            f"{what}: {int(different.sum())} of {different.numel()} elements differ, the first at {first}: "
-            f"{actual[first].item()!r}, expected {expected[first].item()!r}"
-        )
+    words = difference(actual, expected)
+    assert words is None, f"{what}: {words}"
 
 
 @pytest.fixture(scope="session")

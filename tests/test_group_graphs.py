@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from gloo_ranks import GROUPS, shared_ranks
@@ -155,8 +153,14 @@ def test_group_travels_from_graph_to_graph_through_a_view(ranks):
 # ---------------------------------------------------------------------------------- refused
 
 
+class FakeGroup(torch.distributed.ProcessGroup):
+    """A rank and a size, and nobody to talk to."""
+
+    group_name = "g"
+
+
 def fake_group(rank=0, size=2):
-    return SimpleNamespace(group_name="g", rank=lambda: rank, size=lambda: size)
+    return FakeGroup(rank, size)
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,8 @@ from torch._dynamo.testing import AotEagerAndRecordGraphs
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fp8compile as f8
-from conftest import bits
 from fp8compile import _compat
+from fp8compile.testing.bits import bits
 
 HAS_GROUPS = _compat.TORCH_VERSION >= (2, 12)
 needs_groups = pytest.mark.skipif(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import configparser
 import json
 import os
 import subprocess
@@ -65,8 +66,13 @@ def test_wheel_holds_every_module_and_the_type_marker(names):
 
 
 def test_wheel_holds_nothing_but_the_package(names):
-    assert {name.split("/")[0] for name in names} == {"fp8compile", f"fp8compile-{f8.__version__}.dist-info"}
-    odd = [name for name in names if "test_" in name or "__pycache__" in name or name.endswith((".pyc", ".so"))]
+    top = {name.split("/")[0] for name in names}
+    assert top == {"fp8compile", "pytest_fp8compile.py", f"fp8compile-{f8.__version__}.dist-info"}
+    odd = [
+        name
+        for name in names
+        if name.rpartition("/")[2].startswith("test_") or "__pycache__" in name or name.endswith((".pyc", ".so"))
+    ]
     assert odd == []
 
 
@@ -93,13 +99,18 @@ def test_requirements_admit_the_installed_torch_and_cap_none(metadata):
 def test_command_is_declared_and_its_function_exists(wheel):
     archive = zipfile.ZipFile(wheel)
     (path,) = (name for name in archive.namelist() if name.endswith("entry_points.txt"))
-    assert archive.read(path).decode().split() == ["[console_scripts]", "fp8compile", "=", "fp8compile.cli:main"]
+    declared = configparser.ConfigParser()
+    declared.read_string(archive.read(path).decode())
+    assert {section: dict(declared[section]) for section in declared.sections()} == {
+        "console_scripts": {"fp8compile": "fp8compile.cli:main"},
+        "pytest11": {"pytest_fp8compile": "pytest_fp8compile"},
+    }
     python("-c", "from fp8compile.cli import main; assert callable(main)", cwd=ROOT)
 
 
 def test_install_brings_the_package_alone(installed):
-    top = {path.name for path in installed.iterdir()}
-    assert top == {"fp8compile", f"fp8compile-{f8.__version__}.dist-info", "bin"}
+    top = {path.name for path in installed.iterdir() if path.name != "__pycache__"}
+    assert top == {"fp8compile", "pytest_fp8compile.py", f"fp8compile-{f8.__version__}.dist-info", "bin"}
 
 
 def test_installed_package_imports_from_there_with_the_torch_that_is_there(installed, tmp_path):

@@ -21,7 +21,7 @@ __all__ = ["main"]
 
 # Each names a module of this package with add_parser(subparsers), which sets the default `run`:
 # a function of the parsed arguments that returns an exit code.
-SUBCOMMANDS = ("train", "doctor")
+SUBCOMMANDS = ("train", "explain", "doctor")
 NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["difference", "results", "sum_difference"]
+__all__ = ["bits", "difference", "results", "sum_difference"]
 
 WIDTHS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def _bits(tensor: Tensor) -> Tensor:
+def bits(tensor: Tensor) -> Tensor:
     """The tensor's bytes as integers, all NaN as one pattern."""
     tensor = tensor.detach().cpu().contiguous()
     if tensor.is_floating_point():
@@ -39,7 +39,7 @@ def difference(actual: Tensor, expected: Tensor) -> str | None:
         return f"dtype {actual.dtype} instead of {expected.dtype}"
     if actual.shape != expected.shape:
         return f"shape {tuple(actual.shape)} instead of {tuple(expected.shape)}"
-    unlike = _bits(actual) != _bits(expected)
+    unlike = bits(actual) != bits(expected)
     if not unlike.any():
         return None
     first = tuple(unlike.nonzero()[0].tolist())

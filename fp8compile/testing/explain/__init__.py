@@ -1,0 +1,19 @@
+"""Is this really running in FP8? A model's linears, GEMM by GEMM, with the proof from its graphs."""
+
+from fp8compile.testing.explain.explanation import Explanation, explain
+from fp8compile.testing.explain.gpu import Cast, GpuExplanation, GraphCost
+from fp8compile.testing.explain.layers import GemmExplanation, LayerExplanation
+from fp8compile.testing.explain.roofline import PEAKS, Peaks, Roofline
+
+__all__ = [
+    "PEAKS",
+    "Cast",
+    "Explanation",
+    "GemmExplanation",
+    "GpuExplanation",
+    "GraphCost",
+    "LayerExplanation",
+    "Peaks",
+    "Roofline",
+    "explain",
+]

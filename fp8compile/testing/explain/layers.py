@@ -1,0 +1,197 @@
+"""Each linear of a model: converted or not, and in what each of its three GEMMs really runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from fp8compile import recipes
+from fp8compile.nn.report import ConversionRow, conversion_report
+from fp8compile.quantizers import GEMMS, Gemm
+from fp8compile.testing.explain.graphs import GraphGemm, describe
+from fp8compile.testing.explain.roofline import Peaks, bf16_seconds, gemm_seconds, padding
+from fp8compile.testing.report import GraphReport
+
+__all__ = ["ABSENT", "FELL_BACK", "FP8", "HIGH", "UNPROVEN", "GemmExplanation", "LayerExplanation", "layer_weights"]
+
+FP8 = "fp8"
+HIGH = "high precision"
+FELL_BACK = "fell back"
+ABSENT = "not in the graph"
+UNPROVEN = "no proof"
+
+
+@dataclass(frozen=True, kw_only=True)
+class GemmExplanation:
+    """One of the three GEMMs of a layer.
+
+    Attributes:
+        gemm: "output", "grad_input" or "grad_weight".
+        status: "fp8", "high precision", "fell back" (not as the recipe says), "not in the graph" or "no proof".
+        runs: Formats and scales, or the dtype, of the operands in the graph; empty where it is in none.
+        detail: What else there is to say of it, may be empty.
+        ops: Operators of the graph that prove it, one a call.
+        m: Rows of the result; 0 where it is in no graph.
+        k: What is summed over.
+        n: Columns of the result.
+        padded_k: ``k`` as a GPU pads it.
+        padded_n: ``n`` as a GPU pads it.
+        seconds: Least time of all calls by the GPU's peaks.
+        bf16_seconds: Likewise, were it in bfloat16.
+    """
+
+    gemm: str
+    status: str
+    runs: str = ""
+    detail: str = ""
+    ops: tuple[str, ...] = ()
+    m: int = 0
+    k: int = 0
+    n: int = 0
+    padded_k: int = 0
+    padded_n: int = 0
+    seconds: float = 0.0
+    bf16_seconds: float = 0.0
+
+    @property
+    def padding_flops(self) -> float:
+        """Operations on padding, as a share of those asked for."""
+        return self.padded_k * self.padded_n / (self.k * self.n) - 1 if self.k * self.n else 0.0
+
+    def __str__(self) -> str:
+        if self.status in (ABSENT, UNPROVEN):
+            return f"{self.status}: {self.detail}"
+        runs = f"FELL BACK to {self.runs}" if self.status == FELL_BACK else self.runs
+        return f"{runs}, {self.detail}" if self.detail else runs
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerExplanation:
+    """One linear.
+
+    Attributes:
+        fqn: Its name in the model; of what is no ``nn.Linear``, its parameter's.
+        module: Its class.
+        converted: Whether it is a ``fp8compile.Linear``.
+        reason: Why it isn't; empty where it is.
+        recipe: Its recipe's name, "custom" or empty.
+        in_features: K.
+        out_features: N.
+        gemms: output, grad_input, grad_weight.
+    """
+
+    fqn: str
+    module: str
+    converted: bool
+    reason: str
+    recipe: str
+    in_features: int
+    out_features: int
+    gemms: tuple[GemmExplanation, ...]
+
+    @property
+    def name(self) -> str:
+        """What to call it in a report."""
+        return self.fqn or "(the model)"
+
+
+def layer_weights(model: nn.Module) -> tuple[list[str], dict[int, list[str]]]:
+    """Names of all linears of `conversion_report`, and by identity of a parameter the layers whose weight it is."""
+    rows = [row.fqn for row in conversion_report(model).rows]
+    modules, parameters = dict(model.named_modules()), dict(model.named_parameters(remove_duplicate=False))
+    weights: dict[int, list[str]] = {}
+    for fqn in rows:
+        module = modules.get(fqn)
+        weight = module.weight if isinstance(module, nn.Linear) else parameters.get(fqn)
+        weights.setdefault(id(weight), []).append(fqn)
+    return rows, weights
+
+
+def _absent(gemm: Gemm, row: ConversionRow, model: nn.Module, report: GraphReport, *, called: bool) -> GemmExplanation:
+    """What to say of a GEMM that is in no graph: why there is none, or that nothing tells."""
+    if not called:
+        if report.breaks or not report.graphs:
+            why = "graph break, it runs outside the graphs" if report.breaks else "nothing was compiled"
+            return GemmExplanation(gemm=gemm.name, status=UNPROVEN, detail=why)
+        return GemmExplanation(gemm=gemm.name, status=ABSENT, detail="the layer is not called")
+    module = model.get_submodule(row.fqn) if row.fqn in dict(model.named_modules()) else None
+    if all(graph.backward is None for graph in report.graphs):
+        why = "there is no backward"
+    elif gemm.name == "grad_input":
+        why = "its input needs no gradient"
+    elif isinstance(module, nn.Linear) and not module.weight.requires_grad:
+        why = "its weight is frozen"
+    else:
+        why = "nothing asks for it"
+    return GemmExplanation(gemm=gemm.name, status=ABSENT, detail=why)
+
+
+def _judged(gemm: Gemm, row: ConversionRow, found: Sequence[GraphGemm]) -> tuple[str, str]:
+    """Status and detail of a GEMM that is in the graph."""
+    wanted = describe(row.recipe, gemm) if row.recipe is not None else None
+    others = [each for each in found if each.runs != wanted]
+    if wanted is None:
+        is_fp8 = all(each.is_fp8 for each in found)
+        return (FP8 if is_fp8 else HIGH), ("as the recipe says" if row.converted and not is_fp8 else "")
+    if not others:
+        return FP8, ""
+    part = f" in {len(others)} of {len(found)} calls" if len(others) < len(found) else ""
+    return FELL_BACK, f"the recipe says {wanted}{part}"
+
+
+def _explained(gemm: Gemm, row: ConversionRow, found: Sequence[GraphGemm], peaks: Peaks | None) -> GemmExplanation:
+    status, detail = _judged(gemm, row, found)
+    first = found[0]
+    padded_k, padded_n = padding(first)
+    return GemmExplanation(
+        gemm=gemm.name,
+        status=status,
+        runs=" and ".join(dict.fromkeys(each.runs for each in found)),
+        detail=detail,
+        ops=tuple(each.op for each in found),
+        m=first.m,
+        k=first.k,
+        n=first.n,
+        padded_k=padded_k,
+        padded_n=padded_n,
+        seconds=sum(gemm_seconds(each, peaks) for each in found) if peaks else 0.0,
+        bf16_seconds=sum(bf16_seconds(each, peaks) for each in found) if peaks else 0.0,
+    )
+
+
+def explain_layers(
+    model: nn.Module, report: GraphReport, gemms: Sequence[GraphGemm], peaks: Peaks | None
+) -> tuple[LayerExplanation, ...]:
+    """Every linear with its three GEMMs.
+
+    Args:
+        model: The model.
+        report: What the compiler made of it.
+        gemms: Products of its graphs.
+        peaks: Of the GPU, for the least times; None leaves them out.
+    """
+    explained = []
+    for row in conversion_report(model).rows:
+        own = [each for each in gemms if each.layer == row.fqn]
+        called = any(each.gemm == GEMMS[0].name for each in own)
+        parts = []
+        for gemm in GEMMS:
+            found = [each for each in own if each.gemm == gemm.name]
+            parts.append(
+                _explained(gemm, row, found, peaks) if found else _absent(gemm, row, model, report, called=called)
+            )
+        explained.append(
+            LayerExplanation(
+                fqn=row.fqn,
+                module=row.module,
+                converted=row.converted,
+                reason=row.reason,
+                recipe=recipes.describe(row.recipe) if row.recipe else "",
+                in_features=row.in_features,
+                out_features=row.out_features,
+                gemms=tuple(parts),
+            )
+        )
+    return tuple(explained)

@@ -1,0 +1,120 @@
+"""What a GPU's published peaks allow: the least time for a product, of its operations and of its bytes.
+
+    seconds >= max(2 m n k / peak, (m k + k n + m n elements) / bandwidth)
+
+A bound, no measurement: kernels reach 60 to 80 % of the peak in practice, and norms, activations, attention and the
+time between kernels are not in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from fp8compile.ops.gemm import ALIGNMENT
+from fp8compile.testing.explain.graphs import GraphGemm
+
+__all__ = ["PEAKS", "Peaks", "Roofline", "padding", "roofline"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Peaks:
+    """Published peaks of a GPU, dense (without structured sparsity).
+
+    Attributes:
+        name: Its full name.
+        fp8: Operations a second of FP8 tensor cores.
+        bf16: Of bfloat16 and float16 tensor cores.
+        fp32: Of float32 arithmetic, without TF32.
+        bandwidth: Bytes a second of its memory.
+    """
+
+    name: str
+    fp8: float
+    bf16: float
+    fp32: float
+    bandwidth: float
+
+
+# Source: NVIDIA H200 Tensor Core GPU data sheet, H200 SXM. Its tensor core figures (FP8 3,958 TFLOPS, BF16 1,979) are
+# "with sparsity"; dense ones are half of them.
+PEAKS = {"h200": Peaks(name="NVIDIA H200 SXM", fp8=1979e12, bf16=989e12, fp32=67e12, bandwidth=4.8e12)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Roofline:
+    """Least times of the products of all layers in one training step, by the peaks of a GPU.
+
+    Attributes:
+        gpu: Its name.
+        seconds: As the graphs have them: FP8 products, casts, and those in high precision.
+        gemm_seconds: Of ``seconds``, the products.
+        cast_seconds: Of ``seconds``, the casts: a parameter is read and its codes written, of anything else the codes
+            only, because whoever computes it can write them at once.
+        bf16_seconds: The same products, all in bfloat16.
+    """
+
+    gpu: str
+    seconds: float
+    gemm_seconds: float
+    cast_seconds: float
+    bf16_seconds: float
+
+    @property
+    def ratio(self) -> float:
+        """Least bfloat16 time over least time as it is."""
+        return self.bf16_seconds / self.seconds if self.seconds else 1.0
+
+
+def padding(gemm: GraphGemm) -> tuple[int, int]:
+    """What the sum and the columns of an FP8 product are padded to on a GPU: (k, n), multiples of 16."""
+    if not gemm.is_fp8:
+        return gemm.k, gemm.n
+    return gemm.k + -gemm.k % ALIGNMENT, gemm.n + -gemm.n % ALIGNMENT
+
+
+def _seconds(m: int, k: int, n: int, in_bytes: int, out_bytes: int, peak: float, peaks: Peaks) -> float:
+    moved = (m * k + k * n) * in_bytes + m * n * out_bytes
+    return max(2 * m * k * n / peak, moved / peaks.bandwidth)
+
+
+def gemm_seconds(gemm: GraphGemm, peaks: Peaks) -> float:
+    """The least time of a product as it runs, padding included."""
+    k, n = padding(gemm)
+    if gemm.is_fp8:
+        return _seconds(gemm.m, k, n, 1, gemm.out_bytes, peaks.fp8, peaks)
+    peak = peaks.bf16 if gemm.in_bytes == 2 else peaks.fp32
+    return _seconds(gemm.m, k, n, gemm.in_bytes, gemm.out_bytes, peak, peaks)
+
+
+def bf16_seconds(gemm: GraphGemm, peaks: Peaks) -> float:
+    """The least time of the same product in bfloat16."""
+    return _seconds(gemm.m, gemm.k, gemm.n, 2, 2, peaks.bf16, peaks)
+
+
+def _cast_bytes(gemms: Iterable[GraphGemm]) -> int:
+    casts: dict[tuple, int] = {}
+    for gemm in gemms:
+        for cast, is_parameter in zip(gemm.casts, gemm.parameters, strict=True):
+            # an equal cast of a tensor is done once in a graph; two graphs do it twice
+            casts[(gemm.gemm == "output", *cast)] = cast[-1] * (1 + (gemm.in_bytes if is_parameter else 0))
+    return sum(casts.values())
+
+
+def roofline(gemms: Iterable[GraphGemm], peaks: Peaks) -> Roofline:
+    """The bound for the products of all layers.
+
+    Args:
+        gemms: Of the graphs; those of no layer are left out.
+        peaks: Of the GPU.
+    """
+    gemms = [gemm for gemm in gemms if gemm.layer is not None]
+    products = sum(gemm_seconds(gemm, peaks) for gemm in gemms)
+    casts = _cast_bytes(gemms) / peaks.bandwidth
+    return Roofline(
+        gpu=peaks.name,
+        seconds=products + casts,
+        gemm_seconds=products,
+        cast_seconds=casts,
+        bf16_seconds=sum(bf16_seconds(gemm, peaks) for gemm in gemms),
+    )
