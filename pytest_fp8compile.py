@@ -11,6 +11,7 @@ from collections.abc import Callable, Generator
 import pytest
 
 MARKER = "fullgraph(max_breaks=0, max_recompiles=0, own=None)"
+USES_FIXTURE = pytest.StashKey[bool]()  # on a test: it has our fixture, and not another one of that name
 PROPERTY = "graph_"  # what a test leaves in its report, and in JUnit's XML, begins with this
 
 
@@ -31,7 +32,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def _is_guarded(item: pytest.Item) -> bool:
-    return item.get_closest_marker("fullgraph") is not None or "graph_report" in getattr(item, "fixturenames", ())
+    return item.get_closest_marker("fullgraph") is not None or item.stash.get(USES_FIXTURE, False)
 
 
 @pytest.hookimpl(wrapper=True)
@@ -50,6 +51,7 @@ def graph_report(request: pytest.FixtureRequest) -> Callable:
     """``fp8compile.testing.graph_report``, whose reports also go into the test's baseline."""
     from fp8compile.testing.plugin import recorded_graph_report
 
+    request.node.stash[USES_FIXTURE] = True
     return recorded_graph_report(request.node)
 
 

@@ -131,6 +131,32 @@ def test_the_caller_keeps_gradients_modes_and_random_numbers():
     assert all(torch.equal(p, b) for p, b in zip(model.parameters(), before, strict=True))
 
 
+def test_parameters_are_found_wherever_the_function_has_them_from():
+    model = mlp()
+    report = graph_report(lambda x: model(x).float().square().mean(), wide())
+    assert report.graphs[0].backward.count("fp8compile.grad_weight.default") == 2
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_buffers_and_random_numbers_stay_as_they_were():
+    model = nn.Sequential(nn.BatchNorm1d(8), nn.Dropout(0.5))
+    before, state = model[0].running_mean.clone(), torch.get_rng_state()
+    graph_report(model, torch.randn(4, 8) + 3)
+    assert torch.equal(model[0].running_mean, before)
+    assert not torch.equal(torch.get_rng_state(), state)  # by the argument above, and nothing else
+    torch.set_rng_state(state)
+    torch.randn(4, 8)
+    expected = torch.get_rng_state()
+    torch.set_rng_state(state)
+    graph_report(model, torch.randn(4, 8) + 3)
+    assert torch.equal(torch.get_rng_state(), expected)
+
+
+def test_a_hundred_recompiles_are_all_reported():
+    report = graph_report(lambda x, n: x * n, calls=[(x(), float(n)) for n in range(100)], dynamic=False)
+    assert (len(report.graphs), len(report.recompiles)) == (100, 99)
+
+
 def test_without_gradients_there_is_no_backward_graph():
     report = graph_report(mlp(), calls=[Call((wide(),), grad=False)])
     assert [graph.backward for graph in report.graphs] == [None]

@@ -9,6 +9,7 @@ What differs (measured on 2.11.0, 2.13.0, 2.15.0):
 
 from __future__ import annotations
 
+import functools
 import importlib.abc
 import importlib.util
 import sys
@@ -127,19 +128,28 @@ def when_imported(name: str, callback: Callable[[], None]) -> None:
     _PENDING[name].callbacks.append(callback)
 
 
-AUTOCAST_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU) | torch._C.DispatchKeySet(
-    torch._C.DispatchKey.AutocastCUDA
+ABOVE_KERNELS = functools.reduce(
+    lambda left, right: left | right,
+    map(
+        torch._C.DispatchKeySet,
+        (
+            torch._C.DispatchKey.AutocastCPU,
+            torch._C.DispatchKey.AutocastCUDA,
+            torch._C.DispatchKey.ADInplaceOrView,
+        ),
+    ),
 )
 
 
-def without_autocast(impl: Callable) -> Callable:
-    """``impl`` with autocast switched off inside: what a kernel computes does not depend on where it is called.
+def as_kernel(impl: Callable) -> Callable:
+    """``impl`` as PyTorch's own kernels run, below autocast and autograd.
 
-    Rowwise `torch._scaled_mm` on a CPU is a float32 matmul, which autocast would turn into a bfloat16 one.
+    Rowwise `torch._scaled_mm` on a CPU is a float32 matmul, which autocast would turn into a bfloat16 one. A kernel
+    that ends in a reshape would return a view, which autograd lets nobody write to: no ReLU(inplace=True) after it.
     """
 
     def kernel(*args: Any) -> Any:
-        with torch._C._ExcludeDispatchKeyGuard(AUTOCAST_KEYS):
+        with torch._C._ExcludeDispatchKeyGuard(ABOVE_KERNELS):
             return impl(*args)
 
     return kernel

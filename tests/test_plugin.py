@@ -154,6 +154,46 @@ def test_other_tests_are_left_alone(run):
     result.stdout.no_fnmatch_line("*= graphs =*")
 
 
+def test_graphs_of_several_reports_are_all_counted(run):
+    source = """
+        import torch
+
+        def test_reports(graph_report):
+            for f in (torch.sin, torch.cos, torch.tan):
+                graph_report(lambda x: f(x) + 1, torch.ones(3))
+    """
+    run(source).stdout.fnmatch_lines(["*test_reports: 3 graphs, 0 breaks, 0 recompiles*"])
+
+
+def test_a_fixture_of_the_same_name_is_not_ours(run):
+    source = """
+        import pytest
+
+        @pytest.fixture
+        def graph_report(): return 3
+
+        def test_mine(graph_report): assert graph_report == 3
+    """
+    result = run(source)
+    result.assert_outcomes(passed=1)
+    result.stdout.no_fnmatch_line("*= graphs =*")
+
+
+def test_own_is_a_package_and_not_a_prefix(run, pytester):
+    for package in ("mine", "mine_extra"):
+        pytester.mkpydir(package).joinpath("__init__.py").write_text(
+            "def show(x):\n    x = x.sin()\n    print('here')\n    return x.cos()\n"
+        )
+    pytester.syspathinsert()
+    run("""
+        import pytest, torch, mine_extra
+
+        @pytest.mark.fullgraph(own="mine")
+        def test_show():
+            torch.compile(mine_extra.show, backend="aot_eager")(torch.ones(4))
+    """).assert_outcomes(passed=1)
+
+
 # ------------------------------------------------------------------------------- the baseline
 
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from fp8compile._compat import rebind_load_hooks
 from fp8compile.nn.functional import linear
 from fp8compile.quantizers import Recipe
-from fp8compile.tensor import SOURCE_DTYPES
+from fp8compile.tensor import SOURCE_DTYPES, shown
 
 __all__ = ["Linear", "cannot_revert"]
 
@@ -92,9 +92,9 @@ class Linear(nn.Linear):
         rebind_load_hooks(module)
         return module
 
-    def forward(self, x: Tensor) -> Tensor:
-        """``x @ weight.T + bias``; x (..., in_features), result (..., out_features) in the dtype of x."""
-        return linear(x, self.weight, self.bias, recipe=self.recipe)
+    def forward(self, input: Tensor) -> Tensor:
+        """``input @ weight.T + bias``; (..., in_features) to (..., out_features), in the dtype of the input."""
+        return linear(input, self.weight, self.bias, recipe=self.recipe)
 
     def __prepare_scriptable__(self) -> Any:
         raise TypeError(
@@ -104,7 +104,7 @@ class Linear(nn.Linear):
 
     def extra_repr(self) -> str:
         """What ``nn.Linear`` shows, and the recipe."""
-        return f"{super().extra_repr()}, recipe={self.recipe!r}"
+        return f"{super().extra_repr()}, recipe={shown(self.recipe)}"
 
 
 def _bypasses_class(layer: nn.Linear) -> bool:

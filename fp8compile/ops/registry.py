@@ -15,6 +15,7 @@ Each is to be given, None too: what is left out by mistake raises, and says what
 from __future__ import annotations
 
 import inspect
+import keyword
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import Enum
@@ -89,10 +90,12 @@ def _library(namespace: str) -> torch.library.Library:
 
 def _check_name(name: str) -> None:
     namespace, _, op_name = name.partition("::")
-    if not (namespace.isidentifier() and op_name.isidentifier()):
+    if not all(part.isidentifier() and not keyword.iskeyword(part) for part in (namespace, op_name)):
         raise ValueError(f"register_op: {name!r} is no operator name; write 'namespace::name'.")
     if name in OPS:
         raise ValueError(f"register_op: {name} is registered already; choose another name.")
+    if hasattr(getattr(torch.ops, namespace), op_name):
+        raise ValueError(f"register_op: {name} is an operator of another library; choose another name.")
 
 
 def _check_given(name: str, given: dict[str, Any]) -> None:
@@ -113,7 +116,14 @@ def _check_given(name: str, given: dict[str, Any]) -> None:
 
 
 def _check_signatures(name: str, impl: Callable, given: dict[str, Any]) -> None:
+    if not inspect.isfunction(impl):
+        raise TypeError(f"register_op: {name}: impl is {impl!r}; it is a function, whose annotations are the schema.")
     parameters = inspect.signature(impl).parameters
+    named = [parameter.name for parameter in parameters.values() if parameter.kind is parameter.KEYWORD_ONLY]
+    if named:
+        raise TypeError(
+            f"register_op: {name}: impl takes {', '.join(named)} by name only; an operator takes all by place."
+        )
     for argument in ("fake", "decompose", "sharding"):
         if given[argument] is None:
             continue
@@ -209,7 +219,7 @@ def register_op(
     namespace, _, op_name = name.partition("::")
     lib = _library(namespace)
     lib.define(op_name + schema, tags=(torch.Tag.pt2_compliant_tag,))
-    lib.impl(op_name, _compat.without_autocast(impl), "CompositeExplicitAutograd")
+    lib.impl(op_name, _compat.as_kernel(impl), "CompositeExplicitAutograd")
     torch.library.register_fake(name, fake or impl, lib=lib)
     overload = getattr(getattr(torch.ops, namespace), op_name).default
     _compat.impl_autograd(lib, overload, setup_context, backward)

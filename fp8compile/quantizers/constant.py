@@ -14,6 +14,7 @@ import math
 import re
 import sys
 import uuid
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import fields
 from functools import cache
@@ -26,6 +27,7 @@ __all__ = ["Constant", "salt_with", "source_salt"]
 
 PACKAGE = __name__.partition(".")[0]
 SALTED = ("formats.py", "_compat.py", "quantizers", "ops", "kernels")
+NAMED: Counter[str] = Counter()  # classes that have asked for a name in graphs
 SALTED_MODULES: set[str] = set()  # other packages whose ops are compiled into graphs
 ALLOWED_FIELD_TYPES = (str, int, float, bool, type(None))
 
@@ -87,15 +89,21 @@ def source_salt(cls: type) -> str:
     modules = [base.__module__ for base in cls.__mro__ if _is_foreign(base.__module__)]
     for module in [*modules, *sorted(SALTED_MODULES)]:
         digest.update(_foreign_source(module))
+    if "<locals>" in cls.__qualname__:
+        digest.update(uuid.uuid4().bytes)  # its source does not tell what it closes over
     return digest.hexdigest()[:8]
 
 
+@cache
 def _global_name(cls: type) -> str:
     """A name for the class in a graph's globals, which two classes never share.
 
-    FX keeps the first of two globals of one name and lets the other's users have it.
+    FX keeps the first of two globals of one name and lets the other's users have it. A function that defines a class
+    makes another one of the same name in each call.
     """
-    return re.sub(r"\W", "_", f"{cls.__module__}.{cls.__qualname__}")
+    name = re.sub(r"\W", "_", f"{cls.__module__}.{cls.__qualname__}")
+    NAMED[name] += 1
+    return name if NAMED[name] == 1 else f"{name}_{NAMED[name]}"
 
 
 def _expression(value: Any, names: dict[str, type]) -> str:
@@ -113,7 +121,8 @@ def _check_field(owner: str, name: str, value: Any) -> None:
     for part in value if isinstance(value, tuple) else (value,):
         if isinstance(part, float) and not math.isfinite(part):
             raise ValueError(f"{owner}: field {name} is {part}; it has to be finite.")
-        if not isinstance(part, (*ALLOWED_FIELD_TYPES, Constant)):
+        # a subclass of float, such as numpy's, or of str, such as an enum's, prints as code that a graph can't run
+        if type(part) not in ALLOWED_FIELD_TYPES and not isinstance(part, Constant):
             raise TypeError(
                 f"{owner}: field {name} holds a {type(part).__name__}; a constant of a graph holds str, int, float, "
                 "bool, None, tuples of them, quantizers, and never a tensor, a dtype, a list or a process group. "

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,7 +18,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["FRAME", "TORCH", "CacheBypass", "CompilerLog", "GraphBreak", "Recompile", "listen"]
+__all__ = ["FRAME", "NO_LIMIT", "TORCH", "CacheBypass", "CompilerLog", "GraphBreak", "Recompile", "listen"]
 
 BREAK = re.compile(
     r"Graph break in user code at (?P<file>.*):(?P<line>\d+)\n"
@@ -34,8 +35,10 @@ GIVES_UP = re.compile("skipping", re.IGNORECASE)
 LINK = re.compile(r"https?://\S*?/(gb\d+)\.html")
 SECTION = re.compile(r"^ {2}(Explanation|Hint): ", re.MULTILINE)
 FRAME = re.compile(r'^\s*File "(?P<file>.*)", line (?P<line>\d+), in (?P<function>.*)$', re.MULTILINE)
-TORCH = str(Path(torch.__file__).parent)
-OWN = str(Path(__file__).parent)
+TORCH = str(Path(torch.__file__).parent) + os.sep
+OWN = str(Path(__file__).parent) + os.sep
+# past its limits Dynamo goes on without a graph and without a word in its log
+NO_LIMIT = {"recompile_limit": 1 << 20, "accumulated_recompile_limit": 1 << 20}
 BYPASSES = {
     "aotautograd_cache_bypass": "AOTAutograd",
     "fx_graph_cache_bypass": "FX graph",
@@ -114,29 +117,19 @@ class CompilerLog:
         breaks: Each place once, however often its function was compiled.
         bypasses: By graph number, the cache's name and its reason.
         functions: Name, file and first line of what was compiled, by graph number.
+        recompiles: Functions compiled again.
+        graphs: How many were compiled.
         call: Number of the call that is being made.
     """
 
     breaks: list[GraphBreak] = field(default_factory=list)
     bypasses: list[tuple[str, str, str]] = field(default_factory=list)
     functions: dict[str, tuple[str, str, int]] = field(default_factory=dict)
+    recompiles: list[Recompile] = field(default_factory=list)
+    graphs: int = 0
     call: int = 0
-    _graphs: set[str] = field(default_factory=set)  # of compilations: one that starts over logs its graph twice
-    _recompiles: list[tuple[str, tuple[str, ...], int]] = field(default_factory=list)
-
-    @property
-    def graphs(self) -> int:
-        """How many were compiled."""
-        return len(self._graphs)
-
-    @property
-    def recompiles(self) -> list[Recompile]:
-        """Functions compiled again."""
-        found = []
-        for compile_id, guards, call in self._recompiles:
-            name, file, line = self.functions.get(compile_id, ("a function", "", 0))
-            found.append(Recompile(function=name, file=file, line=line, guards=guards, call=call))
-        return found
+    _attempts: dict[str, int] = field(default_factory=dict)
+    _pending: dict[str, tuple[tuple[str, ...], int]] = field(default_factory=dict)  # recompiles that go on
 
     def hear(self, metadata: dict[str, Any], payload: str) -> None:
         """Take in one record of the log."""
@@ -147,17 +140,27 @@ class CompilerLog:
         elif name == "recompile_reasons":
             reasons = _json_or_text(payload)
             guards = reasons if isinstance(reasons, list) else [str(reasons)]
-            self._recompiles.append((compile_id, tuple(map(_guard, guards)), self.call))
+            self._pending[compile_id] = (tuple(map(_guard, guards)), self.call)
         elif name in BYPASSES:
             reason = _json_or_text(payload)
             reason = reason.get("cache_bypass_reason", reason) if isinstance(reason, dict) else reason
             self.bypasses.append((compile_id, BYPASSES[name], _one_line(str(reason))))
         elif "dynamo_output_graph" in metadata:
-            self._graphs.add(compile_id)
+            # one that starts over, in a later attempt, logs its graph again; after a reset numbers begin anew
+            attempt = metadata.get("attempt", 0)
+            self.graphs += attempt <= self._attempts.get(compile_id, attempt)
+            self._attempts[compile_id] = attempt
         elif "compilation_metrics" in metadata:
             metrics = metadata["compilation_metrics"]
             code = (metrics["co_name"], metrics["co_filename"], metrics["co_firstlineno"])
             self.functions[metrics["compile_id"]] = code
+            self._hear_compiled(metrics["compile_id"], *code)
+
+    def _hear_compiled(self, compile_id: str, function: str, file: str, line: int) -> None:
+        if compile_id in self._pending:
+            guards, call = self._pending.pop(compile_id)
+            found = Recompile(function=function, file=file, line=line, guards=guards, call=call)
+            self.recompiles.append(found)
 
     def _hear_break(self, text: str) -> None:
         found = parse_break(text)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import json
+import os
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from fp8compile.testing.compiler_log import CompilerLog, GraphBreak, listen
+from fp8compile.testing.compiler_log import NO_LIMIT, CompilerLog, GraphBreak, listen
 from fp8compile.testing.report import GraphReport, break_lines, graph_report, recompile_lines
 
 __all__ = ["Counts", "guarded", "recorded_graph_report"]
@@ -81,10 +82,14 @@ def _limits(item: pytest.Item) -> _Limits | None:
 
 
 def _folders(package: str) -> tuple[str, ...]:
-    spec = importlib.util.find_spec(package)
+    try:
+        spec = importlib.util.find_spec(package)
+    except ModuleNotFoundError:  # of a package around it
+        spec = None
     if spec is None:
         raise pytest.UsageError(f"@pytest.mark.fullgraph: own={package!r} is no package that can be imported.")
-    return tuple(spec.submodule_search_locations or [spec.origin])
+    folders = spec.submodule_search_locations
+    return (spec.origin,) if folders is None else tuple(f"{folder}{os.sep}" for folder in folders)
 
 
 def _owned(breaks: list[GraphBreak], own: str | None) -> list[GraphBreak]:
@@ -177,11 +182,13 @@ def guarded(item: pytest.Item) -> Iterator[None]:
     if limits is not None and limits.own is not None:
         _folders(limits.own)  # a wrong name is known before the test runs
     torch._dynamo.reset()
-    with listen() as log:
+    with listen() as log, torch._dynamo.config.patch(NO_LIMIT):
         try:
             yield
         finally:
             counts = _counts(log, item.stash.get(REPORTS, []))
+            # a test that is run again starts from nothing
+            item.user_properties[:] = [entry for entry in item.user_properties if not entry[0].startswith("graph_")]
             item.user_properties += [(f"graph_{name}", number) for name, number in asdict(counts).items()]
     if limits is not None:
         _check_limits(log, limits)
@@ -190,7 +197,7 @@ def guarded(item: pytest.Item) -> Iterator[None]:
 
 def recorded_graph_report(item: pytest.Item) -> Callable[..., GraphReport]:
     """``graph_report`` for a test: its reports are kept."""
-    reports = item.stash.setdefault(REPORTS, [])
+    reports = item.stash[REPORTS] = []
 
     def run(*args: Any, **options: Any) -> GraphReport:
         reports.append(graph_report(*args, **options))

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
-from fp8compile.testing.compiler_log import TORCH, CacheBypass, CompilerLog, GraphBreak, Recompile, listen
+from fp8compile.testing.compiler_log import NO_LIMIT, TORCH, CacheBypass, CompilerLog, GraphBreak, Recompile, listen
 from fp8compile.testing.recording import KeptGraph, Recording, user_place
 
 __all__ = ["Call", "CallReport", "Collective", "GraphInfo", "GraphReport", "graph_report"]
@@ -329,15 +329,34 @@ def _shapes(call: Call) -> str:
 
 
 @contextmanager
-def _modes_kept(fn: Any) -> Iterator[None]:
-    """Whatever mode the calls put a module's parts in, they are left as they were."""
+def _state_kept(fn: Any) -> Iterator[None]:
+    """Modes and buffers of a module, and random numbers, are left as they were."""
     modules = list(fn.modules()) if isinstance(fn, nn.Module) else []
     modes = [module.training for module in modules]
+    buffers = [(buffer, buffer.clone()) for module in modules for buffer in module.buffers(recurse=False)]
     try:
-        yield
+        with torch.random.fork_rng():
+            yield
     finally:
         for module, mode in zip(modules, modes, strict=True):
             module.training = mode
+        with torch.no_grad():
+            for buffer, before in buffers:
+                buffer.copy_(before)
+
+
+def _leaves(outputs: Sequence[Tensor]) -> list[Tensor]:
+    """What gradients would be accumulated in: parameters and inputs, wherever the function has them from."""
+    pending, seen, found = [output.grad_fn for output in outputs], set(), []
+    while pending:
+        node = pending.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if (leaf := getattr(node, "variable", None)) is not None:
+            found.append(leaf)
+        pending += [following for following, _ in node.next_functions]
+    return found
 
 
 def _run(compiled: Callable, fn: Any, call: Call, *, backward: bool) -> None:
@@ -348,11 +367,9 @@ def _run(compiled: Callable, fn: Any, call: Call, *, backward: bool) -> None:
     outputs = [output for output in outputs if output.requires_grad]
     if not (backward and outputs):
         return
-    parameters = list(fn.parameters()) if isinstance(fn, nn.Module) else []
-    leaves = [t for t in (*parameters, *_tensors((call.args, call.kwargs))) if t.requires_grad]
-    # not .backward(), which would leave gradients in the caller's parameters
     ones = [torch.ones_like(output) for output in outputs]
-    if leaves:
+    # not .backward(), which would leave gradients in the caller's parameters
+    if leaves := _leaves(outputs):
         torch.autograd.grad(outputs, leaves, ones, allow_unused=True)
 
 
@@ -382,8 +399,9 @@ def graph_report(
     """Compile and run a function or module, and report all that ``fullgraph=True`` would stop at, and more.
 
     Works on what breaks: graphs, every break with its place and PyTorch's hints, every recompilation with the guards
-    that failed, cache bypasses, operators, collectives, bytes saved for the backward. Gradients and modes of the
-    caller's module are left as they were; graphs that were compiled before, of any function, are forgotten.
+    that failed, cache bypasses, operators, collectives, bytes saved for the backward. Gradients, modes and buffers of
+    a module and random numbers are left as they were; graphs that were compiled before, of any function, are
+    forgotten.
 
     Args:
         fn: A module or function, not compiled.
@@ -414,9 +432,9 @@ def graph_report(
         log = stack.enter_context(listen())
         stack.enter_context(warnings.catch_warnings())
         warnings.filterwarnings("ignore", module=r"torch\._dynamo")  # of breaks, which the report has
-        stack.enter_context(_modes_kept(fn))
+        stack.enter_context(_state_kept(fn))
         # past its limit Dynamo would go on without a graph and without a word
-        stack.enter_context(torch._dynamo.config.patch(recompile_limit=64, suppress_errors=False))
+        stack.enter_context(torch._dynamo.config.patch(**NO_LIMIT, suppress_errors=False))
         if backend == "inductor":
             from torch._inductor.utils import fresh_cache
 

@@ -1,6 +1,7 @@
 """Writes docs/behaviour.md: what works with a converted model, eager and compiled, on each PyTorch version.
 
-    python tests/behaviour/table.py             run the tests with this Python's PyTorch, replace its column
+    python tests/behaviour/table.py             run all with this Python's PyTorch, replace its column
+    python tests/behaviour/table.py FILE...     run the tests of these files, replace their cells
     python tests/behaviour/table.py --render    only write the document again
 
 Columns of other versions stay as their last run left them, in outcomes/.
@@ -15,15 +16,13 @@ import sys
 import tempfile
 from pathlib import Path
 
-from ways import OUTCOMES, RECORD, WAYS, Cells, recorded
+from ways import OUTCOMES, RECORD, VERSIONS, WAYS, Cells, recorded
 
 __all__ = ["DOCUMENT", "rendered"]
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
 DOCUMENT = ROOT / "docs" / "behaviour.md"
-VERSIONS = ("2.11", "2.13", "2.15")
-
 HEADER = """# What works with a converted model
 
 Each row is a test in `tests/behaviour/`, which runs it in eager mode and under `torch.compile(fullgraph=True)`; this
@@ -33,18 +32,16 @@ cell: the row makes no sense there.
 """
 
 
-def run_tests(arguments: list[str]) -> Cells:
-    """Outcomes of all behaviour tests on the PyTorch of this Python; ends the program if one fails."""
+def run_tests(paths: list[str], cells: Cells) -> None:
+    """Run behaviour tests by this Python, put their outcomes into ``cells``; end the program if one fails."""
     with tempfile.NamedTemporaryFile("r") as file:
         environment = os.environ | {RECORD: file.name, "PYTHONPATH": str(ROOT)}
-        command = [sys.executable, "-m", "pytest", "-q", str(HERE), *arguments]
+        command = [sys.executable, "-m", "pytest", "-q", *paths]
         if code := subprocess.run(command, cwd=ROOT, env=environment).returncode:
             sys.exit(code)
         lines = [json.loads(line) for line in file.read().splitlines()]
-    cells: Cells = {}
     for group, row, way, outcome in sorted(lines):
         cells.setdefault(group, {}).setdefault(row, {})[way] = outcome
-    return cells
 
 
 def _groups(columns: dict[str, Cells]) -> dict[str, list[str]]:
@@ -91,8 +88,10 @@ def main(arguments: list[str]) -> None:
     if arguments != ["--render"]:
         import torch
 
-        cells = run_tests(arguments)
         version = ".".join(torch.__version__.split(".")[:2])
+        cells: Cells = recorded(version) if arguments else {}
+        run_tests(arguments or [str(HERE)], cells)
+        OUTCOMES.mkdir(exist_ok=True)
         (OUTCOMES / f"{version}.json").write_text(json.dumps(cells, indent=1, sort_keys=True) + "\n")
         recorded.cache_clear()
     DOCUMENT.write_text(rendered())

@@ -193,6 +193,26 @@ def test_layer_used_twice(way, assert_same):
     assert_same(actual, [grads[0], grads[3] + grads[1], grads[4] + grads[2]])
 
 
+@behaviour("Autograd", "writing to a layer's output in place: `ReLU(inplace=True)`, `y += residual`")
+def test_in_place_on_the_output(way, assert_same):
+    model, x = mlp(), sample()
+
+    def in_place(x):
+        y = nn.functional.relu(model[0](x), inplace=True)
+        y = model[2](y)
+        y += x
+        return y
+
+    assert_same(gradients(model, x, way(in_place)), gradients(model, x, lambda x: model(x) + x))
+
+
+@behaviour("Autograd", "the layer called by name: `layer(input=x)`")
+def test_called_by_name(way, assert_bits_equal):
+    model, x = mlp(), sample()
+    call = way(model[0])
+    assert_bits_equal(call(input=x), model[0](x))
+
+
 @behaviour("Autograd", "`torch.autograd.grad` for some of the parameters")
 def test_autograd_grad(way, assert_same):
     model, x = mlp(), sample()
@@ -270,7 +290,7 @@ def test_inference_mode(way, assert_bits_equal):
     assert_bits_equal(y.clone(), model(x))
 
 
-@behaviour("Autograd", "anomaly mode finds the layer whose gradient is NaN")
+@behaviour("Autograd", "anomaly mode finds a NaN gradient; eager, the line of the layer")
 def test_anomaly_mode(way, assert_same):
     model, x = mlp(), sample()
     with warnings.catch_warnings():
@@ -279,8 +299,12 @@ def test_anomaly_mode(way, assert_same):
             actual = gradients(model, x, way(model))
             assert_same(actual, gradients(model, x, model))
             y = way(model)(x.requires_grad_())
-            with warnings.catch_warnings(record=True), pytest.raises(RuntimeError, match="returned nan values"):
-                y.backward(torch.full_like(y, torch.nan))
+            with warnings.catch_warnings(record=True) as said:
+                warnings.simplefilter("always")
+                with pytest.raises(RuntimeError, match="returned nan values"):
+                    y.backward(torch.full_like(y, torch.nan))
+    if not way.compiled:  # a compiled graph is one function to autograd, with any model
+        assert any("return linear(input, self.weight" in str(warning.message) for warning in said)
 
 
 @behaviour("Autograd", "compiled autograd", ways=("compiled",))

@@ -98,15 +98,19 @@ def test_mixed_dtypes(way):
 
 
 @behaviour("Precision", "`torch.set_default_dtype` and `torch.set_default_device`")
-def test_defaults(way):
+def test_defaults(way, assert_bits_equal):
+    expected = f8.linear(torch.ones(32, 64).bfloat16(), torch.ones(96, 64).bfloat16(), recipe=RECIPE)
     torch.set_default_dtype(torch.bfloat16)
+    torch.set_default_device("meta")
     try:
-        with torch.device("cpu"):
-            model = f8.convert(nn.Sequential(nn.Linear(64, 96)), RECIPE)
-            y = way(model)(torch.randn(32, 64))
+        model = f8.convert(nn.Sequential(nn.Linear(64, 96, bias=False)), RECIPE)
+        assert (model[0].weight.dtype, model[0].weight.device.type) == (torch.bfloat16, "meta")
+        model.to_empty(device="cpu").requires_grad_(requires_grad=False)[0].weight.fill_(1)
+        y = way(model)(torch.ones(32, 64, device="cpu"))  # no constant of ours may land on the default device
     finally:
+        torch.set_default_device(None)
         torch.set_default_dtype(torch.float32)
-    assert y.dtype == model[0].weight.dtype == torch.bfloat16
+    assert_bits_equal(y, expected)
 
 
 @behaviour("Precision", "`model.half()`, `.bfloat16()`, `.float()` after conversion")

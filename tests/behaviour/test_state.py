@@ -160,7 +160,7 @@ def test_averaged_model(way, x, assert_bits_equal):
     assert_bits_equal(way(average)(x), model(x))
 
 
-@behaviour("State", "processes that share the parameters (`share_memory`)")
+@behaviour("State", "`share_memory`")
 def test_share_memory(way, x, assert_bits_equal):
     model = converted()
     expected = model(x)

@@ -22,8 +22,9 @@ from torch._dynamo.exc import TorchDynamoException
 
 from fp8compile._compat import TORCH_VERSION
 
-__all__ = ["OUTCOMES", "RECORD", "WAYS", "Cells", "Way", "behaviour", "recorded"]
+__all__ = ["OUTCOMES", "RECORD", "VERSIONS", "WAYS", "Cells", "Way", "behaviour", "recorded"]
 
+VERSIONS = ("2.11", "2.13", "2.15")  # those of the table
 OUTCOMES = Path(__file__).parent / "outcomes"  # a file a PyTorch version; written by table.py
 RECORD = "FP8COMPILE_BEHAVIOUR"  # in the environment: the file to append outcomes to
 WAYS = ("eager", "compiled")
