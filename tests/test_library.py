@@ -7,6 +7,7 @@ import sys
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -400,3 +401,27 @@ f8.recipes.by_name("rowwise"), f8.recipes.names(), f8.recipes.describe(f8.recipe
 """
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", program], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def capped(limit):
+    """A class of one name, another one in each call."""
+
+    @dataclass(frozen=True, repr=False)
+    class Capped(f8.CurrentScaling):
+        def multiplier(self, amax):
+            return f8.CurrentScaling.multiplier(self, amax).clamp(max=limit)
+
+    return Capped()
+
+
+def test_two_classes_of_one_name_in_one_graph_are_two(assert_bits_equal):
+    recipes = [f8.library.recipe(capped(limit)) for limit in (1e9, 0.01)]
+    model = torch.nn.Sequential(*(f8.Linear(32, 32, recipe=recipe) for recipe in recipes))
+    x = torch.randn(4, 32)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    assert_bits_equal(compiled(x), model(x))
+
+
+def test_numbers_of_numpy_are_refused_before_a_graph_can_not_print_them():
+    with pytest.raises(TypeError, match="field eps holds a float64"):
+        f8.recipes.rowwise(eps=np.float64(1e-3))
