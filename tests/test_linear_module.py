@@ -112,7 +112,8 @@ def test_recipe_of_another_kind_raises(make, recipe):
     with pytest.raises(TypeError, match="recipe") as caught:
         make(recipe)
     assert str(caught.value) == (
-        f"Linear: recipe is {recipe!r}; it is a fp8compile.Recipe, such as fp8compile.recipes.rowwise()."
+        f"Linear: recipe is {recipe!r}; it is a fp8compile.Recipe, such as fp8compile.recipes.rowwise() or "
+        "fp8compile.recipes.by_name('rowwise')."
     )
 
 

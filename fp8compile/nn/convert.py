@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from fp8compile.nn.filters import Filter, resolve_filter
+from fp8compile.nn.functional import check_recipe
 from fp8compile.nn.linear import Linear, cannot_revert
 from fp8compile.quantizers import Recipe
 from fp8compile.tensor import SOURCE_DTYPES, QuantizedTensor
@@ -128,11 +129,7 @@ def convert(model: nn.Module, recipe: Recipe, *, filter: Filter | None = None) -
     _check_module("convert", model)
     _check_not_compiled(model)
     _check_not_frozen(model)
-    if not isinstance(recipe, Recipe):
-        raise TypeError(
-            f"convert: recipe is {recipe!r}; it is a fp8compile.Recipe, such as fp8compile.recipes.rowwise() or "
-            "fp8compile.recipes.by_name('rowwise')."
-        )
+    check_recipe("convert", recipe)
     for module, reason in _reasons(model, recipe, filter).items():
         vars(module).pop(LEFT_OUT, None)
         if reason is not None:

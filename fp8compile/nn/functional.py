@@ -10,14 +10,15 @@ from fp8compile.ops import linear as linear_op
 from fp8compile.quantizers import Recipe
 from fp8compile.tensor import SOURCE_DTYPES, QuantizedTensor, not_dense, shown
 
-__all__ = ["linear"]
+__all__ = ["check_recipe", "linear"]
 
 
-def _check_recipe(recipe: object) -> None:
+def check_recipe(function: str, recipe: object) -> None:
+    """Raise a TypeError in the name of ``function`` if it was given something else than a recipe."""
     if not isinstance(recipe, Recipe):
         raise TypeError(
-            f"linear: recipe is {shown(recipe)}; it is a fp8compile.Recipe, such as fp8compile.recipes.rowwise() or "
-            "fp8compile.recipes.by_name('rowwise')."
+            f"{function}: recipe is {shown(recipe)}; it is a fp8compile.Recipe, such as fp8compile.recipes.rowwise() "
+            "or fp8compile.recipes.by_name('rowwise')."
         )
 
 
@@ -88,7 +89,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, recipe: Rec
             "linear: torch.jit.trace has no type for a recipe. Use torch.compile or torch.export, or trace the model "
             "after fp8compile.revert."
         )
-    _check_recipe(recipe)
+    check_recipe("linear", recipe)
     operands = {"x": x, "weight": weight} | ({} if bias is None else {"bias": bias})
     if isinstance(x, Tensor) and x.device.type != "meta" and torch.is_autocast_enabled(x.device.type):
         dtype = torch.get_autocast_dtype(x.device.type)

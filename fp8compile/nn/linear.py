@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from fp8compile._compat import rebind_load_hooks
-from fp8compile.nn.functional import linear
+from fp8compile.nn.functional import check_recipe, linear
 from fp8compile.quantizers import Recipe
 from fp8compile.tensor import SOURCE_DTYPES, shown
 
@@ -45,7 +45,7 @@ class Linear(nn.Linear):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        recipe = _checked(recipe)
+        check_recipe("Linear", recipe)
         if dtype not in (None, *SOURCE_DTYPES):
             raise TypeError(f"Linear: dtype is {dtype}; FP8 layers take bfloat16, float16 and float32.")
         super().__init__(in_features, out_features, bias=bias, device=device, dtype=dtype)
@@ -72,10 +72,11 @@ class Linear(nn.Linear):
                 "Linear.from_linear: the layer's forward was replaced on the instance, by .compile() or a hook of "
                 "another library, and would go on running instead of FP8. Convert before that."
             )
+        check_recipe("Linear", recipe)
         module = cls.__new__(cls)
         module.__dict__.update(linear.__dict__)
         rebind_load_hooks(module)
-        module.recipe = _checked(recipe)
+        module.recipe = recipe
         return module
 
     def to_linear(self) -> nn.Linear:
@@ -119,11 +120,3 @@ def cannot_revert(layer: Linear) -> str | None:
     if _bypasses_class(layer):
         return "forward was replaced or compiled on the instance, and would go on in FP8. Undo that first."
     return None
-
-
-def _checked(recipe: Any) -> Recipe:
-    if not isinstance(recipe, Recipe):
-        raise TypeError(
-            f"Linear: recipe is {recipe!r}; it is a fp8compile.Recipe, such as fp8compile.recipes.rowwise()."
-        )
-    return recipe

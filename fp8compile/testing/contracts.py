@@ -6,7 +6,9 @@ import textwrap
 from collections.abc import Callable, Sequence
 from typing import Any
 
-__all__ = ["BrokenContract", "check_contracts"]
+import torch
+
+__all__ = ["BrokenContract", "check_contracts", "compiled_afresh"]
 
 
 class BrokenContract(Exception):
@@ -21,6 +23,12 @@ class BrokenContract(Exception):
     def __init__(self, *, expected: str, found: str, mend: str) -> None:
         super().__init__(expected, found, mend)
         self.expected, self.found, self.mend = expected, found, mend
+
+
+def compiled_afresh(fn: Callable, **options: Any) -> Callable:
+    """``fn`` as one graph, with no graph of an earlier check in the way."""
+    torch._dynamo.reset()
+    return torch.compile(fn, fullgraph=True, **options)
 
 
 def _first_sentence(contract: Callable) -> str:

@@ -19,13 +19,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from fp8compile.ops.registry import OPS, Op
 from fp8compile.quantizers.constant import Constant
 from fp8compile.testing.bits import difference, results, sum_difference
-from fp8compile.testing.contracts import BrokenContract, check_contracts
+from fp8compile.testing.contracts import BrokenContract, check_contracts, compiled_afresh
 from fp8compile.testing.fresh_process import fresh_texts
+from fp8compile.testing.recording import BACKENDS
 from fp8compile.testing.shards import check_shards, splits_of
 
 __all__ = ["check_op"]
 
-BACKENDS = ("aot_eager", "inductor")
 COMPILED_SAMPLES = 8
 SAME_ARITHMETIC = (
     "make decompose do the arithmetic of impl, on fp8compile.library.rounded(x) for each floating point argument "
@@ -66,11 +66,6 @@ def _shown(args: tuple) -> str:
 
 def _call_all(call: Callable, samples: list[tuple]) -> list[tuple[Tensor, ...]]:
     return [results(call(*args)) for args in samples]
-
-
-def _compile(fn: Callable, **options: object) -> Callable:
-    torch._dynamo.reset()
-    return torch.compile(fn, fullgraph=True, **options)
 
 
 def _compare(
@@ -253,7 +248,7 @@ def compiled_gives_the_bits_of_eager(op: Op, device: torch.device) -> None:
     """Compiled without a graph break, by AOTAutograd and by Inductor, results have the bits of eager mode."""
     samples = _some(op, device)
     for backend in BACKENDS:
-        got = _compile(_call_all, backend=backend, dynamic=False)(op.overload, samples)
+        got = compiled_afresh(_call_all, backend=backend, dynamic=False)(op.overload, samples)
         _compare(got, _call_all(op.overload, samples), samples, f"the bits of impl, by {backend}", SAME_ARITHMETIC)
 
 
@@ -265,7 +260,7 @@ def compiled_backward_gives_the_bits_of_eager(op: Op, device: torch.device) -> N
     for backend in BACKENDS:
         for args in samples:
             given, leaves = _differentiable(op, args)
-            got = _gradients(_compile(op.overload, backend=backend, dynamic=False), given, leaves)
+            got = _gradients(compiled_afresh(op.overload, backend=backend, dynamic=False), given, leaves)
             expected = _gradients(op.overload, given, leaves)
             differ = sum_difference if backend == "inductor" else difference
             _compare([got], [expected], [args], f"the gradients of eager mode, by {backend}", SAME_ARITHMETIC, differ)
@@ -275,7 +270,7 @@ def equal_arguments_run_the_same_graph(op: Op, device: torch.device) -> None:
     """Called with equal constants and tensors of the same kind, it compiles nothing new."""
     from torch._dynamo.utils import counters
 
-    compiled = _compile(op.overload, backend="aot_eager", dynamic=False)
+    compiled = compiled_afresh(op.overload, backend="aot_eager", dynamic=False)
     for args in _some(op, device)[:3]:
         counts = []
         for _ in range(3):

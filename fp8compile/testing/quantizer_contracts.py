@@ -9,7 +9,7 @@ import copy
 import math
 import pickle
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import FrozenInstanceError, fields, replace
 from itertools import pairwise
 
@@ -20,14 +20,14 @@ from fp8compile import ops
 from fp8compile.quantizers import Quantizer
 from fp8compile.tensor import quantize
 from fp8compile.testing.bits import difference
-from fp8compile.testing.contracts import BrokenContract, check_contracts
+from fp8compile.testing.contracts import BrokenContract, check_contracts, compiled_afresh
 from fp8compile.testing.fresh_process import fresh_texts
+from fp8compile.testing.recording import BACKENDS
 from fp8compile.testing.shards import check_shards
 
 __all__ = ["check_quantizer"]
 
 PRIMITIVES = ("fp8compile::amax", "fp8compile::scale", "fp8compile::cast", "fp8compile::dequantize")
-BACKENDS = ("aot_eager", "inductor")
 FROZEN = "write @dataclass(frozen=True, repr=False) above the class, and keep every value in a field"
 PLAIN = "compute with PyTorch functions of the arguments and fields alone, in float32 (divide by exact_quotient)"
 
@@ -354,17 +354,12 @@ def _specials(q: Quantizer, device: Device, dtype: torch.dtype) -> Tensor:
     return x
 
 
-def _compile(fn: Callable, **options: object) -> Callable:
-    torch._dynamo.reset()
-    return torch.compile(fn, fullgraph=True, **options)
-
-
 def compiled_gives_the_bits_of_eager(q: Quantizer, device: Device) -> None:
     """Compiled without a graph break, by AOTAutograd and by Inductor, codes and scales have the bits of eager mode."""
     _, odd, _, permuted, *_ = _inputs(q, device)
     samples = [_blocky(q, device, torch.bfloat16), _specials(q, device, torch.float32), odd, permuted]
     for backend in BACKENDS:
-        compiled = _compile(lambda xs: [_quantized(x, q) for x in xs], backend=backend, dynamic=False)(samples)
+        compiled = compiled_afresh(lambda xs: [_quantized(x, q) for x in xs], backend=backend, dynamic=False)(samples)
         for x, got in zip(samples, compiled, strict=True):
             for name, a, b in zip(("codes", "scale", "values"), got, _quantized(x, q), strict=True):
                 if (differs := difference(a, b)) is not None:
@@ -383,7 +378,7 @@ def _graphs() -> int:
 
 def one_graph_for_every_size(q: Quantizer, device: Device) -> None:
     """With M and K dynamic one graph serves every size, and gives the bits of eager mode."""
-    compiled = _compile(_quantized, backend="aot_eager", dynamic=True)
+    compiled = compiled_afresh(_quantized, backend="aot_eager", dynamic=True)
     counts = [_graphs()]
     # two blocks or more a dim: PyTorch specialises on 1
     row, column = (max(size, 8) for size in q.block)
@@ -410,7 +405,10 @@ def one_graph_for_every_size(q: Quantizer, device: Device) -> None:
 
 def equal_one_runs_the_same_graph(q: Quantizer, device: Device) -> None:
     """An equal quantizer compiles nothing, and a different one does once."""
-    compiled, x = _compile(_quantized, backend="aot_eager", dynamic=False), _random((24, 40), torch.bfloat16, device)
+    compiled, x = (
+        compiled_afresh(_quantized, backend="aot_eager", dynamic=False),
+        _random((24, 40), torch.bfloat16, device),
+    )
     other = next((replace(q, block=b) for b in ((1, -1), (-1, -1), (-1, 1)) if b != q.block and _makes(q, b)), None)
     counts = [_graphs()]
     for value in (q, copy.deepcopy(q), *(() if other is None else (other, other, q))):
