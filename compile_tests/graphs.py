@@ -38,5 +38,6 @@ def printed(graph: fx.GraphModule, *, recipes: bool = False) -> str:
     """
     body = graph.code.strip().splitlines()[1:]
     text = "\n".join(line.strip().partition(";  ")[0] for line in body if not re.match(r"\s*l_\w+ = L_\w+$", line))
-    text = re.sub(r"l_self_modules_(\w+?)_parameters_weight_", r"\1", text).replace("l_x_", "x")
+    text = re.sub(r"l_self_modules_(\w+?)_parameters_weight_", r"\1", text)
+    text = re.sub(r"l_(x|input)_", "x", text)
     return SALT.sub("from_graph('xxxxxxxx'", text) if recipes else RECIPE.sub("<recipe>", text)

@@ -94,8 +94,6 @@ def _check_name(name: str) -> None:
         raise ValueError(f"register_op: {name!r} is no operator name; write 'namespace::name'.")
     if name in OPS:
         raise ValueError(f"register_op: {name} is registered already; choose another name.")
-    if hasattr(getattr(torch.ops, namespace), op_name):
-        raise ValueError(f"register_op: {name} is an operator of another library; choose another name.")
 
 
 def _check_given(name: str, given: dict[str, Any]) -> None:
@@ -217,6 +215,8 @@ def register_op(
         _check_salted(name, impl)
 
     namespace, _, op_name = name.partition("::")
+    if hasattr(getattr(torch.ops, namespace), op_name):
+        raise ValueError(f"register_op: {name} is an operator of another library; choose another name.")
     lib = _library(namespace)
     lib.define(op_name + schema, tags=(torch.Tag.pt2_compliant_tag,))
     lib.impl(op_name, _compat.as_kernel(impl), "CompositeExplicitAutograd")

@@ -63,6 +63,11 @@ def _cell(outcome: str | None, notes: list[str]) -> str:
     return f"{word} ({notes.index(outcome) + 1})"
 
 
+def _plain(note: str) -> str:
+    """A text of PyTorch's that Markdown would take for a link."""
+    return note.replace("](", "] (")
+
+
 def rendered() -> str:
     """The document, from the recorded outcomes."""
     columns = {version: recorded(version) for version in VERSIONS}
@@ -78,7 +83,7 @@ def rendered() -> str:
                 for version in VERSIONS
             ]
             lines.append(f"| {row} | {' | '.join(cells)} |")
-        lines += ["", *(f"{number}. {note}" for number, note in enumerate(notes, 1))]
+        lines += ["", *(f"{number}. {_plain(note)}" for number, note in enumerate(notes, 1))]
         parts.append("\n".join(lines).rstrip() + "\n")
     return "\n".join(parts)
 

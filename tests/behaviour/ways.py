@@ -53,7 +53,8 @@ QUOTES_AFTER = re.compile(r"""(['"]\)+\]?\)*)+$""")
 
 
 def shortened(text: str, limit: int = 300) -> str:
-    """The beginning of a text that is too long for a note."""
+    """The beginning of a text that is too long for a note, without addresses in memory."""
+    text = re.sub(r"0x[0-9a-f]+", "0x...", text)
     return text if len(text) <= limit else f"{text[:limit]} ..."
 
 
