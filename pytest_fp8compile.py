@@ -6,13 +6,17 @@ marker or the fixture. What they do is in `fp8compile.testing.plugin`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+import json
+from collections.abc import Callable, Generator, Iterator
+from pathlib import Path
 
 import pytest
 
 MARKER = "fullgraph(max_breaks=0, max_recompiles=0, own=None)"
 USES_FIXTURE = pytest.StashKey[bool]()  # on a test: it has our fixture, and not another one of that name
-PROPERTY = "graph_"  # what a test leaves in its report, and in JUnit's XML, begins with this
+# what a guarded test leaves in its report, and in JUnit's XML: fp8compile.testing.plugin.PROPERTIES, by short names
+COUNTS = ("graphs", "breaks", "recompiles", "bypasses", "saved_bytes", "sent_bytes")
+BASELINE = "graph_baseline"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -20,15 +24,30 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("fp8compile", "graph breaks and recompiles")
     group.addoption("--graph-baseline", metavar="DIR", help="keep what each guarded test compiles; fail if it worsens")
     group.addoption("--graph-update", action="store_true", help="take what is better, or else, into the baseline")
+    group.addoption("--graph-frozen", action="store_true", help="fail on a test that has no baseline yet, as in CI")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """The marker; options that go together."""
     config.addinivalue_line(
-        "markers", f"{MARKER}: fail on graph breaks and recompiles in the test, or only on breaks in package `own`"
+        "markers",
+        f"{MARKER}: fail on graph breaks and recompiles in the test; with `own`, of the breaks only on those in that "
+        "package, and on every recompile all the same",
     )
-    if config.getoption("--graph-update") and config.getoption("--graph-baseline") is None:
-        raise pytest.UsageError("--graph-update takes --graph-baseline DIR: there is nothing to update")
+    given = config.getoption("--graph-baseline")
+    update, frozen = config.getoption("--graph-update"), config.getoption("--graph-frozen")
+    if given is None:
+        if update or frozen:
+            option = "--graph-update" if update else "--graph-frozen"
+            raise pytest.UsageError(f"{option} takes --graph-baseline DIR: there is nothing to compare with")
+        return
+    if update and frozen:
+        raise pytest.UsageError("--graph-update writes the baseline that --graph-frozen keeps: give one of them")
+    # now, for a test may change the working directory; as text, for xdist sends it to its workers
+    folder = config.invocation_params.dir / given
+    if folder.exists() and not folder.is_dir():
+        raise pytest.UsageError(f"--graph-baseline {given} is a file; it is the folder of a file for each test")
+    config.option.graph_baseline = str(folder)
 
 
 def _is_guarded(item: pytest.Item) -> bool:
@@ -55,20 +74,63 @@ def graph_report(request: pytest.FixtureRequest) -> Callable:
     return recorded_graph_report(request.node)
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """A line for each guarded test: what it compiled."""
-    reports = [report for kind in ("passed", "failed") for report in terminalreporter.stats.get(kind, ())]
-    lines = [f"{report.nodeid}: {counts}" for report in reports if (counts := _counts(report))]
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, exitstatus: int) -> None:
+    """A line for each guarded test: what it compiled; and what the baseline keeps of tests that are no more."""
+    lines = list(_guarded_lines(terminalreporter))
+    if exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):  # else tests are missing that were to run
+        lines += _stale_lines(terminalreporter)
     if lines:
         terminalreporter.section("graphs")
         for line in lines:
             terminalreporter.line(line)
 
 
+def _reports(terminalreporter: pytest.TerminalReporter) -> Iterator[tuple[str, pytest.TestReport]]:
+    """Reports of tests, each with what pytest counts it as: "passed", "xfailed"."""
+    for kind, reports in terminalreporter.stats.items():
+        yield from ((kind, report) for report in reports if isinstance(report, pytest.TestReport))
+
+
+def _guarded_lines(terminalreporter: pytest.TerminalReporter) -> Iterator[str]:
+    for kind, report in _reports(terminalreporter):
+        shown = "" if kind in ("passed", "failed") else f" ({kind})"
+        if report.when == "call" and (counts := _counts(report)):
+            yield f"{report.nodeid}{shown}: {counts}"
+        elif kind == "skipped" and "fullgraph" in report.keywords:
+            yield f"{report.nodeid}{shown}: nothing was compiled"
+
+
 def _counts(report: pytest.TestReport) -> str:
-    if report.when != "call":
-        return ""
-    found = (
-        (name.removeprefix(PROPERTY), value) for name, value in report.user_properties if name.startswith(PROPERTY)
-    )
-    return ", ".join(f"{value} {name}" for name, value in found)
+    found = dict(report.user_properties)
+    parts = [_numbered(found[f"graph_{name}"], name) for name in COUNTS if f"graph_{name}" in found]
+    # a property of the same name may be the test's own; without the others it is
+    return ", ".join([*parts, *([f"baseline {found[BASELINE]}"] if BASELINE in found else [])] if parts else [])
+
+
+def _numbered(number: int, name: str) -> str:
+    if number != 1:
+        return f"{number} {name}"
+    return f"1 {'bypass' if name == 'bypasses' else name.removesuffix('s')}"
+
+
+def _stale_lines(terminalreporter: pytest.TerminalReporter) -> Iterator[str]:
+    """Files of the baseline whose test is gone, renamed, or no longer guarded."""
+    config = terminalreporter.config
+    folder = config.getoption("--graph-baseline")
+    if folder is None:
+        return
+    # what was skipped or failed early may be guarded; of a selection nobody knows what else is there
+    reports = [report for _, report in _reports(terminalreporter)]
+    kept = {report.nodeid for report in reports if report.outcome != "passed" or _counts(report)}
+    files = {report.nodeid.partition("::")[0] for report in reports}
+    options = config.option
+    selected = options.keyword or options.markexpr or options.maxfail or "deselected" in terminalreporter.stats
+    selected = selected or any("::" in str(arg) for arg in config.args)
+    for path in sorted(Path(folder).glob("*.json")):
+        try:
+            test = str(json.loads(path.read_text())["test"])
+        except (ValueError, KeyError, TypeError):
+            continue  # the test that it belongs to says so
+        file = test.partition("::")[0]
+        if test not in kept and (not (config.rootpath / file).exists() or (file in files and not selected)):
+            yield f"{path.name}: stale, no guarded test is called {test}; delete it"

@@ -1,34 +1,25 @@
-"""Graphs that Dynamo hands to a backend, kept and printed."""
+"""Graphs as Dynamo traces them: their calls, and their code printed."""
 
 from __future__ import annotations
 
 import re
 
-import torch
 from torch import fx
-from torch._dynamo.backends.registry import lookup_backend
 
-__all__ = ["Recorder", "calls", "printed"]
+__all__ = ["calls", "layer_op", "printed"]
 
 RECIPE = re.compile(r"fp8compile_quantizers_recipe_Recipe\.from_graph\(.*\)(?=\))")
 SALT = re.compile(r"from_graph\('[0-9a-f]{8}'")
 
 
-class Recorder:
-    """A backend that keeps the graphs it gets and passes them on to another one."""
-
-    def __init__(self, backend: str = "aot_eager") -> None:
-        self.backend = backend
-        self.graphs: list[fx.GraphModule] = []
-
-    def __call__(self, graph: fx.GraphModule, inputs: list[torch.Tensor]):
-        self.graphs.append(graph)
-        return lookup_backend(self.backend)(graph, inputs)
-
-
 def calls(graph: fx.GraphModule, name: str) -> list[fx.Node]:
     """The nodes that call an operator, by its name in graphs."""
     return [node for node in graph.graph.nodes if str(node.target) == name]
+
+
+def layer_op(recipe: str, op: str = "linear") -> str:
+    """How an op of a layer with a ready recipe is called in graphs: "fp8compile.linear.default"."""
+    return f"fp8compile.{'delayed_' if recipe == 'delayed' else ''}{op}.default"
 
 
 def printed(graph: fx.GraphModule, *, recipes: bool = False) -> str:

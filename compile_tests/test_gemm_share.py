@@ -40,7 +40,10 @@ def step_graphs(fn, *args, **options):
     return graphs
 
 
-@pytest.mark.parametrize(("recipe", "gemms"), [("tensorwise", 6), ("rowwise", 6), ("rowwise_bf16_wgrad", 4)])
+GEMMS_IN_FP8 = [("tensorwise", 6), ("rowwise", 6), ("rowwise_bf16_wgrad", 4), ("delayed", 6)]
+
+
+@pytest.mark.parametrize(("recipe", "gemms"), GEMMS_IN_FP8)
 @pytest.mark.parametrize("bias", [True, False])
 def test_a_recipe_decides_which_gemms_are_fp8(recipe, gemms, bias):
     model = f8.convert(mlp(bias=bias), f8.recipes.by_name(recipe))
@@ -193,6 +196,22 @@ def test_symbolic_sizes_raise():
     graphs = step_graphs(mlp(), batch(TOKENS, K), dynamic=True)
     with pytest.raises(ValueError, match=r"are symbolic.*dynamic=False"):
         gemm_share(*graphs)
+
+
+def test_a_call_that_may_hide_a_product_raises():
+    graph = torch.fx.symbolic_trace(nn.Sequential(nn.Linear(K, H)))
+    with pytest.raises(ValueError, match=r"node _0 calls module '0', in which products may be.*Recording"):
+        gemm_share(graph)
+    graph = torch.fx.symbolic_trace(lambda a, b: a.matmul(b))
+    with pytest.raises(ValueError, match="node matmul calls method 'matmul'"):
+        gemm_share(graph)
+
+
+def test_what_is_no_graph_raises():
+    with pytest.raises(ValueError, match="no graph is given"):
+        gemm_share()
+    with pytest.raises(TypeError, match=r"a graph is a list; .*gemm_share\(\*recording.traced\)"):
+        gemm_share([torch.fx.symbolic_trace(lambda x: x + 1)])
 
 
 def test_a_graph_without_shapes_raises():

@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import json
+import logging
+import os
+import random
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -65,6 +70,51 @@ def test_fullgraph_names_the_first_break_only():
     faults = ("print", "branch", "item", "unhashable")
     named = [fault for fault in faults if f"line {line_of(fault)}" in str(caught.value)]
     assert named == ["print"]
+
+
+class Inner(nn.Module):
+    def forward(self, x):
+        for _ in range(2):
+            print("in a loop")
+            x = x.sin()
+        return x
+
+
+class Outer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.ModuleList([Inner(), Inner()])
+
+    def forward(self, x):
+        for inner in self.inner:
+            x = inner(x)
+        return x
+
+
+def test_each_function_that_a_break_leaves_without_a_graph_is_named():
+    report = graph_report(Outer(), x())
+    (found,) = report.breaks  # of four at one place
+    assert found.gives_up
+    places = {f"`forward` at {__file__}:{cls.forward.__code__.co_firstlineno}" for cls in (Inner, Outer)}
+    assert set(found.without_graph) == places
+    assert all(f"  {place} runs without a graph\n" in str(report) for place in places)
+    # the frames that first led to it, and of no other break
+    functions = [frame.rpartition(":")[0] for frame in found.stack]
+    assert functions.count(__file__) <= 3
+
+
+def test_a_guard_has_its_place_and_no_cut_off_path():
+    def branches(x, n):
+        x = x * n
+        return x + 1 if x.shape[0] > 5 else x
+
+    calls = [(x(), 1.0), (x(), 2.0), (x(6), 2.0), (x(3), 2.0)]
+    report = graph_report(branches, calls=calls)
+    guards = [guard for found in report.recompiles for guard in found.guards]
+    line = branches.__code__.co_firstlineno
+    assert f"n == 1.0 [{__file__}:{line + 1}]" in guards
+    assert "6 <= x.size()[0] [return x + 1 if x.shape[0] > 5 else x]" in guards
+    assert str(report).count("  failed: ") == len(report.recompiles) == 3
 
 
 def test_a_recompile_names_the_guard_that_failed():
@@ -152,6 +202,75 @@ def test_buffers_and_random_numbers_stay_as_they_were():
     assert torch.equal(torch.get_rng_state(), expected)
 
 
+class Stateful(nn.Module):
+    """Changes all there is to change of a module's state."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+        self.register_buffer("replaced", torch.zeros(8))
+        self.register_buffer("changed", torch.zeros(8))
+        self.register_buffer("expanded", torch.zeros(1).expand(8))
+        with torch.inference_mode():
+            self.register_buffer("inference", torch.ones(8))
+
+    def forward(self, x):
+        self.replaced = self.replaced + 1
+        self.changed.add_(1)
+        return self.layer(x) + self.expanded + self.inference.clone() * random.random()
+
+
+def test_buffers_that_are_replaced_expanded_or_of_inference_mode_stay_as_they_were():
+    model = Stateful()
+    buffers, state = dict(model.named_buffers()), random.getstate()
+    graph_report(model, x())
+    assert all(getattr(model, name) is buffer for name, buffer in buffers.items())
+    assert not model.replaced.any()
+    assert not model.changed.any()
+    assert random.getstate() == state
+
+
+def test_gradients_of_a_model_that_asks_for_them_itself_stay_as_they_were():
+    class Trains(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(8, 8)
+
+        def forward(self, x):
+            loss = self.layer(x).square().sum()
+            loss.backward()
+            return loss.detach()
+
+    model, given = Trains(), x().requires_grad_()
+    before = model.layer.weight.grad = torch.ones(8, 8)
+    graph_report(model, given)
+    assert model.layer.weight.grad is before
+    assert torch.equal(before, torch.ones(8, 8))
+    assert model.layer.bias.grad is None
+    assert given.grad is None
+
+
+def test_the_backward_of_what_is_returned_in_an_object_is_reported():
+    class Loss:
+        def __init__(self, loss):
+            self.loss = loss
+
+    model = mlp()
+    (graph,) = graph_report(lambda x: Loss(model(x)), wide()).graphs
+    assert graph.backward is not None
+    assert graph.saved_bytes == 2 * 32 * 96
+
+
+def test_the_callers_grad_mode_is_kept():
+    with torch.no_grad():
+        assert [graph.backward for graph in graph_report(mlp(), wide()).graphs] == [None]
+        assert graph_report(mlp(), calls=[Call((wide(),), grad=True)]).graphs[0].backward is not None
+
+
+def test_without_a_backward_none_is_made():
+    assert [graph.backward for graph in graph_report(mlp(), wide(), backward=False).graphs] == [None]
+
+
 def test_a_hundred_recompiles_are_all_reported():
     report = graph_report(lambda x, n: x * n, calls=[(x(), float(n)) for n in range(100)], dynamic=False)
     assert (len(report.graphs), len(report.recompiles)) == (100, 99)
@@ -194,7 +313,9 @@ def test_the_text_of_a_report_reads_well():
     assert f"graph break at compile_tests/faulty.py:{line_of('item')}: Unsupported Tensor.item()" in text
     assert text.startswith(f"3 graphs, {len(report.breaks)} breaks, 0 recompiles, 0 cache bypasses (aot_eager)\n")
     assert "call 0 (4x8): 3 new graphs" in text
-    assert "the rest of the function runs without a graph" in text
+    (rest,) = report.breaks[-1].without_graph
+    assert rest.startswith(f"the rest of `forward` after line {line_of('item')} at {FAULTY}:")
+    assert f"  {rest} runs without a graph\n" in text
 
 
 # ------------------------------------------------------------------------------- assertions
@@ -244,10 +365,24 @@ def test_wrong_use_is_refused():
         graph_report(3)
     with pytest.raises(TypeError, match="compiled already"):
         graph_report(torch.compile(mlp()), wide())
+    in_place = mlp()
+    in_place.compile()
+    with pytest.raises(TypeError, match="graph_report: fn is compiled already"):
+        graph_report(in_place, wide())
     with pytest.raises(ValueError, match="one of aot_eager, inductor"):
         graph_report(mlp(), wide(), backend="eager")
     with pytest.raises(TypeError, match="is no module"):
         graph_report(torch.sin, calls=[Call((x(),), train=True)])
+    for calls in (wide(), Call((wide(),)), {"input": wide()}):
+        with pytest.raises(TypeError, match=f"calls is a {type(calls).__name__}; it is a list of calls"):
+            assert_no_recompile(mlp(), calls)
+    with pytest.raises(TypeError, match=r"a call is a dict. Write Call\(kwargs="):
+        graph_report(mlp(), calls=[{"input": wide()}])
+    for check in (assert_ops, assert_comm, snapshot):
+        with pytest.raises(
+            TypeError, match=rf"{check.__name__} takes a GraphReport, and is given a Sequential; call gr"
+        ):
+            check(mlp())
     with pytest.raises(TypeError, match="takes no arguments"):
         assert_fullgraph(graph_report(mlp(), wide()), wide())
 
@@ -283,6 +418,53 @@ def test_collectives_have_dtype_bytes_and_place(one_rank):
         assert_comm(report, dtype=torch.bfloat16)
     with pytest.raises(AssertionError, match=r"no collective _c10d_functional\.all_reduce"):
         assert_comm(report, op="_c10d_functional.all_reduce")
+
+
+def test_each_dtype_of_a_coalesced_message_counts(one_rank):
+    import torch.distributed._functional_collectives as collectives
+
+    def gather(x):
+        parts = collectives.all_gather_into_tensor_coalesced([x, x.to(torch.uint8)], one_rank)
+        return sum(part.float().sum() for part in parts)
+
+    report = graph_report(gather, torch.zeros(4, 8))
+    assert [(c.dtype, c.bytes) for c in report.collectives] == [("float32", 2 * 4 * 32), ("uint8", 2 * 32)]
+    with pytest.raises(AssertionError, match="64 bytes of uint8"):
+        assert_comm(report, dtype=torch.float32)
+    assert_comm(report, dtype=[torch.float32, torch.uint8], max_bytes=320)
+
+
+def test_a_dtype_by_name_is_refused(one_rank):
+    report = graph_report(torch.sin, x())
+    with pytest.raises(TypeError, match=r"dtype is 'uint8'; it is a torch.dtype, such as torch.uint8, or a list"):
+        assert_comm(report, dtype="uint8")
+    with pytest.raises(AssertionError, match="no collective in the graphs; there are: none"):
+        assert_comm(report)
+
+
+def test_pytorchs_own_trace_is_written_while_we_listen(tmp_path):
+    program = "import torch; from fp8compile.testing import graph_report; graph_report(torch.sin, torch.ones(3))"
+    environment = os.environ | {"TORCH_TRACE": str(tmp_path), "PYTHONPATH": str(Path(f8.__file__).parents[1])}
+    subprocess.run([sys.executable, "-W", "ignore", "-c", program], env=environment, check=True)
+    (log,) = tmp_path.iterdir()
+    assert "dynamo_output_graph" in log.read_text()
+
+
+def test_handlers_of_others_hear_nothing_and_are_back_afterwards():
+    heard = []
+
+    class Others(logging.Handler):
+        def emit(self, record):
+            heard.append(record)
+
+    logger, handler = logging.getLogger("torch.__trace"), Others()
+    logger.addHandler(handler)
+    try:
+        graph_report(torch.sin, x())
+        assert handler in logger.handlers
+    finally:
+        logger.removeHandler(handler)
+    assert not heard
 
 
 def test_version_of_the_log_is_known():

@@ -13,6 +13,7 @@
 
 from __future__ import annotations
 
+from fp8compile import recipes
 from fp8compile.formats import E2M1, E4M3, E5M2, E8M0
 from fp8compile.ops.registry import OPS, Op, register_op
 from fp8compile.ops.rounding import rounded
@@ -59,6 +60,6 @@ def quantizers() -> dict[str, Quantizer | Recipe]:
     Raises:
         ImportError: One of them can't be imported or called; the text names its distribution.
         TypeError: One of them is neither a quantizer nor a recipe.
-        ValueError: Two packages use one name for different things.
+        ValueError: Two packages use one name for different things, or one uses that of a ready recipe.
     """
-    return {name: entry_points.load(name) for name in entry_points.installed()}
+    return {name: entry_points.load(name) for name in recipes.installed()}

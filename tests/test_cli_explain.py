@@ -19,11 +19,12 @@ from torch import nn
 import fp8compile as f8
 from fp8compile.cli import main
 from fp8compile.cli.explain_html import page
-from fp8compile.testing import gpu_code
+from fp8compile.testing import gpu_kernels
 from fp8compile.testing.explain import PEAKS, explain
-from fp8compile.testing.explain.graphs import GraphGemm, layer_of_stack
+from fp8compile.testing.explain.called import Names, layer_of_stack
+from fp8compile.testing.explain.graphs import GraphGemm
 from fp8compile.testing.explain.roofline import roofline
-from fp8compile.testing.report import graph_report
+from fp8compile.testing.report import graph_report, place_text
 
 GEMMS = ("output", "grad_input", "grad_weight")
 ROWWISE = "e4m3 x e4m3 rowwise"
@@ -73,6 +74,7 @@ def texts(found, fqn):
     [
         ("rowwise", (ROWWISE,) * 3),
         ("tensorwise", ("e4m3 x e4m3 tensorwise", "e5m2 x e4m3 tensorwise", "e5m2 x e4m3 tensorwise")),
+        ("delayed", ("e4m3 x e4m3 tensorwise", "e5m2 x e4m3 tensorwise", "e5m2 x e4m3 tensorwise")),
         ("rowwise_bf16_wgrad", (ROWWISE, ROWWISE, "bfloat16, as the recipe says")),
     ],
 )
@@ -195,10 +197,11 @@ def test_a_layer_behind_a_graph_break_is_not_proven():
     found = explain(model, (tokens(),))
     assert texts(found, "up") == ("no proof: graph break, it runs outside the graphs",) * 3
     assert texts(found, "down") == (ROWWISE,) * 3  # in a graph of its own, by its weight
-    assert found.verdict.startswith("NOT PROVEN: 1 converted layer in no graph; 3 of 6 GEMMs")
-    assert found.unproven == (f"up: {', '.join(GEMMS)}: graph break, it runs outside the graphs",)
+    unseen = "what runs at 1 graph break isn't seen"
+    assert found.verdict.startswith(f"NOT PROVEN: 1 converted layer without proof; {unseen}; 3 of 6 GEMMs")
+    assert found.unproven == (f"up: {', '.join(GEMMS)}: graph break, it runs outside the graphs", unseen)
     assert len(found.graphs.breaks) == 1
-    assert found.gpu.problem == "it needs one whole graph, and this model has 1 graph breaks"
+    assert found.gpu.problem == "it needs one whole graph, and this model has 1 graph break"
 
 
 # ---------------------------------------------------------------------------------- planted fall-backs
@@ -256,7 +259,10 @@ def test_a_planted_fall_back_is_called_out(plant, runs):
     assert texts(found, "down") == (ROWWISE,) * 3
     assert found.verdict == "NO: 1 converted layer fell back; 3 of 9 GEMMs of linears run in FP8"
     each = [f"{gemm} runs in {runs}, the recipe says {ROWWISE}" for gemm in GEMMS]
-    assert found.fell_back == (f"up: {'; '.join(each)}",)
+    (line,) = found.fell_back
+    assert line.startswith(f"up: {'; '.join(each)} (aten::mm at ")
+    if plant is not plant_forward:  # it calls PyTorch's own code
+        assert place_text(__file__, 0).removesuffix(":0") in line
 
 
 def test_one_of_two_calls_that_falls_back_is_called_out():
@@ -291,6 +297,8 @@ def test_another_recipe_than_the_layers_own_is_called_out():
 # ---------------------------------------------------------------------------------- padding and least times
 
 
+@needs_triton
+@triton_warns
 def test_padding_is_of_the_sum_and_the_columns():
     model = f8.convert(nn.Sequential(nn.Linear(32, 40, dtype=torch.bfloat16)), f8.recipes.rowwise())
     found = explain(model, (tokens(17, requires_grad=True),))
@@ -298,10 +306,8 @@ def test_padding_is_of_the_sum_and_the_columns():
     assert [(g.m, g.k, g.n) for g in gemms.values()] == [(17, 32, 40), (17, 40, 32), (40, 17, 32)]
     assert [(g.padded_k, g.padded_n) for g in gemms.values()] == [(32, 48), (48, 32), (32, 32)]
     assert [g.padding_flops for g in gemms.values()] == pytest.approx([48 / 40 - 1, 48 / 40 - 1, 32 / 17 - 1])
-    assert (
-        found.gpu.problem
-        == "columns of 0 (output) are no multiple of 16, and their padding is decided on the GPU only"
-    )
+    forward, backward = found.gpu.costs  # padded codes are written once more
+    assert (found.gpu.problem, forward.fp8_gemms, backward.fp8_gemms) == ("", 1, 2)
 
 
 def test_a_bf16_gemm_is_not_padded():
@@ -347,7 +353,7 @@ def test_kernels_gemms_bytes_and_casts_on_the_gpu():
     model, x = block(), tokens()
     found = explain(model, (x,))
     assert found.gpu.problem == found.gpu.bf16_problem == ""
-    codes = gpu_code(model, x)
+    codes = gpu_kernels(model, x)
     for cost, code in zip(found.gpu.costs, codes, strict=True):
         assert cost.kernels == sum(launch.kind == "triton" for launch in code.launches)
         assert cost.gemms == len(code.gemms)
@@ -364,6 +370,76 @@ def test_kernels_gemms_bytes_and_casts_on_the_gpu():
         for gemm in ("output", "grad_input"):
             assert casts[layer, gemm, "b"].kernel
             assert not casts[layer, gemm, "b"].is_fused
+
+
+def casts_of(found):
+    assert (found.gpu.problem, found.gpu.bf16_problem) == ("", "")
+    return {(cast.layer, cast.gemm, cast.operand): cast for cast in found.gpu.casts}
+
+
+@needs_triton
+@triton_warns
+def test_a_model_with_random_numbers_has_code():
+    class Noisy(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(32, 32, dtype=torch.bfloat16)
+
+        def forward(self, x):
+            return self.layer(nn.functional.dropout(x, 0.1)) * torch.rand(16, 32)
+
+    casts = casts_of(explain(f8.convert(Noisy(), f8.recipes.rowwise()), (tokens(),)))
+    assert casts["layer", "output", "a"].fused_with == ("aten.native_dropout",)
+
+
+@needs_triton
+@triton_warns
+def test_a_language_model_with_a_loss_has_code():
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        hidden_size=64, intermediate_size=128, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=256, use_cache=False,
+    )  # fmt: skip
+    model = transformers.LlamaForCausalLM(config).bfloat16()
+    model = f8.convert(model, f8.recipes.rowwise(), filter="!lm_head")
+    ids = torch.randint(256, (1, 32))
+    casts = casts_of(explain(model, (), {"input_ids": ids, "labels": ids}))
+    assert "aten.rsqrt" in casts["model.layers.0.mlp.up_proj", "output", "a"].fused_with
+    # what attention's backward hands over: what is before it is another kernel's
+    assert not {"aten.nll_loss_backward"} & set(casts["model.layers.0.self_attn.v_proj", "grad_input", "a"].fused_with)
+
+
+@needs_triton
+@triton_warns
+def test_a_layer_with_several_names_is_shown_by_its_first():
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first = nn.Linear(32, 32, dtype=torch.bfloat16)
+            self.second = self.first
+
+        def forward(self, x):
+            return self.second(x)
+
+    assert {layer for layer, _, _ in casts_of(explain(f8.convert(Twice(), f8.recipes.rowwise()), (tokens(),)))} == {
+        "first"
+    }  # fmt: skip
+
+
+@triton_warns
+def test_parameters_without_memory_are_said():
+    with torch.device("meta"):
+        model = block()
+    found = explain(model, (tokens().to("meta"),))
+    assert found.gpu.problem == "it needs parameters in memory, and this model has some on the meta device"
+
+
+@needs_triton
+@triton_warns
+def test_no_tokens_at_all_are_no_launch():
+    found = explain(block(), (tokens(0),))
+    assert found.gpu.problem == ""
+    assert (found.gpu.costs[0].kernels, found.gpu.costs[0].fp8_gemms) == (0, 0)
 
 
 @needs_triton
@@ -398,10 +474,14 @@ def test_a_cast_that_stores_nothing_but_codes_is_looked_into():
         ("L['self'].up", "layers.0.up"),  # behind a graph break, from a frame of an inner module
         ("L['self'].gate", None),  # two layers are called so
         ("L['self'].norm", None),
+        ("L['self'].alias", "head"),
+        ("L['self'].block.scores", None),
     ],
 )
 def test_a_module_that_was_called_is_found_by_its_path(path, layer):
-    names = ["layers.0.gate", "layers.0.up", "layers.1.gate", "head"]
+    layers = ["layers.0.gate", "layers.0.up", "layers.1.gate", "head"]
+    modules = ["", "layers", "layers.0", "layers.1", "norm", "block.scores", *layers]
+    names = Names(layers=layers, modules={**dict(zip(modules, modules, strict=True)), "alias": "head"})
     node = SimpleNamespace(meta={"nn_module_stack": {"0": ("L['self']", Block), "1": (path, nn.Linear)}})
     assert layer_of_stack(node, names) == layer
 
@@ -411,7 +491,7 @@ def test_what_keeps_the_gpu_code_from_being_made_is_said(monkeypatch):
     def fails(*_):
         raise ModuleNotFoundError("No module named 'triton'", name="triton")
 
-    monkeypatch.setattr("fp8compile.testing.explain.gpu.gpu_code_module._lower", fails)
+    monkeypatch.setattr("fp8compile.testing.explain.gpu.schedule", fails)
     found = explain(block(), (tokens(),))
     assert found.gpu.problem == "needs triton, which is not installed"
     assert found.verdict.startswith("YES")
@@ -489,6 +569,47 @@ def planted():
     return model, (x,)
 
 
+def behind_a_break():
+    model, x = example()
+    model.layer.forward = torch._dynamo.disable(model.layer.forward)
+    return model, (x,)
+
+
+def prints():
+    print("loaded")
+    model, x = example()
+    model.layer.register_forward_pre_hook(lambda *_: print("called") if not torch.compiler.is_compiling() else None)
+    return model, x
+
+
+class Forces(Own):
+    def forward(self, x):
+        y = self.layer(x).float().square().sum()
+        return torch.autograd.grad(y, x)[0]
+
+
+class Bad(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, g):
+        raise ValueError("no such gradient")
+
+
+class BadBackward(Own):
+    def forward(self, x):
+        return Bad.apply(self.layer(x))
+
+
+def other_name():
+    model, x = example()
+    model.alias = model.layer
+    model.forward = lambda x: model.alias(x)
+    return model, x
+
+
 def fails():
     raise KeyError("no such size")
 
@@ -504,6 +625,12 @@ half = lambda: (Own(),)
 wrong = lambda: ("model", ())
 odd = lambda: (Own(), {"x": 1})
 compiled = lambda: (torch.compile(Own()), Own().example_inputs())
+
+
+def in_place():
+    model, x = example()
+    model.compile()
+    return model, x
 """
 
 
@@ -544,7 +671,7 @@ def test_every_form_of_target_is_found(example, capsys, target):
     assert (code, err) == (0, "")
     assert "YES, as the recipes say: 3 of 3 GEMMs of linears run in FP8, 1 of 1 linears are converted" in out
     assert out.count(ROWWISE) == 3
-    assert "1 graphs, 0 breaks, 0 recompiles" in out
+    assert "1 graph, 0 breaks, 0 recompiles" in out
 
 
 def test_without_a_recipe_the_model_is_explained_as_it_is(example, capsys):
@@ -563,6 +690,28 @@ def test_json_alone_is_printed(example, capsys):
     assert found["roofline"] is None
 
 
+def test_what_the_model_prints_is_not_taken_for_the_answer(example, capsys):
+    code, out, err = run(capsys, f"{example}:prints", "--json", "--no-gpu")
+    assert code == 0
+    assert json.loads(out)["verdict"].startswith("YES")
+    assert err.startswith("loaded\ncalled\n")
+
+
+def test_a_model_that_takes_gradients_in_its_forward_is_explained(example, capsys):
+    code, out, err = run(capsys, f"{example}:Forces", "--no-gpu", "--recipe", "rowwise")
+    assert (code, out.count(ROWWISE)) == (1, 3)
+    assert err.startswith("fp8compile explain: not proven: what runs at 1 graph break isn't seen")
+
+
+def test_an_unwritable_page_is_refused_before_anything_runs(example, capsys):
+    code, out, err = run(capsys, f"{example}:prints", "--html", example.parent, "--no-gpu")
+    assert (code, out) == (2, "")
+    assert "Is a directory" in err
+    assert "loaded" not in err
+    assert run(capsys, f"{example}:fails", "--html", example.parent / "new.html")[0] == 2
+    assert not (example.parent / "new.html").exists()
+
+
 def test_a_fall_back_is_exit_code_1_and_one_line(example, capsys):
     code, out, err = run(capsys, f"{example}:planted", "--no-gpu")
     assert code == 1
@@ -574,6 +723,13 @@ def test_a_fall_back_is_exit_code_1_and_one_line(example, capsys):
     code, out, _ = run(capsys, f"{example}:planted", "--no-gpu", "--json")
     assert code == 1
     assert json.loads(out)["fell_back"][0].startswith("layer: ")
+
+
+def test_what_nothing_proves_is_exit_code_1_as_well(example, capsys):
+    code, out, err = run(capsys, f"{example}:behind_a_break", "--no-gpu")
+    assert code == 1
+    assert "NOT PROVEN: 1 converted layer without proof" in out
+    assert err.startswith("fp8compile explain: not proven: layer: output, grad_input, grad_weight: graph break")
 
 
 @triton_warns
@@ -614,11 +770,16 @@ def test_the_terminal_shows_casts_launches_and_least_times(example, capsys):
         ("explained_example:bare", "Linear has no example_inputs(); give a function that returns (model, args)"),
         ("explained_example:half", "gives a tuple that is not (model, args) or (model, args, kwargs)"),
         ("explained_example:wrong", "gives a tuple that is not (model, args) or (model, args, kwargs)"),
-        ("explained_example:odd", "gives dict and dict for args and kwargs; they are a tuple and a dict"),
+        (
+            "explained_example:odd",
+            "they are a tuple and a dict; for named arguments return (model, (), {...})",
+        ),
         ("explained_example:fails", "calling it without arguments failed: KeyError: 'no such size'"),
         ("explained_example:needs", "calling it without arguments failed: TypeError"),
         ("explained_example:Strange", "calling the model with its inputs failed: RuntimeError"),
         ("explained_example:compiled", "gives a model that is compiled already; give what torch.compile was given"),
+        ("explained_example:in_place", "gives a model that is compiled already; give what torch.compile was given"),
+        ("explained_example:BadBackward", "compiling the model and running it failed: "),
     ],
 )
 def test_a_bad_target_is_one_line_and_exit_code_2(example, capsys, target, complaint):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import dataclass
+
 import pytest
 import torch
 from broken_contracts import BROKEN, ByIdentity, Saltless
@@ -93,6 +96,78 @@ def test_what_is_no_quantizer_no_op_and_no_contract_is_refused():
         check_quantizer(f8.CurrentScaling(), skip=["speed"])
 
 
+def define(**steps):
+    cls = type("Near", (f8.CurrentScaling,), {"__annotations__": {}, "__module__": __name__, **steps})
+    return dataclass(frozen=True, repr=False)(cls)(block=(1, -1))
+
+
+@pytest.mark.parametrize(
+    ("steps", "text"),
+    [
+        ({"multiplier": lambda self, amax: None}, "Near.multiplier returned None; it returns float32 of shape (4, 1), "
+         "that of amax."),
+        ({"multiplier": lambda self, amax: amax.double()}, "Near.multiplier returned float64 of shape (4, 1); it "
+         "returns float32 of shape (4, 1), that of amax."),
+        ({"multiplier": lambda self, amax: amax.mT}, "Near.multiplier returned float32 of shape (1, 4); it returns "
+         "float32 of shape (4, 1), that of amax."),
+        ({"amax": lambda self, x: x.abs().amax()}, "Near.amax returned float32 of shape (); it returns float32 of "
+         "shape (4, 1), what scale_shape says."),
+        ({"scale_of": lambda self, multiplier: 1.0}, "Near.scale_of returned 1.0; it returns float32 of shape (4, 1), "
+         "that of multiplier, in scale_dtype()."),
+        ({"cast": lambda self, x, multiplier: x * multiplier}, "Near.cast returned float32 of shape (4, 8); it "
+         "returns uint8 of shape (4, 8), what codes_shape says."),
+        ({"dequantize": lambda self, codes, scale, dtype=torch.float32: (codes * scale).half()}, "Near.dequantize "
+         "returned float16 of shape (4, 8); it returns float32 of shape (4, 8), what values_shape says."),
+        ({"scale_dtype": lambda self: "float32", "scale_of": f8.CurrentScaling.scale_of,
+          "scale_values": f8.CurrentScaling.scale_values},
+         "Near.scale_dtype returned 'float32'; it returns a torch.dtype, such as torch.uint8."),
+        ({"codes_shape": lambda self, shape: shape[0], "values_shape": lambda self, shape: shape,
+          "cast": lambda self, x, multiplier: f8.CurrentScaling.cast(self, x, multiplier),
+          "dequantize": lambda self, codes, scale, dtype: f8.CurrentScaling.dequantize(self, codes, scale, dtype)},
+         "Near.codes_shape returned 4 for shape (4, 8); it returns a tuple of ints."),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)  # fmt: skip
+@pytest.mark.parametrize("backend", [None, "aot_eager", "inductor"])
+def test_a_step_that_returns_something_else_is_named(steps, text, backend):
+    def quantize(x):
+        return f8.quantize(x, q).dequantize()
+
+    q, x = define(**steps), torch.randn(4, 8)
+    if backend is not None:
+        quantize = torch.compile(quantize, backend=backend)
+    with pytest.raises(Exception, match=re.escape(text)):
+        quantize(x)
+
+
+def test_what_builds_on_a_broken_layout_is_not_told_again():
+    q = define(multiplier=lambda self, amax: None)
+    with pytest.raises(AssertionError) as caught:
+        check_quantizer(q, skip=IN_PROCESSES["quantizer"])
+    text = str(caught.value)
+    assert text.count("Near.multiplier returned None") == 1
+    assert "Not run, for they build on layout_is_what_it_says: transposed_is_of_the_transposed_matrix, " in text
+
+
+def counts_its_calls(self, amax: Tensor) -> Tensor:
+    object.__setattr__(self, "calls", self.calls + 1)
+    return f8.CurrentScaling.multiplier(self, amax)
+
+
+def test_a_step_that_changes_a_field_is_told():
+    q = define(__annotations__={"calls": int}, calls=0, multiplier=counts_its_calls)
+    with pytest.raises(
+        AssertionError, match=r"(?s)nothing_but_the_arguments_decides\n.*is the same afterwards.*'calls'"
+    ):
+        check_quantizer(q, skip=others(QUANTIZER_CONTRACTS, "nothing_but_the_arguments_decides"))
+
+
+@pytest.mark.parametrize("check", [check_quantizer, check_op])
+def test_one_name_alone_is_no_list_of_names(check):
+    with pytest.raises(TypeError, match=r"skip is 'passes_opcheck'; .* skip=\('passes_opcheck',\)"):
+        check({check_quantizer: f8.CurrentScaling(), check_op: "fp8compile::amax"}[check], skip="passes_opcheck")
+
+
 # ---------------------------------------------------------------------------------- broken ops
 
 
@@ -152,6 +227,7 @@ BROKEN_OPS = {
     "decompose_is_the_kernel": {"decompose": lambda x, quantizer: x * 2},
     "passes_opcheck": {"impl": in_place},
     "backward_is_there_or_raises": {"backward": lambda ctx, grad: (grad[:1], None)},
+    "backward_is_the_derivative": {"backward": lambda ctx, grad: (grad * 2, None)},
     "compiled_gives_the_bits_of_eager": {"decompose": other_when_traced},
     "compiled_backward_gives_the_bits_of_eager": {"backward": other_gradient_when_traced},
     "equal_arguments_run_the_same_graph": {"samples": with_constant(ByIdentity)},
@@ -200,6 +276,33 @@ def test_an_op_that_breaks_a_contract_is_told_so(contract, plant):
     text = str(caught.value)
     assert text.startswith(f"planted::{contract} breaks 1 of 1 contracts:\n\n  {contract}\n"), text
     assert all(f"\n    {part}" in text for part in PARTS), text
+
+
+def test_a_derivative_of_its_own_is_held_against_the_function_given(plant):
+    def straight(x: Tensor, quantizer: Quantizer) -> Tensor:
+        return (x * 3).round()
+
+    op = plant("straight", impl=straight, decompose=straight)
+    skip = others(OP_CONTRACTS, "backward_is_the_derivative")
+    with pytest.raises(AssertionError, match=r"(?s)of impl, .*straight through a rounding.*gradient=\.\.\."):
+        check_op(op, skip=skip)
+    check_op(op, gradient=lambda x, quantizer: x * 3, skip=skip)
+    with pytest.raises(AssertionError, match="autograd has of the reference"):
+        check_op(op, gradient=lambda x, quantizer: x * 2, skip=skip)
+
+
+@pytest.mark.parametrize(
+    ("samples", "text"),
+    [
+        (list, r"yields nothing; it yields tuples of impl's arguments, \(x, quantizer\)"),
+        (lambda: [torch.ones(2)], r"yields \(2,\) torch.float32; it yields tuples"),
+        (lambda: [(torch.ones(2),)], r"yields \(tensor\(.*\),\); it yields tuples"),
+    ],
+)
+def test_samples_are_looked_at_first(samples, text, plant, request):
+    op = plant(f"samples_{request.node.callspec.indices['samples']}", samples=samples)
+    with pytest.raises(TypeError, match=rf"check_op: samples of planted::samples_\d {text}"):
+        check_op(op)
 
 
 @pytest.mark.parametrize(

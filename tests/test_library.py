@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
 import pytest
@@ -41,6 +41,19 @@ def test_an_argument_left_out_is_named_with_what_to_write(argument):
     with pytest.raises(TypeError, match=rf"register_op: mine::op .*\b{argument}\b.*\. Write {argument}= a function"):
         register_op("mine::op", impl, **parts)
     assert "mine::op" not in OPS
+
+
+def test_all_that_is_left_out_is_named_at_once():
+    text = r"(?s)without fake, sharding, samples\. Write fake= .* Write sharding= .* Write samples= "
+    with pytest.raises(TypeError, match=text):
+        register_op("mine::op", impl, **{name: PARTS[name] for name in ("backward", "setup_context", "decompose")})
+
+
+def test_a_misspelled_argument_is_told_which_it_may_be():
+    with pytest.raises(TypeError, match=r"mine::op is given decomposition; it takes fake, .*Did you mean decompose\?"):
+        register_op("mine::op", impl, **PARTS, decomposition=None)
+    with pytest.raises(TypeError, match=r"mine::op is given speed; it takes [a-z, _]*\.$"):
+        register_op("mine::op", impl, **PARTS, speed=3)
 
 
 def test_a_backward_left_out_as_none_with_its_context_is_named():
@@ -228,6 +241,59 @@ def test_a_step_with_other_arguments_raises_in_the_class_statement():
         define(multiplier=lambda self: 1)
 
 
+@pytest.mark.parametrize(
+    ("body", "text"),
+    [
+        ({"scale_dtyp": lambda self: torch.uint8}, r"Mine\.scale_dtyp is no step .*: did you mean scale_dtype\?"),
+        ({"code_shape": lambda self, shape: shape}, r"did you mean codes_shape\? .* with an underscore: _code_shape"),
+        ({"transpose": lambda self: self}, r"did you mean transposed\?"),
+        ({"multiplier": property(rule)}, r"Mine\.multiplier is a property; .*: def multiplier\(self, amax\)"),
+        ({"annotations": {"cast": "str"}}, r"Mine\.cast is a field; it is a method: def cast\(self, x, multiplier\)"),
+        ({"a": 1}, r"Mine: a = 1 has no annotation, .* Write a: int = 1, or a: ClassVar\[int\] = 1 if"),
+        ({"block": (1, -1)}, r"Mine: block = \(1, -1\) has no annotation"),
+        ({"__post_init__": lambda self: None}, r"Mine\.__post_init__ leaves out the checks .* Write super"),
+    ],
+)  # fmt: skip
+def test_what_nobody_would_call_or_count_raises_in_the_class_statement(body, text):
+    with pytest.raises(TypeError, match=text):
+        define(**body)
+
+
+def test_methods_and_constants_of_its_own_are_left_alone():
+    define({"LIMIT": "ClassVar[float]"}, LIMIT=2.0, _limit=3, headroom=lambda self: 1, _scale_dtyp=lambda self: 1)
+
+
+@pytest.mark.parametrize(
+    ("hint", "good", "bad"),
+    [
+        ("float", (1.0, 1), ("x", None)),
+        ("int | None", (1, None), ("x", 1.0)),
+        ("tuple[int, ...]", ((), (1, 2)), (1, ("x",))),
+        ("tuple[int, str]", ((1, "x"),), ((1,), (1, 2))),
+        ("Quantizer", (f8.CurrentScaling(),), ("e4m3",)),
+        (Literal["a", "b"], ("a",), ("c",)),
+        (Any, (1, "x"), ()),
+        (Annotated[int, "of blocks"], (1,), ("x",)),
+    ],
+    ids=str,
+)
+def test_a_value_that_does_not_fit_its_annotation_raises(hint, good, bad):
+    cls = dataclass(frozen=True, repr=False, kw_only=True)(define({"held": hint}, __module__=__name__))
+    for value in good:
+        cls(held=value)
+    for value in bad:
+        with pytest.raises(TypeError, match=r"Mine: field held is .*; it is annotated as .*"):
+            cls(held=value)
+
+
+def test_an_annotation_that_names_nothing_raises_at_the_first_instance():
+    cls = dataclass(frozen=True, repr=False)(define({"held": "Flaot"}, held=1.0, __module__=__name__))
+    with pytest.raises(
+        TypeError, match="field held is annotated as 'Flaot', which names nothing in module test_library"
+    ):
+        cls()
+
+
 def test_a_class_that_is_no_frozen_dataclass_raises_at_its_first_instance():
     with pytest.raises(
         TypeError, match=r"Mine is no dataclass of its own: .* Write @dataclass\(frozen=True, repr=Fal"
@@ -263,7 +329,7 @@ def test_a_quantizer_becomes_a_recipe_of_three_fp8_gemms(block):
 def test_a_quantizer_that_no_gemm_takes_on_both_sides_raises():
     with pytest.raises(ValueError, match="Recipe: no GEMM computes output"):
         f8.library.recipe(f8.CurrentScaling(block=(-1, 1)))
-    with pytest.raises(TypeError, match="of_quantizer: quantizer is 3; it is a quantizer"):
+    with pytest.raises(TypeError, match=r"fp8compile\.library\.recipe: quantizer is 3; it is a quantizer"):
         f8.library.recipe(3)
 
 
@@ -361,6 +427,25 @@ def test_two_packages_of_one_name_are_both_named(plugin):
         ValueError, match=r"two packages name a quantizer 'a-value': .* of (another|plugin-of-test), and"
     ):
         f8.library.quantizers()
+
+
+def test_a_name_of_a_ready_recipe_is_not_for_packages(tmp_path, monkeypatch):
+    distribution(tmp_path, "bold", {"rowwise": "fp8compile:CurrentScaling"})
+    monkeypatch.syspath_prepend(tmp_path)
+    text = r"entry point rowwise = .* of bold has the name of fp8compile\.recipes\.rowwise.*Rename the entry point"
+    for look in (f8.library.quantizers, lambda: f8.recipes.by_name("something")):
+        with pytest.raises(ValueError, match=text):
+            look()
+
+
+def test_a_quantizer_that_makes_no_recipe_names_its_package(tmp_path, monkeypatch):
+    (tmp_path / "odd_plugin.py").write_text("import fp8compile as f8\n\nQ = f8.CurrentScaling(block=(-1, 1))\n")
+    distribution(tmp_path, "odd", {"odd": "odd_plugin:Q"})
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(
+        ValueError, match=r"entry point odd = odd_plugin:Q of odd gives .*, which makes no recipe\. Rec"
+    ):
+        f8.recipes.by_name("odd")
 
 
 def test_an_unknown_name_is_told_those_of_packages_too(plugin):

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.util
+import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fp8compile.cli.errors import Failed, UserError
+
+if TYPE_CHECKING:
+    from fp8compile.testing.explain import Explanation
 
 __all__ = ["add_parser"]
 
 DESCRIPTION = """
 Is this really running in FP8? Compile a model, read its graphs, and say of each linear in what its three GEMMs run,
-what is padded, which casts share a kernel, and what a GPU's peaks allow. Exit code 1 if a converted layer fell back.
+what is padded, which casts share a kernel, and what a GPU's peaks allow. Exit code 1 if a converted layer fell back,
+if nothing proves that it didn't, or if none runs in FP8.
 """
 TARGET = """
 package.module:name or FILE.py:name, a function that returns (model, args) or (model, args, kwargs), or a module (or
@@ -45,28 +51,44 @@ def _convert(model: Any, name: str) -> None:
         raise UserError(f"--recipe {name}: {error}") from error
 
 
-def _write(path: Path, text: str) -> None:
+def _check_writable(path: Path) -> None:
+    """Refuse a page that can't be written before minutes are spent on it."""
+    is_new = not path.exists()
     try:
-        path.write_text(text, encoding="utf-8")
+        path.open("a", encoding="utf-8").close()
     except OSError as error:
         raise UserError(f"--html {path}: {error.strerror}") from error
+    if is_new:
+        path.unlink()
+
+
+def _explained(parsed: argparse.Namespace) -> Explanation:
+    """The explanation; what the user's code prints goes to standard error, where it is not taken for ours."""
+    from fp8compile.cli.explain_target import load_target
+    from fp8compile.testing.explain import explain
+
+    with contextlib.redirect_stdout(sys.stderr):
+        target = load_target(parsed.target)
+        if parsed.recipe is not None:
+            _convert(target.model, parsed.recipe)
+        target.try_out()
+        try:
+            return explain(target.model, target.args, target.kwargs, gpu=None if parsed.no_gpu else parsed.gpu)
+        except Exception as error:  # the user's code may raise anything, its backward too
+            said = f"{type(error).__name__}: {error}"
+            raise UserError(f"{parsed.target}: compiling the model and running it failed: {said}") from error
 
 
 def _run(parsed: argparse.Namespace) -> int:
     if not parsed.json and importlib.util.find_spec("rich") is None:
         raise UserError('rich missing; pip install "fp8compile[train]", or take --json')
-    from fp8compile.cli.explain_target import load_target
-    from fp8compile.testing.explain import explain
-
-    target = load_target(parsed.target)
-    if parsed.recipe is not None:
-        _convert(target.model, parsed.recipe)
-    target.try_out()
-    found = explain(target.model, target.args, target.kwargs, gpu=None if parsed.no_gpu else parsed.gpu)
+    if parsed.html is not None:
+        _check_writable(Path(parsed.html))
+    found = _explained(parsed)
     if parsed.html is not None:
         from fp8compile.cli.explain_html import page
 
-        _write(Path(parsed.html), page(found, parsed.target))
+        Path(parsed.html).write_text(page(found, parsed.target), encoding="utf-8")
     if parsed.json:
         print(found.to_json())
     else:
@@ -75,4 +97,6 @@ def _run(parsed: argparse.Namespace) -> int:
         print_explanation(found)
     if found.fell_back:
         raise Failed(f"fell back: {' | '.join(found.fell_back)}")
+    if not found.is_as_converted:
+        raise Failed(f"not proven: {' | '.join(found.unproven)}" if found.unproven else found.verdict)
     return 0

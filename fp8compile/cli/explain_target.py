@@ -10,10 +10,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from fp8compile.cli.errors import UserError
+from fp8compile.testing.report import is_compiled
+from fp8compile.testing.state import kept_state
 
 __all__ = ["Target", "load_target"]
 
@@ -48,7 +49,8 @@ class Target:
             UserError: The call fails.
         """
         try:
-            with torch.no_grad():
+            # not without gradients, which a model may ask for in its forward
+            with kept_state(self.model, (self.args, self.kwargs)):
                 self.model(*self.args, **self.kwargs)
         except Exception as error:  # the user's code may raise anything
             raise UserError(f"{self.name}: calling the model with its inputs failed: {_said(error)}") from error
@@ -151,7 +153,8 @@ def load_target(text: str) -> Target:
         args = (args,)
     if not isinstance(args, (tuple, list)) or not isinstance(kwargs, dict):
         kinds = f"{type(args).__name__} and {type(kwargs).__name__}"
-        raise UserError(f"{text} gives {kinds} for args and kwargs; they are a tuple and a dict")
-    if type(model).__name__ == "OptimizedModule":
+        named = "; for named arguments return (model, (), {...})" if isinstance(args, dict) else ""
+        raise UserError(f"{text} gives {kinds} for args and kwargs; they are a tuple and a dict{named}")
+    if is_compiled(model):
         raise UserError(f"{text} gives a model that is compiled already; give what torch.compile was given")
     return Target(text, model, tuple(args), kwargs)

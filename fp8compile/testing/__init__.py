@@ -9,7 +9,7 @@ from fp8compile.testing.checks import (
 )
 from fp8compile.testing.compiler_log import CacheBypass, GraphBreak, Recompile
 from fp8compile.testing.gemm_share import GemmShare, gemm_share
-from fp8compile.testing.gpu_code import GpuCode, gpu_code
+from fp8compile.testing.gpu_kernels import GpuCode, Launch, gpu_kernels
 from fp8compile.testing.op_contracts import check_op
 from fp8compile.testing.quantizer_contracts import check_quantizer
 from fp8compile.testing.recording import Recording
@@ -26,6 +26,7 @@ __all__ = [
     "GraphBreak",
     "GraphInfo",
     "GraphReport",
+    "Launch",
     "Recompile",
     "Recording",
     "assert_cacheable",
@@ -36,7 +37,7 @@ __all__ = [
     "check_op",
     "check_quantizer",
     "gemm_share",
-    "gpu_code",
+    "gpu_kernels",
     "graph_report",
     "snapshot",
 ]

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from fp8compile.testing.compiler_log import numbered
 from fp8compile.testing.report import (
     Call,
     Collective,
@@ -17,7 +18,7 @@ from fp8compile.testing.report import (
     recompile_lines,
 )
 
-__all__ = ["assert_cacheable", "assert_comm", "assert_fullgraph", "assert_no_recompile", "assert_ops"]
+__all__ = ["assert_cacheable", "assert_comm", "assert_fullgraph", "assert_no_recompile", "assert_ops", "check_report"]
 
 
 def _report(fn: Callable | GraphReport, args: tuple[Any, ...], options: dict[str, Any]) -> GraphReport:
@@ -28,6 +29,15 @@ def _report(fn: Callable | GraphReport, args: tuple[Any, ...], options: dict[str
     return graph_report(fn, *args, **options)
 
 
+def check_report(report: object, assertion: str) -> None:
+    """Refuse what is no report, such as a model."""
+    if not isinstance(report, GraphReport):
+        raise TypeError(
+            f"{assertion} takes a GraphReport, and is given a {type(report).__name__}; call graph_report(model, x) "
+            "first."
+        )
+
+
 def _fail_if(lines: Iterable[str], what: str) -> None:
     lines = list(lines)
     if lines:
@@ -35,7 +45,9 @@ def _fail_if(lines: Iterable[str], what: str) -> None:
 
 
 def assert_fullgraph(fn: Callable | GraphReport, *args: Any, **options: Any) -> GraphReport:
-    """Assert that there is no graph break, at the edges neither, and that something was compiled at all.
+    """Assert that there is no graph break, and that something was compiled at all.
+
+    A break before the first tensor operation or after the last one counts, which the number of graphs does not show.
 
     Args:
         fn: A module or function, or a report.
@@ -49,7 +61,10 @@ def assert_fullgraph(fn: Callable | GraphReport, *args: Any, **options: Any) -> 
         AssertionError: With every break, its place, and PyTorch's hints.
     """
     report = _report(fn, args, options)
-    _fail_if((line for each in report.breaks for line in break_lines(each)), f"{len(report.breaks)} graph breaks:")
+    _fail_if(
+        (line for each in report.breaks for line in break_lines(each)),
+        f"{numbered(len(report.breaks), 'graph breaks')}:",
+    )
     if not report.graphs:
         raise AssertionError("nothing was compiled: Dynamo skips this function, or no tensor operation is in it.")
     return report
@@ -59,6 +74,9 @@ def assert_no_recompile(
     fn: Callable | GraphReport, calls: Sequence[Call | tuple[Any, ...]] = (), *, allowed: int = 0, **options: Any
 ) -> GraphReport:
     """Assert that calls after the first share its graphs.
+
+    With ``dynamic=None``, PyTorch's default, a second size of a dim compiles a second graph, in which that dim is
+    dynamic: ``allowed=1``. Further sizes share that one.
 
     Args:
         fn: A module or function, or a report of such calls.
@@ -70,15 +88,19 @@ def assert_no_recompile(
         The report.
 
     Raises:
-        AssertionError: With every recompilation, its function, and the guards that failed.
+        AssertionError: With every recompilation, its function, and the guard that failed.
+        TypeError: ``calls`` is no list of calls.
         ValueError: Fewer than two calls can't show a recompilation.
     """
-    report = _report(fn, (), options | ({"calls": calls} if calls else {}))
+    no_calls = isinstance(calls, Sequence) and not calls
+    report = _report(fn, (), options if no_calls else options | {"calls": calls})
     if len(report.calls) < 2:
-        raise ValueError(f"assert_no_recompile: {len(report.calls)} calls were made; a recompile takes two at least.")
+        raise ValueError(
+            f"assert_no_recompile: {numbered(len(report.calls), 'calls')} made; a recompile takes two at least."
+        )
     if len(report.recompiles) > allowed:
         lines = (line for each in report.recompiles for line in recompile_lines(each))
-        _fail_if(lines, f"{len(report.recompiles)} recompiles, {allowed} allowed:")
+        _fail_if(lines, f"{numbered(len(report.recompiles), 'recompiles')}, {allowed} allowed:")
     return report
 
 
@@ -119,6 +141,7 @@ def assert_ops(report: GraphReport, *, contains: Iterable[str] = (), absent: Ite
     Raises:
         AssertionError: One is missing, or there and should not be.
     """
+    check_report(report, "assert_ops")
     contains, absent = ([names] if isinstance(names, str) else list(names) for names in (contains, absent))
     present = sorted(set(report.ops))
     lines = [f"  {name} is missing" for name in contains if not _matching(name, present)]
@@ -149,15 +172,22 @@ def assert_comm(
 
     Raises:
         AssertionError: There is no collective, one has another dtype, or they send more.
+        TypeError: ``report`` or ``dtype`` is something else.
     """
+    check_report(report, "assert_comm")
+    dtypes = [] if dtype is None else [dtype] if isinstance(dtype, (torch.dtype, str)) else list(dtype)
+    if not all(isinstance(each, torch.dtype) for each in dtypes):
+        raise TypeError(
+            f"assert_comm: dtype is {dtype!r}; it is a torch.dtype, such as torch.uint8, or a list of them."
+        )
     found = [c for c in report.collectives if op is None or _matching(op, [c.op])]
     if not found:
         sent = ", ".join(sorted({c.op for c in report.collectives})) or "none"
-        raise AssertionError(f"no collective {op or ''} in the graphs; there are: {sent}")
+        raise AssertionError(f"no collective{f' {op}' if op else ''} in the graphs; there are: {sent}")
     if dtype is not None:
-        dtypes = {str(d).removeprefix("torch.") for d in ([dtype] if isinstance(dtype, torch.dtype) else dtype)}
-        wrong = [c for c in found if c.dtype not in dtypes]
-        _fail_if(map(_comm_line, wrong), f"not {', '.join(sorted(dtypes))}:")
+        names = {str(each).removeprefix("torch.") for each in dtypes}
+        wrong = [c for c in found if c.dtype not in names]
+        _fail_if(map(_comm_line, wrong), f"not {', '.join(sorted(names))}:")
     total = sum(c.bytes for c in found)
     if max_bytes is not None and total > max_bytes:
         _fail_if(map(_comm_line, found), f"{total} bytes, {max_bytes} allowed:")

@@ -35,9 +35,16 @@ def _first_sentence(contract: Callable) -> str:
     return (contract.__doc__ or "").strip().partition("\n")[0]
 
 
-def _breach(contract: Callable, arguments: Sequence[Any]) -> BrokenContract | None:
+def _breach(contract: Callable, arguments: Sequence[Any], state: Callable[[], Any]) -> BrokenContract | None:
     try:
+        before = state()
         contract(*arguments)
+        if (after := state()) != before:
+            return BrokenContract(
+                expected="what is checked is the same afterwards as before",
+                found=f"{after} instead of {before}",
+                mend="assign nothing to it, by object.__setattr__ neither; what changes goes into a module's buffers",
+            )
     except BrokenContract as broken:
         return broken
     except Exception as error:  # what is checked is the code of others
@@ -55,8 +62,18 @@ def _lines(name: str, broken: BrokenContract) -> str:
     return "\n".join([f"  {name}", *body])
 
 
+def _nothing() -> None:
+    return None
+
+
 def check_contracts(
-    subject: str, contracts: Sequence[Callable], arguments: Sequence[Any], *, skip: Sequence[str] = ()
+    subject: str,
+    contracts: Sequence[Callable],
+    arguments: Sequence[Any],
+    *,
+    skip: Sequence[str] = (),
+    foundation: str = "",
+    state: Callable[[], Any] = _nothing,
 ) -> None:
     """Run each contract; tell all that are broken.
 
@@ -65,19 +82,29 @@ def check_contracts(
         contracts: Functions named after what they check; each raises a BrokenContract at its first breach.
         arguments: Of each of them.
         skip: Names of contracts to leave out.
+        foundation: Name of one without which those behind it would only say the same again: they are not run.
+        state: What no contract may change.
 
     Raises:
+        TypeError: ``skip`` is one name and no list of them.
         ValueError: ``skip`` names none of them.
         AssertionError: One or more are broken.
     """
+    if isinstance(skip, str):
+        raise TypeError(f"skip is {skip!r}; it is a tuple of names: skip=({skip!r},).")
     known = {contract.__name__: contract for contract in contracts}
     if unknown := [name for name in skip if name not in known]:
         raise ValueError(f"skip names {', '.join(map(repr, unknown))}; the contracts are {', '.join(known)}.")
-    broken = {}
-    for name, contract in known.items():
-        if name not in skip and (breach := _breach(contract, arguments)) is not None:
+    asked = {name: contract for name, contract in known.items() if name not in skip}
+    broken, left_out = {}, []
+    for name, contract in asked.items():
+        if foundation in broken:
+            left_out.append(name)
+        elif (breach := _breach(contract, arguments, state)) is not None:
             broken[name] = breach
     if broken:
         told = [_lines(name, breach) for name, breach in broken.items()]
-        count = f"{len(broken)} of {len(known) - len(skip)} contracts"
+        if left_out:
+            told.append(f"  Not run, for they build on {foundation}: {', '.join(left_out)}.")
+        count = f"{len(broken)} of {len(asked)} contracts"
         raise AssertionError("\n\n".join([f"{subject} breaks {count}:", *told])) from next(iter(broken.values()))

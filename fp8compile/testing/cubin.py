@@ -1,4 +1,4 @@
-"""Registers and spills of generated Triton kernels: compiled for the GPU by Triton's own ptxas, without the GPU."""
+"""Registers and spills of Triton kernels: compiled for the GPU by Triton's own ptxas, without the GPU."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from fp8compile.testing.h200 import H200, pretend_h200
+from fp8compile.testing.gpus import Gpu, pretend_gpu
 
-__all__ = ["KernelResources", "kernel_resources"]
+__all__ = ["KernelResources", "jit_resources", "kernel_resources"]
 
 KERNEL_SOURCE = re.compile(r"^(triton_\w+) = async_compile\.triton\('\w+', '''\n(.*?)^'''", re.MULTILINE | re.DOTALL)
 REGISTERS = re.compile(r"Used (\d+) registers")
@@ -54,27 +54,34 @@ def _loaded(name: str, source: str, folder: str) -> ModuleType:
     return module
 
 
-def _ptx(tuner: Any, config: Any, gpu: H200) -> str:
+def _ptx(
+    fn: Any, kinds: dict[str, str], constants: dict[str, Any], attributes: dict, options: dict[str, int], gpu: Gpu
+) -> str:
+    """PTX of a jitted function; ``kinds`` are types of its arguments, such as "*bf16" and "i32"."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
+    source = ASTSource(
+        fn=fn,
+        signature={name: "constexpr" if name in constants else kinds[name] for name in fn.arg_names},
+        constexprs={(fn.arg_names.index(name),): value for name, value in constants.items()},
+        attrs=attributes,
+    )
+    return triton.compile(source, target=GPUTarget("cuda", gpu.cc, gpu.warp_size), options=options).asm["ptx"]
+
+
+def _generated_ptx(tuner: Any, config: Any, gpu: Gpu) -> str:
+    """PTX of a kernel that Inductor generated, in one of its configurations."""
     meta, fn = tuner.triton_meta, tuner.fn
     constants = {name: value for name, value in config.kwargs.items() if name in fn.arg_names}
     for name, value in meta.get("constants", {}).items():
         constants[name if isinstance(name, str) else fn.arg_names[name]] = value
-    signature = {name: "constexpr" if name in constants else kind for name, kind in meta["signature"].items()}
-    source = ASTSource(
-        fn=fn,
-        signature=signature,
-        constexprs={(fn.arg_names.index(name),): value for name, value in constants.items()},
-        attrs=meta["configs"][0],
-    )
     options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
-    return triton.compile(source, target=GPUTarget("cuda", gpu.cc, gpu.warp_size), options=options).asm["ptx"]
+    return _ptx(fn, meta["signature"], constants, meta["configs"][0], options, gpu)
 
 
-def _ptxas(ptx: str, gpu: H200, folder: str) -> tuple[int, int]:
+def _ptxas(ptx: str, gpu: Gpu, folder: str) -> tuple[int, int]:
     """Registers and spilled bytes, as the assembler says."""
     from triton.backends.nvidia.compiler import get_ptxas
 
@@ -86,11 +93,11 @@ def _ptxas(ptx: str, gpu: H200, folder: str) -> tuple[int, int]:
     return int(REGISTERS.search(said)[1]), sum(map(int, spilled.groups())) if spilled else 0
 
 
-def _of_kernel(name: str, source: str, folder: str, gpu: H200) -> Iterator[KernelResources]:
+def _of_kernel(name: str, source: str, folder: str, gpu: Gpu) -> Iterator[KernelResources]:
     module = _loaded(name, source, folder)
     tuner = next(value for value in vars(module).values() if type(value).__name__.endswith("Autotuner"))
     for config in tuner.configs:
-        registers, spilled = _ptxas(_ptx(tuner, config, gpu), gpu, folder)
+        registers, spilled = _ptxas(_generated_ptx(tuner, config, gpu), gpu, folder)
         yield KernelResources(
             name=name,
             config=dict(config.kwargs),
@@ -100,11 +107,12 @@ def _of_kernel(name: str, source: str, folder: str, gpu: H200) -> Iterator[Kerne
         )
 
 
-def kernel_resources(source: str) -> list[KernelResources]:
-    """Compile the Triton kernels of generated code for an H200; nothing is launched.
+def kernel_resources(source: str, gpu: Gpu) -> list[KernelResources]:
+    """Compile the Triton kernels of generated code for a GPU; nothing is launched.
 
     Args:
         source: What Inductor generated, `GpuCode.source`.
+        gpu: The GPU.
 
     Returns:
         Each kernel in each configuration that Inductor would time on the GPU.
@@ -112,6 +120,32 @@ def kernel_resources(source: str) -> list[KernelResources]:
     Raises:
         ModuleNotFoundError: There is no Triton.
     """
-    with tempfile.TemporaryDirectory() as folder, pretend_h200():
+    with tempfile.TemporaryDirectory() as folder, pretend_gpu(gpu):
         kernels = KERNEL_SOURCE.findall(source)
-        return [found for name, text in kernels for found in _of_kernel(name, text, folder, H200())]
+        return [found for name, text in kernels for found in _of_kernel(name, text, folder, gpu)]
+
+
+def jit_resources(
+    fn: Any, kinds: dict[str, str], constants: dict[str, Any], *, num_warps: int, gpu: Gpu
+) -> KernelResources:
+    """Compile a function under ``triton.jit`` for a GPU; nothing is launched.
+
+    Args:
+        fn: The function.
+        kinds: Triton's type of each argument that is no constant, such as "*bf16" and "i32"; pointers and sizes are
+            taken for multiples of 16.
+        constants: Its ``tl.constexpr`` arguments.
+        num_warps: Of 32 threads each.
+        gpu: The GPU.
+
+    Raises:
+        ModuleNotFoundError: There is no Triton.
+    """
+    aligned = {(fn.arg_names.index(name),): [["tt.divisibility", 16]] for name in kinds}
+    with tempfile.TemporaryDirectory() as folder, pretend_gpu(gpu):
+        ptx = _ptx(fn, kinds, constants, aligned, {"num_warps": num_warps}, gpu)
+        registers, spilled = _ptxas(ptx, gpu, folder)
+    sizes = {name: value for name, value in constants.items() if type(value) is int}
+    return KernelResources(
+        name=fn.__name__, config=sizes, num_warps=num_warps, registers=registers, spilled_bytes=spilled
+    )

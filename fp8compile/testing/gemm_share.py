@@ -15,17 +15,16 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
-import torch
 from torch import Tensor, fx
 
 from fp8compile import ops
 from fp8compile.formats import ELEMENT_FORMATS, Float8Format
-from fp8compile.quantizers import GEMMS
+from fp8compile.testing.recording import node_value, op_name
 
 __all__ = ["GemmShare", "gemm_share"]
 
 FLOAT8 = frozenset(f.dtype for f in ELEMENT_FORMATS.values() if isinstance(f, Float8Format))
-LAYER_GEMMS = dict(zip(("linear", "grad_input", "grad_weight"), GEMMS, strict=True))
+LAYER_GEMMS = {op.name(): gemm for op, gemm in ops.LAYER_OPS.items()}
 # products of two matrices: attention, stacked experts and convolutions come batched, grouped or fused
 MATRIX_OPS = frozenset({
     "aten::mm", "aten::addmm", "aten::_scaled_mm", "aten::_scaled_mm_v2",
@@ -105,7 +104,7 @@ def _formulas() -> dict[str, Callable[..., int]]:
     def grouped(a: Tensor, b: Tensor, *_: Any, **__: Any) -> int:
         return _grouped_flops(a.shape, b.shape)
 
-    found = {_name(op): formula for op, formula in flop_registry.items()}
+    found = {op_name(op): formula for op, formula in flop_registry.items()}
     missing = {
         "aten::_scaled_dot_product_flash_attention_for_cpu": attention,  # PyTorch has these two from 2.15
         "aten::_scaled_dot_product_flash_attention_for_cpu_backward": attention_backward,
@@ -116,33 +115,18 @@ def _formulas() -> dict[str, Callable[..., int]]:
     return missing | found
 
 
-def _name(target: Any) -> str:
-    """``namespace::name`` of an operator, whichever overload; of anything else its own name."""
-    packet = target.overloadpacket if isinstance(target, torch._ops.OpOverload) else target
-    return getattr(packet, "_qualified_op_name", None) or getattr(packet, "__name__", str(packet))
-
-
-def _value(node: fx.Node) -> Any:
-    if "val" not in node.meta and node.op != "get_attr":
-        raise ValueError(
-            f"gemm_share: node {node.name} has no meta['val'], so nothing tells its shape. Take the graphs that "
-            "AOTAutograd hands to a backend, not Dynamo's."
-        )
-    return node.meta.get("val")
-
-
 def _is_fp8(name: str, args: Sequence[Any]) -> bool:
     namespace, _, op = name.partition("::")
     if namespace != "fp8compile":
         return "scaled" in op and all(getattr(a, "dtype", None) in FLOAT8 for a in args[:2])
     if op == "scaled_mm":
         return all(isinstance(quantizer.element_format(), Float8Format) for quantizer in args[4:6])
-    return args[-1].quantizers(LAYER_GEMMS[op]) is not None
+    return args[-1].quantizers(LAYER_GEMMS[name]) is not None
 
 
 def _product(node: fx.Node, name: str, formula: Callable[..., int]) -> _Product:
-    args, kwargs = fx.map_arg((node.args, node.kwargs), _value)
-    flops = formula(*args, **kwargs, out_val=_value(node))
+    args, kwargs = fx.map_arg((node.args, node.kwargs), node_value)
+    flops = formula(*args, **kwargs, out_val=node_value(node))
     if not isinstance(flops, int):
         raise ValueError(
             f"gemm_share: the sizes of node {node.name} are symbolic, so its operations have no number. Compile with "
@@ -154,8 +138,16 @@ def _product(node: fx.Node, name: str, formula: Callable[..., int]) -> _Product:
 def _products(graph: fx.GraphModule) -> Iterator[_Product]:
     formulas = _formulas()
     modules = [module for module in graph.modules() if isinstance(module, fx.GraphModule)]
-    for node in (node for module in modules for node in module.graph.nodes if node.op == "call_function"):
-        name = _name(node.target)
+    for node in (node for module in modules for node in module.graph.nodes):
+        if node.op in ("call_module", "call_method"):
+            raise ValueError(
+                f"gemm_share: node {node.name} calls {'module' if node.op == 'call_module' else 'method'} "
+                f"{node.target!r}, in which products may be that nobody counts. Take the graphs that AOTAutograd "
+                "hands to a backend: fp8compile.testing.Recording keeps them."
+            )
+        if node.op != "call_function":
+            continue
+        name = op_name(node.target)
         if name in formulas:
             yield _product(node, name, formulas[name])
         elif LOOKS_LIKE_PRODUCT.search(name):
@@ -168,8 +160,14 @@ def _products(graph: fx.GraphModule) -> Iterator[_Product]:
 def gemm_share(*graphs: fx.GraphModule) -> GemmShare:
     """Count the matrix products in graphs, and those among them that multiply FP8 operands.
 
-    The graphs are those of a backend made by ``torch._dynamo.backends.common.aot_autograd``, without decompositions of
-    our ops. Operations are counted by the formulas of ``torch.utils.flop_counter``: a mask saves none, and both
+    The graphs are those that AOTAutograd hands to a backend, without decompositions of our ops; ``Recording`` keeps
+    them:
+
+        recording = Recording()
+        torch.compile(model, backend=recording, dynamic=False)(x).sum().backward()
+        print(gemm_share(*recording.traced))
+
+    Operations are counted by the formulas of ``torch.utils.flop_counter``: a mask saves none, and both
     branches of a ``cond`` count. A product that the recipe leaves in high precision is none of FP8.
 
     Args:
@@ -179,8 +177,21 @@ def gemm_share(*graphs: fx.GraphModule) -> GemmShare:
         The count; two shares: of all products, and of those of linear layers.
 
     Raises:
-        ValueError: A shape is unknown or symbolic, or an operator that looks like a product has no formula.
+        TypeError: What is given is no graph.
+        ValueError: There is no graph; a shape is unknown or symbolic; a node calls a module or method; or an operator
+            that looks like a product has no formula.
     """
+    if not graphs:
+        raise ValueError(
+            "gemm_share: no graph is given, so nothing was compiled or nothing was kept. Run the model once, forward "
+            "and backward, before recording.traced is asked for."
+        )
+    for graph in graphs:
+        if not isinstance(graph, fx.GraphModule):
+            raise TypeError(
+                f"gemm_share: a graph is a {type(graph).__name__}; each is a torch.fx.GraphModule, one argument each: "
+                "gemm_share(*recording.traced)."
+            )
     products = [product for graph in graphs for product in _products(graph)]
     return GemmShare(
         fp8=sum(p.is_fp8 for p in products),

@@ -6,9 +6,10 @@ All of them run on the op's own samples, so an op is checked as far as these go.
 from __future__ import annotations
 
 import copy
+import inspect
 import sys
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, wraps
 from itertools import pairwise
 from typing import Any
 
@@ -35,7 +36,15 @@ SAME_ARITHMETIC = (
 
 @cache
 def _all_samples(op: Op) -> tuple[tuple, ...]:
-    return tuple(tuple(args) for args in op.samples())
+    samples, parameters = list(op.samples()), list(inspect.signature(op.impl).parameters)
+    for args in samples or [None]:
+        if not isinstance(args, (tuple, list)) or len(args) != len(parameters):
+            shown = f"yields {_shown((args,))}" if samples else "yields nothing"
+            raise TypeError(
+                f"check_op: samples of {op.name} {shown}; it yields tuples of impl's arguments, "
+                f"({', '.join(parameters)})."
+            )
+    return tuple(map(tuple, samples))
 
 
 def _samples(op: Op, device: torch.device) -> list[tuple]:
@@ -193,22 +202,30 @@ def _without_nan(args: tuple) -> tuple:
 # ---------------------------------------------------------------------------------- derivative
 
 
+def _updated(op: Op) -> list[int]:
+    """Places of the arguments that the backward writes to."""
+    return [place for place, name in enumerate(inspect.signature(op.impl).parameters) if name in op.updates]
+
+
 def _differentiable(op: Op, args: tuple) -> tuple[tuple, list[Tensor]]:
-    """The arguments with gradients asked of the floating point ones, and those."""
+    """The arguments with gradients asked of the floating point ones that have any, and those."""
     leaves, given = [], []
-    for arg in args:
-        if isinstance(arg, Tensor) and arg.is_floating_point():
+    for place, arg in enumerate(args):
+        if isinstance(arg, Tensor) and arg.is_floating_point() and place not in _updated(op):
             arg = arg.detach().clone().requires_grad_()
             leaves.append(arg)
         given.append(arg)
     return tuple(given), leaves
 
 
-def _gradients(call: Callable, args: tuple, leaves: list[Tensor]) -> tuple[Tensor, ...]:
-    outputs = [out for out in results(call(*args)) if out.requires_grad]
-    weights = [torch.arange(out.numel(), device=out.device).view(out.shape).sin().to(out.dtype) for out in outputs]
+def _gradients(op: Op, call: Callable, args: tuple, leaves: list[Tensor]) -> tuple[Tensor, ...]:
+    """Gradients of the leaves, and what the backward made of the arguments that it writes to."""
+    given = [arg.clone() if place in _updated(op) else arg for place, arg in enumerate(args)]
+    outputs = [out for out in results(call(*given)) if out.requires_grad]
+    weights = [torch.arange(out.numel(), device=out.device).view(out.shape).cos().to(out.dtype) for out in outputs]
     found = torch.autograd.grad(outputs, leaves, weights, allow_unused=True)
-    return tuple(torch.zeros_like(leaf) if g is None else g for g, leaf in zip(found, leaves, strict=True))
+    gradients = [torch.zeros_like(leaf) if g is None else g for g, leaf in zip(found, leaves, strict=True)]
+    return *gradients, *(given[place] for place in _updated(op))
 
 
 def backward_is_there_or_raises(op: Op, device: torch.device) -> None:
@@ -218,7 +235,7 @@ def backward_is_there_or_raises(op: Op, device: torch.device) -> None:
         if not leaves or not all(leaf.numel() for leaf in leaves):
             continue
         if op.backward is not None:
-            for leaf, gradient in zip(leaves, _gradients(op.overload, given, leaves), strict=True):
+            for leaf, gradient in zip(leaves, _gradients(op, op.overload, given, leaves), strict=False):
                 if (gradient.shape, gradient.dtype) != (leaf.shape, leaf.dtype):
                     raise BrokenContract(
                         expected=f"a gradient of shape {tuple(leaf.shape)}, {leaf.dtype}",
@@ -241,6 +258,53 @@ def backward_is_there_or_raises(op: Op, device: torch.device) -> None:
             )
 
 
+def _half_of_the_digits(actual: Tensor, expected: Tensor) -> str | None:
+    """As ``difference``, up to half of the dtype's digits of the largest element.
+
+    A derivative by another formula rounds at other places, and a wrong one is far off.
+    """
+    finite = expected.isfinite()
+    if not finite.any():
+        return None
+    apart = (actual.double() - expected.double()).where(finite, 0.0).abs()
+    allowed = torch.finfo(actual.dtype).eps ** 0.5 * expected[finite].double().abs().max()
+    return difference(actual, expected) if not (apart <= allowed).all() else None
+
+
+def _autograd(call: Callable, args: tuple, leaves: list[Tensor]) -> list[Tensor | None]:
+    """What autograd makes of PyTorch code; None for what it does not reach."""
+    outputs = [out for out in results(call(*args)) if out.requires_grad]
+    if not outputs:
+        return [None] * len(leaves)
+    weights = [torch.arange(out.numel(), device=out.device).view(out.shape).cos().to(out.dtype) for out in outputs]
+    return list(torch.autograd.grad(outputs, leaves, weights, allow_unused=True))
+
+
+def backward_is_the_derivative(op: Op, device: torch.device, reference: Callable | None = None) -> None:
+    """Gradients are those that autograd has of impl, as far as it goes through it, or of the reference given."""
+    if op.backward is None:
+        return
+    for args in map(_without_nan, _some(op, device)):
+        given, leaves = _differentiable(op, args)
+        if not leaves:
+            continue
+        try:
+            expected = _autograd(reference or op.impl, given, leaves)
+        except RuntimeError:
+            if reference is not None:
+                raise
+            return  # an op without derivative is in impl: what quantizes has none, and only a reference tells more
+        for index, (got, wanted) in enumerate(zip(_gradients(op, op.overload, given, leaves), expected, strict=False)):
+            if wanted is not None and (differs := _half_of_the_digits(got, wanted)) is not None:
+                raise BrokenContract(
+                    expected=f"the gradients that autograd has of {'the reference' if reference else 'impl'}, "
+                    f"for ({_shown(args)})",
+                    found=f"gradient {index} of backward: {differs}",
+                    mend="mend backward; or, if it is meant to be another one (straight through a rounding), say of "
+                    "what: check_op(op, gradient=...), a differentiable function of impl's arguments",
+                )
+
+
 # ---------------------------------------------------------------------------------- compiled
 
 
@@ -260,8 +324,8 @@ def compiled_backward_gives_the_bits_of_eager(op: Op, device: torch.device) -> N
     for backend in BACKENDS:
         for args in samples:
             given, leaves = _differentiable(op, args)
-            got = _gradients(compiled_afresh(op.overload, backend=backend, dynamic=False), given, leaves)
-            expected = _gradients(op.overload, given, leaves)
+            got = _gradients(op, compiled_afresh(op.overload, backend=backend, dynamic=False), given, leaves)
+            expected = _gradients(op, op.overload, given, leaves)
             differ = sum_difference if backend == "inductor" else difference
             _compare([got], [expected], [args], f"the gradients of eager mode, by {backend}", SAME_ARITHMETIC, differ)
 
@@ -344,6 +408,7 @@ CONTRACTS = (
     decompose_is_the_kernel,
     passes_opcheck,
     backward_is_there_or_raises,
+    backward_is_the_derivative,
     compiled_gives_the_bits_of_eager,
     compiled_backward_gives_the_bits_of_eager,
     equal_arguments_run_the_same_graph,
@@ -364,23 +429,45 @@ def _registered(op: object) -> Op:
     )
 
 
+def _with_reference(contract: Callable, reference: Callable) -> Callable:
+    @wraps(contract)
+    def with_reference(op: Op, device: torch.device) -> None:
+        contract(op, device, reference)
+
+    return with_reference
+
+
 def check_op(
-    op: Op | torch._ops.OpOverload | str, *, device: torch.device | str = "cpu", skip: Sequence[str] = ()
+    op: Op | torch._ops.OpOverload | str,
+    *,
+    gradient: Callable | None = None,
+    device: torch.device | str = "cpu",
+    skip: Sequence[str] = (),
 ) -> None:
     """Check that an operator works wherever a built-in one does, on its own samples.
 
     Takes some ten seconds: it compiles, and starts two processes. Compiled graphs are forgotten.
 
+    The values of a derivative are those that autograd has of ``impl``, to half of the digits. Where autograd does not
+    get through ``impl``, as through anything that quantizes by ``fp8compile.ops``, shapes and dtypes are all that is
+    checked without ``gradient``.
+
     Args:
         op: What ``register_op`` returned, or its name.
+        gradient: A differentiable function of impl's arguments, which has the derivative that ``backward`` is to give;
+            None: impl itself. For a rounding that is passed straight through: the function without the rounding.
         device: Where to run it; the samples are moved there.
-        skip: Names of contracts to leave out, as the report prints them.
+        skip: Names of contracts to leave out, as the report prints them: a list or tuple.
 
     Raises:
-        TypeError: No such op was registered.
+        TypeError: No such op was registered, its samples are no tuples of arguments, or ``skip`` is one name alone.
         ValueError: ``skip`` names no contract.
         AssertionError: It breaks one or more contracts; the text lists each: what was expected, what was found, how to
             mend it.
     """
     registered = _registered(op)
-    check_contracts(registered.name, CONTRACTS, (registered, torch.device(device)), skip=skip)
+    _all_samples(registered)  # all contracts run on them
+    contracts = list(CONTRACTS)
+    if gradient is not None:
+        contracts[CONTRACTS.index(backward_is_the_derivative)] = _with_reference(backward_is_the_derivative, gradient)
+    check_contracts(registered.name, contracts, (registered, torch.device(device)), skip=skip)

@@ -63,17 +63,13 @@ def _first_block(q: Quantizer, x: Tensor) -> tuple[slice, slice]:
 
 
 def _steps(q: Quantizer, x: Tensor) -> dict[str, Tensor]:
-    amax = q.amax(x)
-    multiplier = q.multiplier(amax)
-    scale = q.scale_of(multiplier)
-    codes = q.cast(x, multiplier)
-    return {
-        "amax": amax,
-        "multiplier": multiplier,
-        "scale": scale,
-        "codes": codes,
-        "values": q.dequantize(codes, scale),
-    }
+    """Its steps one after the other, each looked at as the ops do."""
+    amax, scale, cast, dequantize = (ops.OPS[name].impl for name in PRIMITIVES)
+    largest = amax(x, q)
+    multiplier, scales = scale(largest, q)
+    codes = cast(x, multiplier, q)
+    values = dequantize(codes, scales, q, torch.float32)
+    return {"amax": largest, "multiplier": multiplier, "scale": scales, "codes": codes, "values": values}
 
 
 # ---------------------------------------------------------------------------------- as a value
@@ -197,23 +193,16 @@ def text_in_a_fresh_process(q: Quantizer, device: Device) -> None:
 def layout_is_what_it_says(q: Quantizer, device: Device) -> None:
     """Shapes and dtypes of each step are those that codes_shape, scale_shape and scale_dtype say."""
     for x in _inputs(q, device):
-        steps, shape = _steps(q, x), tuple(x.shape)
+        try:
+            steps = _steps(q, x)
+        except TypeError as error:
+            raise BrokenContract(
+                expected=f"steps that return what it says, for x of shape {tuple(x.shape)}, {x.dtype}",
+                found=str(error),
+                mend="make the step and codes_shape, scale_shape, scale_dtype say the same",
+            ) from error
+        shape = tuple(x.shape)
         grid, codes = tuple(q.scale_shape(shape)), tuple(q.codes_shape(shape))
-        said = {
-            "amax": (grid, torch.float32),
-            "multiplier": (grid, torch.float32),
-            "scale": (grid, q.scale_dtype()),
-            "codes": (codes, torch.uint8),
-            "values": (shape, torch.float32),
-        }
-        for name, (expected_shape, dtype) in said.items():
-            found = steps[name]
-            if (tuple(found.shape), found.dtype) != (expected_shape, dtype):
-                raise BrokenContract(
-                    expected=f"{name} of shape {expected_shape}, {dtype}, for x of shape {shape}, {x.dtype}",
-                    found=f"shape {tuple(found.shape)}, {found.dtype}",
-                    mend="make the step and codes_shape, scale_shape, scale_dtype say the same",
-                )
         if tuple(q.values_shape(codes)) != shape:
             raise BrokenContract(
                 expected=f"values_shape({codes}) is {shape}",
@@ -492,14 +481,21 @@ def check_quantizer(quantizer: Quantizer, *, device: torch.device | str = "cpu",
     Args:
         quantizer: An instance. Each combination of options that computes something else deserves a call.
         device: Where to run it.
-        skip: Names of contracts to leave out, as the report prints them.
+        skip: Names of contracts to leave out, as the report prints them: a list or tuple.
 
     Raises:
-        TypeError: It is no quantizer.
+        TypeError: It is no quantizer, or ``skip`` is one name alone.
         ValueError: ``skip`` names no contract.
         AssertionError: It breaks one or more contracts; the text lists each: what was expected, what was found, how
             to mend it.
     """
     if not isinstance(quantizer, Quantizer):
         raise TypeError(f"check_quantizer: quantizer is {quantizer!r}; it is a fp8compile.Quantizer, made by Name().")
-    check_contracts(repr(quantizer), CONTRACTS, (quantizer, torch.device(device)), skip=skip)
+    check_contracts(
+        repr(quantizer),
+        CONTRACTS,
+        (quantizer, torch.device(device)),
+        skip=skip,
+        foundation=layout_is_what_it_says.__name__,
+        state=lambda: (repr(vars(quantizer)), hash(quantizer)),
+    )

@@ -12,7 +12,7 @@ from torch import fx
 
 from fp8compile.testing.compiler_log import FRAME, TORCH
 
-__all__ = ["BACKENDS", "KeptGraph", "Recording", "user_place"]
+__all__ = ["BACKENDS", "KeptGraph", "Recording", "node_value", "op_name", "user_place"]
 
 BACKENDS = ("aot_eager", "inductor")
 
@@ -35,7 +35,7 @@ class KeptGraph:
 
 
 class Recording:
-    """The backend.
+    """The backend: ``torch.compile(model, backend=Recording())``, and ``traced`` has the graphs once the model ran.
 
     Args:
         backend: "aot_eager" runs the graphs as they are, "inductor" compiles them.
@@ -95,3 +95,23 @@ def user_place(node: fx.Node) -> tuple[str, int]:
     frames = FRAME.findall(node.meta.get("stack_trace") or "")
     file, line, _ = next((frame for frame in reversed(frames) if not frame[0].startswith(TORCH)), ("", "0", ""))
     return file, int(line)
+
+
+def op_name(target: Any) -> str:
+    """``namespace::name`` of an operator, whichever overload; of anything else its own name."""
+    packet = target.overloadpacket if isinstance(target, torch._ops.OpOverload) else target
+    return getattr(packet, "_qualified_op_name", None) or getattr(packet, "__name__", str(packet))
+
+
+def node_value(node: fx.Node) -> Any:
+    """What a node computes, as a fake tensor or number.
+
+    Raises:
+        ValueError: The graph is one of Dynamo's, where it isn't known.
+    """
+    if "val" not in node.meta and node.op != "get_attr":
+        raise ValueError(
+            f"node {node.name} has no meta['val'], so nothing tells its shape. Take the graphs that AOTAutograd hands "
+            "to a backend, not Dynamo's."
+        )
+    return node.meta.get("val")

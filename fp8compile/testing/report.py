@@ -6,19 +6,31 @@ import json
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch._functorch.config
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
-from fp8compile.testing.compiler_log import NO_LIMIT, TORCH, CacheBypass, CompilerLog, GraphBreak, Recompile, listen
+from fp8compile.testing.compiler_log import (
+    NOTHING_HIDDEN,
+    TORCH,
+    CacheBypass,
+    CompilerLog,
+    GraphBreak,
+    Recompile,
+    listen,
+    numbered,
+    one_line,
+)
 from fp8compile.testing.recording import KeptGraph, Recording, user_place
+from fp8compile.testing.state import kept_state
 
-__all__ = ["Call", "CallReport", "Collective", "GraphInfo", "GraphReport", "graph_report"]
+__all__ = ["Call", "CallReport", "Collective", "GraphInfo", "GraphReport", "graph_report", "is_compiled", "place_text"]
 
 COLLECTIVES = frozenset({"_c10d_functional", "c10d_functional", "_c10d_functional_autograd", "c10d", "_dtensor"})
 
@@ -31,14 +43,14 @@ class Call:
         args: Positional arguments.
         kwargs: Named ones.
         train: Mode to put a module in first; None leaves it.
-        grad: Whether gradients are recorded.
+        grad: Whether gradients are recorded; None leaves it as it is for the caller.
         name: What reports call it.
     """
 
     args: tuple[Any, ...] = ()
     kwargs: dict[str, Any] = field(default_factory=dict)
     train: bool | None = None
-    grad: bool = True
+    grad: bool | None = None
     name: str = ""
 
 
@@ -48,7 +60,7 @@ class CallReport:
 
     Attributes:
         name: Of the call, or its arguments' shapes.
-        graphs: Compiled for it.
+        graphs: How many graphs the call compiled; 0 where it found all of them from earlier calls.
     """
 
     name: str
@@ -57,12 +69,13 @@ class CallReport:
 
 @dataclass(frozen=True, kw_only=True)
 class Collective:
-    """A message between ranks in a graph.
+    """A message between ranks in a graph; one that sends several dtypes is an entry for each.
 
     Attributes:
         op: Its operator.
         dtype: Of what is sent, such as "uint8".
-        bytes: Of the larger of what goes in and what comes out, on one rank.
+        bytes: Of the tensors on one rank, those that go in or those that come out, whichever are more: an all-gather
+            counts what it makes, a reduce-scatter what it is given. How a network sends them is not in it.
         backward: Whether it is in the backward graph.
         file: Of the line that it comes from; empty where it isn't known.
         line: 0 where it isn't known.
@@ -99,7 +112,8 @@ class GraphInfo:
     saved_bytes: int
 
 
-def _at(file: str, line: int) -> str:
+def place_text(file: str, line: int) -> str:
+    """A file and a line in it, as short as the working directory allows."""
     if not file:
         return "an unknown place"
     path = Path(file)
@@ -152,8 +166,9 @@ class GraphReport:
     def __str__(self) -> str:
         return "\n".join(
             [
-                f"{len(self.graphs)} graphs, {len(self.breaks)} breaks, {len(self.recompiles)} recompiles, "
-                f"{len(self.bypasses)} cache bypasses ({self.backend})",
+                f"{numbered(len(self.graphs), 'graphs')}, {numbered(len(self.breaks), 'breaks')}, "
+                f"{numbered(len(self.recompiles), 'recompiles')}, "
+                f"{len(self.bypasses)} cache {'bypass' if len(self.bypasses) == 1 else 'bypasses'} ({self.backend})",
                 *_call_lines(self),
                 *_graph_lines(self),
                 *(line for each in self.breaks for line in break_lines(each)),
@@ -167,12 +182,12 @@ def _call_lines(report: GraphReport) -> Iterator[str]:
     if not report.graphs:
         yield "nothing was compiled: Dynamo skips this function, or no tensor operation is in it"
     for number, call in enumerate(report.calls):
-        yield f"call {number} ({call.name}): {call.graphs} new graphs"
+        yield f"call {number} ({call.name}): {numbered(call.graphs, 'new graphs')}"
 
 
 def _graph_lines(report: GraphReport) -> Iterator[str]:
     for number, graph in enumerate(report.graphs):
-        yield f"graph {number}: {graph.function}" + (f" at {_at(graph.file, graph.line)}" if graph.file else "")
+        yield f"graph {number}: {graph.function}" + (f" at {place_text(graph.file, graph.line)}" if graph.file else "")
         yield f"  forward: {_counted(graph.forward)}"
         if graph.backward is not None:
             yield f"  backward: {_counted(graph.backward)}"
@@ -184,9 +199,9 @@ def _graph_lines(report: GraphReport) -> Iterator[str]:
 
 def break_lines(found: GraphBreak) -> Iterator[str]:
     """A break in words: where, why, what mends it."""
-    yield f"graph break at {_at(found.file, found.line)}: {found.reason}"
+    yield f"graph break at {place_text(found.file, found.line)}: {found.reason}"
     if found.gives_up:
-        yield "  the rest of the function runs without a graph"
+        yield from (f"  {each} runs without a graph" for each in found.without_graph or ["the rest of the function"])
     if found.explanation:
         yield f"  {found.explanation}"
     yield from (f"  hint: {hint}" for hint in found.hints)
@@ -195,15 +210,18 @@ def break_lines(found: GraphBreak) -> Iterator[str]:
 
 
 def recompile_lines(found: Recompile) -> Iterator[str]:
-    """A recompilation in words."""
-    yield f"recompile of {found.function} at {_at(found.file, found.line)} for call {found.call}"
-    yield from (f"  failed: {guard}" for guard in found.guards)
-    yield from (f"  {hint}" for hint in dict.fromkeys(map(_mends_guard, found.guards)) if hint)
+    """A recompilation in words; of the guards only the newest graph's, for older graphs failed earlier calls too."""
+    call = "" if found.call is None else f" for call {found.call}"
+    yield f"recompile of {found.function} at {place_text(found.file, found.line)}{call}"
+    for guard in found.guards[:1]:
+        yield f"  failed: {guard}"
+        if hint := _mends_guard(guard):
+            yield f"  {hint}"
 
 
 def bypass_lines(found: CacheBypass) -> Iterator[str]:
     """A cache bypass in words."""
-    yield f"the {found.cache} cache is bypassed at {_at(found.file, found.line)}: {found.reason}"
+    yield f"the {found.cache} cache is bypassed at {place_text(found.file, found.line)}: {found.reason}"
     if "autograd_function_apply" in found.reason:
         yield "  usually mended by a torch.library custom op with register_autograd in place of the autograd.Function"
 
@@ -251,14 +269,15 @@ def _collectives(graph: fx.GraphModule, *, backward: bool) -> Iterator[Collectiv
         given = _tensors([arg.meta.get("val") for arg in node.all_input_nodes])
         made = _tensors(node.meta.get("val"))
         file, line = user_place(node)
-        yield Collective(
-            op=str(node.target),
-            dtype=str((given or made)[0].dtype).removeprefix("torch."),
-            bytes=max(_bytes(given), _bytes(made)),
-            backward=backward,
-            file=file,
-            line=line,
-        )
+        for dtype in dict.fromkeys(tensor.dtype for tensor in given or made):  # a coalesced one may send several
+            yield Collective(
+                op=str(node.target),
+                dtype=str(dtype).removeprefix("torch."),
+                bytes=max(_bytes([t for t in tensors if t.dtype == dtype]) for tensors in (given, made)),
+                backward=backward,
+                file=file,
+                line=line,
+            )
 
 
 def _storages(nodes: Sequence[fx.Node]) -> dict[int, int]:
@@ -303,18 +322,14 @@ def _uncacheable(kept: KeptGraph) -> Iterator[CacheBypass]:
             check_node_safe(node)
         except BypassAOTAutogradCache as bypass:
             file, line = user_place(node)
-            yield CacheBypass(cache="AOTAutograd", reason=" ".join(str(bypass).split()), file=file, line=line)
+            yield CacheBypass(cache="AOTAutograd", reason=one_line(str(bypass)), file=file, line=line)
 
 
 def _bypasses(recording: Recording, log: CompilerLog) -> tuple[CacheBypass, ...]:
     located = [bypass for kept in recording.graphs for bypass in _uncacheable(kept)]
     reasons = {bypass.reason for bypass in located}
-    others = [
-        CacheBypass(cache=cache, reason=reason)
-        for _, cache, reason in log.bypasses
-        # the log has the first node's reason, in the same words
-        if reason not in reasons
-    ]
+    # the log has the first node's reason, in the same words
+    others = [bypass for bypass in log.bypasses if bypass.reason not in reasons]
     return tuple(dict.fromkeys([*located, *others]))
 
 
@@ -325,24 +340,7 @@ def _shapes(call: Call) -> str:
     leaves = pytree.tree_leaves((call.args, call.kwargs))
     shown = ["x".join(map(str, leaf.shape)) or "scalar" if isinstance(leaf, Tensor) else repr(leaf) for leaf in leaves]
     modes = [] if call.train is None else ["train" if call.train else "eval"]
-    return ", ".join([*shown, *modes, *([] if call.grad else ["no_grad"])])
-
-
-@contextmanager
-def _state_kept(fn: Any) -> Iterator[None]:
-    """Modes and buffers of a module, and random numbers, are left as they were."""
-    modules = list(fn.modules()) if isinstance(fn, nn.Module) else []
-    modes = [module.training for module in modules]
-    buffers = [(buffer, buffer.clone()) for module in modules for buffer in module.buffers(recurse=False)]
-    try:
-        with torch.random.fork_rng():
-            yield
-    finally:
-        for module, mode in zip(modules, modes, strict=True):
-            module.training = mode
-        with torch.no_grad():
-            for buffer, before in buffers:
-                buffer.copy_(before)
+    return ", ".join([*shown, *modes, *(["no_grad"] if call.grad is False else [])])
 
 
 def _leaves(outputs: Sequence[Tensor]) -> list[Tensor]:
@@ -362,7 +360,7 @@ def _leaves(outputs: Sequence[Tensor]) -> list[Tensor]:
 def _run(compiled: Callable, fn: Any, call: Call, *, backward: bool) -> None:
     if call.train is not None:
         fn.train(call.train)
-    with torch.set_grad_enabled(call.grad):
+    with torch.set_grad_enabled(torch.is_grad_enabled() if call.grad is None else call.grad):
         outputs = _tensors(compiled(*call.args, **call.kwargs))
     outputs = [output for output in outputs if output.requires_grad]
     if not (backward and outputs):
@@ -373,12 +371,25 @@ def _run(compiled: Callable, fn: Any, call: Call, *, backward: bool) -> None:
         torch.autograd.grad(outputs, leaves, ones, allow_unused=True)
 
 
-def _is_compiled(fn: Any) -> bool:
+def is_compiled(fn: Any) -> bool:
+    """Whether a function or module was compiled, also by ``module.compile()``."""
     wrapped = hasattr(fn, "_torchdynamo_orig_callable") and not getattr(fn, "_torchdynamo_disable", False)
-    return type(fn).__name__ == "OptimizedModule" or wrapped
+    in_place = getattr(fn, "_compiled_call_impl", None) is not None
+    return type(fn).__name__ == "OptimizedModule" or wrapped or in_place
 
 
 def _checked_calls(fn: Any, args: tuple, kwargs: dict[str, Any], calls: Sequence[Any]) -> list[Call]:
+    if isinstance(calls, (Tensor, dict, Call)):
+        raise TypeError(
+            f"graph_report: calls is a {type(calls).__name__}; it is a list of calls, each a tuple of arguments or a "
+            "Call: calls=[(x,), (y,)]."
+        )
+    calls = list(calls)
+    if any(isinstance(call, dict) for call in calls):
+        raise TypeError(
+            "graph_report: a call is a dict. Write Call(kwargs={...}) for arguments by name, or ({...},) for one "
+            "argument that is a dict."
+        )
     first = [Call(args, kwargs)] if args or kwargs or not calls else []
     rest = [call if isinstance(call, Call) else Call(call if isinstance(call, tuple) else (call,)) for call in calls]
     for call in rest:
@@ -400,14 +411,14 @@ def graph_report(
 
     Works on what breaks: graphs, every break with its place and PyTorch's hints, every recompilation with the guards
     that failed, cache bypasses, operators, collectives, bytes saved for the backward. Gradients, modes and buffers of
-    a module and random numbers are left as they were; graphs that were compiled before, of any function, are
-    forgotten.
+    a module and random numbers are left as they were, arguments that are changed in place stay changed; graphs that
+    were compiled before, of any function, are forgotten.
 
     Args:
         fn: A module or function, not compiled.
         args: Of the first call.
         backend: "aot_eager", which is quick, or "inductor", whose graphs are decomposed.
-        backward: Whether to run the backward of outputs that require grad.
+        backward: Whether to make the backward of graphs, and run that of outputs that require grad.
         calls: Further calls: argument tuples, or `Call` with modes.
         dynamic: As `torch.compile` takes it.
         kwargs: Of the first call.
@@ -421,7 +432,7 @@ def graph_report(
     """
     if not callable(fn):
         raise TypeError(f"graph_report: fn is a {type(fn).__name__}; it is a module or function.")
-    if _is_compiled(fn):
+    if is_compiled(fn):
         raise TypeError("graph_report: fn is compiled already; pass what torch.compile was given.")
     recording = Recording(backend)
     every_call = _checked_calls(fn, args, kwargs, calls)
@@ -432,9 +443,10 @@ def graph_report(
         log = stack.enter_context(listen())
         stack.enter_context(warnings.catch_warnings())
         warnings.filterwarnings("ignore", module=r"torch\._dynamo")  # of breaks, which the report has
-        stack.enter_context(_state_kept(fn))
-        # past its limit Dynamo would go on without a graph and without a word
-        stack.enter_context(torch._dynamo.config.patch(**NO_LIMIT, suppress_errors=False))
+        stack.enter_context(kept_state(fn, [(call.args, call.kwargs) for call in every_call]))
+        stack.enter_context(torch._dynamo.config.patch(NOTHING_HIDDEN))
+        # or no backward graph would be made of what is returned in an object that isn't looked into
+        stack.enter_context(torch._functorch.config.patch(force_non_lazy_backward_lowering=backward))
         if backend == "inductor":
             from torch._inductor.utils import fresh_cache
 

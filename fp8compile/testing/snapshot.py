@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
+from fp8compile.testing.checks import check_report
 from fp8compile.testing.report import GraphReport
 
 __all__ = ["snapshot"]
@@ -29,7 +30,15 @@ def snapshot(report: GraphReport) -> str:
 
     Args:
         report: Of `graph_report`.
+
+    Returns:
+        Lines: new graphs of each call; of each graph its operators, sorted, with their number, and what it sends; then
+        breaks, recompiles and bypasses by their reasons.
+
+    Raises:
+        TypeError: ``report`` is something else.
     """
+    check_report(report, "snapshot")
     lines = [f"calls: {', '.join(f'{call.graphs} new' for call in report.calls)}"]
     for number, graph in enumerate(report.graphs):
         lines += [f"graph {number}: {graph.function}", "  forward:", *_ops(graph.forward)]

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
+from fp8compile.testing.explain.called import Names
 from fp8compile.testing.explain.gpu import GpuExplanation, explain_gpu
-from fp8compile.testing.explain.graphs import graph_gemms, record
+from fp8compile.testing.explain.graphs import graph_gemms
 from fp8compile.testing.explain.layers import (
     FELL_BACK,
     FP8,
@@ -20,14 +22,25 @@ from fp8compile.testing.explain.layers import (
     explain_layers,
     layer_weights,
 )
-from fp8compile.testing.explain.roofline import PEAKS, Roofline, roofline
-from fp8compile.testing.report import Call, GraphReport, graph_report
+from fp8compile.testing.explain.recorded import record
+from fp8compile.testing.explain.roofline import PEAKS, Peaks, Roofline, roofline
+from fp8compile.testing.gpus import GPUS
+from fp8compile.testing.report import Call, GraphReport, graph_report, is_compiled
+from fp8compile.testing.state import kept_state
 
 __all__ = ["Explanation", "explain"]
 
 
-def _layers(lines: tuple[str, ...]) -> str:
-    return f"{len(lines)} converted layer{'s' if len(lines) > 1 else ''}"
+SHOWN = 5  # names in a line; the table has them all
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def _named(names: Sequence[str]) -> str:
+    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    return ", ".join(names[:SHOWN]) + more
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,33 +69,54 @@ class Explanation:
     @property
     def fell_back(self) -> tuple[str, ...]:
         """A line for each converted layer with a GEMM that runs otherwise than its recipe says."""
-        return tuple(
-            f"{name}: " + "; ".join(f"{gemm.gemm} runs in {gemm.runs}, {gemm.detail}" for gemm in gemms)
-            for name, gemms in self._of_converted(FELL_BACK).items()
-        )
+        lines = []
+        for name, gemms in self._of_converted(FELL_BACK).items():
+            runs = "; ".join(f"{gemm.gemm} runs in {gemm.runs}, {gemm.detail}" for gemm in gemms)
+            places = dict.fromkeys(place for gemm in gemms for place in gemm.places)
+            lines.append(f"{name}: {runs} ({', '.join(places)})")
+        return tuple(lines)
 
     @property
     def unproven(self) -> tuple[str, ...]:
-        """A line for each converted layer with a GEMM of which no graph tells."""
-        return tuple(
+        """A line for each converted layer with a GEMM of which no graph tells, and one for what breaks the graphs."""
+        lines = [
             f"{name}: {', '.join(gemm.gemm for gemm in gemms)}: {gemms[0].detail}"
             for name, gemms in self._of_converted(UNPROVEN).items()
-        )
+        ]
+        if self.graphs.breaks:
+            lines.append(f"what runs at {_counted(len(self.graphs.breaks), 'graph break')} isn't seen")
+        return tuple(lines)
+
+    @property
+    def is_as_converted(self) -> bool:
+        """Whether the answer is yes, or nothing was converted: nothing that a converted model promises is missing."""
+        return self.verdict.startswith("YES") or not any(layer.converted for layer in self.layers)
 
     @property
     def verdict(self) -> str:
         """The answer to "is this really running in FP8?", in one line."""
         gemms = [gemm for layer in self.layers for gemm in layer.gemms]
-        in_graphs = [gemm for gemm in gemms if gemm.ops]
-        proven = f"{sum(gemm.status == FP8 for gemm in gemms)} of {len(in_graphs)} GEMMs of linears run in FP8"
+        in_fp8 = sum(gemm.status == FP8 for gemm in gemms)
+        proven = f"{in_fp8} of {sum(bool(gemm.ops) for gemm in gemms)} GEMMs of linears run in FP8"
+        converted = [layer for layer in self.layers if layer.converted]
+        idle = [layer.name for layer in converted if not layer.is_called]
         if self.fell_back:
-            return f"NO: {_layers(self.fell_back)} fell back; {proven}"
-        if self.unproven:
-            return f"NOT PROVEN: {_layers(self.unproven)} in no graph; {proven}"
-        converted = sum(layer.converted for layer in self.layers)
-        if not converted and not any(gemm.status == FP8 for gemm in gemms):
+            return f"NO: {_counted(len(self.fell_back), 'converted layer')} fell back; {proven}"
+        if not converted and not in_fp8:
             return f"NO: none of {len(self.layers)} linears is converted"
-        return f"YES, as the recipes say: {proven}, {converted} of {len(self.layers)} linears are converted"
+        if self.unproven:
+            return f"NOT PROVEN: {'; '.join(self._doubts())}; {proven}"
+        if not in_fp8:
+            why = "no converted layer is called" if len(idle) == len(converted) else "no recipe asks for it"
+            return f"NO: {why}; {proven}"
+        counts = f"{proven}, {len(converted)} of {len(self.layers)} linears are converted"
+        return f"YES, as the recipes say: {counts}" + (f"; never called: {_named(idle)}" if idle else "")
+
+    def _doubts(self) -> list[str]:
+        """What keeps the answer from being yes, in a few words each."""
+        layers = len(self._of_converted(UNPROVEN))
+        doubts = [f"{_counted(layers, 'converted layer')} without proof"] if layers else []
+        return [*doubts, *(line for line in self.unproven[layers:])]
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, as JSON has them, the answers too."""
@@ -94,15 +128,35 @@ class Explanation:
         return json.dumps(self.to_dict(), indent=indent)
 
 
-def _no_code(report: GraphReport, layers: tuple[LayerExplanation, ...]) -> str:
+def _no_code(model: nn.Module, report: GraphReport) -> str:
     """Why there is no use in asking for generated code; empty if there is."""
+    if any(parameter.is_meta for parameter in model.parameters()):
+        return "it needs parameters in memory, and this model has some on the meta device"
     if report.breaks:
-        return f"it needs one whole graph, and this model has {len(report.breaks)} graph breaks"
-    odd = [f"{layer.name} ({g.gemm})" for layer in layers for g in layer.gemms if g.padded_n != g.n]
-    if odd:
-        # gpu_code traces on the CPU, where n is not padded, and no GPU takes such a product
-        return f"columns of {', '.join(odd)} are no multiple of 16, and their padding is decided on the GPU only"
+        return f"it needs one whole graph, and this model has {_counted(len(report.breaks), 'graph break')}"
     return ""
+
+
+def _explained(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], gpu: str | None, peaks: Peaks | None
+) -> Explanation:
+    report = graph_report(model, calls=[Call(args, kwargs, name=name) for name in ("first", "the same again")])
+    names = Names.of(model)
+    buffers = set(map(id, model.buffers()))
+    gemms, unknown = graph_gemms(record(model, args, kwargs), layer_weights(model), buffers, names)
+    on_gpu = None
+    if peaks is not None:
+        problem = _no_code(model, report)
+        on_gpu = GpuExplanation(gpu=peaks.name, problem=problem)
+        if not problem:
+            on_gpu = explain_gpu(model, args, kwargs, names, GPUS[gpu], name=peaks.name)
+    return Explanation(
+        torch=torch.__version__,
+        graphs=report,
+        layers=explain_layers(model, report, gemms, unknown, peaks),
+        gpu=on_gpu,
+        roofline=None if peaks is None else roofline(gemms, peaks),
+    )
 
 
 def explain(
@@ -115,7 +169,8 @@ def explain(
     """Compile and run a model, and say of each linear in what its three GEMMs really run.
 
     The proof is the graphs: a GEMM is in FP8 if the forward or backward graph multiplies FP8 operands there. What a
-    layer says of itself doesn't count. Gradients are left as they are; compiled graphs are forgotten.
+    layer says of itself doesn't count. Modes, buffers, gradients and random numbers are left as they are, arguments
+    that the model changes in place are not; compiled graphs are forgotten.
 
     Args:
         model: Converted or not, and not compiled.
@@ -134,22 +189,9 @@ def explain(
         raise TypeError(f"explain: model is a {type(model).__name__}; it is a torch.nn.Module.")
     if gpu is not None and gpu not in PEAKS:
         raise ValueError(f"explain: gpu is {gpu!r}; it is one of {', '.join(PEAKS)}, or None.")
+    if is_compiled(model):
+        raise TypeError("explain: model is compiled already; pass what torch.compile was given.")
     kwargs = kwargs or {}
     peaks = None if gpu is None else PEAKS[gpu]
-    report = graph_report(model, calls=[Call(args, kwargs, name="first"), Call(args, kwargs, name="the same again")])
-    names, weights = layer_weights(model)
-    gemms = graph_gemms(record(model, args, kwargs), weights, names)
-    layers = explain_layers(model, report, gemms, peaks)
-    on_gpu = None
-    if peaks is not None:
-        problem = _no_code(report, layers)
-        on_gpu = GpuExplanation(gpu=peaks.name, problem=problem)
-        if not problem:
-            on_gpu = explain_gpu(model, args, kwargs, names, name=peaks.name)
-    return Explanation(
-        torch=torch.__version__,
-        graphs=report,
-        layers=layers,
-        gpu=on_gpu,
-        roofline=None if peaks is None else roofline(gemms, peaks),
-    )
+    with kept_state(model, (args, kwargs)):
+        return _explained(model, args, kwargs, gpu, peaks)

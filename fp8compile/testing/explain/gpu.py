@@ -1,33 +1,30 @@
-"""What a GPU would launch for a model: kernels, GEMMs and bytes, and with what each operand's cast shares its kernel.
-
-    gpu_code's graphs --every node named--> Inductor's schedule --> Launch, the nodes it stores, the buffers it reads
-
-The operators that Inductor lists for a kernel include some of those that its inputs were made by. So what a kernel
-computes is read off the graph: everything between the buffers that it reads and those that it stores.
-"""
+"""What a GPU would launch for a model: kernels, GEMMs and bytes, and what each operand's cast is fused with."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
-from importlib import import_module
 from typing import Any
-from unittest import mock
 
 import torch
-from torch import fx, nn
+from torch import nn
 
+from fp8compile import ops
 from fp8compile.nn import Linear, revert
-from fp8compile.testing.explain.graphs import layer_of_stack
-from fp8compile.testing.gpu_code import SOURCE_OP, GpuCode, Launch
+from fp8compile.testing.compiler_log import one_line
+from fp8compile.testing.explain.called import Names, layer_of_stack
+from fp8compile.testing.gpu_graphs import gpu_graphs
+from fp8compile.testing.gpus import Gpu
+from fp8compile.testing.schedule import Schedule, ScheduledLaunch, operator_of, schedule
 
 __all__ = ["Cast", "GpuExplanation", "GraphCost", "explain_gpu"]
 
-gpu_code_module = import_module("fp8compile.testing.gpu_code")  # the package's attribute is its function
-
-GEMM_OF = {"linear": "output", "grad_input": "grad_input", "grad_weight": "grad_weight"}
-NO_WORK = ("view", "permute", "expand", "squeeze", "unsqueeze", "full", "reshape", "clone", "slice", "t", "transpose")
+GEMM_OF = {op._opname: gemm.name for op, gemm in ops.LAYER_OPS.items()}
+NO_WORK = (
+    "view", "permute", "expand", "squeeze", "unsqueeze", "full", "reshape", "clone", "slice", "t", "transpose",
+    "unsafe_view", "detach", "alias", "split",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,197 +95,79 @@ class GpuExplanation:
     casts: tuple[Cast, ...] = ()
 
 
-@dataclass(frozen=True)
-class _Scheduled:
-    """A launch, with names of the buffers that it makes and reads, and the nodes that the made ones hold.
-
-    Of a buffer that a product asked for, in the layout it wants, no node is known here.
-    """
-
-    launch: Launch
-    made: dict[str, fx.Node | None]
-    read: tuple[str, ...]
-
-
-# ---------------------------------------------------------------------------------- from Inductor's schedule
-
-
-def _node_of(buffer: Any) -> fx.Node | None:
-    """The graph's node whose value a buffer holds; None if Inductor made it while it lowered a product."""
-    data = getattr(buffer, "data", None)
-    node = getattr(data, "origin_node", None) or getattr(buffer, "origin_node", None)
-    if node is None and getattr(data, "origins", None):
-        node = max(data.origins)  # the last one; those before it are what its inputs come from
-        return None if "mm" in str(node.target) else node
-    return node
-
-
-def _scheduled(node: Any, launch: Launch) -> _Scheduled:
-    parts = list(node.get_nodes())
-    made = {part.node.get_name(): _node_of(part.node) for part in parts}
-    read: list[str] = []
-    for part in parts:
-        inputs = getattr(part.node, "inputs", None)
-        # a library's product has its operands in their order, generated code only a set
-        names = [each.get_name() for each in inputs] if inputs else sorted({d.name for d in part.read_writes.reads})
-        read += [name for name in names if name not in made]
-    return _Scheduled(launch, made, tuple(read))
-
-
-def _watch(found: list[list[_Scheduled]]) -> Callable[[Sequence[Any], str], tuple[Launch, ...]]:
-    from torch._inductor import ir
-
-    launches_of = gpu_code_module._launches
-
-    def launches(nodes: Sequence[Any], source: str) -> tuple[Launch, ...]:
-        launches = launches_of(nodes, source)
-        kept = [node for node in nodes if not isinstance(getattr(node, "node", None), ir.MultiOutput)]
-        found.append([_scheduled(node, launch) for node, launch in zip(kept, launches, strict=True)])
-        return launches
-
-    return launches
-
-
-@dataclass(frozen=True)
-class _Origin:
-    """What a node was before Inductor took it apart."""
-
-    op: str
-    layer: str | None
-
-
-def _mark(graph: fx.GraphModule, layers: Sequence[str]) -> dict[str, _Origin]:
-    """Give each node its own name as the operator it comes from, which `Launch` and new nodes keep."""
-    origins = {}
-    for node in graph.graph.nodes:
-        if node.op == "call_function":
-            op = str(node.meta.get("original_aten") or node.target).removesuffix(".default")
-            origins[node.name] = _Origin(op, layer_of_stack(node, layers))
-            node.meta["original_aten"] = node.name
-    return origins
-
-
-def _lowered(
-    model: nn.Module, args: tuple, kwargs: dict, layers: Sequence[str]
-) -> Iterator[tuple[GpuCode, list[_Scheduled], dict[str, _Origin]]]:
-    fn = (lambda *args: model(*args, **kwargs)) if kwargs else model
-    for graph, inputs in gpu_code_module._graphs(fn, args):
-        origins = _mark(graph, layers)
-        found: list[list[_Scheduled]] = []
-        with mock.patch.object(gpu_code_module, "_launches", _watch(found)):
-            code = gpu_code_module._lower(graph, inputs)
-        yield code, found[0], origins
-
-
-# ---------------------------------------------------------------------------------- what a kernel computes
-
-
-def _origin(node: fx.Node | None, origins: dict[str, _Origin]) -> _Origin | None:
-    return None if node is None else origins.get(node.meta.get("custom", {}).get(SOURCE_OP))
-
-
-def _holders(scheduled: Sequence[_Scheduled]) -> dict[str, fx.Node | None]:
-    """The node that each buffer holds; a product's operands are those of its node."""
-    holders = {name: node for launch in scheduled for name, node in launch.made.items()}
-    for launch in scheduled:
-        product = next(iter(launch.made.values()), None)
-        if launch.launch.kind == "gemm" and product is not None:
-            for name, operand in zip(launch.read, product.args, strict=False):
-                if name in holders and holders[name] is None and isinstance(operand, fx.Node):
-                    holders[name] = operand
-    return holders
-
-
-def _computed(launch: _Scheduled, holders: dict[str, fx.Node | None]) -> set[fx.Node]:
-    """Nodes between what a launch reads and what it stores."""
-    edge = {holders.get(name) for name in launch.read}
-    found: set[fx.Node] = set()
-    todo = [node for name in launch.made if (node := holders[name]) is not None]
-    while todo:
-        node = todo.pop()
-        if node not in found and node.op == "call_function":
-            found.add(node)
-            todo += [other for other in node.all_input_nodes if other not in edge]
-    return found
-
-
 def _works(op: str) -> bool:
     """Whether an operator computes something, and is no part of quantizing."""
     namespace, _, rest = op.partition(".")
     return namespace != "fp8compile" and rest.partition(".")[0].lstrip("_") not in NO_WORK
 
 
-def _fused_with(
-    launch: _Scheduled, holders: dict[str, fx.Node | None], origins: dict[str, _Origin]
-) -> tuple[str, ...]:
-    nodes = sorted(_computed(launch, holders))
-    ops = [origin.op for node in nodes if (origin := _origin(node, origins)) is not None]
+def _fused_with(found: Schedule, launch: ScheduledLaunch) -> tuple[str, ...]:
+    ops = map(operator_of, found.computed(launch))
     return tuple(dict.fromkeys(".".join(op.split(".")[:2]) for op in ops if _works(op)))
 
 
-def _casts(scheduled: list[_Scheduled], origins: dict[str, _Origin]) -> Iterator[Cast]:
-    holders = _holders(scheduled)
-    maker = {name: launch for launch in scheduled for name in launch.made}
-    products = [each for each in scheduled if each.launch.kind == "gemm" and "scaled" in each.launch.name]
+def _casts(found: Schedule, names: Names) -> Iterator[Cast]:
+    products = [each for each in found.launches if each.kind == "gemm" and "scaled" in each.name]
     for product in products:
-        origin = next((found for node in product.made.values() if (found := _origin(node, origins))), None)
-        if origin is None:
+        node = found.makes(product)
+        if node is None:
             continue
-        gemm = GEMM_OF.get(origin.op.rpartition(".")[2], "output")
+        gemm = GEMM_OF.get(operator_of(node).rpartition(".")[2], "output")
         for operand, name in zip("ab", product.read, strict=False):
-            by = maker.get(name)
-            is_kernel = by is not None and by.launch.kind == "triton"
+            by = found.maker.get(name)
+            is_kernel = by is not None and by.kind == "triton"
             yield Cast(
-                layer=origin.layer,
+                layer=layer_of_stack(node, names),
                 gemm=gemm,
                 operand=operand,
-                kernel=by.launch.name if is_kernel else "",
-                fused_with=_fused_with(by, holders, origins) if is_kernel else (),
+                kernel=by.name if is_kernel else "",
+                fused_with=_fused_with(found, by) if is_kernel else (),
                 serves=sum(name in other.read[:2] for other in products),
             )
 
 
-def _cost(code: GpuCode, *, backward: bool) -> GraphCost:
-    kinds = [launch.kind for launch in code.launches]
+def _cost(found: Schedule, *, backward: bool) -> GraphCost:
+    kinds = [launch.kind for launch in found.launches]
     return GraphCost(
         backward=backward,
         kernels=kinds.count("triton"),
         gemms=kinds.count("gemm"),
-        fp8_gemms=sum(launch.kind == "gemm" and "scaled" in launch.name for launch in code.launches),
+        fp8_gemms=sum(launch.kind == "gemm" and "scaled" in launch.name for launch in found.launches),
         opaque=kinds.count("opaque"),
-        bytes=sum(launch.bytes_read + launch.bytes_written for launch in code.launches),
+        bytes=sum(launch.bytes_read + launch.bytes_written for launch in found.launches),
     )
 
 
 def _costs(
-    model: nn.Module, args: tuple, kwargs: dict, layers: Sequence[str]
+    model: nn.Module, args: tuple, kwargs: dict, names: Names, gpu: Gpu
 ) -> tuple[tuple[GraphCost, ...], tuple[Cast, ...]]:
+    fn = (lambda *args: model(*args, **kwargs)) if kwargs else model
     costs, casts = [], []
-    for number, (code, scheduled, origins) in enumerate(_lowered(model, args, kwargs, layers)):
-        costs.append(_cost(code, backward=number > 0))
-        casts += _casts(scheduled, origins)
+    for number, graph in enumerate(gpu_graphs(fn, args, gpu)):
+        found = schedule(graph, gpu)
+        costs.append(_cost(found, backward=number > 0))
+        casts += _casts(found, names)
     return tuple(costs), tuple(casts)
 
 
-def _one_line(error: Exception) -> str:
-    text = " ".join(str(error).split())
-    return f"{type(error).__name__}: {text[:200]}"
+def _said(error: Exception) -> str:
+    return f"{type(error).__name__}: {one_line(str(error))[:200]}"
 
 
 def _unconverted(
-    model: nn.Module, args: tuple, kwargs: dict, layers: Sequence[str]
+    model: nn.Module, args: tuple, kwargs: dict, names: Names, gpu: Gpu
 ) -> tuple[tuple[GraphCost, ...], str]:
     if not any(isinstance(module, Linear) for module in model.modules()):
         return (), ""
     try:
         plain = revert(copy.deepcopy(model))
-        return _costs(plain, args, kwargs, layers)[0], ""
+        return _costs(plain, args, kwargs, names, gpu)[0], ""
     except Exception as error:  # a model that can't be copied or taken back; the report goes on without it
-        return (), _one_line(error)
+        return (), _said(error)
 
 
 def explain_gpu(
-    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], layers: Sequence[str], *, name: str
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], names: Names, gpu: Gpu, *, name: str
 ) -> GpuExplanation:
     """What a GPU would launch, beside the same model unconverted.
 
@@ -296,19 +175,20 @@ def explain_gpu(
         model: The model, without graph breaks.
         args: Of a call.
         kwargs: Of it.
-        layers: Names of its linears.
-        name: Of the GPU.
+        names: Of its layers and modules.
+        gpu: The GPU.
+        name: What reports call it.
 
     Returns:
         The numbers, or the reason why there are none.
     """
     try:
-        costs, casts = _costs(model, args, kwargs, layers)
+        costs, casts = _costs(model, args, kwargs, names, gpu)
     except ModuleNotFoundError as error:
         return GpuExplanation(gpu=name, problem=f"needs {error.name}, which is not installed")
     except Exception as error:  # code for a GPU that isn't here, by PyTorch's private interfaces: what fails is said
-        return GpuExplanation(gpu=name, problem=f"not with PyTorch {torch.__version__} here: {_one_line(error)}")
+        return GpuExplanation(gpu=name, problem=f"not with PyTorch {torch.__version__} here: {_said(error)}")
     finally:
         torch._dynamo.reset()
-    bf16_costs, bf16_problem = _unconverted(model, args, kwargs, layers)
+    bf16_costs, bf16_problem = _unconverted(model, args, kwargs, names, gpu)
     return GpuExplanation(gpu=name, costs=costs, casts=casts, bf16_costs=bf16_costs, bf16_problem=bf16_problem)

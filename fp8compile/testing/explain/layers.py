@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import nn
 
@@ -11,8 +11,9 @@ from fp8compile import recipes
 from fp8compile.nn.report import ConversionRow, conversion_report
 from fp8compile.quantizers import GEMMS, Gemm
 from fp8compile.testing.explain.graphs import GraphGemm, describe
+from fp8compile.testing.explain.owners import Unknown
 from fp8compile.testing.explain.roofline import Peaks, bf16_seconds, gemm_seconds, padding
-from fp8compile.testing.report import GraphReport
+from fp8compile.testing.report import GraphReport, place_text
 
 __all__ = ["ABSENT", "FELL_BACK", "FP8", "HIGH", "UNPROVEN", "GemmExplanation", "LayerExplanation", "layer_weights"]
 
@@ -33,6 +34,7 @@ class GemmExplanation:
         runs: Formats and scales, or the dtype, of the operands in the graph; empty where it is in none.
         detail: What else there is to say of it, may be empty.
         ops: Operators of the graph that prove it, one a call.
+        places: Operators that run otherwise than the recipe says, or tell nothing, each with its line.
         m: Rows of the result; 0 where it is in no graph.
         k: What is summed over.
         n: Columns of the result.
@@ -47,6 +49,7 @@ class GemmExplanation:
     runs: str = ""
     detail: str = ""
     ops: tuple[str, ...] = ()
+    places: tuple[str, ...] = ()
     m: int = 0
     k: int = 0
     n: int = 0
@@ -96,17 +99,32 @@ class LayerExplanation:
         """What to call it in a report."""
         return self.fqn or "(the model)"
 
+    @property
+    def is_called(self) -> bool:
+        """Whether a graph has a GEMM of it, or may have one."""
+        return any(gemm.status != ABSENT for gemm in self.gemms)
 
-def layer_weights(model: nn.Module) -> tuple[list[str], dict[int, list[str]]]:
-    """Names of all linears of `conversion_report`, and by identity of a parameter the layers whose weight it is."""
-    rows = [row.fqn for row in conversion_report(model).rows]
+
+def _weight_parameters(module: nn.Module) -> list[nn.Parameter]:
+    """The parameter that a linear's weight is, or those that it is computed from."""
+    weight = module._parameters.get("weight")  # an attribute may be a tensor of the moment
+    if weight is not None:
+        return [weight]
+    computed = getattr(module, "parametrizations", {})
+    return list(computed["weight"].parameters(recurse=False)) if "weight" in computed else []
+
+
+def layer_weights(model: nn.Module) -> dict[int, list[str]]:
+    """By identity of a parameter, the linears of `conversion_report` whose weight it is, or is computed from it."""
     modules, parameters = dict(model.named_modules()), dict(model.named_parameters(remove_duplicate=False))
     weights: dict[int, list[str]] = {}
-    for fqn in rows:
-        module = modules.get(fqn)
-        weight = module.weight if isinstance(module, nn.Linear) else parameters.get(fqn)
-        weights.setdefault(id(weight), []).append(fqn)
-    return rows, weights
+    for row in conversion_report(model).rows:
+        module = modules.get(row.fqn)
+        own = _weight_parameters(module) if isinstance(module, nn.Linear) else [parameters.get(row.fqn)]
+        for parameter in own:
+            if parameter is not None:
+                weights.setdefault(id(parameter), []).append(row.fqn)
+    return weights
 
 
 def _absent(gemm: Gemm, row: ConversionRow, model: nn.Module, report: GraphReport, *, called: bool) -> GemmExplanation:
@@ -143,11 +161,13 @@ def _judged(gemm: Gemm, row: ConversionRow, found: Sequence[GraphGemm]) -> tuple
 
 def _explained(gemm: Gemm, row: ConversionRow, found: Sequence[GraphGemm], peaks: Peaks | None) -> GemmExplanation:
     status, detail = _judged(gemm, row, found)
+    wrong = [each for each in found if status == FELL_BACK and each.runs != describe(row.recipe, gemm)]
     first = found[0]
     padded_k, padded_n = padding(first)
     return GemmExplanation(
         gemm=gemm.name,
         status=status,
+        places=tuple(dict.fromkeys(f"{each.op} at {place_text(each.file, each.line)}" for each in wrong)),
         runs=" and ".join(dict.fromkeys(each.runs for each in found)),
         detail=detail,
         ops=tuple(each.op for each in found),
@@ -161,8 +181,42 @@ def _explained(gemm: Gemm, row: ConversionRow, found: Sequence[GraphGemm], peaks
     )
 
 
+def _doubted(part: GemmExplanation, unknown: Sequence[Unknown]) -> GemmExplanation:
+    """A GEMM in FP8 or in no graph, of a layer whose weight is read by what no graph tells the inside of."""
+    if part.status == FELL_BACK:
+        return part
+    places = tuple(f"{each.op} at {place_text(each.file, each.line)}" for each in unknown)
+    detail = f"its weight meets data in {', '.join(places)}, and no graph tells what becomes of them"
+    return replace(part, status=UNPROVEN, detail=detail, places=places)
+
+
+def _parts(
+    row: ConversionRow,
+    model: nn.Module,
+    report: GraphReport,
+    own: Sequence[GraphGemm],
+    unknown: Sequence[Unknown],
+    peaks: Peaks | None,
+) -> tuple[GemmExplanation, ...]:
+    """The three GEMMs of a layer."""
+    called = any(each.gemm == GEMMS[0].name for each in own)
+    parts = []
+    for gemm in GEMMS:
+        found = [each for each in own if each.gemm == gemm.name]
+        parts.append(
+            _explained(gemm, row, found, peaks) if found else _absent(gemm, row, model, report, called=called)
+        )
+    if unknown and row.float8_gemms():
+        parts[0] = _doubted(parts[0], unknown)
+    return tuple(parts)
+
+
 def explain_layers(
-    model: nn.Module, report: GraphReport, gemms: Sequence[GraphGemm], peaks: Peaks | None
+    model: nn.Module,
+    report: GraphReport,
+    gemms: Sequence[GraphGemm],
+    unknown: Sequence[Unknown],
+    peaks: Peaks | None,
 ) -> tuple[LayerExplanation, ...]:
     """Every linear with its three GEMMs.
 
@@ -170,18 +224,13 @@ def explain_layers(
         model: The model.
         report: What the compiler made of it.
         gemms: Products of its graphs.
+        unknown: What may be a product of a layer's beside them.
         peaks: Of the GPU, for the least times; None leaves them out.
     """
     explained = []
     for row in conversion_report(model).rows:
         own = [each for each in gemms if each.layer == row.fqn]
-        called = any(each.gemm == GEMMS[0].name for each in own)
-        parts = []
-        for gemm in GEMMS:
-            found = [each for each in own if each.gemm == gemm.name]
-            parts.append(
-                _explained(gemm, row, found, peaks) if found else _absent(gemm, row, model, report, called=called)
-            )
+        doubts = [each for each in unknown if each.layer == row.fqn]
         explained.append(
             LayerExplanation(
                 fqn=row.fqn,
@@ -191,7 +240,7 @@ def explain_layers(
                 recipe=recipes.describe(row.recipe) if row.recipe else "",
                 in_features=row.in_features,
                 out_features=row.out_features,
-                gemms=tuple(parts),
+                gemms=_parts(row, model, report, own, doubts, peaks),
             )
         )
     return tuple(explained)

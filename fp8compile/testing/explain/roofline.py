@@ -79,17 +79,17 @@ def _seconds(m: int, k: int, n: int, in_bytes: int, out_bytes: int, peak: float,
 
 
 def gemm_seconds(gemm: GraphGemm, peaks: Peaks) -> float:
-    """The least time of a product as it runs, padding included."""
+    """The least time of a product as it runs, padding included; of one that layers share, a layer's part."""
     k, n = padding(gemm)
     if gemm.is_fp8:
-        return _seconds(gemm.m, k, n, 1, gemm.out_bytes, peaks.fp8, peaks)
+        return _seconds(gemm.m, k, n, 1, gemm.out_bytes, peaks.fp8, peaks) / gemm.shared_by
     peak = peaks.bf16 if gemm.in_bytes == 2 else peaks.fp32
-    return _seconds(gemm.m, k, n, gemm.in_bytes, gemm.out_bytes, peak, peaks)
+    return _seconds(gemm.m, k, n, gemm.in_bytes, gemm.out_bytes, peak, peaks) / gemm.shared_by
 
 
 def bf16_seconds(gemm: GraphGemm, peaks: Peaks) -> float:
     """The least time of the same product in bfloat16."""
-    return _seconds(gemm.m, gemm.k, gemm.n, 2, 2, peaks.bf16, peaks)
+    return _seconds(gemm.m, gemm.k, gemm.n, 2, 2, peaks.bf16, peaks) / gemm.shared_by
 
 
 def _cast_bytes(gemms: Iterable[GraphGemm]) -> int:

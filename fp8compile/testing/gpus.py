@@ -1,4 +1,4 @@
-"""An H200 that isn't there: what PyTorch, Inductor and Triton ask a GPU before they generate code for it.
+"""A GPU that isn't there: what PyTorch, Inductor and Triton ask a GPU before they generate code for it.
 
 Nothing can run on it. It stands in for the real one also on a machine that has a GPU, so that generated code is the
 same everywhere.
@@ -14,16 +14,17 @@ from typing import Any
 from unittest import mock
 
 import torch
+from torch import Tensor
 
-__all__ = ["H200", "pretend_h200"]
+__all__ = ["GPUS", "Gpu", "gpu_called", "pretend_gpu"]
 
 
 @dataclass(frozen=True)
-class H200:
-    """`torch.cuda.get_device_properties` of an H200 SXM, as far as code generation looks.
+class Gpu:
+    """`torch.cuda.get_device_properties` of a GPU, as far as code generation looks. The defaults are an H200 SXM.
 
-    Source: CUDA C++ Programming Guide, table "Technical Specifications per Compute Capability", column 9.0; NVIDIA
-    H200 data sheet (memory).
+    Source: CUDA C++ Programming Guide, table "Technical Specifications per Compute Capability", columns 9.0 and 10.0;
+    NVIDIA data sheets (memory).
     """
 
     name: str = "NVIDIA H200"
@@ -47,7 +48,27 @@ class H200:
     shared_memory_per_multiprocessor: int = 228 << 10
 
 
-def _answers(gpu: H200) -> dict[str, object]:
+GPUS = {
+    "h200": Gpu(),
+    "b200": Gpu(
+        name="NVIDIA B200",
+        major=10,
+        cc=100,
+        multi_processor_count=148,
+        total_memory=180 << 30,
+        L2_cache_size=126 << 20,
+    ),
+}
+
+
+def gpu_called(arch: str) -> Gpu:
+    """A GPU of ``GPUS`` by its key; ValueError if there is none."""
+    if arch not in GPUS:
+        raise ValueError(f"arch is {arch!r}; it is one of {', '.join(GPUS)}.")
+    return GPUS[arch]
+
+
+def _answers(gpu: Gpu) -> dict[str, object]:
     """What each function of `torch.cuda` returns."""
     properties = dict.fromkeys(("get_device_properties", "_get_device_properties"), gpu)
     nothing = dict.fromkeys(("_lazy_init", "set_device", "synchronize", "set_rng_state"), None)
@@ -69,7 +90,7 @@ def _always(value: object) -> Callable[..., object]:
     return lambda *args, **kwargs: value
 
 
-def _triton_driver(gpu: H200) -> Any:
+def _triton_driver(gpu: Gpu) -> Any:
     from triton.backends.compiler import GPUTarget
 
     driver = mock.Mock(spec_set=[
@@ -81,6 +102,16 @@ def _triton_driver(gpu: H200) -> Any:
     driver.get_device_interface.return_value = torch.cuda
     driver.is_active.return_value = True
     return driver
+
+
+def _unguarded() -> dict[str, Callable]:
+    """Methods of tensors without the guard of their device, which a PyTorch built without CUDA doesn't have."""
+    index = Tensor.__getitem__
+    return {
+        "__invert__": lambda tensor: torch.bitwise_not(tensor),
+        "copy_": lambda tensor, source: torch.ops.aten.copy_.default(tensor, source),
+        "__getitem__": lambda tensor, at: torch.select(tensor, 0, at) if type(at) is int else index(tensor, at),
+    }
 
 
 def _forget_devices() -> None:
@@ -97,8 +128,8 @@ def _forget_devices() -> None:
 
 
 @contextmanager
-def pretend_h200() -> Iterator[None]:
-    """While this runs, PyTorch believes that device ``cuda:0`` is an H200, and Triton generates code for it.
+def pretend_gpu(gpu: Gpu) -> Iterator[None]:
+    """While this runs, PyTorch believes that device ``cuda:0`` is this GPU, and Triton generates code for it.
 
     Raises:
         ModuleNotFoundError: There is no Triton.
@@ -107,7 +138,6 @@ def pretend_h200() -> Iterator[None]:
     from torch._dynamo.device_interface import CudaInterface
     from torch._subclasses import fake_tensor
 
-    gpu = H200()
     interface = {"is_available": True, "get_compute_capability": gpu.cc}
     worker = {"get_device_properties": gpu, "current_device": 0}
     with ExitStack() as stack:
@@ -119,6 +149,8 @@ def pretend_h200() -> Iterator[None]:
         for owner, answers in ((CudaInterface, {**interface, **worker}), (CudaInterface.Worker, worker)):
             for name, answer in answers.items():
                 stack.enter_context(mock.patch.object(owner, name, staticmethod(_always(answer))))
+        for name, method in _unguarded().items():
+            stack.enter_context(mock.patch.object(Tensor, name, method))
         stack.enter_context(mock.patch.object(fake_tensor, "init_gpu_context", _always(None), create=True))
         stack.enter_context(mock.patch("torch._inductor.scheduler.has_triton", return_value=True))
         _forget_devices()

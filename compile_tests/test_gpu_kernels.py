@@ -17,8 +17,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import fp8compile as f8
 from benchmarks.kernels import kernel_row
 from benchmarks.table import lines
-from fp8compile.testing import gpu_code
-from fp8compile.testing.cubin import kernel_resources
+from fp8compile.testing import gpu_kernels
+from fp8compile.testing.cubin import jit_resources
+from fp8compile.testing.gpus import GPUS
 
 pytestmark = [
     pytest.mark.skipif(
@@ -45,11 +46,14 @@ class TestTable(expecttest.TestCase):
         self.assertExpectedInline(
             "\n".join(lines(rows)),
             """\
-block               fwd kernels  fwd GEMMs  fwd GB  bwd kernels  bwd GEMMs  bwd GB  sum GB
-bf16                          2          3   2.164            3          6   4.028   6.192
-tensorwise                    9          3   3.238           10          6   4.749   7.987
-rowwise                       5          3   2.349           12          6   5.191   7.540
-rowwise_bf16_wgrad            5          3   2.651            8          6   4.684   7.336""",
+block               GPU   fwd kernels  fwd GEMMs  fwd GB  bwd kernels  bwd GEMMs  bwd GB  sum GB
+bf16                h200            2          3   2.164            3          6   4.028   6.192
+tensorwise          h200            9          3   3.238           10          6   4.749   7.987
+rowwise             h200            5          3   2.349           12          6   5.191   7.540
+rowwise_bf16_wgrad  h200            5          3   2.651            8          6   4.684   7.336
+blockwise           h200            8          3   2.780            9          6   5.511   8.291
+mxfp8               b200            6          3   2.439           17          6   6.031   8.470
+delayed             h200           10          3   2.382           10          6   3.944   6.326""",
         )
 
     @pytest.mark.skipif(TORCH != "2.13", reason=f"the table is that of PyTorch 2.13, this is {TORCH}")
@@ -59,10 +63,10 @@ rowwise_bf16_wgrad            5          3   2.651            8          6   4.6
         self.assertExpectedInline(
             "\n".join(lines(rows)),
             """\
-block                       fwd kernels  fwd GEMMs  fwd GB  bwd kernels  bwd GEMMs  bwd GB  sum GB
-torchao tensorwise                    9          3   3.238            9          6   4.749   7.987
-torchao rowwise                       5          3   2.349           18          6   8.076  10.425
-torchao rowwise_with_gw_hp            5          3   2.651           10          6   4.934   7.585""",
+block                       GPU   fwd kernels  fwd GEMMs  fwd GB  bwd kernels  bwd GEMMs  bwd GB  sum GB
+torchao tensorwise          h200            9          3   3.238            9          6   4.749   7.987
+torchao rowwise             h200            5          3   2.349           18          6   8.076  10.425
+torchao rowwise_with_gw_hp  h200            5          3   2.651           10          6   4.934   7.585""",
         )
 
 
@@ -108,7 +112,7 @@ def layer_code(block, quantizer=f8.CurrentScaling):
         return quantized.codes, quantized.scale
 
     with FakeTensorMode():
-        (code,) = gpu_code(fn, torch.empty(4096, 8192, dtype=torch.bfloat16))
+        (code,) = gpu_kernels(fn, torch.empty(4096, 8192, dtype=torch.bfloat16))
     return code
 
 
@@ -168,7 +172,7 @@ def normed_layer():
     with FakeTensorMode():
         norm = torch.nn.RMSNorm(4096, dtype=torch.bfloat16).requires_grad_(requires_grad=False)
         weight = torch.empty(8192, 4096, dtype=torch.bfloat16)
-        (code,) = gpu_code(
+        (code,) = gpu_kernels(
             lambda x: f8.linear(norm(x), weight, recipe=f8.recipes.rowwise()),
             torch.empty(4096, 4096, dtype=torch.bfloat16),
         )
@@ -200,7 +204,7 @@ def test_a_fusion_broken_on_purpose_is_seen():
 def test_launches_account_for_every_byte():
     with FakeTensorMode():
         x, w = (torch.empty(m, 256, dtype=torch.bfloat16, requires_grad=True) for m in (512, 128))
-        codes = gpu_code(lambda x, w: f8.linear(x.relu(), w, recipe=f8.recipes.rowwise()).exp(), x, w)
+        codes = gpu_kernels(lambda x, w: f8.linear(x.relu(), w, recipe=f8.recipes.rowwise()).exp(), x, w)
     for code in codes:
         assert sum(launch.bytes_read + launch.bytes_written for launch in code.launches) == code.bytes
         assert tuple(launch.name for launch in code.launches if launch.kind == "gemm") == code.gemms
@@ -209,11 +213,25 @@ def test_launches_account_for_every_byte():
 
 def test_kernels_compile_for_sm_90_without_spills():
     code = layer_code((1, -1))
-    found = kernel_resources(code.source)
+    found = code.resources()
     assert {resources.name for resources in found} == set(code.kernels)
     assert all(0 < resources.registers <= 255 for resources in found)
     # Inductor times its configurations on the GPU and takes the best: one without spills has to be among them
     assert all(any(r.spilled_bytes == 0 for r in found if r.name == name) for name in code.kernels), [*map(str, found)]
+
+
+@pytest.mark.parametrize(("n", "scale", "stored"), [(128, "fp32", "*fp32"), (32, "e8m0_rceil", "*u8")])
+def test_the_kernel_of_both_directions_has_no_spills(n, scale, stored):
+    from fp8compile.kernels.both_directions import WARPS, both_kernel, constants
+
+    rows, columns = (f8.CurrentScaling(block=block, scale=scale) for block in ((1, n), (n, 1)))
+    kinds = {
+        "x_ptr": "*bf16", "rows_ptr": "*u8", "row_scales_ptr": stored, "columns_ptr": "*u8",
+        "column_scales_ptr": stored, "M": "i32", "K": "i32",
+    }  # fmt: skip
+    found = jit_resources(both_kernel, kinds, constants(rows, columns), num_warps=WARPS, gpu=GPUS["h200"])
+    assert 0 < found.registers <= 128, found
+    assert found.spilled_bytes == 0, found
 
 
 # ---------------------------------------------------------------------------------- the tool
@@ -236,7 +254,7 @@ def test_code_of_real_tensors_is_that_of_fake_ones():
 
     def codes():
         made = (torch.zeros(m, 64, dtype=torch.bfloat16, requires_grad=True) for m in (32, 48))
-        return [(code.kernels, code.gemms, code.bytes) for code in gpu_code(fn, *made)]
+        return [(code.kernels, code.gemms, code.bytes) for code in gpu_kernels(fn, *made)]
 
     with FakeTensorMode():
         fake = codes()
@@ -248,7 +266,29 @@ def test_gemms_are_chosen_for_the_gpu():
     """Rowwise with a float32 output: natively on a CPU, by scaling the product on a Hopper GPU."""
     with FakeTensorMode():
         tensors = (torch.empty(m, 64) for m in (32, 48))
-        (code,) = gpu_code(lambda x, w: f8.linear(x, w, recipe=f8.recipes.rowwise()), *tensors)
+        (code,) = gpu_kernels(lambda x, w: f8.linear(x, w, recipe=f8.recipes.rowwise()), *tensors)
     assert code.gemms == ("_scaled_mm",)
     assert "out_dtype=torch.float32" in code.source
     assert re.search(r"\* *tmp\d+", code.source[code.source.index("extern_kernels._scaled_mm") - 6000 :])
+
+
+def test_columns_are_padded_for_the_gpu():
+    """cuBLASLt takes multiples of 16, so a GPU pads n; a CPU doesn't."""
+    with FakeTensorMode():
+        tensors = (torch.empty(m, 64, dtype=torch.bfloat16) for m in (32, 40))
+        (code,) = gpu_kernels(lambda x, w: f8.linear(x, w, recipe=f8.recipes.tensorwise()), *tensors)
+    assert "48, 64" in code.source, "the weight's codes, padded from 40 rows to 48"
+    assert code.gemms == ("_scaled_mm",)
+
+
+def test_a_partial_block_is_indexed_as_on_a_gpu():
+    """On a CPU the index of a partial last block is computed by a float64 floor; a GPU divides integers."""
+    how = f8.CurrentScaling(block=(1, 64))
+    with FakeTensorMode():
+        (code,) = gpu_kernels(lambda x: f8.quantize(x, how).codes, torch.empty(16, 200, dtype=torch.bfloat16))
+    assert "// 64" in code.kernel(code.kernels[-1]), code.source
+
+
+def test_an_unknown_gpu_is_refused():
+    with pytest.raises(ValueError, match="arch is 'gtx480'; it is one of h200"):
+        gpu_kernels(torch.relu, torch.zeros(2), arch="gtx480")

@@ -1,0 +1,83 @@
+"""What a quantizer's step returned, checked before anything builds on it: a tensor, its shape, its dtype.
+
+A quantizer is the code of others, and what it returns by mistake would surface as an error of a kernel that knows
+nothing of it, or not at all. A look at metadata costs no kernel, no sync and no node in a graph; of sizes that are
+symbols nothing is asked, so that no guard comes of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fp8compile.quantizers import Quantizer
+
+__all__ = ["dtype_said", "returned", "shape_said"]
+
+
+def _could_be(found: Sequence[Any], expected: Sequence[Any]) -> bool:
+    """Whether two shapes are equal, as far as numbers tell."""
+    return len(found) == len(expected) and all(
+        a == b for a, b in zip(found, expected, strict=True) if type(a) is type(b) is int
+    )
+
+
+def returned(
+    found: Any, quantizer: Quantizer, step: str, shape: Sequence[int], dtype: torch.dtype, shape_of: str
+) -> Tensor:
+    """What a step returned, if it is what that step returns.
+
+    Args:
+        found: What it returned.
+        quantizer: Whose step it is.
+        step: Its name.
+        shape: What it returns.
+        dtype: Of it.
+        shape_of: Where the shape is from, for the error.
+
+    Raises:
+        TypeError: It is something else.
+    """
+    if isinstance(found, Tensor) and found.dtype == dtype and _could_be(found.shape, shape):
+        return found
+    shown = f"{found.dtype} of shape {tuple(found.shape)}" if isinstance(found, Tensor) else repr(found)
+    raise TypeError(
+        f"{type(quantizer).__name__}.{step} returned {shown.removeprefix('torch.')}; it returns "
+        f"{str(dtype).removeprefix('torch.')} of shape {tuple(shape)}, {shape_of}."
+    )
+
+
+def shape_said(quantizer: Quantizer, method: str, shape: Sequence[int]) -> tuple[int, ...]:
+    """A shape that a quantizer's layout gives.
+
+    Args:
+        quantizer: The quantizer.
+        method: ``"codes_shape"``, ``"values_shape"`` or ``"scale_shape"``.
+        shape: What it is given.
+
+    Raises:
+        TypeError: It gives none.
+    """
+    found = getattr(quantizer, method)(shape)
+    if isinstance(found, Sequence) and all(isinstance(size, (int, torch.SymInt)) for size in found):
+        return tuple(found)
+    raise TypeError(
+        f"{type(quantizer).__name__}.{method} returned {found!r} for shape {tuple(shape)}; it returns a tuple of ints."
+    )
+
+
+def dtype_said(quantizer: Quantizer) -> torch.dtype:
+    """The dtype of a quantizer's scales.
+
+    Raises:
+        TypeError: It says none.
+    """
+    found = quantizer.scale_dtype()
+    if isinstance(found, torch.dtype):
+        return found
+    raise TypeError(
+        f"{type(quantizer).__name__}.scale_dtype returned {found!r}; it returns a torch.dtype, such as torch.uint8."
+    )

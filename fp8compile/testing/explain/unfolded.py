@@ -1,0 +1,152 @@
+"""A graph with its subgraphs unfolded: one list of values, whatever branch, loop or repeated region makes them.
+
+    graph: x --invoke_subgraph(body, x, w1)--> y --invoke_subgraph(body, y, w2)--> z
+    values: x, w1, [body: linear, relu], y, w2, [body: linear, relu], z
+
+A subgraph's inputs are the operands of the call, and a call's results are the outputs of its subgraphs, of each branch
+one. So who follows a value needs to know of no subgraph.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, fx
+from torch.utils import _pytree as pytree
+
+from fp8compile.testing.recording import op_name
+
+__all__ = ["SAME", "Unfolded", "Value", "unfold"]
+
+SAME = "the same"  # not an operator: a value that is one of its inputs
+
+
+@dataclass(frozen=True, eq=False)
+class Value:
+    """What one call of an operator makes; a node of a subgraph has one for each call of the subgraph.
+
+    Attributes:
+        node: The node.
+        op: Its operator; `SAME` where it is one of its inputs; empty for what goes into the graph.
+        inputs: What it is made of; of an operator, in the order of ``node.all_input_nodes``.
+        users: Values that are made of it.
+    """
+
+    node: fx.Node
+    op: str
+    inputs: tuple[Value, ...] = ()
+    users: list[Value] = field(default_factory=list, repr=False)
+
+    def operand(self, index: int) -> Value:
+        """The value of an argument that is a node."""
+        return self.inputs[self.node.all_input_nodes.index(self.node.args[index])]
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """Fake tensors: one, or those of an operator with several results."""
+        return [leaf for leaf in pytree.tree_leaves(self.node.meta.get("val")) if isinstance(leaf, Tensor)]
+
+    @property
+    def numel(self) -> int:
+        """Elements of its largest tensor."""
+        return max((tensor.numel() for tensor in self.tensors), default=0)
+
+
+@dataclass(frozen=True)
+class Unfolded:
+    """A graph.
+
+    Attributes:
+        values: Each after those that it is made of.
+        outputs: What the graph returns, with what PyTorch knows of each.
+    """
+
+    values: list[Value]
+    outputs: list[tuple[Value, Any]]
+
+
+def _subgraphs(node: fx.Node) -> list[int]:
+    """Where a call has subgraphs among its arguments."""
+    return [
+        index
+        for index, argument in enumerate(node.args)
+        if isinstance(argument, fx.Node)
+        and argument.op == "get_attr"
+        and isinstance(getattr(node.graph.owning_module, argument.target, None), fx.GraphModule)
+    ]
+
+
+class _Unfolding:
+    def __init__(self, saved: Mapping[str, Value]) -> None:
+        self.saved = saved
+        self.values: list[Value] = []
+
+    def add(self, node: fx.Node, op: str, inputs: Sequence[Value]) -> Value:
+        value = Value(node, op, tuple(inputs))
+        for each in dict.fromkeys(inputs):
+            each.users.append(value)
+        self.values.append(value)
+        return value
+
+    def _called(self, node: fx.Node, env: Mapping[fx.Node, Value]) -> list[Sequence[Value | None]] | None:
+        """The results of each subgraph of a call; None if its operands aren't the subgraphs' inputs, one by one."""
+        places = _subgraphs(node)
+        operands = [leaf for leaf in pytree.tree_leaves(node.args[places[-1] + 1 :]) if not isinstance(leaf, str)]
+        matches = not node.kwargs
+        results = []
+        for place in places:
+            module = getattr(node.graph.owning_module, node.args[place].target)
+            names = module.graph.find_nodes(op="placeholder")
+            if len(names) == len(operands):
+                given = [[env[leaf]] if isinstance(leaf, fx.Node) else [] for leaf in operands]
+            else:  # any of them, then
+                matches = False
+                given = [[env[each] for each in node.all_input_nodes]] * len(names)
+            inner = {name: self.add(name, SAME, inputs) for name, inputs in zip(names, given, strict=True)}
+            results.append(self.run(module, inner))
+        return results if matches else None
+
+    def run(self, module: fx.GraphModule, env: dict[fx.Node, Value]) -> list[Value | None]:
+        results: dict[fx.Node, list[Sequence[Value | None]]] = {}
+        for node in module.graph.nodes:
+            if node.op == "output":
+                leaves = pytree.tree_leaves(node.args[0])
+                return [env[leaf] if isinstance(leaf, fx.Node) else None for leaf in leaves]
+            if node in env:
+                continue
+            inputs = [env[each] for each in node.all_input_nodes]
+            if node.op == "placeholder":
+                of_forward = self.saved.get(node.name)
+                env[node] = self.add(node, SAME if of_forward else "", [of_forward] if of_forward else [])
+            elif node.op != "call_function":
+                env[node] = self.add(node, SAME, [])
+            elif node.target is operator.getitem and node.args[0] in results:
+                made = [result[node.args[1]] for result in results[node.args[0]] if node.args[1] < len(result)]
+                env[node] = self.add(node, SAME, [value for value in made if value is not None])
+            elif _subgraphs(node) and (called := self._called(node, env)) is not None:
+                results[node] = called
+                env[node] = self.add(node, SAME, [])
+            else:
+                env[node] = self.add(node, op_name(node.target), inputs)
+        raise ValueError("a graph without an output")
+
+
+def _described(graph: fx.GraphModule, outputs: Sequence[Value | None]) -> Iterator[tuple[Value, Any]]:
+    (output,) = graph.graph.find_nodes(op="output")
+    described = output.meta.get("desc") or [None] * len(outputs)
+    yield from ((value, desc) for value, desc in zip(outputs, described, strict=False) if value is not None)
+
+
+def unfold(graph: fx.GraphModule, saved: Mapping[str, Value] | None = None) -> Unfolded:
+    """Unfold a graph.
+
+    Args:
+        graph: One of AOTAutograd's.
+        saved: Of a backward graph, what the forward hands to it, by name.
+    """
+    unfolding = _Unfolding(saved or {})
+    outputs = unfolding.run(graph, {})
+    return Unfolded(unfolding.values, list(_described(graph, outputs)))

@@ -1,0 +1,87 @@
+"""The graphs that Inductor would get for a GPU, made on the CPU.
+
+fn, args on the CPU --Dynamo, AOTAutograd with Inductor's decompositions, min-cut partitioner--> forward, backward
+
+Our ops, while they are traced, choose as they do on the GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from fp8compile.target import Target, pretend_target
+from fp8compile.testing.gpus import Gpu
+from fp8compile.testing.state import kept_state
+
+__all__ = ["GpuGraph", "gpu_graphs"]
+
+
+@dataclass(frozen=True)
+class GpuGraph:
+    """A graph of decomposed operators, and tensors like those that it would be called with.
+
+    Attributes:
+        graph: On the CPU still.
+        inputs: Its arguments.
+    """
+
+    graph: fx.GraphModule
+    inputs: list[Any]
+
+
+def _empty_outputs(graph: fx.GraphModule) -> list[Any]:
+    """Something of the shapes that the graph returns: what it computes is not asked for."""
+    (outputs,) = graph.graph.find_nodes(op="output")[0].args
+    values = [node.meta["val"] if isinstance(node, fx.Node) else node for node in outputs]
+    return [
+        torch.empty_strided(v.size(), v.stride(), dtype=v.dtype, device=v.device) if isinstance(v, Tensor) else v
+        for v in values
+    ]
+
+
+def gpu_graphs(fn: Callable, args: Sequence[Any], gpu: Gpu) -> list[GpuGraph]:
+    """Trace ``fn(*args)`` with ``fullgraph=True`` and compute nothing. Compiled graphs of others are forgotten.
+
+    Args:
+        fn: A module or function.
+        args: Its arguments, on the CPU.
+        gpu: What it is traced for.
+
+    Returns:
+        Forward and, where an output requires grad, backward.
+    """
+    from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._inductor import compile_fx
+    from torch._inductor.fx_passes.joint_graph import joint_graph_passes
+    from torch._inductor.virtualized import V
+
+    forwards: list[GpuGraph] = []
+    backwards: list[GpuGraph] = []
+
+    def forward_compiler(graph: fx.GraphModule, inputs: list[Any]) -> Callable:
+        forwards.append(GpuGraph(graph, inputs))
+        return make_boxed_func(lambda *_: _empty_outputs(graph))
+
+    def partition(joint: fx.GraphModule, inputs: Any, **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
+        with V.set_fake_mode(torch._guards.detect_fake_mode(inputs)):  # random numbers are made from seeds with it
+            joint_graph_passes(joint)
+        forward, backward = min_cut_rematerialization_partition(joint, inputs, **kwargs)
+        placeholders = backward.graph.find_nodes(op="placeholder")
+        backwards.append(GpuGraph(backward, [node.meta["val"] for node in placeholders]))
+        return forward, backward
+
+    backend = aot_autograd(
+        fw_compiler=forward_compiler, decompositions=compile_fx.select_decomp_table(), partition_fn=partition
+    )
+    torch._dynamo.reset()
+    # what a buffer is changed to is not computed here either
+    with kept_state(fn, args), pretend_target(Target("cuda", (gpu.major, gpu.minor))):
+        torch.compile(fn, fullgraph=True, backend=backend)(*args)
+    torch._dynamo.reset()
+    return forwards + backwards

@@ -1,0 +1,256 @@
+"""What Inductor would launch for a graph on a GPU that isn't here, with the data that flows between launches.
+
+    graph on the CPU --traced again on fake CUDA tensors--> lowered, fused, printed --> Schedule
+
+Nothing is launched, and nothing computed or allocated, so a layer of full size costs seconds.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, fx
+
+from fp8compile.testing.gpu_graphs import GpuGraph
+from fp8compile.testing.gpus import Gpu, pretend_gpu
+
+__all__ = ["Schedule", "ScheduledLaunch", "operator_of", "schedule"]
+
+SOURCE = "fp8compile.testing.source"  # in a node's meta, where tracing again keeps it
+GPU = torch.device("cuda", 0)
+LAUNCH = re.compile(
+    r"^\s+(?:\w+ = )?(?:(?P<triton>triton_\w+)\.run|extern_kernels\.(?P<extern>\w+)|"
+    r"(?:torch\.ops\.|(?=aten\.))(?P<op>[\w.]+))\(",
+    re.MULTILINE,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScheduledLaunch:
+    """One kernel that is started.
+
+    Attributes:
+        name: Of the Triton kernel, or of the operator that is called.
+        kind: "triton", "gemm" or "opaque".
+        bytes_read: Each buffer once.
+        bytes_written: Each buffer once.
+        made: The buffers that it makes, and the node of the lowered graph whose value each holds. Of a buffer that a
+            product asked for, in the layout it wants, no node is known here.
+        read: The buffers that it reads; a product's operands in their order.
+    """
+
+    name: str
+    kind: str
+    bytes_read: int
+    bytes_written: int
+    made: dict[str, fx.Node | None]
+    read: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """One graph as Inductor would run it.
+
+    Attributes:
+        source: The Python file with Triton kernels and the calls.
+        bytes: Read and written, as Inductor counts: each buffer once a kernel.
+        launches: In their order.
+        sources: Nodes of the graph that was given, by name.
+        placed: Buffers that no launch makes as a whole, and the node whose value each holds: one of several results
+            of an operator, or a place that several kernels write to.
+    """
+
+    source: str
+    bytes: int
+    launches: tuple[ScheduledLaunch, ...]
+    sources: dict[str, fx.Node] = field(repr=False)
+    placed: dict[str, fx.Node | None] = field(repr=False)
+
+    @cached_property
+    def maker(self) -> dict[str, ScheduledLaunch]:
+        """The launch that makes each buffer; a graph's inputs have none."""
+        return {name: launch for launch in self.launches for name in launch.made}
+
+    @cached_property
+    def _holders(self) -> dict[str, fx.Node | None]:
+        """The node that each buffer holds; a product's operands are those of its node."""
+        holders = {name: node for launch in self.launches for name, node in launch.made.items()} | self.placed
+        for launch in self.launches:
+            product = next(iter(launch.made.values()), None)
+            if launch.kind == "gemm" and product is not None:
+                for name, operand in zip(launch.read, product.args, strict=False):
+                    if name in holders and holders[name] is None and isinstance(operand, fx.Node):
+                        holders[name] = operand
+        return holders
+
+    def computed(self, launch: ScheduledLaunch) -> list[fx.Node]:
+        """Nodes of the given graph that a launch does the work of, in their order.
+
+        What Inductor lists for a kernel includes some that its inputs come from. This is everything between the
+        buffers that it reads and those that it makes.
+        """
+        edge = {self._holders.get(name) for name in launch.read}
+        found: set[fx.Node] = set()
+        todo = [node for name in launch.made if (node := self._holders[name]) is not None]
+        while todo:
+            node = todo.pop()
+            if node not in found and node.op == "call_function":
+                found.add(node)
+                todo += [other for other in node.all_input_nodes if other not in edge]
+        sources = (self.sources.get(node.meta.get("custom", {}).get(SOURCE)) for node in sorted(found))
+        return list(dict.fromkeys(node for node in sources if node is not None))
+
+    def makes(self, launch: ScheduledLaunch) -> fx.Node | None:
+        """The node of the given graph whose value a launch makes; None if that isn't known."""
+        nodes = (self._holders[name] for name in launch.made)
+        names = (node.meta.get("custom", {}).get(SOURCE) for node in nodes if node is not None)
+        return next((self.sources[name] for name in names if name in self.sources), None)
+
+
+def operator_of(node: fx.Node) -> str:
+    """The operator that a decomposed node was in the graph before, such as "aten.silu" or "fp8compile.linear"."""
+    return str(node.meta.get("original_aten") or node.target).removesuffix(".default")
+
+
+# ---------------------------------------------------------------------------------- from Inductor's schedule
+
+
+def _node_of(buffer: Any) -> fx.Node | None:
+    """The graph's node whose value a buffer holds; None if Inductor made it while it lowered a product."""
+    data = getattr(buffer, "data", None)
+    node = getattr(data, "origin_node", None) or getattr(buffer, "origin_node", None)
+    if node is None and getattr(data, "origins", None):
+        node = max(data.origins)  # the last one; those before it are what its inputs come from
+        return None if "mm" in str(node.target) else node
+    return node
+
+
+def _reads(parts: Sequence[Any], made: dict[str, Any]) -> Iterator[str]:
+    for part in parts:
+        inputs = getattr(part.node, "inputs", None)
+        # a library's product has its operands in their order, generated code only a set
+        names = [each.get_name() for each in inputs] if inputs else sorted({d.name for d in part.read_writes.reads})
+        yield from (name for name in names if name not in made)
+
+
+def _launch(node: Any, call: dict[str, str]) -> ScheduledLaunch:
+    name = call["triton"] or call["extern"] or call["op"]
+    is_product = "mm" in name.rpartition(".")[2] or "mm." in name
+    total, written = node.get_read_write_buffers_sizes(), node.get_write_buffer_sizes()
+    parts = list(node.get_nodes())
+    made = {part.node.get_name(): _node_of(part.node) for part in parts}
+    return ScheduledLaunch(
+        name=name,
+        kind="triton" if call["triton"] else "gemm" if is_product else "opaque",
+        bytes_read=total - written,
+        bytes_written=written,
+        made=made,
+        read=tuple(_reads(parts, made)),
+    )
+
+
+def _is_called(node: Any) -> bool:
+    """Whether a call is printed for a node of the schedule."""
+    from torch._inductor import ir
+    from torch._inductor.scheduler import NopKernelSchedulerNode
+
+    is_part = isinstance(getattr(node, "node", None), ir.MultiOutput)
+    return not (is_part or isinstance(node, NopKernelSchedulerNode))
+
+
+def _launches(nodes: Sequence[Any], source: str) -> tuple[ScheduledLaunch, ...]:
+    """Nodes of the schedule beside the calls that were printed for them, both in one order."""
+    calls = [match.groupdict() for match in LAUNCH.finditer(source[source.index("def call(") :])]
+    if len(nodes) != len(calls):
+        raise RuntimeError(
+            f"gpu_kernels: {len(nodes)} kernels were scheduled, {len(calls)} calls found in the generated code: their "
+            f"bytes can't be told apart. PyTorch {torch.__version__} prints code in another form than is known here."
+        )
+    return tuple(_launch(node, call) for node, call in zip(nodes, calls, strict=True))
+
+
+def _schedule(nodes: Sequence[Any], source: str, total: int, sources: dict[str, fx.Node]) -> Schedule:
+    called = [node for node in nodes if _is_called(node)]
+    placed = {
+        part.node.get_name(): _node_of(part.node) for node in nodes if node not in called for part in node.get_nodes()
+    }
+    return Schedule(source, total, _launches(called, source), sources, placed)
+
+
+# ---------------------------------------------------------------------------------- lowering
+
+
+def _on_gpu(value: Any) -> Any:
+    """A fake tensor on the GPU with the layout of this one."""
+    if not isinstance(value, Tensor):
+        return value
+    return torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device="cuda")
+
+
+def _device_argument(node: fx.Node) -> str | None:
+    """The name by which an operator takes a device, if it does and was given none, or was by that name."""
+    schema = getattr(node.target, "_schema", None)
+    names = [argument.name for argument in schema.arguments] if schema is not None else []
+    return "device" if "device" in names[len(node.args) :] else None
+
+
+def _moved(graph: fx.GraphModule) -> fx.GraphModule:
+    """A copy that makes its tensors on the GPU, each node with its name where tracing keeps it."""
+    graph = copy.deepcopy(graph)
+    for node in graph.graph.nodes:
+        node.meta["custom"] = {**node.meta.get("custom", {}), SOURCE: node.name}
+        node.args = fx.node.map_aggregate(node.args, lambda each: GPU if isinstance(each, torch.device) else each)
+        if (name := _device_argument(node)) is not None:
+            node.kwargs = {**node.kwargs, name: GPU}
+    graph.recompile()
+    return graph
+
+
+def schedule(made_for: GpuGraph, gpu: Gpu) -> Schedule:
+    """Let Inductor compile a graph for a GPU; take the code where it would load it.
+
+    Args:
+        made_for: Of `gpu_graphs`.
+        gpu: The GPU.
+
+    Raises:
+        ModuleNotFoundError: There is no Triton.
+        RuntimeError: This version of PyTorch prints code in a form that isn't known here.
+    """
+    from torch._inductor import compile_fx, config
+    from torch._inductor.graph import GraphLowering
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    found: list[Schedule] = []
+    sources = {node.name: node for node in made_for.graph.graph.nodes}
+
+    def take(lowering: GraphLowering) -> SimpleNamespace:
+        code, _ = lowering.codegen()
+        source = getattr(code, "value", code)
+        total, counts, _ = lowering.count_bytes()
+        found.append(_schedule([node for node, _ in counts], source, total, sources))
+        return SimpleNamespace(call=lambda inputs: None, __file__="not loaded", runner=None)
+
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    with (
+        pretend_gpu(gpu),
+        mock.patch.object(GraphLowering, "compile_to_module", take),
+        # names without operators: equal kernels are one, whatever they come from
+        config.patch({"fx_graph_cache": False, "compile_threads": 1, "triton.descriptive_names": False}),
+        torch._guards.tracing(torch._guards.TracingContext(mode)),
+        mode,
+    ):
+        fakes = [_on_gpu(value) for value in made_for.inputs]
+        with fx.traceback.preserve_node_meta():  # which node each one was before it was traced again
+            graph = make_fx(fx.Interpreter(_moved(made_for.graph)).run)(*fakes)
+        compile_fx.compile_fx_inner(graph, fakes)
+    return found[0]
