@@ -7,8 +7,8 @@ model = torch.compile(model, fullgraph=True)
 """
 
 from fp8compile import library, ops, recipes
-from fp8compile.nn import ConversionReport, Linear, conversion_report, convert, linear, revert
-from fp8compile.quantizers import CurrentScaling, Quantizer, Recipe
+from fp8compile.nn import ConversionReport, DelayedState, Linear, conversion_report, convert, linear, revert
+from fp8compile.quantizers import CurrentScaling, DelayedScaling, Quantizer, Recipe
 from fp8compile.tensor import QuantizedTensor, quantize, scaled_mm
 
 __version__ = "0.1.0.dev0"
@@ -16,6 +16,8 @@ __version__ = "0.1.0.dev0"
 __all__ = [
     "ConversionReport",
     "CurrentScaling",
+    "DelayedScaling",
+    "DelayedState",
     "Linear",
     "QuantizedTensor",
     "Quantizer",

@@ -9,7 +9,6 @@ What differs (measured on 2.11.0, 2.13.0, 2.15.0):
 
 from __future__ import annotations
 
-import functools
 import importlib.abc
 import importlib.util
 import sys
@@ -32,16 +31,21 @@ except ImportError:
 __all__ = [
     "OpaqueBase",
     "allow_group_in_subclass",
+    "as_kernel",
     "constant_when_traced",
     "cpu_has_rowwise_gemm",
     "guard_or_false",
     "impl_autograd",
     "is_constant_type",
+    "is_stand_in",
+    "never_recompute",
     "rebind_load_hooks",
     "register_constant_type",
     "register_decomposition",
+    "register_fallback",
     "register_lowering",
     "statically_true",
+    "version_in_eager",
     "when_imported",
 ]
 
@@ -66,6 +70,14 @@ def is_constant_type(cls: type) -> bool:
     """Whether instances of ``cls`` are constants to torch.compile."""
     ask = getattr(opaque_object, "is_custom_class", None) or opaque_object.is_opaque_type
     return ask(cls)
+
+
+def is_stand_in(value: object) -> bool:
+    """Whether an op's fake was given something without content for a constant: one that the traced function makes.
+
+    It claims the constant's class, so only its type tells.
+    """
+    return type(value).__name__ == "FakeScriptObject"
 
 
 # ---------------------------------------------------------------------------------- Inductor, lazily
@@ -128,16 +140,10 @@ def when_imported(name: str, callback: Callable[[], None]) -> None:
     _PENDING[name].callbacks.append(callback)
 
 
-ABOVE_KERNELS = functools.reduce(
-    lambda left, right: left | right,
-    map(
-        torch._C.DispatchKeySet,
-        (
-            torch._C.DispatchKey.AutocastCPU,
-            torch._C.DispatchKey.AutocastCUDA,
-            torch._C.DispatchKey.ADInplaceOrView,
-        ),
-    ),
+ABOVE_KERNELS = (
+    torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
+    | torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCUDA)
+    | torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
 )
 
 
@@ -175,6 +181,17 @@ def register_lowering(op: torch._ops.OpOverload, fn: Callable) -> None:
         from torch._inductor import lowering
 
         lowering.register_lowering(op, type_promotion_kind=None)(fn)
+
+    when_imported("torch._inductor.lowering", register)
+
+
+def register_fallback(op: torch._ops.OpOverload) -> None:
+    """Let Inductor call ``op`` where its decomposition returned NotImplemented."""
+
+    def register() -> None:
+        from torch._inductor import lowering
+
+        lowering.make_fallback(op, warn=False, override_decomp=True)
 
     when_imported("torch._inductor.lowering", register)
 
@@ -239,6 +256,26 @@ def impl_autograd(
             return function.apply(*args, keyset, (torch.is_grad_enabled(), torch._C._is_fwd_grad_enabled()))
 
     lib.impl(op._opname, kernel, "Autograd", with_keyset=True)
+
+
+def _nodes_of(tensor: torch.Tensor) -> list[Any]:
+    """The nodes that stand for a tensor in graphs that are being traced."""
+    from torch.fx.experimental.proxy_tensor import _get_proxies
+
+    return [proxy.node for proxy in _get_proxies(tensor)]
+
+
+def never_recompute(tensor: torch.Tensor) -> None:
+    """Let a traced backward have this tensor as the forward made it, checkpointed or not."""
+    from torch.utils.checkpoint import CheckpointPolicy
+
+    for node in _nodes_of(tensor):
+        node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+
+
+def version_in_eager(tensor: torch.Tensor) -> int | None:
+    """How often a tensor was written to; None for one that stands in a graph, whose writes have an order there."""
+    return tensor._version if type(tensor) is torch.Tensor else None
 
 
 # ---------------------------------------------------------------------------------- the rest

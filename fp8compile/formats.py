@@ -20,6 +20,7 @@ __all__ = ["E2M1", "E4M3", "E5M2", "E8M0", "Float8Format", "element_format"]
 
 FLOAT32_EXPONENT_MASK = 0x7F800000
 FLOAT32_MANTISSA_BITS = 23
+FLOAT32_BIAS = 127
 FLOAT32_MAX = torch.finfo(torch.float32).max
 
 
@@ -32,6 +33,8 @@ class Float8Format:
         dtype: The PyTorch dtype with the same bits.
         max: The largest finite value.
         max_exponent: The exponent of the largest finite value, ``floor(log2(max))``.
+        min_exponent: The exponent of the smallest normal value; below it, values are as far apart as there.
+        mantissa_bits: Bits behind the leading one.
         bits: Bits of one code.
     """
 
@@ -39,6 +42,8 @@ class Float8Format:
     dtype: torch.dtype
     max: float
     max_exponent: int
+    min_exponent: int
+    mantissa_bits: int
     bits: int = 8
 
     def encode(self, values: Tensor) -> Tensor:
@@ -53,6 +58,28 @@ class Float8Format:
         """
         saturated = values.clamp(-self.max, self.max)
         return torch.where(saturated.isnan(), torch.nan, saturated).to(self.dtype).view(torch.uint8)
+
+    def encode_stochastic(self, values: Tensor, noise: Tensor) -> Tensor:
+        """Round to one of the two codes around each value, up with the probability of its distance from the lower one.
+
+        Args:
+            values: Any shape, float32.
+            noise: The same shape, float32, uniform in [0, 1): a value is rounded away from zero where it is below the
+                value's distance from the code beneath, in units of the distance of the two codes.
+
+        Returns:
+            Codes, the same shape, uint8; overflow saturates, NaN gives 0x7f.
+        """
+        saturated = values.clamp(-self.max, self.max)
+        field = (saturated.view(torch.int32) & FLOAT32_EXPONENT_MASK) >> FLOAT32_MANTISSA_BITS
+        exponent = field.clamp(min=FLOAT32_BIAS + self.min_exponent) - self.mantissa_bits - FLOAT32_BIAS
+        # powers of two, so that neither product rounds
+        per_unit = ((FLOAT32_BIAS - exponent) << FLOAT32_MANTISSA_BITS).view(torch.float32)
+        unit = ((FLOAT32_BIAS + exponent) << FLOAT32_MANTISSA_BITS).view(torch.float32)
+        in_units = saturated.abs() * per_unit
+        lower = in_units.floor()
+        rounded = (lower + (noise < in_units - lower).float()) * unit
+        return self.encode(rounded.copysign(saturated))
 
     def decode(self, codes: Tensor) -> Tensor:
         """Values of codes.
@@ -129,8 +156,12 @@ class ExponentFormat:
         return torch.where(byte == self.nan, torch.nan, power)
 
 
-E4M3 = Float8Format(name="e4m3", dtype=torch.float8_e4m3fn, max=448.0, max_exponent=8)
-E5M2 = Float8Format(name="e5m2", dtype=torch.float8_e5m2, max=57344.0, max_exponent=15)
+E4M3 = Float8Format(
+    name="e4m3", dtype=torch.float8_e4m3fn, max=448.0, max_exponent=8, min_exponent=-6, mantissa_bits=3
+)
+E5M2 = Float8Format(
+    name="e5m2", dtype=torch.float8_e5m2, max=57344.0, max_exponent=15, min_exponent=-14, mantissa_bits=2
+)
 E2M1 = Float4Format(name="e2m1", values=(0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0), max=6.0, max_exponent=2)
 E8M0 = ExponentFormat(name="e8m0")
 

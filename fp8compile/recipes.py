@@ -1,88 +1,238 @@
 """Ready recipes, by name; keyword arguments for what may vary.
 
-The three ways to give scales to the three GEMMs of a linear layer:
+The ways to give scales to the three GEMMs of a linear layer:
 
     tensorwise           one scale a tensor: the fastest GEMM; one outlier coarsens the whole tensor
     rowwise              one scale a row or column: keeps outliers apart; each direction is cast for itself
     rowwise_bf16_wgrad   as rowwise, with grad_weight in high precision: the safest, two of three GEMMs in FP8
+    blockwise            one scale for 128 values along the sum, of weights for 128 x 128: keeps outliers within blocks
+    mxfp8                a power of two for 32 values along the sum: the tensor cores of Blackwell undo it
+    delayed              as tensorwise, by the amaxes of the steps before: no tensor is read twice; its state is kept
 """
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Callable
+from typing import Any
 
 from fp8compile._compat import constant_when_traced
-from fp8compile.quantizers import CurrentScaling, Quantizer, Recipe, entry_points
+from fp8compile.quantizers import CurrentScaling, DelayedScaling, Quantizer, Recipe, entry_points
 
-__all__ = ["Recipe", "by_name", "describe", "names", "of_quantizer", "rowwise", "rowwise_bf16_wgrad", "tensorwise"]
+__all__ = [
+    "Recipe",
+    "blockwise",
+    "by_name",
+    "delayed",
+    "describe",
+    "mxfp8",
+    "names",
+    "of_quantizer",
+    "rowwise",
+    "rowwise_bf16_wgrad",
+    "tensorwise",
+]
 
 TENSOR, ROW, COLUMN = (-1, -1), (1, -1), (-1, 1)
+LINE, TILE, PILLAR = (1, 128), (128, 128), (128, 1)
+MX_LINE, MX_PILLAR = (1, 32), (32, 1)
 
 
-def tensorwise(*, format: str = "e4m3", grad_format: str = "e5m2", scale: str = "fp32", eps: float = 0.0) -> Recipe:
+Block = tuple[int, int]
+
+
+def _of_blocks(
+    x: Block,
+    weight: Block,
+    weight_turned: Block,
+    x_turned: Block,
+    *,
+    format: str,
+    grad_format: str,
+    grad_rounding: str,
+    emulate: bool = False,
+    **rule: Any,
+) -> Recipe:
+    """Current scaling everywhere: blocks of x_MK and dy_MN, of w_NK, and of both where the sum runs the other way."""
+    gradient = {"format": grad_format, "rounding": grad_rounding, **rule}
+    return Recipe(
+        input=CurrentScaling(format=format, block=x, **rule),
+        weight=CurrentScaling(format=format, block=weight, **rule),
+        grad_output=CurrentScaling(block=x, **gradient),
+        weight_for_grad_input=CurrentScaling(format=format, block=weight_turned, **rule),
+        grad_output_for_grad_weight=CurrentScaling(block=x_turned, **gradient),
+        input_for_grad_weight=CurrentScaling(format=format, block=x_turned, **rule),
+        emulate=emulate,
+    )
+
+
+def tensorwise(
+    *,
+    format: str = "e4m3",
+    grad_format: str = "e5m2",
+    grad_rounding: str = "nearest",
+    scale: str = "fp32",
+    eps: float = 0.0,
+) -> Recipe:
     """One scale a tensor, all three GEMMs in FP8.
 
     Args:
         format: Of inputs and weights.
         grad_format: Of gradients, whose range is wider.
+        grad_rounding: Of gradients to codes, ``"nearest"`` or ``"stochastic"``.
         scale: Scale rule, see ``CurrentScaling``.
         eps: Floor under the amax.
 
     Source: Micikevicius et al. 2022, arXiv:2209.05433: e4m3 forward, e5m2 for gradients.
     """
-    value = CurrentScaling(format=format, block=TENSOR, scale=scale, eps=eps)
-    grad = CurrentScaling(format=grad_format, block=TENSOR, scale=scale, eps=eps)
-    return Recipe(
-        input=value,
-        weight=value,
-        grad_output=grad,
-        weight_for_grad_input=value,
-        grad_output_for_grad_weight=grad,
-        input_for_grad_weight=value,
+    blocks = (TENSOR, TENSOR, TENSOR, TENSOR)
+    return _of_blocks(
+        *blocks, format=format, grad_format=grad_format, grad_rounding=grad_rounding, scale=scale, eps=eps
     )
 
 
-def rowwise(*, format: str = "e4m3", grad_format: str = "e4m3", scale: str = "fp32", eps: float = 0.0) -> Recipe:
+def rowwise(
+    *,
+    format: str = "e4m3",
+    grad_format: str = "e4m3",
+    grad_rounding: str = "nearest",
+    scale: str = "fp32",
+    eps: float = 0.0,
+) -> Recipe:
     """One scale a row of the left and a column of the right operand of each GEMM, all three in FP8.
 
     Args:
         format: Of inputs and weights.
         grad_format: Of gradients; with a scale a row, e4m3 has range enough.
+        grad_rounding: Of gradients to codes, ``"nearest"`` or ``"stochastic"``.
         scale: Scale rule, see ``CurrentScaling``.
         eps: Floor under the amax.
     """
-
-    def quantizer(format: str, block: tuple[int, int]) -> CurrentScaling:
-        return CurrentScaling(format=format, block=block, scale=scale, eps=eps)
-
-    return Recipe(
-        input=quantizer(format, ROW),
-        weight=quantizer(format, ROW),
-        grad_output=quantizer(grad_format, ROW),
-        weight_for_grad_input=quantizer(format, COLUMN),
-        grad_output_for_grad_weight=quantizer(grad_format, COLUMN),
-        input_for_grad_weight=quantizer(format, COLUMN),
+    blocks = (ROW, ROW, COLUMN, COLUMN)
+    return _of_blocks(
+        *blocks, format=format, grad_format=grad_format, grad_rounding=grad_rounding, scale=scale, eps=eps
     )
 
 
 def rowwise_bf16_wgrad(
-    *, format: str = "e4m3", grad_format: str = "e4m3", scale: str = "fp32", eps: float = 0.0
+    *,
+    format: str = "e4m3",
+    grad_format: str = "e4m3",
+    grad_rounding: str = "nearest",
+    scale: str = "fp32",
+    eps: float = 0.0,
 ) -> Recipe:
     """As ``rowwise`` for output and grad_input; grad_weight stays in the dtype of its operands.
 
     Args:
         format: Of inputs and weights.
         grad_format: Of gradients.
+        grad_rounding: Of gradients to codes, ``"nearest"`` or ``"stochastic"``.
         scale: Scale rule, see ``CurrentScaling``.
         eps: Floor under the amax.
     """
-    full = rowwise(format=format, grad_format=grad_format, scale=scale, eps=eps)
+    full = rowwise(format=format, grad_format=grad_format, grad_rounding=grad_rounding, scale=scale, eps=eps)
     return Recipe(
         input=full.input,
         weight=full.weight,
         grad_output=full.grad_output,
         weight_for_grad_input=full.weight_for_grad_input,
+    )
+
+
+def blockwise(
+    *,
+    format: str = "e4m3",
+    grad_format: str = "e4m3",
+    grad_rounding: str = "nearest",
+    scale: str = "fp32",
+    eps: float = 0.0,
+) -> Recipe:
+    """One scale for 128 values along the sum of inputs and gradients, for 128 x 128 of weights, all three in FP8.
+
+    Blocks are 1 x 128 of x_MK and dy_MN, 128 x 128 of w_NK, and 128 x 1, along tokens, of dy_MN and x_MK where
+    grad_weight sums over those.
+
+    Args:
+        format: Of inputs and weights.
+        grad_format: Of gradients.
+        grad_rounding: Of gradients to codes, ``"nearest"`` or ``"stochastic"``.
+        scale: ``"fp32"``, or ``"pow2"`` for powers of two.
+        eps: Floor under the amax.
+
+    Source: DeepSeek-AI 2024, "DeepSeek-V3 Technical Report", section 3.3, arXiv:2412.19437.
+    """
+    blocks = (LINE, TILE, TILE, PILLAR)
+    return _of_blocks(
+        *blocks, format=format, grad_format=grad_format, grad_rounding=grad_rounding, scale=scale, eps=eps
+    )
+
+
+def mxfp8(
+    *,
+    format: str = "e4m3",
+    grad_format: str = "e4m3",
+    grad_rounding: str = "nearest",
+    scale: str = "e8m0_rceil",
+    eps: float = 0.0,
+    emulate: bool = False,
+) -> Recipe:
+    """MXFP8: a power of two, stored as one byte, for 32 values along the sum of every GEMM, all three in FP8.
+
+    Args:
+        format: Of inputs and weights.
+        grad_format: Of gradients.
+        grad_rounding: Of gradients to codes, ``"nearest"`` or ``"stochastic"``.
+        scale: ``"e8m0_rceil"`` rounds a scale up, so that nothing saturates; ``"e8m0_floor"`` is the rule in the
+            specification of the format.
+        eps: Floor under the amax.
+        emulate: Whether a GPU without MX (before compute capability 10.0) multiplies the exact values in float64,
+            slowly, instead of raising.
+
+    Raises:
+        ValueError: The scale is no E8M0 one.
+
+    Source: OCP Microscaling Formats 1.0, section 6.3 (floor); Mishra et al. 2025, arXiv:2506.08027 (rceil).
+    """
+    if scale not in ("e8m0_rceil", "e8m0_floor"):
+        raise ValueError(f"mxfp8: scale is {scale!r}; it is 'e8m0_rceil' or 'e8m0_floor'.")
+    blocks = (MX_LINE, MX_LINE, MX_PILLAR, MX_PILLAR)
+    return _of_blocks(
+        *blocks,
+        format=format,
+        grad_format=grad_format,
+        grad_rounding=grad_rounding,
+        emulate=emulate,
+        scale=scale,
+        eps=eps,
+    )
+
+
+def delayed(
+    *, format: str = "e4m3", grad_format: str = "e5m2", history: int = 1024, algorithm: str = "max", margin: int = 0
+) -> Recipe:
+    """One scale a tensor, made of the amaxes of the steps before, all three GEMMs in FP8.
+
+    Each layer keeps a state, see ``fp8compile.DelayedState``: ``fp8compile.Linear`` does so in its buffers.
+
+    Args:
+        format: Of inputs and weights.
+        grad_format: Of gradients, whose range is wider.
+        history: How many amaxes are remembered.
+        algorithm: ``"max"`` or ``"most_recent"``, see ``fp8compile.DelayedScaling``.
+        margin: Powers of two that stay free above the amax.
+
+    Source: as ``fp8compile.DelayedScaling``; the defaults are TransformerEngine's, format ``HYBRID``.
+    """
+    value = DelayedScaling(format=format, history=history, algorithm=algorithm, margin=margin)
+    gradient = DelayedScaling(format=grad_format, history=history, algorithm=algorithm, margin=margin)
+    return Recipe(
+        input=value,
+        weight=value,
+        grad_output=gradient,
+        weight_for_grad_input=value,
+        grad_output_for_grad_weight=gradient,
+        input_for_grad_weight=value,
     )
 
 
@@ -98,7 +248,8 @@ def of_quantizer(quantizer: Quantizer) -> Recipe:
     """
     if not isinstance(quantizer, Quantizer):
         raise TypeError(
-            f"of_quantizer: quantizer is {quantizer!r}; it is a quantizer, such as fp8compile.CurrentScaling()."
+            f"fp8compile.library.recipe: quantizer is {quantizer!r}; it is a quantizer, such as "
+            "fp8compile.CurrentScaling()."
         )
     turned = quantizer.transposed()
     return Recipe(
@@ -115,6 +266,9 @@ READY: dict[str, Callable[..., Recipe]] = {
     "tensorwise": tensorwise,
     "rowwise": rowwise,
     "rowwise_bf16_wgrad": rowwise_bf16_wgrad,
+    "blockwise": blockwise,
+    "mxfp8": mxfp8,
+    "delayed": delayed,
 }
 
 
@@ -124,8 +278,25 @@ def names() -> tuple[str, ...]:
 
 
 @constant_when_traced
+def installed() -> tuple[str, ...]:
+    """Names that installed packages add to the ready ones, sorted; none of them is imported.
+
+    Raises:
+        ValueError: A name means two things.
+    """
+    found = entry_points.installed()
+    for name in found:
+        if name in READY:
+            raise ValueError(
+                f"{entry_points.source(name)} has the name of fp8compile.recipes.{name}, which by_name gives. Rename "
+                "the entry point, or uninstall that package."
+            )
+    return found
+
+
+@constant_when_traced
 def _no_such_recipe(name: object) -> str:
-    known = [*READY, *entry_points.installed()]
+    known = [*READY, *installed()]
     close = difflib.get_close_matches(str(name), known, n=1)
     hint = f" Did you mean {close[0]!r}?" if close else ""
     return f"no recipe is called {name!r}; there are {', '.join(known)}.{hint}"
@@ -139,7 +310,12 @@ def _installed_recipe(name: str, arguments: dict[str, object]) -> Recipe:
             "Make it with that package's own functions."
         )
     value = entry_points.load(name)
-    return value if isinstance(value, Recipe) else of_quantizer(value)
+    if isinstance(value, Recipe):
+        return value
+    try:
+        return of_quantizer(value)
+    except ValueError as error:
+        raise ValueError(f"{entry_points.source(name)} gives {value!r}, which makes no recipe. {error}") from error
 
 
 def by_name(name: str, **arguments: object) -> Recipe:
@@ -150,13 +326,13 @@ def by_name(name: str, **arguments: object) -> Recipe:
         arguments: As the ready recipe's function takes them; none for one of a package.
 
     Raises:
-        ValueError: No such recipe; the message names the closest.
+        ValueError: No such recipe; the message names the closest. Or what a package offers makes none.
         ImportError: The package that offers it fails; the message names it.
         TypeError: The package offers something else, or arguments are given that it can't take.
     """
     if isinstance(name, str) and name in READY:
         return READY[name](**arguments)
-    if isinstance(name, str) and name in entry_points.installed():
+    if isinstance(name, str) and name in installed():
         return _installed_recipe(name, arguments)
     raise ValueError(_no_such_recipe(name))
 

@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import return_and_correct_aliasing
 
 from fp8compile import _compat, ops
 from fp8compile.ops.collectives import all_reduce_amax
-from fp8compile.quantizers import Quantizer
+from fp8compile.quantizers import GemmConfig, Quantizer
 
 __all__ = ["SOURCE_DTYPES", "QuantizedTensor", "not_dense", "quantize", "scaled_mm", "shown"]
 
@@ -493,13 +493,14 @@ def quantize(
     return QuantizedTensor(ops.cast(x, multiplier, quantizer), scale, quantizer, x.dtype, group)
 
 
-def scaled_mm(a: QuantizedTensor, b: QuantizedTensor, *, out_dtype: torch.dtype) -> Tensor:
+def scaled_mm(a: QuantizedTensor, b: QuantizedTensor, *, out_dtype: torch.dtype, emulate: bool = False) -> Tensor:
     """The product of two quantized matrices; sums in float32 or better.
 
     Args:
         a: (m, k).
         b: (k, n). Often the ``.t()`` of one quantized as (n, k), which moves no data.
         out_dtype: bfloat16, float16 or float32.
+        emulate: Whether a GPU without such a GEMM multiplies the exact values in float64, slowly, instead of raising.
 
     Returns:
         (m, n), a plain tensor of ``out_dtype``.
@@ -521,5 +522,5 @@ def scaled_mm(a: QuantizedTensor, b: QuantizedTensor, *, out_dtype: torch.dtype)
         raise ValueError(f"scaled_mm: shapes {tuple(a.shape)} and {tuple(b.shape)}; they are (m, k) and (k, n).")
     if a.device != b.device:
         raise ValueError(f"scaled_mm: a is on {a.device} and b on {b.device}; move them to one device.")
-    fast = False  # a single product has no recipe that could ask for fast accumulation
-    return ops.scaled_mm(a.codes, b.codes, a.scale, b.scale, a.quantizer, b.quantizer, out_dtype, fast)
+    config = GemmConfig(emulate=emulate)
+    return ops.scaled_mm(a.codes, b.codes, a.scale, b.scale, a.quantizer, b.quantizer, out_dtype, config)

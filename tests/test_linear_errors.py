@@ -94,7 +94,8 @@ WRONG_IN_EAGER_ONLY = {
         "recipe",
         f8.CurrentScaling(),
         TypeError,
-        f"recipe is CurrentScaling(format='e4m3', block=(-1, -1), scale='fp32', eps=0.0); {RECIPES}",
+        "recipe is CurrentScaling(format='e4m3', block=(-1, -1), scale='fp32', eps=0.0, rounding='nearest', seed=0); "
+        f"{RECIPES}",
     ),
 }
 

@@ -6,6 +6,7 @@ import sys
 
 import pytest
 import torch
+from states import state_of
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -15,7 +16,8 @@ from fp8compile.ops import OPS, linear
 
 NAMESPACE = "fp8compile::"
 RECIPE = f8.recipes.rowwise()
-differentiable = ("fp8compile::linear",)
+differentiable = ("fp8compile::linear", "fp8compile::delayed_linear")
+KEEP_STRIDES = ("fp8compile::realize", "fp8compile::scale", "fp8compile::snapshot")  # elementwise, of small tensors
 OURS = sorted(name for name in OPS if name.startswith(NAMESPACE))
 every_op = pytest.mark.parametrize("name", OURS)
 
@@ -126,7 +128,7 @@ def test_results_are_new_contiguous_tensors(name):
         storages = {tensor.untyped_storage().data_ptr() for tensor in _tensors(args) if tensor.numel()}
         for result in _tensors_of(OPS[name].overload(*args)):
             assert not result.numel() or result.untyped_storage().data_ptr() not in storages
-            assert result.is_contiguous() or name in ("fp8compile::realize", "fp8compile::scale")
+            assert result.is_contiguous() or name in (*KEEP_STRIDES, "fp8compile::quantize_both")
 
 
 # ---------------------------------------------------------------------------------- derivatives
@@ -230,28 +232,32 @@ def test_backward_computes_only_the_gradients_asked_for(x_grad, weight_grad, cal
 def test_forward_saves_its_inputs_and_nothing_else(recipe, x_grad, weight_grad, kept):
     x, weight = _layer(x_grad=x_grad, weight_grad=weight_grad)
     saved = []
+    recipe = f8.recipes.by_name(recipe)
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
-        f8.linear(x, weight, recipe=f8.recipes.by_name(recipe))
+        f8.linear(x, weight, recipe=recipe, state=state_of(recipe))
+    if kept and recipe.history():
+        assert saved.pop().shape == (3,)  # the multipliers that were used
     pointers = {"x": x.data_ptr(), "w": weight.data_ptr()}
     assert sorted(t.data_ptr() for t in saved) == sorted(pointers[name] for name in kept)
 
 
 @pytest.mark.parametrize("recipe", f8.recipes.names())
 def test_codes_live_no_longer_than_the_gemm_that_reads_them(recipe, monkeypatch):
-    layer, storages = sys.modules["fp8compile.ops.linear"], []
+    name, recipe, storages = recipe, f8.recipes.by_name(recipe), []
 
     def cast(*args) -> Tensor:
         codes = OPS["fp8compile::cast"].overload(*args)
         storages.append(StorageWeakRef(codes.untyped_storage()))
         return codes
 
-    monkeypatch.setattr(layer, "cast", cast)
+    for layer in ("linear", "delayed"):
+        monkeypatch.setattr(sys.modules[f"fp8compile.ops.{layer}"], "cast", cast)
     x, weight = _layer()
-    y = f8.linear(x, weight, recipe=f8.recipes.by_name(recipe))
+    y = f8.linear(x, weight, recipe=recipe, state=state_of(recipe))
     assert len(storages) == 2
     assert all(storage.expired() for storage in storages)
     y.sum().backward()
-    assert len(storages) == {"rowwise_bf16_wgrad": 4}.get(recipe, 6)
+    assert len(storages) == {"rowwise_bf16_wgrad": 4}.get(name, 6)
     assert all(storage.expired() for storage in storages)
 
 

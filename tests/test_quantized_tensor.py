@@ -105,7 +105,7 @@ def test_repr_says_what_it_is_without_numbers():
     assert repr(q) == f"{q}" == str(q)
     assert repr(q) == (
         "QuantizedTensor(shape=(2, 3), dtype=torch.float32, device=cpu, quantizer=CurrentScaling(format='e4m3', "
-        "block=(-1, -1), scale='fp32', eps=0.0), group=None)"
+        "block=(-1, -1), scale='fp32', eps=0.0, rounding='nearest', seed=0), group=None)"
     )
     grouped = f8.QuantizedTensor(q.codes, q.scale, q.quantizer, q.dtype, fake_group(name="tp"))
     assert repr(grouped).endswith("group='tp')")

@@ -11,8 +11,8 @@ import torch
 import torch._dynamo.testing
 
 import fp8compile as f8
-from fp8compile import CurrentScaling, Recipe
-from fp8compile.quantizers import GEMMS, gemm_kind
+from fp8compile import CurrentScaling, DelayedScaling, Recipe
+from fp8compile.quantizers import GEMMS, GemmConfig, gemm_kind
 
 TENSOR, ROW, COLUMN = (CurrentScaling(block=block) for block in ((-1, -1), (1, -1), (-1, 1)))
 LINE, TILE, PILLAR = (CurrentScaling(block=block) for block in ((1, 128), (128, 128), (128, 1)))
@@ -116,17 +116,24 @@ def test_a_slot_takes_no_class_dtype_tensor_or_list(bad):
         Recipe(input=bad, weight=bad)
 
 
-@pytest.mark.parametrize("gemm", [gemm.name for gemm in GEMMS])
+@pytest.mark.parametrize("switch", ["emulate", *(f"fast_accumulation_{gemm.name}" for gemm in GEMMS)])
 @pytest.mark.parametrize("bad", [1, 0, None, "yes"])
-def test_switches_are_bools(gemm, bad):
-    with pytest.raises(TypeError, match=f"Recipe: fast_accumulation_{gemm} is {bad!r}; it is True or False"):
-        Recipe(**{f"fast_accumulation_{gemm}": bad})
+def test_switches_are_bools(switch, bad):
+    with pytest.raises(TypeError, match=f"Recipe: {switch} is {bad!r}; it is True or False"):
+        Recipe(**{switch: bad})
+
+
+@pytest.mark.parametrize("switch", ["emulate", "fast_accumulation"])
+def test_switches_of_a_gemm_are_bools(switch):
+    with pytest.raises(TypeError, match=f"GemmConfig: {switch} is 1; it is True or False"):
+        GemmConfig(**{switch: 1})
 
 
 def test_switches_reach_their_gemm():
     for gemm in GEMMS:
         for switch in (True, False):
-            assert Recipe(**{f"fast_accumulation_{gemm.name}": switch}).fast_accumulation(gemm) is switch
+            recipe = Recipe(**{f"fast_accumulation_{gemm.name}": switch}, emulate=not switch)
+            assert recipe.gemm_config(gemm) == GemmConfig(fast_accumulation=switch, emulate=not switch)
 
 
 def test_arguments_are_by_keyword():
@@ -146,7 +153,7 @@ def test_a_recipe_survives_pickle_copy_repr_and_fx_repr(name):
         copy.copy(recipe),
         copy.deepcopy(recipe),
         replace(recipe),
-        eval(repr(recipe)),
+        eval(repr(recipe), {"Recipe": Recipe, "CurrentScaling": CurrentScaling, "DelayedScaling": DelayedScaling}),
         eval(text, dict(names)),
         f8.recipes.by_name(name),
     ):

@@ -27,7 +27,7 @@ def test_name_gives_the_recipe_and_the_recipe_its_name(name):
 
 def test_ready_recipes_differ():
     ready = [recipes.by_name(name) for name in recipes.names()]
-    assert {"tensorwise", "rowwise", "rowwise_bf16_wgrad"} <= set(recipes.names())
+    assert {"tensorwise", "rowwise", "rowwise_bf16_wgrad", "delayed"} <= set(recipes.names())
     assert len(set(ready)) == len(ready)
 
 
@@ -48,17 +48,37 @@ def test_unknown_name_raises_with_the_closest_one(name, message):
     assert str(caught.value) == message.format(", ".join(recipes.names()))
 
 
+def test_mxfp8_may_be_emulated_if_asked():
+    assert not recipes.mxfp8().emulate
+    assert recipes.mxfp8(emulate=True) == replace(recipes.mxfp8(), emulate=True)
+
+
+def test_mxfp8_has_no_scale_of_another_kind():
+    with pytest.raises(ValueError, match="mxfp8: scale is 'pow2'; it is 'e8m0_rceil' or 'e8m0_floor'"):
+        recipes.mxfp8(scale="pow2")
+
+
 @pytest.mark.parametrize(
     ("argument", "value", "field", "slots"),
     [
         ("format", "e5m2", "format", [slot for slot in SLOTS if slot not in GRADIENTS]),
-        ("scale", "pow2", "scale", SLOTS),
+        ("scale", "another", "scale", SLOTS),
         ("eps", 1e-6, "eps", SLOTS),
+        ("grad_rounding", "stochastic", "rounding", GRADIENTS),
+        ("history", 16, "history", SLOTS),
+        ("algorithm", "most_recent", "algorithm", SLOTS),
+        ("margin", 2, "margin", SLOTS),
     ],
-    ids=["format", "scale", "eps"],
+    ids=["format", "scale", "eps", "grad_rounding", "history", "algorithm", "margin"],
 )
 @pytest.mark.parametrize("name", recipes.names())
 def test_argument_reaches_every_slot_it_speaks_of(name, argument, value, field, slots):
+    if argument not in inspect.signature(getattr(recipes, name)).parameters:
+        with pytest.raises(TypeError, match=f"unexpected keyword argument '{argument}'"):
+            recipes.by_name(name, **{argument: value})
+        return
+    if argument == "scale":
+        value = "e8m0_floor" if name == "mxfp8" else "pow2"
     arguments = {argument: value} | ({"grad_format": "e4m3"} if argument == "format" else {})
     if argument == "format":
         with pytest.raises(ValueError, match="e5m2 for input and for weight"):
@@ -106,13 +126,14 @@ def test_recipe_is_a_value(name):
 def test_blocks_of_the_ready_recipes():
     blocks = {
         name: [getattr(quantizer, "block", None) for quantizer in (getattr(recipes.by_name(name), s) for s in SLOTS)]
-        for name in ("tensorwise", "rowwise", "rowwise_bf16_wgrad")
+        for name in ("tensorwise", "rowwise", "rowwise_bf16_wgrad", "delayed")
     }
     row, column = (1, -1), (-1, 1)
     assert blocks == {
         "tensorwise": [(-1, -1)] * 6,
         "rowwise": [row, row, row, column, column, column],
         "rowwise_bf16_wgrad": [row, row, row, column, None, None],
+        "delayed": [(-1, -1)] * 6,
     }
 
 

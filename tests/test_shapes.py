@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from states import MULTIPLIERS, state_of
 from torch import Tensor
 
 import fp8compile as f8
-from fp8compile.quantizers import GEMMS, Gemm
+from fp8compile.quantizers import GEMMS, TENSORS, Gemm
 from fp8compile.quantizers.blocks import as_matrix
 
 OUTPUT, GRAD_INPUT, GRAD_WEIGHT = GEMMS
@@ -33,17 +34,24 @@ def _normal(*shape: int) -> Tensor:
     return torch.randn(shape).bfloat16()
 
 
-def _operand(x: Tensor, quantizer: f8.Quantizer | None) -> Tensor:
+def _operand(x: Tensor, slot: str, recipe: f8.Recipe) -> Tensor:
     """What the GEMM multiplies, in float64: the values of the codes, or of the operand in high precision."""
+    quantizer = getattr(recipe, slot)
     if quantizer is None:
         return x.double()
-    quantized = f8.quantize(x, quantizer)
-    return quantizer.dequantize(quantized.codes, quantized.scale, torch.float64)
+    if isinstance(quantizer, f8.DelayedScaling):
+        tensor = next(tensor for tensor, slots in TENSORS.items() if slot in slots)
+        multiplier = torch.full((1, 1), MULTIPLIERS[tensor])
+        codes, scale = quantizer.cast(x, multiplier), quantizer.scale_of(multiplier)
+    else:
+        quantized = f8.quantize(x, quantizer)
+        codes, scale = quantized.codes, quantized.scale
+    return quantizer.dequantize(codes, scale, torch.float64)
 
 
 def _exact(a: Tensor, b: Tensor, gemm: Gemm, recipe: f8.Recipe) -> tuple[Tensor, Tensor]:
     """A GEMM of the layer in float64, and the sum of the magnitudes of its terms."""
-    left, right = _operand(a, getattr(recipe, gemm.a)), _operand(b, getattr(recipe, gemm.b))
+    left, right = _operand(a, gemm.a, recipe), _operand(b, gemm.b, recipe)
     left, right = (left.t() if gemm.a_transposed else left), (right.t() if gemm.b_transposed else right)
     return left @ right, left.abs() @ right.abs()
 
@@ -65,7 +73,7 @@ def _assert_rounded(actual: Tensor, exact: tuple[Tensor, Tensor], terms: int) ->
 
 def _check_layer(x: Tensor, weight: Tensor, recipe: f8.Recipe) -> None:
     x, weight = x.detach().requires_grad_(), weight.detach().requires_grad_()
-    y = f8.linear(x, weight, recipe=recipe)
+    y = f8.linear(x, weight, recipe=recipe, state=state_of(recipe))
     assert y.shape == (*x.shape[:-1], weight.shape[0])
     assert y.dtype == x.dtype
     grad_output = torch.randn_like(y)
@@ -98,8 +106,8 @@ def test_float32_and_float16_layers(name, dtype):
 def test_one_to_four_dims(name, shape, assert_bits_equal):
     x, weight = _normal(*shape), _normal(100, 24)
     _check_layer(x, weight, RECIPES[name])
-    flat = f8.linear(x.reshape(-1, 24), weight, recipe=RECIPES[name])
-    assert_bits_equal(f8.linear(x, weight, recipe=RECIPES[name]).reshape(-1, 100), flat)
+    flat = f8.linear(x.reshape(-1, 24), weight, recipe=RECIPES[name], state=state_of(RECIPES[name]))
+    assert_bits_equal(f8.linear(x, weight, recipe=RECIPES[name], state=state_of(RECIPES[name])).reshape(-1, 100), flat)
 
 
 LAYOUTS = {
@@ -121,7 +129,7 @@ def test_layouts_give_the_bits_of_contiguous_copies(name, layout, assert_bits_eq
     results = []
     for a, w in ((x, weight), (x.contiguous(), weight.contiguous())):
         a, w = a.detach().requires_grad_(), w.detach().requires_grad_()
-        y = f8.linear(a, w, recipe=RECIPES[name])
+        y = f8.linear(a, w, recipe=RECIPES[name], state=state_of(RECIPES[name]))
         results.append((y, *torch.autograd.grad(y, (a, w), torch.ones_like(y))))
     for got, expected in zip(*results, strict=True):
         assert_bits_equal(got.contiguous(), expected)
@@ -133,7 +141,10 @@ def test_zeros_appended_along_k_change_no_bit(name, zeros, assert_bits_equal):
     # what the op appends inside may do no more than this: scales and outputs stay
     x, weight = _normal(17, 24), _normal(20, 24)
     wide = [torch.nn.functional.pad(t, (0, zeros)) for t in (x, weight)]
-    assert_bits_equal(f8.linear(*wide, recipe=RECIPES[name]), f8.linear(x, weight, recipe=RECIPES[name]))
+    assert_bits_equal(
+        f8.linear(*wide, recipe=RECIPES[name], state=state_of(RECIPES[name])),
+        f8.linear(x, weight, recipe=RECIPES[name], state=state_of(RECIPES[name])),
+    )
 
 
 @every_recipe
@@ -141,8 +152,8 @@ def test_zeros_appended_along_k_change_no_bit(name, zeros, assert_bits_equal):
 def test_bias_is_added_in_the_outputs_dtype(name, shape, assert_bits_equal):
     x, weight = _normal(*shape), _normal(10, 24)
     bias = _normal(10).requires_grad_()
-    y = f8.linear(x, weight, bias, recipe=RECIPES[name])
-    assert_bits_equal(y, f8.linear(x, weight, recipe=RECIPES[name]) + bias)
+    y = f8.linear(x, weight, bias, recipe=RECIPES[name], state=state_of(RECIPES[name]))
+    assert_bits_equal(y, f8.linear(x, weight, recipe=RECIPES[name], state=state_of(RECIPES[name])) + bias)
     (grad,) = torch.autograd.grad(y, bias, torch.ones_like(y))
     assert_bits_equal(grad, torch.full((10,), x[..., 0].numel()).bfloat16())
 
@@ -150,8 +161,11 @@ def test_bias_is_added_in_the_outputs_dtype(name, shape, assert_bits_equal):
 COMPILED = (((1, 100), 24), ((3, 5, 129), 16), ((0, 24), 16))
 
 
-def _layers(xs: list[Tensor], weights: list[Tensor], bias: Tensor, recipe: f8.Recipe) -> list[Tensor]:
-    return [f8.linear(x, w, bias[: w.shape[0]], recipe=recipe) for x, w in zip(xs, weights, strict=True)]
+def _layers(xs: list[Tensor], weights: list[Tensor], bias: Tensor, recipe: f8.Recipe, states: list) -> list[Tensor]:
+    return [
+        f8.linear(x, w, bias[: w.shape[0]], recipe=recipe, state=state)
+        for x, w, state in zip(xs, weights, states, strict=True)
+    ]
 
 
 @every_recipe
@@ -166,7 +180,7 @@ def test_compiled_layers_give_the_bits_of_eager_ones(name, backend, assert_bits_
     results = []
     for layers in (torch.compile(_layers, backend=backend, fullgraph=True, dynamic=False), _layers):
         leaves = [tensor.detach().requires_grad_() for tensor in (*xs, *weights)]
-        ys = layers(leaves[: len(xs)], leaves[len(xs) :], bias, RECIPES[name])
+        ys = layers(leaves[: len(xs)], leaves[len(xs) :], bias, RECIPES[name], [state_of(RECIPES[name]) for _ in xs])
         results.append([*ys, *torch.autograd.grad(ys, leaves, grads)])
     for index, (got, expected) in enumerate(zip(*results, strict=True)):
         what = ("output", "grad_input", "grad_weight")[index // len(COMPILED)]

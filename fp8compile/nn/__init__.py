@@ -4,10 +4,12 @@ from fp8compile.nn.convert import convert, revert
 from fp8compile.nn.functional import linear
 from fp8compile.nn.linear import Linear
 from fp8compile.nn.report import ConversionReport, ConversionRow, conversion_report
+from fp8compile.nn.state import DelayedState
 
 __all__ = [
     "ConversionReport",
     "ConversionRow",
+    "DelayedState",
     "Linear",
     "conversion_report",
     "convert",

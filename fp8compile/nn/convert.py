@@ -6,10 +6,11 @@ from collections.abc import Iterator
 
 import torch
 from torch import nn
+from torch.distributed import ProcessGroup
 
+from fp8compile.nn.assignment import Recipes, assigner, ends
 from fp8compile.nn.filters import Filter, resolve_filter
-from fp8compile.nn.functional import check_recipe
-from fp8compile.nn.linear import Linear, cannot_revert
+from fp8compile.nn.linear import Linear, become_float8, become_plain, cannot_revert, check_amax_group
 from fp8compile.quantizers import Recipe
 from fp8compile.tensor import SOURCE_DTYPES, QuantizedTensor
 
@@ -82,31 +83,48 @@ def _cannot_convert(module: nn.Linear) -> str | None:
     return None
 
 
-def _reasons(model: nn.Module, recipe: Recipe, filter: Filter | None) -> dict[nn.Linear, str | None]:
-    """For each linear that isn't converted yet: why it is left out, None if it is to be converted."""
+def _plan(
+    model: nn.Module, recipe: Recipes, filter: Filter | None, keep_ends: int
+) -> dict[nn.Linear, tuple[Recipe | None, str]]:
+    """For each linear that isn't converted yet: its recipe, or None and why it is left out."""
     found = dict(linears(model))
     if not found:
         raise ValueError(f"convert: {type(model).__name__} has no nn.Linear, so there is nothing to convert.")
-    filter_reason = resolve_filter(filter, [fqn for names in found.values() for fqn in names])
+    fqns = [fqn for names in found.values() for fqn in names]
+    filter_reason, assign, kept = resolve_filter(filter, fqns), assigner(recipe, fqns), ends(model, keep_ends)
     past_forward = _read_by_their_parent(model)
-    reasons: dict[nn.Linear, str | None] = {}
+    plan: dict[nn.Linear, tuple[Recipe | None, str]] = {}
     for module, names in found.items():
         # a layer with several names is one layer: whoever leaves out one of them leaves it out
         left_out = next((reason for fqn in names if (reason := filter_reason(module, fqn)) is not None), None)
+        if left_out is None and module in kept:
+            left_out = f"at an end of the model (keep_ends={keep_ends})"
+        own = assign(module, names) if left_out is None else None
+        if left_out is None and own is None:
+            left_out = "no recipe is given for it"
         if isinstance(module, Linear):
-            if left_out is None and module.recipe != recipe:
+            if left_out is None and module.recipe != own:
                 raise ValueError(
                     f"convert: {names[0] or 'the model'} is converted already, with another recipe. Call "
                     "fp8compile.revert(model) first, or leave it out by the filter."
                 )
         elif module in past_forward:
-            reasons[module] = "nn.TransformerEncoderLayer reads its weight itself in eval, which would not be FP8"
+            plan[module] = None, "nn.TransformerEncoderLayer reads its weight itself in eval, which would not be FP8"
+        elif reason := _cannot_convert(module) or left_out:
+            plan[module] = None, reason
         else:
-            reasons[module] = _cannot_convert(module) or left_out
-    return reasons
+            plan[module] = own, ""
+    return plan
 
 
-def convert(model: nn.Module, recipe: Recipe, *, filter: Filter | None = None) -> nn.Module:
+def convert(
+    model: nn.Module,
+    recipe: Recipes,
+    *,
+    filter: Filter | None = None,
+    keep_ends: int = 0,
+    amax_group: ProcessGroup | None = None,
+) -> nn.Module:
     """Turn the ``nn.Linear`` layers of a model into ``fp8compile.Linear``, in place.
 
     Modules and parameters stay the same objects, so optimizers, hooks, tied weights and state dicts do not notice.
@@ -114,30 +132,39 @@ def convert(model: nn.Module, recipe: Recipe, *, filter: Filter | None = None) -
 
     Args:
         model: Any module.
-        recipe: Quantizers for the layers' GEMMs.
+        recipe: Quantizers for the layers' GEMMs; or one recipe for each name pattern, of which the first that matches
+            decides (``{"*.down_proj": a, "layers.*": b}``); or a function ``(module, fqn) -> Recipe``, called once a
+            layer. None in place of a recipe, and a name that no pattern matches, leave a layer in high precision.
         filter: Which layers: a function ``(module, fqn) -> bool``, or name patterns (``"layers.*"``, ``"!lm_head"``);
             by default all but those that FP8 can't help.
+        keep_ends: How many blocks at each end of the model stay in high precision, with what is before the first and
+            behind the last one: 1 for the first and last layers in bfloat16. Blocks are the entries of the model's
+            largest ``ModuleList`` or ``Sequential``; without one, each linear is a block.
+        amax_group: Of delayed scaling: ranks whose amaxes become one, as ``fp8compile.Linear`` takes it.
 
     Returns:
         The model.
 
     Raises:
         TypeError: An argument is of another kind.
-        ValueError: There is no linear, a pattern matches none, a layer has another recipe already, or the model was
-            compiled, scripted or exported. Nothing is changed then.
+        ValueError: There is no linear, a pattern matches none, a layer has another recipe already, the model was
+            compiled, scripted or exported, or a group is given for recipes without delayed scaling. Nothing is
+            changed then.
     """
     _check_module("convert", model)
     _check_not_compiled(model)
     _check_not_frozen(model)
-    check_recipe("convert", recipe)
-    for module, reason in _reasons(model, recipe, filter).items():
+    plan = _plan(model, recipe, filter, keep_ends)
+    given = [own for own, _ in plan.values() if own is not None]
+    check_amax_group("convert", given, amax_group, none_has="no layer gets")
+    for module, (own, reason) in plan.items():
         vars(module).pop(LEFT_OUT, None)
-        if reason is not None:
+        if own is None:
             setattr(module, LEFT_OUT, reason)
         else:
             # the class, not the module: whoever else holds the module, in a list or a closure, has FP8 too
             module.__class__ = Linear
-            module.recipe = recipe
+            become_float8(module, own, amax_group if own.history() else None)
     return model
 
 
@@ -163,6 +190,6 @@ def revert(model: nn.Module) -> nn.Module:
     for module in layers:
         vars(module).pop(LEFT_OUT, None)
         if isinstance(module, Linear):
-            del module.recipe
+            become_plain(module)
             module.__class__ = nn.Linear
     return model

@@ -12,7 +12,7 @@ from fnmatch import fnmatchcase
 
 from torch import nn
 
-__all__ = ["Filter", "SMALLEST_DIM", "default_filter_reason", "resolve_filter"]
+__all__ = ["Filter", "SMALLEST_DIM", "check_pattern_matches", "default_filter_reason", "resolve_filter"]
 
 Filter = Callable[[nn.Module, str], bool] | str | Iterable[str]
 Reason = Callable[[nn.Module, str], str | None]
@@ -45,11 +45,11 @@ def _pattern_reason(patterns: tuple[str, ...]) -> Reason:
     return reason
 
 
-def _check_patterns_match(patterns: tuple[str, ...], fqns: list[str]) -> None:
-    for pattern in patterns:
-        if not any(fnmatchcase(fqn, pattern.removeprefix("!")) for fqn in fqns):
-            shown = ", ".join(fqns[:5]) + (", ..." if len(fqns) > 5 else "")
-            raise ValueError(f"convert: the pattern {pattern!r} matches none of the model's linears: {shown}.")
+def check_pattern_matches(pattern: str, fqns: list[str], *, given: str) -> None:
+    """Raise a ValueError that shows what was given, if the pattern in it matches none of these names."""
+    if not any(fnmatchcase(fqn, pattern) for fqn in fqns):
+        shown = ", ".join(fqns[:5]) + (", ..." if len(fqns) > 5 else "")
+        raise ValueError(f"convert: the pattern {given!r} matches none of the model's linears: {shown}.")
 
 
 def resolve_filter(filter: Filter | None, fqns: list[str]) -> Reason:
@@ -73,5 +73,6 @@ def resolve_filter(filter: Filter | None, fqns: list[str]) -> Reason:
             f"convert: filter is {filter!r}; it is a function (module, fqn) -> bool, a name pattern such as "
             "'layers.*' or '!lm_head', or several."
         )
-    _check_patterns_match(patterns, fqns)
+    for pattern in patterns:
+        check_pattern_matches(pattern.removeprefix("!"), fqns, given=pattern)
     return _pattern_reason(patterns)

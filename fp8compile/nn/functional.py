@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
+from fp8compile.nn.state import DelayedState, check_state
+from fp8compile.ops import delayed_linear
 from fp8compile.ops import linear as linear_op
 from fp8compile.quantizers import Recipe
 from fp8compile.tensor import SOURCE_DTYPES, QuantizedTensor, not_dense, shown
@@ -61,29 +63,35 @@ def _check_shapes(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
         )
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, recipe: Recipe) -> Tensor:
+def linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, recipe: Recipe, state: DelayedState | None = None
+) -> Tensor:
     """A linear layer whose GEMMs run in FP8 as the recipe says: ``x @ weight.T + bias``.
 
     Differentiable once in x, weight and bias. Under ``torch.autocast`` the three are cast to its dtype first, as
-    ``torch.nn.functional.linear`` does. One node, ``fp8compile::linear``, in a traced graph.
+    ``torch.nn.functional.linear`` does. One node, ``fp8compile::linear``, in a traced graph, or
+    ``fp8compile::delayed_linear`` where the recipe has delayed scaling.
 
     Args:
         x: Shape (..., in_features), bfloat16, float16 or float32.
         weight: Shape (out_features, in_features), the dtype of ``x``.
         bias: Shape (out_features,), the dtype of ``x``, or None. Added in that dtype.
         recipe: Quantizers for the operands.
+        state: Of a recipe with delayed scaling, and of no other: what it remembers of this layer. The backward
+            updates it in place.
 
     Returns:
         Shape (..., out_features), the dtype of ``x`` (or of autocast).
 
     Raises:
         TypeError: The recipe is none, a dtype or layout is not taken, or dtypes differ.
-        ValueError: Shapes or devices do not fit.
+        ValueError: Shapes or devices do not fit; the recipe has delayed scaling and no state is given, or one that
+            is not the recipe's.
         RuntimeError: This device has no GEMM for the recipe, or torch.jit traces.
     """
     # as torch.nn.functional.linear does: torch.fx.symbolic_trace, modes and tensor subclasses take part in this way
     if has_torch_function((x, weight, bias)):
-        return handle_torch_function(linear, (x, weight, bias), x, weight, bias, recipe=recipe)
+        return handle_torch_function(linear, (x, weight, bias), x, weight, bias, recipe=recipe, state=state)
     if torch.jit.is_tracing():
         raise RuntimeError(
             "linear: torch.jit.trace has no type for a recipe. Use torch.compile or torch.export, or trace the model "
@@ -101,4 +109,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, recipe: Rec
     for name, tensor in operands.items():
         _check_tensor(name, tensor, x)
     _check_shapes(x, weight, bias)
-    return linear_op(x, weight, bias, recipe)
+    check_state(state)
+    if state is None:
+        return linear_op(x, weight, bias, recipe)
+    return delayed_linear(x, weight, bias, *state, recipe)[0]

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from fp8compile._compat import rebind_load_hooks
 from fp8compile.nn.functional import check_recipe, linear
+from fp8compile.nn.state import DelayedState, group_name
 from fp8compile.quantizers import Recipe
 from fp8compile.tensor import SOURCE_DTYPES, shown
 
-__all__ = ["Linear", "cannot_revert"]
+__all__ = ["Linear", "become_float8", "become_plain", "cannot_revert", "check_amax_group"]
+
+STATE = ("amax_history", "multiplier")  # buffers of delayed scaling
 
 
 class Linear(nn.Linear):
@@ -21,19 +26,27 @@ class Linear(nn.Linear):
     Parameters are plain ``nn.Parameter``, the state dict is that of ``nn.Linear``, and so is whatever else this module
     does not override: it is a ``nn.Linear`` to every tool that looks for one.
 
+    With delayed scaling it has two buffers more, the fields of ``fp8compile.DelayedState``, which each backward
+    updates. They are in the state dict; one without them, such as that of a ``nn.Linear``, starts them anew. They stay
+    float32 whatever the layer is cast to.
+
     Args:
         in_features: K.
         out_features: N.
         bias: Whether there is a bias.
         recipe: Quantizers for the operands of the three GEMMs.
+        amax_group: Of delayed scaling: ranks whose amaxes become one, in a message a backward. All of them run the
+            same backwards.
         device: Of the parameters.
         dtype: Of the parameters: bfloat16, float16 or float32.
 
     Raises:
-        TypeError: The recipe is none, or the dtype another one.
+        TypeError: The recipe is none, the group none, or the dtype another one.
+        ValueError: A group is given for a recipe without delayed scaling.
     """
 
     recipe: Recipe
+    amax_group: str | None = None  # its name: a group can be neither copied nor pickled
 
     def __init__(
         self,
@@ -42,25 +55,29 @@ class Linear(nn.Linear):
         bias: bool = True,
         *,
         recipe: Recipe,
+        amax_group: ProcessGroup | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         check_recipe("Linear", recipe)
         if dtype not in (None, *SOURCE_DTYPES):
             raise TypeError(f"Linear: dtype is {dtype}; FP8 layers take bfloat16, float16 and float32.")
+        check_amax_group("Linear", [recipe], amax_group)
         super().__init__(in_features, out_features, bias=bias, device=device, dtype=dtype)
-        self.recipe = recipe
+        become_float8(self, recipe, amax_group)
 
     @classmethod
-    def from_linear(cls, linear: nn.Linear, recipe: Recipe) -> Self:
+    def from_linear(cls, linear: nn.Linear, recipe: Recipe, *, amax_group: ProcessGroup | None = None) -> Self:
         """The same layer in FP8: same parameters (not copies), hooks and mode.
 
         Args:
             linear: A ``nn.Linear``, no subclass of it.
             recipe: Quantizers for the operands.
+            amax_group: Ranks whose amaxes become one, as the class takes it.
 
         Raises:
-            TypeError: ``linear`` is no plain ``nn.Linear``, or the recipe none.
+            TypeError: ``linear`` is no plain ``nn.Linear``, the recipe none, or the group none.
+            ValueError: A group is given for a recipe without delayed scaling.
         """
         if type(linear) is not nn.Linear:
             raise TypeError(
@@ -73,10 +90,11 @@ class Linear(nn.Linear):
                 "another library, and would go on running instead of FP8. Convert before that."
             )
         check_recipe("Linear", recipe)
+        check_amax_group("Linear", [recipe], amax_group)
         module = cls.__new__(cls)
-        module.__dict__.update(linear.__dict__)
+        module.__dict__.update(linear.__dict__, _buffers=dict(linear._buffers))  # linear gets no buffers of this one
         rebind_load_hooks(module)
-        module.recipe = recipe
+        become_float8(module, recipe, amax_group)
         return module
 
     def to_linear(self) -> nn.Linear:
@@ -88,14 +106,61 @@ class Linear(nn.Linear):
         if (reason := cannot_revert(self)) is not None:
             raise TypeError(f"Linear.to_linear: {reason}")
         module = nn.Linear.__new__(nn.Linear)
-        module.__dict__.update(self.__dict__)
-        del module.__dict__["recipe"]
+        module.__dict__.update(self.__dict__, _buffers=dict(self._buffers))
+        become_plain(module)
         rebind_load_hooks(module)
         return module
 
     def forward(self, input: Tensor) -> Tensor:
         """``input @ weight.T + bias``; (..., in_features) to (..., out_features), in the dtype of the input."""
-        return linear(input, self.weight, self.bias, recipe=self.recipe)
+        return linear(input, self.weight, self.bias, recipe=self.recipe, state=self.delayed_state())
+
+    def delayed_state(self) -> DelayedState | None:
+        """What delayed scaling remembers, the buffers themselves; None for a recipe without it."""
+        if "amax_history" not in self._buffers:
+            return None
+        return DelayedState(self.amax_history, self.multiplier, self.amax_group)
+
+    def reset_parameters(self) -> None:
+        """As ``nn.Linear`` does; delayed scaling starts anew too."""
+        super().reset_parameters()
+        self._reset_state()
+
+    def _reset_state(self) -> None:
+        if (state := self.delayed_state()) is not None:
+            state.amax_history.zero_()
+            state.multiplier.fill_(1.0)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        before = {name: self._buffers[name] for name in STATE if name in self._buffers}
+        super()._apply(fn, recurse)
+        for name, buffer in before.items():
+            after = self._buffers[name]
+            if after.dtype != buffer.dtype:  # .half() is about values; the state is about their scale
+                self._buffers[name] = buffer.to(after.device)
+        if any(buffer.is_meta and not self._buffers[name].is_meta for name, buffer in before.items()):
+            self._reset_state()  # to_empty() leaves memory as it was, which no one would notice in a scale
+        return self
+
+    def _load_from_state_dict(
+        self,
+        state_dict: Mapping[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        own_missing: list[str] = []
+        super()._load_from_state_dict(
+            state_dict, prefix, local_metadata, strict, own_missing, unexpected_keys, error_msgs
+        )
+        state_keys = [prefix + name for name in STATE]
+        if f"{prefix}weight" in state_dict and not any(key in state_dict for key in state_keys):
+            self._reset_state()  # what is remembered is of other weights
+            own_missing = [key for key in own_missing if key not in state_keys]
+        missing_keys += own_missing
 
     def __prepare_scriptable__(self) -> Any:
         raise TypeError(
@@ -106,6 +171,36 @@ class Linear(nn.Linear):
     def extra_repr(self) -> str:
         """What ``nn.Linear`` shows, and the recipe."""
         return f"{super().extra_repr()}, recipe={shown(self.recipe)}"
+
+
+def check_amax_group(
+    function: str, recipes: Iterable[Recipe], amax_group: object, *, none_has: str = "the recipe has no"
+) -> None:
+    """Raise in the name of ``function`` if no layer with one of these recipes reduces its amaxes over the group."""
+    group_name(function, amax_group)
+    if amax_group is not None and not any(recipe.history() for recipe in recipes):
+        raise ValueError(
+            f"{function}: amax_group is given and {none_has} delayed scaling, whose state it is for. Leave it out: a "
+            "scale that comes from the values themselves is that of each rank's own tensor."
+        )
+
+
+def become_float8(layer: nn.Linear, recipe: Recipe, amax_group: ProcessGroup | None) -> None:
+    """Give a layer what a `Linear` has beside its class: the recipe, and the state that it needs."""
+    layer.recipe = recipe
+    if recipe.history():
+        state = DelayedState.initial(recipe, device=layer.weight.device, group=amax_group)
+        layer.amax_group = state.group
+        for name in STATE:
+            layer.register_buffer(name, getattr(state, name))
+
+
+def become_plain(layer: nn.Linear) -> None:
+    """Take from a layer what `become_float8` gave it."""
+    del layer.recipe
+    vars(layer).pop("amax_group", None)
+    for name in STATE:
+        layer._buffers.pop(name, None)
 
 
 def _bypasses_class(layer: nn.Linear) -> bool:

@@ -2,28 +2,38 @@
 
 from fp8compile.ops.amax import amax
 from fp8compile.ops.cast import cast
+from fp8compile.ops.delayed import delayed_grad_input, delayed_grad_weight, delayed_linear
 from fp8compile.ops.dequantize import dequantize
 from fp8compile.ops.flops import FLOP_FORMULAS
-from fp8compile.ops.linear import GEMM_OPS, grad_input, grad_weight, linear
+from fp8compile.ops.layer import GEMM_OPS, LAYER_OPS
+from fp8compile.ops.linear import grad_input, grad_weight, linear
+from fp8compile.ops.quantize_both import quantize_both
 from fp8compile.ops.realize import realize
 from fp8compile.ops.registry import OPS, Op, decompositions, register_op
 from fp8compile.ops.scale import scale
 from fp8compile.ops.scaled_mm import scaled_mm
+from fp8compile.ops.snapshot import snapshot
 
 __all__ = [
     "FLOP_FORMULAS",
     "GEMM_OPS",
+    "LAYER_OPS",
     "OPS",
     "Op",
     "amax",
     "cast",
     "decompositions",
+    "delayed_grad_input",
+    "delayed_grad_weight",
+    "delayed_linear",
     "dequantize",
     "grad_input",
     "grad_weight",
     "linear",
+    "quantize_both",
     "realize",
     "register_op",
     "scale",
     "scaled_mm",
+    "snapshot",
 ]

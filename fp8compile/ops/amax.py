@@ -9,6 +9,7 @@ from torch import Tensor
 
 from fp8compile.ops import samples
 from fp8compile.ops.registry import register_op
+from fp8compile.ops.returned import returned, shape_said
 from fp8compile.ops.rounding import rounded
 from fp8compile.ops.sharding import Split, grid_cuts
 from fp8compile.quantizers import Quantizer
@@ -17,15 +18,16 @@ __all__ = ["amax"]
 
 
 def _kernel(x: Tensor, quantizer: Quantizer) -> Tensor:
-    return quantizer.amax(x)
+    shape = shape_said(quantizer, "scale_shape", x.shape)
+    return returned(quantizer.amax(x), quantizer, "amax", shape, torch.float32, "what scale_shape says")
 
 
 def _fake(x: Tensor, quantizer: Quantizer) -> Tensor:
-    return x.new_empty(quantizer.scale_shape(x.shape), dtype=torch.float32)
+    return x.new_empty(shape_said(quantizer, "scale_shape", x.shape), dtype=torch.float32)
 
 
 def _decompose(x: Tensor, quantizer: Quantizer) -> Tensor:
-    return quantizer.amax(rounded(x))
+    return _kernel(rounded(x), quantizer)
 
 
 def _sharding(x: Tensor, quantizer: Quantizer) -> list[Split]:

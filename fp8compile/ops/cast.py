@@ -9,6 +9,7 @@ from torch import Tensor
 
 from fp8compile.ops import samples
 from fp8compile.ops.registry import register_op
+from fp8compile.ops.returned import returned, shape_said
 from fp8compile.ops.rounding import rounded
 from fp8compile.ops.sharding import Split, grid_cuts
 from fp8compile.quantizers import Quantizer
@@ -17,18 +18,21 @@ __all__ = ["cast"]
 
 
 def _kernel(x: Tensor, multiplier: Tensor, quantizer: Quantizer) -> Tensor:
-    return quantizer.cast(x, multiplier).contiguous()
+    found, shape = quantizer.cast(x, multiplier), shape_said(quantizer, "codes_shape", x.shape)
+    return returned(found, quantizer, "cast", shape, torch.uint8, "what codes_shape says").contiguous()
 
 
 def _fake(x: Tensor, multiplier: Tensor, quantizer: Quantizer) -> Tensor:
-    return x.new_empty(quantizer.codes_shape(x.shape), dtype=torch.uint8)
+    return x.new_empty(shape_said(quantizer, "codes_shape", x.shape), dtype=torch.uint8)
 
 
 def _decompose(x: Tensor, multiplier: Tensor, quantizer: Quantizer) -> Tensor:
-    return quantizer.cast(rounded(x), multiplier).contiguous()
+    return _kernel(rounded(x), multiplier, quantizer)
 
 
 def _sharding(x: Tensor, multiplier: Tensor, quantizer: Quantizer) -> list[Split]:
+    if not quantizer.is_local():
+        return []
     return [Split((cut, grid, None), (cut.dim,)) for cut, grid in grid_cuts(x.shape, quantizer.block)]
 
 

@@ -9,7 +9,7 @@ from torch.distributed import ProcessGroup
 __all__ = ["all_reduce_amax"]
 
 
-def all_reduce_amax(amax: Tensor, group: ProcessGroup) -> Tensor:
+def all_reduce_amax(amax: Tensor, group: ProcessGroup | str) -> Tensor:
     """The largest amax over the ranks of a group; NaN where any rank has one.
 
     A float maximum of gloo loses the NaN of another rank. The bits of numbers that are not negative order like the
@@ -17,7 +17,7 @@ def all_reduce_amax(amax: Tensor, group: ProcessGroup) -> Tensor:
 
     Args:
         amax: Any shape, float32, not negative or NaN.
-        group: The ranks.
+        group: The ranks, or the name of their group.
 
     Returns:
         The same shape, float32.

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from fp8compile.ops import samples
 from fp8compile.ops.registry import register_op
+from fp8compile.ops.returned import returned, shape_said
 from fp8compile.ops.rounding import rounded
 from fp8compile.ops.sharding import Split, grid_cuts
 from fp8compile.quantizers import Quantizer
@@ -17,11 +18,13 @@ __all__ = ["dequantize"]
 
 
 def _kernel(codes: Tensor, scale: Tensor, quantizer: Quantizer, dtype: torch.dtype) -> Tensor:
-    return quantizer.dequantize(codes, scale).to(dtype).contiguous()
+    found, shape = quantizer.dequantize(codes, scale), shape_said(quantizer, "values_shape", codes.shape)
+    values = returned(found, quantizer, "dequantize", shape, torch.float32, "what values_shape says")
+    return values.to(dtype).contiguous()
 
 
 def _fake(codes: Tensor, scale: Tensor, quantizer: Quantizer, dtype: torch.dtype) -> Tensor:
-    return codes.new_empty(quantizer.values_shape(codes.shape), dtype=dtype)
+    return codes.new_empty(shape_said(quantizer, "values_shape", codes.shape), dtype=dtype)
 
 
 def _decompose(codes: Tensor, scale: Tensor, quantizer: Quantizer, dtype: torch.dtype) -> Tensor:

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 
 from fp8compile import _compat
-from fp8compile.ops.linear import grad_input, grad_weight, linear
+from fp8compile.ops.layer import LAYER_OPS
+from fp8compile.ops.linear import GRAD_INPUT, GRAD_WEIGHT, OUTPUT
 from fp8compile.ops.scaled_mm import scaled_mm
 
 __all__ = ["FLOP_FORMULAS"]
@@ -37,10 +38,9 @@ def _scaled_mm(a: Shape, b: Shape, *_: Any, **__: Any) -> int:
     return 2 * prod(a) * b[1]
 
 
+OF_GEMM = {OUTPUT: _linear, GRAD_INPUT: _grad_input, GRAD_WEIGHT: _grad_weight}
 FLOP_FORMULAS: dict[torch._ops.OpOverload, Callable[..., int]] = {
-    linear: _linear,
-    grad_input: _grad_input,
-    grad_weight: _grad_weight,
+    **{op: OF_GEMM[gemm] for op, gemm in LAYER_OPS.items()},
     scaled_mm: _scaled_mm,
 }
 

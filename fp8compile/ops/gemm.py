@@ -3,7 +3,9 @@
     tensorwise   torch._scaled_mm with two numbers                          GPUs from compute capability 8.9
     rowwise      torch._scaled_mm with a scale a row and a column           GPUs from 9.0 (bf16 out); CPU, for both
     scaled_after torch._scaled_mm without scales, float32 out, then both    rowwise on GPUs otherwise
-    emulated     float64 product of the exact values                        CPU only, where it has no kernel
+    blockwise    torch._scaled_mm with a scale for 128 values of the sum    GPUs of 9.0
+    mx           torch._scaled_mm with a power of two for 32 of them        GPUs from 10.0
+    emulated     float64 product of the exact values                        CPU where it has no kernel; a GPU if asked
 
 A CPU gets a tensorwise scale as one a row: for e4m3 by e4m3 with two numbers oneDNN has a reference loop only, much
 slower and with the same bits (`benchmarks/cpu_gemm.py`). Before PyTorch 2.13 that loop is all there is, so the CPU
@@ -23,11 +25,15 @@ from torch.nn.functional import pad
 from fp8compile import _compat
 from fp8compile.formats import Float8Format
 from fp8compile.ops.realize import realize
-from fp8compile.quantizers import Quantizer, gemm_kind
+from fp8compile.ops.scale_layouts import down_the_rows, rows_of_fours, swizzled
+from fp8compile.quantizers import GemmConfig, Quantizer, gemm_kind
+from fp8compile.target import Target, target_of
 
 __all__ = ["Operand", "multiply", "select_gemm"]
 
 ALIGNMENT = 16  # cuBLASLt: rows of codes are multiples of 16 bytes; Inductor's CPU code: for M = 1 as well
+BLOCK = 128  # of Hopper's blockwise GEMM
+MX_BLOCK = 32
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +59,9 @@ class Operand:
         return self.quantizer.scale_values(self.scale)
 
 
-def select_gemm(a: Quantizer, b: Quantizer, device: torch.device, out_dtype: torch.dtype) -> str:
+def select_gemm(
+    a: Quantizer, b: Quantizer, device: torch.device, out_dtype: torch.dtype, config: GemmConfig | None = None
+) -> str:
     """The code that multiplies operands of these quantizers on a device.
 
     Args:
@@ -61,9 +69,10 @@ def select_gemm(a: Quantizer, b: Quantizer, device: torch.device, out_dtype: tor
         b: Of the right operand, over (k, n).
         device: Where the codes are.
         out_dtype: Of the product.
+        config: What the GEMM is allowed; None for no emulation on a GPU.
 
     Returns:
-        ``"tensorwise"``, ``"rowwise"``, ``"scaled_after"`` or ``"emulated"``.
+        ``"tensorwise"``, ``"rowwise"``, ``"scaled_after"``, ``"blockwise"``, ``"mx"`` or ``"emulated"``.
 
     Raises:
         ValueError: No GEMM multiplies such blocks anywhere.
@@ -77,87 +86,144 @@ def select_gemm(a: Quantizer, b: Quantizer, device: torch.device, out_dtype: tor
             "(n, n) by (n, 1) or (n, n). Choose quantizers as the recipes of fp8compile.recipes do."
         )
     float8 = isinstance(a.element_format(), Float8Format) and isinstance(b.element_format(), Float8Format)
-    if device.type == "cpu":
+    target = target_of(device)
+    if target.type == "cpu":
         native = float8 and kind != "blockwise" and _compat.cpu_has_rowwise_gemm()
         return "rowwise" if native else "emulated"
-    if device.type != "cuda":
-        raise RuntimeError(f"scaled_mm: no FP8 GEMM on device {device.type!r}; it runs on 'cuda' and 'cpu'.")
-    return _select_cuda_gemm(kind, a, b, device, out_dtype)
+    if target.type != "cuda":
+        raise RuntimeError(f"scaled_mm: no FP8 GEMM on device {target.type!r}; it runs on 'cuda' and 'cpu'.")
+    if (lacking := _lacks(kind, a, b, target)) is None:
+        return _cuda_gemm(kind, a, target, out_dtype)
+    if config is not None and config.emulate:
+        return "emulated"
+    raise RuntimeError(
+        f"scaled_mm: blocks {a.block} by {b.block}, formats {a.format} by {b.format} {lacking} This GPU has compute "
+        f"capability {target.capability[0]}.{target.capability[1]}."
+    )
 
 
-def _select_cuda_gemm(kind: str, a: Quantizer, b: Quantizer, device: torch.device, out_dtype: torch.dtype) -> str:
-    capability = torch.cuda.get_device_capability(device)
-    given = f"blocks {a.block} by {b.block}, formats {a.format} by {b.format}"
-    here = f"compute capability {capability[0]}.{capability[1]}"
-    if capability < (8, 9):
-        raise RuntimeError(
-            f"scaled_mm: {given} needs a GPU with FP8 tensor cores, compute capability 8.9 or more (L4, RTX 40, H100, "
-            f"B200); this one has {here}. Leave the model in bfloat16 here."
-        )
-    if a.format == b.format == "e5m2":
-        raise RuntimeError(f"scaled_mm: {given}: tensor cores multiply e4m3 by e4m3 or by e5m2, not e5m2 by e5m2.")
+def _cuda_gemm(kind: str, a: Quantizer, target: Target, out_dtype: torch.dtype) -> str:
     if kind == "blockwise":
-        raise RuntimeError(f"scaled_mm: {given} has no GPU GEMM in this version of fp8compile (found {here}).")
-    if kind == "rowwise" and (out_dtype != torch.bfloat16 or capability < (9, 0)):
+        return "mx" if a.block[1] == MX_BLOCK else "blockwise"
+    if kind == "rowwise" and (out_dtype != torch.bfloat16 or target.capability < (9, 0)):
         return "scaled_after"
     return kind
 
 
-def _pad_to_alignment(a: Operand, b: Operand) -> tuple[Tensor, Tensor, int]:
+def _lacks(kind: str, a: Quantizer, b: Quantizer, target: Target) -> str | None:
+    """Why a GPU has no GEMM for these, as the rest of a sentence and what to do; None if it has one."""
+    if target.capability < (8, 9):
+        return (
+            "needs a GPU with FP8 tensor cores, compute capability 8.9 or more (L4, RTX 40, H100, B200). Leave the "
+            "model in bfloat16 here."
+        )
+    if a.format == b.format == "e5m2":
+        return "has no GEMM: tensor cores multiply e4m3 by e4m3 or by e5m2. Make one of them e4m3."
+    if kind != "blockwise":
+        return None
+    asked = "Take a recipe that this GPU has, or ask for emulation in float64 (emulate=True), right and slow."
+    if _is_mx(a) and _is_mx(b):
+        return None if target.capability >= (10, 0) else f"is MX, which needs compute capability 10.0 (B200). {asked}"
+    if a.block[1] != BLOCK or a.block[0] == b.block[1] == BLOCK:
+        return (
+            f"has no GEMM on any GPU: they multiply (1, {BLOCK}) by ({BLOCK}, 1) or ({BLOCK}, {BLOCK}), the reverse, "
+            f"and (1, {MX_BLOCK}) by ({MX_BLOCK}, 1) with E8M0 scales. {asked}"
+        )
+    # cuBLASLt has these on Hopper alone
+    return None if target.capability[0] == 9 else f"needs a GPU of compute capability 9.0 (H100, H200). {asked}"
+
+
+def _is_mx(quantizer: Quantizer) -> bool:
+    return sorted(quantizer.block) == [1, MX_BLOCK] and quantizer.scale_dtype() == torch.uint8
+
+
+def _padded_codes(kind: str, a: Operand, b: Operand) -> tuple[Tensor, Tensor]:
     """Float8 codes in the layout of `_scaled_mm`: a row-major, b column-major, sides as multiples of 16.
 
-    Zeros are appended along the sum, and on a GPU along n; scales are not touched by either.
+    Zeros are appended along the sum, and on a GPU along n; where each row has scales of its own, along m as well.
     """
-    (_, k), n = a.codes.shape, b.codes.shape[1]
-    extra_k = -k % ALIGNMENT
-    extra_n = -n % ALIGNMENT if a.codes.device.type == "cuda" else 0
-    rows, columns = a.codes, b.codes.t()
+    (m, k), n = a.codes.shape, b.codes.shape[1]
+    on_gpu = target_of(a.codes.device).type == "cuda"
+    extra_k = -k % (MX_BLOCK if kind == "mx" else ALIGNMENT)
+    extra_n = -n % ALIGNMENT if on_gpu else 0
+    extra_m = -m % ALIGNMENT if kind in ("blockwise", "mx") else 0
     # statically: a guard on M % 16 would compile the backward twice, for its sum runs over tokens
-    if not _compat.statically_true(extra_k == 0):
-        rows = pad(rows, (0, extra_k))
-    if not (_compat.statically_true(extra_k == 0) and _compat.statically_true(extra_n == 0)):
-        columns = pad(columns, (0, extra_k, 0, extra_n))
+    rows = _padded(a.codes, extra_m, extra_k)
+    columns = _padded(b.codes.t(), extra_n, extra_k)
     a_float8, b_float8 = a.quantizer.element_format().dtype, b.quantizer.element_format().dtype
-    return rows.contiguous().view(a_float8), columns.contiguous().view(b_float8).t(), extra_n
+    return rows.contiguous().view(a_float8), columns.contiguous().view(b_float8).t()
+
+
+def _padded(x: Tensor, rows: int, columns: int, *, value: float = 0.0) -> Tensor:
+    if _compat.statically_true(rows == 0) and _compat.statically_true(columns == 0):
+        return x
+    return pad(x, (0, columns, 0, rows), value=value)
+
+
+def _row_scales(operand: Operand, rows: int) -> Tensor:
+    """A scale a row, (rows, 1), from one for all or one each; rows beyond the operand's have 1."""
+    m = operand.codes.shape[0]
+    # through one dim: of a (1, n) scale that came as (n, 1) the strides would not do
+    scale = operand.scale_values().reshape(-1).expand(m).unsqueeze(1)
+    return _padded(scale, rows - m, 0, value=1.0).contiguous()
+
+
+def _block_scales(operand: Operand, rows: int) -> Tensor:
+    """Scales of blocks along the sum, as Hopper's GEMM wants them."""
+    values = operand.scale_values()
+    if operand.quantizer.block[0] == BLOCK:
+        return rows_of_fours(values)
+    return down_the_rows(_padded(values, rows - values.shape[0], 0, value=1.0))
+
+
+def _scales(kind: str, a: Operand, b: Operand, m: int, n: int) -> tuple[Tensor, Tensor]:
+    """Scales of a product (m, n), padding included, in the layout of its GEMM."""
+    if kind == "tensorwise":
+        return a.scale_values().reshape(()), b.scale_values().reshape(())
+    if kind == "rowwise":
+        return _row_scales(a, m), _row_scales(b.t(), n).t()
+    if kind == "blockwise":
+        return _block_scales(a, m), _block_scales(b.t(), n).t()
+    if kind == "mx":
+        return swizzled(a.scale), swizzled(b.scale.t())
+    one = torch.ones((), device=a.codes.device)
+    return one, one
 
 
 def _native(kind: str, a: Operand, b: Operand, out_dtype: torch.dtype, *, fast_accumulation: bool) -> Tensor:
-    rows, columns, extra_n = _pad_to_alignment(a, b)
-    if kind == "tensorwise":
-        a_scale, b_scale = a.scale_values().reshape(()), b.scale_values().reshape(())
-    elif kind == "rowwise":
-        # through one dim: of a (1, n) scale that came as (n, 1) the strides would not do
-        a_scale = a.scale_values().reshape(-1).expand(rows.shape[0]).unsqueeze(1).contiguous()
-        b_scale = b.scale_values().reshape(-1).expand(b.codes.shape[1])
-        b_scale = (pad(b_scale, (0, extra_n), value=1.0) if extra_n else b_scale).unsqueeze(0).contiguous()
-    else:
-        a_scale = b_scale = torch.ones((), device=rows.device)
-    product = torch._scaled_mm(rows, columns, a_scale, b_scale, out_dtype=out_dtype, use_fast_accum=fast_accumulation)
-    return product[:, : b.codes.shape[1]].contiguous() if extra_n else product
+    rows, columns = _padded_codes(kind, a, b)
+    (m, _), n = a.codes.shape, b.codes.shape[1]
+    a_scale, b_scale = _scales(kind, a, b, rows.shape[0], columns.shape[1])
+    fast = fast_accumulation and kind not in ("blockwise", "mx")
+    product = torch._scaled_mm(rows, columns, a_scale, b_scale, out_dtype=out_dtype, use_fast_accum=fast)
+    if _compat.statically_true(product.shape[0] == m) and _compat.statically_true(product.shape[1] == n):
+        return product
+    return product[:m, :n].contiguous()
 
 
-def multiply(a: Operand, b: Operand, out_dtype: torch.dtype, *, fast_accumulation: bool) -> Tensor:
+def multiply(a: Operand, b: Operand, out_dtype: torch.dtype, config: GemmConfig) -> Tensor:
     """The product of two quantized matrices.
 
     Args:
         a: (m, k).
         b: (k, n).
         out_dtype: float32, bfloat16 or float16.
-        fast_accumulation: Whether a GPU may accumulate in fewer bits.
+        config: What the GEMM is allowed.
 
     Returns:
         (m, n), ``out_dtype``, contiguous. An empty sum gives zeros.
     """
     (m, k), n = a.codes.shape, b.codes.shape[1]
-    kind = select_gemm(a.quantizer, b.quantizer, a.codes.device, out_dtype)
+    kind = select_gemm(a.quantizer, b.quantizer, a.codes.device, out_dtype, config)
     if any(_compat.guard_or_false(size == 0) for size in (m, k, n)):
         return a.codes.new_zeros((m, n), dtype=out_dtype)
     if kind == "emulated":
         return (_exact(a) @ _exact(b)).to(out_dtype)
+    fast = config.fast_accumulation
     if kind == "scaled_after":
-        product = _native(kind, a, b, torch.float32, fast_accumulation=fast_accumulation)
+        product = _native(kind, a, b, torch.float32, fast_accumulation=fast)
         return (product * a.scale_values() * b.scale_values()).to(out_dtype)
-    return _native(kind, a, b, out_dtype, fast_accumulation=fast_accumulation)
+    return _native(kind, a, b, out_dtype, fast_accumulation=fast)
 
 
 def _exact(operand: Operand) -> Tensor:

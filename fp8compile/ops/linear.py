@@ -12,40 +12,48 @@ tensor become one read of it. The bias is added in the dtype of the output.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from fp8compile import _compat
 from fp8compile.ops import samples
 from fp8compile.ops.amax import amax
 from fp8compile.ops.cast import cast
 from fp8compile.ops.gemm import Operand
+from fp8compile.ops.quantize_both import is_pair, quantize_both
 from fp8compile.ops.registry import register_op
 from fp8compile.ops.rounding import rounded
 from fp8compile.ops.scale import scale
 from fp8compile.ops.scaled_mm import scaled_mm
 from fp8compile.ops.sharding import Cut, Split, grid_cuts
-from fp8compile.quantizers import GEMMS, Gemm, Quantizer, Recipe
+from fp8compile.quantizers import GEMMS, DelayedScaling, Gemm, Quantizer, Recipe
 from fp8compile.quantizers.blocks import as_matrix
+from fp8compile.target import target_of
 
-__all__ = ["GEMM_OPS", "grad_input", "grad_weight", "linear"]
+__all__ = ["grad_input", "grad_weight", "linear"]
 
 OUTPUT, GRAD_INPUT, GRAD_WEIGHT = GEMMS
 
 
-def _quantize(x: Tensor, quantizer: Quantizer) -> Operand:
+Quantize = Callable[[Tensor, Quantizer, str], Operand]
+
+
+def quantize_by_amax(x: Tensor, quantizer: Quantizer, slot: str) -> Operand:
+    """Codes and scales of a matrix by its own amax; the slot of the recipe that it fills makes no difference."""
     multiplier, x_scale = scale(amax(x, quantizer), quantizer)
     return Operand(codes=cast(x, multiplier, quantizer), scale=x_scale, quantizer=quantizer)
 
 
-def _product(a: Tensor, b: Tensor, gemm: Gemm, recipe: Recipe) -> Tensor:
+def product(a: Tensor, b: Tensor, gemm: Gemm, recipe: Recipe, quantize: Quantize = quantize_by_amax) -> Tensor:
     """One GEMM of the layer, from its operands as the layer holds them, in the dtype of ``a``."""
     quantizers = recipe.quantizers(gemm)
     if quantizers is None:
         return (a.t() if gemm.a_transposed else a) @ (b.t() if gemm.b_transposed else b)
-    left, right = _quantize(a, quantizers[0]), _quantize(b, quantizers[1])
+    left, right = quantize(a, quantizers[0], gemm.a), quantize(b, quantizers[1], gemm.b)
     left = left.t() if gemm.a_transposed else left
     right = right.t() if gemm.b_transposed else right
     return scaled_mm(
@@ -56,8 +64,29 @@ def _product(a: Tensor, b: Tensor, gemm: Gemm, recipe: Recipe) -> Tensor:
         left.quantizer,
         right.quantizer,
         a.dtype,
-        recipe.fast_accumulation(gemm),
+        recipe.gemm_config(gemm),
     )
+
+
+def quantize_for_gradients(recipe: Recipe, device: torch.device) -> Quantize:
+    """What quantizes the operands of grad_input and grad_weight in compiled code.
+
+    On a GPU grad_output is quantized along rows and along columns from one read, where a kernel does that: both
+    gradients ask for the same call, which the compiler makes once.
+    """
+    rows, columns = recipe.grad_output, recipe.grad_output_for_grad_weight
+    if target_of(device).type == "cpu" or not is_pair(rows, columns):
+        return quantize_by_amax
+
+    def quantize(x: Tensor, quantizer: Quantizer, slot: str) -> Operand:
+        if slot not in (GRAD_INPUT.a, GRAD_WEIGHT.a):
+            return quantize_by_amax(x, quantizer, slot)
+        codes, row_scale, column_codes, column_scale = quantize_both(x, rows, columns)
+        if slot == GRAD_INPUT.a:
+            return Operand(codes=codes, scale=row_scale, quantizer=rows)
+        return Operand(codes=column_codes, scale=column_scale, quantizer=columns)
+
+    return quantize
 
 
 # ---------------------------------------------------------------------------------- sharding
@@ -65,28 +94,37 @@ def _product(a: Tensor, b: Tensor, gemm: Gemm, recipe: Recipe) -> Tensor:
 # that is cut along the sum, is for who takes the layer apart: amax then is an op that reduces over ranks.
 
 
-def _outer_cuts(shape: Sequence[int], quantizer: Quantizer | None, dims: Iterable[int]) -> list[Cut]:
+def outer_cuts(shape: Sequence[int], quantizer: Quantizer | None, dims: Iterable[int]) -> list[Cut]:
     """Cuts of an operand along these dims that leave its codes and scales as they are; none of one in high precision.
 
     What order a high-precision product sums in may depend on the sizes that it's given.
     """
-    if quantizer is None:
+    if quantizer is None or not quantizer.is_local():
         return []
-    return [cut for cut, grid in grid_cuts(shape, quantizer.block) if grid is not None and cut.dim in dims]
+    known = isinstance(quantizer, DelayedScaling)  # a scale that was known before the tensor holds for any part of it
+    return [cut for cut, grid in grid_cuts(shape, quantizer.block) if (known or grid is not None) and cut.dim in dims]
 
 
 # ---------------------------------------------------------------------------------- gradients
 
 
-def _sample_grad(x: Tensor, weight: Tensor) -> Tensor:
+def sample_grad(x: Tensor, weight: Tensor) -> Tensor:
     """A grad_output for a layer's sample, not contiguous."""
     grad = torch.randn((weight.shape[0], *x.shape[:-1]), generator=torch.Generator().manual_seed(1))
     return grad.to(x.dtype).movedim(0, -1)
 
 
-def _grad_input_kernel(grad_output: Tensor, weight: Tensor, recipe: Recipe) -> Tensor:
-    grad_MK = _product(as_matrix(grad_output), weight, GRAD_INPUT, recipe)
+def _grad_input(grad_output: Tensor, weight: Tensor, recipe: Recipe, quantize: Quantize) -> Tensor:
+    grad_MK = product(as_matrix(grad_output), weight, GRAD_INPUT, recipe, quantize)
     return grad_MK.view(*grad_output.shape[:-1], weight.shape[1])
+
+
+def _grad_input_kernel(grad_output: Tensor, weight: Tensor, recipe: Recipe) -> Tensor:
+    return _grad_input(grad_output, weight, recipe, quantize_by_amax)
+
+
+def _grad_input_decompose(grad_output: Tensor, weight: Tensor, recipe: Recipe) -> Tensor:
+    return _grad_input(grad_output, weight, recipe, quantize_for_gradients(recipe, grad_output.device))
 
 
 def _grad_input_fake(grad_output: Tensor, weight: Tensor, recipe: Recipe) -> Tensor:
@@ -94,8 +132,8 @@ def _grad_input_fake(grad_output: Tensor, weight: Tensor, recipe: Recipe) -> Ten
 
 
 def _grad_input_sharding(grad_output: Tensor, weight: Tensor, recipe: Recipe) -> list[Split]:
-    rows = _outer_cuts(grad_output.shape, recipe.grad_output, range(grad_output.ndim - 1))
-    columns = _outer_cuts(weight.shape, recipe.weight_for_grad_input, [1])
+    rows = outer_cuts(grad_output.shape, recipe.grad_output, range(grad_output.ndim - 1))
+    columns = outer_cuts(weight.shape, recipe.weight_for_grad_input, [1])
     return [
         *(Split((cut, None, None), (cut.dim,), exact=False) for cut in rows),
         *(Split((None, cut, None), (-1,), exact=False) for cut in columns),
@@ -104,7 +142,7 @@ def _grad_input_sharding(grad_output: Tensor, weight: Tensor, recipe: Recipe) ->
 
 def _grad_input_samples() -> Iterator[tuple]:
     for x, weight, _, recipe in _samples():
-        yield _sample_grad(x, weight), weight, recipe
+        yield sample_grad(x, weight), weight, recipe
 
 
 grad_input = register_op(
@@ -112,14 +150,19 @@ grad_input = register_op(
     _grad_input_kernel,
     fake=_grad_input_fake,
     backward=None,
-    decompose=_grad_input_kernel,
+    decompose=_grad_input_decompose,
     sharding=_grad_input_sharding,
     samples=lambda: _grad_input_samples(),
 )
 
 
 def _grad_weight_kernel(grad_output: Tensor, x: Tensor, recipe: Recipe) -> Tensor:
-    return _product(as_matrix(grad_output), as_matrix(x), GRAD_WEIGHT, recipe)
+    return product(as_matrix(grad_output), as_matrix(x), GRAD_WEIGHT, recipe)
+
+
+def _grad_weight_decompose(grad_output: Tensor, x: Tensor, recipe: Recipe) -> Tensor:
+    quantize = quantize_for_gradients(recipe, grad_output.device)
+    return product(as_matrix(grad_output), as_matrix(x), GRAD_WEIGHT, recipe, quantize)
 
 
 def _grad_weight_fake(grad_output: Tensor, x: Tensor, recipe: Recipe) -> Tensor:
@@ -127,8 +170,8 @@ def _grad_weight_fake(grad_output: Tensor, x: Tensor, recipe: Recipe) -> Tensor:
 
 
 def _grad_weight_sharding(grad_output: Tensor, x: Tensor, recipe: Recipe) -> list[Split]:
-    rows = _outer_cuts(grad_output.shape, recipe.grad_output_for_grad_weight, [grad_output.ndim - 1])
-    columns = _outer_cuts(x.shape, recipe.input_for_grad_weight, [x.ndim - 1])
+    rows = outer_cuts(grad_output.shape, recipe.grad_output_for_grad_weight, [grad_output.ndim - 1])
+    columns = outer_cuts(x.shape, recipe.input_for_grad_weight, [x.ndim - 1])
     return [
         *(Split((cut, None, None), (0,), exact=False) for cut in rows),
         *(Split((None, cut, None), (1,), exact=False) for cut in columns),
@@ -137,7 +180,7 @@ def _grad_weight_sharding(grad_output: Tensor, x: Tensor, recipe: Recipe) -> lis
 
 def _grad_weight_samples() -> Iterator[tuple]:
     for x, weight, _, recipe in _samples():
-        yield _sample_grad(x, weight), x, recipe
+        yield sample_grad(x, weight), x, recipe
 
 
 grad_weight = register_op(
@@ -145,7 +188,7 @@ grad_weight = register_op(
     _grad_weight_kernel,
     fake=_grad_weight_fake,
     backward=None,
-    decompose=_grad_weight_kernel,
+    decompose=_grad_weight_decompose,
     sharding=_grad_weight_sharding,
     samples=lambda: _grad_weight_samples(),
 )
@@ -153,8 +196,19 @@ grad_weight = register_op(
 # ---------------------------------------------------------------------------------- the layer
 
 
+def _check_needs_no_state(recipe: Recipe) -> None:
+    # in the op, for PyTorch 2.11 traces no method of a recipe
+    if not _compat.is_stand_in(recipe) and recipe.history():
+        raise ValueError(
+            "linear: the recipe has delayed scaling, whose scales come from the steps before, and no state is given. "
+            "Keep one for each layer, fp8compile.DelayedState.initial(recipe), and pass state=; or use "
+            "fp8compile.Linear or fp8compile.convert, which keep it in buffers."
+        )
+
+
 def _kernel(x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe) -> Tensor:
-    y_MN = _product(as_matrix(x), weight, OUTPUT, recipe)
+    _check_needs_no_state(recipe)
+    y_MN = product(as_matrix(x), weight, OUTPUT, recipe)
     if bias is not None:
         y_MN = y_MN + bias
     return y_MN.view(*x.shape[:-1], weight.shape[0])
@@ -165,21 +219,33 @@ def _decompose(x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe) -
 
 
 def _fake(x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe) -> Tensor:
+    _check_needs_no_state(recipe)
     return x.new_empty((*x.shape[:-1], weight.shape[0]))
 
 
 def _sharding(x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe) -> list[Split]:
-    rows = _outer_cuts(x.shape, recipe.input, range(x.ndim - 1))
-    columns = _outer_cuts(weight.shape, recipe.weight, [0])
+    rows = outer_cuts(x.shape, recipe.input, range(x.ndim - 1))
+    columns = outer_cuts(weight.shape, recipe.weight, [0])
     return [
         *(Split((cut, None, None, None), (cut.dim,), exact=False) for cut in rows),
         *(Split((None, cut, None if bias is None else Cut(0, cut.unit), None), (-1,), exact=False) for cut in columns),
     ]
 
 
+def _for_one_gradient(recipe: Recipe, gemm: Gemm) -> Recipe:
+    """The recipe without the other gradient's GEMM, where it would have grad_output quantized for both."""
+    if _compat.is_stand_in(recipe) or not is_pair(recipe.grad_output, recipe.grad_output_for_grad_weight):
+        return recipe
+    other = GRAD_INPUT if gemm is GRAD_WEIGHT else GRAD_WEIGHT
+    return replace(recipe, **{other.a: None, other.b: None})
+
+
 def _setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
-    x, weight, _, ctx.recipe = inputs
+    x, weight, _, recipe = inputs
     needs_x, needs_weight = ctx.needs_input_grad[:2]
+    ctx.recipe = (
+        recipe if needs_x and needs_weight else _for_one_gradient(recipe, GRAD_INPUT if needs_x else GRAD_WEIGHT)
+    )
     ctx.save_for_backward(x if needs_weight else None, weight if needs_x else None)
 
 
@@ -213,7 +279,3 @@ linear = register_op(
     sharding=_sharding,
     samples=_samples,
 )
-
-# What a policy of selective activation checkpointing names to keep the products: where a plain model has aten.mm, a
-# converted one has fp8compile::linear, and never aten._scaled_mm.
-GEMM_OPS = (linear, scaled_mm)

@@ -14,6 +14,7 @@ Each is to be given, None too: what is left out by mistake raises, and says what
 
 from __future__ import annotations
 
+import difflib
 import inspect
 import keyword
 from collections.abc import Callable, Iterable
@@ -66,6 +67,7 @@ class Op:
         decompose: What Inductor sees, or None.
         sharding: The sharding rule, or None.
         samples: Argument tuples for tests.
+        updates: Names of the arguments that the backward writes to; they have no gradient.
     """
 
     name: str
@@ -76,6 +78,7 @@ class Op:
     decompose: Callable | None
     sharding: Sharding | None
     samples: Samples
+    updates: tuple[str, ...] = ()
 
 
 OPS: dict[str, Op] = {}
@@ -96,16 +99,31 @@ def _check_name(name: str) -> None:
         raise ValueError(f"register_op: {name} is registered already; choose another name.")
 
 
+def _check_known(name: str, unknown: Iterable[str]) -> None:
+    for argument in unknown:
+        close = difflib.get_close_matches(argument, [*ARGUMENTS, "setup_context"], n=1)
+        hint = f" Did you mean {close[0]}?" if close else ""
+        raise TypeError(
+            f"register_op: {name} is given {argument}; it takes {', '.join(ARGUMENTS)}, setup_context.{hint}"
+        )
+
+
 def _check_given(name: str, given: dict[str, Any]) -> None:
+    if missing := [argument for argument in ARGUMENTS if given[argument] is MISSING]:
+        lines = "".join(f" Write {argument}= {ARGUMENTS[argument]}." for argument in missing)
+        raise TypeError(f"register_op: {name} is registered without {', '.join(missing)}.{lines}")
     for argument, what in ARGUMENTS.items():
         value = given[argument]
-        if value is MISSING:
-            raise TypeError(f"register_op: {name} is registered without {argument}. Write {argument}= {what}.")
         if not callable(value) and (value is not None or argument == "samples"):
             raise TypeError(f"register_op: {name}: {argument} is {value!r}; it is {what}.")
     if given["backward"] is not None and given["setup_context"] is None:
         raise TypeError(
             f"register_op: {name} has a backward and no setup_context. Write setup_context= {SETUP_CONTEXT}."
+        )
+    if given["backward"] is None and given["updates"]:
+        raise TypeError(
+            f"register_op: {name} has updates and no backward, which would make them. Write backward= "
+            f"{ARGUMENTS['backward']}."
         )
     if given["backward"] is None and given["setup_context"] is not None:
         raise TypeError(
@@ -121,6 +139,10 @@ def _check_signatures(name: str, impl: Callable, given: dict[str, Any]) -> None:
     if named:
         raise TypeError(
             f"register_op: {name}: impl takes {', '.join(named)} by name only; an operator takes all by place."
+        )
+    if unknown := [each for each in given["updates"] if each not in parameters]:
+        raise TypeError(
+            f"register_op: {name}: updates names {', '.join(unknown)}; impl's arguments are {', '.join(parameters)}."
         )
     for argument in ("fake", "decompose", "sharding"):
         if given[argument] is None:
@@ -172,6 +194,8 @@ def register_op(
     sharding: Sharding | _Missing | None = MISSING,
     samples: Samples | _Missing = MISSING,
     setup_context: Callable | None = None,
+    updates: tuple[str, ...] = (),
+    **unknown: Any,
 ) -> torch._ops.OpOverload:
     """Make an operator that torch.compile, Inductor and autograd know.
 
@@ -189,16 +213,20 @@ def register_op(
         sharding: Same arguments; returns ``Split`` values, from shapes alone. None: the op needs whole tensors.
         samples: Returns argument tuples that cover the op, for the tests.
         setup_context: ``(ctx, inputs, output)``; keeps what ``backward`` needs, and is given exactly with it.
+        updates: Names of arguments that ``backward`` writes to, such as a state that it carries on. It returns None
+            for them; whatever else it does, it does to no argument.
+        unknown: None is taken; a misspelled name is told which one it may be.
 
     Returns:
         The operator.
 
     Raises:
-        TypeError: An argument is left out, is no function, or takes other arguments than ``impl``; or what is compiled
+        TypeError: An argument is left out, unknown, no function, or takes others than ``impl``; or what is compiled
             of the op would not be part of a cache's key.
         ValueError: The name has no namespace or is taken, or ``impl`` isn't annotated.
     """
     _check_name(name)
+    _check_known(name, unknown)
     given = {
         "fake": fake,
         "backward": backward,
@@ -206,6 +234,7 @@ def register_op(
         "sharding": sharding,
         "samples": samples,
         "setup_context": setup_context,
+        "updates": updates,
     }
     _check_given(name, given)
     _check_signatures(name, impl, given)
@@ -236,6 +265,7 @@ def register_op(
         decompose=decompose,
         sharding=sharding,
         samples=samples,
+        updates=updates,
     )
     return overload
 

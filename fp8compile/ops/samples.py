@@ -37,6 +37,7 @@ def quantizers() -> Iterator[Quantizer]:
     yield CurrentScaling(block=(1, 16))
     yield CurrentScaling(block=(16, 16), eps=1e-6)
     yield CurrentScaling(block=(1, 32), scale="e8m0_rceil")
+    yield CurrentScaling(block=(1, -1), format="e5m2", rounding="stochastic", seed=1)
 
 
 def recipes() -> Iterator[Recipe]:

@@ -14,25 +14,36 @@ from torch import Tensor
 from fp8compile.ops import samples
 from fp8compile.ops.realize import realize
 from fp8compile.ops.registry import register_op
+from fp8compile.ops.returned import dtype_said, returned
 from fp8compile.ops.sharding import Split, along_every_dim
 from fp8compile.quantizers import Quantizer
 
 __all__ = ["scale"]
 
 
+def _multiplier(amax: Tensor, quantizer: Quantizer) -> Tensor:
+    found = quantizer.multiplier(amax)
+    return returned(found, quantizer, "multiplier", amax.shape, torch.float32, "that of amax")
+
+
+def _scale(multiplier: Tensor, quantizer: Quantizer) -> Tensor:
+    found, dtype = quantizer.scale_of(multiplier), dtype_said(quantizer)
+    return returned(found, quantizer, "scale_of", multiplier.shape, dtype, "that of multiplier, in scale_dtype()")
+
+
 def _kernel(amax: Tensor, quantizer: Quantizer) -> tuple[Tensor, Tensor]:
-    multiplier = quantizer.multiplier(amax)
-    return multiplier, quantizer.scale_of(multiplier)
+    multiplier = _multiplier(amax, quantizer)
+    return multiplier, _scale(multiplier, quantizer)
 
 
 def _fake(amax: Tensor, quantizer: Quantizer) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(amax), torch.empty_like(amax, dtype=quantizer.scale_dtype())
+    return torch.empty_like(amax), torch.empty_like(amax, dtype=dtype_said(quantizer))
 
 
 def _decompose(amax: Tensor, quantizer: Quantizer) -> tuple[Tensor, Tensor]:
     # realized: else each element of the cast would repeat the division of its block
-    multiplier = realize(quantizer.multiplier(amax))
-    return multiplier, quantizer.scale_of(multiplier)
+    multiplier = realize(_multiplier(amax, quantizer))
+    return multiplier, _scale(multiplier, quantizer)
 
 
 def _sharding(amax: Tensor, quantizer: Quantizer) -> list[Split]:

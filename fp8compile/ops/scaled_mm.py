@@ -12,7 +12,7 @@ from fp8compile.ops.gemm import Operand, multiply, select_gemm
 from fp8compile.ops.registry import register_op
 from fp8compile.ops.rounding import rounded
 from fp8compile.ops.sharding import Cut, Split
-from fp8compile.quantizers import GEMMS, Quantizer
+from fp8compile.quantizers import GEMMS, GemmConfig, Quantizer
 
 __all__ = ["scaled_mm"]
 
@@ -25,11 +25,11 @@ def _kernel(
     a_quantizer: Quantizer,
     b_quantizer: Quantizer,
     out_dtype: torch.dtype,
-    fast_accumulation: bool,
+    config: GemmConfig,
 ) -> Tensor:
     left = Operand(codes=a, scale=a_scale, quantizer=a_quantizer)
     right = Operand(codes=b, scale=b_scale, quantizer=b_quantizer)
-    return multiply(left, right, out_dtype, fast_accumulation=fast_accumulation)
+    return multiply(left, right, out_dtype, config)
 
 
 def _fake(
@@ -40,7 +40,7 @@ def _fake(
     a_quantizer: Quantizer,
     b_quantizer: Quantizer,
     out_dtype: torch.dtype,
-    fast_accumulation: bool,
+    config: GemmConfig,
 ) -> Tensor:
     torch._check(a.shape[1] == b.shape[0], lambda: f"scaled_mm: {a.shape} by {b.shape}: inner sizes differ.")
     return a.new_empty((a.shape[0], b.shape[1]), dtype=out_dtype)
@@ -54,10 +54,10 @@ def _decompose(
     a_quantizer: Quantizer,
     b_quantizer: Quantizer,
     out_dtype: torch.dtype,
-    fast_accumulation: bool,
+    config: GemmConfig,
 ) -> Tensor:
-    product = _kernel(a, b, a_scale, b_scale, a_quantizer, b_quantizer, out_dtype, fast_accumulation)
-    if select_gemm(a_quantizer, b_quantizer, a.device, out_dtype) in ("emulated", "scaled_after"):
+    product = _kernel(a, b, a_scale, b_scale, a_quantizer, b_quantizer, out_dtype, config)
+    if select_gemm(a_quantizer, b_quantizer, a.device, out_dtype, config) in ("emulated", "scaled_after"):
         return rounded(product).to(out_dtype)  # made by Inductor, which would drop its rounding in what follows
     return product
 
@@ -75,7 +75,7 @@ def _sharding(
     a_quantizer: Quantizer,
     b_quantizer: Quantizer,
     out_dtype: torch.dtype,
-    fast_accumulation: bool,
+    config: GemmConfig,
 ) -> list[Split]:
     """By rows of a and by columns of b. Cut along the sum, its bits would depend on how many ranks share it."""
     (a_cut, a_grid), (b_cut, b_grid) = _outer_cut(0, a_quantizer.block[0]), _outer_cut(1, b_quantizer.block[1])
@@ -96,7 +96,7 @@ def _samples() -> Iterator[tuple]:
             a_quantizer, b_quantizer = recipe.quantizers(GEMMS[0])
             a = _operand(torch.randn(m, k), a_quantizer)
             b = _operand(torch.randn(n, k), b_quantizer).t()
-            yield a.codes, b.codes, a.scale, b.scale, a.quantizer, b.quantizer, dtype, False
+            yield a.codes, b.codes, a.scale, b.scale, a.quantizer, b.quantizer, dtype, GemmConfig()
 
 
 scaled_mm = register_op(

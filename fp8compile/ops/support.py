@@ -14,6 +14,8 @@ __all__ = ["GemmSupport", "recipe_support"]
 HOW = {
     "tensorwise": "native",
     "rowwise": "native",
+    "blockwise": "native",
+    "mx": "native",
     "scaled_after": "native GEMM, scales applied after it",
     "emulated": "emulated in float64",
 }
@@ -57,7 +59,7 @@ def recipe_support(
             a = a.transposed() if gemm.a_transposed else a
             b = b.transposed() if gemm.b_transposed else b
             try:
-                kind = select_gemm(a, b, device, out_dtype)
+                kind = select_gemm(a, b, device, out_dtype, recipe.gemm_config(gemm))
                 detail = HOW[kind]
             except (ValueError, RuntimeError) as error:
                 kind, detail = "none", str(error)

@@ -2,7 +2,20 @@
 
 from fp8compile.quantizers.constant import Constant
 from fp8compile.quantizers.current_scaling import CurrentScaling
+from fp8compile.quantizers.delayed_scaling import DelayedScaling
+from fp8compile.quantizers.gemm_config import GemmConfig
 from fp8compile.quantizers.quantizer import Quantizer
-from fp8compile.quantizers.recipe import GEMMS, Gemm, Recipe, gemm_kind
+from fp8compile.quantizers.recipe import GEMMS, TENSORS, Gemm, Recipe, gemm_kind
 
-__all__ = ["GEMMS", "Constant", "CurrentScaling", "Gemm", "Quantizer", "Recipe", "gemm_kind"]
+__all__ = [
+    "GEMMS",
+    "TENSORS",
+    "Constant",
+    "CurrentScaling",
+    "DelayedScaling",
+    "Gemm",
+    "GemmConfig",
+    "Quantizer",
+    "Recipe",
+    "gemm_kind",
+]

@@ -22,8 +22,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from fp8compile._compat import guard_or_false, statically_true
+from fp8compile.target import target_of
 
-__all__ = ["Block", "as_matrix", "block_amax", "check_block", "expand_blocks", "grid_shape"]
+__all__ = ["Block", "as_matrix", "block_amax", "check_block", "expand_blocks", "grid_shape", "scaled"]
 
 Block = tuple[int, int]
 
@@ -108,7 +109,7 @@ def _block_index(size: int, block: int, device: torch.device) -> Tensor:
     not look for.
     """
     index = torch.arange(size, device=device)
-    if device.type != "cpu" or statically_true(size % block == 0):
+    if target_of(device).type != "cpu" or statically_true(size % block == 0):
         return index // block
     return (index.double() / block).floor().long()  # exact below 2**53
 
@@ -141,3 +142,17 @@ def expand_blocks(per_block: Tensor, shape: Sequence[int], block: Block) -> Tens
     if not _is_one(grid_rows) and block_rows != 1:
         values = values[_block_index(rows, block_rows, values.device)]
     return values
+
+
+def scaled(x: Tensor, multiplier: Tensor, block: Block) -> Tensor:
+    """Values times the multiplier of their block: one float32 product each.
+
+    Args:
+        x: Any shape, floating point.
+        multiplier: Shape ``grid_shape(x.shape, block)``, float32.
+        block: Block over the (M, K) view.
+
+    Returns:
+        The (M, K) view, float32.
+    """
+    return as_matrix(x).float() * expand_blocks(multiplier, x.shape, block)

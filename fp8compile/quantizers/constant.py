@@ -21,12 +21,12 @@ from functools import cache
 from typing import Any, ClassVar
 
 from fp8compile import _compat
-from fp8compile.quantizers.declaration import check_class, check_decorated
+from fp8compile.quantizers.declaration import check_class, check_decorated, field_types, fits
 
 __all__ = ["Constant", "salt_with", "source_salt"]
 
 PACKAGE = __name__.partition(".")[0]
-SALTED = ("formats.py", "_compat.py", "quantizers", "ops", "kernels")
+SALTED = ("formats.py", "target.py", "_compat.py", "quantizers", "ops", "kernels")
 NAMED: Counter[str] = Counter()  # classes that have asked for a name in graphs
 SALTED_MODULES: set[str] = set()  # other packages whose ops are compiled into graphs
 ALLOWED_FIELD_TYPES = (str, int, float, bool, type(None))
@@ -130,6 +130,13 @@ def _check_field(owner: str, name: str, value: Any) -> None:
             )
 
 
+@cache
+def _foreign_types(cls: type) -> dict[str, Any]:
+    """Types of the fields that classes of other packages declare; our own check theirs, in words of their own."""
+    declared = {name for base in cls.__mro__ if _is_foreign(base.__module__) for name in inspect.get_annotations(base)}
+    return {name: hint for name, hint in field_types(cls).items() if name in declared}
+
+
 class Constant(_compat.OpaqueBase):
     """Base of frozen dataclasses that are constants of a graph.
 
@@ -167,6 +174,12 @@ class Constant(_compat.OpaqueBase):
         check_decorated(type(self))
         for field in fields(self):
             _check_field(type(self).__name__, field.name, getattr(self, field.name))
+        for name, hint in _foreign_types(type(self)).items():
+            if not fits(getattr(self, name), hint):
+                raise TypeError(
+                    f"{type(self).__name__}: field {name} is {getattr(self, name)!r}; it is annotated as "
+                    f"{hint.__name__ if isinstance(hint, type) else hint}."
+                )
 
     def __repr__(self) -> str:
         arguments = ", ".join(f"{f.name}={getattr(self, f.name)!r}" for f in fields(self) if f.repr)

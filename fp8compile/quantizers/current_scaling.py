@@ -8,10 +8,14 @@ import torch
 from torch import Tensor
 
 from fp8compile.formats import E8M0, FLOAT32_MAX
+from fp8compile.quantizers.blocks import scaled
 from fp8compile.quantizers.quantizer import Quantizer
 from fp8compile.quantizers.scale_rules import SCALE_RULES
+from fp8compile.quantizers.stochastic import noise
 
 __all__ = ["CurrentScaling"]
+
+LARGEST_SEED = (1 << 31) - 1
 
 
 @dataclass(frozen=True, repr=False)
@@ -25,6 +29,9 @@ class CurrentScaling(Quantizer):
         scale: The scale rule. ``"fp32"``: format_max / amax as it is. ``"pow2"``: rounded down to a power of two.
             ``"e8m0_rceil"``, ``"e8m0_floor"``: a power of two stored as one byte, as in the MX formats.
         eps: Floor under the amax, 0 for none.
+        rounding: Of values to codes: ``"nearest"``, ties to even, or ``"stochastic"``, up or down with the probability
+            of the distance, so that the expected error is 0: for gradients. See `fp8compile.quantizers.stochastic`.
+        seed: Of stochastic rounding.
 
     Raises:
         ValueError: A field has no allowed value.
@@ -34,6 +41,8 @@ class CurrentScaling(Quantizer):
 
     scale: str = "fp32"
     eps: float = 0.0
+    rounding: str = "nearest"
+    seed: int = 0
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -52,6 +61,11 @@ class CurrentScaling(Quantizer):
                 "the amax."
             )
 
+        if self.rounding not in ("nearest", "stochastic"):
+            raise ValueError(f"CurrentScaling: rounding is {self.rounding!r}; it is 'nearest' or 'stochastic'.")
+        if type(self.seed) is not int or not 0 <= self.seed <= LARGEST_SEED:
+            raise ValueError(f"CurrentScaling: seed is {self.seed!r}; it is an int from 0 to {LARGEST_SEED}.")
+
     def stores_e8m0(self) -> bool:
         """Whether scales are stored as E8M0 bytes."""
         return self.scale.startswith("e8m0")
@@ -60,9 +74,20 @@ class CurrentScaling(Quantizer):
         """uint8 for E8M0, else float32."""
         return torch.uint8 if self.stores_e8m0() else torch.float32
 
+    def is_local(self) -> bool:
+        """Not where rounding is stochastic: its noise is that of the position."""
+        return self.rounding == "nearest"
+
     def multiplier(self, amax: Tensor) -> Tensor:
         """By the rule that ``scale`` names."""
         return SCALE_RULES[self.scale](amax, self.element_format(), self.eps)
+
+    def cast(self, x: Tensor, multiplier: Tensor) -> Tensor:
+        """Codes of values: product in float32, then one rounding to the format as ``rounding`` says, saturating."""
+        if self.rounding == "nearest":
+            return super().cast(x, multiplier)
+        values = scaled(x, multiplier, self.block)
+        return self.element_format().encode_stochastic(values, noise(values, self.seed)).reshape(x.shape)
 
     def scale_of(self, multiplier: Tensor) -> Tensor:
         """The inverse of the multiplier, as float32 or as an E8M0 byte."""

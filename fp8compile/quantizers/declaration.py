@@ -1,13 +1,14 @@
 """What the class of a constant has to look like, checked where Python can tell first.
 
-class statement    fields by their annotations and defaults, shared mutable attributes, steps that belong together
-first instance     the decorator: it runs after the class statement, so no earlier moment knows of it
+class statement    fields by their annotations and defaults, attributes that are no fields, steps that belong together
+first instance     the decorator, and annotations that name what comes later in the module: both are there by then
 every instance     the values themselves (`constant.py`)
 """
 
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import inspect
 import sys
 import types
@@ -17,7 +18,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["check_class", "check_decorated", "check_steps"]
+__all__ = ["check_class", "check_decorated", "check_steps", "field_types", "fits"]
 
 DECORATOR = "@dataclass(frozen=True, repr=False)"
 PLAIN = (str, int, float, bool, type(None))
@@ -98,11 +99,70 @@ def check_class(cls: type, constant: type) -> None:
             )
         if (part := _refused(hint, constant)) is not None:
             raise TypeError(f"{cls.__name__}: field {name} is annotated as {_shown(part)}; {ALLOWED}.")
+    annotated = inspect.get_annotations(cls)
     for name, value in vars(cls).items():
         held = _default(value)
         if isinstance(held, (*MUTABLE, torch.distributed.ProcessGroup)) and not name.startswith("__"):
-            what = "field" if name in inspect.get_annotations(cls) else "class attribute"
+            what = "field" if name in annotated else "class attribute"
             raise TypeError(f"{cls.__name__}: {what} {name} holds a {type(held).__name__}; {ALLOWED}.")
+        if isinstance(held, (*PLAIN, tuple, constant)) and name not in annotated and not name.startswith("_"):
+            kind = type(held).__name__
+            raise TypeError(
+                f"{cls.__name__}: {name} = {held!r} has no annotation, which makes it an attribute of the class and "
+                f"no field. Write {name}: {kind} = {held!r}, or {name}: ClassVar[{kind}] = {held!r} if it is the same "
+                "for all instances."
+            )
+    post_init = vars(cls).get("__post_init__")
+    if inspect.isfunction(post_init) and "__post_init__" not in post_init.__code__.co_names:
+        raise TypeError(
+            f"{cls.__name__}.__post_init__ leaves out the checks of the classes that it derives from. Write "
+            "super().__post_init__() as its first line."
+        )
+
+
+@cache
+def field_types(cls: type) -> dict[str, Any]:
+    """Types of a class's fields by their annotations, those that can be told; each is of the class that says it last.
+
+    Raises:
+        TypeError: An annotation names nothing.
+    """
+    found = {}
+    for base in reversed(cls.__mro__):
+        hints, names = _annotations(base), [field.name for field in dataclasses.fields(cls)]
+        for name, hint in inspect.get_annotations(base).items():
+            if name not in names:
+                continue
+            if name not in hints and "<locals>" not in base.__qualname__:
+                raise TypeError(
+                    f"{base.__name__}: field {name} is annotated as {hint!r}, which names nothing in module "
+                    f"{base.__module__}. Import it there, outside of `if TYPE_CHECKING:`, or mend the name."
+                )
+            found[name] = hints.get(name, Any)
+    return found
+
+
+def fits(value: Any, hint: Any) -> bool:
+    """Whether a value is what an annotation says, as far as it can be told."""
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (typing.Union, types.UnionType):
+        return any(fits(value, part) for part in arguments)
+    if origin in (typing.Annotated, typing.Final):
+        return fits(value, arguments[0])
+    if origin is typing.Literal:
+        return value in arguments
+    if isinstance(hint, typing.NewType):
+        return fits(value, hint.__supertype__)
+    if origin is tuple:
+        if not isinstance(value, tuple):
+            return False
+        parts = arguments[:1] * len(value) if arguments[1:] == (Ellipsis,) else arguments
+        return len(parts) == len(value) and all(map(fits, value, parts))
+    if hint is None:
+        return value is None
+    if hint is float:
+        return isinstance(value, (float, int))
+    return hint is Any or not isinstance(hint, type) or isinstance(value, hint)
 
 
 @cache
@@ -145,6 +205,19 @@ def _overrides(cls: type, base: type, method: str) -> bool:
     return getattr(cls, method) is not getattr(base, method)
 
 
+def _check_spelling(cls: type, name: str, given: Any, methods: dict[str, Any]) -> None:
+    """A method nearly of a step's name is one that nobody would call."""
+    inherited = any(name in vars(parent) for parent in cls.__mro__[1:])
+    if name.startswith("_") or inherited or not isinstance(given, (types.FunctionType, property)):
+        return
+    # 0.85: one letter more, less or other in names of seven or more; "scale_values" and "scale_of" are far apart
+    if close := difflib.get_close_matches(name, methods, n=1, cutoff=0.85):
+        raise TypeError(
+            f"{cls.__name__}.{name} is no step of a quantizer: did you mean {close[0]}? If it is a method of your "
+            f"own, begin its name with an underscore: _{name}."
+        )
+
+
 def check_steps(cls: type, base: type) -> None:
     """Check the steps of a quantizer's class against those of the base class.
 
@@ -162,11 +235,21 @@ def check_steps(cls: type, base: type) -> None:
     for first, second, what in TOGETHER:
         if _overrides(cls, base, first) and not _overrides(cls, base, second):
             raise TypeError(f"{name} overrides {first} and not {second}. Write {second} too: {what}.")
-    for method, given in vars(cls).items():
-        expected = vars(base).get(method)
-        if method.startswith("_") or not (inspect.isfunction(expected) and inspect.isfunction(given)):
+    methods = {method: step for method, step in vars(base).items() if inspect.isfunction(step) and method[0] != "_"}
+    for method, given in {**inspect.get_annotations(cls), **vars(cls)}.items():
+        if method not in methods:
+            _check_spelling(cls, method, given, methods)
             continue
-        parameters = inspect.signature(expected)
+        parameters = inspect.signature(methods[method])
+        annotated = method in inspect.get_annotations(cls)
+        if annotated or not (callable(given) or isinstance(given, classmethod)):
+            what = "a field" if annotated else f"a {type(given).__name__}"
+            raise TypeError(
+                f"{name}.{method} is {what}; it is a method: def {method}({', '.join(parameters.parameters)}). Give "
+                "what is yours another name."
+            )
+        if not inspect.isfunction(given):
+            continue
         try:
             inspect.signature(given).bind(*parameters.parameters)
         except TypeError as error:

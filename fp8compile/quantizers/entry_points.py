@@ -17,7 +17,7 @@ from fp8compile._compat import constant_when_traced
 from fp8compile.quantizers.quantizer import Quantizer
 from fp8compile.quantizers.recipe import Recipe
 
-__all__ = ["GROUP", "installed", "load"]
+__all__ = ["GROUP", "installed", "load", "source"]
 
 GROUP = "fp8compile.quantizers"
 
@@ -37,6 +37,15 @@ def _entries() -> dict[str, metadata.EntryPoint]:
                 "of them."
             )
     return found
+
+
+def source(name: str) -> str:
+    """Which entry point this name is, and whose, for errors.
+
+    Args:
+        name: One of ``installed()``.
+    """
+    return _source(_entries()[name])
 
 
 @constant_when_traced

@@ -24,6 +24,7 @@ from fp8compile.quantizers.blocks import (
     check_block,
     expand_blocks,
     grid_shape,
+    scaled,
 )
 from fp8compile.quantizers.constant import Constant
 from fp8compile.quantizers.declaration import check_steps
@@ -87,6 +88,10 @@ class Quantizer(Constant):
         """The quantizer of the transposed matrix: rows and columns of the block exchanged."""
         return replace(self, block=(self.block[1], self.block[0]))
 
+    def is_local(self) -> bool:
+        """Whether a value's code depends on the value and its block alone, not on where in the tensor it stands."""
+        return True
+
     # ------------------------------------------------------------------ steps
 
     def element_format(self) -> Float8Format | Float4Format:
@@ -143,7 +148,7 @@ class Quantizer(Constant):
         Returns:
             Codes, shape ``codes_shape(x.shape)``, uint8.
         """
-        values = as_matrix(x).float() * expand_blocks(multiplier, x.shape, self.block)
+        values = scaled(x, multiplier, self.block)
         return self.element_format().encode(values).reshape(x.shape)
 
     def dequantize(self, codes: Tensor, scale: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -11,13 +11,16 @@ as a GEMM transposes it. A GEMM sums over one dim: it can undo a scale outside t
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from typing import NamedTuple
 
 from fp8compile.quantizers.blocks import Block
 from fp8compile.quantizers.constant import Constant
+from fp8compile.quantizers.delayed_scaling import DelayedScaling
+from fp8compile.quantizers.gemm_config import GemmConfig
 from fp8compile.quantizers.quantizer import Quantizer
 
-__all__ = ["GEMMS", "Gemm", "Recipe", "gemm_kind"]
+__all__ = ["GEMMS", "TENSORS", "Gemm", "Recipe", "gemm_kind"]
 
 
 class Gemm(NamedTuple):
@@ -38,6 +41,13 @@ GEMMS = (
     Gemm(name="grad_input", a="grad_output", b="weight_for_grad_input"),
     Gemm(name="grad_weight", a="grad_output_for_grad_weight", b="input_for_grad_weight", a_transposed=True),
 )
+
+# the three tensors of a layer, each with the slots in which it is an operand
+TENSORS = {
+    "input": ("input", "input_for_grad_weight"),
+    "weight": ("weight", "weight_for_grad_input"),
+    "grad_output": ("grad_output", "grad_output_for_grad_weight"),
+}
 
 ALLOWED_PAIRS = (
     "(-1, -1) by (-1, -1) tensorwise; (1, -1) by (-1, 1) rowwise; (1, n) by (n, 1), (1, n) by (n, n) and (n, n) by "
@@ -73,12 +83,16 @@ class Recipe(Constant):
         grad_output_for_grad_weight: dy_MN of grad_weight.
         input_for_grad_weight: x_MK of grad_weight.
         fast_accumulation_output: Whether the output's GEMM may accumulate in the tensor core's fewer bits; the two
-            below likewise. Off, partial sums are promoted to float32 (a "split accumulator"). CPUs ignore it.
+            below likewise. Off, partial sums are promoted to float32 (a "split accumulator"). A GEMM without such a
+            mode (blockwise, MX, on a CPU) has none to use.
         fast_accumulation_grad_input: As above.
         fast_accumulation_grad_weight: As above.
+        emulate: Whether a GPU without a GEMM for these quantizers multiplies their exact values in float64, slowly,
+            instead of raising. A CPU always does.
 
     Raises:
-        ValueError: Only one operand of a GEMM is quantized, or no GEMM can multiply the two.
+        ValueError: Only one operand of a GEMM is quantized, no GEMM can multiply the two, or two slots with delayed
+            scaling do not agree.
         TypeError: A slot holds no quantizer, or a switch no bool.
     """
 
@@ -91,6 +105,7 @@ class Recipe(Constant):
     fast_accumulation_output: bool = True
     fast_accumulation_grad_input: bool = False
     fast_accumulation_grad_weight: bool = False
+    emulate: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -98,9 +113,38 @@ class Recipe(Constant):
             self._check_slot(gemm.a)
             self._check_slot(gemm.b)
             self._check_pair(gemm)
-            switch = f"fast_accumulation_{gemm.name}"
+        for switch in ("emulate", *(f"fast_accumulation_{gemm.name}" for gemm in GEMMS)):
             if type(getattr(self, switch)) is not bool:
                 raise TypeError(f"Recipe: {switch} is {getattr(self, switch)!r}; it is True or False.")
+        self._check_delayed()
+
+    def _check_delayed(self) -> None:
+        """A tensor has one history and one multiplier, and a layer one length of histories."""
+        for tensor, slots in TENSORS.items():
+            given = [getattr(self, slot) for slot in slots]
+            if all(isinstance(quantizer, DelayedScaling) for quantizer in given) and given[0] != given[1]:
+                raise ValueError(
+                    f"Recipe: {tensor} has one history, and {slots[0]} and {slots[1]} would read it differently: "
+                    f"{given[0]!r} and {given[1]!r}. Give both the same DelayedScaling."
+                )
+        kinds = sorted({(q.history, q.algorithm) for q in self.delayed() if q is not None})
+        if len(kinds) > 1:
+            raise ValueError(
+                f"Recipe: DelayedScaling with history and algorithm {' and '.join(map(str, kinds))}; a layer updates "
+                "all its histories in one step. Give every DelayedScaling of a recipe the same two."
+            )
+
+    def delayed(self) -> tuple[DelayedScaling | None, ...]:
+        """The delayed scaling of input, weight and grad_output, None for a tensor that has none."""
+        found: tuple[DelayedScaling | None, ...] = ()
+        for slots in TENSORS.values():
+            given = [getattr(self, slot) for slot in slots]
+            found += (next((quantizer for quantizer in given if isinstance(quantizer, DelayedScaling)), None),)
+        return found
+
+    def history(self) -> int:
+        """How many amaxes of a tensor delayed scaling remembers; 0 for a recipe without it."""
+        return next((quantizer.history for quantizer in self.delayed() if quantizer is not None), 0)
 
     def _check_slot(self, slot: str) -> None:
         value = getattr(self, slot)
@@ -139,6 +183,12 @@ class Recipe(Constant):
         a, b = getattr(self, gemm.a), getattr(self, gemm.b)
         return None if a is None else (a, b)
 
-    def fast_accumulation(self, gemm: Gemm) -> bool:
-        """Whether the GEMM may accumulate in fewer bits."""
-        return getattr(self, f"fast_accumulation_{gemm.name}")
+    def gemm_config(self, gemm: Gemm) -> GemmConfig:
+        """What a GEMM is allowed."""
+        return _gemm_config(getattr(self, f"fast_accumulation_{gemm.name}"), self.emulate)
+
+
+@cache
+def _gemm_config(fast_accumulation: bool, emulate: bool) -> GemmConfig:
+    """One of the four, made and checked once: every product asks for its own."""
+    return GemmConfig(fast_accumulation=fast_accumulation, emulate=emulate)

@@ -59,8 +59,7 @@ def _cell(outcome: str | None, notes: list[str]) -> str:
         return outcome or ""
     if outcome not in notes:
         notes.append(outcome)
-    word = "needs" if outcome.startswith("needs") else "raises"
-    return f"{word} ({notes.index(outcome) + 1})"
+    return f"raises ({notes.index(outcome) + 1})"
 
 
 def _plain(note: str) -> str:

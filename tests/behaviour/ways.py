@@ -20,8 +20,6 @@ import pytest
 import torch
 from torch._dynamo.exc import TorchDynamoException
 
-from fp8compile._compat import TORCH_VERSION
-
 __all__ = ["OUTCOMES", "RECORD", "VERSIONS", "WAYS", "Cells", "Way", "behaviour", "recorded"]
 
 VERSIONS = ("2.11", "2.13", "2.15")  # those of the table
@@ -108,9 +106,3 @@ class Way:
             with self.raises(kind, fragment):
                 run(model)
         self.outcome += " (the unconverted model too)"
-
-    def needs_torch(self, minimum: tuple[int, int], why: str) -> None:
-        """Skip below a version; the cell says why."""
-        if minimum > TORCH_VERSION:
-            self.outcome = f"needs PyTorch {minimum[0]}.{minimum[1]}: {why}"
-            pytest.skip(f"{self.outcome} (this is {torch.__version__})")

@@ -33,7 +33,8 @@ __all__ = [
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 FORMATS = ("e4m3", "e5m2")
-RULES = ("fp32", "pow2", "e8m0_rceil", "e8m0_floor")
+E8M0_RULES = ("e8m0_rceil", "e8m0_floor")
+RULES = ("fp32", "pow2", *E8M0_RULES)
 BLOCK_SIDES = (-1, 1, 2, 3, 16, 32, 128)
 EPS = (0.0, 0.0, 0.0, 1e-12, 1e-6, 0.3, 1.0, 2.0**-20, 3.0)  # 0.3 and 1e-6 are no float32
 SPECIALS = ("nan", "inf", "-inf", "-0.0", "max", "-max", "smallest")
@@ -188,7 +189,7 @@ def tensors(
 def quantizers(
     draw: st.DrawFn, block: tuple[int, int] | None = None, formats: tuple[str, ...] = FORMATS
 ) -> f8.CurrentScaling:
-    """Any CurrentScaling, or any with this block or these formats."""
+    """Any CurrentScaling to the nearest code, or any with this block or these formats."""
     side = st.sampled_from(BLOCK_SIDES)
     return f8.CurrentScaling(
         format=draw(st.sampled_from(formats)),
@@ -223,18 +224,23 @@ def _custom_recipes(draw: st.DrawFn) -> f8.Recipe:
     return f8.Recipe(**slots)
 
 
+# delayed scaling needs a state, which these cases have none of: tests/test_delayed.py
+CURRENT = [name for name in f8.recipes.names() if not f8.recipes.by_name(name).history()]
+
+
 @st.composite
 def _ready_recipes(draw: st.DrawFn) -> f8.Recipe:
+    name = draw(st.sampled_from(CURRENT))
     return f8.recipes.by_name(
-        draw(st.sampled_from(f8.recipes.names())),
+        name,
         grad_format=draw(st.sampled_from(FORMATS)),
-        scale=draw(st.sampled_from(RULES)),
+        scale=draw(st.sampled_from(E8M0_RULES if name == "mxfp8" else RULES)),
         eps=draw(st.sampled_from(EPS)),
     )
 
 
 def recipes() -> st.SearchStrategy[f8.Recipe]:
-    """Ready recipes with any arguments, and any others that can be made of CurrentScaling."""
+    """Ready recipes of CurrentScaling with any arguments, and any others that can be made of it."""
     return st.one_of(_ready_recipes(), _custom_recipes())
 
 

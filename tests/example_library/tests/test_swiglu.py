@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fp8compile as f8
 from fp8compile.library import OPS, register_op
-from fp8compile.testing import check_op, gpu_code
+from fp8compile.testing import check_op, gpu_kernels
 
 TORCH = tuple(map(int, torch.__version__.split(".")[:2]))
 PARTS = ("fake", "backward", "setup_context", "decompose", "sharding", "samples")
@@ -65,8 +65,8 @@ def test_only_the_gradients_asked_for_come():
 def test_on_a_gpu_swiglu_amax_and_cast_are_one_kernel():
     with FakeTensorMode():
         gate, up = (torch.empty(4096, 8192, dtype=torch.bfloat16) for _ in range(2))
-        (code,) = gpu_code(lambda gate, up: swiglu_quantize(gate, up, Ceil8()), gate, up)
-        (apart,) = gpu_code(lambda gate, up: swiglu_quantize(f8.ops.realize(gate * up), up, Ceil8()), gate, up)
+        (code,) = gpu_kernels(lambda gate, up: swiglu_quantize(gate, up, Ceil8()), gate, up)
+        (apart,) = gpu_kernels(lambda gate, up: swiglu_quantize(f8.ops.realize(gate * up), up, Ceil8()), gate, up)
     assert len(code.kernels) == 1, code.source
     assert code.bytes < 1.01 * (2 * 2 + 1 + 4 / 64) * gate.numel()  # read two bfloat16, write a code, a scale a block
     assert len(apart.kernels) == 2

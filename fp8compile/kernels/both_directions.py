@@ -1,0 +1,157 @@
+"""One read of a matrix, its codes along rows and along columns: a tile of 128 x 128 a program.
+
+    x (M, K) --load once--> tile --amax of each row's blocks-----> multipliers --> codes (M, K), scales
+                              |
+                              +---amax of each column's blocks--> multipliers --> codes written as (K, M), scales
+
+Each step is that of `CurrentScaling`, in the same float32 and float64 arithmetic, so the codes and scales are the same
+bits. `tl.max` drops a NaN, so an amax is taken of the int32 bits of magnitudes, which order like the numbers with NaN
+on top.
+
+This module needs Triton; `fp8compile.ops.quantize_both` imports it when a GPU asks.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fp8compile.formats import FLOAT32_EXPONENT_MASK, FLOAT32_MANTISSA_BITS, FLOAT32_MAX
+from fp8compile.quantizers import CurrentScaling
+
+__all__ = ["WARPS", "both_directions", "both_kernel", "constants"]
+
+TILE = 128
+WARPS = 16  # 120 registers a thread on sm_90; with 8, 209
+RULES = {"fp32": 0, "pow2": 1, "e8m0_rceil": 2, "e8m0_floor": 3}
+
+MANTISSA_BITS = tl.constexpr(FLOAT32_MANTISSA_BITS)
+EXPONENT_MASK = tl.constexpr(FLOAT32_EXPONENT_MASK)
+MANTISSA_MASK = tl.constexpr((1 << FLOAT32_MANTISSA_BITS) - 1)
+HALF = tl.constexpr(1 << (FLOAT32_MANTISSA_BITS - 1))
+LARGEST = tl.constexpr(FLOAT32_MAX)
+NAN_CODE = tl.constexpr(0x7F)
+NAN_BITS = tl.constexpr(0x7FC00000)
+POW2, RCEIL, FLOOR = tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
+
+
+@triton.jit
+def _float(bits):
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _power(byte):
+    """2**(byte - 127), subnormal where the byte is 0."""
+    return _float(tl.where(byte == 0, HALF, byte << MANTISSA_BITS))
+
+
+@triton.jit
+def _scales(amax_bits, MAX: tl.constexpr, MAX_EXPONENT: tl.constexpr, RULE: tl.constexpr, EPS: tl.constexpr):
+    """Multiplier and stored scale of blocks, as `quantizers/scale_rules.py` has them."""
+    amax = _float(amax_bits)
+    is_finite = amax_bits < EXPONENT_MASK
+    floored = amax.to(tl.float64)
+    if EPS > 0:
+        floored = tl.where(floored < EPS, tl.full(floored.shape, EPS, tl.float64), floored)
+    nan = _float(tl.full(amax.shape, NAN_BITS, tl.int32))
+    if RULE == RCEIL or RULE == FLOOR:
+        if RULE == RCEIL:
+            bits = (floored.to(tl.float32) * (1.0 / MAX)).to(tl.int32, bitcast=True)
+            exponent, mantissa = bits >> MANTISSA_BITS, bits & MANTISSA_MASK
+            byte = exponent + tl.where(exponent == 0, mantissa > HALF, mantissa > 0).to(tl.int32)
+        else:
+            bits = floored.to(tl.float32).to(tl.int32, bitcast=True)
+            byte = tl.maximum((bits >> MANTISSA_BITS) - MAX_EXPONENT, 0)
+        multiplier = tl.where(is_finite, _power(254 - byte), nan)
+        scale = tl.where(is_finite, byte, 255).to(tl.uint8)
+    else:
+        multiplier = tl.minimum((tl.full(floored.shape, MAX, tl.float64) / floored).to(tl.float32), LARGEST)
+        if RULE == POW2:
+            multiplier = _float(multiplier.to(tl.int32, bitcast=True) & EXPONENT_MASK)
+        if EPS == 0:
+            multiplier = tl.where(amax_bits == 0, 1.0, multiplier)
+        multiplier = tl.where(is_finite, multiplier, nan)
+        scale = (tl.full(multiplier.shape, 1.0, tl.float64) / multiplier.to(tl.float64)).to(tl.float32)
+    return multiplier, scale
+
+
+@triton.jit
+def _encode(values, MAX: tl.constexpr, IS_E4M3: tl.constexpr):
+    """Codes of products: saturated, rounded to nearest even, one code for NaN."""
+    saturated = tl.clamp(values, -MAX, MAX, propagate_nan=tl.PropagateNan.ALL)
+    if IS_E4M3:
+        codes = saturated.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+    else:
+        codes = saturated.to(tl.float8e5).to(tl.uint8, bitcast=True)
+    return tl.where(values != values, NAN_CODE, codes).to(tl.uint8)
+
+
+@triton.jit
+def both_kernel(
+    x_ptr, rows_ptr, row_scales_ptr, columns_ptr, column_scales_ptr, M, K,
+    TILE: tl.constexpr, BLOCK: tl.constexpr,
+    R_MAX: tl.constexpr, R_EXPONENT: tl.constexpr, R_E4M3: tl.constexpr, R_RULE: tl.constexpr, R_EPS: tl.constexpr,
+    C_MAX: tl.constexpr, C_EXPONENT: tl.constexpr, C_E4M3: tl.constexpr, C_RULE: tl.constexpr, C_EPS: tl.constexpr,
+):  # fmt: skip
+    """One tile; rows beyond M and columns beyond K are zeros, which never are the largest."""
+    BLOCKS: tl.constexpr = TILE // BLOCK
+    first_m, first_k = tl.program_id(0).to(tl.int64) * TILE, tl.program_id(1).to(tl.int64) * TILE
+    m, k = first_m + tl.arange(0, TILE), first_k + tl.arange(0, TILE)
+    is_inside = (m[:, None] < M) & (k[None, :] < K)
+    x = tl.load(x_ptr + m[:, None] * K + k[None, :], is_inside, other=0.0).to(tl.float32)
+    magnitude = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+
+    row_amax = tl.max(tl.reshape(magnitude, (TILE, BLOCKS, BLOCK)), 2)
+    multiplier, scale = _scales(row_amax, R_MAX, R_EXPONENT, R_RULE, R_EPS)
+    spread = tl.reshape(tl.broadcast_to(multiplier[:, :, None], (TILE, BLOCKS, BLOCK)), (TILE, TILE))
+    tl.store(rows_ptr + m[:, None] * K + k[None, :], _encode(x * spread, R_MAX, R_E4M3), is_inside)
+    block = first_k // BLOCK + tl.arange(0, BLOCKS)
+    is_block = (m[:, None] < M) & (block[None, :] * BLOCK < K)
+    tl.store(row_scales_ptr + m[:, None] + block[None, :] * M, scale, is_block)
+
+    column_amax = tl.max(tl.reshape(magnitude, (BLOCKS, BLOCK, TILE)), 1)
+    multiplier, scale = _scales(column_amax, C_MAX, C_EXPONENT, C_RULE, C_EPS)
+    spread = tl.reshape(tl.broadcast_to(multiplier[:, None, :], (BLOCKS, BLOCK, TILE)), (TILE, TILE))
+    codes = tl.trans(_encode(x * spread, C_MAX, C_E4M3))
+    tl.store(columns_ptr + k[:, None] * M + m[None, :], codes, (k[:, None] < K) & (m[None, :] < M))
+    block = first_m // BLOCK + tl.arange(0, BLOCKS)
+    is_block = (block[:, None] * BLOCK < M) & (k[None, :] < K)
+    tl.store(column_scales_ptr + block[:, None] * K + k[None, :], scale, is_block)
+
+
+def constants(rows: CurrentScaling, columns: CurrentScaling) -> dict[str, object]:
+    """What the kernel is compiled for."""
+    return {"TILE": TILE, "BLOCK": rows.block[1], **_of_direction("R", rows), **_of_direction("C", columns)}
+
+
+def _of_direction(prefix: str, quantizer: CurrentScaling) -> dict[str, object]:
+    fmt = quantizer.element_format()
+    return {
+        f"{prefix}_MAX": fmt.max,
+        f"{prefix}_EXPONENT": fmt.max_exponent,
+        f"{prefix}_E4M3": fmt.dtype == torch.float8_e4m3fn,
+        f"{prefix}_RULE": RULES[quantizer.scale],
+        f"{prefix}_EPS": float(quantizer.eps),
+    }
+
+
+def both_directions(
+    x: Tensor,
+    rows: CurrentScaling,
+    columns: CurrentScaling,
+    outputs: tuple[Tensor, Tensor, Tensor, Tensor],
+) -> None:
+    """Launch the kernel.
+
+    Args:
+        x: (M, K), contiguous, float32, bfloat16 or float16; neither is 0.
+        rows: Block (1, n), n a divisor of 128.
+        columns: Block (n, 1).
+        outputs: Codes and scales of rows, then of columns, in the layouts of `fp8compile.ops.quantize_both`.
+    """
+    m, k = x.shape
+    grid = (triton.cdiv(m, TILE), triton.cdiv(k, TILE))
+    both_kernel[grid](x, *outputs, m, k, **constants(rows, columns), num_warps=WARPS)

@@ -1,0 +1,114 @@
+"""Which recipe each linear of a model gets: one for all, by name, or by a function.
+
+A recipe by name is a mapping of patterns in the syntax of fnmatch (``*`` matches dots too); the first that matches a
+layer's fully qualified name decides, and a layer that none matches stays as it is. None in place of a recipe leaves a
+layer in high precision. All of it is decided once, when a model is converted.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from fnmatch import fnmatchcase
+
+from torch import nn
+
+from fp8compile.nn.filters import check_pattern_matches
+from fp8compile.nn.functional import check_recipe
+from fp8compile.quantizers import Recipe
+from fp8compile.tensor import shown
+
+__all__ = ["Recipes", "assigner", "ends"]
+
+Recipes = Recipe | Mapping[str, Recipe | None] | Callable[[nn.Module, str], Recipe | None]
+Assigner = Callable[[nn.Module, list[str]], Recipe | None]
+
+
+def _by_pattern(recipes: Mapping[str, Recipe | None], fqns: list[str]) -> Assigner:
+    for pattern, recipe in recipes.items():
+        if not isinstance(pattern, str):
+            raise TypeError(f"convert: a key of recipe is {shown(pattern)}; it is a name pattern such as 'layers.*'.")
+        if recipe is not None:
+            check_recipe(f"convert: {pattern!r}", recipe)
+        check_pattern_matches(pattern, fqns, given=pattern)
+
+    def assign(module: nn.Module, names: list[str]) -> Recipe | None:
+        matching = (recipe for pattern, recipe in recipes.items() if any(fnmatchcase(fqn, pattern) for fqn in names))
+        return next(matching, None)
+
+    return assign
+
+
+def _by_function(function: Callable[[nn.Module, str], Recipe | None]) -> Assigner:
+    try:
+        inspect.signature(function).bind(None, "")
+    except TypeError as error:  # recipes.rowwise, that was not called
+        raise TypeError(
+            f"convert: recipe is {shown(function)}, a function that does not take (module, fqn). It is a recipe, such "
+            "as fp8compile.recipes.rowwise(), a mapping from name patterns to recipes, or such a function."
+        ) from error
+    except ValueError:
+        pass  # a builtin tells no signature
+
+    def assign(module: nn.Module, names: list[str]) -> Recipe | None:
+        recipe = function(module, names[0])
+        if recipe is not None:
+            check_recipe(f"convert: for {names[0]!r}", recipe)
+        return recipe
+
+    return assign
+
+
+def assigner(recipe: Recipes, fqns: list[str]) -> Assigner:
+    """A function that gives the recipe of a layer from it and all its names, None for high precision.
+
+    Args:
+        recipe: As `convert` takes it.
+        fqns: Names of the model's linears, to check patterns against.
+
+    Raises:
+        TypeError: It is none of these, or holds something else than recipes.
+        ValueError: A pattern matches no linear.
+    """
+    if isinstance(recipe, Mapping):
+        return _by_pattern(recipe, fqns)
+    if callable(recipe) and not isinstance(recipe, (Recipe, type)):
+        return _by_function(recipe)
+    check_recipe("convert", recipe)
+    return lambda module, names: recipe
+
+
+def _blocks(model: nn.Module) -> list[nn.Module]:
+    """What the model is a stack of: the entries of its list that hold the most linears; none if it has no list."""
+
+    def linears(module: nn.Module) -> int:
+        return sum(isinstance(part, nn.Linear) for part in module.modules())
+
+    lists = [module for module in model.modules() if isinstance(module, (nn.ModuleList, nn.Sequential))]
+    stacks = [[entry for entry in entries if linears(entry)] for entries in lists]
+    # among equals the outermost, which comes first
+    return max((stack for stack in stacks if len(stack) > 1), key=lambda stack: sum(map(linears, stack)), default=[])
+
+
+def ends(model: nn.Module, count: int) -> set[nn.Module]:
+    """The linears at a model's two ends: of its first and last blocks, and those before and behind all blocks.
+
+    A model is a stack of blocks if it has a ``ModuleList`` or ``Sequential`` of them; if not, each linear is a block.
+
+    Args:
+        model: Any module.
+        count: How many blocks at each end.
+
+    Raises:
+        ValueError: It is no int of at least 0.
+    """
+    if type(count) is not int or count < 0:
+        raise ValueError(f"convert: keep_ends is {count!r}; it is how many blocks at each end stay as they are.")
+    if count == 0:
+        return set()
+    every = [module for module in model.modules() if isinstance(module, nn.Linear)]
+    blocks = _blocks(model) or every
+    stack, inner = ({m for block in part for m in block.modules()} for part in (blocks, blocks[count:-count]))
+    places = [place for place, module in enumerate(every) if module in stack]
+    between = set(every[places[0] : places[-1] + 1]) - stack  # neither before nor behind the blocks
+    return set(every) - inner - between

@@ -1,0 +1,69 @@
+"""DelayedState: what delayed scaling remembers of a layer from step to step."""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Self
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from fp8compile.quantizers import TENSORS, Recipe
+from fp8compile.tensor import shown
+
+__all__ = ["DelayedState", "check_state", "group_name"]
+
+
+class DelayedState(NamedTuple):
+    """Histories and multipliers of a layer with delayed scaling: a row each for input, weight and grad_output.
+
+    Attributes:
+        amax_history: Shape (3, history), float32: the amaxes of the last steps, as ``DelayedScaling`` orders them.
+        multiplier: Shape (3,), float32: what values are multiplied by in the next step.
+        group: Name of the process group that amaxes are reduced over, None for this process alone.
+    """
+
+    amax_history: Tensor
+    multiplier: Tensor
+    group: str | None = None
+
+    @classmethod
+    def initial(
+        cls, recipe: Recipe, *, device: torch.device | str | None = None, group: ProcessGroup | None = None
+    ) -> Self:
+        """The state before the first step: no amax seen, multipliers 1.
+
+        Args:
+            recipe: One with delayed scaling.
+            device: Of the layer.
+            group: Ranks whose amaxes become one; each of them runs the same backwards.
+
+        Raises:
+            ValueError: The recipe has no delayed scaling.
+            TypeError: The group is none.
+        """
+        if not recipe.history():
+            raise ValueError("DelayedState: no slot of the recipe holds a DelayedScaling; it needs no state.")
+        rows = len(TENSORS)
+        history = torch.zeros(rows, recipe.history(), dtype=torch.float32, device=device)
+        return cls(history, torch.ones(rows, dtype=torch.float32, device=device), group_name("DelayedState", group))
+
+
+def group_name(function: str, group: object) -> str | None:
+    """The name of a process group: what a graph, a copy and a checkpoint of a module can hold of it."""
+    if group is not None and not isinstance(group, ProcessGroup):
+        raise TypeError(
+            f"{function}: the group is {shown(group)}; it is a torch.distributed.ProcessGroup, such as "
+            "mesh.get_group()."
+        )
+    return None if group is None else group.group_name
+
+
+def check_state(state: object) -> None:
+    """Raise if `fp8compile.linear` was given something else than a state; that it is the recipe's, the op checks."""
+    if state is None:
+        return
+    if not isinstance(state, DelayedState):
+        raise TypeError(f"linear: state is {shown(state)}; it is a fp8compile.DelayedState, or None.")
+    if state.amax_history.requires_grad or state.multiplier.requires_grad:
+        raise ValueError("linear: a tensor of the state requires grad; it is no parameter. Detach it.")

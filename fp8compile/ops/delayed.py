@@ -1,0 +1,327 @@
+"""fp8compile::delayed_linear: fp8compile::linear for recipes with delayed scaling, which is given its state.
+
+    state          amax_history (3, L), multiplier (3,): a row each for input, weight, grad_output
+    forward        y, the multipliers that it used, amaxes of x and w
+    backward       gradients, by those multipliers;  state <- next state(state, amaxes of x, w and dy)
+
+The state is updated by the backward, once for each: where none runs (evaluation, no_grad) it stays, and activation
+checkpointing, which runs the forward twice, updates it once. What the forward used are outputs of it, because another
+backward may have updated the state by the time that its own runs. A tensor without delayed scaling keeps its row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fp8compile import _compat
+from fp8compile.ops import samples
+from fp8compile.ops.amax import amax
+from fp8compile.ops.cast import cast
+from fp8compile.ops.collectives import all_reduce_amax
+from fp8compile.ops.gemm import Operand
+from fp8compile.ops.linear import (
+    GRAD_INPUT,
+    GRAD_WEIGHT,
+    OUTPUT,
+    Quantize,
+    outer_cuts,
+    product,
+    quantize_by_amax,
+    sample_grad,
+)
+from fp8compile.ops.registry import register_op
+from fp8compile.ops.rounding import rounded
+from fp8compile.ops.sharding import Cut, Split
+from fp8compile.ops.snapshot import snapshot
+from fp8compile.quantizers import TENSORS, CurrentScaling, DelayedScaling, Quantizer, Recipe
+from fp8compile.quantizers.blocks import as_matrix
+from fp8compile.quantizers.delayed_scaling import next_state
+
+__all__ = ["delayed_grad_input", "delayed_grad_weight", "delayed_linear"]
+
+ROW = {slot: row for row, slots in enumerate(TENSORS.values()) for slot in slots}
+
+
+def _quantize_by(multiplier: Tensor, amaxes: Sequence[Tensor] = ()) -> Quantize:
+    """What quantizes by these multipliers (3,), and by its own amax where a slot has no delayed scaling.
+
+    Given amaxes too, scales wait for them, which changes no number: the GEMM then needs the amax, so compilers count
+    it as a part of the forward, and the kernel that casts makes it. Else they move it to the backward, which reads the
+    tensor once more for it: 7.10 GB instead of 6.33 for the block of ``benchmarks.kernels`` on PyTorch 2.13.
+    """
+
+    def quantize(x: Tensor, quantizer: Quantizer, slot: str) -> Operand:
+        if not isinstance(quantizer, DelayedScaling):
+            return quantize_by_amax(x, quantizer, slot)
+        row = ROW[slot]
+        own = multiplier[row].view(quantizer.scale_shape(x.shape))
+        own_scale = quantizer.scale_of(own)
+        if amaxes:
+            own_scale = torch.where(amaxes[row] < 0, torch.nan, own_scale)  # no amax is
+        return Operand(codes=cast(x, own, quantizer), scale=own_scale, quantizer=quantizer)
+
+    return quantize
+
+
+def _amax_of(tensor: Tensor, quantizer: DelayedScaling | None) -> Tensor:
+    """The amax, () float32; 0 for a tensor without delayed scaling, which leaves its row as it is."""
+    if quantizer is None:
+        return tensor.new_zeros((), dtype=torch.float32)
+    return amax(as_matrix(tensor), quantizer).view(())
+
+
+def _next_state(history: Tensor, multiplier: Tensor, amaxes: Tensor, recipe: Recipe) -> tuple[Tensor, Tensor]:
+    """The layer's state after one more backward, from that before and three amaxes."""
+    quantizers = recipe.delayed()
+    rooms = [1.0 if quantizer is None else quantizer.room() for quantizer in quantizers]
+    room = torch.stack([torch.full((), each, dtype=torch.float64, device=amaxes.device) for each in rooms])
+    algorithm = next(quantizer.algorithm for quantizer in quantizers if quantizer is not None)
+    return next_state(history, multiplier, amaxes, room, algorithm)
+
+
+# ---------------------------------------------------------------------------------- gradients
+
+
+def _grad_input_kernel(grad_output: Tensor, weight: Tensor, multiplier: Tensor, recipe: Recipe) -> Tensor:
+    grad_MK = product(as_matrix(grad_output), weight, GRAD_INPUT, recipe, _quantize_by(multiplier))
+    return grad_MK.view(*grad_output.shape[:-1], weight.shape[1])
+
+
+def _grad_input_fake(grad_output: Tensor, weight: Tensor, multiplier: Tensor, recipe: Recipe) -> Tensor:
+    return grad_output.new_empty((*grad_output.shape[:-1], weight.shape[1]))
+
+
+def _grad_input_sharding(grad_output: Tensor, weight: Tensor, multiplier: Tensor, recipe: Recipe) -> list[Split]:
+    rows = outer_cuts(grad_output.shape, recipe.grad_output, range(grad_output.ndim - 1))
+    columns = outer_cuts(weight.shape, recipe.weight_for_grad_input, [1])
+    return [
+        *(Split((cut, None, None, None), (cut.dim,), exact=False) for cut in rows),
+        *(Split((None, cut, None, None), (-1,), exact=False) for cut in columns),
+    ]
+
+
+def _grad_input_samples() -> Iterator[tuple]:
+    for x, weight, _, _, multiplier, _, recipe in _samples():
+        yield sample_grad(x, weight), weight, multiplier, recipe
+
+
+delayed_grad_input = register_op(
+    "fp8compile::delayed_grad_input",
+    _grad_input_kernel,
+    fake=_grad_input_fake,
+    backward=None,
+    decompose=_grad_input_kernel,
+    sharding=_grad_input_sharding,
+    samples=lambda: _grad_input_samples(),
+)
+
+
+def _grad_weight_kernel(grad_output: Tensor, x: Tensor, multiplier: Tensor, recipe: Recipe) -> Tensor:
+    return product(as_matrix(grad_output), as_matrix(x), GRAD_WEIGHT, recipe, _quantize_by(multiplier))
+
+
+def _grad_weight_fake(grad_output: Tensor, x: Tensor, multiplier: Tensor, recipe: Recipe) -> Tensor:
+    return grad_output.new_empty((grad_output.shape[-1], x.shape[-1]))
+
+
+def _grad_weight_sharding(grad_output: Tensor, x: Tensor, multiplier: Tensor, recipe: Recipe) -> list[Split]:
+    rows = outer_cuts(grad_output.shape, recipe.grad_output_for_grad_weight, [grad_output.ndim - 1])
+    columns = outer_cuts(x.shape, recipe.input_for_grad_weight, [x.ndim - 1])
+    return [
+        *(Split((cut, None, None, None), (0,), exact=False) for cut in rows),
+        *(Split((None, cut, None, None), (1,), exact=False) for cut in columns),
+    ]
+
+
+def _grad_weight_samples() -> Iterator[tuple]:
+    for x, weight, _, _, multiplier, _, recipe in _samples():
+        yield sample_grad(x, weight), x, multiplier, recipe
+
+
+delayed_grad_weight = register_op(
+    "fp8compile::delayed_grad_weight",
+    _grad_weight_kernel,
+    fake=_grad_weight_fake,
+    backward=None,
+    decompose=_grad_weight_kernel,
+    sharding=_grad_weight_sharding,
+    samples=lambda: _grad_weight_samples(),
+)
+
+# ---------------------------------------------------------------------------------- the layer
+
+
+def _check_state(x: Tensor, amax_history: Tensor, multiplier: Tensor, recipe: Recipe) -> None:
+    """Raise if the state is not of this recipe; in the words of `fp8compile.linear`, whose argument it is."""
+    if _compat.is_stand_in(recipe):
+        return
+    rows, length = len(TENSORS), recipe.history()
+    if not length:
+        raise ValueError("linear: state is given and the recipe has no delayed scaling. Leave it out.")
+    for name, tensor, shape in (("amax_history", amax_history, (rows, length)), ("multiplier", multiplier, (rows,))):
+        if tuple(tensor.shape) != shape or tensor.dtype != torch.float32 or tensor.device != x.device:
+            raise ValueError(
+                f"linear: {name} of the state is {tuple(tensor.shape)}, {tensor.dtype}, on {tensor.device}; for this "
+                f"recipe and x it is {shape}, torch.float32, on {x.device}. Make it by "
+                "fp8compile.DelayedState.initial(recipe, device=...)."
+            )
+
+
+def _layer(
+    x: Tensor, weight: Tensor, bias: Tensor | None, multiplier: Tensor, recipe: Recipe, *, wait: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The op's results; ``wait``: with scales that wait for amaxes."""
+    used = snapshot(multiplier)
+    amaxes = [_amax_of(tensor, quantizer) for tensor, quantizer in zip((x, weight), recipe.delayed(), strict=False)]
+    y_MN = product(as_matrix(x), weight, OUTPUT, recipe, _quantize_by(used, amaxes if wait else ()))
+    if bias is not None:
+        y_MN = y_MN + bias
+    return y_MN.view(*x.shape[:-1], weight.shape[0]), used, *amaxes
+
+
+def _kernel(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    amax_history: Tensor,
+    multiplier: Tensor,
+    group: str | None,
+    recipe: Recipe,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    _check_state(x, amax_history, multiplier, recipe)
+    return _layer(x, weight, bias, multiplier, recipe, wait=False)
+
+
+def _decompose(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    amax_history: Tensor,
+    multiplier: Tensor,
+    group: str | None,
+    recipe: Recipe,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    bias = None if bias is None else rounded(bias).to(bias.dtype)
+    return _layer(x, weight, bias, multiplier, recipe, wait=torch.is_grad_enabled())
+
+
+def _fake(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    amax_history: Tensor,
+    multiplier: Tensor,
+    group: str | None,
+    recipe: Recipe,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    _check_state(x, amax_history, multiplier, recipe)
+    y = x.new_empty((*x.shape[:-1], weight.shape[0]))
+    return y, torch.empty_like(multiplier), multiplier.new_empty(()), multiplier.new_empty(())
+
+
+def _sharding(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    amax_history: Tensor,
+    multiplier: Tensor,
+    group: str | None,
+    recipe: Recipe,
+) -> list[Split]:
+    """As the plain layer's; the amax of a tensor that is cut is the largest of its parts."""
+    rows = outer_cuts(x.shape, recipe.input, range(x.ndim - 1))
+    columns = outer_cuts(weight.shape, recipe.weight, [0])
+    rest = (None,) * 4
+    return [
+        *(Split((cut, None, None, *rest), (cut.dim, None, "max", None), exact=False) for cut in rows),
+        *(
+            Split((None, cut, None if bias is None else Cut(0, cut.unit), *rest), (-1, None, None, "max"), exact=False)
+            for cut in columns
+        ),
+    ]
+
+
+def _setup_context(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor, Tensor, Tensor]) -> None:
+    x, weight, _, ctx.amax_history, ctx.multiplier, ctx.group, ctx.recipe = inputs
+    _, ctx.used, *ctx.amaxes = output
+    ctx.mark_non_differentiable(ctx.used, *ctx.amaxes)
+    ctx.set_materialize_grads(False)
+    _compat.never_recompute(ctx.used)
+    ctx.version = _compat.version_in_eager(ctx.multiplier)
+    needs_x, needs_weight = ctx.needs_input_grad[:2]
+    # checkpointing gives what is saved from the forward that it repeats, what is set on ctx from the first
+    ctx.save_for_backward(x if needs_weight else None, weight if needs_x else None, ctx.used)
+
+
+def _check_repeated_forward(ctx: Any, repeated: Tensor) -> None:
+    """Raise if checkpointing repeated the forward by other multipliers than those of the first."""
+    if ctx.version == _compat.version_in_eager(ctx.multiplier) or torch.equal(repeated, ctx.used):
+        return
+    raise RuntimeError(
+        "fp8compile::delayed_linear: activation checkpointing repeated this layer's forward by other scales, because "
+        "a backward updated its state in between: the layer is called twice in a step, or several forwards ran before "
+        "their backwards. Run torch.compile on the model with the checkpointing inside, which keeps the scales, or "
+        "let a policy of selective checkpointing keep fp8compile.ops.GEMM_OPS."
+    )
+
+
+def _update_state(ctx: Any, grad_output: Tensor) -> None:
+    amaxes = torch.stack([*ctx.amaxes, _amax_of(grad_output, ctx.recipe.delayed()[2])])
+    if ctx.group is not None:
+        amaxes = all_reduce_amax(amaxes, ctx.group)
+    with torch.no_grad():
+        history, multiplier = _next_state(ctx.amax_history, ctx.multiplier, amaxes, ctx.recipe)
+        ctx.amax_history.copy_(history)
+        ctx.multiplier.copy_(multiplier)
+
+
+def _backward(ctx: Any, grad_output: Tensor, *_: None) -> tuple[Tensor | None, ...]:
+    x, weight, repeated = ctx.saved_tensors
+    _check_repeated_forward(ctx, repeated)
+    _update_state(ctx, grad_output)
+    return (
+        None if weight is None else delayed_grad_input(grad_output, weight, ctx.used, ctx.recipe),
+        None if x is None else delayed_grad_weight(grad_output, x, ctx.used, ctx.recipe),
+        as_matrix(grad_output).sum(0) if ctx.needs_input_grad[2] else None,
+        None,
+        None,
+        None,
+        None,
+    )
+
+
+def _recipes() -> Iterator[Recipe]:
+    """Delayed scaling everywhere, with grad_weight in high precision, and beside current scaling."""
+    value, grad = DelayedScaling(history=4), DelayedScaling(format="e5m2", history=4, margin=1)
+    own = CurrentScaling()
+    every = {"input": value, "weight": value, "grad_output": grad, "weight_for_grad_input": value}
+    yield Recipe(**every, grad_output_for_grad_weight=grad, input_for_grad_weight=value)
+    yield Recipe(**every)
+    yield Recipe(input=value, weight=own, grad_output=own, weight_for_grad_input=own)
+
+
+def _samples() -> Iterator[tuple]:
+    generator = torch.Generator().manual_seed(0)
+    for x in samples.matrices():
+        for recipe in _recipes():
+            weight = torch.randn(40, x.shape[-1], generator=generator).to(x.dtype)
+            state = torch.rand(3, 4, generator=generator), torch.tensor([100.0, 150.0, 1000.0])
+            yield x, weight, torch.ones(40, dtype=x.dtype), *state, None, recipe
+    yield x, weight, None, *state, None, recipe
+
+
+delayed_linear = register_op(
+    "fp8compile::delayed_linear",
+    _kernel,
+    fake=_fake,
+    setup_context=_setup_context,
+    backward=_backward,
+    decompose=_decompose,
+    sharding=_sharding,
+    samples=_samples,
+    updates=("amax_history", "multiplier"),
+)

@@ -1,0 +1,23 @@
+"""The ops that a linear layer is in graphs, whatever its recipe: one for each of its three GEMMs, twice."""
+
+from __future__ import annotations
+
+from fp8compile.ops.delayed import delayed_grad_input, delayed_grad_weight, delayed_linear
+from fp8compile.ops.linear import GRAD_INPUT, GRAD_WEIGHT, OUTPUT, grad_input, grad_weight, linear
+from fp8compile.ops.scaled_mm import scaled_mm
+
+__all__ = ["GEMM_OPS", "LAYER_OPS"]
+
+# each takes the operands of its GEMM first, as the layer holds them, and the recipe last
+LAYER_OPS = {
+    linear: OUTPUT,
+    grad_input: GRAD_INPUT,
+    grad_weight: GRAD_WEIGHT,
+    delayed_linear: OUTPUT,
+    delayed_grad_input: GRAD_INPUT,
+    delayed_grad_weight: GRAD_WEIGHT,
+}
+
+# What a policy of selective activation checkpointing names to keep the products: where a plain model has aten.mm, a
+# converted one has fp8compile::linear or delayed_linear, and never aten._scaled_mm.
+GEMM_OPS = (linear, delayed_linear, scaled_mm)

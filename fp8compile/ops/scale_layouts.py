@@ -1,0 +1,38 @@
+"""Layouts in which GEMMs of a GPU want the scales of an operand: the values, elsewhere in memory.
+
+    a block of 1 x 128     down the rows first: element (row, block) at row + block * rows
+    a block of 128 x 128   along the sum first, each row of blocks begun at a multiple of four
+    MX, 1 x 32             tiles of 128 rows by 4 blocks, 512 bytes each, rows 32 apart side by side
+
+Sources: PyTorch's checks in `_scaled_mm` (aten/src/ATen/native/cuda/ScaledBlas.cpp); cuBLAS documentation, "1D Block
+Scaling Factors Layout".
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+__all__ = ["down_the_rows", "rows_of_fours", "swizzled"]
+
+TILE_ROWS, TILE_BLOCKS, GROUP = 128, 4, 32
+
+
+def down_the_rows(scale: Tensor) -> Tensor:
+    """(rows, blocks), the same shape with strides (1, rows)."""
+    return scale.t().contiguous().t()
+
+
+def rows_of_fours(scale: Tensor) -> Tensor:
+    """(rows of blocks, blocks), the same shape with a row stride that is a multiple of four."""
+    blocks = scale.shape[1]
+    return pad(scale, (0, -blocks % TILE_BLOCKS)).contiguous()[:, :blocks]
+
+
+def swizzled(scale: Tensor) -> Tensor:
+    """Bytes (rows, blocks), 1-D as tiles of the tensor core; what is missing in the last ones is 0."""
+    rows, blocks = scale.shape
+    padded = pad(scale, (0, -blocks % TILE_BLOCKS, 0, -rows % TILE_ROWS))
+    tiles = padded.view(-1, TILE_ROWS // GROUP, GROUP, padded.shape[1] // TILE_BLOCKS, TILE_BLOCKS)
+    return tiles.permute(0, 3, 2, 1, 4).reshape(-1).view(torch.float8_e8m0fnu)

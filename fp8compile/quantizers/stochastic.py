@@ -1,0 +1,48 @@
+"""Noise for stochastic rounding: a hash of seed, position and value, the same in eager and compiled code.
+
+    fraction(seed, i, x_i) in [0, 1), multiples of 2**-24
+
+No generator's state is read, so there is none to keep, and a run that is resumed, or recomputes a forward, rounds as
+before. What varies from step to step is the values. A position is that in the tensor as given: shards of a tensor are
+rounded with other noise than the whole.
+
+Source: Wellons, "Prospecting for Hash Functions" (2018), for the 32-bit mixing constants; Gupta et al. 2015, "Deep
+Learning with Limited Numerical Precision", arXiv:1502.02551, for stochastic rounding.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+__all__ = ["noise"]
+
+MASK = 0xFFFFFFFF
+SEED_STEP = 0x9E3779B9  # 2**32 by the golden ratio: seeds 0, 1, 2, ... begin far apart
+FRACTION_BITS = 24
+
+
+def _mixed(h: Tensor) -> Tensor:
+    """A bijection of 32-bit numbers, in int64: both factors are below 2**31, so no product overflows."""
+    h = ((h ^ (h >> 16)) * 0x21F0AAAD) & MASK
+    h = ((h ^ (h >> 15)) * 0x735A2D97) & MASK
+    return h ^ (h >> 15)
+
+
+def noise(values: Tensor, seed: int) -> Tensor:
+    """A number in [0, 1) for each element.
+
+    Args:
+        values: (M, K), float32.
+        seed: At least 0.
+
+    Returns:
+        The same shape, float32.
+    """
+    rows, columns = values.shape
+    device = values.device
+    position = torch.arange(rows, device=device).unsqueeze(1) * columns + torch.arange(columns, device=device)
+    bits = values.contiguous().view(torch.int32).long() & MASK
+    h = _mixed((position + (seed * SEED_STEP & MASK)) & MASK) ^ (position >> 32)
+    h = _mixed(h ^ bits)
+    return (h >> (32 - FRACTION_BITS)).float() * 2.0**-FRACTION_BITS

@@ -1,8 +1,0 @@
-"""The oracle of the other tests, for those here."""
-
-from __future__ import annotations
-
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parent.parent))

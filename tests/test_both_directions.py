@@ -1,0 +1,88 @@
+"""fp8compile::quantize_both: its Triton kernel is its PyTorch twin, bit for bit, and the golden vectors."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+
+import fp8compile as f8
+from fp8compile.ops import quantize_both
+from fp8compile.ops.quantize_both import is_pair
+
+ROOT = Path(__file__).parent.parent
+ROWS, COLUMNS = f8.CurrentScaling(block=(1, 128)), f8.CurrentScaling(block=(128, 1))
+needs_triton = pytest.mark.skipif(not importlib.util.find_spec("triton"), reason="needs Triton: it is its interpreter")
+
+
+@cache
+def interpreted() -> dict[str, list[int]]:
+    """For each comparison of the interpreted kernel, how many elements of each output differ."""
+    finished = subprocess.run(
+        [sys.executable, "-W", "ignore", str(Path(__file__).with_name("interpreted_kernels.py"))],
+        env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": f"{ROOT}{os.pathsep}{Path(__file__).parent}"},
+        capture_output=True,
+        text=True,
+        timeout=500,
+    )
+    assert finished.returncode == 0, finished.stderr[-3000:]
+    lines = [json.loads(line) for line in finished.stdout.splitlines()]
+    return {line["case"]: line["differing"] for line in lines}
+
+
+@needs_triton
+def test_the_kernel_is_its_twin_bit_for_bit():
+    found = {case: counts for case, counts in interpreted().items() if case != "planted"}
+    wrong = {case: counts for case, counts in found.items() if any(counts)}
+    assert not wrong, wrong
+    assert sum(case.startswith("CurrentScaling") for case in found) == 24 * 4
+    assert sum(case.startswith("every bfloat16") for case in found) == 2
+
+
+@needs_triton
+def test_the_kernel_makes_the_golden_vectors():
+    golden = [case for case in interpreted() if case.startswith("golden")]
+    assert len(golden) == 35 + 24 + 48 + 4, len(golden)  # 1x128, 128x1, MX 1x32, MX 32x1
+
+
+@needs_triton
+def test_another_rule_is_seen():
+    assert all(interpreted()["planted"]), "each output of another quantizer differs somewhere"
+
+
+def test_the_op_is_two_casts_in_the_layouts_of_the_gemms(assert_bits_equal):
+    x = torch.randn(200, 300)
+    codes, scale, column_codes, column_scale = quantize_both(x, ROWS, COLUMNS)
+    rows, columns = f8.quantize(x, ROWS), f8.quantize(x, COLUMNS)
+    assert_bits_equal(codes, rows.codes, "codes")
+    assert_bits_equal(scale.contiguous(), rows.scale, "scale")
+    assert_bits_equal(column_codes.contiguous(), columns.codes, "codes along columns")
+    assert_bits_equal(column_scale, columns.scale, "scale along columns")
+    assert scale.stride() == (1, 200)
+    assert column_codes.stride() == (1, 200)
+    assert column_scale.is_contiguous()
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns", "expected"),
+    [
+        (ROWS, COLUMNS, True),
+        (f8.CurrentScaling(block=(1, 32), scale="e8m0_rceil"), f8.CurrentScaling(block=(32, 1), format="e5m2"), True),
+        (ROWS, None, False),
+        (ROWS, f8.CurrentScaling(block=(32, 1)), False),
+        (COLUMNS, ROWS, False),
+        (f8.CurrentScaling(block=(1, 96)), f8.CurrentScaling(block=(96, 1)), False),
+        (f8.CurrentScaling(block=(1, -1)), f8.CurrentScaling(block=(-1, 1)), False),
+        (f8.CurrentScaling(), f8.CurrentScaling(), False),
+    ],
+    ids=str,
+)
+def test_which_pairs_the_kernel_takes(rows, columns, expected):
+    assert is_pair(rows, columns) is expected
