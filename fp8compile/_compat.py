@@ -30,6 +30,7 @@ except ImportError:
 
 __all__ = [
     "OpaqueBase",
+    "all_gather_single",
     "allow_group_in_subclass",
     "as_kernel",
     "constant_when_traced",
@@ -40,10 +41,12 @@ __all__ = [
     "is_stand_in",
     "never_recompute",
     "rebind_load_hooks",
+    "reduce_scatter_single",
     "register_constant_type",
     "register_decomposition",
     "register_fallback",
     "register_lowering",
+    "replicated",
     "statically_true",
     "version_in_eager",
     "when_imported",
@@ -304,6 +307,27 @@ def guard_or_false(condition: Any) -> bool:
     from torch.fx.experimental.symbolic_shapes import guard_or_false
 
     return guard_or_false(condition)
+
+
+def all_gather_single(x: torch.Tensor, dim: int, group: Any) -> torch.Tensor:
+    """The functional collective, which 2.13 gave this name."""
+    from torch.distributed import _functional_collectives as funcol
+
+    return (getattr(funcol, "all_gather_single", None) or funcol.all_gather_tensor)(x, dim, group)
+
+
+def reduce_scatter_single(x: torch.Tensor, reduction: str, dim: int, group: Any) -> torch.Tensor:
+    """The functional collective, which 2.13 gave this name."""
+    from torch.distributed import _functional_collectives as funcol
+
+    return (getattr(funcol, "reduce_scatter_single", None) or funcol.reduce_scatter_tensor)(x, reduction, dim, group)
+
+
+def replicated(tensor: torch.Tensor) -> torch.Tensor:
+    """What every rank has of a DTensor that is replicated, and any other tensor as it is."""
+    if type(tensor).__name__ != "DTensor":  # by name: its module costs half a second to import
+        return tensor
+    return tensor.to_local()
 
 
 @cache

@@ -43,8 +43,6 @@ def not_dense(x: Tensor) -> str | None:
         return f"has layout {x.layout}"
     if x.is_nested:
         return "is a nested tensor"
-    if type(x).__name__ == "DTensor":  # by name: its module costs half a second to import
-        return "is a DTensor, and no FP8 op shards one yet (.full_tensor() is dense)"
     return None
 
 

@@ -1,12 +1,20 @@
-"""Collectives that quantization needs, as nodes of the graph."""
+"""Collectives that quantization needs, as nodes of the graph. What travels is bytes, integers or the source's dtype."""
 
 from __future__ import annotations
+
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
+from torch.nn.functional import pad
 
-__all__ = ["all_reduce_amax"]
+from fp8compile import _compat
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+__all__ = ["all_gather", "all_reduce_amax", "all_reduce_extreme", "all_reduce_sum", "reduce_scatter_sum"]
 
 
 def all_reduce_amax(amax: Tensor, group: ProcessGroup | str) -> Tensor:
@@ -26,3 +34,87 @@ def all_reduce_amax(amax: Tensor, group: ProcessGroup | str) -> Tensor:
 
     bits = funcol.all_reduce(amax.view(torch.int32), "max", group)
     return funcol.wait_tensor(bits).view(torch.float32)
+
+
+def all_reduce_extreme(x: Tensor, reduction: str, group: ProcessGroup | str) -> Tensor:
+    """The largest or smallest value over the ranks of a group; NaN where any rank has one.
+
+    Args:
+        x: Any shape; float32, bfloat16, float16 or an integer dtype.
+        reduction: ``"max"`` or ``"min"``.
+        group: The ranks, or the name of their group.
+
+    Returns:
+        The shape and dtype of ``x``.
+    """
+    from torch.distributed import _functional_collectives as funcol
+
+    if not x.is_floating_point():
+        return funcol.wait_tensor(funcol.all_reduce(x, reduction, group))
+    bits = x.float().view(torch.int32)
+    # integers in the order of the numbers, with NaN beyond the last; the map undoes itself
+    ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+    beyond = torch.iinfo(torch.int32).max if reduction == "max" else torch.iinfo(torch.int32).min
+    ordered = torch.where(x.isnan(), beyond, ordered)
+    found = funcol.wait_tensor(funcol.all_reduce(ordered, reduction, group))
+    values = torch.where(found < 0, found ^ 0x7FFFFFFF, found).view(torch.float32)
+    return torch.where(found == beyond, torch.nan, values).to(x.dtype)
+
+
+def all_reduce_sum(x: Tensor, group: ProcessGroup | str) -> Tensor:
+    """The sum over the ranks of a group, in the dtype of ``x``; the same shape."""
+    from torch.distributed import _functional_collectives as funcol
+
+    return funcol.wait_tensor(funcol.all_reduce(x, "sum", group))
+
+
+def _along(dim: int, before: int, after: int, ndim: int) -> tuple[int, ...]:
+    """What `pad` takes to add entries to one dim only."""
+    return (0, 0) * (ndim - 1 - dim) + (before, after)
+
+
+def all_gather(x: Tensor, dim: int, sizes: Sequence[int], group: ProcessGroup | str) -> Tensor:
+    """The parts of all ranks side by side.
+
+    Args:
+        x: This rank's part.
+        dim: Along which they are put together.
+        sizes: Of every rank's part along it; they may differ and be 0.
+        group: The ranks, or the name of their group.
+
+    Returns:
+        Contiguous, ``sum(sizes)`` along ``dim``.
+    """
+    from torch.distributed import _functional_collectives as funcol
+
+    dim, largest = dim % x.ndim, max(sizes)
+    if all(size == largest for size in sizes):
+        return funcol.wait_tensor(_compat.all_gather_single(x.contiguous(), dim, group))
+    # messages have one size on all ranks
+    padded = pad(x, _along(dim, 0, largest - x.shape[dim], x.ndim)).contiguous()
+    gathered = funcol.wait_tensor(_compat.all_gather_single(padded, dim, group))
+    parts = [gathered.narrow(dim, rank * largest, size) for rank, size in enumerate(sizes)]
+    return torch.cat(parts, dim)
+
+
+def reduce_scatter_sum(x: Tensor, dim: int, sizes: Sequence[int], rank: int, group: ProcessGroup | str) -> Tensor:
+    """This rank's part of the sum over the ranks of a group.
+
+    Args:
+        x: This rank's summand of the whole.
+        dim: Along which the sum is cut.
+        sizes: Of every rank's part along it; they may differ and be 0.
+        rank: This rank in the group.
+        group: The ranks, or the name of their group.
+
+    Returns:
+        ``sizes[rank]`` along ``dim``, in the dtype of ``x``.
+    """
+    from torch.distributed import _functional_collectives as funcol
+
+    dim, largest = dim % x.ndim, max(sizes)
+    if any(size != largest for size in sizes):
+        parts = x.split(list(sizes), dim)
+        x = torch.cat([pad(part, _along(dim, 0, largest - part.shape[dim], x.ndim)) for part in parts], dim)
+    part = funcol.wait_tensor(_compat.reduce_scatter_single(x.contiguous(), "sum", dim, group))
+    return part.narrow(dim, 0, sizes[rank])

@@ -32,6 +32,7 @@ from fp8compile.ops.linear import (
     product,
     quantize_by_amax,
     sample_grad,
+    sum_of_tokens,
 )
 from fp8compile.ops.registry import register_op
 from fp8compile.ops.rounding import rounded
@@ -41,12 +42,12 @@ from fp8compile.quantizers import TENSORS, CurrentScaling, DelayedScaling, Quant
 from fp8compile.quantizers.blocks import as_matrix
 from fp8compile.quantizers.delayed_scaling import next_state
 
-__all__ = ["delayed_grad_input", "delayed_grad_weight", "delayed_linear"]
+__all__ = ["check_state", "delayed_grad_input", "delayed_grad_weight", "delayed_linear", "quantize_by"]
 
 ROW = {slot: row for row, slots in enumerate(TENSORS.values()) for slot in slots}
 
 
-def _quantize_by(multiplier: Tensor, amaxes: Sequence[Tensor] = ()) -> Quantize:
+def quantize_by(multiplier: Tensor, amaxes: Sequence[Tensor] = ()) -> Quantize:
     """What quantizes by these multipliers (3,), and by its own amax where a slot has no delayed scaling.
 
     Given amaxes too, scales wait for them, which changes no number: the GEMM then needs the amax, so compilers count
@@ -71,7 +72,7 @@ def _amax_of(tensor: Tensor, quantizer: DelayedScaling | None) -> Tensor:
     """The amax, () float32; 0 for a tensor without delayed scaling, which leaves its row as it is."""
     if quantizer is None:
         return tensor.new_zeros((), dtype=torch.float32)
-    return amax(as_matrix(tensor), quantizer).view(())
+    return amax(tensor, quantizer).view(())
 
 
 def _next_state(history: Tensor, multiplier: Tensor, amaxes: Tensor, recipe: Recipe) -> tuple[Tensor, Tensor]:
@@ -87,7 +88,7 @@ def _next_state(history: Tensor, multiplier: Tensor, amaxes: Tensor, recipe: Rec
 
 
 def _grad_input_kernel(grad_output: Tensor, weight: Tensor, multiplier: Tensor, recipe: Recipe) -> Tensor:
-    grad_MK = product(as_matrix(grad_output), weight, GRAD_INPUT, recipe, _quantize_by(multiplier))
+    grad_MK = product(as_matrix(grad_output), weight, GRAD_INPUT, recipe, quantize_by(multiplier))
     return grad_MK.view(*grad_output.shape[:-1], weight.shape[1])
 
 
@@ -121,7 +122,7 @@ delayed_grad_input = register_op(
 
 
 def _grad_weight_kernel(grad_output: Tensor, x: Tensor, multiplier: Tensor, recipe: Recipe) -> Tensor:
-    return product(as_matrix(grad_output), as_matrix(x), GRAD_WEIGHT, recipe, _quantize_by(multiplier))
+    return product(as_matrix(grad_output), as_matrix(x), GRAD_WEIGHT, recipe, quantize_by(multiplier))
 
 
 def _grad_weight_fake(grad_output: Tensor, x: Tensor, multiplier: Tensor, recipe: Recipe) -> Tensor:
@@ -155,7 +156,7 @@ delayed_grad_weight = register_op(
 # ---------------------------------------------------------------------------------- the layer
 
 
-def _check_state(x: Tensor, amax_history: Tensor, multiplier: Tensor, recipe: Recipe) -> None:
+def check_state(x: Tensor, amax_history: Tensor, multiplier: Tensor, recipe: Recipe) -> None:
     """Raise if the state is not of this recipe; in the words of `fp8compile.linear`, whose argument it is."""
     if _compat.is_stand_in(recipe):
         return
@@ -177,7 +178,7 @@ def _layer(
     """The op's results; ``wait``: with scales that wait for amaxes."""
     used = snapshot(multiplier)
     amaxes = [_amax_of(tensor, quantizer) for tensor, quantizer in zip((x, weight), recipe.delayed(), strict=False)]
-    y_MN = product(as_matrix(x), weight, OUTPUT, recipe, _quantize_by(used, amaxes if wait else ()))
+    y_MN = product(as_matrix(x), weight, OUTPUT, recipe, quantize_by(used, amaxes if wait else ()))
     if bias is not None:
         y_MN = y_MN + bias
     return y_MN.view(*x.shape[:-1], weight.shape[0]), used, *amaxes
@@ -192,7 +193,7 @@ def _kernel(
     group: str | None,
     recipe: Recipe,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    _check_state(x, amax_history, multiplier, recipe)
+    check_state(x, amax_history, multiplier, recipe)
     return _layer(x, weight, bias, multiplier, recipe, wait=False)
 
 
@@ -218,7 +219,7 @@ def _fake(
     group: str | None,
     recipe: Recipe,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    _check_state(x, amax_history, multiplier, recipe)
+    check_state(x, amax_history, multiplier, recipe)
     y = x.new_empty((*x.shape[:-1], weight.shape[0]))
     return y, torch.empty_like(multiplier), multiplier.new_empty(()), multiplier.new_empty(())
 
@@ -251,7 +252,7 @@ def _setup_context(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor, Tensor
     ctx.mark_non_differentiable(ctx.used, *ctx.amaxes)
     ctx.set_materialize_grads(False)
     _compat.never_recompute(ctx.used)
-    ctx.version = _compat.version_in_eager(ctx.multiplier)
+    ctx.version = _compat.version_in_eager(_compat.replicated(ctx.multiplier))
     needs_x, needs_weight = ctx.needs_input_grad[:2]
     # checkpointing gives what is saved from the forward that it repeats, what is set on ctx from the first
     ctx.save_for_backward(x if needs_weight else None, weight if needs_x else None, ctx.used)
@@ -259,7 +260,8 @@ def _setup_context(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor, Tensor
 
 def _check_repeated_forward(ctx: Any, repeated: Tensor) -> None:
     """Raise if checkpointing repeated the forward by other multipliers than those of the first."""
-    if ctx.version == _compat.version_in_eager(ctx.multiplier) or torch.equal(repeated, ctx.used):
+    now = _compat.version_in_eager(_compat.replicated(ctx.multiplier))
+    if ctx.version == now or torch.equal(*map(_compat.replicated, (repeated, ctx.used))):
         return
     raise RuntimeError(
         "fp8compile::delayed_linear: activation checkpointing repeated this layer's forward by other scales, because "
@@ -270,13 +272,15 @@ def _check_repeated_forward(ctx: Any, repeated: Tensor) -> None:
 
 
 def _update_state(ctx: Any, grad_output: Tensor) -> None:
-    amaxes = torch.stack([*ctx.amaxes, _amax_of(grad_output, ctx.recipe.delayed()[2])])
+    # of a layer that is spread over ranks, all of them have the same state, and update their own
+    state = [_compat.replicated(each) for each in (ctx.amax_history, ctx.multiplier)]
+    amaxes = [*ctx.amaxes, _amax_of(grad_output, ctx.recipe.delayed()[2])]
+    amaxes = torch.stack([_compat.replicated(each) for each in amaxes])
     if ctx.group is not None:
         amaxes = all_reduce_amax(amaxes, ctx.group)
     with torch.no_grad():
-        history, multiplier = _next_state(ctx.amax_history, ctx.multiplier, amaxes, ctx.recipe)
-        ctx.amax_history.copy_(history)
-        ctx.multiplier.copy_(multiplier)
+        for old, new in zip(state, _next_state(*state, amaxes, ctx.recipe), strict=True):
+            old.copy_(new)
 
 
 def _backward(ctx: Any, grad_output: Tensor, *_: None) -> tuple[Tensor | None, ...]:
@@ -286,7 +290,7 @@ def _backward(ctx: Any, grad_output: Tensor, *_: None) -> tuple[Tensor | None, .
     return (
         None if weight is None else delayed_grad_input(grad_output, weight, ctx.used, ctx.recipe),
         None if x is None else delayed_grad_weight(grad_output, x, ctx.used, ctx.recipe),
-        as_matrix(grad_output).sum(0) if ctx.needs_input_grad[2] else None,
+        sum_of_tokens(grad_output) if ctx.needs_input_grad[2] else None,
         None,
         None,
         None,

@@ -232,6 +232,11 @@ def _sharding(x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe) ->
     ]
 
 
+def sum_of_tokens(grad_output: Tensor) -> Tensor:
+    """The gradient of a bias, (N,). Dim by dim, so that a grad_output that is spread over ranks need not be flattened."""
+    return grad_output.sum(tuple(range(grad_output.ndim - 1))) if grad_output.ndim > 1 else grad_output.clone()
+
+
 def _for_one_gradient(recipe: Recipe, gemm: Gemm) -> Recipe:
     """The recipe without the other gradient's GEMM, where it would have grad_output quantized for both."""
     if _compat.is_stand_in(recipe) or not is_pair(recipe.grad_output, recipe.grad_output_for_grad_weight):
@@ -255,7 +260,7 @@ def _backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
     return (
         None if weight is None else grad_input(grad_output, weight, ctx.recipe),
         None if x is None else grad_weight(grad_output, x, ctx.recipe),
-        as_matrix(grad_output).sum(0) if needs_bias else None,
+        sum_of_tokens(grad_output) if needs_bias else None,
         None,
     )
 

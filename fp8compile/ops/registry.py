@@ -28,7 +28,7 @@ from fp8compile import _compat
 from fp8compile.ops.sharding import Sharding
 from fp8compile.quantizers.constant import Constant, salt_with
 
-__all__ = ["OPS", "Op", "decompositions", "register_op"]
+__all__ = ["OPS", "Op", "decompositions", "for_every_op", "register_op"]
 
 Samples = Callable[[], Iterable[tuple[Any, ...]]]
 
@@ -82,6 +82,7 @@ class Op:
 
 
 OPS: dict[str, Op] = {}
+LISTENERS: list[Callable[[Op], None]] = []  # told of each op that is registered
 LIBRARIES: dict[str, torch.library.Library] = {}  # a library that is collected takes its operators with it
 
 
@@ -256,7 +257,7 @@ def register_op(
         _compat.register_decomposition(overload, decompose)
     if compiled:
         salt_with(impl.__module__)
-    OPS[name] = Op(
+    op = OPS[name] = Op(
         name=name,
         overload=overload,
         impl=impl,
@@ -267,7 +268,16 @@ def register_op(
         samples=samples,
         updates=updates,
     )
+    for listener in LISTENERS:
+        listener(op)
     return overload
+
+
+def for_every_op(listener: Callable[[Op], None]) -> None:
+    """Call ``listener`` with each op that is registered, and from now on with each that will be."""
+    LISTENERS.append(listener)
+    for op in OPS.values():
+        listener(op)
 
 
 def decompositions() -> dict[torch._ops.OpOverload, Callable]:

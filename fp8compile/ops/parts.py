@@ -1,0 +1,363 @@
+"""A tensor that is spread over ranks, seen from one of them: this rank's part, and how it lies in the whole.
+
+    Shards   one dim of a tensor, cut over the ranks of a group, in their order; sizes may differ and be 0
+    Side     rows or columns of the local matrix among the blocks of the whole one
+    Part     a rank's part of a tensor, in its own dtype
+    Codes    a rank's part of a quantized tensor: codes and scales are those of the whole
+
+Whether ranks have to talk follows from the block and the cut alone, so all of them come to the same answer:
+
+    block along the cut dim    what the amax needs                            kind
+    1                          nothing                                        "own"
+    -1                         a maximum over the ranks                       "shared"
+    n, cut between blocks      nothing                                        "own"
+    n, cut through blocks      a maximum over the ranks of the whole grid     "cut"
+
+Where blocks are cut, a rank lays its elements where they are in blocks of the whole, with zeros around them: a zero is
+never the largest, its code adds nothing to a product, and any quantizer's steps run on such a window as on any tensor.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.nn.functional import pad
+
+from fp8compile.ops.amax import amax
+from fp8compile.ops.cast import cast
+from fp8compile.ops.collectives import all_gather, all_reduce_amax
+from fp8compile.ops.gemm import Operand
+from fp8compile.ops.scale import scale
+from fp8compile.quantizers import Quantizer
+from fp8compile.quantizers.blocks import as_matrix
+
+__all__ = ["Codes", "Part", "Shards", "Side", "part_amax", "quantize_part", "sides_of"]
+
+
+@dataclass(frozen=True)
+class Shards:
+    """One dim of a tensor, cut over the ranks of a group, in their order.
+
+    Attributes:
+        group: The ranks, or the name of their group.
+        rank: This one's number in the group.
+        dim: Of the tensor, counted from 0.
+        sizes: Of every rank's part along it.
+    """
+
+    group: ProcessGroup | str
+    rank: int
+    dim: int
+    sizes: tuple[int, ...]
+
+    @property
+    def start(self) -> int:
+        """Where this rank's part begins."""
+        return sum(self.sizes[: self.rank])
+
+    @property
+    def length(self) -> int:
+        """Of this rank's part."""
+        return self.sizes[self.rank]
+
+    @property
+    def total(self) -> int:
+        """Of the whole."""
+        return sum(self.sizes)
+
+    def is_even(self) -> bool:
+        """Whether all ranks have as much."""
+        return all(size == self.sizes[0] for size in self.sizes)
+
+    def matches(self, other: Shards | None) -> bool:
+        """Whether a dim of another tensor is cut in the same places, by the same ranks."""
+        return other is not None and self.sizes == other.sizes
+
+
+Cuts = tuple[Shards | None, ...]
+
+
+# ---------------------------------------------------------------------------------- sides
+
+
+@dataclass(frozen=True)
+class Side:
+    """Rows or columns of a rank's matrix, among the blocks of the whole one.
+
+    Attributes:
+        kind: ``"own"``, ``"shared"`` or ``"cut"``, as the head of this file has it.
+        groups: Who has elements of the same blocks.
+        block: Elements that share a scale.
+        sizes: Leading to trailing, the dims that this side flattens: (start, length, total) of each.
+    """
+
+    kind: str
+    groups: tuple[ProcessGroup | str, ...]
+    block: int
+    sizes: tuple[tuple[int, int, int], ...]
+
+    @cached_property
+    def length(self) -> int:
+        """Elements on this rank."""
+        return math.prod(length for _, length, _ in self.sizes)
+
+    @cached_property
+    def total(self) -> int:
+        """Elements of the whole."""
+        return math.prod(total for _, _, total in self.sizes)
+
+    @cached_property
+    def first(self) -> int | None:
+        """Where this rank's elements begin, if they are one run of the whole; None if they are several."""
+        run, first, inner = True, 0, 1
+        for start, length, total in reversed(self.sizes):
+            if not run and length != 1:
+                return None
+            first += start * inner
+            inner *= total
+            run = run and length == total
+        return first
+
+    def _positions(self, device: torch.device) -> Tensor:
+        """Where each of this rank's elements is in the whole."""
+        found = torch.zeros((1,), dtype=torch.int64, device=device)
+        for start, length, total in self.sizes:
+            found = (found.unsqueeze(1) * total + torch.arange(start, start + length, device=device)).flatten()
+        return found
+
+    def embed(self, matrix: Tensor, dim: int) -> Tensor:
+        """The window: this rank's elements where they are in whole blocks, zeros around them."""
+        if self.kind == "own":
+            return matrix
+        if self.first is None:
+            shape = list(matrix.shape)
+            shape[dim] = self.total
+            return matrix.new_zeros(shape).index_copy(dim, self._positions(matrix.device), matrix)
+        before = self.first % self.block
+        return pad(matrix, (0, 0, before, 0) if dim == 0 else (before, 0)) if before else matrix
+
+    def extract(self, window: Tensor, dim: int) -> Tensor:
+        """This rank's elements of a window."""
+        if self.kind == "own":
+            return window
+        if self.first is None:
+            return window.index_select(dim, self._positions(window.device))
+        return window.narrow(dim, self.first % self.block, self.length)
+
+    def _blocks(self) -> tuple[int, int, int]:
+        """First block of the window, how many it has, how many there are."""
+        every = -(-self.total // self.block)
+        if self.first is None:
+            return 0, every, every
+        first = self.first // self.block
+        return first, -(-(self.first % self.block + self.length) // self.block), every
+
+    def widen(self, grid: Tensor, dim: int) -> Tensor:
+        """The grid of a window among zeros, as the grid of the whole."""
+        first, count, every = self._blocks()
+        after = every - first - count
+        return pad(grid, (0, 0, first, after) if dim == 0 else (first, after)) if first or after else grid
+
+    def window(self, grid: Tensor, dim: int) -> Tensor:
+        """The grid of this rank's window, of that of the whole."""
+        if self.kind == "own" and self.first is None:
+            return grid.index_select(dim, self._positions(grid.device)[:: self.block] // self.block)
+        first, count, _ = self._blocks()
+        return grid.narrow(dim, first, count)
+
+
+def _side(dims: range, shape: Sequence[int], cuts: Cuts, block: int) -> Side:
+    own = [[cut for cut in cuts if cut is not None and cut.dim == dim] for dim in dims]
+    sizes = tuple(
+        (sum(cut.start for cut in found), shape[dim], found[0].total if found else shape[dim])
+        for dim, found in zip(dims, own, strict=True)
+    )
+    groups = tuple(cut.group for found in own for cut in found)
+    if not groups or block == 1:
+        return Side("own", (), block, sizes)
+    if block == -1:
+        return Side("shared", groups, block, sizes)
+    innermost = max(index for index, found in enumerate(own) if found)
+    if len(own[innermost]) > 1 and not all(cut.is_even() for cut in own[innermost]):
+        raise ValueError(
+            f"dim {dims[innermost]} is cut unevenly over two groups, and blocks of {block} along it share a scale. Cut "
+            "it over one of them, or evenly."
+        )
+    inner = math.prod(total for _, _, total in sizes[innermost + 1 :])
+    outer = math.prod(total for _, _, total in sizes[:innermost])
+    smallest = own[innermost][-1]
+    boundaries = [sum(smallest.sizes[:rank]) * inner for rank in range(1, len(smallest.sizes))]
+    followed = outer > 1 or len(own[innermost]) > 1  # the last part, too, is followed by elements of another one
+    if followed:
+        boundaries.append(smallest.total * inner)
+    cut = any(boundary % block for boundary in boundaries)
+    return Side("cut" if cut else "own", groups, block, sizes)
+
+
+def sides_of(shape: Sequence[int], cuts: Cuts, block: tuple[int, int]) -> tuple[Side, Side]:
+    """Rows and columns of a rank's matrix.
+
+    Args:
+        shape: Of the rank's part, any rank of dims from 1.
+        cuts: Of the tensor.
+        block: Over the (M, K) view of the whole.
+    """
+    last = len(shape) - 1
+    return _side(range(last), shape, cuts, block[0]), _side(range(last, last + 1), shape, cuts, block[1])
+
+
+# ---------------------------------------------------------------------------------- parts
+
+
+def _without(cuts: Cuts, index: int) -> Cuts:
+    return (*cuts[:index], None, *cuts[index + 1 :])
+
+
+@dataclass(frozen=True)
+class Part:
+    """A rank's part of a tensor.
+
+    Attributes:
+        local: The elements, in the order of the whole.
+        cuts: An entry for each group in play, the same ones in the same order for all tensors of a layer; None for a
+            group whose ranks have the same elements.
+    """
+
+    local: Tensor
+    cuts: Cuts
+
+    def whole_shape(self, index: int = 0) -> tuple[int, ...]:
+        """The shape of what this group and those after it have together; for the first one, of the whole."""
+        shape = list(self.local.shape)
+        for cut in reversed(self.cuts[index:]):
+            if cut is not None:
+                shape[cut.dim] = cut.total
+        return tuple(shape)
+
+    def gather(self, index: int) -> Part:
+        """Put together what the ranks of one group have."""
+        cut = self.cuts[index]
+        return Part(all_gather(self.local, cut.dim, cut.sizes, cut.group), _without(self.cuts, index))
+
+    def narrow(self, index: int, cut: Shards) -> Part:
+        """Of what all ranks of a group have, the part that falls to this one."""
+        local = self.local.narrow(cut.dim, cut.start, cut.length)
+        return Part(local, (*self.cuts[:index], cut, *self.cuts[index + 1 :]))
+
+
+@dataclass(frozen=True)
+class Codes:
+    """A rank's part of a quantized tensor.
+
+    Attributes:
+        local: Codes, uint8.
+        scale: Of the local blocks, or along rows or columns of the whole's.
+        quantizer: What made them.
+        cuts: As of a ``Part``.
+        whole: Whether rows and columns of ``scale`` are those of the whole tensor's grid.
+    """
+
+    local: Tensor
+    scale: Tensor
+    quantizer: Quantizer
+    cuts: Cuts
+    whole: tuple[bool, bool] = (False, False)
+
+    def gather(self, index: int) -> Codes:
+        """Put together codes, and scales where ranks have different ones."""
+        cut = self.cuts[index]
+        codes = all_gather(self.local, cut.dim, cut.sizes, cut.group)
+        return replace(self, local=codes, scale=self._gathered_scale(cut), cuts=_without(self.cuts, index))
+
+    def _gathered_scale(self, cut: Shards) -> Tensor:
+        last = self.local.ndim - 1
+        is_column = cut.dim == last
+        block = self.quantizer.block[is_column]
+        if block == -1 or self.whole[is_column]:
+            return self.scale
+        if block == 1:
+            return all_gather(self.scale, -1 if is_column else cut.dim, cut.sizes, cut.group)
+        shape = self.local.shape
+        inner = 1 if is_column else math.prod(shape[cut.dim + 1 : last])
+        counts = [-(-size * inner // block) for size in cut.sizes]
+        if is_column:
+            return all_gather(self.scale, -1, counts, cut.group)
+        outer = math.prod(shape[: cut.dim])
+        grid = self.scale.view(outer, counts[cut.rank], self.scale.shape[-1])
+        return all_gather(grid, 1, counts, cut.group).flatten(0, 1)
+
+    def narrow(self, index: int, cut: Shards) -> Codes:
+        """Of what all ranks of a group have, the part that falls to this one."""
+        is_column = cut.dim == self.local.ndim - 1
+        block, whole, found = self.quantizer.block[is_column], list(self.whole), self.scale
+        if block == 1:
+            found = found.narrow(-1 if is_column else cut.dim, cut.start, cut.length)
+        elif block != -1:
+            whole[is_column] = True
+        local = self.local.narrow(cut.dim, cut.start, cut.length)
+        cuts = (*self.cuts[:index], cut, *self.cuts[index + 1 :])
+        return replace(self, local=local, scale=found, cuts=cuts, whole=(whole[0], whole[1]))
+
+    def operand(self) -> tuple[Operand, Side | None, Side | None]:
+        """The matrix that a GEMM takes, and the sides along which it is a window."""
+        codes = as_matrix(self.local)
+        grid = self.scale.reshape(self.scale.shape[:-1].numel(), self.scale.shape[-1])
+        windows: list[Side | None] = [None, None]
+        sides = sides_of(self.local.shape, self.cuts, self.quantizer.block)
+        for dim, (side, whole) in enumerate(zip(sides, self.whole, strict=True)):
+            if whole and side.groups:
+                codes, grid = side.embed(codes, dim), side.window(grid, dim)
+                windows[dim] = side
+        return Operand(codes=codes, scale=grid, quantizer=self.quantizer), windows[0], windows[1]
+
+
+def part_amax(part: Part, quantizer: Quantizer) -> Tensor:
+    """The amax of the blocks of a part, over all ranks that have elements of them: see `quantize_part`."""
+    return _window_and_amax(part, quantizer)[1]
+
+
+def _window_and_amax(part: Part, quantizer: Quantizer) -> tuple[Tensor, Tensor, tuple[Side, Side]]:
+    sides = sides_of(part.local.shape, part.cuts, quantizer.block)
+    if tuple(quantizer.codes_shape(part.local.shape)) != tuple(part.local.shape) and any(part.cuts):
+        raise ValueError(
+            f"{quantizer!r} packs codes of several values in a byte, and the tensor is spread over ranks, which it "
+            "has no rule for. Quantize whole tensors with it."
+        )
+    window = part.local
+    if any(side.kind == "cut" for side in sides):
+        window = as_matrix(window)
+        for dim, side in enumerate(sides):
+            window = side.embed(window, dim) if side.kind == "cut" else window
+    found = amax(window, quantizer)
+    for dim, side in enumerate(sides):
+        found = side.widen(found, dim) if side.kind == "cut" else found
+    for group in dict.fromkeys(group for side in sides if side.kind != "own" for group in side.groups):
+        found = all_reduce_amax(found, group)
+    return window, found, sides
+
+
+def quantize_part(part: Part, quantizer: Quantizer) -> Codes:
+    """Quantize a part as the whole tensor would be, by the same codes and scales.
+
+    Args:
+        part: All ranks of its groups call this with theirs.
+        quantizer: How.
+
+    Returns:
+        Codes of the part's elements.
+    """
+    window, found, sides = _window_and_amax(part, quantizer)
+    multiplier, scales = scale(found, quantizer)
+    for dim, side in enumerate(sides):
+        multiplier = side.window(multiplier, dim) if side.kind == "cut" else multiplier
+    codes = cast(window, multiplier, quantizer)
+    for dim, side in enumerate(sides):
+        codes = side.extract(codes, dim) if side.kind == "cut" else codes
+    codes = codes.reshape(part.local.shape)
+    return Codes(codes, scales, quantizer, part.cuts, (sides[0].kind == "cut", sides[1].kind == "cut"))

@@ -1,0 +1,197 @@
+"""A GEMM of the linear layer on operands that are spread over ranks.
+
+For C = A @ B, each group of ranks cuts A along m or k, or not at all, and B along k or n. What then happens in it:
+
+    A     B     this rank computes               A     B     what is gathered first, as codes
+    -     -     all of C                         m     n     A
+    m     -     its rows                         m     k     A (in grad_weight: B)
+    -     n     its columns                      k     n     A
+    k     k     a summand of C                   k     k'    B, if cut elsewhere
+    k     -     a summand: B is cut as A is
+    -     k     a summand: A is cut as B is
+
+A weight is never gathered: what a layer sends is its activations and gradients, one byte an element. That table is
+all there is to decide, and it knows placements only, so who laid out the tensors knows what will be sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from fp8compile.ops.parts import Codes, Cuts, Part, Shards, quantize_part
+from fp8compile.ops.scaled_mm import scaled_mm
+from fp8compile.quantizers import GEMMS, Gemm, Quantizer, Recipe
+from fp8compile.quantizers.blocks import as_matrix
+
+__all__ = ["Product", "QuantizePart", "Step", "add_bias", "multiply_parts", "quantize_slot", "steps_of"]
+
+GRAD_WEIGHT = GEMMS[2]
+QuantizePart = Callable[[Part, Quantizer, str], Codes]
+
+
+def quantize_slot(part: Part, quantizer: Quantizer, slot: str) -> Codes:
+    """By its own amax; the slot of the recipe that it fills makes no difference."""
+    return quantize_part(part, quantizer)
+
+
+@dataclass(frozen=True)
+class Step:
+    """What one group of ranks does for a GEMM.
+
+    Attributes:
+        gather: ``"a"``, ``"b"`` or None: the operand whose parts are put together before the product.
+        narrow: ``"a"``, ``"b"`` or None: the operand of which a rank then takes the part that fits the other's.
+        out: ``"m"``, ``"n"``, ``"sum"`` or None: whether a rank has rows, columns, a summand or all of the result.
+    """
+
+    gather: str | None = None
+    narrow: str | None = None
+    out: str | None = None
+
+
+def _role(cut: Shards | None, ndim: int, columns: str, rows: str, *, transposed: bool) -> str | None:
+    """What the cut dim of an operand is to the GEMM."""
+    return None if cut is None else columns if (cut.dim == ndim - 1) != transposed else rows
+
+
+def _step(gemm: Gemm, a: str | None, b: str | None, *, same: bool) -> Step:
+    if a is None or b is None:
+        if a == "k":
+            return Step(narrow="b", out="sum")
+        if b == "k":
+            return Step(narrow="a", out="sum")
+        return Step(out=a or b)
+    if a == b == "k":
+        return Step(out="sum") if same else Step(gather="b", narrow="b", out="sum")
+    if a == "m" and b == "k" and gemm is GRAD_WEIGHT:
+        return Step(gather="b", out="m")
+    after = _step(gemm, None, b, same=same)
+    return replace(after, gather="a")
+
+
+def steps_of(gemm: Gemm, a: tuple[int, Cuts], b: tuple[int, Cuts]) -> list[Step]:
+    """What each group does.
+
+    Args:
+        gemm: Which of the three.
+        a: Dims and cuts of its left operand, as the layer holds it.
+        b: Of its right operand.
+    """
+    found = []
+    for cut_a, cut_b in zip(a[1], b[1], strict=True):
+        role_a = _role(cut_a, a[0], "k", "m", transposed=gemm.a_transposed)
+        role_b = _role(cut_b, b[0], "n", "k", transposed=gemm.b_transposed)
+        # tokens of two activations have to be the same ones, so the dims have to be the same, too
+        same = cut_a is not None and cut_a.matches(cut_b) and (gemm is not GRAD_WEIGHT or cut_a.dim == cut_b.dim)
+        found.append(_step(gemm, role_a, role_b, same=same))
+    return found
+
+
+@dataclass(frozen=True)
+class Product:
+    """What a rank has of a GEMM's result.
+
+    Attributes:
+        local: (m, n) of this rank.
+        steps: What each group did for it.
+        cuts: Of the left operand as it was multiplied.
+        shape: Of the left operand's part as it was multiplied, as the layer holds it.
+    """
+
+    local: Tensor
+    steps: list[Step]
+    cuts: Cuts
+    shape: torch.Size
+
+
+def _summed_dim(gemm: Gemm, name: str, ndim: int, cut: Shards) -> int:
+    """The dim of an operand that is summed over together with a dim of the other one, which is cut."""
+    if gemm is GRAD_WEIGHT:
+        return cut.dim  # both have the layer's tokens
+    if name == "a":
+        return ndim - 1
+    return 1 if gemm.b_transposed else 0
+
+
+def _prepared(gemm: Gemm, steps: list[Step], a: Part | Codes, b: Part | Codes) -> tuple[Part | Codes, Part | Codes]:
+    """Both operands, gathered and narrowed as the steps say."""
+    operands = {"a": a, "b": b}
+    for index, step in enumerate(steps):
+        if step.gather is not None:
+            operands[step.gather] = operands[step.gather].gather(index)
+        if step.narrow is not None:
+            cut = operands["b" if step.narrow == "a" else "a"].cuts[index]
+            dim = _summed_dim(gemm, step.narrow, operands[step.narrow].local.ndim, cut)
+            operands[step.narrow] = operands[step.narrow].narrow(index, replace(cut, dim=dim))
+    return operands["a"], operands["b"]
+
+
+def _matrices(gemm: Gemm, a: Part, b: Part) -> tuple[Tensor, Tensor]:
+    left, right = as_matrix(a.local), as_matrix(b.local)
+    return left.t() if gemm.a_transposed else left, right.t() if gemm.b_transposed else right
+
+
+def _multiply_codes(gemm: Gemm, a: Codes, b: Codes, out_dtype: torch.dtype, recipe: Recipe) -> Tensor:
+    left, *left_windows = a.operand()
+    right, *right_windows = b.operand()
+    if gemm.a_transposed:
+        left, left_windows = left.t(), left_windows[::-1]
+    if gemm.b_transposed:
+        right, right_windows = right.t(), right_windows[::-1]
+    product = scaled_mm(
+        left.codes,
+        right.codes,
+        left.scale,
+        right.scale,
+        left.quantizer,
+        right.quantizer,
+        out_dtype,
+        recipe.gemm_config(gemm),
+    )
+    for dim, window in ((0, left_windows[0]), (1, right_windows[1])):  # along the sum, zeros around did no harm
+        product = product if window is None else window.extract(product, dim)
+    return product
+
+
+def multiply_parts(gemm: Gemm, a: Part, b: Part, recipe: Recipe, quantize: QuantizePart = quantize_slot) -> Product:
+    """One GEMM of the layer, from its operands as the layer holds them, in the dtype of ``a``.
+
+    Args:
+        gemm: Which of the three.
+        a: Its left operand.
+        b: Its right operand.
+        recipe: Quantizers; a GEMM without them stays in the operands' dtype, and that is what is gathered.
+        quantize: By what.
+    """
+    steps = steps_of(gemm, (a.local.ndim, a.cuts), (b.local.ndim, b.cuts))
+    quantizers = recipe.quantizers(gemm)
+    if quantizers is None:
+        a, b = _prepared(gemm, steps, a, b)
+        left, right = _matrices(gemm, a, b)
+        return Product(left @ right, steps, a.cuts, a.local.shape)
+    out_dtype = a.local.dtype
+    a_codes, b_codes = quantize(a, quantizers[0], gemm.a), quantize(b, quantizers[1], gemm.b)
+    a_codes, b_codes = _prepared(gemm, steps, a_codes, b_codes)
+    product = _multiply_codes(gemm, a_codes, b_codes, out_dtype, recipe)
+    return Product(product, steps, a_codes.cuts, a_codes.local.shape)
+
+
+def add_bias(product: Product, bias: Part, weight: Cuts) -> Tensor:
+    """A product's local result with the bias of its columns; of summands, the first rank's gets it.
+
+    Args:
+        product: Of the output.
+        bias: Cut as the weight's rows are, or not at all.
+        weight: Cuts of the weight.
+    """
+    for index, step in enumerate(product.steps):
+        if step.out == "n" and bias.cuts[index] is None:
+            bias = bias.narrow(index, replace(weight[index], dim=0))
+        elif step.out != "n" and bias.cuts[index] is not None:
+            bias = bias.gather(index)
+    summands = [cut for cut, step in zip(product.cuts, product.steps, strict=True) if step.out == "sum"]
+    return product.local if any(cut.rank for cut in summands) else product.local + bias.local

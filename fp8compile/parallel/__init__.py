@@ -1,0 +1,1 @@
+"""Layers whose tensors are spread over ranks."""

@@ -1,0 +1,29 @@
+"""What DTensor asks when it meets one of our ops, or another library's: see `fp8compile.parallel.dtensor_ops`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from fp8compile.ops.registry import Op, for_every_op
+from fp8compile.parallel.dtensor_linear import HANDLERS
+from fp8compile.parallel.dtensor_ops import dispatch_by_rule
+
+__all__ = ["register"]
+
+
+def _register(op: Op) -> None:
+    handler = HANDLERS.get(op.name)
+
+    def dispatch(*call: Any) -> Any:
+        args = call[-2]
+        return handler(*args) if handler is not None else dispatch_by_rule(op, args)
+
+    torch.library.register_torch_dispatch(op.overload, DTensor, dispatch)
+
+
+def register() -> None:
+    """Let DTensor find the ops, those too that are registered later."""
+    for_every_op(_register)

@@ -1,0 +1,125 @@
+"""The linear layer on DTensors: each of its products is taken apart into what a rank computes and what ranks send.
+
+The placements of the result are those of a plain linear layer: stock plans work as they are. What is sent on the way
+are codes, one byte an element, and scales (see `fp8compile.ops.sharded_product`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
+
+from fp8compile.ops import delayed
+from fp8compile.ops.linear import GRAD_INPUT, GRAD_WEIGHT, OUTPUT
+from fp8compile.ops.parts import Codes, Part, part_amax, quantize_part
+from fp8compile.ops.sharded_product import Product, QuantizePart, add_bias, multiply_parts, quantize_slot
+from fp8compile.ops.snapshot import snapshot
+from fp8compile.parallel.placed import check_one_mesh, part_of, placements_of, whole_of
+from fp8compile.quantizers import DelayedScaling, Quantizer, Recipe
+
+__all__ = ["HANDLERS"]
+
+
+def _of_tokens(product: Product, local: Tensor, mesh: DeviceMesh, shape: Sequence[int]) -> DTensor:
+    """A result (..., n) whose dims before the last are those of the left operand."""
+    rows = [None if cut is None else cut.dim for cut in product.cuts]
+    placements = placements_of(product.steps, {"m": rows, "n": [len(shape) - 1] * mesh.ndim})
+    return whole_of(local.view(*product.shape[:-1], local.shape[1]), mesh, placements, shape)
+
+
+def _output(
+    x: DTensor, weight: DTensor, bias: DTensor | None, recipe: Recipe, quantize: QuantizePart = quantize_slot
+) -> DTensor:
+    mesh = check_one_mesh("linear", {"x": x, "weight": weight, "bias": bias})
+    weight_part = part_of("linear", weight)
+    product = multiply_parts(OUTPUT, part_of("linear", x), weight_part, recipe, quantize)
+    local = product.local if bias is None else add_bias(product, part_of("linear", bias), weight_part.cuts)
+    return _of_tokens(product, local, mesh, (*x.shape[:-1], weight.shape[0]))
+
+
+def _grad_input(
+    grad_output: DTensor, weight: DTensor, recipe: Recipe, quantize: QuantizePart = quantize_slot
+) -> DTensor:
+    mesh = check_one_mesh("grad_input", {"grad_output": grad_output, "weight": weight})
+    product = multiply_parts(
+        GRAD_INPUT, part_of("grad_input", grad_output), part_of("grad_input", weight), recipe, quantize
+    )
+    return _of_tokens(product, product.local, mesh, (*grad_output.shape[:-1], weight.shape[1]))
+
+
+def _grad_weight(grad_output: DTensor, x: DTensor, recipe: Recipe, quantize: QuantizePart = quantize_slot) -> DTensor:
+    mesh = check_one_mesh("grad_weight", {"grad_output": grad_output, "x": x})
+    product = multiply_parts(
+        GRAD_WEIGHT, part_of("grad_weight", grad_output), part_of("grad_weight", x), recipe, quantize
+    )
+    placements = placements_of(product.steps, {"m": [0] * mesh.ndim, "n": [1] * mesh.ndim})
+    return whole_of(product.local, mesh, placements, (grad_output.shape[-1], x.shape[-1]))
+
+
+# ---------------------------------------------------------------------------------- delayed scaling
+
+
+def _quantize_by(multiplier: Tensor) -> QuantizePart:
+    """By these multipliers (3,), which all ranks have; by its own amax where a slot has no delayed scaling."""
+    by_multiplier = delayed.quantize_by(multiplier)
+
+    def quantize(part: Part, quantizer: Quantizer, slot: str) -> Codes:
+        if not isinstance(quantizer, DelayedScaling):
+            return quantize_part(part, quantizer)
+        operand = by_multiplier(part.local, quantizer, slot)
+        return Codes(operand.codes, operand.scale, quantizer, part.cuts)
+
+    return quantize
+
+
+def _state_of(multiplier: DTensor) -> Tensor:
+    part = part_of("linear", multiplier)
+    if any(part.cuts):
+        raise ValueError(
+            f"linear: the multiplier of the state has placements {multiplier.placements}; every rank has all of it, "
+            "Replicate()."
+        )
+    return part.local
+
+
+def _delayed_output(
+    x: DTensor,
+    weight: DTensor,
+    bias: DTensor | None,
+    amax_history: DTensor,
+    multiplier: DTensor,
+    group: str | None,
+    recipe: Recipe,
+) -> tuple[DTensor, ...]:
+    state = {"amax_history": amax_history, "multiplier": multiplier}
+    mesh = check_one_mesh("linear", {"x": x, "weight": weight, "bias": bias, **state})
+    delayed.check_state(x, amax_history, multiplier, recipe)
+    used = snapshot(_state_of(multiplier))
+    y = _output(x, weight, bias, recipe, _quantize_by(used))
+    everywhere = [Replicate()] * mesh.ndim
+    amaxes = [
+        part_amax(part_of("linear", tensor), quantizer).view(()) if quantizer else used.new_zeros(())
+        for tensor, quantizer in zip((x, weight), recipe.delayed(), strict=False)
+    ]
+    return y, whole_of(used, mesh, everywhere, used.shape), *(whole_of(a, mesh, everywhere, ()) for a in amaxes)
+
+
+def _delayed_grad_input(grad_output: DTensor, weight: DTensor, multiplier: DTensor, recipe: Recipe) -> DTensor:
+    return _grad_input(grad_output, weight, recipe, _quantize_by(_state_of(multiplier)))
+
+
+def _delayed_grad_weight(grad_output: DTensor, x: DTensor, multiplier: DTensor, recipe: Recipe) -> DTensor:
+    return _grad_weight(grad_output, x, recipe, _quantize_by(_state_of(multiplier)))
+
+
+HANDLERS = {
+    "fp8compile::linear": _output,
+    "fp8compile::grad_input": _grad_input,
+    "fp8compile::grad_weight": _grad_weight,
+    "fp8compile::delayed_linear": _delayed_output,
+    "fp8compile::delayed_grad_input": _delayed_grad_input,
+    "fp8compile::delayed_grad_weight": _delayed_grad_weight,
+}

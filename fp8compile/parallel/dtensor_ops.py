@@ -1,0 +1,150 @@
+"""Every registered op on DTensors, by its sharding rule: ours, and those of other libraries.
+
+Of the ways to cut an op (`Split`), each dim of a mesh takes the one that gathers the fewest bytes, given where the
+arguments are; to take a part of what all ranks have costs nothing. A result that is a maximum over ranks is reduced
+at once: as a `Partial("max")` it would meet a float maximum of gloo, which loses the NaN of another rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.utils._python_dispatch import _disable_current_modes
+
+from fp8compile.ops.collectives import all_reduce_extreme
+from fp8compile.ops.parts import Part, Shards
+from fp8compile.ops.registry import Op
+from fp8compile.ops.sharding import Cut, Split
+from fp8compile.parallel.placed import check_one_mesh, chunks, part_of, whole_of
+
+__all__ = ["dispatch_by_rule"]
+
+
+def _units(cut: Shards, unit: int) -> tuple[int, ...] | None:
+    """How many units each rank has, or None if one of them is cut."""
+    end = 0
+    for size in cut.sizes:
+        end += size
+        if end % unit and end != cut.total:
+            return None
+    return tuple(-(-size // unit) for size in cut.sizes)
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way to run an op in one group of ranks: what each argument becomes, and what becomes of each result.
+
+    Attributes:
+        wanted: For each argument, None (all of it) or its dim and unit.
+        outputs: As of a ``Split``.
+        gathered: Places of the arguments that are put together first.
+        units: How many units each rank then has of the arguments that are cut.
+        cost: Bytes of what is put together.
+    """
+
+    wanted: tuple[Cut | None, ...]
+    outputs: tuple[int | str | None, ...]
+    gathered: frozenset[int]
+    units: tuple[int, ...]
+    cost: int
+
+
+def _way(split: Split, parts: Sequence[Part | None], index: int, ranks: int) -> Way:
+    gathered, units, cost = set(), None, 0
+    for place, (part, cut) in enumerate(zip(parts, split.inputs, strict=True)):
+        has = None if part is None else part.cuts[index]
+        if has is None:
+            continue
+        own = _units(has, cut.unit) if cut is not None and cut.dim % part.local.ndim == has.dim else None
+        if own is None or units not in (None, own):
+            gathered.add(place)
+            cost += part.local.element_size() * part.local.numel() * (ranks - 1)
+        else:
+            units = own
+    if units is None and any(split.inputs):
+        place = next(place for place, cut in enumerate(split.inputs) if cut is not None)
+        cut, shape = split.inputs[place], parts[place].whole_shape(index)
+        units = chunks(-(-shape[cut.dim] // cut.unit), ranks)
+    return Way(split.inputs, split.outputs, frozenset(gathered), units or (), cost)
+
+
+def _prepared(part: Part, cut: Cut | None, way: Way, place: int, index: int, mesh: DeviceMesh) -> Part:
+    if place in way.gathered:
+        part = part.gather(index)
+    if cut is None or part.cuts[index] is not None:
+        return part
+    dim = cut.dim % part.local.ndim
+    total, ends = part.local.shape[dim], [0]
+    for count in way.units:
+        ends.append(min(ends[-1] + count * cut.unit, total))
+    sizes = tuple(end - start for start, end in pairwise(ends))
+    return part.narrow(index, Shards(mesh.get_group(index), mesh.get_local_rank(index), dim, sizes))
+
+
+def _whole_shapes(op: Op, args: Sequence[Any]) -> list[torch.Size]:
+    """Shapes of the op's results for whole arguments."""
+    with _disable_current_modes():
+        metas = [torch.empty(a.shape, dtype=a.dtype, device="meta") if isinstance(a, Tensor) else a for a in args]
+        found = op.fake(*metas)
+    return [result.shape for result in (found if isinstance(found, tuple) else (found,))]
+
+
+def dispatch_by_rule(op: Op, args: Sequence[Any]) -> DTensor | tuple[DTensor, ...]:
+    """Run an op on DTensors.
+
+    Args:
+        op: With a sharding rule.
+        args: Its arguments; all tensors among them are DTensors of one mesh.
+
+    Raises:
+        TypeError: Some tensors are DTensors and some are not, or the op has no sharding rule.
+        ValueError: They are on different meshes, or placed in a way that FP8 ops do not take.
+    """
+    if op.sharding is None:
+        raise TypeError(
+            f"{op.name} got a DTensor and has no sharding rule: it was registered with sharding=None. Give it whole "
+            "tensors (.full_tensor(), or .to_local() of what is replicated)."
+        )
+    mesh = check_one_mesh(op.name, {f"argument {place}": a for place, a in enumerate(args) if isinstance(a, Tensor)})
+    parts = [part_of(op.name, a) if isinstance(a, DTensor) else None for a in args]
+    ways = []
+    for index in range(mesh.ndim):
+        shapes = [
+            a if part is None else torch.empty(part.whole_shape(index), dtype=a.dtype, device="meta")
+            for part, a in zip(parts, args, strict=True)
+        ]
+        everything = Split((None,) * len(args), (None,) * len(op.overload._schema.returns))
+        splits = [everything, *op.sharding(*shapes)]
+        way = min((_way(split, parts, index, mesh.size(index)) for split in splits), key=lambda each: each.cost)
+        parts = [
+            None if part is None else _prepared(part, cut, way, place, index, mesh)
+            for place, (part, cut) in enumerate(zip(parts, way.wanted, strict=True))
+        ]
+        ways.append(way)
+    local = op.overload(*(a if part is None else part.local for part, a in zip(parts, args, strict=True)))
+    results = list(local) if isinstance(local, tuple) else [local]
+    shapes = _whole_shapes(op, args)
+    placed = tuple(
+        _placed(result, [way.outputs[number] for way in ways], mesh, shapes[number])
+        for number, result in enumerate(results)
+    )
+    return placed if isinstance(local, tuple) else placed[0]
+
+
+def _placed(local: Tensor, hows: Sequence[int | str | None], mesh: DeviceMesh, shape: torch.Size) -> DTensor:
+    placements: list[Placement] = []
+    for index, how in enumerate(hows):
+        if how in ("max", "min"):
+            local = all_reduce_extreme(local, how, mesh.get_group(index))
+        if how == "sum":
+            placements.append(Partial())
+        else:
+            placements.append(Shard(how % len(shape)) if type(how) is int else Replicate())
+    return whole_of(local, mesh, placements, shape)

@@ -1,0 +1,109 @@
+"""DTensor to part and back: a placement for each dim of a mesh is a cut, or none, for each group of ranks.
+
+Placements are read as DTensor means them: Shard(d) on several dims of a mesh cuts the part of the one before it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+
+from fp8compile.ops.parts import Part, Shards
+from fp8compile.ops.sharded_product import Step
+
+__all__ = ["check_one_mesh", "chunks", "part_of", "placements_of", "whole_of"]
+
+
+def chunks(total: int, ranks: int) -> tuple[int, ...]:
+    """Sizes of the parts, as DTensor cuts: full ones first, then the rest, then nothing."""
+    if total % ranks == 0:
+        return (total // ranks,) * ranks
+    full = -(-total // ranks)
+    return tuple(max(0, min(full, total - rank * full)) for rank in range(ranks))
+
+
+def _check_placement(function: str, tensor: DTensor, placement: Placement) -> None:
+    # by type: the placement of a flattened view is a kind of Shard with another order of elements
+    if type(placement) not in (Shard, Replicate, Partial):
+        raise ValueError(
+            f"{function}: a tensor has placements {tensor.placements}; FP8 ops take Shard, Replicate and Partial. "
+            f"{type(placement).__name__} comes from a view that flattens a sharded dim: give the layer the tensor "
+            "with the dim that is sharded, or redistribute it."
+        )
+
+
+def part_of(function: str, tensor: DTensor) -> Part:
+    """What this rank has of a DTensor, one cut or None a mesh dim; partial sums are summed first.
+
+    Args:
+        function: Who asks, for errors.
+        tensor: Any placements.
+    """
+    for placement in tensor.placements:
+        _check_placement(function, tensor, placement)
+    if any(placement.is_partial() for placement in tensor.placements):
+        tensor = tensor.redistribute(placements=[Replicate() if p.is_partial() else p for p in tensor.placements])
+    mesh, sizes, cuts = tensor.device_mesh, list(tensor.shape), []
+    for index, placement in enumerate(tensor.placements):
+        if not isinstance(placement, Shard):
+            cuts.append(None)
+            continue
+        dim, rank = placement.dim % tensor.ndim, mesh.get_local_rank(index)
+        cut = Shards(mesh.get_group(index), rank, dim, chunks(sizes[dim], mesh.size(index)))
+        sizes[dim] = cut.length
+        cuts.append(cut)
+    return Part(tensor.to_local(), tuple(cuts))
+
+
+def whole_of(local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int]) -> DTensor:
+    """The DTensor of this shape, contiguous, of which this rank has ``local``."""
+    stride = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
+    return DTensor.from_local(local, mesh, list(placements), run_check=False, shape=torch.Size(shape), stride=stride)
+
+
+def placements_of(steps: Sequence[Step], dims: dict[str, Sequence[int]]) -> list[Placement]:
+    """Where a product's result is, a placement a mesh dim.
+
+    Args:
+        steps: What each group did.
+        dims: For ``"m"`` and ``"n"``, which dim of the result is sharded over each of the groups.
+    """
+    found: list[Placement] = []
+    for index, step in enumerate(steps):
+        if step.out is None:
+            found.append(Replicate())
+        elif step.out == "sum":
+            found.append(Partial())
+        else:
+            found.append(Shard(dims[step.out][index]))
+    return found
+
+
+def check_one_mesh(function: str, tensors: dict[str, Tensor | None]) -> DeviceMesh:
+    """The mesh that all tensors are on.
+
+    Raises:
+        TypeError: Some are DTensors and some are not.
+        ValueError: They are on different meshes.
+    """
+    given = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+    plain = [name for name, tensor in given.items() if not isinstance(tensor, DTensor)]
+    placed = [name for name in given if name not in plain]
+    if plain:
+        raise TypeError(
+            f"{function}: {', '.join(placed)} {'is a DTensor' if len(placed) == 1 else 'are DTensors'} and "
+            f"{', '.join(plain)} {'is' if len(plain) == 1 else 'are'} not; a layer is spread over ranks as a whole or "
+            "not at all. Use torch.distributed.tensor.distribute_tensor, DTensor.from_local or parallelize_module."
+        )
+    mesh = given[placed[0]].device_mesh
+    for name in placed[1:]:
+        if given[name].device_mesh != mesh:
+            raise ValueError(
+                f"{function}: {placed[0]} is on mesh {mesh} and {name} on {given[name].device_mesh}; they are on one."
+            )
+    return mesh
