@@ -12,6 +12,7 @@ from fp8compile.ops.realize import realize
 from fp8compile.ops.registry import OPS, Op, decompositions, register_op
 from fp8compile.ops.scale import scale
 from fp8compile.ops.scaled_mm import scaled_mm
+from fp8compile.ops.scatter_sum import scatter_sum
 from fp8compile.ops.snapshot import snapshot
 
 __all__ = [
@@ -35,5 +36,6 @@ __all__ = [
     "register_op",
     "scale",
     "scaled_mm",
+    "scatter_sum",
     "snapshot",
 ]

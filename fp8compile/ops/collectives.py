@@ -1,4 +1,4 @@
-"""Collectives that quantization needs, as nodes of the graph. What travels is bytes, integers or the source's dtype."""
+"""Collectives that quantization needs, as nodes of the graph: of bytes, integers, or the source's dtype."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def all_reduce_amax(amax: Tensor, group: ProcessGroup | str) -> Tensor:
     from torch.distributed import _functional_collectives as funcol
 
     bits = funcol.all_reduce(amax.view(torch.int32), "max", group)
-    return funcol.wait_tensor(bits).view(torch.float32)
+    return _waited(bits).view(torch.float32)
 
 
 def all_reduce_extreme(x: Tensor, reduction: str, group: ProcessGroup | str) -> Tensor:
@@ -50,13 +50,13 @@ def all_reduce_extreme(x: Tensor, reduction: str, group: ProcessGroup | str) -> 
     from torch.distributed import _functional_collectives as funcol
 
     if not x.is_floating_point():
-        return funcol.wait_tensor(funcol.all_reduce(x, reduction, group))
+        return _waited(funcol.all_reduce(x, reduction, group))
     bits = x.float().view(torch.int32)
     # integers in the order of the numbers, with NaN beyond the last; the map undoes itself
     ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
     beyond = torch.iinfo(torch.int32).max if reduction == "max" else torch.iinfo(torch.int32).min
     ordered = torch.where(x.isnan(), beyond, ordered)
-    found = funcol.wait_tensor(funcol.all_reduce(ordered, reduction, group))
+    found = _waited(funcol.all_reduce(ordered, reduction, group))
     values = torch.where(found < 0, found ^ 0x7FFFFFFF, found).view(torch.float32)
     return torch.where(found == beyond, torch.nan, values).to(x.dtype)
 
@@ -65,7 +65,14 @@ def all_reduce_sum(x: Tensor, group: ProcessGroup | str) -> Tensor:
     """The sum over the ranks of a group, in the dtype of ``x``; the same shape."""
     from torch.distributed import _functional_collectives as funcol
 
-    return funcol.wait_tensor(funcol.all_reduce(x, "sum", group))
+    return _waited(funcol.all_reduce(x, "sum", group))
+
+
+def _waited(x: Tensor) -> Tensor:
+    """The result of a collective: in eager mode it is one that still has to be waited for, in a graph it has been."""
+    from torch.distributed._functional_collectives import AsyncCollectiveTensor
+
+    return x.wait() if isinstance(x, AsyncCollectiveTensor) else x
 
 
 def _along(dim: int, before: int, after: int, ndim: int) -> tuple[int, ...]:
@@ -85,14 +92,12 @@ def all_gather(x: Tensor, dim: int, sizes: Sequence[int], group: ProcessGroup | 
     Returns:
         Contiguous, ``sum(sizes)`` along ``dim``.
     """
-    from torch.distributed import _functional_collectives as funcol
-
     dim, largest = dim % x.ndim, max(sizes)
     if all(size == largest for size in sizes):
-        return funcol.wait_tensor(_compat.all_gather_single(x.contiguous(), dim, group))
+        return _waited(_compat.all_gather_single(x.contiguous(), dim, group))
     # messages have one size on all ranks
     padded = pad(x, _along(dim, 0, largest - x.shape[dim], x.ndim)).contiguous()
-    gathered = funcol.wait_tensor(_compat.all_gather_single(padded, dim, group))
+    gathered = _waited(_compat.all_gather_single(padded, dim, group))
     parts = [gathered.narrow(dim, rank * largest, size) for rank, size in enumerate(sizes)]
     return torch.cat(parts, dim)
 
@@ -110,11 +115,9 @@ def reduce_scatter_sum(x: Tensor, dim: int, sizes: Sequence[int], rank: int, gro
     Returns:
         ``sizes[rank]`` along ``dim``, in the dtype of ``x``.
     """
-    from torch.distributed import _functional_collectives as funcol
-
     dim, largest = dim % x.ndim, max(sizes)
     if any(size != largest for size in sizes):
         parts = x.split(list(sizes), dim)
         x = torch.cat([pad(part, _along(dim, 0, largest - part.shape[dim], x.ndim)) for part in parts], dim)
-    part = funcol.wait_tensor(_compat.reduce_scatter_single(x.contiguous(), "sum", dim, group))
+    part = _waited(_compat.reduce_scatter_single(x.contiguous(), "sum", dim, group))
     return part.narrow(dim, 0, sizes[rank])

@@ -233,7 +233,7 @@ def _sharding(x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe) ->
 
 
 def sum_of_tokens(grad_output: Tensor) -> Tensor:
-    """The gradient of a bias, (N,). Dim by dim, so that a grad_output that is spread over ranks need not be flattened."""
+    """The gradient of a bias, (N,). Dim by dim: a tensor that is spread over ranks need not be flattened for it."""
     return grad_output.sum(tuple(range(grad_output.ndim - 1))) if grad_output.ndim > 1 else grad_output.clone()
 
 

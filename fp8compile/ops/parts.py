@@ -186,8 +186,8 @@ def _side(dims: range, shape: Sequence[int], cuts: Cuts, block: int) -> Side:
     innermost = max(index for index, found in enumerate(own) if found)
     if len(own[innermost]) > 1 and not all(cut.is_even() for cut in own[innermost]):
         raise ValueError(
-            f"dim {dims[innermost]} is cut unevenly over two groups, and blocks of {block} along it share a scale. Cut "
-            "it over one of them, or evenly."
+            f"dim {dims[innermost]} is cut unevenly over two groups, and blocks of {block} along it share a scale. "
+            "Cut it over one of them, or evenly."
         )
     inner = math.prod(total for _, _, total in sizes[innermost + 1 :])
     outer = math.prod(total for _, _, total in sizes[:innermost])
@@ -357,7 +357,8 @@ def quantize_part(part: Part, quantizer: Quantizer) -> Codes:
     for dim, side in enumerate(sides):
         multiplier = side.window(multiplier, dim) if side.kind == "cut" else multiplier
     codes = cast(window, multiplier, quantizer)
-    for dim, side in enumerate(sides):
-        codes = side.extract(codes, dim) if side.kind == "cut" else codes
-    codes = codes.reshape(part.local.shape)
+    if window is not part.local:
+        for dim, side in enumerate(sides):
+            codes = side.extract(codes, dim) if side.kind == "cut" else codes
+        codes = codes.reshape(part.local.shape)
     return Codes(codes, scales, quantizer, part.cuts, (sides[0].kind == "cut", sides[1].kind == "cut"))

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from fp8compile.ops import delayed
 from fp8compile.ops.linear import GRAD_INPUT, GRAD_WEIGHT, OUTPUT
@@ -115,7 +115,12 @@ def _delayed_grad_weight(grad_output: DTensor, x: DTensor, multiplier: DTensor, 
     return _grad_weight(grad_output, x, recipe, _quantize_by(_state_of(multiplier)))
 
 
+def _scatter_sum(x: DTensor, dim: int, recipe: Recipe) -> DTensor:
+    return x.redistribute(placements=[Shard(dim) if p.is_partial() else p for p in x.placements])
+
+
 HANDLERS = {
+    "fp8compile::scatter_sum": _scatter_sum,
     "fp8compile::linear": _output,
     "fp8compile::grad_input": _grad_input,
     "fp8compile::grad_weight": _grad_weight,

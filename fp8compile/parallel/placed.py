@@ -57,7 +57,9 @@ def part_of(function: str, tensor: DTensor) -> Part:
         cut = Shards(mesh.get_group(index), rank, dim, chunks(sizes[dim], mesh.size(index)))
         sizes[dim] = cut.length
         cuts.append(cut)
-    return Part(tensor.to_local(), tuple(cuts))
+    with torch.no_grad():  # else a view for autograd stands in the graph, and hides that two layers read one tensor
+        local = tensor.to_local()
+    return Part(local, tuple(cuts))
 
 
 def whole_of(local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int]) -> DTensor:

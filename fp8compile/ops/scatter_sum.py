@@ -1,0 +1,48 @@
+"""fp8compile::scatter_sum: this rank's part of a sum over ranks, whose gradient stays where it is.
+
+DTensor's own redistribution of a sum gathers the gradient in its dtype before the layer sees it. Here the layer gets
+the part that this rank has, quantizes that, and gathers codes. A tensor that is no DTensor has one summand, itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fp8compile.ops.registry import register_op
+from fp8compile.quantizers import Recipe
+
+__all__ = ["scatter_sum"]
+
+
+def _kernel(x: Tensor, dim: int, recipe: Recipe) -> Tensor:
+    return x.clone()
+
+
+def _setup_context(ctx: Any, inputs: tuple[Tensor, int, Recipe], output: Tensor) -> None:
+    pass
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+    return grad, None, None
+
+
+def _samples() -> Iterator[tuple]:
+    yield torch.arange(6.0).view(2, 3), 0, Recipe()
+    yield torch.arange(6.0).view(2, 3).t(), 1, Recipe()
+    yield torch.empty(0, 3), 0, Recipe()
+
+
+scatter_sum = register_op(
+    "fp8compile::scatter_sum",
+    _kernel,
+    fake=lambda x, dim, recipe: torch.empty_like(x),
+    setup_context=_setup_context,
+    backward=_backward,
+    decompose=_kernel,
+    sharding=None,  # DTensor redistributes it: fp8compile.parallel.dtensor_linear
+    samples=_samples,
+)

@@ -1,0 +1,104 @@
+"""Plans for `torch.distributed.tensor.parallel.parallelize_module` that send codes instead of bfloat16.
+
+    style              stock: what is gathered, in the tensor's dtype        here, as codes
+    ColwiseParallel    the input, in the forward                             in the forward, and for grad_weight
+    RowwiseParallel    grad_output, where the output is sequence parallel    for grad_input and for grad_weight
+
+A layer quantizes the part that its rank has. Linears that read one tensor (q, k, v; gate, up) share one quantization
+and one gather in compiled code, where equal calls are made once. Everything else is the stock style's: sums over ranks
+are in the output's dtype.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Shard, parallel
+
+from fp8compile.nn import Linear
+from fp8compile.ops import scatter_sum
+
+__all__ = ["ColwiseParallel", "RowwiseParallel"]
+
+
+def _check_linear(style: str, module: nn.Module) -> None:
+    if not isinstance(module, Linear):
+        raise TypeError(
+            f"{style}: given a {type(module).__name__}; it is for fp8compile.Linear, which fp8compile.convert makes. "
+            f"Convert first, or take torch.distributed.tensor.parallel.{style} for this module."
+        )
+
+
+class ColwiseParallel(parallel.ColwiseParallel):
+    """out_features cut over the ranks; codes of the input are gathered, in whatever dim it is cut.
+
+    Args:
+        input_layouts: Where a plain tensor that comes in is; by default ``Shard(1)``, the sequence of (batch, sequence,
+            features). A DTensor says so itself.
+        output_layouts: Where the output goes; along the last dim by default.
+        use_local_output: Whether the output is a plain tensor, this rank's part, or a DTensor.
+
+    Raises:
+        TypeError: When applied: the module is no ``fp8compile.Linear``.
+    """
+
+    def __init__(
+        self,
+        *,
+        input_layouts: Placement | None = None,
+        output_layouts: Placement | None = None,
+        use_local_output: bool = True,
+    ) -> None:
+        super().__init__(
+            input_layouts=Shard(1) if input_layouts is None else input_layouts,
+            output_layouts=output_layouts,
+            use_local_output=use_local_output,
+        )
+        self.desired_input_layouts = self.input_layouts  # as they are: the stock style redistributes nothing
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        _check_linear("ColwiseParallel", module)
+        return super()._apply(module, device_mesh)
+
+
+class RowwiseParallel(parallel.RowwiseParallel):
+    """in_features cut over the ranks; of a sequence-parallel output, codes of the gradient are gathered.
+
+    Args:
+        input_layouts: Where a plain tensor that comes in is; along the last dim by default.
+        output_layouts: Where the sum over the ranks goes; by default ``Shard(1)``, the sequence of (batch, sequence,
+            features).
+        use_local_output: Whether the output is a plain tensor, this rank's part, or a DTensor.
+
+    Raises:
+        TypeError: When applied: the module is no ``fp8compile.Linear``.
+    """
+
+    def __init__(
+        self,
+        *,
+        input_layouts: Placement | None = None,
+        output_layouts: Placement | None = None,
+        use_local_output: bool = True,
+    ) -> None:
+        super().__init__(
+            input_layouts=input_layouts,
+            output_layouts=Shard(1) if output_layouts is None else output_layouts,
+            use_local_output=use_local_output,
+        )
+
+    @staticmethod
+    def _prepare_output_fn(
+        output_layouts: tuple[Placement, ...],
+        use_local_output: bool,
+        mod: Linear,
+        outputs: DTensor,
+        device_mesh: DeviceMesh,
+    ) -> Tensor:
+        if isinstance(output_layouts[0], Shard) and outputs.placements[0].is_partial():
+            outputs = scatter_sum(outputs, output_layouts[0].dim, mod.recipe)
+        return parallel.RowwiseParallel._prepare_output_fn(output_layouts, use_local_output, mod, outputs, device_mesh)
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        _check_linear("RowwiseParallel", module)
+        return super()._apply(module, device_mesh)
