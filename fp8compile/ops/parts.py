@@ -33,6 +33,7 @@ from fp8compile.ops.amax import amax
 from fp8compile.ops.cast import cast
 from fp8compile.ops.collectives import all_gather, all_reduce_amax
 from fp8compile.ops.gemm import Operand
+from fp8compile.ops.realize import realize
 from fp8compile.ops.scale import scale
 from fp8compile.quantizers import Quantizer
 from fp8compile.quantizers.blocks import as_matrix
@@ -335,8 +336,10 @@ def _window_and_amax(part: Part, quantizer: Quantizer) -> tuple[Tensor, Tensor, 
         for dim, side in enumerate(sides):
             window = side.embed(window, dim) if side.kind == "cut" else window
     found = amax(window, quantizer)
-    for dim, side in enumerate(sides):
-        found = side.widen(found, dim) if side.kind == "cut" else found
+    if window is not part.local:
+        for dim, side in enumerate(sides):
+            found = side.widen(found, dim) if side.kind == "cut" else found
+        found = realize(found)  # Inductor reduces no integer view of a pad that has no memory of its own
     for group in dict.fromkeys(group for side in sides if side.kind != "own" for group in side.groups):
         found = all_reduce_amax(found, group)
     return window, found, sides

@@ -33,8 +33,8 @@ class ColwiseParallel(parallel.ColwiseParallel):
     """out_features cut over the ranks; codes of the input are gathered, in whatever dim it is cut.
 
     Args:
-        input_layouts: Where a plain tensor that comes in is; by default ``Shard(1)``, the sequence of (batch, sequence,
-            features). A DTensor says so itself.
+        input_layouts: Where a plain tensor that comes in is; by default ``Shard(1)``, the sequence of (batch,
+            sequence, features). A DTensor says so itself.
         output_layouts: Where the output goes; along the last dim by default.
         use_local_output: Whether the output is a plain tensor, this rank's part, or a DTensor.
 
