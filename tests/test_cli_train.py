@@ -338,6 +338,34 @@ def test_train_eval_and_partial_batch_compile_once_each(text_file, recipe):
     assert trainer.counted.recompiles == 0
 
 
+def steps_of(trainer, count):
+    """Losses of some steps."""
+    found = []
+    for _ in range(count):
+        found.append(trainer.gradients()["loss"])
+        trainer.update()
+    return found
+
+
+@pytest.mark.parametrize("recipe", f8.recipes.names())
+def test_twenty_steps_are_one_graph_and_resume_to_the_bit(text_file, tmp_path, recipe, assert_bits_equal):
+    first = small_trainer(text_file, recipe=recipe, backend="aot_eager")
+    whole = steps_of(first, 11)
+    first.save(tmp_path / "checkpoint.pt")
+    whole += steps_of(first, 9)
+    second = small_trainer(text_file, recipe=recipe, backend="aot_eager")
+    second.load(tmp_path / "checkpoint.pt")
+    assert len(set(whole)) == 20
+    assert steps_of(second, 9) == whole[11:]
+    resumed, state = second.model.state_dict(), first.model.state_dict()
+    assert resumed.keys() == state.keys()
+    for name, value in state.items():
+        assert_bits_equal(resumed[name], value, name)
+    for trainer in (first, second):
+        counted = trainer.counted
+        assert (counted.graphs, counted.graph_breaks, counted.recompiles) == ({"train": 1}, 0, 0)
+
+
 def has_cpu_kernel(recipe):
     return recipe not in ("blockwise", "mxfp8") and cpu_has_rowwise_gemm()
 
