@@ -71,7 +71,7 @@ def run(pytester, monkeypatch):
     """Run pytest on a test file, by this checkout's plugin."""
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    for name in ("CI", "BUILD_NUMBER"):  # with one of them set, pytest prints each failure a second time, in its summary
+    for name in ("CI", "BUILD_NUMBER"):  # with one of them, pytest repeats each failure in its summary
         monkeypatch.delenv(name, raising=False)
 
     def run(source, *options, subprocess=False):
