@@ -46,6 +46,7 @@ __all__ = [
     "register_decomposition",
     "register_fallback",
     "register_lowering",
+    "rank_salt",
     "replicated",
     "statically_true",
     "version_in_eager",
@@ -321,6 +322,20 @@ def reduce_scatter_single(x: torch.Tensor, reduction: str, dim: int, group: Any)
     from torch.distributed import _functional_collectives as funcol
 
     return (getattr(funcol, "reduce_scatter_single", None) or funcol.reduce_scatter_tensor)(x, reduction, dim, group)
+
+
+def rank_salt() -> str:
+    """What tells graphs of different ranks apart in a cache's key; empty outside of torch.distributed.
+
+    A rank's graph holds where its part of a tensor begins. The key of AOTAutograd's cache is made of the graph before
+    DTensors are taken apart, which is the same on all ranks, and the ranks of one machine share a folder: on 2.13 a
+    rank ran the graph of another one, with wrong numbers.
+    """
+    from torch import distributed
+
+    if not (distributed.is_available() and distributed.is_initialized()):
+        return ""
+    return f"-{distributed.get_rank()}"
 
 
 def replicated(tensor: torch.Tensor) -> torch.Tensor:

@@ -111,7 +111,8 @@ def _expression(value: Any, names: dict[str, type]) -> str:
         cls = type(value)
         names[_global_name(cls)] = cls
         arguments = [f"{f.name}={_expression(getattr(value, f.name), names)}" for f in fields(value)]
-        return f"{_global_name(cls)}.from_graph({', '.join([repr(source_salt(cls)), *arguments])})"
+        salt = source_salt(cls) + _compat.rank_salt()
+        return f"{_global_name(cls)}.from_graph({', '.join([repr(salt), *arguments])})"
     if isinstance(value, tuple):
         return "(" + "".join(_expression(v, names) + ", " for v in value) + ")"
     return repr(value)

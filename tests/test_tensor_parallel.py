@@ -1,0 +1,177 @@
+"""Layers on DTensors compute what one process computes: bit for bit, but for sums that cross ranks.
+
+Such a sum adds a bfloat16 number a rank. Each of its terms is rounded once, each addition, the addition of a bias, and
+in one process the sum itself: the bound is that many roundings of the magnitudes of all terms together. What is a sum,
+DTensor's own placements say.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from gloo_ranks import shared_ranks
+
+import fp8compile as f8
+from fp8compile.testing.bits import bits
+
+ROUNDING = 2.0**-8  # of bfloat16: half a unit in the last place, relative to the number
+FLOAT32_SUMS = 1.05  # the products themselves are summed in float32, in an order that depends on their sizes
+RECIPES = {
+    "tensorwise": f8.recipes.tensorwise(),
+    "tensorwise pow2": f8.recipes.tensorwise(scale="pow2"),
+    "rowwise": f8.recipes.rowwise(),
+    "rowwise pow2": f8.recipes.rowwise(scale="pow2"),
+    "rowwise_bf16_wgrad": f8.recipes.rowwise_bf16_wgrad(),
+    "blockwise": f8.recipes.blockwise(),
+    "mxfp8": f8.recipes.mxfp8(),
+    "delayed": f8.recipes.delayed(history=4),
+}
+# placements of x, weight, and the layer's output as the next one takes it; "tokens" is the dim before the last
+LAYOUTS = {
+    "colwise": ("replicate", 0, "features"),
+    "rowwise": ("features", 1, "replicate"),
+    "SP to colwise": ("tokens", 0, "features"),
+    "rowwise to SP": ("features", 1, "tokens"),
+    "data parallel": (0, "replicate", 0),
+    "input alone cut along K": ("features", "replicate", "replicate"),
+}
+SHAPES = {
+    "even": ((32, 64), 48),
+    "batches of tokens": ((2, 30, 64), 48),
+    "cut blocks": ((3, 50, 160), 144),
+    "nothing divides": ((67, 129), 91),
+    "more ranks than tokens": ((1, 32), 16),
+    "no token": ((0, 32), 16),
+}
+WAYS = ((None, 2), (None, 3), ("aot_eager", 2))
+# each recipe with each layout, with each shape, and in each way
+PAIRWISE = [
+    (recipe, layout, shape, *WAYS[(i + j + k) % len(WAYS)])
+    for i, recipe in enumerate(RECIPES)
+    for j, layout in enumerate(LAYOUTS)
+    for k, shape in enumerate(SHAPES)
+    if (i + j) % len(SHAPES) == k or (i + 2 * j) % len(SHAPES) == k
+]
+# Inductor, half a minute each: each recipe once
+SHAPES_OF_INDUCTOR = ("cut blocks", "batches of tokens", "nothing divides")
+PAIRWISE += [
+    (recipe, list(LAYOUTS)[i % 4], SHAPES_OF_INDUCTOR[i % 3], "inductor", 2) for i, recipe in enumerate(RECIPES)
+]
+EVERYTHING = [
+    (recipe, layout, shape, backend, ranks)
+    for recipe in RECIPES
+    for layout in LAYOUTS
+    for shape in SHAPES
+    for backend, ranks in (*WAYS, ("inductor", 2))
+]
+
+
+@pytest.fixture(scope="session")
+def ranks():
+    return shared_ranks()
+
+
+# ---------------------------------------------------------------------------------- in each rank
+
+MESHES: dict[int, object] = {}
+
+
+def mesh_of(count):
+    """A mesh of the first ranks; all ranks have to ask for it."""
+    from torch.distributed.device_mesh import DeviceMesh
+
+    if count not in MESHES:
+        MESHES[count] = DeviceMesh("cpu", list(range(count)))
+    return MESHES[count]
+
+
+def placed(tensor, where, mesh):
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    dims = {"tokens": max(tensor.ndim - 2, 0), "features": tensor.ndim - 1}
+    placement = Replicate() if where == "replicate" else Shard(dims.get(where, where))
+    return distribute_tensor(tensor, mesh, [placement], src_data_rank=None).detach()
+
+
+def tensors_of(shape, dtype=torch.bfloat16):
+    (*leading, k), n = shape
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(s, generator=generator).to(dtype) for s in ((*leading, k), (n, k), (*leading, n), (n,))]
+
+
+def differs(found, expected, bias):
+    """What is wrong with a DTensor, or None; ``bias`` is part of the first rank's term."""
+    whole, ranks = found.full_tensor(), found.device_mesh.size()
+    if not found.placements[0].is_partial():
+        return None if torch.equal(bits(whole), bits(expected)) else f"{found.placements}: not the same bits"
+    terms = [torch.empty_like(whole) for _ in range(ranks)]
+    torch.distributed.all_gather(terms, found.to_local().contiguous(), group=found.device_mesh.get_group())
+    roundings = 1 + (ranks - 1) + 1 + 2  # of a term, of the additions, of one process's sum, of the bias in both
+    bound = FLOAT32_SUMS * roundings * ROUNDING * (sum(term.double().abs() for term in terms) + bias.abs())
+    off = (whole.double() - expected.double()).abs() - bound
+    return None if bool((off <= 0).all()) else f"{found.placements}: {off.max().item()} beyond the bound"
+
+
+def layer_on_ranks(recipe_name, layout, shape_name, backend, count):
+    """What differs from one process, in words; None on a rank that is not in the mesh."""
+    mesh = mesh_of(count)
+    if torch.distributed.get_rank() >= count:
+        return None
+    recipe = RECIPES[recipe_name]
+    x, weight, grad, bias = tensors_of(SHAPES[shape_name])
+
+    def layer(x, weight, bias, state):
+        return f8.linear(x, weight, bias, recipe=recipe, state=state)
+
+    def state(wrap):
+        if not recipe.history():
+            return None
+        initial = f8.DelayedState.initial(recipe)
+        return f8.DelayedState(wrap(initial.amax_history), wrap(initial.multiplier * 16), None)
+
+    own = [t.clone().requires_grad_() for t in (x, weight, bias)]
+    own_state = state(lambda t: t)
+    own_y = layer(*own, own_state)
+    own_y.backward(grad)
+
+    where_x, where_weight, where_y = LAYOUTS[layout]
+    wheres = (where_x, where_weight, 0 if where_weight == 0 else "replicate")
+    spread = [placed(t, where, mesh).requires_grad_() for t, where in zip((x, weight, bias), wheres, strict=True)]
+    spread_state = state(lambda t: placed(t, "replicate", mesh))
+    run = layer if backend is None else torch.compile(layer, fullgraph=True, backend=backend)
+    y = run(*spread, spread_state)
+    y.redistribute(placements=placed(grad, where_y, mesh).placements).backward(placed(grad, where_y, mesh))
+
+    found = {
+        "y": (y, own_y),
+        **{n: (s.grad, o.grad) for n, s, o in zip(("x", "weight", "bias"), spread, own, strict=True)},
+    }
+    no_bias = torch.zeros(())
+    wrong = {name: differs(*pair, bias if name == "y" else no_bias) for name, pair in found.items()}
+    if own_state is not None:
+        same = all(torch.equal(a.full_tensor(), b) for a, b in zip(spread_state[:2], own_state[:2], strict=True))
+        wrong["state"] = None if same else "not that of one process"
+    wrong["graphs"] = None
+    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    if backend is not None and graphs != 1:
+        wrong["graphs"] = f"{graphs} of them"
+    return {name: text for name, text in wrong.items() if text}
+
+
+def parametrized(cases):
+    return pytest.mark.parametrize(
+        ("recipe", "layout", "shape", "backend", "count"), cases, ids=["-".join(map(str, case)) for case in cases]
+    )
+
+
+@parametrized(PAIRWISE)
+def test_a_layer_on_ranks_is_that_of_one_process(ranks, recipe, layout, shape, backend, count):
+    answers = ranks.run(layer_on_ranks, recipe, layout, shape, backend, count)
+    assert answers[:count] == [{}] * count
+
+
+@pytest.mark.slow
+@parametrized(EVERYTHING)
+def test_every_layer_on_ranks_is_that_of_one_process(ranks, recipe, layout, shape, backend, count):
+    answers = ranks.run(layer_on_ranks, recipe, layout, shape, backend, count)
+    assert answers[:count] == [{}] * count
