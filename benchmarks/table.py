@@ -13,13 +13,13 @@ __all__ = ["Row", "emit", "lines"]
 Row = dict[str, object]
 
 
-def _text(value: object) -> str:
-    return f"{value:.3f}" if isinstance(value, float) else str(value)
+def _text(value: object, digits: int) -> str:
+    return f"{value:.{digits}f}" if isinstance(value, float) else str(value)
 
 
-def lines(rows: Sequence[Row]) -> list[str]:
+def lines(rows: Sequence[Row], *, digits: int = 3) -> list[str]:
     """Rows with the same keys as aligned lines: names to the left, numbers to the right."""
-    cells = [tuple(rows[0]), *(tuple(_text(value) for value in row.values()) for row in rows)]
+    cells = [tuple(rows[0]), *(tuple(_text(value, digits) for value in row.values()) for row in rows)]
     widths = [max(len(row[column]) for row in cells) for column in range(len(cells[0]))]
     numeric = [isinstance(value, (int, float)) for value in rows[0].values()]
     return [
@@ -31,10 +31,10 @@ def lines(rows: Sequence[Row]) -> list[str]:
     ]
 
 
-def emit(title: str, rows: Sequence[Row], *, as_json: bool) -> None:
+def emit(title: str, rows: Sequence[Row], *, as_json: bool, digits: int = 3) -> None:
     """Print a benchmark's rows."""
     if as_json:
         where = {"torch": torch.__version__, "machine": platform.machine()}
         print(json.dumps({"title": title, **where, "rows": list(rows)}))
     else:
-        print(f"{title} (PyTorch {torch.__version__})", *lines(rows), sep="\n")
+        print(f"{title} (PyTorch {torch.__version__})", *lines(rows, digits=digits), sep="\n")

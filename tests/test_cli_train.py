@@ -16,7 +16,8 @@ import torch
 import torch.nn.functional as F
 
 import fp8compile as f8
-from fp8compile.cli import main, run_folder, train
+from fp8compile._compat import cpu_has_rowwise_gemm
+from fp8compile.cli import main, run_folder, train, training
 from fp8compile.cli.checkpoint import load_checkpoint
 from fp8compile.cli.config import Arm, TrainConfig, arms
 from fp8compile.cli.errors import UserError
@@ -337,24 +338,94 @@ def test_train_eval_and_partial_batch_compile_once_each(text_file, recipe):
     assert trainer.counted.recompiles == 0
 
 
+def steps_of(trainer, count):
+    """Losses of some steps."""
+    found = []
+    for _ in range(count):
+        found.append(trainer.gradients()["loss"])
+        trainer.update()
+    return found
+
+
+@pytest.mark.parametrize("recipe", f8.recipes.names())
+def test_twenty_steps_are_one_graph_and_resume_to_the_bit(text_file, tmp_path, recipe, assert_bits_equal):
+    first = small_trainer(text_file, recipe=recipe, backend="aot_eager")
+    whole = steps_of(first, 11)
+    first.save(tmp_path / "checkpoint.pt")
+    whole += steps_of(first, 9)
+    second = small_trainer(text_file, recipe=recipe, backend="aot_eager")
+    second.load(tmp_path / "checkpoint.pt")
+    assert len(set(whole)) == 20
+    assert steps_of(second, 9) == whole[11:]
+    resumed, state = second.model.state_dict(), first.model.state_dict()
+    assert resumed.keys() == state.keys()
+    for name, value in state.items():
+        assert_bits_equal(resumed[name], value, name)
+    for trainer in (first, second):
+        counted = trainer.counted
+        assert (counted.graphs, counted.graph_breaks, counted.recompiles) == ({"train": 1}, 0, 0)
+
+
+def has_cpu_kernel(recipe):
+    return recipe not in ("blockwise", "mxfp8") and cpu_has_rowwise_gemm()
+
+
 @pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize(("recipe", "fp8"), [("bf16", 0), ("rowwise", 21), ("rowwise_bf16_wgrad", 14)])
-def test_the_profiler_sees_the_fp8_gemms_that_the_recipe_asks_for(text_file, recipe, fp8, compiled):
+@pytest.mark.parametrize("recipe", ["bf16", *f8.recipes.names()])
+def test_the_profiler_sees_the_gemms_that_the_recipe_asks_for_as_this_device_has_them(text_file, recipe, compiled):
+    asked = {"bf16": 0, "rowwise_bf16_wgrad": 14}.get(recipe, 3 * NUM_LINEARS)
+    fp8, emulated = (asked, 0) if has_cpu_kernel(recipe) else (0, asked)
     trainer = small_trainer(text_file, recipe=recipe, compile=compiled, backend="aot_eager")
     done = trainer.summary()
     for key in ("expected_gemms", "profiled_gemms"):  # flops differ: 8 columns are padded to 16
         count = GemmCount(**done[key])
-        assert (count.fp8, count.total) == (fp8, 3 * NUM_LINEARS + 3)
+        assert (count.fp8, count.emulated, count.total) == (fp8, emulated, 3 * NUM_LINEARS + 3)
+    assert complaints([done], [Arm(name=recipe, recipe=recipe, seed=0)]) == []
     assert trainer.counted.recompiles == 0
 
 
-def test_a_layer_that_falls_back_to_bf16_is_not_counted_as_fp8(text_file, monkeypatch):
+def test_the_table_says_what_is_emulated(text_file, tmp_path, capsys):
+    main(words(text_file, tmp_path / "run", recipe="blockwise"))
+    printed = capsys.readouterr()
+    shown = {
+        line.split("|")[1].strip(): line.split("|")[2].strip() for line in printed.out.splitlines() if "|" in line
+    }
+    asked = shown["FP8 GEMMs asked for by the recipe"]
+    assert asked.startswith("21 of 24 (")
+    assert shown["FP8 GEMMs seen by the profiler"] == "0 of 24 (0.0% of flops)"
+    assert shown["emulated on this device"] == asked
+    assert printed.err == ""
+
+
+@pytest.fixture
+def falls_back(monkeypatch):
+    """Layers that run in bf16 without a word."""
     monkeypatch.setattr(f8.Linear, "forward", lambda self, x: F.linear(x, self.weight))
-    done = small_trainer(text_file, compile=False).summary()
-    assert GemmCount(**done["profiled_gemms"]).fp8 == 0
-    (complaint,) = complaints([done], [Arm(name="rowwise", recipe="rowwise", seed=0)])
-    assert "the recipe asks for FP8 in 21 of 24" in complaint
+
+
+@pytest.mark.usefixtures("falls_back")
+@pytest.mark.parametrize("recipe", f8.recipes.names())
+def test_a_layer_that_falls_back_to_bf16_is_not_counted_as_fp8(text_file, recipe):
+    done = small_trainer(text_file, recipe=recipe, compile=False).summary()
+    seen = GemmCount(**done["profiled_gemms"])
+    assert (seen.fp8, seen.emulated) == (0, 0)
+    (complaint,) = complaints([done], [Arm(name=recipe, recipe=recipe, seed=0)])
+    asked = 14 if recipe == "rowwise_bf16_wgrad" else 21
+    assert f"{recipe}: the recipe asks for FP8 in {asked} of 24" in complaint
     assert "what ran is 0 of 24" in complaint
+    emulation = f", and emulated 0 where this device has to emulate {asked}"
+    assert complaint.endswith(emulation) != has_cpu_kernel(recipe)
+
+
+@pytest.mark.usefixtures("falls_back")
+@pytest.mark.parametrize("recipe", ["rowwise", "blockwise"])
+def test_a_check_fails_for_what_fell_back_although_its_loss_is_right(text_file, tmp_path, capsys, monkeypatch, recipe):
+    monkeypatch.setattr(training, "counting_level", lambda text: 100.0)  # six steps get below that
+    assert main(words(text_file, tmp_path / "run", "--compare", "bf16", "--check", recipe=recipe)) == 1
+    printed = capsys.readouterr()
+    assert f"PASS {recipe}" in printed.out
+    assert "the recipe asks for FP8 in 21 of 24" in printed.err
+    assert printed.err.endswith("the losses are right, but what ran is not what was asked for\n")
 
 
 # -------------------------------------------------------------------- text

@@ -17,6 +17,7 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import fp8compile as f8
+from fp8compile import ops
 from fp8compile.quantizers.delayed_scaling import next_state
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -79,18 +80,20 @@ def test_histories_and_multipliers_are_the_references(backend, assert_bits_equal
             assert_bits_equal(quantizer.scale_of(multiplier), scale, what)
 
 
+def cast_and_amax(x, multiplier, quantizer):
+    return ops.cast(x, multiplier, quantizer), ops.amax(x, quantizer)
+
+
+@pytest.mark.parametrize("backend", BACKENDS, ids=str)
 @pytest.mark.parametrize("entry", CASTS, ids=lambda entry: entry["name"])
-def test_casts_are_the_references(entry, assert_bits_equal):
+def test_casts_are_the_references(entry, backend, assert_bits_equal):
     arrays, quantizer = arrays_of(entry), quantizer_of(entry)
-    for x, multiplier, amax, codes in zip(
-        tensor(arrays["x"]),
-        tensor(arrays["qscale_used"]),
-        tensor(arrays["amax"]),
-        tensor(arrays["codes"]),
-        strict=True,
-    ):
-        assert_bits_equal(quantizer.cast(x, multiplier.view(1, 1)), codes)
-        assert_bits_equal(quantizer.amax(x).view(()), amax)
+    run = cast_and_amax if backend is None else torch.compile(cast_and_amax, backend=backend, fullgraph=True)
+    xs, multipliers = tensor(arrays["x"]), tensor(arrays["qscale_used"])
+    for step, (x, multiplier) in enumerate(zip(xs, multipliers, strict=True)):
+        codes, amax = run(x, multiplier.view(1, 1), quantizer)
+        assert_bits_equal(codes, tensor(arrays["codes"])[step], f"codes of step {step}")
+        assert_bits_equal(amax.view(()), tensor(arrays["amax"])[step], f"amax of step {step}")
 
 
 @pytest.mark.parametrize("format", ["e4m3", "e5m2"])

@@ -80,17 +80,23 @@ def _print_table(rows: list[tuple[str, ...]]) -> None:
         print("  " + line)
 
 
+def _recipe_lines(row: dict[str, Any]) -> list[tuple[str, ...]]:
+    """A line for the GEMMs of a recipe that run the same way, the way last."""
+    ways: dict[str, list[str]] = {}
+    for gemm in row["gemms"]:
+        cannot = "can't run: " if gemm["kind"] == "none" else ""
+        ways.setdefault(cannot + gemm["detail"], []).append(gemm["gemm"])
+    return [(row["device"], row["recipe"], ", ".join(gemms), way) for way, gemms in ways.items()]
+
+
 def _print(findings: dict[str, Any]) -> None:
     print("versions")
     _print_table(list(findings["versions"].items()))
     print("\ndevices")
     keys = ("device", "name", "capability", "threads")
     _print_table([tuple(str(d.get(key, "")) for key in keys) for d in findings["devices"]])
-    print("\nrecipes")
-    rows = []
-    for row in findings["recipes"]:
-        rows += [(row["device"], row["recipe"], gemm["gemm"], gemm["detail"]) for gemm in row["gemms"]]
-    _print_table(rows)
+    print("\nrecipes, and how their GEMMs run")
+    _print_table([line for row in findings["recipes"] for line in _recipe_lines(row)])
     print("\nself-checks")
     _print_table([("ok" if check["ok"] else "FAILED", check["name"], check["detail"]) for check in findings["checks"]])
 

@@ -1,7 +1,8 @@
 """Which GEMMs of the linear layers ran in FP8: by the recipe, and as a profiled step shows.
 
-The recipe says what should run. The profiler sees the kernels that the compiled step calls, so a
-layer that fell back to bf16 on the way cannot pass for FP8.
+The recipe says what should run, and the device how: on a kernel, or emulated in float64. The profiler
+sees the products that the compiled step calls, with their dtypes, so a layer that fell back to bf16 on
+the way can pass for neither.
 """
 
 from __future__ import annotations
@@ -11,17 +12,18 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Sequence
 
+    import torch
     from torch import nn
 
     from fp8compile import Recipe
 
 __all__ = ["GemmCount", "expected_gemms", "profiled_gemms"]
 
-# By the kernels' own names: an op of ours that emulates the product on a CPU is no FP8 GEMM.
 FP8_CALLS = frozenset({"aten::_scaled_mm", "aten::_scaled_mm_v2"})
 OTHER_CALLS = frozenset({"aten::mm", "aten::addmm", "mkldnn::_linear_pointwise"})
+FP8, EMULATED, OTHER = "fp8", "emulated", "other"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,44 +31,55 @@ class GemmCount:
     """GEMMs of the linear layers in one training step.
 
     Attributes:
-        fp8: How many multiply FP8 operands.
+        fp8: How many multiply FP8 operands by a kernel for them.
+        emulated: How many multiply the values of FP8 operands in float64.
         total: How many there are.
-        fp8_flops: Floating-point operations of the FP8 ones.
+        fp8_flops: Floating-point operations of the first.
+        emulated_flops: Those of the second.
         flops: Those of all.
     """
 
     fp8: int
+    emulated: int
     total: int
     fp8_flops: int
+    emulated_flops: int
     flops: int
 
-    @property
-    def share(self) -> float:
-        """Share of the operations that FP8 GEMMs do, 0 to 1."""
-        return self.fp8_flops / self.flops if self.flops else 0.0
-
-    def __str__(self) -> str:
-        """Count and share, as the table shows them."""
-        return f"{self.fp8} of {self.total} ({self.share:.1%} of flops)"
+    def shown(self, *kinds: str) -> str:
+        """Count and share of ``"fp8"``, ``"emulated"`` or both together, as the table shows them."""
+        count = sum(getattr(self, kind) for kind in kinds)
+        flops = sum(getattr(self, f"{kind}_flops") for kind in kinds)
+        return f"{count} of {self.total} ({flops / self.flops if self.flops else 0.0:.1%} of flops)"
 
 
-def _count(gemms: Iterable[tuple[bool, int]]) -> GemmCount:
+def _count(gemms: Iterable[tuple[str, int]]) -> GemmCount:
     gemms = list(gemms)
     return GemmCount(
-        fp8=sum(is_fp8 for is_fp8, _ in gemms),
+        fp8=sum(kind == FP8 for kind, _ in gemms),
+        emulated=sum(kind == EMULATED for kind, _ in gemms),
         total=len(gemms),
-        fp8_flops=sum(flops for is_fp8, flops in gemms if is_fp8),
+        fp8_flops=sum(flops for kind, flops in gemms if kind == FP8),
+        emulated_flops=sum(flops for kind, flops in gemms if kind == EMULATED),
         flops=sum(flops for _, flops in gemms),
     )
 
 
-def expected_gemms(model: nn.Module, recipe: Recipe | None, *, tokens: int) -> GemmCount:
-    """Count the GEMMs that the recipe asks for.
+def _expected_kinds(recipe: Recipe, device: torch.device) -> tuple[str, ...]:
+    from fp8compile.ops.support import recipe_support
+
+    kinds = {"high_precision": OTHER, "emulated": EMULATED}
+    return tuple(kinds.get(gemm.kind, FP8) for gemm in recipe_support(recipe, device))
+
+
+def expected_gemms(model: nn.Module, recipe: Recipe | None, *, tokens: int, device: torch.device) -> GemmCount:
+    """Count the GEMMs that the recipe asks for, by what the device has for them.
 
     Args:
         model: After conversion.
         recipe: What it was converted by; None if it was not.
         tokens: Rows of a layer's input in one step.
+        device: Where it runs.
 
     Returns:
         The count; each linear has three GEMMs.
@@ -76,17 +89,15 @@ def expected_gemms(model: nn.Module, recipe: Recipe | None, *, tokens: int) -> G
     import fp8compile as f8
     from fp8compile.quantizers import GEMMS
 
-    converted = set()
+    converted, kinds = set(), ()
     if recipe is not None:
         converted = {row.fqn for row in f8.conversion_report(model).rows if row.converted}
+        kinds = _expected_kinds(recipe, device)
     gemms = []
     for fqn, module in model.named_modules():
-        if not isinstance(module, nn.Linear):
-            continue
-        flops = 2 * tokens * module.in_features * module.out_features
-        for gemm in GEMMS:
-            is_fp8 = fqn in converted and recipe.quantizers(gemm) is not None
-            gemms.append((is_fp8, flops))
+        if isinstance(module, nn.Linear):
+            flops = 2 * tokens * module.in_features * module.out_features
+            gemms += [(kind, flops) for kind in (kinds if fqn in converted else [OTHER] * len(GEMMS))]
     return _count(gemms)
 
 
@@ -102,6 +113,13 @@ def _is_nested(event: object) -> bool:
 def _flops(shapes: list[list[int]]) -> int:
     (m, k), (_, n) = [shape for shape in shapes if len(shape) == 2][:2]
     return 2 * m * k * n
+
+
+def _seen_kind(name: str, dtypes: Sequence[str]) -> str:
+    if name in FP8_CALLS:
+        return FP8
+    # nothing else in this model is float64
+    return EMULATED if list(dtypes[:2]) == ["double", "double"] else OTHER
 
 
 def profiled_gemms(step: Callable[[], None]) -> GemmCount:
@@ -122,8 +140,10 @@ def profiled_gemms(step: Callable[[], None]) -> GemmCount:
     activities = [ProfilerActivity.CPU]  # calls of operators are CPU events on every device
     with profile(activities=activities, record_shapes=True, acc_events=True) as profiler:
         step()
+    # The profiler's own events have parents, but dtypes from PyTorch 2.13 on; Kineto's have dtypes always.
+    dtypes = {event.correlation_id(): event.dtypes() for event in profiler.profiler.kineto_results.events()}
     return _count(
-        (event.name in FP8_CALLS, _flops(event.input_shapes))
+        (_seen_kind(event.name, dtypes[event.id]), _flops(event.input_shapes))
         for event in profiler.events()
         if (event.name in FP8_CALLS or event.name in OTHER_CALLS) and not _is_nested(event)
     )

@@ -37,12 +37,28 @@ def _count(done: Row, key: str) -> str:
     return "-" if done["graphs"] is None else str(done[key])
 
 
+def _gemms(done: Row) -> tuple[GemmCount, GemmCount]:
+    """What the recipe asks for on this device, and what ran."""
+    return GemmCount(**done["expected_gemms"]), GemmCount(**done["profiled_gemms"])
+
+
+def _fallback(asked: GemmCount, seen: GemmCount) -> str | None:
+    """Where the GEMMs that ran are not those asked for, in words."""
+    if (asked.fp8, asked.emulated, asked.total) == (seen.fp8, seen.emulated, seen.total):
+        return None
+    words = f"the recipe asks for FP8 in {asked.shown('fp8', 'emulated')}; what ran is {seen.shown('fp8')}"
+    if asked.emulated or seen.emulated:
+        words += f", and emulated {seen.emulated} where this device has to emulate {asked.emulated}"
+    return words
+
+
 def _column(rows: Sequence[Row], arm: str) -> dict[str, str]:
     train, held_out = _of(rows, kind="train", arm=arm), _of(rows, kind="eval", arm=arm)
     done = _of(rows, kind="done", arm=arm)[-1]
     last = [row["loss"] for row in train[-NUM_SMOOTHED:]]
     pace = done["tokens_per_second"]
-    return {
+    asked, seen = _gemms(done)
+    column = {
         "held-out loss (nats/byte)": f"{held_out[-1]['loss']:.4f}",
         f"train loss (mean of last {len(last)})": f"{sum(last) / len(last):.4f}",
         "tokens/s (median step)": "-" if pace is None else f"{pace:,.0f}",
@@ -50,9 +66,12 @@ def _column(rows: Sequence[Row], arm: str) -> dict[str, str]:
         "graphs": _graphs(done),
         "graph breaks": _count(done, "graph_breaks"),
         "recompiles beyond these": _count(done, "recompiles"),
-        "FP8 GEMMs asked for by the recipe": str(GemmCount(**done["expected_gemms"])),
-        "FP8 GEMMs seen by the profiler": str(GemmCount(**done["profiled_gemms"])),
+        "FP8 GEMMs asked for by the recipe": asked.shown("fp8", "emulated"),
+        "FP8 GEMMs seen by the profiler": seen.shown("fp8"),
     }
+    if asked.emulated or seen.emulated:
+        column["emulated on this device"] = seen.shown("emulated")
+    return column
 
 
 def print_summary(rows: Sequence[Row], arms: Sequence[Arm]) -> None:
@@ -88,9 +107,8 @@ def complaints(rows: Sequence[Row], arms: Sequence[Arm]) -> list[str]:
     found = []
     for arm in arms:
         done = _of(rows, kind="done", arm=arm.name)[-1]
-        asked, seen = GemmCount(**done["expected_gemms"]), GemmCount(**done["profiled_gemms"])
-        if (asked.fp8, asked.total) != (seen.fp8, seen.total):
-            found.append(f"{arm.name}: the recipe asks for FP8 in {asked}; what ran is {seen}")
+        if (words := _fallback(*_gemms(done))) is not None:
+            found.append(f"{arm.name}: {words}")
         if done["recompiles"]:
             found.append(f"{arm.name}: {done['recompiles']} graphs too many; TORCH_LOGS=recompiles says why")
     return found

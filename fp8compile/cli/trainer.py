@@ -240,6 +240,7 @@ class Trainer:
         if not self._is_warm:
             step()  # resumed after the last update: the compiler has yet to run
         tokens = self._config.batch * self._config.seq
+        expected = expected_gemms(self.model, self._recipe, tokens=tokens, device=self._device)
         return {
             "kind": "done",
             "arm": self._arm.name,
@@ -247,7 +248,7 @@ class Trainer:
             "tokens_per_second": self.tokens_per_second,
             "peak_memory_bytes": peak,
             "peak_memory_since": "first step" if self._peak_is_of_steps else "process start",
-            "expected_gemms": vars(expected_gemms(self.model, self._recipe, tokens=tokens)),
+            "expected_gemms": vars(expected),
             "profiled_gemms": vars(profiled_gemms(step)),
             "graphs": dict(self.counted.graphs) if self.counted.is_compiled else None,
             "graph_breaks": self.counted.graph_breaks,

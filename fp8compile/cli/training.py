@@ -178,7 +178,8 @@ def _finish(config: TrainConfig, text: Text, folder: RunFolder) -> int:
     rows, trained = folder.rows(), arms(config)
     write_atomically(folder.path / "loss.png", loss_picture(rows, trained))
     print_summary(rows, [arm for arm in trained if arm.seed == config.seed])  # the others are there for the spread
-    for complaint in complaints(rows, trained):
+    found = complaints(rows, trained)
+    for complaint in found:
         print(f"fp8compile train: {complaint}", file=sys.stderr)
     print(f"run folder: {folder.path}")
     if config.check:
@@ -187,6 +188,8 @@ def _finish(config: TrainConfig, text: Text, folder: RunFolder) -> int:
         print(verdict, flush=True)
         if not verdict.passed:
             raise Failed(f"the criterion does not hold for {config.recipe}")
+        if found:
+            raise Failed("the losses are right, but what ran is not what was asked for")
     return 0
 
 
@@ -234,7 +237,7 @@ def start_run(config: TrainConfig, out: Path | None) -> int:
 
     Raises:
         UserError: Something the user can mend; no folder is left.
-        Failed: The criterion does not hold, or a loss is not finite.
+        Failed: A check finds the criterion unmet or something else run than asked for, or a loss is not finite.
         Stopped: By a signal.
     """
     config = resolved(config)
@@ -257,7 +260,7 @@ def resumed_run(path: Path, explicit: dict[str, object]) -> int:
 
     Raises:
         UserError: There is no such run, a flag contradicts it, or its text has changed.
-        Failed: The criterion does not hold, or a loss is not finite.
+        Failed: A check finds the criterion unmet or something else run than asked for, or a loss is not finite.
         Stopped: By a signal.
     """
     folder = existing_run_folder(path)

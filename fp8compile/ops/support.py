@@ -12,11 +12,11 @@ from fp8compile.quantizers import GEMMS, Recipe
 __all__ = ["GemmSupport", "recipe_support"]
 
 HOW = {
-    "tensorwise": "native",
-    "rowwise": "native",
-    "blockwise": "native",
-    "mx": "native",
-    "scaled_after": "native GEMM, scales applied after it",
+    "tensorwise": "native, tensorwise GEMM",
+    "rowwise": "native, rowwise GEMM",
+    "blockwise": "native, blockwise GEMM",
+    "mx": "native, MX GEMM",
+    "scaled_after": "native, scales applied after the GEMM",
     "emulated": "emulated in float64",
 }
 

@@ -1,0 +1,67 @@
+"""`fp8compile doctor`: how the GEMMs of each recipe run on each device, and that it is in order here."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+import fp8compile as f8
+from fp8compile._compat import cpu_has_rowwise_gemm
+from fp8compile.cli import checks, doctor, main
+
+ALL = "output, grad_input, grad_weight"
+EMULATED = "emulated in float64"
+NO_TENSOR_CORES = "needs a GPU with FP8 tensor cores, compute capability 8.9 or more"
+NO_BLOCKWISE = "needs a GPU of compute capability 9.0 (H100, H200)"
+NO_MX = "needs compute capability 10.0 (B200)"
+CPU = "native, rowwise GEMM" if cpu_has_rowwise_gemm() else EMULATED
+# tensorwise and delayed, rowwise, blockwise, mxfp8
+WAYS = {
+    None: (CPU, CPU, EMULATED, EMULATED),
+    (8, 0): (NO_TENSOR_CORES,) * 4,
+    (8, 9): ("native, tensorwise GEMM", "native, scales applied after the GEMM", NO_BLOCKWISE, NO_MX),
+    (9, 0): ("native, tensorwise GEMM", "native, rowwise GEMM", "native, blockwise GEMM", NO_MX),
+    (10, 0): ("native, tensorwise GEMM", "native, rowwise GEMM", NO_BLOCKWISE, "native, MX GEMM"),
+}
+
+
+def lines_about_recipes(capsys):
+    """Recipe, GEMMs, way of each line."""
+    assert main(["doctor"]) == 0
+    table = capsys.readouterr().out.split("how their GEMMs run\n")[1].split("\n\n")[0]
+    return [tuple(cell.strip() for cell in line.split("  ") if cell)[1:] for line in table.splitlines()]
+
+
+@pytest.mark.parametrize("capability", WAYS)
+def test_each_recipe_on_each_device(capability, capsys, monkeypatch):
+    """Native by which GEMM, emulated, or which GPU it needs."""
+    monkeypatch.setattr(checks, "run_checks", lambda: [{"name": "left out", "ok": True, "detail": "slow"}])
+    monkeypatch.setattr(doctor, "_devices", lambda: [{"device": "cpu" if capability is None else "cuda:0"}])
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    tensorwise, rowwise, blockwise, mxfp8 = WAYS[capability]
+    expected = [
+        ("tensorwise", ALL, tensorwise),
+        ("rowwise", ALL, rowwise),
+        ("rowwise_bf16_wgrad", "output, grad_input", rowwise),
+        ("rowwise_bf16_wgrad", "grad_weight", "bfloat16"),
+        ("blockwise", ALL, blockwise),
+        ("mxfp8", ALL, mxfp8),
+        ("delayed", ALL, tensorwise),
+    ]
+    assert {name for name, *_ in expected} == set(f8.recipes.names())
+    merged = {}
+    for name, gemms, way in lines_about_recipes(capsys):
+        assert way.startswith("can't run: ") == ("needs" in way)
+        short = next((w for w in (NO_TENSOR_CORES, NO_BLOCKWISE, NO_MX) if w in way), way)
+        merged[name, short] = ", ".join(filter(None, [merged.get((name, short)), gemms]))
+    assert merged == {(name, way): gemms for name, gemms, way in expected}
+
+
+def test_the_machine_of_the_tests_is_in_order(capsys):
+    assert main(["doctor", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["ok"]
+    assert {check["name"] for check in found["checks"]} > {"operators", "constants", "scales"}
+    assert [row["recipe"] for row in found["recipes"] if row["device"] == "cpu"] == list(f8.recipes.names())
