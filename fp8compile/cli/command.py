@@ -15,7 +15,7 @@ import os
 import sys
 from typing import NoReturn
 
-from fp8compile.cli.errors import Failed, Stopped, UserError
+from fp8compile.cli.errors import Failed, Quiet, Stopped, UserError
 
 __all__ = ["main"]
 
@@ -27,8 +27,9 @@ NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 class _OneLineParser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        """Report a bad argument in one line; argparse would print the usage first."""
-        self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")
+        """Report a bad argument in one line, on one rank; argparse would print the usage first."""
+        is_first = os.environ.get("RANK", "0") == "0"
+        self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n" if is_first else None)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -87,6 +88,8 @@ def main(arguments: list[str] | None = None) -> int:
     except Stopped as stop:
         _complain(parsed.command, str(stop))
         return stop.exit_code
+    except Quiet as quiet:
+        return quiet.exit_code
     except KeyboardInterrupt:
         _complain(parsed.command, "stopped before the run began; nothing was changed")
         return 130
