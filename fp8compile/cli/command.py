@@ -13,6 +13,7 @@ import errno
 import importlib
 import os
 import sys
+import time
 from typing import NoReturn
 
 from fp8compile.cli.errors import Failed, Quiet, Stopped, UserError
@@ -22,14 +23,17 @@ __all__ = ["main"]
 # Each names a module of this package with add_parser(subparsers), which sets the default `run`:
 # a function of the parsed arguments that returns an exit code.
 SUBCOMMANDS = ("train", "explain", "doctor")
+RANK_PATIENCE = 10  # seconds
 NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 
 class _OneLineParser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        """Report a bad argument in one line, on one rank; argparse would print the usage first."""
-        is_first = os.environ.get("RANK", "0") == "0"
-        self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n" if is_first else None)
+        """Report a bad argument in one line; argparse would print the usage first."""
+        if os.environ.get("RANK", "0") != "0":
+            time.sleep(RANK_PATIENCE)  # until torchrun ends this process too: the first rank says it for all
+            self.exit(2)
+        self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")
 
 
 def _parser() -> argparse.ArgumentParser:

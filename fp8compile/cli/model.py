@@ -190,7 +190,9 @@ class ByteLlama(nn.Module):
         """
         length = tokens.shape[1]
         cos_TE, sin_TE = self.cos[:length], self.sin[:length]
-        x_BTD = self.embed(tokens).bfloat16()
+        x_BTD = self.embed(tokens)
+        if torch.is_autocast_enabled(x_BTD.device.type):
+            x_BTD = x_BTD.to(torch.get_autocast_dtype(x_BTD.device.type))
         for block in self.blocks:
             x_BTD = block(x_BTD, cos_TE, sin_TE)
         logits_BTV = self.head(self.norm(x_BTD))
