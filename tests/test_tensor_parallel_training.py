@@ -418,7 +418,7 @@ def test_torchrun_prints_the_losses_of_one_process_and_each_line_once(text_file,
     finished(words(text_file, tmp_path / "one", *flags, "--no-compile"), ranks=1)
     two, one = losses_of(tmp_path / "two"), losses_of(tmp_path / "one")
     assert [row[:3] for row in two] == [row[:3] for row in one]
-    # 1% is five times what 100 steps were measured to differ by (docs/training-parallel.md)
+    # 2**-8 for a rounding of the stream, and what 8 steps make of it: in docs/training-parallel.md 0.4% at most
     assert [row[3] for row in two] == pytest.approx([row[3] for row in one], rel=0.01)
     assert output.count("rowwise: step 8/8  loss") == output.count("run folder:") == 1
     assert "2 ranks, sequence parallel" in output
