@@ -22,6 +22,7 @@ import torch
 import fp8compile as f8
 from benchmarks.table import Row, emit
 from fp8compile.cli.config import BF16, TrainConfig
+from fp8compile.cli.ranks import Ranks
 from fp8compile.cli.run_folder import RunFolder, write_atomically
 from fp8compile.cli.training import resumed_run, start_run
 
@@ -40,14 +41,14 @@ def curve(rows: Sequence[Row], kind: str) -> Curve:
 def trained(config: TrainConfig, out: Path) -> list[Row]:
     """Rows of a finished training, which starts or goes on if it has to."""
     path = out / label(config).replace(", ", "-").replace(" ", "")
-    folder = RunFolder(path, is_fresh=False)
+    folder = RunFolder(path, Ranks(), is_fresh=False)
     if not any(row["kind"] == "done" and row["step"] == config.steps for row in folder.rows()):
         torch._dynamo.reset()
         with contextlib.redirect_stdout(sys.stderr):  # its own table is not this script's
             if (path / "config.json").exists():
-                resumed_run(path, {"steps": config.steps})
+                resumed_run(path, {"steps": config.steps}, Ranks())
             else:
-                start_run(config, path)
+                start_run(config, path, Ranks())
     return folder.rows()
 
 

@@ -106,8 +106,8 @@ def test_meshes_of_any_size_send_the_same(elsewhere, recipe):
 
 
 WHOLE = BATCH * SEQUENCE * DIM  # elements of what is gathered: the input of gate and up, grad_output of down
-# Of both, codes along rows and codes along columns; a tensorwise scale has one for both directions. PyTorch's partitioner
-# repeats a forward's gather in the backward where it has the input, and as a collective is never dead code, it stays.
+# Of both, codes along rows and codes along columns; tensorwise, they are the same. PyTorch's partitioner repeats a
+# forward's gather in the backward where it has the input, and as a collective is never dead code, it stays.
 CODES_GATHERED = {"tensorwise": (2,), "rowwise": (4, 5), "blockwise": (4, 5), "mxfp8": (4, 5)}
 
 

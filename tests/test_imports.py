@@ -26,10 +26,11 @@ LAYERS = {
     "nn": 6,
     "parallel": 7,
     "library": 8,
-    "fp8compile": 9,
-    "testing": 10,
-    "cli": 11,
-    "__main__": 12,
+    "lazy": 9,
+    "fp8compile": 10,
+    "testing": 11,
+    "cli": 12,
+    "__main__": 13,
 }
 FILES = sorted(PACKAGE.rglob("*.py"))
 NOT_LOADED = ("triton", "torch._inductor.decomposition", "torch._inductor.lowering", "torch.distributed.tensor")

@@ -1,7 +1,8 @@
 """The state of a training on disk: all that the next step depends on, and nothing else.
 
 Batches and learning rate are functions of the step, and nothing draws random numbers after the
-start, so parameters, optimizer state and step are the whole of it.
+start, so parameters, optimizer state and step are the whole of it. Of a model that is cut over ranks a checkpoint
+has whole tensors, in one file, which a kill can't leave half new.
 """
 
 from __future__ import annotations
@@ -10,40 +11,60 @@ import io
 from typing import TYPE_CHECKING
 
 import torch
+from torch.utils._pytree import tree_map
 
 from fp8compile.cli.errors import UserError
 from fp8compile.cli.run_folder import write_atomically
+from fp8compile.cli.tensor_parallel import placed_like, whole
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-__all__ = ["load_checkpoint", "save_checkpoint"]
+__all__ = ["load_checkpoint", "save_checkpoint", "whole_state"]
 
 VERSION = 1
 
 
-def save_checkpoint(path: Path, *, step: int, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Write a checkpoint in one go: whenever the process dies, a whole one is there.
+def whole_state(*, step: int, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, object]:
+    """Return what a checkpoint holds; of a model that is cut over ranks, all of them call this.
 
     Args:
-        path: The file.
         step: Updates done.
-        model: Its state is saved.
+        model: Its state.
         optimizer: Likewise.
-
-    Raises:
-        UserError: It cannot be written; the previous checkpoint is intact.
     """
     state = {
         "version": VERSION,
         "step": step,
-        "model": model.state_dict(),
+        "model": dict(model.state_dict()),
         "optimizer": optimizer.state_dict(),
     }
+    return tree_map(whole, state)
+
+
+def save_checkpoint(path: Path, state: dict[str, object]) -> None:
+    """Write a checkpoint in one go: whenever the process dies, a whole one is there.
+
+    Args:
+        path: The file.
+        state: Of :func:`whole_state`.
+
+    Raises:
+        UserError: It cannot be written; the previous checkpoint is intact.
+    """
     # By way of memory: a writer that meets a full disk inside torch.save ends the process.
     buffer = io.BytesIO()
     torch.save(state, buffer)
     write_atomically(path, buffer.getbuffer())
+
+
+def _placed_optimizer(state: dict[str, object], optimizer: torch.optim.Optimizer) -> dict[str, object]:
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    placed = {
+        number: {name: placed_like(value, parameters[number]) for name, value in values.items()}
+        for number, values in state["state"].items()
+    }
+    return {**state, "state": placed}
 
 
 def load_checkpoint(path: Path, *, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> int:
@@ -67,8 +88,9 @@ def load_checkpoint(path: Path, *, model: torch.nn.Module, optimizer: torch.opti
         state = torch.load(path, map_location="cpu", weights_only=True)
         if state["version"] != VERSION:
             raise ValueError(f"version {state['version']}, this is {VERSION}")
-        model.load_state_dict(state["model"])
-        optimizer.load_state_dict(state["optimizer"])
+        own = model.state_dict()
+        model.load_state_dict({name: placed_like(value, own.get(name)) for name, value in state["model"].items()})
+        optimizer.load_state_dict(_placed_optimizer(state["optimizer"], optimizer))
         return int(state["step"])
     except Exception as error:
         raise UserError(

@@ -13,21 +13,26 @@ import errno
 import importlib
 import os
 import sys
+import time
 from typing import NoReturn
 
-from fp8compile.cli.errors import Failed, Stopped, UserError
+from fp8compile.cli.errors import Failed, Quiet, Stopped, UserError
 
 __all__ = ["main"]
 
 # Each names a module of this package with add_parser(subparsers), which sets the default `run`:
 # a function of the parsed arguments that returns an exit code.
 SUBCOMMANDS = ("train", "explain", "doctor")
+RANK_PATIENCE = 10  # seconds
 NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 
 class _OneLineParser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Report a bad argument in one line; argparse would print the usage first."""
+        if os.environ.get("RANK", "0") != "0":
+            time.sleep(RANK_PATIENCE)  # until torchrun ends this process too: the first rank says it for all
+            self.exit(2)
         self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")
 
 
@@ -87,6 +92,8 @@ def main(arguments: list[str] | None = None) -> int:
     except Stopped as stop:
         _complain(parsed.command, str(stop))
         return stop.exit_code
+    except Quiet as quiet:
+        return quiet.exit_code
     except KeyboardInterrupt:
         _complain(parsed.command, "stopped before the run began; nothing was changed")
         return 130

@@ -14,7 +14,7 @@ BF16 = "bf16"
 NUM_SPREAD_SEEDS = 3
 AT_LEAST_ONE = (
     "dim", "layers", "heads", "kv_heads", "hidden", "seq", "batch", "steps", "eval_every",
-    "eval_sequences", "checkpoint_every",
+    "eval_sequences", "checkpoint_every", "tp",
 )  # fmt: skip
 
 
@@ -35,6 +35,7 @@ class TrainConfig:
         heads: Query heads.
         kv_heads: Key and value heads.
         hidden: Width of the feed-forward layers.
+        qk_norm: Whether queries and keys are normalized, head by head.
         seq: Bytes in a sequence.
         batch: Sequences in a batch.
         steps: Updates.
@@ -47,6 +48,8 @@ class TrainConfig:
         checkpoint_every: Steps between checkpoints; there is one at the end in any case.
         threads: CPU threads; 0 is replaced by what PyTorch uses on its own.
         device: Device; "" is replaced by "cuda" where there is one, else "cpu".
+        tp: Processes that the model is cut over.
+        sp: Whether they cut the sequence, too, between its matrix products.
 
     Raises:
         UserError: A value that no run can have.
@@ -61,6 +64,7 @@ class TrainConfig:
     heads: int = 4
     kv_heads: int = 2
     hidden: int = 384
+    qk_norm: bool = False
     seq: int = 128
     batch: int = 16
     steps: int = 300
@@ -73,6 +77,8 @@ class TrainConfig:
     checkpoint_every: int = 100
     threads: int = 0
     device: str = ""
+    tp: int = 1
+    sp: bool = False
 
     def __post_init__(self) -> None:
         """Check what needs no PyTorch."""
@@ -89,6 +95,17 @@ class TrainConfig:
             raise UserError(f"--compare {self.compare} is --recipe too; compare with another one")
         if self.check and self.compare != BF16:
             raise UserError("--check judges a recipe against bf16; add --compare bf16")
+        self._check_cuts()
+
+    def _check_cuts(self) -> None:
+        if self.sp and self.tp == 1:
+            raise UserError("--sp cuts the sequence over the processes of --tp; add --tp 2, or more")
+        for name in ("heads", "kv_heads", "hidden", *(("seq",) if self.sp else ())):
+            if getattr(self, name) % self.tp:
+                raise UserError(
+                    f"{_flag(name)} is {getattr(self, name)}, and each of --tp {self.tp} processes takes as many; it "
+                    f"has to be a multiple of {self.tp}"
+                )
 
 
 @dataclass(frozen=True, kw_only=True)

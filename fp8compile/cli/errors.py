@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-__all__ = ["Failed", "Stopped", "UserError"]
+__all__ = ["Failed", "Quiet", "Stopped", "UserError"]
 
 
 class UserError(Exception):
@@ -25,4 +25,19 @@ class Stopped(BaseException):
     def __init__(self, message: str, *, exit_code: int) -> None:
         """Keep the line to print and the exit code."""
         super().__init__(message)
+        self.exit_code = exit_code
+
+
+class Quiet(BaseException):
+    """Another rank of the run failed first and says why.
+
+    Not an ``Exception``, as :class:`Stopped`.
+
+    Attributes:
+        exit_code: Of what this rank failed by.
+    """
+
+    def __init__(self, *, exit_code: int) -> None:
+        """Keep the exit code."""
+        super().__init__()
         self.exit_code = exit_code

@@ -2,7 +2,7 @@
 
 The recipe says what should run, and the device how: on a kernel, or emulated in float64. The profiler
 sees the products that the compiled step calls, with their dtypes, so a layer that fell back to bf16 on
-the way can pass for neither.
+the way can pass for neither. Of a model that is cut over ranks, both count what one rank does.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ FP8, EMULATED, OTHER = "fp8", "emulated", "other"
 
 @dataclass(frozen=True, kw_only=True)
 class GemmCount:
-    """GEMMs of the linear layers in one training step.
+    """GEMMs of the linear layers in one training step, on one rank.
 
     Attributes:
         fp8: How many multiply FP8 operands by a kernel for them.
@@ -85,6 +85,7 @@ def expected_gemms(model: nn.Module, recipe: Recipe | None, *, tokens: int, devi
         The count; each linear has three GEMMs.
     """
     from torch import nn
+    from torch.distributed.tensor import DTensor
 
     import fp8compile as f8
     from fp8compile.quantizers import GEMMS
@@ -96,17 +97,30 @@ def expected_gemms(model: nn.Module, recipe: Recipe | None, *, tokens: int, devi
     gemms = []
     for fqn, module in model.named_modules():
         if isinstance(module, nn.Linear):
-            flops = 2 * tokens * module.in_features * module.out_features
+            weight = module.weight.to_local() if isinstance(module.weight, DTensor) else module.weight
+            flops = 2 * tokens * weight.numel()
             gemms += [(kind, flops) for kind in (kinds if fqn in converted else [OTHER] * len(GEMMS))]
     return _count(gemms)
 
 
 def _is_nested(event: object) -> bool:
+    """Whether this is a part of another product."""
     parent = event.cpu_parent
     while parent is not None:
-        if parent.name in FP8_CALLS or parent.name in OTHER_CALLS:
+        if parent.name != event.name and (parent.name in FP8_CALLS or parent.name in OTHER_CALLS):
             return True
         parent = parent.cpu_parent
+    return False
+
+
+def _is_of_whole(event: object) -> bool:
+    """Whether this is a product of DTensors, in eager mode: it calls that of this rank's parts."""
+    inside = list(event.cpu_children)
+    while inside:
+        child = inside.pop()
+        if child.name == event.name:
+            return True
+        inside += child.cpu_children
     return False
 
 
@@ -145,5 +159,5 @@ def profiled_gemms(step: Callable[[], None]) -> GemmCount:
     return _count(
         (_seen_kind(event.name, dtypes[event.id]), _flops(event.input_shapes))
         for event in profiler.events()
-        if (event.name in FP8_CALLS or event.name in OTHER_CALLS) and not _is_nested(event)
+        if (event.name in FP8_CALLS or event.name in OTHER_CALLS) and not _is_nested(event) and not _is_of_whole(event)
     )

@@ -1,4 +1,7 @@
-"""Ctrl-C and SIGTERM: at once while nothing can be torn, after the update of a step otherwise."""
+"""Ctrl-C and SIGTERM: at once while nothing can be torn, after the update of a step otherwise.
+
+Ranks that need each other stop between the same two steps: a signal to any of them is one to all.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from types import FrameType
 
+    from fp8compile.cli.ranks import Ranks
+
 __all__ = ["Interrupts"]
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -22,11 +27,13 @@ class Interrupts:
 
     A signal is acted on at once, however long the compiler still takes, but for the stretches
     under :meth:`held`: there it waits, so that parameters, optimizer state and step stay in tune.
+    Of several ranks, each waits for :meth:`turn`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, ranks: Ranks) -> None:
         """Start with no signal seen."""
-        self._holding = False
+        self._ranks = ranks
+        self._holding = ranks.size > 1
         self._pending: int | None = None
         self._previous: dict[int, object] = {}
 
@@ -44,14 +51,18 @@ class Interrupts:
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
         self._pending = number
         if not self._holding:
-            self.check()
+            self._check()
 
-    def check(self) -> None:
-        """Raise :class:`Stopped` if a signal came.
+    def turn(self) -> None:
+        """Raise :class:`Stopped` if a signal came, to this rank or to another one.
 
         Python drops an exception raised inside a destructor or a weak reference's callback, so
-        loops call this once a turn.
+        loops call this once a turn, all ranks in the same one.
         """
+        self._pending = self._ranks.largest(self._pending or 0) or None
+        self._check()
+
+    def _check(self) -> None:
         if self._pending is not None:
             name = signal.Signals(self._pending).name
             raise Stopped(f"stopped by {name}", exit_code=128 + self._pending)
@@ -69,4 +80,4 @@ class Interrupts:
         finally:
             self._holding = before
         if not before:
-            self.check()
+            self._check()

@@ -43,6 +43,7 @@ class ModelShape:
         kv_heads: Key and value heads; divides ``heads``.
         hidden: Width of the feed-forward layer.
         seq: Bytes in a sequence.
+        qk_norm: Whether queries and keys are normalized, head by head.
 
     Raises:
         ValueError: A size is below 1, or the heads do not divide the width.
@@ -54,6 +55,7 @@ class ModelShape:
     kv_heads: int
     hidden: int
     seq: int
+    qk_norm: bool = False
 
     def __post_init__(self) -> None:
         """Check what the attention needs."""
@@ -104,13 +106,17 @@ class _Attention(nn.Module):
         self.key = nn.Linear(shape.dim, kv_width, bias=False)
         self.value = nn.Linear(shape.dim, kv_width, bias=False)
         self.output = nn.Linear(shape.dim, shape.dim, bias=False)
+        # Dehghani et al. 2023, arXiv:2302.05442
+        self.query_norm = _Norm(self.head_dim) if shape.qk_norm else None
+        self.key_norm = _Norm(self.head_dim) if shape.qk_norm else None
 
-    def _heads(self, x_BTD: Tensor) -> Tensor:
-        return x_BTD.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+    def _heads(self, x_BTD: Tensor, norm: _Norm | None = None) -> Tensor:
+        x_BHTE = x_BTD.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+        return x_BHTE if norm is None else norm(x_BHTE)
 
     def forward(self, x_BTD: Tensor, cos_TE: Tensor, sin_TE: Tensor) -> Tensor:
-        query_BHTE = _rotate(self._heads(self.query(x_BTD)), cos_TE, sin_TE)
-        key_BGTE = _rotate(self._heads(self.key(x_BTD)), cos_TE, sin_TE)
+        query_BHTE = _rotate(self._heads(self.query(x_BTD), self.query_norm), cos_TE, sin_TE)
+        key_BGTE = _rotate(self._heads(self.key(x_BTD), self.key_norm), cos_TE, sin_TE)
         mixed_BHTE = F.scaled_dot_product_attention(
             query_BHTE, key_BGTE, self._heads(self.value(x_BTD)), is_causal=True, enable_gqa=True
         )
@@ -184,7 +190,9 @@ class ByteLlama(nn.Module):
         """
         length = tokens.shape[1]
         cos_TE, sin_TE = self.cos[:length], self.sin[:length]
-        x_BTD = self.embed(tokens).bfloat16()
+        x_BTD = self.embed(tokens)
+        if torch.is_autocast_enabled(x_BTD.device.type):
+            x_BTD = x_BTD.to(torch.get_autocast_dtype(x_BTD.device.type))
         for block in self.blocks:
             x_BTD = block(x_BTD, cos_TE, sin_TE)
         logits_BTV = self.head(self.norm(x_BTD))

@@ -5,7 +5,8 @@
     RUN/checkpoint-<arm>.pt     the newest state of a training, see checkpoint.py
     RUN/loss.png                the curves
 
-Rows are appended as they come; every other file is replaced as a whole.
+Rows are appended as they come; every other file is replaced as a whole. Of several ranks the first one reads and
+writes; the others know what it read.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ from fp8compile.cli.errors import UserError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
+
+    from fp8compile.cli.ranks import Ranks
 
 __all__ = ["RunFolder", "existing_run_folder", "new_run_folder", "write_atomically"]
 
@@ -76,16 +79,19 @@ class RunFolder:
         is_fresh: Whether this process made the run, and no step of it is done yet.
     """
 
-    def __init__(self, path: Path, *, is_fresh: bool, had_folder: bool = True) -> None:
+    def __init__(self, path: Path, ranks: Ranks, *, is_fresh: bool, had_folder: bool = True) -> None:
         """Take over a folder; see :func:`new_run_folder` and :func:`existing_run_folder`."""
         self.path = path
+        self._ranks = ranks
         self.is_fresh = is_fresh
         self._had_folder = had_folder
 
     @property
     def resume_command(self) -> str:
         """What a user types to go on."""
-        return f"fp8compile train --resume {self.path}"
+        command = f"fp8compile train --resume {self.path}"
+        size = self._ranks.size
+        return command if size == 1 else f"torchrun --nproc-per-node {size} -m {command}"
 
     @property
     def _metrics(self) -> Path:
@@ -97,8 +103,9 @@ class RunFolder:
 
     def write_config(self, config: Row) -> None:
         """Write config.json."""
-        text = json.dumps(config, indent=2) + "\n"
-        write_atomically(self.path / "config.json", text.encode())
+        if self._ranks.is_first:
+            text = json.dumps(config, indent=2) + "\n"
+            write_atomically(self.path / "config.json", text.encode())
 
     def read_config(self) -> Row:
         """Read config.json.
@@ -109,6 +116,9 @@ class RunFolder:
         Raises:
             UserError: It is missing or no JSON object.
         """
+        return self._ranks.same(self._read_config)
+
+    def _read_config(self) -> Row:
         path = self.path / "config.json"
         try:
             config = json.loads(path.read_bytes())
@@ -122,12 +132,17 @@ class RunFolder:
 
     def append(self, row: Row) -> None:
         """Add a row to metrics.jsonl; it outlives a kill of the process from here on."""
+        if not self._ranks.is_first:
+            return
         line = json.dumps(row) + "\n"
         with _writing(self._metrics), self._metrics.open("a") as file:
             file.write(line)
 
     def rows(self) -> list[Row]:
         """Return the rows of metrics.jsonl, without a last line that a kill cut short."""
+        return self._ranks.same(self._read_rows)
+
+    def _read_rows(self) -> list[Row]:
         if not self._metrics.exists():
             return []
         rows = []
@@ -140,11 +155,14 @@ class RunFolder:
 
     def replace_rows(self, rows: Iterable[Row]) -> None:
         """Rewrite metrics.jsonl."""
-        text = "".join(json.dumps(row) + "\n" for row in rows)
-        write_atomically(self._metrics, text.encode())
+        if self._ranks.is_first:
+            text = "".join(json.dumps(row) + "\n" for row in rows)
+            write_atomically(self._metrics, text.encode())
 
     def discard(self) -> None:
         """Remove what a failed start made, down to the folder itself if that was new."""
+        if not self._ranks.is_first:
+            return
         if self._had_folder:
             for path in self.path.iterdir():
                 path.unlink()
@@ -152,18 +170,8 @@ class RunFolder:
             shutil.rmtree(self.path, ignore_errors=True)
 
 
-def new_run_folder(path: Path) -> RunFolder:
-    """Make the folder of a new run.
-
-    Args:
-        path: Where; may exist if it is an empty folder.
-
-    Returns:
-        The folder, with nothing in it.
-
-    Raises:
-        UserError: There is a run or anything else, or the folder cannot be made.
-    """
+def _make_folder(path: Path) -> bool:
+    """Make a folder for a run; return whether it was there, empty."""
     if (path / "config.json").exists():
         raise UserError(f"{path} already has a run; go on with it by --resume {path}, or give another --out")
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
@@ -171,14 +179,32 @@ def new_run_folder(path: Path) -> RunFolder:
     had_folder = path.exists()
     with _writing(path):
         path.mkdir(parents=True, exist_ok=True)
-    return RunFolder(path, is_fresh=True, had_folder=had_folder)
+    return had_folder
 
 
-def existing_run_folder(path: Path) -> RunFolder:
+def new_run_folder(path: Path, ranks: Ranks) -> RunFolder:
+    """Make the folder of a new run.
+
+    Args:
+        path: Where; may exist if it is an empty folder.
+        ranks: The processes of the run.
+
+    Returns:
+        The folder, with nothing in it.
+
+    Raises:
+        UserError: There is a run or anything else, or the folder cannot be made.
+    """
+    had_folder = ranks.same(lambda: _make_folder(path))
+    return RunFolder(path, ranks, is_fresh=True, had_folder=had_folder)
+
+
+def existing_run_folder(path: Path, ranks: Ranks) -> RunFolder:
     """Open the folder of a run to resume.
 
     Args:
         path: Where.
+        ranks: The processes of the run.
 
     Returns:
         The folder.
@@ -188,4 +214,4 @@ def existing_run_folder(path: Path) -> RunFolder:
     """
     if not path.is_dir():
         raise UserError(f"no run in {path}: there is no such folder; check --resume")
-    return RunFolder(path, is_fresh=False)
+    return RunFolder(path, ranks, is_fresh=False)

@@ -58,17 +58,20 @@ def _column(rows: Sequence[Row], arm: str) -> dict[str, str]:
     last = [row["loss"] for row in train[-NUM_SMOOTHED:]]
     pace = done["tokens_per_second"]
     asked, seen = _gemms(done)
+    on_rank = "" if done["tp"] == 1 else ", of one rank"
     column = {
         "held-out loss (nats/byte)": f"{held_out[-1]['loss']:.4f}",
         f"train loss (mean of last {len(last)})": f"{sum(last) / len(last):.4f}",
         "tokens/s (median step)": "-" if pace is None else f"{pace:,.0f}",
-        f"peak memory since {done['peak_memory_since']}": (f"{done['peak_memory_bytes'] / 2**20:,.0f} MiB"),
+        f"peak memory since {done['peak_memory_since']}{on_rank}": f"{done['peak_memory_bytes'] / 2**20:,.0f} MiB",
         "graphs": _graphs(done),
         "graph breaks": _count(done, "graph_breaks"),
         "recompiles beyond these": _count(done, "recompiles"),
-        "FP8 GEMMs asked for by the recipe": asked.shown("fp8", "emulated"),
-        "FP8 GEMMs seen by the profiler": seen.shown("fp8"),
+        f"FP8 GEMMs asked for by the recipe{on_rank}": asked.shown("fp8", "emulated"),
+        f"FP8 GEMMs seen by the profiler{on_rank}": seen.shown("fp8"),
     }
+    if done["tp"] > 1:
+        column["tensor parallel"] = f"{done['tp']} ranks{', sequence parallel' if done['sp'] else ''}"
     if asked.emulated or seen.emulated:
         column["emulated on this device"] = seen.shown("emulated")
     return column

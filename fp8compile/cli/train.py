@@ -35,6 +35,7 @@ VALUES = (
     ("--eval-every", int, "steps between evaluations"),
     ("--eval-sequences", int, "held-out sequences of an evaluation"),
     ("--checkpoint-every", int, "steps between checkpoints"),
+    ("--tp", int, "processes to cut the model over; torchrun starts them"),
 )
 
 
@@ -61,6 +62,8 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     parser.add_argument("--threads", type=int, metavar="INT", help="CPU threads (default PyTorch's)")
     parser.add_argument("--device", metavar="NAME", help="device (default cuda if there, else cpu)")
     parser.add_argument("--no-compile", dest="compile", action="store_false", help="run without torch.compile")
+    parser.add_argument("--qk-norm", action="store_true", help="normalize queries and keys, head by head")
+    parser.add_argument("--sp", action="store_true", help="with --tp: cut the sequence too, between matrix products")
     parser.add_argument(
         "--check",
         action="store_true",
@@ -88,12 +91,14 @@ def _run(parsed: argparse.Namespace) -> int:
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
     if missing:
         raise UserError(f'{" and ".join(missing)} missing; pip install "fp8compile[train]"')
-    explicit = _explicit(parsed)
-    out, resume = getattr(parsed, "out", None), getattr(parsed, "resume", None)
-    if resume is not None and out is not None:
-        raise UserError("--resume writes to the run's own folder; leave --out out")
+    from fp8compile.cli.ranks import joined
     from fp8compile.cli.training import resumed_run, start_run
 
-    if resume is not None:
-        return resumed_run(Path(resume), explicit)
-    return start_run(TrainConfig(**explicit), None if out is None else Path(out))
+    with joined() as ranks:
+        explicit = _explicit(parsed)
+        out, resume = getattr(parsed, "out", None), getattr(parsed, "resume", None)
+        if resume is not None and out is not None:
+            raise UserError("--resume writes to the run's own folder; leave --out out")
+        if resume is not None:
+            return resumed_run(Path(resume), explicit, ranks)
+        return start_run(TrainConfig(**explicit), None if out is None else Path(out), ranks)

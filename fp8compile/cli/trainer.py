@@ -16,13 +16,15 @@ from typing import TYPE_CHECKING
 import torch
 
 import fp8compile as f8
-from fp8compile.cli.checkpoint import load_checkpoint, save_checkpoint
+from fp8compile.cli.checkpoint import load_checkpoint, save_checkpoint, whole_state
 from fp8compile.cli.config import BF16
 from fp8compile.cli.errors import Failed, UserError
 from fp8compile.cli.gemms import expected_gemms, profiled_gemms
 from fp8compile.cli.graphs import CountedModel
 from fp8compile.cli.memory import peak_memory, reset_peak_memory
 from fp8compile.cli.model import ByteLlama, ModelShape
+from fp8compile.cli.ranks import Ranks
+from fp8compile.cli.tensor_parallel import parallelize, place_gradients
 from fp8compile.cli.text import held_out_batches, training_batch
 
 if TYPE_CHECKING:
@@ -97,7 +99,7 @@ def model_shape(config: TrainConfig) -> ModelShape:
     Raises:
         UserError: They do not go together.
     """
-    names = ("dim", "layers", "heads", "kv_heads", "hidden", "seq")
+    names = ("dim", "layers", "heads", "kv_heads", "hidden", "seq", "qk_norm")
     try:
         return ModelShape(**{name: getattr(config, name) for name in names})
     except ValueError as error:
@@ -127,15 +129,19 @@ class Trainer:
         counted: The model as called, and its graphs.
     """
 
-    def __init__(self, config: TrainConfig, arm: Arm, text: Text, recipe: f8.Recipe | None) -> None:
-        """Make the model, convert it, and prepare its compilation.
+    def __init__(
+        self, config: TrainConfig, arm: Arm, text: Text, recipe: f8.Recipe | None, ranks: Ranks | None = None
+    ) -> None:
+        """Make the model, convert it, cut it over the ranks, and prepare its compilation.
 
         Args:
             config: The run's configuration, with threads and device filled in.
             arm: Which of its trainings.
             text: Where batches come from.
             recipe: What to convert by; None for bf16.
+            ranks: The processes of the run; None for this one alone.
         """
+        self._ranks = Ranks() if ranks is None else ranks
         self._config, self._arm, self._text, self._recipe = config, arm, text, recipe
         self._device = torch.device(config.device)
         self.model = ByteLlama(model_shape(config), seed=arm.seed)
@@ -143,6 +149,8 @@ class Trainer:
             # The head stays in bf16, as is usual: its errors go straight into the loss.
             f8.convert(self.model, recipe, filter=lambda _, fqn: fqn != "head")
         self.model.to(self._device)
+        if (mesh := self._ranks.mesh(self._device.type)) is not None:
+            parallelize(self.model, mesh, sp=config.sp)
         self._optimizer = _optimizer(self.model)
         self.counted = CountedModel(self.model, config)
         self.step = 0
@@ -158,8 +166,10 @@ class Trainer:
         self.step = load_checkpoint(path, model=self.model, optimizer=self._optimizer)
 
     def save(self, path: object) -> None:
-        """Write a checkpoint."""
-        save_checkpoint(path, step=self.step, model=self.model, optimizer=self._optimizer)
+        """Write a checkpoint: the first rank does, of what all have."""
+        state = whole_state(step=self.step, model=self.model, optimizer=self._optimizer)
+        if self._ranks.is_first:
+            save_checkpoint(path, state)
 
     # ---------------------------------------------------------------- steps
 
@@ -190,6 +200,7 @@ class Trainer:
         rate = _learning_rate(self.step, self._config.lr)
         for group in self._optimizer.param_groups:
             group["lr"] = rate
+        place_gradients(self.model)
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), MAX_GRADIENT_NORM)
         return {"kind": "train", "arm": self._arm.name, "step": self.step + 1, "loss": value, "lr": rate}
 
@@ -253,4 +264,6 @@ class Trainer:
             "graphs": dict(self.counted.graphs) if self.counted.is_compiled else None,
             "graph_breaks": self.counted.graph_breaks,
             "recompiles": self.counted.recompiles,
+            "tp": self._config.tp,
+            "sp": self._config.sp,
         }

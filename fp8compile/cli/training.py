@@ -25,6 +25,7 @@ from fp8compile.cli.errors import Failed, Stopped, UserError
 from fp8compile.cli.graphs import check_backend
 from fp8compile.cli.interrupts import Interrupts
 from fp8compile.cli.progress import ProgressLine
+from fp8compile.cli.ranks import Ranks, check_ranks
 from fp8compile.cli.run_folder import (
     RunFolder,
     existing_run_folder,
@@ -44,7 +45,9 @@ if TYPE_CHECKING:
 __all__ = ["resolved", "resumed_run", "start_run"]
 
 
-def _device(name: str) -> str:
+def _device(name: str, ranks: Ranks) -> str:
+    if ranks.size > 1 and ":" in name:
+        raise UserError(f"--device {name}: each rank of --tp has a GPU of its own; it is cpu or cuda")
     if name == "":
         return "cuda" if torch.cuda.is_available() else "cpu"
     try:
@@ -58,30 +61,35 @@ def _device(name: str) -> str:
     return name
 
 
-def resolved(config: TrainConfig) -> TrainConfig:
+def resolved(config: TrainConfig, ranks: Ranks | None = None) -> TrainConfig:
     """Fill in device and threads, and check what only PyTorch can.
 
     Args:
         config: As typed.
+        ranks: The processes of the run; None for this one alone.
 
     Returns:
         The configuration to run and to keep.
 
     Raises:
-        UserError: No such recipe, backend or device, or sizes that do not go together.
+        UserError: Not as many ranks as it takes, no such recipe, backend or device, or sizes that do not go together.
     """
+    ranks = Ranks() if ranks is None else ranks
+    check_ranks(config, ranks)
     model_shape(config)
     for arm in arms(config):
         named_recipe(arm.recipe)
     if config.compile:
         check_backend(config.backend)
     threads = config.threads or torch.get_num_threads()
-    return replace(config, device=_device(config.device), threads=threads)
+    return replace(config, device=_device(config.device, ranks), threads=threads)
 
 
-def _load_text(config: TrainConfig) -> Text:
+def _load_text(config: TrainConfig, ranks: Ranks) -> Text:
     source = None if config.data is None else Path(config.data)
     text = load_text(source, batch=config.batch, seq=config.seq)
+    if ranks.same(lambda: text.sha256) != text.sha256:
+        raise UserError(f"rank {ranks.rank} finds another text than rank 0; give all of them one by --data")
     skipped = f", {text.num_skipped} binary left out" if text.num_skipped else ""
     print(
         f"text: {(len(text.train) + len(text.held_out)) / 2**20:.1f} MiB in {text.num_files} "
@@ -127,12 +135,15 @@ def _train(trainer: Trainer, config: TrainConfig, folder: RunFolder, arm: Arm, i
                 progress.evaluated(trainer.step, row["loss"])
             if trainer.step == config.steps:
                 return
+            interrupts.turn()
             row = _train_step(trainer, config, folder, arm, interrupts)
             progress.trained(trainer.step, row["loss"], trainer.tokens_per_second)
 
 
-def _run_arm(config: TrainConfig, arm: Arm, text: Text, folder: RunFolder, interrupts: Interrupts) -> None:
-    trainer = Trainer(config, arm, text, named_recipe(arm.recipe))
+def _run_arm(
+    config: TrainConfig, arm: Arm, text: Text, folder: RunFolder, interrupts: Interrupts, ranks: Ranks
+) -> None:
+    trainer = Trainer(config, arm, text, named_recipe(arm.recipe), ranks)
     trainer.load(folder.checkpoint(arm.name))
     _drop_rows_after(folder, arm, trainer.step)
     try:
@@ -174,8 +185,10 @@ def _verdict(config: TrainConfig, rows: list[Row], text: Text) -> Verdict:
     )
 
 
-def _finish(config: TrainConfig, text: Text, folder: RunFolder) -> int:
+def _finish(config: TrainConfig, text: Text, folder: RunFolder, ranks: Ranks) -> int:
     rows, trained = folder.rows(), arms(config)
+    if not ranks.is_first:
+        return 0
     write_atomically(folder.path / "loss.png", loss_picture(rows, trained))
     print_summary(rows, [arm for arm in trained if arm.seed == config.seed])  # the others are there for the spread
     found = complaints(rows, trained)
@@ -214,23 +227,26 @@ def _mended(folder: RunFolder) -> Iterator[None]:
         raise
 
 
-def _run_all(config: TrainConfig, text: Text, folder: RunFolder) -> int:
+def _run_all(config: TrainConfig, text: Text, folder: RunFolder, ranks: Ranks) -> int:
     if torch.device(config.device).type == "cuda":
+        if ranks.size > 1:
+            torch.cuda.set_device(ranks.rank)
         # cuBLAS is reproducible only with a workspace of its own; PyTorch insists on it.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    with _mended(folder), Interrupts() as interrupts, reproducible(threads=config.threads):
+    with _mended(folder), Interrupts(ranks) as interrupts, reproducible(threads=config.threads):
         for arm in arms(config):
             if not _is_done(folder.rows(), arm, config.steps):
-                _run_arm(config, arm, text, folder, interrupts)
-        return _finish(config, text, folder)
+                _run_arm(config, arm, text, folder, interrupts, ranks)
+        return _finish(config, text, folder, ranks)
 
 
-def start_run(config: TrainConfig, out: Path | None) -> int:
+def start_run(config: TrainConfig, out: Path | None, ranks: Ranks) -> int:
     """Start a run.
 
     Args:
         config: As typed.
         out: Its folder; None for a new one below ``runs``.
+        ranks: The processes of the run.
 
     Returns:
         The exit code.
@@ -240,20 +256,22 @@ def start_run(config: TrainConfig, out: Path | None) -> int:
         Failed: A check finds the criterion unmet or something else run than asked for, or a loss is not finite.
         Stopped: By a signal.
     """
-    config = resolved(config)
-    text = _load_text(config)
-    folder = new_run_folder(out or Path("runs") / time.strftime("%Y%m%d-%H%M%S"))
+    config = resolved(config, ranks)
+    text = _load_text(config, ranks)
+    path = ranks.same(lambda: out or Path("runs") / time.strftime("%Y%m%d-%H%M%S"))
+    folder = new_run_folder(path, ranks)
     with _mended(folder):
         folder.write_config({"fp8compile": f8.__version__, **_provenance(config, text)})
-    return _run_all(config, text, folder)
+    return _run_all(config, text, folder, ranks)
 
 
-def resumed_run(path: Path, explicit: dict[str, object]) -> int:
+def resumed_run(path: Path, explicit: dict[str, object], ranks: Ranks) -> int:
     """Go on with a run.
 
     Args:
         path: Its folder.
         explicit: Fields whose flags were typed.
+        ranks: The processes of the run.
 
     Returns:
         The exit code.
@@ -263,14 +281,14 @@ def resumed_run(path: Path, explicit: dict[str, object]) -> int:
         Failed: A check finds the criterion unmet or something else run than asked for, or a loss is not finite.
         Stopped: By a signal.
     """
-    folder = existing_run_folder(path)
+    folder = existing_run_folder(path, ranks)
     stored = folder.read_config()
-    config = resolved(extended(config_from_json(stored.get("train")), explicit))
-    text = _load_text(config)
+    config = resolved(extended(config_from_json(stored.get("train")), explicit), ranks)
+    text = _load_text(config, ranks)
     if text.sha256 != stored.get("text_sha256"):
         raise UserError(f"the text of {path} has changed since the run began; start a new one")
     if stored.get("torch") != torch.__version__:
         print(f"note: begun with PyTorch {stored.get('torch')}, this is {torch.__version__}: bits may differ")
     if asdict(config) != stored["train"]:
         folder.write_config({**stored, "train": asdict(config)})
-    return _run_all(config, text, folder)
+    return _run_all(config, text, folder, ranks)

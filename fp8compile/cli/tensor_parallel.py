@@ -1,0 +1,95 @@
+"""The plan by which ranks share the model of `fp8compile train`, made of PyTorch's styles and ours.
+
+    tokens --embed--> x --norm--> query, key, value --> attention of a rank's own heads --> output --> + x
+                      x --norm--> gate, up          --> a rank's own hidden features    --> down   --> + x
+                      x --norm--> head --> logits --> loss, the same on every rank
+
+Between the layers, x is a DTensor: whole on each rank, or with ``sp`` a rank's part of the sequence. Then the FP8
+layers gather codes (`fp8compile.parallel`); the others, and all layers without ``sp``, have PyTorch's own styles.
+Every parameter becomes a DTensor, so that clipping and AdamW see one kind.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torch import nn
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor, parallel
+
+import fp8compile as f8
+from fp8compile.parallel import ColwiseParallel, RowwiseParallel
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.distributed.device_mesh import DeviceMesh
+
+__all__ = ["parallelize", "place_gradients", "placed_like", "whole"]
+
+HEADS_DIM = 1  # of queries and keys as their norms see them: (batch, heads, sequence, width)
+
+
+def parallelize(model: nn.Module, mesh: DeviceMesh, *, sp: bool) -> None:
+    """Cut a model over ranks, in place, with the weights that the first rank has.
+
+    Args:
+        model: A ``ByteLlama``, converted or not.
+        mesh: Of all ranks, one dim.
+        sp: Whether the sequence is cut where there is no product.
+    """
+    between = Shard(1) if sp else Replicate()
+
+    def style(name: str, module: nn.Module) -> parallel.ParallelStyle | None:
+        codes = sp and isinstance(module, f8.Linear)
+        last = name.rpartition(".")[2]
+        if last == "embed":
+            return parallel.PrepareModuleInputOutput(
+                input_layouts=Replicate(),
+                desired_input_layouts=Replicate(),
+                output_layouts=Replicate(),
+                desired_output_layouts=between,
+                use_local_output=False,
+            )
+        if last == "head":
+            return parallel.ColwiseParallel(input_layouts=between, output_layouts=Replicate())
+        if last in ("query_norm", "key_norm"):
+            return parallel.SequenceParallel(sequence_dim=HEADS_DIM, use_local_output=True)
+        if last in ("output", "down"):
+            kind = RowwiseParallel if codes else parallel.RowwiseParallel
+            return kind(output_layouts=between, use_local_output=False)
+        if isinstance(module, nn.Linear):
+            return (ColwiseParallel if codes else parallel.ColwiseParallel)(input_layouts=between)
+        return None
+
+    styles = {name: style(name, module) for name, module in model.named_modules()}
+    parallel.parallelize_module(model, mesh, {name: chosen for name, chosen in styles.items() if chosen is not None})
+    for module in model.modules():
+        if any(not isinstance(parameter, DTensor) for parameter in module.parameters(recurse=False)):
+            distribute_module(module, mesh)  # the embedding and the norms of x: whole weights
+
+
+def place_gradients(model: nn.Module) -> None:
+    """Bring each gradient to where its parameter is: a sum over the ranks for what all of them have.
+
+    Args:
+        model: After a backward; without DTensors nothing happens.
+    """
+    for parameter in model.parameters():
+        if isinstance(parameter, DTensor) and parameter.grad is not None:
+            parameter.grad = parameter.grad.redistribute(placements=parameter.placements)
+
+
+def whole(value: object) -> object:
+    """Return a tensor with all its parts, on the CPU, whatever else as it is; all ranks call this."""
+    return value.full_tensor().cpu() if isinstance(value, DTensor) else value
+
+
+def placed_like(value: Tensor, like: Tensor) -> Tensor:
+    """Return a whole tensor as another one is placed; all ranks call this.
+
+    Args:
+        value: Any tensor.
+        like: Of the same shape where it is a DTensor.
+    """
+    if not isinstance(like, DTensor) or value.shape != like.shape:
+        return value
+    return distribute_tensor(value.to(like.device), like.device_mesh, like.placements)
