@@ -22,7 +22,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -102,17 +101,17 @@ class Side:
     block: int
     sizes: tuple[tuple[int, int, int], ...]
 
-    @cached_property
+    @property
     def length(self) -> int:
         """Elements on this rank."""
-        return math.prod(length for _, length, _ in self.sizes)
+        return math.prod([length for _, length, _ in self.sizes])
 
-    @cached_property
+    @property
     def total(self) -> int:
         """Elements of the whole."""
-        return math.prod(total for _, _, total in self.sizes)
+        return math.prod([total for _, _, total in self.sizes])
 
-    @cached_property
+    @property
     def first(self) -> int | None:
         """Where this rank's elements begin, if they are one run of the whole; None if they are several."""
         run, first, inner = True, 0, 1
@@ -189,8 +188,8 @@ def _side(dims: range, shape: Sequence[int], cuts: Cuts, block: int) -> Side:
             f"dim {dims[innermost]} is cut unevenly over two groups, and blocks of {block} along it share a scale. "
             "Cut it over one of them, or evenly."
         )
-    inner = math.prod(total for _, _, total in sizes[innermost + 1 :])
-    outer = math.prod(total for _, _, total in sizes[:innermost])
+    inner = math.prod([total for _, _, total in sizes[innermost + 1 :]])
+    outer = math.prod([total for _, _, total in sizes[:innermost]])
     smallest = own[innermost][-1]
     boundaries = [sum(smallest.sizes[:rank]) * inner for rank in range(1, len(smallest.sizes))]
     followed = outer > 1 or len(own[innermost]) > 1  # the last part, too, is followed by elements of another one
