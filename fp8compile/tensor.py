@@ -31,7 +31,16 @@ from fp8compile.ops.parts import Codes, Part, Shards, quantize_part, sides_of
 from fp8compile.quantizers import GemmConfig, Quantizer
 from fp8compile.quantizers.blocks import as_matrix
 
-__all__ = ["SOURCE_DTYPES", "QuantizedTensor", "not_dense", "quantize", "scaled_mm", "shown"]
+__all__ = [
+    "SOURCE_DTYPES",
+    "QuantizedTensor",
+    "checked_sizes",
+    "not_dense",
+    "own_sizes",
+    "quantize",
+    "scaled_mm",
+    "shown",
+]
 
 aten = torch.ops.aten
 SOURCE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -530,17 +539,41 @@ def _check_shard(x: Tensor, group: Any, shard_dim: Any, sizes: Any) -> None:
     if not -x.ndim <= shard_dim < x.ndim:
         raise ValueError(f"quantize: shard_dim is {shard_dim}, x has {x.ndim} dims.")
     if sizes is not None:
-        _check_sizes("quantize", sizes, group, x.shape[shard_dim], shard_dim)
+        own_sizes("quantize", "sizes", sizes, group, x.shape[shard_dim], f"the entries of x along dim {shard_dim}")
 
 
-def _check_sizes(function: str, sizes: Any, group: ProcessGroup, own: int, dim: int) -> None:
-    if not isinstance(sizes, Sequence) or not all(type(size) is int and size >= 0 for size in sizes):
-        raise TypeError(f"{function}: sizes is {shown(sizes)}; it is a tuple of ints from 0, one for each rank.")
-    if len(sizes) != group.size() or sizes[group.rank()] != own:
+def checked_sizes(function: str, argument: str, given: Any, group: ProcessGroup) -> tuple[int, ...]:
+    """What a caller says that each rank of a group has; in the words of ``function``, whose argument it is.
+
+    Raises:
+        TypeError: It is no sequence of ints.
+        ValueError: It has not one entry for each rank.
+    """
+    if not isinstance(given, Sequence) or not all(type(size) is int and size >= 0 for size in given):
+        raise TypeError(f"{function}: {argument} is {shown(given)}; it is a tuple of ints from 0, one for each rank.")
+    if len(given) != group.size():
         raise ValueError(
-            f"{function}: sizes is {tuple(sizes)}; it has an entry for each of {group.size()} ranks, and this one, "
-            f"rank {group.rank()}, has {own} along dim {dim}."
+            f"{function}: {argument} is {tuple(given)}; it has one entry for each of {group.size()} ranks."
         )
+    return tuple(given)
+
+
+def own_sizes(function: str, argument: str, given: Any, group: ProcessGroup, own: int, what: str) -> tuple[int, ...]:
+    """What each rank has, where this one's part is known: as much as this one if nothing is given.
+
+    Raises:
+        TypeError: As ``checked_sizes``.
+        ValueError: As ``checked_sizes``, or this rank has something else; ``what`` names that.
+    """
+    if given is None:
+        return (own,) * group.size()
+    sizes = checked_sizes(function, argument, given, group)
+    if sizes[group.rank()] != own:
+        raise ValueError(
+            f"{function}: {argument} is {sizes} and {what} on rank {group.rank()} are {own}; give what each rank has, "
+            "the same on all of them."
+        )
+    return sizes
 
 
 def _block_spans_ranks(x: Tensor, quantizer: Quantizer, group: ProcessGroup, shard_dim: int) -> bool:
@@ -640,14 +673,12 @@ def _parts_to_gather(x: QuantizedTensor, dim: int, sizes: Sequence[int] | None) 
         )
     if type(dim) is not int or dim not in (x.shard_dim, x.shard_dim - x.ndim):
         raise ValueError(f"all_gather: dim is {shown(dim)}; the ranks have parts along dim {x.shard_dim}.")
-    own = x.shape[x.shard_dim]
-    if sizes is None:
-        sizes = (own,) * x.group.size() if x.sizes is None else x.sizes
-    else:
-        _check_sizes("all_gather", sizes, x.group, own, x.shard_dim)
-    if x.sizes is not None and tuple(sizes) != x.sizes:
-        raise ValueError(f"all_gather: sizes is {tuple(sizes)}, and this was quantized as one of {x.sizes}.")
-    found = Shards(x.group, x.group.rank(), x.shard_dim, tuple(sizes))
+    given = x.sizes if sizes is None else sizes
+    what = f"its entries along dim {x.shard_dim}"
+    sizes = own_sizes("all_gather", "sizes", given, x.group, x.shape[x.shard_dim], what)
+    if x.sizes is not None and sizes != x.sizes:
+        raise ValueError(f"all_gather: sizes is {sizes}, and this was quantized as one of {x.sizes}.")
+    found = Shards(x.group, x.group.rank(), x.shard_dim, sizes)
     if x.sizes is None and any(side.kind == "cut" for side in sides_of(x.shape, (found,), x.quantizer.block)):
         raise ValueError(
             f"all_gather: parts of {found.sizes} along dim {x.shard_dim} cut blocks {x.quantizer.block}, and each was "

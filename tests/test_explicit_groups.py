@@ -8,6 +8,8 @@ of the whole; of more parts, whose order gloo chooses, within one rounding an ad
 from __future__ import annotations
 
 import itertools
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from gloo_ranks import GROUPS, shared_ranks
 from torch import nn
 from torch._dynamo.utils import counters
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import fp8compile as f8
@@ -22,6 +25,7 @@ from fp8compile import parallel
 from fp8compile.testing import Recording
 from fp8compile.testing.bits import difference, sum_difference
 
+LIBRARY = Path(__file__).parent / "example_library"
 OUTPUT, GRAD_INPUT, GRAD_WEIGHT = f8.quantizers.GEMMS
 RECIPES = ("tensorwise", "rowwise", "rowwise_bf16_wgrad", "blockwise", "mxfp8")
 COLUMN, ROW = parallel.column_parallel_linear, parallel.row_parallel_linear
@@ -111,7 +115,7 @@ class Case:
         self.group = GROUPS[GROUP_NAMES[len(features)]]
         self.rank = self.group.rank()
         self.layer, self.tokens, self.features, self.sequence_dim = layer, tokens, features, sequence_dim
-        self.recipe = f8.recipes.by_name(recipe)
+        self.recipe = recipe if isinstance(recipe, f8.Recipe) else f8.recipes.by_name(recipe)
         shape = [2, 2]
         shape[sequence_dim or 0] = sum(tokens)
         wide = sum(features)
@@ -283,6 +287,21 @@ def test_inductor_has_the_bits_of_eager_mode(ranks, case):
     assert ranks.run(check_inductor, case, seconds=600)[0][0] == []
 
 
+def check_library():
+    """Blocks of 64 that are cut, of the example library's quantizer, which another one of it watches."""
+    sys.path.insert(0, str(LIBRARY))
+    import swiglu8
+
+    recipe = f8.library.recipe(swiglu8.watch(swiglu8.Ceil8(), "explicit groups"))
+    pick = [(layer, recipe, (20, 4), (72, 24), 1) for layer in LAYERS]
+    eager = [problem for case in (Case(*each) for each in pick) for problem in case.problems(case.run())]
+    return eager + check_compiled("aot_eager", pick), "explicit groups" in swiglu8.seen()
+
+
+def test_another_librarys_quantizer_in_a_debug_quantizer_has_the_bits_of_one_process(ranks):
+    assert ranks.run(check_library) == [([], True)] * 4
+
+
 # ---------------------------------------------------------------------------------- two groups
 
 
@@ -326,13 +345,35 @@ def forward_forward_backward_backward(backend):
         for (y, inputs), reference in zip(pending[::-1], expected[::-1], strict=True):
             found = [y, *torch.autograd.grad(y.float().square().sum(), inputs)]
             same += [torch.equal(a, b) for a, b in zip(found, reference, strict=True)]
-    # against one process: this rank's own group has the whole between its members
     return all(same), counters["stats"]["unique_graphs"]
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_two_groups_in_turn_keep_apart(ranks, backend):
     assert ranks.run(forward_forward_backward_backward, backend) == [(True, 2)] * 4
+
+
+def checkpointed(backend):
+    """Whether a block with activation checkpointing has the output and the gradients of one without."""
+    torch._dynamo.reset()
+    block = Block(f8.recipes.rowwise())
+    block.group = GROUPS["pair"]
+
+    def recomputed(*inputs):
+        return checkpoint(block, *inputs, use_reentrant=False)
+
+    run = recomputed if backend is None else torch.compile(recomputed, fullgraph=True, backend=backend)
+    results = []
+    for function in (block, run):
+        inputs = block_inputs(block.group, 0)
+        y = function(*inputs)
+        results.append([y, *torch.autograd.grad(y.float().square().sum(), inputs)])
+    return all(itertools.starmap(torch.equal, zip(*results, strict=True)))
+
+
+@pytest.mark.parametrize("backend", [None, "aot_eager"], ids=str)
+def test_checkpointing_changes_no_bit(ranks, backend):
+    assert ranks.run(checkpointed, backend) == [True] * 4
 
 
 def eager_turns():

@@ -341,6 +341,7 @@ def refusals():
         "sizes without group": lambda: f8.quantize(x, f8.CurrentScaling(), sizes=(24, 24)),
         "no ints": lambda: f8.quantize(x, f8.CurrentScaling(), group=group, shard_dim=0, sizes=(24.0, 24)),
         "too few": lambda: f8.quantize(x, f8.CurrentScaling(), group=group, shard_dim=0, sizes=(24,)),
+        "own entry": lambda: f8.quantize(x, f8.CurrentScaling(), group=group, shard_dim=0, sizes=(8, 8)),
     }
     return {name: message_of(call, TypeError, ValueError) for name, call in calls.items()}
 
@@ -349,7 +350,6 @@ def refusals():
 def test_what_a_shard_can_not_raises_and_says_what_can(ranks):
     cut = "of sizes (24, 24) along dim 0"
     for rank, messages in enumerate(ranks.run(refusals)):
-        own = f"rank {rank % 2}, has"
         for name, parts in {
             "slice": (cut, "aten.slice", ".all_gather() or .dequantize() first"),
             "view": (cut, "aten.view", ".all_gather() or .dequantize() first"),
@@ -366,7 +366,11 @@ def test_what_a_shard_can_not_raises_and_says_what_can(ranks):
             "lost dim": ("all_gather: this is a view without the dim", "Gather first"),
             "sizes without group": ("quantize: sizes is (24, 24) and group None",),
             "no ints": ("quantize: sizes is (24.0, 24); it is a tuple of ints",),
-            "too few": ("quantize: sizes is (24,); it has an entry for each of 2 ranks", f"{own} 24 along dim 0"),
+            "too few": ("quantize: sizes is (24,); it has one entry for each of 2 ranks",),
+            "own entry": (
+                f"sizes is (8, 8) and the entries of x along dim 0 on rank {rank % 2} are 24",
+                "the same on all",
+            ),
         }.items():
             for part in parts:
                 assert part in messages[name], (name, messages[name])

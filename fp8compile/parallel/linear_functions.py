@@ -24,7 +24,7 @@ from fp8compile.nn.functional import check_recipe, checked_operands
 from fp8compile.nn.state import group_name
 from fp8compile.ops import sharded_linear
 from fp8compile.quantizers import Recipe
-from fp8compile.tensor import shown
+from fp8compile.tensor import checked_sizes, own_sizes, shown
 
 __all__ = ["column_parallel_linear", "row_parallel_linear"]
 
@@ -41,21 +41,6 @@ def _check_group(function: str, group: object, *tensors: object) -> str:
     return name
 
 
-def _own_sizes(
-    function: str, argument: str, given: object, group: ProcessGroup, own: int, what: str
-) -> tuple[int, ...]:
-    """What each rank has, where this one's part is known; as much as this one if nothing is given."""
-    if given is None:
-        return (own,) * group.size()
-    sizes = _checked_sizes(function, argument, given, group)
-    if sizes[group.rank()] != own:
-        raise ValueError(
-            f"{function}: {argument} is {sizes} and {what} on rank {group.rank()} are {own}; give what each rank has, "
-            "the same on all of them."
-        )
-    return sizes
-
-
 def _shared_sizes(
     function: str, argument: str, given: object, group: ProcessGroup, total: int, what: str
 ) -> tuple[int, ...]:
@@ -67,20 +52,10 @@ def _shared_sizes(
                 f"{argument}=(...)."
             )
         return (total // group.size(),) * group.size()
-    sizes = _checked_sizes(function, argument, given, group)
+    sizes = checked_sizes(function, argument, given, group)
     if sum(sizes) != total:
         raise ValueError(f"{function}: {argument} is {sizes}, {sum(sizes)} together, and {what} are {total}.")
     return sizes
-
-
-def _checked_sizes(function: str, argument: str, given: object, group: ProcessGroup) -> tuple[int, ...]:
-    if not isinstance(given, Sequence) or not all(type(size) is int and size >= 0 for size in given):
-        raise TypeError(f"{function}: {argument} is {shown(given)}; it is a tuple of ints from 0, one for each rank.")
-    if len(given) != group.size():
-        raise ValueError(
-            f"{function}: {argument} is {tuple(given)}; it has one entry for each of {group.size()} ranks."
-        )
-    return tuple(given)
 
 
 def _sequence_dim(function: str, x: Tensor, sequence_dim: object, sequence_sizes: object) -> int | None:
@@ -141,11 +116,11 @@ def column_parallel_linear(
     name = _check_group(function, group, x, weight, bias)
     check_recipe(function, recipe)
     x, weight, bias = checked_operands(function, x, weight, bias)
-    features = _own_sizes(function, "feature_sizes", feature_sizes, group, weight.shape[0], "the rows of weight")
+    features = own_sizes(function, "feature_sizes", feature_sizes, group, weight.shape[0], "the rows of weight")
     dim, tokens = _sequence_dim(function, x, sequence_dim, sequence_sizes), (0,) * group.size()
     if dim is not None:
         what = f"the entries of x along dim {dim}"
-        tokens = _own_sizes(function, "sequence_sizes", sequence_sizes, group, x.shape[dim], what)
+        tokens = own_sizes(function, "sequence_sizes", sequence_sizes, group, x.shape[dim], what)
     return sharded_linear(x, weight, bias, 0, features, dim, tokens, group.rank(), name, recipe)
 
 
@@ -188,7 +163,7 @@ def row_parallel_linear(
     name = _check_group(function, group, x, weight, bias)
     check_recipe(function, recipe)
     x, weight, bias = checked_operands(function, x, weight, bias)
-    features = _own_sizes(function, "feature_sizes", feature_sizes, group, weight.shape[1], "the columns of weight")
+    features = own_sizes(function, "feature_sizes", feature_sizes, group, weight.shape[1], "the columns of weight")
     dim, tokens = _sequence_dim(function, x, sequence_dim, sequence_sizes), (0,) * group.size()
     if dim is not None:
         what = f"the entries of x along dim {dim}"
