@@ -410,18 +410,21 @@ def test_each_group_has_its_own_scales_and_sums(ranks):
 # ---------------------------------------------------------------------------------- what is sent
 
 
-def wire(layer, recipe, sequence_dim):
-    """(dtype, bytes that a rank sends to gather), a bf16 gather of the same operands, and other collectives' names."""
-    case = Case(layer, recipe, (128, 128), (256, 256), sequence_dim)
+def traced_step(case):
+    """Forward and backward in terms of PyTorch's operators."""
 
     def step(x, weight, grad):
-        y = LAYERS[layer](x, weight, **case.options())
+        y = LAYERS[case.layer](x, weight, **case.options())
         return y, torch.autograd.grad(y, (x, weight), grad)
 
     x, weight, _, grad = case.arguments()
-    graph = make_fx(step, decomposition_table=f8.ops.decompositions(), tracing_mode="fake")(
-        x.requires_grad_(), weight.requires_grad_(), grad
-    )
+    trace = make_fx(step, decomposition_table=f8.ops.decompositions(), tracing_mode="fake")
+    return trace(x.requires_grad_(), weight.requires_grad_(), grad), (x, grad)
+
+
+def wire(layer, recipe, sequence_dim):
+    """(dtype, bytes that a rank sends to gather), a bf16 gather of the same operands, and other collectives' names."""
+    graph, (x, grad) = traced_step(Case(layer, recipe, (128, 128), (256, 256), sequence_dim))
     nodes = [node for node in graph.graph.nodes if "_c10d_functional" in str(node.target)]
     gathered = [node.args[0].meta["val"] for node in nodes if "all_gather" in str(node.target)]
     summed = [node.target._opname for node in nodes if "reduce" in str(node.target) and "sum" in node.args]
@@ -447,6 +450,18 @@ def test_codes_are_gathered_and_one_sum_is_made(ranks, recipe, layer):
 def test_nothing_is_gathered_where_every_rank_has_all_tokens(ranks, layer):
     for _, sent, _, summed in ranks.run(wire, layer, "rowwise", None):
         assert (sent, summed) == (0, ["all_reduce"])
+
+
+def operators(layer, recipe, ranks):
+    """What a step calls on a group of so many ranks."""
+    graph, _ = traced_step(Case(layer, recipe, (128,) * ranks, (256,) * ranks, 0))
+    return [str(node.target) for node in graph.graph.nodes]
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+@pytest.mark.parametrize("recipe", ["tensorwise", "blockwise"])
+def test_more_ranks_call_the_same_operators(ranks, recipe, layer):
+    assert ranks.run(operators, layer, recipe, 2) == ranks.run(operators, layer, recipe, 4)
 
 
 def opaque_graph(layer):
