@@ -9,11 +9,15 @@ without touching a number work on it. Everything else raises: nothing dequantize
 
 The process group travels as an inner value of flatten and unflatten. PyTorch guards only on its type and bakes its
 size into graphs, so name, size and rank are in the metadata: a graph made for one group never runs on another.
+
+A shard that begins or ends within a block has codes of that block, whose other elements are on other ranks. It holds
+the scales of all blocks of the whole along the dim that is cut, and ``sizes``, which tell where among them it is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -23,9 +27,20 @@ from torch.utils._python_dispatch import return_and_correct_aliasing
 
 from fp8compile import _compat, ops
 from fp8compile.ops.collectives import all_reduce_amax
+from fp8compile.ops.parts import Codes, Part, Shards, quantize_part, sides_of
 from fp8compile.quantizers import GemmConfig, Quantizer
+from fp8compile.quantizers.blocks import as_matrix
 
-__all__ = ["SOURCE_DTYPES", "QuantizedTensor", "not_dense", "quantize", "scaled_mm", "shown"]
+__all__ = [
+    "SOURCE_DTYPES",
+    "QuantizedTensor",
+    "checked_sizes",
+    "not_dense",
+    "own_sizes",
+    "quantize",
+    "scaled_mm",
+    "shown",
+]
 
 aten = torch.ops.aten
 SOURCE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -56,15 +71,21 @@ class QuantizedTensor(Tensor):
     Attributes:
         codes: uint8, ``quantizer.codes_shape(shape)``. To read, like ``scale``: a compiled graph does not see that a
             change in place of one of them changes this tensor.
-        scale: What codes are multiplied by, ``quantizer.scale_shape(shape)``: float32, or uint8 for E8M0.
+        scale: What codes are multiplied by, ``quantizer.scale_shape(shape)``: float32, or uint8 for E8M0. Of a shard
+            that cuts blocks, that of the whole tensor's shape.
         quantizer: The immutable quantizer that made it.
         group: The process group whose ranks share its scales, or None.
+        shard_dim: The dim along which these ranks have parts of a whole; None without a group, and where a view has
+            no such dim any more.
+        sizes: What every rank has along it, where ``fp8compile.quantize`` was told; else None.
     """
 
     codes: Tensor
     scale: Tensor
     quantizer: Quantizer
     group: ProcessGroup | None
+    shard_dim: int | None
+    sizes: tuple[int, ...] | None
 
     @staticmethod
     def __new__(
@@ -74,6 +95,8 @@ class QuantizedTensor(Tensor):
         quantizer: Quantizer,
         dtype: torch.dtype,
         group: ProcessGroup | None = None,
+        shard_dim: int | None = None,
+        sizes: tuple[int, ...] | None = None,
     ) -> QuantizedTensor:
         """Wrap codes and scales that a quantizer made of a tensor of this dtype; ``quantize`` is the usual way."""
         return Tensor._make_wrapper_subclass(
@@ -92,24 +115,30 @@ class QuantizedTensor(Tensor):
         quantizer: Quantizer,
         dtype: torch.dtype,
         group: ProcessGroup | None = None,
+        shard_dim: int | None = None,
+        sizes: tuple[int, ...] | None = None,
     ) -> None:
         self.codes = codes
         self.scale = scale
         self.quantizer = quantizer
         self.group = group
+        self.shard_dim = shard_dim
+        self.sizes = sizes
 
     # ------------------------------------------------------------------ what torch.compile asks
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple]:
         if self.group is None:
             return ["codes", "scale"], (self.quantizer, self.dtype, None)
-        identity = (self.group.group_name, self.group.size(), self.group.rank())
+        identity = (self.group.group_name, self.group.size(), self.group.rank(), self.shard_dim, self.sizes)
         return ["codes", "scale", "group"], (self.quantizer, self.dtype, identity)
 
     @staticmethod
     def __tensor_unflatten__(inner: dict, metadata: tuple, outer_size: Any, outer_stride: Any) -> QuantizedTensor:
-        quantizer, dtype, _ = metadata
-        return QuantizedTensor(inner["codes"], inner["scale"], quantizer, dtype, inner.get("group"))
+        quantizer, dtype, identity = metadata
+        if identity is None:
+            return QuantizedTensor(inner["codes"], inner["scale"], quantizer, dtype)
+        return QuantizedTensor(inner["codes"], inner["scale"], quantizer, dtype, inner["group"], *identity[-2:])
 
     # ------------------------------------------------------------------ what it stands for
 
@@ -124,7 +153,49 @@ class QuantizedTensor(Tensor):
         """
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
             raise TypeError(f"dequantize: dtype is {dtype}; codes stand for numbers of a floating point dtype.")
-        return ops.dequantize(self.codes, self.scale, self.quantizer, dtype or self.dtype)
+        dtype = dtype or self.dtype
+        if not self.cuts_blocks():
+            return ops.dequantize(self.codes, self.scale, self.quantizer, dtype)
+        codes, scale = as_matrix(self.codes), self.scale.reshape(-1, self.scale.shape[-1])
+        is_column = int(self.shard_dim == self.ndim - 1)
+        side = sides_of(self.shape, (self._shards(),), self.quantizer.block)[is_column]
+        window = ops.dequantize(side.embed(codes, is_column), side.window(scale, is_column), self.quantizer, dtype)
+        return side.extract(window, is_column).reshape(self.shape)
+
+    def cuts_blocks(self) -> bool:
+        """Whether this is a shard with elements of blocks that other ranks have elements of, along ``shard_dim``.
+
+        Of blocks that span that dim, every rank has the one scale, and none is cut.
+        """
+        if self.sizes is None or self.shard_dim is None:
+            return False
+        return any(side.kind == "cut" for side in sides_of(self.shape, (self._shards(),), self.quantizer.block))
+
+    def _shards(self) -> Shards:
+        return Shards(self.group, self.group.rank(), self.shard_dim, self.sizes)
+
+    def all_gather(self, dim: int, sizes: Sequence[int] | None = None) -> QuantizedTensor:
+        """The whole tensor, of the parts that the ranks of its group have. All of them call this.
+
+        Codes travel, one byte each, and scales only where ranks have different ones. Nothing is quantized again.
+
+        Args:
+            dim: Along which the ranks have parts: ``shard_dim``, or counted from the end.
+            sizes: Of every rank's part along it, where they differ and ``fp8compile.quantize`` was not told.
+
+        Returns:
+            Without a group.
+
+        Raises:
+            ValueError: There is no group, the ranks have no parts along ``dim``, or sizes do not fit.
+            TypeError: Sizes are no ints, or codes are packed, several to a byte.
+        """
+        shards = _parts_to_gather(self, dim, sizes)
+        is_column = shards.dim == self.ndim - 1
+        whole = (self.cuts_blocks() and not is_column, self.cuts_blocks() and is_column)
+        gathered = Codes(self.codes, self.scale, self.quantizer, (shards,), whole).gather(0)
+        scale = gathered.scale.view(self.quantizer.scale_shape(gathered.local.shape))
+        return QuantizedTensor(gathered.local, scale, self.quantizer, self.dtype)
 
     @property
     def data(self) -> QuantizedTensor:  # type: ignore[override]
@@ -140,9 +211,10 @@ class QuantizedTensor(Tensor):
 
     def __repr__(self) -> str:  # type: ignore[override]
         group = "None" if self.group is None else repr(self.group.group_name)
+        shard = "" if self.sizes is None else f", shard_dim={self.shard_dim}, sizes={self.sizes}"
         return (
             f"QuantizedTensor(shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device}, "
-            f"quantizer={self.quantizer!r}, group={group})"
+            f"quantizer={self.quantizer!r}, group={group}{shard})"
         )
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -153,8 +225,16 @@ class QuantizedTensor(Tensor):
             )
         return QuantizedTensor, (self.codes, self.scale, self.quantizer, self.dtype)
 
-    def _like(self, codes: Tensor, scale: Tensor, quantizer: Quantizer | None = None) -> QuantizedTensor:
-        return QuantizedTensor(codes, scale, quantizer or self.quantizer, self.dtype, self.group)
+    def _like(self, codes: Tensor, scale: Tensor) -> QuantizedTensor:
+        return QuantizedTensor(codes, scale, self.quantizer, self.dtype, self.group, self.shard_dim, self.sizes)
+
+    def _view(
+        self, codes: Tensor, scale: Tensor, shard_dim: int | None, quantizer: Quantizer | None = None
+    ) -> QuantizedTensor:
+        """A view whose ranks have parts along this dim of it; it keeps sizes where it has all of the dim."""
+        whole_dim = shard_dim is not None and codes.shape[shard_dim] == self.codes.shape[self.shard_dim]
+        sizes = self.sizes if whole_dim else None
+        return QuantizedTensor(codes, scale, quantizer or self.quantizer, self.dtype, self.group, shard_dim, sizes)
 
     __torch_function__ = torch._C._disabled_torch_function_impl
 
@@ -215,6 +295,15 @@ def _same(func: Any, x: QuantizedTensor, **kwargs: Any) -> QuantizedTensor:
     return x._like(func(x.codes, **kwargs), func(x.scale))
 
 
+def _check_keeps_blocks(func: Any, x: QuantizedTensor) -> None:
+    if x.cuts_blocks():
+        raise TypeError(
+            f"{func} of a QuantizedTensor whose first or last block lies on other ranks too, being a shard of sizes "
+            f"{x.sizes} along dim {x.shard_dim} with block {x.quantizer.block}: no view of it knows where its blocks "
+            "begin. Call .all_gather() or .dequantize() first."
+        )
+
+
 def _transpose(func: Any, x: QuantizedTensor, *dims: int) -> QuantizedTensor:
     if x.ndim < 2:
         return x._like(func(x.codes, *dims), aten.alias.default(x.scale))
@@ -225,7 +314,8 @@ def _transpose(func: Any, x: QuantizedTensor, *dims: int) -> QuantizedTensor:
         )
     if dims and dims[0] % 2 == dims[1] % 2:
         return x._like(func(x.codes, *dims), func(x.scale, *dims))
-    return x._like(func(x.codes, *dims), func(x.scale, *dims), x.quantizer.transposed())
+    shard_dim = None if x.shard_dim is None else 1 - x.shard_dim
+    return x._view(func(x.codes, *dims), func(x.scale, *dims), shard_dim, x.quantizer.transposed())
 
 
 def _permute(func: Any, x: QuantizedTensor, dims: list[int]) -> QuantizedTensor:
@@ -234,7 +324,20 @@ def _permute(func: Any, x: QuantizedTensor, dims: list[int]) -> QuantizedTensor:
     return _transpose(func, x)  # raises: more dims than a matrix has
 
 
+def _dim_after(dim: int | None, before: Sequence[int], after: Sequence[int]) -> int | None:
+    """Where a view that keeps the last dim has another one, so that parts along it still make the whole; or None."""
+    if dim is None or dim == len(before) - 1:
+        return None if dim is None else len(after) - 1
+    outer = math.prod(before[:dim])
+    found = [each for each in range(len(after) - 1) if math.prod(after[:each]) == outer]
+    same = [each for each in found if after[each] == before[dim]]
+    return next(iter([*same, *found]), None)
+
+
 def _reshaped(func: Any, x: QuantizedTensor, codes: Tensor) -> QuantizedTensor:
+    if codes.shape == x.codes.shape:
+        return x._like(codes, aten.alias.default(x.scale))
+    _check_keeps_blocks(func, x)
     tensorwise = x.quantizer.block == (-1, -1)
     keeps_last_dim = x.ndim > 0 and codes.ndim > 0 and codes.shape[-1] == x.shape[-1]
     if not (tensorwise or keeps_last_dim):
@@ -242,7 +345,8 @@ def _reshaped(func: Any, x: QuantizedTensor, codes: Tensor) -> QuantizedTensor:
             f"{func} from {tuple(x.shape)} to {tuple(codes.shape)} moves elements between blocks "
             f"{x.quantizer.block}. Keep the last dim as it is, or call .dequantize() first."
         )
-    return x._like(codes, x.scale.view(x.quantizer.scale_shape(codes.shape)))
+    shard_dim = _dim_after(x.shard_dim, x.shape, codes.shape) if keeps_last_dim else None
+    return x._view(codes, x.scale.view(x.quantizer.scale_shape(codes.shape)), shard_dim)
 
 
 def _view(func: Any, x: QuantizedTensor, *args: Any) -> QuantizedTensor:
@@ -310,32 +414,35 @@ def _slice(
     if not x.ndim:
         raise IndexError(f"{func} of a QuantizedTensor of 0 dims: there is nothing to cut.")
     dim %= x.ndim
+    _check_keeps_blocks(func, x)
     size, block = x.shape[dim], _block_along(x, dim)
     # blocks over several leading dims: the grid has two dims, whatever x has
     scale_dim = -1 if dim == x.ndim - 1 else dim
     codes = func(x.codes, dim, start, end, step)
     if block == -1:
-        return x._like(codes, aten.alias.default(x.scale))
+        return x._view(codes, aten.alias.default(x.scale), x.shard_dim)
     if block == 1:
-        return x._like(codes, func(x.scale, scale_dim, start, end, step))
+        return x._view(codes, func(x.scale, scale_dim, start, end, step), x.shard_dim)
     first, last, _ = slice(start, end).indices(size)
     if step != 1 or first % block or (last % block and last != size):
         raise TypeError(
             f"{func} [{first}:{last}:{step}] along dim {dim} of {size} cuts blocks of {block}. Cut at multiples of "
             f"{block}, or call .dequantize() first."
         )
-    return x._like(codes, func(x.scale, scale_dim, first // block, -(-last // block), 1))
+    return x._view(codes, func(x.scale, scale_dim, first // block, -(-last // block), 1), x.shard_dim)
 
 
 def _select(func: Any, x: QuantizedTensor, dim: int, index: int) -> QuantizedTensor:
     dim %= x.ndim
+    _check_keeps_blocks(func, x)
     block = _block_along(x, dim)
     if dim == x.ndim - 1 or block not in (1, -1):
         raise TypeError(
             f"{func} along dim {dim} of a QuantizedTensor with block {x.quantizer.block} leaves no block. Call "
             ".dequantize() first."
         )
-    return x._like(func(x.codes, dim, index), func(x.scale, dim, index if block == 1 else 0))
+    shard_dim = None if x.shard_dim in (None, dim) else x.shard_dim - (x.shard_dim > dim)
+    return x._view(func(x.codes, dim, index), func(x.scale, dim, index if block == 1 else 0), shard_dim)
 
 
 def _split(func: Any, x: QuantizedTensor, sizes: int | list[int], dim: int = 0) -> list[QuantizedTensor]:
@@ -413,43 +520,93 @@ def _check_source(x: Any, quantizer: Any) -> None:
         raise TypeError(f"quantize: x is {x.dtype}; it is bfloat16, float16 or float32. Cast it first.")
 
 
-def _check_shard(group: Any, shard_dim: Any) -> None:
+def _check_shard(x: Tensor, group: Any, shard_dim: Any, sizes: Any) -> None:
     if (group is None) != (shard_dim is None):
         raise ValueError(
             f"quantize: group is {group}, shard_dim {shard_dim}; give both for a shard of a tensor that is spread "
             "over ranks, none for a whole tensor."
         )
-    if group is not None and not isinstance(group, ProcessGroup):
+    if group is None:
+        if sizes is not None:
+            raise ValueError(f"quantize: sizes is {shown(sizes)} and group None; sizes are those of a group's shards.")
+        return
+    if not isinstance(group, ProcessGroup):
         raise TypeError(
             f"quantize: group is {shown(group)}; it is a torch.distributed.ProcessGroup, such as mesh.get_group()."
         )
-    if shard_dim is not None and type(shard_dim) is not int:
+    if type(shard_dim) is not int:
         raise TypeError(f"quantize: shard_dim is {shown(shard_dim)}; it is an int.")
+    if not -x.ndim <= shard_dim < x.ndim:
+        raise ValueError(f"quantize: shard_dim is {shard_dim}, x has {x.ndim} dims.")
+    if sizes is not None:
+        own_sizes("quantize", "sizes", sizes, group, x.shape[shard_dim], f"the entries of x along dim {shard_dim}")
+
+
+def checked_sizes(function: str, argument: str, given: Any, group: ProcessGroup) -> tuple[int, ...]:
+    """What a caller says that each rank of a group has; in the words of ``function``, whose argument it is.
+
+    Raises:
+        TypeError: It is no sequence of ints.
+        ValueError: It has not one entry for each rank.
+    """
+    if not isinstance(given, Sequence) or not all(type(size) is int and size >= 0 for size in given):
+        raise TypeError(f"{function}: {argument} is {shown(given)}; it is a tuple of ints from 0, one for each rank.")
+    if len(given) != group.size():
+        raise ValueError(
+            f"{function}: {argument} is {tuple(given)}; it has one entry for each of {group.size()} ranks."
+        )
+    return tuple(given)
+
+
+def own_sizes(function: str, argument: str, given: Any, group: ProcessGroup, own: int, what: str) -> tuple[int, ...]:
+    """What each rank has, where this one's part is known: as much as this one if nothing is given.
+
+    Raises:
+        TypeError: As ``checked_sizes``.
+        ValueError: As ``checked_sizes``, or this rank has something else; ``what`` names that.
+    """
+    if given is None:
+        return (own,) * group.size()
+    sizes = checked_sizes(function, argument, given, group)
+    if sizes[group.rank()] != own:
+        raise ValueError(
+            f"{function}: {argument} is {sizes} and {what} on rank {group.rank()} are {own}; give what each rank has, "
+            "the same on all of them."
+        )
+    return sizes
 
 
 def _block_spans_ranks(x: Tensor, quantizer: Quantizer, group: ProcessGroup, shard_dim: int) -> bool:
-    """Whether one block has elements on several ranks.
+    """Whether one block has elements on several ranks, if none is cut.
 
     Raises:
         ValueError: A shard boundary cuts a block.
     """
-    if not -x.ndim <= shard_dim < x.ndim:
-        raise ValueError(f"quantize: shard_dim is {shard_dim}, x has {x.ndim} dims.")
-    last = shard_dim % x.ndim == x.ndim - 1
+    last = shard_dim == x.ndim - 1
     block = quantizer.block[1 if last else 0]
     if block in (1, -1):
         return block == -1
-    leading = x.shape[shard_dim % x.ndim : -1]
-    length = x.shape[-1] if last else leading.numel()
+    length = x.shape[-1] if last else x.shape[shard_dim:-1].numel()
     # rows of several batches are flattened: there the last shard too is followed by another one
-    ends_tensor = group.rank() == group.size() - 1 and (last or x.shape[: shard_dim % x.ndim].numel() == 1)
+    ends_tensor = group.rank() == group.size() - 1 and (last or x.shape[:shard_dim].numel() == 1)
     if length % block and not ends_tensor:
         raise ValueError(
             f"quantize: a shard of {length} elements along dim {shard_dim} on rank {group.rank()} of {group.size()} "
-            f"cuts blocks of {block}. Shard in multiples of {block} (the last rank may have less), or gather before "
-            "quantizing."
+            f"cuts blocks of {block}. On all ranks, say how much each of them has: sizes=(...); or shard in multiples "
+            f"of {block} (the last rank may have less)."
         )
     return False
+
+
+def _quantize_shard(
+    x: Tensor, quantizer: Quantizer, group: ProcessGroup, shard_dim: int, sizes: tuple[int, ...]
+) -> QuantizedTensor:
+    """A shard of a whole that is known: whatever of it lies on other ranks."""
+    part = Part(x, (Shards(group, group.rank(), shard_dim, sizes),))
+    found = quantize_part(part, quantizer)
+    shape = part.whole_shape() if any(found.whole) else x.shape
+    scale = found.scale.view(quantizer.scale_shape(shape))
+    return QuantizedTensor(found.local, scale, quantizer, x.dtype, group, shard_dim, sizes)
 
 
 def quantize(
@@ -458,6 +615,7 @@ def quantize(
     *,
     group: ProcessGroup | None = None,
     shard_dim: int | None = None,
+    sizes: Sequence[int] | None = None,
 ) -> QuantizedTensor:
     """Quantize a tensor, or this rank's shard of one.
 
@@ -470,25 +628,63 @@ def quantize(
         quantizer: How.
         group: Ranks that a tensor is spread over, ``x`` being this rank's shard. All of them call this.
         shard_dim: The dim that the tensor is cut along; needed with ``group``.
+        sizes: What every rank has along it. Needed where a shard begins or ends within a block: no rank can tell
+            that of the others from its own. All ranks give the same, or none does.
 
     Returns:
         Of the shape and dtype of ``x``.
 
     Raises:
-        TypeError: ``x`` is no dense tensor of these dtypes, the quantizer none, or the group none.
-        ValueError: ``group`` without ``shard_dim`` or the reverse, or a shard boundary cuts a block.
+        TypeError: ``x`` is no dense tensor of these dtypes, the quantizer none, the group none, or sizes no ints.
+        ValueError: ``group`` without ``shard_dim`` or the reverse; sizes that do not fit, or are missing where a
+            shard boundary cuts a block; sizes for a quantizer that packs codes.
         RuntimeError: A group, on PyTorch 2.11.
     """
     _check_source(x, quantizer)
-    _check_shard(group, shard_dim)
+    _check_shard(x, group, shard_dim, sizes)
     x = x.detach()
-    amax = ops.amax(x, quantizer)
     if group is not None:
         _compat.allow_group_in_subclass()
-        if _block_spans_ranks(x, quantizer, group, shard_dim):
-            amax = all_reduce_amax(amax, group)
+        shard_dim %= x.ndim
+        if sizes is not None:
+            return _quantize_shard(x, quantizer, group, shard_dim, tuple(sizes))
+    amax = ops.amax(x, quantizer)
+    if group is not None and _block_spans_ranks(x, quantizer, group, shard_dim):
+        amax = all_reduce_amax(amax, group)
     multiplier, scale = ops.scale(amax, quantizer)
-    return QuantizedTensor(ops.cast(x, multiplier, quantizer), scale, quantizer, x.dtype, group)
+    return QuantizedTensor(ops.cast(x, multiplier, quantizer), scale, quantizer, x.dtype, group, shard_dim)
+
+
+def _parts_to_gather(x: QuantizedTensor, dim: int, sizes: Sequence[int] | None) -> Shards:
+    """The parts that the ranks have, if `QuantizedTensor.all_gather` can put them together."""
+    if x.group is None:
+        raise ValueError(
+            "all_gather: this QuantizedTensor has no group, so it is no part of anything. Make it by "
+            "fp8compile.quantize(x, quantizer, group=..., shard_dim=...)."
+        )
+    if x.codes.shape != x.shape:
+        raise TypeError(
+            f"all_gather: {x.quantizer!r} packs codes of several values in a byte; gather before quantizing."
+        )
+    if x.shard_dim is None:
+        raise ValueError(
+            "all_gather: this is a view without the dim along which the ranks have parts. Gather first, then take "
+            "the view."
+        )
+    if type(dim) is not int or dim not in (x.shard_dim, x.shard_dim - x.ndim):
+        raise ValueError(f"all_gather: dim is {shown(dim)}; the ranks have parts along dim {x.shard_dim}.")
+    given = x.sizes if sizes is None else sizes
+    what = f"its entries along dim {x.shard_dim}"
+    sizes = own_sizes("all_gather", "sizes", given, x.group, x.shape[x.shard_dim], what)
+    if x.sizes is not None and sizes != x.sizes:
+        raise ValueError(f"all_gather: sizes is {sizes}, and this was quantized as one of {x.sizes}.")
+    found = Shards(x.group, x.group.rank(), x.shard_dim, sizes)
+    if x.sizes is None and any(side.kind == "cut" for side in sides_of(x.shape, (found,), x.quantizer.block)):
+        raise ValueError(
+            f"all_gather: parts of {found.sizes} along dim {x.shard_dim} cut blocks {x.quantizer.block}, and each was "
+            "quantized as whole blocks. Say so when quantizing: fp8compile.quantize(..., sizes=...)."
+        )
+    return found
 
 
 def scaled_mm(a: QuantizedTensor, b: QuantizedTensor, *, out_dtype: torch.dtype, emulate: bool = False) -> Tensor:
@@ -513,6 +709,11 @@ def scaled_mm(a: QuantizedTensor, b: QuantizedTensor, *, out_dtype: torch.dtype,
             raise TypeError(
                 f"scaled_mm: {name} is a {type(operand).__name__}; it is a QuantizedTensor, made by "
                 "fp8compile.quantize."
+            )
+        if operand.cuts_blocks():
+            raise ValueError(
+                f"scaled_mm: {name} is a shard of sizes {operand.sizes} along dim {operand.shard_dim}, which cuts "
+                f"blocks {operand.quantizer.block}. Call .all_gather({operand.shard_dim}) first."
             )
     if out_dtype not in SOURCE_DTYPES:
         raise TypeError(f"scaled_mm: out_dtype is {out_dtype}; it is bfloat16, float16 or float32.")

@@ -21,7 +21,7 @@ __all__ = ["GROUPS", "Ranks", "shared_ranks"]
 
 WORLD_SIZE = 4
 # what each group is called, and its ranks; a rank knows the ones it is in
-MEMBERS = {"pair": ([0, 1], [2, 3]), "cross": ([0, 2], [1, 3]), "all": ([0, 1, 2, 3],)}
+MEMBERS = {"pair": ([0, 1], [2, 3]), "cross": ([0, 2], [1, 3]), "three": ([0, 1, 2],), "all": ([0, 1, 2, 3],)}
 GROUPS: dict[str, dist.ProcessGroup] = {}  # in a rank: its groups
 
 
@@ -60,7 +60,7 @@ def _serve(rank, port, pipe):
 
 
 class Ranks:
-    """Four processes and their groups ``pair`` (0 1, 2 3), ``cross`` (0 2, 1 3) and ``all``."""
+    """Four processes and their groups ``pair`` (0 1, 2 3), ``cross`` (0 2, 1 3), ``three`` (0 1 2) and ``all``."""
 
     def __init__(self) -> None:
         self._store: dist.TCPStore | None = None

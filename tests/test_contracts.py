@@ -49,8 +49,12 @@ def test_our_ops_keep_every_contract(name):
     check_op(OPS[name].overload, skip=() if name == "fp8compile::linear" else IN_PROCESSES["op"])
 
 
+# DTensor takes the first apart itself; the others are given what one rank has
+NO_RULE = {f"fp8compile::{n}" for n in ("scatter_sum", "sharded_linear", "sharded_grad_input", "sharded_grad_weight")}
+
+
 def test_every_op_of_ours_has_a_sharding_rule_that_runs():
-    for name in (name for name in OPS if name.startswith("fp8compile::")):
+    for name in (name for name in OPS if name.startswith("fp8compile::") and name not in NO_RULE):
         check_op(name, skip=others(OP_CONTRACTS, "sharded_gives_the_bits_of_whole"))
         assert OPS[name].sharding is not None
 

@@ -202,16 +202,16 @@ def test_group_and_shard_dim_go_together(arguments, text, backend):
             (16, 16),
             0,
             0,
-            "quantize: a shard of 24 elements along dim 0 on rank 0 of 2 cuts blocks of 16. Shard in multiples of "
-            "16 (the last rank may have less), or gather before quantizing.",
+            "quantize: a shard of 24 elements along dim 0 on rank 0 of 2 cuts blocks of 16. On all ranks, say how "
+            "much each of them has: sizes=(...); or shard in multiples of 16 (the last rank may have less).",
         ),
         (
             (4, 40),
             (1, 16),
             -1,
             0,
-            "quantize: a shard of 40 elements along dim -1 on rank 0 of 2 cuts blocks of 16. Shard in multiples of "
-            "16 (the last rank may have less), or gather before quantizing.",
+            "quantize: a shard of 40 elements along dim 1 on rank 0 of 2 cuts blocks of 16. On all ranks, say how "
+            "much each of them has: sizes=(...); or shard in multiples of 16 (the last rank may have less).",
         ),
         ((4, 40), (1, 16), 2, 0, "quantize: shard_dim is 2, x has 2 dims."),
         ((4, 40), (1, 16), -3, 0, "quantize: shard_dim is -3, x has 2 dims."),

@@ -122,23 +122,40 @@ def same_bits(actual, expected):
     )
 
 
-def shard_problems(quantizer, group, shape, dim, split, fill, dtype, quantize):
+def gathered_problems(q, expected, dim, split):
+    """What is wrong with the whole that the ranks put together."""
+    even, told = len(set(split)) == 1, q.sizes is not None
+    whole = q.all_gather(dim - q.ndim) if even or told else q.all_gather(dim, split)
+    checks = {
+        "gathered codes": same_bits(whole.codes, expected.codes),
+        "gathered scale": same_bits(whole.scale, expected.scale),
+        "gathered group": whole.group is whole.shard_dim is whole.sizes is None,
+    }
+    return [name for name, ok in checks.items() if not ok]
+
+
+def shard_problems(quantizer, group, shape, dim, split, fill, dtype, sizes=None):
     """What is wrong with this rank's quantized shard: nothing, one hopes."""
     whole = whole_tensor(shape, dim, split, fill, dtype)
     start, length = sum(split[: group.rank()]), split[group.rank()]
     shard = whole.narrow(dim, start, length)
     with CountCollectives() as collectives:
-        q = quantize(shard, quantizer, group, dim)
+        q = eager_quantize(shard, quantizer, group, dim, sizes)
     expected = f8.quantize(whole, quantizer)
     spans = quantizer.block[1 if dim == len(shape) - 1 else 0] == -1
+    cut = shard_cuts_blocks(shape, dim, split, quantizer.block)
+    scale = expected.scale if cut else expected_scale(expected, dim, start, length)
     checks = {
         "codes": same_bits(q.codes, expected.codes.narrow(dim, start, length)),
-        "scale": same_bits(q.scale, expected_scale(expected, dim, start, length)),
+        "scale": same_bits(q.scale, scale),
         "values": same_bits(q.dequantize(), expected.dequantize().narrow(dim, start, length)),
-        "group": q.group is group,
-        "collectives": collectives.count == (1 if spans else 0),
+        "group": q.group is group and (q.shard_dim, q.sizes) == (dim, sizes) and q.cuts_blocks() == cut,
+        "collectives": collectives.count == (1 if spans or cut else 0),
     }
-    return [f"{name}: {shape} along {dim} as {split}, {fill}, {dtype}" for name, ok in checks.items() if not ok]
+    problems = [name for name, ok in checks.items() if not ok]
+    if fill in ("random", "nan") and dtype == torch.bfloat16:
+        problems += gathered_problems(q, expected, dim, split)
+    return [f"{name}: {shape} along {dim} as {split}, {fill}, {dtype}" for name in problems]
 
 
 def cases(size):
@@ -147,8 +164,8 @@ def cases(size):
         yield shape, template.index(None), split
 
 
-def eager_quantize(x, quantizer, group, dim):
-    return f8.quantize(x, quantizer, group=group, shard_dim=dim)
+def eager_quantize(x, quantizer, group, dim, sizes=None):
+    return f8.quantize(x, quantizer, group=group, shard_dim=dim, sizes=sizes)
 
 
 def check_shards(quantizer, group_name):
@@ -159,8 +176,22 @@ def check_shards(quantizer, group_name):
         if shard_cuts_blocks(shape, dim, split, quantizer.block):
             continue
         for fill, dtype in [("random", d) for d in f8.tensor.SOURCE_DTYPES] + [(f, torch.bfloat16) for f in FILLS[1:]]:
-            problems += shard_problems(quantizer, group, shape, dim, split, fill, dtype, eager_quantize)
+            # ranks that are told of each other do what they would have done
+            sizes = split if fill in ("random", "nan") and dtype == torch.bfloat16 else None
+            problems += shard_problems(quantizer, group, shape, dim, split, fill, dtype, sizes)
             count += 1
+    return count, problems
+
+
+def check_cut_shards(quantizer, group_name):
+    """Splits that cut a block, with every odd value: the number of cases, and what was wrong."""
+    group = GROUPS[group_name]
+    count, problems = 0, []
+    for shape, dim, split in cases(group.size()):
+        if shard_cuts_blocks(shape, dim, split, quantizer.block):
+            for fill in FILLS:
+                problems += shard_problems(quantizer, group, shape, dim, split, fill, torch.bfloat16, split)
+                count += 1
     return count, problems
 
 
@@ -174,35 +205,55 @@ def check_cut_blocks_raise(quantizer, group_name):
         try:
             f8.quantize(shard, quantizer, group=group, shard_dim=dim)
         except ValueError as error:
-            found.append((shape, dim, split, "cuts blocks of" in str(error)))
+            found.append((shape, dim, split, "cuts blocks of" in str(error) and "sizes=(...)" in str(error)))
         else:
             found.append((shape, dim, split, False))
     return found
+
+
+COMPILED_SPLITS = (
+    ((40, 32), 0, (20, 20)),
+    ((32, 64), 1, (32, 32)),
+    ((3, 32, 64), 2, (64, 0)),
+    ((2, 40, 48), 1, (24, 16)),
+)
+
+
+def quantized_and_gathered(x, quantizer, group, dim, sizes):
+    q = f8.quantize(x, quantizer, group=group, shard_dim=dim, sizes=sizes)
+    return q, q.all_gather(dim), q.dequantize()
 
 
 def check_compiled_shards(quantizer, group_name, backend):
     """The same in one compiled graph, the group as an argument; eager mode has shown what is right."""
     group = GROUPS[group_name]
     problems = []
-    for shape, dim, split in (((40, 32), 0, (20, 20)), ((32, 64), 1, (32, 32)), ((3, 32, 64), 2, (64, 0))):
-        if group.size() != len(split) or shard_cuts_blocks(shape, dim, split, quantizer.block):
-            continue
+    for shape, dim, split in COMPILED_SPLITS:
         recorder = AotEagerAndRecordGraphs()
         compiled = torch.compile(
-            eager_quantize, fullgraph=True, backend=recorder if backend == "aot_eager" else backend
+            quantized_and_gathered, fullgraph=True, backend=recorder if backend == "aot_eager" else backend
         )
         torch._dynamo.reset()
         for fill in ("random", "nan"):
             whole = whole_tensor(shape, dim, split, fill, torch.bfloat16)
-            shard = whole.split(split, dim)[group.rank()].clone()
-            q, expected = compiled(shard, quantizer, group, dim), eager_quantize(shard, quantizer, group, dim)
-            if not (same_bits(q.codes, expected.codes) and same_bits(q.scale, expected.scale) and q.group is group):
-                problems.append(f"{shape} along {dim}, {fill}")
+            arguments = (whole.split(split, dim)[group.rank()].clone(), quantizer, group, dim, split)
+            for found, expected in zip(compiled(*arguments), quantized_and_gathered(*arguments), strict=True):
+                same = found.group is expected.group if isinstance(found, f8.QuantizedTensor) else True
+                pairs = [(found, expected)]
+                if isinstance(found, f8.QuantizedTensor):
+                    same = same and (found.shard_dim, found.sizes) == (expected.shard_dim, expected.sizes)
+                    pairs = [(found.codes, expected.codes), (found.scale, expected.scale)]
+                if not same or not all(same_bits(*pair) for pair in pairs):
+                    problems.append(f"{shape} along {dim}, {fill}: {found}")
         if backend == "aot_eager":
-            nodes = [str(n.target) for n in recorder.fw_graphs[0].graph.nodes]
+            nodes = [node for node in recorder.fw_graphs[0].graph.nodes if "_c10d_functional" in str(node.target)]
+            reduced = sum("all_reduce" in str(node.target) for node in nodes)
+            gathered = {node.args[0].meta["val"].dtype for node in nodes if "all_gather" in str(node.target)}
             spans = quantizer.block[1 if dim == len(shape) - 1 else 0] == -1
-            if sum("_c10d_functional.all_reduce" in n for n in nodes) != spans:
+            if reduced != (spans or shard_cuts_blocks(shape, dim, split, quantizer.block)):
                 problems.append(f"collectives of {shape} along {dim}: {nodes}")
+            if not gathered <= {torch.uint8, quantizer.scale_dtype()}:
+                problems.append(f"dtypes gathered of {shape} along {dim}: {gathered}")
     return problems
 
 
@@ -218,10 +269,26 @@ def test_quantized_shard_is_a_shard_of_the_quantized_tensor(ranks, quantizer, gr
         assert count >= 35, "most splits cut a block: this test shows little"
 
 
+CUT = (
+    *(f8.CurrentScaling(block=block) for block in ((1, 16), (16, 1), (16, 16), (16, -1))),
+    f8.CurrentScaling(block=(1, 32), scale="e8m0_rceil"),
+    f8.CurrentScaling(format="e5m2", block=(-1, 32), scale="pow2"),
+)
+
+
+@needs_groups
+@pytest.mark.parametrize("group", ["pair", "all"])
+@pytest.mark.parametrize("quantizer", CUT, ids=str)
+def test_a_shard_that_cuts_blocks_is_a_shard_of_the_quantized_tensor(ranks, quantizer, group):
+    for count, problems in ranks.run(check_cut_shards, quantizer, group):
+        assert problems == []
+        assert count >= 5, "no split cuts a block: this test shows little"
+
+
 @needs_groups
 @pytest.mark.parametrize("group", ["pair", "all"])
 @pytest.mark.parametrize("block", [(16, 16), (1, 16), (16, 1)], ids=str)
-def test_split_that_cuts_a_block_raises_on_a_rank(ranks, block, group):
+def test_split_that_cuts_a_block_raises_on_a_rank_that_is_not_told_sizes(ranks, block, group):
     by_rank = ranks.run(check_cut_blocks_raise, f8.CurrentScaling(block=block), group)
     assert by_rank[0], "no split cuts a block: this test shows nothing"
     members = range(2 if group == "pair" else 4)
@@ -237,6 +304,109 @@ def test_compiled_shard_is_the_eager_one_with_the_same_collectives(ranks, quanti
 
 @needs_groups
 @pytest.mark.slow
-@pytest.mark.parametrize("quantizer", QUANTIZERS[:2], ids=str)
+@pytest.mark.parametrize("quantizer", [*QUANTIZERS[:2], *CUT[2:4]], ids=str)
 def test_inductor_shard_is_the_eager_one(ranks, quantizer):
     assert ranks.run(check_compiled_shards, quantizer, "pair", "inductor") == [[]] * 4
+
+
+# ---------------------------------------------------------------------------------- what a shard can and can't
+
+
+def message_of(function, *errors):
+    try:
+        function()
+    except errors as error:
+        return str(error)
+    return "no error"
+
+
+def refusals():
+    """Messages of what a shard of (8, 24), which cuts blocks of (16, 16), and one that cuts none are asked in vain."""
+    group, x = GROUPS["pair"], torch.randn(24, 32)
+    q = f8.quantize(x, f8.CurrentScaling(block=(16, 16)), group=group, shard_dim=0, sizes=(24, 24))
+    whole = f8.quantize(x[:16], f8.CurrentScaling(block=(16, 16)), group=group, shard_dim=0)
+    short = f8.QuantizedTensor(whole.codes[:8], whole.scale, whole.quantizer, whole.dtype, group, 0)
+    flat = f8.quantize(torch.randn(2, 16, 32), f8.CurrentScaling(), group=group, shard_dim=1).view(32, 32)
+    calls = {
+        "slice": lambda: q[:8],
+        "view": lambda: q.view(4, 6, 32),
+        "scaled_mm": lambda: f8.scaled_mm(q.t(), q, out_dtype=torch.float32),
+        "no group": lambda: f8.quantize(x, f8.CurrentScaling()).all_gather(0),
+        "other dim": lambda: whole.all_gather(1),
+        "other sizes": lambda: q.all_gather(0, (24, 8)),
+        "sizes told otherwise": lambda: q.all_gather(0, (24, 40)),
+        "own size": lambda: whole.all_gather(0, (8, 24)),
+        "cut": lambda: short.all_gather(0, (8, 8)),
+        "lost dim": lambda: flat.all_gather(0),
+        "sizes without group": lambda: f8.quantize(x, f8.CurrentScaling(), sizes=(24, 24)),
+        "no ints": lambda: f8.quantize(x, f8.CurrentScaling(), group=group, shard_dim=0, sizes=(24.0, 24)),
+        "too few": lambda: f8.quantize(x, f8.CurrentScaling(), group=group, shard_dim=0, sizes=(24,)),
+        "own entry": lambda: f8.quantize(x, f8.CurrentScaling(), group=group, shard_dim=0, sizes=(8, 8)),
+    }
+    return {name: message_of(call, TypeError, ValueError) for name, call in calls.items()}
+
+
+@needs_groups
+def test_what_a_shard_can_not_raises_and_says_what_can(ranks):
+    cut = "of sizes (24, 24) along dim 0"
+    for rank, messages in enumerate(ranks.run(refusals)):
+        for name, parts in {
+            "slice": (cut, "aten.slice", ".all_gather() or .dequantize() first"),
+            "view": (cut, "aten.view", ".all_gather() or .dequantize() first"),
+            "scaled_mm": ("scaled_mm: a is a shard of sizes (24, 24) along dim 1", "Call .all_gather(1) first"),
+            "no group": ("all_gather: this QuantizedTensor has no group", "group=..., shard_dim=..."),
+            "other dim": ("all_gather: dim is 1; the ranks have parts along dim 0.",),
+            "other sizes": ("all_gather: sizes is (24, 8)",),
+            "sizes told otherwise": ("all_gather: sizes is (24, 40)",),
+            "own size": ("all_gather: sizes is (8, 24)",),
+            "cut": (
+                "all_gather: parts of (8, 8) along dim 0 cut blocks (16, 16)",
+                "fp8compile.quantize(..., sizes=...)",
+            ),
+            "lost dim": ("all_gather: this is a view without the dim", "Gather first"),
+            "sizes without group": ("quantize: sizes is (24, 24) and group None",),
+            "no ints": ("quantize: sizes is (24.0, 24); it is a tuple of ints",),
+            "too few": ("quantize: sizes is (24,); it has one entry for each of 2 ranks",),
+            "own entry": (
+                f"sizes is (8, 8) and the entries of x along dim 0 on rank {rank % 2} are 24",
+                "the same on all",
+            ),
+        }.items():
+            for part in parts:
+                assert part in messages[name], (name, messages[name])
+
+
+def views():
+    """(shard_dim, sizes, whether it is what the same view of the whole is) of views that keep their dim."""
+    group, found = GROUPS["pair"], []
+    rank = group.rank()
+    whole = torch.randn(2, 32, 32, generator=torch.Generator().manual_seed(0))
+    rows = f8.CurrentScaling(block=(1, -1))
+    shard = f8.quantize(whole.split((24, 8), 1)[rank], rows, group=group, shard_dim=1, sizes=(24, 8))
+    expected = f8.quantize(whole, rows)
+    flat = f8.quantize(
+        whole[0].split((24, 8))[rank], f8.CurrentScaling(block=(16, 16)), group=group, shard_dim=0, sizes=(24, 8)
+    )
+    flat_whole = f8.quantize(whole[0], f8.CurrentScaling(block=(16, 16)))
+    for view, of_whole in (
+        (shard[0], expected[0]),
+        (shard[1:], expected[1:]),
+        (shard[None], expected[None]),
+        (shard[0].t(), expected[0].t()),
+        (shard.clone(), expected),
+        (flat.t(), flat_whole.t()),
+        (flat.detach().t().t(), flat_whole),
+    ):
+        gathered = view.all_gather(view.shard_dim)
+        same = same_bits(gathered.codes, of_whole.codes) and same_bits(gathered.scale, of_whole.scale)
+        part = of_whole.dequantize().split((24, 8), view.shard_dim)[rank]
+        found.append((view.shard_dim, view.sizes, same and same_bits(view.dequantize(), part)))
+    return found
+
+
+@needs_groups
+def test_a_view_knows_where_its_ranks_have_parts(ranks):
+    for found in ranks.run(views):
+        assert [dim for dim, _, _ in found] == [0, 1, 2, 1, 1, 1, 0]
+        assert {sizes for _, sizes, _ in found} == {(24, 8)}
+        assert all(same for _, _, same in found)

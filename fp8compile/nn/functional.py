@@ -12,7 +12,7 @@ from fp8compile.ops import linear as linear_op
 from fp8compile.quantizers import Recipe
 from fp8compile.tensor import SOURCE_DTYPES, QuantizedTensor, not_dense, shown
 
-__all__ = ["check_recipe", "linear"]
+__all__ = ["check_recipe", "checked_operands", "linear"]
 
 
 def check_recipe(function: str, recipe: object) -> None:
@@ -24,43 +24,78 @@ def check_recipe(function: str, recipe: object) -> None:
         )
 
 
-def _check_tensor(name: str, tensor: Tensor, x: Tensor) -> None:
+def _check_tensor(function: str, name: str, tensor: Tensor, x: Tensor) -> None:
     if not isinstance(tensor, Tensor):
-        raise TypeError(f"linear: {name} is a {type(tensor).__name__}; it is a tensor.")
+        raise TypeError(f"{function}: {name} is a {type(tensor).__name__}; it is a tensor.")
     if isinstance(tensor, QuantizedTensor):
         raise TypeError(
-            f"linear: {name} is a QuantizedTensor; linear quantizes its operands itself. Pass .dequantize(), or "
-            "multiply quantized matrices by fp8compile.scaled_mm."
+            f"{function}: {name} is a QuantizedTensor; {function} quantizes its operands itself. Pass .dequantize(), "
+            "or multiply quantized matrices by fp8compile.scaled_mm."
         )
     if (reason := not_dense(tensor)) is not None:
-        raise TypeError(f"linear: {name} {reason}; it is a dense tensor. Densify it first.")
+        raise TypeError(f"{function}: {name} {reason}; it is a dense tensor. Densify it first.")
     if tensor.dtype not in SOURCE_DTYPES:
         raise TypeError(
-            f"linear: {name} is {tensor.dtype}; FP8 layers take bfloat16, float16 and float32. Cast it, or leave this "
-            "layer unconverted."
+            f"{function}: {name} is {tensor.dtype}; FP8 layers take bfloat16, float16 and float32. Cast it, or leave "
+            "this layer unconverted."
         )
     if tensor.dtype != x.dtype:
         raise TypeError(
-            f"linear: {name} is {tensor.dtype} and x is {x.dtype}; they have one dtype. Cast one of them, or run "
+            f"{function}: {name} is {tensor.dtype} and x is {x.dtype}; they have one dtype. Cast one of them, or run "
             "under torch.autocast."
         )
     if tensor.device != x.device:
-        raise ValueError(f"linear: {name} is on {tensor.device} and x on {x.device}; move them to one device.")
+        raise ValueError(f"{function}: {name} is on {tensor.device} and x on {x.device}; move them to one device.")
 
 
-def _check_shapes(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+def _check_shapes(function: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
     if weight.ndim != 2:
-        raise ValueError(f"linear: weight has shape {tuple(weight.shape)}; it is (out_features, in_features).")
+        raise ValueError(f"{function}: weight has shape {tuple(weight.shape)}; it is (out_features, in_features).")
     if x.ndim == 0 or x.shape[-1] != weight.shape[1]:
         raise ValueError(
-            f"linear: x has shape {tuple(x.shape)} and weight {tuple(weight.shape)}; the last dim of x has to be "
+            f"{function}: x has shape {tuple(x.shape)} and weight {tuple(weight.shape)}; the last dim of x has to be "
             f"in_features, {weight.shape[1]}."
         )
     if bias is not None and (bias.ndim != 1 or bias.shape[0] != weight.shape[0]):
         raise ValueError(
-            f"linear: bias has shape {tuple(bias.shape)} and weight {tuple(weight.shape)}; bias is (out_features,), "
-            f"({weight.shape[0]},)."
+            f"{function}: bias has shape {tuple(bias.shape)} and weight {tuple(weight.shape)}; bias is "
+            f"(out_features,), ({weight.shape[0]},)."
         )
+
+
+def checked_operands(
+    function: str, x: Tensor, weight: Tensor, bias: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """What the op is given: the operands of a linear layer in the dtype of autocast, if that is on.
+
+    Args:
+        function: In whose name errors are.
+        x: Shape (..., in_features).
+        weight: Shape (out_features, in_features).
+        bias: Shape (out_features,), or None.
+
+    Raises:
+        TypeError: A dtype or layout is not taken, or dtypes differ.
+        ValueError: Shapes or devices do not fit.
+        RuntimeError: torch.jit traces.
+    """
+    if torch.jit.is_tracing():
+        raise RuntimeError(
+            f"{function}: torch.jit.trace has no type for a recipe. Use torch.compile or torch.export, or trace the "
+            "model after fp8compile.revert."
+        )
+    operands = {"x": x, "weight": weight} | ({} if bias is None else {"bias": bias})
+    if isinstance(x, Tensor) and x.device.type != "meta" and torch.is_autocast_enabled(x.device.type):
+        dtype = torch.get_autocast_dtype(x.device.type)
+        operands = {
+            name: t.to(dtype) if isinstance(t, Tensor) and t.dtype in SOURCE_DTYPES else t
+            for name, t in operands.items()
+        }
+    x, weight, bias = operands["x"], operands["weight"], operands.get("bias")
+    for name, tensor in operands.items():
+        _check_tensor(function, name, tensor, x)
+    _check_shapes(function, x, weight, bias)
+    return x, weight, bias
 
 
 def linear(
@@ -92,23 +127,8 @@ def linear(
     # as torch.nn.functional.linear does: torch.fx.symbolic_trace, modes and tensor subclasses take part in this way
     if has_torch_function((x, weight, bias)):
         return handle_torch_function(linear, (x, weight, bias), x, weight, bias, recipe=recipe, state=state)
-    if torch.jit.is_tracing():
-        raise RuntimeError(
-            "linear: torch.jit.trace has no type for a recipe. Use torch.compile or torch.export, or trace the model "
-            "after fp8compile.revert."
-        )
     check_recipe("linear", recipe)
-    operands = {"x": x, "weight": weight} | ({} if bias is None else {"bias": bias})
-    if isinstance(x, Tensor) and x.device.type != "meta" and torch.is_autocast_enabled(x.device.type):
-        dtype = torch.get_autocast_dtype(x.device.type)
-        operands = {
-            name: t.to(dtype) if isinstance(t, Tensor) and t.dtype in SOURCE_DTYPES else t
-            for name, t in operands.items()
-        }
-    x, weight, bias = operands["x"], operands["weight"], operands.get("bias")
-    for name, tensor in operands.items():
-        _check_tensor(name, tensor, x)
-    _check_shapes(x, weight, bias)
+    x, weight, bias = checked_operands("linear", x, weight, bias)
     check_state(state)
     if state is None:
         return linear_op(x, weight, bias, recipe)

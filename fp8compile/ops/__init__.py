@@ -13,6 +13,7 @@ from fp8compile.ops.registry import OPS, Op, decompositions, register_op
 from fp8compile.ops.scale import scale
 from fp8compile.ops.scaled_mm import scaled_mm
 from fp8compile.ops.scatter_sum import scatter_sum
+from fp8compile.ops.sharded_linear import sharded_grad_input, sharded_grad_weight, sharded_linear
 from fp8compile.ops.snapshot import snapshot
 
 __all__ = [
@@ -37,5 +38,8 @@ __all__ = [
     "scale",
     "scaled_mm",
     "scatter_sum",
+    "sharded_grad_input",
+    "sharded_grad_weight",
+    "sharded_linear",
     "snapshot",
 ]

@@ -32,7 +32,8 @@ def all_reduce_amax(amax: Tensor, group: ProcessGroup | str) -> Tensor:
     """
     from torch.distributed import _functional_collectives as funcol
 
-    bits = funcol.all_reduce(amax.view(torch.int32), "max", group)
+    # the `or`: Inductor (2.13) reduces in place, and fails on a view of another dtype of a buffer that it made itself
+    bits = funcol.all_reduce(amax.view(torch.int32) | 0, "max", group)
     return _waited(bits).view(torch.float32)
 
 

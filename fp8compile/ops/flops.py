@@ -16,6 +16,7 @@ from fp8compile import _compat
 from fp8compile.ops.layer import LAYER_OPS
 from fp8compile.ops.linear import GRAD_INPUT, GRAD_WEIGHT, OUTPUT
 from fp8compile.ops.scaled_mm import scaled_mm
+from fp8compile.ops.sharded_linear import sharded_grad_input, sharded_grad_weight, sharded_linear
 
 __all__ = ["FLOP_FORMULAS"]
 
@@ -38,9 +39,23 @@ def _scaled_mm(a: Shape, b: Shape, *_: Any, **__: Any) -> int:
     return 2 * prod(a) * b[1]
 
 
+def _of_all_tokens(formula: Callable[..., int]) -> Callable[..., int]:
+    """The formula for a rank that gets the tokens of the others before it multiplies."""
+
+    def of_all(first: Shape, second: Shape, *where: Any, **__: Any) -> int:
+        sequence_dim, sequence_sizes = where[-5:-3]
+        shape = list(first)
+        if sequence_dim is not None:
+            shape[sequence_dim] = sum(sequence_sizes)
+        return formula(shape, second)
+
+    return of_all
+
+
+SHARDED = (sharded_linear, sharded_grad_input, sharded_grad_weight)
 OF_GEMM = {OUTPUT: _linear, GRAD_INPUT: _grad_input, GRAD_WEIGHT: _grad_weight}
 FLOP_FORMULAS: dict[torch._ops.OpOverload, Callable[..., int]] = {
-    **{op: OF_GEMM[gemm] for op, gemm in LAYER_OPS.items()},
+    **{op: _of_all_tokens(OF_GEMM[gemm]) if op in SHARDED else OF_GEMM[gemm] for op, gemm in LAYER_OPS.items()},
     scaled_mm: _scaled_mm,
 }
 

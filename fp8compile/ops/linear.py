@@ -34,7 +34,7 @@ from fp8compile.quantizers import GEMMS, DelayedScaling, Gemm, Quantizer, Recipe
 from fp8compile.quantizers.blocks import as_matrix
 from fp8compile.target import target_of
 
-__all__ = ["grad_input", "grad_weight", "linear"]
+__all__ = ["grad_input", "grad_weight", "linear", "linear_samples"]
 
 OUTPUT, GRAD_INPUT, GRAD_WEIGHT = GEMMS
 
@@ -141,7 +141,7 @@ def _grad_input_sharding(grad_output: Tensor, weight: Tensor, recipe: Recipe) ->
 
 
 def _grad_input_samples() -> Iterator[tuple]:
-    for x, weight, _, recipe in _samples():
+    for x, weight, _, recipe in linear_samples():
         yield sample_grad(x, weight), weight, recipe
 
 
@@ -179,7 +179,7 @@ def _grad_weight_sharding(grad_output: Tensor, x: Tensor, recipe: Recipe) -> lis
 
 
 def _grad_weight_samples() -> Iterator[tuple]:
-    for x, weight, _, recipe in _samples():
+    for x, weight, _, recipe in linear_samples():
         yield sample_grad(x, weight), x, recipe
 
 
@@ -265,7 +265,8 @@ def _backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
     )
 
 
-def _samples() -> Iterator[tuple]:
+def linear_samples() -> Iterator[tuple]:
+    """Arguments of the op, for tests of it and of its likes."""
     generator = torch.Generator().manual_seed(0)
     for x in samples.matrices():
         for recipe in samples.recipes():
@@ -282,5 +283,5 @@ linear = register_op(
     backward=_backward,
     decompose=_decompose,
     sharding=_sharding,
-    samples=_samples,
+    samples=linear_samples,
 )

@@ -22,7 +22,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -33,7 +32,6 @@ from fp8compile.ops.amax import amax
 from fp8compile.ops.cast import cast
 from fp8compile.ops.collectives import all_gather, all_reduce_amax
 from fp8compile.ops.gemm import Operand
-from fp8compile.ops.realize import realize
 from fp8compile.ops.scale import scale
 from fp8compile.quantizers import Quantizer
 from fp8compile.quantizers.blocks import as_matrix
@@ -103,17 +101,17 @@ class Side:
     block: int
     sizes: tuple[tuple[int, int, int], ...]
 
-    @cached_property
+    @property
     def length(self) -> int:
         """Elements on this rank."""
-        return math.prod(length for _, length, _ in self.sizes)
+        return math.prod([length for _, length, _ in self.sizes])
 
-    @cached_property
+    @property
     def total(self) -> int:
         """Elements of the whole."""
-        return math.prod(total for _, _, total in self.sizes)
+        return math.prod([total for _, _, total in self.sizes])
 
-    @cached_property
+    @property
     def first(self) -> int | None:
         """Where this rank's elements begin, if they are one run of the whole; None if they are several."""
         run, first, inner = True, 0, 1
@@ -190,8 +188,8 @@ def _side(dims: range, shape: Sequence[int], cuts: Cuts, block: int) -> Side:
             f"dim {dims[innermost]} is cut unevenly over two groups, and blocks of {block} along it share a scale. "
             "Cut it over one of them, or evenly."
         )
-    inner = math.prod(total for _, _, total in sizes[innermost + 1 :])
-    outer = math.prod(total for _, _, total in sizes[:innermost])
+    inner = math.prod([total for _, _, total in sizes[innermost + 1 :]])
+    outer = math.prod([total for _, _, total in sizes[:innermost]])
     smallest = own[innermost][-1]
     boundaries = [sum(smallest.sizes[:rank]) * inner for rank in range(1, len(smallest.sizes))]
     followed = outer > 1 or len(own[innermost]) > 1  # the last part, too, is followed by elements of another one
@@ -339,7 +337,6 @@ def _window_and_amax(part: Part, quantizer: Quantizer) -> tuple[Tensor, Tensor, 
     if window is not part.local:
         for dim, side in enumerate(sides):
             found = side.widen(found, dim) if side.kind == "cut" else found
-        found = realize(found)  # Inductor reduces no integer view of a pad that has no memory of its own
     for group in dict.fromkeys(group for side in sides if side.kind != "own" for group in side.groups):
         found = all_reduce_amax(found, group)
     return window, found, sides

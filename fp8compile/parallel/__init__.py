@@ -1,9 +1,10 @@
 """Models that are spread over ranks: tensor and sequence parallel.
 
 Layers on DTensors need nothing from here: a converted model runs under PyTorch's own plans as it is. What is here
-sends fewer bytes.
+sends fewer bytes. For code that keeps what each rank has in plain tensors, there are functions that take a group.
 """
 
+from fp8compile.parallel.linear_functions import column_parallel_linear, row_parallel_linear
 from fp8compile.parallel.styles import ColwiseParallel, RowwiseParallel
 
-__all__ = ["ColwiseParallel", "RowwiseParallel"]
+__all__ = ["ColwiseParallel", "RowwiseParallel", "column_parallel_linear", "row_parallel_linear"]

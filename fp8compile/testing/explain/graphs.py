@@ -24,7 +24,7 @@ from fp8compile.testing.recording import node_value, user_place
 
 __all__ = ["GraphGemm", "describe", "graph_gemms"]
 
-OUTPUT, GRAD_INPUT, _ = GEMMS
+OUTPUT, GRAD_INPUT, GRAD_WEIGHT = GEMMS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,21 +79,24 @@ def describe(recipe: Recipe, gemm: Gemm) -> str | None:
     return f"{a.format} x {b.format} {gemm_kind(*blocks)}"
 
 
-def _sizes(gemm: str, operands: Sequence[Tensor]) -> tuple[int, int, int]:
+def _sizes(gemm: str, operands: Sequence[Tensor], result: Tensor | Sequence[Tensor]) -> tuple[int, int, int]:
     """(m, k, n) of a layer op's product, from the tensors as the layer holds them."""
     a, b = operands
+    # a rank that holds some of the tokens of one tensor holds all of the other one's, and multiplies all
+    other = b if gemm == GRAD_WEIGHT.name else result if isinstance(result, Tensor) else result[0]
+    tokens = max(prod(a.shape[:-1]), prod(other.shape[:-1]))
     if gemm == OUTPUT.name:
-        return prod(a.shape[:-1]), b.shape[1], b.shape[0]
+        return tokens, b.shape[1], b.shape[0]
     if gemm == GRAD_INPUT.name:
-        return prod(a.shape[:-1]), b.shape[0], b.shape[1]
-    return a.shape[-1], prod(a.shape[:-1]), b.shape[-1]
+        return tokens, b.shape[0], b.shape[1]
+    return a.shape[-1], tokens, b.shape[-1]
 
 
 def _layer_gemm(value: Value, owners: Owners) -> dict[str, Any]:
     node, gemm = value.node, LAYER_OPS[value.op]
     a, b, *_, recipe = fx.map_arg(node.args, node_value)
     runs, quantizers = describe(recipe, gemm), recipe.quantizers(gemm)
-    m, k, n = _sizes(gemm.name, (a, b))
+    m, k, n = _sizes(gemm.name, (a, b), node_value(node))
     casts, parameters = (), ()
     if quantizers is not None:
         operands = [value.operand(0), value.operand(1)]

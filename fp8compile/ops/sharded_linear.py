@@ -1,0 +1,294 @@
+"""fp8compile::sharded_linear: the linear layer on what one rank of a group has of it; its gradients are two more ops.
+
+    weight cut along       input                       output
+    0, out_features        tokens, cut or whole        out_features, cut
+    1, in_features         in_features, cut            tokens, cut or whole: what the ranks have is summed
+
+What ranks send is part of the op, so a graph that holds one holds the name of its group: the graph of one group never
+runs on another. In a group of one rank nothing is cut and nothing sent.
+
+    arguments of all three, behind the tensors
+    weight_dim        0 or 1, as above
+    feature_sizes     what each rank has of the weight along it
+    sequence_dim      which leading dim of the tokens is cut; None: every rank has all of them
+    sequence_sizes    what each rank has along it; not looked at where it is None
+    rank, group       this one's number in the group, and the name of that
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from fp8compile import _compat
+from fp8compile.ops.collectives import all_reduce_sum, reduce_scatter_sum
+from fp8compile.ops.linear import GRAD_INPUT, GRAD_WEIGHT, OUTPUT, linear_samples, sample_grad, sum_of_tokens
+from fp8compile.ops.parts import Cuts, Part, Shards
+from fp8compile.ops.registry import register_op
+from fp8compile.ops.rounding import rounded
+from fp8compile.ops.sharded_product import Product, add_bias, multiply_parts
+from fp8compile.quantizers import Recipe
+
+__all__ = ["sharded_grad_input", "sharded_grad_weight", "sharded_linear"]
+
+
+class _Layout(NamedTuple):
+    """Where each tensor of the layer is cut; one group, so one entry each."""
+
+    input: Cuts
+    weight: Cuts
+    bias: Cuts
+    output: Cuts
+
+
+def _layout(
+    ndim: int,
+    weight_dim: int,
+    feature_sizes: Sequence[int],
+    sequence_dim: int | None,
+    sequence_sizes: Sequence[int],
+    rank: int,
+    group: str,
+) -> _Layout:
+    """The layout for tokens of ``ndim`` dims, features included."""
+    if len(feature_sizes) == 1:
+        return _Layout((None,), (None,), (None,), (None,))
+    features = Shards(group, rank, ndim - 1, tuple(feature_sizes))
+    weight = replace(features, dim=weight_dim)
+    tokens = None if sequence_dim is None else Shards(group, rank, sequence_dim, tuple(sequence_sizes))
+    if weight_dim == 0:
+        return _Layout((tokens,), (weight,), (weight,), (features,))
+    return _Layout((features,), (weight,), (None,), (tokens,))
+
+
+def _whole_or_part(product: Product, tokens: Cuts, group: str) -> Tensor:
+    """A product as a rank is to have it: where it's a summand, the sum, for all tokens or for those of this rank."""
+    (step,), (cut,) = product.steps, tokens
+    local = product.local.view(*product.shape[:-1], product.local.shape[1])
+    if step.out == "sum" and cut is None:
+        return all_reduce_sum(local, group)
+    if step.out == "sum":
+        local = reduce_scatter_sum(local, cut.dim, cut.sizes, cut.rank, group)
+    return local.contiguous()
+
+
+def _with_sequence(x: Tensor, sequence_dim: int | None, length: int, features: int) -> Tensor:
+    """An empty tensor of the shape of ``x``, but for its sequence and its features."""
+    shape = [*x.shape[:-1], features]
+    if sequence_dim is not None:
+        shape[sequence_dim] = length
+    return x.new_empty(shape)
+
+
+# ---------------------------------------------------------------------------------- gradients
+
+
+def _grad_input_kernel(
+    grad_output: Tensor,
+    weight: Tensor,
+    weight_dim: int,
+    feature_sizes: Sequence[int],
+    sequence_dim: int | None,
+    sequence_sizes: Sequence[int],
+    rank: int,
+    group: str,
+    recipe: Recipe,
+) -> Tensor:
+    layout = _layout(grad_output.ndim, weight_dim, feature_sizes, sequence_dim, sequence_sizes, rank, group)
+    product = multiply_parts(GRAD_INPUT, Part(grad_output, layout.output), Part(weight, layout.weight), recipe)
+    return _whole_or_part(product, layout.input, group)
+
+
+def _grad_input_fake(
+    grad_output: Tensor,
+    weight: Tensor,
+    weight_dim: int,
+    feature_sizes: Sequence[int],
+    sequence_dim: int | None,
+    sequence_sizes: Sequence[int],
+    rank: int,
+    group: str,
+    recipe: Recipe,
+) -> Tensor:
+    length = sequence_sizes[rank] if weight_dim == 0 else sum(sequence_sizes)
+    return _with_sequence(grad_output, sequence_dim, length, weight.shape[1])
+
+
+def _grad_input_samples() -> Iterator[tuple]:
+    for x, weight, _, *where in _samples():
+        yield sample_grad(x, weight), weight, *where
+
+
+sharded_grad_input = register_op(
+    "fp8compile::sharded_grad_input",
+    _grad_input_kernel,
+    fake=_grad_input_fake,
+    backward=None,
+    decompose=_grad_input_kernel,
+    sharding=None,  # its tensors are this rank's
+    samples=lambda: _grad_input_samples(),
+)
+
+
+def _grad_weight_kernel(
+    grad_output: Tensor,
+    x: Tensor,
+    weight_dim: int,
+    feature_sizes: Sequence[int],
+    sequence_dim: int | None,
+    sequence_sizes: Sequence[int],
+    rank: int,
+    group: str,
+    recipe: Recipe,
+) -> Tensor:
+    layout = _layout(x.ndim, weight_dim, feature_sizes, sequence_dim, sequence_sizes, rank, group)
+    product = multiply_parts(GRAD_WEIGHT, Part(grad_output, layout.output), Part(x, layout.input), recipe)
+    return product.local.contiguous()
+
+
+def _grad_weight_fake(
+    grad_output: Tensor,
+    x: Tensor,
+    weight_dim: int,
+    feature_sizes: Sequence[int],
+    sequence_dim: int | None,
+    sequence_sizes: Sequence[int],
+    rank: int,
+    group: str,
+    recipe: Recipe,
+) -> Tensor:
+    return grad_output.new_empty((grad_output.shape[-1], x.shape[-1]))
+
+
+def _grad_weight_samples() -> Iterator[tuple]:
+    for x, weight, _, *where in _samples():
+        yield sample_grad(x, weight), x, *where
+
+
+sharded_grad_weight = register_op(
+    "fp8compile::sharded_grad_weight",
+    _grad_weight_kernel,
+    fake=_grad_weight_fake,
+    backward=None,
+    decompose=_grad_weight_kernel,
+    sharding=None,
+    samples=lambda: _grad_weight_samples(),
+)
+
+# ---------------------------------------------------------------------------------- the layer
+
+
+def _check_no_delayed_scaling(recipe: Recipe) -> None:
+    # in the op, for PyTorch 2.11 traces no method of a recipe
+    if not _compat.is_stand_in(recipe) and recipe.history():
+        raise ValueError(
+            "sharded_linear: the recipe has delayed scaling, whose state is kept by layers, and this one is a "
+            "function. Take a recipe with current scaling, or a fp8compile.Linear on DTensors."
+        )
+
+
+def _kernel(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    weight_dim: int,
+    feature_sizes: Sequence[int],
+    sequence_dim: int | None,
+    sequence_sizes: Sequence[int],
+    rank: int,
+    group: str,
+    recipe: Recipe,
+) -> Tensor:
+    _check_no_delayed_scaling(recipe)
+    layout = _layout(x.ndim, weight_dim, feature_sizes, sequence_dim, sequence_sizes, rank, group)
+    product = multiply_parts(OUTPUT, Part(x, layout.input), Part(weight, layout.weight), recipe)
+    if bias is not None:
+        product = replace(product, local=add_bias(product, Part(bias, layout.bias), layout.weight))
+    return _whole_or_part(product, layout.output, group)
+
+
+def _decompose(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    weight_dim: int,
+    feature_sizes: Sequence[int],
+    sequence_dim: int | None,
+    sequence_sizes: Sequence[int],
+    rank: int,
+    group: str,
+    recipe: Recipe,
+) -> Tensor:
+    bias = None if bias is None else rounded(bias).to(bias.dtype)
+    return _kernel(x, weight, bias, weight_dim, feature_sizes, sequence_dim, sequence_sizes, rank, group, recipe)
+
+
+def _fake(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    weight_dim: int,
+    feature_sizes: Sequence[int],
+    sequence_dim: int | None,
+    sequence_sizes: Sequence[int],
+    rank: int,
+    group: str,
+    recipe: Recipe,
+) -> Tensor:
+    _check_no_delayed_scaling(recipe)
+    length = sum(sequence_sizes) if weight_dim == 0 else sequence_sizes[rank]
+    return _with_sequence(x, sequence_dim, length, weight.shape[0])
+
+
+def _setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
+    x, weight, _, *ctx.where = inputs
+    needs_x, needs_weight = ctx.needs_input_grad[:2]
+    ctx.save_for_backward(x if needs_weight else None, weight if needs_x else None)
+
+
+def _grad_bias(
+    grad_output: Tensor,
+    weight_dim: int,
+    feature_sizes: Sequence[int],
+    sequence_dim: int | None,
+    sequence_sizes: Sequence[int],
+    rank: int,
+    group: str,
+    recipe: Recipe,
+) -> Tensor:
+    """Of all tokens, wherever they are."""
+    own = sum_of_tokens(grad_output)
+    parts_of_tokens = weight_dim == 1 and sequence_dim is not None and len(feature_sizes) > 1
+    return all_reduce_sum(own, group) if parts_of_tokens else own
+
+
+def _backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+    x, weight = ctx.saved_tensors
+    return (
+        None if weight is None else sharded_grad_input(grad_output, weight, *ctx.where),
+        None if x is None else sharded_grad_weight(grad_output, x, *ctx.where),
+        _grad_bias(grad_output, *ctx.where) if ctx.needs_input_grad[2] else None,
+        *(None for _ in ctx.where),
+    )
+
+
+def _samples() -> Iterator[tuple]:
+    """As of a group of one rank: others need processes (tests/test_explicit_groups.py)."""
+    for index, (x, weight, bias, recipe) in enumerate(linear_samples()):
+        weight_dim = index % 2
+        yield x, weight, bias, weight_dim, [weight.shape[weight_dim]], None, [0], 0, "", recipe
+
+
+sharded_linear = register_op(
+    "fp8compile::sharded_linear",
+    _kernel,
+    fake=_fake,
+    setup_context=_setup_context,
+    backward=_backward,
+    decompose=_decompose,
+    sharding=None,
+    samples=_samples,
+)

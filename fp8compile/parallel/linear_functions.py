@@ -1,0 +1,171 @@
+"""Linear layers on what one rank of a group has of them: plain tensors in and out, as Megatron's layers have them.
+
+    column_parallel_linear   weight (N/R, K)    tokens, whole or cut  ->  features of the output, cut
+    row_parallel_linear      weight (N, K/R)    features of the input, cut  ->  tokens, whole or cut
+
+Put behind one another they are an MLP or an attention block: nothing is sent between the two. What is sent are codes,
+where a tensor is put together, and the dtype of the tensor, where summands are added.
+
+    tokens    column, forward and backward                     row, forward and backward
+    whole     nothing; grad_input all-reduced                  output all-reduced; nothing
+    cut       codes of x gathered;                             output reduce-scattered;
+              grad_input reduce-scattered, codes of x again    codes of grad_output gathered, for both gradients
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.tensor import DTensor
+
+from fp8compile.nn.functional import check_recipe, checked_operands
+from fp8compile.nn.state import group_name
+from fp8compile.ops import sharded_linear
+from fp8compile.quantizers import Recipe
+from fp8compile.tensor import checked_sizes, own_sizes, shown
+
+__all__ = ["column_parallel_linear", "row_parallel_linear"]
+
+
+def _check_group(function: str, group: object, *tensors: object) -> str:
+    if any(isinstance(tensor, DTensor) for tensor in tensors):
+        raise TypeError(
+            f"{function}: a tensor is a DTensor, which knows its ranks itself; this function takes what one rank has. "
+            "Give DTensors to fp8compile.linear, or pass .to_local()."
+        )
+    name = group_name(function, group)
+    if name is None:
+        raise TypeError(f"{function}: group is None; on one rank alone this layer is fp8compile.linear.")
+    return name
+
+
+def _shared_sizes(
+    function: str, argument: str, given: object, group: ProcessGroup, total: int, what: str
+) -> tuple[int, ...]:
+    """What each rank gets of a whole; even parts if nothing is given."""
+    if given is None:
+        if total % group.size():
+            raise ValueError(
+                f"{function}: {what} are {total}, no multiple of {group.size()} ranks. Say what each of them gets: "
+                f"{argument}=(...)."
+            )
+        return (total // group.size(),) * group.size()
+    sizes = checked_sizes(function, argument, given, group)
+    if sum(sizes) != total:
+        raise ValueError(f"{function}: {argument} is {sizes}, {sum(sizes)} together, and {what} are {total}.")
+    return sizes
+
+
+def _sequence_dim(function: str, x: Tensor, sequence_dim: object, sequence_sizes: object) -> int | None:
+    """Counted from 0."""
+    if sequence_dim is None:
+        if sequence_sizes is not None:
+            raise ValueError(
+                f"{function}: sequence_sizes is {shown(sequence_sizes)} and sequence_dim None; name the dim that they "
+                "are sizes of, or leave both out."
+            )
+        return None
+    if type(sequence_dim) is not int:
+        raise TypeError(f"{function}: sequence_dim is {shown(sequence_dim)}; it is an int, or None.")
+    if not -x.ndim <= sequence_dim < x.ndim or sequence_dim % x.ndim == x.ndim - 1:
+        raise ValueError(
+            f"{function}: sequence_dim is {sequence_dim}, x has shape {tuple(x.shape)}; it is one of the dims before "
+            "the last, which holds features."
+        )
+    return sequence_dim % x.ndim
+
+
+def column_parallel_linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    recipe: Recipe,
+    group: ProcessGroup,
+    sequence_dim: int | None = None,
+    sequence_sizes: Sequence[int] | None = None,
+    feature_sizes: Sequence[int] | None = None,
+) -> Tensor:
+    """A linear layer of whose weight each rank has some rows: this rank's features of the output, for all tokens.
+
+    Codes and scales are those of one process, with whatever blocks, also where the end of a rank's part cuts one. So
+    are output and grad_weight, bit for bit; grad_input is the sum of what the ranks have. Differentiable once. All
+    ranks of the group call this.
+
+    Args:
+        x: Shape (..., in_features), bfloat16, float16 or float32: all tokens, or this rank's.
+        weight: Shape (out_features / R, in_features), this rank's rows, the dtype of ``x``.
+        bias: Shape (out_features / R,), this rank's, or None.
+        recipe: Quantizers for the operands.
+        group: The R ranks.
+        sequence_dim: Which dim of ``x`` is cut over the ranks; None: each of them has all tokens.
+        sequence_sizes: What each rank has along it; as much as this one by default. A rank may have nothing.
+        feature_sizes: Rows of the weight that each rank has; as many as this one by default.
+
+    Returns:
+        Shape (..., out_features / R) for all tokens, the dtype of ``x`` (or of autocast).
+
+    Raises:
+        TypeError: The recipe is none, the group none, a dtype or layout is not taken, or a tensor is a DTensor.
+        ValueError: Shapes, sizes or devices do not fit; or the recipe has delayed scaling.
+        RuntimeError: This device has no GEMM for the recipe.
+    """
+    function = "column_parallel_linear"
+    name = _check_group(function, group, x, weight, bias)
+    check_recipe(function, recipe)
+    x, weight, bias = checked_operands(function, x, weight, bias)
+    features = own_sizes(function, "feature_sizes", feature_sizes, group, weight.shape[0], "the rows of weight")
+    dim, tokens = _sequence_dim(function, x, sequence_dim, sequence_sizes), (0,) * group.size()
+    if dim is not None:
+        what = f"the entries of x along dim {dim}"
+        tokens = own_sizes(function, "sequence_sizes", sequence_sizes, group, x.shape[dim], what)
+    return sharded_linear(x, weight, bias, 0, features, dim, tokens, group.rank(), name, recipe)
+
+
+def row_parallel_linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    recipe: Recipe,
+    group: ProcessGroup,
+    sequence_dim: int | None = None,
+    sequence_sizes: Sequence[int] | None = None,
+    feature_sizes: Sequence[int] | None = None,
+) -> Tensor:
+    """A linear layer of whose weight each rank has some columns: the sum over ranks, of all tokens or of this one's.
+
+    Codes and scales are those of one process, with whatever blocks, also where the end of a rank's part cuts one. So
+    are grad_input and grad_weight, bit for bit; the output is the sum of what the ranks have, in the dtype of ``x``.
+    Differentiable once. All ranks of the group call this.
+
+    Args:
+        x: Shape (..., in_features / R), this rank's features for all tokens; bfloat16, float16 or float32.
+        weight: Shape (out_features, in_features / R), this rank's columns, the dtype of ``x``.
+        bias: Shape (out_features,), the same on all ranks, or None. Added once; its gradient is that of all tokens.
+        recipe: Quantizers for the operands.
+        group: The R ranks.
+        sequence_dim: Which dim of the output is cut over the ranks; None: each of them gets all tokens.
+        sequence_sizes: What each rank gets along it; even parts by default. A rank may get nothing.
+        feature_sizes: Columns of the weight that each rank has; as many as this one by default.
+
+    Returns:
+        Shape (..., out_features), the dtype of ``x`` (or of autocast).
+
+    Raises:
+        TypeError: The recipe is none, the group none, a dtype or layout is not taken, or a tensor is a DTensor.
+        ValueError: Shapes, sizes or devices do not fit; or the recipe has delayed scaling.
+        RuntimeError: This device has no GEMM for the recipe.
+    """
+    function = "row_parallel_linear"
+    name = _check_group(function, group, x, weight, bias)
+    check_recipe(function, recipe)
+    x, weight, bias = checked_operands(function, x, weight, bias)
+    features = own_sizes(function, "feature_sizes", feature_sizes, group, weight.shape[1], "the columns of weight")
+    dim, tokens = _sequence_dim(function, x, sequence_dim, sequence_sizes), (0,) * group.size()
+    if dim is not None:
+        what = f"the entries of x along dim {dim}"
+        tokens = _shared_sizes(function, "sequence_sizes", sequence_sizes, group, x.shape[dim], what)
+    return sharded_linear(x, weight, bias, 1, features, dim, tokens, group.rank(), name, recipe)
