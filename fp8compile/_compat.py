@@ -38,6 +38,7 @@ __all__ = [
     "guard_or_false",
     "impl_autograd",
     "is_constant_type",
+    "is_dtensor",
     "is_stand_in",
     "never_recompute",
     "rebind_load_hooks",
@@ -338,11 +339,14 @@ def rank_salt() -> str:
     return f"-{distributed.get_rank()}"
 
 
+def is_dtensor(tensor: object) -> bool:
+    """Whether a tensor is a DTensor: by name, for its module costs half a second to import."""
+    return type(tensor).__name__ == "DTensor"
+
+
 def replicated(tensor: torch.Tensor) -> torch.Tensor:
     """What every rank has of a DTensor that is replicated, and any other tensor as it is."""
-    if type(tensor).__name__ != "DTensor":  # by name: its module costs half a second to import
-        return tensor
-    return tensor.to_local()
+    return tensor.to_local() if is_dtensor(tensor) else tensor
 
 
 @cache

@@ -167,9 +167,7 @@ class QuantizedTensor(Tensor):
 
         Of blocks that span that dim, every rank has the one scale, and none is cut.
         """
-        if self.sizes is None or self.shard_dim is None:
-            return False
-        return any(side.kind == "cut" for side in sides_of(self.shape, (self._shards(),), self.quantizer.block))
+        return _cuts_blocks(self)
 
     def _shards(self) -> Shards:
         return Shards(self.group, self.group.rank(), self.shard_dim, self.sizes)
@@ -248,6 +246,14 @@ class QuantizedTensor(Tensor):
         if func in VIEWS:
             return return_and_correct_aliasing(func, args, kwargs, result)
         return result
+
+
+def _cuts_blocks(x: QuantizedTensor) -> bool:
+    """`QuantizedTensor.cuts_blocks`, as a function: Dynamo traces no method of a tensor that returns a bool."""
+    if x.sizes is None or x.shard_dim is None:
+        return False
+    shards = Shards("", 0, x.shard_dim, x.sizes)  # which ranks, and which of them, makes no difference
+    return "cut" in [side.kind for side in sides_of(x.shape, (shards,), x.quantizer.block)]
 
 
 def _no_meaning(op: object) -> str:
@@ -514,6 +520,11 @@ def _check_source(x: Any, quantizer: Any) -> None:
         raise TypeError("quantize: x is quantized already. Call .dequantize() first if that is what you mean.")
     if not isinstance(x, Tensor):
         raise TypeError(f"quantize: x is {type(x).__name__}; it is a dense tensor.")
+    if _compat.is_dtensor(x):
+        raise TypeError(
+            "quantize: x is a DTensor; it is this rank's part of a tensor, x.to_local(), with group= and shard_dim=, "
+            "or a whole tensor, x.full_tensor()."
+        )
     if (reason := not_dense(x)) is not None:
         raise TypeError(f"quantize: x {reason}; it is a dense tensor.")
     if x.dtype not in SOURCE_DTYPES:
@@ -710,7 +721,7 @@ def scaled_mm(a: QuantizedTensor, b: QuantizedTensor, *, out_dtype: torch.dtype,
                 f"scaled_mm: {name} is a {type(operand).__name__}; it is a QuantizedTensor, made by "
                 "fp8compile.quantize."
             )
-        if operand.cuts_blocks():
+        if _cuts_blocks(operand):
             raise ValueError(
                 f"scaled_mm: {name} is a shard of sizes {operand.sizes} along dim {operand.shard_dim}, which cuts "
                 f"blocks {operand.quantizer.block}. Call .all_gather({operand.shard_dim}) first."

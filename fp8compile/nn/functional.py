@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
+from fp8compile._compat import is_dtensor
 from fp8compile.nn.state import DelayedState, check_state
 from fp8compile.ops import delayed_linear
 from fp8compile.ops import linear as linear_op
@@ -43,6 +44,12 @@ def _check_tensor(function: str, name: str, tensor: Tensor, x: Tensor) -> None:
         raise TypeError(
             f"{function}: {name} is {tensor.dtype} and x is {x.dtype}; they have one dtype. Cast one of them, or run "
             "under torch.autocast."
+        )
+    if is_dtensor(tensor) != is_dtensor(x):
+        one, other = ("x", name) if is_dtensor(x) else (name, "x")
+        raise TypeError(
+            f"{function}: {one} is a DTensor and {other} is none; a layer is spread over ranks as a whole or not at "
+            "all. Use parallelize_module, distribute_tensor or DTensor.from_local for all of it."
         )
     if tensor.device != x.device:
         raise ValueError(f"{function}: {name} is on {tensor.device} and x on {x.device}; move them to one device.")
