@@ -19,7 +19,7 @@ __all__ = ["scatter_sum"]
 
 
 def _kernel(x: Tensor, dim: int, recipe: Recipe) -> Tensor:
-    return x.clone()
+    return x.clone(memory_format=torch.contiguous_format)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Tensor, int, Recipe], output: Tensor) -> None:
@@ -39,7 +39,7 @@ def _samples() -> Iterator[tuple]:
 scatter_sum = register_op(
     "fp8compile::scatter_sum",
     _kernel,
-    fake=lambda x, dim, recipe: torch.empty_like(x),
+    fake=lambda x, dim, recipe: x.new_empty(x.shape),
     setup_context=_setup_context,
     backward=_backward,
     decompose=_kernel,
