@@ -12,6 +12,8 @@ import torch
 from gloo_ranks import shared_ranks
 
 import fp8compile as f8
+from fp8compile import ops
+from fp8compile.quantizers import GemmConfig
 from fp8compile.testing.bits import bits
 
 ROUNDING = 2.0**-8  # of bfloat16: half a unit in the last place, relative to the number
@@ -176,3 +178,106 @@ def test_a_layer_on_ranks_is_that_of_one_process(ranks, recipe, layout, shape, b
 def test_every_layer_on_ranks_is_that_of_one_process(ranks, recipe, layout, shape, backend, count):
     answers = ranks.run(layer_on_ranks, recipe, layout, shape, backend, count)
     assert answers[:count] == [{}] * count
+
+
+# ---------------------------------------------------------------------------------- meshes of two dims
+
+R = None  # every rank of a group has all of it
+
+
+def on_mesh(tensor, dims, shape):
+    """A DTensor on a mesh of this shape, cut by each of its groups along a dim, or not."""
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    if shape not in MESHES:
+        MESHES[shape] = DeviceMesh("cpu", torch.arange(4).view(shape))
+    placements = [Replicate() if dim is None else Shard(dim) for dim in dims]
+    return distribute_tensor(tensor, MESHES[shape], placements, src_data_rank=None).detach()
+
+
+def op_on_ranks(op, tensors, dims, others, shape):
+    """Whether an op on DTensors gives what it gives on whole tensors: bits, but for the order of a product's sums."""
+    made, op = tensors(), getattr(ops, op)
+    expected = op(*made, *others)
+    found = op(*(on_mesh(t, where, shape) for t, where in zip(made, dims, strict=True)), *others)
+    whole = found.full_tensor()
+    assert found.to_local().is_contiguous()
+    if op in (ops.amax, ops.cast):
+        return torch.equal(bits(whole), bits(expected))
+    return bool(((whole - expected).abs() <= 2.0**-18 * expected.abs().max()).all())
+
+
+def normal(*shapes):
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(shape, generator=generator) for shape in shapes]
+
+
+def layer_operands():
+    return normal((8, 32), (16, 32), (16,))
+
+
+def gradient_operands():
+    return normal((4, 128, 16), (4, 128, 32))
+
+
+def cast_operands():
+    (x,) = normal((8, 16))
+    return [x, ops.scale(ops.amax(x, ROWWISE), ROWWISE)[0]]
+
+
+def codes_to_multiply():
+    a, b = (f8.quantize(t, ROWWISE) for t in normal((9, 16), (12, 16)))
+    return [a.codes, b.codes.t(), a.scale, b.scale.t()]
+
+
+def one_row():
+    return normal((1, 16))
+
+
+def wide_layer_operands():
+    return normal((6, 128), (200, 128))
+
+
+ROWWISE = f8.CurrentScaling(block=(1, -1))
+TWICE = {  # x, weight and bias of a layer, where two groups cut one dim of one of them
+    "tokens, where only the first meets a cut weight": ((0, 0), (0, R), (0, R)),
+    "a bias, of which only the second cuts the weight": ((0, R), (R, 0), (0, 0)),
+    "in_features, by one group of x and by the other of the weight": ((1, R), (R, 1), (R, R)),
+    "in_features of x": ((1, 1), (R, 1), (R, R)),
+    "in_features of the weight": ((R, 1), (1, 1), (R, R)),
+    "tokens and out_features": ((0, 0), (0, 0), (0, 0)),
+}
+
+
+@pytest.mark.parametrize("dims", TWICE.values(), ids=TWICE)
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "blockwise"])
+def test_two_groups_that_cut_one_dim(ranks, recipe, dims):
+    arguments = "linear", layer_operands, dims, (f8.recipes.by_name(recipe),), (2, 2)
+    assert ranks.run(op_on_ranks, *arguments) == [True] * 4
+
+
+@pytest.mark.parametrize("recipe", ["rowwise", "blockwise"])
+@pytest.mark.parametrize("dims", [((0, 1), (0, R)), ((0, 1), (1, 0)), ((0, R), (R, 0)), ((1, 0), (R, 0))])
+def test_gradients_whose_tokens_are_cut_by_two_groups(ranks, recipe, dims):
+    arguments = "grad_weight", gradient_operands, dims, (f8.recipes.by_name(recipe),), (2, 2)
+    assert ranks.run(op_on_ranks, *arguments) == [True] * 4
+
+
+@pytest.mark.parametrize("dims", [((0, R), (R, 0)), ((0, 0), (0, R)), ((R, 0), (0, 0))])
+def test_an_op_by_its_rule_whose_arguments_two_groups_cut(ranks, dims):
+    assert ranks.run(op_on_ranks, "cast", cast_operands, dims, (ROWWISE,), (2, 2)) == [True] * 4
+
+
+def test_ranks_agree_what_to_gather_where_some_have_less(ranks):
+    """Counted by their own parts, a rank with nothing gathers for free, and one with less of a gathers that."""
+    for quantizer in (f8.CurrentScaling(), ROWWISE):
+        assert ranks.run(op_on_ranks, "amax", one_row, [(0,)], (quantizer,), (4,), seconds=60) == [True] * 4
+    quantizers = ROWWISE, ROWWISE.transposed(), torch.float32, GemmConfig()
+    dims = [(0,), (1,), (0,), (1,)]
+    assert ranks.run(op_on_ranks, "scaled_mm", codes_to_multiply, dims, quantizers, (4,), seconds=60) == [True] * 4
+
+
+def test_columns_taken_of_a_window_are_contiguous(ranks):
+    arguments = "linear", wide_layer_operands, [(R,), (0,)], (None, f8.recipes.blockwise()), (4,)
+    assert ranks.run(op_on_ranks, *arguments) == [True] * 4

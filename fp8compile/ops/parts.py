@@ -158,8 +158,13 @@ class Side:
         return first, -(-(self.first % self.block + self.length) // self.block), every
 
     def widen(self, grid: Tensor, dim: int) -> Tensor:
-        """The grid of a window among zeros, as the grid of the whole."""
+        """The grid of a window, or of blocks that are this rank's own, among zeros, as the grid of the whole."""
         first, count, every = self._blocks()
+        if self.kind == "own" and self.first is None:
+            shape = list(grid.shape)
+            shape[dim] = every
+            blocks = self._positions(grid.device)[:: self.block] // self.block
+            return grid.new_zeros(shape).index_copy(dim, blocks, grid)
         after = every - first - count
         return pad(grid, (0, 0, first, after) if dim == 0 else (first, after)) if first or after else grid
 
@@ -218,6 +223,11 @@ def _without(cuts: Cuts, index: int) -> Cuts:
     return (*cuts[:index], None, *cuts[index + 1 :])
 
 
+def _cut_again(cuts: Cuts, index: int, dim: int) -> int | None:
+    """The last group, behind this one, that cuts a dim: parts of parts, to be put together before it is cut anew."""
+    return next((i for i in reversed(range(index + 1, len(cuts))) if cuts[i] is not None and cuts[i].dim == dim), None)
+
+
 @dataclass(frozen=True)
 class Part:
     """A rank's part of a tensor.
@@ -240,12 +250,16 @@ class Part:
         return tuple(shape)
 
     def gather(self, index: int) -> Part:
-        """Put together what the ranks of one group have."""
+        """Put together what the ranks of one group have, and before, along the same dim, of those behind it."""
         cut = self.cuts[index]
+        if (again := _cut_again(self.cuts, index, cut.dim)) is not None:
+            return self.gather(again).gather(index)
         return Part(all_gather(self.local, cut.dim, cut.sizes, cut.group), _without(self.cuts, index))
 
     def narrow(self, index: int, cut: Shards) -> Part:
-        """Of what all ranks of a group have, the part that falls to this one."""
+        """Of what all ranks of a group have, this one's part; groups behind it do not cut this dim any more."""
+        if (again := _cut_again(self.cuts, index, cut.dim)) is not None:
+            return self.gather(again).narrow(index, cut)
         local = self.local.narrow(cut.dim, cut.start, cut.length)
         return Part(local, (*self.cuts[:index], cut, *self.cuts[index + 1 :]))
 
@@ -269,8 +283,10 @@ class Codes:
     whole: tuple[bool, bool] = (False, False)
 
     def gather(self, index: int) -> Codes:
-        """Put together codes, and scales where ranks have different ones."""
+        """Put together codes, and scales where ranks have different ones; the order is that of ``Part.gather``."""
         cut = self.cuts[index]
+        if (again := _cut_again(self.cuts, index, cut.dim)) is not None:
+            return self.gather(again).gather(index)
         codes = all_gather(self.local, cut.dim, cut.sizes, cut.group)
         return replace(self, local=codes, scale=self._gathered_scale(cut), cuts=_without(self.cuts, index))
 
@@ -292,13 +308,17 @@ class Codes:
         return all_gather(grid, 1, counts, cut.group).flatten(0, 1)
 
     def narrow(self, index: int, cut: Shards) -> Codes:
-        """Of what all ranks of a group have, the part that falls to this one."""
+        """Of what all ranks of a group have, the part that falls to this one, as ``Part.narrow`` does."""
+        if (again := _cut_again(self.cuts, index, cut.dim)) is not None:
+            return self.gather(again).narrow(index, cut)
         is_column = cut.dim == self.local.ndim - 1
         block, whole, found = self.quantizer.block[is_column], list(self.whole), self.scale
         if block == 1:
             found = found.narrow(-1 if is_column else cut.dim, cut.start, cut.length)
-        elif block != -1:
-            whole[is_column] = True
+        elif block != -1 and not whole[is_column]:
+            # other groups may cut other dims of this side: then these are the scales of their own blocks alone
+            side = sides_of(self.local.shape, self.cuts, self.quantizer.block)[is_column]
+            found, whole[is_column] = side.widen(found, int(is_column)), True
         local = self.local.narrow(cut.dim, cut.start, cut.length)
         cuts = (*self.cuts[:index], cut, *self.cuts[index + 1 :])
         return replace(self, local=local, scale=found, cuts=cuts, whole=(whole[0], whole[1]))

@@ -27,7 +27,7 @@ from fp8compile.ops.scaled_mm import scaled_mm
 from fp8compile.quantizers import GEMMS, Gemm, Quantizer, Recipe
 from fp8compile.quantizers.blocks import as_matrix
 
-__all__ = ["Product", "QuantizePart", "Step", "add_bias", "multiply_parts", "quantize_slot", "steps_of"]
+__all__ = ["Product", "QuantizePart", "Step", "add_bias", "multiply_parts", "quantize_slot"]
 
 GRAD_WEIGHT = GEMMS[2]
 QuantizePart = Callable[[Part, Quantizer, str], Codes]
@@ -73,22 +73,14 @@ def _step(gemm: Gemm, a: str | None, b: str | None, *, same: bool) -> Step:
     return replace(after, gather="a")
 
 
-def steps_of(gemm: Gemm, a: tuple[int, Cuts], b: tuple[int, Cuts]) -> list[Step]:
-    """What each group does.
-
-    Args:
-        gemm: Which of the three.
-        a: Dims and cuts of its left operand, as the layer holds it.
-        b: Of its right operand.
-    """
-    found = []
-    for cut_a, cut_b in zip(a[1], b[1], strict=True):
-        role_a = _role(cut_a, a[0], "k", "m", transposed=gemm.a_transposed)
-        role_b = _role(cut_b, b[0], "n", "k", transposed=gemm.b_transposed)
-        # tokens of two activations have to be the same ones, so the dims have to be the same, too
-        same = cut_a is not None and cut_a.matches(cut_b) and (gemm is not GRAD_WEIGHT or cut_a.dim == cut_b.dim)
-        found.append(_step(gemm, role_a, role_b, same=same))
-    return found
+def _step_of(gemm: Gemm, index: int, a: Part | Codes, b: Part | Codes) -> Step:
+    """What one group does, given where the operands are after those before it."""
+    (ndim_a, cut_a), (ndim_b, cut_b) = ((each.local.ndim, each.cuts[index]) for each in (a, b))
+    role_a = _role(cut_a, ndim_a, "k", "m", transposed=gemm.a_transposed)
+    role_b = _role(cut_b, ndim_b, "n", "k", transposed=gemm.b_transposed)
+    # tokens of two activations have to be the same ones, so the dims have to be the same, too
+    same = cut_a is not None and cut_a.matches(cut_b) and (gemm is not GRAD_WEIGHT or cut_a.dim == cut_b.dim)
+    return _step(gemm, role_a, role_b, same=same)
 
 
 @dataclass(frozen=True)
@@ -117,17 +109,19 @@ def _summed_dim(gemm: Gemm, name: str, ndim: int, cut: Shards) -> int:
     return 1 if gemm.b_transposed else 0
 
 
-def _prepared(gemm: Gemm, steps: list[Step], a: Part | Codes, b: Part | Codes) -> tuple[Part | Codes, Part | Codes]:
-    """Both operands, gathered and narrowed as the steps say."""
-    operands = {"a": a, "b": b}
-    for index, step in enumerate(steps):
+def _prepared(gemm: Gemm, a: Part | Codes, b: Part | Codes) -> tuple[Part | Codes, Part | Codes, list[Step]]:
+    """Both operands, gathered and narrowed group by group, and what each group did."""
+    operands, steps = {"a": a, "b": b}, []
+    for index in range(len(a.cuts)):
+        step = _step_of(gemm, index, operands["a"], operands["b"])
         if step.gather is not None:
             operands[step.gather] = operands[step.gather].gather(index)
         if step.narrow is not None:
             cut = operands["b" if step.narrow == "a" else "a"].cuts[index]
             dim = _summed_dim(gemm, step.narrow, operands[step.narrow].local.ndim, cut)
             operands[step.narrow] = operands[step.narrow].narrow(index, replace(cut, dim=dim))
-    return operands["a"], operands["b"]
+        steps.append(step)
+    return operands["a"], operands["b"], steps
 
 
 def _matrices(gemm: Gemm, a: Part, b: Part) -> tuple[Tensor, Tensor]:
@@ -167,15 +161,14 @@ def multiply_parts(gemm: Gemm, a: Part, b: Part, recipe: Recipe, quantize: Quant
         recipe: Quantizers; a GEMM without them stays in the operands' dtype, and that is what is gathered.
         quantize: By what.
     """
-    steps = steps_of(gemm, (a.local.ndim, a.cuts), (b.local.ndim, b.cuts))
     quantizers = recipe.quantizers(gemm)
     if quantizers is None:
-        a, b = _prepared(gemm, steps, a, b)
+        a, b, steps = _prepared(gemm, a, b)
         left, right = _matrices(gemm, a, b)
         return Product(left @ right, steps, a.cuts, a.local.shape)
     out_dtype = a.local.dtype
     a_codes, b_codes = quantize(a, quantizers[0], gemm.a), quantize(b, quantizers[1], gemm.b)
-    a_codes, b_codes = _prepared(gemm, steps, a_codes, b_codes)
+    a_codes, b_codes, steps = _prepared(gemm, a_codes, b_codes)
     product = _multiply_codes(gemm, a_codes, b_codes, out_dtype, recipe)
     return Product(product, steps, a_codes.cuts, a_codes.local.shape)
 

@@ -7,6 +7,7 @@ at once: as a `Partial("max")` it would meet a float maximum of gloo, which lose
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -65,7 +66,8 @@ def _way(split: Split, parts: Sequence[Part | None], index: int, ranks: int) -> 
         own = _units(has, cut.unit) if cut is not None and cut.dim % part.local.ndim == has.dim else None
         if own is None or units not in (None, own):
             gathered.add(place)
-            cost += part.local.element_size() * part.local.numel() * (ranks - 1)
+            # of the whole, which all ranks count alike: by their own parts, some might gather and others not
+            cost += part.local.element_size() * math.prod(part.whole_shape(index))
         else:
             units = own
     if units is None and any(split.inputs):
@@ -81,7 +83,7 @@ def _prepared(part: Part, cut: Cut | None, way: Way, place: int, index: int, mes
     if cut is None or part.cuts[index] is not None:
         return part
     dim = cut.dim % part.local.ndim
-    total, ends = part.local.shape[dim], [0]
+    total, ends = part.whole_shape(index)[dim], [0]
     for count in way.units:
         ends.append(min(ends[-1] + count * cut.unit, total))
     sizes = tuple(end - start for start, end in pairwise(ends))

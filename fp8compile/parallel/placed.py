@@ -65,7 +65,9 @@ def part_of(function: str, tensor: DTensor) -> Part:
 def whole_of(local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int]) -> DTensor:
     """The DTensor of this shape, contiguous, of which this rank has ``local``."""
     stride = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
-    return DTensor.from_local(local, mesh, list(placements), run_check=False, shape=torch.Size(shape), stride=stride)
+    return DTensor.from_local(
+        local.contiguous(), mesh, list(placements), run_check=False, shape=torch.Size(shape), stride=stride
+    )
 
 
 def placements_of(steps: Sequence[Step], dims: dict[str, Sequence[int]]) -> list[Placement]:
