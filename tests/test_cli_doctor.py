@@ -10,6 +10,7 @@ import torch
 import fp8compile as f8
 from fp8compile._compat import cpu_has_rowwise_gemm
 from fp8compile.cli import checks, doctor, main
+from fp8compile.ops import OPS
 
 ALL = "output, grad_input, grad_weight"
 EMULATED = "emulated in float64"
@@ -57,6 +58,13 @@ def test_each_recipe_on_each_device(capability, capsys, monkeypatch):
         short = next((w for w in (NO_TENSOR_CORES, NO_BLOCKWISE, NO_MX) if w in way), way)
         merged[name, short] = ", ".join(filter(None, [merged.get((name, short)), gemms]))
     assert merged == {(name, way): gemms for name, gemms, way in expected}
+
+
+def test_another_librarys_operators_are_not_missing_from_ours(monkeypatch, capsys):
+    monkeypatch.setitem(OPS, "other::amax", OPS["fp8compile::amax"])
+    assert main(["doctor", "--json"]) == 0
+    operators = next(check for check in json.loads(capsys.readouterr().out)["checks"] if check["name"] == "operators")
+    assert operators["ok"]
 
 
 def test_the_machine_of_the_tests_is_in_order(capsys):
