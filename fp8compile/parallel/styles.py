@@ -5,8 +5,8 @@
     RowwiseParallel    grad_output, where the output is sequence parallel    for grad_input and for grad_weight
 
 A layer quantizes the part that its rank has. Linears that read one tensor (q, k, v; gate, up) share one quantization
-and one gather in compiled code, where equal calls are made once. Everything else is the stock style's: sums over ranks
-are in the output's dtype.
+and one gather in compiled code, where PyTorch makes equal calls once (2.15 repeats messages). Everything else is the
+stock style's: sums over ranks are in the output's dtype.
 """
 
 from __future__ import annotations
