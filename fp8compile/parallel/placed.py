@@ -32,8 +32,8 @@ def _check_placement(function: str, tensor: DTensor, placement: Placement) -> No
     if type(placement) not in (Shard, Replicate, Partial):
         raise ValueError(
             f"{function}: a tensor has placements {tensor.placements}; FP8 ops take Shard, Replicate and Partial. "
-            "Redistribute it to these; where a view flattened a sharded dim (_StridedShard), give the layer the tensor "
-            "as it was before."
+            "Redistribute it to these; where a view flattened a sharded dim (_StridedShard), give the layer the "
+            "tensor as it was before."
         )
 
 
