@@ -35,6 +35,7 @@ __all__ = [
     "as_kernel",
     "constant_when_traced",
     "cpu_has_rowwise_gemm",
+    "dtypes_of_calls",
     "guard_or_false",
     "impl_autograd",
     "is_constant_type",
@@ -337,6 +338,14 @@ def rank_salt() -> str:
     if not (distributed.is_available() and distributed.is_initialized()):
         return ""
     return f"-{distributed.get_rank()}"
+
+
+def dtypes_of_calls(profiler: torch.profiler.profile) -> dict[int, list[str]]:
+    """Dtypes of the arguments of each profiled call, by the id of its event.
+
+    The profiler's own events have them from 2.13 on; Kineto's have them always.
+    """
+    return {event.correlation_id(): event.dtypes() for event in profiler.profiler.kineto_results.events()}
 
 
 def is_dtensor(tensor: object) -> bool:

@@ -151,11 +151,12 @@ def profiled_gemms(step: Callable[[], None]) -> GemmCount:
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     from torch.profiler import ProfilerActivity, profile
 
+    from fp8compile._compat import dtypes_of_calls
+
     activities = [ProfilerActivity.CPU]  # calls of operators are CPU events on every device
     with profile(activities=activities, record_shapes=True, acc_events=True) as profiler:
         step()
-    # The profiler's own events have parents, but dtypes from PyTorch 2.13 on; Kineto's have dtypes always.
-    dtypes = {event.correlation_id(): event.dtypes() for event in profiler.profiler.kineto_results.events()}
+    dtypes = dtypes_of_calls(profiler)
     return _count(
         (_seen_kind(event.name, dtypes[event.id]), _flops(event.input_shapes))
         for event in profiler.events()

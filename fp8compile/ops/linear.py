@@ -28,7 +28,7 @@ from fp8compile.ops.quantize_both import is_pair, quantize_both
 from fp8compile.ops.registry import register_op
 from fp8compile.ops.rounding import rounded
 from fp8compile.ops.scale import scale
-from fp8compile.ops.scaled_mm import scaled_mm
+from fp8compile.ops.scaled_mm import multiply_operands
 from fp8compile.ops.sharding import Cut, Split, grid_cuts
 from fp8compile.quantizers import GEMMS, DelayedScaling, Gemm, Quantizer, Recipe
 from fp8compile.quantizers.blocks import as_matrix
@@ -52,20 +52,10 @@ def product(a: Tensor, b: Tensor, gemm: Gemm, recipe: Recipe, quantize: Quantize
     """One GEMM of the layer, from its operands as the layer holds them, in the dtype of ``a``."""
     quantizers = recipe.quantizers(gemm)
     if quantizers is None:
-        return (a.t() if gemm.a_transposed else a) @ (b.t() if gemm.b_transposed else b)
-    left, right = quantize(a, quantizers[0], gemm.a), quantize(b, quantizers[1], gemm.b)
-    left = left.t() if gemm.a_transposed else left
-    right = right.t() if gemm.b_transposed else right
-    return scaled_mm(
-        left.codes,
-        right.codes,
-        left.scale,
-        right.scale,
-        left.quantizer,
-        right.quantizer,
-        a.dtype,
-        recipe.gemm_config(gemm),
-    )
+        left, right = gemm.oriented(a, b)
+        return left @ right
+    left, right = gemm.oriented(quantize(a, quantizers[0], gemm.a), quantize(b, quantizers[1], gemm.b))
+    return multiply_operands(left, right, a.dtype, recipe.gemm_config(gemm))
 
 
 def quantize_for_gradients(recipe: Recipe, device: torch.device) -> Quantize:

@@ -14,7 +14,7 @@ from fp8compile.ops.rounding import rounded
 from fp8compile.ops.sharding import Cut, Split
 from fp8compile.quantizers import GEMMS, GemmConfig, Quantizer
 
-__all__ = ["scaled_mm"]
+__all__ = ["multiply_operands", "scaled_mm"]
 
 
 def _kernel(
@@ -108,3 +108,8 @@ scaled_mm = register_op(
     sharding=_sharding,
     samples=_samples,
 )
+
+
+def multiply_operands(a: Operand, b: Operand, out_dtype: torch.dtype, config: GemmConfig) -> Tensor:
+    """The op, called with operands (m, k) and (k, n)."""
+    return scaled_mm(a.codes, b.codes, a.scale, b.scale, a.quantizer, b.quantizer, out_dtype, config)

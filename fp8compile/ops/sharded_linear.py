@@ -149,17 +149,7 @@ def _grad_weight_kernel(
     return product.local.contiguous()
 
 
-def _grad_weight_fake(
-    grad_output: Tensor,
-    x: Tensor,
-    weight_dim: int,
-    feature_sizes: Sequence[int],
-    sequence_dim: int | None,
-    sequence_sizes: Sequence[int],
-    rank: int,
-    group: str,
-    recipe: Recipe,
-) -> Tensor:
+def _grad_weight_fake(grad_output: Tensor, x: Tensor, *where: Any) -> Tensor:
     return grad_output.new_empty((grad_output.shape[-1], x.shape[-1]))
 
 
@@ -210,20 +200,8 @@ def _kernel(
     return _whole_or_part(product, layout.output, group)
 
 
-def _decompose(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    weight_dim: int,
-    feature_sizes: Sequence[int],
-    sequence_dim: int | None,
-    sequence_sizes: Sequence[int],
-    rank: int,
-    group: str,
-    recipe: Recipe,
-) -> Tensor:
-    bias = None if bias is None else rounded(bias).to(bias.dtype)
-    return _kernel(x, weight, bias, weight_dim, feature_sizes, sequence_dim, sequence_sizes, rank, group, recipe)
+def _decompose(x: Tensor, weight: Tensor, bias: Tensor | None, *where: Any) -> Tensor:
+    return _kernel(x, weight, None if bias is None else rounded(bias).to(bias.dtype), *where)
 
 
 def _fake(

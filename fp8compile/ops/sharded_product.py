@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from fp8compile.ops.parts import Codes, Cuts, Part, Shards, quantize_part
-from fp8compile.ops.scaled_mm import scaled_mm
+from fp8compile.ops.scaled_mm import multiply_operands
 from fp8compile.quantizers import GEMMS, Gemm, Quantizer, Recipe
 from fp8compile.quantizers.blocks import as_matrix
 
@@ -124,29 +124,13 @@ def _prepared(gemm: Gemm, a: Part | Codes, b: Part | Codes) -> tuple[Part | Code
     return operands["a"], operands["b"], steps
 
 
-def _matrices(gemm: Gemm, a: Part, b: Part) -> tuple[Tensor, Tensor]:
-    left, right = as_matrix(a.local), as_matrix(b.local)
-    return left.t() if gemm.a_transposed else left, right.t() if gemm.b_transposed else right
-
-
 def _multiply_codes(gemm: Gemm, a: Codes, b: Codes, out_dtype: torch.dtype, recipe: Recipe) -> Tensor:
     left, *left_windows = a.operand()
     right, *right_windows = b.operand()
-    if gemm.a_transposed:
-        left, left_windows = left.t(), left_windows[::-1]
-    if gemm.b_transposed:
-        right, right_windows = right.t(), right_windows[::-1]
-    product = scaled_mm(
-        left.codes,
-        right.codes,
-        left.scale,
-        right.scale,
-        left.quantizer,
-        right.quantizer,
-        out_dtype,
-        recipe.gemm_config(gemm),
-    )
-    for dim, window in ((0, left_windows[0]), (1, right_windows[1])):  # along the sum, zeros around did no harm
+    product = multiply_operands(*gemm.oriented(left, right), out_dtype, recipe.gemm_config(gemm))
+    # the sides of the result; along the sum, zeros around did no harm
+    windows = left_windows[gemm.a_transposed], right_windows[not gemm.b_transposed]
+    for dim, window in enumerate(windows):
         product = product if window is None else window.extract(product, dim)
     return product
 
@@ -164,7 +148,7 @@ def multiply_parts(gemm: Gemm, a: Part, b: Part, recipe: Recipe, quantize: Quant
     quantizers = recipe.quantizers(gemm)
     if quantizers is None:
         a, b, steps = _prepared(gemm, a, b)
-        left, right = _matrices(gemm, a, b)
+        left, right = gemm.oriented(as_matrix(a.local), as_matrix(b.local))
         return Product(left @ right, steps, a.cuts, a.local.shape)
     out_dtype = a.local.dtype
     a_codes, b_codes = quantize(a, quantizers[0], gemm.a), quantize(b, quantizers[1], gemm.b)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from fp8compile.quantizers.blocks import Block
 from fp8compile.quantizers.constant import Constant
@@ -34,6 +34,10 @@ class Gemm(NamedTuple):
     b: str
     a_transposed: bool = False
     b_transposed: bool = False
+
+    def oriented(self, a: Any, b: Any) -> tuple[Any, Any]:
+        """The operands as they enter the product: tensors, or whatever else has a transpose ``t()``."""
+        return a.t() if self.a_transposed else a, b.t() if self.b_transposed else b
 
 
 GEMMS = (
