@@ -429,7 +429,7 @@ def whole_amax(part: Part, quantizer: Quantizer) -> Tensor:
     _check_not_packed(part, quantizer)
     found = amax(_window(part, sides), quantizer)
     for dim, side in enumerate(sides):
-        found = found if side.kind == "shared" else side.widen(found, dim)
+        found = found if side.block == -1 else side.widen(found, dim)
     return found
 
 
@@ -446,5 +446,5 @@ def cast_part(part: Part, multiplier: Tensor, quantizer: Quantizer) -> Tensor:
     """
     sides = sides_of(part.local.shape, part.cuts, quantizer.block)
     for dim, side in enumerate(sides):
-        multiplier = multiplier if side.kind == "shared" else side.window(multiplier, dim)
+        multiplier = multiplier if side.block == -1 else side.window(multiplier, dim)
     return _extracted(cast(_window(part, sides), multiplier, quantizer), part, sides)

@@ -185,7 +185,7 @@ def _described(cut: Shards) -> tuple:
 def _local_scale(scale: Tensor, size: tuple[int, ...], cuts: Cuts, quantizer: Quantizer) -> Tensor:
     """Scales of what a rank has after the gather, of those of the whole weight: all along a side that cuts blocks."""
     for dim, side in enumerate(sides_of(size, cuts, quantizer.block)):
-        scale = side.window(scale, dim) if side.kind == "own" else scale
+        scale = side.window(scale, dim) if side.kind == "own" and side.block != -1 else scale
     return scale
 
 
