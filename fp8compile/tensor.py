@@ -544,8 +544,8 @@ def unserved(quantizer: Quantizer, recipe: Recipe) -> str | None:
     return (
         f"weight is a QuantizedTensor of {quantizer!r}; the recipe quantizes weights by {recipe.weight!r} for the "
         f"output and by {recipe.weight_for_grad_input!r} for grad_input. Codes serve a recipe that has their "
-        "quantizer in both places and no delayed scaling, as fp8compile.recipes.tensorwise() and blockwise() do. Take such "
-        "a recipe and quantize by its weight, or pass weight.dequantize()."
+        "quantizer in both places and no delayed scaling, as fp8compile.recipes.tensorwise() and blockwise() do. "
+        "Take such a recipe and quantize by its weight, or pass weight.dequantize()."
     )
 
 

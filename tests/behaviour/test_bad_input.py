@@ -129,9 +129,9 @@ LINEAR = {
     "linear: x is quantized already": linear(lambda: f8.quantize(X, TENSOR))(
         TypeError, "linear: x is a QuantizedTensor", ".dequantize()", "fp8compile.scaled_mm"
     ),
-    "linear: the weight is quantized already": linear(
-        weight=lambda: f8.quantize(WEIGHT, TENSOR)
-    )(ValueError, "linear: weight is a QuantizedTensor of CurrentScaling(", ".dequantize()"),
+    "linear: the weight is quantized already": linear(weight=lambda: f8.quantize(WEIGHT, TENSOR))(
+        ValueError, "linear: weight is a QuantizedTensor of CurrentScaling(", ".dequantize()"
+    ),
     "linear: the recipe is a name": linear(recipe="rowwise")(TypeError, "linear: recipe is", "recipes.by_name("),
     "linear: the recipe is a quantizer": linear(recipe=TENSOR)(
         TypeError, "linear: recipe is CurrentScaling(", "it is a fp8compile.Recipe"
