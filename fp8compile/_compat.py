@@ -43,6 +43,7 @@ __all__ = [
     "impl_autograd",
     "is_constant_type",
     "is_dtensor",
+    "local_itself",
     "is_stand_in",
     "never_recompute",
     "rebind_load_hooks",
@@ -354,6 +355,11 @@ def dtypes_of_calls(profiler: torch.profiler.profile) -> dict[int, list[str]]:
 def is_dtensor(tensor: object) -> bool:
     """Whether a tensor is a DTensor: by name, for its module costs half a second to import."""
     return type(tensor).__name__ == "DTensor"
+
+
+def local_itself(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor that a DTensor wraps, and any other tensor as it is. ``to_local()`` may return a view of it."""
+    return tensor._local_tensor if is_dtensor(tensor) else tensor
 
 
 def replicated(tensor: torch.Tensor) -> torch.Tensor:

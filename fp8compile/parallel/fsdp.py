@@ -38,18 +38,14 @@ def _check_model(model: object) -> list[Linear]:
         raise ValueError(
             f"fsdp_float8_all_gather: {type(model).__name__} has no fp8compile.Linear. Call fp8compile.convert first."
         )
-    if any(isinstance(_local(layer.weight), ShardedWeight) for layer in layers):
+    if any(isinstance(_compat.local_itself(layer.weight), ShardedWeight) for layer in layers):
         raise ValueError("fsdp_float8_all_gather: it was called for this model already. Call it once.")
     return layers
 
 
-def _local(weight: nn.Parameter) -> object:
-    return weight._local_tensor if isinstance(weight, DTensor) else weight
-
-
 def _why_plain(layer: Linear, users: list[nn.Module]) -> str | None:
     """Why a layer's weight is gathered in its own dtype, or None."""
-    if isinstance(_local(layer.weight), QuantizedTensor):
+    if isinstance(_compat.local_itself(layer.weight), QuantizedTensor):
         return "the parameter is quantized, and travels as codes without this"
     if not layer.recipe.shares_weight_codes():
         return "forward and backward multiply different codes of the weight"
@@ -83,8 +79,8 @@ def _wrapped(weight: nn.Parameter) -> nn.Parameter:
 def _wrap_loaded(module: nn.Module, state_dict: dict, prefix: str, *_: object) -> None:
     """Keep a weight what it is when `load_state_dict(assign=True)` puts a plain one in its place."""
     loaded = state_dict.get(f"{prefix}weight")
-    if isinstance(loaded, DTensor) and not isinstance(_local(loaded), ShardedWeight):
-        own = _local(module.weight)
+    if isinstance(loaded, DTensor) and not isinstance(_compat.local_itself(loaded), ShardedWeight):
+        own = _compat.local_itself(module.weight)
         local = ShardedWeight(loaded.detach().to_local(), own.cuts)
         state_dict[f"{prefix}weight"] = DTensor.from_local(
             local, loaded.device_mesh, loaded.placements, run_check=False, shape=loaded.shape, stride=loaded.stride()

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 from torch.nn.functional import pad
 from torch.utils._python_dispatch import return_and_correct_aliasing
 from torch.utils._pytree import tree_map_only
 
+from fp8compile import _compat
 from fp8compile.ops.parts import Cuts, Part, Shards, cast_part, sides_of
 from fp8compile.parallel.placed import chunks
 from fp8compile.quantizers import Quantizer
@@ -119,7 +119,7 @@ class ShardedWeight(Tensor):
         shards = part.cuts[-1]
         padding = max(shards.sizes) - shards.length
         codes = pad(codes, (0, 0, 0, padding)) if padding else codes
-        return (codes,), (scale, quantizer, tuple(outer_size), mesh.get_group())
+        return (codes.contiguous(),), (scale, quantizer, tuple(outer_size), mesh.get_group())
 
     def fsdp_post_all_gather(
         self,
@@ -138,7 +138,7 @@ class ShardedWeight(Tensor):
             found = QuantizedTensor(codes[: size[0]], scale, quantizer, param_dtype, group, shard_dim, sizes)
             return found, ()
         # FSDP2 gathered into the memory that its codes are a view of
-        (out.to_local() if isinstance(out, DTensor) else out).scale = scale
+        _compat.local_itself(out).scale = scale
         return None
 
 

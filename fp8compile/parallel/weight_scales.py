@@ -35,8 +35,7 @@ class _Scales:
 
 def _writes(parameter: _compat.FsdpParameter) -> tuple[Edits, tuple[int, ...]]:
     """How often a weight was written to: through the parameter, its local tensor, what that wraps, or a view."""
-    with torch.no_grad():
-        local = parameter.sharded.to_local()
+    local = _compat.local_itself(parameter.sharded)
     if not isinstance(local, ShardedWeight):
         raise RuntimeError(
             f"fsdp_float8_all_gather: a parameter that was to be gathered as codes became a {type(local).__name__}. "
@@ -76,7 +75,7 @@ class WeightScales:
         for layer, parameter in self._parameters.items():
             found = self._scales.get(layer)
             if found is None or not found.hold(parameter):
-                weight = parameter.sharded.to_local()
+                weight = _compat.local_itself(parameter.sharded)
                 part = part_of_weight(weight, parameter.mesh, parameter.size, parameter.mp_policy)
                 groups = tuple(cut.group for cut in part.cuts)
                 known = whole_amax(part, layer.recipe.weight).to(parameter.device)
