@@ -33,7 +33,8 @@ class Compiles:
         assert new <= limit, f"{what}: {new} graphs compiled, expected {limit} at most\n{self.why()}"
         return new
 
-    def why(self) -> str:
+    @staticmethod
+    def why() -> str:
         """The guards that failed, oldest first, and the graph breaks."""
         failed = [
             f"  {metrics.compile_id}: {metrics.recompile_reason}"

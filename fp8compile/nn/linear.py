@@ -18,6 +18,7 @@ from fp8compile.tensor import SOURCE_DTYPES, shown
 __all__ = ["Linear", "become_float8", "become_plain", "cannot_revert", "check_amax_group"]
 
 STATE = ("amax_history", "multiplier")  # buffers of delayed scaling
+GATHERED = "gathered"  # on a layer that `fsdp_float8_all_gather` saw: what FSDP2 gathers of its weight
 
 
 class Linear(nn.Linear):

@@ -9,7 +9,7 @@ from torch import nn
 
 from fp8compile import recipes
 from fp8compile.nn.convert import LEFT_OUT
-from fp8compile.nn.linear import Linear
+from fp8compile.nn.linear import GATHERED, Linear
 from fp8compile.quantizers import GEMMS, Recipe
 
 __all__ = ["ConversionReport", "ConversionRow", "aligned", "conversion_report"]
@@ -33,6 +33,8 @@ class ConversionRow:
         recipe: Its recipe, or None.
         in_features: K; of expert weights and the like, the last dim.
         out_features: N; of expert weights and the like, the dim before it.
+        gathered: What of its weight FSDP2 gathers, after ``fp8compile.parallel.fsdp_float8_all_gather``: ``"codes"``,
+            or ``"param_dtype: "`` and why; empty before.
     """
 
     fqn: str
@@ -42,6 +44,7 @@ class ConversionRow:
     recipe: Recipe | None
     in_features: int
     out_features: int
+    gathered: str = ""
 
     def float8_gemms(self) -> tuple[str, ...]:
         """Names of the GEMMs that the recipe puts in FP8."""
@@ -55,13 +58,15 @@ class ConversionReport:
     rows: tuple[ConversionRow, ...]
 
     def __str__(self) -> str:
-        cells = [("layer", "module", "out x in", "recipe", "GEMMs in FP8 or why not")]
+        cells = [("layer", "module", "out x in", "recipe", "GEMMs in FP8 or why not", "FSDP2 gathers")]
         for row in self.rows:
             name = recipes.describe(row.recipe) if row.recipe else "-"
             gemms = ", ".join(row.float8_gemms()) or "none: every slot of the recipe is None"
             size = f"{row.out_features} x {row.in_features}"
-            cells.append((row.fqn or "(the model)", row.module, size, name, gemms if row.converted else row.reason))
-        lines = aligned(cells)
+            why = gemms if row.converted else row.reason
+            cells.append((row.fqn or "(the model)", row.module, size, name, why, row.gathered))
+        known = any(row.gathered for row in self.rows)
+        lines = aligned(cells if known else [row[:-1] for row in cells])
         converted = sum(row.converted for row in self.rows)
         return "\n".join([*lines, f"{converted} of {len(self.rows)} converted"])
 
@@ -77,6 +82,7 @@ def _linear_row(fqn: str, module: nn.Linear) -> ConversionRow:
         recipe=module.recipe if converted else None,
         in_features=module.in_features,
         out_features=module.out_features,
+        gathered=getattr(module, GATHERED, ""),
     )
 
 

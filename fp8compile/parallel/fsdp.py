@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from fp8compile import _compat
 from fp8compile.nn import Linear
+from fp8compile.nn.linear import GATHERED
 from fp8compile.ops.parts import Shards
 from fp8compile.parallel.placed import part_of
 from fp8compile.parallel.sharded_weight import ShardedWeight
@@ -129,7 +130,7 @@ def fsdp_float8_all_gather(model: nn.Module) -> nn.Module:
     scales = WeightScales(chosen)
     wrapped: dict[nn.Parameter, nn.Parameter] = {}
     for layer, reason in reasons.items():
-        layer.gathered = "codes" if reason is None else f"param_dtype: {reason}"
+        setattr(layer, GATHERED, "codes" if reason is None else f"param_dtype: {reason}")
         if reason is None:
             layer.weight = wrapped.setdefault(layer.weight, _wrapped(layer.weight))
             layer.weight_scales = scales

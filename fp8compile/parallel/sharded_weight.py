@@ -41,52 +41,52 @@ class ShardedWeight(Tensor):
     a checkpoint is that of a model without it.
 
     Attributes:
-        inner: The plain tensor.
+        plain: What it wraps.
         cuts: How tensor parallelism cut the weight before FSDP2 does.
         edits: Counts writes: FSDP2 reads a parameter through views that have version counters of their own.
     """
 
-    inner: Tensor
+    plain: Tensor
     cuts: Cuts
     edits: Edits
 
     @staticmethod
-    def __new__(cls: type[ShardedWeight], inner: Tensor, cuts: Cuts = (), edits: Edits | None = None) -> ShardedWeight:
+    def __new__(cls: type[ShardedWeight], plain: Tensor, cuts: Cuts = (), edits: Edits | None = None) -> ShardedWeight:
         """Wrap a tensor; no copy."""
         return Tensor._make_wrapper_subclass(
             cls,
-            inner.shape,
-            strides=inner.stride(),
-            storage_offset=inner.storage_offset(),
-            dtype=inner.dtype,
-            device=inner.device,
-            pin_memory=inner.is_pinned(),
+            plain.shape,
+            strides=plain.stride(),
+            storage_offset=plain.storage_offset(),
+            dtype=plain.dtype,
+            device=plain.device,
+            pin_memory=plain.is_pinned(),
         )
 
-    def __init__(self, inner: Tensor, cuts: Cuts = (), edits: Edits | None = None) -> None:
-        self.inner = inner
+    def __init__(self, plain: Tensor, cuts: Cuts = (), edits: Edits | None = None) -> None:
+        self.plain = plain
         self.cuts = cuts
         self.edits = Edits() if edits is None else edits
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple]:
-        return ["inner"], (self.cuts, self.edits)
+        return ["plain"], (self.cuts, self.edits)
 
     @staticmethod
     def __tensor_unflatten__(inner: dict, metadata: tuple, outer_size: Any, outer_stride: Any) -> ShardedWeight:
-        return ShardedWeight(inner["inner"], *metadata)
+        return ShardedWeight(inner["plain"], *metadata)
 
     def __repr__(self) -> str:  # type: ignore[override]
-        return f"ShardedWeight({self.inner})"
+        return f"ShardedWeight({self.plain})"
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.inner.__reduce_ex__(protocol)
+        return self.plain.__reduce_ex__(protocol)
 
     __torch_function__ = torch._C._disabled_torch_function_impl
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
-        plain_args, plain_kwargs = tree_map_only(ShardedWeight, lambda weight: weight.inner, (args, kwargs))
+        plain_args, plain_kwargs = tree_map_only(ShardedWeight, lambda weight: weight.plain, (args, kwargs))
         out = func(*plain_args, **plain_kwargs)
         if func._schema.is_mutable:
             for weight in _written(func, args, kwargs):
@@ -174,7 +174,7 @@ def part_of_weight(weight: ShardedWeight, mesh: DeviceMesh, size: torch.Size, mp
             "weights that are gathered as codes are sharded along dim 0. Leave out shard_placement_fn for them."
         )
     shards = Shards(mesh.get_group().group_name, rank, 0, sizes)
-    return Part(weight.inner.to(mp_policy.param_dtype or weight.dtype), (*weight.cuts, shards))
+    return Part(weight.plain.to(mp_policy.param_dtype or weight.dtype), (*weight.cuts, shards))
 
 
 def _described(cut: Shards) -> tuple:

@@ -41,7 +41,7 @@ def _writes(parameter: _compat.FsdpParameter) -> tuple[Edits, tuple[int, ...]]:
             f"fsdp_float8_all_gather: a parameter that was to be gathered as codes became a {type(local).__name__}. "
             "Change weights in place, or by load_state_dict."
         )
-    return local.edits, (parameter.sharded._version, local._version, local.inner._version, local.edits.count)
+    return local.edits, (parameter.sharded._version, local._version, local.plain._version, local.edits.count)
 
 
 class WeightScales:
