@@ -6,6 +6,7 @@ addition and a division by two, which one process does as well, so there the bit
 
 from __future__ import annotations
 
+import copy
 from itertools import product
 
 import fsdp_models as models
@@ -105,14 +106,17 @@ def test_all_gather_on_and_off_everywhere(ranks, case):
 def one_process(recipe, policy, sizes, steps, world):
     """What ranks compute, by one: the mean of their gradients in float32, in the order of ranks."""
     model = models.model_of(sizes, recipe_of(recipe))
-    optimizer, dtype, losses = models.adamw(model), models.POLICIES[policy].param_dtype, []
+    optimizer, losses = models.adamw(model), []
+    cast = copy.deepcopy(model).to(models.POLICIES[policy].param_dtype or torch.float32)
     for step in range(steps):
         grads, found = [], []
         for rank in range(world):
-            cast = {name: p.to(dtype or p.dtype) for name, p in model.named_parameters()}
-            loss = torch.func.functional_call(model, cast, (models.batch(step, rank),))
+            cast.load_state_dict(model.state_dict())
+            loss = cast(models.batch(step, rank))
             found.append(loss.item())
-            grads.append(torch.autograd.grad(loss, list(model.parameters())))
+            loss.backward()
+            grads.append([parameter.grad.float() for parameter in cast.parameters()])
+            cast.zero_grad()
         for parameter, *own in zip(model.parameters(), *grads, strict=True):
             parameter.grad = sum(own[1:], own[0]) / world
         optimizer.step()
