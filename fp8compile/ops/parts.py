@@ -29,6 +29,7 @@ from torch.distributed import ProcessGroup
 from torch.nn.functional import pad
 
 from fp8compile.ops.amax import amax
+from fp8compile.ops.async_tp import on_the_wire
 from fp8compile.ops.cast import cast
 from fp8compile.ops.collectives import all_gather, all_reduce_amax
 from fp8compile.ops.gemm import Operand
@@ -290,7 +291,9 @@ class Codes:
         cut = self.cuts[index]
         if (again := _cut_again(self.cuts, index, cut.dim)) is not None:
             return self.gather(again).gather(index)
-        codes = all_gather(self.local, cut.dim, cut.sizes, cut.group)
+        sent = on_the_wire(self.local, self.quantizer)
+        codes = all_gather(sent, cut.dim, cut.sizes, cut.group)
+        codes = codes if sent is self.local else codes.view(torch.uint8)
         return replace(self, local=codes, scale=self._gathered_scale(cut), cuts=_without(self.cuts, index))
 
     def _gathered_scale(self, cut: Shards) -> Tensor:
