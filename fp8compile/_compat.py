@@ -36,6 +36,7 @@ __all__ = [
     "all_gather_single",
     "allow_group_in_subclass",
     "as_kernel",
+    "async_tp",
     "constant_when_traced",
     "cpu_has_rowwise_gemm",
     "dtypes_of_calls",
@@ -328,6 +329,12 @@ def reduce_scatter_single(x: torch.Tensor, reduction: str, dim: int, group: Any)
     from torch.distributed import _functional_collectives as funcol
 
     return (getattr(funcol, "reduce_scatter_single", None) or funcol.reduce_scatter_tensor)(x, reduction, dim, group)
+
+
+def async_tp() -> bool:
+    """Whether Inductor is asked to fuse products with the messages beside them (a private option to 2.15)."""
+    config = sys.modules.get("torch._inductor.config")
+    return config is not None and config._micro_pipeline_tp
 
 
 def rank_salt() -> str:

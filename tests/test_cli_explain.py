@@ -798,6 +798,10 @@ def test_a_bad_target_is_one_line_and_exit_code_2(example, capsys, target, compl
             ("--html", "no/such/folder/page.html", "--no-gpu"),
             "--html no/such/folder/page.html: No such file or directory",
         ),
+        (("--sp",), "--sp cuts the sequence over the ranks of --tp; add --tp 2, or more"),
+        (("--tp", "1"), "--tp 1: a model is cut over 2 ranks or more"),
+        (("--tp", "2"), "is a DTensor; apply the plan there, as for 2 ranks: parallelize_module(model, "),
+        (("--tp", "2", "--sp"), "--sp is for the model of train; "),
     ],
 )
 def test_a_bad_flag_is_one_line_and_exit_code_2(example, capsys, words, complaint):
@@ -805,6 +809,71 @@ def test_a_bad_flag_is_one_line_and_exit_code_2(example, capsys, words, complain
     assert code == 2
     assert complaint in err
     assert err.count("\n") == 1
+
+
+LLAMA = """
+import torch
+from fp8compile.cli.model import ByteLlama, ModelShape
+
+def example():
+    model = ByteLlama(ModelShape(dim=64, layers=1, heads=4, kv_heads=2, hidden=128, seq=64), seed=0).bfloat16()
+    return model, (torch.randint(256, (2, 64)), torch.randint(256, (2, 64)))
+"""
+
+
+def in_a_process(folder, *words):
+    """Ranks are pretended in one of its own: PyTorch keeps meshes beyond their group."""
+    command = [sys.executable, "-m", "fp8compile", "explain", *words]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("sp", [(), ("--sp",)])
+def test_the_model_of_train_says_what_its_layers_send(tmp_path, sp):
+    (tmp_path / "llama.py").write_text(LLAMA)
+    found = json.loads(in_a_process(tmp_path, "llama.py", "--recipe", "mxfp8", "--tp", "2", *sp, "--json"))
+    assert found["verdict"].startswith("YES, as the recipes say: 24 of 24 GEMMs")
+    assert found["gpu"]["problem"] == "it is looked at in one process, and layers of this model are spread over ranks"
+    assert found["roofline"] is None
+    down = [row for row in found["sends"]["rows"] if row["layer"].endswith("down")]
+    told = [(row["gemm"], row["what"], row["op"], row["bytes_per_element"], row["bytes"]) for row in down]
+    size = 2 * 64 * 64
+    if not sp:
+        # what the head gives back is a sum still; each product of the layer asks for it
+        summed = [(gemm, "grad_output", "all_reduce sum", 2, 2 * size) for gemm in ("grad_input", "grad_weight")]
+        assert told == [("plan", "output", "all_reduce sum", 2, 2 * size), *summed]
+        return
+    codes, scales = (("codes of grad_output", "all_gather", 1, size), ("scales of grad_output", "all_gather", 1))
+    assert told == [
+        ("plan", "output", "reduce_scatter sum", 2, 2 * size),
+        ("grad_input", *codes),
+        ("grad_input", *scales, size // 32),
+        ("grad_weight", *codes),
+        ("grad_weight", *scales, size // 32),
+    ]
+
+
+def test_a_plan_of_ones_own_is_shown_as_a_table(tmp_path):
+    (tmp_path / "own.py").write_text(
+        """
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import parallelize_module
+import fp8compile as f8
+
+def example():
+    model = f8.convert(nn.Sequential(nn.Linear(32, 64, bias=False)).bfloat16(), f8.recipes.mxfp8())
+    parallelize_module(model, init_device_mesh("cpu", (2,)), {"0": f8.parallel.ColwiseParallel()})
+    return model, torch.randn(2, 16, 32, dtype=torch.bfloat16)
+"""
+    )
+    lines = in_a_process(tmp_path, "own.py", "--tp", "2", "--no-gpu").splitlines()
+    (row,) = [line for line in lines if line.startswith("| 0 ") and "output" in line and "codes" in line]
+    assert [cell.strip() for cell in row.split("|")[1:-1]] == [
+        "0", "output", "codes of input", "all_gather", "uint8", "1", "2,048", "1"
+    ]  # fmt: skip
 
 
 def test_an_unknown_gpu_is_refused(example, capsys):

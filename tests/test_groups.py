@@ -312,6 +312,31 @@ def test_inductor_shard_is_the_eager_one(ranks, quantizer):
 # ---------------------------------------------------------------------------------- what a shard can and can't
 
 
+def behind_the_end(block, sizes, shape):
+    """Collectives of quantizing, and whether shard and gathered whole are right, where the last ranks have nothing."""
+    quantizer, group = f8.CurrentScaling(block=block), GROUPS["all"]
+    whole = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    own = whole.split(sizes)[group.rank()]
+    with CountCollectives() as collectives:
+        shard = f8.quantize(own, quantizer, group=group, shard_dim=0, sizes=sizes)
+    expected, gathered = f8.quantize(whole, quantizer), shard.all_gather(0)
+    right = torch.equal(shard.codes, expected.codes.split(sizes)[group.rank()])
+    right &= torch.equal(gathered.codes, expected.codes) and torch.equal(gathered.scale, expected.scale)
+    return collectives.count, right
+
+
+@needs_groups
+@pytest.mark.parametrize("sizes", [(64, 3, 0, 0), (5, 0, 0, 0), (32, 32, 32, 0)])
+@pytest.mark.parametrize(("block", "shape"), [((32, 32), (40,)), ((32, 1), (2,)), ((32, 32), (1, 40))])
+def test_ranks_behind_the_end_of_a_tensor_cut_no_block(ranks, block, shape, sizes):
+    assert ranks.run(behind_the_end, block, sizes, (sum(sizes), *shape)) == [(0, True)] * 4
+
+
+@needs_groups
+def test_a_block_that_two_ranks_share_is_a_message_where_others_have_nothing(ranks):
+    assert ranks.run(behind_the_end, (32, 32), (5, 3, 0, 0), (8, 40)) == [(1, True)] * 4
+
+
 def message_of(function, *errors):
     try:
         function()

@@ -7,12 +7,18 @@ DTensor's own placements say.
 
 from __future__ import annotations
 
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+
 import pytest
 import torch
 from gloo_ranks import shared_ranks
 
 import fp8compile as f8
 from fp8compile import ops
+from fp8compile.ops.parts import Part, Shards, quantize_part
+from fp8compile.parallel.placed import part_of
 from fp8compile.quantizers import GemmConfig
 from fp8compile.testing.bits import bits
 
@@ -180,6 +186,57 @@ def test_every_layer_on_ranks_is_that_of_one_process(ranks, recipe, layout, shap
     assert answers[:count] == [{}] * count
 
 
+# ---------------------------------------------------------------------------------- quantizers of others
+
+LIBRARY = Path(__file__).parent / "example_library"
+# blocks of 64 inside a rank's part and cut by its end, tokens and features that nothing divides, and no token
+LIBRARY_SHAPES = ("cut blocks", "nothing divides", "no token")
+
+
+def codes_problems(quantizer, mesh):
+    """Where codes and scales of a tensor that is cut are not those of the whole."""
+    problems = []
+    for shape_name, dim in ((name, dim) for name in LIBRARY_SHAPES for dim in ("tokens", "features")):
+        x = tensors_of(SHAPES[shape_name])[0]
+        expected = quantize_part(Part(x, (None,)), quantizer)
+        part = part_of("test", placed(x, dim, mesh))
+        found = quantize_part(part, quantizer).gather(0)
+        scale = found.scale.reshape(expected.scale.shape)  # of cut blocks, it comes as that of the matrix
+        same = torch.equal(found.local, expected.local) and torch.equal(bits(scale), bits(expected.scale))
+        problems += [] if same else [f"codes of {shape_name}, cut along {dim}"]
+    return problems
+
+
+def library_on_ranks(backend, count):
+    """What differs from one process with the example library's quantizer, and with one that watches it."""
+    sys.path.insert(0, str(LIBRARY))
+    import swiglu8
+
+    if torch.distributed.get_rank() < count:
+        swiglu8.clear()
+    problems = []
+    quantizers = {"ceil8": swiglu8.Ceil8(), "watched": swiglu8.watch(swiglu8.Ceil8(), "on ranks")}
+    shapes = LIBRARY_SHAPES
+    if backend is not None:  # the one around it holds the other; compiling takes its time
+        del quantizers["ceil8"]
+        shapes = ("cut blocks",)
+    for name, quantizer in quantizers.items():
+        RECIPES[name] = f8.library.recipe(quantizer)
+        for layout, shape in ((layout, shape) for layout in LAYOUTS for shape in shapes):
+            torch._dynamo.reset()
+            torch._dynamo.utils.counters.clear()
+            if wrong := layer_on_ranks(name, layout, shape, backend, count):
+                problems.append((name, layout, shape, wrong))
+        if torch.distributed.get_rank() < count:
+            problems += codes_problems(quantizer, mesh_of(count))
+    return problems, torch.distributed.get_rank() >= count or swiglu8.seen()["on ranks"].elements > 0
+
+
+@pytest.mark.parametrize(("backend", "count"), [(None, 2), (None, 3), ("aot_eager", 2), ("aot_eager", 3)])
+def test_the_example_librarys_quantizer_and_one_around_it_are_those_of_one_process(ranks, backend, count):
+    assert ranks.run(library_on_ranks, backend, count, seconds=500) == [([], True)] * 4
+
+
 # ---------------------------------------------------------------------------------- meshes of two dims
 
 R = None  # every rank of a group has all of it
@@ -219,6 +276,10 @@ def layer_operands():
 
 def gradient_operands():
     return normal((4, 128, 16), (4, 128, 32))
+
+
+def gradients_of_one_batch():
+    return normal((1, 100, 16), (1, 100, 32))
 
 
 def cast_operands():
@@ -264,6 +325,12 @@ def test_gradients_whose_tokens_are_cut_by_two_groups(ranks, recipe, dims):
     assert ranks.run(op_on_ranks, *arguments) == [True] * 4
 
 
+@pytest.mark.parametrize("dims", [((0, 1), (0, R)), ((0, R), (0, 1))])
+def test_gradients_of_tokens_that_are_cut_again_where_a_group_has_none(ranks, dims):
+    arguments = "grad_weight", gradients_of_one_batch, dims, (f8.recipes.blockwise(),), (2, 2)
+    assert ranks.run(op_on_ranks, *arguments) == [True] * 4
+
+
 @pytest.mark.parametrize("dims", [((0, R), (R, 0)), ((0, 0), (0, R)), ((R, 0), (0, 0))])
 def test_an_op_by_its_rule_whose_arguments_two_groups_cut(ranks, dims):
     assert ranks.run(op_on_ranks, "cast", cast_operands, dims, (ROWWISE,), (2, 2)) == [True] * 4
@@ -281,3 +348,52 @@ def test_ranks_agree_what_to_gather_where_some_have_less(ranks):
 def test_columns_taken_of_a_window_are_contiguous(ranks):
     arguments = "linear", wide_layer_operands, [(R,), (0,)], (None, f8.recipes.blockwise()), (4,)
     assert ranks.run(op_on_ranks, *arguments) == [True] * 4
+
+
+# ---------------------------------------------------------------------------------- packed codes
+
+
+@dataclass(frozen=True, repr=False)
+class Halves(f8.CurrentScaling):
+    """Two codes in a byte, as of 4-bit numbers; what they stand for is of no interest."""
+
+    block: tuple[int, int] = (1, -1)
+
+    def codes_shape(self, shape):
+        return (*shape[:-1], shape[-1] // 2)
+
+    def values_shape(self, codes_shape):
+        return (*codes_shape[:-1], 2 * codes_shape[-1])
+
+    def cast(self, x, multiplier):
+        return super().cast(x, multiplier)[..., ::2].contiguous()
+
+    def dequantize(self, codes, scale, dtype=torch.float32):
+        return super().dequantize(codes.repeat_interleave(2, -1), scale, dtype)
+
+
+def refusals_of_packed_codes():
+    """What a cut operand, and a whole one that is to be gathered or cut, say."""
+    quantizer = Halves()
+    codes = quantize_part(Part(torch.randn(4, 16), (None,)), quantizer)  # a whole tensor may be packed
+    cut = Shards(torch.distributed.group.WORLD, torch.distributed.get_rank(), 0, (1,) * 4)
+    said = []
+    for attempt in (
+        lambda: quantize_part(Part(torch.randn(1, 16), (cut,)), quantizer),
+        lambda: codes.narrow(0, cut),
+        lambda: replace(codes, cuts=(cut,)).gather(0),
+    ):
+        try:
+            attempt()
+            said.append("nothing")
+        except ValueError as error:
+            said.append(str(error))
+    return said
+
+
+def test_packed_codes_are_refused_wherever_ranks_would_cut_or_gather_them(ranks):
+    for said in ranks.run(refusals_of_packed_codes):
+        assert len(said) == 3
+        assert len(set(said)) == 1, said
+        assert "packs codes of several values in a byte" in said[0]
+        assert "Quantize and multiply whole tensors with it." in said[0]

@@ -37,6 +37,13 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--recipe", metavar="NAME", help="convert the model by this recipe first")
     parser.add_argument("--gpu", choices=GPUS, default="h200", help="generate code for this GPU (default h200)")
     parser.add_argument("--no-gpu", action="store_true", help="leave out generated code and least times")
+    parser.add_argument(
+        "--tp",
+        type=int,
+        metavar="N",
+        help="pretend to be one of N ranks: TARGET may apply a plan, and none is started",
+    )
+    parser.add_argument("--sp", action="store_true", help="with --tp, for the model of train: cut the sequence too")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--html", metavar="FILE", help="write a page as well")
     parser.set_defaults(run=_run)
@@ -64,13 +71,16 @@ def _check_writable(path: Path) -> None:
 
 def _explained(parsed: argparse.Namespace) -> Explanation:
     """The explanation; what the user's code prints goes to standard error, where it is not taken for ours."""
+    from fp8compile.cli.explain_ranks import parallelized, pretended_ranks
     from fp8compile.cli.explain_target import load_target
     from fp8compile.testing.explain import explain
 
-    with contextlib.redirect_stdout(sys.stderr):
+    with contextlib.redirect_stdout(sys.stderr), pretended_ranks(parsed.tp, sp=parsed.sp):
         target = load_target(parsed.target)
         if parsed.recipe is not None:
             _convert(target.model, parsed.recipe)
+        if parsed.tp is not None:
+            parallelized(target, parsed.tp, sp=parsed.sp)
         target.try_out()
         try:
             return explain(target.model, target.args, target.kwargs, gpu=None if parsed.no_gpu else parsed.gpu)

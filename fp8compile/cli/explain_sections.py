@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from fp8compile.testing.explain import Explanation, GemmExplanation, GpuExplanation, Roofline
+    from fp8compile.testing.sends import Sends
 
 __all__ = ["Section", "sections"]
 
@@ -49,6 +50,15 @@ def _layers(found: Explanation) -> Section:
         rows=tuple(rows),
         loud=frozenset(loud),
     )
+
+
+def _sends(sent: Sends) -> Section:
+    columns, *rows = sent.cells()
+    line = (
+        'One forward and backward of one rank, by the plan\'s placements; "plan": what a style of it moves around the '
+        "layer. In compiled code, layers that read one tensor may share what they send."
+    )
+    return Section(title="what layers send", lines=(line,), columns=columns, rows=tuple(rows))
 
 
 def _padded(gemm: GemmExplanation) -> bool:
@@ -126,6 +136,8 @@ def sections(found: Explanation) -> Iterator[Section]:
         loud=frozenset(range(1, 1 + len(found.fell_back))),
     )
     yield _layers(found)
+    if found.sends is not None:
+        yield _sends(found.sends)
     yield _padding(found)
     if found.gpu is not None and found.gpu.problem:
         yield Section(title=f"launches on {found.gpu.gpu}", lines=(f"no generated code: {found.gpu.problem}",))

@@ -29,6 +29,7 @@ from torch.distributed import ProcessGroup
 from torch.nn.functional import pad
 
 from fp8compile.ops.amax import amax
+from fp8compile.ops.async_tp import on_the_wire
 from fp8compile.ops.cast import cast
 from fp8compile.ops.collectives import all_gather, all_reduce_amax
 from fp8compile.ops.gemm import Operand
@@ -152,7 +153,7 @@ class Side:
             shape = list(matrix.shape)
             shape[dim] = self.total
             return matrix.new_zeros(shape).index_copy(dim, self._positions(matrix.device), matrix)
-        before = self.first % self.block
+        before = 0 if self.kind == "own" else self.first % self.block
         return pad(matrix, (0, 0, before, 0) if dim == 0 else (before, 0)) if before else matrix
 
     def extract(self, window: Tensor, dim: int) -> Tensor:
@@ -168,8 +169,9 @@ class Side:
         every = -(-self.total // self.block)
         if self.first is None:
             return 0, every, every
-        first = self.first // self.block
-        return first, -(-(self.first % self.block + self.length) // self.block), every
+        # an own part begins with a block, or is empty and lies behind the last one, whole or not
+        before = 0 if self.kind == "own" else self.first % self.block
+        return self.first // self.block, -(-(before + self.length) // self.block), every
 
     def widen(self, grid: Tensor, dim: int) -> Tensor:
         """The grid of a window, or of blocks that are this rank's own, among zeros, as the grid of the whole."""
@@ -207,7 +209,8 @@ def _side(dims: range, shape: Sequence[int], cuts: Cuts, block: int) -> Side:
     inner = math.prod([total for _, _, total in sizes[innermost + 1 :]])
     outer = math.prod([total for _, _, total in sizes[:innermost]])
     smallest = own[innermost][-1]
-    boundaries = [sum(smallest.sizes[:rank]) * inner for rank in range(1, len(smallest.sizes))]
+    starts = [sum(smallest.sizes[:rank]) for rank in range(1, len(smallest.sizes))]
+    boundaries = [start * inner for start in starts if start < smallest.total]  # behind the end, ranks have nothing
     followed = outer > 1 or len(own[innermost]) > 1  # the last part, too, is followed by elements of another one
     if followed:
         boundaries.append(smallest.total * inner)
@@ -295,10 +298,13 @@ class Codes:
 
     def gather(self, index: int) -> Codes:
         """Put together codes, and scales where ranks have different ones; the order is that of ``Part.gather``."""
+        _check_not_packed(self.quantizer, self.local.shape, self.quantizer.values_shape(self.local.shape))
         cut = self.cuts[index]
         if (again := _cut_again(self.cuts, index, cut.dim)) is not None:
             return self.gather(again).gather(index)
-        codes = all_gather(self.local, cut.dim, cut.sizes, cut.group)
+        sent = on_the_wire(self.local, self.quantizer)
+        codes = all_gather(sent, cut.dim, cut.sizes, cut.group)
+        codes = codes if sent is self.local else codes.view(torch.uint8)
         return replace(self, local=codes, scale=self._gathered_scale(cut), cuts=_without(self.cuts, index))
 
     def _gathered_scale(self, cut: Shards) -> Tensor:
@@ -320,6 +326,7 @@ class Codes:
 
     def narrow(self, index: int, cut: Shards) -> Codes:
         """Of what all ranks of a group have, the part that falls to this one, as ``Part.narrow`` does."""
+        _check_not_packed(self.quantizer, self.local.shape, self.quantizer.values_shape(self.local.shape))
         if (again := _cut_again(self.cuts, index, cut.dim)) is not None:
             return self.gather(again).narrow(index, cut)
         is_column = cut.dim == self.local.ndim - 1
@@ -366,22 +373,27 @@ def _extracted(codes: Tensor, part: Part, sides: tuple[Side, Side]) -> Tensor:
     return codes.reshape(part.local.shape)
 
 
+def _check_not_packed(quantizer: Quantizer, codes: Sequence[int], values: Sequence[int]) -> None:
+    if tuple(codes) != tuple(values):
+        raise ValueError(
+            f"{quantizer!r} packs codes of several values in a byte, and the tensor, or one that it is multiplied by, "
+            "is spread over ranks, which it has no rule for. Quantize and multiply whole tensors with it."
+        )
+
+
 def part_amax(part: Part, quantizer: Quantizer) -> Tensor:
     """The amax of the blocks of a part, over all ranks that have elements of them: see `quantize_part`."""
     return _window_and_amax(part, quantizer)[1]
 
 
-def _check_not_packed(part: Part, quantizer: Quantizer) -> None:
-    if tuple(quantizer.codes_shape(part.local.shape)) != tuple(part.local.shape) and any(part.cuts):
-        raise ValueError(
-            f"{quantizer!r} packs codes of several values in a byte, and the tensor is spread over ranks, which it "
-            "has no rule for. Quantize whole tensors with it."
-        )
+def _check_part(part: Part, quantizer: Quantizer) -> None:
+    if any(part.cuts):
+        _check_not_packed(quantizer, quantizer.codes_shape(part.local.shape), part.local.shape)
 
 
 def _window_and_amax(part: Part, quantizer: Quantizer) -> tuple[Tensor, Tensor, tuple[Side, Side]]:
     sides = sides_of(part.local.shape, part.cuts, quantizer.block)
-    _check_not_packed(part, quantizer)
+    _check_part(part, quantizer)
     window = _window(part, sides)
     found = amax(window, quantizer)
     if window is not part.local:
@@ -426,7 +438,7 @@ def whole_amax(part: Part, quantizer: Quantizer) -> Tensor:
         ``quantizer.scale_shape`` of the whole matrix, float32; 0 where this rank has no element of a block.
     """
     sides = sides_of(part.local.shape, part.cuts, quantizer.block)
-    _check_not_packed(part, quantizer)
+    _check_part(part, quantizer)
     found = amax(_window(part, sides), quantizer)
     for dim, side in enumerate(sides):
         found = found if side.block == -1 else side.widen(found, dim)

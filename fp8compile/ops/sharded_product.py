@@ -27,7 +27,7 @@ from fp8compile.ops.scaled_mm import multiply_operands
 from fp8compile.quantizers import GEMMS, Gemm, Quantizer, Recipe
 from fp8compile.quantizers.blocks import as_matrix
 
-__all__ = ["Product", "QuantizePart", "Step", "add_bias", "multiply_parts", "quantize_slot"]
+__all__ = ["Product", "QuantizePart", "Step", "add_bias", "multiply_parts", "quantize_slot", "steps_of"]
 
 GRAD_WEIGHT = GEMMS[2]
 QuantizePart = Callable[[Part, Quantizer, str], Codes]
@@ -122,6 +122,18 @@ def _prepared(gemm: Gemm, a: Part | Codes, b: Part | Codes) -> tuple[Part | Code
             operands[step.narrow] = operands[step.narrow].narrow(index, replace(cut, dim=dim))
         steps.append(step)
     return operands["a"], operands["b"], steps
+
+
+def steps_of(gemm: Gemm, a: Part, b: Part) -> list[Step]:
+    """What each group does for a GEMM of such operands, without a rank saying anything.
+
+    Args:
+        gemm: Which of the three.
+        a: Its left operand; of its elements only their number and where they are counts.
+        b: Its right operand.
+    """
+    without_data = [Part(torch.empty_like(part.local, device="meta"), part.cuts) for part in (a, b)]
+    return _prepared(gemm, *without_data)[2]
 
 
 def _multiply_codes(gemm: Gemm, a: Codes, b: Codes, out_dtype: torch.dtype, recipe: Recipe) -> Tensor:

@@ -13,10 +13,10 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
-from fp8compile.ops.parts import Part, Shards
+from fp8compile.ops.parts import Cuts, Part, Shards
 from fp8compile.ops.sharded_product import Step
 
-__all__ = ["check_one_mesh", "chunks", "part_of", "placements_of", "whole_of"]
+__all__ = ["check_one_mesh", "chunks", "cuts_of", "part_of", "placements_of", "whole_of"]
 
 
 def chunks(total: int, ranks: int) -> tuple[int, ...]:
@@ -37,6 +37,24 @@ def _check_placement(function: str, tensor: DTensor, placement: Placement) -> No
         )
 
 
+def cuts_of(tensor: DTensor) -> Cuts:
+    """How a DTensor lies on its mesh, one cut or None a mesh dim; partial sums count as summed.
+
+    Args:
+        tensor: With placements that `part_of` takes.
+    """
+    mesh, sizes, cuts = tensor.device_mesh, list(tensor.shape), []
+    for index, placement in enumerate(tensor.placements):
+        if not isinstance(placement, Shard):
+            cuts.append(None)
+            continue
+        dim, rank = placement.dim % tensor.ndim, mesh.get_local_rank(index)
+        cut = Shards(mesh.get_group(index), rank, dim, chunks(sizes[dim], mesh.size(index)))
+        sizes[dim] = cut.length
+        cuts.append(cut)
+    return tuple(cuts)
+
+
 def part_of(function: str, tensor: DTensor) -> Part:
     """What this rank has of a DTensor, one cut or None a mesh dim; partial sums are summed first.
 
@@ -48,18 +66,9 @@ def part_of(function: str, tensor: DTensor) -> Part:
         _check_placement(function, tensor, placement)
     if any(placement.is_partial() for placement in tensor.placements):
         tensor = tensor.redistribute(placements=[Replicate() if p.is_partial() else p for p in tensor.placements])
-    mesh, sizes, cuts = tensor.device_mesh, list(tensor.shape), []
-    for index, placement in enumerate(tensor.placements):
-        if not isinstance(placement, Shard):
-            cuts.append(None)
-            continue
-        dim, rank = placement.dim % tensor.ndim, mesh.get_local_rank(index)
-        cut = Shards(mesh.get_group(index), rank, dim, chunks(sizes[dim], mesh.size(index)))
-        sizes[dim] = cut.length
-        cuts.append(cut)
     with torch.no_grad():  # else a view for autograd stands in the graph, and hides that two layers read one tensor
         local = tensor.to_local()
-    return Part(local, tuple(cuts))
+    return Part(local, cuts_of(tensor))
 
 
 def whole_of(local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int]) -> DTensor:

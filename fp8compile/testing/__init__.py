@@ -14,6 +14,7 @@ from fp8compile.testing.op_contracts import check_op
 from fp8compile.testing.quantizer_contracts import check_quantizer
 from fp8compile.testing.recording import Recording
 from fp8compile.testing.report import Call, CallReport, Collective, GraphInfo, GraphReport, graph_report
+from fp8compile.testing.sends import Send, Sends, sends
 from fp8compile.testing.snapshot import snapshot
 
 __all__ = [
@@ -29,6 +30,8 @@ __all__ = [
     "Launch",
     "Recompile",
     "Recording",
+    "Send",
+    "Sends",
     "assert_cacheable",
     "assert_comm",
     "assert_fullgraph",
@@ -39,5 +42,6 @@ __all__ = [
     "gemm_share",
     "gpu_kernels",
     "graph_report",
+    "sends",
     "snapshot",
 ]

@@ -357,7 +357,7 @@ def _leaves(outputs: Sequence[Tensor]) -> list[Tensor]:
     return found
 
 
-def _run(compiled: Callable, fn: Any, call: Call, *, backward: bool) -> None:
+def run_call(compiled: Callable, fn: Any, call: Call, *, backward: bool) -> None:
     if call.train is not None:
         fn.train(call.train)
     with torch.set_grad_enabled(torch.is_grad_enabled() if call.grad is None else call.grad):
@@ -454,7 +454,7 @@ def graph_report(
         compiled = torch.compile(fn, backend=recording, dynamic=dynamic)
         for log.call, call in enumerate(every_call):
             before = len(recording.graphs)
-            _run(compiled, fn, call, backward=backward)
+            run_call(compiled, fn, call, backward=backward)
             reports.append(CallReport(name=call.name or _shapes(call), graphs=len(recording.graphs) - before))
     name = getattr(fn, "__name__", type(fn).__name__)
     return GraphReport(

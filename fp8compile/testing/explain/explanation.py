@@ -26,6 +26,7 @@ from fp8compile.testing.explain.recorded import record
 from fp8compile.testing.explain.roofline import PEAKS, Peaks, Roofline, roofline
 from fp8compile.testing.gpus import GPUS
 from fp8compile.testing.report import Call, GraphReport, graph_report, is_compiled
+from fp8compile.testing.sends import Sends, is_spread, sends
 from fp8compile.testing.state import kept_state
 
 __all__ = ["Explanation", "explain"]
@@ -52,7 +53,8 @@ class Explanation:
         graphs: What the compiler made of two equal calls.
         layers: Every linear.
         gpu: What a GPU would launch; None if not asked for.
-        roofline: Least times by that GPU's peaks; None if not asked for.
+        roofline: Least times by that GPU's peaks; None if not asked for, or where layers are spread over ranks.
+        sends: What each layer sends; None where no layer is spread over ranks.
     """
 
     torch: str
@@ -60,6 +62,7 @@ class Explanation:
     layers: tuple[LayerExplanation, ...]
     gpu: GpuExplanation | None
     roofline: Roofline | None
+    sends: Sends | None = None
 
     def _of_converted(self, status: str) -> dict[str, list[GemmExplanation]]:
         layers = [layer for layer in self.layers if layer.converted]
@@ -132,6 +135,8 @@ def _no_code(model: nn.Module, report: GraphReport) -> str:
     """Why there is no use in asking for generated code; empty if there is."""
     if any(parameter.is_meta for parameter in model.parameters()):
         return "it needs parameters in memory, and this model has some on the meta device"
+    if is_spread(model):
+        return "it is looked at in one process, and layers of this model are spread over ranks"
     if report.breaks:
         return f"it needs one whole graph, and this model has {_counted(len(report.breaks), 'graph break')}"
     return ""
@@ -144,7 +149,7 @@ def _explained(
     names = Names.of(model)
     buffers = set(map(id, model.buffers()))
     gemms, unknown = graph_gemms(record(model, args, kwargs), layer_weights(model), buffers, names)
-    on_gpu = None
+    on_gpu, spread = None, is_spread(model)
     if peaks is not None:
         problem = _no_code(model, report)
         on_gpu = GpuExplanation(gpu=peaks.name, problem=problem)
@@ -155,7 +160,8 @@ def _explained(
         graphs=report,
         layers=explain_layers(model, report, gemms, unknown, peaks),
         gpu=on_gpu,
-        roofline=None if peaks is None else roofline(gemms, peaks),
+        roofline=None if peaks is None or spread else roofline(gemms, peaks),
+        sends=sends(model, *args, **kwargs) if spread else None,
     )
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from fp8compile.quantizers import GEMMS, Gemm, Recipe, gemm_kind
+from fp8compile.quantizers import GEMMS, Gemm, Quantizer, Recipe, gemm_kind
 from fp8compile.testing.explain.called import Names
 from fp8compile.testing.explain.forms import LAYER_OPS, PRODUCTS
 from fp8compile.testing.explain.owners import Owners, Unknown
@@ -66,17 +66,18 @@ class GraphGemm:
     line: int = 0
 
 
+def _described(a: Quantizer, b: Quantizer) -> str:
+    """Formats and scales of operands as they are multiplied."""
+    return f"{a.format} x {b.format} {gemm_kind(a.block, b.block)}"
+
+
 def describe(recipe: Recipe, gemm: Gemm) -> str | None:
     """Formats and scales of a GEMM's operands, such as "e4m3 x e4m3 rowwise"; None for high precision."""
     quantizers = recipe.quantizers(gemm)
     if quantizers is None:
         return None
     a, b = quantizers
-    blocks = [
-        quantizer.transposed().block if turned else quantizer.block
-        for quantizer, turned in ((a, gemm.a_transposed), (b, gemm.b_transposed))
-    ]
-    return f"{a.format} x {b.format} {gemm_kind(*blocks)}"
+    return _described(a.transposed() if gemm.a_transposed else a, b.transposed() if gemm.b_transposed else b)
 
 
 def _sizes(gemm: str, operands: Sequence[Tensor], result: Tensor | Sequence[Tensor]) -> tuple[int, int, int]:
@@ -121,11 +122,14 @@ def _layer_gemm(value: Value, owners: Owners) -> dict[str, Any]:
 def _other_gemm(value: Value, operands: Sequence[Value]) -> dict[str, Any]:
     a, b = (node_value(operand.node) for operand in operands)
     dtypes = [str(t.dtype).removeprefix("torch.") for t in (a, b)]
-    scaled = "scaled" in value.op and all("float8" in dtype for dtype in dtypes)
-    is_fp8 = value.op == "fp8compile::scaled_mm" or scaled
     runs = dtypes[0] if dtypes[0] == dtypes[1] else " x ".join(dtypes)
+    is_fp8 = "scaled" in value.op and all("float8" in dtype for dtype in dtypes)
+    if is_fp8:
+        runs = f"{runs} by {value.op}"
+    if value.op == "fp8compile::scaled_mm":  # a layer op that was taken apart, as on DTensors: it names its quantizers
+        is_fp8, runs = True, _described(*value.node.args[4:6])
     return {
-        "runs": f"{runs} by {value.op}" if is_fp8 else runs,
+        "runs": runs,
         "is_fp8": is_fp8,
         "m": prod(a.shape[:-1]),
         "k": a.shape[-1],

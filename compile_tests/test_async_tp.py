@@ -1,0 +1,164 @@
+"""Async tensor parallelism: Inductor's pass fuses our gathers and scattered sums with the products beside them.
+
+Graphs as for an H200, on ranks that are not there; no such kernel runs here. The fused operators are run on tensors
+without data, so that they see dtypes and shapes of scales: the pass itself looks at neither.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections import Counter
+from concurrent.futures import ProcessPoolExecutor
+from unittest import mock
+
+import pytest
+import torch
+from test_tensor_parallel_graphs import mesh_of, start_fake_group
+from torch import nn
+
+import fp8compile as f8
+from fp8compile import _compat
+from fp8compile.target import Target, pretend_target
+
+
+@pytest.fixture
+def elsewhere():
+    """A process for each test: DTensor's caches keep the meshes of a trace, on which the next one fails."""
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, mp_context=spawn, initializer=start_fake_group) as pool:
+        yield lambda function, *args, **options: pool.submit(function, *args, **options).result()
+
+
+GATHER, SCATTER = "fused_all_gather_scaled_matmul", "fused_scaled_matmul_reduce_scatter"
+pytestmark = pytest.mark.skipif(_compat.TORCH_VERSION < (2, 13), reason="its pass looks for other graphs")
+
+
+class Pair(nn.Module):
+    """Column parallel, then row parallel: all tokens of the sequence between them."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(256, 512, bias=False), nn.Linear(512, 256, bias=False)
+
+    def forward(self, x):
+        return self.down(torch.relu(self.up(x)))
+
+
+class PairOfGroup(Pair):
+    """The same by functions that take a group."""
+
+    def __init__(self, recipe, group, dim):
+        super().__init__()
+        self.up, self.down = nn.Linear(256, 128, bias=False), nn.Linear(128, 256, bias=False)
+        self.options = {"recipe": recipe, "group": group, "sequence_dim": dim}
+
+    def forward(self, x):
+        hidden = torch.relu(f8.parallel.column_parallel_linear(x, self.up.weight, **self.options))
+        return f8.parallel.row_parallel_linear(hidden, self.down.weight, **self.options)
+
+
+def model_of(recipe, dim, *, grouped):
+    from torch.distributed.tensor import Shard
+    from torch.distributed.tensor.parallel import parallelize_module
+
+    mesh, recipe = mesh_of((4,)), f8.recipes.by_name(recipe)
+    if grouped:
+        return PairOfGroup(recipe, mesh.get_group(), dim).bfloat16()
+    up = f8.parallel.ColwiseParallel(input_layouts=Shard(dim), use_local_output=False)
+    down = f8.parallel.RowwiseParallel(output_layouts=Shard(dim))
+    return parallelize_module(f8.convert(Pair().bfloat16(), recipe), mesh, {"up": up, "down": down})
+
+
+def like_the_outputs_of(graph):
+    """A function that returns what a graph would: arguments that it hands on, and tensors of no content."""
+    inputs = [node.name for node in graph.graph.find_nodes(op="placeholder")]
+    outputs = [(getattr(node, "name", None), getattr(node, "meta", {}).get("val")) for node in outputs_of(graph)]
+
+    def call(*arguments):
+        given = dict(zip(inputs, arguments, strict=True))
+        return [
+            given[name]
+            if name in given
+            else None
+            if v is None
+            else torch.empty_strided(v.size(), v.stride(), dtype=v.dtype)
+            for name, v in outputs
+        ]
+
+    return call
+
+
+def outputs_of(graph):
+    return graph.graph.find_nodes(op="output")[0].args[0]
+
+
+def fused_of(recipe, dims, *, grouped=False, capability=(9, 0), enabled=True):
+    """How often each fused operator is in forward and backward, and how many gathers of codes are left alone."""
+    from functorch.compile import make_boxed_func
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._inductor import compile_fx, config
+    from torch._inductor.fx_passes import post_grad
+    from torch._inductor.virtualized import V
+    from torch.distributed import _symmetric_memory
+    from torch.fx.passes.fake_tensor_prop import FakeTensorProp
+
+    found = []
+
+    def compiler(graph, inputs):
+        mode = torch._guards.detect_fake_mode(inputs)
+        call = like_the_outputs_of(graph)
+        post_grad.view_to_reshape(graph)
+        with V.set_fake_mode(mode):
+            post_grad.post_grad_passes(graph, is_inference=False)
+        without_data = [node.meta["val"] for node in graph.graph.find_nodes(op="placeholder")]
+        FakeTensorProp(graph, mode).propagate_dont_convert_inputs(*without_data)
+        names = Counter(getattr(node.target, "_opname", "") for node in graph.graph.nodes)
+        found.append((names[GATHER], names[SCATTER]))
+        return make_boxed_func(call)
+
+    dim = dims - 2
+    model = model_of(recipe, dim, grouped=grouped)
+    x = torch.randn(*(2,) * dim, 256, 256, dtype=torch.bfloat16, requires_grad=True)
+    torch._dynamo.reset()
+    backend = aot_autograd(fw_compiler=compiler, decompositions=compile_fx.select_decomp_table())
+    with (
+        pretend_target(Target("cuda", capability)),
+        config.patch(_micro_pipeline_tp=enabled),
+        mock.patch.object(torch.distributed, "is_nccl_available", return_value=True),
+        mock.patch.object(_symmetric_memory, "is_symm_mem_enabled_for_group", return_value=True),
+    ):
+        y = torch.compile(model, fullgraph=True, backend=backend)(x)
+        y.sum().backward()
+    return found
+
+
+BOTH_WAYS = [(1, 1), (1, 1)]  # the gather of x, the sum of y; the gather of grad_output, the sum of grad_input
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+@pytest.mark.parametrize(("recipe", "dims"), [("tensorwise", 2), ("tensorwise", 3), ("rowwise", 2)])
+def test_gathers_and_scattered_sums_are_fused_with_their_products(elsewhere, recipe, dims, grouped):
+    assert elsewhere(fused_of, recipe, dims, grouped=grouped) == BOTH_WAYS
+
+
+def test_rowwise_scattered_sums_of_more_dims_are_fused(elsewhere):
+    assert elsewhere(fused_of, "rowwise", 3) == [(0, 1), (0, 1)]
+
+
+@pytest.mark.xfail(
+    strict=True, raises=AssertionError, reason="PyTorch's fused gather takes the scales of rows of a matrix only"
+)
+def test_rowwise_gathers_of_more_dims_are_fused(elsewhere):
+    assert elsewhere(fused_of, "rowwise", 3) == BOTH_WAYS
+
+
+@pytest.mark.parametrize("dims", [2, 3])
+@pytest.mark.parametrize("grouped", [False, True])
+@pytest.mark.parametrize(("recipe", "capability"), [("blockwise", (9, 0)), ("mxfp8", (10, 0))])
+def test_scales_of_blocks_are_left_alone(elsewhere, recipe, capability, dims, grouped):
+    """The fused operators would cut them as if they were rows."""
+    assert elsewhere(fused_of, recipe, dims, grouped=grouped, capability=capability) == [(0, 0), (0, 0)]
+
+
+def test_nothing_is_fused_unless_asked_for(elsewhere):
+    assert elsewhere(fused_of, "rowwise", 2, enabled=False) == [(0, 0), (0, 0)]

@@ -1,0 +1,117 @@
+"""What PyTorch's async tensor parallelism needs to find our products beside a gather or a scattered sum.
+
+    gather of float8 -> ... -> reshape -> _scaled_mm -> reshape -> reduce-scatter
+
+Inductor's pass for it (`torch._inductor.config._micro_pipeline_tp`) takes what is gathered for the operand itself, so
+that has to be float8, which `torch._scaled_mm` multiplies; and it knows reshapes beside a product, but no views of
+other dtypes. Our codes are bytes between our ops. While that pass is on, and then only, codes are gathered as float8
+(the same bytes), and views to bytes and back are taken out of Inductor's graph.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from fp8compile import _compat
+from fp8compile.formats import Float8Format
+from fp8compile.quantizers import Quantizer
+from fp8compile.target import target_of
+
+__all__ = ["on_the_wire"]
+
+
+def on_the_wire(codes: Tensor, quantizer: Quantizer) -> Tensor:
+    """Codes as they are gathered: bytes, or float8 where async tensor parallelism is on and right.
+
+    PyTorch's fused operator takes one scale, or of a matrix one a row. Of rows of a tensor with more dims it raises,
+    and scales of blocks it would tear apart: those codes stay bytes, which the pass doesn't find.
+
+    Args:
+        codes: uint8.
+        quantizer: What made them.
+    """
+    element = quantizer.element_format()
+    if not (_compat.async_tp() and isinstance(element, Float8Format) and target_of(codes.device).type == "cuda"):
+        return codes
+    taken = quantizer.block == (-1, -1) or (quantizer.block == (1, -1) and codes.ndim == 2)
+    return codes.view(element.dtype) if taken else codes
+
+
+def _source(node: fx.Node) -> tuple[fx.Node, list[fx.Node]]:
+    """Behind the reshapes that a node is made of, in their order."""
+    reshapes: list[fx.Node] = []
+    while node.target is torch.ops.aten.reshape.default:
+        reshapes.insert(0, node)
+        node = node.args[0]
+    return node, reshapes
+
+
+def _has_plain_scales(product: fx.Node) -> bool:
+    """Whether a node is a product with one scale an operand, or one a row and a column; not one of blocks."""
+    if product.target is not torch.ops.aten._scaled_mm.default:
+        return False
+    rows, columns = product.meta["val"].shape
+    scales = [tuple(scale.meta["val"].shape) for scale in product.args[2:4]]
+    return scales in ([(), ()], [(rows, 1), (1, columns)])
+
+
+def _is_round_trip(match: Any) -> bool:
+    """Whether a view to float8 is one of bytes that came from that float8, as a left operand."""
+    node = match.nodes[-1]
+    if not _compat.async_tp() or not all(_has_plain_scales(user) and user.args[0] is node for user in node.users):
+        return False
+    source, _ = _source(node.args[0])
+    if source.target is not torch.ops.aten.view.dtype:
+        return False
+    before, between, after = (each.meta["val"].dtype for each in (source.args[0], source, node))
+    return before == after and before.itemsize == 1 and between == torch.uint8
+
+
+def _straighten(match: Any, *_: Any) -> None:
+    """The reshapes alone, of the float8."""
+    node = match.nodes[-1]
+    source, reshapes = _source(node.args[0])
+    found = source.args[0]
+    with match.graph.inserting_before(node):
+        for reshape in reshapes:
+            if reshape.meta["val"].shape == found.meta["val"].shape:
+                continue
+            made = match.graph.call_function(reshape.target, (found, reshape.args[1]))
+            made.meta["val"] = reshape.meta["val"].view(node.meta["val"].dtype)
+            found = made
+    node.replace_all_uses_with(found)
+    match.graph.erase_node(node)
+
+
+def _is_no_reshape(match: Any) -> bool:
+    """Whether a product is reshaped to what it is."""
+    node = match.nodes[-1]
+    if not _compat.async_tp() or node.meta["val"].shape != node.args[0].meta["val"].shape:
+        return False
+    return _has_plain_scales(_source(node)[0])
+
+
+def _drop(match: Any, *_: Any) -> None:
+    """The pass would find no product behind two reshapes, and take one of a matrix for one from more dims."""
+    node = match.nodes[-1]
+    node.replace_all_uses_with(node.args[0])
+    match.graph.erase_node(node)
+
+
+def _register() -> None:
+    from torch._inductor.fx_passes.post_grad import pass_patterns
+    from torch._inductor.pattern_matcher import CallFunction, Ignored, register_graph_pattern
+
+    aten = torch.ops.aten
+    for target, check, handler in (
+        (aten.view.dtype, _is_round_trip, _straighten),
+        (aten.reshape.default, _is_no_reshape, _drop),
+    ):
+        pattern = CallFunction(target, Ignored(), Ignored())
+        register_graph_pattern(pattern, extra_check=check, pass_dict=pass_patterns[0])(handler)
+
+
+_compat.when_imported("torch._inductor.fx_passes.post_grad", _register)
