@@ -5,6 +5,7 @@ sends fewer bytes. For code that keeps what each rank has in plain tensors, ther
 """
 
 from fp8compile.parallel.linear_functions import column_parallel_linear, row_parallel_linear
+from fp8compile.parallel.quantized_parameters import share_scales
 from fp8compile.parallel.styles import ColwiseParallel, RowwiseParallel
 
-__all__ = ["ColwiseParallel", "RowwiseParallel", "column_parallel_linear", "row_parallel_linear"]
+__all__ = ["ColwiseParallel", "RowwiseParallel", "column_parallel_linear", "row_parallel_linear", "share_scales"]

@@ -31,7 +31,9 @@ class FullyShardHooks:
         """This rank's codes, as long as every rank's, and what the others have to know."""
         self.share_scale(mesh.get_group(), 0)
         rows = _chunks(outer_size[0], mesh.size())
-        codes = pad(self.codes, (0, 0, 0, rows[0] - self.codes.shape[0])) if self.codes.shape[0] < rows[0] else self.codes
+        codes = (
+            pad(self.codes, (0, 0, 0, rows[0] - self.codes.shape[0])) if self.codes.shape[0] < rows[0] else self.codes
+        )
         scale, block = self.scale, self.quantizer.block[0]
         if block != -1:
             scale = all_gather(scale, 0, [-(-each // block) for each in rows], self.group)

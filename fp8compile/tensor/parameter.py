@@ -249,4 +249,5 @@ MAKERS = {
     aten.ones_like.default: _plain_like,
     aten.full_like.default: _plain_like,
     aten.new_zeros.default: _new_zeros,
+    aten.new_empty.default: _new_zeros,  # FSDP2, for a rank without elements
 }

@@ -1,6 +1,6 @@
 """Updates of quantized weights: values in, codes and scale out, with the amax of all ranks that share a scale.
 
-    values of each weight --amax--> amaxes --(one maximum over the ranks for all of them)--> scales --> codes, in place
+values of each weight --amax--> amaxes --(one maximum over the ranks for all of them)--> scales --> codes, in place
 """
 
 from __future__ import annotations
@@ -44,14 +44,16 @@ def assign(
     """Give weights new values, in place: codes and scales as if they were quantized anew.
 
     Args:
-        weights: None of them a shard that cuts blocks. Where ranks share their scales, all ranks call this with theirs.
+        weights: None a shard that cuts blocks. Where ranks share their scales, all ranks call this with theirs.
         values: Of each, the same shape, bfloat16, float16 or float32.
         rounding: What rounds values to codes, if not the weights' own quantizers: of the same format and block.
     """
     quantizers = [weight.quantizer for weight in weights]
     amaxes = [ops.amax(value, quantizer) for value, quantizer in zip(values, quantizers, strict=True)]
     amaxes = _over_ranks(amaxes, [_shared_with(weight) for weight in weights])
-    for weight, value, amax, own, cast in zip(weights, values, amaxes, quantizers, rounding or quantizers, strict=True):
+    for weight, value, amax, own, cast in zip(
+        weights, values, amaxes, quantizers, rounding or quantizers, strict=True
+    ):
         multiplier, scale = ops.scale(amax, own)
         weight.codes.copy_(ops.cast(value, multiplier, cast))
         weight.scale.copy_(scale)
