@@ -4,8 +4,16 @@ Layers on DTensors need nothing from here: a converted model runs under PyTorch'
 sends fewer bytes. For code that keeps what each rank has in plain tensors, there are functions that take a group.
 """
 
+from fp8compile.parallel.broadcast import broadcast_parameters
 from fp8compile.parallel.linear_functions import column_parallel_linear, row_parallel_linear
 from fp8compile.parallel.quantized_parameters import share_scales
 from fp8compile.parallel.styles import ColwiseParallel, RowwiseParallel
 
-__all__ = ["ColwiseParallel", "RowwiseParallel", "column_parallel_linear", "row_parallel_linear", "share_scales"]
+__all__ = [
+    "ColwiseParallel",
+    "RowwiseParallel",
+    "broadcast_parameters",
+    "column_parallel_linear",
+    "row_parallel_linear",
+    "share_scales",
+]

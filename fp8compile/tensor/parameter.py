@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
+from torch.utils._python_dispatch import return_and_correct_aliasing
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from fp8compile.quantizers import Quantizer
@@ -124,10 +125,20 @@ class QuantizedParameter(FullyShardHooks, QuantizedTensor):
             return _copy(*args)
         if func in UPDATES or func in READS:
             return _compute(func, args, kwargs)
+        if func is aten.view.default and _flattens_blocks(*args):
+            return return_and_correct_aliasing(func, args, kwargs, _flat(*args))
+        if func is aten.cat.default:
+            raise TypeError(NO_CAT)
         if func in MAKERS:
             return MAKERS[func](func, *args, **kwargs)
         return super().__torch_dispatch__(func, types, args, kwargs)
 
+
+NO_CAT = (
+    "aten.cat.default of QuantizedParameters has no FP8 meaning, and nothing dequantizes in silence. If this is "
+    "DistributedDataParallel, which copies values of rank 0 in one message: call "
+    "fp8compile.parallel.broadcast_parameters(model) and pass init_sync=False to it."
+)
 
 # ---------------------------------------------------------------------------------- values
 
@@ -212,6 +223,20 @@ def _copy(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
 
 
 # ---------------------------------------------------------------------------------- tensors like it
+
+
+def _flattens_blocks(x: QuantizedParameter, size: Sequence[int]) -> bool:
+    return x.extent == SHARD and len(size) == 1 and x.quantizer.block != (-1, -1)
+
+
+def _flat(x: QuantizedParameter, size: Sequence[int]) -> QuantizedParameter:
+    """Codes in one row: FSDP2 keeps such a view of each shard, and reads it of plain parameters only.
+
+    Blocks do not lie in rows, so this has no scale, and an op on its values raises.
+    """
+    found = QuantizedParameter(x.codes.view(size), x.scale.new_empty(0), x.quantizer, x.dtype)
+    found.extent = SLICE
+    return found
 
 
 def _empty_like(func: Any, x: QuantizedParameter, **kwargs: Any) -> Tensor:
