@@ -221,6 +221,12 @@ def saved_and_loaded(folder):
     model.load_state_dict(state["model"])
     optimizer.load_state_dict(state["optimizer"])
     loaded = differences(model, whole, rank, 3)
+    states = [each.state_dict()["state"] for each in (optimizer, whole_optimizer)]
+    for index, parameter in enumerate(whole.parameters()):
+        full = -(-parameter.shape[0] // 3)
+        for name, value in states[1][index].items():
+            mine = value if value.ndim == 0 else value[rank * full : rank * full + full]
+            loaded += [words] if (words := difference(local_of(states[0][index][name]), mine)) else []
     # the first loss after it: three equal gradients, summed and divided by three, are others in bfloat16
     losses = train(model, optimizer, 1, first=2)
     expected = train(whole, whole_optimizer, 1, first=2)

@@ -177,12 +177,7 @@ class Linear(nn.Linear):
             for name in CODES:
                 destination[prefix + name] = getattr(self, name).detach()
 
-    def _load_codes(self, state_dict: Mapping[str, Any], prefix: str, local_metadata: dict[str, Any]) -> None:
-        if local_metadata.get("assign_to_params_buffers", False):
-            raise ValueError(
-                "load_state_dict: a quantized weight takes codes into its own memory; load without assign=True, after "
-                "to_empty() if it is on the meta device."
-            )
+    def _load_codes(self, state_dict: Mapping[str, Any], prefix: str) -> None:
         with torch.no_grad():
             for name in CODES:
                 own, given = getattr(self, name), state_dict[prefix + name]
@@ -203,6 +198,12 @@ class Linear(nn.Linear):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
+        if self._is_quantized() and local_metadata.get("assign_to_params_buffers", False):
+            error_msgs.append(
+                f"{prefix}weight is quantized and takes values or codes into its own memory: load without "
+                "assign=True, after to_empty() if it is on the meta device."
+            )
+            return
         own_missing: list[str] = []
         own_unexpected: list[str] = []
         super()._load_from_state_dict(
@@ -211,7 +212,7 @@ class Linear(nn.Linear):
         codes = [prefix + name for name in CODES]
         if self._is_quantized() and all(key in state_dict for key in codes):
             try:
-                self._load_codes(state_dict, prefix, local_metadata)
+                self._load_codes(state_dict, prefix)
             except ValueError as error:
                 error_msgs.append(str(error))
             own_missing = [key for key in own_missing if key != f"{prefix}weight"]

@@ -67,7 +67,8 @@ class QuantizedParameter(FullyShardHooks, QuantizedTensor):
             found.extent = self.extent
             return found
         found = QuantizedParameter(codes, scale, quantizer or self.quantizer, self.dtype)
-        shares = scale.numel() and scale.shape == self.scale.shape and codes.shape != self.codes.shape
+        # fewer scales: those of blocks that lie in this view
+        shares = scale.numel() == self.scale.numel()
         found.extent = SLICE if self.extent == WHOLE and shares else self.extent
         return found
 

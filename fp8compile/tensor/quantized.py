@@ -145,10 +145,10 @@ class QuantizedTensor(Tensor):
         PyTorch's own holds of a constant its class only: e4m3 and e5m2 would share code. The quantizer's text has its
         fields, and the salt.
         """
-        names, (_, dtype, identity) = self.__tensor_flatten__()
+        names, (_, *metadata) = self.__tensor_flatten__()
         inner = [(t.shape, t.stride(), t.dtype, t.device) for t in (self.codes, self.scale)]
-        parts = (names, self.shape, self.requires_grad, inner, self.quantizer.__fx_repr__()[0], dtype, identity)
-        return hashlib.blake2b(repr(parts).encode(), digest_size=16).hexdigest()
+        values = (type(self).__name__, names, self.shape, self.requires_grad, self.quantizer.__fx_repr__()[0])
+        return hashlib.blake2b(repr((*values, inner, metadata)).encode(), digest_size=16).hexdigest()
 
     @staticmethod
     def __tensor_unflatten__(inner: dict, metadata: tuple, outer_size: Any, outer_stride: Any) -> QuantizedTensor:
@@ -312,5 +312,6 @@ for _operator in [
         _refuse_operator(f"__{_form}{_operator}__")
 for _operator in ["eq", "ne", "lt", "le", "gt", "ge", "neg", "abs", "invert"]:
     _refuse_operator(f"__{_operator}__")
-_refuse_operator("share_memory_")  # a wrapper has no storage of its own, and PyTorch would read address 0
+for _method in ["share_memory_", "apply_", "map_", "map2_"]:
+    _refuse_operator(_method)  # a wrapper has no memory of its own, and PyTorch would read address 0
 QuantizedTensor.__hash__ = Tensor.__hash__  # type: ignore[method-assign]
