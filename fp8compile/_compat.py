@@ -13,7 +13,8 @@ import importlib.abc
 import importlib.util
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -34,6 +35,7 @@ __all__ = [
     "allow_group_in_subclass",
     "as_kernel",
     "constant_when_traced",
+    "concatenated",
     "cpu_has_rowwise_gemm",
     "dtypes_of_calls",
     "guard_or_false",
@@ -49,8 +51,10 @@ __all__ = [
     "register_fallback",
     "register_lowering",
     "rank_salt",
+    "recomputed",
     "replicated",
     "statically_true",
+    "strided_shard",
     "version_in_eager",
     "when_imported",
 ]
@@ -279,6 +283,25 @@ def never_recompute(tensor: torch.Tensor) -> None:
         node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
 
 
+@contextmanager
+def recomputed() -> Iterator[None]:
+    """What is traced inside is made once more by the backward, as activation checkpointing marks it; never kept."""
+    from torch.fx import traceback
+    from torch.utils.checkpoint import CheckpointPolicy
+
+    meta = traceback.current_meta
+    before = {key: meta[key] for key in ("recompute", "ac_graph_id") if key in meta}
+    meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+    # inside of a checkpointed region its own number: PyTorch keeps what leads from one region into a later one
+    meta.setdefault("ac_graph_id", 0)
+    try:
+        yield
+    finally:
+        for key in ("recompute", "ac_graph_id"):
+            meta.pop(key, None)
+        meta.update(before)
+
+
 def version_in_eager(tensor: torch.Tensor) -> int | None:
     """How often a tensor was written to; None for one that stands in a graph, whose writes have an order there."""
     return tensor._version if type(tensor) is torch.Tensor else None
@@ -374,6 +397,20 @@ def allow_group_in_subclass() -> None:
 
     if hasattr(device_mesh, "_register_distributed_opaque_types"):  # 2.13; at import in 2.15
         device_mesh._register_distributed_opaque_types()
+
+
+def concatenated(first: Any, second: Any) -> Any:
+    """The mesh that has the dims of two others, parts of one mesh."""
+    from torch.distributed.device_mesh import DeviceMesh
+
+    return DeviceMesh._concatenate([first, second])
+
+
+def strided_shard(dim: int, parts: int) -> Any:
+    """The placement of a tensor of which each of so many parts was cut along ``dim`` once more."""
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    return _StridedShard(dim, split_factor=parts)
 
 
 def constant_when_traced(fn: Callable) -> Callable:
