@@ -284,20 +284,28 @@ def never_recompute(tensor: torch.Tensor) -> None:
 
 
 @contextmanager
-def recomputed() -> Iterator[None]:
-    """What is traced inside is made once more by the backward, as activation checkpointing marks it; never kept."""
+def recomputed(*, in_backward: bool = False) -> Iterator[None]:
+    """What is traced inside is never kept for the backward, which makes it once more, as with checkpointing.
+
+    Args:
+        in_backward: It belongs to the backward alone. PyTorch's partitioner would put it in the forward too where it
+            needs no gradient, and as a collective is no dead code, it would be sent there for nothing.
+    """
     from torch.fx import traceback
     from torch.utils.checkpoint import CheckpointPolicy
 
-    meta = traceback.current_meta
-    before = {key: meta[key] for key in ("recompute", "ac_graph_id") if key in meta}
-    meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+    marks = {"recompute": CheckpointPolicy.MUST_RECOMPUTE}
     # inside of a checkpointed region its own number: PyTorch keeps what leads from one region into a later one
-    meta.setdefault("ac_graph_id", 0)
+    marks["ac_graph_id"] = traceback.current_meta.get("ac_graph_id", 0)
+    if in_backward:
+        marks["partitioner_tag"] = "must_be_in_backward"
+    meta = traceback.current_meta
+    before = {key: meta[key] for key in marks if key in meta}
+    meta.update(marks)
     try:
         yield
     finally:
-        for key in ("recompute", "ac_graph_id"):
+        for key in marks:
             meta.pop(key, None)
         meta.update(before)
 

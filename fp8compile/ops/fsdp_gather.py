@@ -30,11 +30,11 @@ from fp8compile.quantizers import Recipe
 __all__ = ["fsdp_gather", "fsdp_reduce", "gathered", "reduced"]
 
 
-def gathered(shard: Tensor, sizes: Sequence[int], group: str) -> Tensor:
+def gathered(shard: Tensor, sizes: Sequence[int], group: str, *, in_backward: bool = False) -> Tensor:
     """All rows, in the dtype of this rank's; in compiled code gathered once more by the backward, not kept."""
     if len(sizes) == 1:
         return shard
-    with _compat.recomputed():
+    with _compat.recomputed(in_backward=in_backward):
         return all_gather(shard, 0, sizes, group)
 
 

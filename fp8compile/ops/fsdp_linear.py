@@ -58,7 +58,7 @@ def _product_with_shard(
     """A product whose right operand is the weight."""
     shard = shard.to(a.dtype)  # before anything else: the numbers are those of the layer on the weight in this dtype
     if recipe.quantizers(gemm) is None:
-        return product(as_matrix(a), gathered(shard, sizes, group), gemm, recipe)
+        return product(as_matrix(a), gathered(shard, sizes, group, in_backward=gemm is GRAD_INPUT), gemm, recipe)
     cut = None if len(sizes) == 1 else Shards(group, rank, 0, tuple(sizes))
 
     def quantize_either(tensor: Tensor, quantizer: Quantizer, slot: str) -> Operand:
@@ -66,7 +66,7 @@ def _product_with_shard(
             return quantize(tensor, quantizer, slot)
         codes = quantize_part(Part(tensor, (cut,)), quantizer)
         if cut is not None:
-            with _compat.recomputed():
+            with _compat.recomputed(in_backward=gemm is GRAD_INPUT):
                 codes = codes.gather(0)
         return codes.operand()[0]
 
