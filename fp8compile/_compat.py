@@ -30,6 +30,9 @@ except ImportError:
     from torch._opaque_base import OpaqueBase  # to 2.13
 
 __all__ = [
+    "FsdpParameter",
+    "fsdp_parameters",
+    "is_fsdp",
     "OpaqueBase",
     "all_gather_single",
     "allow_group_in_subclass",
@@ -42,6 +45,7 @@ __all__ = [
     "impl_autograd",
     "is_constant_type",
     "is_dtensor",
+    "local_itself",
     "is_stand_in",
     "never_recompute",
     "rebind_load_hooks",
@@ -384,9 +388,79 @@ def is_dtensor(tensor: object) -> bool:
     return type(tensor).__name__ == "DTensor"
 
 
+def local_itself(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor that a DTensor wraps, and any other tensor as it is. ``to_local()`` may return a view of it."""
+    return tensor._local_tensor if is_dtensor(tensor) else tensor
+
+
 def replicated(tensor: torch.Tensor) -> torch.Tensor:
     """What every rank has of a DTensor that is replicated, and any other tensor as it is."""
     return tensor.to_local() if is_dtensor(tensor) else tensor
+
+
+def is_fsdp(module: torch.nn.Module) -> bool:
+    """Whether `fully_shard` was called for a module."""
+    from torch.distributed.fsdp import FSDPModule
+
+    return isinstance(module, FSDPModule)
+
+
+class FsdpParameter:
+    """What FSDP2 knows of a parameter that it manages."""
+
+    def __init__(self, parameter: Any) -> None:
+        self._parameter = parameter
+
+    @property
+    def module(self) -> torch.nn.Module:
+        """The first of the modules that have it."""
+        return self._parameter._module_info.module
+
+    @property
+    def name(self) -> str:
+        """Its name there."""
+        return self._parameter._module_info.param_name
+
+    @property
+    def sharded(self) -> torch.Tensor:
+        """The parameter as optimizers see it, a DTensor; `load_state_dict` may make it another one."""
+        return self._parameter.sharded_param
+
+    @property
+    def mesh(self) -> Any:
+        """Whose ranks have its shards, one dim."""
+        return self._parameter.shard_mesh
+
+    @property
+    def size(self) -> torch.Size:
+        """Of what these ranks have together."""
+        return self._parameter._orig_size
+
+    @property
+    def mp_policy(self) -> Any:
+        """Mixed precision."""
+        return self._parameter.mp_policy
+
+    @property
+    def device(self) -> torch.device:
+        """Where it is gathered."""
+        return self._parameter.device
+
+
+def fsdp_parameters() -> Iterator[FsdpParameter]:
+    """All parameters that FSDP2 manages in this process.
+
+    It tells a tensor of its mesh and policy when it gathers it, too late for who has to know all tensors at once.
+    """
+    from torch.distributed._composable_state import _module_state_mapping
+
+    for reference in list(_module_state_mapping.values()):
+        state = reference()
+        groups = getattr(state, "_fsdp_param_groups", None)
+        if groups is None:  # 2.12
+            groups = [group] if (group := getattr(state, "_fsdp_param_group", None)) is not None else []
+        for group in groups:
+            yield from map(FsdpParameter, group.fsdp_params)
 
 
 @cache

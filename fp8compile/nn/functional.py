@@ -11,7 +11,7 @@ from fp8compile.nn.state import DelayedState, check_state
 from fp8compile.ops import delayed_linear
 from fp8compile.ops import linear as linear_op
 from fp8compile.quantizers import Recipe
-from fp8compile.tensor import SOURCE_DTYPES, QuantizedTensor, not_dense, shown
+from fp8compile.tensor import SOURCE_DTYPES, QuantizedTensor, check_serves, not_dense, shown
 
 __all__ = ["check_recipe", "checked_operands", "linear"]
 
@@ -28,7 +28,7 @@ def check_recipe(function: str, recipe: object) -> None:
 def _check_tensor(function: str, name: str, tensor: Tensor, x: Tensor) -> None:
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{function}: {name} is a {type(tensor).__name__}; it is a tensor.")
-    if isinstance(tensor, QuantizedTensor):
+    if isinstance(tensor, QuantizedTensor) and (name, function) != ("weight", "linear"):
         raise TypeError(
             f"{function}: {name} is a QuantizedTensor; {function} quantizes its operands itself. Pass .dequantize(), "
             "or multiply quantized matrices by fp8compile.scaled_mm."
@@ -53,6 +53,15 @@ def _check_tensor(function: str, name: str, tensor: Tensor, x: Tensor) -> None:
         )
     if tensor.device != x.device:
         raise ValueError(f"{function}: {name} is on {tensor.device} and x on {x.device}; move them to one device.")
+
+
+def _check_castable(function: str, weight: object, dtype: torch.dtype) -> None:
+    local = weight._local_tensor if is_dtensor(weight) else weight
+    if isinstance(local, QuantizedTensor) and local.dtype != dtype:
+        raise TypeError(
+            f"{function}: weight is a QuantizedTensor of {local.dtype}, under autocast to {dtype}; its codes would "
+            f"not be those of the weight in {dtype}. Quantize the weight in {dtype}, or switch autocast off."
+        )
 
 
 def _check_shapes(function: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
@@ -94,6 +103,7 @@ def checked_operands(
     operands = {"x": x, "weight": weight} | ({} if bias is None else {"bias": bias})
     if isinstance(x, Tensor) and x.device.type != "meta" and torch.is_autocast_enabled(x.device.type):
         dtype = torch.get_autocast_dtype(x.device.type)
+        _check_castable(function, weight, dtype)
         operands = {
             name: t.to(dtype) if isinstance(t, Tensor) and t.dtype in SOURCE_DTYPES else t
             for name, t in operands.items()
@@ -116,7 +126,8 @@ def linear(
 
     Args:
         x: Shape (..., in_features), bfloat16, float16 or float32.
-        weight: Shape (out_features, in_features), the dtype of ``x``.
+        weight: Shape (out_features, in_features), the dtype of ``x``. It may be a ``QuantizedTensor``, whose codes and
+            scales are then the operand of the output and, transposed, of grad_input; its gradient is a plain tensor.
         bias: Shape (out_features,), the dtype of ``x``, or None. Added in that dtype.
         recipe: Quantizers for the operands.
         state: Of a recipe with delayed scaling, and of no other: what it remembers of this layer. The backward
@@ -126,9 +137,11 @@ def linear(
         Shape (..., out_features), the dtype of ``x`` (or of autocast).
 
     Raises:
-        TypeError: The recipe is none, a dtype or layout is not taken, or dtypes differ.
+        TypeError: The recipe is none, a dtype or layout is not taken, or dtypes differ, autocast's from a quantized
+            weight's too.
         ValueError: Shapes or devices do not fit; the recipe has delayed scaling and no state is given, or one that
-            is not the recipe's.
+            is not the recipe's; a quantized weight has other codes than the recipe asks for, or codes of a shard that
+            cuts blocks.
         RuntimeError: This device has no GEMM for the recipe, or torch.jit traces.
     """
     # as torch.nn.functional.linear does: torch.fx.symbolic_trace, modes and tensor subclasses take part in this way
@@ -137,6 +150,8 @@ def linear(
     check_recipe("linear", recipe)
     x, weight, bias = checked_operands("linear", x, weight, bias)
     check_state(state)
+    if isinstance(weight, QuantizedTensor):
+        check_serves("linear", weight, recipe)  # the op does, too, but under torch.compile as an error of PyTorch's
     if state is None:
         return linear_op(x, weight, bias, recipe)
     return delayed_linear(x, weight, bias, *state, recipe)[0]

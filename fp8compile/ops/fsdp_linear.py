@@ -8,8 +8,11 @@ Codes and scales of the weight are those that a layer on the whole weight has, i
 backward is the shard. A product that the recipe leaves in high precision gathers the weight in that dtype. Arguments
 behind the tensors are those of `fp8compile.ops.fsdp_gather`, and before the recipe
 
-    placed    for tensor parallel ranks, who share the weight before it is cut again: rows and columns of the whole,
-              then for each dim of their mesh which of the two it cuts, -1 for none. Empty without such ranks
+    placed    how tensor parallel ranks cut the weight before its rows are (`fp8compile.ops.fsdp_weight`); empty
+              without such ranks
+
+``amax`` is that of the whole weight for the output, ``amax_for_grad_input`` that for grad_input: ranks can send those
+of all layers at once. Where one is None, the op sends what it needs.
 """
 
 from __future__ import annotations
@@ -21,7 +24,9 @@ import torch
 from torch import Tensor
 
 from fp8compile import _compat
+from fp8compile.ops.amax import amax as amax_of
 from fp8compile.ops.fsdp_gather import gathered, reduced
+from fp8compile.ops.fsdp_weight import gathered_codes, rows_cut
 from fp8compile.ops.gemm import Operand
 from fp8compile.ops.linear import (
     GRAD_INPUT,
@@ -36,7 +41,7 @@ from fp8compile.ops.linear import (
     sample_grad,
     sum_of_tokens,
 )
-from fp8compile.ops.parts import Part, Shards, quantize_part
+from fp8compile.ops.parts import Part
 from fp8compile.ops.registry import register_op
 from fp8compile.ops.rounding import rounded
 from fp8compile.quantizers import Gemm, Quantizer, Recipe
@@ -48,6 +53,7 @@ __all__ = ["fsdp_grad_input", "fsdp_grad_weight", "fsdp_linear"]
 def _product_with_shard(
     a: Tensor,
     shard: Tensor,
+    amax: Tensor | None,
     gemm: Gemm,
     sizes: Sequence[int],
     rank: int,
@@ -57,18 +63,15 @@ def _product_with_shard(
 ) -> Tensor:
     """A product whose right operand is the weight."""
     shard = shard.to(a.dtype)  # before anything else: the numbers are those of the layer on the weight in this dtype
+    in_backward = gemm is GRAD_INPUT
     if recipe.quantizers(gemm) is None:
-        return product(as_matrix(a), gathered(shard, sizes, group, in_backward=gemm is GRAD_INPUT), gemm, recipe)
-    cut = None if len(sizes) == 1 else Shards(group, rank, 0, tuple(sizes))
+        return product(as_matrix(a), gathered(shard, sizes, group, in_backward=in_backward), gemm, recipe)
 
     def quantize_either(tensor: Tensor, quantizer: Quantizer, slot: str) -> Operand:
         if slot != gemm.b:
             return quantize(tensor, quantizer, slot)
-        codes = quantize_part(Part(tensor, (cut,)), quantizer)
-        if cut is not None:
-            with _compat.recomputed(in_backward=gemm is GRAD_INPUT):
-                codes = codes.gather(0)
-        return codes.operand()[0]
+        part = Part(tensor, (rows_cut(sizes, rank, group),))
+        return gathered_codes(part, amax, quantizer, in_backward=in_backward).operand()[0]
 
     return product(as_matrix(a), shard, gemm, recipe, quantize_either)
 
@@ -79,6 +82,7 @@ def _product_with_shard(
 def _grad_input_kernel(
     grad_output: Tensor,
     shard: Tensor,
+    amax: Tensor | None,
     sizes: Sequence[int],
     rank: int,
     group: str,
@@ -87,13 +91,14 @@ def _grad_input_kernel(
     placed: Sequence[int],
     recipe: Recipe,
 ) -> Tensor:
-    grad_MK = _product_with_shard(grad_output, shard, GRAD_INPUT, sizes, rank, group, recipe)
+    grad_MK = _product_with_shard(grad_output, shard, amax, GRAD_INPUT, sizes, rank, group, recipe)
     return grad_MK.view(*grad_output.shape[:-1], shard.shape[1])
 
 
 def _grad_input_decompose(
     grad_output: Tensor,
     shard: Tensor,
+    amax: Tensor | None,
     sizes: Sequence[int],
     rank: int,
     group: str,
@@ -103,7 +108,7 @@ def _grad_input_decompose(
     recipe: Recipe,
 ) -> Tensor:
     quantize = quantize_for_gradients(recipe, grad_output.device)
-    grad_MK = _product_with_shard(grad_output, shard, GRAD_INPUT, sizes, rank, group, recipe, quantize)
+    grad_MK = _product_with_shard(grad_output, shard, amax, GRAD_INPUT, sizes, rank, group, recipe, quantize)
     return grad_MK.view(*grad_output.shape[:-1], shard.shape[1])
 
 
@@ -112,8 +117,8 @@ def _grad_input_fake(grad_output: Tensor, shard: Tensor, *where: Any) -> Tensor:
 
 
 def _grad_input_samples() -> Iterator[tuple]:
-    for x, shard, _, *where in _samples():
-        yield sample_grad(x, shard), shard, *where
+    for x, shard, _, _, amax, *where in _samples():
+        yield sample_grad(x, shard), shard, amax, *where
 
 
 fsdp_grad_input = register_op(
@@ -169,7 +174,7 @@ def _grad_weight_fake(
 
 
 def _grad_weight_samples() -> Iterator[tuple]:
-    for x, shard, _, *where in _samples():
+    for x, shard, _, _, _, *where in _samples():
         yield sample_grad(x, shard), x, shard.dtype, *where
 
 
@@ -199,6 +204,8 @@ def _kernel(
     x: Tensor,
     shard: Tensor,
     bias: Tensor | None,
+    amax: Tensor | None,
+    amax_for_grad_input: Tensor | None,
     sizes: Sequence[int],
     rank: int,
     group: str,
@@ -208,7 +215,7 @@ def _kernel(
     recipe: Recipe,
 ) -> Tensor:
     _check_no_delayed_scaling(recipe)
-    y_MN = _product_with_shard(x, shard, OUTPUT, sizes, rank, group, recipe)
+    y_MN = _product_with_shard(x, shard, amax, OUTPUT, sizes, rank, group, recipe)
     if bias is not None:
         y_MN = y_MN + bias
     return y_MN.view(*x.shape[:-1], sum(sizes))
@@ -222,6 +229,8 @@ def _fake(
     x: Tensor,
     shard: Tensor,
     bias: Tensor | None,
+    amax: Tensor | None,
+    amax_for_grad_input: Tensor | None,
     sizes: Sequence[int],
     rank: int,
     group: str,
@@ -235,21 +244,20 @@ def _fake(
 
 
 def _setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
-    x, shard, _, *ctx.where, recipe = inputs
+    x, shard, _, _, amax, *ctx.where, recipe = inputs
     needs_x, needs_weight = ctx.needs_input_grad[:2]
     ctx.recipe = for_gradients_of(recipe, x=needs_x, weight=needs_weight)
     ctx.dtype = shard.dtype
-    ctx.save_for_backward(x if needs_weight else None, shard if needs_x else None)
+    ctx.save_for_backward(x if needs_weight else None, shard if needs_x else None, amax if needs_x else None)
 
 
 def _backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-    x, shard = ctx.saved_tensors
+    x, shard, amax = ctx.saved_tensors
     return (
-        None if shard is None else fsdp_grad_input(grad_output, shard, *ctx.where, ctx.recipe),
+        None if shard is None else fsdp_grad_input(grad_output, shard, amax, *ctx.where, ctx.recipe),
         None if x is None else fsdp_grad_weight(grad_output, x, ctx.dtype, *ctx.where, ctx.recipe),
         sum_of_tokens(grad_output) if ctx.needs_input_grad[2] else None,
-        *(None for _ in ctx.where),
-        None,
+        *(None for _ in range(3 + len(ctx.where))),
     )
 
 
@@ -257,7 +265,11 @@ def _samples() -> Iterator[tuple]:
     """As of a group of one rank: others need processes (tests/test_graph_fsdp.py)."""
     for index, (x, weight, bias, recipe) in enumerate(linear_samples()):
         shard = weight.float() if index % 2 else weight
-        yield x, shard, bias, [weight.shape[0]], 0, "", "", shard.dtype, [], recipe
+        known = [None, None]
+        if index % 3 == 0:
+            slots = (recipe.weight, recipe.weight_for_grad_input)
+            known = [None if each is None else amax_of(weight, each) for each in slots]
+        yield x, shard, bias, *known, [weight.shape[0]], 0, "", "", shard.dtype, [], recipe
 
 
 fsdp_linear = register_op(

@@ -34,7 +34,7 @@ from fp8compile.quantizers import GEMMS, DelayedScaling, Gemm, Quantizer, Recipe
 from fp8compile.quantizers.blocks import as_matrix
 from fp8compile.target import target_of
 
-__all__ = ["grad_input", "grad_weight", "linear", "linear_samples"]
+__all__ = ["Quantize", "grad_input", "grad_weight", "linear", "linear_samples"]
 
 OUTPUT, GRAD_INPUT, GRAD_WEIGHT = GEMMS
 
@@ -104,17 +104,18 @@ def sample_grad(x: Tensor, weight: Tensor) -> Tensor:
     return grad.to(x.dtype).movedim(0, -1)
 
 
-def _grad_input(grad_output: Tensor, weight: Tensor, recipe: Recipe, quantize: Quantize) -> Tensor:
+def layer_grad_input(grad_output: Tensor, weight: Tensor, recipe: Recipe, quantize: Quantize) -> Tensor:
+    """What `grad_input` computes, its operands quantized in a given way."""
     grad_MK = product(as_matrix(grad_output), weight, GRAD_INPUT, recipe, quantize)
     return grad_MK.view(*grad_output.shape[:-1], weight.shape[1])
 
 
 def _grad_input_kernel(grad_output: Tensor, weight: Tensor, recipe: Recipe) -> Tensor:
-    return _grad_input(grad_output, weight, recipe, quantize_by_amax)
+    return layer_grad_input(grad_output, weight, recipe, quantize_by_amax)
 
 
 def _grad_input_decompose(grad_output: Tensor, weight: Tensor, recipe: Recipe) -> Tensor:
-    return _grad_input(grad_output, weight, recipe, quantize_for_gradients(recipe, grad_output.device))
+    return layer_grad_input(grad_output, weight, recipe, quantize_for_gradients(recipe, grad_output.device))
 
 
 def _grad_input_fake(grad_output: Tensor, weight: Tensor, recipe: Recipe) -> Tensor:
@@ -196,16 +197,26 @@ def _check_needs_no_state(recipe: Recipe) -> None:
         )
 
 
-def _kernel(x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe) -> Tensor:
-    _check_needs_no_state(recipe)
-    y_MN = product(as_matrix(x), weight, OUTPUT, recipe)
+def layer_output(x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe, quantize: Quantize) -> Tensor:
+    """What `linear` computes, its operands quantized in a given way."""
+    y_MN = product(as_matrix(x), weight, OUTPUT, recipe, quantize)
     if bias is not None:
         y_MN = y_MN + bias
     return y_MN.view(*x.shape[:-1], weight.shape[0])
 
 
+def as_read(bias: Tensor | None) -> Tensor | None:
+    """A bias for compiled code, which would else read what it was before it was rounded to its dtype."""
+    return None if bias is None else rounded(bias).to(bias.dtype)
+
+
+def _kernel(x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe) -> Tensor:
+    _check_needs_no_state(recipe)
+    return layer_output(x, weight, bias, recipe, quantize_by_amax)
+
+
 def _decompose(x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe) -> Tensor:
-    return _kernel(x, weight, None if bias is None else rounded(bias).to(bias.dtype), recipe)
+    return _kernel(x, weight, as_read(bias), recipe)
 
 
 def _fake(x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe) -> Tensor:

@@ -36,7 +36,17 @@ from fp8compile.ops.scale import scale
 from fp8compile.quantizers import Quantizer
 from fp8compile.quantizers.blocks import as_matrix
 
-__all__ = ["Codes", "Part", "Shards", "Side", "part_amax", "quantize_part", "sides_of"]
+__all__ = [
+    "Codes",
+    "Part",
+    "Shards",
+    "Side",
+    "cast_part",
+    "part_amax",
+    "quantize_part",
+    "sides_of",
+    "whole_amax",
+]
 
 
 @dataclass(frozen=True)
@@ -73,6 +83,10 @@ class Shards:
     def is_even(self) -> bool:
         """Whether all ranks have as much."""
         return all(size == self.sizes[0] for size in self.sizes)
+
+    def by_name(self) -> Shards:
+        """The same, with the name of the group: a group can be neither copied nor pickled."""
+        return self if isinstance(self.group, str) else replace(self, group=self.group.group_name)
 
     def matches(self, other: Shards | None) -> bool:
         """Whether a dim of another tensor is cut in the same places, by the same ranks."""
@@ -188,11 +202,8 @@ def _side(dims: range, shape: Sequence[int], cuts: Cuts, block: int) -> Side:
     if block == -1:
         return Side("shared", groups, block, sizes)
     innermost = max(index for index, found in enumerate(own) if found)
-    if len(own[innermost]) > 1 and not all(cut.is_even() for cut in own[innermost]):
-        raise ValueError(
-            f"dim {dims[innermost]} is cut unevenly over two groups, and blocks of {block} along it share a scale. "
-            "Cut it over one of them, or evenly."
-        )
+    if not all(cut.is_even() for cut in own[innermost][:-1]):
+        return Side("cut", groups, block, sizes)  # ranks cut parts of different sizes: none knows where others cut
     inner = math.prod([total for _, _, total in sizes[innermost + 1 :]])
     outer = math.prod([total for _, _, total in sizes[:innermost]])
     smallest = own[innermost][-1]
@@ -336,23 +347,42 @@ class Codes:
         return Operand(codes=codes, scale=grid, quantizer=self.quantizer), windows[0], windows[1]
 
 
+def _window(part: Part, sides: tuple[Side, Side]) -> Tensor:
+    """The part, or where it cuts blocks the matrix of it in whole blocks, with zeros around."""
+    if all(side.kind != "cut" for side in sides):
+        return part.local
+    window = as_matrix(part.local)
+    for dim, side in enumerate(sides):
+        window = side.embed(window, dim) if side.kind == "cut" else window
+    return window
+
+
+def _extracted(codes: Tensor, part: Part, sides: tuple[Side, Side]) -> Tensor:
+    """The part's own codes, of those of its window."""
+    if all(side.kind != "cut" for side in sides):
+        return codes
+    for dim, side in enumerate(sides):
+        codes = side.extract(codes, dim) if side.kind == "cut" else codes
+    return codes.reshape(part.local.shape)
+
+
 def part_amax(part: Part, quantizer: Quantizer) -> Tensor:
     """The amax of the blocks of a part, over all ranks that have elements of them: see `quantize_part`."""
     return _window_and_amax(part, quantizer)[1]
 
 
-def _window_and_amax(part: Part, quantizer: Quantizer) -> tuple[Tensor, Tensor, tuple[Side, Side]]:
-    sides = sides_of(part.local.shape, part.cuts, quantizer.block)
+def _check_not_packed(part: Part, quantizer: Quantizer) -> None:
     if tuple(quantizer.codes_shape(part.local.shape)) != tuple(part.local.shape) and any(part.cuts):
         raise ValueError(
             f"{quantizer!r} packs codes of several values in a byte, and the tensor is spread over ranks, which it "
             "has no rule for. Quantize whole tensors with it."
         )
-    window = part.local
-    if any(side.kind == "cut" for side in sides):
-        window = as_matrix(window)
-        for dim, side in enumerate(sides):
-            window = side.embed(window, dim) if side.kind == "cut" else window
+
+
+def _window_and_amax(part: Part, quantizer: Quantizer) -> tuple[Tensor, Tensor, tuple[Side, Side]]:
+    sides = sides_of(part.local.shape, part.cuts, quantizer.block)
+    _check_not_packed(part, quantizer)
+    window = _window(part, sides)
     found = amax(window, quantizer)
     if window is not part.local:
         for dim, side in enumerate(sides):
@@ -376,9 +406,45 @@ def quantize_part(part: Part, quantizer: Quantizer) -> Codes:
     multiplier, scales = scale(found, quantizer)
     for dim, side in enumerate(sides):
         multiplier = side.window(multiplier, dim) if side.kind == "cut" else multiplier
-    codes = cast(window, multiplier, quantizer)
-    if window is not part.local:
-        for dim, side in enumerate(sides):
-            codes = side.extract(codes, dim) if side.kind == "cut" else codes
-        codes = codes.reshape(part.local.shape)
+    codes = _extracted(cast(window, multiplier, quantizer), part, sides)
     return Codes(codes, scales, quantizer, part.cuts, (sides[0].kind == "cut", sides[1].kind == "cut"))
+
+
+# ---------------------------------------------------------------------------------- many parts, one message
+
+
+def whole_amax(part: Part, quantizer: Quantizer) -> Tensor:
+    """What this rank knows of the amaxes of the whole: their maximum over all ranks is the amax of every block.
+
+    With it, ranks reduce the amaxes of many tensors in one message, and each then has the scales of all blocks.
+
+    Args:
+        part: Of a matrix.
+        quantizer: How it will be quantized.
+
+    Returns:
+        ``quantizer.scale_shape`` of the whole matrix, float32; 0 where this rank has no element of a block.
+    """
+    sides = sides_of(part.local.shape, part.cuts, quantizer.block)
+    _check_not_packed(part, quantizer)
+    found = amax(_window(part, sides), quantizer)
+    for dim, side in enumerate(sides):
+        found = found if side.block == -1 else side.widen(found, dim)
+    return found
+
+
+def cast_part(part: Part, multiplier: Tensor, quantizer: Quantizer) -> Tensor:
+    """Codes of a part, by the multipliers of all blocks of the whole.
+
+    Args:
+        part: Of a matrix.
+        multiplier: ``quantizer.scale_shape`` of the whole matrix, float32.
+        quantizer: How.
+
+    Returns:
+        uint8, the shape of the part.
+    """
+    sides = sides_of(part.local.shape, part.cuts, quantizer.block)
+    for dim, side in enumerate(sides):
+        multiplier = multiplier if side.block == -1 else side.window(multiplier, dim)
+    return _extracted(cast(_window(part, sides), multiplier, quantizer), part, sides)

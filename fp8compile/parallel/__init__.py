@@ -1,11 +1,19 @@
-"""Models that are spread over ranks: tensor and sequence parallel.
+"""Models that are spread over ranks: tensor and sequence parallel, FSDP2.
 
 Layers on DTensors need nothing from here: a converted model runs under PyTorch's own plans as it is. What is here
 sends fewer bytes. For code that keeps what each rank has in plain tensors, there are functions that take a group.
 """
 
+from fp8compile.parallel.fsdp import fsdp_float8_all_gather
 from fp8compile.parallel.graph_fsdp import graph_fsdp
 from fp8compile.parallel.linear_functions import column_parallel_linear, row_parallel_linear
 from fp8compile.parallel.styles import ColwiseParallel, RowwiseParallel
 
-__all__ = ["ColwiseParallel", "RowwiseParallel", "column_parallel_linear", "graph_fsdp", "row_parallel_linear"]
+__all__ = [
+    "ColwiseParallel",
+    "RowwiseParallel",
+    "column_parallel_linear",
+    "fsdp_float8_all_gather",
+    "graph_fsdp",
+    "row_parallel_linear",
+]

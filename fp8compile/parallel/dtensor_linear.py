@@ -14,20 +14,46 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from fp8compile.ops import delayed
 from fp8compile.ops.linear import GRAD_INPUT, GRAD_WEIGHT, OUTPUT
-from fp8compile.ops.parts import Codes, Part, part_amax, quantize_part
+from fp8compile.ops.parts import Codes, Part, part_amax, quantize_part, sides_of
 from fp8compile.ops.sharded_product import Product, QuantizePart, add_bias, multiply_parts, quantize_slot
 from fp8compile.ops.snapshot import snapshot
 from fp8compile.parallel.placed import check_one_mesh, part_of, placements_of, whole_of
 from fp8compile.quantizers import DelayedScaling, Quantizer, Recipe
+from fp8compile.tensor import QuantizedTensor, check_serves
 
-__all__ = ["HANDLERS"]
+__all__ = ["HANDLERS", "of_tokens"]
 
 
-def _of_tokens(product: Product, local: Tensor, mesh: DeviceMesh, shape: Sequence[int]) -> DTensor:
+def of_tokens(product: Product, local: Tensor, mesh: DeviceMesh, shape: Sequence[int]) -> DTensor:
     """A result (..., n) whose dims before the last are those of the left operand."""
     rows = [None if cut is None else cut.dim for cut in product.cuts]
     placements = placements_of(product.steps, {"m": rows, "n": [len(shape) - 1] * mesh.ndim})
     return whole_of(local.view(*product.shape[:-1], local.shape[1]), mesh, placements, shape)
+
+
+def _codes_of(function: str, weight: Part, recipe: Recipe) -> Codes:
+    """The codes of a weight whose part on this rank was quantized before: FSDP has gathered it so."""
+    local = weight.local
+    check_serves(function, local, recipe)
+    sides = sides_of(local.shape, weight.cuts, local.quantizer.block)
+    whole = (sides[0].kind == "cut", sides[1].kind == "cut")
+    shape = tuple(side.total if side.kind == "cut" else side.length for side in sides)
+    if tuple(local.scale.shape) != local.quantizer.scale_shape(shape):
+        raise ValueError(
+            f"{function}: weight has a QuantizedTensor of shape {tuple(local.shape)} with scales "
+            f"{tuple(local.scale.shape)} on this rank; cut like this, blocks {local.quantizer.block} have scales "
+            f"{local.quantizer.scale_shape(shape)}. Quantize each rank's part by fp8compile.quantize with group=, "
+            "shard_dim= and sizes=."
+        )
+    return Codes(local.codes, local.scale, local.quantizer, weight.cuts, whole)
+
+
+def _with_codes(function: str, weight: Part, recipe: Recipe, quantize: QuantizePart) -> QuantizePart:
+    """What quantizes the operands of a product: a weight that is quantized already has its codes."""
+    if not isinstance(weight.local, QuantizedTensor):
+        return quantize
+    codes = _codes_of(function, weight, recipe)
+    return lambda part, quantizer, slot: codes if part is weight else quantize(part, quantizer, slot)
 
 
 def _output(
@@ -35,19 +61,20 @@ def _output(
 ) -> DTensor:
     mesh = check_one_mesh("linear", {"x": x, "weight": weight, "bias": bias})
     weight_part = part_of("linear", weight)
+    quantize = _with_codes("linear", weight_part, recipe, quantize)
     product = multiply_parts(OUTPUT, part_of("linear", x), weight_part, recipe, quantize)
     local = product.local if bias is None else add_bias(product, part_of("linear", bias), weight_part.cuts)
-    return _of_tokens(product, local, mesh, (*x.shape[:-1], weight.shape[0]))
+    return of_tokens(product, local, mesh, (*x.shape[:-1], weight.shape[0]))
 
 
 def _grad_input(
     grad_output: DTensor, weight: DTensor, recipe: Recipe, quantize: QuantizePart = quantize_slot
 ) -> DTensor:
     mesh = check_one_mesh("grad_input", {"grad_output": grad_output, "weight": weight})
-    product = multiply_parts(
-        GRAD_INPUT, part_of("grad_input", grad_output), part_of("grad_input", weight), recipe, quantize
-    )
-    return _of_tokens(product, product.local, mesh, (*grad_output.shape[:-1], weight.shape[1]))
+    weight_part = part_of("grad_input", weight)
+    quantize = _with_codes("grad_input", weight_part, recipe, quantize)
+    product = multiply_parts(GRAD_INPUT, part_of("grad_input", grad_output), weight_part, recipe, quantize)
+    return of_tokens(product, product.local, mesh, (*grad_output.shape[:-1], weight.shape[1]))
 
 
 def _grad_weight(grad_output: DTensor, x: DTensor, recipe: Recipe, quantize: QuantizePart = quantize_slot) -> DTensor:

@@ -7,7 +7,7 @@ nothing. A fp8compile.Linear does not gather its weight: its op does, as codes.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
@@ -19,7 +19,8 @@ from torch.utils import _pytree as pytree
 from fp8compile import _compat
 from fp8compile.nn import Linear
 from fp8compile.ops import fsdp_linear
-from fp8compile.parallel.fsdp_shards import Where, gather
+from fp8compile.parallel.fsdp_amaxes import SharedAmaxes, exchange
+from fp8compile.parallel.fsdp_shards import Where, gather, used_dtype
 from fp8compile.tensor import SOURCE_DTYPES
 
 __all__ = ["Forward", "Sharded", "become_sharded", "is_sharded"]
@@ -40,11 +41,17 @@ class Sharded:
         forward: Of the model.
         where: Of each parameter, by name.
         cast: Of the root, which casts what goes in and what comes out; None for others.
+        layers: Of the root, those whose ranks tell each other amaxes.
+        shared_amaxes: Of a layer, which.
+        amaxes: Of a layer, while the model's forward runs: those of the whole weight, by slot of the recipe.
     """
 
     forward: Forward
     where: dict[str, Where]
     cast: MixedPrecisionPolicy | None = None
+    layers: list[nn.Module] = field(default_factory=list)
+    shared_amaxes: SharedAmaxes | None = None
+    amaxes: dict[str, Tensor] = field(default_factory=dict)
 
 
 def _cast(values: Any, dtype: torch.dtype | None) -> Any:
@@ -63,9 +70,12 @@ class _ShardedModule(nn.Module):
             args, kwargs = _cast((args, kwargs), state.cast.param_dtype)
         before, state.forward.runs = state.forward.runs, True
         try:
+            exchange(state.layers)
             output = self._forward(*args, **kwargs)
         finally:
             state.forward.runs = before
+            for layer in state.layers:
+                layer.graph_fsdp.amaxes.clear()
         return output if state.cast is None else _cast(output, state.cast.output_dtype)
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -93,15 +103,16 @@ def _checked(layer: Linear, x: Tensor, bias: Tensor | None, where: Where) -> tup
             f"Linear: {one} is spread over tensor parallel ranks and {other} is not. Use parallelize_module for all "
             "of the layer, or for none of it."
         )
-    used = where.dtype
-    if x.device.type != "meta" and torch.is_autocast_enabled(x.device.type):
-        used = torch.get_autocast_dtype(x.device.type)
-        if where.dtype not in (used, layer._parameters["weight"].dtype):
+    used = used_dtype(where, x.device.type)
+    if used != where.dtype:
+        if where.dtype != layer._parameters["weight"].dtype:
             raise TypeError(
                 f"Linear: autocast casts to {used} and param_dtype of mp_policy is {where.dtype}. Leave one of them "
                 "out, or make them the same."
             )
-        x, bias = x.to(used), None if bias is None else bias.to(used)
+        bias = None if bias is None else bias.to(used)
+    if x.device.type != "meta" and torch.is_autocast_enabled(x.device.type):
+        x = x.to(used)
     if x.dtype != used:
         raise TypeError(
             f"Linear: x is {x.dtype} and the weight is used in {used}; they have one dtype. Cast x, pass "
@@ -117,8 +128,18 @@ class _ShardedLinear(_ShardedModule):
         if bias is not None:
             bias = gather(bias, self.graph_fsdp.where["bias"])
         x, bias = _checked(self, input, bias, where)
-        placed = [] if where.shared is None else where.shared.placed()
-        return fsdp_linear(x, self._parameters["weight"].to_local(), bias, *where.arguments(), placed, self.recipe)
+        state = self.graph_fsdp
+        amax = state.amaxes.get("weight")
+        return fsdp_linear(
+            x,
+            self._parameters["weight"].to_local(),
+            bias,
+            amax,
+            amax if state.shared_amaxes.same else state.amaxes.get("weight_for_grad_input"),
+            *where.arguments(),
+            list(state.shared_amaxes.placed),
+            self.recipe,
+        )
 
 
 @cache

@@ -25,7 +25,7 @@ from fp8compile.ops import fsdp_gather
 from fp8compile.parallel.placed import chunks
 from fp8compile.quantizers import Recipe
 
-__all__ = ["Shared", "Where", "gather", "shard_parameter"]
+__all__ = ["Shared", "Where", "gather", "shard_parameter", "used_dtype"]
 
 
 @dataclass(frozen=True)
@@ -35,16 +35,10 @@ class Shared:
     Attributes:
         mesh: Their mesh.
         placements: A parameter's on it.
-        shape: Of the whole parameter.
     """
 
     mesh: DeviceMesh
     placements: tuple[Placement, ...]
-    shape: tuple[int, ...]
-
-    def placed(self) -> list[int]:
-        """As `fp8compile.ops.fsdp_linear` takes it."""
-        return [*self.shape, *(each.dim if isinstance(each, Shard) else -1 for each in self.placements)]
 
 
 @dataclass(frozen=True)
@@ -75,6 +69,13 @@ class Where:
     def arguments(self) -> tuple[list[int], int, str, str, torch.dtype]:
         """In the order of the ops."""
         return list(self.sizes), self.rank, self.group, self.replicas, self.reduce_dtype
+
+
+def used_dtype(where: Where, device_type: str) -> torch.dtype:
+    """In which a layer multiplies: that of autocast, if it is on."""
+    if device_type != "meta" and torch.is_autocast_enabled(device_type):
+        return torch.get_autocast_dtype(device_type)
+    return where.dtype
 
 
 def _where(mesh: DeviceMesh, local: Tensor, mp_policy: MixedPrecisionPolicy, shared: Shared | None) -> Where:
@@ -118,7 +119,7 @@ def shard_parameter(
     """
     shape, stride, local, shared = parameter.shape, parameter.stride(), parameter.detach(), None
     if isinstance(local, DTensor):
-        shared = Shared(local.device_mesh, tuple(local.placements), tuple(shape))
+        shared = Shared(local.device_mesh, tuple(local.placements))
         local = local.to_local()
     where = _where(mesh, local, mp_policy, shared)
     rows = local.narrow(0, sum(where.sizes[: where.rank]), where.sizes[where.rank])

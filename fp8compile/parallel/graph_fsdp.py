@@ -8,8 +8,11 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 from fp8compile.nn import Linear
+from fp8compile.ops.parts import Cuts
+from fp8compile.parallel.fsdp_amaxes import shared_amaxes
 from fp8compile.parallel.fsdp_modules import Forward, Sharded, become_sharded, is_sharded
 from fp8compile.parallel.fsdp_shards import shard_parameter
+from fp8compile.parallel.placed import part_of
 from fp8compile.tensor import QuantizedTensor, shown
 
 __all__ = ["graph_fsdp"]
@@ -71,6 +74,16 @@ def _check_parameter(name: str, parameter: nn.Parameter, mesh: DeviceMesh) -> No
             )
 
 
+def _tensor_parallel_cuts(layer: Linear) -> Cuts:
+    """How tensor parallel ranks cut the weight of a layer that is not sharded yet."""
+    weight = layer.weight.detach()
+    if not isinstance(weight, DTensor):
+        return ()
+    if any(placement.is_partial() for placement in weight.placements):
+        raise ValueError(f"graph_fsdp: a weight has placements {weight.placements}; it is Shard or Replicate on each.")
+    return part_of("graph_fsdp", weight).cuts
+
+
 def graph_fsdp(model: nn.Module, mesh: DeviceMesh, *, mp_policy: MixedPrecisionPolicy | None = None) -> nn.Module:
     """Shard all parameters of a model over ranks, in place; ``torch.compile(model, fullgraph=True)`` is one graph.
 
@@ -104,14 +117,23 @@ def graph_fsdp(model: nn.Module, mesh: DeviceMesh, *, mp_policy: MixedPrecisionP
         _check_module(name, module)
     for name, parameter in model.named_parameters():
         _check_parameter(name, parameter, mesh)
-    forward, done = Forward(), {}
+    forward, done, layers = Forward(), {}, []
     for module in modules.values():
         own = {name: each for name, each in module._parameters.items() if each is not None}
+        cuts = _tensor_parallel_cuts(module) if isinstance(module, Linear) else ()
         for name, parameter in own.items():
             if parameter not in done:  # tied ones stay tied
                 done[parameter] = shard_parameter(parameter, mesh, mp_policy)
             setattr(module, name, done[parameter][0])
-        if own or module is model:
-            where = {name: done[parameter][1] for name, parameter in own.items()}
-            become_sharded(module, Sharded(forward, where, mp_policy if module is model else None))
+        if not own and module is not model:
+            continue
+        state = Sharded(forward, {name: done[parameter][1] for name, parameter in own.items()})
+        if isinstance(module, Linear):
+            shard, where = done[own["weight"]]
+            state.shared_amaxes = shared_amaxes(module, shard.detach().to_local(), where, cuts)
+            if state.shared_amaxes.grids:
+                layers.append(module)
+        if module is model:
+            state.cast, state.layers = mp_policy, layers
+        become_sharded(module, state)
     return model

@@ -26,7 +26,8 @@ from fp8compile.quantizers.declaration import check_class, check_decorated, fiel
 __all__ = ["Constant", "salt_with", "source_salt"]
 
 PACKAGE = __name__.partition(".")[0]
-SALTED = ("formats.py", "target.py", "_compat.py", "quantizers", "ops", "kernels")
+# the last two take ops apart between the key and the code
+SALTED = ("formats.py", "target.py", "_compat.py", "quantizers", "ops", "kernels", "tensor.py", "parallel")
 NAMED: Counter[str] = Counter()  # classes that have asked for a name in graphs
 SALTED_MODULES: set[str] = set()  # other packages whose ops are compiled into graphs
 ALLOWED_FIELD_TYPES = (str, int, float, bool, type(None))

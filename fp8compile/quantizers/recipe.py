@@ -150,6 +150,11 @@ class Recipe(Constant):
         """How many amaxes of a tensor delayed scaling remembers; 0 for a recipe without it."""
         return next((quantizer.history for quantizer in self.delayed() if quantizer is not None), 0)
 
+    def shares_weight_codes(self) -> bool:
+        """Whether the codes of a weight, made once, serve the output and, transposed, grad_input too."""
+        quantizer = self.weight
+        return quantizer is not None and quantizer == self.weight_for_grad_input and not any(self.delayed())
+
     def _check_slot(self, slot: str) -> None:
         value = getattr(self, slot)
         if value is not None and not isinstance(value, Quantizer):

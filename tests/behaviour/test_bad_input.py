@@ -130,7 +130,7 @@ LINEAR = {
         TypeError, "linear: x is a QuantizedTensor", ".dequantize()", "fp8compile.scaled_mm"
     ),
     "linear: the weight is quantized already": linear(weight=lambda: f8.quantize(WEIGHT, TENSOR))(
-        TypeError, "linear: weight is a QuantizedTensor", ".dequantize()"
+        ValueError, "linear: weight is a QuantizedTensor of CurrentScaling(", ".dequantize()"
     ),
     "linear: the recipe is a name": linear(recipe="rowwise")(TypeError, "linear: recipe is", "recipes.by_name("),
     "linear: the recipe is a quantizer": linear(recipe=TENSOR)(

@@ -1,0 +1,206 @@
+"""A rank's shard of a weight, in high precision, which FSDP2 gathers as codes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.functional import pad
+from torch.utils._python_dispatch import return_and_correct_aliasing
+from torch.utils._pytree import tree_map_only
+
+from fp8compile import _compat
+from fp8compile.ops.parts import Cuts, Part, Shards, cast_part, sides_of
+from fp8compile.parallel.placed import chunks
+from fp8compile.quantizers import Quantizer
+from fp8compile.tensor import QuantizedTensor
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+__all__ = ["Edits", "ShardedWeight", "part_of_weight"]
+
+aten = torch.ops.aten
+
+
+class Edits:
+    """How often what lies behind some tensors was written to, in any of their views."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+
+class ShardedWeight(Tensor):
+    """A plain tensor that FSDP2 gathers as codes; to all else it is that tensor.
+
+    A wrapper, for FSDP2 asks the local tensor of a parameter how to gather it, and keeps asking after views, copies
+    and ``to``. What other ops make of it is plain, so optimizer states are, too, and it is pickled as a plain tensor:
+    a checkpoint is that of a model without it.
+
+    Attributes:
+        inner: The plain tensor.
+        cuts: How tensor parallelism cut the weight before FSDP2 does.
+        edits: Counts writes: FSDP2 reads a parameter through views that have version counters of their own.
+    """
+
+    inner: Tensor
+    cuts: Cuts
+    edits: Edits
+
+    @staticmethod
+    def __new__(cls: type[ShardedWeight], inner: Tensor, cuts: Cuts = (), edits: Edits | None = None) -> ShardedWeight:
+        """Wrap a tensor; no copy."""
+        return Tensor._make_wrapper_subclass(
+            cls,
+            inner.shape,
+            strides=inner.stride(),
+            storage_offset=inner.storage_offset(),
+            dtype=inner.dtype,
+            device=inner.device,
+            pin_memory=inner.is_pinned(),
+        )
+
+    def __init__(self, inner: Tensor, cuts: Cuts = (), edits: Edits | None = None) -> None:
+        self.inner = inner
+        self.cuts = cuts
+        self.edits = Edits() if edits is None else edits
+
+    def __tensor_flatten__(self) -> tuple[list[str], tuple]:
+        return ["inner"], (self.cuts, self.edits)
+
+    @staticmethod
+    def __tensor_unflatten__(inner: dict, metadata: tuple, outer_size: Any, outer_stride: Any) -> ShardedWeight:
+        return ShardedWeight(inner["inner"], *metadata)
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"ShardedWeight({self.inner})"
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.inner.__reduce_ex__(protocol)
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = kwargs or {}
+        plain_args, plain_kwargs = tree_map_only(ShardedWeight, lambda weight: weight.inner, (args, kwargs))
+        out = func(*plain_args, **plain_kwargs)
+        if func._schema.is_mutable:
+            for weight in _written(func, args, kwargs):
+                weight.edits.count += 1
+            return return_and_correct_aliasing(func, args, kwargs, out)
+        if func not in VIEWS and func not in COPIES:
+            return out
+        source = args[0]
+        if not isinstance(source, ShardedWeight):
+            return out
+        edits = source.edits if func in VIEWS else None
+        out = tree_map_only(Tensor, lambda tensor: ShardedWeight(tensor, source.cuts, edits), out)
+        return return_and_correct_aliasing(func, args, kwargs, out) if func in VIEWS else out
+
+    # ------------------------------------------------------------------ what FSDP2 asks
+
+    def fsdp_pre_all_gather(
+        self,
+        mesh: DeviceMesh,
+        outer_size: torch.Size,
+        outer_stride: tuple[int, ...],
+        module: nn.Module,
+        mp_policy: MixedPrecisionPolicy,
+    ) -> tuple[tuple[Tensor, ...], Any]:
+        """This rank's codes, padded to the size that all ranks send, and what the gathered ones mean."""
+        quantizer = module.recipe.weight
+        multiplier, scale = module.weight_scales.of(module)
+        part = part_of_weight(self, mesh, outer_size, mp_policy)
+        codes = cast_part(part, multiplier.to(self.device), quantizer)
+        shards = part.cuts[-1]
+        padding = max(shards.sizes) - shards.length
+        codes = pad(codes, (0, 0, 0, padding)) if padding else codes
+        return (codes.contiguous(),), (scale, quantizer, tuple(outer_size), mesh.get_group())
+
+    def fsdp_post_all_gather(
+        self,
+        all_gather_outputs: tuple[Tensor, ...],
+        metadata: Any,
+        param_dtype: torch.dtype,
+        *,
+        out: Tensor | None = None,
+    ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
+        """The weight that the layer sees, on the codes that were gathered."""
+        scale, quantizer, size, group = metadata
+        (codes,) = all_gather_outputs
+        group, shard_dim, sizes = (group, None, None) if not self.cuts else _described(self.cuts[0])
+        scale = _local_scale(scale, size, self.cuts, quantizer)
+        if out is None:
+            found = QuantizedTensor(codes[: size[0]], scale, quantizer, param_dtype, group, shard_dim, sizes)
+            return found, ()
+        # FSDP2 gathered into the memory that its codes are a view of
+        _compat.local_itself(out).scale = scale
+        return None
+
+
+def _written(func: Any, args: tuple, kwargs: dict) -> list[ShardedWeight]:
+    """The weights among the arguments that an op writes to."""
+    found: list[ShardedWeight] = []
+    for index, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is None or not argument.alias_info.is_write:
+            continue
+        value = args[index] if index < len(args) else kwargs.get(argument.name)
+        values = value if isinstance(value, (list, tuple)) else [value]
+        found += [each for each in values if isinstance(each, ShardedWeight)]
+    return found
+
+
+def part_of_weight(weight: ShardedWeight, mesh: DeviceMesh, size: torch.Size, mp_policy: MixedPrecisionPolicy) -> Part:
+    """What this rank has of a weight, in the dtype that the layer computes in: cast first, as a plain gather does.
+
+    Args:
+        weight: The shard.
+        mesh: Of FSDP2, one dim.
+        size: Of what these ranks have together.
+        mp_policy: Of FSDP2.
+
+    Raises:
+        ValueError: FSDP2 shards another dim than 0.
+    """
+    ranks, rank = mesh.size(), mesh.get_local_rank()
+    sizes = chunks(size[0], ranks)
+    if tuple(weight.shape) != (sizes[rank], size[1]):
+        raise ValueError(
+            f"fsdp_float8_all_gather: rank {rank} of {ranks} has {tuple(weight.shape)} of a weight {tuple(size)}; "
+            "weights that are gathered as codes are sharded along dim 0. Leave out shard_placement_fn for them."
+        )
+    shards = Shards(mesh.get_group().group_name, rank, 0, sizes)
+    return Part(weight.inner.to(mp_policy.param_dtype or weight.dtype), (*weight.cuts, shards))
+
+
+def _described(cut: Shards) -> tuple:
+    """Group, dim and sizes of a tensor-parallel weight, as a `QuantizedTensor` has them."""
+    return torch.distributed.distributed_c10d._resolve_process_group(cut.group), cut.dim, cut.sizes
+
+
+def _local_scale(scale: Tensor, size: tuple[int, ...], cuts: Cuts, quantizer: Quantizer) -> Tensor:
+    """Scales of what a rank has after the gather, of those of the whole weight: all along a side that cuts blocks."""
+    for dim, side in enumerate(sides_of(size, cuts, quantizer.block)):
+        scale = side.window(scale, dim) if side.kind == "own" and side.block != -1 else scale
+    return scale
+
+
+VIEWS = {
+    aten.alias.default,
+    aten.as_strided.default,
+    aten.detach.default,
+    aten.slice.Tensor,
+    aten.split.Tensor,
+    aten.view.default,
+}
+COPIES = {
+    aten._pin_memory.default,
+    aten._to_copy.default,
+    aten.clone.default,
+    aten.empty_like.default,
+    aten.new_zeros.default,
+}

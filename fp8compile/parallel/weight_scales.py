@@ -1,0 +1,91 @@
+"""Scales of weights that FSDP2 gathers as codes: amaxes of all shards travel in one message."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from fp8compile import _compat
+from fp8compile.nn import Linear
+from fp8compile.ops import scale
+from fp8compile.ops.collectives import all_reduce_amax
+from fp8compile.ops.parts import whole_amax
+from fp8compile.parallel.sharded_weight import Edits, ShardedWeight, part_of_weight
+
+__all__ = ["WeightScales"]
+
+
+@dataclass(frozen=True)
+class _Scales:
+    """Of one weight, and what that was when they were computed."""
+
+    multiplier: Tensor
+    scale: Tensor
+    edits: Edits
+    writes: tuple[int, ...]
+
+    def hold(self, parameter: _compat.FsdpParameter) -> bool:
+        """Whether nothing was written to the weight since."""
+        edits, writes = _writes(parameter)
+        return self.edits is edits and self.writes == writes
+
+
+def _writes(parameter: _compat.FsdpParameter) -> tuple[Edits, tuple[int, ...]]:
+    """How often a weight was written to: through the parameter, its local tensor, what that wraps, or a view."""
+    local = _compat.local_itself(parameter.sharded)
+    if not isinstance(local, ShardedWeight):
+        raise RuntimeError(
+            f"fsdp_float8_all_gather: a parameter that was to be gathered as codes became a {type(local).__name__}. "
+            "Change weights in place, or by load_state_dict."
+        )
+    return local.edits, (parameter.sharded._version, local._version, local.inner._version, local.edits.count)
+
+
+class WeightScales:
+    """Scales of the weights of some layers, computed when one is asked for that changed, of all that changed.
+
+    One message for each group of ranks, mostly one. All ranks have to change a weight for that, as training does.
+
+    Args:
+        layers: Those whose weights are gathered as codes.
+    """
+
+    def __init__(self, layers: Iterable[nn.Module]) -> None:
+        self._layers = list(layers)
+        self._parameters: dict[nn.Module, _compat.FsdpParameter] = {}
+        self._scales: dict[nn.Module, _Scales] = {}
+
+    def of(self, layer: Linear) -> tuple[Tensor, Tensor]:
+        """Multiplier and scale of all blocks of a layer's weight, in the grid of the whole weight."""
+        if layer not in self._parameters:
+            found = {p.module: p for p in _compat.fsdp_parameters() if p.name == "weight"}
+            self._parameters = {each: found[each] for each in self._layers if each in found}
+        found = self._scales.get(layer)
+        if found is None or not found.hold(self._parameters[layer]):
+            self._refresh()
+            found = self._scales[layer]
+        return found.multiplier, found.scale
+
+    @torch.no_grad()
+    def _refresh(self) -> None:
+        by_groups: dict[tuple, dict[Linear, Tensor]] = {}
+        for layer, parameter in self._parameters.items():
+            found = self._scales.get(layer)
+            if found is None or not found.hold(parameter):
+                weight = _compat.local_itself(parameter.sharded)
+                part = part_of_weight(weight, parameter.mesh, parameter.size, parameter.mp_policy)
+                groups = tuple(cut.group for cut in part.cuts)
+                known = whole_amax(part, layer.recipe.weight).to(parameter.device)
+                by_groups.setdefault(groups, {})[layer] = known
+        for groups, amaxes in by_groups.items():
+            message = torch.cat([amax.flatten() for amax in amaxes.values()])
+            for group in groups:
+                message = all_reduce_amax(message, group)
+            parts = message.split([amax.numel() for amax in amaxes.values()])
+            for (layer, known), part in zip(amaxes.items(), parts, strict=True):
+                self._scales[layer] = _Scales(
+                    *scale(part.view(known.shape), layer.recipe.weight), *_writes(self._parameters[layer])
+                )

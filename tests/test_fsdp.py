@@ -1,0 +1,136 @@
+"""Stock FSDP2 with an FP8 all-gather trains as it does without, bit for bit: weights, codes, scales, losses.
+
+Against one process, the gradients' sum over ranks is the only other arithmetic: of two ranks, in float32, it is one
+addition and a division by two, which one process does as well, so there the bits are the same, too.
+"""
+
+from __future__ import annotations
+
+from itertools import product
+
+import fsdp_models as models
+import pytest
+import torch
+import torch.distributed as dist
+from gloo_ranks import shared_ranks
+from torch.distributed.tensor import parallel
+
+import fp8compile as f8
+from fp8compile.parallel import fsdp_float8_all_gather
+from fp8compile.testing.bits import bits
+
+RECIPES = {"tensorwise": f8.recipes.tensorwise, "blockwise": f8.recipes.blockwise}
+SCALES = ("fp32", "pow2")
+MESHES = ("1-D", "three", "HSDP", "FSDP + TP")
+EVERYTHING = list(product(RECIPES, SCALES, models.POLICIES, models.SIZES, MESHES))
+# each value of each with each of the others
+PAIRWISE = [
+    (recipe, scale, policy, sizes, mesh)
+    for index, (mesh, recipe) in enumerate(product(MESHES, RECIPES))
+    for scale, policy, sizes in [
+        (SCALES[index % 2], ("bf16", "fp32")[index // 2 % 2], ("uneven", "even")[index // 4 % 2]),
+        (SCALES[1 - index % 2], ("bf16", "fp32")[(index + 1) // 2 % 2], ("even", "uneven")[index // 4 % 2]),
+    ]
+]
+
+
+@pytest.fixture(scope="session")
+def ranks():
+    return shared_ranks()
+
+
+# ---------------------------------------------------------------------------------- in each rank
+
+
+def recipe_of(name, scale="fp32"):
+    return RECIPES[name](scale=scale)
+
+
+def sharded(model, mesh, policy, *, on, tp=False, **options):
+    """The model as the user shards it; None on a rank that is in no group of the mesh."""
+    if mesh == "three" and dist.get_rank() == 3:
+        return None
+    where = models.mesh_1d({"1-D": "pair", "three": "three"}[mesh]) if mesh in ("1-D", "three") else None
+    if mesh == "HSDP":
+        where = models.mesh_2d("replicate", "shard")
+    if mesh == "FSDP + TP":
+        both = models.mesh_2d("dp", "tp")
+        where = both["dp"]
+        for block in model.blocks:
+            plan = {f"inner.{name}": parallel.ColwiseParallel(use_local_output=False) for name in ("gate", "up")}
+            parallel.parallelize_module(block, both["tp"], plan | {"inner.down": parallel.RowwiseParallel()})
+    if on:
+        fsdp_float8_all_gather(model)
+    return models.shard(model, where, policy, **options)
+
+
+def data_rank(mesh):
+    """Whose batch a rank reads: ranks of one tensor-parallel group read the same."""
+    return dist.get_rank() // 2 if mesh == "FSDP + TP" else dist.get_rank()
+
+
+def differing(one, other):
+    return [name for name in one if not torch.equal(bits(one[name]), bits(other[name]))]
+
+
+def on_and_off(recipe, scale, policy, sizes, mesh, steps):
+    """What differs between the two, in words."""
+    losses, weights = {}, {}
+    for on in (False, True):
+        model = models.model_of(sizes, recipe_of(recipe, scale))
+        model = sharded(model, mesh, models.POLICIES[policy], on=on)
+        if model is None:
+            return []
+        losses[on] = models.trained(model, steps, data_rank(mesh))
+        weights[on] = models.weights_of(model)
+    found = differing(weights[False], weights[True])
+    return found if losses[False] == losses[True] else [*found, f"losses {losses}"]
+
+
+@pytest.mark.parametrize("case", PAIRWISE, ids=" ".join)
+def test_all_gather_on_and_off(ranks, case):
+    assert ranks.run(on_and_off, *case, 5) == [[]] * 4
+
+
+def test_all_gather_on_and_off_for_100_steps(ranks):
+    assert ranks.run(on_and_off, "tensorwise", "fp32", "bf16", "uneven", "1-D", 100) == [[]] * 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", EVERYTHING, ids=" ".join)
+def test_all_gather_on_and_off_everywhere(ranks, case):
+    assert ranks.run(on_and_off, *case, 100) == [[]] * 4
+
+
+def one_process(recipe, policy, sizes, steps, world):
+    """What ranks compute, by one: the mean of their gradients in float32, in the order of ranks."""
+    model = models.model_of(sizes, recipe_of(recipe))
+    optimizer, dtype, losses = models.adamw(model), models.POLICIES[policy].param_dtype, []
+    for step in range(steps):
+        grads, found = [], []
+        for rank in range(world):
+            cast = {name: p.to(dtype or p.dtype) for name, p in model.named_parameters()}
+            loss = torch.func.functional_call(model, cast, (models.batch(step, rank),))
+            found.append(loss.item())
+            grads.append(torch.autograd.grad(loss, list(model.parameters())))
+        for parameter, *own in zip(model.parameters(), *grads, strict=True):
+            parameter.grad = sum(own[1:], own[0]) / world
+        optimizer.step()
+        losses.append(found)
+    return losses, models.weights_of(model)
+
+
+def against_one_process(recipe, policy, sizes, steps):
+    expected, weights = one_process(recipe, policy, sizes, steps, 2)
+    model = sharded(models.model_of(sizes, recipe_of(recipe)), "1-D", models.POLICIES[policy], on=True)
+    rank = dist.get_rank() % 2
+    losses = models.trained(model, steps, rank)
+    found = differing(weights, models.weights_of(model))
+    return found if losses == [each[rank] for each in expected] else [*found, "losses"]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "policy", "sizes"), [("tensorwise", "fp32", "uneven"), ("blockwise", "bf16", "even")]
+)
+def test_one_process(ranks, recipe, policy, sizes):
+    assert ranks.run(against_one_process, recipe, policy, sizes, 20) == [[]] * 4
