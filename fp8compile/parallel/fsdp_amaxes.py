@@ -1,7 +1,6 @@
 """Amaxes of sharded weights, of all layers in one message at the start of a model's forward.
 
-A layer whose forward runs alone, as activation checkpointing repeats it, has none, and its op sends its own: the
-numbers are the same.
+A layer whose forward runs alone, as activation checkpointing repeats it, sends its own: the numbers are the same.
 """
 
 from __future__ import annotations

@@ -9,11 +9,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils import _pytree as pytree
 
 from fp8compile import _compat
@@ -22,6 +21,9 @@ from fp8compile.ops import fsdp_linear
 from fp8compile.parallel.fsdp_amaxes import SharedAmaxes, exchange
 from fp8compile.parallel.fsdp_shards import Where, gather, used_dtype
 from fp8compile.tensor import SOURCE_DTYPES
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import MixedPrecisionPolicy  # importing it needs DTensor, which imports this
 
 __all__ = ["Forward", "Sharded", "become_sharded", "is_sharded"]
 
@@ -69,14 +71,19 @@ class _ShardedModule(nn.Module):
         if state.cast is not None and state.cast.cast_forward_inputs:
             args, kwargs = _cast((args, kwargs), state.cast.param_dtype)
         before, state.forward.runs = state.forward.runs, True
+        layers = self._without_amaxes()
         try:
-            exchange(state.layers)
+            exchange(layers)
             output = self._forward(*args, **kwargs)
         finally:
             state.forward.runs = before
-            for layer in state.layers:
+            for layer in layers:
                 layer.graph_fsdp.amaxes.clear()
         return output if state.cast is None else _cast(output, state.cast.output_dtype)
+
+    def _without_amaxes(self) -> list[nn.Module]:
+        """Layers for which this forward exchanges them."""
+        return self.graph_fsdp.layers
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         return super().forward(*args, **kwargs)
@@ -122,6 +129,11 @@ def _checked(layer: Linear, x: Tensor, bias: Tensor | None, where: Where) -> tup
 
 
 class _ShardedLinear(_ShardedModule):
+    def _without_amaxes(self) -> list[nn.Module]:
+        # a forward of its own, such as the one that activation checkpointing repeats, has to save what the first did
+        state = self.graph_fsdp
+        return [self] if state.shared_amaxes.grids and not state.amaxes else []
+
     def _forward(self, input: Tensor) -> Tensor:
         where = self.graph_fsdp.where["weight"]
         bias = self._parameters["bias"]

@@ -12,18 +12,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from fp8compile import _compat
 from fp8compile.ops import fsdp_gather
 from fp8compile.parallel.placed import chunks
 from fp8compile.quantizers import Recipe
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import MixedPrecisionPolicy  # importing it needs DTensor, which imports this
 
 __all__ = ["Shared", "Where", "gather", "shard_parameter", "used_dtype"]
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
+from fp8compile import _compat
 from fp8compile.nn import Linear
 from fp8compile.ops.parts import Cuts
 from fp8compile.parallel.fsdp_amaxes import shared_amaxes
@@ -15,10 +17,15 @@ from fp8compile.parallel.fsdp_shards import shard_parameter
 from fp8compile.parallel.placed import part_of
 from fp8compile.tensor import QuantizedTensor, shown
 
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import MixedPrecisionPolicy  # importing it needs DTensor, which imports this
+
 __all__ = ["graph_fsdp"]
 
 
 def _check_arguments(model: object, mesh: object, mp_policy: object) -> None:
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
     if not isinstance(model, nn.Module):
         raise TypeError(f"graph_fsdp: model is {shown(model)}; it is a torch.nn.Module.")
     if not isinstance(mesh, DeviceMesh):
@@ -41,7 +48,7 @@ def _check_module(name: str, module: nn.Module) -> None:
     what = f"graph_fsdp: {name or 'the model'} ({type(module).__name__})"
     if is_sharded(module):
         raise ValueError(f"{what} is sharded already. Call graph_fsdp once, on the whole model.")
-    if isinstance(module, FSDPModule):
+    if _compat.is_fsdp(module):
         raise ValueError(f"{what} is one of fully_shard's. Use one of the two.")
     if "forward" in vars(module) or module._compiled_call_impl is not None:
         raise ValueError(
@@ -110,6 +117,8 @@ def graph_fsdp(model: nn.Module, mesh: DeviceMesh, *, mp_policy: MixedPrecisionP
         ValueError: The mesh has other dims, a parameter is on another device or has no dims, a layer has delayed
             scaling, or the model was sharded or compiled before.
     """
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
     mp_policy = MixedPrecisionPolicy() if mp_policy is None else mp_policy
     _check_arguments(model, mesh, mp_policy)
     modules = dict(model.named_modules())
