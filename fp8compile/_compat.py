@@ -14,6 +14,7 @@ import importlib.util
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -38,6 +39,7 @@ __all__ = [
     "as_kernel",
     "async_tp",
     "constant_when_traced",
+    "concatenated",
     "cpu_has_rowwise_gemm",
     "dtypes_of_calls",
     "guard_or_false",
@@ -54,8 +56,10 @@ __all__ = [
     "register_fallback",
     "register_lowering",
     "rank_salt",
+    "recomputed",
     "replicated",
     "statically_true",
+    "strided_shard",
     "version_in_eager",
     "when_imported",
 ]
@@ -284,6 +288,33 @@ def never_recompute(tensor: torch.Tensor) -> None:
         node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
 
 
+@contextmanager
+def recomputed(*, in_backward: bool = False) -> Iterator[None]:
+    """What is traced inside is never kept for the backward, which makes it once more, as with checkpointing.
+
+    Args:
+        in_backward: It belongs to the backward alone. PyTorch's partitioner would put it in the forward too where it
+            needs no gradient, and as a collective is no dead code, it would be sent there for nothing.
+    """
+    from torch.fx import traceback
+    from torch.utils.checkpoint import CheckpointPolicy
+
+    marks = {"recompute": CheckpointPolicy.MUST_RECOMPUTE}
+    # inside of a checkpointed region its own number: PyTorch keeps what leads from one region into a later one
+    marks["ac_graph_id"] = traceback.current_meta.get("ac_graph_id", 0)
+    if in_backward:
+        marks["partitioner_tag"] = "must_be_in_backward"
+    meta = traceback.current_meta
+    before = {key: meta[key] for key in marks if key in meta}
+    meta.update(marks)
+    try:
+        yield
+    finally:
+        for key in marks:
+            meta.pop(key, None)
+        meta.update(before)
+
+
 def version_in_eager(tensor: torch.Tensor) -> int | None:
     """How often a tensor was written to; None for one that stands in a graph, whose writes have an order there."""
     return tensor._version if type(tensor) is torch.Tensor else None
@@ -455,6 +486,20 @@ def allow_group_in_subclass() -> None:
 
     if hasattr(device_mesh, "_register_distributed_opaque_types"):  # 2.13; at import in 2.15
         device_mesh._register_distributed_opaque_types()
+
+
+def concatenated(first: Any, second: Any) -> Any:
+    """The mesh that has the dims of two others, parts of one mesh."""
+    from torch.distributed.device_mesh import DeviceMesh
+
+    return DeviceMesh._concatenate([first, second])
+
+
+def strided_shard(dim: int, parts: int) -> Any:
+    """The placement of a tensor of which each of so many parts was cut along ``dim`` once more."""
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    return _StridedShard(dim, split_factor=parts)
 
 
 def constant_when_traced(fn: Callable) -> Callable:

@@ -5,6 +5,9 @@ from fp8compile.ops.cast import cast
 from fp8compile.ops.delayed import delayed_grad_input, delayed_grad_weight, delayed_linear
 from fp8compile.ops.dequantize import dequantize
 from fp8compile.ops.flops import FLOP_FORMULAS
+from fp8compile.ops.fsdp_gather import fsdp_gather, fsdp_reduce
+from fp8compile.ops.fsdp_linear import fsdp_grad_input, fsdp_grad_weight, fsdp_linear
+from fp8compile.ops.fsdp_weight import fsdp_amax
 from fp8compile.ops.layer import GEMM_OPS, LAYER_OPS
 from fp8compile.ops.linear import grad_input, grad_weight, linear
 from fp8compile.ops.quantize_both import quantize_both
@@ -29,6 +32,12 @@ __all__ = [
     "delayed_grad_weight",
     "delayed_linear",
     "dequantize",
+    "fsdp_amax",
+    "fsdp_gather",
+    "fsdp_grad_input",
+    "fsdp_grad_weight",
+    "fsdp_linear",
+    "fsdp_reduce",
     "grad_input",
     "grad_weight",
     "linear",

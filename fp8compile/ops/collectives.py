@@ -14,7 +14,15 @@ from fp8compile import _compat
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["all_gather", "all_reduce_amax", "all_reduce_extreme", "all_reduce_sum", "reduce_scatter_sum"]
+__all__ = [
+    "all_gather",
+    "all_reduce",
+    "all_reduce_amax",
+    "all_reduce_extreme",
+    "all_reduce_sum",
+    "reduce_scatter",
+    "reduce_scatter_sum",
+]
 
 
 def all_reduce_amax(amax: Tensor, group: ProcessGroup | str) -> Tensor:
@@ -62,11 +70,16 @@ def all_reduce_extreme(x: Tensor, reduction: str, group: ProcessGroup | str) -> 
     return torch.where(found == beyond, torch.nan, values).to(x.dtype)
 
 
-def all_reduce_sum(x: Tensor, group: ProcessGroup | str) -> Tensor:
-    """The sum over the ranks of a group, in the dtype of ``x``; the same shape."""
+def all_reduce(x: Tensor, reduction: str, group: ProcessGroup | str) -> Tensor:
+    """``"sum"`` or ``"avg"`` over the ranks of a group, in the dtype of ``x``; the same shape."""
     from torch.distributed import _functional_collectives as funcol
 
-    return _waited(funcol.all_reduce(x, "sum", group))
+    return _waited(funcol.all_reduce(x, reduction, group))
+
+
+def all_reduce_sum(x: Tensor, group: ProcessGroup | str) -> Tensor:
+    """The sum over the ranks of a group, in the dtype of ``x``; the same shape."""
+    return all_reduce(x, "sum", group)
 
 
 def _waited(x: Tensor) -> Tensor:
@@ -103,12 +116,15 @@ def all_gather(x: Tensor, dim: int, sizes: Sequence[int], group: ProcessGroup | 
     return torch.cat(parts, dim)
 
 
-def reduce_scatter_sum(x: Tensor, dim: int, sizes: Sequence[int], rank: int, group: ProcessGroup | str) -> Tensor:
-    """This rank's part of the sum over the ranks of a group.
+def reduce_scatter(
+    x: Tensor, reduction: str, dim: int, sizes: Sequence[int], rank: int, group: ProcessGroup | str
+) -> Tensor:
+    """This rank's part of the sum, or the mean, over the ranks of a group.
 
     Args:
         x: This rank's summand of the whole.
-        dim: Along which the sum is cut.
+        reduction: ``"sum"`` or ``"avg"``.
+        dim: Along which the result is cut.
         sizes: Of every rank's part along it; they may differ and be 0.
         rank: This rank in the group.
         group: The ranks, or the name of their group.
@@ -120,5 +136,10 @@ def reduce_scatter_sum(x: Tensor, dim: int, sizes: Sequence[int], rank: int, gro
     if any(size != largest for size in sizes):
         parts = x.split(list(sizes), dim)
         x = torch.cat([pad(part, _along(dim, 0, largest - part.shape[dim], x.ndim)) for part in parts], dim)
-    part = _waited(_compat.reduce_scatter_single(x.contiguous(), "sum", dim, group))
+    part = _waited(_compat.reduce_scatter_single(x.contiguous(), reduction, dim, group))
     return part.narrow(dim, 0, sizes[rank])
+
+
+def reduce_scatter_sum(x: Tensor, dim: int, sizes: Sequence[int], rank: int, group: ProcessGroup | str) -> Tensor:
+    """This rank's part of the sum over the ranks of a group: `reduce_scatter`."""
+    return reduce_scatter(x, "sum", dim, sizes, rank, group)

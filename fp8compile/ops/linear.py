@@ -246,12 +246,15 @@ def _for_one_gradient(recipe: Recipe, gemm: Gemm) -> Recipe:
     return replace(recipe, **{other.a: None, other.b: None})
 
 
+def for_gradients_of(recipe: Recipe, *, x: bool, weight: bool) -> Recipe:
+    """The recipe for a backward that makes these gradients."""
+    return recipe if x and weight else _for_one_gradient(recipe, GRAD_INPUT if x else GRAD_WEIGHT)
+
+
 def _setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
     x, weight, _, recipe = inputs
     needs_x, needs_weight = ctx.needs_input_grad[:2]
-    ctx.recipe = (
-        recipe if needs_x and needs_weight else _for_one_gradient(recipe, GRAD_INPUT if needs_x else GRAD_WEIGHT)
-    )
+    ctx.recipe = for_gradients_of(recipe, x=needs_x, weight=needs_weight)
     ctx.save_for_backward(x if needs_weight else None, weight if needs_x else None)
 
 
