@@ -14,7 +14,7 @@ import importlib.util
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 from typing import Any
 
@@ -33,6 +33,7 @@ __all__ = [
     "FsdpParameter",
     "fsdp_parameters",
     "is_fsdp",
+    "left_in_backward",
     "OpaqueBase",
     "all_gather_single",
     "allow_group_in_subclass",
@@ -289,7 +290,22 @@ def never_recompute(tensor: torch.Tensor) -> None:
 
 
 @contextmanager
-def recomputed(*, in_backward: bool = False) -> Iterator[None]:
+def _marked(marks: dict[str, Any]) -> Iterator[None]:
+    """What is traced inside carries these marks, which PyTorch's partitioner reads."""
+    from torch.fx import traceback
+
+    meta = traceback.current_meta
+    before = {key: meta[key] for key in marks if key in meta}
+    meta.update(marks)
+    try:
+        yield
+    finally:
+        for key in marks:
+            meta.pop(key, None)
+        meta.update(before)
+
+
+def recomputed(*, in_backward: bool = False) -> AbstractContextManager[None]:
     """What is traced inside is never kept for the backward, which makes it once more, as with checkpointing.
 
     Args:
@@ -302,17 +318,19 @@ def recomputed(*, in_backward: bool = False) -> Iterator[None]:
     marks = {"recompute": CheckpointPolicy.MUST_RECOMPUTE}
     # inside of a checkpointed region its own number: PyTorch keeps what leads from one region into a later one
     marks["ac_graph_id"] = traceback.current_meta.get("ac_graph_id", 0)
-    if in_backward:
-        marks["partitioner_tag"] = "must_be_in_backward"
-    meta = traceback.current_meta
-    before = {key: meta[key] for key in marks if key in meta}
-    meta.update(marks)
-    try:
-        yield
-    finally:
-        for key in marks:
-            meta.pop(key, None)
-        meta.update(before)
+    return _marked({**marks, **(IN_BACKWARD if in_backward else {})})
+
+
+IN_BACKWARD = {"partitioner_tag": "must_be_in_backward"}
+
+
+def left_in_backward() -> AbstractContextManager[None]:
+    """What is traced inside stays in the backward, where PyTorch's partitioner could have it in the forward as well.
+
+    It decides by sizes. Where those of ranks differ, so may what it decides, and a rank would wait in its forward for
+    a message that another one sends in its backward.
+    """
+    return _marked(IN_BACKWARD)
 
 
 def version_in_eager(tensor: torch.Tensor) -> int | None:
