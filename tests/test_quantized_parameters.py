@@ -446,7 +446,7 @@ def test_masters_take_the_initial_values_and_nothing_keeps_them():
     assert torch.equal(initial, model_of()[0].weight.detach().float())
     optimizer = f8.MasterWeights(torch.optim.SGD, model.parameters(), lr=0.0)
     assert torch.equal(optimizer._masters[model[0].weight], initial)
-    assert not hasattr(model[0].weight, "initial")
+    assert model[0].weight.initial is None
 
 
 def test_revert_and_casts_raise():

@@ -40,9 +40,12 @@ class QuantizedParameter(FullyShardHooks, QuantizedTensor):
             can't be written alone; or ``"shard"``, made by ``new_zeros``, as FSDP2 makes its shards: where ranks share
             a scale it has to know them before it is written to, from the first forward or from
             ``fp8compile.parallel.share_scales``.
+        initial: The values that it was made of, float32 on the CPU, where ``fp8compile.convert`` was asked to keep
+            them for ``fp8compile.MasterWeights``, which takes them away; else None.
     """
 
     extent: str = WHOLE
+    initial: Tensor | None = None
 
     @staticmethod
     def of(x: Tensor, quantizer: Quantizer) -> QuantizedParameter:
@@ -258,6 +261,11 @@ def _new_zeros(func: Any, x: QuantizedParameter, size: Sequence[int], **kwargs: 
     """Zeros with a scale of their own: that of the whole, if it has one, for a rank without elements has it too."""
     if kwargs.pop("dtype", None) not in (None, x.dtype):
         raise TypeError(f"{func} of a QuantizedParameter in another dtype: use torch.zeros.")
+    if x.initial is not None:
+        raise RuntimeError(
+            "a parameter that keeps its initial values can't be sharded: they would be lost. Convert without "
+            "keep_initial=True, or make the fp8compile.MasterWeights, which take them, of a model that is not sharded."
+        )
     codes = x.codes.new_zeros(size, **kwargs)
     shape = x.quantizer.scale_shape(size)
     if x.quantizer.block == (-1, -1):
