@@ -253,6 +253,14 @@ def saved_and_loaded(folder):
     dcp.load(state, checkpoint_id=folder, process_group=GROUPS["three"])
     model.load_state_dict(state["model"])
     optimizer.load_state_dict(state["optimizer"])
+    # before a forward: FSDP2 has made the shards anew where it pads them
+    groups = {each.group.group_name for each in quantized(model)} == {mesh.get_group().group_name}
+    part = quantized(model)[0]
+    try:
+        part[:4].mul_(2)
+        groups = False
+    except RuntimeError:
+        pass
     loaded = differences(model, whole, rank, 3)
     states = [each.state_dict()["state"] for each in (optimizer, whole_optimizer)]
     for index, parameter in enumerate(whole.parameters()):
@@ -263,7 +271,6 @@ def saved_and_loaded(folder):
     # the first loss after it: three equal gradients, summed and divided by three, are others in bfloat16
     losses = train(model, optimizer, 1, first=2)
     expected = train(whole, whole_optimizer, 1, first=2)
-    groups = {each.group.group_name for each in quantized(model)} == {mesh.get_group().group_name}
     return loaded, groups, losses, expected, (types if rank < 2 else None)
 
 
@@ -312,8 +319,8 @@ def bytes_of_shards():
 @pytest.mark.parametrize(
     ("optimizer", "group", "hidden", "steps"),
     [
-        ("SGD", "pair", 144, 100),
-        ("SGD, foreach", "pair", 145, 5),
+        ("SGD", "pair", 144, 3),
+        ("SGD, foreach", "pair", 145, 100),
         ("AdamW", "pair", 145, 5),
         ("AdamW, foreach", "all", 145, 5),
         ("AdamW, fused", "pair", 144, 100),

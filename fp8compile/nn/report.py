@@ -33,6 +33,7 @@ class ConversionRow:
         recipe: Its recipe, or None.
         in_features: K; of expert weights and the like, the last dim.
         out_features: N; of expert weights and the like, the dim before it.
+        quantized_weight: Whether its weight is kept as codes: ``quantized_parameters=True`` of ``fp8compile.convert``.
     """
 
     fqn: str
@@ -42,6 +43,7 @@ class ConversionRow:
     recipe: Recipe | None
     in_features: int
     out_features: int
+    quantized_weight: bool = False
 
     def float8_gemms(self) -> tuple[str, ...]:
         """Names of the GEMMs that the recipe puts in FP8."""
@@ -59,6 +61,7 @@ class ConversionReport:
         for row in self.rows:
             name = recipes.describe(row.recipe) if row.recipe else "-"
             gemms = ", ".join(row.float8_gemms()) or "none: every slot of the recipe is None"
+            gemms += "; weight kept as codes" if row.quantized_weight else ""
             size = f"{row.out_features} x {row.in_features}"
             cells.append((row.fqn or "(the model)", row.module, size, name, gemms if row.converted else row.reason))
         lines = aligned(cells)
@@ -77,6 +80,7 @@ def _linear_row(fqn: str, module: nn.Linear) -> ConversionRow:
         recipe=module.recipe if converted else None,
         in_features=module.in_features,
         out_features=module.out_features,
+        quantized_weight=converted and module.is_quantized(),
     )
 
 
