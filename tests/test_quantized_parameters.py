@@ -398,6 +398,12 @@ def test_model_has_the_bits_of_one_that_quantizes_its_weights(name, assert_bits_
     assert isinstance(model[0].weight, nn.Parameter)
 
 
+def test_report_says_which_weights_are_codes():
+    report = f8.conversion_report(converted(filter=["0"]))
+    assert [row.quantized_weight for row in report.rows] == [True, False]
+    assert "output, grad_input, grad_weight; weight kept as codes" in str(report)
+
+
 @pytest.mark.parametrize("backend", ["aot_eager"])
 def test_compiled_model_trains_as_eager_in_one_graph(backend):
     losses = []
@@ -446,7 +452,7 @@ def test_masters_take_the_initial_values_and_nothing_keeps_them():
     assert torch.equal(initial, model_of()[0].weight.detach().float())
     optimizer = f8.MasterWeights(torch.optim.SGD, model.parameters(), lr=0.0)
     assert torch.equal(optimizer._masters[model[0].weight], initial)
-    assert not hasattr(model[0].weight, "initial")
+    assert model[0].weight.initial is None
 
 
 def test_revert_and_casts_raise():

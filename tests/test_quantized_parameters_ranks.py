@@ -10,7 +10,7 @@ from gloo_ranks import GROUPS, shared_ranks
 from torch import nn
 from torch._dynamo.utils import counters
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import fp8compile as f8
@@ -96,6 +96,39 @@ def differences(model, whole, rank, size):
         scale = other.scale if same_scale else other.scale[rows.start // block : -(-rows.stop // block)]
         found.append(difference(mine.scale, scale))
     return [words for words in found if words is not None]
+
+
+def hybrid(steps):
+    """HSDP, two by two: as steps_of."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    whole, model = converted(145), sharded(converted(145), mesh)
+    losses = [train(each, OPTIMIZERS["AdamW, masters"](each.parameters()), steps) for each in (whole, model)]
+    return losses[0] == losses[1], differences(model, whole, mesh.get_local_rank("shard"), 2)
+
+
+def refusals():
+    """What is said of values kept for masters, of weights that are DTensors, and of tensor parallelism."""
+    from torch.distributed.tensor import Shard, distribute_tensor
+    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+    mesh = DeviceMesh.from_group(GROUPS["pair"], "cpu")
+    recipe, texts = RECIPES["tensorwise"], []
+    placed = parallelize_module(plain_model(144)[0], mesh, {"0": ColwiseParallel()})
+    kept = f8.convert(plain_model(144), recipe, quantized_parameters=True, keep_initial=True)
+    weight = converted(144)[0][0].weight
+    calls = (
+        lambda: fully_shard(kept, mesh=mesh),
+        lambda: f8.convert(placed, recipe, quantized_parameters=True),
+        lambda: distribute_tensor(weight, mesh, [Shard(0)]),
+        lambda: f8.parallel.share_scales(3),
+        lambda: f8.parallel.broadcast_parameters(3),
+    )
+    for call in calls:
+        try:
+            texts.append(f"nothing: {call()}")
+        except Exception as error:
+            texts.append(f"{type(error).__name__}: {error}")
+    return texts
 
 
 def steps_of(optimizer, group, hidden, steps, name="tensorwise"):
@@ -220,6 +253,14 @@ def saved_and_loaded(folder):
     dcp.load(state, checkpoint_id=folder, process_group=GROUPS["three"])
     model.load_state_dict(state["model"])
     optimizer.load_state_dict(state["optimizer"])
+    # before a forward: FSDP2 has made the shards anew where it pads them
+    groups = {each.group.group_name for each in quantized(model)} == {mesh.get_group().group_name}
+    part = quantized(model)[0]
+    try:
+        part[:4].mul_(2)
+        groups = False
+    except RuntimeError:
+        pass
     loaded = differences(model, whole, rank, 3)
     states = [each.state_dict()["state"] for each in (optimizer, whole_optimizer)]
     for index, parameter in enumerate(whole.parameters()):
@@ -230,7 +271,6 @@ def saved_and_loaded(folder):
     # the first loss after it: three equal gradients, summed and divided by three, are others in bfloat16
     losses = train(model, optimizer, 1, first=2)
     expected = train(whole, whole_optimizer, 1, first=2)
-    groups = {each.group.group_name for each in quantized(model)} == {mesh.get_group().group_name}
     return loaded, groups, losses, expected, (types if rank < 2 else None)
 
 
@@ -279,8 +319,8 @@ def bytes_of_shards():
 @pytest.mark.parametrize(
     ("optimizer", "group", "hidden", "steps"),
     [
-        ("SGD", "pair", 144, 100),
-        ("SGD, foreach", "pair", 145, 5),
+        ("SGD", "pair", 144, 3),
+        ("SGD, foreach", "pair", 145, 100),
         ("AdamW", "pair", 145, 5),
         ("AdamW, foreach", "all", 145, 5),
         ("AdamW, fused", "pair", 144, 100),
@@ -297,6 +337,23 @@ def test_fsdp_has_the_bits_of_one_process(ranks, optimizer, group, hidden, steps
 
 def test_fsdp_of_blocks_has_the_bits_of_one_process(ranks):
     assert ranks.run(steps_of, "AdamW, masters", "pair", 512, 3, "blockwise") == [(True, [], True)] * 4
+
+
+def test_hsdp_has_the_bits_of_one_process(ranks):
+    assert ranks.run(hybrid, 5) == [(True, [])] * 4
+
+
+def test_what_sharding_can_not_do_raises(ranks):
+    for texts in ranks.run(refusals):
+        expected = (
+            "RuntimeError: a parameter that keeps its initial values can't be sharded",
+            "ValueError: convert: quantized_parameters, and the weight of 0 is a DTensor. Convert before fully_shard",
+            "TypeError: c10d",
+            "TypeError: share_scales: model is a int",
+            "TypeError: broadcast_parameters: model is a int",
+        )
+        for text, start in zip(texts, expected, strict=True):
+            assert text.startswith(start), text
 
 
 def test_shards_that_cut_blocks_raise(ranks):

@@ -168,12 +168,13 @@ class Linear(nn.Linear):
             raise AttributeError(f"{what}: the weight of this Linear is not quantized; its values are in .weight.")
         return local
 
-    def _is_quantized(self) -> bool:
+    def is_quantized(self) -> bool:
+        """Whether the weight is kept as codes and a scale."""
         return isinstance(local_of(self.weight), QuantizedParameter)
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        if self._is_quantized():
+        if self.is_quantized():
             del destination[f"{prefix}weight"]
             for name in CODES:
                 destination[prefix + name] = getattr(self, name).detach()
@@ -199,7 +200,7 @@ class Linear(nn.Linear):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        if self._is_quantized() and local_metadata.get("assign_to_params_buffers", False):
+        if self.is_quantized() and local_metadata.get("assign_to_params_buffers", False):
             error_msgs.append(
                 f"{prefix}weight is quantized and takes values or codes into its own memory: load without "
                 "assign=True, after to_empty() if it is on the meta device."
@@ -211,7 +212,7 @@ class Linear(nn.Linear):
             state_dict, prefix, local_metadata, strict, own_missing, own_unexpected, error_msgs
         )
         codes = [prefix + name for name in CODES]
-        if self._is_quantized() and all(key in state_dict for key in codes):
+        if self.is_quantized() and all(key in state_dict for key in codes):
             try:
                 self._load_codes(state_dict, prefix)
             except ValueError as error:
@@ -277,6 +278,6 @@ def cannot_revert(layer: Linear) -> str | None:
         return f"this is a {type(layer).__name__}, and its own forward or parametrization would be lost. Undo that."
     if _bypasses_class(layer):
         return "forward was replaced or compiled on the instance, and would go on in FP8. Undo that first."
-    if layer._is_quantized():
+    if layer.is_quantized():
         return "its weight is codes and a scale, which no nn.Linear has. Put nn.Parameter(weight.dequantize()) there."
     return None

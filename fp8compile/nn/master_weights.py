@@ -95,7 +95,7 @@ class MasterWeights(Optimizer):
         local = local_of(p)
         if self._rounding == "stochastic" and not isinstance(local.quantizer, CurrentScaling):
             raise ValueError(f"MasterWeights: {local.quantizer!r} has no stochastic rounding; CurrentScaling has.")
-        initial = vars(p).pop("initial", None)
+        initial, local.initial = local.initial, None
         values = local.dequantize(torch.float32) if initial is None else initial.to(local.device, torch.float32)
         return wrapped_like(values, p).requires_grad_()
 

@@ -20,7 +20,7 @@ from fp8compile.tensor.update import assign
 __all__ = ["QuantizedParameter"]
 
 aten = torch.ops.aten
-WHOLE, SLICE, SHARD = "whole", "slice", "shard"
+WHOLE, SLICE, SHARD, BLANK = "whole", "slice", "shard", "blank"
 
 
 class QuantizedParameter(FullyShardHooks, QuantizedTensor):
@@ -37,12 +37,15 @@ class QuantizedParameter(FullyShardHooks, QuantizedTensor):
 
     Attributes:
         extent: ``"whole"``; ``"slice"``, where elements outside of this view have the same scale, so that a value
-            can't be written alone; or ``"shard"``, made by ``new_zeros``, as FSDP2 makes its shards: where ranks share
-            a scale it has to know them before it is written to, from the first forward or from
-            ``fp8compile.parallel.share_scales``.
+            can't be written alone; ``"blank"``, zeros made by ``new_zeros``; or ``"shard"``, a view of such, which is
+            how FSDP2 makes its shards, and whose other elements are padding. Where ranks share a scale, a shard has
+            to know them before it is written to: from the first forward, or ``fp8compile.parallel.share_scales``.
+        initial: The values that it was made of, float32 on the CPU, where ``fp8compile.convert`` was asked to keep
+            them for ``fp8compile.MasterWeights``, which takes them away; else None.
     """
 
     extent: str = WHOLE
+    initial: Tensor | None = None
 
     @staticmethod
     def of(x: Tensor, quantizer: Quantizer) -> QuantizedParameter:
@@ -54,22 +57,20 @@ class QuantizedParameter(FullyShardHooks, QuantizedTensor):
 
     def _like(self, codes: Tensor, scale: Tensor) -> QuantizedParameter:
         found = QuantizedParameter(codes, scale, self.quantizer, self.dtype, self.group, self.shard_dim, self.sizes)
-        found.extent = self.extent
+        found.extent = SHARD if self.extent == BLANK else self.extent
         return found
 
     def _view(
         self, codes: Tensor, scale: Tensor, shard_dim: int | None, quantizer: Quantizer | None = None
     ) -> QuantizedParameter:
-        if codes.numel() == self.codes.numel():
-            found = QuantizedParameter(
-                codes, scale, quantizer or self.quantizer, self.dtype, self.group, shard_dim, self.sizes
-            )
-            found.extent = self.extent
-            return found
         found = QuantizedParameter(codes, scale, quantizer or self.quantizer, self.dtype)
-        # fewer scales: those of blocks that lie in this view
-        shares = scale.numel() == self.scale.numel()
-        found.extent = SLICE if self.extent == WHOLE and shares else self.extent
+        if codes.numel() == self.codes.numel() or self.extent == BLANK:
+            found.group, found.shard_dim = self.group, shard_dim
+            found.extent = SHARD if self.extent == BLANK else self.extent
+        elif scale.numel() == self.scale.numel():
+            found.extent = SLICE
+        else:  # fewer scales: those of blocks that lie in this view
+            found.extent = self.extent
         return found
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple]:
@@ -113,7 +114,7 @@ class QuantizedParameter(FullyShardHooks, QuantizedTensor):
                 f"{what} of a part of a QuantizedParameter, whose scale the rest of it has too. Write to the whole "
                 "parameter."
             )
-        if self.extent == SHARD and spans and self.group is None:
+        if self.extent in (SHARD, BLANK) and spans and self.group is None:
             raise RuntimeError(
                 f"{what} of a shard of a QuantizedParameter before it knows the ranks that have its scale too. Call "
                 "fp8compile.parallel.share_scales(model) after fully_shard, or run a forward first."
@@ -227,7 +228,7 @@ def _copy(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
 
 
 def _flattens_blocks(x: QuantizedParameter, size: Sequence[int]) -> bool:
-    return x.extent == SHARD and len(size) == 1 and x.quantizer.block != (-1, -1)
+    return x.extent in (SHARD, BLANK) and len(size) == 1 and x.quantizer.block != (-1, -1)
 
 
 def _flat(x: QuantizedParameter, size: Sequence[int]) -> QuantizedParameter:
@@ -258,14 +259,19 @@ def _new_zeros(func: Any, x: QuantizedParameter, size: Sequence[int], **kwargs: 
     """Zeros with a scale of their own: that of the whole, if it has one, for a rank without elements has it too."""
     if kwargs.pop("dtype", None) not in (None, x.dtype):
         raise TypeError(f"{func} of a QuantizedParameter in another dtype: use torch.zeros.")
+    if x.initial is not None:
+        raise RuntimeError(
+            "a parameter that keeps its initial values can't be sharded: they would be lost. Convert without "
+            "keep_initial=True, or make the fp8compile.MasterWeights, which take them, of a model that is not sharded."
+        )
     codes = x.codes.new_zeros(size, **kwargs)
     shape = x.quantizer.scale_shape(size)
     if x.quantizer.block == (-1, -1):
         scale = x.scale.to(codes.device).clone().view(shape)
     else:
         scale = x.quantizer.scale_of(torch.ones(shape, device=codes.device))
-    found = QuantizedParameter(codes, scale, x.quantizer, x.dtype)
-    found.extent = SHARD
+    found = QuantizedParameter(codes, scale, x.quantizer, x.dtype, x.group, x.shard_dim)
+    found.extent = BLANK
     return found
 
 
