@@ -309,7 +309,7 @@ def test_no_gathered_weight_is_kept_for_the_backward(elsewhere, recipe):
 
 
 def test_inductor_puts_gathers_together(elsewhere):
-    """Of all dtypes, in one message a pass. Of one dtype it takes neighbours only, and between codes there are norms."""
+    """Of all dtypes, in one message a pass. Of one dtype it takes neighbours only, and norms are between codes."""
     passes = {"bucket_all_gathers_fx": "all"}
     if _compat.TORCH_VERSION >= (2, 13):
         passes["bucket_all_gathers_bucket_mode"] = "custom_ops_multidtype"
