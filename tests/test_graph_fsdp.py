@@ -485,7 +485,8 @@ def errors():
     compiled = f8.Linear(8, 8, recipe=recipe)
     compiled.compile()
     three = torch.distributed.device_mesh.DeviceMesh("cpu", [[[0, 1], [2, 3]]])
-    scalar = nn.Module()
+    quantized, scalar = nn.Module(), nn.Module()
+    quantized.weight = nn.Parameter(f8.quantize(torch.ones(8, 8), f8.CurrentScaling()), requires_grad=False)
     scalar.scale = nn.Parameter(torch.ones(()))
     bf16 = graph_fsdp(
         f8.Linear(8, 8, recipe=recipe), mesh, mp_policy=MixedPrecisionPolicy(torch.bfloat16, cast_forward_inputs=False)
@@ -507,6 +508,7 @@ def errors():
         "compiled": message(lambda: graph_fsdp(compiled, mesh)),
         "stock": message(lambda: graph_fsdp(wrapped, mesh)),
         "delayed": message(lambda: graph_fsdp(f8.Linear(8, 8, recipe=f8.recipes.delayed()), mesh)),
+        "quantized": message(lambda: graph_fsdp(quantized, mesh)),
         "scalar": message(lambda: graph_fsdp(scalar, mesh)),
         "one mesh": message(lambda: graph_fsdp(tensor_parallel, mesh)),
         "device": message(lambda: graph_fsdp(layer, torch.distributed.device_mesh.DeviceMesh("meta", [0, 1, 2, 3]))),
@@ -527,6 +529,7 @@ ERRORS = {
     "compiled": "Call graph_fsdp first, torch.compile after it.",
     "stock": "is one of fully_shard's",
     "delayed": "has delayed scaling",
+    "quantized": "TypeError: graph_fsdp: weight is a QuantizedTensor; this takes plain tensors.",
     "scalar": "scale has no dims, and dim 0 is what is sharded. Give it the shape (1,).",
     "one mesh": "different dims, with names, of one mesh",
     "device": "Move the model first.",

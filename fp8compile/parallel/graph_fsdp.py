@@ -64,8 +64,12 @@ def _check_module(name: str, module: nn.Module) -> None:
 
 def _check_parameter(name: str, parameter: nn.Parameter, mesh: DeviceMesh) -> None:
     what = f"graph_fsdp: {name}"
-    if isinstance(parameter.data, QuantizedTensor):
-        raise TypeError(f"{what} is a QuantizedTensor; this takes high-precision parameters. Use fully_shard.")
+    local = _compat.local_itself(parameter.data)
+    if isinstance(local, QuantizedTensor) or hasattr(local, "fsdp_pre_all_gather"):
+        raise TypeError(
+            f"{what} is a {type(local).__name__}; this takes plain tensors. Use fully_shard for a QuantizedTensor, "
+            "and fsdp_float8_all_gather with fully_shard alone."
+        )
     if parameter.ndim == 0:
         raise ValueError(f"{what} has no dims, and dim 0 is what is sharded. Give it the shape (1,).")
     if parameter.device.type not in (mesh.device_type, "meta"):
@@ -113,7 +117,7 @@ def graph_fsdp(model: nn.Module, mesh: DeviceMesh, *, mp_policy: MixedPrecisionP
         The model.
 
     Raises:
-        TypeError: An argument is of another type, or a parameter is a QuantizedTensor.
+        TypeError: An argument is of another type, or a parameter is no plain tensor, such as a QuantizedTensor.
         ValueError: The mesh has other dims, a parameter is on another device or has no dims, a layer has delayed
             scaling, or the model was sharded or compiled before.
     """
