@@ -1,8 +1,8 @@
-"""How long does a model of 8 blocks take to compile, cold and warm, against bf16? And does a warm start hit its caches?
+"""How long does a model of 8 blocks take to compile, cold and warm, against bf16? Does a warm start hit its caches?
 
-Each compilation, forward and backward by Inductor, runs in a process of its own; a cold one gets an empty cache folder,
-a warm one that of the cold one before. Contenders take turns, and ratios are of medians. Misses are counted, not timed:
-a warm start has none.
+Each compilation, forward and backward by Inductor, runs in a process of its own; a cold one gets an empty cache
+folder, a warm one that of the cold one before. Contenders take turns, and ratios are of medians. Misses are counted,
+not timed: a warm start has none.
 
     python -m benchmarks.compile_time [--json] [--rounds 1] [--blocks 8] [--contenders rowwise ...]
 """

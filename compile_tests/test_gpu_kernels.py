@@ -61,10 +61,10 @@ delayed             h200           10          3   2.349           11          6
         self.assertExpectedInline(
             "\n".join(lines(rows)),
             """\
-block                       GPU   fwd kernels  fwd GEMMs  fwd GB  bwd kernels  bwd GEMMs  bwd GB  sum GB
-torchao tensorwise          h200            9          3   3.238            9          6   4.749   7.987
-torchao rowwise             h200            5          3   2.349           18          6   8.076  10.425
-torchao rowwise_with_gw_hp  h200            5          3   2.651           10          6   4.934   7.585""",
+block                       GPU   fwd kernels  fwd GEMMs  fwd GB  bwd kernels  bwd GEMMs  bwd GB  sum GB  bound ms
+torchao tensorwise          h200            9          3   3.238            9          6   4.749   7.987     5.515
+torchao rowwise             h200            5          3   2.349           18          6   8.076  10.425     6.023
+torchao rowwise_with_gw_hp  h200            5          3   2.651           10          6   4.934   7.585     6.795""",
         )
 
 
