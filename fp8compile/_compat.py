@@ -46,6 +46,7 @@ __all__ = [
     "guard_or_false",
     "impl_autograd",
     "is_constant_type",
+    "is_fusible",
     "is_dtensor",
     "local_itself",
     "is_stand_in",
@@ -274,6 +275,24 @@ def impl_autograd(
     lib.impl(op._opname, kernel, "Autograd", with_keyset=True)
 
 
+VIEWS = {
+    getattr(torch.ops.aten, name).default
+    for name in (
+        "view",
+        "_unsafe_view",
+        "reshape",
+        "t",
+        "permute",
+        "squeeze",
+        "unsqueeze",
+        "expand",
+        "alias",
+        "detach",
+    )
+} | {torch.ops.aten.transpose.int, torch.ops.aten.slice.Tensor}
+COPIES = {torch.ops.aten._to_copy.default, torch.ops.aten.clone.default, torch.ops.prims.convert_element_type.default}
+
+
 def _nodes_of(tensor: torch.Tensor) -> list[Any]:
     """The nodes that stand for a tensor in graphs that are being traced."""
     from torch.fx.experimental.proxy_tensor import _get_proxies
@@ -331,6 +350,20 @@ def left_in_backward() -> AbstractContextManager[None]:
     a message that another one sends in its backward.
     """
     return _marked(IN_BACKWARD)
+
+
+def is_fusible(tensor: torch.Tensor) -> bool:
+    """Whether a tensor that is being traced comes out of code that Inductor fuses with what reads it.
+
+    Inputs of the graph don't, nor do results of products and of other calls; nor does anything in eager mode.
+    """
+    for node in _nodes_of(tensor):
+        while node.op == "call_function" and node.target in VIEWS:
+            node = node.args[0]
+        tags = getattr(node.target, "tags", ())
+        if node.op == "call_function" and (torch.Tag.pointwise in tags or node.target in COPIES):
+            return True
+    return False
 
 
 def version_in_eager(tensor: torch.Tensor) -> int | None:

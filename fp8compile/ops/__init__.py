@@ -11,6 +11,7 @@ from fp8compile.ops.fsdp_weight import fsdp_amax
 from fp8compile.ops.layer import GEMM_OPS, LAYER_OPS
 from fp8compile.ops.linear import grad_input, grad_weight, linear
 from fp8compile.ops.quantize_both import quantize_both
+from fp8compile.ops.quantize_weight import quantize_weight
 from fp8compile.ops.realize import realize
 from fp8compile.ops.registry import OPS, Op, decompositions, register_op
 from fp8compile.ops.scale import scale
@@ -18,6 +19,7 @@ from fp8compile.ops.scaled_mm import scaled_mm
 from fp8compile.ops.scatter_sum import scatter_sum
 from fp8compile.ops.sharded_linear import sharded_grad_input, sharded_grad_weight, sharded_linear
 from fp8compile.ops.snapshot import snapshot
+from fp8compile.ops.store import store
 
 __all__ = [
     "FLOP_FORMULAS",
@@ -42,6 +44,7 @@ __all__ = [
     "grad_weight",
     "linear",
     "quantize_both",
+    "quantize_weight",
     "realize",
     "register_op",
     "scale",
@@ -51,4 +54,5 @@ __all__ = [
     "sharded_grad_weight",
     "sharded_linear",
     "snapshot",
+    "store",
 ]
