@@ -202,6 +202,31 @@ def test_run_that_is_resumed_has_the_same_losses():
     assert train(model, optimizer, 3, first=3) == expected
 
 
+@pytest.mark.parametrize("first", ["model", "optimizer"])
+def test_either_state_may_be_loaded_first(first):
+    model = converted()
+    optimizer = f8.MasterWeights(torch.optim.AdamW, model.parameters(), lr=0.01)
+    train(model, optimizer, 3)
+    states = copy.deepcopy({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+    expected = train(model, optimizer, 3, first=3)
+    for name in [first, *({"model", "optimizer"} - {first})]:
+        {"model": model, "optimizer": optimizer}[name].load_state_dict(states[name])
+    assert train(model, optimizer, 3, first=3) == expected
+
+
+def test_weights_that_something_else_wrote_to_are_not_undone(assert_bits_equal):
+    model = converted()
+    optimizer = f8.MasterWeights(torch.optim.SGD, model.parameters(), lr=0.0)
+    train(model, optimizer, 1)
+    model.load_state_dict(converted(seed=1).state_dict())
+    train(model, optimizer, 1)
+    assert_bits_equal(model[0].weight.codes, converted(seed=1)[0].weight.codes)
+    model[0].weight.data.mul_(2)
+    expected = model[0].weight.dequantize()
+    train(model, optimizer, 1)
+    assert_bits_equal(model[0].weight.dequantize(), expected)
+
+
 def test_state_without_masters_is_refused_where_they_are_kept():
     model = converted()
     state = f8.MasterWeights(torch.optim.SGD, model.parameters(), lr=0.1, keep=False).state_dict()

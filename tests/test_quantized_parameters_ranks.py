@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -9,13 +11,18 @@ import torch.distributed.checkpoint as dcp
 from gloo_ranks import GROUPS, shared_ranks
 from torch import nn
 from torch._dynamo.utils import counters
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_state_dict,
+    set_state_dict,
+)
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import fp8compile as f8
 from fp8compile import _compat
-from fp8compile.nn.master_weights import local_of
+from fp8compile.nn.local import local_of
 from fp8compile.tensor import QuantizedParameter, QuantizedTensor, update
 from fp8compile.testing.bits import difference
 
@@ -274,6 +281,19 @@ def saved_and_loaded(folder):
     return loaded, groups, losses, expected, (types if rank < 2 else None)
 
 
+def resumed_by_names():
+    """By get_state_dict and set_state_dict, which name optimizer states as parameters: the losses after it."""
+    mesh = DeviceMesh.from_group(GROUPS["pair"], "cpu")
+    models = [sharded(converted(145, seed=seed), mesh) for seed in (0, 7)]
+    optimizers = [OPTIMIZERS["AdamW, masters"](model.parameters()) for model in models]
+    train(models[0], optimizers[0], 2)
+    model_state, optimizer_state = copy.deepcopy(get_state_dict(models[0], optimizers[0]))
+    expected = train(models[0], optimizers[0], 2, first=2)
+    f8.parallel.share_scales(models[1])  # set_state_dict takes a step, of nothing, to make the optimizer's state
+    set_state_dict(models[1], optimizers[1], model_state_dict=model_state, optim_state_dict=optimizer_state)
+    return train(models[1], optimizers[1], 2, first=2) == expected, "master" in optimizer_state["state"]["0.0.weight"]
+
+
 def data_parallel():
     """DDP on ranks that start with other weights: the losses, and whether all have rank 0's weights."""
     from torch.nn.parallel import DistributedDataParallel
@@ -393,6 +413,10 @@ def test_checkpoint_of_two_ranks_loads_on_three(ranks, tmp_path):
         assert groups
         assert losses == expected
         assert types is None or types <= {"Tensor", "DTensor"}
+
+
+def test_states_by_name_resume_with_the_same_losses(ranks):
+    assert ranks.run(resumed_by_names) == [(True, True)] * 4
 
 
 def test_ddp(ranks):

@@ -11,7 +11,7 @@ from torch.distributed import ProcessGroup
 
 from fp8compile._compat import rebind_load_hooks
 from fp8compile.nn.functional import check_recipe, linear
-from fp8compile.nn.master_weights import local_of, wrapped_like
+from fp8compile.nn.local import local_of, wrapped_like
 from fp8compile.nn.state import DelayedState, group_name
 from fp8compile.quantizers import Recipe
 from fp8compile.tensor import SOURCE_DTYPES, QuantizedParameter, shown
@@ -189,6 +189,7 @@ class Linear(nn.Linear):
                         f"{tuple(own.shape)}, {own.dtype}."
                     )
                 own.copy_(given)
+        local_of(self.weight).written = True
 
     def _load_from_state_dict(
         self,

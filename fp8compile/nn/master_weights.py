@@ -13,37 +13,23 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from fp8compile._compat import is_dtensor
+from fp8compile.nn.local import local_of, wrapped_like
 from fp8compile.quantizers import CurrentScaling, Quantizer
-from fp8compile.tensor import QuantizedParameter, assign, shown
+from fp8compile.tensor import QuantizedParameter, assign, quantized_anew, shown
 
-__all__ = ["MasterWeights", "local_of", "wrapped_like"]
+__all__ = ["MasterWeights"]
 
 MASTER = "master"  # its name in an optimizer's state
-
-
-def local_of(tensor: Tensor) -> Tensor:
-    """What this rank has of a DTensor; any other tensor as it is."""
-    return tensor._local_tensor if is_dtensor(tensor) else tensor
-
-
-def wrapped_like(local: Tensor, tensor: Tensor) -> Tensor:
-    """A local tensor spread over ranks as another tensor is, if that is."""
-    if not is_dtensor(tensor):
-        return local
-    mesh, placements = tensor.device_mesh, tensor.placements
-    return type(tensor).from_local(
-        local, mesh, placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
-    )
 
 
 class MasterWeights(Optimizer):
     """An optimizer whose quantized weights have float32 masters: it updates those, and rounds them once a step.
 
     After each step codes and scales are those of the masters, quantized by the weights' own quantizers, with one amax
-    message for all weights whose scales ranks share. Other parameters are updated as the optimizer does. Learning rate
-    schedulers, ``add_param_group`` left out, work on it; its state dict is that of the optimizer, with the master
-    beside each weight's moments.
+    message for all weights whose scales ranks share. Where something else wrote to a weight (``load_state_dict`` of a
+    model without its optimizer), its master starts anew from what the codes stand for. Other parameters are updated as
+    the optimizer does. Learning rate schedulers work on it, ``add_param_group`` does not; its state dict is that of
+    the optimizer, with the master beside each weight's moments.
 
     Args:
         optimizer: A class of ``torch.optim``, or one like it.
@@ -114,19 +100,36 @@ class MasterWeights(Optimizer):
         for p in updated:
             local_of(p).check_writable("a step")
             self._masters[p].grad = p.grad.to(torch.float32)
+        self._take_over(updated)
         self._fill(updated)
         self.inner.step()
         self._steps += 1
-        weights = [local_of(p) for p in updated]
-        # as a copy of the master in the weight's dtype would be; noise is for the digits that such a copy loses
-        dtypes = [w.dtype if self._rounding == "nearest" else torch.float32 for w in weights]
-        values = [local_of(self._masters[p]).detach().to(dtype) for p, dtype in zip(updated, dtypes, strict=True)]
-        assign(weights, values, [self._rounding_of(weight.quantizer) for weight in weights])
+        assign(*self._as_written(updated))
         for p in updated:
             self._masters[p].grad = None
+            local_of(p).written = False
         self._free()
         self._show_state()
         return loss
+
+    def _as_written(self, params: list[Tensor]) -> tuple[list, ...]:
+        """What `assign` takes: local weights, their masters, and how these are rounded."""
+        weights = [local_of(p) for p in params]
+        # as a copy of the master in the weight's dtype would be; noise is for the digits that such a copy loses
+        dtypes = [w.dtype if self._rounding == "nearest" else torch.float32 for w in weights]
+        values = [local_of(self._masters[p]).detach() for p in params]
+        return weights, values, dtypes, [self._rounding_of(weight.quantizer) for weight in weights]
+
+    def _take_over(self, params: list[Tensor]) -> None:
+        """Weights that something else wrote to win: masters that are not theirs start from what they stand for.
+
+        After a checkpoint was loaded masters are theirs, whichever of model and optimizer came first.
+        """
+        written = [p for p in params if self._keep and local_of(p).written]
+        for p, (codes, scale) in zip(written, quantized_anew(*self._as_written(written)), strict=True):
+            local = local_of(p)
+            if not (torch.equal(codes, local.codes) and torch.equal(scale, local.scale)):
+                local_of(self._masters[p]).copy_(local.dequantize(torch.float32))
 
     def _rounding_of(self, quantizer: Quantizer) -> Quantizer:
         if self._rounding == "nearest":

@@ -20,7 +20,7 @@ from fp8compile.tensor.parameter import QuantizedParameter
 from fp8compile.tensor.product import scaled_mm
 from fp8compile.tensor.quantize import quantize
 from fp8compile.tensor.quantized import QuantizedTensor
-from fp8compile.tensor.update import assign
+from fp8compile.tensor.update import assign, quantized_anew
 
 __all__ = [
     "SOURCE_DTYPES",
@@ -32,6 +32,7 @@ __all__ = [
     "not_dense",
     "own_sizes",
     "quantize",
+    "quantized_anew",
     "scaled_mm",
     "shown",
     "unserved",

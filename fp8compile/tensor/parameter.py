@@ -47,6 +47,19 @@ class QuantizedParameter(FullyShardHooks, QuantizedTensor):
     extent: str = WHOLE
     initial: Tensor | None = None
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._written = [False]  # in a list, which views have too
+
+    @property
+    def written(self) -> bool:
+        """Whether something else than `MasterWeights` has written to it, by whatever view of it."""
+        return self._written[0]
+
+    @written.setter
+    def written(self, value: bool) -> None:
+        self._written[0] = value
+
     @staticmethod
     def of(x: Tensor, quantizer: Quantizer) -> QuantizedParameter:
         """Quantize a tensor, of any dtype that ``fp8compile.quantize`` takes; on the meta device, only its shape."""
@@ -58,6 +71,7 @@ class QuantizedParameter(FullyShardHooks, QuantizedTensor):
     def _like(self, codes: Tensor, scale: Tensor) -> QuantizedParameter:
         found = QuantizedParameter(codes, scale, self.quantizer, self.dtype, self.group, self.shard_dim, self.sizes)
         found.extent = SHARD if self.extent == BLANK else self.extent
+        found._written = self._written
         return found
 
     def _view(
@@ -71,6 +85,7 @@ class QuantizedParameter(FullyShardHooks, QuantizedTensor):
             found.extent = SLICE
         else:  # fewer scales: those of blocks that lie in this view
             found.extent = self.extent
+        found._written = self._written
         return found
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple]:
@@ -87,6 +102,7 @@ class QuantizedParameter(FullyShardHooks, QuantizedTensor):
 
     def __deepcopy__(self, memo: dict) -> QuantizedParameter:
         found = self._like(self.codes.clone(), self.scale.clone())
+        found._written = [self.written]
         found.requires_grad_(self.requires_grad)
         if isinstance(self, torch.nn.Parameter):
             found._is_param = True
@@ -192,7 +208,7 @@ def _compute(func: Any, args: tuple, kwargs: dict) -> Any:
     result = func(*plain_args, **plain_kwargs)
     assign(written, [values[id(each)] for each in written])
     for each in written:
-        values.pop(id(each), None)
+        each.written = True
     if func in READS:
         return result
     return args[0] if func._schema.returns and isinstance(args[0], Tensor) else None
@@ -211,6 +227,7 @@ def _copy(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
             )
         target.check_writable("copy_")
         assign([target], [source.to(target.device, target.dtype).expand(target.shape)])
+        target.written = True
         return target
     if source.quantizer != target.quantizer or source.shape != target.shape:
         raise TypeError(
@@ -221,6 +238,7 @@ def _copy(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
         target.check_writable("copy_")
     target.codes.copy_(source.codes)
     target.scale.copy_(source.scale)
+    target.written = True
     return target
 
 
@@ -271,7 +289,7 @@ def _new_zeros(func: Any, x: QuantizedParameter, size: Sequence[int], **kwargs: 
     else:
         scale = x.quantizer.scale_of(torch.ones(shape, device=codes.device))
     found = QuantizedParameter(codes, scale, x.quantizer, x.dtype, x.group, x.shard_dim)
-    found.extent = BLANK
+    found.extent, found.written = BLANK, x.written
     return found
 
 

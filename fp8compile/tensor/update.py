@@ -5,7 +5,7 @@ values of each weight --amax--> amaxes --(one maximum over the ranks for all of 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from fp8compile.ops.collectives import all_reduce_amax
 from fp8compile.quantizers import Quantizer
 from fp8compile.tensor.quantized import QuantizedTensor
 
-__all__ = ["assign"]
+__all__ = ["assign", "quantized_anew"]
 
 
 def _shared_with(weight: QuantizedTensor) -> ProcessGroup | None:
@@ -38,22 +38,37 @@ def _over_ranks(amaxes: list[Tensor], groups: list[ProcessGroup | None]) -> list
     return found
 
 
+def quantized_anew(
+    weights: Sequence[QuantizedTensor],
+    values: Sequence[Tensor],
+    dtypes: Sequence[torch.dtype] | None = None,
+    rounding: Sequence[Quantizer] | None = None,
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Codes and scale of new values of each weight, one at a time; arguments as of `assign`."""
+    quantizers = [weight.quantizer for weight in weights]
+    dtypes = dtypes or [value.dtype for value in values]
+    amaxes = [ops.amax(v.to(dtype), q) for v, dtype, q in zip(values, dtypes, quantizers, strict=True)]
+    amaxes = _over_ranks(amaxes, [_shared_with(weight) for weight in weights])
+    casts = zip(values, dtypes, rounding or quantizers, strict=True)
+    for own, amax, (value, dtype, cast) in zip(quantizers, amaxes, casts, strict=True):
+        multiplier, scale = ops.scale(amax, own)
+        yield ops.cast(value.to(dtype), multiplier, cast), scale
+
+
 def assign(
-    weights: Sequence[QuantizedTensor], values: Sequence[Tensor], rounding: Sequence[Quantizer] | None = None
+    weights: Sequence[QuantizedTensor],
+    values: Sequence[Tensor],
+    dtypes: Sequence[torch.dtype] | None = None,
+    rounding: Sequence[Quantizer] | None = None,
 ) -> None:
     """Give weights new values, in place: codes and scales as if they were quantized anew.
 
     Args:
         weights: None a shard that cuts blocks. Where ranks share their scales, all ranks call this with theirs.
         values: Of each, the same shape, bfloat16, float16 or float32.
+        dtypes: What values are rounded to first, one weight at a time; their own by default.
         rounding: What rounds values to codes, if not the weights' own quantizers: of the same format and block.
     """
-    quantizers = [weight.quantizer for weight in weights]
-    amaxes = [ops.amax(value, quantizer) for value, quantizer in zip(values, quantizers, strict=True)]
-    amaxes = _over_ranks(amaxes, [_shared_with(weight) for weight in weights])
-    for weight, value, amax, own, cast in zip(
-        weights, values, amaxes, quantizers, rounding or quantizers, strict=True
-    ):
-        multiplier, scale = ops.scale(amax, own)
-        weight.codes.copy_(ops.cast(value, multiplier, cast))
+    for weight, (codes, scale) in zip(weights, quantized_anew(weights, values, dtypes, rounding), strict=True):
+        weight.codes.copy_(codes)
         weight.scale.copy_(scale)

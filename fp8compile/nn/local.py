@@ -1,0 +1,24 @@
+"""What a rank has of a parameter, whether FSDP2 has spread it over ranks or not."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from fp8compile._compat import is_dtensor
+
+__all__ = ["local_of", "wrapped_like"]
+
+
+def local_of(tensor: Tensor) -> Tensor:
+    """What this rank has of a DTensor; any other tensor as it is."""
+    return tensor._local_tensor if is_dtensor(tensor) else tensor
+
+
+def wrapped_like(local: Tensor, tensor: Tensor) -> Tensor:
+    """A local tensor spread over ranks as another tensor is, if that is."""
+    if not is_dtensor(tensor):
+        return local
+    mesh, placements = tensor.device_mesh, tensor.placements
+    return type(tensor).from_local(
+        local, mesh, placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
+    )
