@@ -299,7 +299,7 @@ def test_codes_travel_and_at_most_0_55_of_bfloat16s_bytes(elsewhere, recipe):
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", None])
 def test_no_gathered_weight_is_kept_for_the_backward(elsewhere, recipe):
-    """Beside what the unsharded model keeps: codes of this rank's rows, for each pass, and numbers a row or a column."""
+    """Beside what the unsharded model keeps: codes of this rank's rows, for each pass, and numbers a row, a column."""
     kept = {shape: elsewhere(compiled, recipe, shape)[2] for shape in (None, (8,))}
     assert DIM * HIDDEN not in [elements for elements, _ in kept[8,]], kept
     alone, sharded = (sum(size for _, size in kept[shape]) for shape in (None, (8,)))
