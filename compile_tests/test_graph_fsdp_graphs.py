@@ -108,12 +108,12 @@ def sent(graph):
     return found
 
 
-def saved_bytes(forward, backward):
-    """Kept between the two beside the forward's inputs."""
+def saved(forward, backward):
+    """Elements and bytes of each tensor that is kept between the two, beside the forward's inputs."""
     given = {node.name for node in forward.graph.find_nodes(op="placeholder")}
     kept = [node for node in backward.graph.find_nodes(op="placeholder") if "tangents" not in node.name]
     values = [node.meta["val"] for node in kept if node.name not in given]
-    return sum(each.numel() * each.element_size() for each in values if isinstance(each, torch.Tensor))
+    return [(each.numel(), each.numel() * each.element_size()) for each in values if isinstance(each, torch.Tensor)]
 
 
 @cache
@@ -123,7 +123,7 @@ def compiled(recipe, shape, passes=()):
 
 
 def compiled_model(model, passes=None):
-    """Messages of forward and backward, and bytes saved; after these passes of Inductor, as its options, if any."""
+    """Messages of forward and backward, and what is saved; after these passes of Inductor, as its options, if any."""
     from functorch.compile import make_boxed_func
     from torch._dynamo.utils import detect_fake_mode
     from torch._inductor import config
@@ -147,7 +147,7 @@ def compiled_model(model, passes=None):
     with config.patch(**(passes or {})):
         torch.compile(model, fullgraph=True, backend=backend)(tokens()).float().sum().backward()
     forward, backward = graphs
-    return sent(forward), sent(backward), saved_bytes(forward, backward)
+    return sent(forward), sent(backward), saved(forward, backward)
 
 
 def checkpointed():
@@ -204,23 +204,23 @@ all_gather_into_tensor uint8 [256, 256]
 all_gather_into_tensor uint8 [64, 1024]""",
     )
     assert_expected_inline(
-        text_of(backward),
+        text_of(sorted(backward, key=str)),  # in which order it is, versions of PyTorch differ
         """\
-all_gather_into_tensor uint8 [64, 1024]
-reduce_scatter_tensor float32 [256, 1024]
-all_gather_into_tensor uint8 [256, 256]
 all_gather_into_tensor bfloat16 [64]
-reduce_scatter_tensor float32 [1024, 256]
+all_gather_into_tensor bfloat16 [64]
 all_gather_into_tensor uint8 [256, 256]
+all_gather_into_tensor uint8 [256, 256]
+all_gather_into_tensor uint8 [256, 256]
+all_gather_into_tensor uint8 [256, 256]
+all_gather_into_tensor uint8 [64, 1024]
+all_gather_into_tensor uint8 [64, 1024]
 reduce_scatter_tensor float32 [1024, 256]
+reduce_scatter_tensor float32 [1024, 256]
+reduce_scatter_tensor float32 [1024, 256]
+reduce_scatter_tensor float32 [1024, 256]
+reduce_scatter_tensor float32 [256, 1024]
+reduce_scatter_tensor float32 [256, 1024]
 reduce_scatter_tensor float32 [256]
-all_gather_into_tensor uint8 [64, 1024]
-reduce_scatter_tensor float32 [256, 1024]
-all_gather_into_tensor uint8 [256, 256]
-all_gather_into_tensor bfloat16 [64]
-reduce_scatter_tensor float32 [1024, 256]
-all_gather_into_tensor uint8 [256, 256]
-reduce_scatter_tensor float32 [1024, 256]
 reduce_scatter_tensor float32 [256]""",
     )
 
@@ -248,23 +248,23 @@ all_gather_into_tensor uint8 [64, 1024]
 all_gather_into_tensor float32 [64, 1]""",
     )
     assert_expected_inline(
-        text_of(backward),
+        text_of(sorted(backward, key=str)),  # in which order it is, versions of PyTorch differ
         """\
-all_gather_into_tensor uint8 [64, 1024]
-reduce_scatter_tensor float32 [256, 1024]
-all_gather_into_tensor uint8 [256, 256]
 all_gather_into_tensor bfloat16 [64]
-reduce_scatter_tensor float32 [1024, 256]
+all_gather_into_tensor bfloat16 [64]
 all_gather_into_tensor uint8 [256, 256]
+all_gather_into_tensor uint8 [256, 256]
+all_gather_into_tensor uint8 [256, 256]
+all_gather_into_tensor uint8 [256, 256]
+all_gather_into_tensor uint8 [64, 1024]
+all_gather_into_tensor uint8 [64, 1024]
 reduce_scatter_tensor float32 [1024, 256]
+reduce_scatter_tensor float32 [1024, 256]
+reduce_scatter_tensor float32 [1024, 256]
+reduce_scatter_tensor float32 [1024, 256]
+reduce_scatter_tensor float32 [256, 1024]
+reduce_scatter_tensor float32 [256, 1024]
 reduce_scatter_tensor float32 [256]
-all_gather_into_tensor uint8 [64, 1024]
-reduce_scatter_tensor float32 [256, 1024]
-all_gather_into_tensor uint8 [256, 256]
-all_gather_into_tensor bfloat16 [64]
-reduce_scatter_tensor float32 [1024, 256]
-all_gather_into_tensor uint8 [256, 256]
-reduce_scatter_tensor float32 [1024, 256]
 reduce_scatter_tensor float32 [256]""",
     )
 
@@ -299,13 +299,11 @@ def test_codes_travel_and_at_most_0_55_of_bfloat16s_bytes(elsewhere, recipe):
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", None])
 def test_no_gathered_weight_is_kept_for_the_backward(elsewhere, recipe):
-    """Beside what the unsharded model keeps: codes of this rank's rows, and numbers a row or a column."""
+    """Beside what the unsharded model keeps: codes of this rank's rows, for each pass, and numbers a row, a column."""
     kept = {shape: elsewhere(compiled, recipe, shape)[2] for shape in (None, (8,))}
-    weights = BLOCKS * 3 * DIM * HIDDEN
-    # an eighth of the codes, and up to two float32 a row and a column
-    allowed = weights // 8 * (2 if recipe is None else 1) + BLOCKS * 3 * 2 * 4 * (DIM + HIDDEN)
-    assert kept[8,] - kept[None] <= allowed, kept
-    assert allowed < weights // 3
+    assert DIM * HIDDEN not in [elements for elements, _ in kept[8,]], kept
+    alone, sharded = (sum(size for _, size in kept[shape]) for shape in (None, (8,)))
+    assert sharded - alone <= 2 * BLOCKS * 3 * (DIM * HIDDEN // 8 + 4 * (DIM + HIDDEN)), kept
 
 
 def test_inductor_puts_gathers_together(elsewhere):
