@@ -61,6 +61,7 @@ __all__ = [
     "recomputed",
     "replicated",
     "statically_true",
+    "tell_apart_by_local_tensors",
     "strided_shard",
     "version_in_eager",
     "when_imported",
@@ -444,6 +445,25 @@ def dtypes_of_calls(profiler: torch.profiler.profile) -> dict[int, list[str]]:
 def is_dtensor(tensor: object) -> bool:
     """Whether a tensor is a DTensor: by name, for its module costs half a second to import."""
     return type(tensor).__name__ == "DTensor"
+
+
+def tell_apart_by_local_tensors() -> None:
+    """Put what a DTensor wraps into the key of AOTAutograd's cache, where that has a key of its own.
+
+    PyTorch's key holds the placements alone (2.13, 2.15): one that wraps codes met the code compiled for one that wraps
+    a plain tensor, and the process died.
+    """
+    from torch.distributed.tensor import DTensor
+
+    original = getattr(DTensor, "_stable_hash_for_caching", None)
+    if original is None:  # 2.11
+        return
+
+    def key(self: torch.Tensor) -> str:
+        local = getattr(local_itself(self), "_stable_hash_for_caching", None)
+        return original(self) if local is None else f"{original(self)}-{local()}"
+
+    DTensor._stable_hash_for_caching = key
 
 
 def local_itself(tensor: torch.Tensor) -> torch.Tensor:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
+from fp8compile import _compat
 from fp8compile.ops.registry import Op, for_every_op
 from fp8compile.parallel.dtensor_fsdp import HANDLERS as FSDP_HANDLERS
 from fp8compile.parallel.dtensor_linear import HANDLERS
@@ -27,4 +28,5 @@ def _register(op: Op) -> None:
 
 def register() -> None:
     """Let DTensor find the ops, those too that are registered later."""
+    _compat.tell_apart_by_local_tensors()
     for_every_op(_register)
