@@ -185,7 +185,8 @@ def _schedule(nodes: Sequence[Any], source: str, total: int, sources: dict[str, 
     from torch._inductor.cudagraph_utils import check_multiple_devices_or_any_cpu_nodes
 
     called = [node for node in nodes if _is_called(node)]
-    reason = lowering.disable_cudagraphs_reason or check_multiple_devices_or_any_cpu_nodes(lowering.device_node_mapping)
+    devices = lowering.device_node_mapping
+    reason = lowering.disable_cudagraphs_reason or check_multiple_devices_or_any_cpu_nodes(devices)
     mutated = tuple(lowering.mutated_input_idxs)
     placed = {
         part.node.get_name(): _node_of(part.node) for node in nodes if node not in called for part in node.get_nodes()
