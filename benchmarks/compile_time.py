@@ -1,8 +1,9 @@
 """How long does a model of 8 blocks take to compile, cold and warm, against bf16? Does a warm start hit its caches?
 
 Each compilation, forward and backward by Inductor, runs in a process of its own; a cold one gets an empty cache
-folder, a warm one that of the cold one before. Contenders take turns, and ratios are of medians. Misses are counted,
-not timed: a warm start has none.
+folder, a warm one that of the cold one before. Contenders take turns, and ratios are of medians. CPU seconds, of the
+process and the C++ compiler that it calls, say the same on a machine that others use too. Misses are counted, not
+timed: a warm start has none.
 
     python -m benchmarks.compile_time [--json] [--rounds 1] [--blocks 8] [--contenders rowwise ...]
 """
@@ -23,7 +24,7 @@ from benchmarks.table import Row, emit
 __all__ = ["compile_once"]
 
 PROGRAM = """
-import json, sys, time, torch
+import json, resource, sys, time, torch
 from torch import nn
 from torch._dynamo.utils import counters
 from benchmarks.blocks import SHAPES, block
@@ -32,13 +33,16 @@ from benchmarks.timing import device
 contender, blocks = sys.argv[1], int(sys.argv[2])
 parts = [block(kind, contender, 64, SHAPES["tiny"], device()) for _ in range(blocks) for kind in ("attention", "mlp")]
 model, x = nn.Sequential(*(model for model, _ in parts)), parts[0][1]
+usage_before = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
 began = time.perf_counter()
 y = torch.compile(model, fullgraph=True)(x)
 y.sum().backward()
 seconds = time.perf_counter() - began
+usage_after = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
 count = lambda group, name: counters[group][name]
 print(json.dumps({
     "seconds": seconds,
+    "cpu": sum(a.ru_utime - b.ru_utime for a, b in zip(usage_after, usage_before)),
     "hits": count("aot_autograd", "autograd_cache_hit") + count("inductor", "fxgraph_cache_hit"),
     "misses": count("aot_autograd", "autograd_cache_miss") + count("inductor", "fxgraph_cache_miss"),
     "bypasses": count("aot_autograd", "autograd_cache_bypass") + count("inductor", "fxgraph_cache_bypass"),
@@ -50,7 +54,8 @@ def compile_once(contender: str, blocks: int, folder: str) -> dict[str, float]:
     """Seconds and cache counters of one compilation in a fresh process with this cache folder."""
     found = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", PROGRAM, contender, str(blocks)],
-        env={**os.environ, "TORCHINDUCTOR_CACHE_DIR": folder},
+        # one worker: its CPU time, and the C++ compiler's, is then that of this process and its children
+        env={**os.environ, "TORCHINDUCTOR_CACHE_DIR": folder, "TORCHINDUCTOR_COMPILE_THREADS": "1"},
         capture_output=True,
         text=True,
     )
@@ -75,8 +80,9 @@ def main() -> None:
             with tempfile.TemporaryDirectory() as folder:
                 cold, warm = (compile_once(name, args.blocks, folder) for _ in range(2))
             found[name].append((cold, warm))
+    measured = ((0, "seconds"), (0, "cpu"), (1, "seconds"))
     medians = {
-        name: [statistics.median(pair[which]["seconds"] for pair in pairs) for which in (0, 1)]
+        name: [statistics.median(pair[which][what] for pair in pairs) for which, what in measured]
         for name, pairs in found.items()
     }
     rows: list[Row] = [
@@ -84,13 +90,15 @@ def main() -> None:
             "contender": name,
             "cold s": cold,
             "to bf16": cold / medians["bf16"][0],
+            "cold CPU s": cold_cpu,
+            "CPU to bf16": cold_cpu / medians["bf16"][1],
             "warm s": warm,
-            "warm to bf16": warm / medians["bf16"][1],
+            "warm to bf16": warm / medians["bf16"][2],
             "warm hits": found[name][-1][1]["hits"],
             "misses": found[name][-1][1]["misses"],
             "bypasses": found[name][-1][1]["bypasses"],
         }
-        for name, (cold, warm) in medians.items()
+        for name, (cold, cold_cpu, warm, _) in medians.items()
     ]
     emit(f"Compilation of {args.blocks} blocks, forward and backward", rows, as_json=args.json)
 

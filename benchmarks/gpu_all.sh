@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# All that needs a GPU, in under 9 minutes: the tests marked gpu, then the benchmarks; the short tables last.
+# All that needs a GPU, in under 30 minutes: the tests marked gpu, then the benchmarks; the short tables last.
 #
 #   benchmarks/gpu_all.sh [FOLDER FOR LOGS]
 #
@@ -26,13 +26,16 @@ step() {
 
 "$python" -c 'import torch, triton; print("torch", torch.__version__, "triton", triton.__version__, torch.cuda.get_device_name())' || exit 2
 
-step tests 240 "$python" -m pytest tests/test_gpu.py -m gpu -q --maxfail=20 --show-capture=no -p no:cacheprovider
-step linear 180 "$python" -m benchmarks.linear --rounds 7 --sizes 8192x4096x14336 16384x8192x8192
-step kernels 60 "$python" -m benchmarks.kernels
-step saved_bytes 20 "$python" -m benchmarks.saved_bytes
-step import_time 20 "$python" -m benchmarks.import_time --runs 3
+step tests 300 "$python" -m pytest tests/test_gpu.py -m gpu -q --maxfail=20 --show-capture=no -p no:cacheprovider
+step linear 300 "$python" -m benchmarks.linear --rounds 7
+step block 240 "$python" -m benchmarks.block --rounds 7 --shapes llama3-8b
+step gemm 240 "$python" -m benchmarks.gemm --rounds 7 --sizes 16384x4096x14336 16384x8192x8192 4096x4096x4096
+step train 300 "$python" -m benchmarks.train --steps 8 --contenders tensorwise rowwise "torchao tensorwise"
+step compile_time 180 "$python" -m benchmarks.compile_time --contenders rowwise
+step overhead 60 "$python" -m benchmarks.overhead
+step import_time 30 "$python" -m benchmarks.import_time --runs 3
 
-for name in tests linear kernels saved_bytes import_time; do
+for name in tests linear block gemm train compile_time overhead import_time; do
     printf '\n== %s\n' "$name"
     tail -n 40 "$logs/$name.log"
 done

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 import fp8compile
+from benchmarks.compile_time import compile_once
 
 PACKAGE = Path(fp8compile.__file__).parent
 
@@ -170,3 +171,12 @@ def test_a_fresh_process_hits_the_cache_and_a_changed_rule_misses_it(folder):
 )
 def test_inductor_has_the_decompositions_whenever_the_package_was_imported(folder, before):
     run(folder, before + DECOMPOSED)
+
+
+@pytest.mark.parametrize("recipe", ["rowwise", "delayed"])
+def test_a_warm_start_of_a_model_misses_nothing(tmp_path, recipe):
+    """Attention and feed-forward, forward and backward: both of Inductor's and AOTAutograd's graphs come from disk."""
+    cold, warm = (compile_once(recipe, 1, str(tmp_path)) for _ in range(2))
+    assert cold["misses"] > 0
+    assert warm["hits"] > 0
+    assert warm["misses"] == warm["bypasses"] == 0, warm

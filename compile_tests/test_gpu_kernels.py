@@ -164,7 +164,8 @@ def normed_layer():
 def test_the_cast_is_in_the_kernel_of_the_norm():
     code = normed_layer()
     kinds = [launch.kind for launch in code.launches]
-    assert kinds == ["triton", "triton", "gemm"], "\n".join(map(str, code.launches))
+    # the weight has a kernel of its own, quantize_weight
+    assert kinds == ["triton", "opaque", "gemm"], "\n".join(map(str, code.launches))
     assert {"aten.rsqrt", "fp8compile.linear"} <= set(code.launches[0].ops), "\n".join(map(str, code.launches))
 
 

@@ -261,3 +261,35 @@ def test_nan_and_inf_reach_the_output(device):
         y = f8.linear(x.bfloat16(), weight.bfloat16(), recipe=f8.recipes.by_name(name))
         assert y.isnan().any(1).nonzero().flatten().tolist() == bad_rows
         assert y.isnan()[bad_rows].all()
+
+
+# ---------------------------------------------------------------------------------- CUDA graphs
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("recipe", f8.recipes.names())
+def test_reduce_overhead_trains_with_the_same_bits(recipe, device, assert_bits_equal):
+    """Replayed from CUDA graphs, five steps, delayed scaling's state included; on a CPU there are none to replay."""
+    if any(gemm.kind == "none" for gemm in recipe_support(f8.recipes.by_name(recipe), torch.device(device))):
+        pytest.skip(f"{recipe} has no GEMM on this {torch.cuda.get_device_name()}")
+
+    def trained(mode):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        layers = torch.nn.Linear(128, 256, bias=False), torch.nn.ReLU(), torch.nn.Linear(256, 128, bias=False)
+        model = f8.convert(torch.nn.Sequential(*layers).bfloat16(), f8.recipes.by_name(recipe)).to(device)
+        compiled = torch.compile(model, fullgraph=True, mode=mode)
+        x = torch.randn(256, 128, dtype=torch.bfloat16).to(device)
+        for _ in range(5):
+            compiled(x).float().square().mean().backward()
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter -= 0.1 * parameter.grad
+                    parameter.grad = None
+        return model.state_dict()
+
+    torch._dynamo.utils.counters.clear()
+    replayed = trained("reduce-overhead")
+    assert not torch._dynamo.utils.counters["inductor"]["cudagraph_skips"]
+    for name, expected in trained("default").items():
+        assert_bits_equal(replayed[name], expected, name)

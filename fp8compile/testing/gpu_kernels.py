@@ -56,12 +56,17 @@ class GpuCode:
         bytes: Read and written by kernels and GEMMs, as Inductor counts: each buffer once a kernel.
         launches: Kernels and library calls in their order.
         gpu: What it is for.
+        no_cuda_graph: Why Inductor would not replay it as a CUDA graph; None if it would.
+        mutated_inputs: Positions of the arguments that it writes to. Those of a backward that aren't gradients stay
+            where they are, so a CUDA graph may write to them.
     """
 
     source: str
     bytes: int
     launches: tuple[Launch, ...]
     gpu: Gpu
+    no_cuda_graph: str | None = None
+    mutated_inputs: tuple[int, ...] = ()
 
     @cached_property
     def kernels(self) -> tuple[str, ...]:
@@ -101,7 +106,7 @@ def _code(found: Schedule, gpu: Gpu) -> GpuCode:
         )
         for launch in found.launches
     )
-    return GpuCode(found.source, found.bytes, launches, gpu)
+    return GpuCode(found.source, found.bytes, launches, gpu, found.no_cuda_graph, found.mutated_inputs)
 
 
 def gpu_kernels(fn: Callable, *args: Any, arch: str = "h200") -> list[GpuCode]:

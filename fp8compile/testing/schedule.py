@@ -66,6 +66,8 @@ class Schedule:
         sources: Nodes of the graph that was given, by name.
         placed: Buffers that no launch makes as a whole, and the node whose value each holds: one of several results
             of an operator, or a place that several kernels write to.
+        no_cuda_graph: Why Inductor would not replay it as a CUDA graph; None if it would.
+        mutated_inputs: Positions of the arguments that it writes to.
     """
 
     source: str
@@ -73,6 +75,8 @@ class Schedule:
     launches: tuple[ScheduledLaunch, ...]
     sources: dict[str, fx.Node] = field(repr=False)
     placed: dict[str, fx.Node | None] = field(repr=False)
+    no_cuda_graph: str | None
+    mutated_inputs: tuple[int, ...]
 
     @cached_property
     def maker(self) -> dict[str, ScheduledLaunch]:
@@ -177,12 +181,17 @@ def _launches(nodes: Sequence[Any], source: str) -> tuple[ScheduledLaunch, ...]:
     return tuple(_launch(node, call) for node, call in zip(nodes, calls, strict=True))
 
 
-def _schedule(nodes: Sequence[Any], source: str, total: int, sources: dict[str, fx.Node]) -> Schedule:
+def _schedule(nodes: Sequence[Any], source: str, total: int, sources: dict[str, fx.Node], lowering: Any) -> Schedule:
+    from torch._inductor.cudagraph_utils import check_multiple_devices_or_any_cpu_nodes
+
     called = [node for node in nodes if _is_called(node)]
+    devices = lowering.device_node_mapping
+    reason = lowering.disable_cudagraphs_reason or check_multiple_devices_or_any_cpu_nodes(devices)
+    mutated = tuple(lowering.mutated_input_idxs)
     placed = {
         part.node.get_name(): _node_of(part.node) for node in nodes if node not in called for part in node.get_nodes()
     }
-    return Schedule(source, total, _launches(called, source), sources, placed)
+    return Schedule(source, total, _launches(called, source), sources, placed, reason, mutated)
 
 
 # ---------------------------------------------------------------------------------- lowering
@@ -237,7 +246,7 @@ def schedule(made_for: GpuGraph, gpu: Gpu) -> Schedule:
         code, _ = lowering.codegen()
         source = getattr(code, "value", code)
         total, counts, _ = lowering.count_bytes()
-        found.append(_schedule([node for node, _ in counts], source, total, sources))
+        found.append(_schedule([node for node, _ in counts], source, total, sources, lowering))
         return SimpleNamespace(call=lambda inputs: None, __file__="not loaded", runner=None)
 
     mode = FakeTensorMode(allow_non_fake_inputs=True)
