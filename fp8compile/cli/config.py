@@ -50,6 +50,9 @@ class TrainConfig:
         device: Device; "" is replaced by "cuda" where there is one, else "cpu".
         tp: Processes that the model is cut over.
         sp: Whether they cut the sequence, too, between its matrix products.
+        fsdp: Whether parameters and batch are sharded over processes.
+        hsdp: Whether there are two replicas of these shards; implies ``fsdp``.
+        dp: Processes, or groups of ``tp`` of them, that share the batch; 0 is replaced by how many were started.
 
     Raises:
         UserError: A value that no run can have.
@@ -79,9 +82,13 @@ class TrainConfig:
     device: str = ""
     tp: int = 1
     sp: bool = False
+    fsdp: bool = False
+    hsdp: bool = False
+    dp: int = 0
 
     def __post_init__(self) -> None:
         """Check what needs no PyTorch."""
+        object.__setattr__(self, "fsdp", self.fsdp or self.hsdp)
         for name in AT_LEAST_ONE:
             if getattr(self, name) < 1:
                 raise UserError(f"{_flag(name)} is {getattr(self, name)}; it has to be at least 1")
@@ -106,6 +113,11 @@ class TrainConfig:
                     f"{_flag(name)} is {getattr(self, name)}, and each of --tp {self.tp} processes takes as many; it "
                     f"has to be a multiple of {self.tp}"
                 )
+        if self.dp and self.batch % self.dp:
+            raise UserError(
+                f"--batch is {self.batch}, and {self.dp} processes{f' of --tp {self.tp} each' if self.tp > 1 else ''} "
+                f"share it by --{'hsdp' if self.hsdp else 'fsdp'}; it has to be a multiple of {self.dp}"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,8 +19,10 @@ import fp8compile as f8
 from fp8compile.cli.checkpoint import load_checkpoint, save_checkpoint, whole_state
 from fp8compile.cli.config import BF16
 from fp8compile.cli.errors import Failed, UserError
+from fp8compile.cli.fsdp import gather_codes, shard
 from fp8compile.cli.gemms import expected_gemms, profiled_gemms
 from fp8compile.cli.graphs import CountedModel
+from fp8compile.cli.layout import layout_of
 from fp8compile.cli.memory import peak_memory, reset_peak_memory
 from fp8compile.cli.model import ByteLlama, ModelShape
 from fp8compile.cli.ranks import Ranks
@@ -132,7 +134,7 @@ class Trainer:
     def __init__(
         self, config: TrainConfig, arm: Arm, text: Text, recipe: f8.Recipe | None, ranks: Ranks | None = None
     ) -> None:
-        """Make the model, convert it, cut it over the ranks, and prepare its compilation.
+        """Make the model, convert it, share it among the ranks, and prepare its compilation.
 
         Args:
             config: The run's configuration, with threads and device filled in.
@@ -142,15 +144,24 @@ class Trainer:
             ranks: The processes of the run; None for this one alone.
         """
         self._ranks = Ranks() if ranks is None else ranks
-        self._config, self._arm, self._text, self._recipe = config, arm, text, recipe
+        self._layout = layout = layout_of(config, self._ranks)
+        self._config, self._arm, self._text = config, arm, text
         self._device = torch.device(config.device)
         self.model = ByteLlama(model_shape(config), seed=arm.seed)
         if recipe is not None:
             # The head stays in bf16, as is usual: its errors go straight into the loss.
-            f8.convert(self.model, recipe, filter=lambda _, fqn: fqn != "head")
+            # Delayed scales that ranks with other rows find on their own would not be one state.
+            group = layout.data_group() if recipe.history() and layout.dp > 1 else None
+            f8.convert(self.model, recipe, filter=lambda _, fqn: fqn != "head", amax_group=group)
         self.model.to(self._device)
-        if (mesh := self._ranks.mesh(self._device.type)) is not None:
-            parallelize(self.model, mesh, sp=config.sp)
+        if layout.tp > 1:
+            parallelize(self.model, layout.tp_mesh(self._device.type), sp=config.sp)
+        tokens = config.batch // layout.dp * config.seq
+        self._expected = expected_gemms(self.model, recipe, tokens=tokens, device=self._device)
+        self._gathered = None
+        if layout.dp > 1:
+            self._gathered = gather_codes(self.model, recipe)
+            shard(self.model, layout.data_mesh(self._device.type), config)
         self._optimizer = _optimizer(self.model)
         self.counted = CountedModel(self.model, config)
         self.step = 0
@@ -180,7 +191,9 @@ class Trainer:
 
     def _batch(self, step: int) -> tuple[Tensor, Tensor]:
         sizes = {"batch": self._config.batch, "seq": self._config.seq}
-        return training_batch(self._text, seed=self._arm.seed, step=step, **sizes)
+        whole = training_batch(self._text, seed=self._arm.seed, step=step, **sizes)
+        rows = self._layout.rows(self._config.batch)
+        return whole[0][rows], whole[1][rows]
 
     def gradients(self) -> dict[str, object]:
         """Do forward and backward of the next step.
@@ -194,7 +207,7 @@ class Trainer:
         self._started = time.perf_counter()
         loss = self._loss("train", self._batch(self.step))
         loss.backward()
-        value = loss.item()
+        value = self._layout.mean(self._ranks.all(loss.item()))
         if not math.isfinite(value):
             raise Failed(f"the loss of {self._arm.name} became {value} at step {self.step + 1}; lower --lr")
         rate = _learning_rate(self.step, self._config.lr)
@@ -250,8 +263,6 @@ class Trainer:
         peak = peak_memory(self._device)
         if not self._is_warm:
             step()  # resumed after the last update: the compiler has yet to run
-        tokens = self._config.batch * self._config.seq
-        expected = expected_gemms(self.model, self._recipe, tokens=tokens, device=self._device)
         return {
             "kind": "done",
             "arm": self._arm.name,
@@ -259,11 +270,14 @@ class Trainer:
             "tokens_per_second": self.tokens_per_second,
             "peak_memory_bytes": peak,
             "peak_memory_since": "first step" if self._peak_is_of_steps else "process start",
-            "expected_gemms": vars(expected),
+            "expected_gemms": vars(self._expected),
             "profiled_gemms": vars(profiled_gemms(step)),
             "graphs": dict(self.counted.graphs) if self.counted.is_compiled else None,
             "graph_breaks": self.counted.graph_breaks,
             "recompiles": self.counted.recompiles,
             "tp": self._config.tp,
             "sp": self._config.sp,
+            "replicas": self._layout.replicas,
+            "shards": self._layout.shards,
+            "weights_gathered_as": self._gathered,
         }
