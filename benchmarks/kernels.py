@@ -1,23 +1,47 @@
 """How many kernels, and how many bytes, does one block cost on a GPU? Answered without one.
 
-Inductor generates code for forward and backward on fake tensors; its own count of bytes read and written is added up.
-Bytes say how well casts fuse; they are no time. The GPU is an H200, for MX formats a B200. Needs Triton; torchao is
-compared where it is installed.
+Inductor generates code for forward and backward on fake tensors; its own count of bytes read and written is added up,
+with what our opaque ops launch inside. The last column is a bound, no measurement: the time that the GPU needs at
+least, by its published peaks (benchmarks/roofline.py), for the products and, one after the other, for the bytes of all
+other kernels. The GPU is an H200, for MX formats a B200. Needs Triton; torchao is compared where it is installed.
 
-    python -m benchmarks.kernels [--json] [--m 8192 --d 4096 --h 14336] [--contenders rowwise "torchao rowwise"]
+    python -m benchmarks.kernels [--json] [--m 8192] [--shape llama3-8b] [--block mlp] [--contenders rowwise ...]
 """
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
+from functools import cache
 
+import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from benchmarks.mlp import contenders, mlp
+import fp8compile as f8
+from benchmarks.blocks import SHAPES, Shape, block
+from benchmarks.mlp import contenders
+from benchmarks.roofline import bound_ms
 from benchmarks.table import Row, emit
 from fp8compile.testing import gpu_kernels
+from fp8compile.testing.gpu_kernels import GpuCode
 
-__all__ = ["kernel_row"]
+__all__ = ["kernel_row", "launches_inside"]
+
+FILLS = "fp8compile.quantize_weight.default"
+
+
+def _operations(code: GpuCode, model: torch.nn.Module, m: int) -> tuple[float, float]:
+    """Operations of a graph's products in FP8 and in bf16. Each layer has as many of either as each other layer."""
+    shapes = [layer.weight.shape for layer in model.modules() if isinstance(layer, torch.nn.Linear)]
+    in_fp8 = sum("scaled" in name for name in code.gemms) / len(shapes)
+    operations = sum(2.0 * m * rows * columns for rows, columns in shapes)
+    return operations * in_fp8, operations * (len(code.gemms) / len(shapes) - in_fp8)
+
+
+def _bound(codes: Sequence[GpuCode], model: torch.nn.Module, m: int, arch: str) -> float:
+    beside = sum(each.bytes_read + each.bytes_written for c in codes for each in c.launches if each.kind != "gemm")
+    fp8, bf16 = map(sum, zip(*(_operations(code, model, m) for code in codes), strict=True))
+    return bound_ms(beside, fp8, bf16, arch)
 
 
 def arch_for(contender: str) -> str:
@@ -25,34 +49,48 @@ def arch_for(contender: str) -> str:
     return "b200" if contender.startswith("mx") else "h200"
 
 
-def kernel_row(contender: str, m: int, d: int, h: int) -> Row:
-    """Kernels, GEMMs and GB of one contender."""
+def launches_inside(code: GpuCode, model: torch.nn.Module) -> int:
+    """Bytes of what opaque ops launch and Inductor doesn't see: `quantize_weight` fills its amaxes with zeros.
+
+    Its codes, scales and amaxes are outputs, which are counted; so are those of `quantize_both`, one kernel each.
+    """
+    if not any(launch.name == FILLS for launch in code.launches):
+        return 0
+    return sum(4 * layer.in_features for layer in model.modules() if isinstance(layer, f8.Linear))
+
+
+@cache
+def kernel_row(contender: str, m: int, shape: Shape, kind: str = "mlp") -> Row:
+    """Kernels, GEMMs and bytes of one contender."""
+    arch = arch_for(contender)
     with FakeTensorMode(allow_non_fake_inputs=True):
-        model, x = mlp(contender, m, d, h)
-        forward, backward = gpu_kernels(model, x, arch=arch_for(contender))
+        model, x = block(kind, contender, m, shape)
+        forward, backward = gpu_kernels(model, x, arch=arch)
+    inside = launches_inside(forward, model)
     return {
         "block": contender,
-        "GPU": arch_for(contender),
+        "GPU": arch,
         "fwd kernels": len(forward.kernels),
         "fwd GEMMs": len(forward.gemms),
-        "fwd GB": forward.bytes / 1e9,
+        "fwd GB": (forward.bytes + inside) / 1e9,
         "bwd kernels": len(backward.kernels),
         "bwd GEMMs": len(backward.gemms),
         "bwd GB": backward.bytes / 1e9,
-        "sum GB": (forward.bytes + backward.bytes) / 1e9,
+        "sum GB": (forward.bytes + inside + backward.bytes) / 1e9,
+        "bound ms": _bound((forward, backward), model, m, arch),
     }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Kernels and bytes of one MLP block on a GPU, without one.")
+    parser = argparse.ArgumentParser(description="Kernels and bytes of one block on a GPU, without one.")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--m", type=int, default=8192, help="tokens")
-    parser.add_argument("--d", type=int, default=4096, help="width of the residual stream")
-    parser.add_argument("--h", type=int, default=14336, help="hidden width")
+    parser.add_argument("--shape", choices=SHAPES, default="llama3-8b")
+    parser.add_argument("--block", choices=("mlp", "attention"), default="mlp")
     parser.add_argument("--contenders", nargs="+", choices=contenders(), default=contenders())
     args = parser.parse_args()
-    rows = [kernel_row(name, args.m, args.d, args.h) for name in args.contenders]
-    emit(f"Generated code of RMSNorm, SwiGLU, residual: M={args.m} d={args.d} h={args.h}", rows, as_json=args.json)
+    rows = [kernel_row(name, args.m, SHAPES[args.shape], args.block) for name in args.contenders]
+    emit(f"Generated code of the {args.block} block of {args.shape}: M={args.m}", rows, as_json=args.json)
 
 
 if __name__ == "__main__":

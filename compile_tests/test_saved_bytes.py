@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import fp8compile as f8
+from benchmarks.memory import saved_bytes, saved_row
 from benchmarks.mlp import mlp
-from benchmarks.saved_bytes import saved_bytes, saved_row
 from fp8compile._compat import TORCH_VERSION
 
 SIZES = (8192, 4096, 14336)

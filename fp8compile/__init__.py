@@ -8,7 +8,16 @@ model = torch.compile(model, fullgraph=True)
 
 from fp8compile import library, ops, recipes
 from fp8compile.lazy import __getattr__ as __getattr__
-from fp8compile.nn import ConversionReport, DelayedState, Linear, conversion_report, convert, linear, revert
+from fp8compile.nn import (
+    ConversionReport,
+    DelayedState,
+    Linear,
+    MasterWeights,
+    conversion_report,
+    convert,
+    linear,
+    revert,
+)
 from fp8compile.quantizers import CurrentScaling, DelayedScaling, Quantizer, Recipe
 from fp8compile.tensor import QuantizedTensor, quantize, scaled_mm
 
@@ -20,6 +29,7 @@ __all__ = [
     "DelayedScaling",
     "DelayedState",
     "Linear",
+    "MasterWeights",
     "QuantizedTensor",
     "Quantizer",
     "Recipe",

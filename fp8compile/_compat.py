@@ -14,6 +14,7 @@ import importlib.util
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 from typing import Any
 
@@ -32,17 +33,20 @@ __all__ = [
     "FsdpParameter",
     "fsdp_parameters",
     "is_fsdp",
+    "left_in_backward",
     "OpaqueBase",
     "all_gather_single",
     "allow_group_in_subclass",
     "as_kernel",
     "async_tp",
     "constant_when_traced",
+    "concatenated",
     "cpu_has_rowwise_gemm",
     "dtypes_of_calls",
     "guard_or_false",
     "impl_autograd",
     "is_constant_type",
+    "is_fusible",
     "is_dtensor",
     "local_itself",
     "is_stand_in",
@@ -54,8 +58,10 @@ __all__ = [
     "register_fallback",
     "register_lowering",
     "rank_salt",
+    "recomputed",
     "replicated",
     "statically_true",
+    "strided_shard",
     "version_in_eager",
     "when_imported",
 ]
@@ -269,6 +275,24 @@ def impl_autograd(
     lib.impl(op._opname, kernel, "Autograd", with_keyset=True)
 
 
+VIEWS = {
+    getattr(torch.ops.aten, name).default
+    for name in (
+        "view",
+        "_unsafe_view",
+        "reshape",
+        "t",
+        "permute",
+        "squeeze",
+        "unsqueeze",
+        "expand",
+        "alias",
+        "detach",
+    )
+} | {torch.ops.aten.transpose.int, torch.ops.aten.slice.Tensor}
+COPIES = {torch.ops.aten._to_copy.default, torch.ops.aten.clone.default, torch.ops.prims.convert_element_type.default}
+
+
 def _nodes_of(tensor: torch.Tensor) -> list[Any]:
     """The nodes that stand for a tensor in graphs that are being traced."""
     from torch.fx.experimental.proxy_tensor import _get_proxies
@@ -282,6 +306,64 @@ def never_recompute(tensor: torch.Tensor) -> None:
 
     for node in _nodes_of(tensor):
         node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+
+
+@contextmanager
+def _marked(marks: dict[str, Any]) -> Iterator[None]:
+    """What is traced inside carries these marks, which PyTorch's partitioner reads."""
+    from torch.fx import traceback
+
+    meta = traceback.current_meta
+    before = {key: meta[key] for key in marks if key in meta}
+    meta.update(marks)
+    try:
+        yield
+    finally:
+        for key in marks:
+            meta.pop(key, None)
+        meta.update(before)
+
+
+def recomputed(*, in_backward: bool = False) -> AbstractContextManager[None]:
+    """What is traced inside is never kept for the backward, which makes it once more, as with checkpointing.
+
+    Args:
+        in_backward: It belongs to the backward alone. PyTorch's partitioner would put it in the forward too where it
+            needs no gradient, and as a collective is no dead code, it would be sent there for nothing.
+    """
+    from torch.fx import traceback
+    from torch.utils.checkpoint import CheckpointPolicy
+
+    marks = {"recompute": CheckpointPolicy.MUST_RECOMPUTE}
+    # inside of a checkpointed region its own number: PyTorch keeps what leads from one region into a later one
+    marks["ac_graph_id"] = traceback.current_meta.get("ac_graph_id", 0)
+    return _marked({**marks, **(IN_BACKWARD if in_backward else {})})
+
+
+IN_BACKWARD = {"partitioner_tag": "must_be_in_backward"}
+
+
+def left_in_backward() -> AbstractContextManager[None]:
+    """What is traced inside stays in the backward, where PyTorch's partitioner could have it in the forward as well.
+
+    It decides by sizes. Where those of ranks differ, so may what it decides, and a rank would wait in its forward for
+    a message that another one sends in its backward.
+    """
+    return _marked(IN_BACKWARD)
+
+
+def is_fusible(tensor: torch.Tensor) -> bool:
+    """Whether a tensor that is being traced comes out of code that Inductor fuses with what reads it.
+
+    Inputs of the graph don't, nor do results of products and of other calls; nor does anything in eager mode.
+    """
+    for node in _nodes_of(tensor):
+        while node.op == "call_function" and node.target in VIEWS:
+            node = node.args[0]
+        tags = getattr(node.target, "tags", ())
+        if node.op == "call_function" and (torch.Tag.pointwise in tags or node.target in COPIES):
+            return True
+    return False
 
 
 def version_in_eager(tensor: torch.Tensor) -> int | None:
@@ -455,6 +537,20 @@ def allow_group_in_subclass() -> None:
 
     if hasattr(device_mesh, "_register_distributed_opaque_types"):  # 2.13; at import in 2.15
         device_mesh._register_distributed_opaque_types()
+
+
+def concatenated(first: Any, second: Any) -> Any:
+    """The mesh that has the dims of two others, parts of one mesh."""
+    from torch.distributed.device_mesh import DeviceMesh
+
+    return DeviceMesh._concatenate([first, second])
+
+
+def strided_shard(dim: int, parts: int) -> Any:
+    """The placement of a tensor of which each of so many parts was cut along ``dim`` once more."""
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    return _StridedShard(dim, split_factor=parts)
 
 
 def constant_when_traced(fn: Callable) -> Callable:

@@ -22,6 +22,10 @@ FLOAT32_EXPONENT_MASK = 0x7F800000
 FLOAT32_MANTISSA_BITS = 23
 FLOAT32_BIAS = 127
 FLOAT32_MAX = torch.finfo(torch.float32).max
+# NaN is written by its bits, here and wherever a compiled graph may hold it: two casts of one tensor are merged where
+# their nodes are equal, and a NaN literal is unequal to itself.
+FLOAT32_NAN = 0x7FC00000
+NAN_CODE = 0x7F  # of e4m3 and e5m2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,8 +60,11 @@ class Float8Format:
             Codes, the same shape, uint8. NaN gives the one code 0x7f, whatever its sign and payload, so
             that codes made by different kernels can be compared as bytes.
         """
-        saturated = values.clamp(-self.max, self.max)
-        return torch.where(saturated.isnan(), torch.nan, saturated).to(self.dtype).view(torch.uint8)
+        return torch.where(values.isnan(), NAN_CODE, self.encode_numbers(values))
+
+    def encode_numbers(self, values: Tensor) -> Tensor:
+        """As ``encode``, for who knows where values are NaN: there its codes are some NaN."""
+        return values.clamp(-self.max, self.max).to(self.dtype).view(torch.uint8)
 
     def encode_stochastic(self, values: Tensor, noise: Tensor) -> Tensor:
         """Round to one of the two codes around each value, up with the probability of its distance from the lower one.
@@ -152,8 +159,8 @@ class ExponentFormat:
         """Values of bytes (uint8, any shape), float32, exact (byte 0 is a subnormal)."""
         byte = codes.to(torch.int32)
         smallest = 1 << (FLOAT32_MANTISSA_BITS - 1)
-        power = torch.where(byte == 0, smallest, byte << FLOAT32_MANTISSA_BITS).view(torch.float32)
-        return torch.where(byte == self.nan, torch.nan, power)
+        power = torch.where(byte == 0, smallest, byte << FLOAT32_MANTISSA_BITS)
+        return torch.where(byte == self.nan, FLOAT32_NAN, power).view(torch.float32)
 
 
 E4M3 = Float8Format(

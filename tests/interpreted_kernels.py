@@ -19,7 +19,9 @@ from torch import Tensor
 
 import fp8compile as f8
 from fp8compile.kernels.both_directions import both_directions
+from fp8compile.kernels.weights import rows_and_columns, square_blocks
 from fp8compile.ops.quantize_both import empty_outputs, two_casts
+from fp8compile.ops.quantize_weight import step_by_step
 
 FLOAT8 = {"fp8e4nv": torch.float8_e4m3fn, "fp8e5": torch.float8_e5m2}
 RULES = ("fp32", "pow2", "e8m0_rceil", "e8m0_floor")
@@ -65,6 +67,22 @@ def kernel(x: Tensor, rows: f8.CurrentScaling, columns: f8.CurrentScaling) -> tu
     return outputs
 
 
+def weight_kernel(x: Tensor, first: f8.CurrentScaling, again: f8.CurrentScaling) -> tuple[Tensor, ...]:
+    outputs = tuple(torch.zeros_like(each) for each in step_by_step(x, first, again))
+    (rows_and_columns if first.block == (1, -1) else square_blocks)(x, first, *outputs)
+    return outputs
+
+
+def weight_pairs() -> Iterator[tuple[f8.CurrentScaling, f8.CurrentScaling]]:
+    for rule in RULES:
+        for format, eps in (("e4m3", 0.0), ("e5m2", 1e-3)):
+            first = f8.CurrentScaling(format=format, block=(1, -1), scale=rule, eps=eps)
+            yield first, f8.CurrentScaling(block=(-1, 1))
+            for n in (16, 128):
+                square = f8.CurrentScaling(format=format, block=(n, n), scale=rule, eps=eps)
+                yield square, square
+
+
 def layout(x: Tensor) -> tuple:
     """Dtype, shape, and the strides that say where elements are."""
     return x.dtype, x.shape, [stride for size, stride in zip(x.shape, x.stride(), strict=True) if size > 1]
@@ -101,6 +119,10 @@ def main() -> None:
         for shape, dtype in INPUTS:
             x = values(shape, dtype)
             report(f"{rows} {columns} {shape} {dtype}", kernel(x, rows, columns), two_casts(x, rows, columns))
+    for first, again in weight_pairs():
+        for shape, dtype in INPUTS:
+            x = values(shape, dtype)
+            report(f"weight {first} {shape} {dtype}", weight_kernel(x, first, again), step_by_step(x, first, again))
     for n in (32, 128):
         rows, columns = f8.CurrentScaling(block=(1, n)), f8.CurrentScaling(block=(n, 1), format="e5m2")
         x = every_bfloat16()
@@ -115,6 +137,9 @@ def main() -> None:
         report(f"golden {case.name}", (codes, scale), (case.codes.contiguous(), case.scale.contiguous()))
     rows, columns = next(pairs())
     x = values((200, 300), torch.bfloat16)
+    first, again = next(weight_pairs())
+    other = replace(first, scale="pow2"), f8.CurrentScaling(block=(-1, 1))
+    report("planted in weights", weight_kernel(x, first, again)[:2], step_by_step(x, *other)[:2])
     report("planted", kernel(x, rows, columns), two_casts(x, replace(rows, scale="pow2"), replace(columns, eps=1.0)))
 
 

@@ -1,4 +1,4 @@
-"""fp8compile::quantize_both: its Triton kernel is its PyTorch twin, bit for bit, and the golden vectors."""
+"""fp8compile::quantize_both and quantize_weight: their Triton kernels are their PyTorch twins, bit for bit."""
 
 from __future__ import annotations
 
@@ -39,10 +39,11 @@ def interpreted() -> dict[str, list[int]]:
 
 @needs_triton
 def test_the_kernel_is_its_twin_bit_for_bit():
-    found = {case: counts for case, counts in interpreted().items() if case != "planted"}
+    found = {case: counts for case, counts in interpreted().items() if not case.startswith("planted")}
     wrong = {case: counts for case, counts in found.items() if any(counts)}
     assert not wrong, wrong
     assert sum(case.startswith("CurrentScaling") for case in found) == 24 * 4
+    assert sum(case.startswith("weight") for case in found) == 24 * 4
     assert sum(case.startswith("every bfloat16") for case in found) == 2
 
 
@@ -54,7 +55,8 @@ def test_the_kernel_makes_the_golden_vectors():
 
 @needs_triton
 def test_another_rule_is_seen():
-    assert all(interpreted()["planted"]), "each output of another quantizer differs somewhere"
+    for case in ("planted", "planted in weights"):
+        assert all(interpreted()[case]), f"{case}: each output of another quantizer differs somewhere"
 
 
 def test_the_op_is_two_casts_in_the_layouts_of_the_gemms(assert_bits_equal):

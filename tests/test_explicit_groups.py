@@ -270,7 +270,8 @@ def check_inductor(*pick):
 
 INDUCTOR = (
     ("column", "mxfp8", (20, 4), (48, 48), 1),  # cuts blocks
-    ("row", "tensorwise", (12, 12), (48, 48), 0),
+    # PyTorch puts messages of the backward into the forward by their sizes: on one of these ranks, not on the other
+    ("row", "blockwise", (0, 24), (48, 48), 0),
 )
 
 
@@ -281,16 +282,8 @@ def test_inductor_has_the_bits_of_eager_mode_and_a_cache_hit(ranks, case):
         assert (hits, bypasses) == (1, 0)
 
 
-CRASHES = "row, blockwise, Inductor, PyTorch 2.13: the process of the rank without tokens dies; not yet understood"
-NO_TOKENS = pytest.mark.xfail(run=False, reason=CRASHES)
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "case",
-    [pytest.param(case, marks=NO_TOKENS) if 0 in case[2] else case for case in PAIRS],
-    ids=lambda case: "-".join(map(str, case[:2])),
-)
+@pytest.mark.parametrize("case", PAIRS, ids=lambda case: "-".join(map(str, case[:2])))
 def test_inductor_has_the_bits_of_eager_mode(ranks, case):
     assert ranks.run(check_inductor, case, seconds=600)[0][0] == []
 

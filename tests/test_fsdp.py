@@ -7,6 +7,7 @@ addition and a division by two, which one process does as well, so there the bit
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from itertools import product
 
 import fsdp_models as models
@@ -14,10 +15,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from gloo_ranks import shared_ranks
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import parallel
 
 import fp8compile as f8
-from fp8compile.parallel import fsdp_float8_all_gather
+from fp8compile._compat import TORCH_VERSION
+from fp8compile.parallel import fsdp_float8_all_gather, weight_scales
 from fp8compile.testing.bits import bits
 
 RECIPES = {"tensorwise": f8.recipes.tensorwise, "blockwise": f8.recipes.blockwise}
@@ -108,6 +111,9 @@ def one_process(recipe, policy, sizes, steps, world):
     model = models.model_of(sizes, recipe_of(recipe))
     optimizer, losses = models.adamw(model), []
     cast = copy.deepcopy(model).to(models.POLICIES[policy].param_dtype or torch.float32)
+    if TORCH_VERSION >= (2, 15):  # FSDP2 lets gradients come in the dtype that it sums them in: those of norms do
+        for parameter in cast.parameters():
+            parameter.grad_dtype = torch.float32
     for step in range(steps):
         grads, found = [], []
         for rank in range(world):
@@ -138,3 +144,51 @@ def against_one_process(recipe, policy, sizes, steps):
 )
 def test_one_process(ranks, recipe, policy, sizes):
     assert ranks.run(against_one_process, recipe, policy, sizes, 20) == [[]] * 4
+
+
+# ---------------------------------------------------------------------------------- what users reported
+
+REAL = {name: getattr(weight_scales, name) for name in ("all_reduce_amax", "part_of_weight", "scale")}
+
+
+def amax_before_the_cast(weight, mesh, size, mp_policy):
+    return REAL["part_of_weight"](weight, mesh, size, MixedPrecisionPolicy())
+
+
+def amax_of_the_fsdp_ranks_alone(amax, group):
+    is_tp = group == models.mesh_2d("dp", "tp")["tp"].get_group().group_name
+    return amax if is_tp else REAL["all_reduce_amax"](amax, group)
+
+
+WRONG = {
+    # pytorch/ao 4300: a scale of float32 weights with all-gather on, of bfloat16 ones with it off
+    "amax before the cast": ("part_of_weight", amax_before_the_cast, ("fp32", "bf16", "even", "1-D")),
+    "amax of a local shard": ("all_reduce_amax", lambda amax, group: amax, ("fp32", "fp32", "even", "1-D")),
+    # pytorch/ao 4300: the amax over the wrong mesh
+    "amax over the FSDP mesh alone": (
+        "all_reduce_amax",
+        amax_of_the_fsdp_ranks_alone,
+        ("fp32", "fp32", "even", "FSDP + TP"),
+    ),
+    # pytorch/ao 4300: the power of two ignored on the way to the gather
+    "power of two dropped": (
+        "scale",
+        lambda amax, quantizer: REAL["scale"](amax, replace(quantizer, scale="fp32")),
+        ("pow2", "fp32", "even", "1-D"),
+    ),
+}
+
+
+def with_wrong(what):
+    name, wrong, (scale, policy, sizes, mesh) = WRONG[what]
+    setattr(weight_scales, name, wrong)
+    try:
+        return on_and_off("tensorwise", scale, policy, sizes, mesh, 3)
+    finally:
+        setattr(weight_scales, name, REAL[name])
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_what_users_reported_would_be_seen(ranks, what):
+    """Each mistake that peers made, put in: the tests above would fail."""
+    assert all(differ for differ in ranks.run(with_wrong, what))

@@ -26,6 +26,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fp8compile as f8
 from fp8compile.parallel import fsdp_float8_all_gather, weight_scales
+from fp8compile.parallel.sharded_weight import ShardedWeight
 from fp8compile.testing.bits import bits
 
 BF16 = models.BF16
@@ -508,3 +509,43 @@ def test_the_report_says_what_is_gathered(ranks):
     report = ranks.run(mixed)[0]
     assert "codes" in report
     assert "param_dtype: forward and backward multiply different codes" in report
+
+
+# -------------------------------------------------------------------- why rowwise is gathered in bfloat16
+
+
+def uses_of_a_gather(how):
+    """In the order of a step: when a layer's weight is gathered, and which of its products run."""
+    seen, original = [], ShardedWeight.fsdp_pre_all_gather
+
+    def gather(self, mesh, outer_size, outer_stride, module, mp_policy):
+        seen.append("gather")
+        return original(self, mesh, outer_size, outer_stride, module, mp_policy)
+
+    model = f8.convert(Short(), recipe_of("tensorwise"), filter=lambda *_: True)
+    fsdp_float8_all_gather(model)
+    layer = fully_shard(model.first, mesh=models.mesh_1d("pair"), reshard_after_forward=how != "kept after forward")
+    layer.register_forward_pre_hook(lambda *_: seen.append("output"))
+    layer.register_full_backward_hook(lambda *_: seen.append("grad_input"))
+    ShardedWeight.fsdp_pre_all_gather = gather
+    try:
+        x = torch.ones(2, 16, requires_grad=True)
+        y = checkpoint(layer, x, use_reentrant=False) if how == "checkpointed" else layer(x)
+        y.sum().backward()
+    finally:
+        ShardedWeight.fsdp_pre_all_gather = original
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("how", "order"),
+    [
+        ("plain", ["gather", "output", "gather", "grad_input"]),
+        # one gather serves the product that forward does again, and grad_input: its codes have to serve both
+        ("checkpointed", ["gather", "output", "gather", "output", "grad_input"]),
+        ("kept after forward", ["gather", "output", "grad_input"]),
+    ],
+)
+def test_a_gather_may_serve_both_passes(ranks, how, order):
+    """So codes that are one pass's alone (rowwise, MX) can't be what stock FSDP2 gathers."""
+    assert ranks.run(uses_of_a_gather, how) == [order] * 4

@@ -16,8 +16,11 @@ from fp8compile.ops import OPS, linear
 
 NAMESPACE = "fp8compile::"
 RECIPE = f8.recipes.rowwise()
-differentiable = tuple(f"fp8compile::{op}" for op in ("linear", "delayed_linear", "sharded_linear", "scatter_sum"))
-KEEP_STRIDES = ("fp8compile::realize", "fp8compile::scale", "fp8compile::snapshot")  # elementwise, of small tensors
+FSDP = ("fsdp_gather", "fsdp_linear")
+differentiable = tuple(
+    f"fp8compile::{op}" for op in ("linear", "delayed_linear", "sharded_linear", "scatter_sum", *FSDP)
+)
+KEEP_STRIDES = ("fp8compile::realize", "fp8compile::scale", "fp8compile::snapshot", "fp8compile::store")  # elementwise
 OURS = sorted(name for name in OPS if name.startswith(NAMESPACE))
 every_op = pytest.mark.parametrize("name", OURS)
 

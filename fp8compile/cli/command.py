@@ -22,7 +22,7 @@ __all__ = ["main"]
 
 # Each names a module of this package with add_parser(subparsers), which sets the default `run`:
 # a function of the parsed arguments that returns an exit code.
-SUBCOMMANDS = ("train", "explain", "doctor")
+SUBCOMMANDS = ("train", "explain", "doctor", "bench")
 RANK_PATIENCE = 10  # seconds
 NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 

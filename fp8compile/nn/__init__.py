@@ -3,6 +3,7 @@
 from fp8compile.nn.convert import convert, revert
 from fp8compile.nn.functional import linear
 from fp8compile.nn.linear import Linear
+from fp8compile.nn.master_weights import MasterWeights
 from fp8compile.nn.report import ConversionReport, ConversionRow, conversion_report
 from fp8compile.nn.state import DelayedState
 
@@ -11,6 +12,7 @@ __all__ = [
     "ConversionRow",
     "DelayedState",
     "Linear",
+    "MasterWeights",
     "conversion_report",
     "convert",
     "linear",

@@ -11,6 +11,7 @@ from torch.distributed import ProcessGroup
 from fp8compile.nn.assignment import Recipes, assigner, ends
 from fp8compile.nn.filters import Filter, resolve_filter
 from fp8compile.nn.linear import Linear, become_float8, become_plain, cannot_revert, check_amax_group
+from fp8compile.nn.quantized_weights import check_weights, quantize_weights
 from fp8compile.quantizers import Recipe
 from fp8compile.tensor import SOURCE_DTYPES, QuantizedTensor
 
@@ -124,6 +125,8 @@ def convert(
     filter: Filter | None = None,
     keep_ends: int = 0,
     amax_group: ProcessGroup | None = None,
+    quantized_parameters: bool = False,
+    keep_initial: bool = False,
 ) -> nn.Module:
     """Turn the ``nn.Linear`` layers of a model into ``fp8compile.Linear``, in place.
 
@@ -141,6 +144,11 @@ def convert(
             behind the last one: 1 for the first and last layers in bfloat16. Blocks are the entries of the model's
             largest ``ModuleList`` or ``Sequential``; without one, each linear is a block.
         amax_group: Of delayed scaling: ranks whose amaxes become one, as ``fp8compile.Linear`` takes it.
+        quantized_parameters: Whether the layers' weights themselves become codes and scales, with nothing in high
+            precision beside them; parameters are new objects then. For recipes whose weight codes serve both
+            directions, tensorwise and blockwise; see ``docs/parameters.md``.
+        keep_initial: With it, whether the values that weights had are kept on the CPU, until
+            ``fp8compile.MasterWeights`` takes them.
 
     Returns:
         The model.
@@ -148,8 +156,9 @@ def convert(
     Raises:
         TypeError: An argument is of another kind.
         ValueError: There is no linear, a pattern matches none, a layer has another recipe already, the model was
-            compiled, scripted or exported, or a group is given for recipes without delayed scaling. Nothing is
-            changed then.
+            compiled, scripted or exported, or a group is given for recipes without delayed scaling; a recipe's weight
+            codes don't serve both directions, a weight to be quantized is a DTensor, or a module that stays as it is
+            has it too. Nothing is changed then.
     """
     _check_module("convert", model)
     _check_not_compiled(model)
@@ -157,6 +166,11 @@ def convert(
     plan = _plan(model, recipe, filter, keep_ends)
     given = [own for own, _ in plan.values() if own is not None]
     check_amax_group("convert", given, amax_group, none_has="no layer gets")
+    if keep_initial and not quantized_parameters:
+        raise ValueError("convert: keep_initial is for quantized_parameters=True; else weights keep their values.")
+    chosen = [module for module, (own, _) in plan.items() if own is not None]
+    if quantized_parameters:
+        check_weights(model, {module: plan[module][0] for module in chosen})
     for module, (own, reason) in plan.items():
         vars(module).pop(LEFT_OUT, None)
         if own is None:
@@ -165,6 +179,8 @@ def convert(
             # the class, not the module: whoever else holds the module, in a list or a closure, has FP8 too
             module.__class__ = Linear
             become_float8(module, own, amax_group if own.history() else None)
+    if quantized_parameters:
+        quantize_weights(chosen, keep_initial=keep_initial)
     return model
 
 

@@ -11,21 +11,25 @@ from torch.distributed import ProcessGroup
 
 from fp8compile._compat import rebind_load_hooks
 from fp8compile.nn.functional import check_recipe, linear
+from fp8compile.nn.master_weights import local_of, wrapped_like
 from fp8compile.nn.state import DelayedState, group_name
 from fp8compile.quantizers import Recipe
-from fp8compile.tensor import SOURCE_DTYPES, shown
+from fp8compile.tensor import SOURCE_DTYPES, QuantizedParameter, shown
 
 __all__ = ["Linear", "become_float8", "become_plain", "cannot_revert", "check_amax_group"]
 
 STATE = ("amax_history", "multiplier")  # buffers of delayed scaling
 GATHERED = "gathered"  # on a layer that `fsdp_float8_all_gather` saw: what FSDP2 gathers of its weight
+CODES = ("weight_codes", "weight_scale")  # what a checkpoint has of a quantized weight
 
 
 class Linear(nn.Linear):
     """A ``torch.nn.Linear`` whose GEMMs run in FP8.
 
     Parameters are plain ``nn.Parameter``, the state dict is that of ``nn.Linear``, and so is whatever else this module
-    does not override: it is a ``nn.Linear`` to every tool that looks for one.
+    does not override: it is a ``nn.Linear`` to every tool that looks for one. Only ``fp8compile.convert`` with
+    ``quantized_parameters=True`` makes the weight codes and a scale; then these two, as plain tensors, are in the
+    state dict in its place, and a state dict with values is quantized as it is loaded.
 
     With delayed scaling it has two buffers more, the fields of ``fp8compile.DelayedState``, which each backward
     updates. They are in the state dict; one without them, such as that of a ``nn.Linear``, starts them anew. They stay
@@ -143,6 +147,49 @@ class Linear(nn.Linear):
             self._reset_state()  # to_empty() leaves memory as it was, which no one would notice in a scale
         return self
 
+    # ------------------------------------------------------------------ what a checkpoint has of it
+
+    @property
+    def weight_codes(self) -> Tensor:
+        """Of a quantized weight, the codes, uint8: what the state dict has of it beside ``weight_scale``."""
+        return wrapped_like(self._quantized_weight("weight_codes").codes, self.weight)
+
+    @property
+    def weight_scale(self) -> Tensor:
+        """Of a quantized weight, the scale: one for all ranks, or spread over them as the weight is."""
+        local = self._quantized_weight("weight_scale")
+        if local.quantizer.block == (-1, -1) or local is self.weight:
+            return local.scale
+        return type(self.weight).from_local(local.scale, self.weight.device_mesh, self.weight.placements)
+
+    def _quantized_weight(self, what: str) -> QuantizedParameter:
+        local = local_of(self.weight)
+        if not isinstance(local, QuantizedParameter):
+            raise AttributeError(f"{what}: the weight of this Linear is not quantized; its values are in .weight.")
+        return local
+
+    def is_quantized(self) -> bool:
+        """Whether the weight is kept as codes and a scale."""
+        return isinstance(local_of(self.weight), QuantizedParameter)
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if self.is_quantized():
+            del destination[f"{prefix}weight"]
+            for name in CODES:
+                destination[prefix + name] = getattr(self, name).detach()
+
+    def _load_codes(self, state_dict: Mapping[str, Any], prefix: str) -> None:
+        with torch.no_grad():
+            for name in CODES:
+                own, given = getattr(self, name), state_dict[prefix + name]
+                if own.shape != given.shape or own.dtype != given.dtype:
+                    raise ValueError(
+                        f"load_state_dict: {prefix}{name} has shape {tuple(given.shape)}, {given.dtype}; here it is "
+                        f"{tuple(own.shape)}, {own.dtype}."
+                    )
+                own.copy_(given)
+
     def _load_from_state_dict(
         self,
         state_dict: Mapping[str, Any],
@@ -153,15 +200,31 @@ class Linear(nn.Linear):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
+        if self.is_quantized() and local_metadata.get("assign_to_params_buffers", False):
+            error_msgs.append(
+                f"{prefix}weight is quantized and takes values or codes into its own memory: load without "
+                "assign=True, after to_empty() if it is on the meta device."
+            )
+            return
         own_missing: list[str] = []
+        own_unexpected: list[str] = []
         super()._load_from_state_dict(
-            state_dict, prefix, local_metadata, strict, own_missing, unexpected_keys, error_msgs
+            state_dict, prefix, local_metadata, strict, own_missing, own_unexpected, error_msgs
         )
+        codes = [prefix + name for name in CODES]
+        if self.is_quantized() and all(key in state_dict for key in codes):
+            try:
+                self._load_codes(state_dict, prefix)
+            except ValueError as error:
+                error_msgs.append(str(error))
+            own_missing = [key for key in own_missing if key != f"{prefix}weight"]
+            own_unexpected = [key for key in own_unexpected if key not in codes]
         state_keys = [prefix + name for name in STATE]
         if f"{prefix}weight" in state_dict and not any(key in state_dict for key in state_keys):
             self._reset_state()  # what is remembered is of other weights
             own_missing = [key for key in own_missing if key not in state_keys]
         missing_keys += own_missing
+        unexpected_keys += own_unexpected
 
     def __prepare_scriptable__(self) -> Any:
         raise TypeError(
@@ -215,4 +278,6 @@ def cannot_revert(layer: Linear) -> str | None:
         return f"this is a {type(layer).__name__}, and its own forward or parametrization would be lost. Undo that."
     if _bypasses_class(layer):
         return "forward was replaced or compiled on the instance, and would go on in FP8. Undo that first."
+    if layer.is_quantized():
+        return "its weight is codes and a scale, which no nn.Linear has. Put nn.Parameter(weight.dequantize()) there."
     return None

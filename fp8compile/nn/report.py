@@ -35,6 +35,7 @@ class ConversionRow:
         out_features: N; of expert weights and the like, the dim before it.
         gathered: What of its weight FSDP2 gathers, after ``fp8compile.parallel.fsdp_float8_all_gather``: ``"codes"``,
             or ``"param_dtype: "`` and why; empty before.
+        quantized_weight: Whether its weight is kept as codes: ``quantized_parameters=True`` of ``fp8compile.convert``.
     """
 
     fqn: str
@@ -45,6 +46,7 @@ class ConversionRow:
     in_features: int
     out_features: int
     gathered: str = ""
+    quantized_weight: bool = False
 
     def float8_gemms(self) -> tuple[str, ...]:
         """Names of the GEMMs that the recipe puts in FP8."""
@@ -62,6 +64,7 @@ class ConversionReport:
         for row in self.rows:
             name = recipes.describe(row.recipe) if row.recipe else "-"
             gemms = ", ".join(row.float8_gemms()) or "none: every slot of the recipe is None"
+            gemms += "; weight kept as codes" if row.quantized_weight else ""
             size = f"{row.out_features} x {row.in_features}"
             why = gemms if row.converted else row.reason
             cells.append((row.fqn or "(the model)", row.module, size, name, why, row.gathered))
@@ -83,6 +86,7 @@ def _linear_row(fqn: str, module: nn.Linear) -> ConversionRow:
         in_features=module.in_features,
         out_features=module.out_features,
         gathered=getattr(module, GATHERED, ""),
+        quantized_weight=converted and module.is_quantized(),
     )
 
 

@@ -5,9 +5,13 @@ from fp8compile.ops.cast import cast
 from fp8compile.ops.delayed import delayed_grad_input, delayed_grad_weight, delayed_linear
 from fp8compile.ops.dequantize import dequantize
 from fp8compile.ops.flops import FLOP_FORMULAS
+from fp8compile.ops.fsdp_gather import fsdp_gather, fsdp_reduce
+from fp8compile.ops.fsdp_linear import fsdp_grad_input, fsdp_grad_weight, fsdp_linear
+from fp8compile.ops.fsdp_weight import fsdp_amax
 from fp8compile.ops.layer import GEMM_OPS, LAYER_OPS
 from fp8compile.ops.linear import grad_input, grad_weight, linear
 from fp8compile.ops.quantize_both import quantize_both
+from fp8compile.ops.quantize_weight import quantize_weight
 from fp8compile.ops.realize import realize
 from fp8compile.ops.registry import OPS, Op, decompositions, register_op
 from fp8compile.ops.scale import scale
@@ -15,6 +19,7 @@ from fp8compile.ops.scaled_mm import scaled_mm
 from fp8compile.ops.scatter_sum import scatter_sum
 from fp8compile.ops.sharded_linear import sharded_grad_input, sharded_grad_weight, sharded_linear
 from fp8compile.ops.snapshot import snapshot
+from fp8compile.ops.store import store
 
 __all__ = [
     "FLOP_FORMULAS",
@@ -29,10 +34,17 @@ __all__ = [
     "delayed_grad_weight",
     "delayed_linear",
     "dequantize",
+    "fsdp_amax",
+    "fsdp_gather",
+    "fsdp_grad_input",
+    "fsdp_grad_weight",
+    "fsdp_linear",
+    "fsdp_reduce",
     "grad_input",
     "grad_weight",
     "linear",
     "quantize_both",
+    "quantize_weight",
     "realize",
     "register_op",
     "scale",
@@ -42,4 +54,5 @@ __all__ = [
     "sharded_grad_weight",
     "sharded_linear",
     "snapshot",
+    "store",
 ]

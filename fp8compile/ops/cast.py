@@ -14,7 +14,7 @@ from fp8compile.ops.rounding import rounded
 from fp8compile.ops.sharding import Split, grid_cuts
 from fp8compile.quantizers import Quantizer
 
-__all__ = ["cast"]
+__all__ = ["cast", "cast_apart"]
 
 
 def _kernel(x: Tensor, multiplier: Tensor, quantizer: Quantizer) -> Tensor:
@@ -28,6 +28,11 @@ def _fake(x: Tensor, multiplier: Tensor, quantizer: Quantizer) -> Tensor:
 
 def _decompose(x: Tensor, multiplier: Tensor, quantizer: Quantizer) -> Tensor:
     return _kernel(rounded(x), multiplier, quantizer)
+
+
+def cast_apart(x: Tensor, multiplier: Tensor, quantizer: Quantizer) -> Tensor:
+    """The codes of ``cast``, for the backward in decompositions: never merged with a cast of the forward."""
+    return _kernel(rounded(x, apart=True), multiplier, quantizer)
 
 
 def _sharding(x: Tensor, multiplier: Tensor, quantizer: Quantizer) -> list[Split]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager, nullcontext
+from contextvars import ContextVar
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,9 +14,38 @@ from torch.nn.functional import pad
 from fp8compile import _compat
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Iterator, Sequence
+    from typing import Any
 
-__all__ = ["all_gather", "all_reduce_amax", "all_reduce_extreme", "all_reduce_sum", "reduce_scatter_sum"]
+__all__ = [
+    "all_gather",
+    "all_reduce",
+    "all_reduce_amax",
+    "all_reduce_extreme",
+    "reduce_scatter",
+    "sent_in_backward",
+]
+
+_IN_BACKWARD: ContextVar[bool] = ContextVar("sent_in_backward", default=False)
+
+
+@contextmanager
+def sent_in_backward() -> Iterator[None]:
+    """What is sent inside is sent in the backward of a compiled graph: PyTorch does not move it into the forward."""
+    token = _IN_BACKWARD.set(True)
+    try:
+        yield
+    finally:
+        _IN_BACKWARD.reset(token)
+
+
+def _sent(collective: Callable[..., Tensor], *args: Any) -> Tensor:
+    """The result of a collective: in eager mode it is one that still has to be waited for, in a graph it has been."""
+    from torch.distributed._functional_collectives import AsyncCollectiveTensor
+
+    with _compat.left_in_backward() if _IN_BACKWARD.get() else nullcontext():
+        result = collective(*args)
+    return result.wait() if isinstance(result, AsyncCollectiveTensor) else result
 
 
 def all_reduce_amax(amax: Tensor, group: ProcessGroup | str) -> Tensor:
@@ -33,8 +64,7 @@ def all_reduce_amax(amax: Tensor, group: ProcessGroup | str) -> Tensor:
     from torch.distributed import _functional_collectives as funcol
 
     # the `or`: Inductor (2.13) reduces in place, and fails on a view of another dtype of a buffer that it made itself
-    bits = funcol.all_reduce(amax.view(torch.int32) | 0, "max", group)
-    return _waited(bits).view(torch.float32)
+    return _sent(funcol.all_reduce, amax.view(torch.int32) | 0, "max", group).view(torch.float32)
 
 
 def all_reduce_extreme(x: Tensor, reduction: str, group: ProcessGroup | str) -> Tensor:
@@ -51,29 +81,27 @@ def all_reduce_extreme(x: Tensor, reduction: str, group: ProcessGroup | str) -> 
     from torch.distributed import _functional_collectives as funcol
 
     if not x.is_floating_point():
-        return _waited(funcol.all_reduce(x, reduction, group))
+        return _sent(funcol.all_reduce, x, reduction, group)
     bits = x.float().view(torch.int32)
     # integers in the order of the numbers, with NaN beyond the last; the map undoes itself
     ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
     beyond = torch.iinfo(torch.int32).max if reduction == "max" else torch.iinfo(torch.int32).min
     ordered = torch.where(x.isnan(), beyond, ordered)
-    found = _waited(funcol.all_reduce(ordered, reduction, group))
+    found = _sent(funcol.all_reduce, ordered, reduction, group)
     values = torch.where(found < 0, found ^ 0x7FFFFFFF, found).view(torch.float32)
     return torch.where(found == beyond, torch.nan, values).to(x.dtype)
 
 
-def all_reduce_sum(x: Tensor, group: ProcessGroup | str) -> Tensor:
-    """The sum over the ranks of a group, in the dtype of ``x``; the same shape."""
+def all_reduce(x: Tensor, reduction: str, group: ProcessGroup | str) -> Tensor:
+    """``"sum"`` or ``"avg"`` over the ranks of a group, in the dtype of ``x``; the same shape."""
     from torch.distributed import _functional_collectives as funcol
 
-    return _waited(funcol.all_reduce(x, "sum", group))
+    return _sent(funcol.all_reduce, x, reduction, group)
 
 
-def _waited(x: Tensor) -> Tensor:
-    """The result of a collective: in eager mode it is one that still has to be waited for, in a graph it has been."""
-    from torch.distributed._functional_collectives import AsyncCollectiveTensor
-
-    return x.wait() if isinstance(x, AsyncCollectiveTensor) else x
+def all_reduce_sum(x: Tensor, group: ProcessGroup | str) -> Tensor:
+    """The sum over the ranks of a group, in the dtype of ``x``; the same shape."""
+    return all_reduce(x, "sum", group)
 
 
 def _along(dim: int, before: int, after: int, ndim: int) -> tuple[int, ...]:
@@ -95,20 +123,23 @@ def all_gather(x: Tensor, dim: int, sizes: Sequence[int], group: ProcessGroup | 
     """
     dim, largest = dim % x.ndim, max(sizes)
     if all(size == largest for size in sizes):
-        return _waited(_compat.all_gather_single(x.contiguous(), dim, group))
+        return _sent(_compat.all_gather_single, x.contiguous(), dim, group)
     # messages have one size on all ranks
     padded = pad(x, _along(dim, 0, largest - x.shape[dim], x.ndim)).contiguous()
-    gathered = _waited(_compat.all_gather_single(padded, dim, group))
+    gathered = _sent(_compat.all_gather_single, padded, dim, group)
     parts = [gathered.narrow(dim, rank * largest, size) for rank, size in enumerate(sizes)]
     return torch.cat(parts, dim)
 
 
-def reduce_scatter_sum(x: Tensor, dim: int, sizes: Sequence[int], rank: int, group: ProcessGroup | str) -> Tensor:
-    """This rank's part of the sum over the ranks of a group.
+def reduce_scatter(
+    x: Tensor, reduction: str, dim: int, sizes: Sequence[int], rank: int, group: ProcessGroup | str
+) -> Tensor:
+    """This rank's part of the sum, or the mean, over the ranks of a group.
 
     Args:
         x: This rank's summand of the whole.
-        dim: Along which the sum is cut.
+        reduction: ``"sum"`` or ``"avg"``.
+        dim: Along which the result is cut.
         sizes: Of every rank's part along it; they may differ and be 0.
         rank: This rank in the group.
         group: The ranks, or the name of their group.
@@ -120,5 +151,10 @@ def reduce_scatter_sum(x: Tensor, dim: int, sizes: Sequence[int], rank: int, gro
     if any(size != largest for size in sizes):
         parts = x.split(list(sizes), dim)
         x = torch.cat([pad(part, _along(dim, 0, largest - part.shape[dim], x.ndim)) for part in parts], dim)
-    part = _waited(_compat.reduce_scatter_single(x.contiguous(), "sum", dim, group))
+    part = _sent(_compat.reduce_scatter_single, x.contiguous(), reduction, dim, group)
     return part.narrow(dim, 0, sizes[rank])
+
+
+def reduce_scatter_sum(x: Tensor, dim: int, sizes: Sequence[int], rank: int, group: ProcessGroup | str) -> Tensor:
+    """This rank's part of the sum over the ranks of a group: `reduce_scatter`."""
+    return reduce_scatter(x, "sum", dim, sizes, rank, group)

@@ -20,7 +20,7 @@ from torch import Tensor
 from fp8compile import _compat
 from fp8compile.ops import samples
 from fp8compile.ops.amax import amax
-from fp8compile.ops.cast import cast
+from fp8compile.ops.cast import cast, cast_apart
 from fp8compile.ops.collectives import all_reduce_amax
 from fp8compile.ops.gemm import Operand
 from fp8compile.ops.linear import (
@@ -31,6 +31,8 @@ from fp8compile.ops.linear import (
     outer_cuts,
     product,
     quantize_by_amax,
+    quantize_first,
+    quantize_for_gradients,
     sample_grad,
     sum_of_tokens,
 )
@@ -47,8 +49,12 @@ __all__ = ["check_state", "delayed_grad_input", "delayed_grad_weight", "delayed_
 ROW = {slot: row for row, slots in enumerate(TENSORS.values()) for slot in slots}
 
 
-def quantize_by(multiplier: Tensor, amaxes: Sequence[Tensor] = ()) -> Quantize:
-    """What quantizes by these multipliers (3,), and by its own amax where a slot has no delayed scaling.
+def quantize_by(
+    multiplier: Tensor, amaxes: Sequence[Tensor] = (), *, others: Quantize = quantize_by_amax, apart: bool = False
+) -> Quantize:
+    """What quantizes by these multipliers (3,), and as ``others`` do where a slot has no delayed scaling.
+
+    Codes of the backward in compiled code are to be made ``apart`` from those of the forward, see `cast_apart`.
 
     Given amaxes too, scales wait for them, which changes no number: the GEMM then needs the amax, so compilers count
     it as a part of the forward, and the kernel that casts makes it. Else they move it to the backward, which reads the
@@ -57,13 +63,14 @@ def quantize_by(multiplier: Tensor, amaxes: Sequence[Tensor] = ()) -> Quantize:
 
     def quantize(x: Tensor, quantizer: Quantizer, slot: str) -> Operand:
         if not isinstance(quantizer, DelayedScaling):
-            return quantize_by_amax(x, quantizer, slot)
+            return others(x, quantizer, slot)
         row = ROW[slot]
         own = multiplier[row].view(quantizer.scale_shape(x.shape))
         own_scale = quantizer.scale_of(own)
         if amaxes:
             own_scale = torch.where(amaxes[row] < 0, torch.nan, own_scale)  # no amax is
-        return Operand(codes=cast(x, own, quantizer), scale=own_scale, quantizer=quantizer)
+        codes = cast_apart(x, own, quantizer) if apart else cast(x, own, quantizer)
+        return Operand(codes=codes, scale=own_scale, quantizer=quantizer)
 
     return quantize
 
@@ -92,6 +99,12 @@ def _grad_input_kernel(grad_output: Tensor, weight: Tensor, multiplier: Tensor, 
     return grad_MK.view(*grad_output.shape[:-1], weight.shape[1])
 
 
+def _grad_input_decompose(grad_output: Tensor, weight: Tensor, multiplier: Tensor, recipe: Recipe) -> Tensor:
+    quantize = quantize_by(multiplier, others=quantize_for_gradients(recipe, grad_output.device), apart=True)
+    grad_MK = product(as_matrix(grad_output), weight, GRAD_INPUT, recipe, quantize)
+    return grad_MK.view(*grad_output.shape[:-1], weight.shape[1])
+
+
 def _grad_input_fake(grad_output: Tensor, weight: Tensor, multiplier: Tensor, recipe: Recipe) -> Tensor:
     return grad_output.new_empty((*grad_output.shape[:-1], weight.shape[1]))
 
@@ -115,7 +128,7 @@ delayed_grad_input = register_op(
     _grad_input_kernel,
     fake=_grad_input_fake,
     backward=None,
-    decompose=_grad_input_kernel,
+    decompose=_grad_input_decompose,
     sharding=_grad_input_sharding,
     samples=lambda: _grad_input_samples(),
 )
@@ -123,6 +136,11 @@ delayed_grad_input = register_op(
 
 def _grad_weight_kernel(grad_output: Tensor, x: Tensor, multiplier: Tensor, recipe: Recipe) -> Tensor:
     return product(as_matrix(grad_output), as_matrix(x), GRAD_WEIGHT, recipe, quantize_by(multiplier))
+
+
+def _grad_weight_decompose(grad_output: Tensor, x: Tensor, multiplier: Tensor, recipe: Recipe) -> Tensor:
+    quantize = quantize_by(multiplier, others=quantize_for_gradients(recipe, grad_output.device), apart=True)
+    return product(as_matrix(grad_output), as_matrix(x), GRAD_WEIGHT, recipe, quantize)
 
 
 def _grad_weight_fake(grad_output: Tensor, x: Tensor, multiplier: Tensor, recipe: Recipe) -> Tensor:
@@ -148,7 +166,7 @@ delayed_grad_weight = register_op(
     _grad_weight_kernel,
     fake=_grad_weight_fake,
     backward=None,
-    decompose=_grad_weight_kernel,
+    decompose=_grad_weight_decompose,
     sharding=_grad_weight_sharding,
     samples=lambda: _grad_weight_samples(),
 )
@@ -173,12 +191,19 @@ def check_state(x: Tensor, amax_history: Tensor, multiplier: Tensor, recipe: Rec
 
 
 def _layer(
-    x: Tensor, weight: Tensor, bias: Tensor | None, multiplier: Tensor, recipe: Recipe, *, wait: bool
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    multiplier: Tensor,
+    recipe: Recipe,
+    *,
+    wait: bool,
+    others: Quantize = quantize_by_amax,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The op's results; ``wait``: with scales that wait for amaxes."""
+    """The op's results; ``wait``: with scales that wait for amaxes; ``others`` as `quantize_by` takes it."""
     used = snapshot(multiplier)
     amaxes = [_amax_of(tensor, quantizer) for tensor, quantizer in zip((x, weight), recipe.delayed(), strict=False)]
-    y_MN = product(as_matrix(x), weight, OUTPUT, recipe, quantize_by(used, amaxes if wait else ()))
+    y_MN = product(as_matrix(x), weight, OUTPUT, recipe, quantize_by(used, amaxes if wait else (), others=others))
     if bias is not None:
         y_MN = y_MN + bias
     return y_MN.view(*x.shape[:-1], weight.shape[0]), used, *amaxes
@@ -207,7 +232,8 @@ def _decompose(
     recipe: Recipe,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     bias = None if bias is None else rounded(bias).to(bias.dtype)
-    return _layer(x, weight, bias, multiplier, recipe, wait=torch.is_grad_enabled())
+    wait, others = torch.is_grad_enabled(), quantize_first(recipe)
+    return _layer(x, weight, bias, multiplier, recipe, wait=wait, others=others)
 
 
 def _fake(

@@ -29,11 +29,12 @@ from fp8compile.ops.scale_layouts import down_the_rows, rows_of_fours, swizzled
 from fp8compile.quantizers import GemmConfig, Quantizer, gemm_kind
 from fp8compile.target import Target, target_of
 
-__all__ = ["Operand", "multiply", "select_gemm"]
+__all__ = ["PADDED_TO", "Operand", "multiply", "select_gemm"]
 
 ALIGNMENT = 16  # cuBLASLt: rows of codes are multiples of 16 bytes; Inductor's CPU code: for M = 1 as well
 BLOCK = 128  # of Hopper's blockwise GEMM
 MX_BLOCK = 32
+PADDED_TO = 32  # no GEMM pads sides that are multiples of this
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from fp8compile.ops.delayed import delayed_grad_input, delayed_grad_weight, delayed_linear
+from fp8compile.ops.fsdp_linear import fsdp_grad_input, fsdp_grad_weight, fsdp_linear
 from fp8compile.ops.linear import GRAD_INPUT, GRAD_WEIGHT, OUTPUT, grad_input, grad_weight, linear
 from fp8compile.ops.scaled_mm import scaled_mm
 from fp8compile.ops.sharded_linear import sharded_grad_input, sharded_grad_weight, sharded_linear
@@ -17,11 +18,14 @@ LAYER_OPS = {
     delayed_linear: OUTPUT,
     delayed_grad_input: GRAD_INPUT,
     delayed_grad_weight: GRAD_WEIGHT,
+    fsdp_linear: OUTPUT,
+    fsdp_grad_input: GRAD_INPUT,
+    fsdp_grad_weight: GRAD_WEIGHT,
     sharded_linear: OUTPUT,
     sharded_grad_input: GRAD_INPUT,
     sharded_grad_weight: GRAD_WEIGHT,
 }
 
 # What a policy of selective activation checkpointing names to keep the products: where a plain model has aten.mm, a
-# converted one has fp8compile::linear, delayed_linear or sharded_linear, and never aten._scaled_mm.
-GEMM_OPS = (linear, delayed_linear, sharded_linear, scaled_mm)
+# converted one has fp8compile::linear, delayed_linear, fsdp_linear or sharded_linear, and never aten._scaled_mm.
+GEMM_OPS = (linear, delayed_linear, fsdp_linear, sharded_linear, scaled_mm)

@@ -22,14 +22,16 @@ from torch import Tensor
 from fp8compile import _compat
 from fp8compile.ops import samples
 from fp8compile.ops.amax import amax
-from fp8compile.ops.cast import cast
-from fp8compile.ops.gemm import Operand
+from fp8compile.ops.cast import cast, cast_apart
+from fp8compile.ops.gemm import PADDED_TO, Operand
 from fp8compile.ops.quantize_both import is_pair, quantize_both
+from fp8compile.ops.quantize_weight import is_weight_pair, quantize_weight
 from fp8compile.ops.registry import register_op
 from fp8compile.ops.rounding import rounded
 from fp8compile.ops.scale import scale
 from fp8compile.ops.scaled_mm import multiply_operands
 from fp8compile.ops.sharding import Cut, Split, grid_cuts
+from fp8compile.ops.store import store
 from fp8compile.quantizers import GEMMS, DelayedScaling, Gemm, Quantizer, Recipe
 from fp8compile.quantizers.blocks import as_matrix
 from fp8compile.target import target_of
@@ -48,6 +50,51 @@ def quantize_by_amax(x: Tensor, quantizer: Quantizer, slot: str) -> Operand:
     return Operand(codes=cast(x, multiplier, quantizer), scale=x_scale, quantizer=quantizer)
 
 
+def quantize_first(recipe: Recipe) -> Quantize:
+    """What quantizes the operands of the output in compiled code.
+
+    On a GPU the codes of an input are there once for all layers that read it, and one read of a weight makes its codes
+    and the amaxes that the backward wants, where a kernel does that.
+    """
+
+    def quantize(x: Tensor, quantizer: Quantizer, slot: str) -> Operand:
+        if target_of(x.device).type == "cuda":
+            if slot == OUTPUT.b and torch.is_grad_enabled() and _has_weight_kernel(x, recipe):
+                codes, own_scale, _ = quantize_weight(x, quantizer, recipe.weight_for_grad_input)
+                return Operand(codes=codes, scale=own_scale, quantizer=quantizer)
+            if slot == OUTPUT.a:
+                operand = quantize_by_amax(x, quantizer, slot)
+                return replace(operand, codes=store(operand.codes)) if _is_aligned(operand.codes) else operand
+        return quantize_by_amax(x, quantizer, slot)
+
+    return quantize
+
+
+def quantize_again(x: Tensor, quantizer: Quantizer, slot: str, recipe: Recipe) -> Operand:
+    """In compiled code of the backward: the forward's amax, and codes of its own."""
+    on_gpu = target_of(x.device).type == "cuda"
+    if on_gpu and slot == GRAD_INPUT.b and _has_weight_kernel(x, recipe):
+        _, _, x_amax = quantize_weight(x, recipe.weight, quantizer)  # of the forward: compilers make one call of it
+    else:
+        x_amax = amax(x, quantizer)
+    multiplier, x_scale = scale(x_amax, quantizer)
+    codes = cast_apart(x, multiplier, quantizer)
+    if on_gpu and slot == GRAD_WEIGHT.b and _is_aligned(codes):
+        codes = store(codes.t().contiguous()).t()  # turned as the GEMM wants it
+    return Operand(codes=codes, scale=x_scale, quantizer=quantizer)
+
+
+def _has_weight_kernel(weight: Tensor, recipe: Recipe) -> bool:
+    """Whether one kernel does it, and would read nothing that could have stayed in the kernel that makes it."""
+    pair = is_weight_pair(recipe.weight, recipe.weight_for_grad_input, weight.shape[1])
+    return pair and not _compat.is_fusible(weight)
+
+
+def _is_aligned(codes: Tensor) -> bool:
+    """Whether a GEMM reads these codes as they are, whatever their sizes turn out to be: else it pads a copy."""
+    return all(_compat.statically_true(size % PADDED_TO == 0) for size in codes.shape)
+
+
 def product(a: Tensor, b: Tensor, gemm: Gemm, recipe: Recipe, quantize: Quantize = quantize_by_amax) -> Tensor:
     """One GEMM of the layer, from its operands as the layer holds them, in the dtype of ``a``."""
     quantizers = recipe.quantizers(gemm)
@@ -61,16 +108,16 @@ def product(a: Tensor, b: Tensor, gemm: Gemm, recipe: Recipe, quantize: Quantize
 def quantize_for_gradients(recipe: Recipe, device: torch.device) -> Quantize:
     """What quantizes the operands of grad_input and grad_weight in compiled code.
 
-    On a GPU grad_output is quantized along rows and along columns from one read, where a kernel does that: both
-    gradients ask for the same call, which the compiler makes once.
+    On a GPU a grad_output that is in memory is quantized along rows and along columns from one read, where a kernel
+    does that: both gradients ask for the same call, which the compiler makes once. One that Inductor makes, such as
+    that of an activation, is quantized by the kernel that makes it.
     """
     rows, columns = recipe.grad_output, recipe.grad_output_for_grad_weight
-    if target_of(device).type == "cpu" or not is_pair(rows, columns):
-        return quantize_by_amax
+    has_kernel = target_of(device).type != "cpu" and is_pair(rows, columns)
 
     def quantize(x: Tensor, quantizer: Quantizer, slot: str) -> Operand:
-        if slot not in (GRAD_INPUT.a, GRAD_WEIGHT.a):
-            return quantize_by_amax(x, quantizer, slot)
+        if not has_kernel or slot not in (GRAD_INPUT.a, GRAD_WEIGHT.a) or _compat.is_fusible(x):
+            return quantize_again(x, quantizer, slot, recipe)
         codes, row_scale, column_codes, column_scale = quantize_both(x, rows, columns)
         if slot == GRAD_INPUT.a:
             return Operand(codes=codes, scale=row_scale, quantizer=rows)
@@ -216,7 +263,8 @@ def _kernel(x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe) -> T
 
 
 def _decompose(x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe) -> Tensor:
-    return _kernel(x, weight, as_read(bias), recipe)
+    _check_needs_no_state(recipe)
+    return layer_output(x, weight, as_read(bias), recipe, quantize_first(recipe))
 
 
 def _fake(x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe) -> Tensor:
@@ -246,12 +294,15 @@ def _for_one_gradient(recipe: Recipe, gemm: Gemm) -> Recipe:
     return replace(recipe, **{other.a: None, other.b: None})
 
 
+def for_gradients_of(recipe: Recipe, *, x: bool, weight: bool) -> Recipe:
+    """The recipe for a backward that makes these gradients."""
+    return recipe if x and weight else _for_one_gradient(recipe, GRAD_INPUT if x else GRAD_WEIGHT)
+
+
 def _setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
     x, weight, _, recipe = inputs
     needs_x, needs_weight = ctx.needs_input_grad[:2]
-    ctx.recipe = (
-        recipe if needs_x and needs_weight else _for_one_gradient(recipe, GRAD_INPUT if needs_x else GRAD_WEIGHT)
-    )
+    ctx.recipe = for_gradients_of(recipe, x=needs_x, weight=needs_weight)
     ctx.save_for_backward(x if needs_weight else None, weight if needs_x else None)
 
 

@@ -4,6 +4,8 @@ Inductor keeps a fused bfloat16 value in float32 and drops its rounding, so an a
 norm before it would see other numbers than in eager mode. Looking at the value's bits as integers forces the
 rounding; the `or` with 0 keeps Inductor from removing the pair of views. On generated H200 code it costs no byte and
 no kernel.
+
+The same thing can be said in two ways, and compilers merge only what is said in one: see `rounded`.
 """
 
 from __future__ import annotations
@@ -14,8 +16,16 @@ from torch import Tensor
 __all__ = ["rounded"]
 
 
-def rounded(x: Tensor) -> Tensor:
-    """``x`` in float32, rounded to its own dtype also where the op that made it was fused (decompositions only)."""
+def rounded(x: Tensor, *, apart: bool = False) -> Tensor:
+    """``x`` in float32, rounded to its own dtype also where the op that made it was fused (decompositions only).
+
+    Args:
+        x: float32, bfloat16 or float16.
+        apart: Say it with other operators, for the same bits: what is computed from the two isn't merged. Codes that
+            the backward needs in another layout than the forward has are as cheap to make again as to turn around,
+            and kept for it, all activations and weights would stand in memory once more.
+    """
     if x.dtype == torch.float32:
-        return x
-    return (x.view(torch.int16) | 0).view(x.dtype).float()
+        return (x.view(torch.int32) ^ 0).view(x.dtype) if apart else x
+    bits = x.view(torch.int16)
+    return (bits ^ 0 if apart else bits | 0).view(x.dtype).float()

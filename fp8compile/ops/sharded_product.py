@@ -17,11 +17,13 @@ all there is to decide, and it knows placements only, so who laid out the tensor
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from fp8compile.ops.collectives import sent_in_backward
 from fp8compile.ops.parts import Codes, Cuts, Part, Shards, quantize_part
 from fp8compile.ops.scaled_mm import multiply_operands
 from fp8compile.quantizers import GEMMS, Gemm, Quantizer, Recipe
@@ -157,6 +159,13 @@ def multiply_parts(gemm: Gemm, a: Part, b: Part, recipe: Recipe, quantize: Quant
         recipe: Quantizers; a GEMM without them stays in the operands' dtype, and that is what is gathered.
         quantize: By what.
     """
+    even = all(cut is None or cut.is_even() for cut in (*a.cuts, *b.cuts))
+    # the graphs of ranks that have as much are the same; those of others have to send the same in the same turn
+    with nullcontext() if gemm is GEMMS[0] or even else sent_in_backward():
+        return _multiply_parts(gemm, a, b, recipe, quantize)
+
+
+def _multiply_parts(gemm: Gemm, a: Part, b: Part, recipe: Recipe, quantize: QuantizePart) -> Product:
     quantizers = recipe.quantizers(gemm)
     if quantizers is None:
         a, b, steps = _prepared(gemm, a, b)

@@ -4,14 +4,20 @@ Layers on DTensors need nothing from here: a converted model runs under PyTorch'
 sends fewer bytes. For code that keeps what each rank has in plain tensors, there are functions that take a group.
 """
 
+from fp8compile.parallel.broadcast import broadcast_parameters
 from fp8compile.parallel.fsdp import fsdp_float8_all_gather
+from fp8compile.parallel.graph_fsdp import graph_fsdp
 from fp8compile.parallel.linear_functions import column_parallel_linear, row_parallel_linear
+from fp8compile.parallel.quantized_parameters import share_scales
 from fp8compile.parallel.styles import ColwiseParallel, RowwiseParallel
 
 __all__ = [
     "ColwiseParallel",
     "RowwiseParallel",
+    "broadcast_parameters",
     "column_parallel_linear",
     "fsdp_float8_all_gather",
+    "graph_fsdp",
     "row_parallel_linear",
+    "share_scales",
 ]

@@ -8,6 +8,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from fp8compile.ops.registry import Op, for_every_op
+from fp8compile.parallel.dtensor_fsdp import HANDLERS as FSDP_HANDLERS
 from fp8compile.parallel.dtensor_linear import HANDLERS
 from fp8compile.parallel.dtensor_ops import dispatch_by_rule
 
@@ -15,7 +16,7 @@ __all__ = ["register"]
 
 
 def _register(op: Op) -> None:
-    handler = HANDLERS.get(op.name)
+    handler = HANDLERS.get(op.name) or FSDP_HANDLERS.get(op.name)
 
     def dispatch(*call: Any) -> Any:
         args = call[-2]

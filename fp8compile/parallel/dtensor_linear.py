@@ -21,10 +21,10 @@ from fp8compile.parallel.placed import check_one_mesh, part_of, placements_of, w
 from fp8compile.quantizers import DelayedScaling, Quantizer, Recipe
 from fp8compile.tensor import QuantizedTensor, check_serves
 
-__all__ = ["HANDLERS"]
+__all__ = ["HANDLERS", "of_tokens"]
 
 
-def _of_tokens(product: Product, local: Tensor, mesh: DeviceMesh, shape: Sequence[int]) -> DTensor:
+def of_tokens(product: Product, local: Tensor, mesh: DeviceMesh, shape: Sequence[int]) -> DTensor:
     """A result (..., n) whose dims before the last are those of the left operand."""
     rows = [None if cut is None else cut.dim for cut in product.cuts]
     placements = placements_of(product.steps, {"m": rows, "n": [len(shape) - 1] * mesh.ndim})
@@ -64,7 +64,7 @@ def _output(
     quantize = _with_codes("linear", weight_part, recipe, quantize)
     product = multiply_parts(OUTPUT, part_of("linear", x), weight_part, recipe, quantize)
     local = product.local if bias is None else add_bias(product, part_of("linear", bias), weight_part.cuts)
-    return _of_tokens(product, local, mesh, (*x.shape[:-1], weight.shape[0]))
+    return of_tokens(product, local, mesh, (*x.shape[:-1], weight.shape[0]))
 
 
 def _grad_input(
@@ -74,7 +74,7 @@ def _grad_input(
     weight_part = part_of("grad_input", weight)
     quantize = _with_codes("grad_input", weight_part, recipe, quantize)
     product = multiply_parts(GRAD_INPUT, part_of("grad_input", grad_output), weight_part, recipe, quantize)
-    return _of_tokens(product, product.local, mesh, (*grad_output.shape[:-1], weight.shape[1]))
+    return of_tokens(product, product.local, mesh, (*grad_output.shape[:-1], weight.shape[1]))
 
 
 def _grad_weight(grad_output: DTensor, x: DTensor, recipe: Recipe, quantize: QuantizePart = quantize_slot) -> DTensor:

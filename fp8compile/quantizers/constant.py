@@ -27,7 +27,7 @@ __all__ = ["Constant", "salt_with", "source_salt"]
 
 PACKAGE = __name__.partition(".")[0]
 # the last two take ops apart between the key and the code
-SALTED = ("formats.py", "target.py", "_compat.py", "quantizers", "ops", "kernels", "tensor.py", "parallel")
+SALTED = ("formats.py", "target.py", "_compat.py", "quantizers", "ops", "kernels", "tensor", "parallel")
 NAMED: Counter[str] = Counter()  # classes that have asked for a name in graphs
 SALTED_MODULES: set[str] = set()  # other packages whose ops are compiled into graphs
 ALLOWED_FIELD_TYPES = (str, int, float, bool, type(None))

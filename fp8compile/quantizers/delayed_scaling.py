@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fp8compile.formats import FLOAT32_MAX
+from fp8compile.formats import FLOAT32_MAX, NAN_CODE
 from fp8compile.quantizers.blocks import as_matrix, scaled
 from fp8compile.quantizers.quantizer import Quantizer
 
@@ -119,5 +119,5 @@ class DelayedScaling(Quantizer):
     def cast(self, x: Tensor, multiplier: Tensor) -> Tensor:
         """As in the base class, but NaN and inf become NaN, one by one: no amax of theirs has made the block NaN."""
         values = scaled(x, multiplier, self.block)
-        values = torch.where(as_matrix(x).float().abs() == torch.inf, torch.nan, values)
-        return self.element_format().encode(values).reshape(x.shape)
+        codes = self.element_format().encode_numbers(values)  # a finite value times a multiplier is no NaN
+        return torch.where(as_matrix(x).float().abs() < torch.inf, codes, NAN_CODE).reshape(x.shape)

@@ -26,6 +26,7 @@ from fp8compile.formats import (
     FLOAT32_EXPONENT_MASK,
     FLOAT32_MANTISSA_BITS,
     FLOAT32_MAX,
+    FLOAT32_NAN,
     Float4Format,
     Float8Format,
 )
@@ -49,7 +50,7 @@ def _floored(amax: Tensor, eps: float) -> Tensor:
 
 
 def _keep_special(amax: Tensor, multiplier: Tensor) -> Tensor:
-    return torch.where(amax.isfinite(), multiplier, torch.nan)
+    return torch.where(amax.isfinite(), multiplier.view(torch.int32), FLOAT32_NAN).view(torch.float32)
 
 
 def _quotient(amax: Tensor, fmt: Float8Format | Float4Format, eps: float) -> Tensor:

@@ -5,7 +5,7 @@ those of the input and of parameters not at all. The compiler is the backend ``a
 Inductor's decompositions and Inductor's choice of what to recompute, and runs on fake tensors, so full sizes cost
 nothing. compile_tests/test_saved_bytes.py checks it against Inductor itself on small real tensors.
 
-    python -m benchmarks.saved_bytes [--json] [--m 8192 --d 4096 --h 14336]
+    python -m benchmarks.memory [--json] [--m 8192 --d 4096 --h 14336]
 """
 
 from __future__ import annotations

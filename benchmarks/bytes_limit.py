@@ -1,0 +1,73 @@
+"""What is the least that a feed-forward block can read and write with each recipe, and how far from it are we?
+
+The count of `least`, in units of elements: M tokens of width d, hidden width h; 2 bytes an element of bf16, 1 a code.
+What it rests on:
+
+- Products are library calls: they read their operands once and write a bf16 result once; the residual is added, and
+  the gradients of the two branches are summed, by the kernel after them.
+- Everything between two products is one kernel that reads each of its inputs once and writes each of its results once.
+  Where the scale of a value depends on more than a kernel holds (tensorwise: on all; rowwise, along columns: on all
+  tokens), the amax comes first, and the inputs are read once more. What the forward knows by then is kept, so an amax
+  of x or of a weight is never taken in the backward.
+- The backward keeps no codes: a weight is read again and cast, and the activation is made again from gate and up.
+- Scales, amaxes and statistics are left out.
+
+    python -m benchmarks.bytes_limit [--json] [--m 8192] [--shape llama3-8b] [--recipes rowwise ...]
+"""
+
+from __future__ import annotations
+
+import argparse
+
+import fp8compile as f8
+from benchmarks.blocks import SHAPES, Shape
+from benchmarks.kernels import kernel_row
+from benchmarks.table import Row, emit
+
+__all__ = ["least"]
+
+
+def least(recipe: str, m: int, shape: Shape) -> dict[str, int]:
+    """Bytes of the block's parts, forward and backward."""
+    tokens, hidden, weight = m * shape.d, m * shape.h, shape.d * shape.h  # elements
+    bf16_wgrad = recipe == "rowwise_bf16_wgrad"
+    twice = recipe == "tensorwise"  # the amax of everything first
+    # along tokens a rowwise scale depends on all of them
+    twice_back = recipe in ("tensorwise", "rowwise")
+    layers = 2 if recipe == "delayed" else 1  # gate and up have a scale each
+    per_grad = 3 if bf16_wgrad else 2  # codes and the gradient itself, or codes in two layouts
+    kept = 2 if bf16_wgrad else 0  # bytes an element of what grad_weight has in bf16: normed, act
+    operand = 2 if bf16_wgrad else 1  # bytes an element that grad_weight reads
+    return {
+        "norm": (2 + 2 * twice) * tokens + (layers + kept) * tokens,
+        "activation": (4 + 4 * twice) * hidden + (1 + kept) * hidden,
+        "weights": 3 * (2 + 2 * twice + 1) * weight + 3 * (2 + 1) * weight,
+        "residual": 6 * tokens,
+        "gradient of y": (2 + 2 * twice_back) * tokens + (2 - bf16_wgrad) * tokens,
+        "activation backward": (6 + 6 * twice_back) * hidden + (2 * per_grad + (1 - bf16_wgrad)) * hidden,
+        "norm backward": 8 * tokens + 2 * tokens + (0 if bf16_wgrad else layers) * tokens,
+        # gate and up, then down
+        "output products": 2 * (tokens + weight + 2 * hidden) + hidden + weight + 2 * tokens,
+        # down, then gate and up
+        "grad_input products": tokens + weight + 2 * hidden + 2 * (hidden + weight + 2 * tokens),
+        "grad_weight products": 3 * operand * (tokens + hidden) + 6 * weight,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="The least bytes of a feed-forward block, and what is generated.")
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--m", type=int, default=8192, help="tokens")
+    parser.add_argument("--shape", choices=SHAPES, default="llama3-8b")
+    parser.add_argument("--recipes", nargs="+", choices=f8.recipes.names(), default=f8.recipes.names())
+    args = parser.parse_args()
+    rows: list[Row] = []
+    for recipe in args.recipes:
+        limit = sum(least(recipe, args.m, SHAPES[args.shape]).values()) / 1e9
+        found = kernel_row(recipe, args.m, SHAPES[args.shape])["sum GB"]
+        rows.append({"recipe": recipe, "least GB": limit, "generated GB": found, "ratio": found / limit})
+    emit(f"Bytes of the feed-forward block of {args.shape}: M={args.m}", rows, as_json=args.json)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,99 @@
+"""How long does a model of 8 blocks take to compile, cold and warm, against bf16? Does a warm start hit its caches?
+
+Each compilation, forward and backward by Inductor, runs in a process of its own; a cold one gets an empty cache
+folder, a warm one that of the cold one before. Contenders take turns, and ratios are of medians. Misses are counted,
+not timed: a warm start has none.
+
+    python -m benchmarks.compile_time [--json] [--rounds 1] [--blocks 8] [--contenders rowwise ...]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+
+from benchmarks.mlp import contenders
+from benchmarks.table import Row, emit
+
+__all__ = ["compile_once"]
+
+PROGRAM = """
+import json, sys, time, torch
+from torch import nn
+from torch._dynamo.utils import counters
+from benchmarks.blocks import SHAPES, block
+from benchmarks.timing import device
+
+contender, blocks = sys.argv[1], int(sys.argv[2])
+parts = [block(kind, contender, 64, SHAPES["tiny"], device()) for _ in range(blocks) for kind in ("attention", "mlp")]
+model, x = nn.Sequential(*(model for model, _ in parts)), parts[0][1]
+began = time.perf_counter()
+y = torch.compile(model, fullgraph=True)(x)
+y.sum().backward()
+seconds = time.perf_counter() - began
+count = lambda group, name: counters[group][name]
+print(json.dumps({
+    "seconds": seconds,
+    "hits": count("aot_autograd", "autograd_cache_hit") + count("inductor", "fxgraph_cache_hit"),
+    "misses": count("aot_autograd", "autograd_cache_miss") + count("inductor", "fxgraph_cache_miss"),
+    "bypasses": count("aot_autograd", "autograd_cache_bypass") + count("inductor", "fxgraph_cache_bypass"),
+}))
+"""
+
+
+def compile_once(contender: str, blocks: int, folder: str) -> dict[str, float]:
+    """Seconds and cache counters of one compilation in a fresh process with this cache folder."""
+    found = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", PROGRAM, contender, str(blocks)],
+        env={**os.environ, "TORCHINDUCTOR_CACHE_DIR": folder},
+        capture_output=True,
+        text=True,
+    )
+    if found.returncode:
+        raise RuntimeError(f"compile_time: {contender} failed: {found.stderr[-2000:]}")
+    return json.loads(found.stdout.splitlines()[-1])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Compile time of a model of several blocks, cold and warm.")
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--blocks", type=int, default=8)
+    parser.add_argument(
+        "--contenders", nargs="+", choices=contenders(), default=["tensorwise", "rowwise", "blockwise"]
+    )
+    args = parser.parse_args()
+    names = list(dict.fromkeys(["bf16", *args.contenders]))
+    found: dict[str, list[tuple[dict, dict]]] = {name: [] for name in names}
+    for _ in range(args.rounds):
+        for name in names:
+            with tempfile.TemporaryDirectory() as folder:
+                cold, warm = (compile_once(name, args.blocks, folder) for _ in range(2))
+            found[name].append((cold, warm))
+    medians = {
+        name: [statistics.median(pair[which]["seconds"] for pair in pairs) for which in (0, 1)]
+        for name, pairs in found.items()
+    }
+    rows: list[Row] = [
+        {
+            "contender": name,
+            "cold s": cold,
+            "to bf16": cold / medians["bf16"][0],
+            "warm s": warm,
+            "warm to bf16": warm / medians["bf16"][1],
+            "warm hits": found[name][-1][1]["hits"],
+            "misses": found[name][-1][1]["misses"],
+            "bypasses": found[name][-1][1]["bypasses"],
+        }
+        for name, (cold, warm) in medians.items()
+    ]
+    emit(f"Compilation of {args.blocks} blocks, forward and backward", rows, as_json=args.json)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,83 @@
+"""How many tokens a second does a model of 1 to 2 billion parameters train, and in how much memory?
+
+The model of `fp8compile train`, a byte-level Llama, with AdamW, on random bytes: bf16 parameters, compiled whole, with
+bf16, our recipes and torchao's in turns, each made anew. On a CPU it is tiny, and there is no peak memory.
+
+    python -m benchmarks.train [--json] [--steps 10] [--contenders bf16 tensorwise ...]
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import statistics
+import time
+
+import torch
+
+from benchmarks.linear import runnable
+from benchmarks.mlp import contenders, converted
+from benchmarks.table import Row, emit
+from benchmarks.timing import device, where
+from fp8compile.cli.model import ByteLlama, ModelShape
+
+__all__ = ["train_row"]
+
+SHAPES = {
+    # 1.5 billion parameters: 24 layers of width 2048
+    "cuda": (ModelShape(dim=2048, layers=24, heads=16, kv_heads=8, hidden=8192, seq=4096), 4),
+    "cpu": (ModelShape(dim=64, layers=2, heads=2, kv_heads=1, hidden=128, seq=32), 2),
+}
+
+
+def _wait() -> None:
+    if device() == "cuda":
+        torch.cuda.synchronize()
+
+
+def train_row(contender: str, steps: int) -> Row:
+    """Train a few steps; the first two, which compile, don't count."""
+    torch._dynamo.reset()
+    gc.collect()
+    if device() == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    shape, batch = SHAPES[device()]
+    torch.manual_seed(0)
+    model = converted(contender, ByteLlama(shape).to(device(), torch.bfloat16))
+    compiled = torch.compile(model, fullgraph=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=device() == "cuda")
+    tokens = torch.randint(256, (batch, shape.seq + 1), device=device())
+    times = []
+    for _ in range(steps + 2):
+        _wait()
+        began = time.perf_counter()
+        logits = compiled(tokens[:, :-1])
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        _wait()
+        times.append(time.perf_counter() - began)
+    return {
+        "contender": contender,
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "tokens/s": batch * shape.seq / statistics.median(times[2:]),
+        "peak GB": torch.cuda.max_memory_allocated() / 1e9 if device() == "cuda" else float("nan"),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Tokens a second and peak memory of a training.")
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--steps", type=int, default=10 if device() == "cuda" else 3)
+    parser.add_argument("--contenders", nargs="+", choices=contenders(), default=runnable())
+    args = parser.parse_args()
+    rows = [train_row(name, args.steps) for name in dict.fromkeys(["bf16", *args.contenders])]
+    for row in rows:
+        row["speed to bf16"] = row["tokens/s"] / rows[0]["tokens/s"]
+    emit(f"Training, {where()}", rows, as_json=args.json, digits=2)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,99 @@
+"""The byte table: what a block reads and writes on an H200, forward and backward, ours and torchao's in one run.
+
+Bytes are Inductor's count for generated code, each buffer once a kernel, with what opaque ops launch inside.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from benchmarks.blocks import SHAPES, block
+from benchmarks.kernels import FILLS, kernel_row
+from fp8compile.testing.gpu_graphs import gpu_graphs
+from fp8compile.testing.gpus import gpu_called
+
+pytestmark = [
+    pytest.mark.skipif(
+        not importlib.util.find_spec("triton"), reason="needs Triton: Inductor prints its kernels with it"
+    ),
+    pytest.mark.skipif(
+        not importlib.util.find_spec("torchao"), reason="compares with torchao, which is not installed"
+    ),
+    pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION is unset:UserWarning"),  # Triton 3.9, once a process
+]
+M, LLAMA = 8192, SHAPES["llama3-8b"]
+
+one_layout_a_pass = pytest.mark.xfail(
+    reason="codes of weights for grad_input come from another read of the weight, 352 MB: they are not kept from "
+    "the forward: a byte a parameter",
+    strict=True,
+)
+MOST = [
+    ("tensorwise", "torchao tensorwise", 1.00),
+    ("rowwise", "torchao rowwise", 0.70),
+    ("rowwise_bf16_wgrad", "torchao rowwise_with_gw_hp", 0.95),
+    pytest.param("delayed", "torchao tensorwise", 0.75, marks=one_layout_a_pass),
+    ("blockwise", "torchao tensorwise", 1.00),
+]
+# attention itself and the copies before it, a quarter of the bytes, are the same for all
+MOST_OF_ATTENTION = [
+    ("tensorwise", "torchao tensorwise", 0.97),
+    ("rowwise", "torchao rowwise", 0.88),
+    ("rowwise_bf16_wgrad", "torchao rowwise_with_gw_hp", 0.88),
+    ("delayed", "torchao tensorwise", 0.96),
+    ("blockwise", "torchao tensorwise", 0.95),
+]
+
+
+def assert_ratio(kind, ours, theirs, most):
+    own, other = (kernel_row(contender, M, LLAMA, kind)["sum GB"] for contender in (ours, theirs))
+    assert own <= most * other, f"{ours}: {own:.6f} GB, {theirs}: {other:.6f} GB, ratio {own / other:.4f}"
+
+
+@pytest.mark.parametrize(("ours", "theirs", "most"), MOST)
+def test_bytes_of_a_feed_forward_block(ours, theirs, most):
+    assert_ratio("mlp", ours, theirs, most)
+
+
+@pytest.mark.parametrize(("ours", "theirs", "most"), MOST_OF_ATTENTION)
+def test_bytes_of_an_attention_block(ours, theirs, most):
+    assert_ratio("attention", ours, theirs, most)
+
+
+def saved_on_gpu(contender):
+    """Bytes of what a GPU's forward graph keeps for the backward, without parameters and the input."""
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        model, x = block("mlp", contender, M, LLAMA)
+        forward, _ = gpu_graphs(model, (x,), gpu_called("h200"))
+    (outputs,) = forward.graph.graph.find_nodes(op="output")[0].args
+    kept = [node.meta["val"] for node in outputs[1:] if node.op != "placeholder"]
+    return sum(value.untyped_storage().nbytes() for value in kept)
+
+
+@pytest.mark.parametrize(
+    ("contender", "beside"),
+    [
+        ("tensorwise", 0),
+        ("rowwise", 4 * (2 * LLAMA.d + LLAMA.h)),  # the amax of each column of the weights
+        ("blockwise", 3 * 4 * LLAMA.d * LLAMA.h // 128**2),  # the amax of each block of the weights
+    ],
+)
+def test_what_saves_bytes_keeps_no_codes(contender, beside):
+    """Two hidden activations, the norm's statistics, a few scalars."""
+    assert saved_on_gpu(contender) <= 2 * 2 * M * LLAMA.h + 4 * M + beside + 1024
+
+
+def test_every_opaque_launch_is_accounted_for():
+    """What Inductor can't look into: one kernel each, beside the fill that is counted in `launches_inside`."""
+    from benchmarks.kernels import arch_for
+    from fp8compile.testing import gpu_kernels
+
+    for contender in ("rowwise", "blockwise"):
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            model, x = block("mlp", contender, M, LLAMA)
+            codes = gpu_kernels(model, x, arch=arch_for(contender))
+        opaque = {launch.name for code in codes for launch in code.launches if launch.kind == "opaque"}
+        assert opaque <= {FILLS, "fp8compile.quantize_both.default"}, opaque

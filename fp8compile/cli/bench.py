@@ -1,0 +1,144 @@
+"""`fp8compile bench`: run the benchmarks, keep their tables, and draw them.
+
+The scripts live in `benchmarks/` beside the package, not in it: they compare with other libraries and belong to
+whoever measures, so a wheel doesn't carry them. This command runs them where it finds them, in a checkout; each is a
+process of its own, because some compile, some start process groups, and one measures an import.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from fp8compile.cli.errors import Failed, UserError
+
+__all__ = ["NAMES", "add_parser"]
+
+# in the order of a report: what needs no GPU first
+NAMES = (
+    "kernels", "bytes_limit", "memory", "comm", "roofline", "import_time", "overhead", "compile_time",
+    "gemm", "linear", "block", "train",
+)  # fmt: skip
+# what a picture shows of a table: names, values
+PLOTTED = {
+    "kernels": (("block",), "sum GB"),
+    "bytes_limit": (("recipe",), "ratio"),
+    "memory": (("block",), "saved MB"),
+    "comm": (("ranks", "recipe"), "MB"),
+    "overhead": (("recipe",), "over hand us"),
+    "compile_time": (("contender",), "to bf16"),
+    "gemm": (("size", "what"), "speed to bf16"),
+    "linear": (("size", "contender"), "speed to bf16"),
+    "block": (("shape", "block", "contender"), "speed to bf16"),
+    "train": (("contender",), "speed to bf16"),
+}
+Result = dict[str, Any]
+
+
+def checkout() -> Path:
+    """The folder that has the benchmarks.
+
+    Raises:
+        UserError: There is none.
+    """
+    for folder in (Path(__file__).parents[2], Path.cwd()):
+        if (folder / "benchmarks" / "table.py").exists():
+            return folder
+    raise UserError(
+        "the benchmarks are not a part of the installed package; clone the repository and run fp8compile bench in its "
+        "folder"
+    )
+
+
+def _measured(name: str, folder: Path) -> Result:
+    """What a script printed; ``error`` instead of rows if it failed."""
+    began = time.perf_counter()
+    command = [sys.executable, "-W", "ignore", "-m", f"benchmarks.{name}", "--json"]
+    finished = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+    lines = [line for line in finished.stdout.splitlines() if line.startswith("{")]
+    found: Result = {"name": name, "seconds": round(time.perf_counter() - began, 1)}
+    if finished.returncode or not lines:
+        last = finished.stderr.strip().splitlines()[-1:] or ["it printed no table"]
+        return {**found, "error": last[0]}
+    return {**found, **json.loads(lines[-1])}
+
+
+def _cell(value: object) -> str:
+    return f"{value:.3f}" if isinstance(value, float) else str(value)
+
+
+def _section(result: Result, picture: str | None) -> list[str]:
+    if "error" in result:
+        return [f"## {result['name']}", "", f"Failed: `{result['error']}`", ""]
+    columns, rows = list(result["rows"][0]), result["rows"]
+    bar = "|".join("---" for _ in columns)
+    lines = [f"## {result['name']}", "", f"{result['title']} ({result['seconds']} s)", ""]
+    lines += [f"|{'|'.join(columns)}|", f"|{bar}|"]
+    lines += [f"|{'|'.join(_cell(row[column]) for column in columns)}|" for row in rows]
+    return [*lines, "", *([f"![{result['name']}]({picture})", ""] if picture else [])]
+
+
+def _draw(result: Result, path: Path) -> None:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    names, value = PLOTTED[result["name"]]
+    labels = [" ".join(str(row[name]) for name in names) for row in result["rows"]]
+    figure = Figure(figsize=(8, 1 + 0.25 * len(labels)), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    axes.barh(labels[::-1], [row[value] for row in result["rows"]][::-1])
+    axes.set(xlabel=value, title=result["title"])
+    figure.savefig(path)
+
+
+def write_report(results: list[Result], out: Path) -> None:
+    """``report.md``, ``results.json`` and a picture a table, where matplotlib is installed; the report says if not."""
+    out.mkdir(parents=True, exist_ok=True)
+    can_draw = find_spec("matplotlib") is not None
+    first = next((result for result in results if "torch" in result), {})
+    lines = ["# fp8compile bench", "", f"PyTorch {first.get('torch', '?')} on {first.get('machine', '?')}.", ""]
+    if not can_draw:
+        lines += ["No pictures: matplotlib is not installed (`pip install fp8compile[train]`).", ""]
+    for result in results:
+        picture = f"{result['name']}.png" if can_draw and "rows" in result and result["name"] in PLOTTED else None
+        if picture:
+            _draw(result, out / picture)
+        lines += _section(result, picture)
+    (out / "report.md").write_text("\n".join(lines))
+    (out / "results.json").write_text(json.dumps(results, indent=1))
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    folder = checkout()
+    results = []
+    for name in arguments.names or NAMES:
+        print(f"{name} ...", file=sys.stderr, flush=True)
+        results.append(_measured(name, folder))
+        if arguments.json:
+            continue
+        print("\n".join(_section(results[-1], None)), flush=True)
+    if arguments.json:
+        print(json.dumps(results))
+    write_report(results, arguments.out)
+    print(f"report: {arguments.out / 'report.md'}", file=sys.stderr)
+    failed = [result["name"] for result in results if "error" in result]
+    if failed:
+        raise Failed(f"{', '.join(failed)} failed; the report says why")
+    return 0
+
+
+def add_parser(subparsers: Any) -> None:
+    """Add ``bench`` to the command."""
+    text = "Run benchmarks, each in a process of its own, and write a report with tables and pictures. In a checkout."
+    parser = subparsers.add_parser("bench", help="measure, and write a report", description=text, allow_abbrev=False)
+    parser.add_argument("names", nargs="*", choices=[*NAMES, []], metavar="name", help=f"of {', '.join(NAMES)}")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--out", type=Path, default=Path("runs/bench"), help="folder of the report")
+    parser.set_defaults(run=_run)

@@ -1,0 +1,116 @@
+"""One read of a weight: its codes for the forward, and the amax of each block that the backward casts it by.
+
+    rows     a row a turn    --amax--> multiplier --> codes, scale;  the largest of each column is kept on the way
+    tiles    128 x 128       --amax of each square block--> multipliers --> codes, scales;  both directions have it
+
+Each step is that of `CurrentScaling`, as in `fp8compile.kernels.both_directions`. An atomic maximum of int32 bits is
+the same number in whatever order programs come, so the result has the same bits each time.
+
+This module needs Triton; `fp8compile.ops.quantize_weight` imports it when a GPU asks.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fp8compile.kernels.both_directions import TILE, _encode, _of_direction, _scales
+from fp8compile.quantizers import CurrentScaling
+
+__all__ = ["row_constants", "rows_and_columns", "rows_kernel", "square_blocks", "tile_constants", "tiles_kernel"]
+
+PROGRAMS = 528  # four for each multiprocessor of an H200, of a GPU with fewer more
+ROW_WARPS = 16
+TILE_WARPS = 16
+
+
+@triton.jit
+def rows_kernel(
+    x_ptr, codes_ptr, scales_ptr, column_amax_ptr, M, K, ROWS,
+    WIDTH: tl.constexpr,
+    R_MAX: tl.constexpr, R_EXPONENT: tl.constexpr, R_E4M3: tl.constexpr, R_RULE: tl.constexpr, R_EPS: tl.constexpr,
+):  # fmt: skip
+    """ROWS whole rows, one after the other; columns beyond K are zeros, which never are the largest."""
+    k = tl.arange(0, WIDTH)[None, :]
+    is_inside = k < K
+    largest = tl.zeros((1, WIDTH), tl.int32)
+    first = tl.program_id(0) * ROWS
+    for row in range(first, tl.minimum(first + ROWS, M)):
+        m = tl.full((1,), row, tl.int64)
+        x = tl.load(x_ptr + m[:, None] * K + k, is_inside, other=0.0).to(tl.float32)
+        magnitude = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+        largest = tl.maximum(largest, magnitude)
+        multiplier, scale = _scales(tl.max(magnitude, 1), R_MAX, R_EXPONENT, R_RULE, R_EPS)
+        tl.store(codes_ptr + m[:, None] * K + k, _encode(x * multiplier[:, None], R_MAX, R_E4M3), is_inside)
+        tl.store(scales_ptr + m, scale)
+    tl.atomic_max(column_amax_ptr + k, largest, is_inside)
+
+
+@triton.jit
+def tiles_kernel(
+    x_ptr, codes_ptr, scales_ptr, amax_ptr, M, K,
+    TILE: tl.constexpr, BLOCK: tl.constexpr,
+    R_MAX: tl.constexpr, R_EXPONENT: tl.constexpr, R_E4M3: tl.constexpr, R_RULE: tl.constexpr, R_EPS: tl.constexpr,
+):  # fmt: skip
+    """One tile of square blocks; rows beyond M and columns beyond K are zeros."""
+    BLOCKS: tl.constexpr = TILE // BLOCK
+    first_m, first_k = tl.program_id(0).to(tl.int64) * TILE, tl.program_id(1).to(tl.int64) * TILE
+    m, k = first_m + tl.arange(0, TILE), first_k + tl.arange(0, TILE)
+    is_inside = (m[:, None] < M) & (k[None, :] < K)
+    x = tl.load(x_ptr + m[:, None] * K + k[None, :], is_inside, other=0.0).to(tl.float32)
+    magnitude = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    amax = tl.max(tl.max(tl.reshape(magnitude, (BLOCKS, BLOCK, BLOCKS, BLOCK)), 3), 1)
+    multiplier, scale = _scales(amax, R_MAX, R_EXPONENT, R_RULE, R_EPS)
+    spread = tl.broadcast_to(multiplier[:, None, :, None], (BLOCKS, BLOCK, BLOCKS, BLOCK))
+    codes = _encode(x * tl.reshape(spread, (TILE, TILE)), R_MAX, R_E4M3)
+    tl.store(codes_ptr + m[:, None] * K + k[None, :], codes, is_inside)
+    block_m, block_k = first_m // BLOCK + tl.arange(0, BLOCKS), first_k // BLOCK + tl.arange(0, BLOCKS)
+    is_block = (block_m[:, None] * BLOCK < M) & (block_k[None, :] * BLOCK < K)
+    at = block_m[:, None] * tl.cdiv(K, BLOCK) + block_k[None, :]
+    tl.store(scales_ptr + at, scale, is_block)
+    tl.store(amax_ptr + at, amax, is_block)
+
+
+def row_constants(quantizer: CurrentScaling, k: int) -> dict[str, object]:
+    """What the kernel of rows is compiled for."""
+    return {"WIDTH": triton.next_power_of_2(k), **_of_direction("R", quantizer)}
+
+
+def tile_constants(quantizer: CurrentScaling) -> dict[str, object]:
+    """What the kernel of tiles is compiled for."""
+    return {"TILE": TILE, "BLOCK": quantizer.block[0], **_of_direction("R", quantizer)}
+
+
+def rows_and_columns(x: Tensor, quantizer: CurrentScaling, codes: Tensor, scale: Tensor, amax: Tensor) -> None:
+    """Codes and scales of rows, and the amax of each column.
+
+    Args:
+        x: (M, K), contiguous, float32, bfloat16 or float16; neither is 0.
+        quantizer: Block (1, -1).
+        codes: (M, K), contiguous, uint8.
+        scale: (M, 1), contiguous.
+        amax: (1, K), float32, zeros.
+    """
+    m, k = x.shape
+    rows = triton.cdiv(m, PROGRAMS)
+    grid = (triton.cdiv(m, rows),)
+    bits = amax.view(torch.int32)
+    rows_kernel[grid](x, codes, scale, bits, m, k, rows, **row_constants(quantizer, k), num_warps=ROW_WARPS)
+
+
+def square_blocks(x: Tensor, quantizer: CurrentScaling, codes: Tensor, scale: Tensor, amax: Tensor) -> None:
+    """Codes, scales and amaxes of square blocks.
+
+    Args:
+        x: (M, K), contiguous, float32, bfloat16 or float16; neither is 0.
+        quantizer: Block (n, n), n a divisor of 128.
+        codes: (M, K), contiguous, uint8.
+        scale: The grid of blocks, contiguous.
+        amax: The grid of blocks, contiguous, float32.
+    """
+    m, k = x.shape
+    grid = (triton.cdiv(m, TILE), triton.cdiv(k, TILE))
+    bits = amax.view(torch.int32)
+    tiles_kernel[grid](x, codes, scale, bits, m, k, **tile_constants(quantizer), num_warps=TILE_WARPS)

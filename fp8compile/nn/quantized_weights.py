@@ -1,0 +1,60 @@
+"""Weights of converted layers as codes and scales, in place of their values."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from fp8compile._compat import is_dtensor
+from fp8compile.nn.linear import Linear
+from fp8compile.quantizers import Recipe
+from fp8compile.tensor import QuantizedParameter, shown
+
+__all__ = ["check_weights", "quantize_weights"]
+
+
+def check_weights(model: nn.Module, recipes: Mapping[nn.Module, Recipe]) -> None:
+    """Raise unless the weight of each of these layers can become codes of its recipe."""
+    names = {module: name for name, module in model.named_modules()}
+    users: dict[Tensor, list[nn.Module]] = {}
+    for module in model.modules():
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                users.setdefault(parameter, []).append(module)
+    for module, recipe in recipes.items():
+        name = names[module] or "the model"
+        if not recipe.shares_weight_codes():
+            raise ValueError(
+                f"convert: quantized_parameters, and the recipe of {name} quantizes weights by "
+                f"{shown(recipe.weight)} for the output and by {shown(recipe.weight_for_grad_input)} for grad_input. "
+                "A parameter has one set of codes: take a recipe with one quantizer for both and no delayed scaling, "
+                "as fp8compile.recipes.tensorwise() and blockwise() are, or leave quantized_parameters out."
+            )
+        if is_dtensor(module.weight):
+            raise ValueError(
+                f"convert: quantized_parameters, and the weight of {name} is a DTensor. Convert before fully_shard; "
+                "with tensor parallelism, leave quantized_parameters out."
+            )
+        others = [names[each] for each in users[module.weight] if each not in recipes]
+        if others:
+            raise ValueError(
+                f"convert: quantized_parameters, and the weight of {name} is also that of {', '.join(others)}, which "
+                "needs its values. Leave that layer out by the filter."
+            )
+        if recipes[module].weight != recipes[users[module.weight][0]].weight:
+            raise ValueError(f"convert: {name} shares its weight with a layer of another recipe. Give them the same.")
+
+
+def quantize_weights(layers: Iterable[Linear], *, keep_initial: bool) -> None:
+    """Make the layers' weights codes and scales; shared ones stay shared."""
+    made: dict[Tensor, nn.Parameter] = {}
+    for layer in layers:
+        weight = layer.weight
+        if weight not in made:
+            quantized = QuantizedParameter.of(weight.detach(), layer.recipe.weight)
+            made[weight] = nn.Parameter(quantized, requires_grad=weight.requires_grad)
+            if keep_initial and not weight.is_meta:
+                made[weight].initial = weight.detach().to("cpu", torch.float32, copy=True)
+        layer.weight = made[weight]

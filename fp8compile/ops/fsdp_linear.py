@@ -1,0 +1,284 @@
+"""fp8compile::fsdp_linear: the linear layer on a weight of which each rank has some rows; its gradients are two more.
+
+    output        shard --amax over ranks, cast--> codes --all-gather--> the product with this rank's own tokens
+    grad_input    the same with the codes that this direction needs: gathered anew, none are kept
+    grad_weight   this rank's product --reduce-scatter--> the mean over ranks, its rows
+
+Codes and scales of the weight are those that a layer on the whole weight has, in the dtype of ``x``; what is saved for
+backward is the shard. A product that the recipe leaves in high precision gathers the weight in that dtype. Arguments
+behind the tensors are those of `fp8compile.ops.fsdp_gather`, and before the recipe
+
+    placed    how tensor parallel ranks cut the weight before its rows are (`fp8compile.ops.fsdp_weight`); empty
+              without such ranks
+
+``amax`` is that of the whole weight for the output, ``amax_for_grad_input`` that for grad_input: ranks can send those
+of all layers at once. Where one is None, the op sends what it needs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fp8compile import _compat
+from fp8compile.ops.amax import amax as amax_of
+from fp8compile.ops.fsdp_gather import gathered, reduced
+from fp8compile.ops.fsdp_weight import gathered_codes, rows_cut
+from fp8compile.ops.gemm import Operand
+from fp8compile.ops.linear import (
+    GRAD_INPUT,
+    GRAD_WEIGHT,
+    OUTPUT,
+    Quantize,
+    for_gradients_of,
+    linear_samples,
+    product,
+    quantize_by_amax,
+    quantize_for_gradients,
+    sample_grad,
+    sum_of_tokens,
+)
+from fp8compile.ops.parts import Part
+from fp8compile.ops.registry import register_op
+from fp8compile.ops.rounding import rounded
+from fp8compile.quantizers import Gemm, Quantizer, Recipe
+from fp8compile.quantizers.blocks import as_matrix
+
+__all__ = ["fsdp_grad_input", "fsdp_grad_weight", "fsdp_linear"]
+
+
+def _product_with_shard(
+    a: Tensor,
+    shard: Tensor,
+    amax: Tensor | None,
+    gemm: Gemm,
+    sizes: Sequence[int],
+    rank: int,
+    group: str,
+    recipe: Recipe,
+    quantize: Quantize = quantize_by_amax,
+) -> Tensor:
+    """A product whose right operand is the weight."""
+    shard = shard.to(a.dtype)  # before anything else: the numbers are those of the layer on the weight in this dtype
+    in_backward = gemm is GRAD_INPUT
+    if recipe.quantizers(gemm) is None:
+        return product(as_matrix(a), gathered(shard, sizes, group, in_backward=in_backward), gemm, recipe)
+
+    def quantize_either(tensor: Tensor, quantizer: Quantizer, slot: str) -> Operand:
+        if slot != gemm.b:
+            return quantize(tensor, quantizer, slot)
+        part = Part(tensor, (rows_cut(sizes, rank, group),))
+        return gathered_codes(part, amax, quantizer, in_backward=in_backward).operand()[0]
+
+    return product(as_matrix(a), shard, gemm, recipe, quantize_either)
+
+
+# ---------------------------------------------------------------------------------- gradients
+
+
+def _grad_input_kernel(
+    grad_output: Tensor,
+    shard: Tensor,
+    amax: Tensor | None,
+    sizes: Sequence[int],
+    rank: int,
+    group: str,
+    replicas: str,
+    reduce_dtype: torch.dtype,
+    placed: Sequence[int],
+    recipe: Recipe,
+) -> Tensor:
+    grad_MK = _product_with_shard(grad_output, shard, amax, GRAD_INPUT, sizes, rank, group, recipe)
+    return grad_MK.view(*grad_output.shape[:-1], shard.shape[1])
+
+
+def _grad_input_decompose(
+    grad_output: Tensor,
+    shard: Tensor,
+    amax: Tensor | None,
+    sizes: Sequence[int],
+    rank: int,
+    group: str,
+    replicas: str,
+    reduce_dtype: torch.dtype,
+    placed: Sequence[int],
+    recipe: Recipe,
+) -> Tensor:
+    quantize = quantize_for_gradients(recipe, grad_output.device)
+    grad_MK = _product_with_shard(grad_output, shard, amax, GRAD_INPUT, sizes, rank, group, recipe, quantize)
+    return grad_MK.view(*grad_output.shape[:-1], shard.shape[1])
+
+
+def _grad_input_fake(grad_output: Tensor, shard: Tensor, *where: Any) -> Tensor:
+    return grad_output.new_empty((*grad_output.shape[:-1], shard.shape[1]))
+
+
+def _grad_input_samples() -> Iterator[tuple]:
+    for x, shard, _, _, amax, *where in _samples():
+        yield sample_grad(x, shard), shard, amax, *where
+
+
+fsdp_grad_input = register_op(
+    "fp8compile::fsdp_grad_input",
+    _grad_input_kernel,
+    fake=_grad_input_fake,
+    backward=None,
+    decompose=_grad_input_decompose,
+    sharding=None,  # its tensors are this rank's
+    samples=lambda: _grad_input_samples(),
+)
+
+
+def _grad_weight_kernel(
+    grad_output: Tensor,
+    x: Tensor,
+    dtype: torch.dtype,
+    sizes: Sequence[int],
+    rank: int,
+    group: str,
+    replicas: str,
+    reduce_dtype: torch.dtype,
+    placed: Sequence[int],
+    recipe: Recipe,
+) -> Tensor:
+    grad_NK = product(as_matrix(grad_output), as_matrix(x), GRAD_WEIGHT, recipe)
+    return reduced(grad_NK, dtype, sizes, rank, group, replicas, reduce_dtype).contiguous()
+
+
+def _grad_weight_decompose(
+    grad_output: Tensor,
+    x: Tensor,
+    dtype: torch.dtype,
+    sizes: Sequence[int],
+    rank: int,
+    group: str,
+    replicas: str,
+    reduce_dtype: torch.dtype,
+    placed: Sequence[int],
+    recipe: Recipe,
+) -> Tensor:
+    quantize = quantize_for_gradients(recipe, grad_output.device)
+    grad_NK = product(as_matrix(grad_output), as_matrix(x), GRAD_WEIGHT, recipe, quantize)
+    # the product is rounded to its dtype before it is cast to another one, in fused code too
+    grad_NK = rounded(grad_NK).to(grad_NK.dtype)
+    return reduced(grad_NK, dtype, sizes, rank, group, replicas, reduce_dtype).contiguous()
+
+
+def _grad_weight_fake(
+    grad_output: Tensor, x: Tensor, dtype: torch.dtype, sizes: Sequence[int], rank: int, *where: Any
+) -> Tensor:
+    return grad_output.new_empty((sizes[rank], x.shape[-1]), dtype=dtype)
+
+
+def _grad_weight_samples() -> Iterator[tuple]:
+    for x, shard, _, _, _, *where in _samples():
+        yield sample_grad(x, shard), x, shard.dtype, *where
+
+
+fsdp_grad_weight = register_op(
+    "fp8compile::fsdp_grad_weight",
+    _grad_weight_kernel,
+    fake=_grad_weight_fake,
+    backward=None,
+    decompose=_grad_weight_decompose,
+    sharding=None,
+    samples=lambda: _grad_weight_samples(),
+)
+
+# ---------------------------------------------------------------------------------- the layer
+
+
+def _check_no_delayed_scaling(recipe: Recipe) -> None:
+    # in the op, for PyTorch 2.11 traces no method of a recipe
+    if not _compat.is_stand_in(recipe) and recipe.history():
+        raise ValueError(
+            "fsdp_linear: the recipe has delayed scaling, whose state this op has no place for. Take a recipe with "
+            "current scaling."
+        )
+
+
+def _kernel(
+    x: Tensor,
+    shard: Tensor,
+    bias: Tensor | None,
+    amax: Tensor | None,
+    amax_for_grad_input: Tensor | None,
+    sizes: Sequence[int],
+    rank: int,
+    group: str,
+    replicas: str,
+    reduce_dtype: torch.dtype,
+    placed: Sequence[int],
+    recipe: Recipe,
+) -> Tensor:
+    _check_no_delayed_scaling(recipe)
+    y_MN = _product_with_shard(x, shard, amax, OUTPUT, sizes, rank, group, recipe)
+    if bias is not None:
+        y_MN = y_MN + bias
+    return y_MN.view(*x.shape[:-1], sum(sizes))
+
+
+def _decompose(x: Tensor, shard: Tensor, bias: Tensor | None, *where: Any) -> Tensor:
+    return _kernel(x, shard, None if bias is None else rounded(bias).to(bias.dtype), *where)
+
+
+def _fake(
+    x: Tensor,
+    shard: Tensor,
+    bias: Tensor | None,
+    amax: Tensor | None,
+    amax_for_grad_input: Tensor | None,
+    sizes: Sequence[int],
+    rank: int,
+    group: str,
+    replicas: str,
+    reduce_dtype: torch.dtype,
+    placed: Sequence[int],
+    recipe: Recipe,
+) -> Tensor:
+    _check_no_delayed_scaling(recipe)
+    return x.new_empty((*x.shape[:-1], sum(sizes)))
+
+
+def _setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
+    x, shard, _, _, amax, *ctx.where, recipe = inputs
+    needs_x, needs_weight = ctx.needs_input_grad[:2]
+    ctx.recipe = for_gradients_of(recipe, x=needs_x, weight=needs_weight)
+    ctx.dtype = shard.dtype
+    ctx.save_for_backward(x if needs_weight else None, shard if needs_x else None, amax if needs_x else None)
+
+
+def _backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+    x, shard, amax = ctx.saved_tensors
+    return (
+        None if shard is None else fsdp_grad_input(grad_output, shard, amax, *ctx.where, ctx.recipe),
+        None if x is None else fsdp_grad_weight(grad_output, x, ctx.dtype, *ctx.where, ctx.recipe),
+        sum_of_tokens(grad_output) if ctx.needs_input_grad[2] else None,
+        *(None for _ in range(3 + len(ctx.where))),
+    )
+
+
+def _samples() -> Iterator[tuple]:
+    """As of a group of one rank: others need processes (tests/test_graph_fsdp.py)."""
+    for index, (x, weight, bias, recipe) in enumerate(linear_samples()):
+        shard = weight.float() if index % 2 else weight
+        known = [None, None]
+        if index % 3 == 0:
+            slots = (recipe.weight, recipe.weight_for_grad_input)
+            known = [None if each is None else amax_of(weight, each) for each in slots]
+        yield x, shard, bias, *known, [weight.shape[0]], 0, "", "", shard.dtype, [], recipe
+
+
+fsdp_linear = register_op(
+    "fp8compile::fsdp_linear",
+    _kernel,
+    fake=_fake,
+    setup_context=_setup_context,
+    backward=_backward,
+    decompose=_decompose,
+    sharding=None,
+    samples=_samples,
+)

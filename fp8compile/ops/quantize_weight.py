@@ -1,0 +1,100 @@
+"""fp8compile::quantize_weight: codes and scales of a weight for the forward, and its amaxes for grad_input.
+
+grad_input sums over the other side of a weight than the forward does. With a scale a row, the backward needs the amax
+of each column before it can cast, and Inductor reads the weight once more for that; of square blocks it reads the
+weight once for the amaxes and once for the codes. On a GPU this op is one Triton kernel that reads it once; on a CPU,
+and as the reference, it is the steps themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from fp8compile import _compat
+from fp8compile.ops import samples
+from fp8compile.ops.amax import amax
+from fp8compile.ops.cast import cast
+from fp8compile.ops.quantize_both import LARGEST_BLOCK
+from fp8compile.ops.registry import register_op
+from fp8compile.ops.scale import scale
+from fp8compile.quantizers import CurrentScaling, Quantizer
+from fp8compile.target import target_of
+
+__all__ = ["is_weight_pair", "quantize_weight", "step_by_step"]
+
+WIDEST = 1 << 14  # a row that the kernel holds in registers
+
+ROWS, COLUMNS = (1, -1), (-1, 1)
+
+
+def is_weight_pair(first: Quantizer | None, again: Quantizer | None, columns: int) -> bool:
+    """Whether the kernel quantizes by the first and takes amaxes for the other: rows and columns, or square blocks.
+
+    Args:
+        first: Of the forward.
+        again: Of grad_input.
+        columns: Of the weight; rows may be as wide as the kernel holds.
+    """
+    if type(first) is not CurrentScaling or type(again) is not CurrentScaling or first.rounding != "nearest":
+        return False
+    if (first.block, again.block) == (ROWS, COLUMNS):
+        return _compat.statically_true(columns <= WIDEST)
+    n = first.block[0]
+    return first.block == again.block == (n, n) and n > 1 and LARGEST_BLOCK % n == 0
+
+
+def _fake(weight: Tensor, first: Quantizer, again: Quantizer) -> tuple[Tensor, Tensor, Tensor]:
+    return (
+        weight.new_empty(weight.shape, dtype=torch.uint8),
+        weight.new_empty(first.scale_shape(weight.shape), dtype=first.scale_dtype()),
+        weight.new_empty(again.scale_shape(weight.shape), dtype=torch.float32),
+    )
+
+
+def step_by_step(weight: Tensor, first: Quantizer, again: Quantizer) -> tuple[Tensor, Tensor, Tensor]:
+    """The reference."""
+    multiplier, own_scale = scale(amax(weight, first), first)
+    return cast(weight, multiplier, first), own_scale, amax(weight, again)
+
+
+def _kernel(weight: Tensor, first: Quantizer, again: Quantizer) -> tuple[Tensor, Tensor, Tensor]:
+    if weight.device.type == "cpu" or _compat.guard_or_false(weight.numel() == 0):
+        return step_by_step(weight, first, again)
+    from fp8compile.kernels.weights import rows_and_columns, square_blocks
+
+    codes, own_scale, other_amax = _fake(weight, first, again)
+    if first.block == ROWS:
+        rows_and_columns(weight.contiguous(), first, codes, own_scale, other_amax.zero_())
+    else:
+        square_blocks(weight.contiguous(), first, codes, own_scale, other_amax)
+    return codes, own_scale, other_amax
+
+
+def _decompose(weight: Tensor, first: Quantizer, again: Quantizer) -> tuple[Tensor, Tensor, Tensor]:
+    if target_of(weight.device).type != "cpu":
+        return NotImplemented  # stays one call, of the kernel
+    return step_by_step(weight, first, again)
+
+
+def _samples() -> Iterator[tuple]:
+    row, column = CurrentScaling(block=ROWS), CurrentScaling(block=COLUMNS, format="e5m2")
+    square = CurrentScaling(block=(16, 16), scale="pow2")
+    for x in samples.matrices():
+        if x.ndim == 2:
+            yield x, row, column
+            yield x, square, square
+
+
+quantize_weight = register_op(
+    "fp8compile::quantize_weight",
+    _kernel,
+    fake=_fake,
+    backward=None,
+    decompose=_decompose,
+    sharding=None,  # a weight that is spread over ranks is taken apart before
+    samples=_samples,
+)
+_compat.register_fallback(quantize_weight)

@@ -1,0 +1,129 @@
+"""The ops of sharded weights where tokens are DTensors: each tensor parallel rank shares what it has of the weight.
+
+The weight is gathered over the ranks of FSDP first, which gives what a tensor parallel rank has of it, as codes; the
+rest is what the layer does without FSDP (`fp8compile.parallel.dtensor_linear`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from fp8compile.ops.fsdp_gather import gathered, reduced
+from fp8compile.ops.fsdp_weight import gathered_codes, placed_cuts, rows_cut
+from fp8compile.ops.linear import GRAD_INPUT, GRAD_WEIGHT, OUTPUT
+from fp8compile.ops.parts import Codes, Part
+from fp8compile.ops.sharded_product import Product, add_bias, multiply_parts, quantize_slot
+from fp8compile.parallel.dtensor_linear import of_tokens
+from fp8compile.parallel.placed import part_of, placements_of, whole_of
+from fp8compile.quantizers import Gemm, Quantizer, Recipe
+
+__all__ = ["HANDLERS"]
+
+
+def _weight_part(a: DTensor, local: Tensor, placed: Sequence[int]) -> Part:
+    mesh = a.device_mesh
+    return Part(local, placed_cuts(placed, [mesh.get_group(index) for index in range(mesh.ndim)]))
+
+
+def _product_with_shard(
+    gemm: Gemm,
+    a: DTensor,
+    shard: Tensor,
+    amax: Tensor | None,
+    sizes: Sequence[int],
+    rank: int,
+    group: str,
+    placed: Sequence[int],
+    recipe: Recipe,
+) -> tuple[Product, Part]:
+    """A product whose right operand is the weight, and how the weight is cut."""
+    shard = shard.to(a.dtype)
+    weight = _weight_part(a, shard, placed)
+    in_backward = gemm is GRAD_INPUT
+    if recipe.quantizers(gemm) is None:
+        weight = Part(gathered(shard, sizes, group, in_backward=in_backward), weight.cuts)
+
+    def quantize(part: Part, quantizer: Quantizer, slot: str) -> Codes:
+        if slot != gemm.b:
+            return quantize_slot(part, quantizer, slot)
+        every = Part(part.local, (*part.cuts, rows_cut(sizes, rank, group)))
+        return gathered_codes(every, amax, quantizer, in_backward=in_backward)
+
+    return multiply_parts(gemm, part_of(gemm.name, a), weight, recipe, quantize), weight
+
+
+def _whole_features(weight: Part, sizes: Sequence[int]) -> tuple[int, int]:
+    """Rows and columns of the whole weight."""
+    shape = [sum(sizes), weight.local.shape[1]]
+    for cut in reversed(weight.cuts):
+        if cut is not None:
+            shape[cut.dim] = cut.total
+    return shape[0], shape[1]
+
+
+def _output(
+    x: DTensor,
+    shard: Tensor,
+    bias: DTensor | None,
+    amax: Tensor | None,
+    amax_for_grad_input: Tensor | None,
+    sizes: Sequence[int],
+    rank: int,
+    group: str,
+    replicas: str,
+    reduce_dtype: torch.dtype,
+    placed: Sequence[int],
+    recipe: Recipe,
+) -> DTensor:
+    product, weight = _product_with_shard(OUTPUT, x, shard, amax, sizes, rank, group, placed, recipe)
+    local = product.local if bias is None else add_bias(product, part_of("linear", bias), weight.cuts)
+    return of_tokens(product, local, x.device_mesh, (*x.shape[:-1], _whole_features(weight, sizes)[0]))
+
+
+def _grad_input(
+    grad_output: DTensor,
+    shard: Tensor,
+    amax: Tensor | None,
+    sizes: Sequence[int],
+    rank: int,
+    group: str,
+    replicas: str,
+    reduce_dtype: torch.dtype,
+    placed: Sequence[int],
+    recipe: Recipe,
+) -> DTensor:
+    product, weight = _product_with_shard(GRAD_INPUT, grad_output, shard, amax, sizes, rank, group, placed, recipe)
+    shape = (*grad_output.shape[:-1], _whole_features(weight, sizes)[1])
+    return of_tokens(product, product.local, grad_output.device_mesh, shape)
+
+
+def _grad_weight(
+    grad_output: DTensor,
+    x: DTensor,
+    dtype: torch.dtype,
+    sizes: Sequence[int],
+    rank: int,
+    group: str,
+    replicas: str,
+    reduce_dtype: torch.dtype,
+    placed: Sequence[int],
+    recipe: Recipe,
+) -> Tensor:
+    mesh = x.device_mesh
+    product = multiply_parts(GRAD_WEIGHT, part_of("grad_weight", grad_output), part_of("grad_weight", x), recipe)
+    placements = placements_of(product.steps, {"m": [0] * mesh.ndim, "n": [1] * mesh.ndim})
+    whole = whole_of(product.local, mesh, placements, (grad_output.shape[-1], x.shape[-1]))
+    own = [Replicate() if cut is None else Shard(cut.dim) for cut in placed_cuts(placed)]
+    grad = whole.redistribute(placements=own).to_local()
+    return reduced(grad, dtype, sizes, rank, group, replicas, reduce_dtype).contiguous()
+
+
+HANDLERS = {
+    "fp8compile::fsdp_linear": _output,
+    "fp8compile::fsdp_grad_input": _grad_input,
+    "fp8compile::fsdp_grad_weight": _grad_weight,
+}

@@ -1,0 +1,173 @@
+"""What a module becomes whose parameters are sharded: in its forward they are whole, outside of it they are shards.
+
+A parameter is a property of the module's new class, which gathers it while a forward runs. So initialization,
+optimizers, state dicts and users find the shards, which is what there is to change; changing a gathered copy would do
+nothing. A fp8compile.Linear does not gather its weight: its op does, as codes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from fp8compile import _compat
+from fp8compile.nn import Linear
+from fp8compile.ops import fsdp_linear
+from fp8compile.parallel.fsdp_amaxes import SharedAmaxes, exchange
+from fp8compile.parallel.fsdp_shards import Where, gather, used_dtype
+from fp8compile.tensor import SOURCE_DTYPES
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import MixedPrecisionPolicy  # importing it needs DTensor, which imports this
+
+__all__ = ["Forward", "Sharded", "become_sharded", "is_sharded"]
+
+
+@dataclass
+class Forward:
+    """Whether a forward of the model runs; one for all of its modules."""
+
+    runs: bool = False
+
+
+@dataclass
+class Sharded:
+    """What a module remembers.
+
+    Attributes:
+        forward: Of the model.
+        where: Of each parameter, by name.
+        cast: Of the root, which casts what goes in and what comes out; None for others.
+        layers: Of the root, those whose ranks tell each other amaxes.
+        shared_amaxes: Of a layer, which.
+        amaxes: Of a layer, while the model's forward runs: those of the whole weight, by slot of the recipe.
+    """
+
+    forward: Forward
+    where: dict[str, Where]
+    cast: MixedPrecisionPolicy | None = None
+    layers: list[nn.Module] = field(default_factory=list)
+    shared_amaxes: SharedAmaxes | None = None
+    amaxes: dict[str, Tensor] = field(default_factory=dict)
+
+
+def _cast(values: Any, dtype: torch.dtype | None) -> Any:
+    """All floating-point tensors among these, in this dtype."""
+    if dtype is None:
+        return values
+    return pytree.tree_map(lambda v: v.to(dtype) if isinstance(v, Tensor) and v.is_floating_point() else v, values)
+
+
+class _ShardedModule(nn.Module):
+    graph_fsdp: Sharded
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        state = self.graph_fsdp
+        if state.cast is not None and state.cast.cast_forward_inputs:
+            args, kwargs = _cast((args, kwargs), state.cast.param_dtype)
+        before, state.forward.runs = state.forward.runs, True
+        layers = self._without_amaxes()
+        try:
+            exchange(layers)
+            output = self._forward(*args, **kwargs)
+        finally:
+            state.forward.runs = before
+            for layer in layers:
+                layer.graph_fsdp.amaxes.clear()
+        return output if state.cast is None else _cast(output, state.cast.output_dtype)
+
+    def _without_amaxes(self) -> list[nn.Module]:
+        """Layers for which this forward exchanges them."""
+        return self.graph_fsdp.layers
+
+    def _forward(self, *args: Any, **kwargs: Any) -> Any:
+        return super().forward(*args, **kwargs)
+
+    def _parameter(self, name: str) -> Tensor | None:
+        parameter = self._parameters[name]
+        if parameter is None or not self.graph_fsdp.forward.runs:
+            return parameter
+        return gather(parameter, self.graph_fsdp.where[name])
+
+
+def _checked(layer: Linear, x: Tensor, bias: Tensor | None, where: Where) -> tuple[Tensor, Tensor | None]:
+    """Input and bias in the dtype of autocast, if that is on; raises if the layer can't take them."""
+    if not isinstance(x, Tensor) or x.dtype not in SOURCE_DTYPES:
+        given = x.dtype if isinstance(x, Tensor) else type(x).__name__
+        raise TypeError(f"Linear: x is {given}; FP8 layers take tensors of bfloat16, float16 and float32. Cast it.")
+    if x.ndim == 0 or x.shape[-1] != layer.in_features:
+        raise ValueError(
+            f"Linear: x has shape {tuple(x.shape)}; its last dim has to be in_features, {layer.in_features}."
+        )
+    if _compat.is_dtensor(x) != (where.shared is not None):
+        one, other = ("x", "the weight") if where.shared is None else ("the weight", "x")
+        raise TypeError(
+            f"Linear: {one} is spread over tensor parallel ranks and {other} is not. Use parallelize_module for all "
+            "of the layer, or for none of it."
+        )
+    used = used_dtype(where, x.device.type)
+    if used != where.dtype:
+        if where.dtype != layer._parameters["weight"].dtype:
+            raise TypeError(
+                f"Linear: autocast casts to {used} and param_dtype of mp_policy is {where.dtype}. Leave one of them "
+                "out, or make them the same."
+            )
+        bias = None if bias is None else bias.to(used)
+    if x.device.type != "meta" and torch.is_autocast_enabled(x.device.type):
+        x = x.to(used)
+    if x.dtype != used:
+        raise TypeError(
+            f"Linear: x is {x.dtype} and the weight is used in {used}; they have one dtype. Cast x, pass "
+            "mp_policy=MixedPrecisionPolicy(param_dtype=...), or run under torch.autocast."
+        )
+    return x, bias
+
+
+class _ShardedLinear(_ShardedModule):
+    def _without_amaxes(self) -> list[nn.Module]:
+        # a forward of its own, such as the one that activation checkpointing repeats, has to save what the first did
+        state = self.graph_fsdp
+        return [self] if state.shared_amaxes.grids and not state.amaxes else []
+
+    def _forward(self, input: Tensor) -> Tensor:
+        where = self.graph_fsdp.where["weight"]
+        bias = self._parameters["bias"]
+        if bias is not None:
+            bias = gather(bias, self.graph_fsdp.where["bias"])
+        x, bias = _checked(self, input, bias, where)
+        state = self.graph_fsdp
+        amax = state.amaxes.get("weight")
+        return fsdp_linear(
+            x,
+            self._parameters["weight"].to_local(),
+            bias,
+            amax,
+            amax if state.shared_amaxes.same else state.amaxes.get("weight_for_grad_input"),
+            *where.arguments(),
+            list(state.shared_amaxes.placed),
+            self.recipe,
+        )
+
+
+@cache
+def _class_of(cls: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]:
+    """``cls`` with these parameters as properties."""
+    base = _ShardedLinear if issubclass(cls, Linear) else _ShardedModule
+    members = {name: property(lambda self, name=name: self._parameter(name)) for name in names}
+    return type(f"GraphFSDP{cls.__name__}", (base, cls), {**members, "__module__": cls.__module__})
+
+
+def is_sharded(module: nn.Module) -> bool:
+    """Whether `become_sharded` made it what it is."""
+    return isinstance(module, _ShardedModule)
+
+
+def become_sharded(module: nn.Module, state: Sharded) -> None:
+    """Give a module, whose parameters are shards already, the class that gathers them."""
+    module.graph_fsdp = state
+    module.__class__ = _class_of(type(module), tuple(module._parameters))

@@ -1,0 +1,142 @@
+"""Which rows of a parameter a rank has, and what its ops have to know of that.
+
+    mesh                   parameter                                         groups
+    (shard)                Shard(0)                                          rows: its ranks
+    (replicate, shard)     Replicate(), Shard(0)                             and replicas: ranks with the same rows
+    one of these, and tp   the same, before the placements that it had       rows of what a tp rank has
+
+That is how `torch.distributed.fsdp.fully_shard` lays out parameters, so checkpoints of the two are the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Self
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+
+from fp8compile import _compat
+from fp8compile.ops import fsdp_gather
+from fp8compile.parallel.placed import chunks
+from fp8compile.quantizers import Recipe
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import MixedPrecisionPolicy  # importing it needs DTensor, which imports this
+
+__all__ = ["Shared", "Where", "gather", "shard_parameter", "used_dtype"]
+
+
+@dataclass(frozen=True)
+class Shared:
+    """What tensor parallel ranks have of a parameter, before it is sharded.
+
+    Attributes:
+        mesh: Their mesh.
+        placements: A parameter's on it.
+    """
+
+    mesh: DeviceMesh
+    placements: tuple[Placement, ...]
+
+
+@dataclass(frozen=True)
+class Where:
+    """What the ops of `fp8compile.ops.fsdp_gather` take behind their tensors.
+
+    Attributes:
+        dtype: In which the parameter is used.
+        sizes: Rows that each rank has.
+        rank: This one's number among them.
+        group: Name of their group.
+        replicas: Name of the group whose ranks have the same rows, or empty.
+        reduce_dtype: Of gradients on their way.
+        shared: With tensor parallel ranks.
+    """
+
+    dtype: torch.dtype
+    sizes: tuple[int, ...]
+    rank: int
+    group: str
+    replicas: str
+    reduce_dtype: torch.dtype
+    shared: Shared | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return self  # a copy of a model is on the same ranks
+
+    def arguments(self) -> tuple[list[int], int, str, str, torch.dtype]:
+        """In the order of the ops."""
+        return list(self.sizes), self.rank, self.group, self.replicas, self.reduce_dtype
+
+
+def used_dtype(where: Where, device_type: str) -> torch.dtype:
+    """In which a layer multiplies: that of autocast, if it is on."""
+    if device_type != "meta" and torch.is_autocast_enabled(device_type):
+        return torch.get_autocast_dtype(device_type)
+    return where.dtype
+
+
+def _where(mesh: DeviceMesh, local: Tensor, mp_policy: MixedPrecisionPolicy, shared: Shared | None) -> Where:
+    last = mesh.ndim - 1
+    dtype = local.dtype
+    if mp_policy.param_dtype is not None and dtype.is_floating_point:
+        dtype = mp_policy.param_dtype
+    return Where(
+        dtype=dtype,
+        sizes=chunks(local.shape[0], mesh.size(last)),
+        rank=mesh.get_local_rank(last),
+        group=mesh.get_group(last).group_name,
+        replicas=mesh.get_group(0).group_name if mesh.ndim == 2 else "",
+        reduce_dtype=mp_policy.reduce_dtype or dtype,
+        shared=shared,
+    )
+
+
+def _whole_placements(mesh: DeviceMesh, shared: Shared | None) -> tuple[DeviceMesh, Sequence[Placement]]:
+    """The mesh of the sharded parameter, and where it is on that."""
+    replicate = (Replicate(),) * (mesh.ndim - 1)
+    if shared is None:
+        return mesh, (*replicate, Shard(0))
+    parts = 1
+    for index, placement in enumerate(shared.placements):
+        if placement.is_shard(0):
+            parts *= shared.mesh.size(index)
+    own = Shard(0) if parts == 1 else _compat.strided_shard(0, parts)
+    return _compat.concatenated(mesh, shared.mesh), (*replicate, own, *shared.placements)
+
+
+def shard_parameter(
+    parameter: nn.Parameter, mesh: DeviceMesh, mp_policy: MixedPrecisionPolicy
+) -> tuple[nn.Parameter, Where]:
+    """This rank's rows of a parameter, as a DTensor, and where they are.
+
+    Args:
+        parameter: Plain, or a DTensor on a tensor parallel mesh; on all ranks the same values.
+        mesh: Of one dim, or of two, the first of which replicates.
+        mp_policy: Dtypes.
+    """
+    shape, stride, local, shared = parameter.shape, parameter.stride(), parameter.detach(), None
+    if isinstance(local, DTensor):
+        shared = Shared(local.device_mesh, tuple(local.placements))
+        local = local.to_local()
+    where = _where(mesh, local, mp_policy, shared)
+    rows = local.narrow(0, sum(where.sizes[: where.rank]), where.sizes[where.rank])
+    # a copy: a view would keep the whole parameter alive
+    rows = rows.clone(memory_format=torch.contiguous_format)
+    whole_mesh, placements = _whole_placements(mesh, shared)
+    whole = DTensor.from_local(rows, whole_mesh, placements, run_check=False, shape=shape, stride=stride)
+    return nn.Parameter(whole, requires_grad=parameter.requires_grad), where
+
+
+def gather(parameter: Tensor, where: Where) -> Tensor:
+    """The whole parameter in the dtype in which it is used; with tensor parallel ranks, a DTensor on their mesh."""
+    whole = fsdp_gather(parameter.to_local(), where.dtype, *where.arguments(), Recipe())
+    if (shared := where.shared) is None:
+        return whole
+    return DTensor.from_local(
+        whole, shared.mesh, shared.placements, run_check=False, shape=parameter.shape, stride=parameter.stride()
+    )

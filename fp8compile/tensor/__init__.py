@@ -1,0 +1,38 @@
+"""QuantizedTensor: codes and scales that stand for a tensor.
+
+    arguments.py    what callers hand over, checked
+    quantized.py    the class, and what torch.compile asks of it
+    views.py        the ops that keep what it stands for
+    layer.py        as the weight of a layer
+    quantize.py     making one
+    product.py      multiplying two
+    parameter.py    one that is trained
+    update.py       new values for many of them
+    fsdp.py         what FSDP2 asks of a sharded one
+
+An op that none of them gives a meaning raises.
+"""
+
+from fp8compile.tensor import views as views  # fills the table that the class looks ops up in
+from fp8compile.tensor.arguments import SOURCE_DTYPES, checked_sizes, not_dense, own_sizes, shown
+from fp8compile.tensor.layer import check_serves, unserved
+from fp8compile.tensor.parameter import QuantizedParameter
+from fp8compile.tensor.product import scaled_mm
+from fp8compile.tensor.quantize import quantize
+from fp8compile.tensor.quantized import QuantizedTensor
+from fp8compile.tensor.update import assign
+
+__all__ = [
+    "SOURCE_DTYPES",
+    "QuantizedParameter",
+    "QuantizedTensor",
+    "assign",
+    "check_serves",
+    "checked_sizes",
+    "not_dense",
+    "own_sizes",
+    "quantize",
+    "scaled_mm",
+    "shown",
+    "unserved",
+]

@@ -1,0 +1,95 @@
+"""A QuantizedTensor as the weight of a layer: its own codes are the operand, in both directions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from fp8compile import _compat, ops
+from fp8compile.ops.gemm import Operand
+from fp8compile.ops.linear import (
+    Quantize,
+    as_read,
+    layer_grad_input,
+    layer_output,
+    quantize_by_amax,
+    quantize_for_gradients,
+)
+from fp8compile.quantizers import Quantizer, Recipe
+from fp8compile.tensor.quantized import LAYERS, QuantizedTensor
+
+__all__ = ["check_serves", "unserved"]
+
+
+@_compat.constant_when_traced
+def unserved(quantizer: Quantizer, recipe: Recipe) -> str | None:
+    """Why a layer with this recipe can't run on a weight's codes that a quantizer made, as text; None if it can."""
+    if recipe.shares_weight_codes() and quantizer == recipe.weight:
+        return None
+    return (
+        f"weight is a QuantizedTensor of {quantizer!r}; the recipe quantizes weights by {recipe.weight!r} for the "
+        f"output and by {recipe.weight_for_grad_input!r} for grad_input. Codes serve a recipe that has their "
+        "quantizer in both places and no delayed scaling, as fp8compile.recipes.tensorwise() and blockwise() do. "
+        "Take such a recipe and quantize by its weight, or pass weight.dequantize()."
+    )
+
+
+def check_serves(function: str, weight: QuantizedTensor, recipe: Recipe) -> None:
+    """Raise a ValueError, in the name of ``function``, if a layer with this recipe can't run on these codes."""
+    if (reason := unserved(weight.quantizer, recipe)) is not None:
+        raise ValueError(f"{function}: {reason}")
+
+
+def _check_weight(function: str, x: Tensor, weight: QuantizedTensor, recipe: Recipe) -> None:
+    if isinstance(x, QuantizedTensor) or not isinstance(weight, QuantizedTensor):
+        raise TypeError(
+            f"{function}: only the weight may be a QuantizedTensor, the layer quantizes its other operands itself. "
+            "Pass .dequantize() for them, or multiply quantized matrices by fp8compile.scaled_mm."
+        )
+    check_serves(function, weight, recipe)
+    if weight.cuts_blocks():
+        raise ValueError(
+            f"{function}: weight is a shard of sizes {weight.sizes} along dim {weight.shard_dim}, which cuts blocks "
+            f"{weight.quantizer.block}. Call .all_gather({weight.shard_dim}) first."
+        )
+
+
+def _as_it_is(weight: QuantizedTensor, quantize: Quantize) -> Quantize:
+    """What gives a product the weight's own codes, and has its other operand quantized."""
+
+    def quantize_others(x: Tensor, quantizer: Quantizer, slot: str) -> Operand:
+        if x is weight:
+            return Operand(codes=weight.codes, scale=weight.scale, quantizer=quantizer)
+        return quantize(x, quantizer, slot)
+
+    return quantize_others
+
+
+def _linear(func: Any, x: Tensor, weight: QuantizedTensor, bias: Tensor | None, recipe: Recipe) -> Tensor:
+    _check_weight("linear", x, weight, recipe)
+    layer = _compat.as_kernel(layer_output)
+    return layer(x, weight, as_read(bias), recipe, _as_it_is(weight, quantize_by_amax))
+
+
+def _grad_input(func: Any, grad_output: Tensor, weight: QuantizedTensor, recipe: Recipe) -> Tensor:
+    _check_weight("grad_input", grad_output, weight, recipe)
+    # in a graph, as its compiler would: nothing else makes one read of what both gradients read
+    compiled = type(weight.codes) is not Tensor
+    quantize = quantize_for_gradients(recipe, grad_output.device) if compiled else quantize_by_amax
+    return _compat.as_kernel(layer_grad_input)(grad_output, weight, recipe, _as_it_is(weight, quantize))
+
+
+def _no_layer(func: Any, x: Tensor, weight: Tensor, *args: Any) -> Tensor:
+    _check_weight(func._schema.name.partition("::")[2], x, weight, args[-1])
+    raise AssertionError(f"{func} is of recipes with delayed scaling, which share no codes")
+
+
+LAYERS.update(
+    {
+        ops.linear: _linear,
+        ops.grad_input: _grad_input,
+        ops.delayed_linear: _no_layer,
+        ops.delayed_grad_input: _no_layer,
+    }
+)

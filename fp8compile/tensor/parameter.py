@@ -1,0 +1,285 @@
+"""QuantizedParameter: a weight that is trained as codes and scale, with no copy in high precision beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.utils._python_dispatch import return_and_correct_aliasing
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from fp8compile.quantizers import Quantizer
+from fp8compile.tensor.arguments import SOURCE_DTYPES
+from fp8compile.tensor.fsdp import FullyShardHooks
+from fp8compile.tensor.quantized import QuantizedTensor
+from fp8compile.tensor.update import assign
+
+__all__ = ["QuantizedParameter"]
+
+aten = torch.ops.aten
+WHOLE, SLICE, SHARD, BLANK = "whole", "slice", "shard", "blank"
+
+
+class QuantizedParameter(FullyShardHooks, QuantizedTensor):
+    """A QuantizedTensor that optimizers write to.
+
+    An op in place dequantizes it, computes in its dtype, and quantizes the result anew, by an amax over all ranks that
+    share its scale; a list of parameters (``foreach``) takes one message for all of them. So an optimizer that writes
+    to a parameter several times a step (AdamW's loops; not ``fused=True``, and not SGD) rounds as many times:
+    ``fp8compile.MasterWeights`` rounds once. Which ops there are is a list, ``UPDATES`` and ``READS``: what
+    ``torch.optim`` needs, and what fills a tensor. Any other op raises, as on a QuantizedTensor.
+
+    A class of its own, for a tensor that stands for fixed numbers has no op that writes to it, and nothing reads its
+    numbers but ``dequantize``: activations and gathered weights are such tensors, and a mistake there would be silent.
+
+    Attributes:
+        extent: ``"whole"``; ``"slice"``, where elements outside of this view have the same scale, so that a value
+            can't be written alone; ``"blank"``, zeros made by ``new_zeros``; or ``"shard"``, a view of such, which is
+            how FSDP2 makes its shards, and whose other elements are padding. Where ranks share a scale, a shard has
+            to know them before it is written to: from the first forward, or ``fp8compile.parallel.share_scales``.
+        initial: The values that it was made of, float32 on the CPU, where ``fp8compile.convert`` was asked to keep
+            them for ``fp8compile.MasterWeights``, which takes them away; else None.
+    """
+
+    extent: str = WHOLE
+    initial: Tensor | None = None
+
+    @staticmethod
+    def of(x: Tensor, quantizer: Quantizer) -> QuantizedParameter:
+        """Quantize a tensor, of any dtype that ``fp8compile.quantize`` takes; on the meta device, only its shape."""
+        from fp8compile.tensor.quantize import quantize
+
+        q = quantize(x, quantizer)
+        return QuantizedParameter(q.codes, q.scale, quantizer, x.dtype)
+
+    def _like(self, codes: Tensor, scale: Tensor) -> QuantizedParameter:
+        found = QuantizedParameter(codes, scale, self.quantizer, self.dtype, self.group, self.shard_dim, self.sizes)
+        found.extent = SHARD if self.extent == BLANK else self.extent
+        return found
+
+    def _view(
+        self, codes: Tensor, scale: Tensor, shard_dim: int | None, quantizer: Quantizer | None = None
+    ) -> QuantizedParameter:
+        found = QuantizedParameter(codes, scale, quantizer or self.quantizer, self.dtype)
+        if codes.numel() == self.codes.numel() or self.extent == BLANK:
+            found.group, found.shard_dim = self.group, shard_dim
+            found.extent = SHARD if self.extent == BLANK else self.extent
+        elif scale.numel() == self.scale.numel():
+            found.extent = SLICE
+        else:  # fewer scales: those of blocks that lie in this view
+            found.extent = self.extent
+        return found
+
+    def __tensor_flatten__(self) -> tuple[list[str], tuple]:
+        names, metadata = super().__tensor_flatten__()
+        return names, (*metadata, self.extent)
+
+    @staticmethod
+    def __tensor_unflatten__(inner: dict, metadata: tuple, outer_size: Any, outer_stride: Any) -> QuantizedParameter:
+        quantizer, dtype, identity, extent = metadata
+        shard = () if identity is None else (inner["group"], *identity[-2:])
+        found = QuantizedParameter(inner["codes"], inner["scale"], quantizer, dtype, *shard)
+        found.extent = extent
+        return found
+
+    def __deepcopy__(self, memo: dict) -> QuantizedParameter:
+        found = self._like(self.codes.clone(), self.scale.clone())
+        found.requires_grad_(self.requires_grad)
+        if isinstance(self, torch.nn.Parameter):
+            found._is_param = True
+        memo[id(self)] = found
+        return found
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(
+            "a QuantizedParameter is not pickled: its module's state_dict() has its codes and scale as plain tensors, "
+            "which load without this library. Save that."
+        )
+
+    def share_scale(self, group: ProcessGroup, shard_dim: int) -> None:
+        """Say whose shards these are parts of one tensor with: their scale is one from the next update on."""
+        from fp8compile import _compat
+
+        _compat.allow_group_in_subclass()
+        self.group, self.shard_dim = group, shard_dim
+
+    def check_writable(self, what: object) -> None:
+        """Raise unless new values can be written to this tensor alone."""
+        spans = -1 in self.quantizer.block
+        if self.extent == SLICE:
+            raise RuntimeError(
+                f"{what} of a part of a QuantizedParameter, whose scale the rest of it has too. Write to the whole "
+                "parameter."
+            )
+        if self.extent in (SHARD, BLANK) and spans and self.group is None:
+            raise RuntimeError(
+                f"{what} of a shard of a QuantizedParameter before it knows the ranks that have its scale too. Call "
+                "fp8compile.parallel.share_scales(model) after fully_shard, or run a forward first."
+            )
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = kwargs or {}
+        if func is aten.copy_.default:
+            return _copy(*args)
+        if func in UPDATES or func in READS:
+            return _compute(func, args, kwargs)
+        if func is aten.view.default and _flattens_blocks(*args):
+            return return_and_correct_aliasing(func, args, kwargs, _flat(*args))
+        if func is aten.cat.default:
+            raise TypeError(NO_CAT)
+        if func in MAKERS:
+            return MAKERS[func](func, *args, **kwargs)
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+NO_CAT = (
+    "aten.cat.default of QuantizedParameters has no FP8 meaning, and nothing dequantizes in silence. If this is "
+    "DistributedDataParallel, which copies values of rank 0 in one message: call "
+    "fp8compile.parallel.broadcast_parameters(model) and pass init_sync=False to it."
+)
+
+# ---------------------------------------------------------------------------------- values
+
+
+def _overloads(*names: str) -> set[Any]:
+    found = set()
+    for name in names:
+        packet = getattr(aten, name)
+        found |= {getattr(packet, overload) for overload in packet.overloads() if "out" not in overload}
+    return found
+
+
+ARITHMETIC = ("add", "sub", "mul", "div", "addcmul", "addcdiv", "lerp")
+FILLING = ("zero_", "fill_", "uniform_", "normal_")
+FUSED = ("_fused_adamw_", "_fused_adam_", "_fused_sgd_", "_fused_adagrad_")
+UPDATES = _overloads(
+    *(f"{name}_" for name in ARITHMETIC), *(f"_foreach_{name}_" for name in ARITHMETIC), *FILLING, *FUSED
+)
+# what weight decay, and averages of weights, read: out of place
+READS = _overloads("add", "sub", "_foreach_add", "_foreach_sub", "lerp", "norm", "linalg_vector_norm", "_foreach_norm")
+
+
+def _written(func: Any, args: tuple, kwargs: dict) -> list[Any]:
+    """Arguments, and entries of lists of them, that an op writes to."""
+    found = []
+    for index, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            found += tree_leaves(args[index] if index < len(args) else kwargs.get(argument.name))
+    return found
+
+
+def _compute(func: Any, args: tuple, kwargs: dict) -> Any:
+    """An op on the values of parameters; those that it writes to are quantized anew, all at once."""
+    written = [each for each in _written(func, args, kwargs) if isinstance(each, QuantizedTensor)]
+    for each in written:
+        if not isinstance(each, QuantizedParameter):
+            raise TypeError(f"{func} writes to a QuantizedTensor, which stands for fixed numbers.")
+        each.check_writable(func)
+    values: dict[int, Tensor] = {}
+
+    def value_of(x: QuantizedTensor) -> Tensor:
+        if not isinstance(x, QuantizedParameter):
+            raise TypeError(
+                f"{func} reads a QuantizedTensor, and nothing dequantizes in silence. Call .dequantize() first."
+            )
+        return values.setdefault(id(x), x.dequantize())
+
+    plain_args, plain_kwargs = tree_map_only(QuantizedTensor, value_of, (args, kwargs))
+    result = func(*plain_args, **plain_kwargs)
+    assign(written, [values[id(each)] for each in written])
+    for each in written:
+        values.pop(id(each), None)
+    if func in READS:
+        return result
+    return args[0] if func._schema.returns and isinstance(args[0], Tensor) else None
+
+
+def _copy(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
+    """Values are quantized; codes are copied, with their scale."""
+    if not isinstance(target, QuantizedParameter):
+        raise TypeError(
+            "copy_ of a QuantizedParameter into a plain tensor: nothing dequantizes in silence. Copy .dequantize()."
+        )
+    if not isinstance(source, QuantizedTensor):
+        if source.dtype not in SOURCE_DTYPES:
+            raise TypeError(
+                f"copy_ of {source.dtype} into a QuantizedParameter; it takes bfloat16, float16 and float32."
+            )
+        target.check_writable("copy_")
+        assign([target], [source.to(target.device, target.dtype).expand(target.shape)])
+        return target
+    if source.quantizer != target.quantizer or source.shape != target.shape:
+        raise TypeError(
+            f"copy_ into a QuantizedParameter of {target.quantizer!r}, shape {tuple(target.shape)}, from codes of "
+            f"{source.quantizer!r}, shape {tuple(source.shape)}. Copy .dequantize(), which quantizes them anew."
+        )
+    if target.extent == SLICE and not torch.equal(target.scale, source.scale.to(target.scale.device)):
+        target.check_writable("copy_")
+    target.codes.copy_(source.codes)
+    target.scale.copy_(source.scale)
+    return target
+
+
+# ---------------------------------------------------------------------------------- tensors like it
+
+
+def _flattens_blocks(x: QuantizedParameter, size: Sequence[int]) -> bool:
+    return x.extent in (SHARD, BLANK) and len(size) == 1 and x.quantizer.block != (-1, -1)
+
+
+def _flat(x: QuantizedParameter, size: Sequence[int]) -> QuantizedParameter:
+    """Codes in one row: FSDP2 keeps such a view of each shard, and reads it of plain parameters only.
+
+    Blocks do not lie in rows, so this has no scale, and an op on its values raises.
+    """
+    found = QuantizedParameter(x.codes.view(size), x.scale.new_empty(0), x.quantizer, x.dtype)
+    found.extent = SLICE
+    return found
+
+
+def _empty_like(func: Any, x: QuantizedParameter, **kwargs: Any) -> Tensor:
+    """Codes without values; the scale is NaN until there are some."""
+    if kwargs.pop("dtype", None) not in (None, x.dtype):
+        raise TypeError(f"{func} of a QuantizedParameter in another dtype: take that of .dequantize().")
+    codes = func(x.codes, **kwargs)
+    nan = torch.full(x.scale.shape, torch.nan, device=codes.device)
+    return x._like(codes, x.quantizer.scale_of(nan))
+
+
+def _plain_like(func: Any, x: QuantizedParameter, *args: Any, **kwargs: Any) -> Tensor:
+    """What optimizers keep of a parameter is in high precision."""
+    return func(torch.empty_like(x.codes, dtype=x.dtype, device="meta"), *args, **{"device": x.device, **kwargs})
+
+
+def _new_zeros(func: Any, x: QuantizedParameter, size: Sequence[int], **kwargs: Any) -> Tensor:
+    """Zeros with a scale of their own: that of the whole, if it has one, for a rank without elements has it too."""
+    if kwargs.pop("dtype", None) not in (None, x.dtype):
+        raise TypeError(f"{func} of a QuantizedParameter in another dtype: use torch.zeros.")
+    if x.initial is not None:
+        raise RuntimeError(
+            "a parameter that keeps its initial values can't be sharded: they would be lost. Convert without "
+            "keep_initial=True, or make the fp8compile.MasterWeights, which take them, of a model that is not sharded."
+        )
+    codes = x.codes.new_zeros(size, **kwargs)
+    shape = x.quantizer.scale_shape(size)
+    if x.quantizer.block == (-1, -1):
+        scale = x.scale.to(codes.device).clone().view(shape)
+    else:
+        scale = x.quantizer.scale_of(torch.ones(shape, device=codes.device))
+    found = QuantizedParameter(codes, scale, x.quantizer, x.dtype, x.group, x.shard_dim)
+    found.extent = BLANK
+    return found
+
+
+MAKERS = {
+    aten.empty_like.default: _empty_like,
+    aten.zeros_like.default: _plain_like,
+    aten.ones_like.default: _plain_like,
+    aten.full_like.default: _plain_like,
+    aten.new_zeros.default: _new_zeros,
+    aten.new_empty.default: _new_zeros,  # FSDP2, for a rank without elements
+}

@@ -1,0 +1,147 @@
+"""quantize: a QuantizedTensor of a tensor, or of this rank's shard of one.
+
+    x --amax--> amax --(max over the group, where a block spans ranks)--> scale --+--> QuantizedTensor
+    |                                                                             |      .codes  .scale  .group
+    +----------------------------------- cast ------------------------------------+
+
+Codes and scales of a shard are those of the whole, cut as the shard is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from fp8compile import _compat, ops
+from fp8compile.ops.collectives import all_reduce_amax
+from fp8compile.ops.parts import Part, Shards, quantize_part
+from fp8compile.quantizers import Quantizer
+from fp8compile.tensor.arguments import SOURCE_DTYPES, not_dense, own_sizes, shown
+from fp8compile.tensor.quantized import QuantizedTensor
+
+__all__ = ["quantize"]
+
+
+def _check_source(x: Any, quantizer: Any) -> None:
+    if not isinstance(quantizer, Quantizer):
+        raise TypeError(
+            f"quantize: quantizer is {shown(quantizer)}; it is a fp8compile.Quantizer, such as "
+            "fp8compile.CurrentScaling()."
+        )
+    if isinstance(x, QuantizedTensor):
+        raise TypeError("quantize: x is quantized already. Call .dequantize() first if that is what you mean.")
+    if not isinstance(x, Tensor):
+        raise TypeError(f"quantize: x is {type(x).__name__}; it is a dense tensor.")
+    if _compat.is_dtensor(x):
+        raise TypeError(
+            "quantize: x is a DTensor; it is this rank's part of a tensor, x.to_local(), with group= and shard_dim=, "
+            "or a whole tensor, x.full_tensor()."
+        )
+    if (reason := not_dense(x)) is not None:
+        raise TypeError(f"quantize: x {reason}; it is a dense tensor.")
+    if x.dtype not in SOURCE_DTYPES:
+        raise TypeError(f"quantize: x is {x.dtype}; it is bfloat16, float16 or float32. Cast it first.")
+
+
+def _check_shard(x: Tensor, group: Any, shard_dim: Any, sizes: Any) -> None:
+    if (group is None) != (shard_dim is None):
+        raise ValueError(
+            f"quantize: group is {group}, shard_dim {shard_dim}; give both for a shard of a tensor that is spread "
+            "over ranks, none for a whole tensor."
+        )
+    if group is None:
+        if sizes is not None:
+            raise ValueError(f"quantize: sizes is {shown(sizes)} and group None; sizes are those of a group's shards.")
+        return
+    if not isinstance(group, ProcessGroup):
+        raise TypeError(
+            f"quantize: group is {shown(group)}; it is a torch.distributed.ProcessGroup, such as mesh.get_group()."
+        )
+    if type(shard_dim) is not int:
+        raise TypeError(f"quantize: shard_dim is {shown(shard_dim)}; it is an int.")
+    if not -x.ndim <= shard_dim < x.ndim:
+        raise ValueError(f"quantize: shard_dim is {shard_dim}, x has {x.ndim} dims.")
+    if sizes is not None:
+        own_sizes("quantize", "sizes", sizes, group, x.shape[shard_dim], f"the entries of x along dim {shard_dim}")
+
+
+def _block_spans_ranks(x: Tensor, quantizer: Quantizer, group: ProcessGroup, shard_dim: int) -> bool:
+    """Whether one block has elements on several ranks, if none is cut.
+
+    Raises:
+        ValueError: A shard boundary cuts a block.
+    """
+    last = shard_dim == x.ndim - 1
+    block = quantizer.block[1 if last else 0]
+    if block in (1, -1):
+        return block == -1
+    length = x.shape[-1] if last else x.shape[shard_dim:-1].numel()
+    # rows of several batches are flattened: there the last shard too is followed by another one
+    ends_tensor = group.rank() == group.size() - 1 and (last or x.shape[:shard_dim].numel() == 1)
+    if length % block and not ends_tensor:
+        raise ValueError(
+            f"quantize: a shard of {length} elements along dim {shard_dim} on rank {group.rank()} of {group.size()} "
+            f"cuts blocks of {block}. On all ranks, say how much each of them has: sizes=(...); or shard in multiples "
+            f"of {block} (the last rank may have less)."
+        )
+    return False
+
+
+def _quantize_shard(
+    x: Tensor, quantizer: Quantizer, group: ProcessGroup, shard_dim: int, sizes: tuple[int, ...]
+) -> QuantizedTensor:
+    """A shard of a whole that is known: whatever of it lies on other ranks."""
+    part = Part(x, (Shards(group, group.rank(), shard_dim, sizes),))
+    found = quantize_part(part, quantizer)
+    shape = part.whole_shape() if any(found.whole) else x.shape
+    scale = found.scale.view(quantizer.scale_shape(shape))
+    return QuantizedTensor(found.local, scale, quantizer, x.dtype, group, shard_dim, sizes)
+
+
+def quantize(
+    x: Tensor,
+    quantizer: Quantizer,
+    *,
+    group: ProcessGroup | None = None,
+    shard_dim: int | None = None,
+    sizes: Sequence[int] | None = None,
+) -> QuantizedTensor:
+    """Quantize a tensor, or this rank's shard of one.
+
+    With a group, codes and scales are those of the whole tensor, cut as ``x`` is: the amax is reduced over the group
+    where a block has elements on several ranks, and nothing is sent where blocks lie inside a shard. The result is a
+    constant to autograd; what differentiates is ``fp8compile.linear``.
+
+    Args:
+        x: Any shape, bfloat16, float16 or float32.
+        quantizer: How.
+        group: Ranks that a tensor is spread over, ``x`` being this rank's shard. All of them call this.
+        shard_dim: The dim that the tensor is cut along; needed with ``group``.
+        sizes: What every rank has along it. Needed where a shard begins or ends within a block: no rank can tell
+            that of the others from its own. All ranks give the same, or none does.
+
+    Returns:
+        Of the shape and dtype of ``x``.
+
+    Raises:
+        TypeError: ``x`` is no dense tensor of these dtypes, the quantizer none, the group none, or sizes no ints.
+        ValueError: ``group`` without ``shard_dim`` or the reverse; sizes that do not fit, or are missing where a
+            shard boundary cuts a block; sizes for a quantizer that packs codes.
+        RuntimeError: A group, on PyTorch 2.11.
+    """
+    _check_source(x, quantizer)
+    _check_shard(x, group, shard_dim, sizes)
+    x = x.detach()
+    if group is not None:
+        _compat.allow_group_in_subclass()
+        shard_dim %= x.ndim
+        if sizes is not None:
+            return _quantize_shard(x, quantizer, group, shard_dim, tuple(sizes))
+    amax = ops.amax(x, quantizer)
+    if group is not None and _block_spans_ranks(x, quantizer, group, shard_dim):
+        amax = all_reduce_amax(amax, group)
+    multiplier, scale = ops.scale(amax, quantizer)
+    return QuantizedTensor(ops.cast(x, multiplier, quantizer), scale, quantizer, x.dtype, group, shard_dim)

@@ -1,0 +1,317 @@
+"""QuantizedTensor, the class.
+
+A wrapper subclass: to autograd and shapes it is a tensor of the source's dtype; only ops that keep what it stands for
+without touching a number work on it. Everything else raises: nothing dequantizes in silence.
+
+The process group travels as an inner value of flatten and unflatten. PyTorch guards only on its type and bakes its
+size into graphs, so name, size and rank are in the metadata: a graph made for one group never runs on another.
+
+A shard that begins or ends within a block has codes of that block, whose other elements are on other ranks. It holds
+the scales of all blocks of the whole along the dim that is cut, and ``sizes``, which tell where among them it is.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.utils._python_dispatch import return_and_correct_aliasing
+
+from fp8compile import ops
+from fp8compile.ops.parts import Codes, Shards, sides_of
+from fp8compile.quantizers import Quantizer
+from fp8compile.quantizers.blocks import as_matrix
+from fp8compile.tensor.arguments import own_sizes, shown
+
+__all__ = ["HANDLERS", "LAYERS", "VIEWS", "QuantizedTensor", "cuts_blocks"]
+
+# What works on one: filled by the files that say how.
+HANDLERS: dict[Any, Callable] = {}  # ops of PyTorch whose first argument it is
+VIEWS: set[Any] = set()  # those of them whose result is a view of it
+LAYERS: dict[Any, Callable] = {}  # our ops that take it for a weight
+
+
+def _parts_to_gather(x: QuantizedTensor, dim: int, sizes: Sequence[int] | None) -> Shards:
+    """The parts that the ranks have, if `QuantizedTensor.all_gather` can put them together."""
+    if x.group is None:
+        raise ValueError(
+            "all_gather: this QuantizedTensor has no group, so it is no part of anything. Make it by "
+            "fp8compile.quantize(x, quantizer, group=..., shard_dim=...)."
+        )
+    if x.codes.shape != x.shape:
+        raise TypeError(
+            f"all_gather: {x.quantizer!r} packs codes of several values in a byte; gather before quantizing."
+        )
+    if x.shard_dim is None:
+        raise ValueError(
+            "all_gather: this is a view without the dim along which the ranks have parts. Gather first, then take "
+            "the view."
+        )
+    if type(dim) is not int or dim not in (x.shard_dim, x.shard_dim - x.ndim):
+        raise ValueError(f"all_gather: dim is {shown(dim)}; the ranks have parts along dim {x.shard_dim}.")
+    given = x.sizes if sizes is None else sizes
+    what = f"its entries along dim {x.shard_dim}"
+    sizes = own_sizes("all_gather", "sizes", given, x.group, x.shape[x.shard_dim], what)
+    if x.sizes is not None and sizes != x.sizes:
+        raise ValueError(f"all_gather: sizes is {sizes}, and this was quantized as one of {x.sizes}.")
+    found = Shards(x.group, x.group.rank(), x.shard_dim, sizes)
+    if x.sizes is None and any(side.kind == "cut" for side in sides_of(x.shape, (found,), x.quantizer.block)):
+        raise ValueError(
+            f"all_gather: parts of {found.sizes} along dim {x.shard_dim} cut blocks {x.quantizer.block}, and each was "
+            "quantized as whole blocks. Say so when quantizing: fp8compile.quantize(..., sizes=...)."
+        )
+    return found
+
+
+class QuantizedTensor(Tensor):
+    """Codes and scales that stand for a tensor: ``codes * scale``, block by block.
+
+    Made by ``fp8compile.quantize``. Works with ``detach``, ``clone``, ``t``, ``view`` and ``reshape`` that leave the
+    last dim alone (any, if tensorwise), ``slice``, ``select``, ``split`` and ``chunk`` that cut no block, and ``to``
+    another device. Any other op raises a TypeError; call ``dequantize()`` for a plain tensor.
+
+    Attributes:
+        codes: uint8, ``quantizer.codes_shape(shape)``. To read, like ``scale``: a compiled graph does not see that a
+            change in place of one of them changes this tensor.
+        scale: What codes are multiplied by, ``quantizer.scale_shape(shape)``: float32, or uint8 for E8M0. Of a shard
+            that cuts blocks, that of the whole tensor's shape.
+        quantizer: The immutable quantizer that made it.
+        group: The process group whose ranks share its scales, or None.
+        shard_dim: The dim along which these ranks have parts of a whole; None without a group, and where a view has
+            no such dim any more.
+        sizes: What every rank has along it, where ``fp8compile.quantize`` was told; else None.
+    """
+
+    codes: Tensor
+    scale: Tensor
+    quantizer: Quantizer
+    group: ProcessGroup | None
+    shard_dim: int | None
+    sizes: tuple[int, ...] | None
+
+    @staticmethod
+    def __new__(
+        cls: type[QuantizedTensor],
+        codes: Tensor,
+        scale: Tensor,
+        quantizer: Quantizer,
+        dtype: torch.dtype,
+        group: ProcessGroup | None = None,
+        shard_dim: int | None = None,
+        sizes: tuple[int, ...] | None = None,
+    ) -> QuantizedTensor:
+        """Wrap codes and scales that a quantizer made of a tensor of this dtype; ``quantize`` is the usual way."""
+        return Tensor._make_wrapper_subclass(
+            cls,
+            quantizer.values_shape(codes.shape),
+            strides=codes.stride(),
+            storage_offset=codes.storage_offset(),
+            dtype=dtype,
+            device=codes.device,
+        )
+
+    def __init__(
+        self,
+        codes: Tensor,
+        scale: Tensor,
+        quantizer: Quantizer,
+        dtype: torch.dtype,
+        group: ProcessGroup | None = None,
+        shard_dim: int | None = None,
+        sizes: tuple[int, ...] | None = None,
+    ) -> None:
+        self.codes = codes
+        self.scale = scale
+        self.quantizer = quantizer
+        self.group = group
+        self.shard_dim = shard_dim
+        self.sizes = sizes
+
+    # ------------------------------------------------------------------ what torch.compile asks
+
+    def __tensor_flatten__(self) -> tuple[list[str], tuple]:
+        if self.group is None:
+            return ["codes", "scale"], (self.quantizer, self.dtype, None)
+        identity = (self.group.group_name, self.group.size(), self.group.rank(), self.shard_dim, self.sizes)
+        return ["codes", "scale", "group"], (self.quantizer, self.dtype, identity)
+
+    def _stable_hash_for_caching(self) -> str:
+        """What stands for an argument in the key of AOTAutograd's cache.
+
+        PyTorch's own holds of a constant its class only: e4m3 and e5m2 would share code. The quantizer's text has its
+        fields, and the salt.
+        """
+        names, (_, *metadata) = self.__tensor_flatten__()
+        inner = [(t.shape, t.stride(), t.dtype, t.device) for t in (self.codes, self.scale)]
+        values = (type(self).__name__, names, self.shape, self.requires_grad, self.quantizer.__fx_repr__()[0])
+        return hashlib.blake2b(repr((*values, inner, metadata)).encode(), digest_size=16).hexdigest()
+
+    @staticmethod
+    def __tensor_unflatten__(inner: dict, metadata: tuple, outer_size: Any, outer_stride: Any) -> QuantizedTensor:
+        quantizer, dtype, identity = metadata
+        if identity is None:
+            return QuantizedTensor(inner["codes"], inner["scale"], quantizer, dtype)
+        return QuantizedTensor(inner["codes"], inner["scale"], quantizer, dtype, inner["group"], *identity[-2:])
+
+    # ------------------------------------------------------------------ what it stands for
+
+    def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
+        """Codes times scale in float32, rounded once.
+
+        Args:
+            dtype: Of the result; the source's by default.
+
+        Returns:
+            A plain tensor of this shape.
+        """
+        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+            raise TypeError(f"dequantize: dtype is {dtype}; codes stand for numbers of a floating point dtype.")
+        dtype = dtype or self.dtype
+        if not self.cuts_blocks():
+            return ops.dequantize(self.codes, self.scale, self.quantizer, dtype)
+        codes, scale = as_matrix(self.codes), self.scale.reshape(-1, self.scale.shape[-1])
+        is_column = int(self.shard_dim == self.ndim - 1)
+        side = sides_of(self.shape, (self._shards(),), self.quantizer.block)[is_column]
+        window = ops.dequantize(side.embed(codes, is_column), side.window(scale, is_column), self.quantizer, dtype)
+        return side.extract(window, is_column).reshape(self.shape)
+
+    def cuts_blocks(self) -> bool:
+        """Whether this is a shard with elements of blocks that other ranks have elements of, along ``shard_dim``.
+
+        Of blocks that span that dim, every rank has the one scale, and none is cut.
+        """
+        return cuts_blocks(self)
+
+    def _shards(self) -> Shards:
+        return Shards(self.group, self.group.rank(), self.shard_dim, self.sizes)
+
+    def all_gather(self, dim: int, sizes: Sequence[int] | None = None) -> QuantizedTensor:
+        """The whole tensor, of the parts that the ranks of its group have. All of them call this.
+
+        Codes travel, one byte each, and scales only where ranks have different ones. Nothing is quantized again.
+
+        Args:
+            dim: Along which the ranks have parts: ``shard_dim``, or counted from the end.
+            sizes: Of every rank's part along it, where they differ and ``fp8compile.quantize`` was not told.
+
+        Returns:
+            Without a group.
+
+        Raises:
+            ValueError: There is no group, the ranks have no parts along ``dim``, or sizes do not fit.
+            TypeError: Sizes are no ints, or codes are packed, several to a byte.
+        """
+        shards = _parts_to_gather(self, dim, sizes)
+        is_column = shards.dim == self.ndim - 1
+        whole = (self.cuts_blocks() and not is_column, self.cuts_blocks() and is_column)
+        gathered = Codes(self.codes, self.scale, self.quantizer, (shards,), whole).gather(0)
+        scale = gathered.scale.view(self.quantizer.scale_shape(gathered.local.shape))
+        return QuantizedTensor(gathered.local, scale, self.quantizer, self.dtype)
+
+    @property
+    def data(self) -> QuantizedTensor:  # type: ignore[override]
+        """The same tensor, without its history."""
+        return self.detach()
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        raise TypeError(
+            "assigning .data of a QuantizedTensor would leave its codes as they are. Make a new one by "
+            "fp8compile.quantize."
+        )
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        group = "None" if self.group is None else repr(self.group.group_name)
+        shard = "" if self.sizes is None else f", shard_dim={self.shard_dim}, sizes={self.sizes}"
+        return (
+            f"QuantizedTensor(shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device}, "
+            f"quantizer={self.quantizer!r}, group={group}{shard})"
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        if self.group is not None:
+            raise TypeError(
+                "a QuantizedTensor with a process group can't be pickled: a group lives in one process. Pickle "
+                ".dequantize(), or its .codes and .scale."
+            )
+        return QuantizedTensor, (self.codes, self.scale, self.quantizer, self.dtype)
+
+    def _like(self, codes: Tensor, scale: Tensor) -> QuantizedTensor:
+        return QuantizedTensor(codes, scale, self.quantizer, self.dtype, self.group, self.shard_dim, self.sizes)
+
+    def _view(
+        self, codes: Tensor, scale: Tensor, shard_dim: int | None, quantizer: Quantizer | None = None
+    ) -> QuantizedTensor:
+        """A view whose ranks have parts along this dim of it; it keeps sizes where it has all of the dim."""
+        whole_dim = shard_dim is not None and codes.shape[shard_dim] == self.codes.shape[self.shard_dim]
+        sizes = self.sizes if whole_dim else None
+        return QuantizedTensor(codes, scale, quantizer or self.quantizer, self.dtype, self.group, shard_dim, sizes)
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = kwargs or {}
+        if func in LAYERS:
+            return LAYERS[func](func, *args)
+        handler = HANDLERS.get(func)
+        if handler is None and func._can_decompose():  # below autograd, composites come here before what they are of
+            return func.decompose(*args, **kwargs)
+        if handler is None or not isinstance(args[0], QuantizedTensor):
+            raise TypeError(_no_meaning(func))
+        result = handler(func, *args, **kwargs)
+        if func in VIEWS:
+            return return_and_correct_aliasing(func, args, kwargs, result)
+        return result
+
+
+def cuts_blocks(x: QuantizedTensor) -> bool:
+    """`QuantizedTensor.cuts_blocks`, as a function: Dynamo traces no method of a tensor that returns a bool."""
+    if x.sizes is None or x.shard_dim is None:
+        return False
+    shards = Shards("", 0, x.shard_dim, x.sizes)  # which ranks, and which of them, makes no difference
+    return "cut" in [side.kind for side in sides_of(x.shape, (shards,), x.quantizer.block)]
+
+
+def _no_meaning(op: object) -> str:
+    return (
+        f"{op} has no FP8 meaning for a QuantizedTensor, and nothing dequantizes in silence. Call .dequantize() "
+        "first; for products use fp8compile.linear or fp8compile.scaled_mm."
+    )
+
+
+def _refuse_operator(name: str) -> None:
+    """Operators of Tensor turn a TypeError into NotImplemented, and Python then hides its text (and `==` is False)."""
+
+    def refuse(self: QuantizedTensor, *others: Any) -> Any:
+        raise TypeError(_no_meaning(f"Tensor.{name}"))
+
+    setattr(QuantizedTensor, name, refuse)
+
+
+for _operator in [
+    "add",
+    "sub",
+    "mul",
+    "truediv",
+    "floordiv",
+    "mod",
+    "pow",
+    "matmul",
+    "and",
+    "or",
+    "xor",
+    "lshift",
+    "rshift",
+]:
+    for _form in ("", "r", "i"):
+        _refuse_operator(f"__{_form}{_operator}__")
+for _operator in ["eq", "ne", "lt", "le", "gt", "ge", "neg", "abs", "invert"]:
+    _refuse_operator(f"__{_operator}__")
+for _method in ["share_memory_", "apply_", "map_", "map2_"]:
+    _refuse_operator(_method)  # a wrapper has no memory of its own, and PyTorch would read address 0
+QuantizedTensor.__hash__ = Tensor.__hash__  # type: ignore[method-assign]
