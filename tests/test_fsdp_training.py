@@ -44,15 +44,15 @@ def losses(flags, path, *, codes, steps):
     ranks = Ranks(rank=dist.get_rank(), size=dist.get_world_size())
     config = TrainConfig(**TINY, steps=steps, **flags)
     config = TrainConfig(**{**vars(config), "dp": layout_of(config, ranks).dp})
-    gather = trainer.gather_codes
+    gather = fsdp.gather_codes
     if not codes:
-        trainer.gather_codes = lambda model, recipe: "bfloat16: told so"
+        fsdp.gather_codes = lambda model, recipe: "bfloat16: told so"
     try:
         recipe = trainer.named_recipe(config.recipe)
         arm = Arm(name=config.recipe, recipe=config.recipe, seed=0)
         made = trainer.Trainer(config, arm, load_text(path, batch=config.batch, seq=config.seq), recipe, ranks)
     finally:
-        trainer.gather_codes = gather
+        fsdp.gather_codes = gather
     found = []
     for _ in range(steps):
         found.append(made.gradients()["loss"])

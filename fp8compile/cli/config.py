@@ -52,6 +52,7 @@ class TrainConfig:
         sp: Whether they cut the sequence, too, between its matrix products.
         fsdp: Whether parameters and batch are sharded over processes.
         hsdp: Whether there are two replicas of these shards; implies ``fsdp``.
+        graph_fsdp: Whether what ranks send is in the graph of the whole model; implies ``fsdp``.
         dp: Processes, or groups of ``tp`` of them, that share the batch; 0 is replaced by how many were started.
 
     Raises:
@@ -84,11 +85,12 @@ class TrainConfig:
     sp: bool = False
     fsdp: bool = False
     hsdp: bool = False
+    graph_fsdp: bool = False
     dp: int = 0
 
     def __post_init__(self) -> None:
         """Check what needs no PyTorch."""
-        object.__setattr__(self, "fsdp", self.fsdp or self.hsdp)
+        object.__setattr__(self, "fsdp", self.fsdp or self.hsdp or self.graph_fsdp)
         for name in AT_LEAST_ONE:
             if getattr(self, name) < 1:
                 raise UserError(f"{_flag(name)} is {getattr(self, name)}; it has to be at least 1")

@@ -1,12 +1,15 @@
-"""How `fp8compile train --fsdp` shards its model: stock FSDP2, block by block, with weights gathered as codes.
+"""How `fp8compile train` shards its model: by stock FSDP2, block by block, or with all that is sent in one graph.
 
     converted, cut over tp --fsdp_float8_all_gather--> torch.compile of each block --> fully_shard of each, the rest
+
+    (--graph-fsdp)          --graph_fsdp--> torch.compile of the whole model
 
 Weights that can't be gathered as codes are in bfloat16, and the table of the run says why.
 """
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,6 +19,8 @@ import fp8compile as f8
 from fp8compile.cli.errors import UserError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from torch.distributed.device_mesh import DeviceMesh
 
     from fp8compile.cli.config import TrainConfig
@@ -25,6 +30,16 @@ __all__ = ["gather_codes", "shard"]
 
 # Inputs stay as they are: x is bfloat16 by autocast, and the angles of the rotary positions need float32.
 POLICY = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False)
+NO_FP8 = "bfloat16: no FP8 layers"
+
+
+@contextmanager
+def _refusals(flag: str) -> Iterator[None]:
+    """What the library refuses is the user's to mend."""
+    try:
+        yield
+    except (RuntimeError, ValueError) as error:
+        raise UserError(f"{flag}: {error}") from error
 
 
 def gather_codes(model: ByteLlama, recipe: f8.Recipe | None) -> str:
@@ -41,28 +56,39 @@ def gather_codes(model: ByteLlama, recipe: f8.Recipe | None) -> str:
         UserError: This PyTorch can't.
     """
     if recipe is None:
-        return "bfloat16: no FP8 layers"
+        return NO_FP8
     if not recipe.shares_weight_codes():
         return "bfloat16: forward and backward multiply different codes of a weight"
-    try:
+    with _refusals("--fsdp"):
         f8.parallel.fsdp_float8_all_gather(model)
-    except RuntimeError as error:
-        raise UserError(f"--fsdp with --recipe {f8.recipes.describe(recipe)}: {error}") from error
     found = (row.gathered.replace("param_dtype", "bfloat16") for row in f8.conversion_report(model).rows)
     return "; ".join(dict.fromkeys(words for words in found if words))
 
 
-def shard(model: ByteLlama, mesh: DeviceMesh, config: TrainConfig) -> None:
-    """Compile the blocks, if asked, and shard them and what is left, in place.
+def shard(model: ByteLlama, mesh: DeviceMesh, config: TrainConfig, recipe: f8.Recipe | None) -> str:
+    """Shard a model's parameters, in place; stock FSDP2's blocks are compiled before, if asked.
 
     Args:
         model: Cut over tensor-parallel ranks before, if at all.
         mesh: Of the ranks that share the batch; before them their replicas, if there are any.
         config: The run's configuration.
+        recipe: What the model was converted by; None if it was not.
+
+    Returns:
+        As what the FP8 layers' weights are gathered, and why where it is not codes.
+
+    Raises:
+        UserError: This PyTorch can't, or not with this recipe.
     """
+    if config.graph_fsdp:
+        with _refusals("--graph-fsdp"):
+            f8.parallel.graph_fsdp(model, mesh, mp_policy=POLICY)
+        return "codes, those that a pass needs" if recipe is not None else NO_FP8
+    gathered = gather_codes(model, recipe)
     for index, block in enumerate(model.blocks):
         if config.compile:
             # What FSDP2 does before and after a block is then outside of its graph.
             model.blocks[index] = torch.compile(block, fullgraph=True, dynamic=False, backend=config.backend)
         fully_shard(model.blocks[index], mesh=mesh, mp_policy=POLICY)
     fully_shard(model, mesh=mesh, mp_policy=POLICY)
+    return gathered

@@ -47,7 +47,7 @@ class CountedModel:
         """Prepare the compilation; the first call of each kind does it.
 
         Args:
-            model: To call; where parameters are sharded its blocks are compiled, each by itself.
+            model: To call; of stock FSDP2 its blocks are compiled, each by itself.
             config: The run's configuration.
         """
         self.is_compiled = config.compile
@@ -58,7 +58,7 @@ class CountedModel:
         # Three shapes at most (train, eval, last eval batch): a graph for each beats one for all.
         self._call = (
             torch.compile(model, fullgraph=True, dynamic=False, backend=config.backend)
-            if config.compile and not config.fsdp
+            if config.compile and (config.graph_fsdp or not config.fsdp)
             else model
         )
 

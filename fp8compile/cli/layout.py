@@ -109,7 +109,7 @@ def _start_by(processes: int) -> str:
 
 def _data_parallel(config: TrainConfig, size: int) -> int:
     """Into how many parts a run with --fsdp of so many processes cuts its batch."""
-    flag = "--hsdp" if config.hsdp else "--fsdp"
+    flag = "--hsdp" if config.hsdp else "--graph-fsdp" if config.graph_fsdp else "--fsdp"
     flags = flag if config.tp == 1 else f"{flag} --tp {config.tp}"
     unit = config.tp * (2 * REPLICAS if config.hsdp else 1)
     least = unit if config.hsdp else 2 * unit

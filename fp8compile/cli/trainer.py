@@ -19,7 +19,7 @@ import fp8compile as f8
 from fp8compile.cli.checkpoint import load_checkpoint, save_checkpoint, whole_state
 from fp8compile.cli.config import BF16
 from fp8compile.cli.errors import Failed, UserError
-from fp8compile.cli.fsdp import gather_codes, shard
+from fp8compile.cli.fsdp import shard
 from fp8compile.cli.gemms import expected_gemms, profiled_gemms
 from fp8compile.cli.graphs import CountedModel
 from fp8compile.cli.layout import layout_of
@@ -160,8 +160,7 @@ class Trainer:
         self._expected = expected_gemms(self.model, recipe, tokens=tokens, device=self._device)
         self._gathered = None
         if layout.dp > 1:
-            self._gathered = gather_codes(self.model, recipe)
-            shard(self.model, layout.data_mesh(self._device.type), config)
+            self._gathered = shard(self.model, layout.data_mesh(self._device.type), config, recipe)
         self._optimizer = _optimizer(self.model)
         self.counted = CountedModel(self.model, config)
         self.step = 0
