@@ -20,7 +20,7 @@ from fp8compile.cli.tensor_parallel import placed_like, whole
 if TYPE_CHECKING:
     from pathlib import Path
 
-__all__ = ["load_checkpoint", "save_checkpoint", "whole_state"]
+__all__ = ["load_checkpoint", "plain_name", "save_checkpoint", "whole_state"]
 
 VERSION = 1
 

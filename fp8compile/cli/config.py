@@ -53,6 +53,7 @@ class TrainConfig:
         fsdp: Whether parameters and batch are sharded over processes.
         hsdp: Whether there are two replicas of these shards; implies ``fsdp``.
         graph_fsdp: Whether what ranks send is in the graph of the whole model; implies ``fsdp``.
+        quantized_parameters: Whether weights of FP8 layers are codes, with float32 masters in the optimizer.
         dp: Processes, or groups of ``tp`` of them, that share the batch; 0 is replaced by how many were started.
 
     Raises:
@@ -86,6 +87,7 @@ class TrainConfig:
     fsdp: bool = False
     hsdp: bool = False
     graph_fsdp: bool = False
+    quantized_parameters: bool = False
     dp: int = 0
 
     def __post_init__(self) -> None:
@@ -105,6 +107,17 @@ class TrainConfig:
         if self.check and self.compare != BF16:
             raise UserError("--check judges a recipe against bf16; add --compare bf16")
         self._check_cuts()
+        if self.quantized_parameters:
+            self._check_quantized_parameters()
+
+    def _check_quantized_parameters(self) -> None:
+        if self.recipe == BF16:
+            raise UserError("--quantized-parameters are those of FP8 layers, of which --recipe bf16 has none")
+        if self.tp > 1 or self.graph_fsdp:
+            raise UserError(
+                f"--quantized-parameters doesn't go with --{'tp' if self.tp > 1 else 'graph-fsdp'}, which takes "
+                "weights in high precision; leave one of them out"
+            )
 
     def _check_cuts(self) -> None:
         if self.sp and self.tp == 1:

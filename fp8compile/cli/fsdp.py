@@ -84,7 +84,8 @@ def shard(model: ByteLlama, mesh: DeviceMesh, config: TrainConfig, recipe: f8.Re
         with _refusals("--graph-fsdp"):
             f8.parallel.graph_fsdp(model, mesh, mp_policy=POLICY)
         return "codes, those that a pass needs" if recipe is not None else NO_FP8
-    gathered = gather_codes(model, recipe)
+    is_quantized = config.quantized_parameters and recipe is not None
+    gathered = "codes, which the parameters are" if is_quantized else gather_codes(model, recipe)
     for index, block in enumerate(model.blocks):
         if config.compile:
             # What FSDP2 does before and after a block is then outside of its graph.

@@ -77,6 +77,8 @@ def _column(rows: Sequence[Row], arm: str) -> dict[str, str]:
         replicas = f", {done['replicas']} replicas" if done["replicas"] > 1 else ""
         column["FSDP"] = f"{done['shards']} shards{replicas}"
         column["weights gathered as"] = done["weights_gathered_as"]
+    if done["quantized_parameters"]:
+        column["weights of FP8 layers"] = "codes, float32 masters"
     if asked.emulated or seen.emulated:
         column["emulated on this device"] = seen.shown("emulated")
     return column

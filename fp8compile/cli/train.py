@@ -68,6 +68,9 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         "--fsdp", action="store_true", help="shard parameters and batch over the processes of torchrun"
     )
     parser.add_argument("--hsdp", action="store_true", help="like --fsdp, with two replicas of the shards")
+    parser.add_argument(
+        "--quantized-parameters", action="store_true", help="weights are codes, with float32 masters in the optimizer"
+    )
     parser.add_argument("--graph-fsdp", action="store_true", help="like --fsdp, with all that is sent in one graph")
     parser.add_argument(
         "--check",

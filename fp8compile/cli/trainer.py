@@ -25,6 +25,7 @@ from fp8compile.cli.graphs import CountedModel
 from fp8compile.cli.layout import layout_of
 from fp8compile.cli.memory import peak_memory, reset_peak_memory
 from fp8compile.cli.model import ByteLlama, ModelShape
+from fp8compile.cli.quantized import give_drawn, take_drawn
 from fp8compile.cli.ranks import Ranks
 from fp8compile.cli.tensor_parallel import parallelize, place_gradients
 from fp8compile.cli.text import held_out_batches, training_batch
@@ -114,13 +115,16 @@ def _learning_rate(step: int, peak: float) -> float:
     return peak * min(done / WARMUP_STEPS, math.sqrt(WARMUP_STEPS / done))
 
 
-def _optimizer(model: torch.nn.Module) -> torch.optim.AdamW:
+def _optimizer(model: torch.nn.Module, *, has_masters: bool) -> torch.optim.Optimizer:
     parameters = list(model.parameters())
     groups = [
         {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": WEIGHT_DECAY},
         {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW(groups, betas=BETAS, fused=True)
+    options = {"betas": BETAS, "fused": True}
+    return (
+        f8.MasterWeights(torch.optim.AdamW, groups, **options) if has_masters else torch.optim.AdamW(groups, **options)
+    )
 
 
 class Trainer:
@@ -148,11 +152,8 @@ class Trainer:
         self._config, self._arm, self._text = config, arm, text
         self._device = torch.device(config.device)
         self.model = ByteLlama(model_shape(config), seed=arm.seed)
-        if recipe is not None:
-            # The head stays in bf16, as is usual: its errors go straight into the loss.
-            # Delayed scales that ranks with other rows find on their own would not be one state.
-            group = layout.data_group() if recipe.history() and layout.dp > 1 else None
-            f8.convert(self.model, recipe, filter=lambda _, fqn: fqn != "head", amax_group=group)
+        self._has_masters = config.quantized_parameters and recipe is not None
+        drawn = self._converted(recipe) if recipe is not None else {}
         self.model.to(self._device)
         if layout.tp > 1:
             parallelize(self.model, layout.tp_mesh(self._device.type), sp=config.sp)
@@ -161,13 +162,32 @@ class Trainer:
         self._gathered = None
         if layout.dp > 1:
             self._gathered = shard(self.model, layout.data_mesh(self._device.type), config, recipe)
-        self._optimizer = _optimizer(self.model)
+        give_drawn(self.model, drawn)
+        self._optimizer = _optimizer(self.model, has_masters=self._has_masters)
         self.counted = CountedModel(self.model, config)
         self.step = 0
         self._is_warm = False
         self._peak_is_of_steps = False
         self._started = 0.0
         self._step_seconds: list[float] = []
+
+    def _converted(self, recipe: f8.Recipe) -> dict[str, Tensor]:
+        """Convert the model; return the weights that became codes, as they were drawn."""
+        # The head stays in bf16, as is usual: its errors go straight into the loss.
+        layers = {n: m for n, m in self.model.named_modules() if isinstance(m, torch.nn.Linear) and n != "head"}
+        # In one process codes are those of what autocast would round; FSDP2 takes one dtype for all parameters.
+        dtype = torch.bfloat16 if self._layout.dp == 1 else torch.float32
+        drawn = take_drawn(layers, dtype) if self._has_masters else {}
+        # Delayed scales that ranks with other rows find on their own would not be one state.
+        group = self._layout.data_group() if recipe.history() and self._layout.dp > 1 else None
+        f8.convert(
+            self.model,
+            recipe,
+            filter=lambda _, fqn: fqn in layers,
+            amax_group=group,
+            quantized_parameters=self._has_masters,
+        )
+        return drawn
 
     # ---------------------------------------------------------------- state
 
@@ -278,5 +298,6 @@ class Trainer:
             "sp": self._config.sp,
             "replicas": self._layout.replicas,
             "shards": self._layout.shards,
+            "quantized_parameters": self._has_masters,
             "weights_gathered_as": self._gathered,
         }

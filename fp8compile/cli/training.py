@@ -79,7 +79,12 @@ def resolved(config: TrainConfig, ranks: Ranks | None = None) -> TrainConfig:
     layout = layout_of(config, ranks)
     model_shape(config)
     for arm in arms(config):
-        named_recipe(arm.recipe)
+        recipe = named_recipe(arm.recipe)
+        if config.quantized_parameters and recipe is not None and not recipe.shares_weight_codes():
+            raise UserError(
+                f"--quantized-parameters takes a recipe whose weight codes serve forward and backward, such as "
+                f"tensorwise or blockwise; --recipe {arm.recipe} multiplies others in each"
+            )
     if config.compile:
         check_backend(config.backend)
     threads = config.threads or torch.get_num_threads()
