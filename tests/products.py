@@ -28,7 +28,7 @@ input, weight and bias, and the state of delayed scaling. Columns are modes and 
 
 - *same bits*: all of them have the same bits.
 - *n roundings: y*: all others have; y is a sum over ranks, and within n bfloat16 roundings of the magnitudes of its
-  terms.
+  terms. *x*, *weight* and *bias* stand for their gradients.
 - *not run*: the run ended before."""
 
 
