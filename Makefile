@@ -34,6 +34,7 @@ test: lint
 
 test-full: lint
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
+	$(BIN)/python tests/products.py
 
 docs: $(INSTALLED)
 	$(BIN)/pdoc --docformat google --output-directory site fp8compile '!fp8compile.cli'

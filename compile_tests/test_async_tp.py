@@ -6,6 +6,7 @@ without data, so that they see dtypes and shapes of scales: the pass itself look
 
 from __future__ import annotations
 
+import itertools
 import multiprocessing
 from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
@@ -21,16 +22,29 @@ from fp8compile import _compat
 from fp8compile.target import Target, pretend_target
 
 
-@pytest.fixture
-def elsewhere():
-    """A process for each test: DTensor's caches keep the meshes of a trace, on which the next one fails."""
+def process():
     spawn = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(1, mp_context=spawn, initializer=start_fake_group) as pool:
-        yield lambda function, *args, **options: pool.submit(function, *args, **options).result()
+    return ProcessPoolExecutor(1, mp_context=spawn, initializer=start_fake_group)
+
+
+@pytest.fixture(scope="module")
+def elsewhere():
+    """`fused_of` in a process with a fake group; another one where DTensor's caches would still have a traced mesh."""
+    with process() as shared:
+
+        def found(recipe, dims, *, grouped=False, **options):
+            if grouped or dims == 2:
+                return shared.submit(fused_of, recipe, dims, grouped=grouped, **options).result()
+            with process() as own:
+                return own.submit(fused_of, recipe, dims, **options).result()
+
+        yield found
 
 
 GATHER, SCATTER = "fused_all_gather_scaled_matmul", "fused_scaled_matmul_reduce_scatter"
-pytestmark = pytest.mark.skipif(_compat.TORCH_VERSION < (2, 13), reason="its pass looks for other graphs")
+pytestmark = pytest.mark.skipif(
+    _compat.TORCH_VERSION < (2, 13), reason="PyTorch before 2.13: its pass looks for other graphs"
+)
 
 
 class Pair(nn.Module):
@@ -135,30 +149,42 @@ def fused_of(recipe, dims, *, grouped=False, capability=(9, 0), enabled=True):
 BOTH_WAYS = [(1, 1), (1, 1)]  # the gather of x, the sum of y; the gather of grad_output, the sum of grad_input
 
 
-@pytest.mark.parametrize("grouped", [False, True])
-@pytest.mark.parametrize(("recipe", "dims"), [("tensorwise", 2), ("tensorwise", 3), ("rowwise", 2)])
+def cases(product, usual):
+    """Of all cases, those that are left to the full run are marked: each takes seconds to trace."""
+    return [case if case in usual else pytest.param(*case, marks=pytest.mark.slow) for case in product]
+
+
+FUSED = itertools.product((("tensorwise", 2), ("tensorwise", 3), ("rowwise", 2)), (False, True))
+USUAL = [("tensorwise", 2, False), ("tensorwise", 3, True), ("rowwise", 2, False), ("rowwise", 2, True)]
+
+
+@pytest.mark.parametrize(("recipe", "dims", "grouped"), cases([(*each, way) for each, way in FUSED], USUAL))
 def test_gathers_and_scattered_sums_are_fused_with_their_products(elsewhere, recipe, dims, grouped):
-    assert elsewhere(fused_of, recipe, dims, grouped=grouped) == BOTH_WAYS
+    assert elsewhere(recipe, dims, grouped=grouped) == BOTH_WAYS
 
 
+@pytest.mark.slow
 def test_rowwise_scattered_sums_of_more_dims_are_fused(elsewhere):
-    assert elsewhere(fused_of, "rowwise", 3) == [(0, 1), (0, 1)]
+    assert elsewhere("rowwise", 3) == [(0, 1), (0, 1)]
 
 
+@pytest.mark.slow
 @pytest.mark.xfail(
     strict=True, raises=AssertionError, reason="PyTorch's fused gather takes the scales of rows of a matrix only"
 )
 def test_rowwise_gathers_of_more_dims_are_fused(elsewhere):
-    assert elsewhere(fused_of, "rowwise", 3) == BOTH_WAYS
+    assert elsewhere("rowwise", 3) == BOTH_WAYS
 
 
-@pytest.mark.parametrize("dims", [2, 3])
-@pytest.mark.parametrize("grouped", [False, True])
-@pytest.mark.parametrize(("recipe", "capability"), [("blockwise", (9, 0)), ("mxfp8", (10, 0))])
-def test_scales_of_blocks_are_left_alone(elsewhere, recipe, capability, dims, grouped):
+BLOCKS = {"blockwise": (9, 0), "mxfp8": (10, 0)}
+LEFT_ALONE = cases(itertools.product(BLOCKS, (2, 3), (False, True)), [("blockwise", 2, False), ("mxfp8", 2, True)])
+
+
+@pytest.mark.parametrize(("recipe", "dims", "grouped"), LEFT_ALONE)
+def test_scales_of_blocks_are_left_alone(elsewhere, recipe, dims, grouped):
     """The fused operators would cut them as if they were rows."""
-    assert elsewhere(fused_of, recipe, dims, grouped=grouped, capability=capability) == [(0, 0), (0, 0)]
+    assert elsewhere(recipe, dims, grouped=grouped, capability=BLOCKS[recipe]) == [(0, 0), (0, 0)]
 
 
 def test_nothing_is_fused_unless_asked_for(elsewhere):
-    assert elsewhere(fused_of, "rowwise", 2, enabled=False) == [(0, 0), (0, 0)]
+    assert elsewhere("rowwise", 2, enabled=False) == [(0, 0), (0, 0)]

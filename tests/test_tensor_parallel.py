@@ -108,6 +108,11 @@ def tensors_of(shape, dtype=torch.bfloat16):
     return [torch.randn(s, generator=generator).to(dtype) for s in ((*leading, k), (n, k), (*leading, n), (n,))]
 
 
+def roundings(ranks):
+    """Of a term, of the additions, of one process's sum, of the bias in both."""
+    return 1 + (ranks - 1) + 1 + 2
+
+
 def differs(found, expected, bias):
     """What is wrong with a DTensor, or None; ``bias`` is part of the first rank's term."""
     whole, ranks = found.full_tensor(), found.device_mesh.size()
@@ -115,17 +120,21 @@ def differs(found, expected, bias):
         return None if torch.equal(bits(whole), bits(expected)) else f"{found.placements}: not the same bits"
     terms = [torch.empty_like(whole) for _ in range(ranks)]
     torch.distributed.all_gather(terms, found.to_local().contiguous(), group=found.device_mesh.get_group())
-    roundings = 1 + (ranks - 1) + 1 + 2  # of a term, of the additions, of one process's sum, of the bias in both
-    bound = FLOAT32_SUMS * roundings * ROUNDING * (sum(term.double().abs() for term in terms) + bias.abs())
+    bound = FLOAT32_SUMS * roundings(ranks) * ROUNDING * (sum(term.double().abs() for term in terms) + bias.abs())
     off = (whole.double() - expected.double()).abs() - bound
     return None if bool((off <= 0).all()) else f"{found.placements}: {off.max().item()} beyond the bound"
 
 
-def layer_on_ranks(recipe_name, layout, shape_name, backend, count):
+def layer_on_ranks(*case):
     """What differs from one process, in words; None on a rank that is not in the mesh."""
+    return outcome(*case)[0]
+
+
+def outcome(recipe_name, layout, shape_name, backend, count):
+    """What differs from one process, in words, and what of a layer is a sum over ranks."""
     mesh = mesh_of(count)
     if torch.distributed.get_rank() >= count:
-        return None
+        return None, []
     recipe = RECIPES[recipe_name]
     x, weight, grad, bias = tensors_of(SHAPES[shape_name])
 
@@ -164,7 +173,8 @@ def layer_on_ranks(recipe_name, layout, shape_name, backend, count):
     graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     if backend is not None and graphs != 1:
         wrong["graphs"] = f"{graphs} of them"
-    return {name: text for name, text in wrong.items() if text}
+    sums = [name for name, (tensor, _) in found.items() if tensor.placements[0].is_partial()]
+    return {name: text for name, text in wrong.items() if text}, sums
 
 
 def parametrized(cases):

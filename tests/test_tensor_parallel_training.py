@@ -29,8 +29,9 @@ import fp8compile as f8
 from fp8compile.cli import main
 from fp8compile.cli.config import TrainConfig
 from fp8compile.cli.errors import UserError
+from fp8compile.cli.layout import layout_of
 from fp8compile.cli.model import ByteLlama, ModelShape
-from fp8compile.cli.ranks import Ranks, check_ranks
+from fp8compile.cli.ranks import Ranks
 from fp8compile.cli.tensor_parallel import parallelize, place_gradients
 from fp8compile.ops import parts
 from fp8compile.parallel import ColwiseParallel, RowwiseParallel
@@ -463,11 +464,11 @@ def test_an_error_of_one_rank_ends_all_in_one_line(text_file, tmp_path):
     assert "Connection closed" not in complaints
 
 
-def test_torchrun_without_tp_is_refused(text_file, tmp_path):
+def test_torchrun_without_a_way_to_share_is_refused(text_file, tmp_path):
     (said,) = complaint(words(text_file, tmp_path / "run"))
     assert said == (
-        "fp8compile train: torchrun started 2 processes and --tp is 1; a model is cut over all of them: add --tp 2, "
-        "or start without torchrun"
+        "fp8compile train: torchrun started 2 processes and --tp is 1; add --fsdp, which shards parameters and batch "
+        "over them, or --tp 2, which cuts the model; or start without torchrun"
     )
     assert not (tmp_path / "run").exists()
 
@@ -476,9 +477,9 @@ def test_tp_without_torchrun_is_refused():
     with pytest.raises(
         UserError, match="--tp 2 takes 2 processes and this is one; start it by torchrun --nproc-per-node 2"
     ):
-        check_ranks(TrainConfig(tp=2), Ranks())
+        layout_of(TrainConfig(tp=2), Ranks())
     with pytest.raises(UserError, match=r"torchrun started 2 processes and --tp is 4; .* or start 4 processes"):
-        check_ranks(TrainConfig(tp=4, kv_heads=4), Ranks(size=2))
+        layout_of(TrainConfig(tp=4, kv_heads=4), Ranks(size=2))
 
 
 @pytest.mark.parametrize(

@@ -20,9 +20,14 @@ from fp8compile.cli.tensor_parallel import placed_like, whole
 if TYPE_CHECKING:
     from pathlib import Path
 
-__all__ = ["load_checkpoint", "save_checkpoint", "whole_state"]
+__all__ = ["load_checkpoint", "plain_name", "save_checkpoint", "whole_state"]
 
 VERSION = 1
+
+
+def plain_name(name: str) -> str:
+    """Return the name of a parameter without what `torch.compile` of a block adds to it."""
+    return name.replace("_orig_mod.", "")
 
 
 def whole_state(*, step: int, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, object]:
@@ -36,7 +41,7 @@ def whole_state(*, step: int, model: torch.nn.Module, optimizer: torch.optim.Opt
     state = {
         "version": VERSION,
         "step": step,
-        "model": dict(model.state_dict()),
+        "model": {plain_name(name): value for name, value in model.state_dict().items()},
         "optimizer": optimizer.state_dict(),
     }
     return tree_map(whole, state)
@@ -88,8 +93,13 @@ def load_checkpoint(path: Path, *, model: torch.nn.Module, optimizer: torch.opti
         state = torch.load(path, map_location="cpu", weights_only=True)
         if state["version"] != VERSION:
             raise ValueError(f"version {state['version']}, this is {VERSION}")
-        own = model.state_dict()
-        model.load_state_dict({name: placed_like(value, own.get(name)) for name, value in state["model"].items()})
+        own = {plain_name(name): (name, value) for name, value in model.state_dict().items()}
+        if own.keys() != state["model"].keys():
+            raise ValueError(
+                f"its parameters are not those of this model: {sorted(own.keys() ^ state['model'].keys())}"
+            )
+        placed = {own[name][0]: placed_like(value, own[name][1]) for name, value in state["model"].items()}
+        model.load_state_dict(placed)
         optimizer.load_state_dict(_placed_optimizer(state["optimizer"], optimizer))
         return int(state["step"])
     except Exception as error:

@@ -50,6 +50,11 @@ class TrainConfig:
         device: Device; "" is replaced by "cuda" where there is one, else "cpu".
         tp: Processes that the model is cut over.
         sp: Whether they cut the sequence, too, between its matrix products.
+        fsdp: Whether parameters and batch are sharded over processes.
+        hsdp: Whether there are two replicas of these shards; implies ``fsdp``.
+        graph_fsdp: Whether what ranks send is in the graph of the whole model; implies ``fsdp``.
+        quantized_parameters: Whether weights of FP8 layers are codes, with float32 masters in the optimizer.
+        dp: Processes, or groups of ``tp`` of them, that share the batch; 0 is replaced by how many were started.
 
     Raises:
         UserError: A value that no run can have.
@@ -79,9 +84,15 @@ class TrainConfig:
     device: str = ""
     tp: int = 1
     sp: bool = False
+    fsdp: bool = False
+    hsdp: bool = False
+    graph_fsdp: bool = False
+    quantized_parameters: bool = False
+    dp: int = 0
 
     def __post_init__(self) -> None:
         """Check what needs no PyTorch."""
+        object.__setattr__(self, "fsdp", self.fsdp or self.hsdp or self.graph_fsdp)
         for name in AT_LEAST_ONE:
             if getattr(self, name) < 1:
                 raise UserError(f"{_flag(name)} is {getattr(self, name)}; it has to be at least 1")
@@ -96,6 +107,17 @@ class TrainConfig:
         if self.check and self.compare != BF16:
             raise UserError("--check judges a recipe against bf16; add --compare bf16")
         self._check_cuts()
+        if self.quantized_parameters:
+            self._check_quantized_parameters()
+
+    def _check_quantized_parameters(self) -> None:
+        if self.recipe == BF16:
+            raise UserError("--quantized-parameters are those of FP8 layers, of which --recipe bf16 has none")
+        if self.tp > 1 or self.graph_fsdp:
+            raise UserError(
+                f"--quantized-parameters doesn't go with --{'tp' if self.tp > 1 else 'graph-fsdp'}, which takes "
+                "weights in high precision; leave one of them out"
+            )
 
     def _check_cuts(self) -> None:
         if self.sp and self.tp == 1:
@@ -106,6 +128,11 @@ class TrainConfig:
                     f"{_flag(name)} is {getattr(self, name)}, and each of --tp {self.tp} processes takes as many; it "
                     f"has to be a multiple of {self.tp}"
                 )
+        if self.dp and self.batch % self.dp:
+            raise UserError(
+                f"--batch is {self.batch}, and {self.dp} processes{f' of --tp {self.tp} each' if self.tp > 1 else ''} "
+                f"share it by --{'hsdp' if self.hsdp else 'fsdp'}; it has to be a multiple of {self.dp}"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -44,7 +44,12 @@ class CountedModel:
     """
 
     def __init__(self, model: nn.Module, config: TrainConfig) -> None:
-        """Prepare the compilation; the first call of each kind does it."""
+        """Prepare the compilation; the first call of each kind does it.
+
+        Args:
+            model: To call; of stock FSDP2 its blocks are compiled, each by itself.
+            config: The run's configuration.
+        """
         self.is_compiled = config.compile
         self.graphs: Counter[str] = Counter()
         # Two models share their code, and Dynamo keeps its graphs by code.
@@ -52,7 +57,9 @@ class CountedModel:
         self._breaks_before = _dynamo_counter("graph_break")
         # Three shapes at most (train, eval, last eval batch): a graph for each beats one for all.
         self._call = (
-            torch.compile(model, fullgraph=True, dynamic=False, backend=config.backend) if config.compile else model
+            torch.compile(model, fullgraph=True, dynamic=False, backend=config.backend)
+            if config.compile and (config.graph_fsdp or not config.fsdp)
+            else model
         )
 
     def __call__(self, kind: str, tokens_BT: Tensor, targets_BT: Tensor) -> Tensor:

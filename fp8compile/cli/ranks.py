@@ -1,4 +1,4 @@
-"""The processes of a run: one, or those that torchrun started, each a rank of tensor parallelism.
+"""The processes of a run: one, or those that torchrun started, each a rank (layout.py has who does what).
 
 Every rank runs the same program. What only one may do (read rows, write files, print) the first one does, and tells
 the others; what all have to do in the same turn (stop) they agree on. Of ranks that fail, the first one says why.
@@ -21,11 +21,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from torch.distributed import Store
-    from torch.distributed.device_mesh import DeviceMesh
 
-    from fp8compile.cli.config import TrainConfig
-
-__all__ = ["Ranks", "check_ranks", "joined"]
+__all__ = ["Ranks", "joined"]
 
 T = TypeVar("T")
 RENDEZVOUS = ("RANK", "MASTER_ADDR", "MASTER_PORT")
@@ -81,11 +78,13 @@ class Ranks:
         torch.distributed.all_reduce(numbers, torch.distributed.ReduceOp.MAX)
         return int(numbers)
 
-    def mesh(self, device_type: str) -> DeviceMesh | None:
-        """Return the mesh of all ranks; None for one process on its own."""
+    def all(self, number: float) -> list[float]:
+        """Return the numbers that the ranks give, in their order."""
         if self.size == 1:
-            return None
-        return torch.distributed.init_device_mesh(device_type, (self.size,))
+            return [number]
+        numbers = [torch.zeros((), dtype=torch.float64) for _ in range(self.size)]
+        torch.distributed.all_gather(numbers, torch.tensor(number, dtype=torch.float64))
+        return [each.item() for each in numbers]
 
 
 def _world_size() -> int:
@@ -137,26 +136,3 @@ def joined() -> Iterator[Ranks]:
         _quiet_unless_first(store, error)
         raise
     torch.distributed.destroy_process_group()
-
-
-def check_ranks(config: TrainConfig, ranks: Ranks) -> None:
-    """Check that there are as many processes as the model is cut over.
-
-    Args:
-        config: The run's configuration.
-        ranks: The processes.
-
-    Raises:
-        UserError: There are more or fewer.
-    """
-    if config.tp == ranks.size:
-        return
-    if ranks.size == 1:
-        raise UserError(
-            f"--tp {config.tp} takes {config.tp} processes and this is one; start it by "
-            f"torchrun --nproc-per-node {config.tp} -m fp8compile train"
-        )
-    raise UserError(
-        f"torchrun started {ranks.size} processes and --tp is {config.tp}; a model is cut over all of them: add "
-        f"--tp {ranks.size}, or start {'without torchrun' if config.tp == 1 else f'{config.tp} processes'}"
-    )

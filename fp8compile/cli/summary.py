@@ -58,7 +58,8 @@ def _column(rows: Sequence[Row], arm: str) -> dict[str, str]:
     last = [row["loss"] for row in train[-NUM_SMOOTHED:]]
     pace = done["tokens_per_second"]
     asked, seen = _gemms(done)
-    on_rank = "" if done["tp"] == 1 else ", of one rank"
+    ranks = done["replicas"] * done["shards"] * done["tp"]
+    on_rank = "" if ranks == 1 else ", of one rank"
     column = {
         "held-out loss (nats/byte)": f"{held_out[-1]['loss']:.4f}",
         f"train loss (mean of last {len(last)})": f"{sum(last) / len(last):.4f}",
@@ -72,6 +73,12 @@ def _column(rows: Sequence[Row], arm: str) -> dict[str, str]:
     }
     if done["tp"] > 1:
         column["tensor parallel"] = f"{done['tp']} ranks{', sequence parallel' if done['sp'] else ''}"
+    if done["weights_gathered_as"] is not None:
+        replicas = f", {done['replicas']} replicas" if done["replicas"] > 1 else ""
+        column["FSDP"] = f"{done['shards']} shards{replicas}"
+        column["weights gathered as"] = done["weights_gathered_as"]
+    if done["quantized_parameters"]:
+        column["weights of FP8 layers"] = "codes, float32 masters"
     if asked.emulated or seen.emulated:
         column["emulated on this device"] = seen.shown("emulated")
     return column

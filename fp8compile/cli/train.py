@@ -65,6 +65,14 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     parser.add_argument("--qk-norm", action="store_true", help="normalize queries and keys, head by head")
     parser.add_argument("--sp", action="store_true", help="with --tp: cut the sequence too, between matrix products")
     parser.add_argument(
+        "--fsdp", action="store_true", help="shard parameters and batch over the processes of torchrun"
+    )
+    parser.add_argument("--hsdp", action="store_true", help="like --fsdp, with two replicas of the shards")
+    parser.add_argument(
+        "--quantized-parameters", action="store_true", help="weights are codes, with float32 masters in the optimizer"
+    )
+    parser.add_argument("--graph-fsdp", action="store_true", help="like --fsdp, with all that is sent in one graph")
+    parser.add_argument(
         "--check",
         action="store_true",
         help="judge FP8 against bf16 over three seeds; exit code 1 if it fails",

@@ -19,10 +19,13 @@ import fp8compile as f8
 from fp8compile.cli.checkpoint import load_checkpoint, save_checkpoint, whole_state
 from fp8compile.cli.config import BF16
 from fp8compile.cli.errors import Failed, UserError
+from fp8compile.cli.fsdp import shard
 from fp8compile.cli.gemms import expected_gemms, profiled_gemms
 from fp8compile.cli.graphs import CountedModel
+from fp8compile.cli.layout import layout_of
 from fp8compile.cli.memory import peak_memory, reset_peak_memory
 from fp8compile.cli.model import ByteLlama, ModelShape
+from fp8compile.cli.quantized import give_drawn, take_drawn
 from fp8compile.cli.ranks import Ranks
 from fp8compile.cli.tensor_parallel import parallelize, place_gradients
 from fp8compile.cli.text import held_out_batches, training_batch
@@ -112,13 +115,16 @@ def _learning_rate(step: int, peak: float) -> float:
     return peak * min(done / WARMUP_STEPS, math.sqrt(WARMUP_STEPS / done))
 
 
-def _optimizer(model: torch.nn.Module) -> torch.optim.AdamW:
+def _optimizer(model: torch.nn.Module, *, has_masters: bool) -> torch.optim.Optimizer:
     parameters = list(model.parameters())
     groups = [
         {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": WEIGHT_DECAY},
         {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW(groups, betas=BETAS, fused=True)
+    options = {"betas": BETAS, "fused": True}
+    return (
+        f8.MasterWeights(torch.optim.AdamW, groups, **options) if has_masters else torch.optim.AdamW(groups, **options)
+    )
 
 
 class Trainer:
@@ -132,7 +138,7 @@ class Trainer:
     def __init__(
         self, config: TrainConfig, arm: Arm, text: Text, recipe: f8.Recipe | None, ranks: Ranks | None = None
     ) -> None:
-        """Make the model, convert it, cut it over the ranks, and prepare its compilation.
+        """Make the model, convert it, share it among the ranks, and prepare its compilation.
 
         Args:
             config: The run's configuration, with threads and device filled in.
@@ -142,22 +148,46 @@ class Trainer:
             ranks: The processes of the run; None for this one alone.
         """
         self._ranks = Ranks() if ranks is None else ranks
-        self._config, self._arm, self._text, self._recipe = config, arm, text, recipe
+        self._layout = layout = layout_of(config, self._ranks)
+        self._config, self._arm, self._text = config, arm, text
         self._device = torch.device(config.device)
         self.model = ByteLlama(model_shape(config), seed=arm.seed)
-        if recipe is not None:
-            # The head stays in bf16, as is usual: its errors go straight into the loss.
-            f8.convert(self.model, recipe, filter=lambda _, fqn: fqn != "head")
+        self._has_masters = config.quantized_parameters and recipe is not None
+        drawn = self._converted(recipe) if recipe is not None else {}
         self.model.to(self._device)
-        if (mesh := self._ranks.mesh(self._device.type)) is not None:
-            parallelize(self.model, mesh, sp=config.sp)
-        self._optimizer = _optimizer(self.model)
+        if layout.tp > 1:
+            parallelize(self.model, layout.tp_mesh(self._device.type), sp=config.sp)
+        tokens = config.batch // layout.dp * config.seq
+        self._expected = expected_gemms(self.model, recipe, tokens=tokens, device=self._device)
+        self._gathered = None
+        if layout.dp > 1:
+            self._gathered = shard(self.model, layout.data_mesh(self._device.type), config, recipe)
+        give_drawn(self.model, drawn)
+        self._optimizer = _optimizer(self.model, has_masters=self._has_masters)
         self.counted = CountedModel(self.model, config)
         self.step = 0
         self._is_warm = False
         self._peak_is_of_steps = False
         self._started = 0.0
         self._step_seconds: list[float] = []
+
+    def _converted(self, recipe: f8.Recipe) -> dict[str, Tensor]:
+        """Convert the model; return the weights that became codes, as they were drawn."""
+        # The head stays in bf16, as is usual: its errors go straight into the loss.
+        layers = {n: m for n, m in self.model.named_modules() if isinstance(m, torch.nn.Linear) and n != "head"}
+        # In one process codes are those of what autocast would round; FSDP2 takes one dtype for all parameters.
+        dtype = torch.bfloat16 if self._layout.dp == 1 else torch.float32
+        drawn = take_drawn(layers, dtype) if self._has_masters else {}
+        # Delayed scales that ranks with other rows find on their own would not be one state.
+        group = self._layout.data_group() if recipe.history() and self._layout.dp > 1 else None
+        f8.convert(
+            self.model,
+            recipe,
+            filter=lambda _, fqn: fqn in layers,
+            amax_group=group,
+            quantized_parameters=self._has_masters,
+        )
+        return drawn
 
     # ---------------------------------------------------------------- state
 
@@ -180,7 +210,9 @@ class Trainer:
 
     def _batch(self, step: int) -> tuple[Tensor, Tensor]:
         sizes = {"batch": self._config.batch, "seq": self._config.seq}
-        return training_batch(self._text, seed=self._arm.seed, step=step, **sizes)
+        whole = training_batch(self._text, seed=self._arm.seed, step=step, **sizes)
+        rows = self._layout.rows(self._config.batch)
+        return whole[0][rows], whole[1][rows]
 
     def gradients(self) -> dict[str, object]:
         """Do forward and backward of the next step.
@@ -194,7 +226,7 @@ class Trainer:
         self._started = time.perf_counter()
         loss = self._loss("train", self._batch(self.step))
         loss.backward()
-        value = loss.item()
+        value = self._layout.mean(self._ranks.all(loss.item()))
         if not math.isfinite(value):
             raise Failed(f"the loss of {self._arm.name} became {value} at step {self.step + 1}; lower --lr")
         rate = _learning_rate(self.step, self._config.lr)
@@ -250,8 +282,6 @@ class Trainer:
         peak = peak_memory(self._device)
         if not self._is_warm:
             step()  # resumed after the last update: the compiler has yet to run
-        tokens = self._config.batch * self._config.seq
-        expected = expected_gemms(self.model, self._recipe, tokens=tokens, device=self._device)
         return {
             "kind": "done",
             "arm": self._arm.name,
@@ -259,11 +289,15 @@ class Trainer:
             "tokens_per_second": self.tokens_per_second,
             "peak_memory_bytes": peak,
             "peak_memory_since": "first step" if self._peak_is_of_steps else "process start",
-            "expected_gemms": vars(expected),
+            "expected_gemms": vars(self._expected),
             "profiled_gemms": vars(profiled_gemms(step)),
             "graphs": dict(self.counted.graphs) if self.counted.is_compiled else None,
             "graph_breaks": self.counted.graph_breaks,
             "recompiles": self.counted.recompiles,
             "tp": self._config.tp,
             "sp": self._config.sp,
+            "replicas": self._layout.replicas,
+            "shards": self._layout.shards,
+            "quantized_parameters": self._has_masters,
+            "weights_gathered_as": self._gathered,
         }

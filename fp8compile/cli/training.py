@@ -24,8 +24,9 @@ from fp8compile.cli.criterion import Baseline, Verdict, counting_level
 from fp8compile.cli.errors import Failed, Stopped, UserError
 from fp8compile.cli.graphs import check_backend
 from fp8compile.cli.interrupts import Interrupts
+from fp8compile.cli.layout import layout_of
 from fp8compile.cli.progress import ProgressLine
-from fp8compile.cli.ranks import Ranks, check_ranks
+from fp8compile.cli.ranks import Ranks
 from fp8compile.cli.run_folder import (
     RunFolder,
     existing_run_folder,
@@ -47,7 +48,7 @@ __all__ = ["resolved", "resumed_run", "start_run"]
 
 def _device(name: str, ranks: Ranks) -> str:
     if ranks.size > 1 and ":" in name:
-        raise UserError(f"--device {name}: each rank of --tp has a GPU of its own; it is cpu or cuda")
+        raise UserError(f"--device {name}: each process has a GPU of its own; it is cpu or cuda")
     if name == "":
         return "cuda" if torch.cuda.is_available() else "cpu"
     try:
@@ -62,7 +63,7 @@ def _device(name: str, ranks: Ranks) -> str:
 
 
 def resolved(config: TrainConfig, ranks: Ranks | None = None) -> TrainConfig:
-    """Fill in device and threads, and check what only PyTorch can.
+    """Fill in device, threads and how many processes share the batch, and check what only PyTorch can.
 
     Args:
         config: As typed.
@@ -75,14 +76,19 @@ def resolved(config: TrainConfig, ranks: Ranks | None = None) -> TrainConfig:
         UserError: Not as many ranks as it takes, no such recipe, backend or device, or sizes that do not go together.
     """
     ranks = Ranks() if ranks is None else ranks
-    check_ranks(config, ranks)
+    layout = layout_of(config, ranks)
     model_shape(config)
     for arm in arms(config):
-        named_recipe(arm.recipe)
+        recipe = named_recipe(arm.recipe)
+        if config.quantized_parameters and recipe is not None and not recipe.shares_weight_codes():
+            raise UserError(
+                f"--quantized-parameters takes a recipe whose weight codes serve forward and backward, such as "
+                f"tensorwise or blockwise; --recipe {arm.recipe} multiplies others in each"
+            )
     if config.compile:
         check_backend(config.backend)
     threads = config.threads or torch.get_num_threads()
-    return replace(config, device=_device(config.device, ranks), threads=threads)
+    return replace(config, device=_device(config.device, ranks), threads=threads, dp=layout.dp)
 
 
 def _load_text(config: TrainConfig, ranks: Ranks) -> Text:

@@ -43,7 +43,9 @@ def _sent(collective: Callable[..., Tensor], *args: Any) -> Tensor:
     """The result of a collective: in eager mode it is one that still has to be waited for, in a graph it has been."""
     from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
-    with _compat.left_in_backward() if _IN_BACKWARD.get() else nullcontext():
+    # Dynamo can't trace a ContextVar, nor has it to: it traces forwards alone.
+    in_backward = not torch.compiler.is_dynamo_compiling() and _IN_BACKWARD.get()
+    with _compat.left_in_backward() if in_backward else nullcontext():
         result = collective(*args)
     return result.wait() if isinstance(result, AsyncCollectiveTensor) else result
 
