@@ -450,8 +450,8 @@ def is_dtensor(tensor: object) -> bool:
 def tell_apart_by_local_tensors() -> None:
     """Put what a DTensor wraps into the key of AOTAutograd's cache, where that has a key of its own.
 
-    PyTorch's key holds the placements alone (2.13, 2.15): one that wraps codes met the code compiled for one that wraps
-    a plain tensor, and the process died.
+    PyTorch's key holds the placements alone (2.13, 2.15): one that wraps codes met the code compiled for one that
+    wraps a plain tensor, and the process died.
     """
     from torch.distributed.tensor import DTensor
 
