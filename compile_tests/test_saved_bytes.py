@@ -10,7 +10,6 @@ import torch
 import fp8compile as f8
 from benchmarks.memory import saved_bytes, saved_row
 from benchmarks.mlp import mlp
-from fp8compile._compat import TORCH_VERSION
 
 SIZES = (8192, 4096, 14336)
 M, D, H = SIZES
@@ -22,32 +21,23 @@ PEERS = {
     "rowwise_bf16_wgrad": "rowwise_with_gw_hp",
 }
 
-saves_codes_too = pytest.mark.xfail(
-    TORCH_VERSION >= (2, 14),
-    reason="PyTorch 2.15's partitioner also saves tensorwise codes (621 MB, torchao 470; delayed 562, on 2.13 503)",
-    strict=True,
-)
-SAVED = ("tensorwise", "delayed")
-RECIPES = [pytest.param(r, marks=saves_codes_too if r in SAVED else ()) for r in f8.recipes.names()]
 
-
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", f8.recipes.names())
 def test_a_block_saves_two_bytes_for_each_of_two_hidden_activations(recipe):
     """The outputs of gate and up; the norm's statistics; with grad_weight in bf16 two operands more, as in bf16."""
     hidden = 2 * 2 * M * H
     statistics = 4 * M
     high_precision = 2 * M * D + 2 * M * H if recipe == "rowwise_bf16_wgrad" else 0
-    # a cast by a known multiplier is no reduction: the partitioner keeps the codes of the norm's output too. And the
-    # histories are inputs of the backward, no copies of them.
-    codes_and_state = M * D + 3 * 3 * 1024 * 4 if recipe == "delayed" else 0
+    # histories are inputs of the backward, no copies of them
+    state = 3 * 3 * 1024 * 4 if recipe == "delayed" else 0
     # of blocks along tokens, the codes of what the activation made, whose kernel has it at hand; scales of weights
     blocks = M * H + 4 * M * H // 128 + 3 * 4 * D * H // 128**2 if recipe in ("blockwise", "mxfp8") else 0
     saved = saved_row(recipe, *SIZES)["saved MB"] * 1e6
-    assert saved <= hidden + high_precision + codes_and_state + blocks + statistics + 1024, f"{saved / 1e6} MB"
+    assert saved <= hidden + high_precision + state + blocks + statistics + 1024, f"{saved / 1e6} MB"
 
 
 @pytest.mark.skipif(not importlib.util.find_spec("torchao"), reason="compares with torchao, which is not installed")
-@pytest.mark.parametrize("recipe", [param for param in RECIPES if param.values[0] in PEERS])
+@pytest.mark.parametrize("recipe", PEERS)
 def test_a_block_saves_no_more_than_torchao(recipe):
     own, other = saved_row(recipe, *SIZES), saved_row(f"torchao {PEERS[recipe]}", *SIZES)
     assert own["saved MB"] <= other["saved MB"] + SCALARS_MB, f"{own} {other}"
