@@ -5,7 +5,7 @@
 Inductor's pass for it (`torch._inductor.config._micro_pipeline_tp`) takes what is gathered for the operand itself, so
 that has to be float8, which `torch._scaled_mm` multiplies; and it knows reshapes beside a product, but no views of
 other dtypes. Our codes are bytes between our ops. While that pass is on, and then only, codes are gathered as float8
-(the same bytes), and views to bytes and back are taken out of Inductor's graph.
+(the same bytes), and in Inductor's graph views to float8 come before the reshapes, or not at all where they undo one.
 """
 
 from __future__ import annotations
@@ -58,29 +58,34 @@ def _has_plain_scales(product: fx.Node) -> bool:
     return scales in ([(), ()], [(rows, 1), (1, columns)])
 
 
-def _is_round_trip(match: Any) -> bool:
-    """Whether a view to float8 is one of bytes that came from that float8, as a left operand."""
+def _is_of_reshaped_bytes(match: Any) -> bool:
+    """Whether a view to float8 is that of a left operand: of bytes that came from that float8, or were reshaped."""
     node = match.nodes[-1]
     if not _compat.async_tp() or not all(_has_plain_scales(user) and user.args[0] is node for user in node.users):
         return False
-    source, _ = _source(node.args[0])
+    source, reshapes = _source(node.args[0])
     if source.target is not torch.ops.aten.view.dtype:
-        return False
+        return bool(reshapes) and source.meta["val"].dtype == torch.uint8
     before, between, after = (each.meta["val"].dtype for each in (source.args[0], source, node))
     return before == after and before.itemsize == 1 and between == torch.uint8
 
 
 def _straighten(match: Any, *_: Any) -> None:
-    """The reshapes alone, of the float8."""
+    """The reshapes after the view: of the float8 that was there, or of one view of the bytes."""
     node = match.nodes[-1]
     source, reshapes = _source(node.args[0])
-    found = source.args[0]
+    dtype = node.meta["val"].dtype
     with match.graph.inserting_before(node):
+        if source.target is torch.ops.aten.view.dtype:
+            found = source.args[0]
+        else:
+            found = match.graph.call_function(node.target, (source, dtype))
+            found.meta["val"] = source.meta["val"].view(dtype)
         for reshape in reshapes:
             if reshape.meta["val"].shape == found.meta["val"].shape:
                 continue
             made = match.graph.call_function(reshape.target, (found, reshape.args[1]))
-            made.meta["val"] = reshape.meta["val"].view(node.meta["val"].dtype)
+            made.meta["val"] = reshape.meta["val"].view(dtype)
             found = made
     node.replace_all_uses_with(found)
     match.graph.erase_node(node)
@@ -107,7 +112,7 @@ def _register() -> None:
 
     aten = torch.ops.aten
     for target, check, handler in (
-        (aten.view.dtype, _is_round_trip, _straighten),
+        (aten.view.dtype, _is_of_reshaped_bytes, _straighten),
         (aten.reshape.default, _is_no_reshape, _drop),
     ):
         pattern = CallFunction(target, Ignored(), Ignored())
