@@ -466,6 +466,15 @@ def test_shared_weight_stays_shared_and_frozen_ones_frozen():
     assert [layer.weight.requires_grad for layer in model] == [True, True, False]
 
 
+def test_initial_values_survive_to_and_end_with_memory():
+    model = converted(keep_initial=True)
+    before = next(p.initial for p in model.parameters() if isinstance(p, QuantizedParameter))
+    moved = next(p for p in model.to("cpu").parameters() if isinstance(p, QuantizedParameter))
+    assert moved.initial is before
+    emptied = next(p for p in model.to_empty(device="cpu").parameters() if isinstance(p, QuantizedParameter))
+    assert emptied.initial is None
+
+
 def test_keep_initial_without_quantized_parameters_raises():
     with pytest.raises(ValueError, match="keep_initial is for quantized_parameters=True"):
         f8.convert(model_of(), RECIPES["tensorwise"], keep_initial=True)

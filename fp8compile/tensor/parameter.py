@@ -72,6 +72,7 @@ class QuantizedParameter(FullyShardHooks, QuantizedTensor):
         found = QuantizedParameter(codes, scale, self.quantizer, self.dtype, self.group, self.shard_dim, self.sizes)
         found.extent = SHARD if self.extent == BLANK else self.extent
         found._written = self._written
+        found.initial = self.initial  # of the same values: ``module.to()`` makes new parameters of old ones
         return found
 
     def _view(
@@ -265,7 +266,9 @@ def _empty_like(func: Any, x: QuantizedParameter, **kwargs: Any) -> Tensor:
         raise TypeError(f"{func} of a QuantizedParameter in another dtype: take that of .dequantize().")
     codes = func(x.codes, **kwargs)
     nan = torch.full(x.scale.shape, torch.nan, device=codes.device)
-    return x._like(codes, x.quantizer.scale_of(nan))
+    found = x._like(codes, x.quantizer.scale_of(nan))
+    found.initial = None
+    return found
 
 
 def _plain_like(func: Any, x: QuantizedParameter, *args: Any, **kwargs: Any) -> Tensor:
