@@ -43,6 +43,7 @@ __all__ = [
     "Shards",
     "Side",
     "cast_part",
+    "chunks",
     "part_amax",
     "quantize_part",
     "sides_of",
@@ -92,6 +93,14 @@ class Shards:
     def matches(self, other: Shards | None) -> bool:
         """Whether a dim of another tensor is cut in the same places, by the same ranks."""
         return other is not None and self.sizes == other.sizes
+
+
+def chunks(total: int, ranks: int) -> tuple[int, ...]:
+    """Sizes of the parts of a dim, as DTensor and FSDP2 cut it: full ones first, then the rest, then nothing."""
+    if total % ranks == 0:
+        return (total // ranks,) * ranks
+    full = -(-total // ranks)
+    return tuple(max(0, min(full, total - rank * full)) for rank in range(ranks))
 
 
 Cuts = tuple[Shards | None, ...]

@@ -20,10 +20,10 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.utils._python_dispatch import _disable_current_modes
 
 from fp8compile.ops.collectives import all_reduce_extreme
-from fp8compile.ops.parts import Part, Shards
+from fp8compile.ops.parts import Part, Shards, chunks
 from fp8compile.ops.registry import Op
 from fp8compile.ops.sharding import Cut, Split
-from fp8compile.parallel.placed import check_one_mesh, chunks, part_of, whole_of
+from fp8compile.parallel.placed import check_one_mesh, part_of, whole_of
 
 __all__ = ["dispatch_by_rule"]
 

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from fp8compile import _compat
 from fp8compile.ops import fsdp_gather
-from fp8compile.parallel.placed import chunks
+from fp8compile.ops.parts import chunks
 from fp8compile.quantizers import Recipe
 
 if TYPE_CHECKING:

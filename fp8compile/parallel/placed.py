@@ -13,18 +13,10 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
-from fp8compile.ops.parts import Cuts, Part, Shards
+from fp8compile.ops.parts import Cuts, Part, Shards, chunks
 from fp8compile.ops.sharded_product import Step
 
-__all__ = ["check_one_mesh", "chunks", "cuts_of", "part_of", "placements_of", "whole_of"]
-
-
-def chunks(total: int, ranks: int) -> tuple[int, ...]:
-    """Sizes of the parts, as DTensor cuts: full ones first, then the rest, then nothing."""
-    if total % ranks == 0:
-        return (total // ranks,) * ranks
-    full = -(-total // ranks)
-    return tuple(max(0, min(full, total - rank * full)) for rank in range(ranks))
+__all__ = ["check_one_mesh", "cuts_of", "part_of", "placements_of", "whole_of"]
 
 
 def _check_placement(function: str, tensor: DTensor, placement: Placement) -> None:

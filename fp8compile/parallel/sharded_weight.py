@@ -12,8 +12,7 @@ from torch.utils._python_dispatch import return_and_correct_aliasing
 from torch.utils._pytree import tree_map_only
 
 from fp8compile import _compat
-from fp8compile.ops.parts import Cuts, Part, Shards, cast_part, sides_of
-from fp8compile.parallel.placed import chunks
+from fp8compile.ops.parts import Cuts, Part, Shards, cast_part, chunks, sides_of
 from fp8compile.quantizers import Quantizer
 from fp8compile.tensor import QuantizedTensor
 

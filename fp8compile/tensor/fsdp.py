@@ -9,14 +9,10 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from fp8compile.ops.collectives import all_gather
+from fp8compile.ops.parts import chunks
 from fp8compile.tensor.quantized import QuantizedTensor
 
 __all__ = ["FullyShardHooks"]
-
-
-def _chunks(total: int, ranks: int) -> list[int]:
-    full = -(-total // ranks)
-    return [max(0, min(full, total - rank * full)) for rank in range(ranks)]
 
 
 class FullyShardHooks:
@@ -30,7 +26,7 @@ class FullyShardHooks:
     ) -> tuple[tuple[Tensor, ...], Any]:
         """This rank's codes, as long as every rank's, and what the others have to know."""
         self.share_scale(mesh.get_group(), 0)
-        rows = _chunks(outer_size[0], mesh.size())
+        rows = chunks(outer_size[0], mesh.size())
         codes = (
             pad(self.codes, (0, 0, 0, rows[0] - self.codes.shape[0])) if self.codes.shape[0] < rows[0] else self.codes
         )
