@@ -266,10 +266,10 @@ def test_nan_and_inf_reach_the_output(device):
 # ---------------------------------------------------------------------------------- CUDA graphs
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("device", DEVICES[1:])  # on a CPU there are no CUDA graphs
 @pytest.mark.parametrize("recipe", f8.recipes.names())
 def test_reduce_overhead_trains_with_the_same_bits(recipe, device, assert_bits_equal):
-    """Replayed from CUDA graphs, five steps, delayed scaling's state included; on a CPU there are none to replay."""
+    """Replayed from CUDA graphs, five steps, delayed scaling's state included."""
     if any(gemm.kind == "none" for gemm in recipe_support(f8.recipes.by_name(recipe), torch.device(device))):
         pytest.skip(f"{recipe} has no GEMM on this {torch.cuda.get_device_name()}")
 

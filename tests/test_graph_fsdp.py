@@ -212,6 +212,7 @@ def test_trains_as_fully_shard_does_for_100_steps_in_one_graph(ranks):
     assert ranks.run(graph_and_stock, "tensorwise", "fp32", "bf16", "uneven", "1-D", 100, "aot_eager") == [[]] * 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", ["HSDP", "FSDP + TP"])
 def test_trains_as_fully_shard_does_in_one_graph_on_two_dims(ranks, mesh):
     assert ranks.run(graph_and_stock, "rowwise", "fp32", "bf16", "uneven", mesh, 3, "aot_eager") == [[]] * 4

@@ -170,7 +170,8 @@ class Linear(nn.Linear):
 
     def is_quantized(self) -> bool:
         """Whether the weight is kept as codes and a scale."""
-        return isinstance(local_of(self.weight), QuantizedParameter)
+        weight = self._parameters.get("weight")  # a parametrized one is computed when it is asked for
+        return weight is not None and isinstance(local_of(weight), QuantizedParameter)
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
