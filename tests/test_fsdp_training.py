@@ -191,8 +191,9 @@ def test_a_signal_stops_all_ranks_after_the_same_step(text_file, tmp_path):
             break
     process.send_signal(signal.SIGTERM)
     _, complaints = process.communicate(timeout=60)
-    (said,) = [line for line in complaints.splitlines() if line.startswith("fp8compile train:")]
-    assert f"go on with: torchrun --nproc-per-node 2 -m fp8compile train --resume {run}" in said
+    said = [line for line in complaints.splitlines() if line.startswith("fp8compile train:")]
+    assert len(said) == 1, f"exit code {process.returncode}:\n{complaints}"
+    assert f"go on with: torchrun --nproc-per-node 2 -m fp8compile train --resume {run}" in said[0]
     steps = len(rows_of(run, "train"))
     assert torch.load(run / "checkpoint-rowwise.pt", weights_only=True)["step"] == steps
 
