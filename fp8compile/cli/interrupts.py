@@ -59,8 +59,10 @@ class Interrupts:
         Python drops an exception raised inside a destructor or a weak reference's callback, so
         loops call this once a turn, all ranks in the same one.
         """
-        self._pending = self._ranks.largest(self._pending or 0) or None
-        self._check()
+        # What comes while the ranks tell each other, no other one knows of: it waits for the next turn.
+        if found := self._ranks.largest(self._pending or 0):
+            self._pending = found
+            self._check()
 
     def _check(self) -> None:
         if self._pending is not None:
