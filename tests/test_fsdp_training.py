@@ -152,7 +152,7 @@ def test_the_command_prints_each_line_once_and_says_what_is_gathered(text_file, 
     ("ranks", "flags"),
     [
         (2, ("--recipe", "tensorwise", "--fsdp")),
-        (2, ("--recipe", "tensorwise", "--fsdp", "--quantized-parameters")),
+        pytest.param(2, ("--recipe", "tensorwise", "--fsdp", "--quantized-parameters"), marks=pytest.mark.slow),
         pytest.param(2, ("--recipe", "rowwise", "--graph-fsdp"), marks=pytest.mark.slow),
         pytest.param(4, ("--recipe", "delayed", "--hsdp"), marks=pytest.mark.slow),
         pytest.param(4, ("--recipe", "blockwise", "--fsdp", "--tp", 2, "--sp"), marks=pytest.mark.slow),

@@ -463,6 +463,7 @@ def inductor_problems(mesh):
     return [text for one, other in zip(*results, strict=True) if (text := difference(other, one))]
 
 
+@pytest.mark.slow
 def test_inductor_has_the_bits_of_eager_mode(ranks):
     assert ranks.run(inductor_problems, "pair", seconds=400) == [[]] * 4
 
