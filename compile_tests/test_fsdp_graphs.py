@@ -15,7 +15,12 @@ from compiles import Compiles
 from gloo_ranks import shared_ranks
 from test_fsdp import data_rank, differing, recipe_of, sharded
 
+from fp8compile._compat import TORCH_VERSION
 from fp8compile.tensor import QuantizedTensor
+
+pytestmark = pytest.mark.skipif(
+    TORCH_VERSION < (2, 12), reason=f"a group as a part of a tensor needs PyTorch 2.12, this is {torch.__version__}"
+)
 
 
 @pytest.fixture(scope="module")

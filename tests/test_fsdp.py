@@ -23,6 +23,9 @@ from fp8compile._compat import TORCH_VERSION
 from fp8compile.parallel import fsdp_float8_all_gather, weight_scales
 from fp8compile.testing.bits import bits
 
+pytestmark = pytest.mark.skipif(
+    TORCH_VERSION < (2, 12), reason=f"a group as a part of a tensor needs PyTorch 2.12, this is {torch.__version__}"
+)
 RECIPES = {"tensorwise": f8.recipes.tensorwise, "blockwise": f8.recipes.blockwise}
 SCALES = ("fp32", "pow2")
 MESHES = ("1-D", "three", "HSDP", "FSDP + TP")

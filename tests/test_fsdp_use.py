@@ -25,10 +25,14 @@ from torch.distributed.tensor import Shard
 from torch.utils.checkpoint import checkpoint
 
 import fp8compile as f8
+from fp8compile._compat import TORCH_VERSION
 from fp8compile.parallel import fsdp_float8_all_gather, weight_scales
 from fp8compile.parallel.sharded_weight import ShardedWeight
 from fp8compile.testing.bits import bits
 
+pytestmark = pytest.mark.skipif(
+    TORCH_VERSION < (2, 12), reason=f"a group as a part of a tensor needs PyTorch 2.12, this is {torch.__version__}"
+)
 BF16 = models.BF16
 
 
