@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch._dynamo.utils import counters
+from torch.distributed.tensor import DTensor, Shard
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 import fsdp_models as models
@@ -15,6 +16,7 @@ from compiles import Compiles
 from gloo_ranks import shared_ranks
 from test_fsdp import data_rank, differing, recipe_of, sharded
 
+import fp8compile as f8
 from fp8compile._compat import TORCH_VERSION
 from fp8compile.tensor import QuantizedTensor
 
@@ -74,3 +76,18 @@ CASES = [
 @pytest.mark.parametrize("case", CASES, ids=" ".join)
 def test_each_block_is_one_graph(ranks, case):
     assert ranks.run(compiled, *case) == [[]] * 4
+
+
+def cache_keys():
+    """Of two tensors that differ in what a rank has of them alone."""
+    weight = torch.randn(32, 32)
+    codes = f8.quantize(weight, f8.recipes.tensorwise().weight)
+    mesh = models.mesh_1d("pair")
+    made = [DTensor.from_local(each, mesh, [Shard(0)], run_check=False) for each in (weight, codes)]
+    return [each._stable_hash_for_caching() for each in made]
+
+
+def test_weights_of_codes_and_of_values_have_different_keys_in_the_cache(ranks):
+    """With PyTorch's own key, a block whose weights travel as codes ran the code of one whose don't, and died."""
+    for values, codes in ranks.run(cache_keys):
+        assert values != codes

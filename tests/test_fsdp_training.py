@@ -16,6 +16,7 @@ from gloo_ranks import shared_ranks
 from test_tensor_parallel_training import complaint, finished, losses_of, rows_of, start, words
 
 import fp8compile as f8
+from fp8compile._compat import TORCH_VERSION
 from fp8compile.cli import fsdp, trainer
 from fp8compile.cli.config import Arm, TrainConfig, extended
 from fp8compile.cli.errors import UserError
@@ -28,6 +29,10 @@ TINY = {
     "dim": 64, "layers": 2, "heads": 4, "kv_heads": 2, "hidden": 72, "seq": 32, "batch": 4, "eval_sequences": 4,
     "threads": 1, "device": "cpu",
 }  # fmt: skip
+
+pytestmark = pytest.mark.skipif(
+    TORCH_VERSION < (2, 12), reason=f"a group as a part of a tensor needs PyTorch 2.12, this is {torch.__version__}"
+)
 
 
 @pytest.fixture
