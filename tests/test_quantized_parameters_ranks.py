@@ -22,7 +22,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import fp8compile as f8
 from fp8compile import _compat
-from fp8compile.nn.local import local_of
+from fp8compile._compat import local_itself
 from fp8compile.tensor import QuantizedParameter, QuantizedTensor, update
 from fp8compile.testing.bits import difference
 
@@ -83,7 +83,7 @@ def train(model, optimizer, steps, first=0):
 
 
 def quantized(model):
-    found = [local_of(parameter) for parameter in model.parameters()]
+    found = [local_itself(parameter) for parameter in model.parameters()]
     return [each for each in found if isinstance(each, QuantizedParameter)]
 
 
@@ -91,7 +91,7 @@ def differences(model, whole, rank, size):
     """What differs between this rank's shards and those rows of a model in one process."""
     found = []
     for mine, other in zip(model.parameters(), whole.parameters(), strict=True):
-        mine, parts = local_of(mine), other.shape[0]
+        mine, parts = local_itself(mine), other.shape[0]
         full = -(-parts // size)
         rows = slice(min(rank * full, parts), min(rank * full + full, parts))
         if not isinstance(other, QuantizedParameter):
@@ -274,7 +274,7 @@ def saved_and_loaded(folder):
         full = -(-parameter.shape[0] // 3)
         for name, value in states[1][index].items():
             mine = value if value.ndim == 0 else value[rank * full : rank * full + full]
-            loaded += [words] if (words := difference(local_of(states[0][index][name]), mine)) else []
+            loaded += [words] if (words := difference(local_itself(states[0][index][name]), mine)) else []
     # the first loss after it: three equal gradients, summed and divided by three, are others in bfloat16
     losses = train(model, optimizer, 1, first=2)
     expected = train(whole, whole_optimizer, 1, first=2)
@@ -318,7 +318,7 @@ def bytes_of(model):
 
     found = {}
     for parameter in model.parameters():
-        local = local_of(parameter.detach())
+        local = local_itself(parameter.detach())
         for each in (local.codes, local.scale) if isinstance(local, QuantizedTensor) else (local,):
             found[each.untyped_storage().data_ptr()] = each.untyped_storage().nbytes()
     return sum(found.values())

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from fp8compile._compat import rebind_load_hooks
+from fp8compile._compat import local_itself, rebind_load_hooks
 from fp8compile.nn.functional import check_recipe, linear
-from fp8compile.nn.local import local_of, wrapped_like
+from fp8compile.nn.local import wrapped_like
 from fp8compile.nn.state import DelayedState, group_name
 from fp8compile.quantizers import Recipe
 from fp8compile.tensor import SOURCE_DTYPES, QuantizedParameter, shown
@@ -163,7 +163,7 @@ class Linear(nn.Linear):
         return type(self.weight).from_local(local.scale, self.weight.device_mesh, self.weight.placements)
 
     def _quantized_weight(self, what: str) -> QuantizedParameter:
-        local = local_of(self.weight)
+        local = local_itself(self.weight)
         if not isinstance(local, QuantizedParameter):
             raise AttributeError(f"{what}: the weight of this Linear is not quantized; its values are in .weight.")
         return local
@@ -171,7 +171,7 @@ class Linear(nn.Linear):
     def is_quantized(self) -> bool:
         """Whether the weight is kept as codes and a scale."""
         weight = self._parameters.get("weight")  # a parametrized one is computed when it is asked for
-        return weight is not None and isinstance(local_of(weight), QuantizedParameter)
+        return weight is not None and isinstance(local_itself(weight), QuantizedParameter)
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
@@ -190,7 +190,7 @@ class Linear(nn.Linear):
                         f"{tuple(own.shape)}, {own.dtype}."
                     )
                 own.copy_(given)
-        local_of(self.weight).written = True
+        local_itself(self.weight).written = True
 
     def _load_from_state_dict(
         self,

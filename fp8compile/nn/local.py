@@ -1,4 +1,4 @@
-"""What a rank has of a parameter, whether FSDP2 has spread it over ranks or not."""
+"""A local tensor in place of another one's, whether FSDP2 has spread that over ranks or not."""
 
 from __future__ import annotations
 
@@ -6,12 +6,7 @@ from torch import Tensor
 
 from fp8compile._compat import is_dtensor
 
-__all__ = ["local_of", "wrapped_like"]
-
-
-def local_of(tensor: Tensor) -> Tensor:
-    """What this rank has of a DTensor; any other tensor as it is."""
-    return tensor._local_tensor if is_dtensor(tensor) else tensor
+__all__ = ["wrapped_like"]
 
 
 def wrapped_like(local: Tensor, tensor: Tensor) -> Tensor:

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from fp8compile.nn.local import local_of, wrapped_like
+from fp8compile._compat import local_itself
+from fp8compile.nn.local import wrapped_like
 from fp8compile.quantizers import CurrentScaling, Quantizer
 from fp8compile.tensor import QuantizedParameter, assign, quantized_anew, shown
 
@@ -78,7 +79,7 @@ class MasterWeights(Optimizer):
         self._free()
 
     def _master_of(self, p: Tensor) -> Tensor:
-        local = local_of(p)
+        local = local_itself(p)
         if self._rounding == "stochastic" and not isinstance(local.quantizer, CurrentScaling):
             raise ValueError(f"MasterWeights: {local.quantizer!r} has no stochastic rounding; CurrentScaling has.")
         initial, local.initial = local.initial, None
@@ -98,7 +99,7 @@ class MasterWeights(Optimizer):
             inner.update({name: value for name, value in group.items() if name != "params"})
         updated = [p for p in self._masters if p.grad is not None]
         for p in updated:
-            local_of(p).check_writable("a step")
+            local_itself(p).check_writable("a step")
             self._masters[p].grad = p.grad.to(torch.float32)
         self._take_over(updated)
         self._fill(updated)
@@ -107,17 +108,17 @@ class MasterWeights(Optimizer):
         assign(*self._as_written(updated))
         for p in updated:
             self._masters[p].grad = None
-            local_of(p).written = False
+            local_itself(p).written = False
         self._free()
         self._show_state()
         return loss
 
     def _as_written(self, params: list[Tensor]) -> tuple[list, ...]:
         """What `assign` takes: local weights, their masters, and how these are rounded."""
-        weights = [local_of(p) for p in params]
+        weights = [local_itself(p) for p in params]
         # as a copy of the master in the weight's dtype would be; noise is for the digits that such a copy loses
         dtypes = [w.dtype if self._rounding == "nearest" else torch.float32 for w in weights]
-        values = [local_of(self._masters[p]).detach() for p in params]
+        values = [local_itself(self._masters[p]).detach() for p in params]
         return weights, values, dtypes, [self._rounding_of(weight.quantizer) for weight in weights]
 
     def _take_over(self, params: list[Tensor]) -> None:
@@ -125,11 +126,11 @@ class MasterWeights(Optimizer):
 
         After a checkpoint was loaded masters are theirs, whichever of model and optimizer came first.
         """
-        written = [p for p in params if self._keep and local_of(p).written]
+        written = [p for p in params if self._keep and local_itself(p).written]
         for p, (codes, scale) in zip(written, quantized_anew(*self._as_written(written)), strict=True):
-            local = local_of(p)
+            local = local_itself(p)
             if not (torch.equal(codes, local.codes) and torch.equal(scale, local.scale)):
-                local_of(self._masters[p]).copy_(local.dequantize(torch.float32))
+                local_itself(self._masters[p]).copy_(local.dequantize(torch.float32))
 
     def _rounding_of(self, quantizer: Quantizer) -> Quantizer:
         if self._rounding == "nearest":
@@ -139,13 +140,13 @@ class MasterWeights(Optimizer):
     def _fill(self, params: list[Tensor]) -> None:
         """Without kept masters: what the codes stand for."""
         for p in params if not self._keep else ():
-            master, local = local_of(self._masters[p]), local_of(p)
+            master, local = local_itself(self._masters[p]), local_itself(p)
             master.untyped_storage().resize_(master.numel() * master.element_size())
             master.copy_(local.dequantize(torch.float32))
 
     def _free(self) -> None:
         for master in self._masters.values() if not self._keep else ():
-            local_of(master).untyped_storage().resize_(0)
+            local_itself(master).untyped_storage().resize_(0)
 
     # ------------------------------------------------------------------ what schedulers and checkpoints see
 
@@ -188,7 +189,7 @@ class MasterWeights(Optimizer):
                         "MasterWeights: the state has no master for a quantized weight; it is of an optimizer without "
                         "masters. Start a new MasterWeights from the weights, or load into one with keep=False."
                     )
-                local_of(self._masters[p]).copy_(local_of(master))
+                local_itself(self._masters[p]).copy_(local_itself(master))
         self.inner.load_state_dict({"state": {i: each for i, each in state.items() if each}, "param_groups": groups})
         self._steps = max(steps, default=0)
         self._show_hyperparameters()
@@ -203,4 +204,4 @@ class MasterWeights(Optimizer):
 
 
 def _is_quantized(p: Tensor) -> bool:
-    return isinstance(local_of(p), QuantizedParameter)
+    return isinstance(local_itself(p), QuantizedParameter)

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from fp8compile import _compat
 from fp8compile.nn import Linear
 from fp8compile.nn.linear import GATHERED
+from fp8compile.nn.local import wrapped_like
 from fp8compile.ops.parts import Shards
 from fp8compile.parallel.placed import part_of
 from fp8compile.parallel.sharded_weight import ShardedWeight
@@ -66,14 +67,8 @@ def _cuts_of(weight: nn.Parameter) -> tuple[Shards, ...]:
 
 def _wrapped(weight: nn.Parameter) -> nn.Parameter:
     """The parameter with a local tensor that FSDP2 asks how to gather it."""
-    data = weight.detach()
-    if isinstance(data, DTensor):
-        local = ShardedWeight(data.to_local(), _cuts_of(weight))
-        data = DTensor.from_local(
-            local, data.device_mesh, data.placements, run_check=False, shape=data.shape, stride=data.stride()
-        )
-    else:
-        data = ShardedWeight(data)
+    local = ShardedWeight(_compat.local_itself(weight.detach()), _cuts_of(weight))
+    data = wrapped_like(local, weight)
     return nn.Parameter(data, requires_grad=weight.requires_grad)
 
 
@@ -82,10 +77,8 @@ def _wrap_loaded(module: nn.Module, state_dict: dict, prefix: str, *_: object) -
     loaded = state_dict.get(f"{prefix}weight")
     if isinstance(loaded, DTensor) and not isinstance(_compat.local_itself(loaded), ShardedWeight):
         own = _compat.local_itself(module.weight)
-        local = ShardedWeight(loaded.detach().to_local(), own.cuts)
-        state_dict[f"{prefix}weight"] = DTensor.from_local(
-            local, loaded.device_mesh, loaded.placements, run_check=False, shape=loaded.shape, stride=loaded.stride()
-        )
+        local = ShardedWeight(_compat.local_itself(loaded.detach()), own.cuts)
+        state_dict[f"{prefix}weight"] = wrapped_like(local, loaded)
 
 
 def fsdp_float8_all_gather(model: nn.Module) -> nn.Module:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from fp8compile._compat import local_itself
 from fp8compile.ops.collectives import all_gather
 from fp8compile.ops.parts import chunks
 from fp8compile.tensor.quantized import QuantizedTensor
@@ -41,7 +42,7 @@ class FullyShardHooks:
         """The whole weight; with ``out``, that of the gather before, whose codes have been written to already."""
         (codes,), (scale, rows) = all_gather_outputs, metadata
         if out is not None:
-            gathered = getattr(out, "_local_tensor", out)
+            gathered = local_itself(out)
             with torch.autograd._unsafe_preserve_version_counter(gathered.scale):
                 gathered.scale.copy_(scale)
             return None
