@@ -98,7 +98,7 @@ def main() -> None:
             "misses": found[name][-1][1]["misses"],
             "bypasses": found[name][-1][1]["bypasses"],
         }
-        for name, (cold, cold_cpu, warm, _) in medians.items()
+        for name, (cold, cold_cpu, warm) in medians.items()
     ]
     emit(f"Compilation of {args.blocks} blocks, forward and backward", rows, as_json=args.json)
 

@@ -39,7 +39,7 @@ def _torchao(recipe: str) -> Callable[[nn.Module], nn.Module]:
 
 
 def _ours(recipe: str) -> Callable[[nn.Module], nn.Module]:
-    return lambda model: f8.convert(model, f8.recipes.by_name(recipe))
+    return lambda model: f8.convert(model, f8.recipes.by_name(recipe), filter="*")
 
 
 OURS = {name: _ours(name) for name in f8.recipes.names()}

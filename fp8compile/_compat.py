@@ -388,6 +388,8 @@ def rebind_load_hooks(module: torch.nn.Module) -> None:
 
 def statically_true(condition: Any) -> bool:
     """Whether a condition on sizes holds for every size that the graph is made for; never adds a guard."""
+    if isinstance(condition, bool):  # of plain numbers, which is all that eager mode has
+        return condition
     from torch.fx.experimental.symbolic_shapes import statically_known_true
 
     return statically_known_true(condition)

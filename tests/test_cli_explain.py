@@ -19,6 +19,7 @@ from torch import nn
 import fp8compile as f8
 from fp8compile.cli import main
 from fp8compile.cli.explain_html import page
+from fp8compile.cli.explain_sections import sections
 from fp8compile.testing import gpu_kernels
 from fp8compile.testing.explain import PEAKS, explain
 from fp8compile.testing.explain.called import Names, layer_of_stack
@@ -308,6 +309,22 @@ def test_padding_is_of_the_sum_and_the_columns():
     assert [g.padding_flops for g in gemms.values()] == pytest.approx([48 / 40 - 1, 48 / 40 - 1, 32 / 17 - 1])
     forward, backward = found.gpu.costs  # padded codes are written once more
     assert (found.gpu.problem, forward.fp8_gemms, backward.fp8_gemms) == ("", 1, 2)
+
+
+@triton_warns
+def test_layers_that_a_gpu_gains_nothing_from_are_named():
+    sizes = ((64, 1024), (1024, 160), (160, 160))
+    layers = [nn.Linear(k, n, bias=False, dtype=torch.bfloat16) for k, n in sizes]
+    found = explain(
+        f8.convert(nn.Sequential(*layers), f8.recipes.rowwise()), (torch.randn(16, 64, dtype=torch.bfloat16),)
+    )
+    assert [(layer.size, layer.least_gaining, layer.is_small) for layer in found.layers] == [
+        (60, 137, True),
+        (138, 137, False),
+        (80, 137, True),
+    ]
+    (small,) = (section for section in sections(found) if section.title == "small layers")
+    assert small.rows == (("0", "1024 x 64", "60", "137"), ("2", "160 x 160", "80", "137"))
 
 
 def test_a_bf16_gemm_is_not_padded():
@@ -736,7 +753,12 @@ def test_what_nothing_proves_is_exit_code_1_as_well(example, capsys):
 def test_the_terminal_shows_casts_launches_and_least_times(example, capsys):
     code, out, err = run(capsys, example)
     assert (code, err) == (0, "")
-    for text in ("padding", "roofline of NVIDIA H200 SXM", "A bound from published peaks, not a measurement"):
+    for text in (
+        "padding",
+        "small layers",
+        "roofline of NVIDIA H200 SXM",
+        "A bound from published peaks, not a measurement",
+    ):
         assert text in out
     if importlib.util.find_spec("triton"):
         assert "casts on NVIDIA H200 SXM" in out

@@ -7,6 +7,9 @@ import torch
 from torch import nn
 
 import fp8compile as f8
+from benchmarks.roofline import CASTS, PEAKS, smallest_side
+from fp8compile.nn.filters import LEAST_GAINING
+from fp8compile.target import Target, pretend_target
 
 RECIPE = f8.recipes.rowwise()
 
@@ -113,3 +116,41 @@ def test_filter_can_add_layers_later_and_does_not_take_them_back():
     assert converted("*.mlp", growing) == MLP
     assert converted("lm_head", growing) == MLP | {"lm_head"}
     assert torch.is_tensor(growing.lm_head.weight)
+
+
+# ------------------------------------------------------------------------ layers that FP8 can't help on a GPU
+
+HOPPER, ADA = Target("cuda", (9, 0)), Target("cuda", (8, 9))
+
+
+def widths(*sizes):
+    return nn.ModuleList(nn.Linear(k, n, bias=False, device="meta") for k, n in sizes)
+
+
+def left_out(model):
+    return [row.fqn for row in f8.conversion_report(model).rows if not row.converted]
+
+
+def test_small_layers_stay_in_high_precision_on_a_gpu_that_was_judged():
+    sizes = ((256, 256), (274, 274), (160, 952), (160, 954), (1024, 1024), (64, 65536))
+    with pretend_target(HOPPER):
+        model = f8.convert(widths(*sizes), RECIPE)
+    assert left_out(model) == ["0", "2", "5"]  # 128, 136 and 63; from 137 on they gain
+    (reason,) = {row.reason for row in f8.conversion_report(model).rows if row.fqn == "0"}
+    assert reason == "small: K N / (K + N) is 128; on a GPU of compute capability 9.0 FP8 gains from 137 on"
+
+
+@pytest.mark.parametrize("target", [Target("cpu"), ADA], ids=["cpu", "a GPU that was not judged"])
+def test_small_layers_are_converted_elsewhere(target):
+    with pretend_target(target):
+        assert left_out(f8.convert(widths((256, 256), (16, 16)), RECIPE)) == []
+
+
+def test_a_filter_that_asks_for_small_layers_gets_them():
+    with pretend_target(HOPPER):
+        assert left_out(f8.convert(widths((256, 256), (16, 16)), RECIPE, filter="*")) == []
+
+
+def test_the_bounds_are_those_of_the_roofline():
+    bounds = [int(smallest_side(PEAKS[gpu], CASTS["casts fused"]) / 2) for gpu in ("h200", "b200")]
+    assert {(9, 0): bounds[0], (10, 0): bounds[1]} == LEAST_GAINING

@@ -61,6 +61,23 @@ def _sends(sent: Sends) -> Section:
     return Section(title="what layers send", lines=(line,), columns=columns, rows=tuple(rows))
 
 
+def _small(found: Explanation) -> Section:
+    """Which of the layers in FP8 the default filter leaves out on the GPU."""
+    rows = tuple(
+        (layer.name, f"{layer.out_features} x {layer.in_features}", f"{layer.size}", f"{layer.least_gaining}")
+        for layer in found.layers
+        if layer.converted and layer.is_small
+    )
+    if not rows:
+        return Section(title="small layers", lines=("none: by the GPU's peaks each layer in FP8 can gain",))
+    line = (
+        "By the GPU's peaks the casts of these layers cost more than their GEMMs gain; where the weights lie on the "
+        "GPU, the default filter of convert leaves them in high precision."
+    )
+    columns = ("layer", "out x in", "K N / (K + N)", "FP8 gains from")
+    return Section(title="small layers", lines=(line,), columns=columns, rows=rows)
+
+
 def _padded(gemm: GemmExplanation) -> bool:
     return (gemm.padded_k, gemm.padded_n) != (gemm.k, gemm.n)
 
@@ -139,6 +156,8 @@ def sections(found: Explanation) -> Iterator[Section]:
     if found.sends is not None:
         yield _sends(found.sends)
     yield _padding(found)
+    if any(layer.least_gaining for layer in found.layers):
+        yield _small(found)
     if found.gpu is not None and found.gpu.problem:
         yield Section(title=f"launches on {found.gpu.gpu}", lines=(f"no generated code: {found.gpu.problem}",))
     elif found.gpu is not None:

@@ -12,7 +12,17 @@ from fnmatch import fnmatchcase
 
 from torch import nn
 
-__all__ = ["Filter", "SMALLEST_DIM", "check_pattern_matches", "default_filter_reason", "resolve_filter"]
+from fp8compile.target import target_of
+
+__all__ = [
+    "Filter",
+    "LEAST_GAINING",
+    "SMALLEST_DIM",
+    "check_pattern_matches",
+    "default_filter_reason",
+    "resolve_filter",
+    "size_of_gain",
+]
 
 Filter = Callable[[nn.Module, str], bool] | str | Iterable[str]
 Reason = Callable[[nn.Module, str], str | None]
@@ -20,12 +30,27 @@ Reason = Callable[[nn.Module, str], str | None]
 # A GEMM takes codes in rows of 16 bytes: below that, FP8 multiplies more padding than values.
 SMALLEST_DIM = 16
 
+# Layers of K inputs and N outputs whose K N / (K + N) is less lose on casts more than the GEMMs gain, even with casts
+# fused into what makes the tensors, by compute capability. Source: published peaks, `python -m benchmarks.roofline`
+# (H200 and B200); on the GPUs themselves this was not measured, and what launches cost comes on top.
+LEAST_GAINING = {(9, 0): 137, (10, 0): 187}
+
+
+def size_of_gain(in_features: int, out_features: int) -> int:
+    """K N / (K + N): what a layer's GEMMs gain in FP8 over what casts cost, but for a factor of the GPU."""
+    return in_features * out_features // (in_features + out_features)
+
 
 def default_filter_reason(module: nn.Linear, fqn: str) -> str | None:
-    """Why FP8 can't help this layer, or None."""
+    """Why FP8 can't help this layer where its weight is, or None."""
     smallest = min(module.in_features, module.out_features)
     if smallest < SMALLEST_DIM:
         return f"tiny: a dim of {smallest} is less than {SMALLEST_DIM}"
+    capability = target_of(module.weight.device).capability
+    least, size = LEAST_GAINING.get(capability, 0), size_of_gain(module.in_features, module.out_features)
+    if size < least:
+        gpu = ".".join(map(str, capability))
+        return f"small: K N / (K + N) is {size}; on a GPU of compute capability {gpu} FP8 gains from {least} on"
     return None
 
 

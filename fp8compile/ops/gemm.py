@@ -17,6 +17,7 @@ Nothing here falls back on its own: a pair without a GEMM on a GPU raises and sa
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -37,6 +38,11 @@ MX_BLOCK = 32
 PADDED_TO = 32  # no GEMM pads sides that are multiples of this
 
 
+@lru_cache(maxsize=256)  # each eager call asks, and a new value is checked field by field
+def _transposed(quantizer: Quantizer) -> Quantizer:
+    return quantizer.transposed()
+
+
 @dataclass(frozen=True, kw_only=True)
 class Operand:
     """One side of a product: codes and scales of a matrix, and the quantizer that made them of it.
@@ -53,7 +59,7 @@ class Operand:
 
     def t(self) -> Operand:
         """The transposed matrix; no data moves."""
-        return Operand(codes=self.codes.t(), scale=self.scale.t(), quantizer=self.quantizer.transposed())
+        return Operand(codes=self.codes.t(), scale=self.scale.t(), quantizer=_transposed(self.quantizer))
 
     def scale_values(self) -> Tensor:
         """The scales as float32 numbers."""

@@ -23,16 +23,16 @@ from fp8compile import _compat
 from fp8compile.ops import samples
 from fp8compile.ops.amax import amax
 from fp8compile.ops.cast import cast, cast_apart
-from fp8compile.ops.gemm import PADDED_TO, Operand
+from fp8compile.ops.gemm import PADDED_TO, Operand, multiply
 from fp8compile.ops.quantize_both import is_pair, quantize_both
 from fp8compile.ops.quantize_weight import is_weight_pair, quantize_weight
-from fp8compile.ops.registry import register_op
+from fp8compile.ops.registry import OPS, register_op
 from fp8compile.ops.rounding import rounded
 from fp8compile.ops.scale import scale
 from fp8compile.ops.scaled_mm import multiply_operands
 from fp8compile.ops.sharding import Cut, Split, grid_cuts
 from fp8compile.ops.store import store
-from fp8compile.quantizers import GEMMS, DelayedScaling, Gemm, Quantizer, Recipe
+from fp8compile.quantizers import GEMMS, DelayedScaling, Gemm, GemmConfig, Quantizer, Recipe
 from fp8compile.quantizers.blocks import as_matrix
 from fp8compile.target import target_of
 
@@ -42,12 +42,22 @@ OUTPUT, GRAD_INPUT, GRAD_WEIGHT = GEMMS
 
 
 Quantize = Callable[[Tensor, Quantizer, str], Operand]
+Multiply = Callable[[Operand, Operand, torch.dtype, GemmConfig], Tensor]
 
 
 def quantize_by_amax(x: Tensor, quantizer: Quantizer, slot: str) -> Operand:
     """Codes and scales of a matrix by its own amax; the slot of the recipe that it fills makes no difference."""
     multiplier, x_scale = scale(amax(x, quantizer), quantizer)
     return Operand(codes=cast(x, multiplier, quantizer), scale=x_scale, quantizer=quantizer)
+
+
+# A kernel takes the steps themselves: nobody hears an op that is called below the dispatcher, and each costs 10 us.
+_amax, _scale, _cast = (OPS[op.name()].impl for op in (amax, scale, cast))
+
+
+def _quantize_in_kernel(x: Tensor, quantizer: Quantizer, slot: str) -> Operand:
+    multiplier, x_scale = _scale(_amax(x, quantizer), quantizer)
+    return Operand(codes=_cast(x, multiplier, quantizer), scale=x_scale, quantizer=quantizer)
 
 
 def quantize_first(recipe: Recipe) -> Quantize:
@@ -95,14 +105,21 @@ def _is_aligned(codes: Tensor) -> bool:
     return all(_compat.statically_true(size % PADDED_TO == 0) for size in codes.shape)
 
 
-def product(a: Tensor, b: Tensor, gemm: Gemm, recipe: Recipe, quantize: Quantize = quantize_by_amax) -> Tensor:
+def product(
+    a: Tensor,
+    b: Tensor,
+    gemm: Gemm,
+    recipe: Recipe,
+    quantize: Quantize = quantize_by_amax,
+    multiply: Multiply = multiply_operands,
+) -> Tensor:
     """One GEMM of the layer, from its operands as the layer holds them, in the dtype of ``a``."""
     quantizers = recipe.quantizers(gemm)
     if quantizers is None:
         left, right = gemm.oriented(a, b)
         return left @ right
     left, right = gemm.oriented(quantize(a, quantizers[0], gemm.a), quantize(b, quantizers[1], gemm.b))
-    return multiply_operands(left, right, a.dtype, recipe.gemm_config(gemm))
+    return multiply(left, right, a.dtype, recipe.gemm_config(gemm))
 
 
 def quantize_for_gradients(recipe: Recipe, device: torch.device) -> Quantize:
@@ -151,14 +168,16 @@ def sample_grad(x: Tensor, weight: Tensor) -> Tensor:
     return grad.to(x.dtype).movedim(0, -1)
 
 
-def layer_grad_input(grad_output: Tensor, weight: Tensor, recipe: Recipe, quantize: Quantize) -> Tensor:
-    """What `grad_input` computes, its operands quantized in a given way."""
-    grad_MK = product(as_matrix(grad_output), weight, GRAD_INPUT, recipe, quantize)
+def layer_grad_input(
+    grad_output: Tensor, weight: Tensor, recipe: Recipe, quantize: Quantize, multiply: Multiply = multiply_operands
+) -> Tensor:
+    """What `grad_input` computes, its operands quantized and multiplied in a given way."""
+    grad_MK = product(as_matrix(grad_output), weight, GRAD_INPUT, recipe, quantize, multiply)
     return grad_MK.view(*grad_output.shape[:-1], weight.shape[1])
 
 
 def _grad_input_kernel(grad_output: Tensor, weight: Tensor, recipe: Recipe) -> Tensor:
-    return layer_grad_input(grad_output, weight, recipe, quantize_by_amax)
+    return layer_grad_input(grad_output, weight, recipe, _quantize_in_kernel, multiply)
 
 
 def _grad_input_decompose(grad_output: Tensor, weight: Tensor, recipe: Recipe) -> Tensor:
@@ -195,7 +214,7 @@ grad_input = register_op(
 
 
 def _grad_weight_kernel(grad_output: Tensor, x: Tensor, recipe: Recipe) -> Tensor:
-    return product(as_matrix(grad_output), as_matrix(x), GRAD_WEIGHT, recipe)
+    return product(as_matrix(grad_output), as_matrix(x), GRAD_WEIGHT, recipe, _quantize_in_kernel, multiply)
 
 
 def _grad_weight_decompose(grad_output: Tensor, x: Tensor, recipe: Recipe) -> Tensor:
@@ -244,9 +263,16 @@ def _check_needs_no_state(recipe: Recipe) -> None:
         )
 
 
-def layer_output(x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe, quantize: Quantize) -> Tensor:
-    """What `linear` computes, its operands quantized in a given way."""
-    y_MN = product(as_matrix(x), weight, OUTPUT, recipe, quantize)
+def layer_output(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    recipe: Recipe,
+    quantize: Quantize,
+    multiply: Multiply = multiply_operands,
+) -> Tensor:
+    """What `linear` computes, its operands quantized and multiplied in a given way."""
+    y_MN = product(as_matrix(x), weight, OUTPUT, recipe, quantize, multiply)
     if bias is not None:
         y_MN = y_MN + bias
     return y_MN.view(*x.shape[:-1], weight.shape[0])
@@ -259,7 +285,7 @@ def as_read(bias: Tensor | None) -> Tensor | None:
 
 def _kernel(x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe) -> Tensor:
     _check_needs_no_state(recipe)
-    return layer_output(x, weight, bias, recipe, quantize_by_amax)
+    return layer_output(x, weight, bias, recipe, _quantize_in_kernel, multiply)
 
 
 def _decompose(x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe) -> Tensor:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from torch import nn
 
 from fp8compile import recipes
+from fp8compile.nn.filters import LEAST_GAINING, size_of_gain
 from fp8compile.nn.report import ConversionRow, conversion_report
 from fp8compile.quantizers import GEMMS, Gemm
 from fp8compile.testing.explain.graphs import GraphGemm, describe
@@ -83,6 +84,7 @@ class LayerExplanation:
         in_features: K.
         out_features: N.
         gemms: output, grad_input, grad_weight.
+        least_gaining: K N / (K + N) from which on the GPU's FP8 gains by its peaks; 0 where no GPU is asked.
     """
 
     fqn: str
@@ -93,6 +95,17 @@ class LayerExplanation:
     in_features: int
     out_features: int
     gemms: tuple[GemmExplanation, ...]
+    least_gaining: int = 0
+
+    @property
+    def size(self) -> int:
+        """K N / (K + N), which the gain of FP8 over bfloat16 grows with."""
+        return size_of_gain(self.in_features, self.out_features)
+
+    @property
+    def is_small(self) -> bool:
+        """Whether the default filter would leave the layer in high precision on that GPU."""
+        return self.size < self.least_gaining
 
     @property
     def name(self) -> str:
@@ -241,6 +254,7 @@ def explain_layers(
                 in_features=row.in_features,
                 out_features=row.out_features,
                 gemms=_parts(row, model, report, own, doubts, peaks),
+                least_gaining=LEAST_GAINING.get(peaks.capability, 0) if peaks else 0,
             )
         )
     return tuple(explained)

@@ -23,6 +23,7 @@ class Peaks:
 
     Attributes:
         name: Its full name.
+        capability: Its compute capability.
         fp8: Operations a second of FP8 tensor cores.
         bf16: Of bfloat16 and float16 tensor cores.
         fp32: Of float32 arithmetic, without TF32.
@@ -30,6 +31,7 @@ class Peaks:
     """
 
     name: str
+    capability: tuple[int, int]
     fp8: float
     bf16: float
     fp32: float
@@ -38,7 +40,9 @@ class Peaks:
 
 # Source: NVIDIA H200 Tensor Core GPU data sheet, H200 SXM. Its tensor core figures (FP8 3,958 TFLOPS, BF16 1,979) are
 # "with sparsity"; dense ones are half of them.
-PEAKS = {"h200": Peaks(name="NVIDIA H200 SXM", fp8=1979e12, bf16=989e12, fp32=67e12, bandwidth=4.8e12)}
+PEAKS = {
+    "h200": Peaks(name="NVIDIA H200 SXM", capability=(9, 0), fp8=1979e12, bf16=989e12, fp32=67e12, bandwidth=4.8e12)
+}
 
 
 @dataclass(frozen=True, kw_only=True)
