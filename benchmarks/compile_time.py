@@ -3,7 +3,8 @@
 Each compilation, forward and backward by Inductor, runs in a process of its own; a cold one gets an empty cache
 folder, a warm one that of the cold one before. Contenders take turns, and ratios are of medians. CPU seconds, of the
 process and the C++ compiler that it calls, say the same on a machine that others use too. Misses are counted, not
-timed: a warm start has none.
+timed: a warm start has none. With regions, the forward of the repeated block is a `nested_compile_region`, which
+PyTorch compiles once for all blocks; ratios stay those to bf16 compiled as a whole.
 
     python -m benchmarks.compile_time [--json] [--rounds 1] [--blocks 8] [--contenders rowwise ...]
 """
@@ -30,9 +31,22 @@ from torch._dynamo.utils import counters
 from benchmarks.blocks import SHAPES, block
 from benchmarks.timing import device
 
-contender, blocks = sys.argv[1], int(sys.argv[2])
-parts = [block(kind, contender, 64, SHAPES["tiny"], device()) for _ in range(blocks) for kind in ("attention", "mlp")]
-model, x = nn.Sequential(*(model for model, _ in parts)), parts[0][1]
+contender, blocks, regions = sys.argv[1], int(sys.argv[2]), sys.argv[3] == "regions"
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        parts = [block(kind, contender, 64, SHAPES["tiny"], device()) for kind in ("attention", "mlp")]
+        self.attention, self.mlp = (part for part, _ in parts)
+        self.sample = [parts[0][1]]
+
+    def forward(self, x):
+        return self.mlp(self.attention(x))
+
+if regions:
+    Block.forward = torch.compiler.nested_compile_region(Block.forward)
+model = nn.Sequential(*(Block() for _ in range(blocks)))
+x = model[0].sample[0]
 usage_before = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
 began = time.perf_counter()
 y = torch.compile(model, fullgraph=True)(x)
@@ -50,10 +64,10 @@ print(json.dumps({
 """
 
 
-def compile_once(contender: str, blocks: int, folder: str) -> dict[str, float]:
-    """Seconds and cache counters of one compilation in a fresh process with this cache folder."""
+def compile_once(contender: str, blocks: int, folder: str, kind: str = "whole") -> dict[str, float]:
+    """Seconds and cache counters of one compilation, "whole" or by "regions", in a fresh process with this cache."""
     found = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", PROGRAM, contender, str(blocks)],
+        [sys.executable, "-W", "ignore", "-c", PROGRAM, contender, str(blocks), kind],
         # one worker: its CPU time, and the C++ compiler's, is then that of this process and its children
         env={**os.environ, "TORCHINDUCTOR_CACHE_DIR": folder, "TORCHINDUCTOR_COMPILE_THREADS": "1"},
         capture_output=True,
@@ -73,32 +87,34 @@ def main() -> None:
         "--contenders", nargs="+", choices=contenders(), default=["tensorwise", "rowwise", "blockwise"]
     )
     args = parser.parse_args()
-    names = list(dict.fromkeys(["bf16", *args.contenders]))
-    found: dict[str, list[tuple[dict, dict]]] = {name: [] for name in names}
+    names = [(name, kind) for name in dict.fromkeys(["bf16", *args.contenders]) for kind in ("whole", "regions")]
+    found: dict[tuple[str, str], list[tuple[dict, dict]]] = {name: [] for name in names}
     for _ in range(args.rounds):
-        for name in names:
+        for name, kind in names:
             with tempfile.TemporaryDirectory() as folder:
-                cold, warm = (compile_once(name, args.blocks, folder) for _ in range(2))
-            found[name].append((cold, warm))
+                cold, warm = (compile_once(name, args.blocks, folder, kind) for _ in range(2))
+            found[name, kind].append((cold, warm))
     measured = ((0, "seconds"), (0, "cpu"), (1, "seconds"))
     medians = {
         name: [statistics.median(pair[which][what] for pair in pairs) for which, what in measured]
         for name, pairs in found.items()
     }
+    bf16 = medians["bf16", "whole"]
     rows: list[Row] = [
         {
             "contender": name,
+            "compiled": kind,
             "cold s": cold,
-            "to bf16": cold / medians["bf16"][0],
+            "to bf16": cold / bf16[0],
             "cold CPU s": cold_cpu,
-            "CPU to bf16": cold_cpu / medians["bf16"][1],
+            "CPU to bf16": cold_cpu / bf16[1],
             "warm s": warm,
-            "warm to bf16": warm / medians["bf16"][2],
-            "warm hits": found[name][-1][1]["hits"],
-            "misses": found[name][-1][1]["misses"],
-            "bypasses": found[name][-1][1]["bypasses"],
+            "warm to bf16": warm / bf16[2],
+            "warm hits": found[name, kind][-1][1]["hits"],
+            "misses": found[name, kind][-1][1]["misses"],
+            "bypasses": found[name, kind][-1][1]["bypasses"],
         }
-        for name, (cold, cold_cpu, warm) in medians.items()
+        for (name, kind), (cold, cold_cpu, warm) in medians.items()
     ]
     emit(f"Compilation of {args.blocks} blocks, forward and backward", rows, as_json=args.json)
 

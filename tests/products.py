@@ -1,8 +1,9 @@
-"""Write the table of the full product of `test_tensor_parallel.py` into docs, from a run of it.
+"""Write the tables of the full products into docs, each from a run of it.
 
-    python tests/products.py [--minutes N]
+    python tests/products.py [tensor-parallel] [fsdp] [--minutes N]
 
-Within so many minutes, the cheap ways first: what the run did not get to is not in the table, which says so.
+Within so many minutes a product, the columns from left to right: what the run did not get to is not in the table,
+which says so.
 """
 
 from __future__ import annotations
@@ -10,18 +11,86 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
-import test_tensor_parallel as cases
+import test_fsdp
+import test_graph_fsdp
+import test_tensor_parallel as layers
 from gloo_ranks import shared_ranks
 
-TABLE = Path(__file__).parents[1] / "docs" / "product-tensor-parallel.md"
-WAYS = {(None, 2): "eager, 2", (None, 3): "eager, 3", ("aot_eager", 2): "aot_eager, 2", ("inductor", 2): "Inductor, 2"}
-HEAD = """# Tensor parallel: the full product
+DOCS = Path(__file__).parents[1] / "docs"
+STEPS = 100
+
+
+@dataclass(frozen=True, kw_only=True)
+class Product:
+    """A table: a row for some values of a case, a column for the others.
+
+    Attributes:
+        head: What stands above it, title first.
+        keys: Headings of what names a row.
+        columns: By the values of a column, its heading.
+        cases: Rows and columns that there are.
+        outcome: Of one, in words, and whether it is as it has to be.
+    """
+
+    head: str
+    keys: tuple[str, ...]
+    columns: dict[Any, str]
+    cases: list[tuple[tuple[str, ...], Any]]
+    outcome: Callable[[tuple[str, ...], Any], tuple[str, bool]]
+
+    def run(self, minutes: float) -> dict[tuple, tuple[str, bool]]:
+        """Outcomes of as many cases as the time allows."""
+        ends, found = time.monotonic() + 60 * minutes, {}
+        for row, column in sorted(self.cases, key=lambda case: list(self.columns).index(case[1])):
+            if time.monotonic() > ends:
+                break
+            words, is_right = found[row, column] = self.outcome(row, column)
+            if not is_right:
+                print(*row, self.columns[column], words, flush=True)
+        return found
+
+    def page(self, found: dict[tuple, tuple[str, bool]]) -> str:
+        """The document."""
+        lines = ["| " + " | ".join((*self.keys, *self.columns.values())) + " |"]
+        lines.append("|---" * (len(self.keys) + len(self.columns)) + "|")
+        there = set(self.cases)
+        for row in dict.fromkeys(row for row, _ in self.cases):
+            cells = [
+                found.get((row, column), ("not run", True))[0] if (row, column) in there else ""
+                for column in self.columns
+            ]
+            lines.append("| " + " | ".join((*row, *cells)) + " |")
+        ran = "; ".join(
+            f"{name} {sum(of == column for _, of in found)} of {sum(of == column for _, of in self.cases)}"
+            for column, name in self.columns.items()
+        )
+        wrong = sum(not is_right for _, is_right in found.values())
+        when = datetime.now(UTC).strftime("%Y-%m-%d")
+        verdict = (
+            f"Run on {when}, PyTorch {torch.__version__}, on a CPU: {ran}. {wrong} differ otherwise than they may."
+        )
+        return "\n\n".join([self.head, verdict, "\n".join(lines)]) + "\n"
+
+
+def _in_words(problems: list[list[str]]) -> str:
+    """What ranks found wrong, for a cell."""
+    wrong = [f"rank {rank}: {', '.join(words)}" for rank, words in enumerate(problems) if words]
+    return "**" + "; ".join(wrong).replace("|", "/") + "**" if wrong else ""
+
+
+# ---------------------------------------------------------------------------------- tensor parallel
+
+SHAPES = ", ".join(f"{name} x {x}, {n} features out" for name, (x, n) in layers.SHAPES.items())
+TENSOR_PARALLEL = f"""# Tensor parallel: the full product
 
 Written by `tests/products.py`. A layer on ranks beside the same layer in one process: its output, the gradients of
 input, weight and bias, and the state of delayed scaling. Columns are modes and how many ranks.
@@ -29,52 +98,75 @@ input, weight and bias, and the state of delayed scaling. Columns are modes and 
 - *same bits*: all of them have the same bits.
 - *n roundings: y*: all others have; y is a sum over ranks, and within n bfloat16 roundings of the magnitudes of its
   terms. *x*, *weight* and *bias* stand for their gradients.
-- *not run*: the run ended before."""
+- *not run*: the run ended before.
+
+Shapes: {SHAPES}."""
 
 
-def outcome(case):
-    """Of one case on all of its ranks, in words, and whether it is as it has to be."""
-    answers = shared_ranks().run(cases.outcome, *case, seconds=600)[: case[-1]]
-    wrong = [f"rank {rank}: {words}" for rank, (words, _) in enumerate(answers) if words]
-    if wrong:
-        return "**" + "; ".join(wrong).replace("|", "/") + "**", False
+def _layer_on_ranks(row: tuple[str, ...], way: tuple[str | None, int]) -> tuple[str, bool]:
+    answers = shared_ranks().run(layers.outcome, *row, *way, seconds=600)[: way[1]]
+    if wrong := _in_words([[words] if words else [] for words, _ in answers]):
+        return wrong, False
     sums = answers[0][1]
-    return (f"{cases.roundings(case[-1])} roundings: {', '.join(sums)}" if sums else "same bits"), True
+    return (f"{layers.roundings(way[1])} roundings: {', '.join(sums)}" if sums else "same bits"), True
 
 
-def run(minutes):
-    """Outcomes of as many cases as the time allows."""
-    ends, found = time.monotonic() + 60 * minutes, {}
-    order = sorted(cases.EVERYTHING, key=lambda case: list(WAYS).index(case[3:]))
-    for case in order:
-        if time.monotonic() > ends:
-            break
-        found[case] = outcome(case)
-        if not found[case][1]:
-            print(*case, found[case][0], flush=True)
-    return found
+# ---------------------------------------------------------------------------------- FSDP
+
+FSDP = f"""# FSDP: the full product
+
+Written by `tests/products.py`. A model is trained for {STEPS} steps of AdamW, and all losses and weights are compared,
+bit for bit, with those of the same FP8 model under stock `fully_shard` that gathers its weights in `param_dtype`.
+
+- *stock*: `fully_shard` with `fsdp_float8_all_gather`, for recipes whose weight codes serve both passes.
+- *graph*: `graph_fsdp`, in eager mode.
+- 1-D: two ranks; three: three ranks; HSDP: two replicas of two shards; FSDP + TP: two by two.
+- *same bits*: all of them have the same bits, on every rank.
+- *not run*: the run ended before."""
+WAYS = {
+    "stock": (test_fsdp.on_and_off, test_fsdp.EVERYTHING),
+    "graph": (test_graph_fsdp.graph_and_stock, test_graph_fsdp.EVERYTHING),
+}
 
 
-def table(found):
-    """The page."""
-    lines = ["| recipe | layout | shape | " + " | ".join(WAYS.values()) + " |", "|---" * (3 + len(WAYS)) + "|"]
-    for row in dict.fromkeys(case[:3] for case in cases.EVERYTHING):
-        cells = [found.get((*row, *way), ("not run", True))[0] for way in WAYS]
-        lines.append("| " + " | ".join((*row, *cells)) + " |")
-    shapes = ", ".join(f"{name} x {x}, {n} features out" for name, (x, n) in cases.SHAPES.items())
-    counts = [sum(case[3:] == way for case in found) for way in WAYS]
-    ran = "; ".join(
-        f"{name} {n} of {len(cases.EVERYTHING) // len(WAYS)}" for name, n in zip(WAYS.values(), counts, strict=True)
-    )
-    wrong = sum(not is_right for _, is_right in found.values())
-    when = datetime.now(UTC).strftime("%Y-%m-%d")
-    verdict = f"Run on {when}, PyTorch {torch.__version__}, on a CPU: {ran}. {wrong} differ otherwise than they may."
-    return "\n\n".join([HEAD, verdict, f"Shapes: {shapes}.", "\n".join(lines)]) + "\n"
+def _trained(row: tuple[str, ...], column: tuple[str, str]) -> tuple[str, bool]:
+    way, mesh = column
+    function, _ = WAYS[way]
+    wrong = _in_words(shared_ranks().run(function, *row, mesh, STEPS, seconds=600))
+    return (wrong, False) if wrong else ("same bits", True)
+
+
+PRODUCTS = {
+    "tensor-parallel": Product(
+        head=TENSOR_PARALLEL,
+        keys=("recipe", "layout", "shape"),
+        columns={
+            (None, 2): "eager, 2",
+            (None, 3): "eager, 3",
+            ("aot_eager", 2): "aot_eager, 2",
+            ("inductor", 2): "Inductor, 2",
+        },
+        cases=[(case[:3], case[3:]) for case in layers.EVERYTHING],
+        outcome=_layer_on_ranks,
+    ),
+    "fsdp": Product(
+        head=FSDP,
+        keys=("recipe", "scale", "param_dtype", "sizes"),
+        columns={(way, mesh): f"{way}, {mesh}" for way in WAYS for mesh in test_fsdp.MESHES},
+        cases=[(case[:4], (way, case[4])) for way, (_, cases) in WAYS.items() for case in cases],
+        outcome=_trained,
+    ),
+}
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("products", nargs="*", metavar="PRODUCT", help=", ".join(PRODUCTS))
     parser.add_argument("--minutes", type=float, default=float("inf"))
-    outcomes = run(parser.parse_args().minutes)
-    TABLE.write_text(table(outcomes))
-    sys.exit(any(not is_right for _, is_right in outcomes.values()))
+    args = parser.parse_args()
+    failed = False
+    for name in args.products or PRODUCTS:
+        outcomes = PRODUCTS[name].run(args.minutes)
+        (DOCS / f"product-{name}.md").write_text(PRODUCTS[name].page(outcomes))
+        failed |= any(not is_right for _, is_right in outcomes.values())
+    sys.exit(failed)

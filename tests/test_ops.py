@@ -246,15 +246,15 @@ def test_forward_saves_its_inputs_and_nothing_else(recipe, x_grad, weight_grad, 
 
 @pytest.mark.parametrize("recipe", f8.recipes.names())
 def test_codes_live_no_longer_than_the_gemm_that_reads_them(recipe, monkeypatch):
-    name, recipe, storages = recipe, f8.recipes.by_name(recipe), []
+    name, recipe, storages, cast = recipe, f8.recipes.by_name(recipe), [], OPS["fp8compile::cast"].impl
 
-    def cast(*args) -> Tensor:
-        codes = OPS["fp8compile::cast"].overload(*args)
+    def watched(*args) -> Tensor:
+        codes = cast(*args)
         storages.append(StorageWeakRef(codes.untyped_storage()))
         return codes
 
-    for layer in ("linear", "delayed"):
-        monkeypatch.setattr(sys.modules[f"fp8compile.ops.{layer}"], "cast", cast)
+    for layer, step in (("linear", "_cast"), ("delayed", "cast")):
+        monkeypatch.setattr(sys.modules[f"fp8compile.ops.{layer}"], step, watched)
     x, weight = _layer()
     y = f8.linear(x, weight, recipe=recipe, state=state_of(recipe))
     assert len(storages) == 2
