@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import fp8compile as f8
 from fp8compile import _compat
@@ -56,10 +57,10 @@ def plain_model(hidden, seed=0):
     return nn.Sequential(*blocks).bfloat16()
 
 
-def converted(hidden, name="tensorwise", seed=0):
+def converted(hidden, name="tensorwise", seed=0, **options):
     # of blocks, only layers that two ranks can share between blocks
     chosen = ["*.0"] if name == "blockwise" else lambda module, fqn: True
-    return f8.convert(plain_model(hidden, seed), RECIPES[name], quantized_parameters=True, filter=chosen)
+    return f8.convert(plain_model(hidden, seed), RECIPES[name], quantized_parameters=True, filter=chosen, **options)
 
 
 def sharded(model, mesh, backend=None, **options):
@@ -114,17 +115,14 @@ def hybrid(steps):
 
 
 def refusals():
-    """What is said of values kept for masters, of weights that are DTensors, and of tensor parallelism."""
-    from torch.distributed.tensor import Shard, distribute_tensor
+    """What is said of weights that are DTensors, of tensor parallelism, and of what is no model."""
     from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
     mesh = DeviceMesh.from_group(GROUPS["pair"], "cpu")
     recipe, texts = RECIPES["tensorwise"], []
     placed = parallelize_module(plain_model(144)[0], mesh, {"0": ColwiseParallel()})
-    kept = f8.convert(plain_model(144), recipe, quantized_parameters=True, keep_initial=True)
     weight = converted(144)[0][0].weight
     calls = (
-        lambda: fully_shard(kept, mesh=mesh),
         lambda: f8.convert(placed, recipe, quantized_parameters=True),
         lambda: distribute_tensor(weight, mesh, [Shard(0)]),
         lambda: f8.parallel.share_scales(3),
@@ -230,6 +228,38 @@ def from_meta():
         )
     losses = train(model, OPTIMIZERS["AdamW, masters"](model.parameters()), 3)
     return early, found, losses[0] > losses[-1]
+
+
+def initial_values(group, hidden, name):
+    """Masters that start from kept values: losses and bits of one process, with a start on the meta device too."""
+    mesh = DeviceMesh.from_group(GROUPS[group], "cpu")
+    values = [each.detach() for each in plain_model(hidden, seed=3).float().parameters()]
+    models = [converted(hidden, name, keep_initial=True), sharded(converted(hidden, name, keep_initial=True), mesh)]
+    with torch.device("meta"):
+        filled = converted(hidden, name, keep_initial=True)
+    sharded(filled, mesh).to_empty(device="cpu")
+    f8.parallel.share_scales(filled)
+    models += [converted(hidden, name, keep_initial=True), filled]
+    with torch.no_grad():
+        for model in models[2:]:
+            for parameter, value in zip(model.parameters(), values, strict=True):
+                spread = isinstance(parameter, DTensor)
+                parameter.copy_(distribute_tensor(value, mesh, [Shard(0)]) if spread else value)
+    kept = [sum(q.initial.untyped_storage().nbytes() for q in quantized(model)) for model in models]
+    optimizers = [OPTIMIZERS["AdamW, masters"](model.parameters()) for model in models]
+    after = [q.initial for model in models for q in quantized(model) if q.initial is not None]
+    losses = [train(each, optimizer, 5) for each, optimizer in zip(models, optimizers, strict=True)]
+    found = differences(models[1], models[0], mesh.get_local_rank(), mesh.size())
+    found += differences(models[3], models[2], mesh.get_local_rank(), mesh.size())
+    codes = converted(hidden, name)
+    others = train(codes, OPTIMIZERS["AdamW, masters"](codes.parameters()), 5)  # masters of what the codes stand for
+    same = losses[0] == losses[1] != others and losses[2] == losses[3]
+    padded = sum(
+        -(-p.shape[0] // mesh.size()) * p.shape[1] * 4
+        for p in models[0].parameters()
+        if isinstance(p, QuantizedParameter)
+    )
+    return same, found, kept[1:2] == kept[3:] == [padded], after
 
 
 def saved_and_loaded(folder):
@@ -366,7 +396,6 @@ def test_hsdp_has_the_bits_of_one_process(ranks):
 def test_what_sharding_can_not_do_raises(ranks):
     for texts in ranks.run(refusals):
         expected = (
-            "RuntimeError: a parameter that keeps its initial values can't be sharded",
             "ValueError: convert: quantized_parameters, and the weight of 0 is a DTensor. Convert before fully_shard",
             "TypeError: c10d",
             "TypeError: share_scales: model is a int",
@@ -404,6 +433,13 @@ def test_start_on_the_meta_device(ranks):
         assert all(found)
         assert len(found) == 4
         assert falls
+
+
+@pytest.mark.parametrize(
+    ("group", "hidden", "name"), [("pair", 145, "tensorwise"), ("all", 5, "tensorwise"), ("pair", 512, "blockwise")]
+)
+def test_initial_values_follow_the_shards(ranks, group, hidden, name):
+    assert ranks.run(initial_values, group, hidden, name) == [(True, [], True, [])] * 4
 
 
 def test_checkpoint_of_two_ranks_loads_on_three(ranks, tmp_path):

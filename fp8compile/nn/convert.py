@@ -148,7 +148,8 @@ def convert(
             precision beside them; parameters are new objects then. For recipes whose weight codes serve both
             directions, tensorwise and blockwise; see ``docs/parameters.md``.
         keep_initial: With it, whether the values that weights had are kept on the CPU, until
-            ``fp8compile.MasterWeights`` takes them.
+            ``fp8compile.MasterWeights`` takes them. Under FSDP2 each rank keeps those of its shards; of weights on the
+            meta device, what is written to them later.
 
     Returns:
         The model.

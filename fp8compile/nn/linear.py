@@ -190,7 +190,9 @@ class Linear(nn.Linear):
                         f"{tuple(own.shape)}, {own.dtype}."
                     )
                 own.copy_(given)
-        local_itself(self.weight).written = True
+        local = local_itself(self.weight)
+        local.written = True
+        local.keep(local.dequantize(torch.float32))
 
     def _load_from_state_dict(
         self,

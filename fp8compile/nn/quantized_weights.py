@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-import torch
 from torch import Tensor, nn
 
 from fp8compile._compat import is_dtensor
@@ -55,6 +54,6 @@ def quantize_weights(layers: Iterable[Linear], *, keep_initial: bool) -> None:
         if weight not in made:
             quantized = QuantizedParameter.of(weight.detach(), layer.recipe.weight)
             made[weight] = nn.Parameter(quantized, requires_grad=weight.requires_grad)
-            if keep_initial and not weight.is_meta:
-                made[weight].initial = weight.detach().to("cpu", torch.float32, copy=True)
+            if keep_initial:
+                made[weight].initial = weight.detach()
         layer.weight = made[weight]
