@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import io
+import re
 
 import pytest
 import torch
@@ -381,6 +382,20 @@ def test_what_is_like_a_parameter():
     again = copy.deepcopy(weight)
     assert isinstance(again, nn.Parameter)
     assert again.codes.data_ptr() != weight.codes.data_ptr()
+
+
+def test_memory_is_pinned_as_that_of_a_plain_tensor(assert_bits_equal):
+    weight = parameter(32, 48).detach()
+    assert not weight.is_pinned()
+    if torch.cuda.is_available():
+        pinned = weight.pin_memory()
+        assert pinned.is_pinned()
+        assert_bits_equal(pinned.dequantize(), weight.dequantize())
+        return
+    with pytest.raises(RuntimeError) as plain:
+        torch.empty(2).pin_memory()
+    with pytest.raises(RuntimeError, match=re.escape(str(plain.value).splitlines()[0])):
+        weight.pin_memory()
 
 
 def test_codes_are_copied_with_their_scale_and_other_codes_refused(assert_bits_equal):

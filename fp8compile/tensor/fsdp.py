@@ -26,7 +26,10 @@ class FullyShardHooks:
         self, mesh: Any, outer_size: torch.Size, outer_stride: tuple[int, ...], module: Any, mp_policy: Any
     ) -> tuple[tuple[Tensor, ...], Any]:
         """This rank's codes, as long as every rank's, and what the others have to know."""
-        self.share_scale(mesh.get_group(), 0)
+        # a shard that stays on the CPU comes as a copy, and is what optimizers write to
+        for shard in (self, *map(local_itself, module.parameters(recurse=False))):
+            if isinstance(shard, FullyShardHooks):
+                shard.share_scale(mesh.get_group(), 0)
         rows = chunks(outer_size[0], mesh.size())
         codes = (
             pad(self.codes, (0, 0, 0, rows[0] - self.codes.shape[0])) if self.codes.shape[0] < rows[0] else self.codes

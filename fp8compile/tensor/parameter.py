@@ -28,6 +28,7 @@ class _Shared:
 
     def __init__(self) -> None:
         self.written = False
+        self.blank = False  # made by new_zeros, and nothing was written to it yet
         self.initial: Tensor | None = None  # a flat one, in which a view's values lie as its codes in their memory
 
 
@@ -58,12 +59,16 @@ class QuantizedParameter(FullyShardHooks, QuantizedTensor):
 
     @property
     def written(self) -> bool:
-        """Whether something else than `MasterWeights` has written to it, by whatever view of it."""
+        """Whether something else than `MasterWeights` has written to it, by whatever view of it.
+
+        On all ranks that have its scale or on none: FSDP2, which copies the shard of some of them alone to pad it,
+        writes to a blank, and that is then what the shard was.
+        """
         return self._shared.written
 
     @written.setter
     def written(self, value: bool) -> None:
-        self._shared.written = value
+        self._shared.written, self._shared.blank = value, False
 
     @property
     def initial(self) -> Tensor | None:
@@ -191,7 +196,7 @@ class QuantizedParameter(FullyShardHooks, QuantizedTensor):
         return result
 
 
-COPIES = {aten.clone.default, aten._to_copy.default}
+COPIES = {aten.clone.default, aten._to_copy.default, aten._pin_memory.default}
 NO_CAT = (
     "aten.cat.default of QuantizedParameters has no FP8 meaning, and nothing dequantizes in silence. If this is "
     "DistributedDataParallel, which copies values of rank 0 in one message: call "
@@ -280,8 +285,9 @@ def _copy(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
         target.check_writable("copy_")
     target.codes.copy_(source.codes)
     target.scale.copy_(source.scale)
-    target.written = True
-    initial = source.initial if isinstance(source, QuantizedParameter) else None
+    is_parameter = isinstance(source, QuantizedParameter)
+    target.written = source.written if is_parameter and target._shared.blank else True
+    initial = source.initial if is_parameter else None
     target.keep(source.dequantize(torch.float32) if initial is None else initial)
     return target
 
@@ -332,7 +338,7 @@ def _new_zeros(func: Any, x: QuantizedParameter, size: Sequence[int], **kwargs: 
     else:
         scale = x.quantizer.scale_of(torch.ones(shape, device=codes.device))
     found = QuantizedParameter(codes, scale, x.quantizer, x.dtype, x.group, x.shard_dim)
-    found.extent, found.written = BLANK, x.written
+    found.extent, found.written, found._shared.blank = BLANK, x.written, True
     if x.initial is not None:
         found.initial = torch.zeros(())
     return found

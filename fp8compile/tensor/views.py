@@ -216,6 +216,8 @@ HANDLERS.update(
         aten.detach.default: _same,
         aten.alias.default: _same,
         aten.clone.default: _same,
+        aten._pin_memory.default: _same,  # as CPUOffloadPolicy of FSDP2 does
+        aten.is_pinned.default: lambda func, x, *args: x.codes.is_pinned(),
         aten.t.default: _transpose,
         aten.transpose.int: _transpose,
         aten.permute.default: _permute,
