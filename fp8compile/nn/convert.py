@@ -158,8 +158,9 @@ def convert(
         TypeError: An argument is of another kind.
         ValueError: There is no linear, a pattern matches none, a layer has another recipe already, the model was
             compiled, scripted or exported, or a group is given for recipes without delayed scaling; a recipe's weight
-            codes don't serve both directions, a weight to be quantized is a DTensor, or a module that stays as it is
-            has it too. Nothing is changed then.
+            codes don't serve both directions, a weight to be quantized is a DTensor whose parts cut blocks or that
+            FSDP2 has sharded, or a module that stays as it is has it too. Nothing is changed then.
+        RuntimeError: A weight to be quantized is a DTensor, on PyTorch 2.11.
     """
     _check_module("convert", model)
     _check_not_compiled(model)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from torch import nn
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
 from fp8compile.tensor import QuantizedParameter
 
@@ -24,7 +24,7 @@ def share_scales(model: nn.Module) -> nn.Module:
 
     Raises:
         TypeError: The model is no module.
-        ValueError: A quantized parameter is sharded along another dim than the first, or over two dims of a mesh.
+        ValueError: FSDP2 has sharded a quantized parameter along another dim than the first.
         RuntimeError: PyTorch 2.11, which can't have a group on a tensor.
     """
     if not isinstance(model, nn.Module):
@@ -32,12 +32,17 @@ def share_scales(model: nn.Module) -> nn.Module:
     for name, parameter in model.named_parameters():
         if not isinstance(parameter, DTensor) or not isinstance(parameter._local_tensor, QuantizedParameter):
             continue
-        dims = [dim for dim, placement in enumerate(parameter.placements) if placement.is_shard()]
-        if len(dims) > 1 or any(parameter.placements[dim] != Shard(0) for dim in dims):
+        local = parameter._local_tensor
+        if local.group is not None:  # of tensor parallelism alone, or since a forward
+            continue
+        # dims of FSDP2 come first, and the last of them is the one that shards
+        dims = [dim for dim, placement in enumerate(parameter.placements) if not placement.is_replicate()]
+        if not dims:
+            continue
+        if parameter.placements[dims[0]].dim != 0:
             raise ValueError(
-                f"share_scales: {name} has placements {parameter.placements}; a quantized parameter is sharded along "
-                "dim 0, over one dim of a mesh. With tensor parallelism, leave quantized_parameters out."
+                f"share_scales: {name} has placements {parameter.placements}; FSDP2 shards a quantized parameter "
+                "along dim 0. Leave shard_placement_fn out for it."
             )
-        for dim in dims:
-            parameter._local_tensor.share_scale(parameter.device_mesh.get_group(dim), 0)
+        local.share_scale(parameter.device_mesh.get_group(dims[0]), 0)
     return model

@@ -15,7 +15,7 @@ from fp8compile.quantizers import Quantizer
 from fp8compile.tensor.arguments import SOURCE_DTYPES
 from fp8compile.tensor.fsdp import FullyShardHooks
 from fp8compile.tensor.quantized import QuantizedTensor
-from fp8compile.tensor.update import assign
+from fp8compile.tensor.update import assign, shared_with
 
 __all__ = ["QuantizedParameter"]
 
@@ -29,6 +29,7 @@ class _Shared:
     def __init__(self) -> None:
         self.written = False
         self.blank = False  # made by new_zeros, and nothing was written to it yet
+        self.outer: ProcessGroup | None = None  # tensor parallel ranks, where FSDP2 has cut the part that each has
         self.initial: Tensor | None = None  # a flat one, in which a view's values lie as its codes in their memory
 
 
@@ -71,6 +72,11 @@ class QuantizedParameter(FullyShardHooks, QuantizedTensor):
         self._shared.written, self._shared.blank = value, False
 
     @property
+    def outer(self) -> ProcessGroup | None:
+        """Ranks that have its scale too, beside those of ``group``: of tensor parallelism, under FSDP2."""
+        return self._shared.outer
+
+    @property
     def initial(self) -> Tensor | None:
         """The values that its codes were made of, float32 on the CPU; None if they are not kept.
 
@@ -111,9 +117,9 @@ class QuantizedParameter(FullyShardHooks, QuantizedTensor):
 
     def _unshared(self) -> QuantizedParameter:
         """Itself, which is a copy of what it still has things in common with, with the same ones of its own."""
-        initial, written = self.initial, self.written
+        initial, written, outer = self.initial, self.written, self.outer
         self._shared = _Shared()
-        self.initial, self.written = initial, written
+        self.initial, self.written, self._shared.outer = initial, written, outer
         return self
 
     def _view(
@@ -131,6 +137,11 @@ class QuantizedParameter(FullyShardHooks, QuantizedTensor):
         return found
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple]:
+        if self.outer is not None:
+            raise TypeError(
+                "a shard of a QuantizedParameter that tensor parallel ranks have parts of too is no argument of a "
+                "compiled graph, which would forget these ranks. Leave the optimizer's step uncompiled."
+            )
         names, metadata = super().__tensor_flatten__()
         return names, (*metadata, self.extent)
 
@@ -188,6 +199,8 @@ class QuantizedParameter(FullyShardHooks, QuantizedTensor):
             return return_and_correct_aliasing(func, args, kwargs, _flat(*args))
         if func is aten.cat.default:
             raise TypeError(NO_CAT)
+        if func.namespace == "c10d":
+            raise TypeError(f"{func} {NO_MESSAGE}")
         if func in MAKERS:
             return MAKERS[func](func, *args, **kwargs)
         result = super().__torch_dispatch__(func, types, args, kwargs)
@@ -197,6 +210,11 @@ class QuantizedParameter(FullyShardHooks, QuantizedTensor):
 
 
 COPIES = {aten.clone.default, aten._to_copy.default, aten._pin_memory.default}
+NO_MESSAGE = (
+    "of a QuantizedParameter: what is sent are its codes and its scale. For a plan of tensor parallelism, take "
+    "fp8compile.parallel.ColwiseParallel and RowwiseParallel, or convert after parallelize_module; for all of it, "
+    "fp8compile.parallel.broadcast_parameters(model)."
+)
 NO_CAT = (
     "aten.cat.default of QuantizedParameters has no FP8 meaning, and nothing dequantizes in silence. If this is "
     "DistributedDataParallel, which copies values of rank 0 in one message: call "
@@ -317,6 +335,7 @@ def _empty_like(func: Any, x: QuantizedParameter, **kwargs: Any) -> Tensor:
     nan = torch.full(x.scale.shape, torch.nan, device=codes.device)
     found = x._like(codes, x.quantizer.scale_of(nan))
     found._shared = _Shared()
+    found._shared.outer = x.outer
     if x.initial is not None:
         found.initial = torch.tensor(torch.nan)
     return found
@@ -337,7 +356,11 @@ def _new_zeros(func: Any, x: QuantizedParameter, size: Sequence[int], **kwargs: 
         scale = x.scale.to(codes.device).clone().view(shape)
     else:
         scale = x.quantizer.scale_of(torch.ones(shape, device=codes.device))
-    found = QuantizedParameter(codes, scale, x.quantizer, x.dtype, x.group, x.shard_dim)
+    found = QuantizedParameter(codes, scale, x.quantizer, x.dtype)
+    if x.extent == WHOLE:  # FSDP2 is about to cut it
+        found._shared.outer = shared_with(x)
+    else:
+        found.group, found.shard_dim, found._shared.outer = x.group, x.shard_dim, x.outer
     found.extent, found.written, found._shared.blank = BLANK, x.written, True
     if x.initial is not None:
         found.initial = torch.zeros(())
