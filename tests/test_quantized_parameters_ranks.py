@@ -148,6 +148,34 @@ def shards_that_cut_blocks():
         return str(error)
 
 
+def sharded_by_columns(name, share):
+    """Weights whose columns ranks share, for rows would cut blocks, and one process: losses and bits."""
+    mesh = DeviceMesh.from_group(GROUPS["pair"], "cpu")
+    models = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        layer = nn.Linear(256, 200).bfloat16()
+        models.append(f8.convert(nn.Sequential(layer), RECIPES[name], quantized_parameters=True, keep_initial=True))
+    options = {"reshard_after_forward": False} if name == "blockwise" else {}
+    fully_shard(models[1], mesh=mesh, shard_placement_fn=lambda p: Shard(1) if p.ndim == 2 else None, **options)
+    if share:
+        f8.parallel.share_scales(models[1])
+    losses, pairs = [], []
+    for model in models:
+        optimizer, own = OPTIMIZERS["AdamW, masters"](model.parameters()), []
+        for step in range(4):
+            x = torch.randn(16, 256, generator=torch.Generator().manual_seed(step)).bfloat16()
+            loss = (model(x).float() - x[:, :200].float()).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            own.append(loss.item())
+        losses.append(own)
+        parts = model[0].weight_codes, model[0].weight_scale
+        pairs.append([part.full_tensor() if isinstance(part, DTensor) else part for part in parts])
+    return losses[0] == losses[1], [torch.equal(*pair) for pair in zip(*pairs, strict=True)]
+
+
 def messages(optimizer):
     """Amax messages and weights of one step."""
     mesh = DeviceMesh.from_group(GROUPS["pair"], "cpu")
@@ -394,7 +422,14 @@ def test_what_sharding_can_not_do_raises(ranks):
 
 def test_shards_that_cut_blocks_raise(ranks):
     for text in ranks.run(shards_that_cut_blocks):
-        assert "cuts blocks of 128. Cut at multiples of 128" in text
+        assert "[0:100:1] along dim 0 of 200 cuts blocks of 128. Cut at multiples of 128, or leave this weight" in text
+        assert "If this is fully_shard: each rank takes as many rows, rounded up" in text
+        assert "shard these, by shard_placement_fn=lambda parameter: Shard(1) and reshard_after_forward=False" in text
+
+
+@pytest.mark.parametrize(("name", "share"), [("tensorwise", True), ("blockwise", False)])
+def test_shards_of_columns_have_the_bits_of_one_process(ranks, name, share):
+    assert ranks.run(sharded_by_columns, name, share) == [(True, [True, True])] * 4
 
 
 @pytest.mark.parametrize(

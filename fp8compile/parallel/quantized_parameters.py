@@ -24,25 +24,18 @@ def share_scales(model: nn.Module) -> nn.Module:
 
     Raises:
         TypeError: The model is no module.
-        ValueError: FSDP2 has sharded a quantized parameter along another dim than the first.
         RuntimeError: PyTorch 2.11, which can't have a group on a tensor.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"share_scales: model is a {type(model).__name__}; it is a torch.nn.Module.")
-    for name, parameter in model.named_parameters():
+    for parameter in model.parameters():
         if not isinstance(parameter, DTensor) or not isinstance(parameter._local_tensor, QuantizedParameter):
             continue
         local = parameter._local_tensor
         if local.group is not None:  # of tensor parallelism alone, or since a forward
             continue
-        # dims of FSDP2 come first, and the last of them is the one that shards
+        # dims of FSDP2 come before that of tensor parallelism, and replicas before shards
         dims = [dim for dim, placement in enumerate(parameter.placements) if not placement.is_replicate()]
-        if not dims:
-            continue
-        if parameter.placements[dims[0]].dim != 0:
-            raise ValueError(
-                f"share_scales: {name} has placements {parameter.placements}; FSDP2 shards a quantized parameter "
-                "along dim 0. Leave shard_placement_fn out for it."
-            )
-        local.share_scale(parameter.device_mesh.get_group(dims[0]), 0)
+        if dims:
+            local.share_scale(parameter.device_mesh.get_group(dims[0]), parameter.placements[dims[0]].dim)
     return model

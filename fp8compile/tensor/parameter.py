@@ -53,6 +53,11 @@ class QuantizedParameter(FullyShardHooks, QuantizedTensor):
     """
 
     extent: str = WHOLE
+    instead_of_cutting = (
+        "leave this weight out of quantized_parameters. If this is fully_shard: each rank takes as many rows, rounded "
+        "up; where that is no multiple of a block, and it is for columns, shard these, by shard_placement_fn="
+        "lambda parameter: Shard(1) and reshard_after_forward=False, without which FSDP2 cuts rows too."
+    )
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
