@@ -68,6 +68,8 @@ ONCE_A_STEP = {
     "SGD": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}),
     "SGD, foreach": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True, "foreach": True}),
     "AdamW, fused": (torch.optim.AdamW, {"lr": 0.01, "fused": True}),
+    "AdamW, no decay": (torch.optim.AdamW, {"lr": 0.01, "weight_decay": 0.0, "foreach": False}),
+    "AdamW, no decay, foreach": (torch.optim.AdamW, {"lr": 0.01, "weight_decay": 0.0, "foreach": True}),
     "RMSprop": (torch.optim.RMSprop, {"lr": 0.001}),
 }
 

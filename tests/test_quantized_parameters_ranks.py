@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from gloo_ranks import GROUPS, shared_ranks
+from test_quantized_parameters import live_bytes
 from torch import nn
 from torch._dynamo.utils import counters
 from torch.distributed.checkpoint.state_dict import (
@@ -359,25 +360,18 @@ def data_parallel():
     return "init_sync=False" in refused, losses[0] == losses[1], [words for words in same if words]
 
 
-def bytes_of(model):
-    def size(tensor):
-        return tensor.numel() * tensor.element_size()
-
-    found = {}
-    for parameter in model.parameters():
-        local = local_itself(parameter.detach())
-        for each in (local.codes, local.scale) if isinstance(local, QuantizedTensor) else (local,):
-            found[each.untyped_storage().data_ptr()] = each.untyped_storage().nbytes()
-    return sum(found.values())
-
-
 def bytes_of_shards():
-    import gc
-
-    mesh = DeviceMesh.from_group(GROUPS["pair"], "cpu")
-    quantized_bytes, plain_bytes = bytes_of(sharded(converted(1024), mesh)), bytes_of(sharded(plain_model(1024), mesh))
-    gc.collect()
-    return quantized_bytes / plain_bytes
+    """Of every tensor that is alive, beside those of bfloat16 shards: after sharding, and after a step."""
+    mesh, start = DeviceMesh.from_group(GROUPS["pair"], "cpu"), live_bytes()
+    model = sharded(converted(1024), mesh)
+    found = [live_bytes() - start]
+    optimizer = f8.MasterWeights(torch.optim.SGD, model.parameters(), lr=0.1, keep=False)
+    train(model, optimizer, 1)
+    found.append(live_bytes() - start)
+    del model, optimizer
+    start = live_bytes()
+    plain = sharded(plain_model(1024), mesh)
+    return [each / (live_bytes() - start) for each in found], len(list(plain.parameters()))
 
 
 # ---------------------------------------------------------------------------------- what they answer
@@ -482,4 +476,6 @@ def test_ddp(ranks):
 
 
 def test_shards_take_half_the_bytes(ranks):
-    assert max(ranks.run(bytes_of_shards)) <= 0.55
+    for shares, _ in ranks.run(bytes_of_shards):
+        assert max(shares) <= 0.55
+        assert min(shares) >= 0.5  # codes alone are half of it
