@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import io
+import re
 
 import pytest
 import torch
@@ -67,6 +68,8 @@ ONCE_A_STEP = {
     "SGD": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}),
     "SGD, foreach": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True, "foreach": True}),
     "AdamW, fused": (torch.optim.AdamW, {"lr": 0.01, "fused": True}),
+    "AdamW, no decay": (torch.optim.AdamW, {"lr": 0.01, "weight_decay": 0.0, "foreach": False}),
+    "AdamW, no decay, foreach": (torch.optim.AdamW, {"lr": 0.01, "weight_decay": 0.0, "foreach": True}),
     "RMSprop": (torch.optim.RMSprop, {"lr": 0.001}),
 }
 
@@ -383,6 +386,20 @@ def test_what_is_like_a_parameter():
     assert again.codes.data_ptr() != weight.codes.data_ptr()
 
 
+def test_memory_is_pinned_as_that_of_a_plain_tensor(assert_bits_equal):
+    weight = parameter(32, 48).detach()
+    assert not weight.is_pinned()
+    if torch.cuda.is_available():
+        pinned = weight.pin_memory()
+        assert pinned.is_pinned()
+        assert_bits_equal(pinned.dequantize(), weight.dequantize())
+        return
+    with pytest.raises(RuntimeError) as plain:
+        torch.empty(2).pin_memory()
+    with pytest.raises(RuntimeError, match=re.escape(str(plain.value).splitlines()[0])):
+        weight.pin_memory()
+
+
 def test_codes_are_copied_with_their_scale_and_other_codes_refused(assert_bits_equal):
     weight, other = parameter(32, 48).detach(), parameter(32, 48, seed=1).detach()
     weight.copy_(other)
@@ -466,13 +483,27 @@ def test_shared_weight_stays_shared_and_frozen_ones_frozen():
     assert [layer.weight.requires_grad for layer in model] == [True, True, False]
 
 
-def test_initial_values_survive_to_and_end_with_memory():
-    model = converted(keep_initial=True)
-    before = next(p.initial for p in model.parameters() if isinstance(p, QuantizedParameter))
-    moved = next(p for p in model.to("cpu").parameters() if isinstance(p, QuantizedParameter))
-    assert moved.initial is before
-    emptied = next(p for p in model.to_empty(device="cpu").parameters() if isinstance(p, QuantizedParameter))
-    assert emptied.initial is None
+def test_initial_values_are_those_of_the_same_elements_in_every_view_and_copy(assert_bits_equal):
+    model, other = converted(keep_initial=True).to("cpu"), converted(keep_initial=True)
+    expected, weight = model_of()[0].weight.detach().float(), model[0].weight
+    for view in (weight.t(), weight[16:48, 3:], weight.chunk(2)[1].t(), weight.view(-1), weight[:]):
+        rows = torch.arange(expected.numel()).as_strided(view.shape, view.stride(), view.storage_offset())
+        assert_bits_equal(view.initial, expected.flatten()[rows])
+        assert view.initial.untyped_storage().data_ptr() == weight.initial.untyped_storage().data_ptr()
+    for copied in (weight.detach().clone(), copy.deepcopy(weight)):
+        with torch.no_grad():
+            copied.zero_()
+        assert not copied.initial.any()
+        assert_bits_equal(weight.initial, expected)
+    with torch.no_grad():  # what was written last, in float32 where it was written so
+        weight.copy_(values(144, 64, dtype=torch.float32))
+        assert_bits_equal(weight.initial, values(144, 64, dtype=torch.float32))
+        weight.copy_(other[0].weight)
+        assert_bits_equal(weight.initial, expected)
+    state = converted(seed=1).state_dict()
+    model.load_state_dict(state)  # of codes, which tell no more
+    assert_bits_equal(weight.initial, weight.dequantize(torch.float32))
+    assert other.to_empty(device="cpu")[0].weight.initial.isnan().all()
 
 
 def test_keep_initial_without_quantized_parameters_raises():
@@ -482,11 +513,12 @@ def test_keep_initial_without_quantized_parameters_raises():
 
 def test_masters_take_the_initial_values_and_nothing_keeps_them():
     model = converted(keep_initial=True)
-    initial = model[0].weight.initial
+    initial, view = model[0].weight.initial, model[0].weight[:8]
     assert torch.equal(initial, model_of()[0].weight.detach().float())
     optimizer = f8.MasterWeights(torch.optim.SGD, model.parameters(), lr=0.0)
     assert torch.equal(optimizer._masters[model[0].weight], initial)
     assert model[0].weight.initial is None
+    assert view.initial is None
 
 
 def test_revert_and_casts_raise():

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from gloo_ranks import GROUPS, shared_ranks
+from test_quantized_parameters import live_bytes
 from torch import nn
 from torch._dynamo.utils import counters
 from torch.distributed.checkpoint.state_dict import (
@@ -19,6 +20,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import fp8compile as f8
 from fp8compile import _compat
@@ -56,10 +58,10 @@ def plain_model(hidden, seed=0):
     return nn.Sequential(*blocks).bfloat16()
 
 
-def converted(hidden, name="tensorwise", seed=0):
+def converted(hidden, name="tensorwise", seed=0, **options):
     # of blocks, only layers that two ranks can share between blocks
     chosen = ["*.0"] if name == "blockwise" else lambda module, fqn: True
-    return f8.convert(plain_model(hidden, seed), RECIPES[name], quantized_parameters=True, filter=chosen)
+    return f8.convert(plain_model(hidden, seed), RECIPES[name], quantized_parameters=True, filter=chosen, **options)
 
 
 def sharded(model, mesh, backend=None, **options):
@@ -114,25 +116,11 @@ def hybrid(steps):
 
 
 def refusals():
-    """What is said of values kept for masters, of weights that are DTensors, and of tensor parallelism."""
-    from torch.distributed.tensor import Shard, distribute_tensor
-    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
-
-    mesh = DeviceMesh.from_group(GROUPS["pair"], "cpu")
-    recipe, texts = RECIPES["tensorwise"], []
-    placed = parallelize_module(plain_model(144)[0], mesh, {"0": ColwiseParallel()})
-    kept = f8.convert(plain_model(144), recipe, quantized_parameters=True, keep_initial=True)
-    weight = converted(144)[0][0].weight
-    calls = (
-        lambda: fully_shard(kept, mesh=mesh),
-        lambda: f8.convert(placed, recipe, quantized_parameters=True),
-        lambda: distribute_tensor(weight, mesh, [Shard(0)]),
-        lambda: f8.parallel.share_scales(3),
-        lambda: f8.parallel.broadcast_parameters(3),
-    )
-    for call in calls:
+    """What is said of what is no model."""
+    texts = []
+    for call in (f8.parallel.share_scales, f8.parallel.broadcast_parameters):
         try:
-            texts.append(f"nothing: {call()}")
+            texts.append(f"nothing: {call(3)}")
         except Exception as error:
             texts.append(f"{type(error).__name__}: {error}")
     return texts
@@ -159,6 +147,34 @@ def shards_that_cut_blocks():
         fully_shard(f8.convert(plain_model(200), RECIPES["blockwise"], quantized_parameters=True), mesh=mesh)
     except TypeError as error:
         return str(error)
+
+
+def sharded_by_columns(name, share):
+    """Weights whose columns ranks share, for rows would cut blocks, and one process: losses and bits."""
+    mesh = DeviceMesh.from_group(GROUPS["pair"], "cpu")
+    models = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        layer = nn.Linear(256, 200).bfloat16()
+        models.append(f8.convert(nn.Sequential(layer), RECIPES[name], quantized_parameters=True, keep_initial=True))
+    options = {"reshard_after_forward": False} if name == "blockwise" else {}
+    fully_shard(models[1], mesh=mesh, shard_placement_fn=lambda p: Shard(1) if p.ndim == 2 else None, **options)
+    if share:
+        f8.parallel.share_scales(models[1])
+    losses, pairs = [], []
+    for model in models:
+        optimizer, own = OPTIMIZERS["AdamW, masters"](model.parameters()), []
+        for step in range(4):
+            x = torch.randn(16, 256, generator=torch.Generator().manual_seed(step)).bfloat16()
+            loss = (model(x).float() - x[:, :200].float()).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            own.append(loss.item())
+        losses.append(own)
+        parts = model[0].weight_codes, model[0].weight_scale
+        pairs.append([part.full_tensor() if isinstance(part, DTensor) else part for part in parts])
+    return losses[0] == losses[1], [torch.equal(*pair) for pair in zip(*pairs, strict=True)]
 
 
 def messages(optimizer):
@@ -230,6 +246,38 @@ def from_meta():
         )
     losses = train(model, OPTIMIZERS["AdamW, masters"](model.parameters()), 3)
     return early, found, losses[0] > losses[-1]
+
+
+def initial_values(group, hidden, name):
+    """Masters that start from kept values: losses and bits of one process, with a start on the meta device too."""
+    mesh = DeviceMesh.from_group(GROUPS[group], "cpu")
+    values = [each.detach() for each in plain_model(hidden, seed=3).float().parameters()]
+    models = [converted(hidden, name, keep_initial=True), sharded(converted(hidden, name, keep_initial=True), mesh)]
+    with torch.device("meta"):
+        filled = converted(hidden, name, keep_initial=True)
+    sharded(filled, mesh).to_empty(device="cpu")
+    f8.parallel.share_scales(filled)
+    models += [converted(hidden, name, keep_initial=True), filled]
+    with torch.no_grad():
+        for model in models[2:]:
+            for parameter, value in zip(model.parameters(), values, strict=True):
+                spread = isinstance(parameter, DTensor)
+                parameter.copy_(distribute_tensor(value, mesh, [Shard(0)]) if spread else value)
+    kept = [sum(q.initial.untyped_storage().nbytes() for q in quantized(model)) for model in models]
+    optimizers = [OPTIMIZERS["AdamW, masters"](model.parameters()) for model in models]
+    after = [q.initial for model in models for q in quantized(model) if q.initial is not None]
+    losses = [train(each, optimizer, 5) for each, optimizer in zip(models, optimizers, strict=True)]
+    found = differences(models[1], models[0], mesh.get_local_rank(), mesh.size())
+    found += differences(models[3], models[2], mesh.get_local_rank(), mesh.size())
+    codes = converted(hidden, name)
+    others = train(codes, OPTIMIZERS["AdamW, masters"](codes.parameters()), 5)  # masters of what the codes stand for
+    same = losses[0] == losses[1] != others and losses[2] == losses[3]
+    padded = sum(
+        -(-p.shape[0] // mesh.size()) * p.shape[1] * 4
+        for p in models[0].parameters()
+        if isinstance(p, QuantizedParameter)
+    )
+    return same, found, kept[1:2] == kept[3:] == [padded], after
 
 
 def saved_and_loaded(folder):
@@ -312,25 +360,18 @@ def data_parallel():
     return "init_sync=False" in refused, losses[0] == losses[1], [words for words in same if words]
 
 
-def bytes_of(model):
-    def size(tensor):
-        return tensor.numel() * tensor.element_size()
-
-    found = {}
-    for parameter in model.parameters():
-        local = local_itself(parameter.detach())
-        for each in (local.codes, local.scale) if isinstance(local, QuantizedTensor) else (local,):
-            found[each.untyped_storage().data_ptr()] = each.untyped_storage().nbytes()
-    return sum(found.values())
-
-
 def bytes_of_shards():
-    import gc
-
-    mesh = DeviceMesh.from_group(GROUPS["pair"], "cpu")
-    quantized_bytes, plain_bytes = bytes_of(sharded(converted(1024), mesh)), bytes_of(sharded(plain_model(1024), mesh))
-    gc.collect()
-    return quantized_bytes / plain_bytes
+    """Of every tensor that is alive, beside those of bfloat16 shards: after sharding, and after a step."""
+    mesh, start = DeviceMesh.from_group(GROUPS["pair"], "cpu"), live_bytes()
+    model = sharded(converted(1024), mesh)
+    found = [live_bytes() - start]
+    optimizer = f8.MasterWeights(torch.optim.SGD, model.parameters(), lr=0.1, keep=False)
+    train(model, optimizer, 1)
+    found.append(live_bytes() - start)
+    del model, optimizer
+    start = live_bytes()
+    plain = sharded(plain_model(1024), mesh)
+    return [each / (live_bytes() - start) for each in found], len(list(plain.parameters()))
 
 
 # ---------------------------------------------------------------------------------- what they answer
@@ -366,9 +407,6 @@ def test_hsdp_has_the_bits_of_one_process(ranks):
 def test_what_sharding_can_not_do_raises(ranks):
     for texts in ranks.run(refusals):
         expected = (
-            "RuntimeError: a parameter that keeps its initial values can't be sharded",
-            "ValueError: convert: quantized_parameters, and the weight of 0 is a DTensor. Convert before fully_shard",
-            "TypeError: c10d",
             "TypeError: share_scales: model is a int",
             "TypeError: broadcast_parameters: model is a int",
         )
@@ -378,7 +416,14 @@ def test_what_sharding_can_not_do_raises(ranks):
 
 def test_shards_that_cut_blocks_raise(ranks):
     for text in ranks.run(shards_that_cut_blocks):
-        assert "cuts blocks of 128. Cut at multiples of 128" in text
+        assert "[0:100:1] along dim 0 of 200 cuts blocks of 128. Cut at multiples of 128, or leave this weight" in text
+        assert "If this is fully_shard: each rank takes as many rows, rounded up" in text
+        assert "shard these, by shard_placement_fn=lambda parameter: Shard(1) and reshard_after_forward=False" in text
+
+
+@pytest.mark.parametrize(("name", "share"), [("tensorwise", True), ("blockwise", False)])
+def test_shards_of_columns_have_the_bits_of_one_process(ranks, name, share):
+    assert ranks.run(sharded_by_columns, name, share) == [(True, [True, True])] * 4
 
 
 @pytest.mark.parametrize(
@@ -406,6 +451,13 @@ def test_start_on_the_meta_device(ranks):
         assert falls
 
 
+@pytest.mark.parametrize(
+    ("group", "hidden", "name"), [("pair", 145, "tensorwise"), ("all", 5, "tensorwise"), ("pair", 512, "blockwise")]
+)
+def test_initial_values_follow_the_shards(ranks, group, hidden, name):
+    assert ranks.run(initial_values, group, hidden, name) == [(True, [], True, [])] * 4
+
+
 def test_checkpoint_of_two_ranks_loads_on_three(ranks, tmp_path):
     for answer in ranks.run(saved_and_loaded, str(tmp_path / "checkpoint"))[:3]:
         loaded, groups, losses, expected, types = answer
@@ -424,4 +476,6 @@ def test_ddp(ranks):
 
 
 def test_shards_take_half_the_bytes(ranks):
-    assert max(ranks.run(bytes_of_shards)) <= 0.55
+    for shares, _ in ranks.run(bytes_of_shards):
+        assert max(shares) <= 0.55
+        assert min(shares) >= 0.5  # codes alone are half of it

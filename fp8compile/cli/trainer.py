@@ -25,7 +25,6 @@ from fp8compile.cli.graphs import CountedModel
 from fp8compile.cli.layout import layout_of
 from fp8compile.cli.memory import peak_memory, reset_peak_memory
 from fp8compile.cli.model import ByteLlama, ModelShape
-from fp8compile.cli.quantized import give_drawn, take_drawn
 from fp8compile.cli.ranks import Ranks
 from fp8compile.cli.tensor_parallel import parallelize, place_gradients
 from fp8compile.cli.text import held_out_batches, training_batch
@@ -153,7 +152,8 @@ class Trainer:
         self._device = torch.device(config.device)
         self.model = ByteLlama(model_shape(config), seed=arm.seed)
         self._has_masters = config.quantized_parameters and recipe is not None
-        drawn = self._converted(recipe) if recipe is not None else {}
+        if recipe is not None:
+            self._convert(recipe)
         self.model.to(self._device)
         if layout.tp > 1:
             parallelize(self.model, layout.tp_mesh(self._device.type), sp=config.sp)
@@ -162,7 +162,6 @@ class Trainer:
         self._gathered = None
         if layout.dp > 1:
             self._gathered = shard(self.model, layout.data_mesh(self._device.type), config, recipe)
-        give_drawn(self.model, drawn)
         self._optimizer = _optimizer(self.model, has_masters=self._has_masters)
         self.counted = CountedModel(self.model, config)
         self.step = 0
@@ -171,13 +170,15 @@ class Trainer:
         self._started = 0.0
         self._step_seconds: list[float] = []
 
-    def _converted(self, recipe: f8.Recipe) -> dict[str, Tensor]:
-        """Convert the model; return the weights that became codes, as they were drawn."""
+    def _convert(self, recipe: f8.Recipe) -> None:
         # The head stays in bf16, as is usual: its errors go straight into the loss.
         layers = {n: m for n, m in self.model.named_modules() if isinstance(m, torch.nn.Linear) and n != "head"}
-        # In one process codes are those of what autocast would round; FSDP2 takes one dtype for all parameters.
-        dtype = torch.bfloat16 if self._layout.dp == 1 else torch.float32
-        drawn = take_drawn(layers, dtype) if self._has_masters else {}
+        drawn: dict[torch.nn.Linear, Tensor] = {}
+        if self._has_masters and self._layout.dp == 1:
+            # Codes are those of what autocast would round; FSDP2 takes one dtype for all parameters.
+            drawn = {layer: layer.weight.detach() for layer in layers.values()}
+        for layer, values in drawn.items():
+            layer.weight = torch.nn.Parameter(values.bfloat16())
         # Delayed scales that ranks with other rows find on their own would not be one state.
         group = self._layout.data_group() if recipe.history() and self._layout.dp > 1 else None
         f8.convert(
@@ -186,8 +187,11 @@ class Trainer:
             filter=lambda _, fqn: fqn in layers,
             amax_group=group,
             quantized_parameters=self._has_masters,
+            keep_initial=self._has_masters,
         )
-        return drawn
+        with torch.no_grad():
+            for layer, values in drawn.items():
+                layer.weight.copy_(values)  # rounded for the codes, as they are for the masters
 
     # ---------------------------------------------------------------- state
 

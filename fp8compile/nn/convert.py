@@ -148,7 +148,8 @@ def convert(
             precision beside them; parameters are new objects then. For recipes whose weight codes serve both
             directions, tensorwise and blockwise; see ``docs/parameters.md``.
         keep_initial: With it, whether the values that weights had are kept on the CPU, until
-            ``fp8compile.MasterWeights`` takes them.
+            ``fp8compile.MasterWeights`` takes them. Under FSDP2 each rank keeps those of its shards; of weights on the
+            meta device, what is written to them later.
 
     Returns:
         The model.
@@ -157,8 +158,9 @@ def convert(
         TypeError: An argument is of another kind.
         ValueError: There is no linear, a pattern matches none, a layer has another recipe already, the model was
             compiled, scripted or exported, or a group is given for recipes without delayed scaling; a recipe's weight
-            codes don't serve both directions, a weight to be quantized is a DTensor, or a module that stays as it is
-            has it too. Nothing is changed then.
+            codes don't serve both directions, a weight to be quantized is a DTensor whose parts cut blocks or that
+            FSDP2 has sharded, or a module that stays as it is has it too. Nothing is changed then.
+        RuntimeError: A weight to be quantized is a DTensor, on PyTorch 2.11.
     """
     _check_module("convert", model)
     _check_not_compiled(model)

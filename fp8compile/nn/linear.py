@@ -11,7 +11,7 @@ from torch.distributed import ProcessGroup
 
 from fp8compile._compat import local_itself, rebind_load_hooks
 from fp8compile.nn.functional import check_recipe, linear
-from fp8compile.nn.local import wrapped_like
+from fp8compile.nn.local import placed_like, wrapped_like
 from fp8compile.nn.state import DelayedState, group_name
 from fp8compile.quantizers import Recipe
 from fp8compile.tensor import SOURCE_DTYPES, QuantizedParameter, shown
@@ -189,8 +189,10 @@ class Linear(nn.Linear):
                         f"load_state_dict: {prefix}{name} has shape {tuple(given.shape)}, {given.dtype}; here it is "
                         f"{tuple(own.shape)}, {own.dtype}."
                     )
-                own.copy_(given)
-        local_itself(self.weight).written = True
+                own.copy_(placed_like(given, own))
+        local = local_itself(self.weight)
+        local.written = True
+        local.keep(local.dequantize(torch.float32))
 
     def _load_from_state_dict(
         self,

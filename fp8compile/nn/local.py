@@ -1,4 +1,4 @@
-"""A local tensor in place of another one's, whether FSDP2 has spread that over ranks or not."""
+"""A tensor where another one is, whether that is spread over ranks or not."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from torch import Tensor
 
 from fp8compile._compat import is_dtensor
 
-__all__ = ["wrapped_like"]
+__all__ = ["placed_like", "wrapped_like"]
 
 
 def wrapped_like(local: Tensor, tensor: Tensor) -> Tensor:
@@ -17,3 +17,13 @@ def wrapped_like(local: Tensor, tensor: Tensor) -> Tensor:
     return type(tensor).from_local(
         local, mesh, placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
     )
+
+
+def placed_like(whole: Tensor, tensor: Tensor) -> Tensor:
+    """A whole tensor, which every rank has, spread over them as another tensor is, if that is; nothing is sent."""
+    if not is_dtensor(tensor) or is_dtensor(whole):
+        return whole
+    from torch.distributed.tensor import distribute_tensor
+
+    mesh, placements = tensor.device_mesh, tensor.placements
+    return distribute_tensor(whole.to(tensor.device), mesh, placements, src_data_rank=None)

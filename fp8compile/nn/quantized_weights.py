@@ -4,20 +4,31 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-import torch
 from torch import Tensor, nn
 
-from fp8compile._compat import is_dtensor
+from fp8compile._compat import allow_group_in_subclass, is_dtensor, is_fsdp, local_itself
 from fp8compile.nn.linear import Linear
+from fp8compile.nn.placed_weights import not_placed, quantized_part
 from fp8compile.quantizers import Recipe
 from fp8compile.tensor import QuantizedParameter, shown
 
 __all__ = ["check_weights", "quantize_weights"]
 
 
+def _check_placed(names: Mapping[nn.Module, str], layers: Iterable[nn.Module]) -> None:
+    if not any(is_dtensor(layer.weight) for layer in layers):
+        return
+    allow_group_in_subclass()
+    if sharded := [name or "the model" for module, name in names.items() if is_fsdp(module)]:
+        raise ValueError(
+            f"convert: quantized_parameters, and fully_shard was called for {', '.join(sharded)}. Convert before that."
+        )
+
+
 def check_weights(model: nn.Module, recipes: Mapping[nn.Module, Recipe]) -> None:
     """Raise unless the weight of each of these layers can become codes of its recipe."""
     names = {module: name for name, module in model.named_modules()}
+    _check_placed(names, recipes)
     users: dict[Tensor, list[nn.Module]] = {}
     for module in model.modules():
         for parameter in module._parameters.values():
@@ -32,10 +43,10 @@ def check_weights(model: nn.Module, recipes: Mapping[nn.Module, Recipe]) -> None
                 "A parameter has one set of codes: take a recipe with one quantizer for both and no delayed scaling, "
                 "as fp8compile.recipes.tensorwise() and blockwise() are, or leave quantized_parameters out."
             )
-        if is_dtensor(module.weight):
+        if is_dtensor(module.weight) and (reason := not_placed(module.weight, recipe.weight)) is not None:
             raise ValueError(
-                f"convert: quantized_parameters, and the weight of {name} is a DTensor. Convert before fully_shard; "
-                "with tensor parallelism, leave quantized_parameters out."
+                f"convert: quantized_parameters, and the weight of {name} {reason}. Leave that layer out by the "
+                "filter."
             )
         others = [names[each] for each in users[module.weight] if each not in recipes]
         if others:
@@ -53,8 +64,9 @@ def quantize_weights(layers: Iterable[Linear], *, keep_initial: bool) -> None:
     for layer in layers:
         weight = layer.weight
         if weight not in made:
-            quantized = QuantizedParameter.of(weight.detach(), layer.recipe.weight)
+            make = quantized_part if is_dtensor(weight) else QuantizedParameter.of
+            quantized = make(weight.detach(), layer.recipe.weight)
             made[weight] = nn.Parameter(quantized, requires_grad=weight.requires_grad)
-            if keep_initial and not weight.is_meta:
-                made[weight].initial = weight.detach().to("cpu", torch.float32, copy=True)
+            if keep_initial:
+                local_itself(made[weight]).initial = local_itself(weight).detach()
         layer.weight = made[weight]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from torch import nn
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
 from fp8compile.tensor import QuantizedParameter
 
@@ -24,20 +24,18 @@ def share_scales(model: nn.Module) -> nn.Module:
 
     Raises:
         TypeError: The model is no module.
-        ValueError: A quantized parameter is sharded along another dim than the first, or over two dims of a mesh.
         RuntimeError: PyTorch 2.11, which can't have a group on a tensor.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"share_scales: model is a {type(model).__name__}; it is a torch.nn.Module.")
-    for name, parameter in model.named_parameters():
+    for parameter in model.parameters():
         if not isinstance(parameter, DTensor) or not isinstance(parameter._local_tensor, QuantizedParameter):
             continue
-        dims = [dim for dim, placement in enumerate(parameter.placements) if placement.is_shard()]
-        if len(dims) > 1 or any(parameter.placements[dim] != Shard(0) for dim in dims):
-            raise ValueError(
-                f"share_scales: {name} has placements {parameter.placements}; a quantized parameter is sharded along "
-                "dim 0, over one dim of a mesh. With tensor parallelism, leave quantized_parameters out."
-            )
-        for dim in dims:
-            parameter._local_tensor.share_scale(parameter.device_mesh.get_group(dim), 0)
+        local = parameter._local_tensor
+        if local.group is not None:  # of tensor parallelism alone, or since a forward
+            continue
+        # dims of FSDP2 come before that of tensor parallelism, and replicas before shards
+        dims = [dim for dim, placement in enumerate(parameter.placements) if not placement.is_replicate()]
+        if dims:
+            local.share_scale(parameter.device_mesh.get_group(dims[0]), parameter.placements[dims[0]].dim)
     return model

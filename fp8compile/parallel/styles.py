@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard, parallel
 
 from fp8compile.nn import Linear
+from fp8compile.nn.placed_weights import place_codes
 from fp8compile.ops import scatter_sum
 
 __all__ = ["ColwiseParallel", "RowwiseParallel"]
@@ -58,6 +59,7 @@ class ColwiseParallel(parallel.ColwiseParallel):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         _check_linear("ColwiseParallel", module)
+        place_codes(module, device_mesh, Shard(0), self.src_data_rank)  # the stock style leaves alone what is placed
         return super()._apply(module, device_mesh)
 
 
@@ -101,4 +103,5 @@ class RowwiseParallel(parallel.RowwiseParallel):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         _check_linear("RowwiseParallel", module)
+        place_codes(module, device_mesh, Shard(1), self.src_data_rank)  # the stock style leaves alone what is placed
         return super()._apply(module, device_mesh)

@@ -26,24 +26,28 @@ class FullyShardHooks:
         self, mesh: Any, outer_size: torch.Size, outer_stride: tuple[int, ...], module: Any, mp_policy: Any
     ) -> tuple[tuple[Tensor, ...], Any]:
         """This rank's codes, as long as every rank's, and what the others have to know."""
-        self.share_scale(mesh.get_group(), 0)
-        rows = chunks(outer_size[0], mesh.size())
-        codes = (
-            pad(self.codes, (0, 0, 0, rows[0] - self.codes.shape[0])) if self.codes.shape[0] < rows[0] else self.codes
-        )
-        scale, block = self.scale, self.quantizer.block[0]
+        dim = int(self.shape[1] != outer_size[1])
+        # a shard that stays on the CPU comes as a copy, and is what optimizers write to
+        for shard in (self, *map(local_itself, module.parameters(recurse=False))):
+            if isinstance(shard, FullyShardHooks):
+                shard.share_scale(mesh.get_group(), dim)
+        sizes = chunks(outer_size[dim], mesh.size())
+        missing = sizes[0] - self.codes.shape[dim]  # of rows: FSDP2 cuts columns into equal parts only
+        codes = pad(self.codes, (0, 0, 0, missing)) if missing else self.codes
+        scale, block = self.scale, self.quantizer.block[dim]
         if block != -1:
-            scale = all_gather(scale, 0, [-(-each // block) for each in rows], self.group)
-        return (codes,), (scale, outer_size[0])
+            scale = all_gather(scale, dim, [-(-each // block) for each in sizes], self.group)
+        return (codes,), (scale, outer_size)
 
     def fsdp_post_all_gather(
         self, all_gather_outputs: tuple[Tensor, ...], metadata: Any, param_dtype: torch.dtype, *, out: Any = None
     ) -> tuple[QuantizedTensor, tuple[Tensor, ...]] | None:
         """The whole weight; with ``out``, that of the gather before, whose codes have been written to already."""
-        (codes,), (scale, rows) = all_gather_outputs, metadata
+        (codes,), (scale, size) = all_gather_outputs, metadata
         if out is not None:
             gathered = local_itself(out)
             with torch.autograd._unsafe_preserve_version_counter(gathered.scale):
                 gathered.scale.copy_(scale)
             return None
-        return QuantizedTensor(codes[:rows], scale.clone(), self.quantizer, param_dtype), (codes,)
+        whole = codes.view(-1, size[1])[: size[0]]
+        return QuantizedTensor(whole, scale.clone(), self.quantizer, param_dtype), (codes,)

@@ -15,12 +15,22 @@ from fp8compile.quantizers import Quantizer
 from fp8compile.tensor.arguments import SOURCE_DTYPES
 from fp8compile.tensor.fsdp import FullyShardHooks
 from fp8compile.tensor.quantized import QuantizedTensor
-from fp8compile.tensor.update import assign
+from fp8compile.tensor.update import assign, shared_with
 
 __all__ = ["QuantizedParameter"]
 
 aten = torch.ops.aten
 WHOLE, SLICE, SHARD, BLANK = "whole", "slice", "shard", "blank"
+
+
+class _Shared:
+    """What all views of a parameter have in common."""
+
+    def __init__(self) -> None:
+        self.written = False
+        self.blank = False  # made by new_zeros, and nothing was written to it yet
+        self.outer: ProcessGroup | None = None  # tensor parallel ranks, where FSDP2 has cut the part that each has
+        self.initial: Tensor | None = None  # a flat one, in which a view's values lie as its codes in their memory
 
 
 class QuantizedParameter(FullyShardHooks, QuantizedTensor):
@@ -40,25 +50,61 @@ class QuantizedParameter(FullyShardHooks, QuantizedTensor):
             can't be written alone; ``"blank"``, zeros made by ``new_zeros``; or ``"shard"``, a view of such, which is
             how FSDP2 makes its shards, and whose other elements are padding. Where ranks share a scale, a shard has
             to know them before it is written to: from the first forward, or ``fp8compile.parallel.share_scales``.
-        initial: The values that it was made of, float32 on the CPU, where ``fp8compile.convert`` was asked to keep
-            them for ``fp8compile.MasterWeights``, which takes them away; else None.
     """
 
     extent: str = WHOLE
-    initial: Tensor | None = None
+    instead_of_cutting = (
+        "leave this weight out of quantized_parameters. If this is fully_shard: each rank takes as many rows, rounded "
+        "up; where that is no multiple of a block, and it is for columns, shard these, by shard_placement_fn="
+        "lambda parameter: Shard(1) and reshard_after_forward=False, without which FSDP2 cuts rows too."
+    )
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._written = [False]  # in a list, which views have too
+        self._shared = _Shared()
 
     @property
     def written(self) -> bool:
-        """Whether something else than `MasterWeights` has written to it, by whatever view of it."""
-        return self._written[0]
+        """Whether something else than `MasterWeights` has written to it, by whatever view of it.
+
+        On all ranks that have its scale or on none: FSDP2, which copies the shard of some of them alone to pad it,
+        writes to a blank, and that is then what the shard was.
+        """
+        return self._shared.written
 
     @written.setter
     def written(self, value: bool) -> None:
-        self._written[0] = value
+        self._shared.written, self._shared.blank = value, False
+
+    @property
+    def outer(self) -> ProcessGroup | None:
+        """Ranks that have its scale too, beside those of ``group``: of tensor parallelism, under FSDP2."""
+        return self._shared.outer
+
+    @property
+    def initial(self) -> Tensor | None:
+        """The values that its codes were made of, float32 on the CPU; None if they are not kept.
+
+        They are where ``fp8compile.convert`` was asked to, until ``fp8compile.MasterWeights`` takes them: of the shard
+        alone, once FSDP2 has cut it, and what was written last. Set to None, no view has them any more.
+        """
+        if self._shared.initial is None:
+            return None
+        return self._shared.initial.as_strided(self.codes.shape, self.codes.stride(), self.codes.storage_offset())
+
+    @initial.setter
+    def initial(self, values: Tensor | None) -> None:
+        self._shared.initial = None
+        if values is not None:
+            device = "meta" if self.codes.is_meta else "cpu"
+            size = self.codes.untyped_storage().nbytes()  # a code is a byte
+            self._shared.initial = torch.zeros(size, dtype=torch.float32, device=device)
+            self.keep(values)
+
+    def keep(self, values: Tensor) -> None:
+        """Take these for what its codes were made of, if that is kept."""
+        if self._shared.initial is not None:
+            self.initial.copy_(values)
 
     @staticmethod
     def of(x: Tensor, quantizer: Quantizer) -> QuantizedParameter:
@@ -71,9 +117,15 @@ class QuantizedParameter(FullyShardHooks, QuantizedTensor):
     def _like(self, codes: Tensor, scale: Tensor) -> QuantizedParameter:
         found = QuantizedParameter(codes, scale, self.quantizer, self.dtype, self.group, self.shard_dim, self.sizes)
         found.extent = SHARD if self.extent == BLANK else self.extent
-        found._written = self._written
-        found.initial = self.initial  # of the same values: ``module.to()`` makes new parameters of old ones
+        found._shared = self._shared
         return found
+
+    def _unshared(self) -> QuantizedParameter:
+        """Itself, which is a copy of what it still has things in common with, with the same ones of its own."""
+        initial, written, outer = self.initial, self.written, self.outer
+        self._shared = _Shared()
+        self.initial, self.written, self._shared.outer = initial, written, outer
+        return self
 
     def _view(
         self, codes: Tensor, scale: Tensor, shard_dim: int | None, quantizer: Quantizer | None = None
@@ -86,10 +138,15 @@ class QuantizedParameter(FullyShardHooks, QuantizedTensor):
             found.extent = SLICE
         else:  # fewer scales: those of blocks that lie in this view
             found.extent = self.extent
-        found._written = self._written
+        found._shared = self._shared
         return found
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple]:
+        if self.outer is not None:
+            raise TypeError(
+                "a shard of a QuantizedParameter that tensor parallel ranks have parts of too is no argument of a "
+                "compiled graph, which would forget these ranks. Leave the optimizer's step uncompiled."
+            )
         names, metadata = super().__tensor_flatten__()
         return names, (*metadata, self.extent)
 
@@ -102,8 +159,7 @@ class QuantizedParameter(FullyShardHooks, QuantizedTensor):
         return found
 
     def __deepcopy__(self, memo: dict) -> QuantizedParameter:
-        found = self._like(self.codes.clone(), self.scale.clone())
-        found._written = [self.written]
+        found = self.clone().detach()
         found.requires_grad_(self.requires_grad)
         if isinstance(self, torch.nn.Parameter):
             found._is_param = True
@@ -148,11 +204,22 @@ class QuantizedParameter(FullyShardHooks, QuantizedTensor):
             return return_and_correct_aliasing(func, args, kwargs, _flat(*args))
         if func is aten.cat.default:
             raise TypeError(NO_CAT)
+        if func.namespace == "c10d":
+            raise TypeError(f"{func} {NO_MESSAGE}")
         if func in MAKERS:
             return MAKERS[func](func, *args, **kwargs)
-        return super().__torch_dispatch__(func, types, args, kwargs)
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        if func in COPIES:
+            result._unshared()
+        return result
 
 
+COPIES = {aten.clone.default, aten._to_copy.default, aten._pin_memory.default}
+NO_MESSAGE = (
+    "of a QuantizedParameter: what is sent are its codes and its scale. For a plan of tensor parallelism, take "
+    "fp8compile.parallel.ColwiseParallel and RowwiseParallel, or convert after parallelize_module; for all of it, "
+    "fp8compile.parallel.broadcast_parameters(model)."
+)
 NO_CAT = (
     "aten.cat.default of QuantizedParameters has no FP8 meaning, and nothing dequantizes in silence. If this is "
     "DistributedDataParallel, which copies values of rank 0 in one message: call "
@@ -210,6 +277,7 @@ def _compute(func: Any, args: tuple, kwargs: dict) -> Any:
     assign(written, [values[id(each)] for each in written])
     for each in written:
         each.written = True
+        each.keep(values[id(each)])
     if func in READS:
         return result
     return args[0] if func._schema.returns and isinstance(args[0], Tensor) else None
@@ -229,6 +297,7 @@ def _copy(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
         target.check_writable("copy_")
         assign([target], [source.to(target.device, target.dtype).expand(target.shape)])
         target.written = True
+        target.keep(source)
         return target
     if source.quantizer != target.quantizer or source.shape != target.shape:
         raise TypeError(
@@ -239,7 +308,10 @@ def _copy(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
         target.check_writable("copy_")
     target.codes.copy_(source.codes)
     target.scale.copy_(source.scale)
-    target.written = True
+    is_parameter = isinstance(source, QuantizedParameter)
+    target.written = source.written if is_parameter and target._shared.blank else True
+    initial = source.initial if is_parameter else None
+    target.keep(source.dequantize(torch.float32) if initial is None else initial)
     return target
 
 
@@ -267,7 +339,10 @@ def _empty_like(func: Any, x: QuantizedParameter, **kwargs: Any) -> Tensor:
     codes = func(x.codes, **kwargs)
     nan = torch.full(x.scale.shape, torch.nan, device=codes.device)
     found = x._like(codes, x.quantizer.scale_of(nan))
-    found.initial = None
+    found._shared = _Shared()
+    found._shared.outer = x.outer
+    if x.initial is not None:
+        found.initial = torch.tensor(torch.nan)
     return found
 
 
@@ -280,19 +355,20 @@ def _new_zeros(func: Any, x: QuantizedParameter, size: Sequence[int], **kwargs: 
     """Zeros with a scale of their own: that of the whole, if it has one, for a rank without elements has it too."""
     if kwargs.pop("dtype", None) not in (None, x.dtype):
         raise TypeError(f"{func} of a QuantizedParameter in another dtype: use torch.zeros.")
-    if x.initial is not None:
-        raise RuntimeError(
-            "a parameter that keeps its initial values can't be sharded: they would be lost. Convert without "
-            "keep_initial=True, or make the fp8compile.MasterWeights, which take them, of a model that is not sharded."
-        )
     codes = x.codes.new_zeros(size, **kwargs)
     shape = x.quantizer.scale_shape(size)
     if x.quantizer.block == (-1, -1):
         scale = x.scale.to(codes.device).clone().view(shape)
     else:
         scale = x.quantizer.scale_of(torch.ones(shape, device=codes.device))
-    found = QuantizedParameter(codes, scale, x.quantizer, x.dtype, x.group, x.shard_dim)
-    found.extent, found.written = BLANK, x.written
+    found = QuantizedParameter(codes, scale, x.quantizer, x.dtype)
+    if x.extent == WHOLE:  # FSDP2 is about to cut it
+        found._shared.outer = shared_with(x)
+    else:
+        found.group, found.shard_dim, found._shared.outer = x.group, x.shard_dim, x.outer
+    found.extent, found.written, found._shared.blank = BLANK, x.written, True
+    if x.initial is not None:
+        found.initial = torch.zeros(())
     return found
 
 

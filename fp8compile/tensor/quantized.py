@@ -92,6 +92,7 @@ class QuantizedTensor(Tensor):
     group: ProcessGroup | None
     shard_dim: int | None
     sizes: tuple[int, ...] | None
+    instead_of_cutting = "call .dequantize() first."  # what errors advise
 
     @staticmethod
     def __new__(

@@ -6,6 +6,7 @@ values of each weight --amax--> amaxes --(one maximum over the ranks for all of 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -16,10 +17,13 @@ from fp8compile.ops.collectives import all_reduce_amax
 from fp8compile.quantizers import Quantizer
 from fp8compile.tensor.quantized import QuantizedTensor
 
-__all__ = ["assign", "quantized_anew"]
+if TYPE_CHECKING:
+    from fp8compile.tensor.parameter import QuantizedParameter
+
+__all__ = ["assign", "quantized_anew", "shared_with"]
 
 
-def _shared_with(weight: QuantizedTensor) -> ProcessGroup | None:
+def shared_with(weight: QuantizedTensor) -> ProcessGroup | None:
     """The ranks that have elements of the same blocks, if there are any."""
     if weight.group is None or weight.shard_dim is None:
         return None
@@ -39,7 +43,7 @@ def _over_ranks(amaxes: list[Tensor], groups: list[ProcessGroup | None]) -> list
 
 
 def quantized_anew(
-    weights: Sequence[QuantizedTensor],
+    weights: Sequence[QuantizedParameter],
     values: Sequence[Tensor],
     dtypes: Sequence[torch.dtype] | None = None,
     rounding: Sequence[Quantizer] | None = None,
@@ -48,7 +52,8 @@ def quantized_anew(
     quantizers = [weight.quantizer for weight in weights]
     dtypes = dtypes or [value.dtype for value in values]
     amaxes = [ops.amax(v.to(dtype), q) for v, dtype, q in zip(values, dtypes, quantizers, strict=True)]
-    amaxes = _over_ranks(amaxes, [_shared_with(weight) for weight in weights])
+    for groups in ([shared_with(weight) for weight in weights], [weight.outer for weight in weights]):
+        amaxes = _over_ranks(amaxes, groups)
     casts = zip(values, dtypes, rounding or quantizers, strict=True)
     for own, amax, (value, dtype, cast) in zip(quantizers, amaxes, casts, strict=True):
         multiplier, scale = ops.scale(amax, own)
@@ -56,7 +61,7 @@ def quantized_anew(
 
 
 def assign(
-    weights: Sequence[QuantizedTensor],
+    weights: Sequence[QuantizedParameter],
     values: Sequence[Tensor],
     dtypes: Sequence[torch.dtype] | None = None,
     rounding: Sequence[Quantizer] | None = None,

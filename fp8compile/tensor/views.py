@@ -154,7 +154,7 @@ def _slice(
     if step != 1 or first % block or (last % block and last != size):
         raise TypeError(
             f"{func} [{first}:{last}:{step}] along dim {dim} of {size} cuts blocks of {block}. Cut at multiples of "
-            f"{block}, or call .dequantize() first."
+            f"{block}, or {x.instead_of_cutting}"
         )
     return x._view(codes, func(x.scale, scale_dim, first // block, -(-last // block), 1), x.shard_dim)
 
@@ -216,6 +216,8 @@ HANDLERS.update(
         aten.detach.default: _same,
         aten.alias.default: _same,
         aten.clone.default: _same,
+        aten._pin_memory.default: _same,  # as CPUOffloadPolicy of FSDP2 does
+        aten.is_pinned.default: lambda func, x, *args: x.codes.is_pinned(),
         aten.t.default: _transpose,
         aten.transpose.int: _transpose,
         aten.permute.default: _permute,
