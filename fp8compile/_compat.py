@@ -57,9 +57,11 @@ __all__ = [
     "register_decomposition",
     "register_fallback",
     "register_lowering",
+    "placements_of",
     "rank_salt",
     "recomputed",
     "replicated",
+    "scattered_like",
     "statically_true",
     "tell_apart_by_local_tensors",
     "strided_shard",
@@ -476,6 +478,23 @@ def local_itself(tensor: torch.Tensor) -> torch.Tensor:
 def replicated(tensor: torch.Tensor) -> torch.Tensor:
     """What every rank has of a DTensor that is replicated, and any other tensor as it is."""
     return tensor.to_local() if is_dtensor(tensor) else tensor
+
+
+def placements_of(tensor: torch.Tensor) -> tuple | None:
+    """How a DTensor lies on its mesh; None of any other tensor."""
+    return tensor.placements if is_dtensor(tensor) else None
+
+
+def scattered_like(tensor: torch.Tensor, placements: tuple | None) -> torch.Tensor:
+    """A DTensor whose sums over ranks, where something of these placements is cut, are cut in the same way."""
+    if placements is None or not is_dtensor(tensor):
+        return tensor
+    pairs = list(zip(tensor.placements, placements, strict=True))
+    if not any(own.is_partial() and wanted.is_shard() for own, wanted in pairs):
+        return tensor
+    return tensor.redistribute(
+        placements=[wanted if own.is_partial() and wanted.is_shard() else own for own, wanted in pairs]
+    )
 
 
 def is_fsdp(module: torch.nn.Module) -> bool:

@@ -278,6 +278,7 @@ def _setup_context(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor, Tensor
     ctx.mark_non_differentiable(ctx.used, *ctx.amaxes)
     ctx.set_materialize_grads(False)
     _compat.never_recompute(ctx.used)
+    ctx.placements = _compat.placements_of(x)
     ctx.version = _compat.version_in_eager(_compat.replicated(ctx.multiplier))
     needs_x, needs_weight = ctx.needs_input_grad[:2]
     # checkpointing gives what is saved from the forward that it repeats, what is set on ctx from the first
@@ -313,8 +314,9 @@ def _backward(ctx: Any, grad_output: Tensor, *_: None) -> tuple[Tensor | None, .
     x, weight, repeated = ctx.saved_tensors
     _check_repeated_forward(ctx, repeated)
     _update_state(ctx, grad_output)
+    grad_x = None if weight is None else delayed_grad_input(grad_output, weight, ctx.used, ctx.recipe)
     return (
-        None if weight is None else delayed_grad_input(grad_output, weight, ctx.used, ctx.recipe),
+        None if grad_x is None else _compat.scattered_like(grad_x, ctx.placements),
         None if x is None else delayed_grad_weight(grad_output, x, ctx.used, ctx.recipe),
         sum_of_tokens(grad_output) if ctx.needs_input_grad[2] else None,
         None,

@@ -329,14 +329,17 @@ def _setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
     x, weight, _, recipe = inputs
     needs_x, needs_weight = ctx.needs_input_grad[:2]
     ctx.recipe = for_gradients_of(recipe, x=needs_x, weight=needs_weight)
+    ctx.placements = _compat.placements_of(x)
     ctx.save_for_backward(x if needs_weight else None, weight if needs_x else None)
 
 
 def _backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
     x, weight = ctx.saved_tensors
     needs_bias = ctx.needs_input_grad[2]
+    grad_x = None if weight is None else grad_input(grad_output, weight, ctx.recipe)
     return (
-        None if weight is None else grad_input(grad_output, weight, ctx.recipe),
+        # a sum over ranks goes where x came from now, in its dtype: a norm would sum what it makes of it in float32
+        None if grad_x is None else _compat.scattered_like(grad_x, ctx.placements),
         None if x is None else grad_weight(grad_output, x, ctx.recipe),
         sum_of_tokens(grad_output) if needs_bias else None,
         None,
