@@ -7,6 +7,7 @@ bits. Against `fully_shard` there is no tolerance anywhere: both have the same s
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from functools import partial
 from itertools import product
 
@@ -26,6 +27,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import fp8compile as f8
 from fp8compile.ops.fsdp_linear import fsdp_grad_input, fsdp_grad_weight, fsdp_linear
 from fp8compile.ops.fsdp_weight import fsdp_amax
+from fp8compile.ops.rows import Rows
 from fp8compile.parallel import graph_fsdp
 from fp8compile.testing.bits import bits, difference
 
@@ -92,8 +94,8 @@ def op_problems(name, sizes, dtype, known):
         slots = [recipe.weight, recipe.weight_for_grad_input]
         amaxes = [None if each is None else f8.ops.amax(weight.to(dtype), each) for each in slots]
     inputs = [each.clone().requires_grad_() for each in (xs[rank], shard, bias)]
-    where = (list(sizes), rank, group.group_name, "", torch.float32, [], recipe)
-    y = fsdp_linear(*inputs, *amaxes, *where)
+    rows = Rows(sizes=tuple(sizes), rank=rank, group=group.group_name, replicas="", reduce_dtype="float32")
+    y = fsdp_linear(*inputs, *amaxes, rows, recipe)
     found = [y.detach(), *torch.autograd.grad(y, inputs, grads[rank])]
 
     of_ranks = []
@@ -130,6 +132,7 @@ def check_amaxes(sizes):
     group = GROUPS["pair"]
     weight = torch.randn(sum(sizes), 40, generator=torch.Generator().manual_seed(0))
     weight[-1, 3] = torch.nan
+    rows = Rows(sizes=tuple(sizes), rank=0, group="", replicas="", reduce_dtype="float32")
     problems = []
     for name in RECIPES:
         recipe = f8.recipes.by_name(name)
@@ -139,7 +142,7 @@ def check_amaxes(sizes):
                 continue
             right = f8.ops.amax(weight, quantizer)
             parts = [
-                fsdp_amax(shard, torch.float32, list(sizes), rank, [], list(right.shape), slot, recipe)
+                fsdp_amax(shard, torch.float32, replace(rows, rank=rank), list(right.shape), slot, recipe)
                 for rank, shard in enumerate(weight.split(sizes))
             ]
             if difference(torch.maximum(*parts), right):
@@ -551,8 +554,7 @@ def test_errors_say_what_was_given_and_what_to_do(ranks):
 
 def test_the_ops_take_no_delayed_scaling():
     recipe, weight = f8.recipes.delayed(), torch.randn(8, 8)
-    where = ([8], 0, "", "", torch.float32, [], recipe)
     with pytest.raises(ValueError, match="fsdp_linear: the recipe has delayed scaling"):
-        fsdp_linear(weight, weight, None, None, None, *where)
+        fsdp_linear(weight, weight, None, None, None, Rows.alone(8), recipe)
     for op in (fsdp_grad_input, fsdp_grad_weight):
         assert op in f8.ops.LAYER_OPS

@@ -23,7 +23,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 import fp8compile as f8
 from fp8compile import _compat
 from fp8compile._compat import local_itself
-from fp8compile.tensor import QuantizedParameter, QuantizedTensor, update
+from fp8compile.ops import collectives
+from fp8compile.tensor import QuantizedParameter, QuantizedTensor
 from fp8compile.testing.bits import difference
 
 pytestmark = pytest.mark.skipif(
@@ -167,12 +168,12 @@ def messages(optimizer):
     model = sharded(converted(144), mesh)
     optimizer = OPTIMIZERS[optimizer](model.parameters())
     train(model, optimizer, 1)
-    calls, reduce = [], update.all_reduce_amax
-    update.all_reduce_amax = lambda amax, group: calls.append(amax.numel()) or reduce(amax, group)
+    calls, reduce = [], collectives.all_reduce_amax
+    collectives.all_reduce_amax = lambda amax, group: calls.append(amax.numel()) or reduce(amax, group)
     try:
         train(model, optimizer, 1, first=1)
     finally:
-        update.all_reduce_amax = reduce
+        collectives.all_reduce_amax = reduce
     return calls
 
 

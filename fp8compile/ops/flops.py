@@ -53,11 +53,10 @@ def _of_all_tokens(formula: Callable[..., int]) -> Callable[..., int]:
     return of_all
 
 
-def _of_whole_weight(
-    x: Shape, shard: Shape, bias: Any, amax: Any, other: Any, sizes: Shape, *_: Any, **__: Any
-) -> int:
+def _of_whole_weight(x: Shape, shard: Shape, *where: Any, **__: Any) -> int:
     """Of a rank that has some rows of the weight and gathers the others."""
-    return 2 * prod(x) * sum(sizes)
+    rows = where[-2]
+    return 2 * prod(x) * sum(rows.sizes)
 
 
 SHARDED = (sharded_linear, sharded_grad_input, sharded_grad_weight)

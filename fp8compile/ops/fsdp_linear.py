@@ -5,11 +5,7 @@
     grad_weight   this rank's product --reduce-scatter--> the mean over ranks, its rows
 
 Codes and scales of the weight are those that a layer on the whole weight has, in the dtype of ``x``; what is saved for
-backward is the shard. A product that the recipe leaves in high precision gathers the weight in that dtype. Arguments
-behind the tensors are those of `fp8compile.ops.fsdp_gather`, and before the recipe
-
-    placed    how tensor parallel ranks cut the weight before its rows are (`fp8compile.ops.fsdp_weight`); empty
-              without such ranks
+backward is the shard. A product that the recipe leaves in high precision gathers the weight in that dtype.
 
 ``amax`` is that of the whole weight for the output, ``amax_for_grad_input`` that for grad_input: ranks can send those
 of all layers at once. Where one is None, the op sends what it needs.
@@ -17,7 +13,7 @@ of all layers at once. Where one is None, the op sends what it needs.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -44,6 +40,7 @@ from fp8compile.ops.linear import (
 from fp8compile.ops.parts import Part
 from fp8compile.ops.registry import register_op
 from fp8compile.ops.rounding import rounded
+from fp8compile.ops.rows import Rows
 from fp8compile.quantizers import Gemm, Quantizer, Recipe
 from fp8compile.quantizers.blocks import as_matrix
 
@@ -55,9 +52,7 @@ def _product_with_shard(
     shard: Tensor,
     amax: Tensor | None,
     gemm: Gemm,
-    sizes: Sequence[int],
-    rank: int,
-    group: str,
+    rows: Rows,
     recipe: Recipe,
     quantize: Quantize = quantize_by_amax,
 ) -> Tensor:
@@ -65,12 +60,12 @@ def _product_with_shard(
     shard = shard.to(a.dtype)  # before anything else: the numbers are those of the layer on the weight in this dtype
     in_backward = gemm is GRAD_INPUT
     if recipe.quantizers(gemm) is None:
-        return product(as_matrix(a), gathered(shard, sizes, group, in_backward=in_backward), gemm, recipe)
+        return product(as_matrix(a), gathered(shard, rows, in_backward=in_backward), gemm, recipe)
 
     def quantize_either(tensor: Tensor, quantizer: Quantizer, slot: str) -> Operand:
         if slot != gemm.b:
             return quantize(tensor, quantizer, slot)
-        part = Part(tensor, (rows_cut(sizes, rank, group),))
+        part = Part(tensor, (rows_cut(rows),))
         return gathered_codes(part, amax, quantizer, in_backward=in_backward).operand()[0]
 
     return product(as_matrix(a), shard, gemm, recipe, quantize_either)
@@ -83,15 +78,10 @@ def _grad_input_kernel(
     grad_output: Tensor,
     shard: Tensor,
     amax: Tensor | None,
-    sizes: Sequence[int],
-    rank: int,
-    group: str,
-    replicas: str,
-    reduce_dtype: torch.dtype,
-    placed: Sequence[int],
+    rows: Rows,
     recipe: Recipe,
 ) -> Tensor:
-    grad_MK = _product_with_shard(grad_output, shard, amax, GRAD_INPUT, sizes, rank, group, recipe)
+    grad_MK = _product_with_shard(grad_output, shard, amax, GRAD_INPUT, rows, recipe)
     return grad_MK.view(*grad_output.shape[:-1], shard.shape[1])
 
 
@@ -99,26 +89,21 @@ def _grad_input_decompose(
     grad_output: Tensor,
     shard: Tensor,
     amax: Tensor | None,
-    sizes: Sequence[int],
-    rank: int,
-    group: str,
-    replicas: str,
-    reduce_dtype: torch.dtype,
-    placed: Sequence[int],
+    rows: Rows,
     recipe: Recipe,
 ) -> Tensor:
     quantize = quantize_for_gradients(recipe, grad_output.device)
-    grad_MK = _product_with_shard(grad_output, shard, amax, GRAD_INPUT, sizes, rank, group, recipe, quantize)
+    grad_MK = _product_with_shard(grad_output, shard, amax, GRAD_INPUT, rows, recipe, quantize)
     return grad_MK.view(*grad_output.shape[:-1], shard.shape[1])
 
 
-def _grad_input_fake(grad_output: Tensor, shard: Tensor, *where: Any) -> Tensor:
+def _grad_input_fake(grad_output: Tensor, shard: Tensor, amax: Tensor | None, rows: Rows, recipe: Recipe) -> Tensor:
     return grad_output.new_empty((*grad_output.shape[:-1], shard.shape[1]))
 
 
 def _grad_input_samples() -> Iterator[tuple]:
-    for x, shard, _, _, amax, *where in _samples():
-        yield sample_grad(x, shard), shard, amax, *where
+    for x, shard, _, _, amax, rows, recipe in _samples():
+        yield sample_grad(x, shard), shard, amax, rows, recipe
 
 
 fsdp_grad_input = register_op(
@@ -136,46 +121,34 @@ def _grad_weight_kernel(
     grad_output: Tensor,
     x: Tensor,
     dtype: torch.dtype,
-    sizes: Sequence[int],
-    rank: int,
-    group: str,
-    replicas: str,
-    reduce_dtype: torch.dtype,
-    placed: Sequence[int],
+    rows: Rows,
     recipe: Recipe,
 ) -> Tensor:
     grad_NK = product(as_matrix(grad_output), as_matrix(x), GRAD_WEIGHT, recipe)
-    return reduced(grad_NK, dtype, sizes, rank, group, replicas, reduce_dtype).contiguous()
+    return reduced(grad_NK, dtype, rows).contiguous()
 
 
 def _grad_weight_decompose(
     grad_output: Tensor,
     x: Tensor,
     dtype: torch.dtype,
-    sizes: Sequence[int],
-    rank: int,
-    group: str,
-    replicas: str,
-    reduce_dtype: torch.dtype,
-    placed: Sequence[int],
+    rows: Rows,
     recipe: Recipe,
 ) -> Tensor:
     quantize = quantize_for_gradients(recipe, grad_output.device)
     grad_NK = product(as_matrix(grad_output), as_matrix(x), GRAD_WEIGHT, recipe, quantize)
     # the product is rounded to its dtype before it is cast to another one, in fused code too
     grad_NK = rounded(grad_NK).to(grad_NK.dtype)
-    return reduced(grad_NK, dtype, sizes, rank, group, replicas, reduce_dtype).contiguous()
+    return reduced(grad_NK, dtype, rows).contiguous()
 
 
-def _grad_weight_fake(
-    grad_output: Tensor, x: Tensor, dtype: torch.dtype, sizes: Sequence[int], rank: int, *where: Any
-) -> Tensor:
-    return grad_output.new_empty((sizes[rank], x.shape[-1]), dtype=dtype)
+def _grad_weight_fake(grad_output: Tensor, x: Tensor, dtype: torch.dtype, rows: Rows, recipe: Recipe) -> Tensor:
+    return grad_output.new_empty((rows.sizes[rows.rank], x.shape[-1]), dtype=dtype)
 
 
 def _grad_weight_samples() -> Iterator[tuple]:
-    for x, shard, _, _, _, *where in _samples():
-        yield sample_grad(x, shard), x, shard.dtype, *where
+    for x, shard, _, _, _, rows, recipe in _samples():
+        yield sample_grad(x, shard), x, shard.dtype, rows, recipe
 
 
 fsdp_grad_weight = register_op(
@@ -206,19 +179,14 @@ def _kernel(
     bias: Tensor | None,
     amax: Tensor | None,
     amax_for_grad_input: Tensor | None,
-    sizes: Sequence[int],
-    rank: int,
-    group: str,
-    replicas: str,
-    reduce_dtype: torch.dtype,
-    placed: Sequence[int],
+    rows: Rows,
     recipe: Recipe,
 ) -> Tensor:
     _check_no_delayed_scaling(recipe)
-    y_MN = _product_with_shard(x, shard, amax, OUTPUT, sizes, rank, group, recipe)
+    y_MN = _product_with_shard(x, shard, amax, OUTPUT, rows, recipe)
     if bias is not None:
         y_MN = y_MN + bias
-    return y_MN.view(*x.shape[:-1], sum(sizes))
+    return y_MN.view(*x.shape[:-1], sum(rows.sizes))
 
 
 def _decompose(x: Tensor, shard: Tensor, bias: Tensor | None, *where: Any) -> Tensor:
@@ -231,20 +199,15 @@ def _fake(
     bias: Tensor | None,
     amax: Tensor | None,
     amax_for_grad_input: Tensor | None,
-    sizes: Sequence[int],
-    rank: int,
-    group: str,
-    replicas: str,
-    reduce_dtype: torch.dtype,
-    placed: Sequence[int],
+    rows: Rows,
     recipe: Recipe,
 ) -> Tensor:
     _check_no_delayed_scaling(recipe)
-    return x.new_empty((*x.shape[:-1], sum(sizes)))
+    return x.new_empty((*x.shape[:-1], sum(rows.sizes)))
 
 
 def _setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
-    x, shard, _, _, amax, *ctx.where, recipe = inputs
+    x, shard, _, _, amax, ctx.rows, recipe = inputs
     needs_x, needs_weight = ctx.needs_input_grad[:2]
     ctx.recipe = for_gradients_of(recipe, x=needs_x, weight=needs_weight)
     ctx.dtype = shard.dtype
@@ -254,10 +217,13 @@ def _setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
 def _backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
     x, shard, amax = ctx.saved_tensors
     return (
-        None if shard is None else fsdp_grad_input(grad_output, shard, amax, *ctx.where, ctx.recipe),
-        None if x is None else fsdp_grad_weight(grad_output, x, ctx.dtype, *ctx.where, ctx.recipe),
+        None if shard is None else fsdp_grad_input(grad_output, shard, amax, ctx.rows, ctx.recipe),
+        None if x is None else fsdp_grad_weight(grad_output, x, ctx.dtype, ctx.rows, ctx.recipe),
         sum_of_tokens(grad_output) if ctx.needs_input_grad[2] else None,
-        *(None for _ in range(3 + len(ctx.where))),
+        None,
+        None,
+        None,
+        None,
     )
 
 
@@ -269,7 +235,7 @@ def _samples() -> Iterator[tuple]:
         if index % 3 == 0:
             slots = (recipe.weight, recipe.weight_for_grad_input)
             known = [None if each is None else amax_of(weight, each) for each in slots]
-        yield x, shard, bias, *known, [weight.shape[0]], 0, "", "", shard.dtype, [], recipe
+        yield x, shard, bias, *known, Rows.alone(weight.shape[0]), recipe
 
 
 fsdp_linear = register_op(

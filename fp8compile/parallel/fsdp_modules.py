@@ -148,8 +148,7 @@ class _ShardedLinear(_ShardedModule):
             bias,
             amax,
             amax if state.shared_amaxes.same else state.amaxes.get("weight_for_grad_input"),
-            *where.arguments(),
-            list(state.shared_amaxes.placed),
+            where.rows,
             self.recipe,
         )
 

@@ -10,11 +10,9 @@ from torch.distributed.tensor import DTensor
 
 from fp8compile import _compat
 from fp8compile.nn import Linear
-from fp8compile.ops.parts import Cuts
 from fp8compile.parallel.fsdp_amaxes import shared_amaxes
 from fp8compile.parallel.fsdp_modules import Forward, Sharded, become_sharded, is_sharded
 from fp8compile.parallel.fsdp_shards import shard_parameter
-from fp8compile.parallel.placed import part_of
 from fp8compile.tensor import QuantizedTensor, shown
 
 if TYPE_CHECKING:
@@ -77,22 +75,14 @@ def _check_parameter(name: str, parameter: nn.Parameter, mesh: DeviceMesh) -> No
             f"{what} is on {parameter.device} and the mesh on {mesh.device_type!r}. Move the model first."
         )
     if isinstance(parameter, DTensor):
+        if any(placement.is_partial() for placement in parameter.placements):
+            raise ValueError(f"{what} has placements {parameter.placements}; it is Shard or Replicate on each.")
         names, tp_names = mesh.mesh_dim_names or (), parameter.device_mesh.mesh_dim_names or ()
         if not names or not tp_names or set(names) & set(tp_names):
             raise ValueError(
                 f"{what} is a DTensor on {parameter.device_mesh}, and mesh is {mesh}; they are different dims, with "
                 "names, of one mesh. Take both from init_device_mesh(..., mesh_dim_names=('dp', 'tp'))."
             )
-
-
-def _tensor_parallel_cuts(layer: Linear) -> Cuts:
-    """How tensor parallel ranks cut the weight of a layer that is not sharded yet."""
-    weight = layer.weight.detach()
-    if not isinstance(weight, DTensor):
-        return ()
-    if any(placement.is_partial() for placement in weight.placements):
-        raise ValueError(f"graph_fsdp: a weight has placements {weight.placements}; it is Shard or Replicate on each.")
-    return part_of("graph_fsdp", weight).cuts
 
 
 def graph_fsdp(model: nn.Module, mesh: DeviceMesh, *, mp_policy: MixedPrecisionPolicy | None = None) -> nn.Module:
@@ -133,7 +123,6 @@ def graph_fsdp(model: nn.Module, mesh: DeviceMesh, *, mp_policy: MixedPrecisionP
     forward, done, layers = Forward(), {}, []
     for module in modules.values():
         own = {name: each for name, each in module._parameters.items() if each is not None}
-        cuts = _tensor_parallel_cuts(module) if isinstance(module, Linear) else ()
         for name, parameter in own.items():
             if parameter not in done:  # tied ones stay tied
                 done[parameter] = shard_parameter(parameter, mesh, mp_policy)
@@ -143,7 +132,7 @@ def graph_fsdp(model: nn.Module, mesh: DeviceMesh, *, mp_policy: MixedPrecisionP
         state = Sharded(forward, {name: done[parameter][1] for name, parameter in own.items()})
         if isinstance(module, Linear):
             shard, where = done[own["weight"]]
-            state.shared_amaxes = shared_amaxes(module, shard.detach().to_local(), where, cuts)
+            state.shared_amaxes = shared_amaxes(module, shard.detach().to_local(), where)
             if state.shared_amaxes.grids:
                 layers.append(module)
         if module is model:

@@ -12,30 +12,19 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from fp8compile import ops
-from fp8compile.ops.collectives import all_reduce_amax
+from fp8compile.ops.collectives import all_reduce_amaxes
 from fp8compile.quantizers import Quantizer
 from fp8compile.tensor.quantized import QuantizedTensor
 
 __all__ = ["assign", "quantized_anew"]
 
 
-def _shared_with(weight: QuantizedTensor) -> ProcessGroup | None:
+def _shared_with(weight: QuantizedTensor) -> tuple[ProcessGroup, ...]:
     """The ranks that have elements of the same blocks, if there are any."""
     if weight.group is None or weight.shard_dim is None:
-        return None
+        return ()
     block = weight.quantizer.block[int(weight.shard_dim == weight.ndim - 1)]
-    return weight.group if block == -1 else None
-
-
-def _over_ranks(amaxes: list[Tensor], groups: list[ProcessGroup | None]) -> list[Tensor]:
-    """Each amax over its group, with one message for all those of a group."""
-    found = list(amaxes)
-    for group in dict.fromkeys(group for group in groups if group is not None):
-        members = [index for index, each in enumerate(groups) if each is group]
-        reduced = all_reduce_amax(torch.cat([amaxes[index].flatten() for index in members]), group)
-        for index, part in zip(members, reduced.split([amaxes[index].numel() for index in members]), strict=True):
-            found[index] = part.view(amaxes[index].shape)
-    return found
+    return (weight.group,) if block == -1 else ()
 
 
 def quantized_anew(
@@ -48,7 +37,7 @@ def quantized_anew(
     quantizers = [weight.quantizer for weight in weights]
     dtypes = dtypes or [value.dtype for value in values]
     amaxes = [ops.amax(v.to(dtype), q) for v, dtype, q in zip(values, dtypes, quantizers, strict=True)]
-    amaxes = _over_ranks(amaxes, [_shared_with(weight) for weight in weights])
+    amaxes = all_reduce_amaxes(amaxes, [_shared_with(weight) for weight in weights])
     casts = zip(values, dtypes, rounding or quantizers, strict=True)
     for own, amax, (value, dtype, cast) in zip(quantizers, amaxes, casts, strict=True):
         multiplier, scale = ops.scale(amax, own)
