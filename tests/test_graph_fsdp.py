@@ -512,7 +512,6 @@ def errors():
         "twice": message(lambda: graph_fsdp(once, mesh)),
         "compiled": message(lambda: graph_fsdp(compiled, mesh)),
         "stock": message(lambda: graph_fsdp(wrapped, mesh)),
-        "delayed": message(lambda: graph_fsdp(f8.Linear(8, 8, recipe=f8.recipes.delayed()), mesh)),
         "quantized": message(lambda: graph_fsdp(quantized, mesh)),
         "scalar": message(lambda: graph_fsdp(scalar, mesh)),
         "one mesh": message(lambda: graph_fsdp(tensor_parallel, mesh)),
@@ -533,7 +532,6 @@ ERRORS = {
     "twice": "is sharded already. Call graph_fsdp once",
     "compiled": "Call graph_fsdp first, torch.compile after it.",
     "stock": "is one of fully_shard's",
-    "delayed": "has delayed scaling",
     "quantized": "TypeError: graph_fsdp: weight is a QuantizedTensor; this takes plain tensors.",
     "scalar": "scale has no dims, and dim 0 is what is sharded. Give it the shape (1,).",
     "one mesh": "different dims, with names, of one mesh",
@@ -552,7 +550,7 @@ def test_errors_say_what_was_given_and_what_to_do(ranks):
             assert text in found[name], (name, found[name])
 
 
-def test_the_ops_take_no_delayed_scaling():
+def test_the_op_without_state_takes_no_delayed_scaling():
     recipe, weight = f8.recipes.delayed(), torch.randn(8, 8)
     with pytest.raises(ValueError, match="fsdp_linear: the recipe has delayed scaling"):
         fsdp_linear(weight, weight, None, None, None, Rows.alone(8), recipe)

@@ -22,7 +22,7 @@ from fp8compile.ops.rows import Rows
 from fp8compile.ops.scale import scale
 from fp8compile.quantizers import Quantizer, Recipe
 
-__all__ = ["fsdp_amax", "gathered_codes", "placed_cuts", "placed_of", "rows_cut"]
+__all__ = ["codes_of", "fsdp_amax", "gathered_codes", "placed_cuts", "placed_of", "rows_cut"]
 
 
 def rows_cut(rows: Rows) -> Shards | None:
@@ -64,19 +64,21 @@ def _by_amax(part: Part, amax: Tensor, quantizer: Quantizer) -> Codes:
     return Codes(cast_part(part, multiplier, quantizer), scales, quantizer, part.cuts, is_cut)
 
 
-def gathered_codes(part: Part, amax: Tensor | None, quantizer: Quantizer, *, in_backward: bool) -> Codes:
+def codes_of(part: Part, amax: Tensor | None, quantizer: Quantizer) -> Codes:
+    """Codes of this rank's part of a weight, by the amaxes of the whole, if they are known."""
+    return quantize_part(part, quantizer) if amax is None else _by_amax(part, amax, quantizer)
+
+
+def gathered_codes(codes: Codes, *, in_backward: bool) -> Codes:
     """Codes of a weight: what the ranks of FSDP have, put together; as other ranks cut it.
 
     Args:
-        part: This rank's, in the dtype in which the weight is used; the cut of FSDP is the last.
-        amax: Of the whole weight, if it is known.
-        quantizer: How.
+        codes: This rank's; the cut of FSDP is the last.
         in_backward: Whether this is the backward.
     """
-    codes = quantize_part(part, quantizer) if amax is None else _by_amax(part, amax, quantizer)
-    if part.cuts[-1] is not None:
+    if codes.cuts[-1] is not None:
         with _compat.recomputed(in_backward=in_backward):
-            codes = codes.gather(len(part.cuts) - 1)
+            codes = codes.gather(len(codes.cuts) - 1)
     return replace(codes, cuts=codes.cuts[:-1])
 
 

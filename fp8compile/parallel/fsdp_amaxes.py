@@ -17,6 +17,7 @@ from fp8compile.ops.collectives import all_reduce_amaxes
 from fp8compile.ops.fsdp_weight import placed_cuts, rows_cut
 from fp8compile.ops.parts import Part, sides_of
 from fp8compile.parallel.fsdp_shards import Where, used_dtype
+from fp8compile.quantizers import DelayedScaling
 
 __all__ = ["SharedAmaxes", "exchange", "shared_amaxes"]
 
@@ -45,7 +46,7 @@ def shared_amaxes(layer: Linear, local: Tensor, where: Where) -> SharedAmaxes:
     shape, grids = Part(local, every).whole_shape(), {}
     for slot in SLOTS:
         quantizer = getattr(layer.recipe, slot)
-        if quantizer is None or (same and slot == SLOTS[1]):
+        if quantizer is None or isinstance(quantizer, DelayedScaling) or (same and slot == SLOTS[1]):
             continue
         if any(side.kind != "own" for side in sides_of(local.shape, every, quantizer.block)):
             grids[slot] = tuple(quantizer.scale_shape(shape))

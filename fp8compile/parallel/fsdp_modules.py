@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cache
+from itertools import count
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,8 +18,9 @@ from torch.utils import _pytree as pytree
 
 from fp8compile import _compat
 from fp8compile.nn import Linear
-from fp8compile.ops import fsdp_linear
+from fp8compile.ops import fsdp_delayed_linear, fsdp_linear
 from fp8compile.parallel.fsdp_amaxes import SharedAmaxes, exchange
+from fp8compile.parallel.fsdp_delayed import Later, Tokens, give, take
 from fp8compile.parallel.fsdp_shards import Where, gather, used_dtype
 from fp8compile.tensor import SOURCE_DTYPES
 
@@ -43,9 +45,12 @@ class Sharded:
         forward: Of the model.
         where: Of each parameter, by name.
         cast: Of the root, which casts what goes in and what comes out; None for others.
-        layers: Of the root, those whose ranks tell each other amaxes.
+        layers: Of the root, those with FP8.
         shared_amaxes: Of a layer, which.
         amaxes: Of a layer, while the model's forward runs: those of the whole weight, by slot of the recipe.
+        later: Of a layer with delayed scaling, who tells whom.
+        tokens: Of a layer with delayed scaling, until it is called: by which its backward gives its amaxes.
+        key: A number of its own.
     """
 
     forward: Forward
@@ -54,6 +59,9 @@ class Sharded:
     layers: list[nn.Module] = field(default_factory=list)
     shared_amaxes: SharedAmaxes | None = None
     amaxes: dict[str, Tensor] = field(default_factory=dict)
+    later: Later | None = None
+    tokens: Tokens | None = None
+    key: int = field(default_factory=count().__next__)
 
 
 def _cast(values: Any, dtype: torch.dtype | None) -> Any:
@@ -74,11 +82,14 @@ class _ShardedModule(nn.Module):
         layers = self._without_amaxes()
         try:
             exchange(layers)
+            give(state.layers, self, (args, kwargs))
             output = self._forward(*args, **kwargs)
         finally:
             state.forward.runs = before
             for layer in layers:
                 layer.graph_fsdp.amaxes.clear()
+            for layer in state.layers:
+                layer.graph_fsdp.tokens = None
         return output if state.cast is None else _cast(output, state.cast.output_dtype)
 
     def _without_amaxes(self) -> list[nn.Module]:
@@ -142,15 +153,12 @@ class _ShardedLinear(_ShardedModule):
         x, bias = _checked(self, input, bias, where)
         state = self.graph_fsdp
         amax = state.amaxes.get("weight")
-        return fsdp_linear(
-            x,
-            self._parameters["weight"].to_local(),
-            bias,
-            amax,
-            amax if state.shared_amaxes.same else state.amaxes.get("weight_for_grad_input"),
-            where.rows,
-            self.recipe,
-        )
+        amaxes = amax, amax if state.shared_amaxes.same else state.amaxes.get("weight_for_grad_input")
+        operands = x, self._parameters["weight"].to_local(), bias
+        if state.later is None:
+            return fsdp_linear(*operands, *amaxes, where.rows, self.recipe)
+        multiplier = _compat.replicated(self.multiplier)
+        return fsdp_delayed_linear(*operands, *take(self, x), *amaxes, multiplier, where.rows, self.recipe)[0]
 
 
 @cache

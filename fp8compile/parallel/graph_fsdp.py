@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 from fp8compile import _compat
 from fp8compile.nn import Linear
 from fp8compile.parallel.fsdp_amaxes import shared_amaxes
+from fp8compile.parallel.fsdp_delayed import later_amaxes
 from fp8compile.parallel.fsdp_modules import Forward, Sharded, become_sharded, is_sharded
 from fp8compile.parallel.fsdp_shards import shard_parameter
 from fp8compile.tensor import QuantizedTensor, shown
@@ -52,11 +53,6 @@ def _check_module(name: str, module: nn.Module) -> None:
         raise ValueError(
             f"{what} has a forward of its own instance, by .compile() or another library, which would not gather "
             "parameters. Call graph_fsdp first, torch.compile after it."
-        )
-    if isinstance(module, Linear) and module.recipe.history():
-        raise ValueError(
-            f"{what} has delayed scaling, which sharded weights in the graph have no state for. Convert it with a "
-            "recipe with current scaling, or use fully_shard."
         )
 
 
@@ -108,8 +104,8 @@ def graph_fsdp(model: nn.Module, mesh: DeviceMesh, *, mp_policy: MixedPrecisionP
 
     Raises:
         TypeError: An argument is of another type, or a parameter is no plain tensor, such as a QuantizedTensor.
-        ValueError: The mesh has other dims, a parameter is on another device or has no dims, a layer has delayed
-            scaling, or the model was sharded or compiled before.
+        ValueError: The mesh has other dims, a parameter is on another device or has no dims, or the model was sharded
+            or compiled before.
     """
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
@@ -133,8 +129,8 @@ def graph_fsdp(model: nn.Module, mesh: DeviceMesh, *, mp_policy: MixedPrecisionP
         if isinstance(module, Linear):
             shard, where = done[own["weight"]]
             state.shared_amaxes = shared_amaxes(module, shard.detach().to_local(), where)
-            if state.shared_amaxes.grids:
-                layers.append(module)
+            state.later = later_amaxes(module, where)
+            layers.append(module)
         if module is model:
             state.cast, state.layers = mp_policy, layers
         become_sharded(module, state)
