@@ -42,6 +42,8 @@ __all__ = [
     "constant_when_traced",
     "concatenated",
     "cpu_has_rowwise_gemm",
+    "declare_grad_dtype",
+    "default_reduce_dtype",
     "dtypes_of_calls",
     "guard_or_false",
     "impl_autograd",
@@ -474,6 +476,21 @@ def local_itself(tensor: torch.Tensor) -> torch.Tensor:
 def replicated(tensor: torch.Tensor) -> torch.Tensor:
     """What every rank has of a DTensor that is replicated, and any other tensor as it is."""
     return tensor.to_local() if is_dtensor(tensor) else tensor
+
+
+def declare_grad_dtype(ctx: Any, dtype: torch.dtype) -> None:
+    """Have a backward get the gradient of its op's one result in this dtype, where FSDP2 has that of its parameters.
+
+    From 2.15 on a norm's float32 gradient of a bfloat16 weight reaches the sum over ranks as it is; before, autograd
+    rounds it to the dtype of the weight first.
+    """
+    if TORCH_VERSION >= (2, 15) and ctx.needs_input_grad[0]:
+        ctx.set_output_grad_dtype(dtype)
+
+
+def default_reduce_dtype(own: torch.dtype, used: torch.dtype) -> torch.dtype:
+    """In which FSDP2 sums gradients of a parameter, where no policy says it, by its own dtype and that of its use."""
+    return own if TORCH_VERSION >= (2, 15) else used
 
 
 def is_fsdp(module: torch.nn.Module) -> bool:

@@ -82,12 +82,13 @@ def _where(
     dtype = local.dtype
     if mp_policy.param_dtype is not None and dtype.is_floating_point:
         dtype = mp_policy.param_dtype
+    reduce_dtype = mp_policy.reduce_dtype or _compat.default_reduce_dtype(local.dtype, dtype)
     rows = Rows(
         sizes=chunks(local.shape[0], mesh.size(last)),
         rank=mesh.get_local_rank(last),
         group=mesh.get_group(last).group_name,
         replicas=mesh.get_group(0).group_name if mesh.ndim == 2 else "",
-        reduce_dtype=str(mp_policy.reduce_dtype or dtype).removeprefix("torch."),
+        reduce_dtype=str(reduce_dtype).removeprefix("torch."),
         placed=placed_of(cuts),
     )
     return Where(dtype, rows, shared)
