@@ -162,11 +162,11 @@ def recipe_of(name, scale="fp32"):
     return f8.recipes.by_name(name) if scale == "fp32" or name == "mxfp8" else getattr(f8.recipes, name)(scale=scale)
 
 
-def prepared(sizes, recipe, mesh):
+def prepared(sizes, recipe, mesh, **options):
     """The model, tensor parallel if so told, and the mesh to shard it over; None on a rank outside of it."""
     if mesh == "three" and dist.get_rank() == 3:
         return None, None
-    model = models.model_of(sizes, recipe)
+    model = models.model_of(sizes, recipe, **options)
     if mesh in ("1-D", "three"):
         return model, models.mesh_1d({"1-D": "pair", "three": "three"}[mesh])
     if mesh == "HSDP":

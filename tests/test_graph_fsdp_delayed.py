@@ -7,13 +7,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from gloo_ranks import GROUPS, shared_ranks
+from test_graph_fsdp import data_rank, differing, prepared
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import fp8compile as f8
 from fp8compile.ops import collectives
 from fp8compile.parallel import graph_fsdp
-from fp8compile.testing.bits import bits
 
 OWN = f8.CurrentScaling()
 VALUE, GRAD = f8.DelayedScaling(history=3), f8.DelayedScaling(format="e5m2", history=3, margin=1)
@@ -23,7 +23,6 @@ RECIPES = {
     "weight by its own": f8.Recipe(input=VALUE, weight=OWN, grad_output=OWN, weight_for_grad_input=OWN),
     "weight alone": f8.Recipe(input=OWN, weight=VALUE, grad_output=GRAD, weight_for_grad_input=VALUE),
 }
-MESHES = {"1-D": "pair", "HSDP": "all", "FSDP + TP": "cross"}  # and the group of all ranks with other rows of a batch
 
 
 @pytest.fixture(scope="session")
@@ -33,22 +32,7 @@ def ranks():
 
 def model_of(recipe, mesh, group):
     """Converted, tensor parallel if so told; and the mesh to shard it over."""
-    from test_graph_fsdp import PLAN, parallel
-
-    torch.manual_seed(0)
-    model = models.Model(*models.SIZES["uneven"])
-    group = GROUPS[group] if group else None
-    f8.convert(model, RECIPES[recipe], filter=lambda _, fqn: fqn != "head", amax_group=group)
-    if mesh == "1-D":
-        return model, models.mesh_1d("pair")
-    if mesh == "HSDP":
-        return model, models.mesh_2d("replicate", "shard")
-    both = models.mesh_2d("dp", "tp")
-    for block in model.blocks:
-        styles = {"use_local_output": False}
-        plan = {f"inner.{name}": style(**(styles if name != "down" else {})) for name, style in PLAN.items()}
-        parallel.parallelize_module(block, both["tp"], plan)
-    return model, both["dp"]
+    return prepared("uneven", RECIPES[recipe], mesh, amax_group=GROUPS[group] if group else None)
 
 
 def whole(tensors):
@@ -59,14 +43,8 @@ def whole(tensors):
 
 
 def trained(model, run, steps, mesh):
-    rank = dist.get_rank() // 2 if mesh == "FSDP + TP" else dist.get_rank()
-    losses = models.trained(run, steps, rank, optimizer=models.adamw(model))
+    losses = models.trained(run, steps, data_rank(mesh), optimizer=models.adamw(model))
     return losses, whole(model.state_dict())
-
-
-def differing(one, other):
-    assert one.keys() == other.keys()
-    return [name for name in one if not torch.equal(bits(one[name]), bits(other[name]))]
 
 
 def graph_and_stock(recipe, policy, mesh, group, steps, backend=None):
@@ -83,6 +61,7 @@ def graph_and_stock(recipe, policy, mesh, group, steps, backend=None):
     return differ if expected[0] == found[0] else [*differ, f"losses {expected[0]} {found[0]}"]
 
 
+# recipe, dtypes, mesh, and whose amaxes become one: "cross" are the data parallel ranks beside tensor parallel ones
 CASES = [
     ("delayed", "fp32", "1-D", "pair"),
     ("delayed", "bf16", "1-D", None),
@@ -125,7 +104,6 @@ class Net(nn.Module):
 
 WAYS = {
     "eager": {},
-    "compiled": {"backend": "aot_eager"},
     "compiled, checkpointed": {"backend": "aot_eager", "recompute": True},
     "compiled, accumulated": {"backend": "aot_eager", "parts": 3},
     "forwards first": {"parts": 3, "forwards_first": True},
