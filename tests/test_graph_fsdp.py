@@ -311,13 +311,9 @@ def tied_problems(backend):
         weights[function] = models.weights_of(model)
         if model.head.weight is not model.embed.weight:
             return ["no longer tied"]
-    # Three gradients of the tied one: added, then reduced, by fully_shard; here each is reduced, and what it rounds to
-    # in float32 is added.
-    one, other = weights.values()
-    close = [name for name in one if not torch.allclose(one[name], other[name], rtol=0, atol=2e-3)]
-    return (
-        close if torch.allclose(*(torch.tensor(each) for each in losses.values()), atol=2e-3) else [*close, "losses"]
-    )
+    one, other = losses.values()
+    found = differing(*weights.values())
+    return found if one == other else [*found, f"losses {losses}"]
 
 
 @pytest.mark.parametrize("backend", [None, "aot_eager"])

@@ -32,9 +32,15 @@ __all__ = ["Forward", "Sharded", "become_sharded", "is_sharded"]
 
 @dataclass
 class Forward:
-    """Whether a forward of the model runs; one for all of its modules."""
+    """A forward of the model, one for all of its modules.
+
+    Attributes:
+        runs: Whether it does.
+        tied: Parameters that several modules have, gathered once: so their gradients are added before ranks add them.
+    """
 
     runs: bool = False
+    tied: list[Tensor] = field(default_factory=list)
 
 
 @dataclass
@@ -45,7 +51,9 @@ class Sharded:
         forward: Of the model.
         where: Of each parameter, by name.
         cast: Of the root, which casts what goes in and what comes out; None for others.
+        tied: Of each parameter that others gather too, its place in `Forward.tied`.
         layers: Of the root, those with FP8.
+        owners: Of the root, for each place there, a module that has it, and its name.
         shared_amaxes: Of a layer, which.
         amaxes: Of a layer, while the model's forward runs: those of the whole weight, by slot of the recipe.
         later: Of a layer with delayed scaling, who tells whom.
@@ -56,7 +64,9 @@ class Sharded:
     forward: Forward
     where: dict[str, Where]
     cast: MixedPrecisionPolicy | None = None
+    tied: dict[str, int] = field(default_factory=dict)
     layers: list[nn.Module] = field(default_factory=list)
+    owners: list[tuple[nn.Module, str]] = field(default_factory=list)
     shared_amaxes: SharedAmaxes | None = None
     amaxes: dict[str, Tensor] = field(default_factory=dict)
     later: Later | None = None
@@ -80,12 +90,16 @@ class _ShardedModule(nn.Module):
             args, kwargs = _cast((args, kwargs), state.cast.param_dtype)
         before, state.forward.runs = state.forward.runs, True
         layers = self._without_amaxes()
+        if state.owners:
+            state.forward.tied = [gather(m._parameters[name], m.graph_fsdp.where[name]) for m, name in state.owners]
         try:
             exchange(layers)
             give(state.layers, self, (args, kwargs))
             output = self._forward(*args, **kwargs)
         finally:
             state.forward.runs = before
+            if state.owners:
+                state.forward.tied = []
             for layer in layers:
                 layer.graph_fsdp.amaxes.clear()
             for layer in state.layers:
@@ -101,9 +115,12 @@ class _ShardedModule(nn.Module):
 
     def _parameter(self, name: str) -> Tensor | None:
         parameter = self._parameters[name]
-        if parameter is None or not self.graph_fsdp.forward.runs:
+        state = self.graph_fsdp
+        if parameter is None or not state.forward.runs:
             return parameter
-        return gather(parameter, self.graph_fsdp.where[name])
+        if name in state.tied and state.forward.tied:
+            return state.forward.tied[state.tied[name]]
+        return gather(parameter, state.where[name])
 
 
 def _checked(layer: Linear, x: Tensor, bias: Tensor | None, where: Where) -> tuple[Tensor, Tensor | None]:
@@ -147,10 +164,7 @@ class _ShardedLinear(_ShardedModule):
 
     def _forward(self, input: Tensor) -> Tensor:
         where = self.graph_fsdp.where["weight"]
-        bias = self._parameters["bias"]
-        if bias is not None:
-            bias = gather(bias, self.graph_fsdp.where["bias"])
-        x, bias = _checked(self, input, bias, where)
+        x, bias = _checked(self, input, self._parameter("bias"), where)
         state = self.graph_fsdp
         amax = state.amaxes.get("weight")
         amaxes = amax, amax if state.shared_amaxes.same else state.amaxes.get("weight_for_grad_input")

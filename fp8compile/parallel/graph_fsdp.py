@@ -81,6 +81,20 @@ def _check_parameter(name: str, parameter: nn.Parameter, mesh: DeviceMesh) -> No
             )
 
 
+def _tie(model: nn.Module) -> None:
+    """Have parameters that several modules gather be gathered once; weights of FP8 layers are gathered by ops."""
+    owners: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
+    for module in filter(is_sharded, model.modules()):
+        for name, parameter in module._parameters.items():
+            if parameter is not None and not (isinstance(module, Linear) and name == "weight"):
+                owners.setdefault(parameter, []).append((module, name))
+    tied = [every for every in owners.values() if len(every) > 1]
+    for place, every in enumerate(tied):
+        for module, name in every:
+            module.graph_fsdp.tied[name] = place
+    model.graph_fsdp.owners = [every[0] for every in tied]
+
+
 def graph_fsdp(model: nn.Module, mesh: DeviceMesh, *, mp_policy: MixedPrecisionPolicy | None = None) -> nn.Module:
     """Shard all parameters of a model over ranks, in place; ``torch.compile(model, fullgraph=True)`` is one graph.
 
@@ -134,4 +148,5 @@ def graph_fsdp(model: nn.Module, mesh: DeviceMesh, *, mp_policy: MixedPrecisionP
         if module is model:
             state.cast, state.layers = mp_policy, layers
         become_sharded(module, state)
+    _tie(model)
     return model
