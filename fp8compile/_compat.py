@@ -478,14 +478,19 @@ def replicated(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if is_dtensor(tensor) else tensor
 
 
-def declare_grad_dtype(ctx: Any, dtype: torch.dtype) -> None:
-    """Have a backward get the gradient of its op's one result in this dtype, where FSDP2 has that of its parameters.
+def declare_grad_dtype(ctx: Any, dtype: torch.dtype, used: torch.dtype) -> None:
+    """Have a backward get the gradient of its op's one result as FSDP2 gets that of a parameter that it gathered.
 
     From 2.15 on a norm's float32 gradient of a bfloat16 weight reaches the sum over ranks as it is; before, autograd
     rounds it to the dtype of the weight first.
+
+    Args:
+        ctx: Of the op, in its ``setup_context``.
+        dtype: In which ranks add. Gradients that are to be cast to a wider one come as they are.
+        used: Of the result.
     """
     if TORCH_VERSION >= (2, 15) and ctx.needs_input_grad[0]:
-        ctx.set_output_grad_dtype(dtype)
+        ctx.set_output_grad_dtype(None if dtype.itemsize > used.itemsize else dtype)
 
 
 def default_reduce_dtype(own: torch.dtype, used: torch.dtype) -> torch.dtype:

@@ -107,9 +107,9 @@ def _fake(shard: Tensor, dtype: torch.dtype, rows: Rows) -> Tensor:
 
 
 def _setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
-    shard, _, ctx.rows = inputs
+    shard, used, ctx.rows = inputs
     ctx.dtype = shard.dtype
-    _compat.declare_grad_dtype(ctx, getattr(torch, ctx.rows.reduce_dtype))
+    _compat.declare_grad_dtype(ctx, getattr(torch, ctx.rows.reduce_dtype), used)
 
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from fp8compile.ops.delayed import amax_of
+from fp8compile.ops.fsdp_delayed import fsdp_tokens
 from fp8compile.ops.fsdp_gather import gathered, reduced
 from fp8compile.ops.fsdp_weight import codes_of, gathered_codes, placed_cuts, rows_cut
 from fp8compile.ops.linear import GRAD_INPUT, GRAD_WEIGHT, OUTPUT
@@ -138,7 +139,12 @@ def _grad_weight(
     return reduced(grad, dtype, rows).contiguous()
 
 
+def _tokens(origin: DTensor, amax_history: Tensor, multiplier: Tensor, recipe: Recipe) -> tuple[Tensor, Tensor]:
+    return fsdp_tokens(multiplier, amax_history, multiplier, recipe)  # of the origin only its gradient matters
+
+
 HANDLERS = {
+    "fp8compile::fsdp_tokens": _tokens,
     "fp8compile::fsdp_linear": _output,
     "fp8compile::fsdp_delayed_linear": _delayed_output,
     "fp8compile::fsdp_grad_input": _grad_input,

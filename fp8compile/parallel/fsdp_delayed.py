@@ -27,10 +27,15 @@ Tokens = tuple[Tensor | None, Tensor | None]
 
 
 class Later(NamedTuple):
-    """Over which ranks a backward of a layer reduces amaxes."""
+    """Over which ranks a backward of a layer reduces amaxes, those of activations and those of the weight.
 
-    activations: AmaxGroups
-    weight: AmaxGroups
+    Attributes:
+        names: Of their groups.
+        groups: The same for the op, for PyTorch 2.11 traces no attribute of a constant; None for no group.
+    """
+
+    names: tuple[tuple[str, ...], tuple[str, ...]]
+    groups: tuple[AmaxGroups | None, AmaxGroups | None]
 
 
 def _without_parts(names: Iterable[str]) -> tuple[str, ...]:
@@ -49,10 +54,9 @@ def later_amaxes(layer: Linear, where: Where) -> Later | None:
         return None
     of_layer = () if layer.amax_group is None else (layer.amax_group,)
     rows = (where.rows.group,) if len(where.rows.sizes) > 1 else ()
-    return Later(
-        AmaxGroups(_without_parts(of_layer)),
-        AmaxGroups(_without_parts((*of_layer, *rows, *where.tensor_parallel_groups()))),
-    )
+    of_weight = (*of_layer, *rows, *where.tensor_parallel_groups())
+    names = _without_parts(of_layer), _without_parts(of_weight)
+    return Later(names, tuple(AmaxGroups(each) if each else None for each in names))
 
 
 def _origin(layer: Linear, module: nn.Module, inputs: Any) -> Tensor | None:
@@ -64,9 +68,9 @@ def _origin(layer: Linear, module: nn.Module, inputs: Any) -> Tensor | None:
     return next((each for each in every if isinstance(each, Tensor) and each.requires_grad), None)
 
 
-def _together(tokens: list[Tensor], groups: AmaxGroups) -> Sequence[Tensor]:
+def _together(tokens: list[Tensor], groups: AmaxGroups | None) -> Sequence[Tensor]:
     """The tokens anew, whose gradients are the amaxes of all these ranks."""
-    if not groups.names:
+    if groups is None:
         return tokens
     return fsdp_amaxes_together(torch.cat(tokens), groups).split([token.numel() for token in tokens])
 
@@ -84,7 +88,7 @@ def expect(layers: Sequence[nn.Module], module: nn.Module, inputs: Any) -> list[
     """
     found: list[Tokens] = [(None, None)] * len(layers)
     messages: dict[tuple[str, ...], list[tuple[int, int, Tensor]]] = {}
-    kinds: dict[tuple[str, ...], AmaxGroups] = {}
+    kinds: dict[tuple[str, ...], AmaxGroups | None] = {}
     for index, layer in enumerate(layers):
         later = layer.graph_fsdp.later
         origin = _origin(layer, module, inputs) if later is not None and torch.is_grad_enabled() else None
@@ -92,10 +96,10 @@ def expect(layers: Sequence[nn.Module], module: nn.Module, inputs: Any) -> list[
             continue
         state = layer.delayed_state()
         history, multiplier = _compat.replicated(state.amax_history), _compat.replicated(state.multiplier)
-        tokens = fsdp_tokens(_compat.replicated(origin), history, multiplier, layer.recipe)
-        for place, groups in enumerate(later):
-            kinds[groups.names] = groups
-            messages.setdefault(groups.names, []).append((index, place, tokens[place]))
+        tokens = fsdp_tokens(origin, history, multiplier, layer.recipe)
+        for place, names in enumerate(later.names):
+            kinds[names] = later.groups[place]
+            messages.setdefault(names, []).append((index, place, tokens[place]))
     for names, entries in messages.items():
         together = _together([token for _, _, token in entries], kinds[names])
         for (index, place, _), token in zip(entries, together, strict=True):

@@ -88,16 +88,20 @@ class _ShardedModule(nn.Module):
         state = self.graph_fsdp
         if state.cast is not None and state.cast.cast_forward_inputs:
             args, kwargs = _cast((args, kwargs), state.cast.param_dtype)
-        before, state.forward.runs = state.forward.runs, True
+        starts = not state.forward.runs
+        if starts:  # else nothing is written: PyTorch 2.11 traces no write in what checkpointing repeats
+            state.forward.runs = True
         layers = self._without_amaxes()
-        if state.owners:
-            state.forward.tied = [gather(m._parameters[name], m.graph_fsdp.where[name]) for m, name in state.owners]
         try:
+            if state.owners:
+                own = [(module._parameters[name], module.graph_fsdp.where[name]) for module, name in state.owners]
+                state.forward.tied = [gather(*each) for each in own]
             exchange(layers)
             give(state.layers, self, (args, kwargs))
             output = self._forward(*args, **kwargs)
         finally:
-            state.forward.runs = before
+            if starts:
+                state.forward.runs = False
             if state.owners:
                 state.forward.tied = []
             for layer in layers:
