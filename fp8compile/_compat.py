@@ -67,6 +67,7 @@ __all__ = [
     "strided_shard",
     "version_in_eager",
     "when_imported",
+    "will_run",
 ]
 
 TORCH_VERSION = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
@@ -496,6 +497,16 @@ def declare_grad_dtype(ctx: Any, dtype: torch.dtype, used: torch.dtype) -> None:
 def default_reduce_dtype(own: torch.dtype, used: torch.dtype) -> torch.dtype:
     """In which FSDP2 sums gradients of a parameter, where no policy says it, by its own dtype and that of its use."""
     return own if TORCH_VERSION >= (2, 15) else used
+
+
+def will_run(ctx: Any, place: int) -> bool:
+    """Whether this backward goes on to where a tensor comes from: ``torch.autograd.grad`` goes where it is asked to.
+
+    Args:
+        ctx: Of an op, in its ``backward``.
+        place: Of the tensor, among the op's arguments that are tensors.
+    """
+    return torch._C._will_engine_execute_node(ctx.next_functions[place][0])
 
 
 def is_fsdp(module: torch.nn.Module) -> bool:

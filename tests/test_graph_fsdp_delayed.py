@@ -188,3 +188,26 @@ def messages(recipe, mesh, group):
 )
 def test_one_message_a_step_for_the_whole_model(ranks, case, expected):
     assert ranks.run(messages, *case) == [expected] * 4
+
+
+# ---------------------------------------------------------------------------------- errors
+
+
+def gradients_of_some():
+    """Gradients of all parameters update states; of the embedding alone, they say that they can't."""
+    model, where = model_of("delayed", "1-D", "pair")
+    model = graph_fsdp(model, where, mp_policy=models.BF16)
+    loss = model(models.batch(0, dist.get_rank()))
+    torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)
+    updated = model.blocks[0].inner["down"].amax_history.any().item()
+    try:
+        torch.autograd.grad(loss, [model.embed.weight])
+    except RuntimeError as error:
+        return updated, str(error)
+    return updated, "nothing is raised"
+
+
+def test_gradients_that_would_leave_states_behind_raise(ranks):
+    for updated, text in ranks.run(gradients_of_some):
+        assert updated
+        assert "Ask for the gradients of all trained parameters too, call backward(), or compile the model." in text

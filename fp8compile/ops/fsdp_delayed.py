@@ -198,7 +198,8 @@ def _fake(
 
 
 def _setup_context(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor, Tensor, Tensor]) -> None:
-    x, shard, _, _, _, _, amax, ctx.multiplier, ctx.rows, ctx.recipe = inputs
+    x, shard, bias, _, _, _, amax, ctx.multiplier, ctx.rows, ctx.recipe = inputs
+    ctx.place_of_tokens = 2 if bias is None else 3
     _, ctx.used, *ctx.amaxes = output
     ctx.dtype = shard.dtype
     keep_used(ctx)
@@ -206,7 +207,17 @@ def _setup_context(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor, Tensor
     ctx.save_for_backward(x if needs_weight else None, shard if needs_x else None, amax if needs_x else None, ctx.used)
 
 
+def _check_tokens_get_there(ctx: Any) -> None:
+    if ctx.needs_input_grad[3] and not _compat.will_run(ctx, ctx.place_of_tokens):
+        raise RuntimeError(
+            "fp8compile::fsdp_delayed_linear: torch.autograd.grad was asked for gradients of some tensors only, and "
+            "its backward does not reach this layer's state, which would keep old amaxes. Ask for the gradients of "
+            "all trained parameters too, call backward(), or compile the model."
+        )
+
+
 def _backward(ctx: Any, grad_output: Tensor, *_: None) -> tuple[Tensor | None, ...]:
+    _check_tokens_get_there(ctx)
     x, shard, amax, repeated = ctx.saved_tensors
     check_repeated_forward(ctx, repeated)
     own = [_compat.replicated(amax_of(grad_output, ctx.recipe.delayed()[2]))]
