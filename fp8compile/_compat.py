@@ -506,7 +506,8 @@ def will_run(ctx: Any, place: int) -> bool:
         ctx: Of an op, in its ``backward``.
         place: Of the tensor, among the op's arguments that are tensors.
     """
-    return torch._C._will_engine_execute_node(ctx.next_functions[place][0])
+    node = ctx.next_functions[place][0]
+    return hasattr(node, "variable") or torch._C._will_engine_execute_node(node)  # of a leaf PyTorch does not say it
 
 
 def is_fsdp(module: torch.nn.Module) -> bool:

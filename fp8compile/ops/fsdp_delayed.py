@@ -207,8 +207,9 @@ def _setup_context(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor, Tensor
     ctx.save_for_backward(x if needs_weight else None, shard if needs_x else None, amax if needs_x else None, ctx.used)
 
 
-def _check_tokens_get_there(ctx: Any) -> None:
-    if ctx.needs_input_grad[3] and not _compat.will_run(ctx, ctx.place_of_tokens):
+def _check_tokens_get_there(ctx: Any, grad_output: Tensor) -> None:
+    is_eager = type(_compat.local_itself(grad_output)) is Tensor  # a graph has the backward to everything
+    if is_eager and ctx.needs_input_grad[3] and not _compat.will_run(ctx, ctx.place_of_tokens):
         raise RuntimeError(
             "fp8compile::fsdp_delayed_linear: torch.autograd.grad was asked for gradients of some tensors only, and "
             "its backward does not reach this layer's state, which would keep old amaxes. Ask for the gradients of "
@@ -217,7 +218,7 @@ def _check_tokens_get_there(ctx: Any) -> None:
 
 
 def _backward(ctx: Any, grad_output: Tensor, *_: None) -> tuple[Tensor | None, ...]:
-    _check_tokens_get_there(ctx)
+    _check_tokens_get_there(ctx, grad_output)
     x, shard, amax, repeated = ctx.saved_tensors
     check_repeated_forward(ctx, repeated)
     own = [_compat.replicated(amax_of(grad_output, ctx.recipe.delayed()[2]))]
