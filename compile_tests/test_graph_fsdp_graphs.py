@@ -23,7 +23,7 @@ import fp8compile as f8
 from fp8compile import _compat
 from fp8compile.testing import assert_fullgraph, assert_no_recompile, graph_report
 
-RECIPES = ("tensorwise", "rowwise", "rowwise_bf16_wgrad", "blockwise", "mxfp8")
+RECIPES = ("tensorwise", "rowwise", "rowwise_bf16_wgrad", "blockwise", "mxfp8", "delayed")
 DIM, HIDDEN, BLOCKS, TOKENS = 256, 1024, 2, 64
 # replicas and ranks that share the rows
 MESHES = ((2,), (4,), (8,), (2, 4))
@@ -66,13 +66,14 @@ def model_of(recipe, shape):
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
+    mesh = None if shape is None else DeviceMesh("cpu", torch.arange(prod(shape)).view(shape))
     model = nn.Sequential(*(Block() for _ in range(BLOCKS)))
     if recipe is not None:
-        model = f8.convert(model, f8.recipes.by_name(recipe))
+        group = mesh.get_group(mesh.ndim - 1) if recipe == "delayed" and mesh is not None else None
+        model = f8.convert(model, f8.recipes.by_name(recipe), amax_group=group)
     if shape is None:
         return model.bfloat16()
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    mesh = DeviceMesh("cpu", torch.arange(prod(shape)).view(shape))
     return f8.parallel.graph_fsdp(model, mesh, mp_policy=policy)
 
 
@@ -150,14 +151,14 @@ def compiled_model(model, passes=None):
     return sent(forward), sent(backward), saved(forward, backward)
 
 
-def checkpointed():
+def checkpointed(recipe):
     """All-reduces of a model whose blocks are checkpointed."""
     from torch.utils.checkpoint import checkpoint
 
     class Checkpointed(nn.Module):
         def __init__(self):
             super().__init__()
-            self.blocks = model_of("rowwise", None).float()
+            self.blocks = model_of(recipe, None).float()
 
         def forward(self, x):
             for block in self.blocks:
@@ -269,7 +270,17 @@ reduce_scatter_tensor float32 [256]""",
     )
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+def test_what_delayed_scaling_sends(elsewhere):
+    """As tensorwise, but for the amaxes: four a layer, in one message at the end of the backward."""
+    parts = {recipe: elsewhere(compiled, recipe, (4,))[:2] for recipe in ("tensorwise", "delayed")}
+    amaxes = [Sent("all_reduce", "int32", (BLOCKS * 3 * 4,))]
+    gathers = [each for each in parts["tensorwise"][0] if each.op != "all_reduce"]
+    assert parts["delayed"][0] == gathers
+    assert parts["delayed"][1][-1:] == amaxes
+    assert sorted(parts["delayed"][1][:-1], key=str) == sorted(parts["tensorwise"][1], key=str)
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "delayed"])
 def test_meshes_of_any_size_send_the_same(elsewhere, recipe):
     """But for the mean over replicas; all layers' amaxes are one message, wherever ranks need any."""
     kinds = {}
@@ -319,6 +330,7 @@ def test_inductor_puts_gathers_together(elsewhere):
     assert counts[True] == [1, 1] if _compat.TORCH_VERSION >= (2, 13) else counts[True][0] < counts[False][0]
 
 
-def test_amaxes_stay_one_message_with_checkpointing(elsewhere):
-    counts = elsewhere(checkpointed)
+@pytest.mark.parametrize("recipe", ["rowwise", "delayed"])
+def test_amaxes_stay_one_message_with_checkpointing(elsewhere, recipe):
+    counts = elsewhere(checkpointed, recipe)
     assert counts == Counter({("all_reduce", "int32"): 1})

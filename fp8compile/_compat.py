@@ -42,6 +42,8 @@ __all__ = [
     "constant_when_traced",
     "concatenated",
     "cpu_has_rowwise_gemm",
+    "declare_grad_dtype",
+    "default_reduce_dtype",
     "dtypes_of_calls",
     "guard_or_false",
     "impl_autograd",
@@ -67,6 +69,7 @@ __all__ = [
     "strided_shard",
     "version_in_eager",
     "when_imported",
+    "will_run",
 ]
 
 TORCH_VERSION = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
@@ -495,6 +498,37 @@ def scattered_like(tensor: torch.Tensor, placements: tuple | None) -> torch.Tens
     return tensor.redistribute(
         placements=[wanted if own.is_partial() and wanted.is_shard() else own for own, wanted in pairs]
     )
+
+
+def declare_grad_dtype(ctx: Any, dtype: torch.dtype, used: torch.dtype) -> None:
+    """Have a backward get the gradient of its op's one result as FSDP2 gets that of a parameter that it gathered.
+
+    From 2.15 on a norm's float32 gradient of a bfloat16 weight reaches the sum over ranks as it is; before, autograd
+    rounds it to the dtype of the weight first.
+
+    Args:
+        ctx: Of the op, in its ``setup_context``.
+        dtype: In which ranks add. Gradients that are to be cast to a wider one come as they are.
+        used: Of the result.
+    """
+    if TORCH_VERSION >= (2, 15) and ctx.needs_input_grad[0]:
+        ctx.set_output_grad_dtype(None if dtype.itemsize > used.itemsize else dtype)
+
+
+def default_reduce_dtype(own: torch.dtype, used: torch.dtype) -> torch.dtype:
+    """In which FSDP2 sums gradients of a parameter, where no policy says it, by its own dtype and that of its use."""
+    return own if TORCH_VERSION >= (2, 15) else used
+
+
+def will_run(ctx: Any, place: int) -> bool:
+    """Whether this backward goes on to where a tensor comes from: ``torch.autograd.grad`` goes where it is asked to.
+
+    Args:
+        ctx: Of an op, in its ``backward``.
+        place: Of the tensor, among the op's arguments that are tensors.
+    """
+    node = ctx.next_functions[place][0]
+    return hasattr(node, "variable") or torch._C._will_engine_execute_node(node)  # of a leaf PyTorch does not say it
 
 
 def is_fsdp(module: torch.nn.Module) -> bool:

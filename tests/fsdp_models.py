@@ -55,10 +55,10 @@ class Model(nn.Module):
         return cross_entropy(logits.flatten(0, 1).float(), symbols[:, 1:].flatten())
 
 
-def model_of(sizes, recipe, *, seed=0):
+def model_of(sizes, recipe, *, seed=0, **options):
     """A model with FP8 layers in its blocks."""
     torch.manual_seed(seed)
-    return f8.convert(Model(*SIZES[sizes]), recipe, filter=lambda _, fqn: fqn != "head")
+    return f8.convert(Model(*SIZES[sizes]), recipe, filter=lambda _, fqn: fqn != "head", **options)
 
 
 def batch(step, rank):

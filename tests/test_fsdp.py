@@ -20,6 +20,7 @@ from torch.distributed.tensor import parallel
 
 import fp8compile as f8
 from fp8compile._compat import TORCH_VERSION
+from fp8compile.ops import collectives
 from fp8compile.parallel import fsdp_float8_all_gather, weight_scales
 from fp8compile.testing.bits import bits
 
@@ -151,7 +152,8 @@ def test_one_process(ranks, recipe, policy, sizes):
 
 # ---------------------------------------------------------------------------------- what users reported
 
-REAL = {name: getattr(weight_scales, name) for name in ("all_reduce_amax", "part_of_weight", "scale")}
+PLACES = {"all_reduce_amax": collectives, "part_of_weight": weight_scales, "scale": weight_scales}
+REAL = {name: getattr(module, name) for name, module in PLACES.items()}
 
 
 def amax_before_the_cast(weight, mesh, size, mp_policy):
@@ -184,11 +186,11 @@ WRONG = {
 
 def with_wrong(what):
     name, wrong, (scale, policy, sizes, mesh) = WRONG[what]
-    setattr(weight_scales, name, wrong)
+    setattr(PLACES[name], name, wrong)
     try:
         return on_and_off("tensorwise", scale, policy, sizes, mesh, 3)
     finally:
-        setattr(weight_scales, name, REAL[name])
+        setattr(PLACES[name], name, REAL[name])
 
 
 @pytest.mark.parametrize("what", WRONG)

@@ -92,15 +92,16 @@ def test_losses_with_codes_are_those_without_on_every_rank(text_file, flags):
     assert on[3] == ({"train": 1, "eval": 1} if "backend" in flags else {})
 
 
-def stock_and_in_the_graph(path):
-    flags = {"recipe": "rowwise", "backend": "aot_eager"}
+def stock_and_in_the_graph(recipe, path):
+    flags = {"recipe": recipe, "backend": "aot_eager"}
     stock = losses({**flags, "fsdp": True}, path, codes=True, steps=4)
     torch._dynamo.reset()
     return stock, losses({**flags, "graph_fsdp": True}, path, codes=True, steps=4)
 
 
-def test_losses_in_the_graph_are_those_of_stock_fsdp2(text_file):
-    results = shared_ranks().run(stock_and_in_the_graph, text_file)
+@pytest.mark.parametrize("recipe", ["rowwise", "delayed"])
+def test_losses_in_the_graph_are_those_of_stock_fsdp2(text_file, recipe):
+    results = shared_ranks().run(stock_and_in_the_graph, recipe, text_file)
     stock, in_the_graph = results[0]
     assert results == [(stock, in_the_graph)] * 4
     assert in_the_graph[:2] == stock[:2]
@@ -159,6 +160,7 @@ def test_the_command_prints_each_line_once_and_says_what_is_gathered(text_file, 
         (2, ("--recipe", "tensorwise", "--fsdp")),
         pytest.param(2, ("--recipe", "tensorwise", "--fsdp", "--quantized-parameters"), marks=pytest.mark.slow),
         pytest.param(2, ("--recipe", "rowwise", "--graph-fsdp"), marks=pytest.mark.slow),
+        pytest.param(2, ("--recipe", "delayed", "--graph-fsdp"), marks=pytest.mark.slow),
         pytest.param(4, ("--recipe", "delayed", "--hsdp"), marks=pytest.mark.slow),
         pytest.param(4, ("--recipe", "blockwise", "--fsdp", "--tp", 2, "--sp"), marks=pytest.mark.slow),
     ],

@@ -26,7 +26,8 @@ from torch.utils.checkpoint import checkpoint
 
 import fp8compile as f8
 from fp8compile._compat import TORCH_VERSION
-from fp8compile.parallel import fsdp_float8_all_gather, weight_scales
+from fp8compile.ops import collectives
+from fp8compile.parallel import fsdp_float8_all_gather
 from fp8compile.parallel.sharded_weight import ShardedWeight
 from fp8compile.testing.bits import bits
 
@@ -104,7 +105,7 @@ def messages_of_three_steps(recipe, *, on):
         if models.is_sharded(module):
             module.set_custom_all_gather(CountedAllGather())
     CountedAllGather.sent = 0
-    with counted(weight_scales, "all_reduce_amax") as reduced:
+    with counted(collectives, "all_reduce_amax") as reduced:
         models.trained(model, 3, rank(), optimizer=optimizer, start=1)
     return len(reduced), CountedAllGather.sent
 
@@ -205,7 +206,7 @@ def loaded(how):
             model.load_state_dict(pickled(state_dict), assign=True)
         else:
             set_model_state_dict(model, get_model_state_dict(source))
-        with counted(weight_scales, "all_reduce_amax") as reduced:
+        with counted(collectives, "all_reduce_amax") as reduced:
             losses.append(model(models.batch(0, rank())).item())
         on = type(model.blocks[0].inner["gate"].weight._local_tensor) is not torch.Tensor
         return [*losses, bool(reduced) == on]
@@ -350,7 +351,7 @@ def frozen():
         model.blocks[0].requires_grad_(requires_grad=False)
         model = sharded(model, "1-D", BF16, on=on)
         before = models.weights_of(model)
-        with counted(weight_scales, "all_reduce_amax") as reduced:
+        with counted(collectives, "all_reduce_amax") as reduced:
             losses = models.trained(model, 3, rank())
         after = models.weights_of(model)
         still = [name for name in before if torch.equal(before[name], after[name])]

@@ -25,7 +25,8 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 import fp8compile as f8
 from fp8compile import _compat
 from fp8compile._compat import local_itself
-from fp8compile.tensor import QuantizedParameter, QuantizedTensor, update
+from fp8compile.ops import collectives
+from fp8compile.tensor import QuantizedParameter, QuantizedTensor
 from fp8compile.testing.bits import difference
 
 pytestmark = pytest.mark.skipif(
@@ -183,12 +184,12 @@ def messages(optimizer):
     model = sharded(converted(144), mesh)
     optimizer = OPTIMIZERS[optimizer](model.parameters())
     train(model, optimizer, 1)
-    calls, reduce = [], update.all_reduce_amax
-    update.all_reduce_amax = lambda amax, group: calls.append(amax.numel()) or reduce(amax, group)
+    calls, reduce = [], collectives.all_reduce_amax
+    collectives.all_reduce_amax = lambda amax, group: calls.append(amax.numel()) or reduce(amax, group)
     try:
         train(model, optimizer, 1, first=1)
     finally:
-        update.all_reduce_amax = reduce
+        collectives.all_reduce_amax = reduce
     return calls
 
 

@@ -5,6 +5,7 @@ from fp8compile.ops.cast import cast
 from fp8compile.ops.delayed import delayed_grad_input, delayed_grad_weight, delayed_linear
 from fp8compile.ops.dequantize import dequantize
 from fp8compile.ops.flops import FLOP_FORMULAS
+from fp8compile.ops.fsdp_delayed import fsdp_amaxes_together, fsdp_delayed_linear, fsdp_tokens
 from fp8compile.ops.fsdp_gather import fsdp_gather, fsdp_reduce
 from fp8compile.ops.fsdp_linear import fsdp_grad_input, fsdp_grad_weight, fsdp_linear
 from fp8compile.ops.fsdp_weight import fsdp_amax
@@ -35,11 +36,14 @@ __all__ = [
     "delayed_linear",
     "dequantize",
     "fsdp_amax",
+    "fsdp_amaxes_together",
+    "fsdp_delayed_linear",
     "fsdp_gather",
     "fsdp_grad_input",
     "fsdp_grad_weight",
     "fsdp_linear",
     "fsdp_reduce",
+    "fsdp_tokens",
     "grad_input",
     "grad_weight",
     "linear",

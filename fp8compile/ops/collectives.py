@@ -21,6 +21,7 @@ __all__ = [
     "all_gather",
     "all_reduce",
     "all_reduce_amax",
+    "all_reduce_amaxes",
     "all_reduce_extreme",
     "reduce_scatter",
     "sent_in_backward",
@@ -67,6 +68,31 @@ def all_reduce_amax(amax: Tensor, group: ProcessGroup | str) -> Tensor:
 
     # the `or`: Inductor (2.13) reduces in place, and fails on a view of another dtype of a buffer that it made itself
     return _sent(funcol.all_reduce, amax.view(torch.int32) | 0, "max", group).view(torch.float32)
+
+
+def all_reduce_amaxes(amaxes: Sequence[Tensor], groups: Sequence[Sequence[ProcessGroup | str]]) -> list[Tensor]:
+    """Many amaxes, those over the same ranks in one message.
+
+    Args:
+        amaxes: As `all_reduce_amax` takes one.
+        groups: Of each, over which ranks: over those of one group after the other; of none, it stays as it is.
+
+    Returns:
+        Of each the same shape, float32.
+    """
+    found, messages = list(amaxes), {}
+    for index, own in enumerate(groups):
+        messages.setdefault(tuple(own), []).append(index)
+    for own, indices in messages.items():
+        if not own:
+            continue
+        message = torch.cat([amaxes[index].flatten() for index in indices])
+        for group in own:
+            message = all_reduce_amax(message, group)
+        parts = message.split([amaxes[index].numel() for index in indices])
+        for index, part in zip(indices, parts, strict=True):
+            found[index] = part.view(amaxes[index].shape)
+    return found
 
 
 def all_reduce_extreme(x: Tensor, reduction: str, group: ProcessGroup | str) -> Tensor:

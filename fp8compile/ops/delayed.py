@@ -34,6 +34,7 @@ from fp8compile.ops.linear import (
     quantize_first,
     quantize_for_gradients,
     sample_grad,
+    scattered,
     sum_of_tokens,
 )
 from fp8compile.ops.registry import register_op
@@ -75,14 +76,14 @@ def quantize_by(
     return quantize
 
 
-def _amax_of(tensor: Tensor, quantizer: DelayedScaling | None) -> Tensor:
+def amax_of(tensor: Tensor, quantizer: DelayedScaling | None) -> Tensor:
     """The amax, () float32; 0 for a tensor without delayed scaling, which leaves its row as it is."""
     if quantizer is None:
         return tensor.new_zeros((), dtype=torch.float32)
     return amax(tensor, quantizer).view(())
 
 
-def _next_state(history: Tensor, multiplier: Tensor, amaxes: Tensor, recipe: Recipe) -> tuple[Tensor, Tensor]:
+def next_layer_state(history: Tensor, multiplier: Tensor, amaxes: Tensor, recipe: Recipe) -> tuple[Tensor, Tensor]:
     """The layer's state after one more backward, from that before and three amaxes."""
     quantizers = recipe.delayed()
     rooms = [1.0 if quantizer is None else quantizer.room() for quantizer in quantizers]
@@ -119,7 +120,7 @@ def _grad_input_sharding(grad_output: Tensor, weight: Tensor, multiplier: Tensor
 
 
 def _grad_input_samples() -> Iterator[tuple]:
-    for x, weight, _, _, multiplier, _, recipe in _samples():
+    for x, weight, _, _, multiplier, _, recipe in delayed_samples():
         yield sample_grad(x, weight), weight, multiplier, recipe
 
 
@@ -157,7 +158,7 @@ def _grad_weight_sharding(grad_output: Tensor, x: Tensor, multiplier: Tensor, re
 
 
 def _grad_weight_samples() -> Iterator[tuple]:
-    for x, weight, _, _, multiplier, _, recipe in _samples():
+    for x, weight, _, _, multiplier, _, recipe in delayed_samples():
         yield sample_grad(x, weight), x, multiplier, recipe
 
 
@@ -202,7 +203,7 @@ def _layer(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The op's results; ``wait``: with scales that wait for amaxes; ``others`` as `quantize_by` takes it."""
     used = snapshot(multiplier)
-    amaxes = [_amax_of(tensor, quantizer) for tensor, quantizer in zip((x, weight), recipe.delayed(), strict=False)]
+    amaxes = [amax_of(tensor, quantizer) for tensor, quantizer in zip((x, weight), recipe.delayed(), strict=False)]
     y_MN = product(as_matrix(x), weight, OUTPUT, recipe, quantize_by(used, amaxes if wait else (), others=others))
     if bias is not None:
         y_MN = y_MN + bias
@@ -272,26 +273,31 @@ def _sharding(
     ]
 
 
-def _setup_context(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor, Tensor, Tensor]) -> None:
-    x, weight, _, ctx.amax_history, ctx.multiplier, ctx.group, ctx.recipe = inputs
-    _, ctx.used, *ctx.amaxes = output
+def keep_used(ctx: Any) -> None:
+    """What a layer's backward has to find as its forward left it: ``ctx`` has ``multiplier``, ``used``, ``amaxes``."""
     ctx.mark_non_differentiable(ctx.used, *ctx.amaxes)
     ctx.set_materialize_grads(False)
     _compat.never_recompute(ctx.used)
-    ctx.placements = _compat.placements_of(x)
     ctx.version = _compat.version_in_eager(_compat.replicated(ctx.multiplier))
+
+
+def _setup_context(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor, Tensor, Tensor]) -> None:
+    x, weight, _, ctx.amax_history, ctx.multiplier, ctx.group, ctx.recipe = inputs
+    _, ctx.used, *ctx.amaxes = output
+    ctx.placements = _compat.placements_of(x)
+    keep_used(ctx)
     needs_x, needs_weight = ctx.needs_input_grad[:2]
     # checkpointing gives what is saved from the forward that it repeats, what is set on ctx from the first
     ctx.save_for_backward(x if needs_weight else None, weight if needs_x else None, ctx.used)
 
 
-def _check_repeated_forward(ctx: Any, repeated: Tensor) -> None:
+def check_repeated_forward(ctx: Any, repeated: Tensor) -> None:
     """Raise if checkpointing repeated the forward by other multipliers than those of the first."""
     now = _compat.version_in_eager(_compat.replicated(ctx.multiplier))
     if ctx.version == now or torch.equal(*map(_compat.replicated, (repeated, ctx.used))):
         return
     raise RuntimeError(
-        "fp8compile::delayed_linear: activation checkpointing repeated this layer's forward by other scales, because "
+        "Linear: activation checkpointing repeated this layer's forward by other scales, because "
         "a backward updated its state in between: the layer is called twice in a step, or several forwards ran before "
         "their backwards. Run torch.compile on the model with the checkpointing inside, which keeps the scales, or "
         "let a policy of selective checkpointing keep fp8compile.ops.GEMM_OPS."
@@ -301,22 +307,22 @@ def _check_repeated_forward(ctx: Any, repeated: Tensor) -> None:
 def _update_state(ctx: Any, grad_output: Tensor) -> None:
     # of a layer that is spread over ranks, all of them have the same state, and update their own
     state = [_compat.replicated(each) for each in (ctx.amax_history, ctx.multiplier)]
-    amaxes = [*ctx.amaxes, _amax_of(grad_output, ctx.recipe.delayed()[2])]
+    amaxes = [*ctx.amaxes, amax_of(grad_output, ctx.recipe.delayed()[2])]
     amaxes = torch.stack([_compat.replicated(each) for each in amaxes])
     if ctx.group is not None:
         amaxes = all_reduce_amax(amaxes, ctx.group)
     with torch.no_grad():
-        for old, new in zip(state, _next_state(*state, amaxes, ctx.recipe), strict=True):
+        for old, new in zip(state, next_layer_state(*state, amaxes, ctx.recipe), strict=True):
             old.copy_(new)
 
 
 def _backward(ctx: Any, grad_output: Tensor, *_: None) -> tuple[Tensor | None, ...]:
     x, weight, repeated = ctx.saved_tensors
-    _check_repeated_forward(ctx, repeated)
+    check_repeated_forward(ctx, repeated)
     _update_state(ctx, grad_output)
     grad_x = None if weight is None else delayed_grad_input(grad_output, weight, ctx.used, ctx.recipe)
     return (
-        None if grad_x is None else _compat.scattered_like(grad_x, ctx.placements),
+        scattered(grad_x, ctx.placements),
         None if x is None else delayed_grad_weight(grad_output, x, ctx.used, ctx.recipe),
         sum_of_tokens(grad_output) if ctx.needs_input_grad[2] else None,
         None,
@@ -336,7 +342,8 @@ def _recipes() -> Iterator[Recipe]:
     yield Recipe(input=value, weight=own, grad_output=own, weight_for_grad_input=own)
 
 
-def _samples() -> Iterator[tuple]:
+def delayed_samples() -> Iterator[tuple]:
+    """Arguments of the op, for tests of it and of its likes."""
     generator = torch.Generator().manual_seed(0)
     for x in samples.matrices():
         for recipe in _recipes():
@@ -354,6 +361,6 @@ delayed_linear = register_op(
     backward=_backward,
     decompose=_decompose,
     sharding=_sharding,
-    samples=_samples,
+    samples=delayed_samples,
     updates=("amax_history", "multiplier"),
 )

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from fp8compile import _compat
+from fp8compile.ops.fsdp_delayed import fsdp_delayed_linear
 from fp8compile.ops.fsdp_linear import fsdp_linear
 from fp8compile.ops.layer import LAYER_OPS
 from fp8compile.ops.linear import GRAD_INPUT, GRAD_WEIGHT, OUTPUT
@@ -53,18 +54,17 @@ def _of_all_tokens(formula: Callable[..., int]) -> Callable[..., int]:
     return of_all
 
 
-def _of_whole_weight(
-    x: Shape, shard: Shape, bias: Any, amax: Any, other: Any, sizes: Shape, *_: Any, **__: Any
-) -> int:
+def _of_whole_weight(x: Shape, shard: Shape, *where: Any, **__: Any) -> int:
     """Of a rank that has some rows of the weight and gathers the others."""
-    return 2 * prod(x) * sum(sizes)
+    rows = where[-2]
+    return 2 * prod(x) * sum(rows.sizes)
 
 
 SHARDED = (sharded_linear, sharded_grad_input, sharded_grad_weight)
 OF_GEMM = {OUTPUT: _linear, GRAD_INPUT: _grad_input, GRAD_WEIGHT: _grad_weight}
 FLOP_FORMULAS: dict[torch._ops.OpOverload, Callable[..., int]] = {
     **{op: _of_all_tokens(OF_GEMM[gemm]) if op in SHARDED else OF_GEMM[gemm] for op, gemm in LAYER_OPS.items()},
-    fsdp_linear: _of_whole_weight,
+    **dict.fromkeys((fsdp_linear, fsdp_delayed_linear), _of_whole_weight),
     scaled_mm: _scaled_mm,
 }
 

@@ -5,17 +5,11 @@
 
 What `torch.distributed.fsdp.fully_shard` does around a module, as nodes of the graph. In compiled code the gather is
 repeated in the backward: only the shard is kept.
-
-    arguments of this op and of its likes, behind the tensors
-    sizes             rows that each rank has; they may differ and be 0
-    rank, group       this one's number in the group, and the name of that
-    replicas          name of the group whose ranks have the same shards (HSDP), or empty
-    reduce_dtype      of gradients on their way
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -25,17 +19,17 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 from fp8compile import _compat
 from fp8compile.ops.collectives import all_gather, all_reduce, reduce_scatter
 from fp8compile.ops.registry import register_op
-from fp8compile.quantizers import Recipe
+from fp8compile.ops.rows import Rows
 
 __all__ = ["fsdp_gather", "fsdp_reduce", "gathered", "reduced"]
 
 
-def gathered(shard: Tensor, sizes: Sequence[int], group: str, *, in_backward: bool = False) -> Tensor:
+def gathered(shard: Tensor, rows: Rows, *, in_backward: bool = False) -> Tensor:
     """All rows, in the dtype of this rank's; in compiled code gathered once more by the backward, not kept."""
-    if len(sizes) == 1:
+    if len(rows.sizes) == 1:
         return shard
     with _compat.recomputed(in_backward=in_backward):
-        return all_gather(shard, 0, sizes, group)
+        return all_gather(shard, 0, rows.sizes, rows.group)
 
 
 def _divisors(dtype: torch.dtype, ranks: int) -> tuple[float, float]:
@@ -46,28 +40,17 @@ def _divisors(dtype: torch.dtype, ranks: int) -> tuple[float, float]:
     return float(before), ranks / before
 
 
-def reduced(
-    grad: Tensor,
-    dtype: torch.dtype,
-    sizes: Sequence[int],
-    rank: int,
-    group: str,
-    replicas: str,
-    reduce_dtype: torch.dtype,
-) -> Tensor:
+def reduced(grad: Tensor, dtype: torch.dtype, rows: Rows) -> Tensor:
     """This rank's rows of the mean gradient over the ranks of both groups, by the arithmetic of `fully_shard`.
 
     Args:
         grad: Of the whole parameter, from this rank's data.
         dtype: Of the result.
-        sizes: Rows that each rank has.
-        rank: This rank in the group.
-        group: Name of the one that shares the rows.
-        replicas: Name of the one whose ranks have the same rows, or empty.
-        reduce_dtype: In which ranks add.
+        rows: Of whom.
     """
-    copies = _resolve_process_group(replicas).size() if replicas else 1
-    ranks = len(sizes) * copies
+    copies = _resolve_process_group(rows.replicas).size() if rows.replicas else 1
+    ranks = len(rows.sizes) * copies
+    reduce_dtype = getattr(torch, rows.reduce_dtype)
     # float32 and bfloat16 have room for a sum; which divides first, NCCL's mean or we, is not to differ from FSDP2
     has_room = reduce_dtype in (torch.float32, torch.bfloat16)
     reduction = "avg" if has_room else "sum"
@@ -75,10 +58,10 @@ def reduced(
     part = grad.to(reduce_dtype)
     if before != 1:
         part = part / before
-    if len(sizes) > 1:
-        part = reduce_scatter(part, reduction, 0, sizes, rank, group)
+    if len(rows.sizes) > 1:
+        part = reduce_scatter(part, reduction, 0, rows.sizes, rows.rank, rows.group)
     if copies > 1:
-        part = all_reduce(part.contiguous(), reduction, replicas)
+        part = all_reduce(part.contiguous(), reduction, rows.replicas)
     if after != 1:
         part = part / after
     return part.to(dtype)
@@ -87,27 +70,18 @@ def reduced(
 # ---------------------------------------------------------------------------------- the gradient
 
 
-def _reduce_kernel(
-    grad: Tensor,
-    dtype: torch.dtype,
-    sizes: Sequence[int],
-    rank: int,
-    group: str,
-    replicas: str,
-    reduce_dtype: torch.dtype,
-    recipe: Recipe,
-) -> Tensor:
-    part = reduced(grad, dtype, sizes, rank, group, replicas, reduce_dtype)
+def _reduce_kernel(grad: Tensor, dtype: torch.dtype, rows: Rows) -> Tensor:
+    part = reduced(grad, dtype, rows)
     return part.clone() if part is grad else part.contiguous()
 
 
-def _reduce_fake(grad: Tensor, dtype: torch.dtype, sizes: Sequence[int], rank: int, *where: Any) -> Tensor:
-    return grad.new_empty((sizes[rank], *grad.shape[1:]), dtype=dtype)
+def _reduce_fake(grad: Tensor, dtype: torch.dtype, rows: Rows) -> Tensor:
+    return grad.new_empty((rows.sizes[rows.rank], *grad.shape[1:]), dtype=dtype)
 
 
 def _reduce_samples() -> Iterator[tuple]:
-    for shard, *where in _samples():
-        yield torch.ones_like(shard, dtype=where[0]), shard.dtype, *where[1:]
+    for shard, dtype, rows in _samples():
+        yield torch.ones_like(shard, dtype=dtype), shard.dtype, rows
 
 
 fsdp_reduce = register_op(
@@ -123,39 +97,31 @@ fsdp_reduce = register_op(
 # ---------------------------------------------------------------------------------- the gather
 
 
-def _kernel(
-    shard: Tensor,
-    dtype: torch.dtype,
-    sizes: Sequence[int],
-    rank: int,
-    group: str,
-    replicas: str,
-    reduce_dtype: torch.dtype,
-    recipe: Recipe,
-) -> Tensor:
-    whole = gathered(shard.to(dtype), sizes, group)
+def _kernel(shard: Tensor, dtype: torch.dtype, rows: Rows) -> Tensor:
+    whole = gathered(shard.to(dtype), rows)
     return whole.clone() if whole is shard else whole.contiguous()
 
 
-def _fake(shard: Tensor, dtype: torch.dtype, sizes: Sequence[int], *where: Any) -> Tensor:
-    return shard.new_empty((sum(sizes), *shard.shape[1:]), dtype=dtype)
+def _fake(shard: Tensor, dtype: torch.dtype, rows: Rows) -> Tensor:
+    return shard.new_empty((sum(rows.sizes), *shard.shape[1:]), dtype=dtype)
 
 
 def _setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
-    shard, _, *ctx.where = inputs
+    shard, used, ctx.rows = inputs
     ctx.dtype = shard.dtype
+    _compat.declare_grad_dtype(ctx, getattr(torch, ctx.rows.reduce_dtype), used)
 
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    return fsdp_reduce(grad, ctx.dtype, *ctx.where), *(None for _ in range(1 + len(ctx.where)))
+    return fsdp_reduce(grad, ctx.dtype, ctx.rows), None, None
 
 
 def _samples() -> Iterator[tuple]:
     """As of a group of one rank: others need processes (tests/test_graph_fsdp.py)."""
     for shape in ((6,), (3, 4), (0, 4)):
         for dtype in (torch.float32, torch.bfloat16):
-            yield torch.ones(shape), dtype, [shape[0]], 0, "", "", torch.float32, Recipe()
-    yield torch.ones(4, 3).t(), torch.float16, [3], 0, "", "", torch.float16, Recipe()
+            yield torch.ones(shape), dtype, Rows.alone(shape[0])
+    yield torch.ones(4, 3).t(), torch.float16, Rows.alone(3, "float16")
 
 
 fsdp_gather = register_op(

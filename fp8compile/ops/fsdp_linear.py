@@ -5,11 +5,7 @@
     grad_weight   this rank's product --reduce-scatter--> the mean over ranks, its rows
 
 Codes and scales of the weight are those that a layer on the whole weight has, in the dtype of ``x``; what is saved for
-backward is the shard. A product that the recipe leaves in high precision gathers the weight in that dtype. Arguments
-behind the tensors are those of `fp8compile.ops.fsdp_gather`, and before the recipe
-
-    placed    how tensor parallel ranks cut the weight before its rows are (`fp8compile.ops.fsdp_weight`); empty
-              without such ranks
+backward is the shard. A product that the recipe leaves in high precision gathers the weight in that dtype.
 
 ``amax`` is that of the whole weight for the output, ``amax_for_grad_input`` that for grad_input: ranks can send those
 of all layers at once. Where one is None, the op sends what it needs.
@@ -17,7 +13,7 @@ of all layers at once. Where one is None, the op sends what it needs.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -25,29 +21,33 @@ from torch import Tensor
 
 from fp8compile import _compat
 from fp8compile.ops.amax import amax as amax_of
+from fp8compile.ops.delayed import quantize_by
 from fp8compile.ops.fsdp_gather import gathered, reduced
-from fp8compile.ops.fsdp_weight import gathered_codes, rows_cut
+from fp8compile.ops.fsdp_weight import codes_of, gathered_codes, rows_cut
 from fp8compile.ops.gemm import Operand
 from fp8compile.ops.linear import (
     GRAD_INPUT,
     GRAD_WEIGHT,
     OUTPUT,
     Quantize,
+    as_read,
     for_gradients_of,
     linear_samples,
     product,
     quantize_by_amax,
     quantize_for_gradients,
     sample_grad,
+    scattered,
     sum_of_tokens,
 )
-from fp8compile.ops.parts import Part
+from fp8compile.ops.parts import Codes, Part
 from fp8compile.ops.registry import register_op
 from fp8compile.ops.rounding import rounded
-from fp8compile.quantizers import Gemm, Quantizer, Recipe
+from fp8compile.ops.rows import Rows
+from fp8compile.quantizers import DelayedScaling, Gemm, Quantizer, Recipe
 from fp8compile.quantizers.blocks import as_matrix
 
-__all__ = ["fsdp_grad_input", "fsdp_grad_weight", "fsdp_linear"]
+__all__ = ["fsdp_grad_input", "fsdp_grad_weight", "fsdp_linear", "fsdp_output"]
 
 
 def _product_with_shard(
@@ -55,9 +55,7 @@ def _product_with_shard(
     shard: Tensor,
     amax: Tensor | None,
     gemm: Gemm,
-    sizes: Sequence[int],
-    rank: int,
-    group: str,
+    rows: Rows,
     recipe: Recipe,
     quantize: Quantize = quantize_by_amax,
 ) -> Tensor:
@@ -65,60 +63,59 @@ def _product_with_shard(
     shard = shard.to(a.dtype)  # before anything else: the numbers are those of the layer on the weight in this dtype
     in_backward = gemm is GRAD_INPUT
     if recipe.quantizers(gemm) is None:
-        return product(as_matrix(a), gathered(shard, sizes, group, in_backward=in_backward), gemm, recipe)
+        return product(as_matrix(a), gathered(shard, rows, in_backward=in_backward), gemm, recipe)
 
     def quantize_either(tensor: Tensor, quantizer: Quantizer, slot: str) -> Operand:
         if slot != gemm.b:
             return quantize(tensor, quantizer, slot)
-        part = Part(tensor, (rows_cut(sizes, rank, group),))
-        return gathered_codes(part, amax, quantizer, in_backward=in_backward).operand()[0]
+        cuts = (rows_cut(rows),)
+        if isinstance(quantizer, DelayedScaling):
+            known = quantize(tensor, quantizer, slot)
+            codes = Codes(known.codes, known.scale, quantizer, cuts)
+        else:
+            codes = codes_of(Part(tensor, cuts), amax, quantizer)
+        return gathered_codes(codes, in_backward=in_backward).operand()[0]
 
     return product(as_matrix(a), shard, gemm, recipe, quantize_either)
 
 
 # ---------------------------------------------------------------------------------- gradients
+# Of layers with delayed scaling, too: by the multipliers (3,) that their forward used.
+
+
+def _by(multiplier: Tensor | None) -> Quantize:
+    return quantize_by_amax if multiplier is None else quantize_by(multiplier)
+
+
+def _by_compiled(multiplier: Tensor | None, recipe: Recipe, device: torch.device) -> Quantize:
+    others = quantize_for_gradients(recipe, device)
+    return others if multiplier is None else quantize_by(multiplier, others=others, apart=True)
 
 
 def _grad_input_kernel(
-    grad_output: Tensor,
-    shard: Tensor,
-    amax: Tensor | None,
-    sizes: Sequence[int],
-    rank: int,
-    group: str,
-    replicas: str,
-    reduce_dtype: torch.dtype,
-    placed: Sequence[int],
-    recipe: Recipe,
+    grad_output: Tensor, shard: Tensor, amax: Tensor | None, multiplier: Tensor | None, rows: Rows, recipe: Recipe
 ) -> Tensor:
-    grad_MK = _product_with_shard(grad_output, shard, amax, GRAD_INPUT, sizes, rank, group, recipe)
+    grad_MK = _product_with_shard(grad_output, shard, amax, GRAD_INPUT, rows, recipe, _by(multiplier))
     return grad_MK.view(*grad_output.shape[:-1], shard.shape[1])
 
 
 def _grad_input_decompose(
-    grad_output: Tensor,
-    shard: Tensor,
-    amax: Tensor | None,
-    sizes: Sequence[int],
-    rank: int,
-    group: str,
-    replicas: str,
-    reduce_dtype: torch.dtype,
-    placed: Sequence[int],
-    recipe: Recipe,
+    grad_output: Tensor, shard: Tensor, amax: Tensor | None, multiplier: Tensor | None, rows: Rows, recipe: Recipe
 ) -> Tensor:
-    quantize = quantize_for_gradients(recipe, grad_output.device)
-    grad_MK = _product_with_shard(grad_output, shard, amax, GRAD_INPUT, sizes, rank, group, recipe, quantize)
+    quantize = _by_compiled(multiplier, recipe, grad_output.device)
+    grad_MK = _product_with_shard(grad_output, shard, amax, GRAD_INPUT, rows, recipe, quantize)
     return grad_MK.view(*grad_output.shape[:-1], shard.shape[1])
 
 
-def _grad_input_fake(grad_output: Tensor, shard: Tensor, *where: Any) -> Tensor:
+def _grad_input_fake(
+    grad_output: Tensor, shard: Tensor, amax: Tensor | None, multiplier: Tensor | None, rows: Rows, recipe: Recipe
+) -> Tensor:
     return grad_output.new_empty((*grad_output.shape[:-1], shard.shape[1]))
 
 
 def _grad_input_samples() -> Iterator[tuple]:
-    for x, shard, _, _, amax, *where in _samples():
-        yield sample_grad(x, shard), shard, amax, *where
+    for x, shard, _, _, amax, rows, recipe in _samples():
+        yield sample_grad(x, shard), shard, amax, None, rows, recipe
 
 
 fsdp_grad_input = register_op(
@@ -133,49 +130,31 @@ fsdp_grad_input = register_op(
 
 
 def _grad_weight_kernel(
-    grad_output: Tensor,
-    x: Tensor,
-    dtype: torch.dtype,
-    sizes: Sequence[int],
-    rank: int,
-    group: str,
-    replicas: str,
-    reduce_dtype: torch.dtype,
-    placed: Sequence[int],
-    recipe: Recipe,
+    grad_output: Tensor, x: Tensor, multiplier: Tensor | None, dtype: torch.dtype, rows: Rows, recipe: Recipe
 ) -> Tensor:
-    grad_NK = product(as_matrix(grad_output), as_matrix(x), GRAD_WEIGHT, recipe)
-    return reduced(grad_NK, dtype, sizes, rank, group, replicas, reduce_dtype).contiguous()
+    grad_NK = product(as_matrix(grad_output), as_matrix(x), GRAD_WEIGHT, recipe, _by(multiplier))
+    return reduced(grad_NK, dtype, rows).contiguous()
 
 
 def _grad_weight_decompose(
-    grad_output: Tensor,
-    x: Tensor,
-    dtype: torch.dtype,
-    sizes: Sequence[int],
-    rank: int,
-    group: str,
-    replicas: str,
-    reduce_dtype: torch.dtype,
-    placed: Sequence[int],
-    recipe: Recipe,
+    grad_output: Tensor, x: Tensor, multiplier: Tensor | None, dtype: torch.dtype, rows: Rows, recipe: Recipe
 ) -> Tensor:
-    quantize = quantize_for_gradients(recipe, grad_output.device)
+    quantize = _by_compiled(multiplier, recipe, grad_output.device)
     grad_NK = product(as_matrix(grad_output), as_matrix(x), GRAD_WEIGHT, recipe, quantize)
     # the product is rounded to its dtype before it is cast to another one, in fused code too
     grad_NK = rounded(grad_NK).to(grad_NK.dtype)
-    return reduced(grad_NK, dtype, sizes, rank, group, replicas, reduce_dtype).contiguous()
+    return reduced(grad_NK, dtype, rows).contiguous()
 
 
 def _grad_weight_fake(
-    grad_output: Tensor, x: Tensor, dtype: torch.dtype, sizes: Sequence[int], rank: int, *where: Any
+    grad_output: Tensor, x: Tensor, multiplier: Tensor | None, dtype: torch.dtype, rows: Rows, recipe: Recipe
 ) -> Tensor:
-    return grad_output.new_empty((sizes[rank], x.shape[-1]), dtype=dtype)
+    return grad_output.new_empty((rows.sizes[rows.rank], x.shape[-1]), dtype=dtype)
 
 
 def _grad_weight_samples() -> Iterator[tuple]:
-    for x, shard, _, _, _, *where in _samples():
-        yield sample_grad(x, shard), x, shard.dtype, *where
+    for x, shard, _, _, _, rows, recipe in _samples():
+        yield sample_grad(x, shard), x, None, shard.dtype, rows, recipe
 
 
 fsdp_grad_weight = register_op(
@@ -191,12 +170,28 @@ fsdp_grad_weight = register_op(
 # ---------------------------------------------------------------------------------- the layer
 
 
+def fsdp_output(
+    x: Tensor,
+    shard: Tensor,
+    bias: Tensor | None,
+    amax: Tensor | None,
+    rows: Rows,
+    recipe: Recipe,
+    quantize: Quantize = quantize_by_amax,
+) -> Tensor:
+    """What `fsdp_linear` computes, its operands quantized in a given way."""
+    y_MN = _product_with_shard(x, shard, amax, OUTPUT, rows, recipe, quantize)
+    if bias is not None:
+        y_MN = y_MN + bias
+    return y_MN.view(*x.shape[:-1], sum(rows.sizes))
+
+
 def _check_no_delayed_scaling(recipe: Recipe) -> None:
     # in the op, for PyTorch 2.11 traces no method of a recipe
     if not _compat.is_stand_in(recipe) and recipe.history():
         raise ValueError(
-            "fsdp_linear: the recipe has delayed scaling, whose state this op has no place for. Take a recipe with "
-            "current scaling."
+            "fsdp_linear: the recipe has delayed scaling, whose state this op has no place for. Take "
+            "fsdp_delayed_linear."
         )
 
 
@@ -206,23 +201,15 @@ def _kernel(
     bias: Tensor | None,
     amax: Tensor | None,
     amax_for_grad_input: Tensor | None,
-    sizes: Sequence[int],
-    rank: int,
-    group: str,
-    replicas: str,
-    reduce_dtype: torch.dtype,
-    placed: Sequence[int],
+    rows: Rows,
     recipe: Recipe,
 ) -> Tensor:
     _check_no_delayed_scaling(recipe)
-    y_MN = _product_with_shard(x, shard, amax, OUTPUT, sizes, rank, group, recipe)
-    if bias is not None:
-        y_MN = y_MN + bias
-    return y_MN.view(*x.shape[:-1], sum(sizes))
+    return fsdp_output(x, shard, bias, amax, rows, recipe)
 
 
 def _decompose(x: Tensor, shard: Tensor, bias: Tensor | None, *where: Any) -> Tensor:
-    return _kernel(x, shard, None if bias is None else rounded(bias).to(bias.dtype), *where)
+    return _kernel(x, shard, as_read(bias), *where)
 
 
 def _fake(
@@ -231,33 +218,33 @@ def _fake(
     bias: Tensor | None,
     amax: Tensor | None,
     amax_for_grad_input: Tensor | None,
-    sizes: Sequence[int],
-    rank: int,
-    group: str,
-    replicas: str,
-    reduce_dtype: torch.dtype,
-    placed: Sequence[int],
+    rows: Rows,
     recipe: Recipe,
 ) -> Tensor:
     _check_no_delayed_scaling(recipe)
-    return x.new_empty((*x.shape[:-1], sum(sizes)))
+    return x.new_empty((*x.shape[:-1], sum(rows.sizes)))
 
 
 def _setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
-    x, shard, _, _, amax, *ctx.where, recipe = inputs
+    x, shard, _, _, amax, ctx.rows, recipe = inputs
     needs_x, needs_weight = ctx.needs_input_grad[:2]
     ctx.recipe = for_gradients_of(recipe, x=needs_x, weight=needs_weight)
     ctx.dtype = shard.dtype
+    ctx.placements = _compat.placements_of(x)
     ctx.save_for_backward(x if needs_weight else None, shard if needs_x else None, amax if needs_x else None)
 
 
 def _backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
     x, shard, amax = ctx.saved_tensors
+    grad_x = None if shard is None else fsdp_grad_input(grad_output, shard, amax, None, ctx.rows, ctx.recipe)
     return (
-        None if shard is None else fsdp_grad_input(grad_output, shard, amax, *ctx.where, ctx.recipe),
-        None if x is None else fsdp_grad_weight(grad_output, x, ctx.dtype, *ctx.where, ctx.recipe),
+        scattered(grad_x, ctx.placements),
+        None if x is None else fsdp_grad_weight(grad_output, x, None, ctx.dtype, ctx.rows, ctx.recipe),
         sum_of_tokens(grad_output) if ctx.needs_input_grad[2] else None,
-        *(None for _ in range(3 + len(ctx.where))),
+        None,
+        None,
+        None,
+        None,
     )
 
 
@@ -269,7 +256,7 @@ def _samples() -> Iterator[tuple]:
         if index % 3 == 0:
             slots = (recipe.weight, recipe.weight_for_grad_input)
             known = [None if each is None else amax_of(weight, each) for each in slots]
-        yield x, shard, bias, *known, [weight.shape[0]], 0, "", "", shard.dtype, [], recipe
+        yield x, shard, bias, *known, Rows.alone(weight.shape[0]), recipe
 
 
 fsdp_linear = register_op(

@@ -18,26 +18,27 @@ from fp8compile import _compat
 from fp8compile.ops.linear import linear_samples
 from fp8compile.ops.parts import Codes, Cuts, Part, Shards, cast_part, quantize_part, sides_of, whole_amax
 from fp8compile.ops.registry import register_op
+from fp8compile.ops.rows import Rows
 from fp8compile.ops.scale import scale
 from fp8compile.quantizers import Quantizer, Recipe
 
-__all__ = ["fsdp_amax", "gathered_codes", "placed_cuts", "placed_of", "rows_cut"]
+__all__ = ["codes_of", "fsdp_amax", "gathered_codes", "placed_cuts", "placed_of", "rows_cut"]
 
 
-def rows_cut(sizes: Sequence[int], rank: int, group: str) -> Shards | None:
+def rows_cut(rows: Rows) -> Shards | None:
     """How FSDP cuts the rows that a rank would have; None for a group of one rank."""
-    return None if len(sizes) == 1 else Shards(group, rank, 0, tuple(sizes))
+    return None if len(rows.sizes) == 1 else Shards(rows.group, rows.rank, 0, rows.sizes)
 
 
-def placed_of(cuts: Cuts) -> list[int]:
+def placed_of(cuts: Cuts) -> tuple[int, ...]:
     """Cuts of tensor parallel ranks as numbers."""
     found: list[int] = []
     for cut in cuts:
         found += [-1] if cut is None else [cut.dim, cut.rank, len(cut.sizes), *cut.sizes]
-    return found
+    return tuple(found)
 
 
-def placed_cuts(placed: Sequence[int], groups: Sequence[ProcessGroup] = ()) -> Cuts:
+def placed_cuts(placed: Sequence[int], groups: Sequence[ProcessGroup | str] = ()) -> Cuts:
     """Numbers as cuts; those of no group where none are given."""
     cuts: list[Shards | None] = []
     rest = list(placed)
@@ -63,19 +64,21 @@ def _by_amax(part: Part, amax: Tensor, quantizer: Quantizer) -> Codes:
     return Codes(cast_part(part, multiplier, quantizer), scales, quantizer, part.cuts, is_cut)
 
 
-def gathered_codes(part: Part, amax: Tensor | None, quantizer: Quantizer, *, in_backward: bool) -> Codes:
+def codes_of(part: Part, amax: Tensor | None, quantizer: Quantizer) -> Codes:
+    """Codes of this rank's part of a weight, by the amaxes of the whole, if they are known."""
+    return quantize_part(part, quantizer) if amax is None else _by_amax(part, amax, quantizer)
+
+
+def gathered_codes(codes: Codes, *, in_backward: bool) -> Codes:
     """Codes of a weight: what the ranks of FSDP have, put together; as other ranks cut it.
 
     Args:
-        part: This rank's, in the dtype in which the weight is used; the cut of FSDP is the last.
-        amax: Of the whole weight, if it is known.
-        quantizer: How.
+        codes: This rank's; the cut of FSDP is the last.
         in_backward: Whether this is the backward.
     """
-    codes = quantize_part(part, quantizer) if amax is None else _by_amax(part, amax, quantizer)
-    if part.cuts[-1] is not None:
+    if codes.cuts[-1] is not None:
         with _compat.recomputed(in_backward=in_backward):
-            codes = codes.gather(len(part.cuts) - 1)
+            codes = codes.gather(len(codes.cuts) - 1)
     return replace(codes, cuts=codes.cuts[:-1])
 
 
@@ -85,24 +88,20 @@ def gathered_codes(part: Part, amax: Tensor | None, quantizer: Quantizer, *, in_
 def _kernel(
     shard: Tensor,
     dtype: torch.dtype,
-    sizes: Sequence[int],
-    rank: int,
-    placed: Sequence[int],
+    rows: Rows,
     grid: Sequence[int],
     slot: str,
     recipe: Recipe,
 ) -> Tensor:
     """What this rank knows of the amaxes of the whole weight, ``grid``, float32: see `whole_amax`."""
-    part = Part(shard.to(dtype), (*placed_cuts(placed), rows_cut(sizes, rank, "")))
+    part = Part(shard.to(dtype), (*placed_cuts(rows.placed), rows_cut(rows)))
     return whole_amax(part, getattr(recipe, slot)).clone()
 
 
 def _fake(
     shard: Tensor,
     dtype: torch.dtype,
-    sizes: Sequence[int],
-    rank: int,
-    placed: Sequence[int],
+    rows: Rows,
     grid: Sequence[int],
     slot: str,
     recipe: Recipe,
@@ -117,7 +116,8 @@ def _samples() -> Iterator[tuple]:
         for slot in ("weight", "weight_for_grad_input"):
             if (quantizer := getattr(recipe, slot)) is not None:
                 grid = list(quantizer.scale_shape((40 + own.shape[0], own.shape[1])))
-                yield own, weight.dtype, [40, own.shape[0]], 1, [], grid, slot, recipe
+                rows = Rows(sizes=(40, own.shape[0]), rank=1, group="", replicas="", reduce_dtype="float32")
+                yield own, weight.dtype, rows, grid, slot, recipe
 
 
 fsdp_amax = register_op(

@@ -1,8 +1,9 @@
-"""The ops that a linear layer is in graphs, whatever its recipe: one for each of its three GEMMs, three times."""
+"""The ops that a linear layer is in graphs, whatever its recipe: one for each of its three GEMMs."""
 
 from __future__ import annotations
 
 from fp8compile.ops.delayed import delayed_grad_input, delayed_grad_weight, delayed_linear
+from fp8compile.ops.fsdp_delayed import fsdp_delayed_linear
 from fp8compile.ops.fsdp_linear import fsdp_grad_input, fsdp_grad_weight, fsdp_linear
 from fp8compile.ops.linear import GRAD_INPUT, GRAD_WEIGHT, OUTPUT, grad_input, grad_weight, linear
 from fp8compile.ops.scaled_mm import scaled_mm
@@ -19,6 +20,7 @@ LAYER_OPS = {
     delayed_grad_input: GRAD_INPUT,
     delayed_grad_weight: GRAD_WEIGHT,
     fsdp_linear: OUTPUT,
+    fsdp_delayed_linear: OUTPUT,
     fsdp_grad_input: GRAD_INPUT,
     fsdp_grad_weight: GRAD_WEIGHT,
     sharded_linear: OUTPUT,
@@ -27,5 +29,5 @@ LAYER_OPS = {
 }
 
 # What a policy of selective activation checkpointing names to keep the products: where a plain model has aten.mm, a
-# converted one has fp8compile::linear, delayed_linear, fsdp_linear or sharded_linear, and never aten._scaled_mm.
-GEMM_OPS = (linear, delayed_linear, fsdp_linear, sharded_linear, scaled_mm)
+# converted one has fp8compile::linear or another of these, and never aten._scaled_mm.
+GEMM_OPS = (linear, delayed_linear, fsdp_linear, fsdp_delayed_linear, sharded_linear, scaled_mm)

@@ -312,6 +312,14 @@ def sum_of_tokens(grad_output: Tensor) -> Tensor:
     return grad_output.sum(tuple(range(grad_output.ndim - 1))) if grad_output.ndim > 1 else grad_output.clone()
 
 
+def scattered(grad_x: Tensor | None, placements: tuple | None) -> Tensor | None:
+    """The gradient of an input: what is a sum over ranks is cut at once where the input, by its placements, was.
+
+    Left a sum, a norm before the layer would go on with it and have ranks add three float32 tensors in its place.
+    """
+    return None if grad_x is None else _compat.scattered_like(grad_x, placements)
+
+
 def _for_one_gradient(recipe: Recipe, gemm: Gemm) -> Recipe:
     """The recipe without the other gradient's GEMM, where it would have grad_output quantized for both."""
     if _compat.is_stand_in(recipe) or not is_pair(recipe.grad_output, recipe.grad_output_for_grad_weight):
@@ -338,8 +346,7 @@ def _backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
     needs_bias = ctx.needs_input_grad[2]
     grad_x = None if weight is None else grad_input(grad_output, weight, ctx.recipe)
     return (
-        # a sum over ranks goes where x came from now, in its dtype: a norm would sum what it makes of it in float32
-        None if grad_x is None else _compat.scattered_like(grad_x, ctx.placements),
+        scattered(grad_x, ctx.placements),
         None if x is None else grad_weight(grad_output, x, ctx.recipe),
         sum_of_tokens(grad_output) if needs_bias else None,
         None,

@@ -6,27 +6,33 @@ rest is what the layer does without FSDP (`fp8compile.parallel.dtensor_linear`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from fp8compile.ops.delayed import amax_of
+from fp8compile.ops.fsdp_delayed import fsdp_tokens
 from fp8compile.ops.fsdp_gather import gathered, reduced
-from fp8compile.ops.fsdp_weight import gathered_codes, placed_cuts, rows_cut
+from fp8compile.ops.fsdp_weight import codes_of, gathered_codes, placed_cuts, rows_cut
 from fp8compile.ops.linear import GRAD_INPUT, GRAD_WEIGHT, OUTPUT
-from fp8compile.ops.parts import Codes, Part
-from fp8compile.ops.sharded_product import Product, add_bias, multiply_parts, quantize_slot
-from fp8compile.parallel.dtensor_linear import of_tokens
+from fp8compile.ops.parts import Codes, Part, part_amax
+from fp8compile.ops.rows import Rows
+from fp8compile.ops.sharded_product import Product, QuantizePart, add_bias, multiply_parts, quantize_slot
+from fp8compile.ops.snapshot import snapshot
+from fp8compile.parallel.dtensor_linear import of_tokens, quantize_by
 from fp8compile.parallel.placed import part_of, placements_of, whole_of
-from fp8compile.quantizers import Gemm, Quantizer, Recipe
+from fp8compile.quantizers import DelayedScaling, Gemm, Quantizer, Recipe
 
 __all__ = ["HANDLERS"]
 
 
-def _weight_part(a: DTensor, local: Tensor, placed: Sequence[int]) -> Part:
+def _weight_part(a: DTensor, local: Tensor, rows: Rows) -> Part:
     mesh = a.device_mesh
-    return Part(local, placed_cuts(placed, [mesh.get_group(index) for index in range(mesh.ndim)]))
+    return Part(local, placed_cuts(rows.placed, [mesh.get_group(index) for index in range(mesh.ndim)]))
+
+
+def _by(multiplier: Tensor | None) -> QuantizePart:
+    return quantize_slot if multiplier is None else quantize_by(multiplier)
 
 
 def _product_with_shard(
@@ -34,31 +40,33 @@ def _product_with_shard(
     a: DTensor,
     shard: Tensor,
     amax: Tensor | None,
-    sizes: Sequence[int],
-    rank: int,
-    group: str,
-    placed: Sequence[int],
+    multiplier: Tensor | None,
+    rows: Rows,
     recipe: Recipe,
 ) -> tuple[Product, Part]:
     """A product whose right operand is the weight, and how the weight is cut."""
     shard = shard.to(a.dtype)
-    weight = _weight_part(a, shard, placed)
+    weight = _weight_part(a, shard, rows)
     in_backward = gemm is GRAD_INPUT
     if recipe.quantizers(gemm) is None:
-        weight = Part(gathered(shard, sizes, group, in_backward=in_backward), weight.cuts)
+        weight = Part(gathered(shard, rows, in_backward=in_backward), weight.cuts)
+
+    by_slot = _by(multiplier)
 
     def quantize(part: Part, quantizer: Quantizer, slot: str) -> Codes:
         if slot != gemm.b:
-            return quantize_slot(part, quantizer, slot)
-        every = Part(part.local, (*part.cuts, rows_cut(sizes, rank, group)))
-        return gathered_codes(every, amax, quantizer, in_backward=in_backward)
+            return by_slot(part, quantizer, slot)
+        every = Part(part.local, (*part.cuts, rows_cut(rows)))
+        is_delayed = isinstance(quantizer, DelayedScaling)
+        codes = by_slot(every, quantizer, slot) if is_delayed else codes_of(every, amax, quantizer)
+        return gathered_codes(codes, in_backward=in_backward)
 
     return multiply_parts(gemm, part_of(gemm.name, a), weight, recipe, quantize), weight
 
 
-def _whole_features(weight: Part, sizes: Sequence[int]) -> tuple[int, int]:
+def _whole_features(weight: Part, rows: Rows) -> tuple[int, int]:
     """Rows and columns of the whole weight."""
-    shape = [sum(sizes), weight.local.shape[1]]
+    shape = [sum(rows.sizes), weight.local.shape[1]]
     for cut in reversed(weight.cuts):
         if cut is not None:
             shape[cut.dim] = cut.total
@@ -71,59 +79,74 @@ def _output(
     bias: DTensor | None,
     amax: Tensor | None,
     amax_for_grad_input: Tensor | None,
-    sizes: Sequence[int],
-    rank: int,
-    group: str,
-    replicas: str,
-    reduce_dtype: torch.dtype,
-    placed: Sequence[int],
+    rows: Rows,
     recipe: Recipe,
+    multiplier: Tensor | None = None,
 ) -> DTensor:
-    product, weight = _product_with_shard(OUTPUT, x, shard, amax, sizes, rank, group, placed, recipe)
+    product, weight = _product_with_shard(OUTPUT, x, shard, amax, multiplier, rows, recipe)
     local = product.local if bias is None else add_bias(product, part_of("linear", bias), weight.cuts)
-    return of_tokens(product, local, x.device_mesh, (*x.shape[:-1], _whole_features(weight, sizes)[0]))
+    return of_tokens(product, local, x.device_mesh, (*x.shape[:-1], _whole_features(weight, rows)[0]))
+
+
+def _delayed_output(
+    x: DTensor,
+    shard: Tensor,
+    bias: DTensor | None,
+    of_activations: Tensor | None,
+    of_weight: Tensor | None,
+    amax: Tensor | None,
+    amax_for_grad_input: Tensor | None,
+    multiplier: Tensor,
+    rows: Rows,
+    recipe: Recipe,
+) -> tuple[DTensor, Tensor, Tensor, Tensor]:
+    used = snapshot(multiplier)
+    for_x, for_weight, _ = recipe.delayed()
+    # the ranks that share a layer's tokens tell each other, as they do without FSDP; rows of the weight are for later
+    amax_of_x = used.new_zeros(()) if for_x is None else part_amax(part_of("linear", x), for_x).view(())
+    y = _output(x, shard, bias, amax, amax_for_grad_input, rows, recipe, used)
+    return y, used, amax_of_x, amax_of(shard.to(x.dtype), for_weight)
 
 
 def _grad_input(
     grad_output: DTensor,
     shard: Tensor,
     amax: Tensor | None,
-    sizes: Sequence[int],
-    rank: int,
-    group: str,
-    replicas: str,
-    reduce_dtype: torch.dtype,
-    placed: Sequence[int],
+    multiplier: Tensor | None,
+    rows: Rows,
     recipe: Recipe,
 ) -> DTensor:
-    product, weight = _product_with_shard(GRAD_INPUT, grad_output, shard, amax, sizes, rank, group, placed, recipe)
-    shape = (*grad_output.shape[:-1], _whole_features(weight, sizes)[1])
+    product, weight = _product_with_shard(GRAD_INPUT, grad_output, shard, amax, multiplier, rows, recipe)
+    shape = (*grad_output.shape[:-1], _whole_features(weight, rows)[1])
     return of_tokens(product, product.local, grad_output.device_mesh, shape)
 
 
 def _grad_weight(
     grad_output: DTensor,
     x: DTensor,
+    multiplier: Tensor | None,
     dtype: torch.dtype,
-    sizes: Sequence[int],
-    rank: int,
-    group: str,
-    replicas: str,
-    reduce_dtype: torch.dtype,
-    placed: Sequence[int],
+    rows: Rows,
     recipe: Recipe,
 ) -> Tensor:
     mesh = x.device_mesh
-    product = multiply_parts(GRAD_WEIGHT, part_of("grad_weight", grad_output), part_of("grad_weight", x), recipe)
+    operands = part_of("grad_weight", grad_output), part_of("grad_weight", x)
+    product = multiply_parts(GRAD_WEIGHT, *operands, recipe, _by(multiplier))
     placements = placements_of(product.steps, {"m": [0] * mesh.ndim, "n": [1] * mesh.ndim})
     whole = whole_of(product.local, mesh, placements, (grad_output.shape[-1], x.shape[-1]))
-    own = [Replicate() if cut is None else Shard(cut.dim) for cut in placed_cuts(placed)]
+    own = [Replicate() if cut is None else Shard(cut.dim) for cut in placed_cuts(rows.placed)]
     grad = whole.redistribute(placements=own).to_local()
-    return reduced(grad, dtype, sizes, rank, group, replicas, reduce_dtype).contiguous()
+    return reduced(grad, dtype, rows).contiguous()
+
+
+def _tokens(origin: DTensor, amax_history: Tensor, multiplier: Tensor, recipe: Recipe) -> tuple[Tensor, Tensor]:
+    return fsdp_tokens(multiplier, amax_history, multiplier, recipe)  # of the origin only its gradient matters
 
 
 HANDLERS = {
+    "fp8compile::fsdp_tokens": _tokens,
     "fp8compile::fsdp_linear": _output,
+    "fp8compile::fsdp_delayed_linear": _delayed_output,
     "fp8compile::fsdp_grad_input": _grad_input,
     "fp8compile::fsdp_grad_weight": _grad_weight,
 }

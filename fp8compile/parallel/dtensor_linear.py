@@ -21,7 +21,7 @@ from fp8compile.parallel.placed import check_one_mesh, part_of, placements_of, w
 from fp8compile.quantizers import DelayedScaling, Quantizer, Recipe
 from fp8compile.tensor import QuantizedTensor, check_serves
 
-__all__ = ["HANDLERS", "of_tokens"]
+__all__ = ["HANDLERS", "of_tokens", "quantize_by"]
 
 
 def of_tokens(product: Product, local: Tensor, mesh: DeviceMesh, shape: Sequence[int]) -> DTensor:
@@ -89,7 +89,7 @@ def _grad_weight(grad_output: DTensor, x: DTensor, recipe: Recipe, quantize: Qua
 # ---------------------------------------------------------------------------------- delayed scaling
 
 
-def _quantize_by(multiplier: Tensor) -> QuantizePart:
+def quantize_by(multiplier: Tensor) -> QuantizePart:
     """By these multipliers (3,), which all ranks have; by its own amax where a slot has no delayed scaling."""
     by_multiplier = delayed.quantize_by(multiplier)
 
@@ -125,7 +125,7 @@ def _delayed_output(
     mesh = check_one_mesh("linear", {"x": x, "weight": weight, "bias": bias, **state})
     delayed.check_state(x, amax_history, multiplier, recipe)
     used = snapshot(_state_of(multiplier))
-    y = _output(x, weight, bias, recipe, _quantize_by(used))
+    y = _output(x, weight, bias, recipe, quantize_by(used))
     everywhere = [Replicate()] * mesh.ndim
     amaxes = [
         part_amax(part_of("linear", tensor), quantizer).view(()) if quantizer else used.new_zeros(())
@@ -135,11 +135,11 @@ def _delayed_output(
 
 
 def _delayed_grad_input(grad_output: DTensor, weight: DTensor, multiplier: DTensor, recipe: Recipe) -> DTensor:
-    return _grad_input(grad_output, weight, recipe, _quantize_by(_state_of(multiplier)))
+    return _grad_input(grad_output, weight, recipe, quantize_by(_state_of(multiplier)))
 
 
 def _delayed_grad_weight(grad_output: DTensor, x: DTensor, multiplier: DTensor, recipe: Recipe) -> DTensor:
-    return _grad_weight(grad_output, x, recipe, _quantize_by(_state_of(multiplier)))
+    return _grad_weight(grad_output, x, recipe, quantize_by(_state_of(multiplier)))
 
 
 def _scatter_sum(x: DTensor, dim: int, recipe: Recipe) -> DTensor:

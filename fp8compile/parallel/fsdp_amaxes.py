@@ -13,10 +13,11 @@ from torch import Tensor, nn
 
 from fp8compile.nn import Linear
 from fp8compile.ops import fsdp_amax
-from fp8compile.ops.collectives import all_reduce_amax
-from fp8compile.ops.fsdp_weight import placed_of, rows_cut
-from fp8compile.ops.parts import Cuts, Part, sides_of
+from fp8compile.ops.collectives import all_reduce_amaxes
+from fp8compile.ops.fsdp_weight import placed_cuts, rows_cut
+from fp8compile.ops.parts import Part, sides_of
 from fp8compile.parallel.fsdp_shards import Where, used_dtype
+from fp8compile.quantizers import DelayedScaling
 
 __all__ = ["SharedAmaxes", "exchange", "shared_amaxes"]
 
@@ -30,28 +31,26 @@ class SharedAmaxes:
     Attributes:
         grids: For each slot of the recipe whose blocks have elements on several ranks, the shape of its amaxes.
         groups: Names of the groups that these ranks are.
-        placed: As `fp8compile.ops.fsdp_weight` has it.
         same: Whether forward and backward quantize the weight alike.
     """
 
     grids: dict[str, tuple[int, ...]]
     groups: tuple[str, ...]
-    placed: tuple[int, ...]
     same: bool
 
 
-def shared_amaxes(layer: Linear, local: Tensor, where: Where, cuts: Cuts) -> SharedAmaxes:
-    """For a layer of which this rank has ``local``, cut as said by tensor parallel ranks and then by rows."""
-    every = (*(None if cut is None else cut.by_name() for cut in cuts), rows_cut(where.sizes, where.rank, where.group))
+def shared_amaxes(layer: Linear, local: Tensor, where: Where) -> SharedAmaxes:
+    """For a layer of which this rank has ``local``, cut by tensor parallel ranks if there are any, then by rows."""
+    every = (*placed_cuts(where.rows.placed, where.tensor_parallel_groups()), rows_cut(where.rows))
     same = layer.recipe.weight_for_grad_input == layer.recipe.weight
     shape, grids = Part(local, every).whole_shape(), {}
     for slot in SLOTS:
         quantizer = getattr(layer.recipe, slot)
-        if quantizer is None or (same and slot == SLOTS[1]):
+        if quantizer is None or isinstance(quantizer, DelayedScaling) or (same and slot == SLOTS[1]):
             continue
         if any(side.kind != "own" for side in sides_of(local.shape, every, quantizer.block)):
             grids[slot] = tuple(quantizer.scale_shape(shape))
-    return SharedAmaxes(grids, tuple(cut.group for cut in every if cut is not None), tuple(placed_of(cuts)), same)
+    return SharedAmaxes(grids, tuple(cut.group for cut in every if cut is not None), same)
 
 
 def _known(layer: Linear, slot: str) -> Tensor:
@@ -59,22 +58,18 @@ def _known(layer: Linear, slot: str) -> Tensor:
     where, shared = state.where["weight"], state.shared_amaxes
     shard = layer._parameters["weight"].detach().to_local()
     dtype = used_dtype(where, shard.device.type)
-    grid, placed = list(shared.grids[slot]), list(shared.placed)
-    return fsdp_amax(shard, dtype, list(where.sizes), where.rank, placed, grid, slot, layer.recipe)
+    return fsdp_amax(shard, dtype, where.rows, list(shared.grids[slot]), slot, layer.recipe)
 
 
 def exchange(layers: Iterable[nn.Module]) -> None:
     """Give each layer the amaxes of its whole weight: one message for each group of ranks, mostly one."""
-    messages: dict[tuple[str, ...], list[tuple[Linear, str, Tensor]]] = {}
-    for layer in layers:
-        shared = layer.graph_fsdp.shared_amaxes
-        for slot in shared.grids:
-            if slot == SLOTS[0] or torch.is_grad_enabled():
-                messages.setdefault(shared.groups, []).append((layer, slot, _known(layer, slot)))
-    for groups, entries in messages.items():
-        message = torch.cat([amax.flatten() for _, _, amax in entries])
-        for group in groups:
-            message = all_reduce_amax(message, group)
-        parts = message.split([amax.numel() for _, _, amax in entries])
-        for (layer, slot, amax), part in zip(entries, parts, strict=True):
-            layer.graph_fsdp.amaxes[slot] = part.view(amax.shape)
+    entries = [
+        (layer, slot)
+        for layer in layers
+        for slot in layer.graph_fsdp.shared_amaxes.grids
+        if slot == SLOTS[0] or torch.is_grad_enabled()
+    ]
+    known = [_known(layer, slot) for layer, slot in entries]
+    groups = [layer.graph_fsdp.shared_amaxes.groups for layer, _ in entries]
+    for (layer, slot), amax in zip(entries, all_reduce_amaxes(known, groups), strict=True):
+        layer.graph_fsdp.amaxes[slot] = amax

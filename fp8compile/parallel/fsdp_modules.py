@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cache
+from itertools import count
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,8 +18,9 @@ from torch.utils import _pytree as pytree
 
 from fp8compile import _compat
 from fp8compile.nn import Linear
-from fp8compile.ops import fsdp_linear
+from fp8compile.ops import fsdp_delayed_linear, fsdp_linear
 from fp8compile.parallel.fsdp_amaxes import SharedAmaxes, exchange
+from fp8compile.parallel.fsdp_delayed import Later, Tokens, give, take
 from fp8compile.parallel.fsdp_shards import Where, gather, used_dtype
 from fp8compile.tensor import SOURCE_DTYPES
 
@@ -30,9 +32,15 @@ __all__ = ["Forward", "Sharded", "become_sharded", "is_sharded"]
 
 @dataclass
 class Forward:
-    """Whether a forward of the model runs; one for all of its modules."""
+    """A forward of the model, one for all of its modules.
+
+    Attributes:
+        runs: Whether it does.
+        tied: Parameters that several modules have, gathered once: so their gradients are added before ranks add them.
+    """
 
     runs: bool = False
+    tied: list[Tensor] = field(default_factory=list)
 
 
 @dataclass
@@ -43,17 +51,27 @@ class Sharded:
         forward: Of the model.
         where: Of each parameter, by name.
         cast: Of the root, which casts what goes in and what comes out; None for others.
-        layers: Of the root, those whose ranks tell each other amaxes.
+        tied: Of each parameter that others gather too, its place in `Forward.tied`.
+        layers: Of the root, those with FP8.
+        owners: Of the root, for each place there, a module that has it, and its name.
         shared_amaxes: Of a layer, which.
         amaxes: Of a layer, while the model's forward runs: those of the whole weight, by slot of the recipe.
+        later: Of a layer with delayed scaling, who tells whom.
+        tokens: Of a layer with delayed scaling, until it is called: by which its backward gives its amaxes.
+        key: A number of its own.
     """
 
     forward: Forward
     where: dict[str, Where]
     cast: MixedPrecisionPolicy | None = None
+    tied: dict[str, int] = field(default_factory=dict)
     layers: list[nn.Module] = field(default_factory=list)
+    owners: list[tuple[nn.Module, str]] = field(default_factory=list)
     shared_amaxes: SharedAmaxes | None = None
     amaxes: dict[str, Tensor] = field(default_factory=dict)
+    later: Later | None = None
+    tokens: Tokens | None = None
+    key: int = field(default_factory=count().__next__)
 
 
 def _cast(values: Any, dtype: torch.dtype | None) -> Any:
@@ -70,15 +88,26 @@ class _ShardedModule(nn.Module):
         state = self.graph_fsdp
         if state.cast is not None and state.cast.cast_forward_inputs:
             args, kwargs = _cast((args, kwargs), state.cast.param_dtype)
-        before, state.forward.runs = state.forward.runs, True
+        starts = not state.forward.runs
+        if starts:  # else nothing is written: PyTorch 2.11 traces no write in what checkpointing repeats
+            state.forward.runs = True
         layers = self._without_amaxes()
         try:
+            if state.owners:
+                own = [(module._parameters[name], module.graph_fsdp.where[name]) for module, name in state.owners]
+                state.forward.tied = [gather(*each) for each in own]
             exchange(layers)
+            give(state.layers, self, (args, kwargs))
             output = self._forward(*args, **kwargs)
         finally:
-            state.forward.runs = before
+            if starts:
+                state.forward.runs = False
+            if state.owners:
+                state.forward.tied = []
             for layer in layers:
                 layer.graph_fsdp.amaxes.clear()
+            for layer in state.layers:
+                layer.graph_fsdp.tokens = None
         return output if state.cast is None else _cast(output, state.cast.output_dtype)
 
     def _without_amaxes(self) -> list[nn.Module]:
@@ -90,9 +119,12 @@ class _ShardedModule(nn.Module):
 
     def _parameter(self, name: str) -> Tensor | None:
         parameter = self._parameters[name]
-        if parameter is None or not self.graph_fsdp.forward.runs:
+        state = self.graph_fsdp
+        if parameter is None or not state.forward.runs:
             return parameter
-        return gather(parameter, self.graph_fsdp.where[name])
+        if name in state.tied and state.forward.tied:
+            return state.forward.tied[state.tied[name]]
+        return gather(parameter, state.where[name])
 
 
 def _checked(layer: Linear, x: Tensor, bias: Tensor | None, where: Where) -> tuple[Tensor, Tensor | None]:
@@ -136,22 +168,15 @@ class _ShardedLinear(_ShardedModule):
 
     def _forward(self, input: Tensor) -> Tensor:
         where = self.graph_fsdp.where["weight"]
-        bias = self._parameters["bias"]
-        if bias is not None:
-            bias = gather(bias, self.graph_fsdp.where["bias"])
-        x, bias = _checked(self, input, bias, where)
+        x, bias = _checked(self, input, self._parameter("bias"), where)
         state = self.graph_fsdp
         amax = state.amaxes.get("weight")
-        return fsdp_linear(
-            x,
-            self._parameters["weight"].to_local(),
-            bias,
-            amax,
-            amax if state.shared_amaxes.same else state.amaxes.get("weight_for_grad_input"),
-            *where.arguments(),
-            list(state.shared_amaxes.placed),
-            self.recipe,
-        )
+        amaxes = amax, amax if state.shared_amaxes.same else state.amaxes.get("weight_for_grad_input")
+        operands = x, self._parameters["weight"].to_local(), bias
+        if state.later is None:
+            return fsdp_linear(*operands, *amaxes, where.rows, self.recipe)
+        multiplier = _compat.replicated(self.multiplier)
+        return fsdp_delayed_linear(*operands, *take(self, x), *amaxes, multiplier, where.rows, self.recipe)[0]
 
 
 @cache

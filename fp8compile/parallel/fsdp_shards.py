@@ -21,8 +21,10 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from fp8compile import _compat
 from fp8compile.ops import fsdp_gather
-from fp8compile.ops.parts import chunks
-from fp8compile.quantizers import Recipe
+from fp8compile.ops.fsdp_weight import placed_of
+from fp8compile.ops.parts import Cuts, chunks
+from fp8compile.ops.rows import Rows
+from fp8compile.parallel.placed import part_of
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy  # importing it needs DTensor, which imports this
@@ -45,32 +47,25 @@ class Shared:
 
 @dataclass(frozen=True)
 class Where:
-    """What the ops of `fp8compile.ops.fsdp_gather` take behind their tensors.
+    """What is known of a parameter.
 
     Attributes:
-        dtype: In which the parameter is used.
-        sizes: Rows that each rank has.
-        rank: This one's number among them.
-        group: Name of their group.
-        replicas: Name of the group whose ranks have the same rows, or empty.
-        reduce_dtype: Of gradients on their way.
+        dtype: In which it is used.
+        rows: Which each rank has.
         shared: With tensor parallel ranks.
     """
 
     dtype: torch.dtype
-    sizes: tuple[int, ...]
-    rank: int
-    group: str
-    replicas: str
-    reduce_dtype: torch.dtype
+    rows: Rows
     shared: Shared | None = None
+
+    def tensor_parallel_groups(self) -> list[str]:
+        """Names of the groups that share the parameter before it is sharded, one for each dim of their mesh."""
+        mesh = None if self.shared is None else self.shared.mesh
+        return [] if mesh is None else [mesh.get_group(index).group_name for index in range(mesh.ndim)]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         return self  # a copy of a model is on the same ranks
-
-    def arguments(self) -> tuple[list[int], int, str, str, torch.dtype]:
-        """In the order of the ops."""
-        return list(self.sizes), self.rank, self.group, self.replicas, self.reduce_dtype
 
 
 def used_dtype(where: Where, device_type: str) -> torch.dtype:
@@ -80,20 +75,23 @@ def used_dtype(where: Where, device_type: str) -> torch.dtype:
     return where.dtype
 
 
-def _where(mesh: DeviceMesh, local: Tensor, mp_policy: MixedPrecisionPolicy, shared: Shared | None) -> Where:
+def _where(
+    mesh: DeviceMesh, local: Tensor, mp_policy: MixedPrecisionPolicy, shared: Shared | None, cuts: Cuts
+) -> Where:
     last = mesh.ndim - 1
     dtype = local.dtype
     if mp_policy.param_dtype is not None and dtype.is_floating_point:
         dtype = mp_policy.param_dtype
-    return Where(
-        dtype=dtype,
+    reduce_dtype = mp_policy.reduce_dtype or _compat.default_reduce_dtype(local.dtype, dtype)
+    rows = Rows(
         sizes=chunks(local.shape[0], mesh.size(last)),
         rank=mesh.get_local_rank(last),
         group=mesh.get_group(last).group_name,
         replicas=mesh.get_group(0).group_name if mesh.ndim == 2 else "",
-        reduce_dtype=mp_policy.reduce_dtype or dtype,
-        shared=shared,
+        reduce_dtype=str(reduce_dtype).removeprefix("torch."),
+        placed=placed_of(cuts),
     )
+    return Where(dtype, rows, shared)
 
 
 def _whole_placements(mesh: DeviceMesh, shared: Shared | None) -> tuple[DeviceMesh, Sequence[Placement]]:
@@ -119,22 +117,22 @@ def shard_parameter(
         mesh: Of one dim, or of two, the first of which replicates.
         mp_policy: Dtypes.
     """
-    shape, stride, local, shared = parameter.shape, parameter.stride(), parameter.detach(), None
+    shape, stride, local, shared, cuts = parameter.shape, parameter.stride(), parameter.detach(), None, ()
     if isinstance(local, DTensor):
-        shared = Shared(local.device_mesh, tuple(local.placements))
+        shared, cuts = Shared(local.device_mesh, tuple(local.placements)), part_of("graph_fsdp", local).cuts
         local = local.to_local()
-    where = _where(mesh, local, mp_policy, shared)
-    rows = local.narrow(0, sum(where.sizes[: where.rank]), where.sizes[where.rank])
+    where = _where(mesh, local, mp_policy, shared, cuts)
+    sizes, rank = where.rows.sizes, where.rows.rank
     # a copy: a view would keep the whole parameter alive
-    rows = rows.clone(memory_format=torch.contiguous_format)
+    own = local.narrow(0, sum(sizes[:rank]), sizes[rank]).clone(memory_format=torch.contiguous_format)
     whole_mesh, placements = _whole_placements(mesh, shared)
-    whole = DTensor.from_local(rows, whole_mesh, placements, run_check=False, shape=shape, stride=stride)
+    whole = DTensor.from_local(own, whole_mesh, placements, run_check=False, shape=shape, stride=stride)
     return nn.Parameter(whole, requires_grad=parameter.requires_grad), where
 
 
 def gather(parameter: Tensor, where: Where) -> Tensor:
     """The whole parameter in the dtype in which it is used; with tensor parallel ranks, a DTensor on their mesh."""
-    whole = fsdp_gather(parameter.to_local(), where.dtype, *where.arguments(), Recipe())
+    whole = fsdp_gather(parameter.to_local(), where.dtype, where.rows)
     if (shared := where.shared) is None:
         return whole
     return DTensor.from_local(

@@ -10,11 +10,10 @@ from torch.distributed.tensor import DTensor
 
 from fp8compile import _compat
 from fp8compile.nn import Linear
-from fp8compile.ops.parts import Cuts
 from fp8compile.parallel.fsdp_amaxes import shared_amaxes
+from fp8compile.parallel.fsdp_delayed import later_amaxes
 from fp8compile.parallel.fsdp_modules import Forward, Sharded, become_sharded, is_sharded
 from fp8compile.parallel.fsdp_shards import shard_parameter
-from fp8compile.parallel.placed import part_of
 from fp8compile.tensor import QuantizedTensor, shown
 
 if TYPE_CHECKING:
@@ -55,11 +54,6 @@ def _check_module(name: str, module: nn.Module) -> None:
             f"{what} has a forward of its own instance, by .compile() or another library, which would not gather "
             "parameters. Call graph_fsdp first, torch.compile after it."
         )
-    if isinstance(module, Linear) and module.recipe.history():
-        raise ValueError(
-            f"{what} has delayed scaling, which sharded weights in the graph have no state for. Convert it with a "
-            "recipe with current scaling, or use fully_shard."
-        )
 
 
 def _check_parameter(name: str, parameter: nn.Parameter, mesh: DeviceMesh) -> None:
@@ -77,6 +71,8 @@ def _check_parameter(name: str, parameter: nn.Parameter, mesh: DeviceMesh) -> No
             f"{what} is on {parameter.device} and the mesh on {mesh.device_type!r}. Move the model first."
         )
     if isinstance(parameter, DTensor):
+        if any(placement.is_partial() for placement in parameter.placements):
+            raise ValueError(f"{what} has placements {parameter.placements}; it is Shard or Replicate on each.")
         names, tp_names = mesh.mesh_dim_names or (), parameter.device_mesh.mesh_dim_names or ()
         if not names or not tp_names or set(names) & set(tp_names):
             raise ValueError(
@@ -85,14 +81,18 @@ def _check_parameter(name: str, parameter: nn.Parameter, mesh: DeviceMesh) -> No
             )
 
 
-def _tensor_parallel_cuts(layer: Linear) -> Cuts:
-    """How tensor parallel ranks cut the weight of a layer that is not sharded yet."""
-    weight = layer.weight.detach()
-    if not isinstance(weight, DTensor):
-        return ()
-    if any(placement.is_partial() for placement in weight.placements):
-        raise ValueError(f"graph_fsdp: a weight has placements {weight.placements}; it is Shard or Replicate on each.")
-    return part_of("graph_fsdp", weight).cuts
+def _tie(model: nn.Module) -> None:
+    """Have parameters that several modules gather be gathered once; weights of FP8 layers are gathered by ops."""
+    owners: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
+    for module in filter(is_sharded, model.modules()):
+        for name, parameter in module._parameters.items():
+            if parameter is not None and not (isinstance(module, Linear) and name == "weight"):
+                owners.setdefault(parameter, []).append((module, name))
+    tied = [every for every in owners.values() if len(every) > 1]
+    for place, every in enumerate(tied):
+        for module, name in every:
+            module.graph_fsdp.tied[name] = place
+    model.graph_fsdp.owners = [every[0] for every in tied]
 
 
 def graph_fsdp(model: nn.Module, mesh: DeviceMesh, *, mp_policy: MixedPrecisionPolicy | None = None) -> nn.Module:
@@ -118,8 +118,8 @@ def graph_fsdp(model: nn.Module, mesh: DeviceMesh, *, mp_policy: MixedPrecisionP
 
     Raises:
         TypeError: An argument is of another type, or a parameter is no plain tensor, such as a QuantizedTensor.
-        ValueError: The mesh has other dims, a parameter is on another device or has no dims, a layer has delayed
-            scaling, or the model was sharded or compiled before.
+        ValueError: The mesh has other dims, a parameter is on another device or has no dims, or the model was sharded
+            or compiled before.
     """
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
@@ -133,7 +133,6 @@ def graph_fsdp(model: nn.Module, mesh: DeviceMesh, *, mp_policy: MixedPrecisionP
     forward, done, layers = Forward(), {}, []
     for module in modules.values():
         own = {name: each for name, each in module._parameters.items() if each is not None}
-        cuts = _tensor_parallel_cuts(module) if isinstance(module, Linear) else ()
         for name, parameter in own.items():
             if parameter not in done:  # tied ones stay tied
                 done[parameter] = shard_parameter(parameter, mesh, mp_policy)
@@ -143,10 +142,11 @@ def graph_fsdp(model: nn.Module, mesh: DeviceMesh, *, mp_policy: MixedPrecisionP
         state = Sharded(forward, {name: done[parameter][1] for name, parameter in own.items()})
         if isinstance(module, Linear):
             shard, where = done[own["weight"]]
-            state.shared_amaxes = shared_amaxes(module, shard.detach().to_local(), where, cuts)
-            if state.shared_amaxes.grids:
-                layers.append(module)
+            state.shared_amaxes = shared_amaxes(module, shard.detach().to_local(), where)
+            state.later = later_amaxes(module, where)
+            layers.append(module)
         if module is model:
             state.cast, state.layers = mp_policy, layers
         become_sharded(module, state)
+    _tie(model)
     return model

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from fp8compile import _compat
 from fp8compile.nn import Linear
 from fp8compile.ops import scale
-from fp8compile.ops.collectives import all_reduce_amax
+from fp8compile.ops.collectives import all_reduce_amaxes
 from fp8compile.ops.parts import whole_amax
 from fp8compile.parallel.sharded_weight import Edits, ShardedWeight, part_of_weight
 
@@ -71,21 +71,16 @@ class WeightScales:
 
     @torch.no_grad()
     def _refresh(self) -> None:
-        by_groups: dict[tuple, dict[Linear, Tensor]] = {}
+        changed: list[Linear] = []
+        amaxes: list[Tensor] = []
+        groups: list[tuple] = []
         for layer, parameter in self._parameters.items():
             found = self._scales.get(layer)
             if found is None or not found.hold(parameter):
                 weight = _compat.local_itself(parameter.sharded)
                 part = part_of_weight(weight, parameter.mesh, parameter.size, parameter.mp_policy)
-                groups = tuple(cut.group for cut in part.cuts)
-                known = whole_amax(part, layer.recipe.weight).to(parameter.device)
-                by_groups.setdefault(groups, {})[layer] = known
-        for groups, amaxes in by_groups.items():
-            message = torch.cat([amax.flatten() for amax in amaxes.values()])
-            for group in groups:
-                message = all_reduce_amax(message, group)
-            parts = message.split([amax.numel() for amax in amaxes.values()])
-            for (layer, known), part in zip(amaxes.items(), parts, strict=True):
-                self._scales[layer] = _Scales(
-                    *scale(part.view(known.shape), layer.recipe.weight), *_writes(self._parameters[layer])
-                )
+                changed.append(layer)
+                amaxes.append(whole_amax(part, layer.recipe.weight).to(parameter.device))
+                groups.append(tuple(cut.group for cut in part.cuts))
+        for layer, amax in zip(changed, all_reduce_amaxes(amaxes, groups), strict=True):
+            self._scales[layer] = _Scales(*scale(amax, layer.recipe.weight), *_writes(self._parameters[layer]))

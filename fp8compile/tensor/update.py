@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from fp8compile import ops
-from fp8compile.ops.collectives import all_reduce_amax
+from fp8compile.ops.collectives import all_reduce_amaxes
 from fp8compile.quantizers import Quantizer
 from fp8compile.tensor.quantized import QuantizedTensor
 
@@ -31,17 +31,6 @@ def shared_with(weight: QuantizedTensor) -> ProcessGroup | None:
     return weight.group if block == -1 else None
 
 
-def _over_ranks(amaxes: list[Tensor], groups: list[ProcessGroup | None]) -> list[Tensor]:
-    """Each amax over its group, with one message for all those of a group."""
-    found = list(amaxes)
-    for group in dict.fromkeys(group for group in groups if group is not None):
-        members = [index for index, each in enumerate(groups) if each is group]
-        reduced = all_reduce_amax(torch.cat([amaxes[index].flatten() for index in members]), group)
-        for index, part in zip(members, reduced.split([amaxes[index].numel() for index in members]), strict=True):
-            found[index] = part.view(amaxes[index].shape)
-    return found
-
-
 def quantized_anew(
     weights: Sequence[QuantizedParameter],
     values: Sequence[Tensor],
@@ -53,7 +42,7 @@ def quantized_anew(
     dtypes = dtypes or [value.dtype for value in values]
     amaxes = [ops.amax(v.to(dtype), q) for v, dtype, q in zip(values, dtypes, quantizers, strict=True)]
     for groups in ([shared_with(weight) for weight in weights], [weight.outer for weight in weights]):
-        amaxes = _over_ranks(amaxes, groups)
+        amaxes = all_reduce_amaxes(amaxes, [() if group is None else (group,) for group in groups])
     casts = zip(values, dtypes, rounding or quantizers, strict=True)
     for own, amax, (value, dtype, cast) in zip(quantizers, amaxes, casts, strict=True):
         multiplier, scale = ops.scale(amax, own)
