@@ -62,7 +62,8 @@ def mesh_of(shape):
     return DeviceMesh("cpu", ranks, mesh_dim_names=("data", "tensor")[-len(shape) :])
 
 
-def model_of(recipe, mesh):
+def model_of(recipe, mesh, *, placed=False):
+    """The block, cut; ``placed``: what the norm gives gate and up is a DTensor."""
     from torch.distributed.tensor import Shard, parallel
 
     model = Block().bfloat16()
@@ -74,12 +75,20 @@ def model_of(recipe, mesh):
     else:
         model = f8.convert(model, f8.recipes.by_name(recipe))
         colwise, rowwise = f8.parallel.ColwiseParallel(use_local_output=False), f8.parallel.RowwiseParallel()
-    plan = {"norm": parallel.SequenceParallel(), "gate": colwise, "up": colwise, "down": rowwise}
+    norm = parallel.SequenceParallel(use_local_output=not placed)
+    plan = {"norm": norm, "gate": colwise, "up": colwise, "down": rowwise}
     return parallel.parallelize_module(model, mesh["tensor"], plan)
 
 
 def local_input(mesh):
     return torch.randn(BATCH, SEQUENCE // mesh["tensor"].size(), DIM, dtype=torch.bfloat16, requires_grad=True)
+
+
+def sums_of(recipe, placed):
+    """Sums over ranks that are sent, of which a rank gets its part."""
+    mesh = mesh_of((4,))
+    sent = graph_report(model_of(recipe, mesh, placed=placed), local_input(mesh)).collectives
+    return [(c.dtype, c.bytes, c.backward) for c in sent if "scatter" in c.op]
 
 
 def report_of(recipe, shape):
@@ -109,9 +118,8 @@ def test_meshes_of_any_size_send_the_same(elsewhere, recipe):
 WHOLE = BATCH * SEQUENCE * DIM  # elements of what is gathered: the input of gate and up, grad_output of down
 # from 2.15, fx_graph_cse leaves wait_tensor alone: two equal messages stay two, and what is made of them
 MERGES_WAITS = _compat.TORCH_VERSION < (2, 14)
-# Of both, codes along rows and codes along columns; tensorwise, they are the same. PyTorch's partitioner repeats a
-# forward's gather in the backward where it has the input, and as a collective is never dead code, it stays.
-CODES_GATHERED = {"tensorwise": (2,), "rowwise": (4, 5), "blockwise": (4, 5), "mxfp8": (4, 5)}
+# Of both, codes along rows and codes along columns; tensorwise, they are the same.
+CODES_GATHERED = {"tensorwise": 2, "rowwise": 4, "blockwise": 4, "mxfp8": 4}
 
 
 @pytest.mark.parametrize("recipe", CODES_GATHERED)
@@ -121,9 +129,18 @@ def test_codes_travel_and_at_most_0_55_of_bfloat16s_bytes(elsewhere, recipe):
     codes = [c for c in gathers if c.dtype == "uint8" and c.bytes == WHOLE]
     scales = [c for c in gathers if c not in codes]
     if MERGES_WAITS:
-        assert len(codes) in CODES_GATHERED[recipe], gathers
+        assert len(codes) == CODES_GATHERED[recipe], gathers
     assert "bfloat16" not in {c.dtype for c in gathers}
     assert sum(c.bytes for c in codes + scales) <= 0.55 * 2 * WHOLE * len(codes) + sum(c.bytes for c in norm), gathers
+
+
+@pytest.mark.parametrize("placed", [False, True], ids=["plain", "DTensor"])
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+def test_sums_over_ranks_are_as_many_and_as_wide_as_without_fp8(elsewhere, recipe, placed):
+    """Of the output, and of the gradients of what gate and up read: no norm goes on with a sum that is not one yet."""
+    sums = elsewhere(sums_of, recipe, placed)
+    assert sums == elsewhere(sums_of, None, placed)
+    assert [(dtype, size) for dtype, size, _ in sums] == [("bfloat16", 2 * WHOLE)] * 3
 
 
 def test_stock_styles_gather_bfloat16(elsewhere):

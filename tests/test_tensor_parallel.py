@@ -125,6 +125,13 @@ def differs(found, expected, bias):
     return None if bool((off <= 0).all()) else f"{found.placements}: {off.max().item()} beyond the bound"
 
 
+def terms_of_x(grad, weight, multiplier, recipe):
+    """The gradient of x before ranks add what they have of it."""
+    if multiplier is None:
+        return torch.ops.fp8compile.grad_input(grad, weight, recipe)
+    return torch.ops.fp8compile.delayed_grad_input(grad, weight, multiplier, recipe)
+
+
 def layer_on_ranks(*case):
     """What differs from one process, in words; None on a rank that is not in the mesh."""
     return outcome(*case)[0]
@@ -156,6 +163,7 @@ def outcome(recipe_name, layout, shape_name, backend, count):
     wheres = (where_x, where_weight, 0 if where_weight == 0 else "replicate")
     spread = [placed(t, where, mesh).requires_grad_() for t, where in zip((x, weight, bias), wheres, strict=True)]
     spread_state = state(lambda t: placed(t, "replicate", mesh))
+    multiplier = None if spread_state is None else spread_state.multiplier.clone()
     run = layer if backend is None else torch.compile(layer, fullgraph=True, backend=backend)
     y = run(*spread, spread_state)
     y.redistribute(placements=placed(grad, where_y, mesh).placements).backward(placed(grad, where_y, mesh))
@@ -165,10 +173,16 @@ def outcome(recipe_name, layout, shape_name, backend, count):
         **{n: (s.grad, o.grad) for n, s, o in zip(("x", "weight", "bias"), spread, own, strict=True)},
     }
     no_bias = torch.zeros(())
+    scattered = None
+    if where_x == "tokens" and where_weight == 0:  # a sum that was scattered already: its terms tell what it may be
+        terms = terms_of_x(placed(grad, where_y, mesh), spread[1].detach(), multiplier, recipe)
+        scattered = differs(found["x"][0], terms.redistribute(placements=spread[0].placements).full_tensor(), no_bias)
+        found["x"] = terms, own[0].grad
     wrong = {name: differs(*pair, bias if name == "y" else no_bias) for name, pair in found.items()}
     if own_state is not None:
         same = all(torch.equal(a.full_tensor(), b) for a, b in zip(spread_state[:2], own_state[:2], strict=True))
         wrong["state"] = None if same else "not that of one process"
+    wrong["sum of x"] = scattered
     wrong["graphs"] = None
     graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     if backend is not None and graphs != 1:

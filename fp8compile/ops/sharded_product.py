@@ -159,9 +159,9 @@ def multiply_parts(gemm: Gemm, a: Part, b: Part, recipe: Recipe, quantize: Quant
         recipe: Quantizers; a GEMM without them stays in the operands' dtype, and that is what is gathered.
         quantize: By what.
     """
-    even = all(cut is None or cut.is_even() for cut in (*a.cuts, *b.cuts))
-    # the graphs of ranks that have as much are the same; those of others have to send the same in the same turn
-    with nullcontext() if gemm is GEMMS[0] or even else sent_in_backward():
+    # Moved into the forward, a gather that two layers share was sent in both passes; and ranks that have other sizes
+    # moved other messages, and waited for one another.
+    with nullcontext() if gemm is GEMMS[0] else sent_in_backward():
         return _multiply_parts(gemm, a, b, recipe, quantize)
 
 
