@@ -14,7 +14,7 @@ import torch
 
 from benchmarks.blocks import SHAPES, Shape, block
 from benchmarks.linear import runnable, step_of
-from benchmarks.mlp import contenders
+from benchmarks.mlp import contenders, peer_of
 from benchmarks.table import Row, emit
 from benchmarks.timing import device, medians, where
 
@@ -35,7 +35,7 @@ def rows(kind: str, m: int, name: str, shape: Shape, names: list[str], rounds: i
             "contender": contender,
             "ms": median,
             "speed to bf16": found["bf16"] / median,
-            "to torchao": found.get(f"torchao {contender.removeprefix('torchao ')}", float("nan")) / median,
+            "to torchao": found.get(peer_of(contender), float("nan")) / median,
         }
         for contender, median in found.items()
     ]

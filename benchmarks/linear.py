@@ -14,7 +14,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from benchmarks.mlp import contenders, converted
+from benchmarks.mlp import contenders, converted, peer_of
 from benchmarks.table import Row, emit
 from benchmarks.timing import device, medians, where
 
@@ -29,6 +29,7 @@ SIZES = {
 
 def step_of(model: nn.Module, x: torch.Tensor) -> Callable[[], object]:
     """Forward and backward of a model, compiled, with a gradient that is there already."""
+    torch._dynamo.config.recompile_limit = 64  # all contenders are graphs of one forward
     compiled = torch.compile(model, fullgraph=True, dynamic=False)
     grad = torch.randn_like(compiled(x))
     return lambda: torch.autograd.grad(compiled(x), [x, *model.parameters()], grad)
@@ -53,7 +54,7 @@ def rows(size: Size, names: list[str], rounds: int) -> list[Row]:
             "ms": median,
             "TFLOP/s": operations / median / 1e9,
             "speed to bf16": found["bf16"] / median,
-            "to torchao": found.get(f"torchao {name.removeprefix('torchao ')}", float("nan")) / median,
+            "to torchao": found.get(peer_of(name), float("nan")) / median,
         }
         for name, median in found.items()
     ]

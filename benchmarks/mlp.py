@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import fp8compile as f8
 
-__all__ = ["Mlp", "OURS", "PEERS", "contenders", "converted", "mlp"]
+__all__ = ["Mlp", "OURS", "PEERS", "contenders", "converted", "mlp", "peer_of"]
 
 
 class Mlp(nn.Module):
@@ -44,12 +44,19 @@ def _ours(recipe: str) -> Callable[[nn.Module], nn.Module]:
 
 OURS = {name: _ours(name) for name in f8.recipes.names()}
 PEERS = {f"torchao {name}": _torchao(name) for name in ("tensorwise", "rowwise", "rowwise_with_gw_hp")}
+SAME_KIND = {"rowwise_bf16_wgrad": "rowwise_with_gw_hp"}  # where torchao's recipe has another name
 CONTENDERS: dict[str, Callable[[nn.Module], nn.Module]] = {"bf16": lambda model: model, **OURS, **PEERS}
 
 
 def contenders() -> list[str]:
     """Names of those that are installed: bfloat16, our recipes, and torchao's."""
     return [name for name in CONTENDERS if name not in PEERS or importlib.util.find_spec("torchao")]
+
+
+def peer_of(contender: str) -> str:
+    """Torchao's recipe of the same kind, whether there is one or not."""
+    name = contender.removeprefix("torchao ")
+    return f"torchao {SAME_KIND.get(name, name)}"
 
 
 def converted(contender: str, model: nn.Module) -> nn.Module:
