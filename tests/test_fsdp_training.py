@@ -159,6 +159,7 @@ def test_the_command_prints_each_line_once_and_says_what_is_gathered(text_file, 
     [
         (2, ("--recipe", "tensorwise", "--fsdp")),
         pytest.param(2, ("--recipe", "tensorwise", "--fsdp", "--quantized-parameters"), marks=pytest.mark.slow),
+        pytest.param(2, ("--recipe", "tensorwise", "--tp", 2, "--quantized-parameters"), marks=pytest.mark.slow),
         pytest.param(2, ("--recipe", "rowwise", "--graph-fsdp"), marks=pytest.mark.slow),
         pytest.param(2, ("--recipe", "delayed", "--graph-fsdp"), marks=pytest.mark.slow),
         pytest.param(4, ("--recipe", "delayed", "--hsdp"), marks=pytest.mark.slow),
@@ -264,7 +265,6 @@ def test_processes_that_do_not_fit_are_refused(flags, size, message):
     ("flags", "message"),
     [
         ({"recipe": "bf16"}, "--quantized-parameters are those of FP8 layers, of which --recipe bf16 has none"),
-        ({"tp": 2}, "--quantized-parameters doesn't go with --tp, .* leave one of them out"),
         ({"graph_fsdp": True}, "--quantized-parameters doesn't go with --graph-fsdp, .* leave one of them out"),
         ({"recipe": "rowwise"}, "such as tensorwise or blockwise; --recipe rowwise multiplies others in each"),
     ],
@@ -272,6 +272,24 @@ def test_processes_that_do_not_fit_are_refused(flags, size, message):
 def test_parameters_that_can_not_be_codes_are_refused(flags, message):
     with pytest.raises(UserError, match=message):
         resolved(TrainConfig(quantized_parameters=True, **{"recipe": "tensorwise", **flags}))
+
+
+def refusal(flags, path):
+    """What the command complains of when it makes its model on the shared ranks."""
+    try:
+        losses(flags, path, codes=True, steps=1)
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+def test_tensor_parallel_parameters_whose_blocks_would_be_cut_are_refused(text_file):
+    flags = {"recipe": "blockwise", "fsdp": True, "tp": 2, "quantized_parameters": True, "compile": False}
+    said = set(shared_ranks().run(refusal, flags, text_file))
+    assert len(said) == 1
+    assert said.pop().startswith(
+        "--tp 2 --quantized-parameters: tensor parallel: a quantized weight is cut along dim 0"
+    )
 
 
 def test_hsdp_is_fsdp_when_a_run_is_resumed():

@@ -113,10 +113,10 @@ class TrainConfig:
     def _check_quantized_parameters(self) -> None:
         if self.recipe == BF16:
             raise UserError("--quantized-parameters are those of FP8 layers, of which --recipe bf16 has none")
-        if self.tp > 1 or self.graph_fsdp:
+        if self.graph_fsdp:
             raise UserError(
-                f"--quantized-parameters doesn't go with --{'tp' if self.tp > 1 else 'graph-fsdp'}, which takes "
-                "weights in high precision; leave one of them out"
+                "--quantized-parameters doesn't go with --graph-fsdp, which takes weights in high precision; leave "
+                "one of them out"
             )
 
     def _check_cuts(self) -> None:

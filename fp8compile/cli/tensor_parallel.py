@@ -39,7 +39,8 @@ def parallelize(model: nn.Module, mesh: DeviceMesh, *, sp: bool) -> None:
     between = Shard(1) if sp else Replicate()
 
     def style(name: str, module: nn.Module) -> parallel.ParallelStyle | None:
-        codes = sp and isinstance(module, f8.Linear)
+        # PyTorch's styles know how to cut a plain weight, and gather a sequence in bfloat16
+        codes = isinstance(module, f8.Linear) and (sp or isinstance(module.weight, f8.QuantizedTensor))
         last = name.rpartition(".")[2]
         if last == "embed":
             return parallel.PrepareModuleInputOutput(

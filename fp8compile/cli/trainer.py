@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from torch import Tensor
+    from torch.distributed.device_mesh import DeviceMesh
 
     from fp8compile.cli.config import Arm, TrainConfig
     from fp8compile.cli.text import Text
@@ -156,7 +157,7 @@ class Trainer:
             self._convert(recipe)
         self.model.to(self._device)
         if layout.tp > 1:
-            parallelize(self.model, layout.tp_mesh(self._device.type), sp=config.sp)
+            self._cut(layout.tp_mesh(self._device.type))
         tokens = config.batch // layout.dp * config.seq
         self._expected = expected_gemms(self.model, recipe, tokens=tokens, device=self._device)
         self._gathered = None
@@ -192,6 +193,12 @@ class Trainer:
         with torch.no_grad():
             for layer, values in drawn.items():
                 layer.weight.copy_(values)  # rounded for the codes, as they are for the masters
+
+    def _cut(self, mesh: DeviceMesh) -> None:
+        try:
+            parallelize(self.model, mesh, sp=self._config.sp)
+        except ValueError as error:  # of weights whose blocks would be cut
+            raise UserError(f"--tp {self._config.tp} --quantized-parameters: {error}") from error
 
     # ---------------------------------------------------------------- state
 
