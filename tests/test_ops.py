@@ -16,7 +16,7 @@ from fp8compile.ops import OPS, linear
 
 NAMESPACE = "fp8compile::"
 RECIPE = f8.recipes.rowwise()
-FSDP = ("fsdp_gather", "fsdp_linear")
+FSDP = ("fsdp_amaxes_together", "fsdp_delayed_linear", "fsdp_gather", "fsdp_linear", "fsdp_tokens")
 differentiable = tuple(
     f"fp8compile::{op}" for op in ("linear", "delayed_linear", "sharded_linear", "scatter_sum", *FSDP)
 )
