@@ -30,7 +30,7 @@ lint: $(INSTALLED)
 	$(BIN)/ruff format --check .
 
 test: lint
-	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not slow"
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not slow" --durations 25
 
 test-full: lint
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal

@@ -280,7 +280,9 @@ def test_what_delayed_scaling_sends(elsewhere):
     assert sorted(parts["delayed"][1][:-1], key=str) == sorted(parts["tensorwise"][1], key=str)
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "delayed"])
+@pytest.mark.parametrize(
+    "recipe", ["delayed", *(pytest.param(name, marks=pytest.mark.slow) for name in ("tensorwise", "rowwise"))]
+)
 def test_meshes_of_any_size_send_the_same(elsewhere, recipe):
     """But for the mean over replicas; all layers' amaxes are one message, wherever ranks need any."""
     kinds = {}

@@ -99,7 +99,7 @@ def stock_and_in_the_graph(recipe, path):
     return stock, losses({**flags, "graph_fsdp": True}, path, codes=True, steps=4)
 
 
-@pytest.mark.parametrize("recipe", ["rowwise", "delayed"])
+@pytest.mark.parametrize("recipe", [pytest.param("rowwise", marks=pytest.mark.slow), "delayed"])
 def test_losses_in_the_graph_are_those_of_stock_fsdp2(text_file, recipe):
     results = shared_ranks().run(stock_and_in_the_graph, recipe, text_file)
     stock, in_the_graph = results[0]
