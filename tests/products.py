@@ -1,9 +1,9 @@
 """Write the tables of the full products into docs, each from a run of it.
 
-    python tests/products.py [tensor-parallel] [fsdp] [--minutes N]
+    python tests/products.py [tensor-parallel] [fsdp] [--minutes N] [--continue]
 
 Within so many minutes a product, the columns from left to right: what the run did not get to is not in the table,
-which says so.
+which says so. Another run can continue with that.
 """
 
 from __future__ import annotations
@@ -47,10 +47,23 @@ class Product:
     cases: list[tuple[tuple[str, ...], Any]]
     outcome: Callable[[tuple[str, ...], Any], tuple[str, bool]]
 
-    def run(self, minutes: float) -> dict[tuple, tuple[str, bool]]:
-        """Outcomes of as many cases as the time allows."""
-        ends, found = time.monotonic() + 60 * minutes, {}
+    def read(self, page: str) -> dict[tuple, tuple[str, bool]]:
+        """Outcomes that a document has."""
+        found = {}
+        for line in page.splitlines():
+            cells = [cell.strip() for cell in line.strip("|").split("|")]
+            row, words = tuple(cells[: len(self.keys)]), cells[len(self.keys) :]
+            for column, said in zip(self.columns, words, strict=False):
+                if (row, column) in self.cases and said != "not run":
+                    found[row, column] = said, not said.startswith("**")
+        return found
+
+    def run(self, minutes: float, found: dict[tuple, tuple[str, bool]]) -> dict[tuple, tuple[str, bool]]:
+        """Outcomes of as many cases as the time allows, and those that were found before."""
+        ends, found = time.monotonic() + 60 * minutes, dict(found)
         for row, column in sorted(self.cases, key=lambda case: list(self.columns).index(case[1])):
+            if (row, column) in found:
+                continue
             if time.monotonic() > ends:
                 break
             words, is_right = found[row, column] = self.outcome(row, column)
@@ -163,10 +176,12 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("products", nargs="*", metavar="PRODUCT", help=", ".join(PRODUCTS))
     parser.add_argument("--minutes", type=float, default=float("inf"))
+    parser.add_argument("--continue", dest="goes_on", action="store_true", help="keep what the document has")
     args = parser.parse_args()
     failed = False
     for name in args.products or PRODUCTS:
-        outcomes = PRODUCTS[name].run(args.minutes)
-        (DOCS / f"product-{name}.md").write_text(PRODUCTS[name].page(outcomes))
+        product, page = PRODUCTS[name], DOCS / f"product-{name}.md"
+        outcomes = product.run(args.minutes, product.read(page.read_text()) if args.goes_on and page.exists() else {})
+        page.write_text(product.page(outcomes))
         failed |= any(not is_right for _, is_right in outcomes.values())
     sys.exit(failed)
