@@ -59,7 +59,7 @@ __all__ = [
     "register_decomposition",
     "register_fallback",
     "register_lowering",
-    "placements_of",
+    "placement_of",
     "rank_salt",
     "recomputed",
     "replicated",
@@ -483,21 +483,23 @@ def replicated(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if is_dtensor(tensor) else tensor
 
 
-def placements_of(tensor: torch.Tensor) -> tuple | None:
+def placement_of(tensor: torch.Tensor) -> tuple | None:
     """How a DTensor lies on its mesh; None of any other tensor."""
     return tensor.placements if is_dtensor(tensor) else None
 
 
-def scattered_like(tensor: torch.Tensor, placements: tuple | None) -> torch.Tensor:
-    """A DTensor whose sums over ranks, where something of these placements is cut, are cut in the same way."""
-    if placements is None or not is_dtensor(tensor):
-        return tensor
-    pairs = list(zip(tensor.placements, placements, strict=True))
-    if not any(own.is_partial() and wanted.is_shard() for own, wanted in pairs):
-        return tensor
-    return tensor.redistribute(
-        placements=[wanted if own.is_partial() and wanted.is_shard() else own for own, wanted in pairs]
-    )
+def scattered_like(grad: torch.Tensor | None, placements: tuple | None) -> torch.Tensor | None:
+    """The gradient of an input: what is a sum over ranks is cut at once where the input, by its placements, was.
+
+    Left a sum, a norm before the layer would go on with it and have ranks add three float32 tensors in its place.
+    """
+    if placements is None or not is_dtensor(grad):
+        return grad
+    cut = [
+        wanted if own.is_partial() and wanted.is_shard() else own
+        for own, wanted in zip(grad.placements, placements, strict=True)
+    ]
+    return grad if cut == list(grad.placements) else grad.redistribute(placements=cut)
 
 
 def declare_grad_dtype(ctx: Any, dtype: torch.dtype, used: torch.dtype) -> None:

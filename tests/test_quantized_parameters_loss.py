@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from test_quantized_parameters_ranks import plain_model, train
+from test_quantized_parameters_ranks import ByHand, plain_model, train
 
 import fp8compile as f8
 
@@ -19,23 +19,6 @@ WAYS = {
     "masters of the codes": {},
     "no masters, stochastic": {"keep": False, "rounding": "stochastic"},
 }
-
-
-class ByHand:
-    """AdamW over float32 masters of a model's matrices, which are their bfloat16 copies."""
-
-    def __init__(self, model):
-        self.pairs = {p: p.detach().float().requires_grad_() for p in model.parameters() if p.ndim == 2}
-        self.zero_grad = model.zero_grad
-        self.inner = torch.optim.AdamW([self.pairs.get(p, p) for p in model.parameters()], lr=RATE)
-
-    @torch.no_grad()
-    def step(self):
-        for weight, master in self.pairs.items():
-            master.grad = weight.grad.float()
-        self.inner.step()
-        for weight, master in self.pairs.items():
-            weight.copy_(master)
 
 
 def converted(model, recipe, **options):
@@ -50,7 +33,7 @@ def of_values(seed, recipe=None):
     model = plain_model(144, seed)
     if recipe is not None:
         converted(model, recipe)
-    return final_loss(model, ByHand(model))
+    return final_loss(model, ByHand(model, lr=RATE))
 
 
 def of_codes(way, seed, recipe):

@@ -12,7 +12,7 @@ import pytest
 import torch
 from fsdp_models import mesh_2d
 from gloo_ranks import GROUPS, shared_ranks
-from test_quantized_parameters_ranks import OPTIMIZERS, RECIPES, quantized, train
+from test_quantized_parameters_ranks import OPTIMIZERS, RECIPES, ByHand, quantized, train
 from torch import nn
 from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import DeviceMesh
@@ -61,26 +61,6 @@ def parallelized(model, mesh, recipe, order, **options):
     return parallel.parallelize_module(converted(model, recipe, **options), mesh, plan_of(f8.parallel))
 
 
-class ByHand:
-    """AdamW over float32 masters of a model's weights, which are their bfloat16 copies."""
-
-    def __init__(self, model):
-        self.pairs = {p: p.detach().float().requires_grad_() for p in model.parameters() if p.ndim == 2}
-        self.model = model
-        self.inner = torch.optim.AdamW([self.pairs.get(p, p) for p in model.parameters()], lr=0.02)
-
-    @torch.no_grad()
-    def step(self):
-        for weight, master in self.pairs.items():
-            master.grad = weight.grad.float()
-        self.inner.step()
-        for weight, master in self.pairs.items():
-            weight.copy_(master)
-
-    def zero_grad(self):
-        self.model.zero_grad()
-
-
 def steps_of(name, hidden, order, *, fsdp=False, backend=None, share=False):
     """Losses beside those of the reference, whether scales are those of whole weights, and graphs."""
     recipe = RECIPES[name]
@@ -92,7 +72,7 @@ def steps_of(name, hidden, order, *, fsdp=False, backend=None, share=False):
         fully_shard(model, mesh=mesh["data"])
     if share:
         f8.parallel.share_scales(model)
-    optimizer, by_hand = OPTIMIZERS["AdamW, masters"](model.parameters()), ByHand(reference)
+    optimizer, by_hand = OPTIMIZERS["AdamW, masters"](model.parameters()), ByHand(reference, lr=0.02)
     run = model if backend is None else torch.compile(model, fullgraph=True, backend=backend)
     losses = train(run, optimizer, 4), train(reference, by_hand, 4)
     whole = [f8.quantize(weight.detach().full_tensor(), recipe.weight) for weight in by_hand.pairs]

@@ -192,7 +192,7 @@ class Linear(nn.Linear):
                 own.copy_(placed_like(given, own))
         local = local_itself(self.weight)
         local.written = True
-        local.keep(local.dequantize(torch.float32))
+        local.keep(local)
 
     def _load_from_state_dict(
         self,

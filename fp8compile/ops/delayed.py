@@ -34,7 +34,6 @@ from fp8compile.ops.linear import (
     quantize_first,
     quantize_for_gradients,
     sample_grad,
-    scattered,
     sum_of_tokens,
 )
 from fp8compile.ops.registry import register_op
@@ -284,7 +283,7 @@ def keep_used(ctx: Any) -> None:
 def _setup_context(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor, Tensor, Tensor]) -> None:
     x, weight, _, ctx.amax_history, ctx.multiplier, ctx.group, ctx.recipe = inputs
     _, ctx.used, *ctx.amaxes = output
-    ctx.placements = _compat.placements_of(x)
+    ctx.placements = _compat.placement_of(x)
     keep_used(ctx)
     needs_x, needs_weight = ctx.needs_input_grad[:2]
     # checkpointing gives what is saved from the forward that it repeats, what is set on ctx from the first
@@ -322,7 +321,7 @@ def _backward(ctx: Any, grad_output: Tensor, *_: None) -> tuple[Tensor | None, .
     _update_state(ctx, grad_output)
     grad_x = None if weight is None else delayed_grad_input(grad_output, weight, ctx.used, ctx.recipe)
     return (
-        scattered(grad_x, ctx.placements),
+        _compat.scattered_like(grad_x, ctx.placements),
         None if x is None else delayed_grad_weight(grad_output, x, ctx.used, ctx.recipe),
         sum_of_tokens(grad_output) if ctx.needs_input_grad[2] else None,
         None,

@@ -32,7 +32,7 @@ from fp8compile.ops.delayed import (
     quantize_by,
 )
 from fp8compile.ops.fsdp_linear import fsdp_grad_input, fsdp_grad_weight, fsdp_output
-from fp8compile.ops.linear import Quantize, as_read, quantize_by_amax, scattered, sum_of_tokens
+from fp8compile.ops.linear import as_read, sum_of_tokens
 from fp8compile.ops.registry import register_op
 from fp8compile.ops.rows import Rows
 from fp8compile.ops.snapshot import snapshot
@@ -140,13 +140,12 @@ def _layer(
     recipe: Recipe,
     *,
     wait: bool,
-    others: Quantize = quantize_by_amax,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The op's results; ``wait`` and ``others`` as `fp8compile.ops.delayed` has them."""
+    """The op's results; ``wait`` as `fp8compile.ops.delayed` has it."""
     used = snapshot(multiplier)
     of_x, of_weight, _ = recipe.delayed()
     amaxes = amax_of(x, of_x), amax_of(shard.to(x.dtype), of_weight)
-    y = fsdp_output(x, shard, bias, amax, rows, recipe, quantize_by(used, amaxes if wait else (), others=others))
+    y = fsdp_output(x, shard, bias, amax, rows, recipe, quantize_by(used, amaxes if wait else ()))
     return y, used, *amaxes
 
 
@@ -165,34 +164,13 @@ def _kernel(
     return _layer(x, shard, bias, amax, multiplier, rows, recipe, wait=False)
 
 
-def _decompose(
-    x: Tensor,
-    shard: Tensor,
-    bias: Tensor | None,
-    of_activations: Tensor | None,
-    of_weight: Tensor | None,
-    amax: Tensor | None,
-    amax_for_grad_input: Tensor | None,
-    multiplier: Tensor,
-    rows: Rows,
-    recipe: Recipe,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    wait = torch.is_grad_enabled()
-    return _layer(x, shard, as_read(bias), amax, multiplier, rows, recipe, wait=wait)
+def _decompose(x: Tensor, shard: Tensor, bias: Tensor | None, *rest: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    *_, amax, _, multiplier, rows, recipe = rest
+    return _layer(x, shard, as_read(bias), amax, multiplier, rows, recipe, wait=torch.is_grad_enabled())
 
 
-def _fake(
-    x: Tensor,
-    shard: Tensor,
-    bias: Tensor | None,
-    of_activations: Tensor | None,
-    of_weight: Tensor | None,
-    amax: Tensor | None,
-    amax_for_grad_input: Tensor | None,
-    multiplier: Tensor,
-    rows: Rows,
-    recipe: Recipe,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _fake(x: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    *_, multiplier, rows, _ = rest
     y = x.new_empty((*x.shape[:-1], sum(rows.sizes)))
     return y, torch.empty_like(multiplier), multiplier.new_empty(()), multiplier.new_empty(())
 
@@ -202,7 +180,7 @@ def _setup_context(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor, Tensor
     ctx.place_of_tokens = 2 if bias is None else 3
     _, ctx.used, *ctx.amaxes = output
     ctx.dtype = shard.dtype
-    ctx.placements = _compat.placements_of(x)
+    ctx.placements = _compat.placement_of(x)
     keep_used(ctx)
     needs_x, needs_weight = ctx.needs_input_grad[:2]
     ctx.save_for_backward(x if needs_weight else None, shard if needs_x else None, amax if needs_x else None, ctx.used)
@@ -226,7 +204,7 @@ def _backward(ctx: Any, grad_output: Tensor, *_: None) -> tuple[Tensor | None, .
     of_x, of_weight = ctx.amaxes
     grad_x = None if shard is None else fsdp_grad_input(grad_output, shard, amax, ctx.used, ctx.rows, ctx.recipe)
     return (
-        scattered(grad_x, ctx.placements),
+        _compat.scattered_like(grad_x, ctx.placements),
         None if x is None else fsdp_grad_weight(grad_output, x, ctx.used, ctx.dtype, ctx.rows, ctx.recipe),
         sum_of_tokens(grad_output) if ctx.needs_input_grad[2] else None,
         torch.stack([torch.ones_like(of_x), of_x, *own]) if ctx.needs_input_grad[3] else None,

@@ -37,7 +37,6 @@ from fp8compile.ops.linear import (
     quantize_by_amax,
     quantize_for_gradients,
     sample_grad,
-    scattered,
     sum_of_tokens,
 )
 from fp8compile.ops.parts import Codes, Part
@@ -230,7 +229,7 @@ def _setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
     needs_x, needs_weight = ctx.needs_input_grad[:2]
     ctx.recipe = for_gradients_of(recipe, x=needs_x, weight=needs_weight)
     ctx.dtype = shard.dtype
-    ctx.placements = _compat.placements_of(x)
+    ctx.placements = _compat.placement_of(x)
     ctx.save_for_backward(x if needs_weight else None, shard if needs_x else None, amax if needs_x else None)
 
 
@@ -238,7 +237,7 @@ def _backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
     x, shard, amax = ctx.saved_tensors
     grad_x = None if shard is None else fsdp_grad_input(grad_output, shard, amax, None, ctx.rows, ctx.recipe)
     return (
-        scattered(grad_x, ctx.placements),
+        _compat.scattered_like(grad_x, ctx.placements),
         None if x is None else fsdp_grad_weight(grad_output, x, None, ctx.dtype, ctx.rows, ctx.recipe),
         sum_of_tokens(grad_output) if ctx.needs_input_grad[2] else None,
         None,

@@ -312,14 +312,6 @@ def sum_of_tokens(grad_output: Tensor) -> Tensor:
     return grad_output.sum(tuple(range(grad_output.ndim - 1))) if grad_output.ndim > 1 else grad_output.clone()
 
 
-def scattered(grad_x: Tensor | None, placements: tuple | None) -> Tensor | None:
-    """The gradient of an input: what is a sum over ranks is cut at once where the input, by its placements, was.
-
-    Left a sum, a norm before the layer would go on with it and have ranks add three float32 tensors in its place.
-    """
-    return None if grad_x is None else _compat.scattered_like(grad_x, placements)
-
-
 def _for_one_gradient(recipe: Recipe, gemm: Gemm) -> Recipe:
     """The recipe without the other gradient's GEMM, where it would have grad_output quantized for both."""
     if _compat.is_stand_in(recipe) or not is_pair(recipe.grad_output, recipe.grad_output_for_grad_weight):
@@ -337,7 +329,7 @@ def _setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
     x, weight, _, recipe = inputs
     needs_x, needs_weight = ctx.needs_input_grad[:2]
     ctx.recipe = for_gradients_of(recipe, x=needs_x, weight=needs_weight)
-    ctx.placements = _compat.placements_of(x)
+    ctx.placements = _compat.placement_of(x)
     ctx.save_for_backward(x if needs_weight else None, weight if needs_x else None)
 
 
@@ -346,7 +338,7 @@ def _backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
     needs_bias = ctx.needs_input_grad[2]
     grad_x = None if weight is None else grad_input(grad_output, weight, ctx.recipe)
     return (
-        scattered(grad_x, ctx.placements),
+        _compat.scattered_like(grad_x, ctx.placements),
         None if x is None else grad_weight(grad_output, x, ctx.recipe),
         sum_of_tokens(grad_output) if needs_bias else None,
         None,

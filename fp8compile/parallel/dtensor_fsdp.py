@@ -15,11 +15,11 @@ from fp8compile.ops.fsdp_delayed import fsdp_tokens
 from fp8compile.ops.fsdp_gather import gathered, reduced
 from fp8compile.ops.fsdp_weight import codes_of, gathered_codes, placed_cuts, rows_cut
 from fp8compile.ops.linear import GRAD_INPUT, GRAD_WEIGHT, OUTPUT
-from fp8compile.ops.parts import Codes, Part, part_amax
+from fp8compile.ops.parts import Codes, Part
 from fp8compile.ops.rows import Rows
 from fp8compile.ops.sharded_product import Product, QuantizePart, add_bias, multiply_parts, quantize_slot
 from fp8compile.ops.snapshot import snapshot
-from fp8compile.parallel.dtensor_linear import of_tokens, quantize_by
+from fp8compile.parallel.dtensor_linear import amax_over_ranks, of_tokens, quantize_by
 from fp8compile.parallel.placed import part_of, placements_of, whole_of
 from fp8compile.quantizers import DelayedScaling, Gemm, Quantizer, Recipe
 
@@ -103,7 +103,7 @@ def _delayed_output(
     used = snapshot(multiplier)
     for_x, for_weight, _ = recipe.delayed()
     # the ranks that share a layer's tokens tell each other, as they do without FSDP; rows of the weight are for later
-    amax_of_x = used.new_zeros(()) if for_x is None else part_amax(part_of("linear", x), for_x).view(())
+    amax_of_x = amax_over_ranks(x, for_x, used)
     y = _output(x, shard, bias, amax, amax_for_grad_input, rows, recipe, used)
     return y, used, amax_of_x, amax_of(shard.to(x.dtype), for_weight)
 

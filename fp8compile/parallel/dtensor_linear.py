@@ -21,7 +21,7 @@ from fp8compile.parallel.placed import check_one_mesh, part_of, placements_of, w
 from fp8compile.quantizers import DelayedScaling, Quantizer, Recipe
 from fp8compile.tensor import QuantizedTensor, check_serves
 
-__all__ = ["HANDLERS", "of_tokens", "quantize_by"]
+__all__ = ["HANDLERS", "amax_over_ranks", "of_tokens", "quantize_by"]
 
 
 def of_tokens(product: Product, local: Tensor, mesh: DeviceMesh, shape: Sequence[int]) -> DTensor:
@@ -102,6 +102,11 @@ def quantize_by(multiplier: Tensor) -> QuantizePart:
     return quantize
 
 
+def amax_over_ranks(tensor: DTensor, quantizer: DelayedScaling | None, like: Tensor) -> Tensor:
+    """The amax of the whole, (), on every rank; 0 for a tensor without delayed scaling."""
+    return like.new_zeros(()) if quantizer is None else part_amax(part_of("linear", tensor), quantizer).view(())
+
+
 def _state_of(multiplier: DTensor) -> Tensor:
     part = part_of("linear", multiplier)
     if any(part.cuts):
@@ -128,7 +133,7 @@ def _delayed_output(
     y = _output(x, weight, bias, recipe, quantize_by(used))
     everywhere = [Replicate()] * mesh.ndim
     amaxes = [
-        part_amax(part_of("linear", tensor), quantizer).view(()) if quantizer else used.new_zeros(())
+        amax_over_ranks(tensor, quantizer, used)
         for tensor, quantizer in zip((x, weight), recipe.delayed(), strict=False)
     ]
     return y, whole_of(used, mesh, everywhere, used.shape), *(whole_of(a, mesh, everywhere, ()) for a in amaxes)

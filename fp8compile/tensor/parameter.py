@@ -102,9 +102,9 @@ class QuantizedParameter(FullyShardHooks, QuantizedTensor):
             self.keep(values)
 
     def keep(self, values: Tensor) -> None:
-        """Take these for what its codes were made of, if that is kept."""
+        """Take these, or what they stand for, for what its codes were made of, if that is kept."""
         if self._shared.initial is not None:
-            self.initial.copy_(values)
+            self.initial.copy_(values.dequantize(torch.float32) if isinstance(values, QuantizedTensor) else values)
 
     @staticmethod
     def of(x: Tensor, quantizer: Quantizer) -> QuantizedParameter:
@@ -311,7 +311,7 @@ def _copy(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
     is_parameter = isinstance(source, QuantizedParameter)
     target.written = source.written if is_parameter and target._shared.blank else True
     initial = source.initial if is_parameter else None
-    target.keep(source.dequantize(torch.float32) if initial is None else initial)
+    target.keep(source if initial is None else initial)
     return target
 
 
