@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fp8compile as f8
 from benchmarks.blocks import SHAPES, Shape, block
-from benchmarks.mlp import contenders
+from benchmarks.mlp import VARIANTS, contenders
 from benchmarks.roofline import bound_ms
 from benchmarks.table import Row, emit
 from fp8compile.testing import gpu_kernels
@@ -87,7 +87,8 @@ def main() -> None:
     parser.add_argument("--m", type=int, default=8192, help="tokens")
     parser.add_argument("--shape", choices=SHAPES, default="llama3-8b")
     parser.add_argument("--block", choices=("mlp", "attention"), default="mlp")
-    parser.add_argument("--contenders", nargs="+", choices=contenders(), default=contenders())
+    choices = [*contenders(), *VARIANTS]
+    parser.add_argument("--contenders", nargs="+", choices=choices, default=choices)
     args = parser.parse_args()
     rows = [kernel_row(name, args.m, SHAPES[args.shape], args.block) for name in args.contenders]
     emit(f"Generated code of the {args.block} block of {args.shape}: M={args.m}", rows, as_json=args.json)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
 import fp8compile as f8
 
-__all__ = ["Mlp", "OURS", "PEERS", "contenders", "converted", "mlp", "peer_of"]
+__all__ = ["Mlp", "OURS", "PEERS", "VARIANTS", "contenders", "converted", "mlp", "peer_of"]
 
 
 class Mlp(nn.Module):
@@ -44,13 +45,20 @@ def _ours(recipe: str) -> Callable[[nn.Module], nn.Module]:
 
 OURS = {name: _ours(name) for name in f8.recipes.names()}
 PEERS = {f"torchao {name}": _torchao(name) for name in ("tensorwise", "rowwise", "rowwise_with_gw_hp")}
+# the other choice of `keep_weight_codes`
+VARIANTS = {
+    "tensorwise_keeping": lambda model: f8.convert(
+        model, replace(f8.recipes.tensorwise(), keep_weight_codes=True), filter="*"
+    ),
+    "delayed_freeing": lambda model: f8.convert(model, f8.recipes.delayed(keep_weight_codes=False), filter="*"),
+}
 SAME_KIND = {"rowwise_bf16_wgrad": "rowwise_with_gw_hp"}  # where torchao's recipe has another name
-CONTENDERS: dict[str, Callable[[nn.Module], nn.Module]] = {"bf16": lambda model: model, **OURS, **PEERS}
+CONTENDERS: dict[str, Callable[[nn.Module], nn.Module]] = {"bf16": lambda model: model, **OURS, **VARIANTS, **PEERS}
 
 
 def contenders() -> list[str]:
     """Names of those that are installed: bfloat16, our recipes, and torchao's."""
-    return [name for name in CONTENDERS if name not in PEERS or importlib.util.find_spec("torchao")]
+    return ["bf16", *OURS, *(PEERS if importlib.util.find_spec("torchao") else ())]
 
 
 def peer_of(contender: str) -> str:

@@ -101,6 +101,7 @@ input_for_grad_weight=None,
 fast_accumulation_output=True,
 fast_accumulation_grad_input=False,
 fast_accumulation_grad_weight=False,
+keep_weight_codes=False,
 emulate=False))
 return (linear_default,)""",
         )

@@ -33,6 +33,7 @@ __all__ = [
     "FsdpParameter",
     "fsdp_parameters",
     "is_fsdp",
+    "is_fsdp_managed",
     "left_in_backward",
     "OpaqueBase",
     "all_gather_single",
@@ -538,6 +539,11 @@ def is_fsdp(module: torch.nn.Module) -> bool:
     from torch.distributed.fsdp import FSDPModule
 
     return isinstance(module, FSDPModule)
+
+
+def is_fsdp_managed(module: torch.nn.Module) -> bool:
+    """Whether a module's parameters are among those that FSDP, of itself or of a module above, shards and frees."""
+    return getattr(module, "_is_fsdp_managed_module", False)
 
 
 class FsdpParameter:

@@ -209,7 +209,13 @@ def mxfp8(
 
 
 def delayed(
-    *, format: str = "e4m3", grad_format: str = "e5m2", history: int = 1024, algorithm: str = "max", margin: int = 0
+    *,
+    format: str = "e4m3",
+    grad_format: str = "e5m2",
+    history: int = 1024,
+    algorithm: str = "max",
+    margin: int = 0,
+    keep_weight_codes: bool = True,
 ) -> Recipe:
     """One scale a tensor, made of the amaxes of the steps before, all three GEMMs in FP8.
 
@@ -221,6 +227,8 @@ def delayed(
         history: How many amaxes are remembered.
         algorithm: ``"max"`` or ``"most_recent"``, see ``fp8compile.DelayedScaling``.
         margin: Powers of two that stay free above the amax.
+        keep_weight_codes: Whether codes of weights are kept from the forward to the backward, a byte an element, see
+            ``fp8compile.Recipe``. Off, they are made again.
 
     Source: as ``fp8compile.DelayedScaling``; the defaults are TransformerEngine's, format ``HYBRID``.
     """
@@ -233,6 +241,7 @@ def delayed(
         weight_for_grad_input=value,
         grad_output_for_grad_weight=gradient,
         input_for_grad_weight=value,
+        keep_weight_codes=keep_weight_codes,
     )
 
 

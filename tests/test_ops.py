@@ -20,7 +20,13 @@ FSDP = ("fsdp_amaxes_together", "fsdp_delayed_linear", "fsdp_gather", "fsdp_line
 differentiable = tuple(
     f"fp8compile::{op}" for op in ("linear", "delayed_linear", "sharded_linear", "scatter_sum", *FSDP)
 )
-KEEP_STRIDES = ("fp8compile::realize", "fp8compile::scale", "fp8compile::snapshot", "fp8compile::store")  # elementwise
+KEEP_STRIDES = (
+    "fp8compile::after",
+    "fp8compile::realize",
+    "fp8compile::scale",
+    "fp8compile::snapshot",
+    "fp8compile::store",
+)  # elementwise
 OURS = sorted(name for name in OPS if name.startswith(NAMESPACE))
 every_op = pytest.mark.parametrize("name", OURS)
 

@@ -224,3 +224,19 @@ def test_a_module_recompiles_when_its_recipe_is_replaced(backend):
         assert torch.equal(outputs[-1], f8.linear(x, module.weight, module.bias, recipe=recipe))
     assert torch.equal(outputs[0], outputs[2])
     assert not torch.equal(outputs[0], outputs[1])
+
+
+@pytest.mark.parametrize("name", ["rowwise", "rowwise_bf16_wgrad", "mxfp8"])
+def test_codes_that_do_not_serve_grad_input_are_not_to_be_kept(name):
+    with pytest.raises(ValueError, match=r"Recipe: keep_weight_codes, and weight is .*other codes than grad_input"):
+        replace(f8.recipes.by_name(name), keep_weight_codes=True)
+    with pytest.raises(ValueError, match="weight is None"):
+        Recipe(keep_weight_codes=True)
+
+
+def test_delayed_scaling_keeps_codes_of_weights_unless_told_otherwise():
+    assert f8.recipes.delayed().keep_weight_codes
+    assert not f8.recipes.delayed(keep_weight_codes=False).keep_weight_codes
+    assert not f8.recipes.tensorwise().keep_weight_codes
+    with pytest.raises(TypeError, match="Recipe: keep_weight_codes is 1; it is True or False"):
+        f8.recipes.delayed(keep_weight_codes=1)

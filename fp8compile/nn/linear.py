@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from fp8compile._compat import local_itself, rebind_load_hooks
+from fp8compile._compat import is_fsdp_managed, local_itself, rebind_load_hooks
 from fp8compile.nn.functional import check_recipe, linear
 from fp8compile.nn.local import placed_like, wrapped_like
 from fp8compile.nn.state import DelayedState, group_name
@@ -50,7 +51,6 @@ class Linear(nn.Linear):
         ValueError: A group is given for a recipe without delayed scaling.
     """
 
-    recipe: Recipe
     amax_group: str | None = None  # its name: a group can be neither copied nor pickled
 
     def __init__(
@@ -116,9 +116,21 @@ class Linear(nn.Linear):
         rebind_load_hooks(module)
         return module
 
+    @property
+    def recipe(self) -> Recipe:
+        """Quantizers for the operands of the three GEMMs; another may be set."""
+        return self._recipe
+
+    @recipe.setter
+    def recipe(self, recipe: Recipe) -> None:
+        self._recipe = recipe
+        # FSDP frees a weight between forward and backward, and codes of it that are kept would stay
+        self._recipe_under_fsdp = replace(recipe, keep_weight_codes=False)
+
     def forward(self, input: Tensor) -> Tensor:
         """``input @ weight.T + bias``; (..., in_features) to (..., out_features), in the dtype of the input."""
-        return linear(input, self.weight, self.bias, recipe=self.recipe, state=self.delayed_state())
+        recipe = self._recipe_under_fsdp if is_fsdp_managed(self) else self.recipe
+        return linear(input, self.weight, self.bias, recipe=recipe, state=self.delayed_state())
 
     def delayed_state(self) -> DelayedState | None:
         """What delayed scaling remembers, the buffers themselves; None for a recipe without it."""
@@ -253,7 +265,7 @@ def check_amax_group(
         )
 
 
-def become_float8(layer: nn.Linear, recipe: Recipe, amax_group: ProcessGroup | None) -> None:
+def become_float8(layer: Linear, recipe: Recipe, amax_group: ProcessGroup | None) -> None:
     """Give a layer what a `Linear` has beside its class: the recipe, and the state that it needs."""
     layer.recipe = recipe
     if recipe.history():
@@ -265,8 +277,8 @@ def become_float8(layer: nn.Linear, recipe: Recipe, amax_group: ProcessGroup | N
 
 def become_plain(layer: nn.Linear) -> None:
     """Take from a layer what `become_float8` gave it."""
-    del layer.recipe
-    vars(layer).pop("amax_group", None)
+    for name in ("_recipe", "_recipe_under_fsdp", "amax_group"):
+        vars(layer).pop(name, None)
     for name in STATE:
         layer._buffers.pop(name, None)
 

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from fp8compile import _compat
 from fp8compile.ops import samples
+from fp8compile.ops.after import after
 from fp8compile.ops.amax import amax
 from fp8compile.ops.cast import cast, cast_apart
 from fp8compile.ops.collectives import all_reduce_amax
@@ -28,6 +29,9 @@ from fp8compile.ops.linear import (
     GRAD_WEIGHT,
     OUTPUT,
     Quantize,
+    keeping_weights,
+    keeps_codes,
+    kept_for_grad_input,
     outer_cuts,
     product,
     quantize_by_amax,
@@ -68,7 +72,7 @@ def quantize_by(
         own = multiplier[row].view(quantizer.scale_shape(x.shape))
         own_scale = quantizer.scale_of(own)
         if amaxes:
-            own_scale = torch.where(amaxes[row] < 0, torch.nan, own_scale)  # no amax is
+            own_scale = after(own_scale, amaxes[row])
         codes = cast_apart(x, own, quantizer) if apart else cast(x, own, quantizer)
         return Operand(codes=codes, scale=own_scale, quantizer=quantizer)
 
@@ -100,7 +104,14 @@ def _grad_input_kernel(grad_output: Tensor, weight: Tensor, multiplier: Tensor, 
 
 
 def _grad_input_decompose(grad_output: Tensor, weight: Tensor, multiplier: Tensor, recipe: Recipe) -> Tensor:
-    quantize = quantize_by(multiplier, others=quantize_for_gradients(recipe, grad_output.device), apart=True)
+    again = quantize_by(multiplier, others=quantize_for_gradients(recipe, grad_output.device), apart=True)
+    of_forward = quantize_by(multiplier)
+
+    def quantize(x: Tensor, quantizer: Quantizer, slot: str) -> Operand:
+        if slot == GRAD_INPUT.b and isinstance(quantizer, DelayedScaling) and keeps_codes(recipe, x):
+            return kept_for_grad_input(of_forward(x, quantizer, slot))
+        return again(x, quantizer, slot)
+
     grad_MK = product(as_matrix(grad_output), weight, GRAD_INPUT, recipe, quantize)
     return grad_MK.view(*grad_output.shape[:-1], weight.shape[1])
 
@@ -200,10 +211,13 @@ def _layer(
     wait: bool,
     others: Quantize = quantize_by_amax,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The op's results; ``wait``: with scales that wait for amaxes; ``others`` as `quantize_by` takes it."""
+    """The op's results; ``wait``: scales wait for amaxes and kept codes; ``others`` as `quantize_by` takes it."""
     used = snapshot(multiplier)
     amaxes = [amax_of(tensor, quantizer) for tensor, quantizer in zip((x, weight), recipe.delayed(), strict=False)]
-    y_MN = product(as_matrix(x), weight, OUTPUT, recipe, quantize_by(used, amaxes if wait else (), others=others))
+    quantize = quantize_by(used, amaxes if wait else (), others=others)
+    if wait:
+        quantize = keeping_weights(quantize, recipe)
+    y_MN = product(as_matrix(x), weight, OUTPUT, recipe, quantize)
     if bias is not None:
         y_MN = y_MN + bias
     return y_MN.view(*x.shape[:-1], weight.shape[0]), used, *amaxes

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from fp8compile import _compat
 from fp8compile.ops import samples
+from fp8compile.ops.after import after
 from fp8compile.ops.amax import amax
 from fp8compile.ops.cast import cast, cast_apart
 from fp8compile.ops.gemm import PADDED_TO, Operand, multiply
@@ -69,9 +70,8 @@ def quantize_first(recipe: Recipe) -> Quantize:
 
     def quantize(x: Tensor, quantizer: Quantizer, slot: str) -> Operand:
         if target_of(x.device).type == "cuda":
-            if slot == OUTPUT.b and torch.is_grad_enabled() and _has_weight_kernel(x, recipe):
-                codes, own_scale, _ = quantize_weight(x, quantizer, recipe.weight_for_grad_input)
-                return Operand(codes=codes, scale=own_scale, quantizer=quantizer)
+            if slot == OUTPUT.b and torch.is_grad_enabled():
+                return _quantize_weight_first(x, quantizer, recipe)
             if slot == OUTPUT.a:
                 operand = quantize_by_amax(x, quantizer, slot)
                 return replace(operand, codes=store(operand.codes)) if _is_aligned(operand.codes) else operand
@@ -80,9 +80,43 @@ def quantize_first(recipe: Recipe) -> Quantize:
     return quantize
 
 
+def _quantize_weight_first(weight: Tensor, quantizer: Quantizer, recipe: Recipe) -> Operand:
+    """On a GPU: codes of a weight for the output, by a kernel that finds the amaxes for grad_input too."""
+    if not _has_weight_kernel(weight, recipe):
+        return quantize_by_amax(weight, quantizer, OUTPUT.b)
+    codes, own_scale, _ = quantize_weight(weight, quantizer, recipe.weight_for_grad_input)
+    return Operand(codes=codes, scale=own_scale, quantizer=quantizer)
+
+
+def keeps_codes(recipe: Recipe, weight: Tensor) -> bool:
+    """Whether codes of this weight for grad_input are made in the forward and kept, as the recipe wants it."""
+    return recipe.keep_weight_codes and target_of(weight.device).type == "cuda" and _is_aligned(weight)
+
+
+def kept_for_grad_input(operand: Operand) -> Operand:
+    """A weight of the forward, its codes laid down as grad_input reads them. Said twice, compilers make it once."""
+    turned = store(operand.codes.t().contiguous())
+    _compat.never_recompute(turned)
+    return replace(operand, codes=turned.t())
+
+
+def keeping_weights(quantize: Quantize, recipe: Recipe) -> Quantize:
+    """What quantizes the operands of the output, and makes the codes that are kept."""
+
+    def and_keep(x: Tensor, quantizer: Quantizer, slot: str) -> Operand:
+        operand = quantize(x, quantizer, slot)
+        if slot != OUTPUT.b or not keeps_codes(recipe, x):
+            return operand
+        return replace(operand, scale=after(operand.scale, kept_for_grad_input(operand).codes))
+
+    return and_keep
+
+
 def quantize_again(x: Tensor, quantizer: Quantizer, slot: str, recipe: Recipe) -> Operand:
     """In compiled code of the backward: the forward's amax, and codes of its own."""
     on_gpu = target_of(x.device).type == "cuda"
+    if slot == GRAD_INPUT.b and keeps_codes(recipe, x):
+        return kept_for_grad_input(_quantize_weight_first(x, quantizer, recipe))
     if on_gpu and slot == GRAD_INPUT.b and _has_weight_kernel(x, recipe):
         _, _, x_amax = quantize_weight(x, recipe.weight, quantizer)  # of the forward: compilers make one call of it
     else:
@@ -290,7 +324,10 @@ def _kernel(x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe) -> T
 
 def _decompose(x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe) -> Tensor:
     _check_needs_no_state(recipe)
-    return layer_output(x, weight, as_read(bias), recipe, quantize_first(recipe))
+    quantize = quantize_first(recipe)
+    if torch.is_grad_enabled():
+        quantize = keeping_weights(quantize, recipe)
+    return layer_output(x, weight, as_read(bias), recipe, quantize)
 
 
 def _fake(x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe) -> Tensor:
@@ -317,7 +354,8 @@ def _for_one_gradient(recipe: Recipe, gemm: Gemm) -> Recipe:
     if _compat.is_stand_in(recipe) or not is_pair(recipe.grad_output, recipe.grad_output_for_grad_weight):
         return recipe
     other = GRAD_INPUT if gemm is GRAD_WEIGHT else GRAD_WEIGHT
-    return replace(recipe, **{other.a: None, other.b: None})
+    kept = recipe.keep_weight_codes and gemm is GRAD_INPUT
+    return replace(recipe, **{other.a: None, other.b: None}, keep_weight_codes=kept)
 
 
 def for_gradients_of(recipe: Recipe, *, x: bool, weight: bool) -> Recipe:

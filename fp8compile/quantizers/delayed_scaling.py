@@ -14,13 +14,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from fp8compile._compat import guard_or_false
 from fp8compile.formats import FLOAT32_MAX, NAN_CODE
-from fp8compile.quantizers.blocks import as_matrix, scaled
+from fp8compile.quantizers.blocks import as_matrix, block_amax, scaled
 from fp8compile.quantizers.quantizer import Quantizer
 
 __all__ = ["DelayedScaling", "next_state"]
 
 ALGORITHMS = ("max", "most_recent")
+ROWS = (1, -1)
 # the last with which each finite amax has a finite scale: 448 * 2**-8 / float32 max is 2**-127.2
 LARGEST_MARGIN = 8
 
@@ -94,6 +96,16 @@ class DelayedScaling(Quantizer):
                 f"DelayedScaling: margin is {self.margin!r}; it is an int from 0 to {LARGEST_MARGIN}, the powers of "
                 "two that stay free above the amax."
             )
+
+    def amax(self, x: Tensor) -> Tensor:
+        """As in the base class, row by row first.
+
+        A kernel that makes the amax of a whole tensor flat and lays its codes down along columns too, which is what
+        the backward needs of a gradient, would scatter them byte by byte; one of rows has tiles.
+        """
+        if guard_or_false(x.numel() == 0):
+            return super().amax(x)
+        return block_amax(x, ROWS).amax().float().view(self.scale_shape(x.shape))
 
     def multiplier(self, amax: Tensor) -> Tensor:
         """Raises: there is no multiplier without the steps before.

@@ -91,12 +91,16 @@ class Recipe(Constant):
             mode (blockwise, MX, on a CPU) has none to use.
         fast_accumulation_grad_input: As above.
         fast_accumulation_grad_weight: As above.
+        keep_weight_codes: Whether compiled code on a GPU lays the codes of a weight down for grad_input too while it
+            makes those for the output, and keeps them for the backward: a weight is read once instead of twice, for a
+            byte an element of memory in between. Codes are the same. None are kept of a weight on DTensors, of a
+            ``Linear`` under FSDP, which frees weights in between, and of a checkpointed region.
         emulate: Whether a GPU without a GEMM for these quantizers multiplies their exact values in float64, slowly,
             instead of raising. A CPU always does.
 
     Raises:
-        ValueError: Only one operand of a GEMM is quantized, no GEMM can multiply the two, or two slots with delayed
-            scaling do not agree.
+        ValueError: Only one operand of a GEMM is quantized, no GEMM can multiply the two, two slots with delayed
+            scaling do not agree, or codes of a weight are to be kept that do not serve grad_input.
         TypeError: A slot holds no quantizer, or a switch no bool.
     """
 
@@ -109,6 +113,7 @@ class Recipe(Constant):
     fast_accumulation_output: bool = True
     fast_accumulation_grad_input: bool = False
     fast_accumulation_grad_weight: bool = False
+    keep_weight_codes: bool = False
     emulate: bool = False
 
     def __post_init__(self) -> None:
@@ -117,10 +122,17 @@ class Recipe(Constant):
             self._check_slot(gemm.a)
             self._check_slot(gemm.b)
             self._check_pair(gemm)
-        for switch in ("emulate", *(f"fast_accumulation_{gemm.name}" for gemm in GEMMS)):
+        for switch in ("emulate", "keep_weight_codes", *(f"fast_accumulation_{gemm.name}" for gemm in GEMMS)):
             if type(getattr(self, switch)) is not bool:
                 raise TypeError(f"Recipe: {switch} is {getattr(self, switch)!r}; it is True or False.")
         self._check_delayed()
+        if self.keep_weight_codes and (self.weight is None or self.weight != self.weight_for_grad_input):
+            raise ValueError(
+                f"Recipe: keep_weight_codes, and weight is {self.weight!r}, weight_for_grad_input "
+                f"{self.weight_for_grad_input!r}: what the forward keeps would be other codes than grad_input takes. "
+                "Give both the same quantizer, one of a whole tensor or of square blocks, or leave keep_weight_codes "
+                "out."
+            )
 
     def _check_delayed(self) -> None:
         """A tensor has one history and one multiplier, and a layer one length of histories."""
