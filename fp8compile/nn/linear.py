@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from functools import cache
 from typing import Any, Self
 
 import torch
@@ -124,8 +125,7 @@ class Linear(nn.Linear):
     @recipe.setter
     def recipe(self, recipe: Recipe) -> None:
         self._recipe = recipe
-        # FSDP frees a weight between forward and backward, and codes of it that are kept would stay
-        self._recipe_under_fsdp = replace(recipe, keep_weight_codes=False)
+        self._recipe_under_fsdp = _keeping_nothing(recipe)
 
     def forward(self, input: Tensor) -> Tensor:
         """``input @ weight.T + bias``; (..., in_features) to (..., out_features), in the dtype of the input."""
@@ -263,6 +263,12 @@ def check_amax_group(
             f"{function}: amax_group is given and {none_has} delayed scaling, whose state it is for. Leave it out: a "
             "scale that comes from the values themselves is that of each rank's own tensor."
         )
+
+
+@cache  # one object for all layers: graphs are guarded by which one it is
+def _keeping_nothing(recipe: Recipe) -> Recipe:
+    """For FSDP, which frees a weight between forward and backward, where codes of it that are kept would stay."""
+    return replace(recipe, keep_weight_codes=False) if recipe.keep_weight_codes else recipe
 
 
 def become_float8(layer: Linear, recipe: Recipe, amax_group: ProcessGroup | None) -> None:
