@@ -66,8 +66,9 @@ def all_reduce_amax(amax: Tensor, group: ProcessGroup | str) -> Tensor:
     """
     from torch.distributed import _functional_collectives as funcol
 
-    # the `or`: Inductor (2.13) reduces in place, and fails on a view of another dtype of a buffer that it made itself
-    return _sent(funcol.all_reduce, amax.view(torch.int32) | 0, "max", group).view(torch.float32)
+    # NaN may come with a sign, from Inductor's reductions on x86. The `and` also makes this no view: Inductor (2.13)
+    # reduces in place, and fails on a view of another dtype of a buffer that it made itself
+    return _sent(funcol.all_reduce, amax.view(torch.int32) & 0x7FFFFFFF, "max", group).view(torch.float32)
 
 
 def all_reduce_amaxes(amaxes: Sequence[Tensor], groups: Sequence[Sequence[ProcessGroup | str]]) -> list[Tensor]:
