@@ -34,6 +34,8 @@ MOST = [
     ("delayed_freeing", "torchao tensorwise", 0.80),
     ("tensorwise_keeping", "torchao tensorwise", 0.95),
     ("blockwise", "torchao tensorwise", 1.00),
+    ("tensorwise_parameters", "torchao tensorwise", 0.87),
+    ("blockwise_parameters", "torchao tensorwise", 0.85),
 ]
 # attention itself and the copies before it, a quarter of the bytes, are the same for all
 MOST_OF_ATTENTION = [
