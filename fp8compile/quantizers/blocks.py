@@ -55,7 +55,7 @@ def _rows_columns(shape: Sequence[int]) -> tuple[int, int]:
 
 def as_matrix(x: Tensor) -> Tensor:
     """The (M, K) view of a tensor of any rank (a copy where its strides allow no view)."""
-    return x if x.ndim == 2 else x.reshape(_rows_columns(x.shape))  # a view of itself is one node more to compile
+    return x.reshape(_rows_columns(x.shape))
 
 
 def from_matrix(matrix: Tensor, shape: Sequence[int]) -> Tensor:
@@ -142,8 +142,8 @@ def expand_blocks(per_block: Tensor, shape: Sequence[int], block: Block) -> Tens
     """
     rows, columns = _rows_columns(shape)
     grid_rows, block_rows, grid_columns, block_columns = _sides(shape, block)
-    # a slice of a grid of more dims has no such view
-    values = per_block if len(shape) == 2 else per_block.reshape(grid_rows, grid_columns)
+    # the grid of a tensor of more dims may be that of its matrix; a slice of one has no such view
+    values = per_block if per_block.ndim == 2 else per_block.reshape(grid_rows, grid_columns)
     # Indices as numbers: an expand and a reshape end in an AssertionError of the same loop splitting.
     if not _is_one(grid_columns) and block_columns != 1:
         values = values[:, _block_index(columns, block_columns, values.device)]
