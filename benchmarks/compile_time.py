@@ -3,8 +3,13 @@
 Each compilation, forward and backward by Inductor, runs in a process of its own; a cold one gets an empty cache
 folder, a warm one that of the cold one before. Contenders take turns, and ratios are of medians. CPU seconds, of the
 process and the C++ compiler that it calls, say the same on a machine that others use too. Misses are counted, not
-timed: a warm start has none. With regions, the forward of the repeated block is a `nested_compile_region`, which
-PyTorch compiles once for all blocks; ratios stay those to bf16 compiled as a whole.
+timed: a warm start has none. A model is compiled in three ways:
+
+    whole     in one graph, block after block
+    regions   in one graph, the forward of the block a `nested_compile_region`, which PyTorch compiles once for all
+    blocks    each block by itself, `block.compile()`, one graph that serves all of them
+
+Ratios are those to bf16 compiled as a whole and, like for like, to bf16 compiled the same way.
 
     python -m benchmarks.compile_time [--json] [--rounds 1] [--blocks 8] [--contenders rowwise ...]
 """
@@ -22,7 +27,9 @@ import tempfile
 from benchmarks.mlp import contenders
 from benchmarks.table import Row, emit
 
-__all__ = ["compile_once"]
+__all__ = ["KINDS", "compile_once"]
+
+KINDS = ("whole", "regions", "blocks")
 
 PROGRAM = """
 import json, resource, sys, time, torch
@@ -31,7 +38,7 @@ from torch._dynamo.utils import counters
 from benchmarks.blocks import SHAPES, block
 from benchmarks.timing import device
 
-contender, blocks, regions = sys.argv[1], int(sys.argv[2]), sys.argv[3] == "regions"
+contender, blocks, kind = sys.argv[1], int(sys.argv[2]), sys.argv[3]
 
 class Block(nn.Module):
     def __init__(self):
@@ -43,17 +50,25 @@ class Block(nn.Module):
     def forward(self, x):
         return self.mlp(self.attention(x))
 
-if regions:
+if kind == "regions":
     Block.forward = torch.compiler.nested_compile_region(Block.forward)
 model = nn.Sequential(*(Block() for _ in range(blocks)))
 x = model[0].sample[0]
 usage_before = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
 began = time.perf_counter()
-y = torch.compile(model, fullgraph=True)(x)
+if kind == "blocks":
+    for each in model:
+        each.compile(fullgraph=True)
+    compiled = model
+else:
+    compiled = torch.compile(model, fullgraph=True)  # Sequential.compile() would compile block by block
+y = compiled(x)
 y.sum().backward()
 seconds = time.perf_counter() - began
 usage_after = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
 count = lambda group, name: counters[group][name]
+graphs = count("stats", "unique_graphs")
+assert graphs == 1, f"{graphs} graphs for {blocks} blocks alike"
 print(json.dumps({
     "seconds": seconds,
     "cpu": sum(a.ru_utime - b.ru_utime for a, b in zip(usage_after, usage_before)),
@@ -65,7 +80,7 @@ print(json.dumps({
 
 
 def compile_once(contender: str, blocks: int, folder: str, kind: str = "whole") -> dict[str, float]:
-    """Seconds and cache counters of one compilation, "whole" or by "regions", in a fresh process with this cache."""
+    """Seconds and cache counters of one compilation, of a kind of `KINDS`, in a fresh process with this cache."""
     found = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", PROGRAM, contender, str(blocks), kind],
         # one worker: its CPU time, and the C++ compiler's, is then that of this process and its children
@@ -87,7 +102,7 @@ def main() -> None:
         "--contenders", nargs="+", choices=contenders(), default=["tensorwise", "rowwise", "blockwise"]
     )
     args = parser.parse_args()
-    names = [(name, kind) for name in dict.fromkeys(["bf16", *args.contenders]) for kind in ("whole", "regions")]
+    names = [(name, kind) for name in dict.fromkeys(["bf16", *args.contenders]) for kind in KINDS]
     found: dict[tuple[str, str], list[tuple[dict, dict]]] = {name: [] for name in names}
     for _ in range(args.rounds):
         for name, kind in names:
@@ -99,17 +114,18 @@ def main() -> None:
         name: [statistics.median(pair[which][what] for pair in pairs) for which, what in measured]
         for name, pairs in found.items()
     }
-    bf16 = medians["bf16", "whole"]
+    whole = medians["bf16", "whole"]
     rows: list[Row] = [
         {
             "contender": name,
             "compiled": kind,
             "cold s": cold,
-            "to bf16": cold / bf16[0],
+            "to bf16 whole": cold / whole[0],
             "cold CPU s": cold_cpu,
-            "CPU to bf16": cold_cpu / bf16[1],
+            "CPU to bf16 whole": cold_cpu / whole[1],
+            "to bf16 alike": cold_cpu / medians["bf16", kind][1],
             "warm s": warm,
-            "warm to bf16": warm / bf16[2],
+            "warm to bf16 whole": warm / whole[2],
             "warm hits": found[name, kind][-1][1]["hits"],
             "misses": found[name, kind][-1][1]["misses"],
             "bypasses": found[name, kind][-1][1]["bypasses"],

@@ -32,7 +32,7 @@ PLOTTED = {
     "memory": (("block",), "saved MB"),
     "comm": (("ranks", "recipe"), "MB"),
     "overhead": (("recipe",), "over hand us"),
-    "compile_time": (("contender", "compiled"), "CPU to bf16"),
+    "compile_time": (("contender", "compiled"), "CPU to bf16 whole"),
     "gemm": (("size", "what"), "speed to bf16"),
     "linear": (("size", "contender"), "speed to bf16"),
     "block": (("shape", "block", "contender"), "speed to bf16"),

@@ -169,9 +169,11 @@ def _padded(x: Tensor, rows: int, columns: int, *, value: float = 0.0) -> Tensor
 
 def _row_scales(operand: Operand, rows: int) -> Tensor:
     """A scale a row, (rows, 1), from one for all or one each; rows beyond the operand's have 1."""
-    m = operand.codes.shape[0]
-    # through one dim: of a (1, n) scale that came as (n, 1) the strides would not do
-    scale = operand.scale_values().reshape(-1).expand(m).unsqueeze(1)
+    m, scale = operand.codes.shape[0], operand.scale_values()
+    if operand.quantizer.block[0] != 1:
+        scale = scale.expand(m, 1)
+    elif not all(_compat.statically_true(stride == 1) for stride in scale.stride()):
+        scale = scale.reshape(-1).unsqueeze(1)  # a (1, m) scale that was turned, whose strides would not do
     return _padded(scale, rows - m, 0, value=1.0).contiguous()
 
 

@@ -24,7 +24,7 @@ from torch.nn.functional import pad
 from fp8compile._compat import guard_or_false, statically_true
 from fp8compile.target import target_of
 
-__all__ = ["Block", "as_matrix", "block_amax", "check_block", "expand_blocks", "grid_shape", "scaled"]
+__all__ = ["Block", "as_matrix", "block_amax", "check_block", "expand_blocks", "from_matrix", "grid_shape", "scaled"]
 
 Block = tuple[int, int]
 
@@ -56,6 +56,11 @@ def _rows_columns(shape: Sequence[int]) -> tuple[int, int]:
 def as_matrix(x: Tensor) -> Tensor:
     """The (M, K) view of a tensor of any rank (a copy where its strides allow no view)."""
     return x.reshape(_rows_columns(x.shape))
+
+
+def from_matrix(matrix: Tensor, shape: Sequence[int]) -> Tensor:
+    """The tensor of this shape that a matrix is the (M, K) view of; also of one value a block, its grid."""
+    return matrix if len(shape) == 2 else matrix.reshape(shape)
 
 
 def grid_shape(shape: Sequence[int], block: Block) -> tuple[int, ...]:
@@ -98,7 +103,9 @@ def block_amax(x: Tensor, block: Block) -> Tensor:
         magnitude = pad(magnitude, (0, missing_columns, 0, missing_rows))  # zeros never are the largest
     if block == (-1, -1):  # flat: for two dims Inductor splits the reduction behind a norm into two more kernels
         return magnitude.amax().view(grid)
-    return magnitude.view(grid_rows, block_rows, grid_columns, block_columns).amax((1, 3)).view(grid)
+    if block == (1, -1) or block == (-1, 1):
+        return from_matrix(magnitude.amax(1 if block[0] == 1 else 0, keepdim=True), grid)
+    return from_matrix(magnitude.view(grid_rows, block_rows, grid_columns, block_columns).amax((1, 3)), grid)
 
 
 def _block_index(size: int, block: int, device: torch.device) -> Tensor:
@@ -135,7 +142,8 @@ def expand_blocks(per_block: Tensor, shape: Sequence[int], block: Block) -> Tens
     """
     rows, columns = _rows_columns(shape)
     grid_rows, block_rows, grid_columns, block_columns = _sides(shape, block)
-    values = per_block.reshape(grid_rows, grid_columns)  # a slice of a grid of more dims has no such view
+    # the grid of a tensor of more dims may be that of its matrix; a slice of one has no such view
+    values = per_block if per_block.ndim == 2 else per_block.reshape(grid_rows, grid_columns)
     # Indices as numbers: an expand and a reshape end in an AssertionError of the same loop splitting.
     if not _is_one(grid_columns) and block_columns != 1:
         values = values[:, _block_index(columns, block_columns, values.device)]

@@ -23,6 +23,7 @@ from fp8compile.quantizers.blocks import (
     block_amax,
     check_block,
     expand_blocks,
+    from_matrix,
     grid_shape,
     scaled,
 )
@@ -149,7 +150,7 @@ class Quantizer(Constant):
             Codes, shape ``codes_shape(x.shape)``, uint8.
         """
         values = scaled(x, multiplier, self.block)
-        return self.element_format().encode(values).reshape(x.shape)
+        return from_matrix(self.element_format().encode(values), x.shape)
 
     def dequantize(self, codes: Tensor, scale: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
         """Values of codes: codes times scale.
@@ -163,4 +164,4 @@ class Quantizer(Constant):
             Shape ``shape``, ``dtype``.
         """
         scale_values = expand_blocks(self.scale_values(scale).to(dtype), codes.shape, self.block)
-        return (self.element_format().decode(as_matrix(codes)).to(dtype) * scale_values).reshape(codes.shape)
+        return from_matrix(self.element_format().decode(as_matrix(codes)).to(dtype) * scale_values, codes.shape)

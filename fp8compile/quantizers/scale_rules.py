@@ -50,7 +50,8 @@ def _floored(amax: Tensor, eps: float) -> Tensor:
 
 
 def _keep_special(amax: Tensor, multiplier: Tensor) -> Tensor:
-    return torch.where(amax.isfinite(), multiplier.view(torch.int32), FLOAT32_NAN).view(torch.float32)
+    finite = amax < torch.inf  # a magnitude, or NaN, of which it doesn't hold: `isfinite` would be four operations
+    return torch.where(finite, multiplier.view(torch.int32), FLOAT32_NAN).view(torch.float32)
 
 
 def _quotient(amax: Tensor, fmt: Float8Format | Float4Format, eps: float) -> Tensor:
