@@ -90,4 +90,4 @@ def test_inductor_takes_all_of_ours_apart(recipe):
     assert_cacheable(report)
     left = {op for op in report.ops if op.startswith("fp8compile.")}
     # what is lowered as it is: a multiplier that is stored, and for delayed scaling a copy of it
-    assert left <= {"fp8compile.realize.default", "fp8compile.snapshot.default"}
+    assert left <= {f"fp8compile.{name}.default" for name in ("after", "realize", "snapshot")}
