@@ -1,5 +1,6 @@
 """The operators, `torch.ops.fp8compile.*`: what stands in graphs."""
 
+from fp8compile.ops.after import after
 from fp8compile.ops.amax import amax
 from fp8compile.ops.cast import cast
 from fp8compile.ops.delayed import delayed_grad_input, delayed_grad_weight, delayed_linear
@@ -28,6 +29,7 @@ __all__ = [
     "LAYER_OPS",
     "OPS",
     "Op",
+    "after",
     "amax",
     "cast",
     "decompositions",
