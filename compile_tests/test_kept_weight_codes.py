@@ -78,7 +78,7 @@ def test_none_are_kept_without_a_backward(recipe):
 
 
 @every_recipe
-def test_what_is_not_a_multiple_of_16_is_made_again(recipe):
+def test_what_is_not_a_multiple_of_32_is_made_again(recipe):
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH + 8, bias=False, dtype=torch.bfloat16))
     f8.convert(model, recipe, filter="*")
     x = torch.randn(TOKENS, WIDTH, dtype=torch.bfloat16, requires_grad=True)
@@ -116,16 +116,16 @@ def test_a_checkpointed_block_keeps_none():
 
 
 @pytest.fixture
-def one_rank():
+def two_ranks():
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     yield init_device_mesh("cpu", (2,))
     dist.destroy_process_group()
 
 
-def test_a_layer_under_fsdp_keeps_none(one_rank):
+def test_a_layer_under_fsdp_keeps_none(two_ranks):
     """Whoever frees the weights between forward and backward does not want to keep the codes of all of them."""
     model, x = layers(RECIPES["delayed"])
-    fully_shard(model, mesh=one_rank)
+    fully_shard(model, mesh=two_ranks)
     alone, _ = layers(replace(RECIPES["delayed"], keep_weight_codes=False))
     for layer, own in zip(alone, model, strict=True):
         # as FSDP2 marks it; fake tensors can't go through its gather

@@ -113,3 +113,10 @@ def test_what_is_no_block_is_refused(block):
         ValueError, match=r"^Owner: block is .*; it is a tuple \(rows, columns\) of ints, each at least 1"
     ):
         check_block("Owner", block)
+
+
+def test_a_grid_is_laid_down_as_that_of_its_tensor_or_refused():
+    grid = torch.arange(4.0).view(4, 1)
+    assert torch.equal(expand_blocks(grid.t(), (4, 4), (1, -1)), expand_blocks(grid, (4, 4), (1, -1)))
+    with pytest.raises(RuntimeError, match="invalid for input of size 1"):
+        expand_blocks(grid[:1], (4, 4), (1, -1))

@@ -240,3 +240,11 @@ def test_delayed_scaling_keeps_codes_of_weights_unless_told_otherwise():
     assert not f8.recipes.tensorwise().keep_weight_codes
     with pytest.raises(TypeError, match="Recipe: keep_weight_codes is 1; it is True or False"):
         f8.recipes.delayed(keep_weight_codes=1)
+
+
+@pytest.mark.parametrize("recipe", [None, "rowwise", []])
+def test_a_layer_is_given_no_other_recipe_than_a_recipe(recipe):
+    layer = f8.Linear(32, 16, recipe=f8.recipes.tensorwise())
+    with pytest.raises(TypeError, match=r"Linear: recipe is .*; it is a fp8compile.Recipe"):
+        layer.recipe = recipe
+    assert layer.recipe == f8.recipes.tensorwise()

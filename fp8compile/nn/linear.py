@@ -124,6 +124,7 @@ class Linear(nn.Linear):
 
     @recipe.setter
     def recipe(self, recipe: Recipe) -> None:
+        check_recipe("Linear", recipe)
         self._recipe = recipe
         self._recipe_under_fsdp = _keeping_nothing(recipe)
 

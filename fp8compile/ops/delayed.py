@@ -92,7 +92,10 @@ def next_layer_state(history: Tensor, multiplier: Tensor, amaxes: Tensor, recipe
     rooms = [1.0 if quantizer is None else quantizer.room() for quantizer in quantizers]
     room = torch.stack([torch.full((), each, dtype=torch.float64, device=amaxes.device) for each in rooms])
     algorithm = next(quantizer.algorithm for quantizer in quantizers if quantizer is not None)
-    return next_state(history, multiplier, amaxes, room, algorithm)
+    updated, next_multiplier = next_state(history, multiplier, amaxes, room, algorithm)
+    # PyTorch's partitioner would write the history first where nothing here depends on the backward's gradient, and
+    # make the multiplier of what was written
+    return after(updated, next_multiplier), next_multiplier
 
 
 # ---------------------------------------------------------------------------------- gradients

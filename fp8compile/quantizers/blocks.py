@@ -142,8 +142,9 @@ def expand_blocks(per_block: Tensor, shape: Sequence[int], block: Block) -> Tens
     """
     rows, columns = _rows_columns(shape)
     grid_rows, block_rows, grid_columns, block_columns = _sides(shape, block)
-    # the grid of a tensor of more dims may be that of its matrix; a slice of one has no such view
-    values = per_block if per_block.ndim == 2 else per_block.reshape(grid_rows, grid_columns)
+    values, wanted = per_block, (grid_rows, grid_columns)
+    if values.ndim != 2 or not all(statically_true(a == b) for a, b in zip(values.shape, wanted, strict=True)):
+        values = values.reshape(wanted)  # a slice of a grid of more dims has no such view
     # Indices as numbers: an expand and a reshape end in an AssertionError of the same loop splitting.
     if not _is_one(grid_columns) and block_columns != 1:
         values = values[:, _block_index(columns, block_columns, values.device)]
