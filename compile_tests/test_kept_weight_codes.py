@@ -7,16 +7,15 @@ from dataclasses import replace
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch._dynamo.utils import counters
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import fp8compile as f8
 from fp8compile._compat import TORCH_VERSION
+from fp8compile.cli.explain_ranks import pretended_ranks
 from fp8compile.target import Target, pretend_target
 from fp8compile.testing.gpu_graphs import gpu_graphs
 from fp8compile.testing.gpus import gpu_called
@@ -115,17 +114,11 @@ def test_a_checkpointed_block_keeps_none():
     assert len(kept_codes(block, x)) == (3 if TORCH_VERSION < (2, 13) else 0)
 
 
-@pytest.fixture
-def two_ranks():
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
-    yield init_device_mesh("cpu", (2,))
-    dist.destroy_process_group()
-
-
-def test_a_layer_under_fsdp_keeps_none(two_ranks):
+def test_a_layer_under_fsdp_keeps_none():
     """Whoever frees the weights between forward and backward does not want to keep the codes of all of them."""
     model, x = layers(RECIPES["delayed"])
-    fully_shard(model, mesh=two_ranks)
+    with pretended_ranks(2, sp=False):
+        fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
     alone, _ = layers(replace(RECIPES["delayed"], keep_weight_codes=False))
     for layer, own in zip(alone, model, strict=True):
         # as FSDP2 marks it; fake tensors can't go through its gather
@@ -136,7 +129,7 @@ def test_a_layer_under_fsdp_keeps_none(two_ranks):
     assert not kept_codes(alone, x)
 
 
-def test_a_change_of_it_is_another_graph_and_no_more():
+def test_a_model_with_it_is_one_graph():
     torch._dynamo.reset()
     counters.clear()
     model, x = layers(RECIPES["delayed"])

@@ -127,6 +127,9 @@ class Recipe(Constant):
             if type(getattr(self, switch)) is not bool:
                 raise TypeError(f"Recipe: {switch} is {getattr(self, switch)!r}; it is True or False.")
         self._check_delayed()
+        self._check_kept()
+
+    def _check_kept(self) -> None:
         if self.keep_weight_codes and (self.weight is None or self.weight != self.weight_for_grad_input):
             raise ValueError(
                 f"Recipe: keep_weight_codes, and weight is {self.weight!r}, weight_for_grad_input "
