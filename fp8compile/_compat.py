@@ -53,6 +53,7 @@ __all__ = [
     "is_dtensor",
     "local_itself",
     "is_stand_in",
+    "is_transformed",
     "never_recompute",
     "rebind_load_hooks",
     "reduce_scatter_single",
@@ -634,6 +635,14 @@ def strided_shard(dim: int, parts: int) -> Any:
     from torch.distributed.tensor.placement_types import _StridedShard
 
     return _StridedShard(dim, split_factor=parts)
+
+
+def is_transformed(tensor: torch.Tensor) -> bool:
+    """Whether a transform of `torch.func` (grad, vmap, jvp) or forward-mode autograd looks on, in eager mode."""
+    if torch.compiler.is_compiling():
+        return False  # Dynamo can't trace the question
+    is_dual = forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None
+    return is_dual or torch._C._functorch.is_functorch_wrapped_tensor(tensor)
 
 
 def constant_when_traced(fn: Callable) -> Callable:

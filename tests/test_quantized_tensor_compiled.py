@@ -249,17 +249,62 @@ def test_rows_are_dynamic_in_one_graph(assert_bits_equal):
 
 
 @pytest.mark.parametrize("backend", [None, *BACKENDS], ids=["eager", *BACKENDS])
-def test_quantize_is_a_constant_to_autograd(backend, assert_bits_equal):
+def test_gradients_pass_straight_through_quantize_and_dequantize(backend, assert_bits_equal):
     def function(x):
         q = f8.quantize(x, ROWWISE)
-        return q, q.dequantize(), (x * q.dequantize()).sum()
+        return q.detach(), q.t().dequantize(), (x * q.dequantize(torch.float32)).sum()
 
-    x = values(32, 48).requires_grad_()
+    x = values(32, 48, dtype=torch.float32).requires_grad_()
     q, numbers, loss = (function if backend is None else compiled(function, backend))(x)
     assert not q.requires_grad
-    assert not numbers.requires_grad
+    assert numbers.requires_grad
     loss.backward()
-    assert_bits_equal(x.grad, f8.quantize(x, ROWWISE).dequantize(), "gradient of x * constant")
+    constant = f8.quantize(x.detach(), ROWWISE).dequantize()
+    assert_bits_equal(x.grad, constant + x.detach(), "x * q is differentiated by both")
+
+
+@pytest.mark.parametrize("backend", [None, *BACKENDS], ids=["eager", *BACKENDS])
+@pytest.mark.parametrize("wanted", [(True, True), (True, False), (False, True)], ids=["both", "a", "b"])
+def test_scaled_mm_has_the_gradients_of_the_product_of_its_values(backend, wanted, assert_bits_equal):
+    def function(a, b):
+        return f8.scaled_mm(f8.quantize(a, ROWWISE), f8.quantize(b, ROWWISE).t(), out_dtype=torch.float32)
+
+    operands = [values(16, 48), values(32, 48, seed=1)]
+    leaves = [each.clone().requires_grad_(need) for each, need in zip(operands, wanted, strict=True)]
+    grad = values(16, 32, seed=2, dtype=torch.float32)
+    (function if backend is None else compiled(function, backend))(*leaves).backward(grad)
+    dequantized = [f8.quantize(each, ROWWISE).dequantize(torch.float32) for each in operands]
+    expected = (grad @ dequantized[1], grad.t() @ dequantized[0])
+    for leaf, need, found in zip(leaves, wanted, expected, strict=True):
+        assert (leaf.grad is not None) == need
+        if need:
+            assert_bits_equal(leaf.grad, found.to(leaf.dtype))
+
+
+@pytest.mark.parametrize("case", ["grad", "jvp", "vmap", "dual"])
+def test_quantize_under_transforms_says_what_to_do(case):
+    def function(x):
+        return f8.quantize(x, ROWWISE).dequantize().sum()
+
+    def dual(function, x):
+        with torch.autograd.forward_ad.dual_level():
+            return function(torch.autograd.forward_ad.make_dual(x, x))
+
+    x = torch.randn(4, 32)
+    calls = {
+        "grad": lambda: torch.func.grad(function)(x),
+        "jvp": lambda: torch.func.jvp(function, (x,), (x,)),
+        "vmap": lambda: torch.func.vmap(function)(x[None]),
+        "dual": lambda: dual(function, x),
+    }
+    with pytest.raises(RuntimeError, match=r"quantize: x is inside a transform .* or use fp8compile.linear"):
+        calls[case]()
+
+
+def test_quantized_tensor_that_asks_for_a_gradient_stays_in_its_graph():
+    function = compiled(lambda x: f8.quantize(x, ROWWISE), "aot_eager")
+    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match=r"can't leave a compiled graph: .* \.detach\(\)"):
+        function(values(16, 48).requires_grad_())
 
 
 @pytest.mark.parametrize("backend", [None, "aot_eager"], ids=["eager", "compiled"])

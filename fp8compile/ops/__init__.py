@@ -22,6 +22,7 @@ from fp8compile.ops.scatter_sum import scatter_sum
 from fp8compile.ops.sharded_linear import sharded_grad_input, sharded_grad_weight, sharded_linear
 from fp8compile.ops.snapshot import snapshot
 from fp8compile.ops.store import store
+from fp8compile.ops.straight_through import straight_through
 
 __all__ = [
     "FLOP_FORMULAS",
@@ -61,4 +62,5 @@ __all__ = [
     "sharded_linear",
     "snapshot",
     "store",
+    "straight_through",
 ]

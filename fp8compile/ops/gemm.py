@@ -24,8 +24,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from fp8compile import _compat
-from fp8compile.formats import Float8Format
+from fp8compile.formats import E5M2
 from fp8compile.ops.realize import realize
+from fp8compile.ops.returned import shape_said
 from fp8compile.ops.scale_layouts import down_the_rows, rows_of_fours, swizzled
 from fp8compile.quantizers import GemmConfig, Quantizer, gemm_kind
 from fp8compile.target import Target, target_of
@@ -48,7 +49,7 @@ class Operand:
     """One side of a product: codes and scales of a matrix, and the quantizer that made them of it.
 
     Attributes:
-        codes: uint8, 2-D.
+        codes: uint8, 2-D, ``quantizer.codes_shape`` of the matrix.
         scale: Grid of the quantizer's blocks over ``codes``, 2-D.
         quantizer: In the coordinates of ``codes``.
     """
@@ -56,6 +57,11 @@ class Operand:
     codes: Tensor
     scale: Tensor
     quantizer: Quantizer
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Sizes of the matrix that the codes stand for; packed codes are fewer."""
+        return shape_said(self.quantizer, "values_shape", self.codes.shape)
 
     def t(self) -> Operand:
         """The transposed matrix; no data moves."""
@@ -92,7 +98,7 @@ def select_gemm(
             "such scales. Tensorwise takes (-1, -1) by (-1, -1), rowwise (1, -1) by (-1, 1), blockwise (1, n) or "
             "(n, n) by (n, 1) or (n, n). Choose quantizers as the recipes of fp8compile.recipes do."
         )
-    float8 = isinstance(a.element_format(), Float8Format) and isinstance(b.element_format(), Float8Format)
+    float8 = a.gemm_format() is not None and b.gemm_format() is not None
     target = target_of(device)
     if target.type == "cpu":
         native = float8 and kind != "blockwise" and _compat.cpu_has_rowwise_gemm()
@@ -104,9 +110,14 @@ def select_gemm(
     if config is not None and config.emulate:
         return "emulated"
     raise RuntimeError(
-        f"scaled_mm: blocks {a.block} by {b.block}, formats {a.format} by {b.format} {lacking} This GPU has compute "
-        f"capability {target.capability[0]}.{target.capability[1]}."
+        f"scaled_mm: {_codes_of(a)} with block {a.block} by {_codes_of(b)} with block {b.block} {lacking} This GPU has "
+        f"compute capability {target.capability[0]}.{target.capability[1]}."
     )
+
+
+def _codes_of(quantizer: Quantizer) -> str:
+    stored = quantizer.gemm_format()
+    return f"codes of {type(quantizer).__name__}" if stored is None else stored.name
 
 
 def _cuda_gemm(kind: str, a: Quantizer, target: Target, out_dtype: torch.dtype) -> str:
@@ -124,11 +135,16 @@ def _lacks(kind: str, a: Quantizer, b: Quantizer, target: Target) -> str | None:
             "needs a GPU with FP8 tensor cores, compute capability 8.9 or more (L4, RTX 40, H100, B200). Leave the "
             "model in bfloat16 here."
         )
-    if a.format == b.format == "e5m2":
+    asked = "Take a recipe that this GPU has, or ask for emulation in float64 (emulate=True), right and slow."
+    if a.gemm_format() is None or b.gemm_format() is None:
+        return (
+            "has no GEMM: a GPU multiplies float8 codes, and only the quantizer's own dequantize knows what these mean. "
+            f"{asked} If they are float8 numbers times the scale of their block, override gemm_format() to say so."
+        )
+    if a.gemm_format() == b.gemm_format() == E5M2:
         return "has no GEMM: tensor cores multiply e4m3 by e4m3 or by e5m2. Make one of them e4m3."
     if kind != "blockwise":
         return None
-    asked = "Take a recipe that this GPU has, or ask for emulation in float64 (emulate=True), right and slow."
     if _is_mx(a) and _is_mx(b):
         return None if target.capability >= (10, 0) else f"is MX, which needs compute capability 10.0 (B200). {asked}"
     if a.block[1] != BLOCK or a.block[0] == b.block[1] == BLOCK:
@@ -141,7 +157,7 @@ def _lacks(kind: str, a: Quantizer, b: Quantizer, target: Target) -> str | None:
 
 
 def _is_mx(quantizer: Quantizer) -> bool:
-    return sorted(quantizer.block) == [1, MX_BLOCK] and quantizer.scale_dtype() == torch.uint8
+    return sorted(quantizer.block) == [1, MX_BLOCK] and quantizer.stores_e8m0()
 
 
 def _padded_codes(kind: str, a: Operand, b: Operand) -> tuple[Tensor, Tensor]:
@@ -157,7 +173,7 @@ def _padded_codes(kind: str, a: Operand, b: Operand) -> tuple[Tensor, Tensor]:
     # statically: a guard on M % 16 would compile the backward twice, for its sum runs over tokens
     rows = _padded(a.codes, extra_m, extra_k)
     columns = _padded(b.codes.t(), extra_n, extra_k)
-    a_float8, b_float8 = a.quantizer.element_format().dtype, b.quantizer.element_format().dtype
+    a_float8, b_float8 = a.quantizer.gemm_format().dtype, b.quantizer.gemm_format().dtype
     return rows.contiguous().view(a_float8), columns.contiguous().view(b_float8).t()
 
 
@@ -222,7 +238,7 @@ def multiply(a: Operand, b: Operand, out_dtype: torch.dtype, config: GemmConfig)
     Returns:
         (m, n), ``out_dtype``, contiguous. An empty sum gives zeros.
     """
-    (m, k), n = a.codes.shape, b.codes.shape[1]
+    (m, k), (_, n) = a.shape, b.shape
     kind = select_gemm(a.quantizer, b.quantizer, a.codes.device, out_dtype, config)
     if any(_compat.guard_or_false(size == 0) for size in (m, k, n)):
         return a.codes.new_zeros((m, n), dtype=out_dtype)

@@ -10,6 +10,7 @@ from torch import Tensor
 from fp8compile.ops import samples
 from fp8compile.ops.gemm import Operand, multiply, select_gemm
 from fp8compile.ops.registry import register_op
+from fp8compile.ops.returned import shape_said
 from fp8compile.ops.rounding import rounded
 from fp8compile.ops.sharding import Cut, Split
 from fp8compile.quantizers import GEMMS, GemmConfig, Quantizer
@@ -42,8 +43,10 @@ def _fake(
     out_dtype: torch.dtype,
     config: GemmConfig,
 ) -> Tensor:
-    torch._check(a.shape[1] == b.shape[0], lambda: f"scaled_mm: {a.shape} by {b.shape}: inner sizes differ.")
-    return a.new_empty((a.shape[0], b.shape[1]), dtype=out_dtype)
+    m, k = shape_said(a_quantizer, "values_shape", a.shape)
+    other_k, n = shape_said(b_quantizer, "values_shape", b.shape)
+    torch._check(k == other_k, lambda: f"scaled_mm: ({m}, {k}) by ({other_k}, {n}): inner sizes differ.")
+    return a.new_empty((m, n), dtype=out_dtype)
 
 
 def _decompose(

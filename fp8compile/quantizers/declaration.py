@@ -193,6 +193,7 @@ TOGETHER = (
     ("codes_shape", "values_shape", "the shape of a tensor from that of its codes"),
     ("codes_shape", "cast", "codes of that shape"),
     ("codes_shape", "dequantize", "values of such codes"),
+    ("codes_shape", "transposed", "the quantizer of the transposed codes, packed along the other dim"),
     ("scale_dtype", "scale_of", "scales of that dtype"),
     ("scale_dtype", "scale_values", "stored scales as float32 numbers"),
     ("scale_shape", "amax", "one amax an entry of that grid"),

@@ -17,7 +17,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from fp8compile.formats import Float4Format, Float8Format, element_format
+from fp8compile.formats import E4M3, E5M2, Float4Format, Float8Format, element_format
 from fp8compile.quantizers.blocks import (
     as_matrix,
     block_amax,
@@ -43,13 +43,18 @@ class Quantizer(Constant):
     a tensor is spread over ranks, the amax is reduced between them (see ``fp8compile.quantize``).
 
     A subclass defines ``multiplier``, the scale rule. It may override any other step, and the layout: a format that
-    packs codes ``codes_shape``, ``values_shape``, ``cast``, ``dequantize``; scales in another dtype ``scale_dtype``,
-    ``scale_of`` and ``scale_values``; a grid other than that of blocks ``scale_shape``, ``amax``, ``cast`` and
-    ``dequantize``. What is missing raises where the class is defined. ``class Family(Quantizer, abstract=True)`` is
-    a base of others.
+    packs codes ``codes_shape``, ``values_shape``, ``cast``, ``dequantize`` and ``transposed``; scales in another dtype
+    ``scale_dtype``, ``scale_of`` and ``scale_values``; a grid other than that of blocks ``scale_shape``, ``amax``,
+    ``cast`` and ``dequantize``. What is missing raises where the class is defined.
+    ``class Family(Quantizer, abstract=True)`` is a base of others.
+
+    ``dequantize`` alone says what codes mean. A GEMM of the hardware reads float8 codes, one a byte, times the scales
+    of their blocks, so it multiplies the codes of a class that inherits ``dequantize``. Products of all other codes
+    are computed from what ``dequantize`` returns: on a CPU always, on a GPU if emulation is asked for.
 
     Attributes:
-        format: Format of the codes, ``"e4m3"`` or ``"e5m2"``.
+        format: Format of the codes: ``"e4m3"``, ``"e5m2"`` or ``"e2m1"``. A class with a ``cast`` and ``dequantize`` of
+            its own gives it whatever meaning it has there.
         block: (rows, columns) that share one scale, over the (M, K) view of a tensor; -1 is the whole dim.
     """
 
@@ -98,6 +103,24 @@ class Quantizer(Constant):
     def element_format(self) -> Float8Format | Float4Format:
         """The format of the codes."""
         return element_format(self.format)
+
+    def gemm_format(self) -> Float8Format | None:
+        """The float8 format in which a GEMM of the hardware may read the codes.
+
+        A class whose own ``dequantize`` computes what the inherited one does overrides this method too, and returns
+        the format; ``fp8compile.testing.check_quantizer`` holds it to that.
+
+        Returns:
+            ``E4M3`` or ``E5M2`` if the value of a code is that format's number times the scale of its block; None if
+            ``dequantize`` is the class's own, or the format another one.
+        """
+        inherited = type(self).dequantize is Quantizer.dequantize
+        stored = self.element_format()
+        return stored if inherited and stored in (E4M3, E5M2) else None
+
+    def stores_e8m0(self) -> bool:
+        """Whether stored scales are E8M0 bytes, which a GPU's MX GEMM reads as they are."""
+        return False
 
     def amax(self, x: Tensor) -> Tensor:
         """The largest magnitude of each block.

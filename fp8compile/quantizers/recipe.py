@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple
 
+from fp8compile.formats import E5M2
 from fp8compile.quantizers.blocks import Block
 from fp8compile.quantizers.constant import Constant
 from fp8compile.quantizers.delayed_scaling import DelayedScaling
@@ -197,7 +198,7 @@ class Recipe(Constant):
                 f"{b.block}: it multiplies blocks {block_a} over (m, k) by {block_b} over (k, n). Allowed there: "
                 f"{ALLOWED_PAIRS}."
             )
-        if a.format == b.format == "e5m2":
+        if a.gemm_format() == b.gemm_format() == E5M2:
             raise ValueError(
                 f"Recipe: the GEMM of {gemm.name} has e5m2 for {gemm.a} and for {gemm.b}; tensor cores multiply e4m3 "
                 "by e4m3 or by e5m2. Make one of them e4m3."

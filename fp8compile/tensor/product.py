@@ -1,20 +1,88 @@
-"""scaled_mm: the product of two QuantizedTensors."""
+"""scaled_mm: the product of two QuantizedTensors.
+
+    a, b --fp8compile::scaled_mm--> product --fp8compile::with_product_gradient--> result
+    a, b <------------- d(result) @ b^T, a^T @ d(result) ----------------------------+
+
+Codes and scales carry no gradient, so a second op stands behind the product: it returns the product as it is, and has
+the derivative of ``a @ b``, taken of the dequantized matrices.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fp8compile import ops
-from fp8compile.quantizers import GemmConfig
+from fp8compile.ops.registry import register_op
+from fp8compile.ops.sharding import Cut, Split
+from fp8compile.quantizers import CurrentScaling, GemmConfig, Quantizer
 from fp8compile.tensor.arguments import SOURCE_DTYPES
-from fp8compile.tensor.quantized import QuantizedTensor, cuts_blocks
+from fp8compile.tensor.quantized import LAYERS, QuantizedTensor, cuts_blocks
 
-__all__ = ["scaled_mm"]
+__all__ = ["scaled_mm", "with_product_gradient"]
+
+
+def _values(x: Tensor, dtype: torch.dtype) -> Tensor:
+    return x.dequantize(dtype) if isinstance(x, QuantizedTensor) else x.to(dtype)
+
+
+def _kernel(product: Tensor, a: Tensor, b: Tensor, quantizer: Quantizer) -> Tensor:
+    return product.clone()
+
+
+def _fake(product: Tensor, a: Tensor, b: Tensor, quantizer: Quantizer) -> Tensor:
+    return torch.empty_like(product)
+
+
+def _setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
+    _, a, b, _ = inputs
+    ctx.save_for_backward(a, b)
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor | None, Tensor | None, None]:
+    a, b = ctx.saved_tensors
+    grad_a = grad_b = None
+    if ctx.needs_input_grad[1]:
+        grad_a = (grad @ _values(b, grad.dtype).t()).to(a.dtype)
+    if ctx.needs_input_grad[2]:
+        grad_b = (_values(a, grad.dtype).t() @ grad).to(b.dtype)
+    return None, grad_a, grad_b, None
+
+
+def _sharding(product: Tensor, a: Tensor, b: Tensor, quantizer: Quantizer) -> list[Split]:
+    return [Split((Cut(0), Cut(0), None, None), (0,)), Split((Cut(1), None, Cut(1), None), (1,))]
+
+
+def _samples() -> Iterator[tuple]:
+    generator = torch.Generator().manual_seed(0)
+    for m, k, n in ((5, 24, 7), (1, 8, 3), (0, 8, 4)):
+        a, b = torch.randn(m, k, generator=generator), torch.randn(n, k, generator=generator).t()
+        yield (a @ b).round(), a, b, CurrentScaling()
+        yield (a @ b).round(), a.bfloat16(), b.bfloat16(), CurrentScaling()
+
+
+with_product_gradient = register_op(
+    "fp8compile::with_product_gradient",
+    _kernel,
+    fake=_fake,
+    backward=_backward,
+    decompose=_kernel,
+    sharding=_sharding,
+    samples=_samples,
+    setup_context=_setup_context,
+)
+# of QuantizedTensors nothing is computed: the result is the product that is known, and no copy of it
+LAYERS[with_product_gradient] = lambda func, product, *operands: product.detach()
 
 
 def scaled_mm(a: QuantizedTensor, b: QuantizedTensor, *, out_dtype: torch.dtype, emulate: bool = False) -> Tensor:
     """The product of two quantized matrices; sums in float32 or better.
+
+    Differentiable in both: their gradients are products of the dequantized matrices in ``out_dtype``. FP8 products for
+    the gradients too are what ``fp8compile.linear`` computes.
 
     Args:
         a: (m, k).
@@ -48,4 +116,5 @@ def scaled_mm(a: QuantizedTensor, b: QuantizedTensor, *, out_dtype: torch.dtype,
     if a.device != b.device:
         raise ValueError(f"scaled_mm: a is on {a.device} and b on {b.device}; move them to one device.")
     config = GemmConfig(emulate=emulate)
-    return ops.scaled_mm(a.codes, b.codes, a.scale, b.scale, a.quantizer, b.quantizer, out_dtype, config)
+    product = ops.scaled_mm(a.codes, b.codes, a.scale, b.scale, a.quantizer, b.quantizer, out_dtype, config)
+    return with_product_gradient(product, a, b, a.quantizer)

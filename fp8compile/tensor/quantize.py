@@ -44,6 +44,12 @@ def _check_source(x: Any, quantizer: Any) -> None:
         raise TypeError(f"quantize: x {reason}; it is a dense tensor.")
     if x.dtype not in SOURCE_DTYPES:
         raise TypeError(f"quantize: x is {x.dtype}; it is bfloat16, float16 or float32. Cast it first.")
+    if _compat.is_transformed(x):
+        raise RuntimeError(
+            "quantize: x is inside a transform of torch.func (grad, vmap, jvp) or forward-mode autograd, which can't "
+            "look into a QuantizedTensor. Differentiate by .backward() or torch.autograd.grad, or use "
+            "fp8compile.linear, which torch.func.grad differentiates."
+        )
 
 
 def _check_shard(x: Tensor, group: Any, shard_dim: Any, sizes: Any) -> None:
@@ -101,6 +107,18 @@ def _quantize_shard(
     return QuantizedTensor(found.local, scale, quantizer, x.dtype, group, shard_dim, sizes)
 
 
+def _quantized(
+    x: Tensor, quantizer: Quantizer, group: ProcessGroup | None, shard_dim: int | None, sizes: Sequence[int] | None
+) -> QuantizedTensor:
+    if sizes is not None:
+        return _quantize_shard(x, quantizer, group, shard_dim, tuple(sizes))
+    amax = ops.amax(x, quantizer)
+    if group is not None and _block_spans_ranks(x, quantizer, group, shard_dim):
+        amax = all_reduce_amax(amax, group)
+    multiplier, scale = ops.scale(amax, quantizer)
+    return QuantizedTensor(ops.cast(x, multiplier, quantizer), scale, quantizer, x.dtype, group, shard_dim)
+
+
 def quantize(
     x: Tensor,
     quantizer: Quantizer,
@@ -112,8 +130,9 @@ def quantize(
     """Quantize a tensor, or this rank's shard of one.
 
     With a group, codes and scales are those of the whole tensor, cut as ``x`` is: the amax is reduced over the group
-    where a block has elements on several ranks, and nothing is sent where blocks lie inside a shard. The result is a
-    constant to autograd; what differentiates is ``fp8compile.linear``.
+    where a block has elements on several ranks, and nothing is sent where blocks lie inside a shard.
+
+    Gradients pass straight through: that of the result, a plain tensor, is that of ``x``, as if nothing was rounded.
 
     Args:
         x: Any shape, bfloat16, float16 or float32.
@@ -130,18 +149,12 @@ def quantize(
         TypeError: ``x`` is no dense tensor of these dtypes, the quantizer none, the group none, or sizes no ints.
         ValueError: ``group`` without ``shard_dim`` or the reverse; sizes that do not fit, or are missing where a
             shard boundary cuts a block; sizes for a quantizer that packs codes.
-        RuntimeError: A group, on PyTorch 2.11.
+        RuntimeError: A group, on PyTorch 2.11; ``x`` inside a transform of ``torch.func`` or forward-mode
+                autograd.
     """
     _check_source(x, quantizer)
     _check_shard(x, group, shard_dim, sizes)
-    x = x.detach()
     if group is not None:
         _compat.allow_group_in_subclass()
         shard_dim %= x.ndim
-        if sizes is not None:
-            return _quantize_shard(x, quantizer, group, shard_dim, tuple(sizes))
-    amax = ops.amax(x, quantizer)
-    if group is not None and _block_spans_ranks(x, quantizer, group, shard_dim):
-        amax = all_reduce_amax(amax, group)
-    multiplier, scale = ops.scale(amax, quantizer)
-    return QuantizedTensor(ops.cast(x, multiplier, quantizer), scale, quantizer, x.dtype, group, shard_dim)
+    return ops.straight_through(_quantized(x.detach(), quantizer, group, shard_dim, sizes), x, quantizer)

@@ -32,7 +32,10 @@ __all__ = ["HANDLERS", "LAYERS", "VIEWS", "QuantizedTensor", "cuts_blocks"]
 # What works on one: filled by the files that say how.
 HANDLERS: dict[Any, Callable] = {}  # ops of PyTorch whose first argument it is
 VIEWS: set[Any] = set()  # those of them whose result is a view of it
-LAYERS: dict[Any, Callable] = {}  # our ops that take it for a weight
+LAYERS: dict[Any, Callable] = {  # our own ops that take one in any place
+    # what is known is the result; nothing is computed, and a graph holds no such op
+    ops.straight_through: lambda func, values, *others: values.detach(),
+}
 
 
 def _parts_to_gather(x: QuantizedTensor, dim: int, sizes: Sequence[int] | None) -> Shards:
@@ -158,10 +161,19 @@ class QuantizedTensor(Tensor):
             return QuantizedTensor(inner["codes"], inner["scale"], quantizer, dtype)
         return QuantizedTensor(inner["codes"], inner["scale"], quantizer, dtype, inner["group"], *identity[-2:])
 
+    def __coerce_tangent_metadata__(self) -> QuantizedTensor:
+        # AOTAutograd asks an output of a graph for the gradient that it will get, and expects one of the same class
+        raise TypeError(
+            "a QuantizedTensor that asks for a gradient can't leave a compiled graph: its gradient is a plain tensor, "
+            "and PyTorch wants one of the same class. Return .detach(), or .dequantize() inside the graph."
+        )
+
     # ------------------------------------------------------------------ what it stands for
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """Codes times scale in float32, rounded once.
+
+        Gradients pass straight through.
 
         Args:
             dtype: Of the result; the source's by default.
@@ -171,7 +183,9 @@ class QuantizedTensor(Tensor):
         """
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
             raise TypeError(f"dequantize: dtype is {dtype}; codes stand for numbers of a floating point dtype.")
-        dtype = dtype or self.dtype
+        return ops.straight_through(self._values(dtype or self.dtype), self, self.quantizer)
+
+    def _values(self, dtype: torch.dtype) -> Tensor:
         if not self.cuts_blocks():
             return ops.dequantize(self.codes, self.scale, self.quantizer, dtype)
         codes, scale = as_matrix(self.codes), self.scale.reshape(-1, self.scale.shape[-1])
@@ -204,8 +218,13 @@ class QuantizedTensor(Tensor):
 
         Raises:
             ValueError: There is no group, the ranks have no parts along ``dim``, or sizes do not fit.
-            TypeError: Sizes are no ints, or codes are packed, several to a byte.
+            TypeError: Sizes are no ints, codes are packed, several to a byte, or a gradient is asked for.
         """
+        if self.requires_grad and torch.is_grad_enabled():
+            raise TypeError(
+                "all_gather: this QuantizedTensor asks for a gradient, and a gather of codes has none. Call "
+                ".detach() first, or gather the source and quantize that."
+            )
         shards = _parts_to_gather(self, dim, sizes)
         is_column = shards.dim == self.ndim - 1
         whole = (self.cuts_blocks() and not is_column, self.cuts_blocks() and is_column)

@@ -22,7 +22,17 @@ def _same(func: Any, x: QuantizedTensor, **kwargs: Any) -> QuantizedTensor:
     return x._like(func(x.codes, **kwargs), func(x.scale))
 
 
+def _check_not_packed(func: Any, x: QuantizedTensor) -> None:
+    if x.codes.shape != x.shape:
+        raise TypeError(
+            f"{func} of a QuantizedTensor of {x.quantizer!r}, which packs several values in a byte: its codes have "
+            f"shape {tuple(x.codes.shape)} and can't be cut or reshaped as {tuple(x.shape)} can. Call .dequantize() "
+            "first."
+        )
+
+
 def _check_keeps_blocks(func: Any, x: QuantizedTensor) -> None:
+    _check_not_packed(func, x)
     if x.cuts_blocks():
         raise TypeError(
             f"{func} of a QuantizedTensor whose first or last block lies on other ranks too, being a shard of sizes "
@@ -42,7 +52,13 @@ def _transpose(func: Any, x: QuantizedTensor, *dims: int) -> QuantizedTensor:
     if dims and dims[0] % 2 == dims[1] % 2:
         return x._like(func(x.codes, *dims), func(x.scale, *dims))
     shard_dim = None if x.shard_dim is None else 1 - x.shard_dim
-    return x._view(func(x.codes, *dims), func(x.scale, *dims), shard_dim, x.quantizer.transposed())
+    found = x._view(func(x.codes, *dims), func(x.scale, *dims), shard_dim, x.quantizer.transposed())
+    if found.shape != (x.shape[1], x.shape[0]):
+        raise TypeError(
+            f"{func} of a QuantizedTensor of shape {tuple(x.shape)}: transposed codes of {x.quantizer!r} stand for "
+            f"shape {tuple(found.shape)} by its transposed(), {found.quantizer!r}. Mend transposed() or values_shape."
+        )
+    return found
 
 
 def _permute(func: Any, x: QuantizedTensor, dims: list[int]) -> QuantizedTensor:

@@ -68,7 +68,12 @@ class GraphGemm:
 
 def _described(a: Quantizer, b: Quantizer) -> str:
     """Formats and scales of operands as they are multiplied."""
-    return f"{a.format} x {b.format} {gemm_kind(a.block, b.block)}"
+    return f"{_codes_of(a)} x {_codes_of(b)} {gemm_kind(a.block, b.block)}"
+
+
+def _codes_of(quantizer: Quantizer) -> str:
+    """The format of the codes; the quantizer's class where only its own ``dequantize`` knows what they mean."""
+    return quantizer.format if quantizer.gemm_format() is not None else type(quantizer).__name__
 
 
 def describe(recipe: Recipe, gemm: Gemm) -> str | None:

@@ -1,0 +1,63 @@
+"""fp8compile::straight_through: values that are known already, with the derivative of another tensor.
+
+    values ---------> result
+    x      <--------- d(result)
+
+Rounding has a derivative of zero almost everywhere. What trains through it passes the gradient on as if nothing had
+been rounded: the result has the values of the one tensor and hands its gradient to the other.
+
+Source: Bengio et al. 2013, arXiv:1308.3432 (the straight-through estimator).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fp8compile.ops.registry import register_op
+from fp8compile.ops.sharding import Split, along_every_dim
+from fp8compile.quantizers import CurrentScaling, Quantizer
+
+__all__ = ["straight_through"]
+
+
+def _kernel(values: Tensor, x: Tensor, quantizer: Quantizer) -> Tensor:
+    return values.clone()
+
+
+def _fake(values: Tensor, x: Tensor, quantizer: Quantizer) -> Tensor:
+    return torch.empty_like(values)
+
+
+def _setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
+    ctx.dtype = inputs[1].dtype
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor, None]:
+    return None, grad.to(ctx.dtype), None
+
+
+def _sharding(values: Tensor, x: Tensor, quantizer: Quantizer) -> list[Split]:
+    return along_every_dim(x.ndim, inputs=2, outputs=1, others=1)
+
+
+def _samples() -> Iterator[tuple]:
+    generator = torch.Generator().manual_seed(0)
+    for x in (torch.randn(5, 24, generator=generator), torch.randn(6, 4, generator=generator).t(), torch.empty(0, 8)):
+        yield x.round(), x, CurrentScaling()
+        yield x.round(), x.bfloat16(), CurrentScaling()
+
+
+straight_through = register_op(
+    "fp8compile::straight_through",
+    _kernel,
+    fake=_fake,
+    backward=_backward,
+    decompose=_kernel,
+    sharding=_sharding,
+    samples=_samples,
+    setup_context=_setup_context,
+)
