@@ -54,6 +54,7 @@ __all__ = [
     "local_itself",
     "is_stand_in",
     "is_transformed",
+    "is_unbacked",
     "never_recompute",
     "rebind_load_hooks",
     "reduce_scatter_single",
@@ -407,6 +408,15 @@ def guard_or_false(condition: Any) -> bool:
     from torch.fx.experimental.symbolic_shapes import guard_or_false
 
     return guard_or_false(condition)
+
+
+def is_unbacked(size: Any) -> bool:
+    """Whether a size is known only when the graph runs, and no condition on it can be decided before."""
+    if isinstance(size, int):
+        return False
+    from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+
+    return bool(free_unbacked_symbols(size))
 
 
 def all_gather_single(x: torch.Tensor, dim: int, group: Any) -> torch.Tensor:

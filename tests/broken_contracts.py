@@ -104,6 +104,27 @@ class HidesNan(Rowwise):
 
 
 @frozen
+class ZeroIsOne(Rowwise):
+    """Stores the value zero as the code of one: what is padded with zero bytes would count."""
+
+    block: tuple[int, int] = (1, -1)
+
+    def cast(self, x: Tensor, multiplier: Tensor) -> Tensor:
+        return super().cast(x, multiplier) ^ 0x38
+
+    def dequantize(self, codes: Tensor, scale: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+        return super().dequantize(codes ^ 0x38, scale, dtype)
+
+
+@frozen
+class ClaimsFloat8(ZeroIsOne):
+    """Says of codes of its own that a GEMM reads them."""
+
+    def gemm_format(self):
+        return f8.library.E4M3
+
+
+@frozen
 class InPlace(Rowwise):
     block: tuple[int, int] = (1, -1)
 
@@ -129,6 +150,9 @@ class LooksAtSizes(Rowwise):
 
     def values_shape(self, codes_shape):
         return tuple(codes_shape)
+
+    def transposed(self):
+        return super().transposed()
 
     def cast(self, x: Tensor, multiplier: Tensor) -> Tensor:
         return super().cast(x, multiplier)
@@ -157,6 +181,9 @@ BROKEN = {
     "scale_undoes_the_multiplier": WrongScale,
     "empty_block_gives_zeros": InfiniteForZeros,
     "what_is_not_finite_shows": HidesNan,
+    "code_zero_is_zero": ZeroIsOne,
+    "products_are_those_of_dequantize": ClaimsFloat8,
+    "gemms_read_what_dequantize_gives": ClaimsFloat8,
     "nothing_but_the_arguments_decides": InPlace,
     "compiled_gives_the_bits_of_eager": OtherWhenTraced,
     "one_graph_for_every_size": LooksAtSizes,

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from dataclasses import dataclass
 
+import numpy as np
 import pytest
 import torch
 from broken_contracts import BROKEN, ByIdentity, Saltless
@@ -44,9 +46,22 @@ def test_our_quantizers_keep_every_contract(quantizer):
     check_quantizer(quantizer, skip=() if quantizer == OURS[0] else IN_PROCESSES["quantizer"])
 
 
+# what the derivative of an op is meant to be, where autograd can't see it in the op's own code
+MEANT = {
+    "fp8compile::straight_through": lambda values, x, quantizer: x.to(values.dtype),
+    "fp8compile::with_product_gradient": lambda product, a, b, quantizer: a.to(product.dtype) @ b.to(product.dtype),
+}
+QUANTIZES = "the values of the derivative, for "  # and a layer's own tests hold them against products of dequantize
+
+
 @pytest.mark.parametrize("name", sorted(name for name in OPS if name.startswith("fp8compile::")))
 def test_our_ops_keep_every_contract(name):
-    check_op(OPS[name].overload, skip=() if name == "fp8compile::linear" else IN_PROCESSES["op"])
+    skip = () if name == "fp8compile::linear" else IN_PROCESSES["op"]
+    unseen = check_op(OPS[name].overload, gradient=MEANT.get(name), skip=skip)
+    unseen = {contract: reason for contract, reason in unseen.items() if contract not in skip}
+    assert set(unseen) <= {"backward_is_the_derivative"}
+    assert all(reason.startswith(QUANTIZES) for reason in unseen.values())
+    assert not (unseen and name in MEANT)
 
 
 # DTensor takes the first apart itself; the others are given what one rank has
@@ -130,6 +145,7 @@ def define(**steps):
           "scale_values": f8.CurrentScaling.scale_values},
          "Near.scale_dtype returned 'float32'; it returns a torch.dtype, such as torch.uint8."),
         ({"codes_shape": lambda self, shape: shape[0], "values_shape": lambda self, shape: shape,
+          "transposed": lambda self: self,
           "cast": lambda self, x, multiplier: f8.CurrentScaling.cast(self, x, multiplier),
           "dequantize": lambda self, codes, scale, dtype: f8.CurrentScaling.dequantize(self, codes, scale, dtype)},
          "Near.codes_shape returned 4 for shape (4, 8); it returns a tuple of ints."),
@@ -286,6 +302,45 @@ def test_an_op_that_breaks_a_contract_is_told_so(contract, plant):
     assert all(f"\n    {part}" in text for part in PARTS), text
 
 
+def test_a_derivative_that_autograd_cannot_see_is_held_against_slopes(plant, capsys):
+    @torch._dynamo.disable
+    def by_numpy(x: Tensor, quantizer: Quantizer) -> Tensor:
+        return torch.from_numpy(np.asarray(x.detach()) ** 2)
+
+    parts = {"impl": inspect.unwrap(by_numpy), "decompose": None, "fake": fake}
+    squares = {"backward": lambda ctx, grad: (grad * 2 * ctx.saved_tensors[0], None)}
+    squares["setup_context"] = lambda ctx, inputs, output: ctx.save_for_backward(inputs[0])
+    skip = others(OP_CONTRACTS, "backward_is_the_derivative")
+    unseen = check_op(plant("numpy_square", **parts | squares), skip=skip)
+    assert "backward_is_the_derivative" not in unseen
+    assert "planted::numpy_square: backward_is_the_derivative holds" in capsys.readouterr().out
+    wrong = squares | {"backward": lambda ctx, grad: (grad * ctx.saved_tensors[0], None)}
+    with pytest.raises(AssertionError, match=r"(?s)input +\(4, 6\) float32.*slope by float64 differences"):
+        check_op(plant("numpy_wrong", **parts | wrong), skip=skip)
+
+
+def test_what_was_not_looked_at_is_said(plant, capsys):
+    def rounds(x: Tensor, quantizer: Quantizer) -> Tensor:
+        return torch.from_numpy(np.round(np.asarray(x.detach()) * 3))
+
+    skip = others(OP_CONTRACTS, "backward_is_the_derivative")
+    unseen = check_op(plant("numpy_rounds", impl=rounds, decompose=None), skip=skip)
+    assert unseen["backward_is_the_derivative"].startswith("the values of the derivative, for 2 inputs, the first")
+    assert "backward_is_the_derivative was not looked at: the values" in capsys.readouterr().out
+    assert unseen["passes_opcheck"] == "skipped"
+
+
+def test_a_decomposition_that_is_wrong_for_a_dtype_of_empty_samples_is_found(plant):
+    def wrong_for_float16(x, quantizer):
+        return x * (4 if x.dtype == torch.float16 else 3)
+
+    half_is_empty = [*samples(), (torch.empty(0, 6, dtype=torch.float16), f8.CurrentScaling())]
+    op = plant("float16", decompose=wrong_for_float16, samples=lambda: half_is_empty)
+    for contract in ("decompose_is_the_kernel", "compiled_gives_the_bits_of_eager"):
+        with pytest.raises(AssertionError, match=r"\(4, 6\) float16"):
+            check_op(op, skip=others(OP_CONTRACTS, contract))
+
+
 def test_a_derivative_of_its_own_is_held_against_the_function_given(plant):
     def straight(x: Tensor, quantizer: Quantizer) -> Tensor:
         return (x * 3).round()
@@ -303,8 +358,8 @@ def test_a_derivative_of_its_own_is_held_against_the_function_given(plant):
     ("samples", "text"),
     [
         (list, r"yields nothing; it yields tuples of impl's arguments, \(x, quantizer\)"),
-        (lambda: [torch.ones(2)], r"yields \(2,\) torch.float32; it yields tuples"),
-        (lambda: [(torch.ones(2),)], r"yields \(tensor\(.*\),\); it yields tuples"),
+        (lambda: [torch.ones(2)], r"yields \(2,\) float32; it yields tuples"),
+        (lambda: [(torch.ones(2),)], r"yields \(2,\) float32; it yields tuples"),
     ],
 )
 def test_samples_are_looked_at_first(samples, text, plant, request):

@@ -303,7 +303,9 @@ def test_quantize_under_transforms_says_what_to_do(case):
 
 def test_quantized_tensor_that_asks_for_a_gradient_stays_in_its_graph():
     function = compiled(lambda x: f8.quantize(x, ROWWISE), "aot_eager")
-    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match=r"can't leave a compiled graph: .* \.detach\(\)"):
+    with pytest.raises(
+        torch._dynamo.exc.BackendCompilerFailed, match=r"can't leave a compiled graph: .* \.detach\(\)"
+    ):
         function(values(16, 48).requires_grad_())
 
 

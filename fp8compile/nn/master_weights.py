@@ -83,7 +83,8 @@ class MasterWeights(Optimizer):
         if self._rounding == "stochastic" and not isinstance(local.quantizer, CurrentScaling):
             raise ValueError(f"MasterWeights: {local.quantizer!r} has no stochastic rounding; CurrentScaling has.")
         initial, local.initial = local.initial, None
-        values = local.detach().dequantize(torch.float32) if initial is None else initial.to(local.device, torch.float32)
+        values = local.detach().dequantize(torch.float32) if initial is None else initial
+        values = values.to(local.device, torch.float32)
         return wrapped_like(values, p).requires_grad_()
 
     # ------------------------------------------------------------------ what a step does

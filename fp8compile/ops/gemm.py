@@ -110,8 +110,8 @@ def select_gemm(
     if config is not None and config.emulate:
         return "emulated"
     raise RuntimeError(
-        f"scaled_mm: {_codes_of(a)} with block {a.block} by {_codes_of(b)} with block {b.block} {lacking} This GPU has "
-        f"compute capability {target.capability[0]}.{target.capability[1]}."
+        f"scaled_mm: {_codes_of(a)} with block {a.block} by {_codes_of(b)} with block {b.block} {lacking} This GPU "
+        f"has compute capability {target.capability[0]}.{target.capability[1]}."
     )
 
 
@@ -138,8 +138,8 @@ def _lacks(kind: str, a: Quantizer, b: Quantizer, target: Target) -> str | None:
     asked = "Take a recipe that this GPU has, or ask for emulation in float64 (emulate=True), right and slow."
     if a.gemm_format() is None or b.gemm_format() is None:
         return (
-            "has no GEMM: a GPU multiplies float8 codes, and only the quantizer's own dequantize knows what these mean. "
-            f"{asked} If they are float8 numbers times the scale of their block, override gemm_format() to say so."
+            "has no GEMM: a GPU multiplies float8 codes, and only the quantizer's own dequantize knows what these "
+            f"mean. {asked} If they are float8 numbers times the scale of their block, say so by gemm_format()."
         )
     if a.gemm_format() == b.gemm_format() == E5M2:
         return "has no GEMM: tensor cores multiply e4m3 by e4m3 or by e5m2. Make one of them e4m3."
@@ -170,6 +170,8 @@ def _padded_codes(kind: str, a: Operand, b: Operand) -> tuple[Tensor, Tensor]:
     extra_k = -k % (MX_BLOCK if kind == "mx" else ALIGNMENT)
     extra_n = -n % ALIGNMENT if on_gpu else 0
     extra_m = -m % ALIGNMENT if kind in ("blockwise", "mx") else 0
+    if _compat.is_unbacked(m):
+        extra_m = 2  # rows of zeros: PyTorch asks `_scaled_mm` whether it has one row, and of two more it can tell
     # statically: a guard on M % 16 would compile the backward twice, for its sum runs over tokens
     rows = _padded(a.codes, extra_m, extra_k)
     columns = _padded(b.codes.t(), extra_n, extra_k)

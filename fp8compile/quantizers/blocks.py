@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from fp8compile._compat import guard_or_false, statically_true
+from fp8compile._compat import guard_or_false, is_unbacked, statically_true
 from fp8compile.target import target_of
 
 __all__ = ["Block", "as_matrix", "block_amax", "check_block", "expand_blocks", "from_matrix", "grid_shape", "scaled"]
@@ -99,6 +99,8 @@ def block_amax(x: Tensor, block: Block) -> Tensor:
     grid_rows, block_rows, grid_columns, block_columns = _sides(x.shape, block)
     magnitude = as_matrix(x).abs()
     missing_rows, missing_columns = grid_rows * block_rows - rows, grid_columns * block_columns - columns
+    if block[0] == -1 and is_unbacked(rows):
+        missing_rows = 1  # PyTorch has no maximum of nothing, and nobody knows yet whether there is a row
     if not (statically_true(missing_rows == 0) and statically_true(missing_columns == 0)):
         magnitude = pad(magnitude, (0, missing_columns, 0, missing_rows))  # zeros never are the largest
     if block == (-1, -1):  # flat: for two dims Inductor splits the reduction behind a norm into two more kernels

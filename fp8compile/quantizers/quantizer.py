@@ -53,8 +53,8 @@ class Quantizer(Constant):
     are computed from what ``dequantize`` returns: on a CPU always, on a GPU if emulation is asked for.
 
     Attributes:
-        format: Format of the codes: ``"e4m3"``, ``"e5m2"`` or ``"e2m1"``. A class with a ``cast`` and ``dequantize`` of
-            its own gives it whatever meaning it has there.
+        format: Format of the codes: ``"e4m3"``, ``"e5m2"`` or ``"e2m1"``. A class with a ``cast`` and ``dequantize``
+            of its own gives it whatever meaning it has there.
         block: (rows, columns) that share one scale, over the (M, K) view of a tensor; -1 is the whole dim.
     """
 

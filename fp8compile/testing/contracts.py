@@ -1,14 +1,23 @@
-"""Contracts: named checks whose breaches are collected and told together, each with what to do about it."""
+"""Contracts: named checks whose breaches are collected and told together, each with what to do about it.
+
+A contract that holds is printed as it does. One that can't look at something says so by `NotLookedAt`: that is printed
+and returned, and never counts as held.
+"""
 
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextvars import ContextVar
+from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 
-__all__ = ["BrokenContract", "check_contracts", "compiled_afresh"]
+__all__ = ["BrokenContract", "NotLookedAt", "check_contracts", "compiled_afresh", "looked_at", "looking_at", "shown"]
+
+Input = TypeVar("Input")
+_INPUT: ContextVar[str | None] = ContextVar("the input that a contract looks at", default=None)
 
 
 class BrokenContract(Exception):
@@ -25,6 +34,34 @@ class BrokenContract(Exception):
         self.expected, self.found, self.mend = expected, found, mend
 
 
+class NotLookedAt(Exception):
+    """Raised by a contract that found nothing wrong and could not look at all that it is about.
+
+    Args:
+        what: What was not looked at, and what the caller can do so that it is.
+    """
+
+
+def shown(value: Any) -> str:
+    """An input of a contract in a report: tensors by shape and dtype, anything else by its repr."""
+    if isinstance(value, Tensor):
+        return f"{tuple(value.shape)} {value.dtype}".replace("torch.", "")
+    return ", ".join(map(shown, value)) if isinstance(value, (tuple, list)) else repr(value)
+
+
+def looking_at(value: Input) -> Input:
+    """The value; a breach that is found from now on is told with its shapes and dtypes."""
+    _INPUT.set(shown(value))
+    return value
+
+
+def looked_at(inputs: Iterable[Input]) -> Iterator[Input]:
+    """The inputs one after the other, each as `looking_at` gives it."""
+    for each in inputs:
+        yield looking_at(each)
+    _INPUT.set(None)
+
+
 def compiled_afresh(fn: Callable, **options: Any) -> Callable:
     """``fn`` as one graph, with no graph of an earlier check in the way."""
     torch._dynamo.reset()
@@ -37,6 +74,7 @@ def _first_sentence(contract: Callable) -> str:
 
 def _breach(contract: Callable, arguments: Sequence[Any], state: Callable[[], Any]) -> BrokenContract | None:
     try:
+        _INPUT.set(None)
         before = state()
         contract(*arguments)
         if (after := state()) != before:
@@ -47,6 +85,8 @@ def _breach(contract: Callable, arguments: Sequence[Any], state: Callable[[], An
             )
     except BrokenContract as broken:
         return broken
+    except NotLookedAt:
+        raise
     except Exception as error:  # what is checked is the code of others
         return BrokenContract(
             expected=_first_sentence(contract),
@@ -56,8 +96,10 @@ def _breach(contract: Callable, arguments: Sequence[Any], state: Callable[[], An
     return None
 
 
-def _lines(name: str, broken: BrokenContract) -> str:
-    parts = (("expected", broken.expected), ("found", broken.found), ("to mend", broken.mend))
+def _lines(name: str, broken: BrokenContract, given: str | None) -> str:
+    parts = [("expected", broken.expected), ("found", broken.found), ("to mend", broken.mend)]
+    if given is not None:
+        parts.insert(0, ("input", given))
     body = [textwrap.indent(f"{label:<10}{text}", "    ").replace("\n    ", "\n" + " " * 14) for label, text in parts]
     return "\n".join([f"  {name}", *body])
 
@@ -74,8 +116,8 @@ def check_contracts(
     skip: Sequence[str] = (),
     foundation: str = "",
     state: Callable[[], Any] = _nothing,
-) -> None:
-    """Run each contract; tell all that are broken.
+) -> dict[str, str]:
+    """Run each contract, print what came of it, and tell all that are broken.
 
     Args:
         subject: What is checked, for the text.
@@ -84,6 +126,9 @@ def check_contracts(
         skip: Names of contracts to leave out.
         foundation: Name of one without which those behind it would only say the same again: they are not run.
         state: What no contract may change.
+
+    Returns:
+        What was not looked at, in words, by the name of the contract: what was skipped, too.
 
     Raises:
         TypeError: ``skip`` is one name and no list of them.
@@ -95,16 +140,28 @@ def check_contracts(
     known = {contract.__name__: contract for contract in contracts}
     if unknown := [name for name in skip if name not in known]:
         raise ValueError(f"skip names {', '.join(map(repr, unknown))}; the contracts are {', '.join(known)}.")
-    asked = {name: contract for name, contract in known.items() if name not in skip}
-    broken, left_out = {}, []
-    for name, contract in asked.items():
+    broken: dict[str, BrokenContract] = {}
+    told, unseen = [], dict.fromkeys(skip, "skipped")
+    asked = [name for name in known if name not in skip]
+    for name in asked:
         if foundation in broken:
-            left_out.append(name)
-        elif (breach := _breach(contract, arguments, state)) is not None:
+            unseen[name] = f"not run, for it builds on {foundation}"
+            continue
+        try:
+            breach = _breach(known[name], arguments, state)
+        except NotLookedAt as reason:
+            unseen[name] = str(reason)
+            continue
+        if breach is None:
+            print(f"{subject}: {name} holds", flush=True)
+        else:
             broken[name] = breach
+            told.append(_lines(name, breach, _INPUT.get()))
+    for name, reason in unseen.items():
+        print(f"{subject}: {name} was not looked at: {reason}", flush=True)
     if broken:
-        told = [_lines(name, breach) for name, breach in broken.items()]
-        if left_out:
+        if left_out := [name for name in asked if unseen.get(name, "").startswith("not run")]:
             told.append(f"  Not run, for they build on {foundation}: {', '.join(left_out)}.")
         count = f"{len(broken)} of {len(asked)} contracts"
         raise AssertionError("\n\n".join([f"{subject} breaks {count}:", *told])) from next(iter(broken.values()))
+    return unseen

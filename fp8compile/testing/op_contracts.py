@@ -6,10 +6,9 @@ All of them run on the op's own samples, so an op is checked as far as these go.
 from __future__ import annotations
 
 import copy
-import inspect
 import sys
 from collections.abc import Callable, Sequence
-from functools import cache, wraps
+from functools import wraps
 from itertools import pairwise
 from typing import Any
 
@@ -20,57 +19,24 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from fp8compile.ops.registry import OPS, Op
 from fp8compile.quantizers.constant import Constant
 from fp8compile.testing.bits import difference, results, sum_difference
-from fp8compile.testing.contracts import BrokenContract, check_contracts, compiled_afresh
+from fp8compile.testing.contracts import BrokenContract, check_contracts, compiled_afresh, looked_at, shown
+from fp8compile.testing.derivative_contracts import (
+    backward_is_the_derivative,
+    backward_is_there_or_raises,
+    differentiable,
+    gradients_of,
+)
 from fp8compile.testing.fresh_process import fresh_texts
+from fp8compile.testing.op_samples import all_samples, filled, samples_on, some_samples, tensors_of, without_nan
 from fp8compile.testing.recording import BACKENDS
 from fp8compile.testing.shards import check_shards, splits_of
 
 __all__ = ["check_op"]
 
-COMPILED_SAMPLES = 8
 SAME_ARITHMETIC = (
     "make decompose do the arithmetic of impl, on fp8compile.library.rounded(x) for each floating point argument "
     "(Inductor drops the rounding of a fused bfloat16 value)"
 )
-
-
-@cache
-def _all_samples(op: Op) -> tuple[tuple, ...]:
-    samples, parameters = list(op.samples()), list(inspect.signature(op.impl).parameters)
-    for args in samples or [None]:
-        if not isinstance(args, (tuple, list)) or len(args) != len(parameters):
-            shown = f"yields {_shown((args,))}" if samples else "yields nothing"
-            raise TypeError(
-                f"check_op: samples of {op.name} {shown}; it yields tuples of impl's arguments, "
-                f"({', '.join(parameters)})."
-            )
-    return tuple(map(tuple, samples))
-
-
-def _samples(op: Op, device: torch.device) -> list[tuple]:
-    return [tuple(_moved(arg, device) for arg in args) for args in _all_samples(op)]
-
-
-def _moved(arg: Any, device: torch.device) -> Any:
-    if not isinstance(arg, Tensor) or arg.device == device:
-        return arg
-    moved = torch.empty_strided(arg.shape, arg.stride(), dtype=arg.dtype, device=device)
-    return moved.copy_(arg)
-
-
-def _some(op: Op, device: torch.device) -> list[tuple]:
-    """Samples spread over all of them: to compile each would take minutes."""
-    samples = _samples(op, device)
-    count = min(COMPILED_SAMPLES, len(samples))
-    return [samples[index * len(samples) // count] for index in range(count)]
-
-
-def _tensors(args: tuple) -> list[Tensor]:
-    return [arg for arg in args if isinstance(arg, Tensor)]
-
-
-def _shown(args: tuple) -> str:
-    return ", ".join(f"{tuple(a.shape)} {a.dtype}" if isinstance(a, Tensor) else repr(a) for a in args)
 
 
 def _call_all(call: Callable, samples: list[tuple]) -> list[tuple[Tensor, ...]]:
@@ -88,12 +54,12 @@ def _compare(
     for args, left, right in zip(samples, got, expected, strict=True):
         if len(left) != len(right):
             raise BrokenContract(
-                expected=f"{what}: {len(right)} results for ({_shown(args)})", found=str(len(left)), mend=mend
+                expected=f"{what}: {len(right)} results for ({shown(args)})", found=str(len(left)), mend=mend
             )
         for index, (a, b) in enumerate(zip(left, right, strict=True)):
             if (differs := differ(a, b)) is not None:
                 raise BrokenContract(
-                    expected=f"{what}, for ({_shown(args)})", found=f"result {index}: {differs}", mend=mend
+                    expected=f"{what}, for ({shown(args)})", found=f"result {index}: {differs}", mend=mend
                 )
 
 
@@ -102,8 +68,8 @@ def _compare(
 
 def samples_cover_it(op: Op, device: torch.device) -> None:
     """There are samples, and an empty and a non-contiguous tensor among them."""
-    samples = _samples(op, device)
-    tensors = [tensor for args in samples for tensor in _tensors(args)]
+    samples = samples_on(op, device)
+    tensors = [tensor for args in samples for tensor in tensors_of(args)]
     for what, holds in {
         "a tensor": bool(tensors),
         "an empty tensor": any(not tensor.numel() for tensor in tensors),
@@ -119,20 +85,20 @@ def samples_cover_it(op: Op, device: torch.device) -> None:
 
 def results_are_new(op: Op, device: torch.device) -> None:
     """What it returns shares no memory with what it's given, and what it's given stays as it is."""
-    for args in _samples(op, device):
-        before = [tensor.clone() for tensor in _tensors(args)]
-        given = {tensor.untyped_storage().data_ptr() for tensor in _tensors(args) if tensor.numel()}
+    for args in looked_at(samples_on(op, device)):
+        before = [tensor.clone() for tensor in tensors_of(args)]
+        given = {tensor.untyped_storage().data_ptr() for tensor in tensors_of(args) if tensor.numel()}
         for index, result in enumerate(results(op.overload(*args))):
             if result.numel() and result.untyped_storage().data_ptr() in given:
                 raise BrokenContract(
-                    expected=f"new tensors for ({_shown(args)})",
+                    expected=f"new tensors for ({shown(args)})",
                     found=f"result {index} shares memory with an argument",
                     mend="return .clone() or compute something new: a compiler takes an op's results for new",
                 )
-        for tensor, old in zip(_tensors(args), before, strict=True):
+        for tensor, old in zip(tensors_of(args), before, strict=True):
             if (differs := difference(tensor, old)) is not None:
                 raise BrokenContract(
-                    expected=f"arguments ({_shown(args)}) as they were",
+                    expected=f"arguments ({shown(args)}) as they were",
                     found=differs,
                     mend="use no method in place (ending in _) on an argument",
                 )
@@ -140,7 +106,7 @@ def results_are_new(op: Op, device: torch.device) -> None:
 
 def fake_is_like_the_result(op: Op, device: torch.device) -> None:
     """On tensors without data it returns the shapes, dtypes, strides and devices of the real results."""
-    for args in _samples(op, device):
+    for args in looked_at(samples_on(op, device)):
         real = results(op.overload(*args))
         mode = FakeTensorMode()
         with mode:
@@ -155,7 +121,7 @@ def fake_is_like_the_result(op: Op, device: torch.device) -> None:
                 expected, found = (_aspect(tensor, aspect) for tensor in (result, fake))
                 if expected != found:
                     raise BrokenContract(
-                        expected=f"fake gives result {index} {aspect} {expected}, for ({_shown(args)})",
+                        expected=f"fake gives result {index} {aspect} {expected}, for ({shown(args)})",
                         found=str(found),
                         mend=mend,
                     )
@@ -171,7 +137,8 @@ def _aspect(tensor: Tensor, aspect: str) -> Any:
 def decompose_is_the_kernel(op: Op, device: torch.device) -> None:
     """In eager mode, decompose gives the bits of impl."""
     if op.decompose is not None:
-        samples = _samples(op, device)
+        samples = samples_on(op, device)
+        samples += filled(op, samples)
         with torch.no_grad():
             got, expected = _call_all(op.decompose, samples), _call_all(op.overload, samples)
         _compare(got, expected, samples, "the bits of impl from decompose, run as plain PyTorch", SAME_ARITHMETIC)
@@ -180,129 +147,19 @@ def decompose_is_the_kernel(op: Op, device: torch.device) -> None:
 def passes_opcheck(op: Op, device: torch.device) -> None:
     """PyTorch's own checks of operators pass."""
     checks = [
-        (args, ("test_schema", "test_autograd_registration", "test_faketensor")) for args in _samples(op, device)
+        (args, ("test_schema", "test_autograd_registration", "test_faketensor")) for args in samples_on(op, device)
     ]
     # this one takes a NaN for unequal to itself
-    checks += [(_without_nan(args), ("test_aot_dispatch_dynamic",)) for args in _some(op, device)]
+    checks += [(without_nan(args), ("test_aot_dispatch_dynamic",)) for args in some_samples(op, device)]
     for args, names in checks:
         try:
             torch.library.opcheck(op.overload, args, test_utils=names)
         except Exception as error:
             raise BrokenContract(
-                expected=f"torch.library.opcheck passes for ({_shown(args)})",
+                expected=f"torch.library.opcheck passes for ({shown(args)})",
                 found=f"{type(error).__name__}: {error}",
                 mend="see what PyTorch says: a mutation, a fake that is unlike, a derivative that is traced otherwise",
             ) from error
-
-
-def _without_nan(args: tuple) -> tuple:
-    return tuple(a.nan_to_num(1.0) if isinstance(a, Tensor) and a.is_floating_point() else a for a in args)
-
-
-# ---------------------------------------------------------------------------------- derivative
-
-
-def _updated(op: Op) -> list[int]:
-    """Places of the arguments that the backward writes to."""
-    return [place for place, name in enumerate(inspect.signature(op.impl).parameters) if name in op.updates]
-
-
-def _differentiable(op: Op, args: tuple) -> tuple[tuple, list[Tensor]]:
-    """The arguments with gradients asked of the floating point ones that have any, and those."""
-    leaves, given = [], []
-    for place, arg in enumerate(args):
-        if isinstance(arg, Tensor) and arg.is_floating_point() and place not in _updated(op):
-            arg = arg.detach().clone().requires_grad_()
-            leaves.append(arg)
-        given.append(arg)
-    return tuple(given), leaves
-
-
-def _gradients(op: Op, call: Callable, args: tuple, leaves: list[Tensor]) -> tuple[Tensor, ...]:
-    """Gradients of the leaves, and what the backward made of the arguments that it writes to."""
-    given = [arg.clone() if place in _updated(op) else arg for place, arg in enumerate(args)]
-    outputs = [out for out in results(call(*given)) if out.requires_grad]
-    weights = [torch.arange(out.numel(), device=out.device).view(out.shape).cos().to(out.dtype) for out in outputs]
-    found = torch.autograd.grad(outputs, leaves, weights, allow_unused=True)
-    gradients = [torch.zeros_like(leaf) if g is None else g for g, leaf in zip(found, leaves, strict=True)]
-    return *gradients, *(given[place] for place in _updated(op))
-
-
-def backward_is_there_or_raises(op: Op, device: torch.device) -> None:
-    """A backward pass gives a gradient of each argument's shape and dtype, or says that there is none."""
-    for args in _some(op, device):
-        given, leaves = _differentiable(op, args)
-        if not leaves or not all(leaf.numel() for leaf in leaves):
-            continue
-        if op.backward is not None:
-            for leaf, gradient in zip(leaves, _gradients(op, op.overload, given, leaves), strict=False):
-                if (gradient.shape, gradient.dtype) != (leaf.shape, leaf.dtype):
-                    raise BrokenContract(
-                        expected=f"a gradient of shape {tuple(leaf.shape)}, {leaf.dtype}",
-                        found=f"shape {tuple(gradient.shape)}, {gradient.dtype}",
-                        mend="return from backward a gradient like each argument, None for what needs none",
-                    )
-            continue
-        outputs = [out for out in results(op.overload(*given)) if out.requires_grad]
-        try:
-            torch.autograd.grad(outputs[0].sum(), leaves) if outputs else None
-        except RuntimeError as error:
-            if f"{op.name} has no derivative" in str(error):
-                continue
-            raise
-        if outputs:
-            raise BrokenContract(
-                expected="a backward pass that reaches an op without derivative raises",
-                found="it gave gradients",
-                mend="register the op by fp8compile.library.register_op alone",
-            )
-
-
-def _half_of_the_digits(actual: Tensor, expected: Tensor) -> str | None:
-    """As ``difference``, up to half of the dtype's digits of the largest element.
-
-    A derivative by another formula rounds at other places, and a wrong one is far off.
-    """
-    finite = expected.isfinite()
-    if not finite.any():
-        return None
-    apart = (actual.double() - expected.double()).where(finite, 0.0).abs()
-    allowed = torch.finfo(actual.dtype).eps ** 0.5 * expected[finite].double().abs().max()
-    return difference(actual, expected) if not (apart <= allowed).all() else None
-
-
-def _autograd(call: Callable, args: tuple, leaves: list[Tensor]) -> list[Tensor | None]:
-    """What autograd makes of PyTorch code; None for what it does not reach."""
-    outputs = [out for out in results(call(*args)) if out.requires_grad]
-    if not outputs:
-        return [None] * len(leaves)
-    weights = [torch.arange(out.numel(), device=out.device).view(out.shape).cos().to(out.dtype) for out in outputs]
-    return list(torch.autograd.grad(outputs, leaves, weights, allow_unused=True))
-
-
-def backward_is_the_derivative(op: Op, device: torch.device, reference: Callable | None = None) -> None:
-    """Gradients are those that autograd has of impl, as far as it goes through it, or of the reference given."""
-    if op.backward is None:
-        return
-    for args in map(_without_nan, _some(op, device)):
-        given, leaves = _differentiable(op, args)
-        if not leaves:
-            continue
-        try:
-            expected = _autograd(reference or op.impl, given, leaves)
-        except RuntimeError:
-            if reference is not None:
-                raise
-            return  # an op without derivative is in impl: what quantizes has none, and only a reference tells more
-        for index, (got, wanted) in enumerate(zip(_gradients(op, op.overload, given, leaves), expected, strict=False)):
-            if wanted is not None and (differs := _half_of_the_digits(got, wanted)) is not None:
-                raise BrokenContract(
-                    expected=f"the gradients that autograd has of {'the reference' if reference else 'impl'}, "
-                    f"for ({_shown(args)})",
-                    found=f"gradient {index} of backward: {differs}",
-                    mend="mend backward; or, if it is meant to be another one (straight through a rounding), say of "
-                    "what: check_op(op, gradient=...), a differentiable function of impl's arguments",
-                )
 
 
 # ---------------------------------------------------------------------------------- compiled
@@ -310,7 +167,7 @@ def backward_is_the_derivative(op: Op, device: torch.device, reference: Callable
 
 def compiled_gives_the_bits_of_eager(op: Op, device: torch.device) -> None:
     """Compiled without a graph break, by AOTAutograd and by Inductor, results have the bits of eager mode."""
-    samples = _some(op, device)
+    samples = some_samples(op, device)
     for backend in BACKENDS:
         got = compiled_afresh(_call_all, backend=backend, dynamic=False)(op.overload, samples)
         _compare(got, _call_all(op.overload, samples), samples, f"the bits of impl, by {backend}", SAME_ARITHMETIC)
@@ -320,12 +177,12 @@ def compiled_backward_gives_the_bits_of_eager(op: Op, device: torch.device) -> N
     """Gradients have the bits of eager mode, compiled by AOTAutograd; by Inductor, plain sums may round otherwise."""
     if op.backward is None:
         return
-    samples = [args for args in _some(op, device) if all(tensor.numel() for tensor in _tensors(args))][:3]
+    samples = [args for args in some_samples(op, device) if all(tensor.numel() for tensor in tensors_of(args))][:3]
     for backend in BACKENDS:
-        for args in samples:
-            given, leaves = _differentiable(op, args)
-            got = _gradients(op, compiled_afresh(op.overload, backend=backend, dynamic=False), given, leaves)
-            expected = _gradients(op, op.overload, given, leaves)
+        for args in looked_at(samples):
+            given, leaves = differentiable(op, args)
+            got = gradients_of(op, compiled_afresh(op.overload, backend=backend, dynamic=False), given, leaves)
+            expected = gradients_of(op, op.overload, given, leaves)
             differ = sum_difference if backend == "inductor" else difference
             _compare([got], [expected], [args], f"the gradients of eager mode, by {backend}", SAME_ARITHMETIC, differ)
 
@@ -335,14 +192,14 @@ def equal_arguments_run_the_same_graph(op: Op, device: torch.device) -> None:
     from torch._dynamo.utils import counters
 
     compiled = compiled_afresh(op.overload, backend="aot_eager", dynamic=False)
-    for args in _some(op, device)[:3]:
+    for args in some_samples(op, device)[:3]:
         counts = []
         for _ in range(3):
             compiled(*(copy.deepcopy(arg) if isinstance(arg, Constant) else arg for arg in args))
             counts.append(counters["stats"]["unique_graphs"])
         if any(after != before for before, after in pairwise(counts)):
             raise BrokenContract(
-                expected=f"one graph for ({_shown(args)}), called three times",
+                expected=f"one graph for ({shown(args)}), called three times",
                 found=f"{counts[-1] - counts[0]} more",
                 mend="run check_quantizer on the constants that it takes: two equal ones differ",
             )
@@ -356,7 +213,7 @@ def cache_key_follows_its_source(op: Op, device: torch.device) -> None:
     """Once the source of the implementation changed, the constants beside it have another text in a graph."""
     if op.decompose is None and op.backward is None:
         return  # compiled code holds nothing of it but the call
-    constants = [arg for args in _all_samples(op) for arg in args if isinstance(arg, Constant)]
+    constants = [arg for args in all_samples(op) for arg in args if isinstance(arg, Constant)]
     module = sys.modules.get(op.impl.__module__)
     if not constants or module is None or not getattr(module, "__file__", None) or module.__name__ == "__main__":
         raise BrokenContract(
@@ -383,7 +240,7 @@ def sharded_gives_the_bits_of_whole(op: Op, device: torch.device) -> None:
     if op.sharding is None:
         return
     ran = 0
-    for args in _samples(op, device):
+    for args in looked_at(samples_on(op, device)):
         found = check_shards(op, args)
         if found.wrong is not None:
             raise BrokenContract(
@@ -393,10 +250,10 @@ def sharded_gives_the_bits_of_whole(op: Op, device: torch.device) -> None:
             )
         ran += found.ran
     if not ran:
-        first = _all_samples(op)[0]
+        first = all_samples(op)[0]
         raise BrokenContract(
             expected="a Split for one of the samples at least",
-            found=f"none in {len(_all_samples(op))} samples; for the first the rule returns {splits_of(op, first)}",
+            found=f"none in {len(all_samples(op))} samples; for the first the rule returns {splits_of(op, first)}",
             mend="write sharding=None if it can't be cut, or samples that can",
         )
 
@@ -443,14 +300,14 @@ def check_op(
     gradient: Callable | None = None,
     device: torch.device | str = "cpu",
     skip: Sequence[str] = (),
-) -> None:
-    """Check that an operator works wherever a built-in one does, on its own samples.
+) -> dict[str, str]:
+    """Check that an operator works wherever a built-in one does, on its own samples; print each contract as it holds.
 
     Takes some ten seconds: it compiles, and starts two processes. Compiled graphs are forgotten.
 
-    The values of a derivative are those that autograd has of ``impl``, to half of the digits. Where autograd does not
-    get through ``impl``, as through anything that quantizes by ``fp8compile.ops``, shapes and dtypes are all that is
-    checked without ``gradient``.
+    The values of a derivative are held against those that autograd has of ``impl`` or of ``decompose``, to half of the
+    digits, and where it gets through neither, against float64 differences if ``impl`` is smooth. Where it quantizes,
+    it is not, and without ``gradient`` shapes and dtypes are all that is checked: the result says so.
 
     Args:
         op: What ``register_op`` returned, or its name.
@@ -459,6 +316,9 @@ def check_op(
         device: Where to run it; the samples are moved there.
         skip: Names of contracts to leave out, as the report prints them: a list or tuple.
 
+    Returns:
+        What was not looked at, in words, by the name of the contract; empty if all of them held.
+
     Raises:
         TypeError: No such op was registered, its samples are no tuples of arguments, or ``skip`` is one name alone.
         ValueError: ``skip`` names no contract.
@@ -466,8 +326,8 @@ def check_op(
             mend it.
     """
     registered = _registered(op)
-    _all_samples(registered)  # all contracts run on them
+    all_samples(registered)  # all contracts run on them
     contracts = list(CONTRACTS)
     if gradient is not None:
         contracts[CONTRACTS.index(backward_is_the_derivative)] = _with_reference(backward_is_the_derivative, gradient)
-    check_contracts(registered.name, contracts, (registered, torch.device(device)), skip=skip)
+    return check_contracts(registered.name, contracts, (registered, torch.device(device)), skip=skip)

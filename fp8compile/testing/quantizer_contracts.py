@@ -20,8 +20,13 @@ from fp8compile import ops
 from fp8compile.quantizers import Quantizer
 from fp8compile.tensor import quantize
 from fp8compile.testing.bits import difference
-from fp8compile.testing.contracts import BrokenContract, check_contracts, compiled_afresh
+from fp8compile.testing.contracts import BrokenContract, check_contracts, compiled_afresh, looked_at, looking_at
 from fp8compile.testing.fresh_process import fresh_texts
+from fp8compile.testing.product_contracts import (
+    code_zero_is_zero,
+    gemms_read_what_dequantize_gives,
+    products_are_those_of_dequantize,
+)
 from fp8compile.testing.recording import BACKENDS
 from fp8compile.testing.shards import check_shards
 
@@ -192,7 +197,7 @@ def text_in_a_fresh_process(q: Quantizer, device: Device) -> None:
 
 def layout_is_what_it_says(q: Quantizer, device: Device) -> None:
     """Shapes and dtypes of each step are those that codes_shape, scale_shape and scale_dtype say."""
-    for x in _inputs(q, device):
+    for x in looked_at(_inputs(q, device)):
         try:
             steps = _steps(q, x)
         except TypeError as error:
@@ -227,7 +232,7 @@ def transposed_is_of_the_transposed_matrix(q: Quantizer, device: Device) -> None
             found=repr(turned),
             mend="let transposed() exchange the sides of every block it holds, by dataclasses.replace",
         )
-    x = _blocky(q, device)
+    x = looking_at(_blocky(q, device))
     given, other = _steps(q, x), _steps(turned, x.t())
     for name in ("amax", "multiplier", "scale", "codes", "values"):
         if (differs := difference(other[name], given[name].t())) is not None:
@@ -243,7 +248,7 @@ def transposed_is_of_the_transposed_matrix(q: Quantizer, device: Device) -> None
 
 def scale_undoes_the_multiplier(q: Quantizer, device: Device) -> None:
     """Values come back near what they were, and a scale is the inverse of its multiplier."""
-    for x in (_blocky(q, device), *_inputs(q, device)):
+    for x in looked_at((_blocky(q, device), *_inputs(q, device))):
         steps = _steps(q, x)
         product = q.scale_values(steps["scale"]).double() * steps["multiplier"].double()
         if not ((product - 1).abs() <= 2**-22).all():
@@ -264,7 +269,7 @@ def scale_undoes_the_multiplier(q: Quantizer, device: Device) -> None:
 
 def empty_block_gives_zeros(q: Quantizer, device: Device) -> None:
     """A block of zeros has a finite multiplier and comes back as zeros."""
-    x = _blocky(q, device)
+    x = looking_at(_blocky(q, device))
     block = _first_block(q, x)
     x[block] = 0.0
     steps = _steps(q, x)
@@ -293,7 +298,7 @@ def what_is_not_finite_shows(q: Quantizer, device: Device) -> None:
             mend="clamp to the format's range before rounding, as formats' encode does",
         )
     for bad in (math.nan, math.inf, -math.inf):
-        x = _blocky(q, device)
+        x = looking_at(_blocky(q, device))
         x[0, 0] = bad
         steps, block = _steps(q, x), _first_block(q, x)
         inside = steps["values"][block]
@@ -316,7 +321,7 @@ def what_is_not_finite_shows(q: Quantizer, device: Device) -> None:
 
 def nothing_but_the_arguments_decides(q: Quantizer, device: Device) -> None:
     """The steps change nothing, and the same values give the same bits again."""
-    x = _blocky(q, device)
+    x = looking_at(_blocky(q, device))
     before = x.clone()
     first, second = _steps(q, x), _steps(q, x)
     if (differs := difference(x, before)) is not None:
@@ -426,7 +431,7 @@ def _op_arguments(q: Quantizer, x: Tensor) -> dict[str, tuple]:
 
 def passes_opcheck(q: Quantizer, device: Device) -> None:
     """PyTorch's own checks of operators pass with it."""
-    for x in (_blocky(q, device), *_inputs(q, device)):
+    for x in looked_at((_blocky(q, device), *_inputs(q, device))):
         arguments = _op_arguments(q, x)
         for name in PRIMITIVES:
             checks = ("test_schema", "test_autograd_registration", "test_faketensor")
@@ -442,7 +447,7 @@ def passes_opcheck(q: Quantizer, device: Device) -> None:
 
 def sharded_gives_the_bits_of_whole(q: Quantizer, device: Device) -> None:
     """Cut between blocks, or reduced over ranks where a block spans them, each step gives what the whole gives."""
-    for x in (_blocky(q, device), *_inputs(q, device)):
+    for x in looked_at((_blocky(q, device), *_inputs(q, device))):
         arguments = _op_arguments(q, x)
         for name in PRIMITIVES:
             if (wrong := check_shards(ops.OPS[name], arguments[name]).wrong) is not None:
@@ -464,6 +469,9 @@ CONTRACTS = (
     scale_undoes_the_multiplier,
     empty_block_gives_zeros,
     what_is_not_finite_shows,
+    code_zero_is_zero,
+    products_are_those_of_dequantize,
+    gemms_read_what_dequantize_gives,
     nothing_but_the_arguments_decides,
     compiled_gives_the_bits_of_eager,
     one_graph_for_every_size,
@@ -473,8 +481,10 @@ CONTRACTS = (
 )
 
 
-def check_quantizer(quantizer: Quantizer, *, device: torch.device | str = "cpu", skip: Sequence[str] = ()) -> None:
-    """Check that a quantizer works wherever a built-in one does.
+def check_quantizer(
+    quantizer: Quantizer, *, device: torch.device | str = "cpu", skip: Sequence[str] = ()
+) -> dict[str, str]:
+    """Check that a quantizer works wherever a built-in one does, and print each contract as it holds.
 
     Takes some ten seconds: it compiles, and starts two processes. Compiled graphs are forgotten.
 
@@ -482,6 +492,9 @@ def check_quantizer(quantizer: Quantizer, *, device: torch.device | str = "cpu",
         quantizer: An instance. Each combination of options that computes something else deserves a call.
         device: Where to run it.
         skip: Names of contracts to leave out, as the report prints them: a list or tuple.
+
+    Returns:
+        What was not looked at, in words, by the name of the contract; empty if all of them held.
 
     Raises:
         TypeError: It is no quantizer, or ``skip`` is one name alone.
@@ -491,7 +504,7 @@ def check_quantizer(quantizer: Quantizer, *, device: torch.device | str = "cpu",
     """
     if not isinstance(quantizer, Quantizer):
         raise TypeError(f"check_quantizer: quantizer is {quantizer!r}; it is a fp8compile.Quantizer, made by Name().")
-    check_contracts(
+    return check_contracts(
         repr(quantizer),
         CONTRACTS,
         (quantizer, torch.device(device)),

@@ -146,6 +146,12 @@ class Watch(Quantizer):
     def transposed(self) -> Self:
         return replace(self, block=self.block[::-1], inner=self.inner.transposed())
 
+    def gemm_format(self):
+        return self.inner.gemm_format()  # its codes are those of inner, and so is dequantize
+
+    def stores_e8m0(self) -> bool:
+        return self.inner.stores_e8m0()
+
     def amax(self, x: Tensor) -> Tensor:
         return self._noted(self.inner.amax(x), "amax")
 
