@@ -12,12 +12,14 @@ from fp8compile.nn.assignment import Recipes, assigner, ends
 from fp8compile.nn.filters import Filter, resolve_filter
 from fp8compile.nn.linear import Linear, become_float8, become_plain, cannot_revert, check_amax_group
 from fp8compile.nn.quantized_weights import check_weights, quantize_weights
+from fp8compile.nn.uses import Uses, parameter_uses
 from fp8compile.quantizers import Recipe
 from fp8compile.tensor import SOURCE_DTYPES, QuantizedTensor
 
 __all__ = ["LEFT_OUT", "convert", "linears", "revert"]
 
 LEFT_OUT = "_fp8compile_left_out"  # on a nn.Linear that convert saw and left: why
+PAST_FORWARD = "reads its weight itself, past the layer's forward"
 EXPORTED_LINEAR = torch.ops.aten.linear.default
 
 
@@ -65,12 +67,6 @@ def _check_not_frozen(model: nn.Module) -> None:
         )
 
 
-def _read_by_their_parent(model: nn.Module) -> set[nn.Module]:
-    """Linears whose weights `nn.TransformerEncoderLayer` reads itself when it evaluates, past their forward."""
-    layers = [module for module in model.modules() if isinstance(module, nn.TransformerEncoderLayer)]
-    return {linear for layer in layers for linear in (layer.linear1, layer.linear2)}
-
-
 def _cannot_convert(module: nn.Linear) -> str | None:
     if type(module) is not nn.Linear:
         return f"a subclass of nn.Linear ({type(module).__qualname__}), whose own forward would be lost"
@@ -84,6 +80,11 @@ def _cannot_convert(module: nn.Linear) -> str | None:
     return None
 
 
+def _past_forward(module: nn.Linear, uses: Uses) -> str | None:
+    method = uses.past_forward(module)
+    return None if method is None else f"{method} {PAST_FORWARD}, which would not be FP8"
+
+
 def _plan(
     model: nn.Module, recipe: Recipes, filter: Filter | None, keep_ends: int
 ) -> dict[nn.Linear, tuple[Recipe | None, str]]:
@@ -93,7 +94,7 @@ def _plan(
         raise ValueError(f"convert: {type(model).__name__} has no nn.Linear, so there is nothing to convert.")
     fqns = [fqn for names in found.values() for fqn in names]
     filter_reason, assign, kept = resolve_filter(filter, fqns), assigner(recipe, fqns), ends(model, keep_ends)
-    past_forward = _read_by_their_parent(model)
+    uses = parameter_uses(model)
     plan: dict[nn.Linear, tuple[Recipe | None, str]] = {}
     for module, names in found.items():
         # a layer with several names is one layer: whoever leaves out one of them leaves it out
@@ -109,9 +110,7 @@ def _plan(
                     f"convert: {names[0] or 'the model'} is converted already, with another recipe. Call "
                     "fp8compile.revert(model) first, or leave it out by the filter."
                 )
-        elif module in past_forward:
-            plan[module] = None, "nn.TransformerEncoderLayer reads its weight itself in eval, which would not be FP8"
-        elif reason := _cannot_convert(module) or left_out:
+        elif reason := _cannot_convert(module) or _past_forward(module, uses) or left_out:
             plan[module] = None, reason
         else:
             plan[module] = own, ""
