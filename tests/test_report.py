@@ -61,7 +61,7 @@ def test_printed_after_convert():
         """\
 layer                     module                           out x in  recipe              GEMMs in FP8 or why not
 attention.in_proj_weight  MultiheadAttention               96 x 32   -                   no nn.Linear
-attention.out_proj        NonDynamicallyQuantizableLinear  32 x 32   -                   a subclass of nn.Linear (NonDynamicallyQuantizableLinear), whose own forward would be lost
+attention.out_proj        NonDynamicallyQuantizableLinear  32 x 32   -                   MultiheadAttention.forward reads its weight itself, past the layer's forward, which would not be FP8
 up                        Linear                           64 x 32   rowwise_bf16_wgrad  output, grad_input
 down                      Linear                           32 x 64   rowwise_bf16_wgrad  output, grad_input
 gate                      Linear                           8 x 32    -                   tiny: a dim of 8 is less than 16
@@ -134,7 +134,7 @@ def test_rows_say_what_the_table_says():
 @pytest.mark.parametrize(
     ("fqn", "size", "reason"),
     [
-        ("attention.out_proj", (32, 32), "a subclass of nn.Linear (NonDynamicallyQuantizableLinear)"),
+        ("attention.out_proj", (32, 32), "MultiheadAttention.forward reads its weight itself"),
         ("scaled", (32, 32), "a subclass of nn.Linear (Scaled)"),
         ("exact", (32, 32), "weights are torch.float64; FP8 layers take bfloat16, float16, float32"),
         ("experts.w1", (32, 64), "a 3-D parameter (experts?), no nn.Linear"),

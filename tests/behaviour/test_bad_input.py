@@ -567,7 +567,9 @@ def test_sparse_weight(way):
 @pytest.mark.filterwarnings("ignore:Lazy modules")
 def test_lazy(way):
     model = f8.convert(nn.Sequential(nn.LazyLinear(32), nn.Linear(32, 32)), RECIPE)
-    assert_reason(model, "0", "a subclass of nn.Linear (LazyLinear), whose own forward would be lost")
+    assert_reason(
+        model, "0", "a subclass of nn.Linear (LazyLinear) whose parameters have no shape before the first call"
+    )
 
 
 # ---------------------------------------------------------------------------------- weights that are shared
