@@ -363,19 +363,20 @@ def test_kinds_of_uses():
     class Kinds(nn.Module):
         def __init__(self):
             super().__init__()
-            names = ("multiplied", "added", "convolved", "unused", "vector")
-            sizes = ((32, 32), (32, 32), (8, 32, 3), (32, 32), (32,))
+            names = ("multiplied", "added", "offset", "convolved", "unused", "vector")
+            sizes = ((32, 32), (32, 32), (32, 32), (8, 32, 3), (32, 32), (32,))
             for name, size in zip(names, sizes, strict=True):
                 self.register_parameter(name, nn.Parameter(torch.randn(size)))
 
         def forward(self, x):
-            y = (x + self.added) @ self.multiplied
+            y = torch.addmm(self.offset, x + self.added, self.multiplied)
             return F.conv1d(y[None], self.convolved) + x @ self.vector
 
     model = Kinds()
     assert {name: parameter_uses(model).kind(model, name) for name, _ in model.named_parameters()} == {
         "multiplied": Kind.PRODUCT,
         "added": Kind.OTHER,
+        "offset": Kind.OTHER,
         "convolved": Kind.CONVOLUTION,
         "unused": None,
         "vector": None,

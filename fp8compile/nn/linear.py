@@ -16,6 +16,7 @@ from fp8compile.nn.functional import check_recipe, linear
 from fp8compile.nn.local import placed_like, wrapped_like
 from fp8compile.nn.state import DelayedState, check_amax_group
 from fp8compile.quantizers import Recipe
+from fp8compile.recipes import describe
 from fp8compile.tensor import SOURCE_DTYPES, QuantizedParameter, shown
 
 __all__ = ["Linear", "become_float8", "become_plain", "cannot_revert"]
@@ -251,8 +252,9 @@ class Linear(nn.Linear):
         )
 
     def extra_repr(self) -> str:
-        """What ``nn.Linear`` shows, and the recipe."""
-        return f"{super().extra_repr()}, recipe={shown(self.recipe)}"
+        """What ``nn.Linear`` shows, and the recipe: its name if it has one."""
+        name = describe(self.recipe)
+        return f"{super().extra_repr()}, recipe={shown(self.recipe) if name == 'custom' else name}"
 
 
 @cache  # one object for all layers: graphs are guarded by which one it is

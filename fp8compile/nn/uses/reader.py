@@ -48,6 +48,7 @@ PRODUCTS = frozenset({
     "_transformer_encoder_layer_fwd", "_native_multi_head_attention",
     "lstm", "gru", "rnn_tanh", "rnn_relu", "lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell",
 })  # fmt: skip
+ADDING = frozenset({"addmm", "addmv", "addbmm", "baddbmm"})  # to their first operand
 CONVOLUTIONS = frozenset({
     "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "convolution",
 })  # fmt: skip
@@ -94,10 +95,11 @@ class Reader:
 
     # ------------------------------------------------------------------ what frames ask for
 
-    def operate(self, name: str, operands: Value, where: Where) -> Value:
+    def operate(self, name: str, operands: Value, where: Where, added: Value = NOTHING) -> Value:
         """What a function, a method or an operator of tensors gives; with data, the parameters are used."""
         if DATA not in operands:
-            return operands
+            return operands | added
+        self._use(added, Kind.OTHER, where)
         kind = Kind.PRODUCT if name in PRODUCTS else Kind.CONVOLUTION if name in CONVOLUTIONS else Kind.OTHER
         self._use(operands, kind, where)
         return Value([DATA])
@@ -108,9 +110,10 @@ class Reader:
             return NOTHING
         if name in LIKE or name in CONTAINERS:
             return tensors
+        arguments = Arguments([tensors, *arguments.placed], arguments.named, arguments.rest)
         if hasattr(torch.Tensor, name):
-            return self.operate(name, tensors | arguments.all(), where)
-        return self._hand(Arguments([tensors, *arguments.placed], arguments.named, arguments.rest), where)
+            return self._operated(name, arguments, where)
+        return self._hand(arguments, where)
 
     def call(self, callee: Value, arguments: Arguments, where: Where) -> Value:
         """What calling any of these gives."""
@@ -159,14 +162,21 @@ class Reader:
             return NOTHING
         if package == PACKAGE:
             return Value([DATA])
+        if package == "torch":
+            return self._operated(name, arguments, where)
         if package in NOT_READ:
-            called = self._call_back(arguments, where)
-            given = Value(thing for thing in arguments.all() if not _is_callable(thing)) | called
-            return self.operate(name, given, where) if package == "torch" else arguments.all() | called
+            return arguments.all() | self._call_back(arguments, where)
         if arguments.all() <= Value([DATA]):
             return arguments.all()  # no way to a parameter
         code = code_of(function) if isinstance(function, FunctionType) else None
         return self._hand(arguments, where) if code is None else self._run(code, arguments, where)
+
+    def _operated(self, name: str, arguments: Arguments, where: Where) -> Value:
+        """What one of torch's functions gives, or a method of tensors."""
+        added = arguments.placed[0] if name in ADDING and arguments.placed else NOTHING
+        factors = Arguments(arguments.placed[1:], arguments.named, arguments.rest) if added else arguments
+        operands = Value(thing for thing in factors.all() if not _is_callable(thing))
+        return self.operate(name, operands | self._call_back(arguments, where), where, added)
 
     def _call_back(self, arguments: Arguments, where: Where) -> Value:
         """What functions give that are arguments themselves, called with any of the others."""
