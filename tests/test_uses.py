@@ -455,3 +455,19 @@ def test_a_layer_converted_before_it_got_such_a_parent_is_told_of():
     row = next(row for row in f8.conversion_report(model).rows if row.fqn == "b")
     assert (row.converted, row.past_forward) == (True, "Functional.forward")
     assert "Functional.forward reads its weight itself, past the layer's forward" in str(f8.conversion_report(model))
+
+
+def test_jamba_of_hugging_face():
+    """Its mixer multiplies ``dt_proj.weight``; the layer's own forward is for quantized models."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "mamba_d_state": 16, "mamba_dt_rank": 16, "num_experts": 1}
+    config = transformers.JambaConfig(
+        vocab_size=96, num_hidden_layers=2, attn_layer_period=2, attn_layer_offset=1, pad_token_id=0, **sizes
+    )
+    model = transformers.JambaForCausalLM(config)
+    f8.convert(model, RECIPE, filter="*")
+    rows = f8.conversion_report(model).rows
+    assert {row.fqn: row.reason for row in rows if not row.converted} == {
+        "model.layers.0.mamba.dt_proj": "JambaMambaMixer.forward reads its weight itself, past the layer's forward, "
+        "which would not be FP8"
+    }
