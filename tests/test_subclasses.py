@@ -172,23 +172,22 @@ class OwnRecipe(nn.Linear):
     recipe = "of a cake"
 
 
-class OwnBuffer(nn.Linear):
+class OwnAttribute(nn.Linear):
     def __init__(self, *args):
         super().__init__(*args)
         self.weight_scale = 3.0
 
 
-TAKEN = "of its own, which an FP8 layer has too"
 LEFT = {
     OwnForward: "a subclass of nn.Linear (OwnForward), whose own forward would be lost",
     OwnCall: "a subclass of nn.Linear (OwnCall), whose own forward would be lost",
-    OwnRecipe: f"a subclass of nn.Linear (OwnRecipe) with an attribute recipe {TAKEN}",
-    OwnBuffer: f"a subclass of nn.Linear (OwnBuffer) with an attribute weight_scale {TAKEN}",
+    OwnRecipe: "it has an attribute recipe of its own, and so has an FP8 layer",
+    OwnAttribute: "it has an attribute weight_scale of its own, and so has an FP8 layer",
 }
 
 
 @pytest.mark.parametrize("cls", LEFT, ids=lambda cls: cls.__name__)
-def test_a_subclass_that_would_lose_something_stays_and_says_what(cls):
+def test_a_layer_that_would_lose_something_stays_and_says_what(cls):
     layers = f8.convert(nn.Sequential(cls(32, 32), nn.Linear(32, 32)), RECIPE)
     row = f8.conversion_report(layers).rows[0]
     assert (type(layers[0]), row.reason) == (cls, LEFT[cls])

@@ -87,14 +87,14 @@ def _cannot_keep_class(module: nn.Linear) -> str | None:
         return f"{subclass} that fully_shard made; convert first"
     if cls.forward is not nn.Linear.forward or cls.__call__ is not nn.Linear.__call__:
         return f"{subclass}, whose own forward would be lost"
-    if names := names_taken(module):
-        return f"{subclass} with an attribute {names[0]} of its own, which an FP8 layer has too"
     return None
 
 
 def _cannot_convert(module: nn.Linear) -> str | None:
     if type(module) is not nn.Linear and (reason := _cannot_keep_class(module)):
         return reason
+    if names := names_taken(module):
+        return f"it has an attribute {names[0]} of its own, and so has an FP8 layer"
     if "forward" in vars(module):
         return "its forward was replaced on the instance (a hook of another library?) and would be lost"
     if isinstance(module.weight, QuantizedTensor) or module.weight.layout != torch.strided:
@@ -220,6 +220,7 @@ def convert(
     chosen = [module for module, (own, _) in plan.items() if own is not None]
     if quantized_parameters:
         check_weights(model, {module: plan[module][0] for module in chosen})
+    classes = {module: float8_class(type(module)) for module in chosen}
     if plan and not chosen and not again:
         _say_that_nothing_is_converted([reason for _, reason in plan.values()], strict=strict)
     for module, (own, reason) in plan.items():
@@ -228,7 +229,7 @@ def convert(
             setattr(module, LEFT_OUT, reason)
         else:
             # the class, not the module: whoever else holds the module, in a list or a closure, has FP8 too
-            module.__class__ = float8_class(type(module))
+            module.__class__ = classes[module]
             become_float8(module, own, amax_group if own.history() else None)
     if quantized_parameters:
         quantize_weights(chosen, keep_initial=keep_initial)

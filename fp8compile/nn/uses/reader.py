@@ -143,7 +143,7 @@ class Reader:
         module = owner.value
         arguments = Arguments([Value([owner]), *arguments.placed], arguments.named, arguments.rest)
         if isinstance(module, nn.Module):
-            if function is nn.Linear.forward or _package(function) == PACKAGE or function in vars(nn.Module).values():
+            if function is nn.Linear.forward or function in vars(nn.Module).values():
                 return Value([DATA])  # a layer's own product; what belongs to all modules reads no weight by name
             code = code_of(function)
             where = module, f"{type(module).__name__}.{getattr(function, '__name__', function)}"
@@ -161,7 +161,7 @@ class Reader:
         if name in NO_NUMBERS and package in ("torch", "builtins"):
             return NOTHING
         if package == PACKAGE:
-            return Value([DATA])
+            return Value([DATA])  # a product in FP8, or nothing of a parameter
         if package == "torch":
             return self._operated(name, arguments, where)
         if package in NOT_READ:
