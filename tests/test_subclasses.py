@@ -114,6 +114,14 @@ def test_copies_are_converted_layers_of_the_class(way, recipe, assert_bits_equal
     assert type(twin) is Plain
 
 
+def test_a_class_made_of_a_converted_one_is_copied_as_itself():
+    layer = f8.convert(Plain(32, 48), RECIPE)
+    layer.__class__ = above = type("Above", (type(layer),), {})  # as FSDP2 does
+    assert type(copy.deepcopy(layer)) is above
+    with pytest.raises(TypeError, match="this is a Above, and its own forward"):
+        f8.revert(layer)
+
+
 def test_a_saved_model_loads_in_a_fresh_process(tmp_path):
     torch.save(
         f8.convert(nn.Sequential(nn.modules.linear.NonDynamicallyQuantizableLinear(32, 48)), RECIPE), tmp_path / "m"

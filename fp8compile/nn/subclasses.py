@@ -25,7 +25,8 @@ class _ConvertedSubclass(Linear):
 
     def __reduce_ex__(self, protocol: int) -> Any:
         function, arguments, *rest = super().__reduce_ex__(max(protocol, 2))
-        if function is not copyreg.__newobj__:  # the subclass says itself how it is copied
+        # the subclass says itself how it is copied, or somebody's class stands above this one
+        if function is not copyreg.__newobj__ or "_plain" not in vars(type(self)):
             return (function, arguments, *rest)
         return (_new, (self._plain, *arguments[1:]), *rest)  # the class has no name that pickle could find it by
 
