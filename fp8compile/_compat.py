@@ -34,6 +34,7 @@ __all__ = [
     "fsdp_parameters",
     "is_fsdp",
     "is_fsdp_managed",
+    "is_sharded_class",
     "left_in_backward",
     "OpaqueBase",
     "all_gather_single",
@@ -550,6 +551,11 @@ def is_fsdp(module: torch.nn.Module) -> bool:
     from torch.distributed.fsdp import FSDPModule
 
     return isinstance(module, FSDPModule)
+
+
+def is_sharded_class(cls: type) -> bool:
+    """Whether `fully_shard` or `replicate` made a class in place of a module's own; by name, to import neither."""
+    return any(base.__name__ in ("FSDPModule", "ReplicateModule") for base in cls.__mro__)
 
 
 def is_fsdp_managed(module: torch.nn.Module) -> bool:

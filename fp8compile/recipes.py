@@ -13,7 +13,10 @@ The ways to give scales to the three GEMMs of a linear layer:
 from __future__ import annotations
 
 import difflib
+import inspect
 from collections.abc import Callable
+from functools import cache
+from operator import attrgetter
 from typing import Any
 
 from fp8compile._compat import constant_when_traced
@@ -346,6 +349,58 @@ def by_name(name: str, **arguments: object) -> Recipe:
     raise ValueError(_no_such_recipe(name))
 
 
+# where a recipe has what its function was called with
+ARGUMENTS = {
+    "format": "weight.format",
+    "grad_format": "grad_output.format",
+    "grad_rounding": "grad_output.rounding",
+    "scale": "weight.scale",
+    "eps": "weight.eps",
+    "emulate": "emulate",
+    "history": "weight.history",
+    "algorithm": "weight.algorithm",
+    "margin": "weight.margin",
+    "keep_weight_codes": "keep_weight_codes",
+}
+
+
+def _call(name: str, recipe: Recipe) -> str | None:
+    """How a ready recipe's function is called to give a recipe, without its defaults; None if it can't."""
+    defaults = {each.name: each.default for each in inspect.signature(READY[name]).parameters.values()}
+    try:
+        arguments = {each: attrgetter(ARGUMENTS[each])(recipe) for each in defaults}
+        made = READY[name](**arguments)
+    except (AttributeError, TypeError, ValueError):  # a quantizer without that field, or with one that it refuses
+        return None
+    if made != recipe:
+        return None
+    given = ", ".join(f"{each}={value!r}" for each, value in arguments.items() if value != defaults[each])
+    return f"{name}({given})" if given else name
+
+
+@cache
+def _ready_name(recipe: Recipe) -> str | None:
+    return min(filter(None, (_call(name, recipe) for name in READY)), key=len, default=None)
+
+
+def _installed_name(recipe: Recipe) -> str | None:
+    for name, value in entry_points.imported():
+        try:
+            if recipe == (value if isinstance(value, Recipe) else of_quantizer(value)):
+                return name
+        except ValueError:  # a quantizer that makes none
+            continue
+    return None
+
+
 def describe(recipe: Recipe) -> str:
-    """The name of a ready recipe with its default arguments, ``"custom"`` for any other."""
-    return next((name for name, make in READY.items() if make() == recipe), "custom")
+    """What a recipe is called, for people.
+
+    Args:
+        recipe: Any.
+
+    Returns:
+        ``"rowwise"`` for a ready recipe, ``"rowwise(scale='pow2')"`` for one with other arguments; the name that an
+        installed package gives it, if that package is imported; ``"custom"`` for any other.
+    """
+    return _ready_name(recipe) or _installed_name(recipe) or "custom"

@@ -84,6 +84,7 @@ def test_a_shared_layer_is_one_layer():
         (9, set(recipes_of(Model()))),
     ],
 )
+@pytest.mark.filterwarnings("ignore:convert. no linear is converted")
 def test_the_ends_stay_as_they_are(count, left):
     model = f8.convert(Model(), ROW, keep_ends=count)
     assert set(recipes_of(model)) - converted(model) == left

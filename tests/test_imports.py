@@ -140,6 +140,21 @@ def test_what_the_import_leaves_out_exists(name):
     assert result.returncode == 0, result.stderr
 
 
+CHECK_LAZY = """
+import sys, fp8compile as f8
+names = {"parallel", "testing"}
+assert names | set(f8.__all__) <= set(dir(f8))
+assert not {f"fp8compile.{name}" for name in names} & set(sys.modules), "dir imported them"
+assert f8.testing.check_op and f8.parallel.ColwiseParallel
+assert not hasattr(f8, "tsting")
+"""
+
+
+def test_modules_that_the_import_leaves_out_are_attributes_and_are_imported_by_need():
+    result = run(CHECK_LAZY)
+    assert result.returncode == 0, result.stderr
+
+
 def test_it_works_where_no_gpu_is_visible():
     result = run(CHECK_CUDA, CUDA_VISIBLE_DEVICES="")
     assert result.returncode == 0, result.stderr

@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 import fp8compile as f8
@@ -375,6 +375,7 @@ def plugin(tmp_path, monkeypatch):
     distribution(tmp_path, "plugin-of-test", ENTRIES)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "plugin_of_test", raising=False)
+    monkeypatch.setattr(entry_points, "LOADED", {})
     yield tmp_path
     sys.modules.pop("plugin_of_test", None)
 
@@ -470,6 +471,31 @@ def test_a_recipe_of_a_package_is_found_inside_a_compiled_function(plugin, asser
         return f8.linear(x, weight, recipe=f8.recipes.by_name("a-value"))
 
     assert_bits_equal(torch.compile(layer, fullgraph=True, backend="aot_eager")(x, weight), layer(x, weight))
+
+
+@pytest.mark.parametrize("name", ["a-value", "a-function", "a-class"])
+def test_a_recipe_of_a_package_is_printed_by_its_name(plugin, name):
+    layer = nn.Linear(32, 32)
+    f8.convert(layer, f8.recipes.by_name(name))
+    shown = {"a-class": "tensorwise(grad_format='e4m3')"}.get(name, name)  # which it is
+    assert repr(layer).endswith(f"recipe={shown})")
+    assert shown in str(f8.conversion_report(layer))
+
+
+def test_printing_imports_no_package_and_calls_nothing_of_one(plugin):
+    line = f8.CurrentScaling(block=(1, 16))
+    layer = f8.convert(nn.Linear(32, 32), f8.library.recipe(line))
+    assert "recipe=Recipe(input=" in repr(layer)
+    assert "plugin_of_test" not in sys.modules
+    import plugin_of_test
+
+    plugin_of_test.recipe = lambda: pytest.fail("it was called")
+    assert repr(layer).endswith("recipe=a-value)")
+
+
+def test_two_packages_of_one_name_do_not_keep_a_model_from_printing(plugin):
+    distribution(plugin, "another", {"a-value": "another:x", "rowwise": "another:y"})
+    assert "recipe=Recipe(" in repr(f8.convert(nn.Linear(32, 32), f8.Recipe()))
 
 
 def test_importing_fp8compile_looks_for_no_entry_point():

@@ -97,8 +97,8 @@ def test_from_linear_refuses_all_but_a_plain_linear(given, name):
     with pytest.raises(TypeError, match="from_linear") as caught:
         f8.Linear.from_linear(given, RECIPE)
     assert str(caught.value) == (
-        f"Linear.from_linear: given a {name}; it takes a torch.nn.Linear and no subclass, whose own forward it "
-        f"would lose."
+        f"Linear.from_linear: given a {name}; it takes a torch.nn.Linear and no subclass, whose class it would "
+        "lose. fp8compile.convert keeps it."
     )
 
 

@@ -85,7 +85,7 @@ def test_argument_reaches_every_slot_it_speaks_of(name, argument, value, field, 
             recipes.by_name(name, **arguments)
         return
     default, changed = recipes.by_name(name), recipes.by_name(name, **arguments)
-    assert recipes.describe(changed) == "custom"
+    assert recipes.describe(changed) == f"{name}({argument}={value!r})"
     for slot in slots:
         before, after = getattr(default, slot), getattr(changed, slot)
         assert (before is None) is (after is None), slot
@@ -121,6 +121,13 @@ def test_recipe_is_a_value(name):
     assert hash(again) == hash(recipe)
     with pytest.raises(AttributeError, match="cannot assign to field 'input'"):
         recipe.input = None
+
+
+@pytest.mark.parametrize("name", recipes.names())
+def test_a_recipe_is_described_by_the_call_that_makes_it(name):
+    made = recipes.by_name(name, grad_format="e4m3" if name in ("tensorwise", "delayed") else "e5m2")
+    assert eval(f"recipes.{recipes.describe(made)}") == made
+    assert recipes.describe(replace(made, fast_accumulation_output=False)) == "custom"
 
 
 def test_blocks_of_the_ready_recipes():

@@ -61,7 +61,7 @@ def test_printed_after_convert():
         """\
 layer                     module                           out x in  recipe              GEMMs in FP8 or why not
 attention.in_proj_weight  MultiheadAttention               96 x 32   -                   no nn.Linear
-attention.out_proj        NonDynamicallyQuantizableLinear  32 x 32   -                   a subclass of nn.Linear (NonDynamicallyQuantizableLinear), whose own forward would be lost
+attention.out_proj        NonDynamicallyQuantizableLinear  32 x 32   -                   MultiheadAttention.forward reads its weight itself, past the layer's forward, which would not be FP8
 up                        Linear                           64 x 32   rowwise_bf16_wgrad  output, grad_input
 down                      Linear                           32 x 64   rowwise_bf16_wgrad  output, grad_input
 gate                      Linear                           8 x 32    -                   tiny: a dim of 8 is less than 16
@@ -102,11 +102,11 @@ def test_printed_with_filters_and_two_recipes():
     assert_expected_inline(
         str(f8.conversion_report(layers)),
         """\
-layer  module  out x in  recipe      GEMMs in FP8 or why not
-0      Linear  32 x 32   tensorwise  output, grad_input, grad_weight
-1      Linear  32 x 32   -           left out by the filter
-2      Linear  32 x 32   custom      output, grad_input, grad_weight
-3      Linear  32 x 32   -           left out by the filter
+layer  module  out x in  recipe              GEMMs in FP8 or why not
+0      Linear  32 x 32   tensorwise          output, grad_input, grad_weight
+1      Linear  32 x 32   -                   left out by the filter
+2      Linear  32 x 32   rowwise(eps=1e-06)  output, grad_input, grad_weight
+3      Linear  32 x 32   -                   left out by the filter
 2 of 4 converted""",
     )
 
@@ -134,7 +134,7 @@ def test_rows_say_what_the_table_says():
 @pytest.mark.parametrize(
     ("fqn", "size", "reason"),
     [
-        ("attention.out_proj", (32, 32), "a subclass of nn.Linear (NonDynamicallyQuantizableLinear)"),
+        ("attention.out_proj", (32, 32), "MultiheadAttention.forward reads its weight itself"),
         ("scaled", (32, 32), "a subclass of nn.Linear (Scaled)"),
         ("exact", (32, 32), "weights are torch.float64; FP8 layers take bfloat16, float16, float32"),
         ("experts.w1", (32, 64), "a 3-D parameter (experts?), no nn.Linear"),
@@ -190,3 +190,64 @@ def test_weights_of_attention_and_recurrent_layers_are_listed_and_embeddings_and
     assert rows == dict.fromkeys(
         ["attention.in_proj_weight", "lstm.weight_ih_l0", "lstm.weight_hh_l0"], "no nn.Linear"
     )
+
+
+class Multiplying(nn.Module):
+    """Matrices of every kind, in products and not."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.table, self.body = nn.Embedding(64, 32), nn.Embedding(64, 32), nn.Linear(32, 32)
+        self.proj, self.kernel = nn.Parameter(torch.randn(32, 48)), nn.Parameter(torch.randn(32, 32))
+        self.logit_scale, self.bank = nn.Parameter(torch.ones(4, 1, 1)), nn.Parameter(torch.randn(4, 32, 32))
+        self.position, self.norm = nn.Parameter(torch.randn(8, 32)), nn.LayerNorm((8, 32))
+        self.normed = nn.utils.parametrizations.weight_norm(nn.Linear(32, 32))
+        self.conv = nn.utils.parametrizations.weight_norm(nn.Conv1d(32, 32, 3))
+
+    def forward(self, tokens):
+        x = self.norm(self.body(self.embed(tokens)) + self.position) + self.table(tokens)
+        x = self.normed(x) + self.conv(x.mT).mean()
+        x = torch.einsum("btk,ekn->etn", x @ self.kernel, self.bank) * self.logit_scale
+        return nn.functional.linear(x, self.embed.weight), x @ self.proj
+
+
+def test_matrices_multiplied_without_a_linear_are_listed_by_what_the_forward_does_with_them():
+    model = Multiplying()
+    model(torch.zeros(2, 8, dtype=torch.int64))
+    rows = {row.fqn: row.reason for row in f8.conversion_report(f8.convert(model, f8.recipes.rowwise())).rows}
+    assert rows == {
+        "body": "",
+        "normed": "its weight or bias is parametrized; convert first and parametrize what convert returns",
+        "bank": "a 3-D parameter (experts?), no nn.Linear",
+        **dict.fromkeys(["embed.weight", "proj", "kernel"], "no nn.Linear"),
+    }
+
+
+class LowRank(nn.Linear):
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.lora_A = nn.Parameter(torch.randn(4, 32))
+
+    def forward(self, x):
+        return nn.functional.linear(x, self.weight) + (x @ self.lora_A.T).sum()
+
+
+def test_matrices_of_a_linear_beside_its_weight_are_listed():
+    report = f8.conversion_report(LowRank(32, 32))
+    assert [(r.fqn, r.out_features, r.in_features) for r in report.rows] == [("", 32, 32), ("lora_A", 4, 32)]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "name"),
+    [
+        (f8.recipes.rowwise(), "rowwise"),
+        (f8.recipes.rowwise(scale="pow2", grad_format="e5m2"), "rowwise(grad_format='e5m2', scale='pow2')"),
+        (f8.recipes.delayed(history=16, keep_weight_codes=False), "delayed(history=16, keep_weight_codes=False)"),
+        (f8.recipes.mxfp8(emulate=True), "mxfp8(emulate=True)"),
+    ],
+    ids=["ready", "two arguments", "delayed", "mxfp8"],
+)
+def test_print_names_a_recipe_and_the_report_does(recipe, name):
+    layer = f8.convert(nn.Linear(32, 48), recipe)
+    assert repr(layer) == f"Linear(in_features=32, out_features=48, bias=True, recipe={name})"
+    assert name in str(f8.conversion_report(layer)).splitlines()[1]

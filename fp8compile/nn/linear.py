@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cache
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
@@ -14,11 +14,12 @@ from torch.distributed import ProcessGroup
 from fp8compile._compat import is_fsdp_managed, local_itself, rebind_load_hooks
 from fp8compile.nn.functional import check_recipe, linear
 from fp8compile.nn.local import placed_like, wrapped_like
-from fp8compile.nn.state import DelayedState, group_name
+from fp8compile.nn.state import DelayedState, check_amax_group
 from fp8compile.quantizers import Recipe
+from fp8compile.recipes import describe
 from fp8compile.tensor import SOURCE_DTYPES, QuantizedParameter, shown
 
-__all__ = ["Linear", "become_float8", "become_plain", "cannot_revert", "check_amax_group"]
+__all__ = ["Linear", "become_float8", "become_plain", "cannot_revert"]
 
 STATE = ("amax_history", "multiplier")  # buffers of delayed scaling
 GATHERED = "gathered"  # on a layer that `fsdp_float8_all_gather` saw: what FSDP2 gathers of its weight
@@ -53,6 +54,7 @@ class Linear(nn.Linear):
     """
 
     amax_group: str | None = None  # its name: a group can be neither copied nor pickled
+    _plain: ClassVar[type[nn.Linear]] = nn.Linear  # what `revert` makes of a layer of this very class
 
     def __init__(
         self,
@@ -88,7 +90,7 @@ class Linear(nn.Linear):
         if type(linear) is not nn.Linear:
             raise TypeError(
                 f"Linear.from_linear: given a {type(linear).__name__}; it takes a torch.nn.Linear and no subclass, "
-                "whose own forward it would lose."
+                "whose class it would lose. fp8compile.convert keeps it."
             )
         if _bypasses_class(linear):
             raise TypeError(
@@ -104,14 +106,14 @@ class Linear(nn.Linear):
         return module
 
     def to_linear(self) -> nn.Linear:
-        """The same layer as a ``torch.nn.Linear``: same parameters (not copies), hooks and mode.
+        """The same layer as a ``torch.nn.Linear``, or as what `convert` took: same parameters, hooks and mode.
 
         Raises:
             TypeError: This is a subclass or parametrized, or its forward was replaced or compiled on the instance.
         """
         if (reason := cannot_revert(self)) is not None:
             raise TypeError(f"Linear.to_linear: {reason}")
-        module = nn.Linear.__new__(nn.Linear)
+        module = self._plain.__new__(self._plain)
         module.__dict__.update(self.__dict__, _buffers=dict(self._buffers))
         become_plain(module)
         rebind_load_hooks(module)
@@ -250,20 +252,9 @@ class Linear(nn.Linear):
         )
 
     def extra_repr(self) -> str:
-        """What ``nn.Linear`` shows, and the recipe."""
-        return f"{super().extra_repr()}, recipe={shown(self.recipe)}"
-
-
-def check_amax_group(
-    function: str, recipes: Iterable[Recipe], amax_group: object, *, none_has: str = "the recipe has no"
-) -> None:
-    """Raise in the name of ``function`` if no layer with one of these recipes reduces its amaxes over the group."""
-    group_name(function, amax_group)
-    if amax_group is not None and not any(recipe.history() for recipe in recipes):
-        raise ValueError(
-            f"{function}: amax_group is given and {none_has} delayed scaling, whose state it is for. Leave it out: a "
-            "scale that comes from the values themselves is that of each rank's own tensor."
-        )
+        """What ``nn.Linear`` shows, and the recipe: its name if it has one."""
+        name = describe(self.recipe)
+        return f"{super().extra_repr()}, recipe={shown(self.recipe) if name == 'custom' else name}"
 
 
 @cache  # one object for all layers: graphs are guarded by which one it is
@@ -296,8 +287,8 @@ def _bypasses_class(layer: nn.Linear) -> bool:
 
 
 def cannot_revert(layer: Linear) -> str | None:
-    """Why a layer can't become a ``nn.Linear`` again, or None."""
-    if type(layer) is not Linear:
+    """Why a layer can't become again what it was before `convert`, or None."""
+    if "_plain" not in vars(type(layer)):
         return f"this is a {type(layer).__name__}, and its own forward or parametrization would be lost. Undo that."
     if _bypasses_class(layer):
         return "forward was replaced or compiled on the instance, and would go on in FP8. Undo that first."

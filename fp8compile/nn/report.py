@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from torch import nn
+from torch.nn.utils.parametrize import ParametrizationList
 
 from fp8compile import recipes
-from fp8compile.nn.convert import LEFT_OUT
+from fp8compile.nn.calls import called_layers
+from fp8compile.nn.convert import LEFT_OUT, PAST_FORWARD
 from fp8compile.nn.linear import GATHERED, Linear
+from fp8compile.nn.uses import Kind, Uses, parameter_uses
 from fp8compile.quantizers import GEMMS, Recipe
+from fp8compile.tensor import shown
 
 __all__ = ["ConversionReport", "ConversionRow", "aligned", "conversion_report"]
 
@@ -36,6 +40,9 @@ class ConversionRow:
         gathered: What of its weight FSDP2 gathers, after ``fp8compile.parallel.fsdp_float8_all_gather``: ``"codes"``,
             or ``"param_dtype: "`` and why; empty before.
         quantized_weight: Whether its weight is kept as codes: ``quantized_parameters=True`` of ``fp8compile.convert``.
+        past_forward: Of a converted layer, the method that reads its weight itself, which is not in FP8; empty if the
+            source of the model's forwards shows none.
+        called: Of a converted layer, whether the forward called it that the report was given; None if none was given.
     """
 
     fqn: str
@@ -47,10 +54,23 @@ class ConversionRow:
     out_features: int
     gathered: str = ""
     quantized_weight: bool = False
+    past_forward: str = ""
+    called: bool | None = None
 
     def float8_gemms(self) -> tuple[str, ...]:
         """Names of the GEMMs that the recipe puts in FP8."""
         return tuple(g.name for g in GEMMS if self.recipe is not None and self.recipe.quantizers(g))
+
+    def _in_words(self) -> str:
+        """Its GEMMs in FP8, or why there are none."""
+        if not self.converted:
+            return self.reason
+        if self.called is False:
+            return "none: the forward never called this layer"
+        words = [", ".join(self.float8_gemms()) or "none: every slot of the recipe is None"]
+        words += ["weight kept as codes"] if self.quantized_weight else []
+        words += [f"{self.past_forward} {PAST_FORWARD}"] if self.past_forward else []
+        return "; ".join(words)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,18 +83,17 @@ class ConversionReport:
         cells = [("layer", "module", "out x in", "recipe", "GEMMs in FP8 or why not", "FSDP2 gathers")]
         for row in self.rows:
             name = recipes.describe(row.recipe) if row.recipe else "-"
-            gemms = ", ".join(row.float8_gemms()) or "none: every slot of the recipe is None"
-            gemms += "; weight kept as codes" if row.quantized_weight else ""
             size = f"{row.out_features} x {row.in_features}"
-            why = gemms if row.converted else row.reason
-            cells.append((row.fqn or "(the model)", row.module, size, name, why, row.gathered))
+            cells.append((row.fqn or "(the model)", row.module, size, name, row._in_words(), row.gathered))
         known = any(row.gathered for row in self.rows)
         lines = aligned(cells if known else [row[:-1] for row in cells])
         converted = sum(row.converted for row in self.rows)
-        return "\n".join([*lines, f"{converted} of {len(self.rows)} converted"])
+        idle = sum(row.called is False for row in self.rows)
+        never = f", {idle} of them never called" if idle else ""
+        return "\n".join([*lines, f"{converted} of {len(self.rows)} converted{never}"])
 
 
-def _linear_row(fqn: str, module: nn.Linear) -> ConversionRow:
+def _linear_row(fqn: str, module: nn.Linear, uses: Uses, called: set[Linear] | None) -> ConversionRow:
     converted = isinstance(module, Linear)
     not_seen = "convert() has not seen it"
     return ConversionRow(
@@ -87,26 +106,39 @@ def _linear_row(fqn: str, module: nn.Linear) -> ConversionRow:
         out_features=module.out_features,
         gathered=getattr(module, GATHERED, ""),
         quantized_weight=converted and module.is_quantized(),
+        past_forward=(uses.past_forward(module) or "") if converted else "",
+        called=module in called if converted and called is not None else None,
     )
 
 
 EXPERTS = "a 3-D parameter (experts?), no nn.Linear"
 NO_LINEAR = "no nn.Linear"
+# looked up, moved over an input, or what a weight is computed from
+NOT_MULTIPLIED = (nn.Embedding, nn.EmbeddingBag, nn.modules.conv._ConvNd, ParametrizationList)
 
 
-def _not_linear(module: nn.Module, name: str, parameter: nn.Parameter) -> str | None:
-    """Why a matrix that is multiplied without a nn.Linear can't be converted; None if it is no such matrix."""
-    if parameter.ndim == 3 and parameter.shape[0] > 1 and not isinstance(module, nn.modules.conv._ConvNd):
-        return EXPERTS
-    looked_up = isinstance(module, (nn.Embedding, nn.EmbeddingBag))
-    return NO_LINEAR if parameter.ndim == 2 and "weight" in name and not looked_up else None
+def _not_linear(kind: Kind | None, module: nn.Module, name: str, parameter: nn.Parameter) -> str | None:
+    """Why a matrix that is multiplied without a nn.Linear can't be converted; None if it is no such matrix.
+
+    What no source tells (``kind`` is None, or `Kind.HANDED`) is guessed by names and dims.
+    """
+    is_stack = parameter.ndim == 3 and parameter.shape[0] > 1
+    if not is_stack and parameter.ndim != 2:
+        return None
+    if kind in (None, Kind.HANDED):
+        is_multiplied = (is_stack or "weight" in name) and not isinstance(module, NOT_MULTIPLIED)
+    else:
+        is_multiplied = kind == Kind.PRODUCT
+    return (EXPERTS if is_stack else NO_LINEAR) if is_multiplied else None
 
 
-def _weight_rows(fqn: str, module: nn.Module) -> list[ConversionRow]:
+def _weight_rows(fqn: str, module: nn.Module, uses: Uses) -> list[ConversionRow]:
     """Matrices that are multiplied without a nn.Linear: stacked experts, routers, attention's, GPT-2's Conv1D."""
     rows = []
     for name, parameter in module.named_parameters(recurse=False):
-        if (reason := _not_linear(module, name, parameter)) is None:
+        if isinstance(module, nn.Linear) and name == "weight":
+            continue
+        if (reason := _not_linear(uses.kind(module, name), module, name, parameter)) is None:
             continue
         *_, out_features, in_features = parameter.shape
         if type(module).__name__ == "Conv1D":  # keeps its weight as (in, out)
@@ -125,24 +157,40 @@ def _weight_rows(fqn: str, module: nn.Module) -> list[ConversionRow]:
     return rows
 
 
-def conversion_report(model: nn.Module) -> ConversionReport:
+def conversion_report(model: nn.Module, *, forward: Callable[[], object] | None = None) -> ConversionReport:
     """Which layers of a model run in FP8, which GEMMs of each, and why the others don't.
 
-    Lists every ``nn.Linear`` and subclass, and what seems to multiply without one: 3-D parameters, as of experts, and
-    2-D weights of other modules than embeddings, as of routers, ``Conv1D`` and ``nn.MultiheadAttention``.
+    Lists every ``nn.Linear`` and subclass, and what is multiplied without one, as the source of the model's forwards
+    shows: parameters of experts, routers, ``Conv1D`` and ``nn.MultiheadAttention``, an embedding that is the head too.
+    Where there is no source, 3-D parameters, and 2-D ones called weights, of other modules than embeddings.
+
+    A converted layer is in FP8 when the model calls it. Whether it does, only a forward can tell::
+
+        print(f8.conversion_report(model, forward=lambda: model(batch)))
 
     Args:
         model: Any module, converted or not.
+        forward: Calls the model; it is called once, and the report says which converted layers it never called. No
+            compiled code runs in it, and none is compiled. Like any forward, it changes what forwards change: buffers
+            such as running means, the state of random numbers.
 
     Returns:
         A report; ``print`` it for a table, or go through its ``rows``.
+
+    Raises:
+        TypeError: ``model`` is no module, or ``forward`` no function.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"conversion_report: model is a {type(model).__name__}; it is a torch.nn.Module.")
+    if isinstance(forward, nn.Module) or not (forward is None or callable(forward)):
+        raise TypeError(
+            f"conversion_report: forward is {shown(forward)}; it is a function without arguments that calls the "
+            "model, such as lambda: model(batch)."
+        )
+    uses, called = parameter_uses(model), None if forward is None else called_layers(model, forward)
     rows: list[ConversionRow] = []
     for fqn, module in model.named_modules():
         if isinstance(module, nn.Linear):
-            rows.append(_linear_row(fqn, module))
-        else:
-            rows += _weight_rows(fqn, module)
+            rows.append(_linear_row(fqn, module, uses, called))
+        rows += _weight_rows(fqn, module, uses)
     return ConversionReport(rows=tuple(rows))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NamedTuple, Self
 
 import torch
@@ -11,7 +12,7 @@ from torch.distributed import ProcessGroup
 from fp8compile.quantizers import TENSORS, Recipe
 from fp8compile.tensor import shown
 
-__all__ = ["DelayedState", "check_state", "group_name"]
+__all__ = ["DelayedState", "check_amax_group", "check_state", "group_name"]
 
 
 class DelayedState(NamedTuple):
@@ -67,3 +68,15 @@ def check_state(state: object) -> None:
         raise TypeError(f"linear: state is {shown(state)}; it is a fp8compile.DelayedState, or None.")
     if state.amax_history.requires_grad or state.multiplier.requires_grad:
         raise ValueError("linear: a tensor of the state requires grad; it is no parameter. Detach it.")
+
+
+def check_amax_group(
+    function: str, recipes: Iterable[Recipe], amax_group: object, *, none_has: str = "the recipe has no"
+) -> None:
+    """Raise in the name of ``function`` if no layer with one of these recipes reduces its amaxes over the group."""
+    group_name(function, amax_group)
+    if amax_group is not None and not any(recipe.history() for recipe in recipes):
+        raise ValueError(
+            f"{function}: amax_group is given and {none_has} delayed scaling, whose state it is for. Leave it out: a "
+            "scale that comes from the values themselves is that of each rank's own tensor."
+        )

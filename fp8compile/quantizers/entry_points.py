@@ -11,15 +11,21 @@ Packages are looked through only when somebody asks, and a package is imported o
 
 from __future__ import annotations
 
+import inspect
+import sys
+from collections.abc import Iterator
+from functools import lru_cache, reduce
 from importlib import metadata
+from typing import Any
 
 from fp8compile._compat import constant_when_traced
 from fp8compile.quantizers.quantizer import Quantizer
 from fp8compile.quantizers.recipe import Recipe
 
-__all__ = ["GROUP", "installed", "load", "source"]
+__all__ = ["GROUP", "imported", "installed", "load", "source"]
 
 GROUP = "fp8compile.quantizers"
+LOADED: dict[metadata.EntryPoint, Quantizer | Recipe] = {}  # what those gave that somebody asked for
 
 
 def _source(entry: metadata.EntryPoint) -> str:
@@ -84,4 +90,33 @@ def load(name: str) -> Quantizer | Recipe:
             f"{_source(entry)} gives {value!r}; it has to give a fp8compile.Quantizer or a fp8compile.Recipe, or name "
             "a class or function that returns one when called without arguments."
         )
+    LOADED[entry] = value
     return value
+
+
+@lru_cache(maxsize=1)
+def _entries_on(path: tuple[str, ...]) -> list[metadata.EntryPoint]:
+    """All entry points of one ``sys.path``: to look through it takes milliseconds, and a model prints many layers."""
+    return sorted(metadata.entry_points(group=GROUP))
+
+
+def _value_of_imported(entry: metadata.EntryPoint) -> Any:
+    """What an entry point gives, if that takes no import and no call of a function; else None."""
+    if entry in LOADED:
+        return LOADED[entry]
+    try:
+        found = reduce(inspect.getattr_static, entry.attr.split("."), sys.modules[entry.module])
+        return found() if isinstance(found, type) and issubclass(found, (Quantizer, Recipe)) else found
+    except (AttributeError, KeyError, TypeError, ValueError):  # not imported, not there, or no default arguments
+        return None
+
+
+def imported() -> Iterator[tuple[str, Quantizer | Recipe]]:
+    """What packages offer that are imported already, each with its name; none is imported for it.
+
+    Of a function, what it gave when it was asked for by its name.
+    """
+    for entry in _entries_on(tuple(sys.path)):
+        value = _value_of_imported(entry)
+        if isinstance(value, (Quantizer, Recipe)):
+            yield entry.name, value

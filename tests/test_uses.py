@@ -1,0 +1,473 @@
+"""Weights that a model multiplies past their layer's forward: found by source, left out, told of by the report."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import fp8compile as f8
+from fp8compile.nn.uses import Kind, parameter_uses
+
+RECIPE = f8.recipes.rowwise()
+PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::linear", "aten::mv")
+
+
+def plain_products(model, *args):
+    """Names of the parameters that a product in high precision reads in a forward."""
+    names, found = {p.untyped_storage().data_ptr(): name for name, p in model.named_parameters()}, set()
+
+    class Products(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if func.name().split(".")[0] in PRODUCTS:
+                tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
+                found.update(names.get(tensor.untyped_storage().data_ptr()) for tensor in tensors)
+            return func(*args, **(kwargs or {}))
+
+    with Products():
+        model(*args)
+    return {name for name in found - {None} if name.endswith("weight")}
+
+
+class Parent(nn.Module):
+    """``a`` is called in every case; what becomes of ``b``, ``c`` and ``layers`` is the case's own."""
+
+    fused = True
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.c = (nn.Linear(32, 32) for _ in range(3))
+        self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(2))
+        self.register_parameter("nothing", None)
+        self.by_name = {"b": self.b}
+
+    def projected(self, x):
+        return x @ self.b.weight.t()
+
+
+def multiply(x, matrix, bias=None):
+    return F.linear(x, matrix, bias)
+
+
+def attend(module, x):
+    return F.linear(x, module.b.weight)
+
+
+class Multiply(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, matrix):
+        return x @ matrix.t()
+
+
+class Functional(Parent):
+    def forward(self, x):
+        return F.linear(self.a(x), self.b.weight, self.b.bias)
+
+
+class Product(Parent):
+    def forward(self, x):
+        return (self.b.weight @ self.a(x).transpose(-1, -2)).transpose(-1, -2)
+
+
+class Handed(Parent):
+    def forward(self, x):
+        return multiply(self.a(x), matrix=self.b.weight, bias=self.b.bias)
+
+
+class HandedTheModule(Parent):
+    def forward(self, x):
+        return attend(self, self.a(x))
+
+
+class Inherited(Functional):
+    pass
+
+
+class CallsSuper(Functional):
+    def forward(self, x):
+        return super().forward(x) + 1
+
+
+class InAMethod(Parent):
+    def forward(self, x):
+        return self.projected(self.a(x))
+
+
+class ByAnotherModule(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = InAMethod()
+
+    def forward(self, x):
+        return self.inner.projected(self.inner.a(x))
+
+
+class AsAProperty(Parent):
+    @property
+    def matrix(self):
+        return self.b.weight
+
+    def forward(self, x):
+        return self.a(x).matmul(self.matrix.T)
+
+
+class ByGetattr(Parent):
+    def forward(self, x):
+        return F.linear(self.a(x), getattr(getattr(self, "b"), "weight"))  # noqa: B009
+
+
+class ByAnotherName(Parent):
+    def forward(self, x):
+        layer, y = self.by_name["b"], self.a(x)
+        matrix = layer.weight.to(x.dtype)
+        return F.linear(y, weight=matrix)
+
+
+class Concatenated(Parent):
+    def forward(self, x):
+        return F.linear(self.a(x), torch.cat([self.b.weight, self.c.weight]))
+
+
+class InALoop(Parent):
+    def forward(self, x):
+        for place, layer in enumerate(self.layers):
+            x = F.linear(x, layer.weight) if place else F.linear(x, layer.weight, layer.bias)
+        return self.a(x)
+
+
+class InAList(Parent):
+    def forward(self, x):
+        matrices = [layer.weight for layer in self.layers]
+        return self.a(functools.reduce(F.linear, matrices, x))
+
+
+class ByIndex(Parent):
+    def forward(self, x):
+        return self.layers[-1](self.a(F.linear(x, self.layers[0].weight)))
+
+
+class Checkpointed(Parent):
+    def forward(self, x):
+        return checkpoint(self.projected, self.a(x), use_reentrant=False)
+
+
+class InAClosure(Parent):
+    def forward(self, x):
+        def inner(y):
+            return y @ matrix
+
+        matrix = self.b.weight
+        return (lambda y: inner(y))(self.a(x))
+
+
+class ByAutograd(Parent):
+    def forward(self, x):
+        return Multiply.apply(self.a(x), self.b.weight)
+
+
+class ScaledFirst(Parent):
+    def forward(self, x):
+        return F.linear(self.a(x), self.b.weight * 0.5 + self.c.weight)
+
+
+class OneOfTwoWays(Parent):
+    def forward(self, x):
+        x = self.a(x)
+        if x.shape[0] > 1000:
+            return self.b(x)
+        with torch.autocast("cpu", enabled=False):
+            return F.linear(x, self.b.weight)
+
+
+class AsItWasMade(Parent):
+    def forward(self, x):
+        if self.fused and self.nothing is None:
+            return F.linear(self.a(x), self.b.weight)
+        return F.linear(self.a(x), self.c.weight)
+
+
+MULTIPLIED = {
+    **{parent: {"b"} for parent in (Functional, Product, Handed, HandedTheModule, Inherited, CallsSuper, InAMethod)},
+    **{parent: {"b"} for parent in (AsAProperty, ByGetattr, ByAnotherName, Checkpointed, InAClosure, ByAutograd)},
+    **{parent: {"b"} for parent in (OneOfTwoWays, AsItWasMade)},
+    ByAnotherModule: {"inner.b"},
+    Concatenated: {"b", "c"},
+    ScaledFirst: {"b", "c"},
+    InALoop: {"layers.0", "layers.1"},
+    InAList: {"layers.0", "layers.1"},
+    ByIndex: {"layers.0"},
+}
+
+
+@pytest.mark.parametrize("parent", MULTIPLIED, ids=lambda parent: parent.__name__)
+def test_a_layer_whose_weight_is_multiplied_past_its_forward_stays_and_says_so(parent):
+    model = f8.convert(parent(), RECIPE, filter="*")
+    left = {row.fqn: row.reason for row in f8.conversion_report(model).rows if not row.converted}
+    assert set(left) == MULTIPLIED[parent]
+    assert all("reads its weight itself, past the layer's forward" in reason for reason in left.values())
+    assert plain_products(model, torch.randn(4, 32)) <= {f"{fqn}.weight" for fqn in left}
+
+
+class MetadataOnly(Parent):
+    def forward(self, x):
+        weight = self.b.weight
+        if isinstance(self.b.weight, torch.Tensor) and x.dtype != self.b.weight.dtype:
+            x = x.to(self.b.weight.dtype)
+        assert weight is not None
+        assert hasattr(self.b, "weight")
+        assert x.shape[-1] == weight.shape[1] == weight.size(1)
+        x = x.to(weight.device) + torch.zeros_like(weight).sum() + weight.new_zeros(32)
+        return self.b(self.a(x.type_as(weight)))
+
+
+class Penalized(Parent):
+    def forward(self, x):
+        y = self.b(self.a(x))
+        gram = self.b.weight @ self.b.weight.t()  # of the weight alone: no data is multiplied
+        return y, self.b.weight.square().mean() + y.abs().mean() * gram.norm()
+
+
+class Initialized(Parent):
+    def __init__(self):
+        super().__init__()
+        self.reset_parameters()
+
+    def _init_weights(self, module):
+        nn.init.orthogonal_(module.weight @ self.b.weight)
+
+    def reset_parameters(self):
+        with torch.no_grad():
+            self.b.weight.copy_(self.a.weight @ self.c.weight)
+
+    def fuse(self, x):
+        return F.linear(x, self.b.weight)
+
+    def forward(self, x):
+        return self.b(self.a(x))
+
+
+class Tied(Parent):
+    def tie_weights(self):
+        self.b.weight = self.a.weight
+
+    def forward(self, x):
+        self.tie_weights()
+        return self.b(self.a(x))
+
+
+class TheOtherWay(Parent):
+    fused = False
+
+    def forward(self, x):
+        x = self.a(x)
+        if self.fused:
+            x = F.linear(x, self.b.weight)
+        elif self.nothing is not None or not self.c:
+            return F.linear(x, self.c.weight)
+        else:
+            x = self.b(x)
+        return x if self.nothing is None else x @ self.b.weight
+
+
+class EmbeddingAsHead(Parent):
+    """The embedding's weight is multiplied; the layer that has the same one is another layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(32, 32)
+        self.b.weight = self.embedding.weight
+
+    def forward(self, x):
+        return self.b(self.a(F.linear(x, self.embedding.weight)))
+
+
+class NameOfAnother(Parent):
+    def forward(self, x):
+        weight = self.b.weight
+        weight = torch.ones(32, 32)
+        return self.b(self.a(x @ weight))
+
+
+NOT_MULTIPLIED = [MetadataOnly, Penalized, Initialized, Tied, TheOtherWay, EmbeddingAsHead, NameOfAnother]
+
+
+@pytest.mark.parametrize("parent", NOT_MULTIPLIED, ids=lambda parent: parent.__name__)
+def test_other_reads_of_a_weight_leave_no_layer_out(parent):
+    model = parent()
+    f8.convert(model, RECIPE, filter="*")
+    rows = [row for row in f8.conversion_report(model).rows if row.module == "Linear"]
+    assert [row.reason for row in rows if not row.converted] == []
+    model(torch.randn(4, 32))
+
+
+def test_attention_and_encoder_layers_of_pytorch_read_weights_past_forwards():
+    model = nn.TransformerEncoderLayer(32, 2, 64)
+    uses = parameter_uses(model)
+    assert uses.past_forward(model.linear1) == "TransformerEncoderLayer.forward"
+    assert uses.past_forward(model.self_attn.out_proj) == "MultiheadAttention.forward"
+
+
+@pytest.mark.parametrize("taker", ["without source", "unknown"])
+def test_who_can_not_be_read_counts_as_multiplying(taker):
+    kernel = compile("def kernel(x, matrix): return x @ matrix", "<nowhere>", "exec")
+    scope = {}
+    exec(kernel, scope)
+
+    class Fused(Parent):
+        def forward(self, x):
+            take = scope["kernel"] if taker == "unknown" else kernel_of_nowhere
+            return take(self.a(x), self.b.weight)
+
+    kernel_of_nowhere = scope["kernel"]
+    model = Fused()
+    assert parameter_uses(model).past_forward(model.b) == "Fused.forward"
+    assert parameter_uses(model).past_forward(model.a) is None
+
+
+def test_a_model_that_recurses_and_one_without_source_are_read_as_far_as_they_go():
+    class Recursive(Parent):
+        def forward(self, x, depth=3):
+            return F.linear(x, self.b.weight) if depth == 0 else self.forward(self.a(x), depth - 1)
+
+    scope = {"nn": nn}
+    exec("class Unreadable(nn.Linear):\n    def forward(self, x): return x @ self.weight", scope)
+    model = nn.Sequential(Recursive(), scope["Unreadable"](32, 32))
+    uses = parameter_uses(model)
+    assert uses.past_forward(model[0].b) == "Recursive.forward"
+    assert uses.kind(model[1], "weight") is None
+
+
+def test_reading_runs_nothing_of_the_model():
+    class Dangerous(Parent):
+        @property
+        def matrix(self):
+            raise AssertionError("it ran")
+
+        def __getattr__(self, name):
+            assert name in {"a", "b", "c", "layers", "nothing"}, "it was asked"
+            return super().__getattr__(name)
+
+        def forward(self, x):
+            raise AssertionError("it ran")
+            return x @ self.matrix
+
+    assert not parameter_uses(Dangerous()).found
+
+
+def test_kinds_of_uses():
+    class Kinds(nn.Module):
+        def __init__(self):
+            super().__init__()
+            names = ("multiplied", "added", "offset", "convolved", "unused", "vector")
+            sizes = ((32, 32), (32, 32), (32, 32), (8, 32, 3), (32, 32), (32,))
+            for name, size in zip(names, sizes, strict=True):
+                self.register_parameter(name, nn.Parameter(torch.randn(size)))
+
+        def forward(self, x):
+            y = torch.addmm(self.offset, x + self.added, self.multiplied)
+            return F.conv1d(y[None], self.convolved) + x @ self.vector
+
+    model = Kinds()
+    assert {name: parameter_uses(model).kind(model, name) for name, _ in model.named_parameters()} == {
+        "multiplied": Kind.PRODUCT,
+        "added": Kind.OTHER,
+        "offset": Kind.OTHER,
+        "convolved": Kind.CONVOLUTION,
+        "unused": None,
+        "vector": None,
+    }
+
+
+# ---------------------------------------------------------------------------------- what only a forward can tell
+
+
+class Hidden(Parent):
+    """Reads a weight as no source shows it, calls one layer by its forward, one as usual, and one not at all."""
+
+    def forward(self, x):
+        x = F.linear(x, dict(self.named_parameters())["a.weight"])
+        return self.layers[0](self.b.forward(x))
+
+
+def called(model, forward):
+    return {row.fqn: row.called for row in f8.conversion_report(model, forward=forward).rows}
+
+
+@pytest.mark.parametrize("way", ["eager", "compiled", "compiled in place"])
+def test_the_report_of_a_forward_says_which_converted_layers_it_never_called(way):
+    model, x = f8.convert(Hidden(), RECIPE, filter=["!c"]), torch.randn(4, 32)
+    run, counters = model, torch._dynamo.utils.counters
+    if way == "compiled":
+        run = torch.compile(model, backend="aot_eager")
+    elif way == "compiled in place":
+        model.compile(backend="aot_eager")
+    expected = run(x)
+    attributes = [set(vars(module)) for module in model.modules()]
+    frames = counters["frames"]["total"]
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        assert called(run, lambda: run(x)) == {
+            f"{'_orig_mod.' if way == 'compiled' else ''}{fqn}": was
+            for fqn, was in {"a": False, "b": True, "c": None, "layers.0": True, "layers.1": False}.items()
+        }
+        assert torch.equal(run(x), expected)
+    assert counters["frames"]["total"] == frames
+    assert [set(vars(module)) for module in model.modules()] == attributes
+    assert set(called(model, None).values()) == {None}
+
+
+def test_what_was_never_called_is_printed_and_counted():
+    model = f8.convert(Hidden(), RECIPE)
+    printed = str(f8.conversion_report(model, forward=lambda: model(torch.randn(4, 32)))).splitlines()
+    assert printed[1].endswith("none: the forward never called this layer")
+    assert printed[2].endswith("output, grad_input, grad_weight")
+    assert printed[-1] == "5 of 5 converted, 3 of them never called"
+
+
+def test_a_forward_that_fails_leaves_the_model_as_it_was():
+    model = f8.convert(Hidden(), RECIPE)
+    before = [set(vars(module)) for module in model.modules()]
+    with contextlib.suppress(ZeroDivisionError):
+        f8.conversion_report(model, forward=lambda: 1 / 0)
+    assert [set(vars(module)) for module in model.modules()] == before
+
+
+def test_a_forward_replaced_on_a_converted_layer_is_there_again():
+    model = f8.convert(Hidden(), RECIPE)
+    model.b.forward = own = model.b.forward
+    assert called(model, lambda: model(torch.randn(4, 32)))["b"]
+    assert vars(model.b)["forward"] is own
+
+
+@pytest.mark.parametrize("given", [3, "forward", nn.Linear(32, 32)], ids=["int", "str", "module"])
+def test_a_forward_that_is_no_function_is_refused(given):
+    with pytest.raises(TypeError, match=r"conversion_report: forward is .*; it is a function without arguments"):
+        f8.conversion_report(Hidden(), forward=given)
+
+
+def test_a_layer_converted_before_it_got_such_a_parent_is_told_of():
+    model = Functional()
+    f8.convert(model.b, RECIPE)
+    row = next(row for row in f8.conversion_report(model).rows if row.fqn == "b")
+    assert (row.converted, row.past_forward) == (True, "Functional.forward")
+    assert "Functional.forward reads its weight itself, past the layer's forward" in str(f8.conversion_report(model))
+
+
+def test_jamba_of_hugging_face():
+    """Its mixer multiplies ``dt_proj.weight``; the layer's own forward is for quantized models."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "mamba_d_state": 16, "mamba_dt_rank": 16, "num_experts": 1}
+    config = transformers.JambaConfig(
+        vocab_size=96, num_hidden_layers=2, attn_layer_period=2, attn_layer_offset=1, pad_token_id=0, **sizes
+    )
+    model = transformers.JambaForCausalLM(config)
+    f8.convert(model, RECIPE, filter="*")
+    rows = f8.conversion_report(model).rows
+    assert {row.fqn: row.reason for row in rows if not row.converted} == {
+        "model.layers.0.mamba.dt_proj": "JambaMambaMixer.forward reads its weight itself, past the layer's forward, "
+        "which would not be FP8"
+    }
