@@ -53,6 +53,7 @@ __all__ = [
     "is_dtensor",
     "local_itself",
     "is_stand_in",
+    "keep_grad_dtype",
     "never_recompute",
     "rebind_load_hooks",
     "reduce_scatter_single",
@@ -61,6 +62,7 @@ __all__ = [
     "register_fallback",
     "register_lowering",
     "placement_of",
+    "plain_alias",
     "rank_salt",
     "recomputed",
     "replicated",
@@ -532,6 +534,18 @@ def will_run(ctx: Any, place: int) -> bool:
     """
     node = ctx.next_functions[place][0]
     return hasattr(node, "variable") or torch._C._will_engine_execute_node(node)  # of a leaf PyTorch does not say it
+
+
+def keep_grad_dtype(source: torch.Tensor, target: torch.Tensor) -> None:
+    """Have gradients of a parameter in the dtype that was set for another one; before 2.15 FSDP2 does not ask."""
+    if getattr(source, "_has_grad_dtype_override", False):
+        target.grad_dtype = source.grad_dtype
+
+
+def plain_alias(tensor: torch.Tensor) -> torch.Tensor:
+    """A plain tensor without history on the memory of a subclass that has memory, with the same version counter."""
+    with torch._C._DisableTorchDispatch():
+        return tensor.detach()
 
 
 def is_fsdp(module: torch.nn.Module) -> bool:

@@ -106,14 +106,16 @@ class QuantizedTensor(Tensor):
         sizes: tuple[int, ...] | None = None,
     ) -> QuantizedTensor:
         """Wrap codes and scales that a quantizer made of a tensor of this dtype; ``quantize`` is the usual way."""
-        return Tensor._make_wrapper_subclass(
-            cls,
-            quantizer.values_shape(codes.shape),
-            strides=codes.stride(),
-            storage_offset=codes.storage_offset(),
-            dtype=dtype,
-            device=codes.device,
-        )
+        # views of a tensor that was made outside of inference mode have its version counter, inside of it too
+        with torch.inference_mode(torch.is_inference_mode_enabled() and codes.is_inference()):
+            return Tensor._make_wrapper_subclass(
+                cls,
+                quantizer.values_shape(codes.shape),
+                strides=codes.stride(),
+                storage_offset=codes.storage_offset(),
+                dtype=dtype,
+                device=codes.device,
+            )
 
     def __init__(
         self,
