@@ -1,4 +1,4 @@
-"""A weight that FSDP2 gathers as codes is the tensor that it was to all else: its memory, its bytes, its attributes."""
+"""A weight that FSDP2 gathers as codes is to all else the tensor that it was: memory, bytes, attributes."""
 
 from __future__ import annotations
 

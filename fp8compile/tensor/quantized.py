@@ -25,6 +25,7 @@ from fp8compile import ops
 from fp8compile.ops.parts import Codes, Shards, sides_of
 from fp8compile.quantizers import Quantizer
 from fp8compile.quantizers.blocks import as_matrix
+from fp8compile.tensor.agreement import check_agreement
 from fp8compile.tensor.arguments import own_sizes, shown
 
 __all__ = ["HANDLERS", "LAYERS", "VIEWS", "QuantizedTensor", "cuts_blocks"]
@@ -58,6 +59,7 @@ def _parts_to_gather(x: QuantizedTensor, dim: int, sizes: Sequence[int] | None) 
     sizes = own_sizes("all_gather", "sizes", given, x.group, x.shape[x.shard_dim], what)
     if x.sizes is not None and sizes != x.sizes:
         raise ValueError(f"all_gather: sizes is {sizes}, and this was quantized as one of {x.sizes}.")
+    check_agreement("all_gather", x, x.group, sizes=sizes)
     found = Shards(x.group, x.group.rank(), x.shard_dim, sizes)
     if x.sizes is None and any(side.kind == "cut" for side in sides_of(x.shape, (found,), x.quantizer.block)):
         raise ValueError(
@@ -205,7 +207,8 @@ class QuantizedTensor(Tensor):
             Without a group.
 
         Raises:
-            ValueError: There is no group, the ranks have no parts along ``dim``, or sizes do not fit.
+            ValueError: There is no group, the ranks have no parts along ``dim``, or sizes do not fit; or ranks give
+                different sizes, which they compare in the first call with a group.
             TypeError: Sizes are no ints, or codes are packed, several to a byte.
         """
         shards = _parts_to_gather(self, dim, sizes)
