@@ -65,6 +65,6 @@ def check_agreement(function: str, x: Tensor, group: ProcessGroup, **sizes: tupl
         ValueError: They differ; with what each rank says.
     """
     numbers = tuple([size for each in sizes.values() for size in each])
-    if group.size() == 1 or x.is_meta or _compat.is_fake(x) or not all([_compat.is_static(each) for each in numbers]):
+    if group.size() == 1 or x.is_meta or _compat.is_fake(x) or not all(map(_compat.is_static, numbers)):
         return
     _compare_once(function, group.group_name, x.device, tuple(sizes), tuple(sizes.values()))
