@@ -888,7 +888,8 @@ import fp8compile as f8
 
 def example():
     model = f8.convert(nn.Sequential(nn.Linear(32, 64, bias=False)).bfloat16(), f8.recipes.mxfp8())
-    parallelize_module(model, init_device_mesh("cpu", (2,)), {"0": f8.parallel.ColwiseParallel(input_layouts=Shard(1))})
+    plan = {"0": f8.parallel.ColwiseParallel(input_layouts=Shard(1))}
+    parallelize_module(model, init_device_mesh("cpu", (2,)), plan)
     return model, torch.randn(2, 16, 32, dtype=torch.bfloat16)
 """
     )
