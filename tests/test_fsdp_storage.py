@@ -253,15 +253,16 @@ def trained_around_inference(kind):
     found = []
     for context in (torch.no_grad, torch.inference_mode):
         torch.manual_seed(0)
-        layer = nn.Sequential(nn.Linear(32, 32, dtype=torch.bfloat16))
+        model, mesh = nn.Sequential(nn.Linear(32, 32, dtype=torch.bfloat16)), models.mesh_1d("pair")
         recipe = f8.recipes.tensorwise()
-        f8.convert(layer, recipe, filter=lambda *_: True, quantized_parameters=kind == "quantized")
+        f8.convert(model, recipe, filter=lambda *_: True, quantized_parameters=kind == "quantized")
         if kind == "gathered":
-            fsdp_float8_all_gather(layer)
-        model = torch.compile(layer, fullgraph=True, backend="aot_eager")
-        model = fully_shard(model, mesh=models.mesh_1d("pair"))
+            fsdp_float8_all_gather(model)
+        model[0] = fully_shard(torch.compile(model[0], fullgraph=True, backend="aot_eager"), mesh=mesh)
+        model = fully_shard(model, mesh=mesh)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
         x, sums = torch.linspace(-1, 1, 128, dtype=torch.bfloat16).view(4, 32), []
+        x.requires_grad_()  # so that the weight is kept for the backward
         for _ in range(3):
             y = model(x).float()
             y.square().sum().backward()
