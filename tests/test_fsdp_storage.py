@@ -111,10 +111,79 @@ def test_modules_move_it_as_any_parameter():
     model.to(torch.bfloat16)
     assert model[0].weight is before
     assert (before.dtype, before.plain.dtype, before.is_expert) == (torch.bfloat16, torch.bfloat16, True)
-    model.to_empty(device="meta")
-    assert model[0].weight is before
-    assert before.is_meta
-    assert before.is_expert
+    model.to_empty(device="meta")  # PyTorch puts a new parameter there, of whatever kind
+    assert type(model[0].weight) is type(before)
+
+
+def as_in_a_plain_model(use):
+    """Whether something gives the same for a model before `fully_shard`, whose weight has the class or not."""
+    found = []
+    for on in (False, True):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 32)).bfloat16()
+        f8.convert(model, f8.recipes.tensorwise(), filter=lambda *_: True)
+        use_of = use(fsdp_float8_all_gather(model) if on else model)
+        found.append([each.detach().float().tolist() for each in use_of])
+    return found[0] == found[1]
+
+
+X = torch.linspace(-1, 1, 128, dtype=torch.bfloat16).view(4, 32)
+
+
+def values_assigned(model):
+    vector = nn.utils.parameters_to_vector(model.parameters())
+    nn.utils.vector_to_parameters(vector * 2, model.parameters())  # by `.data =`
+    return [model(X)]
+
+
+def functional(model):
+    parameters = {name: p.detach() for name, p in model.named_parameters()}
+    gradients = torch.func.grad(lambda p: torch.func.functional_call(model, p, (X,)).float().square().sum())
+    return gradients(parameters).values()
+
+
+def averaged(model):
+    average = torch.optim.swa_utils.AveragedModel(model)
+    nn.init.ones_(model[0].weight)
+    average.update_parameters(model)
+    average.update_parameters(model)
+    return [average(X), model(X)]
+
+
+def exported(model):
+    return [torch.export.export(model, (X,)).module()(X)]
+
+
+@pytest.mark.parametrize("use", [values_assigned, functional, averaged, exported])
+def test_uses_of_a_model_that_is_not_sharded_yet(use):
+    assert as_in_a_plain_model(use)
+
+
+def stepped_by_a_compiled_optimizer():
+    """Losses, with the codes gathered and without."""
+    found = []
+    for on in (False, True):
+        torch._dynamo.reset()
+        model = f8.convert(
+            nn.Sequential(nn.Linear(32, 32)).bfloat16(), f8.recipes.tensorwise(), filter=lambda *_: True
+        )
+        nn.init.constant_(model[0].weight, 0.5)
+        model = fully_shard(fsdp_float8_all_gather(model) if on else model, mesh=models.mesh_1d("pair"))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        step, sums = torch.compile(optimizer.step, backend="inductor"), []
+        for _ in range(3):
+            y = model(X).float()
+            y.square().sum().backward()
+            step()
+            optimizer.zero_grad()
+            sums.append(y.sum().item())
+        found.append(sums)
+    return found[0] == found[1] and len(set(found[0])) == 3
+
+
+def test_a_compiled_optimizer_writes_to_it(ranks):
+    assert ranks.run(stepped_by_a_compiled_optimizer) == [True] * 4
 
 
 # ---------------------------------------------------------------------------------- attributes

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_map_only
 from fp8compile import _compat
 from fp8compile.ops.parts import Cuts, Part, Shards, cast_part, chunks, sides_of
 from fp8compile.quantizers import Quantizer
-from fp8compile.tensor import QuantizedTensor, attributes_of_others, in_place_of, moved
+from fp8compile.tensor import QuantizedTensor, attributes_of_others, in_place_of
 
 if TYPE_CHECKING:
     from torch import nn
@@ -38,7 +38,8 @@ class ShardedWeight(Tensor):
 
     A class of its own, for FSDP2 asks the local tensor of a parameter how to gather it, and keeps asking after views,
     copies and ``to``. What other ops make of it is plain, so optimizer states are, too, and it is pickled as a plain
-    tensor: a checkpoint is that of a model without it.
+    tensor: a checkpoint is that of a model without it. To a compiler it is a plain tensor: it has no
+    ``__tensor_flatten__``, whose inner tensor would be a second one in the same memory.
 
     Attributes:
         cuts: How tensor parallelism cut the weight before FSDP2 does.
@@ -47,14 +48,14 @@ class ShardedWeight(Tensor):
 
     cuts: Cuts
     edits: Edits
-    _traced: Tensor | None
+    _fake: Tensor | None
 
     @staticmethod
     def __new__(cls: type[ShardedWeight], plain: Tensor, cuts: Cuts = (), edits: Edits | None = None) -> ShardedWeight:
         """The same memory as another tensor; no copy."""
         if type(plain) is Tensor:
             return Tensor._make_subclass(cls, plain)
-        # a tensor that a compiler traces with is another object's already, and has no memory to share
+        # a fake tensor is another Python object's already, and has no memory to share
         return Tensor._make_wrapper_subclass(
             cls,
             plain.shape,
@@ -66,21 +67,14 @@ class ShardedWeight(Tensor):
         )
 
     def __init__(self, plain: Tensor, cuts: Cuts = (), edits: Edits | None = None) -> None:
-        self._traced = None if type(plain) is Tensor else plain
+        self._fake = None if type(plain) is Tensor else plain
         self.cuts = cuts
         self.edits = Edits() if edits is None else edits
 
     @property
     def plain(self) -> Tensor:
         """A plain tensor without history on the same memory, with the same version counter."""
-        return _compat.plain_alias(self) if self._traced is None else self._traced
-
-    def __tensor_flatten__(self) -> tuple[list[str], tuple]:
-        return ["plain"], (self.cuts, self.edits)
-
-    @staticmethod
-    def __tensor_unflatten__(inner: dict, metadata: tuple, outer_size: Any, outer_stride: Any) -> ShardedWeight:
-        return ShardedWeight(inner["plain"], *metadata)
+        return _compat.plain_alias(self) if self._fake is None else self._fake
 
     # ------------------------------------------------------------------ what a tensor with a dispatch refuses
 
@@ -123,7 +117,7 @@ class ShardedWeight(Tensor):
         if not isinstance(source, ShardedWeight):
             return out
         edits = source.edits if func in VIEWS else None
-        out = moved(func, source, tree_map_only(Tensor, lambda each: ShardedWeight(each, source.cuts, edits), out))
+        out = tree_map_only(Tensor, lambda tensor: ShardedWeight(tensor, source.cuts, edits), out)
         return return_and_correct_aliasing(func, args, kwargs, out) if func in VIEWS else out
 
     # ------------------------------------------------------------------ what FSDP2 asks
