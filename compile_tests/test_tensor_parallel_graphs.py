@@ -66,15 +66,11 @@ def model_of(recipe, mesh, *, placed=False):
     """The block, cut; ``placed``: what the norm gives gate and up is a DTensor."""
     from torch.distributed.tensor import Shard, parallel
 
-    model = Block().bfloat16()
-    if recipe is None:
-        colwise, rowwise = (
-            parallel.ColwiseParallel(input_layouts=Shard(1), use_local_output=False),
-            parallel.RowwiseParallel(output_layouts=Shard(1)),
-        )
-    else:
-        model = f8.convert(model, f8.recipes.by_name(recipe))
-        colwise, rowwise = f8.parallel.ColwiseParallel(use_local_output=False), f8.parallel.RowwiseParallel()
+    model, styles = Block().bfloat16(), parallel
+    if recipe is not None:
+        model, styles = f8.convert(model, f8.recipes.by_name(recipe)), f8.parallel
+    colwise = styles.ColwiseParallel(input_layouts=Shard(1), use_local_output=False)
+    rowwise = styles.RowwiseParallel(output_layouts=Shard(1))
     norm = parallel.SequenceParallel(use_local_output=not placed)
     plan = {"norm": norm, "gate": colwise, "up": colwise, "down": rowwise}
     return parallel.parallelize_module(model, mesh["tensor"], plan)

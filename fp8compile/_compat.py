@@ -53,10 +53,14 @@ __all__ = [
     "is_fusible",
     "is_dtensor",
     "local_itself",
+    "is_fake",
     "is_stand_in",
     "is_transformed",
     "is_unbacked",
+    "is_static",
+    "keep_grad_dtype",
     "never_recompute",
+    "no_dispatch",
     "rebind_load_hooks",
     "reduce_scatter_single",
     "register_constant_type",
@@ -64,6 +68,7 @@ __all__ = [
     "register_fallback",
     "register_lowering",
     "placement_of",
+    "plain_alias",
     "rank_salt",
     "recomputed",
     "replicated",
@@ -404,6 +409,27 @@ def statically_true(condition: Any) -> bool:
     return statically_known_true(condition)
 
 
+def is_static(size: Any) -> bool:
+    """Whether a size is a number, and no symbol for which a graph is made."""
+    if not torch.compiler.is_compiling():
+        return isinstance(size, int)
+    from torch.fx.experimental.symbolic_shapes import has_static_value  # to Dynamo, a symbol is an int too
+
+    return has_static_value(size)
+
+
+def is_fake(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is one without content, that a tracer computes shapes with."""
+    from torch._subclasses import FakeTensor
+
+    return isinstance(tensor, FakeTensor)
+
+
+def no_dispatch() -> AbstractContextManager[None]:
+    """What is computed inside is on memory, whatever tracer is at work."""
+    return torch._C._DisableTorchDispatch()
+
+
 def guard_or_false(condition: Any) -> bool:
     """Truth of a condition on sizes; False where a size is not known when compiling."""
     from torch.fx.experimental.symbolic_shapes import guard_or_false
@@ -544,6 +570,18 @@ def will_run(ctx: Any, place: int) -> bool:
     """
     node = ctx.next_functions[place][0]
     return hasattr(node, "variable") or torch._C._will_engine_execute_node(node)  # of a leaf PyTorch does not say it
+
+
+def keep_grad_dtype(source: torch.Tensor, target: torch.Tensor) -> None:
+    """Have gradients of a parameter in the dtype that was set for another one; before 2.15 FSDP2 does not ask."""
+    if getattr(source, "_has_grad_dtype_override", False):
+        target.grad_dtype = source.grad_dtype
+
+
+def plain_alias(tensor: torch.Tensor) -> torch.Tensor:
+    """A plain tensor without history on the memory of a subclass that has memory, with the same version counter."""
+    with no_dispatch():
+        return tensor.detach()
 
 
 def is_fsdp(module: torch.nn.Module) -> bool:

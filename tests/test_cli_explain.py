@@ -882,12 +882,14 @@ def test_a_plan_of_ones_own_is_shown_as_a_table(tmp_path):
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import parallelize_module
 import fp8compile as f8
 
 def example():
     model = f8.convert(nn.Sequential(nn.Linear(32, 64, bias=False)).bfloat16(), f8.recipes.mxfp8())
-    parallelize_module(model, init_device_mesh("cpu", (2,)), {"0": f8.parallel.ColwiseParallel()})
+    plan = {"0": f8.parallel.ColwiseParallel(input_layouts=Shard(1))}
+    parallelize_module(model, init_device_mesh("cpu", (2,)), plan)
     return model, torch.randn(2, 16, 32, dtype=torch.bfloat16)
 """
     )

@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -519,7 +520,11 @@ REFUSED = {
     "group is None": ({"group": None}, TypeError, "group is None; on one rank alone this layer is fp8compile.linear"),
     "group is a name": ({"group": "tp"}, TypeError, "the group is 'tp'; it is a torch.distributed.ProcessGroup"),
     "no recipe": ({"recipe": "rowwise"}, TypeError, "column_parallel_linear: recipe is 'rowwise'"),
-    "delayed": ({"recipe": f8.recipes.delayed()}, ValueError, "the recipe has delayed scaling.*current scaling"),
+    "delayed": (
+        {"recipe": f8.recipes.delayed(), "group": FakeGroup(0, 1)},
+        ValueError,
+        "the recipe has delayed scaling.*current scaling",
+    ),
     "features": ({"weight": torch.ones(16, 24)}, ValueError, "column_parallel_linear: x has shape"),
     "dim of features": ({"sequence_dim": 2}, ValueError, "sequence_dim is 2, x has shape.*before the last"),
     "no such dim": ({"sequence_dim": -4}, ValueError, "sequence_dim is -4, x has shape"),
@@ -546,6 +551,70 @@ REFUSED = {
 def test_what_does_not_fit_raises_and_says_what_does(options, error, text):
     with pytest.raises(error, match=text):
         call(**options)
+
+
+def new_pair():
+    """A group whose ranks have not told each other anything yet."""
+    groups = [torch.distributed.new_group(members) for members in ([0, 1], [2, 3])]
+    return groups[torch.distributed.get_rank() // 2]
+
+
+def gathered(x, weight, *, group, sequence_dim=0, **_):
+    """An eager call that gathers what ranks have."""
+    return f8.quantize(x, f8.CurrentScaling(block=(1, -1)), group=group, shard_dim=sequence_dim).all_gather(0)
+
+
+ASKING = {**LAYERS, "all_gather": gathered}
+
+
+def other_sizes(name, backend):
+    """What a call says whose ranks have 4 and 6 tokens, and left out to say so."""
+    group, function = new_pair(), ASKING[name]
+    if backend is not None:
+        function = torch.compile(function, fullgraph=True, backend=backend)
+    tokens = 4 + 2 * group.rank()
+    try:
+        function(torch.ones(tokens, 32), WEIGHT, recipe=f8.recipes.rowwise(), group=group, sequence_dim=0)
+    except Exception as error:
+        return str(error)
+    return "no error"
+
+
+@pytest.mark.parametrize("backend", [None, "aot_eager"])
+@pytest.mark.parametrize("name", ASKING)
+def test_ranks_with_other_sizes_than_they_say_are_told(ranks, name, backend):
+    said = {"column": "(4, 4) on rank 0, (6, 6) on rank 1", "row": "(2, 2) on rank 0, (3, 3) on rank 1"}
+    for answer in ranks.run(other_sizes, name, backend):
+        argument = "sizes" if name == "all_gather" else "sequence_sizes"
+        assert f"disagree on {argument}: {said.get(name, said['column'])}" in answer
+        assert f"{argument}=(...)" in answer
+
+
+def messages_of_comparisons(name, backend):
+    """How many numbers were compared in each of three calls of equal sizes, the last one with more tokens."""
+    group, function = new_pair(), ASKING[name]
+    sent, original = [], torch.distributed.all_gather
+
+    def counted(every, own, **options):
+        sent.append(own.numel())
+        return original(every, own, **options)
+
+    if backend is not None:
+        function = torch.compile(function, fullgraph=True, backend=backend)
+    counts = []
+    with mock.patch.object(torch.distributed, "all_gather", counted):
+        for tokens in (4, 4, 8):
+            function(torch.ones(tokens, 32), WEIGHT, recipe=f8.recipes.rowwise(), group=group, sequence_dim=0)
+            counts.append(sum(sent))
+            sent.clear()
+    return counts
+
+
+@pytest.mark.parametrize("backend", [None, "aot_eager"])
+@pytest.mark.parametrize("name", ASKING)
+def test_sizes_are_compared_once(ranks, name, backend):
+    """Each rank sends a number for each rank and argument."""
+    assert ranks.run(messages_of_comparisons, name, backend) == [[2 if name == "all_gather" else 4, 0, 0]] * 4
 
 
 def test_a_group_of_one_sends_nothing():

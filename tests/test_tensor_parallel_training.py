@@ -72,9 +72,10 @@ def plan(model, *, local):
         plan |= {
             f"{name}.{norm}": parallel.SequenceParallel(**part) for norm in ("attention_norm", "feed_forward_norm")
         }
-        plan |= {f"{name}.attention.{linear}": ColwiseParallel(**part) for linear in ("query", "key", "value")}
-        plan |= {f"{name}.feed_forward.{linear}": ColwiseParallel(**part) for linear in ("gate", "up")}
-        plan |= {f"{name}.{linear}": RowwiseParallel(**part) for linear in ("attention.output", "feed_forward.down")}
+        up, down = ColwiseParallel(input_layouts=Shard(1), **part), RowwiseParallel(output_layouts=Shard(1), **part)
+        plan |= {f"{name}.attention.{linear}": up for linear in ("query", "key", "value")}
+        plan |= {f"{name}.feed_forward.{linear}": up for linear in ("gate", "up")}
+        plan |= {f"{name}.{linear}": down for linear in ("attention.output", "feed_forward.down")}
         qk = ("query_norm", "key_norm") if model.blocks[0].attention.query_norm else ()
         plan |= {
             f"{name}.attention.{norm}": parallel.SequenceParallel(sequence_dim=1, use_local_output=True) for norm in qk

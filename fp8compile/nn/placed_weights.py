@@ -15,7 +15,7 @@ from fp8compile import _compat
 from fp8compile.nn.local import wrapped_like
 from fp8compile.ops.parts import Shards, chunks, sides_of
 from fp8compile.quantizers import Quantizer
-from fp8compile.tensor import QuantizedParameter, quantize
+from fp8compile.tensor import QuantizedParameter, in_place_of, quantize
 
 __all__ = ["not_placed", "place_codes", "quantized_part"]
 
@@ -89,4 +89,4 @@ def place_codes(layer: nn.Linear, mesh: Any, placement: Any, source: int | None)
     if weight.initial is not None:
         local.initial = part(weight.initial.to(weight.device), placement)
     whole = DTensor.from_local(local, mesh, [placement], run_check=False, shape=weight.shape, stride=weight.stride())
-    layer.weight = nn.Parameter(whole, requires_grad=weight.requires_grad)
+    layer.weight = in_place_of(weight, whole)

@@ -10,7 +10,7 @@ from fp8compile._compat import allow_group_in_subclass, is_dtensor, is_fsdp, loc
 from fp8compile.nn.linear import Linear
 from fp8compile.nn.placed_weights import not_placed, quantized_part
 from fp8compile.quantizers import Recipe
-from fp8compile.tensor import QuantizedParameter, shown
+from fp8compile.tensor import QuantizedParameter, in_place_of, shown
 
 __all__ = ["check_weights", "quantize_weights"]
 
@@ -66,7 +66,7 @@ def quantize_weights(layers: Iterable[Linear], *, keep_initial: bool) -> None:
         if weight not in made:
             make = quantized_part if is_dtensor(weight) else QuantizedParameter.of
             quantized = make(weight.detach(), layer.recipe.weight)
-            made[weight] = nn.Parameter(quantized, requires_grad=weight.requires_grad)
+            made[weight] = in_place_of(weight, quantized)
             if keep_initial:
                 local_itself(made[weight]).initial = local_itself(weight).detach()
         layer.weight = made[weight]

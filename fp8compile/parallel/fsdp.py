@@ -19,7 +19,7 @@ from fp8compile.ops.parts import Shards
 from fp8compile.parallel.placed import part_of
 from fp8compile.parallel.sharded_weight import ShardedWeight
 from fp8compile.parallel.weight_scales import WeightScales
-from fp8compile.tensor import QuantizedTensor
+from fp8compile.tensor import QuantizedTensor, in_place_of
 
 __all__ = ["fsdp_float8_all_gather"]
 
@@ -68,8 +68,7 @@ def _cuts_of(weight: nn.Parameter) -> tuple[Shards, ...]:
 def _wrapped(weight: nn.Parameter) -> nn.Parameter:
     """The parameter with a local tensor that FSDP2 asks how to gather it."""
     local = ShardedWeight(_compat.local_itself(weight.detach()), _cuts_of(weight))
-    data = wrapped_like(local, weight)
-    return nn.Parameter(data, requires_grad=weight.requires_grad)
+    return in_place_of(weight, wrapped_like(local, weight))
 
 
 def _wrap_loaded(module: nn.Module, state_dict: dict, prefix: str, *_: object) -> None:

@@ -25,6 +25,7 @@ from fp8compile.ops.fsdp_weight import placed_of
 from fp8compile.ops.parts import Cuts, chunks
 from fp8compile.ops.rows import Rows
 from fp8compile.parallel.placed import part_of
+from fp8compile.tensor import in_place_of
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy  # importing it needs DTensor, which imports this
@@ -127,7 +128,7 @@ def shard_parameter(
     own = local.narrow(0, sum(sizes[:rank]), sizes[rank]).clone(memory_format=torch.contiguous_format)
     whole_mesh, placements = _whole_placements(mesh, shared)
     whole = DTensor.from_local(own, whole_mesh, placements, run_check=False, shape=shape, stride=stride)
-    return nn.Parameter(whole, requires_grad=parameter.requires_grad), where
+    return in_place_of(parameter, whole), where
 
 
 def gather(parameter: Tensor, where: Where) -> Tensor:

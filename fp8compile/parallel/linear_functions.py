@@ -24,7 +24,7 @@ from fp8compile.nn.functional import check_recipe, checked_operands
 from fp8compile.nn.state import group_name
 from fp8compile.ops import sharded_linear
 from fp8compile.quantizers import Recipe
-from fp8compile.tensor import checked_sizes, own_sizes, shown
+from fp8compile.tensor import check_agreement, checked_sizes, own_sizes, shown
 
 __all__ = ["column_parallel_linear", "row_parallel_linear"]
 
@@ -109,7 +109,8 @@ def column_parallel_linear(
 
     Raises:
         TypeError: The recipe is none, the group none, a dtype or layout is not taken, or a tensor is a DTensor.
-        ValueError: Shapes, sizes or devices do not fit; or the recipe has delayed scaling.
+        ValueError: Shapes, sizes or devices do not fit; or the recipe has delayed scaling; or ranks give different
+            sizes, which they compare in the first call with a group.
         RuntimeError: This device has no GEMM for the recipe.
     """
     function = "column_parallel_linear"
@@ -121,6 +122,7 @@ def column_parallel_linear(
     if dim is not None:
         what = f"the entries of x along dim {dim}"
         tokens = own_sizes(function, "sequence_sizes", sequence_sizes, group, x.shape[dim], what)
+    check_agreement(function, x, group, feature_sizes=features, sequence_sizes=tokens)
     return sharded_linear(x, weight, bias, 0, features, dim, tokens, group.rank(), name, recipe)
 
 
@@ -156,7 +158,8 @@ def row_parallel_linear(
 
     Raises:
         TypeError: The recipe is none, the group none, a dtype or layout is not taken, or a tensor is a DTensor.
-        ValueError: Shapes, sizes or devices do not fit; or the recipe has delayed scaling.
+        ValueError: Shapes, sizes or devices do not fit; or the recipe has delayed scaling; or ranks give different
+            sizes, which they compare in the first call with a group.
         RuntimeError: This device has no GEMM for the recipe.
     """
     function = "row_parallel_linear"
@@ -168,4 +171,5 @@ def row_parallel_linear(
     if dim is not None:
         what = f"the entries of x along dim {dim}"
         tokens = _shared_sizes(function, "sequence_sizes", sequence_sizes, group, x.shape[dim], what)
+    check_agreement(function, x, group, feature_sizes=features, sequence_sizes=tokens)
     return sharded_linear(x, weight, bias, 1, features, dim, tokens, group.rank(), name, recipe)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn import Parameter
 from torch.nn.functional import pad
 from torch.utils._python_dispatch import return_and_correct_aliasing
 from torch.utils._pytree import tree_map_only
@@ -14,7 +15,7 @@ from torch.utils._pytree import tree_map_only
 from fp8compile import _compat
 from fp8compile.ops.parts import Cuts, Part, Shards, cast_part, chunks, sides_of
 from fp8compile.quantizers import Quantizer
-from fp8compile.tensor import QuantizedTensor
+from fp8compile.tensor import QuantizedTensor, attributes_of_others, in_place_of
 
 if TYPE_CHECKING:
     from torch import nn
@@ -33,25 +34,28 @@ class Edits:
 
 
 class ShardedWeight(Tensor):
-    """A plain tensor that FSDP2 gathers as codes; to all else it is that tensor.
+    """A plain tensor that FSDP2 gathers as codes; to all else it is that tensor, in the same memory.
 
-    A wrapper, for FSDP2 asks the local tensor of a parameter how to gather it, and keeps asking after views, copies
-    and ``to``. What other ops make of it is plain, so optimizer states are, too, and it is pickled as a plain tensor:
-    a checkpoint is that of a model without it.
+    A class of its own, for FSDP2 asks the local tensor of a parameter how to gather it, and keeps asking after views,
+    copies and ``to``. What other ops make of it is plain, so optimizer states are, too, and it is pickled as a plain
+    tensor: a checkpoint is that of a model without it. To a compiler it is a plain tensor: it has no
+    ``__tensor_flatten__``, whose inner tensor would be a second one in the same memory.
 
     Attributes:
-        plain: What it wraps.
         cuts: How tensor parallelism cut the weight before FSDP2 does.
         edits: Counts writes: FSDP2 reads a parameter through views that have version counters of their own.
     """
 
-    plain: Tensor
     cuts: Cuts
     edits: Edits
+    _fake: Tensor | None
 
     @staticmethod
     def __new__(cls: type[ShardedWeight], plain: Tensor, cuts: Cuts = (), edits: Edits | None = None) -> ShardedWeight:
-        """Wrap a tensor; no copy."""
+        """The same memory as another tensor; no copy."""
+        if type(plain) is Tensor:
+            return Tensor._make_subclass(cls, plain)
+        # a fake tensor is another Python object's already, and has no memory to share
         return Tensor._make_wrapper_subclass(
             cls,
             plain.shape,
@@ -63,22 +67,38 @@ class ShardedWeight(Tensor):
         )
 
     def __init__(self, plain: Tensor, cuts: Cuts = (), edits: Edits | None = None) -> None:
-        self.plain = plain
+        self._fake = None if type(plain) is Tensor else plain
         self.cuts = cuts
         self.edits = Edits() if edits is None else edits
 
-    def __tensor_flatten__(self) -> tuple[list[str], tuple]:
-        return ["plain"], (self.cuts, self.edits)
+    @property
+    def plain(self) -> Tensor:
+        """A plain tensor without history on the same memory, with the same version counter."""
+        return _compat.plain_alias(self) if self._fake is None else self._fake
 
-    @staticmethod
-    def __tensor_unflatten__(inner: dict, metadata: tuple, outer_size: Any, outer_stride: Any) -> ShardedWeight:
-        return ShardedWeight(inner["plain"], *metadata)
+    # ------------------------------------------------------------------ what a tensor with a dispatch refuses
+
+    def _without_class(self) -> Tensor:
+        """The tensor or parameter that it would be without this class, with what others hang on it."""
+        plain = self.plain.detach()
+        if isinstance(self, Parameter):
+            return in_place_of(self, plain)
+        vars(plain).update(attributes_of_others(self))
+        return plain.requires_grad_(self.requires_grad)
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """As of any tensor: an array on the same memory."""
+        return self._without_class().numpy(force=force)
+
+    def tolist(self) -> Any:
+        """As of any tensor."""
+        return self._without_class().tolist()
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"ShardedWeight({self.plain})"
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.plain.__reduce_ex__(protocol)
+        return self._without_class().__reduce_ex__(protocol)
 
     __torch_function__ = torch._C._disabled_torch_function_impl
 
@@ -201,5 +221,6 @@ COPIES = {
     aten._to_copy.default,
     aten.clone.default,
     aten.empty_like.default,
+    aten.new_empty.default,
     aten.new_zeros.default,
 }

@@ -1,9 +1,10 @@
 """Plans for `torch.distributed.tensor.parallel.parallelize_module` that send codes instead of bfloat16.
 
     style              stock: what is gathered, in the tensor's dtype        here, as codes
-    ColwiseParallel    the input, in the forward                             in the forward, and for grad_weight
+    ColwiseParallel    the input, where it is cut, in the forward            in the forward, and for grad_weight
     RowwiseParallel    grad_output, where the output is sequence parallel    for grad_input and for grad_weight
 
+Arguments and their defaults are PyTorch's, so a plan may be ported name by name: without layouts, tokens are whole.
 A layer quantizes the part that its rank has. Linears that read one tensor (q, k, v; gate, up) share one quantization
 and one gather in compiled code, where PyTorch makes equal calls once (2.15 repeats messages). Everything else is the
 stock style's: sums over ranks are in the output's dtype.
@@ -34,8 +35,8 @@ class ColwiseParallel(parallel.ColwiseParallel):
     """out_features cut over the ranks; codes of the input are gathered, in whatever dim it is cut.
 
     Args:
-        input_layouts: Where a plain tensor that comes in is; by default ``Shard(1)``, the sequence of (batch,
-            sequence, features). A DTensor says so itself.
+        input_layouts: Where a plain tensor that comes in is, whole on every rank by default; ``Shard(1)`` where the
+            sequence of (batch, sequence, features) is cut. A DTensor says so itself.
         output_layouts: Where the output goes; along the last dim by default.
         use_local_output: Whether the output is a plain tensor, this rank's part, or a DTensor.
 
@@ -50,11 +51,7 @@ class ColwiseParallel(parallel.ColwiseParallel):
         output_layouts: Placement | None = None,
         use_local_output: bool = True,
     ) -> None:
-        super().__init__(
-            input_layouts=Shard(1) if input_layouts is None else input_layouts,
-            output_layouts=output_layouts,
-            use_local_output=use_local_output,
-        )
+        super().__init__(input_layouts=input_layouts, output_layouts=output_layouts, use_local_output=use_local_output)
         self.desired_input_layouts = self.input_layouts  # as they are: the stock style redistributes nothing
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -68,26 +65,13 @@ class RowwiseParallel(parallel.RowwiseParallel):
 
     Args:
         input_layouts: Where a plain tensor that comes in is; along the last dim by default.
-        output_layouts: Where the sum over the ranks goes; by default ``Shard(1)``, the sequence of (batch, sequence,
-            features).
+        output_layouts: Where the sum over the ranks goes, whole to every rank by default; ``Shard(1)`` cuts the
+            sequence of (batch, sequence, features).
         use_local_output: Whether the output is a plain tensor, this rank's part, or a DTensor.
 
     Raises:
         TypeError: When applied: the module is no ``fp8compile.Linear``.
     """
-
-    def __init__(
-        self,
-        *,
-        input_layouts: Placement | None = None,
-        output_layouts: Placement | None = None,
-        use_local_output: bool = True,
-    ) -> None:
-        super().__init__(
-            input_layouts=input_layouts,
-            output_layouts=Shard(1) if output_layouts is None else output_layouts,
-            use_local_output=use_local_output,
-        )
 
     @staticmethod
     def _prepare_output_fn(

@@ -69,6 +69,7 @@ class WeightScales:
             found = self._scales[layer]
         return found.multiplier, found.scale
 
+    @torch.inference_mode(mode=False)  # training uses them too, until a weight changes
     @torch.no_grad()
     def _refresh(self) -> None:
         changed: list[Linear] = []

@@ -9,12 +9,16 @@
     parameter.py    one that is trained
     update.py       new values for many of them
     fsdp.py         what FSDP2 asks of a sharded one
+    agreement.py    whether ranks say the same sizes
+    attributes.py   what others hang on a parameter
 
 An op that none of them gives a meaning raises.
 """
 
 from fp8compile.tensor import views as views  # fills the table that the class looks ops up in
+from fp8compile.tensor.agreement import check_agreement
 from fp8compile.tensor.arguments import SOURCE_DTYPES, checked_sizes, not_dense, own_sizes, shown
+from fp8compile.tensor.attributes import attributes_of_others, in_place_of, moved
 from fp8compile.tensor.layer import check_serves, unserved
 from fp8compile.tensor.parameter import QuantizedParameter
 from fp8compile.tensor.product import scaled_mm
@@ -27,8 +31,12 @@ __all__ = [
     "QuantizedParameter",
     "QuantizedTensor",
     "assign",
+    "attributes_of_others",
+    "check_agreement",
     "check_serves",
     "checked_sizes",
+    "in_place_of",
+    "moved",
     "not_dense",
     "own_sizes",
     "quantize",

@@ -50,4 +50,6 @@ class FullyShardHooks:
                 gathered.scale.copy_(scale)
             return None
         whole = codes.view(-1, size[1])[: size[0]]
-        return QuantizedTensor(whole, scale.clone(), self.quantizer, param_dtype), (codes,)
+        with torch.inference_mode(mode=False):  # later gathers write to it, under whatever mode
+            scale = scale.clone()
+        return QuantizedTensor(whole, scale, self.quantizer, param_dtype), (codes,)

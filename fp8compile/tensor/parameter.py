@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from fp8compile.quantizers import Quantizer
 from fp8compile.tensor.arguments import SOURCE_DTYPES
+from fp8compile.tensor.attributes import moved
 from fp8compile.tensor.fsdp import FullyShardHooks
 from fp8compile.tensor.quantized import QuantizedTensor
 from fp8compile.tensor.update import assign, shared_with
@@ -53,6 +54,7 @@ class QuantizedParameter(FullyShardHooks, QuantizedTensor):
     """
 
     extent: str = WHOLE
+    _shared: _Shared
     instead_of_cutting = (
         "leave this weight out of quantized_parameters. If this is fully_shard: each rank takes as many rows, rounded "
         "up; where that is no multiple of a block, and it is for columns, shard these, by shard_placement_fn="
@@ -207,11 +209,11 @@ class QuantizedParameter(FullyShardHooks, QuantizedTensor):
         if func.namespace == "c10d":
             raise TypeError(f"{func} {NO_MESSAGE}")
         if func in MAKERS:
-            return MAKERS[func](func, *args, **kwargs)
+            return moved(func, args[0], MAKERS[func](func, *args, **kwargs))
         result = super().__torch_dispatch__(func, types, args, kwargs)
         if func in COPIES:
             result._unshared()
-        return result
+        return moved(func, args[0], result)
 
 
 COPIES = {aten.clone.default, aten._to_copy.default, aten._pin_memory.default}

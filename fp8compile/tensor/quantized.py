@@ -25,6 +25,7 @@ from fp8compile import ops
 from fp8compile.ops.parts import Codes, Shards, sides_of
 from fp8compile.quantizers import Quantizer
 from fp8compile.quantizers.blocks import as_matrix
+from fp8compile.tensor.agreement import check_agreement
 from fp8compile.tensor.arguments import own_sizes, shown
 
 __all__ = ["HANDLERS", "LAYERS", "VIEWS", "QuantizedTensor", "cuts_blocks"]
@@ -61,6 +62,7 @@ def _parts_to_gather(x: QuantizedTensor, dim: int, sizes: Sequence[int] | None) 
     sizes = own_sizes("all_gather", "sizes", given, x.group, x.shape[x.shard_dim], what)
     if x.sizes is not None and sizes != x.sizes:
         raise ValueError(f"all_gather: sizes is {sizes}, and this was quantized as one of {x.sizes}.")
+    check_agreement("all_gather", x, x.group, sizes=sizes)
     found = Shards(x.group, x.group.rank(), x.shard_dim, sizes)
     if x.sizes is None and any(side.kind == "cut" for side in sides_of(x.shape, (found,), x.quantizer.block)):
         raise ValueError(
@@ -109,14 +111,16 @@ class QuantizedTensor(Tensor):
         sizes: tuple[int, ...] | None = None,
     ) -> QuantizedTensor:
         """Wrap codes and scales that a quantizer made of a tensor of this dtype; ``quantize`` is the usual way."""
-        return Tensor._make_wrapper_subclass(
-            cls,
-            quantizer.values_shape(codes.shape),
-            strides=codes.stride(),
-            storage_offset=codes.storage_offset(),
-            dtype=dtype,
-            device=codes.device,
-        )
+        # views of a tensor that was made outside of inference mode have its version counter, inside of it too
+        with torch.inference_mode(torch.is_inference_mode_enabled() and codes.is_inference()):
+            return Tensor._make_wrapper_subclass(
+                cls,
+                quantizer.values_shape(codes.shape),
+                strides=codes.stride(),
+                storage_offset=codes.storage_offset(),
+                dtype=dtype,
+                device=codes.device,
+            )
 
     def __init__(
         self,
@@ -217,7 +221,8 @@ class QuantizedTensor(Tensor):
             Without a group.
 
         Raises:
-            ValueError: There is no group, the ranks have no parts along ``dim``, or sizes do not fit.
+            ValueError: There is no group, the ranks have no parts along ``dim``, or sizes do not fit; or ranks give
+                different sizes, which they compare in the first call with a group.
             TypeError: Sizes are no ints, codes are packed, several to a byte, or a gradient is asked for.
         """
         if self.requires_grad and torch.is_grad_enabled():

@@ -1,0 +1,70 @@
+"""Whether all ranks of a group say the same of what each of them has.
+
+A rank that expects a message of another size than one that it gets does not raise: gloo ends the process, and NCCL
+waits or reads what is no part of the message. So ranks tell each other what they expect before they send anything.
+Once is all that this can be: a rank that asked whenever its own sizes change would ask alone.
+"""
+
+from __future__ import annotations
+
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, distributed
+from torch.distributed import ProcessGroup
+from torch.distributed.distributed_c10d import _resolve_process_group
+
+from fp8compile import _compat
+
+__all__ = ["check_agreement"]
+
+_AGREED: WeakKeyDictionary[ProcessGroup, set[tuple[str, ...]]] = WeakKeyDictionary()
+
+
+def _of_all_ranks(numbers: list[int], group: ProcessGroup, device: torch.device) -> list[list[int]]:
+    with _compat.no_dispatch():  # these numbers are no part of what is being traced
+        own = torch.tensor(numbers, dtype=torch.int64, device=device)
+        every = [torch.empty_like(own) for _ in range(group.size())]
+        distributed.all_gather(every, own, group=group)
+        return [each.tolist() for each in every]
+
+
+@_compat.constant_when_traced
+def _compare_once(
+    function: str, group_name: str, device: torch.device, names: tuple[str, ...], sizes: tuple[tuple[int, ...], ...]
+) -> None:
+    group, key = _resolve_process_group(group_name), (function, *names)  # Dynamo hands over no group itself
+    agreed = _AGREED.setdefault(group, set())
+    if key in agreed or distributed.get_backend(group) == "fake":  # nobody is there to ask
+        return
+    every = _of_all_ranks([size for each in sizes for size in each], group, device)
+    for index, name in enumerate(names):
+        part = slice(index * group.size(), (index + 1) * group.size())
+        if any(numbers[part] != every[0][part] for numbers in every):
+            said = ", ".join(f"{tuple(numbers[part])} on rank {rank}" for rank, numbers in enumerate(every))
+            raise ValueError(
+                f"{function}: ranks of the group disagree on {name}: {said}. Say on all of them what each one has, "
+                f"{name}=(...); left out, it says that all have as much as the rank itself."
+            )
+    agreed.add(key)
+
+
+def check_agreement(function: str, x: Tensor, group: ProcessGroup, **sizes: tuple[int, ...]) -> None:
+    """Raise, on all ranks of a group, unless all of them give the same sizes; the first time that a function asks.
+
+    All ranks call this, and the first time each sends a few numbers. Of a compiled function that is while Dynamo
+    traces it, so its steps send nothing; nothing is compared of sizes that are symbols then, nor on fake tensors.
+
+    Args:
+        function: Which asks.
+        x: What is about to be sent.
+        group: The ranks.
+        sizes: By the name of the function's argument, one entry for each rank.
+
+    Raises:
+        ValueError: They differ; with what each rank says.
+    """
+    numbers = tuple([size for each in sizes.values() for size in each])
+    if group.size() == 1 or x.is_meta or _compat.is_fake(x) or not all(map(_compat.is_static, numbers)):
+        return
+    _compare_once(function, group.group_name, x.device, tuple(sizes), tuple(sizes.values()))

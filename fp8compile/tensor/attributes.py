@@ -1,0 +1,49 @@
+"""What other libraries hang on a parameter stays where another object takes the parameter's place."""
+
+from __future__ import annotations
+
+import inspect
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from fp8compile._compat import keep_grad_dtype
+
+__all__ = ["attributes_of_others", "in_place_of", "moved"]
+
+# `Module.to` and `Module.to_empty` put what these return in the place of a parameter that is a tensor subclass
+MOVES = {torch.ops.aten.detach.default, torch.ops.aten._to_copy.default, torch.ops.aten.empty_like.default}
+
+
+@cache
+def _declared(cls: type) -> set[str]:
+    return {name for each in cls.__mro__ for name in inspect.get_annotations(each)}
+
+
+def attributes_of_others(tensor: Tensor) -> dict[str, Any]:
+    """The attributes of a tensor that its class does not declare: what its users put there."""
+    own = _declared(type(tensor))
+    return {name: value for name, value in vars(tensor).items() if name not in own}
+
+
+def moved(op: Any, source: Tensor, result: Tensor) -> Tensor:
+    """What an op made of a parameter, with the attributes that the parameter would keep if it were no subclass."""
+    if op in MOVES:
+        vars(result).update(attributes_of_others(source))
+    return result
+
+
+def in_place_of(parameter: Tensor, data: Tensor) -> Parameter:
+    """A parameter of other data, with the attributes of the one whose place it takes.
+
+    Args:
+        parameter: Whose ``requires_grad``, ``grad_dtype`` and attributes of others are kept.
+        data: What the new one holds; no copy.
+    """
+    found = Parameter(data, requires_grad=parameter.requires_grad)
+    vars(found).update(attributes_of_others(parameter))
+    keep_grad_dtype(parameter, found)
+    return found
