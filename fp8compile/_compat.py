@@ -41,6 +41,7 @@ __all__ = [
     "as_kernel",
     "async_tp",
     "constant_when_traced",
+    "counting_versions",
     "concatenated",
     "cpu_has_rowwise_gemm",
     "declare_grad_dtype",
@@ -371,6 +372,15 @@ def is_fusible(tensor: torch.Tensor) -> bool:
         if node.op == "call_function" and (torch.Tag.pointwise in tags or node.target in COPIES):
             return True
     return False
+
+
+def counting_versions() -> AbstractContextManager[None]:
+    """Let ops inside of a `__torch_dispatch__` count writes, and give views the version counter of their base.
+
+    PyTorch does both for the tensors that an op is called with, and leaves both out for those that they wrap.
+    """
+    is_excluded = False
+    return torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, is_excluded)
 
 
 def version_in_eager(tensor: torch.Tensor) -> int | None:

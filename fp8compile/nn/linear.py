@@ -16,7 +16,7 @@ from fp8compile.nn.functional import check_recipe, linear
 from fp8compile.nn.local import placed_like, wrapped_like
 from fp8compile.nn.state import DelayedState, group_name
 from fp8compile.quantizers import Recipe
-from fp8compile.tensor import SOURCE_DTYPES, QuantizedParameter, shown
+from fp8compile.tensor import SOURCE_DTYPES, QuantizedParameter, count_write, shown
 
 __all__ = ["Linear", "become_float8", "become_plain", "cannot_revert", "check_amax_group"]
 
@@ -203,6 +203,7 @@ class Linear(nn.Linear):
                         f"{tuple(own.shape)}, {own.dtype}."
                     )
                 own.copy_(placed_like(given, own))
+        count_write(self.weight)
         local = local_itself(self.weight)
         local.written = True
         local.keep(local)

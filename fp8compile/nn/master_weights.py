@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from fp8compile._compat import local_itself
 from fp8compile.nn.local import wrapped_like
 from fp8compile.quantizers import CurrentScaling, Quantizer
-from fp8compile.tensor import QuantizedParameter, assign, quantized_anew, shown
+from fp8compile.tensor import QuantizedParameter, assign, count_write, quantized_anew, shown
 
 __all__ = ["MasterWeights"]
 
@@ -107,6 +107,7 @@ class MasterWeights(Optimizer):
         self._steps += 1
         assign(*self._as_written(updated))
         for p in updated:
+            count_write(p)
             self._masters[p].grad = None
             local_itself(p).written = False
         self._free()

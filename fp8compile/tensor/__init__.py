@@ -20,7 +20,7 @@ from fp8compile.tensor.parameter import QuantizedParameter
 from fp8compile.tensor.product import scaled_mm
 from fp8compile.tensor.quantize import quantize
 from fp8compile.tensor.quantized import QuantizedTensor
-from fp8compile.tensor.update import assign, quantized_anew
+from fp8compile.tensor.update import assign, count_write, quantized_anew
 
 __all__ = [
     "SOURCE_DTYPES",
@@ -29,6 +29,7 @@ __all__ = [
     "assign",
     "check_serves",
     "checked_sizes",
+    "count_write",
     "not_dense",
     "own_sizes",
     "quantize",

@@ -11,11 +11,12 @@ from torch.distributed import ProcessGroup
 from torch.utils._python_dispatch import return_and_correct_aliasing
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from fp8compile._compat import counting_versions
 from fp8compile.quantizers import Quantizer
 from fp8compile.tensor.arguments import SOURCE_DTYPES
 from fp8compile.tensor.fsdp import FullyShardHooks
-from fp8compile.tensor.quantized import QuantizedTensor
-from fp8compile.tensor.update import assign, shared_with
+from fp8compile.tensor.quantized import LAYERS, QuantizedTensor
+from fp8compile.tensor.update import assign, count_write, shared_with
 
 __all__ = ["QuantizedParameter"]
 
@@ -196,6 +197,13 @@ class QuantizedParameter(FullyShardHooks, QuantizedTensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
+        if func in LAYERS:
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        with counting_versions():  # of codes and scale, which a compiled layer saves for its backward
+            return cls._written_or_viewed(func, types, args, kwargs)
+
+    @classmethod
+    def _written_or_viewed(cls, func: Any, types: Any, args: tuple, kwargs: dict) -> Any:
         if func is aten.copy_.default:
             return _copy(*args)
         if func in UPDATES or func in READS:
@@ -308,6 +316,7 @@ def _copy(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
         target.check_writable("copy_")
     target.codes.copy_(source.codes)
     target.scale.copy_(source.scale)
+    count_write(target)
     is_parameter = isinstance(source, QuantizedParameter)
     target.written = source.written if is_parameter and target._shared.blank else True
     initial = source.initial if is_parameter else None
