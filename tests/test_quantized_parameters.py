@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import io
+import pickle
 import re
 
 import pytest
@@ -623,9 +624,18 @@ def test_assigning_a_state_dict_raises():
         converted().load_state_dict(model_of().state_dict(), assign=True)
 
 
-def test_pickling_a_parameter_raises():
-    with pytest.raises(TypeError, match="a QuantizedParameter is not pickled"):
-        torch.save(parameter(16, 16), io.BytesIO())
+def test_pickled_parameter_is_the_same_and_none_with_a_group_is_pickled(assert_bits_equal):
+    weight = parameter(16, 16)
+    weight.initial = values(16, 16).float()
+    weight.written = True
+    again = pickle.loads(pickle.dumps(weight))
+    assert isinstance(again, nn.Parameter)
+    assert (again.requires_grad, again.written, again.extent) == (True, True, "whole")
+    for mine, other in ((again.codes, weight.codes), (again.scale, weight.scale), (again.initial, weight.initial)):
+        assert_bits_equal(mine, other)
+    weight.group = object()
+    with pytest.raises(TypeError, match=r"whose scale ranks share can't be pickled.* Save its module's state_dict"):
+        pickle.dumps(weight)
 
 
 def test_key_of_the_compile_cache_tells_a_parameter_from_a_tensor():

@@ -160,18 +160,19 @@ class QuantizedParameter(FullyShardHooks, QuantizedTensor):
         return found
 
     def __deepcopy__(self, memo: dict) -> QuantizedParameter:
-        found = self.clone().detach()
-        found.requires_grad_(self.requires_grad)
-        if isinstance(self, torch.nn.Parameter):
-            found._is_param = True
+        found = _as_leaf(self.clone().detach(), self.requires_grad, isinstance(self, torch.nn.Parameter))
         memo[id(self)] = found
         return found
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        raise TypeError(
-            "a QuantizedParameter is not pickled: its module's state_dict() has its codes and scale as plain tensors, "
-            "which load without this library. Save that."
-        )
+        if self.group is not None or self.outer is not None:
+            raise TypeError(
+                "a QuantizedParameter whose scale ranks share can't be pickled: a group lives in one process. Save "
+                "its module's state_dict(), which has codes and scale as plain tensors."
+            )
+        kept = self.extent, self.written, self.initial
+        leaf = self.requires_grad, isinstance(self, torch.nn.Parameter)
+        return rebuilt, (self.codes, self.scale, self.quantizer, self.dtype, kept, leaf)
 
     def share_scale(self, group: ProcessGroup, shard_dim: int) -> None:
         """Say whose shards these are parts of one tensor with: their scale is one from the next update on."""
@@ -220,6 +221,22 @@ class QuantizedParameter(FullyShardHooks, QuantizedTensor):
         if func in COPIES:
             result._unshared()
         return result
+
+
+def _as_leaf(found: QuantizedParameter, requires_grad: bool, is_parameter: bool) -> QuantizedParameter:
+    found.requires_grad_(requires_grad)
+    if is_parameter:
+        found._is_param = True
+    return found
+
+
+def rebuilt(
+    codes: Tensor, scale: Tensor, quantizer: Quantizer, dtype: torch.dtype, kept: tuple, leaf: tuple[bool, bool]
+) -> QuantizedParameter:
+    """What a pickle of a QuantizedParameter calls: files name this function, so its name and place stay."""
+    found = QuantizedParameter(codes, scale, quantizer, dtype)
+    found.extent, found.written, found.initial = kept
+    return _as_leaf(found, *leaf)
 
 
 COPIES = {aten.clone.default, aten._to_copy.default, aten._pin_memory.default}
