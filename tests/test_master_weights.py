@@ -1,4 +1,4 @@
-"""MasterWeights around optimizers of other packages, scheduled, copied, pickled: the bits of that optimizer by hand."""
+"""MasterWeights around optimizers of other packages, scheduled, copied, pickled: the bits of each by hand."""
 
 from __future__ import annotations
 
