@@ -66,6 +66,7 @@ __all__ = [
     "recomputed",
     "replicated",
     "scattered_like",
+    "set_local_itself",
     "statically_true",
     "tell_apart_by_local_tensors",
     "strided_shard",
@@ -487,6 +488,14 @@ def tell_apart_by_local_tensors() -> None:
 def local_itself(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor that a DTensor wraps, and any other tensor as it is. ``to_local()`` may return a view of it."""
     return tensor._local_tensor if is_dtensor(tensor) else tensor
+
+
+def set_local_itself(tensor: torch.Tensor, local: torch.Tensor) -> None:
+    """Give a tensor, or the one that a DTensor wraps, the memory of another one."""
+    if is_dtensor(tensor):
+        tensor._local_tensor = local  # .data of what it wraps, which is a view, would leave the old memory alive
+    else:
+        tensor.data = local
 
 
 def replicated(tensor: torch.Tensor) -> torch.Tensor:

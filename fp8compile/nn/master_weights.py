@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from fp8compile._compat import local_itself
+from fp8compile._compat import local_itself, set_local_itself
 from fp8compile.nn.local import wrapped_like
 from fp8compile.quantizers import CurrentScaling, Quantizer
 from fp8compile.tensor import QuantizedParameter, assign, count_write, quantized_anew, shown
@@ -184,12 +184,12 @@ class MasterWeights(Optimizer):
     def _fill(self, params: list[Tensor]) -> None:
         """Without kept masters: what the codes stand for."""
         for p in params if not self._keep else ():
-            local_itself(self._masters[p]).data = local_itself(p).dequantize(torch.float32)
+            set_local_itself(self._masters[p], local_itself(p).dequantize(torch.float32))
 
     def _free(self) -> None:
         """Masters that are not kept are empty between steps, not tensors without memory, which no file takes."""
         for master in self._masters.values() if not self._keep else ():
-            local_itself(master).data = torch.empty(0, device=master.device)
+            set_local_itself(master, torch.empty(0, device=master.device))
 
     # ------------------------------------------------------------------ what schedulers and checkpoints see
 
