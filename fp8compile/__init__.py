@@ -16,6 +16,7 @@ from fp8compile.nn import (
     conversion_report,
     convert,
     linear,
+    reset_delayed_scaling,
     revert,
 )
 from fp8compile.quantizers import CurrentScaling, DelayedScaling, Quantizer, Recipe
@@ -41,6 +42,7 @@ __all__ = [
     "ops",
     "quantize",
     "recipes",
+    "reset_delayed_scaling",
     "revert",
     "scaled_mm",
 ]

@@ -9,6 +9,7 @@ What differs (measured on 2.11.0, 2.13.0, 2.15.0):
 
 from __future__ import annotations
 
+import functools
 import importlib.abc
 import importlib.util
 import sys
@@ -34,6 +35,7 @@ __all__ = [
     "fsdp_parameters",
     "is_fsdp",
     "is_fsdp_managed",
+    "keep_through_inference",
     "left_in_backward",
     "OpaqueBase",
     "all_gather_single",
@@ -451,6 +453,36 @@ def rank_salt() -> str:
     if not (distributed.is_available() and distributed.is_initialized()):
         return ""
     return f"-{distributed.get_rank()}"
+
+
+def keep_through_inference(tensors_of: Callable[[torch.nn.Module], list[torch.Tensor]]) -> None:
+    """Let `PipelineStage` leave these tensors of its module as they were before it finds out about shapes.
+
+    It does so by a forward and a backward on uninitialised memory. From 2.15 it gives buffers their values back
+    itself; where it has no method for the backward, none ran. Called once the module of PyTorch is there.
+    """
+    from torch.distributed.pipelining.stage import PipelineStage
+
+    if hasattr(PipelineStage, "_pre_metadata_inference_backup") or not hasattr(
+        PipelineStage, "_backward_metadata_inference"
+    ):
+        return
+    infer, clean_up = PipelineStage._forward_metadata_inference, PipelineStage._post_metadata_inference_cleanup
+
+    @functools.wraps(infer)
+    def infer_shapes(self: Any, *args: Any, **kwargs: Any) -> Any:
+        self._kept = [(tensor, tensor.clone()) for tensor in tensors_of(self.submod)]
+        return infer(self, *args, **kwargs)
+
+    @functools.wraps(clean_up)
+    def give_back(self: Any) -> None:
+        with torch.no_grad():
+            for tensor, before in vars(self).pop("_kept", ()):
+                tensor.copy_(before)
+        clean_up(self)
+
+    PipelineStage._forward_metadata_inference = infer_shapes
+    PipelineStage._post_metadata_inference_cleanup = give_back
 
 
 def dtypes_of_calls(profiler: torch.profiler.profile) -> dict[int, list[str]]:
