@@ -295,6 +295,42 @@ def test_only_tensors_with_delayed_scaling_change_their_row(assert_bits_equal):
     assert_bits_equal(dw, expected[1])
 
 
+# ---------------------------------------------------------------------------------- torch.func
+
+LOSSES = {
+    "grad": lambda f, x: torch.func.grad(lambda x: f(x).sum())(x),
+    "vmap of grad": lambda f, x: torch.func.vmap(torch.func.grad(lambda x: f(x).sum()))(x),
+    "jacrev": lambda f, x: torch.func.jacrev(lambda x: f(x).sum(0))(x),
+}
+
+
+@pytest.mark.parametrize("backend", [None, "aot_eager"], ids=str)
+@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")  # vmap calls the op a sample at a time
+def test_transforms_that_can_not_write_to_the_state_say_what_to_do(name, backend):
+    (x, weight), state = layer(), f8.DelayedState.initial(RECIPE)
+
+    def call(x):
+        return LOSSES[name](lambda x: f8.linear(x, weight, recipe=RECIPE, state=state), x)
+
+    fn = call if backend is None else torch.compile(call, backend=backend, fullgraph=True)
+    with pytest.raises(Exception, match=r"(?s)a backward writes to the state of delayed scaling.*Call backward\(\)"):
+        fn(x.detach())
+    assert not state.amax_history.any()
+
+
+def test_a_transform_writes_to_a_state_that_it_was_given(assert_bits_equal):
+    (x, weight), given, usual = layer(), f8.DelayedState.initial(RECIPE), f8.DelayedState.initial(RECIPE)
+    f8.linear(x, weight, recipe=RECIPE, state=usual).sum().backward()
+
+    def loss(x, history, multiplier):
+        return f8.linear(x, weight.detach(), recipe=RECIPE, state=f8.DelayedState(history, multiplier)).sum()
+
+    assert_bits_equal(torch.func.grad(loss)(x.detach(), *given[:2]), x.grad)
+    for own, expected in zip(given[:2], usual[:2], strict=True):
+        assert_bits_equal(own, expected)
+
+
 # ---------------------------------------------------------------------------------- several forwards
 
 

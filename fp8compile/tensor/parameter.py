@@ -189,7 +189,14 @@ class QuantizedParameter(FullyShardHooks, QuantizedTensor):
                 f"{what} of a part of a QuantizedParameter, whose scale the rest of it has too. Write to the whole "
                 "parameter."
             )
-        if self.extent in (SHARD, BLANK) and spans and self.group is None:
+        if self.extent == BLANK and spans and self.group is None:
+            raise RuntimeError(
+                f"{what} of a tensor that new_zeros or new_empty made of a QuantizedParameter: it takes codes, and no "
+                "values. To compute a weight, as torch.nn.init.orthogonal_ does, take a plain tensor and copy it: "
+                "weight.copy_(torch.nn.init.orthogonal_(torch.empty(weight.shape))). If fully_shard made it, as the "
+                "shard of a rank without elements, call fp8compile.parallel.share_scales(model) first."
+            )
+        if self.extent == SHARD and spans and self.group is None:
             raise RuntimeError(
                 f"{what} of a shard of a QuantizedParameter before it knows the ranks that have its scale too. Call "
                 "fp8compile.parallel.share_scales(model) after fully_shard, or run a forward first."
