@@ -8,6 +8,7 @@
     product.py      multiplying two
     parameter.py    one that is trained
     update.py       new values for many of them
+    saved.py        what a file has of one
     fsdp.py         what FSDP2 asks of a sharded one
 
 An op that none of them gives a meaning raises.

@@ -16,12 +16,13 @@ from fp8compile.quantizers import Quantizer
 from fp8compile.tensor.arguments import SOURCE_DTYPES
 from fp8compile.tensor.fsdp import FullyShardHooks
 from fp8compile.tensor.quantized import LAYERS, QuantizedTensor
+from fp8compile.tensor.saved import load_parameter
 from fp8compile.tensor.update import assign, count_write, shared_with
 
 __all__ = ["QuantizedParameter"]
 
 aten = torch.ops.aten
-WHOLE, SLICE, SHARD, BLANK = "whole", "slice", "shard", "blank"
+EXTENTS = WHOLE, SLICE, SHARD, BLANK = ("whole", "slice", "shard", "blank")
 
 
 class _Shared:
@@ -160,7 +161,7 @@ class QuantizedParameter(FullyShardHooks, QuantizedTensor):
         return found
 
     def __deepcopy__(self, memo: dict) -> QuantizedParameter:
-        found = _as_leaf(self.clone().detach(), self.requires_grad, isinstance(self, torch.nn.Parameter))
+        found = as_leaf(self.clone().detach(), self.requires_grad, isinstance(self, torch.nn.Parameter))
         memo[id(self)] = found
         return found
 
@@ -172,7 +173,7 @@ class QuantizedParameter(FullyShardHooks, QuantizedTensor):
             )
         kept = self.extent, self.written, self.initial
         leaf = self.requires_grad, isinstance(self, torch.nn.Parameter)
-        return rebuilt, (self.codes, self.scale, self.quantizer, self.dtype, kept, leaf)
+        return load_parameter, (self.codes, self.scale, self.quantizer, self.dtype, kept, leaf)
 
     def share_scale(self, group: ProcessGroup, shard_dim: int) -> None:
         """Say whose shards these are parts of one tensor with: their scale is one from the next update on."""
@@ -230,20 +231,12 @@ class QuantizedParameter(FullyShardHooks, QuantizedTensor):
         return result
 
 
-def _as_leaf(found: QuantizedParameter, requires_grad: bool, is_parameter: bool) -> QuantizedParameter:
+def as_leaf(found: QuantizedParameter, requires_grad: bool, is_parameter: bool) -> QuantizedParameter:
+    """A new tensor as what it is a copy of: a leaf that a gradient is asked for, a parameter of a module."""
     found.requires_grad_(requires_grad)
     if is_parameter:
         found._is_param = True
     return found
-
-
-def rebuilt(
-    codes: Tensor, scale: Tensor, quantizer: Quantizer, dtype: torch.dtype, kept: tuple, leaf: tuple[bool, bool]
-) -> QuantizedParameter:
-    """What a pickle of a QuantizedParameter calls: files name this function, so its name and place stay."""
-    found = QuantizedParameter(codes, scale, quantizer, dtype)
-    found.extent, found.written, found.initial = kept
-    return _as_leaf(found, *leaf)
 
 
 COPIES = {aten.clone.default, aten._to_copy.default, aten._pin_memory.default}
