@@ -207,7 +207,8 @@ class Linear(nn.Linear):
         """Whether other ranks, which surely have this layer too, remember something else of it."""
         if (state := self.delayed_state()) is None or state.group is not None:
             return False
-        return (is_fsdp_managed(self) or hasattr(self, "graph_fsdp")) and torch.distributed.get_world_size() > 1
+        is_sharded = is_fsdp_managed(self) or hasattr(self, "graph_fsdp")
+        return is_sharded and torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1
 
     def _load_codes(self, state_dict: Mapping[str, Any], prefix: str) -> None:
         with torch.no_grad():

@@ -54,7 +54,7 @@ __all__ = [
     "delayed_grad_weight",
     "delayed_linear",
     "quantize_by",
-    "write_state",
+    "update_state",
 ]
 
 ROW = {slot: row for row, slots in enumerate(TENSORS.values()) for slot in slots}
@@ -327,16 +327,25 @@ def check_repeated_forward(ctx: Any, repeated: Tensor) -> None:
     )
 
 
-def write_state(state: Sequence[Tensor], updated: Sequence[Tensor]) -> None:
-    """Give a layer's state new values, in place.
+@torch.no_grad()
+def update_state(state: Sequence[Tensor], amaxes: Tensor, recipe: Recipe, *, ran: Tensor | None = None) -> None:
+    """Make a layer's state, its history and multiplier, the next one, in place.
+
+    Args:
+        state: The two tensors.
+        amaxes: Of input, weight and grad_output, (3,) float32, over all ranks that share the state.
+        recipe: Of the layer.
+        ran: If it is given, and 0, the state stays: the backward has not run.
 
     Raises:
         RuntimeError: A transform of torch.func runs this backward, and the state is none of its function's arguments.
     """
+    updated = next_layer_state(*state, amaxes, recipe)
+    if ran is not None:
+        updated = [torch.where(ran > 0, new, old) for old, new in zip(state, updated, strict=True)]
     try:
-        with torch.no_grad():
-            for old, new in zip(state, updated, strict=True):
-                old.copy_(new)
+        for old, new in zip(state, updated, strict=True):
+            old.copy_(new)
     except RuntimeError as error:
         if not torch._C._are_functorch_transforms_active():
             raise
@@ -348,20 +357,20 @@ def write_state(state: Sequence[Tensor], updated: Sequence[Tensor]) -> None:
         ) from error
 
 
-def _update_state(ctx: Any, grad_output: Tensor) -> None:
+def _update_state_of(ctx: Any, grad_output: Tensor) -> None:
     # of a layer that is spread over ranks, all of them have the same state, and update their own
     state = [_compat.replicated(each) for each in (ctx.amax_history, ctx.multiplier)]
     amaxes = [*ctx.amaxes, amax_of(grad_output, ctx.recipe.delayed()[2])]
     amaxes = torch.stack([_compat.replicated(each) for each in amaxes])
     if ctx.group is not None:
         amaxes = all_reduce_amax(amaxes, ctx.group)
-    write_state(state, next_layer_state(*state, amaxes, ctx.recipe))
+    update_state(state, amaxes, ctx.recipe)
 
 
 def _backward(ctx: Any, grad_output: Tensor, *_: None) -> tuple[Tensor | None, ...]:
     x, weight, repeated = ctx.saved_tensors
     check_repeated_forward(ctx, repeated)
-    _update_state(ctx, grad_output)
+    _update_state_of(ctx, grad_output)
     grad_x = None if weight is None else delayed_grad_input(grad_output, weight, ctx.used, ctx.recipe)
     return (
         _compat.scattered_like(grad_x, ctx.placements),

@@ -28,9 +28,8 @@ from fp8compile.ops.delayed import (
     check_state,
     delayed_samples,
     keep_used,
-    next_layer_state,
     quantize_by,
-    write_state,
+    update_state,
 )
 from fp8compile.ops.fsdp_linear import fsdp_grad_input, fsdp_grad_weight, fsdp_output
 from fp8compile.ops.linear import as_read, sum_of_tokens
@@ -58,9 +57,7 @@ def _tokens_setup_context(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]
 def _tokens_backward(ctx: Any, activations: Tensor | None, weight: Tensor | None) -> tuple[None, ...]:
     if activations is not None and weight is not None:
         ran, of_x, of_grad = activations.unbind()
-        amaxes = torch.stack([of_x, weight.view(()), of_grad])
-        updated = next_layer_state(*ctx.state, amaxes, ctx.recipe)
-        write_state(ctx.state, [torch.where(ran > 0, new, old) for old, new in zip(ctx.state, updated, strict=True)])
+        update_state(ctx.state, torch.stack([of_x, weight.view(()), of_grad]), ctx.recipe, ran=ran)
     return None, None, None, None
 
 
