@@ -17,6 +17,7 @@ from fp8compile.nn import (
     conversion_report,
     convert,
     linear,
+    reset_delayed_scaling,
     revert,
 )
 from fp8compile.quantizers import CurrentScaling, DelayedScaling, Quantizer, Recipe
@@ -42,6 +43,7 @@ __all__ = [
     "ops",
     "quantize",
     "recipes",
+    "reset_delayed_scaling",
     "revert",
     "scaled_mm",
 ]

@@ -9,6 +9,7 @@ What differs (measured on 2.11.0, 2.13.0, 2.15.0):
 
 from __future__ import annotations
 
+import functools
 import importlib.abc
 import importlib.util
 import sys
@@ -35,6 +36,7 @@ __all__ = [
     "is_fsdp",
     "is_fsdp_managed",
     "is_sharded_class",
+    "keep_through_inference",
     "left_in_backward",
     "OpaqueBase",
     "all_gather_single",
@@ -42,6 +44,7 @@ __all__ = [
     "as_kernel",
     "async_tp",
     "constant_when_traced",
+    "counting_versions",
     "concatenated",
     "cpu_has_rowwise_gemm",
     "declare_grad_dtype",
@@ -73,6 +76,7 @@ __all__ = [
     "recomputed",
     "replicated",
     "scattered_like",
+    "set_local_itself",
     "statically_true",
     "tell_apart_by_local_tensors",
     "strided_shard",
@@ -381,6 +385,15 @@ def is_fusible(tensor: torch.Tensor) -> bool:
     return False
 
 
+def counting_versions() -> AbstractContextManager[None]:
+    """Let ops inside of a `__torch_dispatch__` count writes, and give views the version counter of their base.
+
+    PyTorch does both for the tensors that an op is called with, and leaves both out for those that they wrap.
+    """
+    is_excluded = False
+    return torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, is_excluded)
+
+
 def version_in_eager(tensor: torch.Tensor) -> int | None:
     """How often a tensor was written to; None for one that stands in a graph, whose writes have an order there."""
     return tensor._version if type(tensor) is torch.Tensor else None
@@ -480,6 +493,36 @@ def rank_salt() -> str:
     return f"-{distributed.get_rank()}"
 
 
+def keep_through_inference(tensors_of: Callable[[torch.nn.Module], list[torch.Tensor]]) -> None:
+    """Let `PipelineStage` leave these tensors of its module as they were before it finds out about shapes.
+
+    It does so by a forward and a backward on uninitialised memory. From 2.15 it gives buffers their values back
+    itself; where it has no method for the backward, none ran. Called once the module of PyTorch is there.
+    """
+    from torch.distributed.pipelining.stage import PipelineStage
+
+    if hasattr(PipelineStage, "_pre_metadata_inference_backup") or not hasattr(
+        PipelineStage, "_backward_metadata_inference"
+    ):
+        return
+    infer, clean_up = PipelineStage._forward_metadata_inference, PipelineStage._post_metadata_inference_cleanup
+
+    @functools.wraps(infer)
+    def infer_shapes(self: Any, *args: Any, **kwargs: Any) -> Any:
+        self._kept = [(tensor, tensor.clone()) for tensor in tensors_of(self.submod)]
+        return infer(self, *args, **kwargs)
+
+    @functools.wraps(clean_up)
+    def give_back(self: Any) -> None:
+        with torch.no_grad():
+            for tensor, before in vars(self).pop("_kept", ()):
+                tensor.copy_(before)
+        clean_up(self)
+
+    PipelineStage._forward_metadata_inference = infer_shapes
+    PipelineStage._post_metadata_inference_cleanup = give_back
+
+
 def dtypes_of_calls(profiler: torch.profiler.profile) -> dict[int, list[str]]:
     """Dtypes of the arguments of each profiled call, by the id of its event.
 
@@ -515,6 +558,14 @@ def tell_apart_by_local_tensors() -> None:
 def local_itself(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor that a DTensor wraps, and any other tensor as it is. ``to_local()`` may return a view of it."""
     return tensor._local_tensor if is_dtensor(tensor) else tensor
+
+
+def set_local_itself(tensor: torch.Tensor, local: torch.Tensor) -> None:
+    """Give a tensor, or the one that a DTensor wraps, the memory of another one."""
+    if is_dtensor(tensor):
+        tensor._local_tensor = local  # .data of what it wraps, which is a view, would leave the old memory alive
+    else:
+        tensor.data = local
 
 
 def replicated(tensor: torch.Tensor) -> torch.Tensor:

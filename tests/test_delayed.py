@@ -59,6 +59,16 @@ def test_21_sequences_and_3_casts_are_there():
     assert (len(SEQUENCES), len(CASTS)) == (21, 3)
 
 
+def multiplier_of(golden, history, amax, quantizer):
+    """The reference's; where that waits until an amax that is not finite has left the history, of the finite ones."""
+    seen = np.array([amax, *history[1:]])
+    finite = seen[np.isfinite(seen)]
+    if quantizer.algorithm == "most_recent" or len(finite) == len(seen):
+        return torch.tensor(golden)
+    assert finite.max() > 0  # in these sequences
+    return torch.tensor(np.float32(quantizer.room() / np.float64(finite.max())))
+
+
 @pytest.mark.parametrize("backend", BACKENDS, ids=str)
 def test_histories_and_multipliers_are_the_references(backend, assert_bits_equal):
     steps = {}  # one graph for each different quantizer
@@ -72,12 +82,16 @@ def test_histories_and_multipliers_are_the_references(backend, assert_bits_equal
             steps[quantizer] = quantizer.next_state if backend is None else torch.compile(step, **options)
         history, multiplier = tensor(arrays["history_initial"]), tensor(arrays["qscale_initial"]).view(())
         for number, amax in enumerate(tensor(arrays["amax"])):
+            before = history.numpy()
             history, multiplier = steps[quantizer](history, multiplier, amax)
             what = f"{entry['name']}, step {number}"
             assert_bits_equal(history, tensor(arrays["history"][number]), what)
-            assert_bits_equal(multiplier, tensor(arrays["qscale_truediv"][number : number + 1]).view(()), what)
-            scale = tensor(arrays["scale_truediv"][number : number + 1]).view(())
-            assert_bits_equal(quantizer.scale_of(multiplier), scale, what)
+            golden = arrays["qscale_truediv"][number]
+            expected = multiplier_of(golden, before, amax.item(), quantizer)
+            assert_bits_equal(multiplier, expected, what)
+            if expected == golden:
+                golden_scale = tensor(arrays["scale_truediv"][number : number + 1]).view(())
+                assert_bits_equal(quantizer.scale_of(multiplier), golden_scale, what)
 
 
 def cast_and_amax(x, multiplier, quantizer):
@@ -216,6 +230,15 @@ def test_the_backward_updates_each_history_once_by_what_was_seen(assert_bits_equ
     assert_bits_equal(state.multiplier, (torch.tensor([448.0, 448.0, 57344.0]).double() / seen.double()).float())
 
 
+def test_reset_is_the_state_before_the_first_step():
+    (x, weight), state = layer(), f8.DelayedState.initial(RECIPE)
+    f8.linear(x, weight, recipe=RECIPE, state=state).sum().backward()
+    tensors = state[:2]
+    state.reset()
+    for tensor, fresh in zip(tensors, FRESH, strict=True):
+        assert torch.equal(tensor, fresh)
+
+
 def test_where_no_backward_runs_nothing_is_updated():
     (x, weight), state = layer(), state_of(RECIPE)
     with torch.no_grad():
@@ -225,23 +248,36 @@ def test_where_no_backward_runs_nothing_is_updated():
     assert state.multiplier.tolist() == list(MULTIPLIERS.values())
 
 
-@pytest.mark.parametrize("bad", [torch.inf, -torch.inf, torch.nan])
+@pytest.mark.parametrize("backend", BACKENDS, ids=str)
 @pytest.mark.parametrize("algorithm", ["max", "most_recent"])
-def test_an_amax_that_is_not_finite_keeps_the_multiplier(bad, algorithm):
+def test_an_amax_that_is_not_finite_shows_and_does_not_make_a_scale(algorithm, backend):
     recipe = f8.recipes.delayed(history=4, algorithm=algorithm)
     (x, weight), state = layer(), state_of(recipe)
-    x.data[2, 3] = bad
-    y = f8.linear(x, weight, recipe=recipe, state=state)
-    assert y[2].isnan().all()  # one by one: the row that reads it, and no other
-    assert y[[0, 1, 3, 4, 5]].isfinite().all()
-    y.backward(torch.randn_like(y))
-    assert state.multiplier[0] == MULTIPLIERS["input"]
+    run = f8.linear if backend is None else torch.compile(f8.linear, backend=backend, fullgraph=True)
+
+    def step(value):
+        x.data[2, 3] = value
+        y = run(x, weight, recipe=recipe, state=state)
+        y.backward(torch.ones_like(y))
+        return y
+
+    def multiplier_of_finite():
+        amax = x.detach()[x.isfinite()].abs().amax()
+        return (448 / amax.double()).float()
+
+    step(torch.inf)
+    assert state.multiplier[0] == MULTIPLIERS["input"]  # nothing is known of the input yet
     assert (state.multiplier[1:] != torch.tensor([5.0, 7.0])).all()
-    assert not state.amax_history[0, -1].isfinite()
-    x.data[2, 3] = 1.0
-    for _ in range(5):  # the bad amax leaves the history
-        f8.linear(x, weight, recipe=recipe, state=state).sum().backward()
-    assert state.multiplier[0] == (448 / x.detach().abs().amax().double()).float()
+    step(9.0)
+    assert state.multiplier[0] == multiplier_of_finite()  # at once, not when the bad one has left the history
+    for bad in (torch.inf, -torch.inf, torch.nan):
+        y = step(bad)
+        assert y[2].isnan().all()  # one by one: the row that reads it, and no other
+        assert y[[0, 1, 3, 4, 5]].isfinite().all()
+        assert not state.amax_history[0, -1].isfinite()
+        assert state.multiplier[0] == (448 / torch.tensor(9.0).double()).float()
+    step(1.0)
+    assert state.multiplier[0] == multiplier_of_finite()
 
 
 def test_only_tensors_with_delayed_scaling_change_their_row(assert_bits_equal):
@@ -257,6 +293,42 @@ def test_only_tensors_with_delayed_scaling_change_their_row(assert_bits_equal):
     expected = torch.autograd.grad(f8.linear(x, weight, recipe=same), (x, weight), torch.ones_like(y))
     assert_bits_equal(dx, expected[0])
     assert_bits_equal(dw, expected[1])
+
+
+# ---------------------------------------------------------------------------------- torch.func
+
+LOSSES = {
+    "grad": lambda f, x: torch.func.grad(lambda x: f(x).sum())(x),
+    "vmap of grad": lambda f, x: torch.func.vmap(torch.func.grad(lambda x: f(x).sum()))(x),
+    "jacrev": lambda f, x: torch.func.jacrev(lambda x: f(x).sum(0))(x),
+}
+
+
+@pytest.mark.parametrize("backend", [None, "aot_eager"], ids=str)
+@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")  # vmap calls the op a sample at a time
+def test_transforms_that_can_not_write_to_the_state_say_what_to_do(name, backend):
+    (x, weight), state = layer(), f8.DelayedState.initial(RECIPE)
+
+    def call(x):
+        return LOSSES[name](lambda x: f8.linear(x, weight, recipe=RECIPE, state=state), x)
+
+    fn = call if backend is None else torch.compile(call, backend=backend, fullgraph=True)
+    with pytest.raises(Exception, match=r"(?s)a backward writes to the state of delayed scaling.*Call backward\(\)"):
+        fn(x.detach())
+    assert not state.amax_history.any()
+
+
+def test_a_transform_writes_to_a_state_that_it_was_given(assert_bits_equal):
+    (x, weight), given, usual = layer(), f8.DelayedState.initial(RECIPE), f8.DelayedState.initial(RECIPE)
+    f8.linear(x, weight, recipe=RECIPE, state=usual).sum().backward()
+
+    def loss(x, history, multiplier):
+        return f8.linear(x, weight.detach(), recipe=RECIPE, state=f8.DelayedState(history, multiplier)).sum()
+
+    assert_bits_equal(torch.func.grad(loss)(x.detach(), *given[:2]), x.grad)
+    for own, expected in zip(given[:2], usual[:2], strict=True):
+        assert_bits_equal(own, expected)
 
 
 # ---------------------------------------------------------------------------------- several forwards
@@ -415,6 +487,20 @@ def test_conversion_gives_the_buffers_and_its_way_back_takes_them():
 def test_a_group_of_another_kind_raises(make):
     with pytest.raises(TypeError, match=r"the group is 'pair'; it is a torch.distributed.ProcessGroup"):
         make(recipe=RECIPE, amax_group="pair")
+
+
+def test_delayed_scaling_of_a_whole_model_is_reset():
+    model = f8.convert(nn.Sequential(nn.Linear(32, 16), nn.ReLU(), nn.Linear(16, 16)), RECIPE)
+    compiled = torch.compile(model, backend="eager")
+    model(torch.randn(4, 32)).sum().backward()
+    assert f8.reset_delayed_scaling(compiled) is compiled
+    for each in (model[0], model[2]):
+        assert torch.equal(each.amax_history, FRESH[0])
+        assert torch.equal(each.multiplier, FRESH[1])
+    with pytest.raises(ValueError, match="reset_delayed_scaling: no layer of the model has delayed scaling"):
+        f8.reset_delayed_scaling(f8.revert(model))
+    with pytest.raises(TypeError, match=r"reset_delayed_scaling: model is a dict; it is a torch.nn.Module"):
+        f8.reset_delayed_scaling({})
 
 
 # ---------------------------------------------------------------------------------- resuming

@@ -57,7 +57,7 @@ def torch_saved(x):
     file = io.BytesIO()
     torch.save(x, file)
     file.seek(0)
-    return torch.load(file, weights_only=False)
+    return torch.load(file, weights_only=True)
 
 
 # name: (view, whether a tensor of this quantizer and shape has it); where not, a TypeError

@@ -1,6 +1,7 @@
 """Modules: the linear layer, and swapping it into a model."""
 
 from fp8compile.nn.convert import convert, revert
+from fp8compile.nn.delayed_states import reset_delayed_scaling
 from fp8compile.nn.functional import linear
 from fp8compile.nn.linear import Linear
 from fp8compile.nn.master_weights import MasterWeights
@@ -16,5 +17,6 @@ __all__ = [
     "conversion_report",
     "convert",
     "linear",
+    "reset_delayed_scaling",
     "revert",
 ]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import warnings
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import cache
 from typing import Any, ClassVar, Self
@@ -17,13 +18,21 @@ from fp8compile.nn.local import placed_like, wrapped_like
 from fp8compile.nn.state import DelayedState, check_amax_group
 from fp8compile.quantizers import Recipe
 from fp8compile.recipes import describe
-from fp8compile.tensor import SOURCE_DTYPES, QuantizedParameter, shown
+from fp8compile.tensor import SOURCE_DTYPES, QuantizedParameter, count_write, shown
 
 __all__ = ["Linear", "become_float8", "become_plain", "cannot_revert"]
 
 STATE = ("amax_history", "multiplier")  # buffers of delayed scaling
 GATHERED = "gathered"  # on a layer that `fsdp_float8_all_gather` saw: what FSDP2 gathers of its weight
 CODES = ("weight_codes", "weight_scale")  # what a checkpoint has of a quantized weight
+
+
+ONE_RANK = (
+    "Linear: delayed scaling without amax_group: each rank has a state of its own (amax_history, multiplier), and a "
+    "checkpoint keeps that of one, with which all of them go on: not to the bit as this run would. For one state, "
+    "pass amax_group to fp8compile.convert; to keep each rank's, see 'Checkpoints of ranks' in "
+    "docs/delayed-scaling.md."
+)
 
 
 class Linear(nn.Linear):
@@ -148,8 +157,7 @@ class Linear(nn.Linear):
 
     def _reset_state(self) -> None:
         if (state := self.delayed_state()) is not None:
-            state.amax_history.zero_()
-            state.multiplier.fill_(1.0)
+            state.reset()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         before = {name: self._buffers[name] for name in STATE if name in self._buffers}
@@ -190,10 +198,19 @@ class Linear(nn.Linear):
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
+        if self._state_is_of_one_rank():
+            warnings.warn(ONE_RANK, stacklevel=2)
         if self.is_quantized():
             del destination[f"{prefix}weight"]
             for name in CODES:
                 destination[prefix + name] = getattr(self, name).detach()
+
+    def _state_is_of_one_rank(self) -> bool:
+        """Whether other ranks, which surely have this layer too, remember something else of it."""
+        if (state := self.delayed_state()) is None or state.group is not None:
+            return False
+        is_sharded = is_fsdp_managed(self) or hasattr(self, "graph_fsdp")
+        return is_sharded and torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1
 
     def _load_codes(self, state_dict: Mapping[str, Any], prefix: str) -> None:
         with torch.no_grad():
@@ -205,6 +222,7 @@ class Linear(nn.Linear):
                         f"{tuple(own.shape)}, {own.dtype}."
                     )
                 own.copy_(placed_like(given, own))
+        count_write(self.weight)
         local = local_itself(self.weight)
         local.written = True
         local.keep(local)

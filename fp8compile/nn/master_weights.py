@@ -1,22 +1,28 @@
 """MasterWeights: an optimizer of torch.optim that computes in float32 and rounds quantized weights once a step.
 
 p.grad --to float32--> master.grad --torch.optim--> master float32 --(one amax message for all)--> codes, scale
+
+Both optimizers have the same groups, the dicts themselves: what a scheduler writes there the inner one reads, and what
+an algorithm counts there is seen and saved. While the inner one runs they hold masters in place of weights.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import inspect
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from fp8compile._compat import local_itself
+from fp8compile._compat import local_itself, set_local_itself
 from fp8compile.nn.local import wrapped_like
 from fp8compile.quantizers import CurrentScaling, Quantizer
-from fp8compile.tensor import QuantizedParameter, assign, quantized_anew, shown
+from fp8compile.tensor import QuantizedParameter, assign, count_write, quantized_anew, shown
 
 __all__ = ["MasterWeights"]
 
@@ -30,11 +36,13 @@ class MasterWeights(Optimizer):
     message for all weights whose scales ranks share. Where something else wrote to a weight (``load_state_dict`` of a
     model without its optimizer), its master starts anew from what the codes stand for. Other parameters are updated as
     the optimizer does. Learning rate schedulers work on it, ``add_param_group`` does not; its state dict is that of
-    the optimizer, with the master beside each weight's moments.
+    the optimizer, with the master beside each weight's moments. ``train`` and ``eval`` are there if the optimizer has
+    them, as schedule-free ones do. A deep copy or a pickle has weights of its own; one of ``(model, optimizer)`` has
+    those of the model in it.
 
     Args:
-        optimizer: A class of ``torch.optim``, or one like it.
-        params: Parameters, or groups of them, as it takes them.
+        optimizer: A class of ``torch.optim``, or one like it, whose step needs no closure.
+        params: Parameters, named or not, or groups of them, as ``torch.optim`` takes them.
         keep: Whether masters stay from step to step. If not, a step starts from what the codes stand for, and updates
             that are smaller than half a step between codes are lost, but for stochastic rounding.
         rounding: Of masters to codes: ``"nearest"``, or ``"stochastic"``, by noise that is another one each step.
@@ -43,7 +51,7 @@ class MasterWeights(Optimizer):
         options: Of the optimizer.
 
     Raises:
-        TypeError: ``optimizer`` is no class of optimizers.
+        TypeError: ``optimizer`` is no class of optimizers, or its step needs a closure, as that of LBFGS.
         ValueError: ``rounding`` is none of the two, or stochastic for a quantizer that is no ``CurrentScaling``.
     """
 
@@ -63,19 +71,16 @@ class MasterWeights(Optimizer):
             )
         if rounding not in ("nearest", "stochastic"):
             raise ValueError(f"MasterWeights: rounding is {rounding!r}; it is 'nearest' or 'stochastic'.")
-        groups = [dict(each) if isinstance(each, dict) else each for each in params]
-        if groups and not isinstance(groups[0], dict):
-            groups = [{"params": groups}]
-        for group in groups:
-            given = group["params"]
-            group["params"] = [given] if isinstance(given, Tensor) else list(given)
+        _check_closure(optimizer)
+        super().__init__(params, {})
         self._keep, self._rounding, self._seed, self._steps = keep, rounding, seed, 0
-        self._masters = {p: self._master_of(p) for group in groups for p in group["params"] if _is_quantized(p)}
-        inner_groups = [{**each, "params": [self._masters.get(p, p) for p in each["params"]]} for each in groups]
-        self.inner = optimizer(inner_groups, **options)
-        super().__init__(groups, self.inner.defaults)
+        weights = [p for group in self.param_groups for p in group["params"]]
+        self._masters = {p: self._master_of(p) for p in weights if _is_quantized(p)}
+        with self._lent(self.param_groups):
+            self.inner = optimizer([dict(group) for group in self.param_groups], **options)
+        self._share_groups([group["params"] for group in self.param_groups])
+        self.defaults = self.inner.defaults
         self._ready = True
-        self._show_hyperparameters()
         self._free()
 
     def _master_of(self, p: Tensor) -> Tensor:
@@ -96,23 +101,62 @@ class MasterWeights(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for group, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
-            inner.update({name: value for name, value in group.items() if name != "params"})
-        updated = [p for p in self._masters if p.grad is not None]
-        for p in updated:
-            local_itself(p).check_writable("a step")
-            self._masters[p].grad = p.grad.to(torch.float32)
-        self._take_over(updated)
-        self._fill(updated)
-        self.inner.step()
-        self._steps += 1
-        assign(*self._as_written(updated))
-        for p in updated:
-            self._masters[p].grad = None
-            local_itself(p).written = False
-        self._free()
-        self._show_state()
+        with self._computing([p for p in self._masters if p.grad is not None]):
+            self.inner.step()
+            self._steps += 1
         return loss
+
+    def __getattr__(self, name: str) -> Any:
+        """``train`` and ``eval``, where the optimizer has them: they change weights, and so run on the masters."""
+        inner = vars(self).get("inner")
+        if name in ("train", "eval") and hasattr(inner, name):
+            return partial(self._switch, name)
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    @torch.no_grad()
+    def _switch(self, name: str) -> None:
+        with self._computing(list(self._masters)):
+            getattr(self.inner, name)()
+
+    @contextmanager
+    def _computing(self, params: list[Tensor]) -> Iterator[None]:
+        """The inner optimizer runs on masters, those of ``params`` up to date; then each of these is rounded once."""
+        for p in params:
+            local_itself(p).check_writable("a step")
+        self._take_over(params)
+        self._fill(params)
+        try:
+            for p in params:
+                self._masters[p].grad = None if p.grad is None else p.grad.to(torch.float32)
+            with self._lent(self.param_groups):
+                yield
+            assign(*self._as_written(params))
+            for p in params:
+                count_write(p)
+                local_itself(p).written = False
+        finally:
+            for p in params:
+                self._masters[p].grad = None
+            self._free()
+        self._show_state()
+
+    @contextmanager
+    def _lent(self, groups: list[dict[str, Any]]) -> Iterator[None]:
+        """Groups hold masters in place of weights, for the inner optimizer."""
+        weights = [group["params"] for group in groups]
+        for group in groups:
+            group["params"] = [self._masters.get(p, p) for p in group["params"]]
+        try:
+            yield
+        finally:
+            for group, params in zip(groups, weights, strict=True):
+                group["params"] = params
+
+    def _share_groups(self, weights: list[list[Tensor]]) -> None:
+        """Take the inner optimizer's groups, which it has just made of masters, for those of weights."""
+        for group, params in zip(self.inner.param_groups, weights, strict=True):
+            group["params"] = params
+        self.param_groups = self.inner.param_groups
 
     def _as_written(self, params: list[Tensor]) -> tuple[list, ...]:
         """What `assign` takes: local weights, their masters, and how these are rounded."""
@@ -141,19 +185,14 @@ class MasterWeights(Optimizer):
     def _fill(self, params: list[Tensor]) -> None:
         """Without kept masters: what the codes stand for."""
         for p in params if not self._keep else ():
-            master, local = local_itself(self._masters[p]), local_itself(p)
-            master.untyped_storage().resize_(master.numel() * master.element_size())
-            master.copy_(local.dequantize(torch.float32))
+            set_local_itself(self._masters[p], local_itself(p).dequantize(torch.float32))
 
     def _free(self) -> None:
+        """Masters that are not kept are empty between steps, not tensors without memory, which no file takes."""
         for master in self._masters.values() if not self._keep else ():
-            local_itself(master).untyped_storage().resize_(0)
+            set_local_itself(master, torch.empty(0, device=master.device))
 
     # ------------------------------------------------------------------ what schedulers and checkpoints see
-
-    def _show_hyperparameters(self) -> None:
-        for group, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
-            group.update({name: value for name, value in inner.items() if name != "params"})
 
     def _show_state(self) -> None:
         for group in self.param_groups:
@@ -181,7 +220,7 @@ class MasterWeights(Optimizer):
         groups = [dict(group) for group in state_dict["param_groups"]]
         params = [p for group in self.param_groups for p in group["params"]]
         places = [index for group in groups for index in group["params"]]
-        steps = [group.pop("master_steps") for group in groups]
+        steps = [group.pop("master_steps", 0) for group in groups]
         for p, index in zip(params, places, strict=True):
             master = state.get(index, {}).pop(MASTER, None)
             if p in self._masters and self._keep:
@@ -191,11 +230,19 @@ class MasterWeights(Optimizer):
                         "masters. Start a new MasterWeights from the weights, or load into one with keep=False."
                     )
                 local_itself(self._masters[p]).copy_(local_itself(master))
-        self.inner.load_state_dict({"state": {i: each for i, each in state.items() if each}, "param_groups": groups})
+        weights = [group["params"] for group in self.param_groups]
+        with self._lent(self.param_groups):
+            self.inner.load_state_dict(
+                {"state": {i: each for i, each in state.items() if each}, "param_groups": groups}
+            )
+        self._share_groups(weights)  # loading makes new ones
         self._steps = max(steps, default=0)
-        self._show_hyperparameters()
         self.state.clear()
         self._show_state()
+
+    def __getstate__(self) -> dict[str, Any]:
+        names = ("inner", "_masters", "_keep", "_rounding", "_seed", "_steps", "_ready")
+        return super().__getstate__() | {name: getattr(self, name) for name in names}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Only while it is made: masters are those of the first groups."""
@@ -206,3 +253,13 @@ class MasterWeights(Optimizer):
 
 def _is_quantized(p: Tensor) -> bool:
     return isinstance(local_itself(p), QuantizedParameter)
+
+
+def _check_closure(optimizer: type[Optimizer]) -> None:
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise TypeError(
+            f"MasterWeights: the step of {optimizer.__name__} needs a closure, which it calls between changes of the "
+            "weights; codes would be those of before the step each time. Take an optimizer whose step does without, "
+            "such as torch.optim.AdamW, or weights that are no codes (convert without quantized_parameters)."
+        )

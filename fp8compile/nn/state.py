@@ -49,6 +49,12 @@ class DelayedState(NamedTuple):
         history = torch.zeros(rows, recipe.history(), dtype=torch.float32, device=device)
         return cls(history, torch.ones(rows, dtype=torch.float32, device=device), group_name("DelayedState", group))
 
+    def reset(self) -> None:
+        """Make it what it was before the first step, in place."""
+        with torch.no_grad():
+            self.amax_history.zero_()
+            self.multiplier.fill_(1.0)
+
 
 def group_name(function: str, group: object) -> str | None:
     """The name of a process group: what a graph, a copy and a checkpoint of a module can hold of it."""

@@ -48,7 +48,14 @@ from fp8compile.quantizers import TENSORS, CurrentScaling, DelayedScaling, Quant
 from fp8compile.quantizers.blocks import as_matrix
 from fp8compile.quantizers.delayed_scaling import next_state
 
-__all__ = ["check_state", "delayed_grad_input", "delayed_grad_weight", "delayed_linear", "quantize_by"]
+__all__ = [
+    "check_state",
+    "delayed_grad_input",
+    "delayed_grad_weight",
+    "delayed_linear",
+    "quantize_by",
+    "update_state",
+]
 
 ROW = {slot: row for row, slots in enumerate(TENSORS.values()) for slot in slots}
 
@@ -320,22 +327,50 @@ def check_repeated_forward(ctx: Any, repeated: Tensor) -> None:
     )
 
 
-def _update_state(ctx: Any, grad_output: Tensor) -> None:
+@torch.no_grad()
+def update_state(state: Sequence[Tensor], amaxes: Tensor, recipe: Recipe, *, ran: Tensor | None = None) -> None:
+    """Make a layer's state, its history and multiplier, the next one, in place.
+
+    Args:
+        state: The two tensors.
+        amaxes: Of input, weight and grad_output, (3,) float32, over all ranks that share the state.
+        recipe: Of the layer.
+        ran: If it is given, and 0, the state stays: the backward has not run.
+
+    Raises:
+        RuntimeError: A transform of torch.func runs this backward, and the state is none of its function's arguments.
+    """
+    updated = next_layer_state(*state, amaxes, recipe)
+    if ran is not None:
+        updated = [torch.where(ran > 0, new, old) for old, new in zip(state, updated, strict=True)]
+    try:
+        for old, new in zip(state, updated, strict=True):
+            old.copy_(new)
+    except RuntimeError as error:
+        if not torch._C._are_functorch_transforms_active():
+            raise
+        raise RuntimeError(
+            "linear: a backward writes to the state of delayed scaling, and torch.func (grad, vjp, jacrev, vmap) lets "
+            "nothing write to a tensor that its function was not given. Call backward() or torch.autograd.grad, or "
+            "convert by a recipe without a state, such as fp8compile.recipes.tensorwise(). For torch.func.grad alone, "
+            "make the buffers amax_history and multiplier arguments of the function too (functional_call)."
+        ) from error
+
+
+def _update_state_of(ctx: Any, grad_output: Tensor) -> None:
     # of a layer that is spread over ranks, all of them have the same state, and update their own
     state = [_compat.replicated(each) for each in (ctx.amax_history, ctx.multiplier)]
     amaxes = [*ctx.amaxes, amax_of(grad_output, ctx.recipe.delayed()[2])]
     amaxes = torch.stack([_compat.replicated(each) for each in amaxes])
     if ctx.group is not None:
         amaxes = all_reduce_amax(amaxes, ctx.group)
-    with torch.no_grad():
-        for old, new in zip(state, next_layer_state(*state, amaxes, ctx.recipe), strict=True):
-            old.copy_(new)
+    update_state(state, amaxes, ctx.recipe)
 
 
 def _backward(ctx: Any, grad_output: Tensor, *_: None) -> tuple[Tensor | None, ...]:
     x, weight, repeated = ctx.saved_tensors
     check_repeated_forward(ctx, repeated)
-    _update_state(ctx, grad_output)
+    _update_state_of(ctx, grad_output)
     grad_x = None if weight is None else delayed_grad_input(grad_output, weight, ctx.used, ctx.recipe)
     return (
         _compat.scattered_like(grad_x, ctx.placements),

@@ -28,8 +28,8 @@ from fp8compile.ops.delayed import (
     check_state,
     delayed_samples,
     keep_used,
-    next_layer_state,
     quantize_by,
+    update_state,
 )
 from fp8compile.ops.fsdp_linear import fsdp_grad_input, fsdp_grad_weight, fsdp_output
 from fp8compile.ops.linear import as_read, sum_of_tokens
@@ -56,11 +56,8 @@ def _tokens_setup_context(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]
 
 def _tokens_backward(ctx: Any, activations: Tensor | None, weight: Tensor | None) -> tuple[None, ...]:
     if activations is not None and weight is not None:
-        with torch.no_grad():
-            ran, of_x, of_grad = activations.unbind()
-            amaxes = torch.stack([of_x, weight.view(()), of_grad])
-            for old, new in zip(ctx.state, next_layer_state(*ctx.state, amaxes, ctx.recipe), strict=True):
-                old.copy_(torch.where(ran > 0, new, old))
+        ran, of_x, of_grad = activations.unbind()
+        update_state(ctx.state, torch.stack([of_x, weight.view(()), of_grad]), ctx.recipe, ran=ran)
     return None, None, None, None
 
 

@@ -6,7 +6,7 @@ import torch
 from torch import distributed, nn
 from torch.distributed import ProcessGroup
 
-from fp8compile.tensor import QuantizedTensor
+from fp8compile.tensor import QuantizedTensor, count_write
 
 __all__ = ["broadcast_parameters"]
 
@@ -35,4 +35,6 @@ def broadcast_parameters(model: nn.Module, *, group: ProcessGroup | None = None,
             parts = (tensor.codes, tensor.scale) if isinstance(tensor, QuantizedTensor) else (tensor.detach(),)
             for part in parts:
                 distributed.broadcast(part, group=group, group_src=source)
+            if isinstance(tensor, QuantizedTensor):
+                count_write(tensor)
     return model

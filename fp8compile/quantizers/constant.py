@@ -20,6 +20,8 @@ from dataclasses import fields
 from functools import cache
 from typing import Any, ClassVar
 
+import torch
+
 from fp8compile import _compat
 from fp8compile.quantizers.declaration import check_class, check_decorated, field_types, fits
 
@@ -163,6 +165,8 @@ class Constant(_compat.OpaqueBase):
         # of each class its own, and static: PyTorch 2.11 can't trace a classmethod of a constant
         cls.from_graph = staticmethod(from_graph)
         _compat.register_constant_type(cls)
+        if "<locals>" not in cls.__qualname__:  # no file can name one of those
+            torch.serialization.add_safe_globals([cls])  # for torch.load(weights_only=True); see __setstate__
 
     # dataclass() replaces both; PyTorch asks for them before it runs
     def __eq__(self, other: object) -> bool:
@@ -182,6 +186,10 @@ class Constant(_compat.OpaqueBase):
                     f"{type(self).__name__}: field {name} is {getattr(self, name)!r}; it is annotated as "
                     f"{hint.__name__ if isinstance(hint, type) else hint}."
                 )
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take fields from a file or a copy, and those only: they are checked as where a value is made."""
+        vars(self).update(vars(type(self)(**state)))
 
     def __repr__(self) -> str:
         arguments = ", ".join(f"{f.name}={getattr(self, f.name)!r}" for f in fields(self) if f.repr)

@@ -33,7 +33,8 @@ def next_state(
     """Histories and multipliers after one more amax each.
 
     The oldest amax of a history stands at 1, the newest at the end; entry 0 is 0, the place where an amax joins them.
-    Where the largest of them (or the newest) is 0, NaN or inf, the multiplier stays as it is.
+    A history keeps every amax, and one that is NaN or inf says nothing of the scale: the largest is that of the finite
+    ones. Where it (or the newest) is 0, NaN or inf, the multiplier stays as it is.
 
     Args:
         history: Shape (..., history), float32; zeros at the start.
@@ -48,7 +49,9 @@ def next_state(
     newest, length = amax.unsqueeze(-1), history.shape[-1]
     place = torch.arange(length, device=history.device)
     # chosen place by place, not put together by cat, which Inductor makes a kernel for each part of
-    decides = torch.where(place == 0, newest, history).amax(-1) if algorithm == "max" else amax
+    known = torch.where(place == 0, newest, history)
+    known = torch.where(known < torch.inf, known, 0.0)  # false of NaN
+    decides = known.amax(-1) if algorithm == "max" else amax
     updated = (room / decides.double()).float().clamp(max=FLOAT32_MAX)  # as exact_quotient, a numerator each
     usable = decides.isfinite() & (decides > 0)
     rolled = torch.where(place == length - 1, newest, history.roll(-1, -1))

@@ -8,6 +8,7 @@
     product.py      multiplying two
     parameter.py    one that is trained
     update.py       new values for many of them
+    saved.py        what a file has of one
     fsdp.py         what FSDP2 asks of a sharded one
     agreement.py    whether ranks say the same sizes
     attributes.py   what others hang on a parameter
@@ -24,7 +25,7 @@ from fp8compile.tensor.parameter import QuantizedParameter
 from fp8compile.tensor.product import scaled_mm
 from fp8compile.tensor.quantize import quantize
 from fp8compile.tensor.quantized import QuantizedTensor
-from fp8compile.tensor.update import assign, quantized_anew
+from fp8compile.tensor.update import assign, count_write, quantized_anew
 
 __all__ = [
     "SOURCE_DTYPES",
@@ -35,6 +36,7 @@ __all__ = [
     "check_agreement",
     "check_serves",
     "checked_sizes",
+    "count_write",
     "in_place_of",
     "moved",
     "not_dense",

@@ -11,17 +11,19 @@ from torch.distributed import ProcessGroup
 from torch.utils._python_dispatch import return_and_correct_aliasing
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from fp8compile._compat import counting_versions
 from fp8compile.quantizers import Quantizer
 from fp8compile.tensor.arguments import SOURCE_DTYPES
 from fp8compile.tensor.attributes import moved
 from fp8compile.tensor.fsdp import FullyShardHooks
-from fp8compile.tensor.quantized import QuantizedTensor
-from fp8compile.tensor.update import assign, shared_with
+from fp8compile.tensor.quantized import LAYERS, QuantizedTensor
+from fp8compile.tensor.saved import load_parameter
+from fp8compile.tensor.update import assign, count_write, shared_with
 
 __all__ = ["QuantizedParameter"]
 
 aten = torch.ops.aten
-WHOLE, SLICE, SHARD, BLANK = "whole", "slice", "shard", "blank"
+EXTENTS = WHOLE, SLICE, SHARD, BLANK = ("whole", "slice", "shard", "blank")
 
 
 class _Shared:
@@ -161,18 +163,19 @@ class QuantizedParameter(FullyShardHooks, QuantizedTensor):
         return found
 
     def __deepcopy__(self, memo: dict) -> QuantizedParameter:
-        found = self.clone().detach()
-        found.requires_grad_(self.requires_grad)
-        if isinstance(self, torch.nn.Parameter):
-            found._is_param = True
+        found = as_leaf(self.clone().detach(), self.requires_grad, isinstance(self, torch.nn.Parameter))
         memo[id(self)] = found
         return found
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        raise TypeError(
-            "a QuantizedParameter is not pickled: its module's state_dict() has its codes and scale as plain tensors, "
-            "which load without this library. Save that."
-        )
+        if self.group is not None or self.outer is not None:
+            raise TypeError(
+                "a QuantizedParameter whose scale ranks share can't be pickled: a group lives in one process. Save "
+                "its module's state_dict(), which has codes and scale as plain tensors."
+            )
+        kept = self.extent, self.written, self.initial
+        leaf = self.requires_grad, isinstance(self, torch.nn.Parameter)
+        return load_parameter, (self.codes, self.scale, self.quantizer, self.dtype, kept, leaf)
 
     def share_scale(self, group: ProcessGroup, shard_dim: int) -> None:
         """Say whose shards these are parts of one tensor with: their scale is one from the next update on."""
@@ -189,7 +192,14 @@ class QuantizedParameter(FullyShardHooks, QuantizedTensor):
                 f"{what} of a part of a QuantizedParameter, whose scale the rest of it has too. Write to the whole "
                 "parameter."
             )
-        if self.extent in (SHARD, BLANK) and spans and self.group is None:
+        if self.extent == BLANK and spans and self.group is None:
+            raise RuntimeError(
+                f"{what} of a tensor that new_zeros or new_empty made of a QuantizedParameter: it takes codes, and no "
+                "values. To compute a weight, as torch.nn.init.orthogonal_ does, take a plain tensor and copy it: "
+                "weight.copy_(torch.nn.init.orthogonal_(torch.empty(weight.shape))). If fully_shard made it, as the "
+                "shard of a rank without elements, call fp8compile.parallel.share_scales(model) first."
+            )
+        if self.extent == SHARD and spans and self.group is None:
             raise RuntimeError(
                 f"{what} of a shard of a QuantizedParameter before it knows the ranks that have its scale too. Call "
                 "fp8compile.parallel.share_scales(model) after fully_shard, or run a forward first."
@@ -198,6 +208,13 @@ class QuantizedParameter(FullyShardHooks, QuantizedTensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
+        if func in LAYERS:
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        with counting_versions():  # of codes and scale, which a compiled layer saves for its backward
+            return cls._written_or_viewed(func, types, args, kwargs)
+
+    @classmethod
+    def _written_or_viewed(cls, func: Any, types: Any, args: tuple, kwargs: dict) -> Any:
         if func is aten.copy_.default:
             return _copy(*args)
         if func in UPDATES or func in READS:
@@ -214,6 +231,14 @@ class QuantizedParameter(FullyShardHooks, QuantizedTensor):
         if func in COPIES:
             result._unshared()
         return moved(func, args[0], result)
+
+
+def as_leaf(found: QuantizedParameter, requires_grad: bool, is_parameter: bool) -> QuantizedParameter:
+    """A new tensor as what it is a copy of: a leaf that a gradient is asked for, a parameter of a module."""
+    found.requires_grad_(requires_grad)
+    if is_parameter:
+        found._is_param = True
+    return found
 
 
 COPIES = {aten.clone.default, aten._to_copy.default, aten._pin_memory.default}
@@ -310,6 +335,7 @@ def _copy(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
         target.check_writable("copy_")
     target.codes.copy_(source.codes)
     target.scale.copy_(source.scale)
+    count_write(target)
     is_parameter = isinstance(source, QuantizedParameter)
     target.written = source.written if is_parameter and target._shared.blank else True
     initial = source.initial if is_parameter else None

@@ -27,6 +27,7 @@ from fp8compile.quantizers import Quantizer
 from fp8compile.quantizers.blocks import as_matrix
 from fp8compile.tensor.agreement import check_agreement
 from fp8compile.tensor.arguments import own_sizes, shown
+from fp8compile.tensor.saved import load_tensor
 
 __all__ = ["HANDLERS", "LAYERS", "VIEWS", "QuantizedTensor", "cuts_blocks"]
 
@@ -263,7 +264,7 @@ class QuantizedTensor(Tensor):
                 "a QuantizedTensor with a process group can't be pickled: a group lives in one process. Pickle "
                 ".dequantize(), or its .codes and .scale."
             )
-        return QuantizedTensor, (self.codes, self.scale, self.quantizer, self.dtype)
+        return load_tensor, (self.codes, self.scale, self.quantizer, self.dtype)
 
     def _like(self, codes: Tensor, scale: Tensor) -> QuantizedTensor:
         return QuantizedTensor(codes, scale, self.quantizer, self.dtype, self.group, self.shard_dim, self.sizes)

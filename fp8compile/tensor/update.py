@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from fp8compile import ops
+from fp8compile._compat import local_itself
 from fp8compile.ops.collectives import all_reduce_amaxes
 from fp8compile.quantizers import Quantizer
 from fp8compile.tensor.quantized import QuantizedTensor
@@ -20,7 +21,7 @@ from fp8compile.tensor.quantized import QuantizedTensor
 if TYPE_CHECKING:
     from fp8compile.tensor.parameter import QuantizedParameter
 
-__all__ = ["assign", "quantized_anew", "shared_with"]
+__all__ = ["assign", "count_write", "quantized_anew", "shared_with"]
 
 
 def shared_with(weight: QuantizedTensor) -> ProcessGroup | None:
@@ -49,6 +50,16 @@ def quantized_anew(
         yield ops.cast(value.to(dtype), multiplier, cast), scale
 
 
+def count_write(parameter: Tensor) -> None:
+    """Let a backward notice that this parameter, or the part of it that a DTensor has, was written to.
+
+    PyTorch compares version counters, and each tensor of a parameter has its own: an eager layer saves the parameter
+    for its backward, a compiled one codes and scale.
+    """
+    local = local_itself(parameter)
+    torch.autograd.graph.increment_version((parameter, local, local.codes, local.scale))
+
+
 def assign(
     weights: Sequence[QuantizedParameter],
     values: Sequence[Tensor],
@@ -66,3 +77,4 @@ def assign(
     for weight, (codes, scale) in zip(weights, quantized_anew(weights, values, dtypes, rounding), strict=True):
         weight.codes.copy_(codes)
         weight.scale.copy_(scale)
+        count_write(weight)

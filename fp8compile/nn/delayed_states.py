@@ -1,0 +1,52 @@
+"""What delayed scaling remembers of all layers of a model."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from fp8compile import _compat
+from fp8compile.nn.linear import Linear
+from fp8compile.nn.state import DelayedState
+
+__all__ = ["reset_delayed_scaling"]
+
+
+def _states(model: nn.Module) -> list[DelayedState]:
+    layers = [module for module in model.modules() if isinstance(module, Linear)]
+    return [state for layer in layers if (state := layer.delayed_state()) is not None]
+
+
+def _tensors(model: nn.Module) -> list[Tensor]:
+    return [tensor for state in _states(model) for tensor in (state.amax_history, state.multiplier)]
+
+
+def reset_delayed_scaling(model: nn.Module) -> nn.Module:
+    """Start delayed scaling anew: no amax was seen yet, and the multipliers are 1.
+
+    For a state that saw what it should not have: values from before a change of the data or of the weights, or from
+    memory that nothing was written to. One layer's is reset by ``layer.delayed_state().reset()``.
+
+    Args:
+        model: With layers of delayed scaling, compiled or not.
+
+    Returns:
+        The model.
+
+    Raises:
+        TypeError: The model is no module.
+        ValueError: No layer has delayed scaling.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"reset_delayed_scaling: model is a {type(model).__name__}; it is a torch.nn.Module.")
+    states = _states(model)
+    if not states:
+        raise ValueError(
+            "reset_delayed_scaling: no layer of the model has delayed scaling, so nothing is remembered. Convert it "
+            "by fp8compile.recipes.delayed() first."
+        )
+    for state in states:
+        state.reset()
+    return model
+
+
+_compat.when_imported("torch.distributed.pipelining.stage", lambda: _compat.keep_through_inference(_tensors))

@@ -1,0 +1,62 @@
+"""What a file has of quantized tensors: codes, scale, quantizer, dtype, and one of two functions that take them.
+
+``torch.load(weights_only=True)`` calls nothing that it was not told of. It is told of these two, which check what they
+are given, and of the classes of constants, which check theirs (`fp8compile.quantizers.constant`); of no tensor class,
+whose attributes a file could then set. Files name the functions, so their names and their place stay.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from fp8compile.quantizers import Quantizer
+
+if TYPE_CHECKING:
+    from fp8compile.tensor.parameter import QuantizedParameter
+    from fp8compile.tensor.quantized import QuantizedTensor
+
+__all__ = ["load_parameter", "load_tensor"]
+
+
+def _check(codes: Tensor, scale: Tensor, quantizer: Quantizer, dtype: torch.dtype) -> None:
+    kinds = ((codes, Tensor), (scale, Tensor), (quantizer, Quantizer), (dtype, torch.dtype))
+    if not all(isinstance(value, kind) for value, kind in kinds):
+        found = [type(value).__name__ for value, _ in kinds]
+        raise TypeError(f"load: a quantized tensor is codes, a scale, a quantizer and a dtype; the file has {found}.")
+    shape = quantizer.values_shape(codes.shape)
+    expected = quantizer.scale_shape(shape)
+    if codes.dtype != torch.uint8 or scale.dtype != quantizer.scale_dtype() or scale.shape != expected:
+        raise ValueError(
+            f"load: the file has codes {tuple(codes.shape)}, {codes.dtype}, and a scale {tuple(scale.shape)}, "
+            f"{scale.dtype}. By {quantizer!r} codes are torch.uint8, and their scale is {tuple(expected)}, "
+            f"{quantizer.scale_dtype()}."
+        )
+
+
+def load_tensor(codes: Tensor, scale: Tensor, quantizer: Quantizer, dtype: torch.dtype) -> QuantizedTensor:
+    """What a pickle of a QuantizedTensor calls."""
+    from fp8compile.tensor.quantized import QuantizedTensor
+
+    _check(codes, scale, quantizer, dtype)
+    return QuantizedTensor(codes, scale, quantizer, dtype)
+
+
+def load_parameter(
+    codes: Tensor, scale: Tensor, quantizer: Quantizer, dtype: torch.dtype, kept: tuple, leaf: tuple[bool, bool]
+) -> QuantizedParameter:
+    """What a pickle of a QuantizedParameter calls."""
+    from fp8compile.tensor.parameter import EXTENTS, QuantizedParameter, as_leaf
+
+    _check(codes, scale, quantizer, dtype)
+    found = QuantizedParameter(codes, scale, quantizer, dtype)
+    extent, written, initial = kept
+    if extent not in EXTENTS or not (initial is None or isinstance(initial, Tensor)):
+        raise ValueError(f"load: the file has a QuantizedParameter of extent {extent!r}; it is one of {EXTENTS}.")
+    found.extent, found.written, found.initial = extent, bool(written), initial
+    return as_leaf(found, *map(bool, leaf))
+
+
+torch.serialization.add_safe_globals([load_tensor, load_parameter])
