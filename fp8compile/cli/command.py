@@ -16,6 +16,7 @@ import sys
 import time
 from typing import NoReturn
 
+from fp8compile import __version__
 from fp8compile.cli.errors import Failed, Quiet, Stopped, UserError
 from fp8compile.cli.steps import steps_shown
 
@@ -40,6 +41,7 @@ class _OneLineParser(argparse.ArgumentParser):
 def _parser() -> argparse.ArgumentParser:
     # No abbreviations: --resume compares what was typed with the run's configuration.
     parser = _OneLineParser(prog="fp8compile", description="FP8 training that torch.compile sees.", allow_abbrev=False)
+    parser.add_argument("--version", action="version", version=f"fp8compile {__version__}")
     subparsers = parser.add_subparsers(
         dest="command", metavar="|".join(SUBCOMMANDS), required=True, parser_class=_OneLineParser
     )

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fp8compile import recipes
 from fp8compile.cli.errors import Failed, UserError
 from fp8compile.cli.user_code import running
 
@@ -42,7 +43,8 @@ def add_parser(subparsers: Any) -> None:
         allow_abbrev=False,
     )  # fmt: skip
     parser.add_argument("target", metavar="TARGET", help=TARGET)
-    parser.add_argument("--recipe", metavar="NAME", help="convert the model by this recipe first")
+    names = f"{', '.join(recipes.names())}, or an installed package's"
+    parser.add_argument("--recipe", metavar="NAME", help=f"convert the model by this recipe first: {names}")
     parser.add_argument("--gpu", choices=GPUS, default="h200", help="generate code for this GPU (default h200)")
     parser.add_argument("--no-gpu", action="store_true", help="leave out generated code and least times")
     parser.add_argument(
@@ -58,7 +60,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def _convert(model: Any, name: str) -> None:
-    from fp8compile import convert, recipes
+    from fp8compile import convert
 
     log.info("converting it by %s", name)
     with running(f"--recipe {name}: converting the model"):  # a recipe may be another package's
