@@ -267,7 +267,7 @@ def test_a_folder_with_a_run_or_anything_else_is_not_written_to(text_file, tmp_p
 def test_missing_packages_are_named_with_the_command_that_brings_them(text_file, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(train.importlib.util, "find_spec", lambda name: None)
     assert main(words(text_file, tmp_path / "run")) == 2
-    assert 'rich and matplotlib missing; pip install "fp8compile[train]"' in one_line(capsys)
+    assert "rich and matplotlib missing; pip install rich matplotlib" in one_line(capsys)
 
 
 def test_a_loss_that_is_not_finite_ends_the_run_with_1(text_file, tmp_path, capsys):
@@ -351,11 +351,11 @@ def steps_of(trainer, count):
 
 @pytest.mark.parametrize("recipe", f8.recipes.names())
 def test_twenty_steps_are_one_graph_and_resume_to_the_bit(text_file, tmp_path, recipe, assert_bits_equal):
-    first = small_trainer(text_file, recipe=recipe, backend="aot_eager")
+    first = small_trainer(text_file, recipe=recipe, backend="aot_eager", steps=20)
     whole = steps_of(first, 11)
     first.save(tmp_path / "checkpoint.pt")
     whole += steps_of(first, 9)
-    second = small_trainer(text_file, recipe=recipe, backend="aot_eager")
+    second = small_trainer(text_file, recipe=recipe, backend="aot_eager", steps=20)
     second.load(tmp_path / "checkpoint.pt")
     assert len(set(whole)) == 20
     assert steps_of(second, 9) == whole[11:]

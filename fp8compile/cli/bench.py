@@ -107,7 +107,7 @@ def write_report(results: list[Result], out: Path) -> None:
     first = next((result for result in results if "torch" in result), {})
     lines = ["# fp8compile bench", "", f"PyTorch {first.get('torch', '?')} on {first.get('machine', '?')}.", ""]
     if not can_draw:
-        lines += ["No pictures: matplotlib is not installed (`pip install fp8compile[train]`).", ""]
+        lines += ["No pictures: matplotlib is not installed (`pip install matplotlib`).", ""]
     for result in results:
         picture = f"{result['name']}.png" if can_draw and "rows" in result and result["name"] in PLOTTED else None
         if picture:

@@ -109,7 +109,7 @@ def _check(found: Explanation) -> None:
 
 def _run(parsed: argparse.Namespace) -> int:
     if not parsed.json and importlib.util.find_spec("rich") is None:
-        raise UserError('rich missing; pip install "fp8compile[train]", or take --json')
+        raise UserError("rich missing; pip install rich, or take --json")
     if parsed.html is not None:
         _check_writable(Path(parsed.html))
     found = _explained(parsed)

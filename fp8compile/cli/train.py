@@ -99,7 +99,7 @@ def _explicit(parsed: argparse.Namespace) -> dict[str, object]:
 def _run(parsed: argparse.Namespace) -> int:
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
     if missing:
-        raise UserError(f'{" and ".join(missing)} missing; pip install "fp8compile[train]"')
+        raise UserError(f"{' and '.join(missing)} missing; pip install {' '.join(missing)}")
     from fp8compile.cli.ranks import joined
     from fp8compile.cli.training import resumed_run, start_run
 
