@@ -37,7 +37,8 @@ test-full: lint
 	$(BIN)/python tests/products.py
 
 docs: $(INSTALLED)
-	$(BIN)/pdoc --docformat google --output-directory site fp8compile '!fp8compile.cli'
+	$(BIN)/pdoc --docformat google --output-directory site fp8compile fp8compile.parallel \
+		fp8compile.testing fp8compile.testing.explain
 
 gpu: $(INSTALLED)
 	PYTHON=$(BIN)/python bash benchmarks/gpu_all.sh

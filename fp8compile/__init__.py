@@ -1,9 +1,12 @@
 """FP8 training for PyTorch that torch.compile sees through.
 
+```python
+import torch
 import fp8compile as f8
 
 model = f8.convert(model, f8.recipes.rowwise())
 model = torch.compile(model, fullgraph=True)
+```
 """
 
 from fp8compile import library, ops, recipes

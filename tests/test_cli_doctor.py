@@ -69,7 +69,9 @@ def test_another_librarys_operators_are_not_missing_from_ours(monkeypatch, capsy
 
 def test_the_machine_of_the_tests_is_in_order(capsys):
     assert main(["doctor", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
+    out, err = capsys.readouterr()
+    found = json.loads(out)
+    assert err.splitlines() == ["looking for devices ...", *(f"checking {name} ..." for name in checks.CHECKS)]
     assert found["ok"]
     assert {check["name"] for check in found["checks"]} > {"operators", "constants", "scales"}
     assert [row["recipe"] for row in found["recipes"] if row["device"] == "cpu"] == list(f8.recipes.names())

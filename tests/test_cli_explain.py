@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 import fp8compile as f8
+from fp8compile.cli import explain as explain_flags
 from fp8compile.cli import main
 from fp8compile.cli.explain_html import page
 from fp8compile.cli.explain_sections import sections
@@ -541,8 +542,8 @@ def test_no_gradient_is_left_behind():
 def test_explain_refuses_what_it_cannot_explain():
     with pytest.raises(TypeError, match=r"model is a function; it is a torch\.nn\.Module"):
         explain(tokens)
-    with pytest.raises(ValueError, match=r"gpu is 'b200'; it is one of h200, or None"):
-        explain(block(), (tokens(),), gpu="b200")
+    with pytest.raises(ValueError, match=r"gpu is 'b300'; it is one of h200, b200, or None"):
+        explain(block(), (tokens(),), gpu="b300")
 
 
 # ---------------------------------------------------------------------------------- the command
@@ -666,9 +667,10 @@ def example(tmp_path, monkeypatch):
 
 
 def run(capsys, *words):
-    """Exit code, standard output, standard error."""
+    """Exit code, standard output, and standard error without the lines that say what is being done."""
     code = main(["explain", *map(str, words)])
-    return code, *capsys.readouterr()
+    out, err = capsys.readouterr()
+    return code, out, "".join(line for line in err.splitlines(keepends=True) if not line.endswith(" ...\n"))
 
 
 @pytest.mark.parametrize(
@@ -692,10 +694,24 @@ def test_every_form_of_target_is_found(example, capsys, target):
 
 
 def test_without_a_recipe_the_model_is_explained_as_it_is(example, capsys):
-    code, out, _ = run(capsys, "explained_example:Own", "--no-gpu")
-    assert code == 0
+    code, out, err = run(capsys, "explained_example:Own", "--no-gpu")
+    assert (code, err) == (1, "fp8compile explain: NO: none of 1 linears is converted\n")
     assert "NO: none of 1 linears is converted" in out
     assert "no: convert() has not seen it" in out
+
+
+def test_what_is_being_done_is_said_on_standard_error(example, capsys):
+    assert main(["explain", str(example), "--no-gpu", "--json"]) == 0
+    out, err = capsys.readouterr()
+    assert json.loads(out)
+    assert err.splitlines() == [
+        f"loading {example} ...",
+        "calling it once, eagerly ...",
+        "compiling the model and calling it twice ...",
+        "reading its graphs ...",
+    ]
+    explain(block(), (tokens(),), gpu=None)
+    assert capsys.readouterr().err == "", "whoever calls the library sees nothing"
 
 
 def test_json_alone_is_printed(example, capsys):
@@ -902,9 +918,19 @@ def example():
 
 def test_an_unknown_gpu_is_refused(example, capsys):
     with pytest.raises(SystemExit) as stop:
-        main(["explain", str(example), "--gpu", "b200"])
+        main(["explain", str(example), "--gpu", "b300"])
     assert stop.value.code == 2
-    assert "b200" in capsys.readouterr().err
+    assert "invalid choice: 'b300' (choose from" in capsys.readouterr().err
+    assert tuple(PEAKS) == explain_flags.GPUS
+
+
+@needs_triton
+@triton_warns
+def test_the_code_and_the_peaks_of_a_b200(example, capsys):
+    code, out, _ = run(capsys, f"{example}:Own", "--gpu", "b200", "--recipe", "mxfp8")
+    assert code == 0
+    for text in ("launches on NVIDIA B200 SXM", "| this model  | forward  |", "roofline of NVIDIA B200 SXM"):
+        assert text in out
 
 
 def test_missing_rich_is_said_and_json_does_without(example, capsys, monkeypatch):
@@ -912,7 +938,7 @@ def test_missing_rich_is_said_and_json_does_without(example, capsys, monkeypatch
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "rich" else found(name, *a))
     code, _, err = run(capsys, example, "--no-gpu")
     assert code == 2
-    assert 'rich missing; pip install "fp8compile[train]", or take --json' in err
+    assert "rich missing; pip install rich, or take --json" in err
     assert run(capsys, example, "--no-gpu", "--json")[0] == 0
 
 

@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 
 import fp8compile as f8
+from fp8compile import testing
+from fp8compile.testing import explain
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -61,9 +63,18 @@ def test_public_name_has_a_docstring(name):
 
 def test_api_reference_has_every_public_name(tmp_path):
     pytest.importorskip("pdoc", reason="the API reference is made by pdoc, of the docs extra")
-    command = [sys.executable, "-m", "pdoc", "--docformat", "google", "-o", str(tmp_path), "fp8compile"]
-    subprocess.run(command, cwd=ROOT, capture_output=True, check=True, timeout=300)
-    page = (tmp_path / "fp8compile.html").read_text()
-    modules = {path.stem for path in (tmp_path / "fp8compile").iterdir()}
-    missing = [name for name in f8.__all__ if f'id="{name}"' not in page and name not in modules]
-    assert not missing
+    makefile = (ROOT / "Makefile").read_text().replace("\\\n", " ")
+    words = re.search(r"\$\(BIN\)/pdoc (.*)", makefile).group(1).split()
+    words[words.index("--output-directory") + 1] = str(tmp_path)
+    subprocess.run([sys.executable, "-m", "pdoc", *words], cwd=ROOT, capture_output=True, check=True, timeout=300)
+    pages = {
+        path.relative_to(tmp_path).with_suffix("").as_posix(): path.read_text() for path in tmp_path.rglob("*.html")
+    }
+    for module in (f8, f8.parallel, testing, explain):
+        name = module.__name__.replace(".", "/")
+        missing = [n for n in module.__all__ if f'id="{n}"' not in pages[name] and f"{name}/{n}" not in pages]
+        assert not missing, name
+    example = re.search(r'<div class="pdoc-code codehilite">\s*<pre>(.*?)</pre>', pages["fp8compile"], re.DOTALL)
+    lines = re.sub("<.*?>", "", example.group(1)).strip().splitlines()
+    assert lines[0] == "import torch"
+    assert lines[-1] == "model = torch.compile(model, fullgraph=True)"

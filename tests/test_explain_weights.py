@@ -303,7 +303,7 @@ def test_parameters_beside_a_layers_weight_are_not_the_layers():
 def test_what_runs_at_a_graph_break_is_a_doubt():
     found = explained(lambda m, x: aside(m, m.b(m.a(x))))
     assert found.verdict.startswith("NOT PROVEN: what runs at 1 graph break isn't seen")
-    assert not found.is_as_converted
+    assert not found.runs_in_fp8
 
 
 def test_layers_that_are_never_called_are_named():
@@ -316,8 +316,8 @@ def test_without_a_gemm_in_fp8_the_answer_is_no():
     assert unused.verdict == "NO: no converted layer is called; 0 of 0 GEMMs of linears run in FP8"
     nothing = explain(f8.convert(nn.Sequential(linear()), f8.Recipe()), (bf16(16, 32),), gpu=None)
     assert nothing.verdict == "NO: no recipe asks for it; 0 of 2 GEMMs of linears run in FP8"
-    assert not unused.is_as_converted
-    assert not nothing.is_as_converted
+    assert not unused.runs_in_fp8
+    assert not nothing.runs_in_fp8
 
 
 def test_the_backward_of_what_is_returned_in_an_object_is_explained():

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import subprocess
 import sys
 import time
@@ -39,6 +40,7 @@ PLOTTED = {
     "train": (("contender",), "speed to bf16"),
 }
 Result = dict[str, Any]
+log = logging.getLogger(__name__)
 
 
 def checkout() -> Path:
@@ -105,7 +107,7 @@ def write_report(results: list[Result], out: Path) -> None:
     first = next((result for result in results if "torch" in result), {})
     lines = ["# fp8compile bench", "", f"PyTorch {first.get('torch', '?')} on {first.get('machine', '?')}.", ""]
     if not can_draw:
-        lines += ["No pictures: matplotlib is not installed (`pip install fp8compile[train]`).", ""]
+        lines += ["No pictures: matplotlib is not installed (`pip install matplotlib`).", ""]
     for result in results:
         picture = f"{result['name']}.png" if can_draw and "rows" in result and result["name"] in PLOTTED else None
         if picture:
@@ -119,7 +121,7 @@ def _run(arguments: argparse.Namespace) -> int:
     folder = checkout()
     results = []
     for name in arguments.names or NAMES:
-        print(f"{name} ...", file=sys.stderr, flush=True)
+        log.info(name)
         results.append(_measured(name, folder))
         if arguments.json:
             continue
@@ -134,11 +136,17 @@ def _run(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _name(text: str) -> str:
+    if text not in NAMES:
+        raise argparse.ArgumentTypeError(f"no benchmark is called {text!r}; there are {', '.join(NAMES)}")
+    return text
+
+
 def add_parser(subparsers: Any) -> None:
     """Add ``bench`` to the command."""
     text = "Run benchmarks, each in a process of its own, and write a report with tables and pictures. In a checkout."
     parser = subparsers.add_parser("bench", help="measure, and write a report", description=text, allow_abbrev=False)
-    parser.add_argument("names", nargs="*", choices=[*NAMES, []], metavar="name", help=f"of {', '.join(NAMES)}")
+    parser.add_argument("names", nargs="*", type=_name, metavar="name", help=f"of {', '.join(NAMES)}; all by default")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--out", type=Path, default=Path("runs/bench"), help="folder of the report")
     parser.set_defaults(run=_run)

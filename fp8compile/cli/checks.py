@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
 __all__ = ["run_checks"]
+
+log = logging.getLogger(__name__)
 
 
 def _every_op_is_registered() -> str:
@@ -113,6 +116,7 @@ def run_checks() -> list[dict[str, Any]]:
     """
     results = []
     for name, check in CHECKS.items():
+        log.info("checking %s", name)
         try:
             ok, detail = True, check()
         except Exception as error:  # doctor reports whatever goes wrong, one line each

@@ -16,7 +16,9 @@ import sys
 import time
 from typing import NoReturn
 
+from fp8compile import __version__
 from fp8compile.cli.errors import Failed, Quiet, Stopped, UserError
+from fp8compile.cli.steps import steps_shown
 
 __all__ = ["main"]
 
@@ -39,6 +41,7 @@ class _OneLineParser(argparse.ArgumentParser):
 def _parser() -> argparse.ArgumentParser:
     # No abbreviations: --resume compares what was typed with the run's configuration.
     parser = _OneLineParser(prog="fp8compile", description="FP8 training that torch.compile sees.", allow_abbrev=False)
+    parser.add_argument("--version", action="version", version=f"fp8compile {__version__}")
     subparsers = parser.add_subparsers(
         dest="command", metavar="|".join(SUBCOMMANDS), required=True, parser_class=_OneLineParser
     )
@@ -71,6 +74,23 @@ def _complain(command: str, message: str) -> None:
     print(f"fp8compile {command}: {line}", file=sys.stderr)
 
 
+def _check_streams() -> None:
+    """Look at what Python makes of streams that were closed when the process began: nothing."""
+    if sys.stderr is None:
+        # print(file=None) would take standard output
+        sys.stderr = os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")
+    if sys.stdout is None:
+        raise UserError("standard output is closed, and there is nowhere to print; redirect it to /dev/null")
+
+
+def _settle_output() -> None:
+    """Write what standard output still holds, or drop it: a flush at exit would complain again, by exit code 120."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Run the command.
 
@@ -82,7 +102,11 @@ def main(arguments: list[str] | None = None) -> int:
     """
     parsed = _parser().parse_args(arguments)
     try:
-        return parsed.run(parsed)
+        _check_streams()
+        with steps_shown():
+            code = parsed.run(parsed)
+        sys.stdout.flush()  # what can't be written is told here, not behind the exit code
+        return code
     except UserError as error:
         _complain(parsed.command, str(error))
         return 2
@@ -95,15 +119,15 @@ def main(arguments: list[str] | None = None) -> int:
     except Quiet as quiet:
         return quiet.exit_code
     except KeyboardInterrupt:
-        _complain(parsed.command, "stopped before the run began; nothing was changed")
+        _complain(parsed.command, "stopped by Ctrl-C")
         return 130
     except BrokenPipeError:
-        # Whoever read our output is gone; a flush at exit must not complain once more.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _settle_output()  # whoever read it is gone
         return 1
     except Exception as error:
         lack = _lack(error)
         if lack is None:
             raise
+        _settle_output()
         _complain(parsed.command, lack)
         return 2

@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass, fields
+import os
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, get_args, get_type_hints
 
 from fp8compile.cli.errors import UserError
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 __all__ = ["BF16", "Arm", "TrainConfig", "arms", "config_from_json", "extended"]
 
 BF16 = "bf16"
 # The criterion compares with bf16 over this many seeds: the issue's number.
 NUM_SPREAD_SEEDS = 3
-AT_LEAST_ONE = (
-    "dim", "layers", "heads", "kv_heads", "hidden", "seq", "batch", "steps", "eval_every",
-    "eval_sequences", "checkpoint_every", "tp",
-)  # fmt: skip
+# AdamW counts steps in float32; products of two such sizes are numbers of bytes that PyTorch can refuse.
+AT_MOST = {
+    **dict.fromkeys(("dim", "layers", "heads", "kv_heads", "hidden", "seq", "batch", "steps", "tp"), 2**24),
+    **dict.fromkeys(("eval_every", "eval_sequences", "checkpoint_every"), math.inf),
+}
+MAX_THREADS = max(1024, os.cpu_count() or 1)  # at some 30,000 OpenMP ends the process
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,15 +100,17 @@ class TrainConfig:
     def __post_init__(self) -> None:
         """Check what needs no PyTorch."""
         object.__setattr__(self, "fsdp", self.fsdp or self.hsdp or self.graph_fsdp)
-        for name in AT_LEAST_ONE:
-            if getattr(self, name) < 1:
-                raise UserError(f"{_flag(name)} is {getattr(self, name)}; it has to be at least 1")
+        for name, most in AT_MOST.items():
+            value = getattr(self, name)
+            if not 1 <= value <= most:
+                bound = "at least 1" if value < 1 else f"at most {most}"
+                raise UserError(f"{_flag(name)} is {value}; it has to be {bound}")
         if not (self.lr > 0 and math.isfinite(self.lr)):
             raise UserError(f"--lr is {self.lr}; it has to be a positive number")
         if not 0 <= self.seed < 2**62:
             raise UserError(f"--seed is {self.seed}; it has to be from 0 to 2**62 - 1")
-        if self.threads < 0:
-            raise UserError(f"--threads is {self.threads}; it has to be at least 1")
+        if not 0 <= self.threads <= MAX_THREADS:
+            raise UserError(f"--threads is {self.threads}; it has to be from 1 to {MAX_THREADS}")
         if self.compare == self.recipe:
             raise UserError(f"--compare {self.compare} is --recipe too; compare with another one")
         if self.check and self.compare != BF16:
@@ -175,11 +184,23 @@ def arms(config: TrainConfig) -> tuple[Arm, ...]:
     return tuple(trained)
 
 
-def config_from_json(stored: object) -> TrainConfig:
+def _check_types(stored: object) -> None:
+    hints = get_type_hints(TrainConfig)
+    if not isinstance(stored, dict) or stored.keys() != hints.keys():
+        raise UserError("its train is not from this version of fp8compile; start a new run")
+    for name, hint in hints.items():
+        kinds = get_args(hint) or (hint,)
+        if type(stored[name]) not in kinds:
+            wanted = " or ".join("null" if kind is type(None) else kind.__name__ for kind in kinds)
+            raise UserError(f"{name} is a {type(stored[name]).__name__}; it is {wanted}")
+
+
+def config_from_json(stored: object, path: Path) -> TrainConfig:
     """Build the configuration that config.json holds.
 
     Args:
         stored: The parsed object.
+        path: Of the file.
 
     Returns:
         The configuration.
@@ -187,10 +208,11 @@ def config_from_json(stored: object) -> TrainConfig:
     Raises:
         UserError: It is not one that this version wrote.
     """
-    names = {field.name for field in fields(TrainConfig)}
-    if not isinstance(stored, dict) or set(stored) != names:
-        raise UserError("config.json is not from this version of fp8compile; start a new run")
-    return TrainConfig(**stored)
+    try:
+        _check_types(stored)
+        return TrainConfig(**stored)
+    except UserError as error:
+        raise UserError(f"cannot use {path}: {error}") from error
 
 
 def extended(config: TrainConfig, explicit: dict[str, object]) -> TrainConfig:

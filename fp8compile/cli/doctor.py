@@ -5,12 +5,14 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import logging
 import platform
 from importlib import metadata
 from typing import Any
 
 __all__ = ["add_parser", "examine"]
 
+log = logging.getLogger(__name__)
 PACKAGES = ("torch", "triton", "numpy", "rich", "matplotlib", "torchao")
 
 
@@ -62,6 +64,7 @@ def examine() -> dict[str, Any]:
     """
     from fp8compile.cli.checks import run_checks
 
+    log.info("looking for devices")
     devices = _devices()
     checks = run_checks()
     return {

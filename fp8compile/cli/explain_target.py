@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from fp8compile.cli.errors import UserError
+from fp8compile.cli.user_code import running
 from fp8compile.testing.report import is_compiled
 from fp8compile.testing.state import kept_state
 
@@ -20,10 +21,6 @@ __all__ = ["Target", "load_target"]
 
 DEFAULT_NAMES = ("model_and_inputs", "example")
 WANTED = "(model, args) or (model, args, kwargs), or a torch.nn.Module with example_inputs()"
-
-
-def _said(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"
 
 
 @dataclass(frozen=True)
@@ -48,25 +45,23 @@ class Target:
         Raises:
             UserError: The call fails.
         """
-        try:
-            # not without gradients, which a model may ask for in its forward
-            with kept_state(self.model, (self.args, self.kwargs)):
-                self.model(*self.args, **self.kwargs)
-        except Exception as error:  # the user's code may raise anything
-            raise UserError(f"{self.name}: calling the model with its inputs failed: {_said(error)}") from error
+        what = f"{self.name}: calling the model with its inputs"
+        # not without gradients, which a model may ask for in its forward
+        with running(what), kept_state(self.model, (self.args, self.kwargs)):
+            self.model(*self.args, **self.kwargs)
 
 
 def _from_file(path: Path) -> ModuleType:
     if not path.is_file():
         raise UserError(f"{path}: no such file")
-    spec = importlib.util.spec_from_file_location(path.stem, path)
+    # what a __main__.py does under `if __name__ == "__main__"` is not asked for
+    name = "explained_main" if path.stem == "__main__" else path.stem
+    spec = importlib.util.spec_from_file_location(name, path)
     module = importlib.util.module_from_spec(spec)
-    sys.modules.setdefault(path.stem, module)  # dataclasses and pickle look their module up by name
+    sys.modules.setdefault(name, module)  # dataclasses and pickle look their module up by name
     sys.path.insert(0, str(path.parent.resolve()))  # as `python FILE.py` does
-    try:
+    with running(f"{path}: running it"):
         spec.loader.exec_module(module)
-    except Exception as error:  # the user's code may raise anything
-        raise UserError(f"{path}: running it failed: {_said(error)}") from error
     return module
 
 
@@ -75,14 +70,13 @@ def _from_name(name: str) -> ModuleType:
         raise UserError(f"{name!r} is neither a FILE.py nor the name of a module")
     if str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))  # the installed command doesn't look there, `python -m` does
-    try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        if error.name is not None and (name == error.name or name.startswith(f"{error.name}.")):
-            raise UserError(f"there is no module {error.name!r}") from error
-        raise UserError(f"importing {name} failed: {_said(error)}") from error
-    except Exception as error:  # the user's code may raise anything
-        raise UserError(f"importing {name} failed: {_said(error)}") from error
+    with running(f"importing {name}"):
+        try:
+            return importlib.import_module(name)
+        except ModuleNotFoundError as error:
+            if error.name is not None and (name == error.name or name.startswith(f"{error.name}.")):
+                raise UserError(f"there is no module {error.name!r}") from error
+            raise
 
 
 def _attribute(module: ModuleType, place: str, name: str) -> Any:
@@ -112,10 +106,8 @@ def _found(text: str) -> Any:
 
 def _called(text: str, value: Any) -> Any:
     """What a function returns, or an object of a class."""
-    try:
+    with running(f"{text}: calling it without arguments"):
         return value()
-    except Exception as error:  # the user's code may raise anything
-        raise UserError(f"{text}: calling it without arguments failed: {_said(error)}") from error
 
 
 def _inputs(text: str, model: nn.Module) -> tuple[nn.Module, Any]:
@@ -126,18 +118,7 @@ def _inputs(text: str, model: nn.Module) -> tuple[nn.Module, Any]:
     return model, _called(f"{text}: example_inputs()", model.example_inputs)
 
 
-def load_target(text: str) -> Target:
-    """Find and call what is to be explained.
-
-    Args:
-        text: ``package.module:name``, ``FILE.py:name`` or ``FILE.py``.
-
-    Returns:
-        The model and its inputs; a single input may be given bare.
-
-    Raises:
-        UserError: It isn't there, fails, or gives something else.
-    """
+def _loaded(text: str) -> Target:
     value = _found(text)
     if not callable(value):
         raise UserError(f"{text} is a {type(value).__name__}; it has to be a function that returns {WANTED}")
@@ -158,3 +139,19 @@ def load_target(text: str) -> Target:
     if is_compiled(model):
         raise UserError(f"{text} gives a model that is compiled already; give what torch.compile was given")
     return Target(text, model, tuple(args), kwargs)
+
+
+def load_target(text: str) -> Target:
+    """Find and call what is to be explained.
+
+    Args:
+        text: ``package.module:name``, ``FILE.py:name`` or ``FILE.py``.
+
+    Returns:
+        The model and its inputs; a single input may be given bare.
+
+    Raises:
+        UserError: It isn't there, fails, or gives something else.
+    """
+    with running(f"{text}: loading it"):  # a lookup may run the user's code, too
+        return _loaded(text)

@@ -26,6 +26,8 @@ class ProgressLine:
         """Decide by standard output's kind; nothing is shown yet."""
         self._arm, self._steps = arm, steps
         self._held_out = ""
+        self._trained = f"{arm}: step {first}/{steps}"
+        self._pace = ""
         self._every = max(1, steps // LINES_PER_ARM)
         self._bar: Progress | None = None
         if sys.stdout.isatty():
@@ -44,9 +46,9 @@ class ProgressLine:
         if self._bar is not None:
             self._bar.stop()
 
-    def _text(self, step: int, loss: float, pace: float | None) -> str:
-        shown = f"  {pace:,.0f} tokens/s" if pace is not None else ""
-        return f"{self._arm}: step {step}/{self._steps}  loss {loss:.4f}{self._held_out}{shown}"
+    @property
+    def _text(self) -> str:
+        return f"{self._trained}{self._held_out}{self._pace}"
 
     def trained(self, step: int, loss: float, pace: float | None) -> None:
         """Show a step.
@@ -56,11 +58,12 @@ class ProgressLine:
             loss: Of its batch, nats per byte.
             pace: Tokens per second so far; None if not known.
         """
-        text = self._text(step, loss, pace)
+        self._trained = f"{self._arm}: step {step}/{self._steps}  loss {loss:.4f}"
+        self._pace = f"  {pace:,.0f} tokens/s" if pace is not None else ""
         if self._bar is not None:
-            self._bar.update(self._task, completed=step, description=text)
+            self._bar.update(self._task, completed=step, description=self._text)
         elif step == 1 or step % self._every == 0 or step == self._steps:
-            print(text, flush=True)
+            print(self._text, flush=True)
 
     def evaluated(self, step: int, loss: float) -> None:
         """Show a held-out loss.
@@ -70,5 +73,7 @@ class ProgressLine:
             loss: Nats per byte.
         """
         self._held_out = f"  held-out {loss:.4f}"
-        if self._bar is None:
+        if self._bar is not None:
+            self._bar.update(self._task, description=self._text)
+        else:
             print(f"{self._arm}: step {step}/{self._steps}{self._held_out}", flush=True)

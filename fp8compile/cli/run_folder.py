@@ -6,28 +6,31 @@
     RUN/loss.png                the curves
 
 Rows are appended as they come; every other file is replaced as a whole. Of several ranks the first one reads and
-writes; the others know what it read.
+writes; the others know what it read. A folder may come from anywhere: what is read from it is checked before it is
+used. A run holds a lock on its folder, so that no second one writes there.
 """
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
+import shlex
 import shutil
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fp8compile.cli.errors import UserError
+from fp8compile.cli.rows import rows_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
     from fp8compile.cli.ranks import Ranks
+    from fp8compile.cli.rows import Row
 
 __all__ = ["RunFolder", "existing_run_folder", "new_run_folder", "write_atomically"]
-
-Row = dict[str, object]
 
 
 @contextmanager
@@ -89,7 +92,7 @@ class RunFolder:
     @property
     def resume_command(self) -> str:
         """What a user types to go on."""
-        command = f"fp8compile train --resume {self.path}"
+        command = f"fp8compile train --resume {shlex.quote(str(self.path))}"
         size = self._ranks.size
         return command if size == 1 else f"torchrun --nproc-per-node {size} -m {command}"
 
@@ -101,11 +104,16 @@ class RunFolder:
         """Return the path of an arm's checkpoint."""
         return self.path / f"checkpoint-{arm}.pt"
 
+    @property
+    def config(self) -> Path:
+        """The path of config.json."""
+        return self.path / "config.json"
+
     def write_config(self, config: Row) -> None:
         """Write config.json."""
         if self._ranks.is_first:
             text = json.dumps(config, indent=2) + "\n"
-            write_atomically(self.path / "config.json", text.encode())
+            write_atomically(self.config, text.encode())
 
     def read_config(self) -> Row:
         """Read config.json.
@@ -119,15 +127,14 @@ class RunFolder:
         return self._ranks.same(self._read_config)
 
     def _read_config(self) -> Row:
-        path = self.path / "config.json"
         try:
-            config = json.loads(path.read_bytes())
+            config = json.loads(self.config.read_bytes())
         except OSError as error:
             raise UserError(f"no run in {self.path}: cannot read config.json: {error.strerror}") from error
-        except ValueError as error:
-            raise UserError(f"{path} is damaged: {error}; start a new run") from error
+        except (ValueError, RecursionError) as error:
+            raise UserError(f"cannot use {self.config}: {error}; start a new run") from error
         if not isinstance(config, dict):
-            raise UserError(f"{path} is damaged: not an object; start a new run")
+            raise UserError(f"cannot use {self.config}: it is no JSON object; start a new run")
         return config
 
     def append(self, row: Row) -> None:
@@ -139,19 +146,22 @@ class RunFolder:
             file.write(line)
 
     def rows(self) -> list[Row]:
-        """Return the rows of metrics.jsonl, without a last line that a kill cut short."""
+        """Return the rows of metrics.jsonl, without a last line that a kill cut short.
+
+        Raises:
+            UserError: It can't be read, or a line is no row.
+        """
         return self._ranks.same(self._read_rows)
 
     def _read_rows(self) -> list[Row]:
-        if not self._metrics.exists():
+        try:
+            return rows_of(self._metrics.read_bytes())
+        except FileNotFoundError:
             return []
-        rows = []
-        for line in self._metrics.read_text().splitlines():
-            try:
-                rows.append(json.loads(line))
-            except ValueError:
-                break
-        return rows
+        except OSError as error:
+            raise UserError(f"cannot use {self._metrics}: {error.strerror}") from error
+        except ValueError as error:
+            raise UserError(f"cannot use {self._metrics}: {error}; start a new run") from error
 
     def replace_rows(self, rows: Iterable[Row]) -> None:
         """Rewrite metrics.jsonl."""
@@ -170,48 +180,81 @@ class RunFolder:
             shutil.rmtree(self.path, ignore_errors=True)
 
 
-def _make_folder(path: Path) -> bool:
-    """Make a folder for a run; return whether it was there, empty."""
+# -------------------------------------------------------------------- whose folder it is
+
+
+def _lock(path: Path, held: ExitStack) -> None:
+    """Keep other runs on this machine out of a folder; the system lets go when the process ends, however it ends."""
+    descriptor = os.open(path, os.O_RDONLY)  # of the folder itself: no file is left behind
+    held.callback(os.close, descriptor)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise UserError(f"another run is alive in {path}; wait for its end, or stop it") from error
+    except OSError as error:  # some network file systems have none
+        print(f"note: no lock on {path}: {error.strerror}; see to it that no other run writes there", flush=True)
+
+
+def _refuse_taken(path: Path) -> None:
     if (path / "config.json").exists():
         raise UserError(f"{path} already has a run; go on with it by --resume {path}, or give another --out")
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise UserError(f"{path} exists and is no empty folder; give another --out")
-    had_folder = path.exists()
+
+
+def _make_folder(path: Path, held: ExitStack) -> bool:
+    """Make a folder for a run, and lock it; return whether it was there, empty."""
     with _writing(path):
+        _refuse_taken(path)
+        had_folder = path.exists()
         path.mkdir(parents=True, exist_ok=True)
+        _lock(path, held)
+        _refuse_taken(path)  # another run may have been quicker
     return had_folder
 
 
-def new_run_folder(path: Path, ranks: Ranks) -> RunFolder:
-    """Make the folder of a new run.
+def _open_folder(path: Path, held: ExitStack) -> None:
+    try:
+        _lock(path, held)
+    except OSError as error:
+        raise UserError(f"no run in {path}: {error.strerror}; check --resume") from error
+    if not path.is_dir():
+        raise UserError(f"no run in {path}: it is a file; give --resume the folder of the run")
+
+
+@contextmanager
+def new_run_folder(path: Path, ranks: Ranks) -> Iterator[RunFolder]:
+    """Make the folder of a new run, which is its own while the block runs.
 
     Args:
         path: Where; may exist if it is an empty folder.
         ranks: The processes of the run.
 
-    Returns:
+    Yields:
         The folder, with nothing in it.
 
     Raises:
         UserError: There is a run or anything else, or the folder cannot be made.
     """
-    had_folder = ranks.same(lambda: _make_folder(path))
-    return RunFolder(path, ranks, is_fresh=True, had_folder=had_folder)
+    with ExitStack() as held:
+        had_folder = ranks.same(lambda: _make_folder(path, held))
+        yield RunFolder(path, ranks, is_fresh=True, had_folder=had_folder)
 
 
-def existing_run_folder(path: Path, ranks: Ranks) -> RunFolder:
-    """Open the folder of a run to resume.
+@contextmanager
+def existing_run_folder(path: Path, ranks: Ranks) -> Iterator[RunFolder]:
+    """Open the folder of a run to resume, which is its own while the block runs.
 
     Args:
         path: Where.
         ranks: The processes of the run.
 
-    Returns:
+    Yields:
         The folder.
 
     Raises:
-        UserError: It is no folder.
+        UserError: It is no folder, or another run is alive in it.
     """
-    if not path.is_dir():
-        raise UserError(f"no run in {path}: there is no such folder; check --resume")
-    return RunFolder(path, ranks, is_fresh=False)
+    with ExitStack() as held:
+        ranks.same(lambda: _open_folder(path, held))
+        yield RunFolder(path, ranks, is_fresh=False)

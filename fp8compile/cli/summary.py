@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from fp8compile.cli.config import Arm
-    from fp8compile.cli.run_folder import Row
+    from fp8compile.cli.rows import Row
 
 __all__ = ["complaints", "loss_picture", "print_summary"]
 
@@ -62,7 +62,7 @@ def _column(rows: Sequence[Row], arm: str) -> dict[str, str]:
     on_rank = "" if ranks == 1 else ", of one rank"
     column = {
         "held-out loss (nats/byte)": f"{held_out[-1]['loss']:.4f}",
-        f"train loss (mean of last {len(last)})": f"{sum(last) / len(last):.4f}",
+        f"train loss (mean of last {len(last)})": f"{sum(last) / len(last):.4f}" if last else "-",
         "tokens/s (median step)": "-" if pace is None else f"{pace:,.0f}",
         f"peak memory since {done['peak_memory_since']}{on_rank}": f"{done['peak_memory_bytes'] / 2**20:,.0f} MiB",
         "graphs": _graphs(done),

@@ -73,8 +73,8 @@ def _visible_files(folder: Path) -> Iterator[Path]:
 def _read(path: Path) -> bytes:
     try:
         return path.read_bytes()
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}; check --data") from error
+    except (OSError, ValueError) as error:  # the second of a NUL in a name
+        raise UserError(f"cannot read {path}: {getattr(error, 'strerror', error)}; check --data") from error
 
 
 def _files(source: Path | None) -> Iterator[Path]:

@@ -7,6 +7,7 @@ import importlib.util
 from dataclasses import fields
 from pathlib import Path
 
+from fp8compile import recipes
 from fp8compile.cli.config import TrainConfig
 from fp8compile.cli.errors import UserError
 
@@ -19,7 +20,7 @@ library, and show what FP8 did: losses, pace, memory, graphs, and which GEMMs ra
 NEEDED = ("rich", "matplotlib")
 # Flag, type, help; the default comes from TrainConfig.
 VALUES = (
-    ("--recipe", str, "recipe of fp8compile.recipes by name, or bf16 for no conversion"),
+    ("--recipe", str, f"{', '.join(recipes.names())}, an installed package's, or bf16 for no conversion"),
     ("--compare", str, "train this one too, from the same seed and batches: bf16"),
     ("--dim", int, "width of the model"),
     ("--layers", int, "number of blocks"),
@@ -98,7 +99,7 @@ def _explicit(parsed: argparse.Namespace) -> dict[str, object]:
 def _run(parsed: argparse.Namespace) -> int:
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
     if missing:
-        raise UserError(f'{" and ".join(missing)} missing; pip install "fp8compile[train]"')
+        raise UserError(f"{' and '.join(missing)} missing; pip install {' '.join(missing)}")
     from fp8compile.cli.ranks import joined
     from fp8compile.cli.training import resumed_run, start_run
 

@@ -204,7 +204,8 @@ class Trainer:
 
     def load(self, path: object) -> None:
         """Continue from a checkpoint, if there is one."""
-        self.step = load_checkpoint(path, model=self.model, optimizer=self._optimizer)
+        steps = self._config.steps
+        self.step = load_checkpoint(path, model=self.model, optimizer=self._optimizer, steps=steps)
 
     def save(self, path: object) -> None:
         """Write a checkpoint: the first rank does, of what all have."""

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from fp8compile.cli.config import Arm
-    from fp8compile.cli.run_folder import Row
+    from fp8compile.cli.rows import Row
 
 __all__ = ["resolved", "resumed_run", "start_run"]
 
@@ -169,15 +169,15 @@ def _drop_rows_after(folder: RunFolder, arm: Arm, step: int) -> None:
     """Forget what a kill left behind the checkpoint; the resumed run writes it again."""
     rows = folder.rows()
     kept = [row for row in rows if row["arm"] != arm.name or (row["kind"] != "done" and row["step"] <= step)]
-    if kept or rows:
-        folder.replace_rows(kept)
+    folder.replace_rows(kept)  # without a row too: a first one that was cut short would be the next one's beginning
 
 
 # -------------------------------------------------------------------- the run
 
 
 def _is_done(rows: list[Row], arm: Arm, steps: int) -> bool:
-    return any(row["kind"] == "done" and row["arm"] == arm.name and row["step"] == steps for row in rows)
+    last = {row["kind"] for row in rows if row["arm"] == arm.name and row["step"] == steps}
+    return {"eval", "done"} <= last
 
 
 def _verdict(config: TrainConfig, rows: list[Row], text: Text) -> Verdict:
@@ -265,10 +265,10 @@ def start_run(config: TrainConfig, out: Path | None, ranks: Ranks) -> int:
     config = resolved(config, ranks)
     text = _load_text(config, ranks)
     path = ranks.same(lambda: out or Path("runs") / time.strftime("%Y%m%d-%H%M%S"))
-    folder = new_run_folder(path, ranks)
-    with _mended(folder):
-        folder.write_config({"fp8compile": f8.__version__, **_provenance(config, text)})
-    return _run_all(config, text, folder, ranks)
+    with new_run_folder(path, ranks) as folder:
+        with _mended(folder):
+            folder.write_config({"fp8compile": f8.__version__, **_provenance(config, text)})
+        return _run_all(config, text, folder, ranks)
 
 
 def resumed_run(path: Path, explicit: dict[str, object], ranks: Ranks) -> int:
@@ -287,14 +287,15 @@ def resumed_run(path: Path, explicit: dict[str, object], ranks: Ranks) -> int:
         Failed: A check finds the criterion unmet or something else run than asked for, or a loss is not finite.
         Stopped: By a signal.
     """
-    folder = existing_run_folder(path, ranks)
-    stored = folder.read_config()
-    config = resolved(extended(config_from_json(stored.get("train")), explicit), ranks)
-    text = _load_text(config, ranks)
-    if text.sha256 != stored.get("text_sha256"):
-        raise UserError(f"the text of {path} has changed since the run began; start a new one")
-    if stored.get("torch") != torch.__version__:
-        print(f"note: begun with PyTorch {stored.get('torch')}, this is {torch.__version__}: bits may differ")
-    if asdict(config) != stored["train"]:
-        folder.write_config({**stored, "train": asdict(config)})
-    return _run_all(config, text, folder, ranks)
+    with existing_run_folder(path, ranks) as folder:
+        stored = folder.read_config()
+        config = resolved(extended(config_from_json(stored.get("train"), folder.config), explicit), ranks)
+        text = _load_text(config, ranks)
+        if text.sha256 != stored.get("text_sha256"):
+            raise UserError(f"the text of {path} has changed since the run began; start a new one")
+        if stored.get("torch") != torch.__version__:
+            print(f"note: begun with PyTorch {stored.get('torch')}, this is {torch.__version__}: bits may differ")
+        folder.rows()  # what can't be used is said before anything is written
+        if asdict(config) != stored["train"]:
+            folder.write_config({**stored, "train": asdict(config)})
+        return _run_all(config, text, folder, ranks)

@@ -29,6 +29,10 @@ Each row is a test in `tests/behaviour/`, which runs it in eager mode and under 
 file is what `python tests/behaviour/table.py` made of the outcomes. A test fails as soon as its cell changes. Numbers
 stand for the texts below each table: an error that says what to do, or what that version of PyTorch lacks. An empty
 cell: the row makes no sense there.
+
+A row that names no recipe runs `rowwise`. Of "Autograd" the rows with functions of `torch.func`, and of "Parallel"
+that with pipeline stages, run every ready recipe but `delayed`, whose layers write their state in the backward: see
+[Delayed scaling](delayed-scaling.md).
 """
 
 

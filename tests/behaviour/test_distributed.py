@@ -14,9 +14,9 @@ import fp8compile as f8
 RECIPE = f8.recipes.rowwise()
 
 
-def mlp(seed=0):
+def mlp(seed=0, recipe=RECIPE):
     torch.manual_seed(seed)
-    return f8.convert(nn.Sequential(nn.Linear(64, 96), nn.ReLU(), nn.Linear(96, 64)), RECIPE)
+    return f8.convert(nn.Sequential(nn.Linear(64, 96), nn.ReLU(), nn.Linear(96, 64)), recipe)
 
 
 def batch(seed):
@@ -125,13 +125,13 @@ def test_no_sync(way):
     assert all(shared_ranks().run(accumulate, way.compiled))
 
 
-def pipeline(compiled, schedule_name):
+def pipeline(compiled, schedule_name, recipe):
     """Whether losses and gradients of a stage a rank equal those of one process over the same microbatches."""
     from torch.distributed import pipelining
 
     group = GROUPS["pair"]
     rank = dist.get_rank(group)
-    stages = [mlp(seed=0), mlp(seed=1)]
+    stages = [mlp(seed, f8.recipes.by_name(recipe)) for seed in (0, 1)]
     x, target = batch(7).view(4, 4, 64), batch(8).view(4, 4, 64)
 
     whole = nn.Sequential(*stages)
@@ -157,5 +157,6 @@ def pipeline(compiled, schedule_name):
 
 @behaviour("Parallel", "pipeline stages, each compiled: GPipe and 1F1B")
 def test_pipelining(way):
-    for name in ("ScheduleGPipe", "Schedule1F1B"):
-        assert all(shared_ranks().run(pipeline, way.compiled, name))
+    current_scaling = [name for name in f8.recipes.names() if name != "delayed"]
+    for schedule, recipe in [("ScheduleGPipe", "rowwise"), *(("Schedule1F1B", name) for name in current_scaling)]:
+        assert all(shared_ranks().run(pipeline, way.compiled, schedule, recipe)), (schedule, recipe)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -32,6 +33,7 @@ from fp8compile.testing.state import kept_state
 __all__ = ["Explanation", "explain"]
 
 
+log = logging.getLogger(__name__)
 SHOWN = 5  # names in a line; the table has them all
 
 
@@ -91,9 +93,9 @@ class Explanation:
         return tuple(lines)
 
     @property
-    def is_as_converted(self) -> bool:
-        """Whether the answer is yes, or nothing was converted: nothing that a converted model promises is missing."""
-        return self.verdict.startswith("YES") or not any(layer.converted for layer in self.layers)
+    def runs_in_fp8(self) -> bool:
+        """Whether the answer is yes; of a model that nobody converted it is no."""
+        return self.verdict.startswith("YES")
 
     @property
     def verdict(self) -> str:
@@ -106,7 +108,7 @@ class Explanation:
         if self.fell_back:
             return f"NO: {_counted(len(self.fell_back), 'converted layer')} fell back; {proven}"
         if not converted and not in_fp8:
-            return f"NO: none of {len(self.layers)} linears is converted"
+            return f"NO: none of {len(self.layers)} linears is converted" if self.layers else "NO: there is no linear"
         if self.unproven:
             return f"NOT PROVEN: {'; '.join(self._doubts())}; {proven}"
         if not in_fp8:
@@ -145,7 +147,9 @@ def _no_code(model: nn.Module, report: GraphReport) -> str:
 def _explained(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], gpu: str | None, peaks: Peaks | None
 ) -> Explanation:
+    log.info("compiling the model and calling it twice")
     report = graph_report(model, calls=[Call(args, kwargs, name=name) for name in ("first", "the same again")])
+    log.info("reading its graphs")
     names = Names.of(model)
     buffers = set(map(id, model.buffers()))
     gemms, unknown = graph_gemms(record(model, args, kwargs), layer_weights(model), buffers, names)
@@ -154,6 +158,7 @@ def _explained(
         problem = _no_code(model, report)
         on_gpu = GpuExplanation(gpu=peaks.name, problem=problem)
         if not problem:
+            log.info("generating code for %s", peaks.name)
             on_gpu = explain_gpu(model, args, kwargs, names, GPUS[gpu], name=peaks.name)
     return Explanation(
         torch=torch.__version__,

@@ -39,9 +39,11 @@ class Peaks:
 
 
 # Source: NVIDIA H200 Tensor Core GPU data sheet, H200 SXM. Its tensor core figures (FP8 3,958 TFLOPS, BF16 1,979) are
-# "with sparsity"; dense ones are half of them.
+# "with sparsity"; dense ones are half of them. NVIDIA HGX B200 data sheet, one GPU: FP8 9 PFLOPS and BF16 4.5
+# with sparsity, FP32 75 TFLOPS, 8 TB/s (later editions: 7.7).
 PEAKS = {
-    "h200": Peaks(name="NVIDIA H200 SXM", capability=(9, 0), fp8=1979e12, bf16=989e12, fp32=67e12, bandwidth=4.8e12)
+    "h200": Peaks(name="NVIDIA H200 SXM", capability=(9, 0), fp8=1979e12, bf16=989e12, fp32=67e12, bandwidth=4.8e12),
+    "b200": Peaks(name="NVIDIA B200 SXM", capability=(10, 0), fp8=4500e12, bf16=2250e12, fp32=75e12, bandwidth=8e12),
 }
 
 

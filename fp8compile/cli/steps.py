@@ -1,0 +1,31 @@
+"""What a command is doing, on standard error: a line a step, for whoever waits. Standard output has the answer alone.
+
+Any module says it by ``logging.getLogger(__name__).info``: who calls the library and not the command sees nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+__all__ = ["steps_shown"]
+
+
+@contextmanager
+def steps_shown() -> Iterator[None]:
+    """Print what the package logs, while this runs."""
+    logger = logging.getLogger("fp8compile")
+    level, propagates = logger.level, logger.propagate
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter("%(message)s ..."))
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    logger.propagate = False  # a target that sets up logging would print each line twice
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+        logger.propagate = propagates

@@ -1,0 +1,67 @@
+"""Run a user's code in this process: however it ends, the command goes on and says so.
+
+Code that ends the process ends the command with it, and `sys.exit(0)` or `os._exit(0)` would be an answer that
+nobody gave, green in somebody's CI. Signals, of a crash too, have exit codes above 128 by themselves.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest import mock
+
+from fp8compile.cli.errors import UserError
+
+__all__ = ["running"]
+
+# What ends or replaces a process at once, without an exception; all of os.exec* call the last two.
+AT_ONCE = ("_exit", "execv", "execve")
+
+
+class _EndedAtOnce(BaseException):
+    """Raised in the place of a call that would end the process at once; no handler of ``Exception`` sees it."""
+
+
+def _raising(name: str) -> Callable[..., Any]:
+    real, owner = getattr(os, name), os.getpid()
+
+    def end(*args: Any) -> Any:
+        if os.getpid() != owner:  # a process that the code forked ends as it likes
+            return real(*args)
+        raise _EndedAtOnce(f"os.{name}({', '.join(map(repr, args))})")
+
+    return end
+
+
+def _said(error: BaseException) -> str:
+    if isinstance(error, SystemExit):
+        call = f"sys.exit({'' if error.code is None else repr(error.code)})"
+    elif isinstance(error, _EndedAtOnce):
+        call = str(error)
+    else:
+        return f"{type(error).__name__}: {error}"
+    return f"it called {call}, which would end this command too; leave that to code under if __name__ == '__main__'"
+
+
+@contextmanager
+def running(what: str) -> Iterator[None]:
+    """Turn every way in which a user's code can fail or end the process into a `UserError`.
+
+    Args:
+        what: What is being done, as the beginning of a sentence that ends in "failed".
+
+    Raises:
+        UserError: The code raised anything, or called ``sys.exit`` or ``os._exit``.
+        KeyboardInterrupt: Somebody pressed Ctrl-C; the command knows its exit code.
+    """
+    with ExitStack() as stack:
+        for name in AT_ONCE:
+            stack.enter_context(mock.patch.object(os, name, _raising(name)))
+        try:
+            yield
+        except (UserError, KeyboardInterrupt):
+            raise
+        except BaseException as error:  # the user's code may raise anything
+            raise UserError(f"{what} failed: {_said(error)}") from error
