@@ -56,7 +56,7 @@ def shared_amaxes(layer: Linear, local: Tensor, where: Where) -> SharedAmaxes:
 def _known(layer: Linear, slot: str) -> Tensor:
     state = layer.graph_fsdp
     where, shared = state.where["weight"], state.shared_amaxes
-    shard = layer._parameters["weight"].to_local().detach()  # inference mode takes no detach of a DTensor
+    shard = layer._parameters["weight"].to_local().detach()  # inference mode can't detach a DTensor
     dtype = used_dtype(where, shard.device.type)
     return fsdp_amax(shard, dtype, where.rows, list(shared.grids[slot]), slot, layer.recipe)
 

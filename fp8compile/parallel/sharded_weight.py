@@ -87,11 +87,11 @@ class ShardedWeight(Tensor):
         return plain.requires_grad_(self.requires_grad)
 
     def numpy(self, *, force: bool = False) -> Any:
-        """As of any tensor: an array on the same memory."""
+        """An array on the same memory, as any tensor gives one; PyTorch refuses it for classes with a dispatch."""
         return self._without_class().numpy(force=force)
 
     def tolist(self) -> Any:
-        """As of any tensor."""
+        """The values as nested lists, as any tensor gives them; PyTorch refuses that, too."""
         return self._without_class().tolist()
 
     def __repr__(self) -> str:  # type: ignore[override]

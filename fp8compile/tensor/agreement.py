@@ -1,8 +1,8 @@
-"""Whether all ranks of a group say the same of what each of them has.
+"""Ranks of a group compare what each of them is said to have, once, before they send it.
 
-A rank that expects a message of another size than one that it gets does not raise: gloo ends the process, and NCCL
-waits or reads what is no part of the message. So ranks tell each other what they expect before they send anything.
-Once is all that this can be: a rank that asked whenever its own sizes change would ask alone.
+A message of another size than a rank expects raises no error: gloo ends the process, and NCCL waits for ever or reads
+memory that is no part of the message. The comparison is a message too, and all ranks have to take part. So it is made
+in the first call: a rank that asked again whenever its own sizes change would ask alone.
 """
 
 from __future__ import annotations
@@ -50,19 +50,19 @@ def _compare_once(
 
 
 def check_agreement(function: str, x: Tensor, group: ProcessGroup, **sizes: tuple[int, ...]) -> None:
-    """Raise, on all ranks of a group, unless all of them give the same sizes; the first time that a function asks.
+    """Raise on all ranks of a group unless they give the same sizes; compared in a function's first call with a group.
 
-    All ranks call this, and the first time each sends a few numbers. Of a compiled function that is while Dynamo
-    traces it, so its steps send nothing; nothing is compared of sizes that are symbols then, nor on fake tensors.
+    A compiled function compares while Dynamo traces it, so its steps send nothing more. Sizes that are symbols then
+    are not compared, nor are those of fake tensors.
 
     Args:
-        function: Which asks.
-        x: What is about to be sent.
-        group: The ranks.
-        sizes: By the name of the function's argument, one entry for each rank.
+        function: The name of the function that asks.
+        x: The tensor that is about to be sent.
+        group: The ranks. All of them call this.
+        sizes: What each rank has, one entry a rank, by the name of the function's argument.
 
     Raises:
-        ValueError: They differ; with what each rank says.
+        ValueError: The ranks give different sizes. The text has those of each rank.
     """
     numbers = tuple([size for each in sizes.values() for size in each])
     if group.size() == 1 or x.is_meta or _compat.is_fake(x) or not all(map(_compat.is_static, numbers)):

@@ -30,18 +30,18 @@ def attributes_of_others(tensor: Tensor) -> dict[str, Any]:
 
 
 def moved(op: Any, source: Tensor, result: Tensor) -> Tensor:
-    """What an op made of a parameter, with the attributes that the parameter would keep if it were no subclass."""
+    """The result of an op, which keeps the source's attributes if the op is one that moves a parameter."""
     if op in MOVES:
         vars(result).update(attributes_of_others(source))
     return result
 
 
 def in_place_of(parameter: Tensor, data: Tensor) -> Parameter:
-    """A parameter of other data, with the attributes of the one whose place it takes.
+    """A parameter with the ``requires_grad``, ``grad_dtype`` and attributes of others that the one it replaces has.
 
     Args:
-        parameter: Whose ``requires_grad``, ``grad_dtype`` and attributes of others are kept.
-        data: What the new one holds; no copy.
+        parameter: The one that is replaced.
+        data: The tensor that the new parameter holds; it is not copied.
     """
     found = Parameter(data, requires_grad=parameter.requires_grad)
     vars(found).update(attributes_of_others(parameter))

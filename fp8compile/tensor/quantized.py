@@ -63,7 +63,7 @@ def _parts_to_gather(x: QuantizedTensor, dim: int, sizes: Sequence[int] | None) 
     sizes = own_sizes("all_gather", "sizes", given, x.group, x.shape[x.shard_dim], what)
     if x.sizes is not None and sizes != x.sizes:
         raise ValueError(f"all_gather: sizes is {sizes}, and this was quantized as one of {x.sizes}.")
-    check_agreement("all_gather", x, x.group, sizes=sizes)
+    check_agreement("all_gather", x.codes, x.group, sizes=sizes)
     found = Shards(x.group, x.group.rank(), x.shard_dim, sizes)
     if x.sizes is None and any(side.kind == "cut" for side in sides_of(x.shape, (found,), x.quantizer.block)):
         raise ValueError(
