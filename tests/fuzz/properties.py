@@ -15,6 +15,12 @@ from bad_input import BadCall, bad_calls, raised_by_us
 from cases import Drawn, Layer, layers, quantizers, shapes, tensors
 from expected import quantized
 from hypothesis import strategies as st
+from silence import (
+    layer_follows_dequantize,
+    own_layers,
+    what_is_written_between_forward_and_backward_raises,
+    writes,
+)
 from torch import Tensor
 
 import fp8compile as f8
@@ -152,6 +158,25 @@ def views_keep_values_or_raise(case: Viewed, same: Same) -> tuple[str, ...]:
         assert type(q) is f8.QuantizedTensor
         assert (q.shape, q.dtype) == (plain.shape, plain.dtype), name
         same(q.dequantize(), plain, name)
+    return "right", *(name for name, _, _ in case.views)
+
+
+def gradients_pass_views(case: Viewed, same: Same) -> tuple[str, ...]:
+    """The gradient through quantize, views and dequantize is that through the same views of x."""
+    x, other = (case.of.x.tensor().detach().requires_grad_() for _ in range(2))
+    q, plain = f8.quantize(x, case.of.quantizer), other
+    for name, view in (_view(*arguments) for arguments in case.views):
+        try:
+            q, plain = view(q), view(plain)
+        except (RuntimeError, IndexError, TypeError):
+            return "refused", name
+    assert q.requires_grad == plain.requires_grad
+    if not plain.requires_grad:  # detached
+        return ("constant",)
+    weights = torch.arange(plain.numel()).view(plain.shape).cos().to(plain.dtype)
+    q.dequantize().backward(weights)
+    plain.backward(weights)
+    same(x.grad, other.grad, "gradient of x")
     return "right", *(name for name, _, _ in case.views)
 
 
@@ -356,9 +381,17 @@ class Property:
 
 
 PROPERTIES = {
-    "quantize: numpy's codes and scales": Property(_quantized(), quantize_is_the_oracles, 0.2, 300),
-    "views: values kept or refused": Property(_viewed(), views_keep_values_or_raise, 0.08, 300),
-    "layer: products of numpy's codes": Property(layers(), layer_is_made_of_its_products, 0.2, 200),
+    "quantize: numpy's codes and scales": Property(_quantized(), quantize_is_the_oracles, 0.165, 300),
+    "views: values kept or refused": Property(_viewed(), views_keep_values_or_raise, 0.06, 300),
+    "views: gradients pass": Property(_viewed(), gradients_pass_views, 0.04, 100),
+    "layer: products of numpy's codes": Property(layers(), layer_is_made_of_its_products, 0.16, 200),
+    "layer: products of own arithmetic": Property(own_layers(), layer_follows_dequantize, 0.03, 60),
+    "written in between": Property(
+        writes(compiled=False), what_is_written_between_forward_and_backward_raises, 0.02, 60
+    ),
+    "written in between, compiled": Property(
+        writes(compiled=True), what_is_written_between_forward_and_backward_raises, 0.005, 6
+    ),
     "aot_eager, graphs reused": Property(_reused("aot_eager"), _one_graph_for_many("aot_eager"), 0.12, 50),
     "inductor, graphs reused": Property(_reused("inductor"), _one_graph_for_many("inductor"), 0.1, 0),
     "inductor, quantize, graphs reused": Property(_reused_quantize(), inductor_quantizes_as_eager, 0.1, 2),
