@@ -68,6 +68,7 @@ class Schedule:
             of an operator, or a place that several kernels write to.
         no_cuda_graph: Why Inductor would not replay it as a CUDA graph; None if it would.
         mutated_inputs: Positions of the arguments that it writes to.
+        constants: What the source names and doesn't define: types of opaque values, tensors of the graph.
     """
 
     source: str
@@ -77,6 +78,7 @@ class Schedule:
     placed: dict[str, fx.Node | None] = field(repr=False)
     no_cuda_graph: str | None
     mutated_inputs: tuple[int, ...]
+    constants: dict[str, Any] = field(repr=False)
 
     @cached_property
     def maker(self) -> dict[str, ScheduledLaunch]:
@@ -191,7 +193,8 @@ def _schedule(nodes: Sequence[Any], source: str, total: int, sources: dict[str, 
     placed = {
         part.node.get_name(): _node_of(part.node) for node in nodes if node not in called for part in node.get_nodes()
     }
-    return Schedule(source, total, _launches(called, source), sources, placed, reason, mutated)
+    constants = {**getattr(lowering, "opaque_value_type_classes", {}), **lowering.constants}
+    return Schedule(source, total, _launches(called, source), sources, placed, reason, mutated, constants)
 
 
 # ---------------------------------------------------------------------------------- lowering
