@@ -120,6 +120,18 @@ class Schedule:
         names = (node.meta.get("custom", {}).get(SOURCE) for node in nodes if node is not None)
         return next((self.sources[name] for name in names if name in self.sources), None)
 
+    @cached_property
+    def stored_by(self) -> dict[fx.Node, ScheduledLaunch]:
+        """Nodes of the given graph whose values are in a buffer, and the launch that writes it."""
+        found: dict[fx.Node, ScheduledLaunch] = {}
+        for launch in self.launches:
+            for lowered in filter(None, (self._holders[name] for name in launch.made)):
+                node = self.sources.get(lowered.meta.get("custom", {}).get(SOURCE))
+                # one that was taken apart gave its name to its parts
+                if node is not None and node.target == lowered.target:
+                    found.setdefault(node, launch)
+        return found
+
 
 def operator_of(node: fx.Node) -> str:
     """The operator that a decomposed node was in the graph before, such as "aten.silu" or "fp8compile.linear"."""

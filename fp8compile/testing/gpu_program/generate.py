@@ -65,8 +65,7 @@ class _Compared:
         self._name, self._graph, self._settings = name, graph, settings
         values = [node.meta["val"] for node in graph.graph.find_nodes(op="placeholder")]
         with config.patch({"emulate_precision_casts": settings.precision_casts}):
-            found = schedule(GpuGraph(graph, values), settings.gpu)
-        self._source = found.source
+            self._schedule = found = schedule(GpuGraph(graph, values), settings.gpu)
         self._program = Program(
             found.source, found.constants, settings.gpu, Interpreter(settings.arithmetic),
             poison=settings.poison, folder=folder,
@@ -93,9 +92,8 @@ class _Compared:
 
     def _reference(self, given: list[Any]) -> tuple[Reference, list[Any], list[Any]]:
         """The reference after it ran, its results, and its inputs, which it may have changed."""
-        unfused = "extern_kernels.addmm" not in self._source and "extern_kernels.bias_addmm" not in self._source
         settings = self._settings
-        reference = Reference(self._graph, settings.gpu, rounds_each=settings.precision_casts, adds_bias_later=unfused)
+        reference = Reference(self._graph, settings.gpu, self._schedule, rounds_each=settings.precision_casts)
         with torch.no_grad(), pretend_target(Target("cpu")):  # the ops' own reference code, and none of their kernels
             return reference, reference.run(*given), given
 
@@ -103,7 +101,7 @@ class _Compared:
         """What is to be said of it, after it ran."""
         program = self._program
         return GraphRun(
-            name=self._name, source=self._source, products=tuple(program.products.called),
+            name=self._name, source=self._schedule.source, products=tuple(program.products.called),
             launches=tuple(program.launches), library_calls=tuple(dict.fromkeys(program.library_calls)),
             seconds=(self._generating, self._running),
         )  # fmt: skip

@@ -146,7 +146,6 @@ class Interpreter:
 
         yield jitted, "run", run
         yield jitted, "__call__", lambda function, *args, **kwargs: self._rewrite(function.fn)(*args, **kwargs)
-        yield triton.knobs.runtime, "interpret", True  # constants of compile time are plain values
 
     def _memory(self) -> Iterator[tuple]:
         def watched(kind: str, original: Callable, mask_at: int) -> Callable:

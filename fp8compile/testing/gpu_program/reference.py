@@ -16,6 +16,7 @@ from torch import Tensor, fx
 from fp8compile.testing.gpu_program.messages import message
 from fp8compile.testing.gpu_program.products import PRODUCTS, Products
 from fp8compile.testing.gpus import Gpu
+from fp8compile.testing.schedule import Schedule
 
 __all__ = ["Reference"]
 
@@ -32,28 +33,51 @@ class Reference(fx.Interpreter):
         products: What multiplies, and every product that was called.
     """
 
-    def __init__(self, graph: fx.GraphModule, gpu: Gpu, *, rounds_each: bool, adds_bias_later: bool) -> None:
+    def __init__(self, graph: fx.GraphModule, gpu: Gpu, found: Schedule, *, rounds_each: bool) -> None:
         super().__init__(graph)
         self.products = Products(gpu)
-        self._rounds_each, self._adds_bias_later = rounds_each, adds_bias_later
+        self._rounds_each = rounds_each
+        self._stored_by = found.stored_by
+        self._computed = {id(launch): set(found.computed(launch)) for launch in found.launches}
+        self._adds_bias_later = not any("addmm" in launch.name for launch in found.launches)
+        # a library's operator reads memory; Inductor computes all others
+        self._library = {launch.name.removesuffix(".default") for launch in found.launches if launch.kind == "opaque"}
 
     def run_node(self, node: fx.Node) -> Any:
         """One operator; its operands are rounded where it reads them from memory."""
         if node.op == "output":
-            return fx.node.map_arg(node.args[0], self._stored)
-        if _reads_memory(node):
-            args, kwargs = fx.node.map_arg((node.args, node.kwargs), self._stored)
-            result = self.call_function(node.target, args, kwargs)
-        else:
+            return fx.node.map_arg(node.args[0], self._rounded)
+        if node.op != "call_function":
             result = super().run_node(node)
+        else:
+            args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda operand: self._operand(node, operand))
+            result = self.call_function(node.target, args, kwargs)
         is_low = isinstance(result, Tensor) and result.dtype in LOW_PRECISION
         return result.float() if is_low and not self._rounds_each else result
 
-    def _stored(self, node: fx.Node) -> Any:
+    def _operand(self, node: fx.Node, operand: fx.Node) -> Any:
+        """An operand as an operator gets it: from memory, or as the same kernel computed it."""
+        launch = self._stored_by.get(operand)
+        if self._looks_at_bits(node):
+            return self._rounded(operand)
+        if launch is not None and node not in self._computed[id(launch)]:
+            rounded = self._rounded(operand)
+            return rounded.float() if isinstance(rounded, Tensor) and rounded.dtype in LOW_PRECISION else rounded
+        return self.env[operand]
+
+    def _rounded(self, node: fx.Node) -> Any:
         value, meta = self.env[node], node.meta.get("val")
         if isinstance(value, Tensor) and isinstance(meta, Tensor) and value.dtype != meta.dtype:
             return value.to(meta.dtype)
         return value
+
+    def _looks_at_bits(self, node: fx.Node) -> bool:
+        """Whether an operator takes its operands in their dtypes."""
+        if not isinstance(node.target, torch._ops.OpOverload):
+            return False
+        namespace, _, name = node.target._schema.name.partition("::")
+        is_library = f"{namespace}.{name}" in self._library or namespace not in ("aten", "prims")
+        return node.target is aten.view.dtype or name in PRODUCTS or is_library
 
     def call_function(self, target: Any, args: tuple, kwargs: dict) -> Any:
         """An operator by the rules of the program."""
@@ -82,14 +106,6 @@ class Reference(fx.Interpreter):
             bias, a, b = args
             return (bias.float() + self.products.multiply("mm", a, b).float()).to(a.dtype)
         return self.products.multiply(name, *args, **kwargs)
-
-
-def _reads_memory(node: fx.Node) -> bool:
-    """Whether an operator reads what was stored, so that its operands have been rounded."""
-    if not isinstance(node.target, torch._ops.OpOverload):
-        return False
-    namespace, _, name = node.target._schema.name.partition("::")
-    return node.target is aten.view.dtype or name in PRODUCTS or namespace not in ("aten", "prims")
 
 
 def _sum(target: Any, args: tuple, kwargs: dict) -> Tensor:
