@@ -164,10 +164,11 @@ class Products:
     """Computes products and keeps what they were called with.
 
     Attributes:
+        gpu: Whose demands are checked; only `_scaled_mm` needs it.
         called: In their order.
     """
 
-    def __init__(self, gpu: Gpu) -> None:
+    def __init__(self, gpu: Gpu | None) -> None:
         self.gpu = gpu
         self.called: list[Product] = []
 

@@ -90,6 +90,8 @@ class Reference(fx.Interpreter):
             return self._product(name, args, kwargs)
         if target in SUMS:
             return _sum(target, args, kwargs)
+        if target is aten.var_mean.correction:
+            return _var_mean(*args, **kwargs)
         if namespace == "prims" and name.startswith("inductor_") and name != "inductor_force_stride_order":
             raise NotImplementedError(
                 f"run_gpu_program: {target} draws random numbers, and no reference of PyTorch draws the same."
@@ -120,3 +122,12 @@ def _sum(target: Any, args: tuple, kwargs: dict) -> Tensor:
     if target in (aten.mean.dim, aten.mean.default):
         total = total / torch.tensor(float(torch.Size([x.shape[dim] for dim in dims]).numel()), dtype=exact)
     return total.to(kwargs.get("dtype") or x.dtype)
+
+
+def _var_mean(x: Tensor, dims: list[int] | None = None, *, correction: float = 1, keepdim: bool = False) -> Any:
+    """In two sums, as Inductor has it where a row fits a block; its Welford loops are a unit in the last place off."""
+    dims = list(range(x.ndim)) if not dims else dims
+    count = float(torch.Size([x.shape[dim] for dim in dims]).numel())
+    mean = _sum(aten.mean.dim, (x, dims, True), {})
+    squares = _sum(aten.sum.dim_IntList, ((x - mean).square(), dims, keepdim), {})
+    return squares / torch.tensor(max(0.0, count - correction), dtype=x.dtype), mean if keepdim else mean.squeeze(dims)

@@ -1,70 +1,22 @@
-"""run_gpu_program: the code that a GPU would run, run on the CPU beside its reference; and eager mode, to compare."""
+"""run_gpu_program: the code that a GPU would run, run on the CPU beside its reference."""
 
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
-from unittest import mock
 
 import torch
-from torch import Tensor, nn
-from torch.utils import _pytree as pytree
+from torch import Tensor
 
 from fp8compile.target import Target, pretend_target
+from fp8compile.testing.gpu_program.step import step
 from fp8compile.testing.gpus import Gpu, gpu_called
 
 if TYPE_CHECKING:
     from fp8compile.testing.gpu_program.result import GpuRun
 
-__all__ = ["EagerRun", "eager_run", "run_gpu_program"]
-
-
-@dataclass(frozen=True)
-class EagerRun:
-    """A function in eager mode.
-
-    Attributes:
-        outputs: Its tensors.
-        gradients: By name, as in a `GpuRun`.
-    """
-
-    outputs: tuple[Tensor, ...] = field(repr=False)
-    gradients: dict[str, Tensor] = field(repr=False)
-
-
-def _leaves(fn: Callable, args: Sequence[Any]) -> dict[str, Tensor]:
-    """What a gradient is taken of, by name."""
-    named = dict(fn.named_parameters()) if isinstance(fn, nn.Module) else {}
-    for number, arg in enumerate(args):
-        inner = pytree.tree_leaves(arg)
-        single = inner == [arg] if not isinstance(arg, Tensor) else True
-        for place, leaf in enumerate(inner):
-            named[f"args[{number}]" if single else f"args[{number}][{place}]"] = leaf
-    return {name: leaf for name, leaf in named.items() if isinstance(leaf, Tensor) and leaf.requires_grad}
-
-
-def _default_grad(output: Tensor, number: int) -> Tensor:
-    generator = torch.Generator().manual_seed(number)
-    return torch.randn(output.shape, generator=generator).to(output.dtype)
-
-
-def _step(
-    call: Callable, fn: Callable, args: Sequence[Any], grad_outputs: Sequence[Tensor] | None
-) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
-    """Outputs of ``call(*args)`` and, where there are any, gradients of what ``fn`` and its arguments hold."""
-    outputs = tuple(leaf for leaf in pytree.tree_leaves(call(*args)) if isinstance(leaf, Tensor))
-    deriving = [output for output in outputs if output.requires_grad]
-    leaves = _leaves(fn, args)
-    if not deriving or not leaves:
-        return tuple(output.detach() for output in outputs), {}
-    grads = [_default_grad(output, number) for number, output in enumerate(deriving)]
-    grads = grads if grad_outputs is None else list(grad_outputs)
-    found = torch.autograd.grad(deriving, list(leaves.values()), grads, allow_unused=True)
-    gradients = {name: grad for name, grad in zip(leaves, found, strict=True) if grad is not None}
-    return tuple(output.detach() for output in outputs), gradients
+__all__ = ["run_gpu_program"]
 
 
 def run_gpu_program(
@@ -124,7 +76,7 @@ def run_gpu_program(
         with tempfile.TemporaryDirectory() as folder:
             backend = GpuBackend(settings, folder)
             with pretend_target(_target(settings.gpu)):
-                outputs, gradients = _step(backend.compile(fn), fn, args, grad_outputs)
+                outputs, gradients = step(backend.compile(fn), fn, args, grad_outputs)
     finally:
         torch._dynamo.reset()
     return GpuRun(
@@ -155,43 +107,5 @@ def _settings(
     )  # fmt: skip
 
 
-# ---------------------------------------------------------------------------------- eager mode
-
-
 def _target(gpu: Gpu) -> Target:
     return Target("cuda", (gpu.major, gpu.minor))
-
-
-@contextmanager
-def _as_on(gpu: Gpu) -> Iterator[None]:
-    """Eager layers choose kernels and products as on the GPU; those run here, products in float64 rounded once."""
-    from fp8compile.testing.gpu_program.arithmetic import Arithmetic
-    from fp8compile.testing.gpu_program.interpreter import Interpreter
-    from fp8compile.testing.gpu_program.products import Products
-
-    products = Products(gpu)
-    with pretend_target(_target(gpu)), Interpreter(Arithmetic()).active():
-        with mock.patch.object(torch, "_scaled_mm", products._scaled_mm):
-            yield
-
-
-def eager_run(
-    fn: Callable, *args: Any, arch: str = "h200", grad_outputs: Sequence[Tensor] | None = None
-) -> EagerRun:
-    """Run ``fn(*args)`` and its backward in eager mode as on a GPU, on this machine's CPU.
-
-    `run_gpu_program` with ``precision_casts`` has the same bits, but for PyTorch's own products in bfloat16, whose
-    sums are in another order here, and for operators whose CPU kernel and decomposition round otherwise.
-
-    Args:
-        fn: A module or function.
-        args: Its arguments, on the CPU.
-        arch: The GPU, a key of ``fp8compile.testing.gpus.GPUS``.
-        grad_outputs: As for `run_gpu_program`.
-
-    Raises:
-        ValueError: No such GPU is known; operands that the GPU's product would not take.
-        ModuleNotFoundError: There is no Triton.
-    """
-    with _as_on(gpu_called(arch)):
-        return EagerRun(*_step(fn, fn, args, grad_outputs))
