@@ -58,6 +58,8 @@ class Reference(fx.Interpreter):
     def _operand(self, node: fx.Node, operand: fx.Node) -> Any:
         """An operand as an operator gets it: from memory, or as the same kernel computed it."""
         launch = self._stored_by.get(operand)
+        if self._rounds_each:
+            return self.env[operand]
         if self._looks_at_bits(node):
             return self._rounded(operand)
         if launch is not None and node not in self._computed[id(launch)]:
