@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import time
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -21,7 +22,7 @@ from benchmarks.mlp import Mlp
 from fp8compile.testing import eager_run, run_gpu_program
 from fp8compile.testing.bits import bits
 
-__all__ = ["CASES", "Case", "Row", "check", "model_in_ranks"]
+__all__ = ["CASES", "Case", "Row", "check", "start_fake_group"]
 
 RECIPES = ("tensorwise", "rowwise", "rowwise_bf16_wgrad", "blockwise", "mxfp8", "delayed")
 Made = tuple[nn.Module, torch.Tensor]
@@ -70,7 +71,7 @@ class Row:
         kernels: Generated ones that were launched.
         from_graph: Each difference from the graph.
         from_eager: For each output, gradient and buffer that differs from eager mode, how many elements do.
-        seconds: Of it all.
+        seconds: Of a processor's time, for it all.
     """
 
     case: str
@@ -83,7 +84,7 @@ class Row:
 
 def check(case: Case) -> Row:
     """Run a case both ways, and in eager mode."""
-    started = time.perf_counter()
+    started = time.process_time()
     torch.manual_seed(0)
     model, x = case.make(case.recipe)
     module = copy.deepcopy(model) if not case.in_ranks else case.make(case.recipe)[0]
@@ -104,7 +105,7 @@ def check(case: Case) -> Row:
                 unlike[name] = unlike.get(name, 0) + count
     return Row(
         case=str(case), products=products, kernels=kernels, from_graph=tuple(differences), from_eager=unlike,
-        seconds=time.perf_counter() - started,
+        seconds=time.process_time() - started,
     )  # fmt: skip
 
 
@@ -123,6 +124,14 @@ def _plain(tensor):
     from torch.distributed.tensor import DTensor
 
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def start_fake_group() -> None:
+    """A group of two ranks in this process, of which no other one is there."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    warnings.simplefilter("ignore")
+    torch.distributed.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
 
 
 # ---------------------------------------------------------------------------------- models

@@ -76,6 +76,7 @@ MESSAGES: dict[str, Callable[..., Tensor]] = {
     "all_to_all_single": _exchanged,
     "broadcast": lambda x, source, group: _of_all(x, group)[source],
     "wait_tensor": lambda x: x,
+    "_wrap_tensor_autograd": lambda x: x,
 }
 
 
