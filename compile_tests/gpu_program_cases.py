@@ -199,7 +199,7 @@ def dynamic(recipe: str) -> Made:
 def model_in_ranks(recipe: str, *, how: str) -> Made:
     """One rank's part of the block, under tensor and sequence parallel or FSDP in the graph."""
     from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.tensor import DTensor, Shard, parallel
+    from torch.distributed.tensor import parallel
 
     torch.manual_seed(0)
     mesh = DeviceMesh("cpu", torch.arange(2))
@@ -215,46 +215,57 @@ def model_in_ranks(recipe: str, *, how: str) -> Made:
     return parallel.parallelize_module(model, mesh, plan), _input(2, 16, 64)
 
 
-def _cases():
-    quick = {"is_quick": True}
-    for recipe in RECIPES:
-        yield Case(name="feed-forward, odd sizes", recipe=recipe, make=feed_forward, **quick)
-    for recipe in RECIPES:
-        yield Case(name="attention, bias, frozen weight", recipe=recipe, make=attention, is_quick=recipe == "rowwise")
-    for recipe in RECIPES:
-        make = partial(feed_forward, size=(128, 128, 256))
-        yield Case(name="feed-forward, 128 x 128 x 256", recipe=recipe, make=make, is_quick=recipe == "blockwise")
-    for recipe in ("tensorwise", "blockwise"):
-        make = partial(feed_forward, quantized_parameters=True)
-        yield Case(name="quantized parameters", recipe=recipe, make=make, is_quick=recipe == "tensorwise")
-    yield Case(name="kept weight codes", recipe="tensorwise", make=partial(kept_codes, keep=True))
-    yield Case(name="freed weight codes", recipe="delayed", make=partial(kept_codes, keep=False))
-    yield Case(name="three steps", recipe="delayed", make=feed_forward, steps=3)
-    for recipe in ("tensorwise", "rowwise"):
-        make = partial(feed_forward, options=(("grad_rounding", "stochastic"),))
-        yield Case(name="stochastic rounding", recipe=recipe, make=make, is_quick=recipe == "tensorwise")
-    for dtype in (torch.float16, torch.float32):
-        for recipe in RECIPES:
-            name, make = str(dtype).removeprefix("torch."), partial(feed_forward, dtype=dtype)
-            scaled_after = "h200" if "rowwise" in recipe else None
-            quick_one = (recipe, dtype) in (("rowwise", torch.float32), ("tensorwise", torch.float16))
-            yield Case(name=name, recipe=recipe, make=make, eager_as=scaled_after, is_quick=quick_one)
-    for recipe in RECIPES:
-        yield Case(name="NaN, infinity, zeros", recipe=recipe, make=not_finite, is_quick=recipe == "blockwise")
-    for recipe in ("tensorwise", "rowwise"):
-        yield Case(name="dynamic tokens", recipe=recipe, make=dynamic, is_quick=recipe == "rowwise")
-    for recipe in ("rowwise", "tensorwise"):
-        for name, size in (("split reductions", (4096, 32, 32)), ("long rows", (16, 2048, 64))):
-            yield Case(name=name, recipe=recipe, make=partial(feed_forward, size=size))
-    for recipe in ("tensorwise", "blockwise"):
-        options = (("orders", ("backwards", "shuffled")), ("configurations", "all"))
-        yield Case(name="all configurations and orders", recipe=recipe, make=feed_forward, options=options)
-    for how, words in (("tp", "one rank of two, TP and SP"), ("fsdp", "one rank of two, FSDP in the graph")):
-        for recipe in RECIPES:
-            if how == "tp" and recipe == "delayed":
-                continue  # its scales are exchanged on a group that is given
-            make = partial(model_in_ranks, how=how)
-            yield Case(name=words, recipe=recipe, make=make, in_ranks=True, is_quick=recipe == "rowwise")
+def _model(make: Callable[..., Made], **options: object) -> Callable[[str], Made]:
+    return partial(make, **options) if options else make
 
 
-CASES = tuple(_cases())
+def _of_recipes(
+    name: str,
+    make: Callable[[str], Made],
+    *,
+    quick: tuple[str, ...] = (),
+    recipes: tuple[str, ...] = RECIPES,
+    **how: object,
+) -> list[Case]:
+    """A case for each recipe; those named quick are run each time."""
+    return [Case(name=name, recipe=each, make=make, is_quick=each in quick, **how) for each in recipes]
+
+
+def _of_dtype(dtype: torch.dtype, *, quick: str) -> list[Case]:
+    """Scales of rows are applied after a product whose result isn't bfloat16."""
+    name, make = str(dtype).removeprefix("torch."), _model(feed_forward, dtype=dtype)
+    rows = ("rowwise", "rowwise_bf16_wgrad")
+    others = tuple(each for each in RECIPES if each not in rows)
+    return [
+        *_of_recipes(name, make, quick=(quick,), recipes=others),
+        *_of_recipes(name, make, quick=(quick,), recipes=rows, eager_as="h200"),
+    ]
+
+
+EVERY_WAY = (("orders", ("backwards", "shuffled")), ("configurations", "all"))
+STOCHASTIC = (("grad_rounding", "stochastic"),)
+SCALED_BY_TENSOR = tuple(each for each in RECIPES if each != "delayed")  # delayed: exchanged on a group that is given
+
+CASES = (
+    *_of_recipes("feed-forward, odd sizes", feed_forward, quick=RECIPES),
+    *_of_recipes("feed-forward, 128 x 128 x 256", _model(feed_forward, size=(128, 128, 256))),
+    *_of_recipes("attention, bias, frozen weight", attention, quick=("rowwise",)),
+    *_of_recipes("quantized parameters", _model(feed_forward, quantized_parameters=True), quick=("tensorwise",),
+                 recipes=("tensorwise", "blockwise")),
+    *_of_recipes("kept weight codes", _model(kept_codes, keep=True), recipes=("tensorwise",)),
+    *_of_recipes("freed weight codes", _model(kept_codes, keep=False), recipes=("delayed",)),
+    *_of_recipes("three steps", feed_forward, recipes=("delayed",), steps=3),
+    *_of_recipes("stochastic rounding", _model(feed_forward, options=STOCHASTIC), quick=("tensorwise",),
+                 recipes=("tensorwise", "rowwise")),
+    *_of_dtype(torch.float16, quick="tensorwise"),
+    *_of_dtype(torch.float32, quick="rowwise"),
+    *_of_recipes("NaN, infinity, zeros", not_finite, quick=("blockwise",)),
+    *_of_recipes("dynamic tokens", dynamic, quick=("rowwise",), recipes=("tensorwise", "rowwise")),
+    *_of_recipes("split reductions", _model(feed_forward, size=(4096, 32, 32)), recipes=("tensorwise", "rowwise")),
+    *_of_recipes("long rows", _model(feed_forward, size=(16, 2048, 64)), recipes=("tensorwise", "rowwise")),
+    *_of_recipes("all configurations and orders", feed_forward, recipes=("tensorwise", "blockwise"), options=EVERY_WAY),
+    *_of_recipes("one rank of two, TP and SP", _model(model_in_ranks, how="tp"), quick=("rowwise",),
+                 recipes=SCALED_BY_TENSOR, in_ranks=True),
+    *_of_recipes("one rank of two, FSDP in the graph", _model(model_in_ranks, how="fsdp"), quick=("rowwise",),
+                 in_ranks=True),
+)  # fmt: skip

@@ -1,6 +1,6 @@
 """Faults in generated code, planted one by one: what a tool that runs it must find, and how it does.
 
-    python -m compile_tests.gpu_programs_table     writes what was found to docs/results/gpu-programs.md
+python compile_tests/gpu_programs_table.py     writes what was found to docs/results/gpu-programs.md
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ BARRIER = (
     r"(tmp\d+) = (tmp\d+)\.to\(tl\.bfloat16\)\.to\(tl\.int16, bitcast=True\)((?:.*\n)*?)"
     r"(.*) = tmp\d+\.to\(tl\.bfloat16, bitcast=True\)\.to\(tl\.float32\)"
 )
-SCALES = r"extern_kernels\._scaled_mm\((\w+), (.+?), (reinterpret_tensor\(\w+, \(\), \(\), 0\)), (reinterpret_tensor\(\w+, \(\), \(\), 0\)),"
+SCALAR = r"(reinterpret_tensor\(\w+, \(\), \(\), 0\))"
+SCALES = rf"extern_kernels\._scaled_mm\((\w+), (.+?), {SCALAR}, {SCALAR},"
 
 
 @dataclass(frozen=True)
@@ -58,11 +59,13 @@ FAULTS = (
     Fault("the scales of two operands exchanged", SCALES, r"extern_kernels._scaled_mm(\1, \2, \4, \3,",
           "forward, product 0 _scaled_mm.*, left scale"),
     Fault("a buffer never written", r"\n +triton_\w+\.run\(.*\)", "", "nan instead of", count=1),
-    Fault("the rounding barrier removed", BARRIER, r"\1 = \2.to(tl.bfloat16).to(tl.int16, bitcast=True)\3\4 = \2.to(tl.float32)",
+    Fault("the rounding barrier removed", BARRIER,
+          r"\1 = \2.to(tl.bfloat16).to(tl.int16, bitcast=True)\3\4 = \2.to(tl.float32)",
           "forward, product 0 _scaled_mm.*, left operand"),
     Fault("codes along the wrong dim", r"96\*\(\(r0_0 % 64\)\) \+ \(r0_0 // 64\)", "r0_0",
           "forward, output 4: ", options={"backward": True}),
-    Fault("an amax that skips half of the tensor", r"r0_mask = r0_index < r0_numel", "r0_mask = r0_index < r0_numel // 2",
+    Fault("an amax that skips half of the tensor", r"r0_mask = r0_index < r0_numel",
+          "r0_mask = r0_index < r0_numel // 2",
           "forward, product 0 _scaled_mm.*, left (operand|scale)", count=1),
     Fault("a scale from 447 instead of 448", r"448\.0, tl\.float64", "447.0, tl.float64",
           "forward, product 0 _scaled_mm.*, left scale"),
@@ -71,7 +74,8 @@ FAULTS = (
           graph="backward", options={"backward": True}),
     Fault("scales by approximate division in float32", r"tl\.float64", "tl.float32",
           "forward, product 0 _scaled_mm.*, (left|right) operand", options={"approximate": True}),
-    Fault("a right operand in rows", r"\(\(64, 96\), \(1, 64\), torch\.float8_e4m3fn\)", "((64, 96), (96, 1), torch.float8_e4m3fn)",
+    Fault("a right operand in rows", r"\(\(64, 96\), \(1, 64\), torch\.float8_e4m3fn\)",
+          "((64, 96), (96, 1), torch.float8_e4m3fn)",
           "ValueError: .*column-major right operand"),
     Fault("a product written to the wrong dtype", r"out_dtype=torch\.bfloat16", "out_dtype=torch.float32",
           "ValueError: .*its result is"),

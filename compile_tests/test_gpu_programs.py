@@ -1,6 +1,6 @@
 """The programs that a GPU would run, run: bit for bit the graph, and with every rounding kept bit for bit eager mode.
 
-`python -m compile_tests.gpu_programs_table` writes docs/results/gpu-programs.md from the same cases.
+`python compile_tests/gpu_programs_table.py` writes docs/results/gpu-programs.md from the same cases.
 """
 
 from __future__ import annotations

@@ -97,7 +97,9 @@ def exactly(a, b, c):
     """a * b + c by numbers that hold every bit, rounded once."""
     from fractions import Fraction
 
-    sums = [Fraction(x) * Fraction(y) + Fraction(z) for x, y, z in zip(a.tolist(), b.tolist(), c.tolist(), strict=True)]
+    sums = [
+        Fraction(x) * Fraction(y) + Fraction(z) for x, y, z in zip(a.tolist(), b.tolist(), c.tolist(), strict=True)
+    ]
     nearest = [np.float32(float(total)) for total in sums]  # float() rounds once, float32 again where it matters not
     for at, total in enumerate(sums):
         near = [np.nextafter(nearest[at], np.float32(side)) for side in (-np.inf, np.inf)]
@@ -204,7 +206,9 @@ def test_an_access_between_two_views_of_one_memory_raises():
 
 @pytest.mark.parametrize("order", ["forwards", "backwards", "shuffled"])
 def test_programs_that_overlap_are_a_race_in_every_order(order):
-    with pytest.raises(RuntimeError, match=r"copy: 48 addresses are written by two programs, the first at y_ptr \+ 64"):
+    with pytest.raises(
+        RuntimeError, match=r"copy: 48 addresses are written by two programs, the first at y_ptr \+ 64"
+    ):
         launch("copy", torch.randn(64), torch.empty(64), 64, FIRST=0, STEP=16, BLOCK=32, grid=(4,), order=order)
 
 

@@ -1,4 +1,4 @@
-"""Eager mode on the CPU with products rounded once: what a GPU's program, with every rounding kept, is compared with."""
+"""Eager mode on the CPU, products rounded once: what a GPU's program is compared with where it keeps every rounding."""
 
 from __future__ import annotations
 
@@ -34,7 +34,9 @@ class EagerRun:
     gradients: dict[str, Tensor] = field(repr=False)
 
 
-def _exact(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, *_: Any, out_dtype: Any = None, **__: Any) -> Tensor:
+def _exact(
+    a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, *_: Any, out_dtype: Any = None, **__: Any
+) -> Tensor:
     """`torch._scaled_mm` as eager layers call it on a CPU: numbers, or a number a row and a column."""
     out_dtype = next((each for each in _ if isinstance(each, torch.dtype)), out_dtype)
     return ((a.double() * scale_a.double()) @ (b.double() * scale_b.double())).to(out_dtype)

@@ -132,7 +132,6 @@ class GpuBackend:
         return torch.compile(fn, fullgraph=True, backend=backend)
 
     def _compiled(self, name: str, graph: fx.GraphModule) -> Callable:
-        from functorch.compile import make_boxed_func
 
         gpu = self._settings.gpu
         with pretend_target(Target("cuda", (gpu.major, gpu.minor))):

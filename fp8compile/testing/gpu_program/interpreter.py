@@ -21,7 +21,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from types import FunctionType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -35,6 +35,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from triton.language.extra import libdevice
 
 from fp8compile.testing.gpu_program import arithmetic as gpu
+from fp8compile.testing.gpu_program.functions import libdevice_functions, reductions, unknown
 from fp8compile.testing.gpu_program.memory import Access
 
 __all__ = ["ORDERS", "Interpreter"]
@@ -43,11 +44,6 @@ ORDERS = ("forwards", "backwards", "shuffled")
 Builder = interpreter.InterpreterBuilder
 Handle = interpreter.TensorHandle
 NOT_INTERPRETED = ("x_grid_barrier", "exclusive_scan_decoupled_lookback")  # programs that wait for one another
-LIBDEVICE = (
-    "exp exp2 expm1 log log2 log10 log1p rsqrt sqrt erf erfc erfinv tanh sinh cosh sin cos tan asin acos atan asinh "
-    "acosh atanh floor ceil trunc isnan isinf signbit lgamma copysign pow fmod atan2 hypot abs"
-).split()  # PyTorch's names too
-OTHER_NAMES = {"fabs": torch.abs, "nearbyint": torch.round, "rint": torch.round, "div_rn": torch.div}
 
 
 def _ordered(order: str, count: int) -> Sequence[int]:
@@ -108,8 +104,8 @@ class Interpreter:
         if fn not in self._rewritten:
             if waits := [name for name in NOT_INTERPRETED if name in fn.__code__.co_names]:
                 raise NotImplementedError(
-                    f"run_gpu_program: {fn.__name__} calls {waits[0]}: its programs wait for one another, and here they "
-                    "run one after the other."
+                    f"run_gpu_program: {fn.__name__} calls {waits[0]}: its programs wait for one another, and "
+                    "here they run one after the other."
                 )
             self._rewritten[fn] = interpreter.FunctionRewriter(fn).rewrite_ast()
         return self._rewritten[fn]
@@ -123,9 +119,9 @@ class Interpreter:
         """
         self._order = order
         with ExitStack() as stack:
-            for owner, name, value in (*self._jit(), *self._memory(), *self._floats(), *_reductions()):
+            for owner, name, value in (*self._jit(), *self._memory(), *self._floats(), *reductions()):
                 stack.enter_context(mock.patch.object(owner, name, value))
-            for name, function in _libdevice(gpu.unary_functions(self.arithmetic)).items():
+            for name, function in libdevice_functions(gpu.unary_functions(self.arithmetic)).items():
                 stack.enter_context(mock.patch.object(libdevice, name, function))
             stack.enter_context(np.errstate(all="ignore"))
             # the whole language at once; the interpreter would do it for each nested call
@@ -160,10 +156,14 @@ class Interpreter:
         yield Builder, "create_masked_load", watched("load", Builder.create_masked_load, 1)
         yield Builder, "create_masked_store", watched("store", Builder.create_masked_store, 2)
         yield Builder, "create_atomic_rmw", watched("atomic", Builder.create_atomic_rmw, 3)
-        yield Builder, "create_atomic_cas", _unknown("atomic_cas")
+        yield Builder, "create_atomic_cas", unknown("atomic_cas")
 
     def _floats(self) -> Iterator[tuple]:
-        yield interpreter, "_convert_float", lambda bits, source, target, _: gpu.convert(bits, source.name, target.name)
+        yield (
+            interpreter,
+            "_convert_float",
+            lambda bits, source, target, _: gpu.convert(bits, source.name, target.name),
+        )
         yield Builder, "cast_impl", _cast
         yield Builder, "create_ashr", _arithmetic_shift
         yield Builder, "binary_op", _without_bfloat16(Builder.binary_op)
@@ -243,85 +243,9 @@ def _without_bfloat16(original: Callable) -> Callable:
     def call(builder: Builder, *args: Any) -> Handle:
         for arg in args[:-1]:
             if arg.dtype.scalar == tl.bfloat16:
-                raise NotImplementedError("run_gpu_program: arithmetic in bfloat16 is not known; Inductor's is float32.")
+                raise NotImplementedError(
+                    "run_gpu_program: arithmetic in bfloat16 is not known; Inductor's is float32."
+                )
         return original(builder, *args)
 
     return call
-
-
-def _unknown(name: str) -> Callable:
-    def call(*args: Any, **kwargs: Any) -> None:
-        raise NotImplementedError(f"run_gpu_program: a kernel calls {name}, which is not known here.")
-
-    return call
-
-
-# ---------------------------------------------------------------------------------- functions and reductions
-
-
-def _on_tensors(function: Callable[..., np.ndarray]) -> Callable:
-    """A function of arrays as one of Triton's tensors."""
-
-    def call(*args: Any) -> tl.tensor:
-        tensors = [interpreter.interpreter_semantic.to_tensor(arg) for arg in args]
-        result = function(*(each.handle.data for each in tensors))
-        kind = tl.int1 if result.dtype == bool else tensors[0].dtype.scalar
-        shape = list(tensors[0].shape)
-        return tl.tensor(Handle(result, kind), tl.block_type(kind, shape) if shape else kind)
-
-    return call
-
-
-def _libdevice(chosen: Mapping[str, Callable]) -> dict[str, Callable]:
-    """All of libdevice: by PyTorch what is known, and what isn't raises."""
-    known = {name: gpu.on_arrays(getattr(torch, name)) for name in LIBDEVICE}
-    known |= {name: gpu.on_arrays(function) for name, function in OTHER_NAMES.items()} | dict(chosen)
-    names = [name for name, value in vars(libdevice).items() if isinstance(value, FunctionType)]
-    return {name: _on_tensors(known[name]) if name in known else _unknown(f"libdevice.{name}") for name in names}
-
-
-def _reductions() -> Iterator[tuple]:
-    yield interpreter.ReduceOps, "generic_reduce", _by_halves
-    yield interpreter.ReduceOps, "sum", _sum
-    yield interpreter.ReduceOps, "min_max", _extreme
-
-
-def _by_halves(reduction: Any, inputs: tuple) -> list:
-    """A reduction by any function: of the two halves, then of the quarters, as warps do."""
-    if reduction.axis is None:
-        inputs = [reduction.to_tensor(each.handle.data.reshape(-1), each.dtype) for each in inputs]
-    axis = (reduction.axis or 0) % len(inputs[0].handle.data.shape)
-    parts = [np.moveaxis(each.handle.data, axis, 0) for each in inputs]
-    kinds = [each.dtype for each in inputs]
-    while len(parts[0]) > 1:
-        half = len(parts[0]) // 2
-        sides = [
-            reduction.to_tensor(np.ascontiguousarray(part[at]), kind)
-            for at in (slice(0, half), slice(half, None))
-            for part, kind in zip(parts, kinds, strict=True)
-        ]
-        result = reduction.combine_fn(*sides)
-        parts = [each.handle.data for each in (result if isinstance(result, tuple) else (result,))]
-    keep = reduction.keep_dims
-    results = [np.moveaxis(part, 0, axis) if keep else part[0] for part in parts]
-    return [reduction.to_tensor(result, kind) for result, kind in zip(results, kinds, strict=True)]
-
-
-def _sum(reduction: Any, values: tl.tensor) -> tl.tensor:
-    if values.dtype.scalar == tl.bfloat16:
-        raise NotImplementedError("run_gpu_program: a sum of bfloat16 is not known; Inductor's is of float32.")
-    data = values.handle.data
-    wide = np.float64 if data.dtype == np.float32 else data.dtype
-    total = np.sum(data, axis=reduction.axis, keepdims=reduction.keep_dims, dtype=wide)
-    return reduction.to_tensor(total, values.dtype)
-
-
-def _extreme(reduction: Any, inputs: Any, val_reduce_op: Any, idx_reduce_op: Any = None) -> Any:
-    """tl.max and tl.min: a NaN is dropped. With an index Inductor has functions of its own."""
-    if idx_reduce_op is not None:
-        raise NotImplementedError("run_gpu_program: tl.argmax and tl.argmin are not known; Inductor has its own.")
-    values = inputs[0] if isinstance(inputs, tuple) else inputs
-    function = np.fmax if val_reduce_op is np.nanmax else np.fmin
-    data = values.handle.data
-    axis = reduction.axis if reduction.axis is not None else tuple(range(data.ndim))
-    return reduction.to_tensor(function.reduce(data, axis=axis, keepdims=reduction.keep_dims), values.dtype)

@@ -1,4 +1,4 @@
-"""Functional collectives without other ranks: each rank's message follows from this one's, so all sizes and orders are.
+"""Functional collectives without other ranks: the messages of the others are made of this rank's own.
 
 Rank ``r`` has what this rank has, its elements moved on by ``r`` minus this rank's number. So what is gathered, added
 and compared differs from rank to rank, and a program and its reference get the same.
@@ -59,7 +59,9 @@ def _scattered(x: Tensor, reduction: str, size: int, group: Any) -> Tensor:
 def _exchanged(x: Tensor, output_sizes: list[int], input_sizes: list[int], group: Any) -> Tensor:
     rank = _ranks(group)[1]
     if len(set(output_sizes)) > 1 or list(output_sizes) != list(input_sizes):
-        raise NotImplementedError(f"run_gpu_program: all_to_all of sizes {input_sizes} to {output_sizes} is not known.")
+        raise NotImplementedError(
+            f"run_gpu_program: all_to_all of sizes {input_sizes} to {output_sizes} is not known."
+        )
     return torch.cat([each.split(input_sizes)[rank] for each in _of_all(x, group)])
 
 

@@ -1,7 +1,7 @@
 """Matrix products of generated code: what a GPU's library demands of their operands, and the result, rounded once.
 
-A result is summed in float64 and rounded to its dtype, so it depends on nothing but the operands' values. cuBLASLt sums
-in an order, and for float8 in a precision, of its own.
+A result is summed in float64 and rounded to its dtype, so it depends on nothing but the operands' values. cuBLASLt has
+an order of sums, and for float8 a precision, of its own.
 
 Sources of the demands: PyTorch's checks in `_scaled_mm` (aten/src/ATen/native/cuda/ScaledBlas.cpp); cuBLAS
 documentation, "1D Block Scaling Factors Layout".
@@ -45,7 +45,7 @@ class Product:
         return f"{self.name}: {shapes} -> {tuple(self.result.shape)} {str(self.result.dtype).removeprefix('torch.')}"
 
 
-def _demand(satisfied: bool, product: str, what: str) -> None:  # noqa: FBT001  (an assertion)
+def _demand(satisfied: bool, product: str, what: str) -> None:
     if not satisfied:
         raise ValueError(f"{product}: the GPU's product takes {what}")
 
@@ -118,12 +118,16 @@ def _check_kinds(kinds: tuple[str, str], out_dtype: torch.dtype, gpu: Gpu) -> No
         _demand(gpu.major == 9, name, "blocks' scales on compute capability 9.0 only.")
         _demand(kinds != ("128x128", "128x128"), name, f"scales of {BLOCK} x {BLOCK} on one side at most.")
     small = {"1x128", "128x128", "rowwise or 1x128"}
-    _demand(a == b or ({a, b} <= small) or {a, b} == {"rowwise", "rowwise or 1x128"}, name, "two scalings that go together.")
+    _demand(
+        a == b or ({a, b} <= small) or {a, b} == {"rowwise", "rowwise or 1x128"},
+        name,
+        "two scalings that go together.",
+    )
 
 
 def scaled_mm(
     gpu: Gpu, a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, bias: Tensor | None = None,
-    scale_result: Tensor | None = None, out_dtype: torch.dtype | None = None, use_fast_accum: bool = False,  # noqa: FBT001, FBT002
+    scale_result: Tensor | None = None, out_dtype: torch.dtype | None = None, use_fast_accum: bool = False,
 ) -> Tensor:  # fmt: skip
     """`torch._scaled_mm`, its demands checked."""
     _demand(bias is None and scale_result is None, "_scaled_mm", "no bias and no scale of its result here.")

@@ -118,7 +118,7 @@ def _sum(target: Any, args: tuple, kwargs: dict) -> Tensor:
     keep = args[2] if len(args) > 2 else kwargs.get("keepdim", False)
     if not x.is_floating_point():
         return target(*args, **kwargs)
-    dims = tuple(range(x.ndim)) if not dims else dims
+    dims = dims or tuple(range(x.ndim))
     exact = torch.float64 if x.dtype == torch.float64 else torch.float32
     total = x.double().sum(dims, keep).to(exact)
     if target in (aten.mean.dim, aten.mean.default):
@@ -128,7 +128,7 @@ def _sum(target: Any, args: tuple, kwargs: dict) -> Tensor:
 
 def _var_mean(x: Tensor, dims: list[int] | None = None, *, correction: float = 1, keepdim: bool = False) -> Any:
     """In two sums, as Inductor has it where a row fits a block; its Welford loops are a unit in the last place off."""
-    dims = list(range(x.ndim)) if not dims else dims
+    dims = dims or list(range(x.ndim))
     count = float(torch.Size([x.shape[dim] for dim in dims]).numel())
     mean = _sum(aten.mean.dim, (x, dims, True), {})
     squares = _sum(aten.sum.dim_IntList, ((x - mean).square(), dims, keepdim), {})

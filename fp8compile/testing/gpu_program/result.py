@@ -165,9 +165,7 @@ def _nearest(product: Product, among: Iterable[Product]) -> Product | None:
     return min(filter(alike, among), key=lambda other: _unlike(product, other), default=None)
 
 
-def product_differences(
-    where: str, called: Sequence[Product], expected: Sequence[Product]
-) -> Iterator[Difference]:
+def product_differences(where: str, called: Sequence[Product], expected: Sequence[Product]) -> Iterator[Difference]:
     """Of the operands of products. A program may call them in another order than the graph has them."""
     left = list(expected)
     pairs: list[Product | None] = []

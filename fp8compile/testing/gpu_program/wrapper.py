@@ -1,10 +1,10 @@
 """Inductor's wrapper for a GPU, loaded and called on CPU tensors.
 
-    async_compile.triton     a kernel: its function, its configurations          -> `Kernel`, interpreted
-    extern_kernels.NAME      matrix products                                     -> `Products`
-    empty_strided_cuda       memory full of a byte that nobody should read
-    torch.ops.*              collectives emulated; ops of this library by their kernels for a GPU, interpreted;
-                             aten by PyTorch's CPU kernels, noted; anything else raises
+async_compile.triton     a kernel: its function, its configurations          -> `Kernel`, interpreted
+extern_kernels.NAME      matrix products                                     -> `Products`
+empty_strided_cuda       memory full of a byte that nobody should read
+torch.ops.*              collectives emulated; ops of this library by their kernels for a GPU, interpreted;
+                         aten by PyTorch's CPU kernels, noted; anything else raises
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ __all__ = ["KernelLaunch", "Program", "Way"]
 SILENT = {  # aten operators that compute nothing
     "zero_", "fill_",
     "empty", "empty_strided", "new_empty", "new_empty_strided", "empty_like", "detach", "alias", "view", "as_strided",
-    "reshape", "t", "transpose", "permute", "select", "slice", "unsqueeze", "squeeze", "expand", "split", "_unsafe_view",
+    "reshape", "t", "transpose", "permute", "select", "slice", "unsqueeze", "squeeze", "expand", "split",
+    "_unsafe_view",
 }  # fmt: skip
 
 
@@ -92,7 +93,9 @@ class _Kernels:
         """Nothing is compiled."""
 
     def __getattr__(self, name: str) -> Any:
-        raise NotImplementedError(f"run_gpu_program: generated code asks for async_compile.{name}, which is not known.")
+        raise NotImplementedError(
+            f"run_gpu_program: generated code asks for async_compile.{name}, which is not known."
+        )
 
 
 class Kernel:
@@ -144,7 +147,9 @@ class _Dispatch(TorchDispatchMode):
             with self:  # memory that the kernel asks for is poisoned too
                 return OPS[op._schema.name].impl(*args, **(kwargs or {}))
         if namespace not in ("aten", "prims", "inductor"):
-            raise NotImplementedError(f"run_gpu_program: generated code calls {op}; what a GPU would run is not known.")
+            raise NotImplementedError(
+                f"run_gpu_program: generated code calls {op}; what a GPU would run is not known."
+            )
         if name in PRODUCTS:
             return self._program.products.multiply(name, *args, **(kwargs or {}))
         result = op(*args, **(kwargs or {}))
@@ -168,7 +173,14 @@ class Program:
     """
 
     def __init__(
-        self, source: str, constants: Mapping[str, Any], gpu: Gpu, interpreter: Interpreter, *, poison: int, folder: str
+        self,
+        source: str,
+        constants: Mapping[str, Any],
+        gpu: Gpu,
+        interpreter: Interpreter,
+        *,
+        poison: int,
+        folder: str,
     ) -> None:
         self.gpu, self.interpreter, self.poison, self.folder = gpu, interpreter, poison, folder
         self.products = Products(gpu)
@@ -207,7 +219,5 @@ class Program:
         with ExitStack() as stack:
             for owner, name, value in answers:
                 stack.enter_context(mock.patch.object(owner, name, value, create=True))
-            stack.enter_context(
-                mock.patch("torch._inductor.async_compile.AsyncCompile", lambda: _Kernels(self))
-            )
+            stack.enter_context(mock.patch("torch._inductor.async_compile.AsyncCompile", return_value=_Kernels(self)))
             yield
