@@ -1,4 +1,4 @@
-"""Eager mode on the CPU, products rounded once: what a GPU's program is compared with where it keeps every rounding."""
+"""Eager mode on the CPU, products rounded once: a program with every rounding kept has the same bits."""
 
 from __future__ import annotations
 
