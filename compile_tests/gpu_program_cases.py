@@ -201,7 +201,6 @@ def model_in_ranks(recipe: str, *, how: str) -> Made:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import parallel
 
-    torch.manual_seed(0)
     mesh = DeviceMesh("cpu", torch.arange(2))
     model = Mlp(64, 128, dtype=torch.float32 if how == "fsdp" else torch.bfloat16)
     model = f8.convert(model, _recipe(recipe), filter="*")
@@ -209,10 +208,20 @@ def model_in_ranks(recipe: str, *, how: str) -> Made:
         from torch.distributed.fsdp import MixedPrecisionPolicy
 
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-        return f8.parallel.graph_fsdp(model, mesh, mp_policy=policy), _input(32, 64)
+        return _filled(f8.parallel.graph_fsdp(model, mesh, mp_policy=policy)), _input(32, 64)
     colwise, rowwise = f8.parallel.ColwiseParallel(use_local_output=False), f8.parallel.RowwiseParallel()
     plan = {"norm": parallel.SequenceParallel(), "gate": colwise, "up": colwise, "down": rowwise}
-    return parallel.parallelize_module(model, mesh, plan), _input(2, 16, 64)
+    return _filled(parallel.parallelize_module(model, mesh, plan)), _input(2, 16, 64)
+
+
+def _filled(model: nn.Module) -> nn.Module:
+    """The same numbers each time: a group that isn't there sends no parameters."""
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            local = _plain(parameter)
+            local.copy_(torch.randn(local.shape, generator=generator) * 0.1)
+    return model
 
 
 def _model(make: Callable[..., Made], **options: object) -> Callable[[str], Made]:

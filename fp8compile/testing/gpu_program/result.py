@@ -14,6 +14,7 @@ from fp8compile.testing.gpu_program.wrapper import KernelLaunch
 __all__ = ["Difference", "Differences", "GpuRun", "GraphRun", "output_differences", "product_differences"]
 
 SCALED = ("left operand", "right operand", "left scale", "right scale")
+VALUES = (Tensor, int, float)  # groups and other objects pass through a graph unchanged
 BIASED = ("bias", "left operand", "right operand")
 
 
@@ -138,7 +139,7 @@ def output_differences(where: str, got: Sequence[object], expected: Sequence[obj
     for number, (one, other) in enumerate(zip(got, expected, strict=True)):
         if isinstance(one, Tensor) and isinstance(other, Tensor):
             yield from _difference(f"{where} {number}", one, other)
-        elif one is not other and one != other:
+        elif (isinstance(one, VALUES) or isinstance(other, VALUES)) and one is not other and one != other:
             yield Difference(
                 where=f"{where} {number}", element=None, expected=repr(other), got=repr(one), count=1, total=1
             )
