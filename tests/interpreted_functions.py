@@ -125,3 +125,21 @@ def add_up(x_ptr, y_ptr, BLOCK: tl.constexpr):
 @triton.jit
 def last_writes(y_ptr, PROGRAMS: tl.constexpr):
     tl.atomic_xchg(y_ptr, tl.program_id(0))
+
+
+@triton.jit
+def x_grid_barrier(counter_ptr):
+    tl.atomic_add(counter_ptr, 1)
+
+
+@triton.jit
+def waits(counter_ptr, PROGRAMS: tl.constexpr):
+    x_grid_barrier(counter_ptr)
+
+
+@triton.jit
+def assembly(x_ptr, y_ptr, SIZE: tl.constexpr):
+    at = tl.arange(0, SIZE)
+    x = tl.load(x_ptr + at)
+    y = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=tl.float32, is_pure=True, pack=1)
+    tl.store(y_ptr + at, y)

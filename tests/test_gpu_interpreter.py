@@ -167,6 +167,16 @@ def test_an_unknown_function_raises():
         launch("bessel", torch.ones(4), torch.empty(4))
 
 
+def test_programs_that_wait_for_one_another_raise():
+    with pytest.raises(NotImplementedError, match="calls x_grid_barrier: its programs wait for one another"):
+        launch("waits", torch.zeros(1, dtype=torch.int32), grid=(2,), PROGRAMS=2)
+
+
+def test_inline_assembly_raises():
+    with pytest.raises(NotImplementedError, match="inline_asm not supported"):
+        launch("assembly", torch.ones(4), torch.empty(4))
+
+
 def test_arithmetic_in_bfloat16_raises():
     x = torch.ones(4, dtype=torch.bfloat16)
     with pytest.raises(NotImplementedError, match="arithmetic in bfloat16"):

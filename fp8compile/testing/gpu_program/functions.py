@@ -86,7 +86,7 @@ def _sum(reduction: Any, values: tl.tensor) -> tl.tensor:
     if values.dtype.scalar == tl.bfloat16:
         raise NotImplementedError("run_gpu_program: a sum of bfloat16 is not known; Inductor's is of float32.")
     data = values.handle.data
-    wide = np.float64 if data.dtype == np.float32 else data.dtype
+    wide = np.float64 if data.dtype.kind == "f" else data.dtype
     total = np.sum(data, axis=reduction.axis, keepdims=reduction.keep_dims, dtype=wide)
     return reduction.to_tensor(total, values.dtype)
 
