@@ -59,6 +59,9 @@ class _Eager(TorchDispatchMode):
         if op._schema.name in OPS:
             with self:
                 return OPS[op._schema.name].impl(*args, **kwargs)
+        if name in ("matmul", "linear"):  # below autograd they come as they are
+            with self:
+                return op.decompose(*args, **kwargs)
         if name == "_scaled_mm" and self._gpu is None:
             return _exact(*args, **kwargs)
         return self._products.multiply(name, *args, **kwargs) if name in PRODUCTS else op(*args, **kwargs)
