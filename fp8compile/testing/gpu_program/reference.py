@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from fp8compile.testing.gpu_program.arithmetic import fma
 from fp8compile.testing.gpu_program.messages import message
 from fp8compile.testing.gpu_program.products import PRODUCTS, Products
 from fp8compile.testing.gpus import Gpu
@@ -92,6 +93,8 @@ class Reference(fx.Interpreter):
             return self._product(name, args, kwargs)
         if target in SUMS:
             return _sum(target, args, kwargs)
+        if target is prims.fma.default and args[0].dtype == torch.float32:  # PyTorch's own is rounded twice
+            return torch.from_numpy(fma(*(arg.numpy() for arg in args)))
         if target is aten.var_mean.correction:
             return _var_mean(*args, **kwargs)
         if namespace == "prims" and name.startswith("inductor_") and name != "inductor_force_stride_order":
