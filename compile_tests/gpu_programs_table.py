@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 import triton
 from gpu_program_cases import CASES, Row, check, start_fake_group
-from planted_faults import FAULTS, found
+from planted_faults import FAULTS, LIBRARY_FAULT, found, found_in_library
 
 PAGE = Path(__file__).parents[1] / "docs" / "results" / "gpu-programs.md"
 HEAD = """# Programs for a GPU, run without one
@@ -80,6 +80,9 @@ def main() -> None:
         said = found(fault).splitlines()[0]
         page += f"| {fault.name} | `{said}` |\n"
         bad += [f"not found: {fault.name}"] if said == "nothing" else []
+    said = found_in_library()[1]
+    page += f"| {LIBRARY_FAULT} | `{said}` |\n"
+    bad += [f"not found: {LIBRARY_FAULT}"] if said == "nothing" else []
     PAGE.parent.mkdir(exist_ok=True)
     PAGE.write_text(page)
     sys.exit("\n".join(bad) or None)

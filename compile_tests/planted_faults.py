@@ -7,17 +7,18 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from unittest import mock
 
 import torch
 
 import fp8compile as f8
-from fp8compile.testing import run_gpu_program
+from fp8compile.testing import eager_run, run_gpu_program
+from fp8compile.testing.bits import difference
 from fp8compile.testing.gpu_program import generate
 
-__all__ = ["FAULTS", "Fault", "found", "inputs", "layer"]
+__all__ = ["FAULTS", "LIBRARY_FAULT", "Fault", "found", "found_in_library", "inputs", "layer"]
 
 M, K, N = 50, 64, 96
 BARRIER = (
@@ -86,6 +87,9 @@ FAULTS = (
 )  # fmt: skip
 
 
+LIBRARY_FAULT = "MX scales in rows, not in tiles (made so by the library: the graph has it, too)"
+
+
 def layer(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """An activation and a product in FP8."""
     return f8.linear(torch.nn.functional.silu(x), weight, recipe=f8.recipes.tensorwise())
@@ -125,3 +129,23 @@ def found(fault: Fault) -> str:
         except Exception as error:
             return f"{type(error).__name__}: {error}".partition("\n")[0]
     return str(run.differences) if run.differences else "nothing"
+
+
+def _in_rows(scale: torch.Tensor) -> torch.Tensor:
+    """As many scales as the tiles have, one row after the other."""
+    rows, blocks = scale.shape
+    return torch.nn.functional.pad(scale, (0, -blocks % 4, 0, -rows % 128)).reshape(-1).view(torch.float8_e8m0fnu)
+
+
+def found_in_library(*, is_planted: bool = True) -> tuple[str, str]:
+    """What a comparison with the graph says of that fault, and what one with eager mode does."""
+    x, weight = inputs()
+
+    def mx_layer(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return f8.linear(x, weight, recipe=f8.recipes.mxfp8())
+
+    fault = mock.patch("fp8compile.ops.gemm.swizzled", _in_rows) if is_planted else nullcontext()
+    with fault:
+        run = run_gpu_program(mx_layer, x, weight, arch="b200", precision_casts=True)
+    apart = difference(run.outputs[0], eager_run(mx_layer, x, weight).outputs[0])
+    return str(run.differences), f"eager mode: {apart}" if apart else "nothing"

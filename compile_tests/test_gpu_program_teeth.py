@@ -6,7 +6,7 @@ import importlib.util
 import re
 
 import pytest
-from planted_faults import FAULTS, found, inputs, layer
+from planted_faults import FAULTS, found, found_in_library, inputs, layer
 
 from fp8compile.testing import run_gpu_program
 
@@ -27,3 +27,10 @@ def test_nothing_is_found_where_nothing_is_planted():
 def test_a_planted_fault_is_found(fault):
     said = found(fault)
     assert re.search(fault.found_as, said), said
+
+
+def test_a_fault_that_the_graph_has_too_is_found_by_eager_mode():
+    assert found_in_library(is_planted=False) == ("no differences", "nothing")
+    by_graph, by_eager = found_in_library()
+    assert by_graph == "no differences"
+    assert re.search("eager mode: .* elements differ", by_eager), by_eager
