@@ -1,19 +1,11 @@
-"""The Triton kernels beside their twins in PyTorch, in Triton's interpreter: one line of JSON a comparison.
-
-A program of its own, because Triton decides when it is imported whether it interprets.
-
-    TRITON_INTERPRET=1 python tests/interpreted_kernels.py
-"""
+"""The Triton kernels beside their twins in PyTorch, in Triton's interpreter."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import replace
 
-import numpy as np
 import torch
-import triton.runtime.interpreter as interpreter
 from test_golden import CASES
 from torch import Tensor
 
@@ -23,28 +15,8 @@ from fp8compile.kernels.weights import rows_and_columns, square_blocks
 from fp8compile.ops.quantize_both import empty_outputs, two_casts
 from fp8compile.ops.quantize_weight import step_by_step
 
-FLOAT8 = {"fp8e4nv": torch.float8_e4m3fn, "fp8e5": torch.float8_e5m2}
 RULES = ("fp32", "pow2", "e8m0_rceil", "e8m0_floor")
 INPUTS = (((1, 1), torch.float32), ((1, 100), torch.float16), ((257, 5), torch.bfloat16), ((129, 130), torch.float32))
-
-
-def mend_interpreter() -> None:
-    """Convert as the hardware does.
-
-    Casting to FP8, the interpreter (Triton 3.6 to 3.9) loses the carry of a rounding, and NaN; casting from bfloat16,
-    subnormals.
-    """
-    convert = interpreter._convert_float
-
-    def convert_float(input, input_dtype, output_dtype, rounding_mode):
-        if (input_dtype.name, output_dtype.name) == ("bf16", "fp32"):
-            return input.view(np.uint16).astype(np.uint32) << 16
-        if input_dtype.name == "fp32" and output_dtype.name in FLOAT8:
-            values = torch.from_numpy(np.ascontiguousarray(input.view(np.float32)))
-            return values.to(FLOAT8[output_dtype.name]).view(torch.uint8).numpy()
-        return convert(input, input_dtype, output_dtype, rounding_mode)
-
-    interpreter._convert_float = convert_float
 
 
 def values(shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
@@ -99,8 +71,8 @@ def differing(got: Tensor, expected: Tensor) -> int:
     return int(((got.view(torch.int32) != expected.view(torch.int32)) & ~both_nan).sum())
 
 
-def report(name: str, got: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> None:
-    print(json.dumps({"case": name, "differing": list(map(differing, got, expected))}))
+def compared(name: str, got: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> tuple[str, list[int]]:
+    return name, list(map(differing, got, expected))
 
 
 def pairs() -> Iterator[tuple[f8.CurrentScaling, f8.CurrentScaling]]:
@@ -113,20 +85,22 @@ def pairs() -> Iterator[tuple[f8.CurrentScaling, f8.CurrentScaling]]:
                 yield rows, columns
 
 
-def main() -> None:
-    mend_interpreter()
+def comparisons() -> Iterator[tuple[str, list[int]]]:
+    """For each comparison its name, and how many elements of each output differ."""
     for rows, columns in pairs():
         for shape, dtype in INPUTS:
             x = values(shape, dtype)
-            report(f"{rows} {columns} {shape} {dtype}", kernel(x, rows, columns), two_casts(x, rows, columns))
+            yield compared(f"{rows} {columns} {shape} {dtype}", kernel(x, rows, columns), two_casts(x, rows, columns))
     for first, again in weight_pairs():
         for shape, dtype in INPUTS:
             x = values(shape, dtype)
-            report(f"weight {first} {shape} {dtype}", weight_kernel(x, first, again), step_by_step(x, first, again))
+            yield compared(
+                f"weight {first} {shape} {dtype}", weight_kernel(x, first, again), step_by_step(x, first, again)
+            )
     for n in (32, 128):
         rows, columns = f8.CurrentScaling(block=(1, n)), f8.CurrentScaling(block=(n, 1), format="e5m2")
         x = every_bfloat16()
-        report(f"every bfloat16 {n}", kernel(x, rows, columns), two_casts(x, rows, columns))
+        yield compared(f"every bfloat16 {n}", kernel(x, rows, columns), two_casts(x, rows, columns))
     for case in CASES:
         q, x, n = case.quantizer, case.x.contiguous(), max(case.quantizer.block)
         if n not in (32, 128) or sorted(q.block) != [1, n]:
@@ -134,14 +108,12 @@ def main() -> None:
         along_rows = q.block == (1, n)
         outputs = kernel(x, q, q.transposed()) if along_rows else kernel(x, q.transposed(), q)
         codes, scale = (t.contiguous() for t in (outputs[:2] if along_rows else outputs[2:]))
-        report(f"golden {case.name}", (codes, scale), (case.codes.contiguous(), case.scale.contiguous()))
+        yield compared(f"golden {case.name}", (codes, scale), (case.codes.contiguous(), case.scale.contiguous()))
     rows, columns = next(pairs())
     x = values((200, 300), torch.bfloat16)
     first, again = next(weight_pairs())
     other = replace(first, scale="pow2"), f8.CurrentScaling(block=(-1, 1))
-    report("planted in weights", weight_kernel(x, first, again)[:2], step_by_step(x, *other)[:2])
-    report("planted", kernel(x, rows, columns), two_casts(x, replace(rows, scale="pow2"), replace(columns, eps=1.0)))
-
-
-if __name__ == "__main__":
-    main()
+    yield compared("planted in weights", weight_kernel(x, first, again)[:2], step_by_step(x, *other)[:2])
+    yield compared(
+        "planted", kernel(x, rows, columns), two_casts(x, replace(rows, scale="pow2"), replace(columns, eps=1.0))
+    )

@@ -3,12 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-import json
-import os
-import subprocess
-import sys
 from functools import cache
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,7 +12,6 @@ import fp8compile as f8
 from fp8compile.ops import quantize_both
 from fp8compile.ops.quantize_both import is_pair
 
-ROOT = Path(__file__).parent.parent
 ROWS, COLUMNS = f8.CurrentScaling(block=(1, 128)), f8.CurrentScaling(block=(128, 1))
 needs_triton = pytest.mark.skipif(not importlib.util.find_spec("triton"), reason="needs Triton: it is its interpreter")
 
@@ -25,16 +19,13 @@ needs_triton = pytest.mark.skipif(not importlib.util.find_spec("triton"), reason
 @cache
 def interpreted() -> dict[str, list[int]]:
     """For each comparison of the interpreted kernel, how many elements of each output differ."""
-    finished = subprocess.run(
-        [sys.executable, "-W", "ignore", str(Path(__file__).with_name("interpreted_kernels.py"))],
-        env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": f"{ROOT}{os.pathsep}{Path(__file__).parent}"},
-        capture_output=True,
-        text=True,
-        timeout=500,
-    )
-    assert finished.returncode == 0, finished.stderr[-3000:]
-    lines = [json.loads(line) for line in finished.stdout.splitlines()]
-    return {line["case"]: line["differing"] for line in lines}
+    from interpreted_kernels import comparisons
+
+    from fp8compile.testing.gpu_program.arithmetic import Arithmetic
+    from fp8compile.testing.gpu_program.interpreter import Interpreter
+
+    with Interpreter(Arithmetic()).active():
+        return dict(comparisons())
 
 
 @needs_triton

@@ -64,7 +64,7 @@ def two_casts(x: Tensor, rows: Quantizer, columns: Quantizer) -> tuple[Tensor, T
 
 
 def _kernel(x: Tensor, rows: Quantizer, columns: Quantizer) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    if x.device.type == "cpu":
+    if target_of(x.device).type == "cpu":
         return two_casts(x, rows, columns)
     outputs = empty_outputs(x, rows, columns)
     if not _compat.guard_or_false(x.numel() == 0):

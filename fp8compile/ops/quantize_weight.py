@@ -61,7 +61,7 @@ def step_by_step(weight: Tensor, first: Quantizer, again: Quantizer) -> tuple[Te
 
 
 def _kernel(weight: Tensor, first: Quantizer, again: Quantizer) -> tuple[Tensor, Tensor, Tensor]:
-    if weight.device.type == "cpu" or _compat.guard_or_false(weight.numel() == 0):
+    if target_of(weight.device).type == "cpu" or _compat.guard_or_false(weight.numel() == 0):
         return step_by_step(weight, first, again)
     from fp8compile.kernels.weights import rows_and_columns, square_blocks
 

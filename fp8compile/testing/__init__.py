@@ -10,6 +10,7 @@ from fp8compile.testing.checks import (
 from fp8compile.testing.compiler_log import CacheBypass, GraphBreak, Recompile
 from fp8compile.testing.gemm_share import GemmShare, gemm_share
 from fp8compile.testing.gpu_kernels import GpuCode, Launch, gpu_kernels
+from fp8compile.testing.gpu_program import EagerRun, eager_run, run_gpu_program
 from fp8compile.testing.op_contracts import check_op
 from fp8compile.testing.quantizer_contracts import check_quantizer
 from fp8compile.testing.recording import Recording
@@ -22,6 +23,7 @@ __all__ = [
     "Call",
     "CallReport",
     "Collective",
+    "EagerRun",
     "GemmShare",
     "GpuCode",
     "GraphBreak",
@@ -39,9 +41,11 @@ __all__ = [
     "assert_ops",
     "check_op",
     "check_quantizer",
+    "eager_run",
     "gemm_share",
     "gpu_kernels",
     "graph_report",
+    "run_gpu_program",
     "sends",
     "snapshot",
 ]

@@ -18,7 +18,7 @@ from fp8compile.target import Target, pretend_target
 from fp8compile.testing.gpus import Gpu
 from fp8compile.testing.state import kept_state
 
-__all__ = ["GpuGraph", "gpu_graphs"]
+__all__ = ["GpuGraph", "gpu_graphs", "partition"]
 
 
 @dataclass(frozen=True)
@@ -44,6 +44,17 @@ def _empty_outputs(graph: fx.GraphModule) -> list[Any]:
     ]
 
 
+def partition(joint: fx.GraphModule, inputs: Any, **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """Cut a joint graph into forward and backward as Inductor does."""
+    from functorch.compile import min_cut_rematerialization_partition
+    from torch._inductor.fx_passes.joint_graph import joint_graph_passes
+    from torch._inductor.virtualized import V
+
+    with V.set_fake_mode(torch._guards.detect_fake_mode(inputs)):  # random numbers are made from seeds with it
+        joint_graph_passes(joint)
+    return min_cut_rematerialization_partition(joint, inputs, **kwargs)
+
+
 def gpu_graphs(fn: Callable, args: Sequence[Any], gpu: Gpu) -> list[GpuGraph]:
     """Trace ``fn(*args)`` with ``fullgraph=True`` and compute nothing. Compiled graphs of others are forgotten.
 
@@ -55,11 +66,9 @@ def gpu_graphs(fn: Callable, args: Sequence[Any], gpu: Gpu) -> list[GpuGraph]:
     Returns:
         Forward and, where an output requires grad, backward.
     """
-    from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
+    from functorch.compile import make_boxed_func
     from torch._dynamo.backends.common import aot_autograd
     from torch._inductor import compile_fx
-    from torch._inductor.fx_passes.joint_graph import joint_graph_passes
-    from torch._inductor.virtualized import V
 
     forwards: list[GpuGraph] = []
     backwards: list[GpuGraph] = []
@@ -68,16 +77,14 @@ def gpu_graphs(fn: Callable, args: Sequence[Any], gpu: Gpu) -> list[GpuGraph]:
         forwards.append(GpuGraph(graph, inputs))
         return make_boxed_func(lambda *_: _empty_outputs(graph))
 
-    def partition(joint: fx.GraphModule, inputs: Any, **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
-        with V.set_fake_mode(torch._guards.detect_fake_mode(inputs)):  # random numbers are made from seeds with it
-            joint_graph_passes(joint)
-        forward, backward = min_cut_rematerialization_partition(joint, inputs, **kwargs)
+    def keep_backward(joint: fx.GraphModule, inputs: Any, **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
+        forward, backward = partition(joint, inputs, **kwargs)
         placeholders = backward.graph.find_nodes(op="placeholder")
         backwards.append(GpuGraph(backward, [node.meta["val"] for node in placeholders]))
         return forward, backward
 
     backend = aot_autograd(
-        fw_compiler=forward_compiler, decompositions=compile_fx.select_decomp_table(), partition_fn=partition
+        fw_compiler=forward_compiler, decompositions=compile_fx.select_decomp_table(), partition_fn=keep_backward
     )
     torch._dynamo.reset()
     # what a buffer is changed to is not computed here either

@@ -68,6 +68,7 @@ class Schedule:
             of an operator, or a place that several kernels write to.
         no_cuda_graph: Why Inductor would not replay it as a CUDA graph; None if it would.
         mutated_inputs: Positions of the arguments that it writes to.
+        constants: What the source names and doesn't define: types of opaque values, tensors of the graph.
     """
 
     source: str
@@ -77,6 +78,7 @@ class Schedule:
     placed: dict[str, fx.Node | None] = field(repr=False)
     no_cuda_graph: str | None
     mutated_inputs: tuple[int, ...]
+    constants: dict[str, Any] = field(repr=False)
 
     @cached_property
     def maker(self) -> dict[str, ScheduledLaunch]:
@@ -117,6 +119,18 @@ class Schedule:
         nodes = (self._holders[name] for name in launch.made)
         names = (node.meta.get("custom", {}).get(SOURCE) for node in nodes if node is not None)
         return next((self.sources[name] for name in names if name in self.sources), None)
+
+    @cached_property
+    def stored_by(self) -> dict[fx.Node, ScheduledLaunch]:
+        """Nodes of the given graph whose values are in a buffer, and the launch that writes it."""
+        found: dict[fx.Node, ScheduledLaunch] = {}
+        for launch in self.launches:
+            for lowered in filter(None, (self._holders[name] for name in launch.made)):
+                node = self.sources.get(lowered.meta.get("custom", {}).get(SOURCE))
+                # one that was taken apart gave its name to its parts
+                if node is not None and node.target == lowered.target:
+                    found.setdefault(node, launch)
+        return found
 
 
 def operator_of(node: fx.Node) -> str:
@@ -191,7 +205,8 @@ def _schedule(nodes: Sequence[Any], source: str, total: int, sources: dict[str, 
     placed = {
         part.node.get_name(): _node_of(part.node) for node in nodes if node not in called for part in node.get_nodes()
     }
-    return Schedule(source, total, _launches(called, source), sources, placed, reason, mutated)
+    constants = {**getattr(lowering, "opaque_value_type_classes", {}), **lowering.constants}
+    return Schedule(source, total, _launches(called, source), sources, placed, reason, mutated, constants)
 
 
 # ---------------------------------------------------------------------------------- lowering

@@ -1,0 +1,100 @@
+"""Eager mode on the CPU, products rounded once: a program with every rounding kept has the same bits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fp8compile.ops.registry import OPS
+from fp8compile.target import Target, pretend_target
+from fp8compile.testing.gpu_program.messages import message
+from fp8compile.testing.gpu_program.products import PRODUCTS, Products
+from fp8compile.testing.gpu_program.step import step
+from fp8compile.testing.gpus import Gpu, gpu_called
+
+__all__ = ["EagerRun", "eager_run"]
+
+
+@dataclass(frozen=True)
+class EagerRun:
+    """A function in eager mode.
+
+    Attributes:
+        outputs: Its tensors.
+        gradients: By name, as in a `GpuRun`.
+    """
+
+    outputs: tuple[Tensor, ...] = field(repr=False)
+    gradients: dict[str, Tensor] = field(repr=False)
+
+
+def _exact(
+    a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, *_: Any, out_dtype: Any = None, **__: Any
+) -> Tensor:
+    """`torch._scaled_mm` as eager layers call it on a CPU: numbers, or a number a row and a column."""
+    out_dtype = next((each for each in _ if isinstance(each, torch.dtype)), out_dtype)
+    return ((a.double() * scale_a.double()) @ (b.double() * scale_b.double())).to(out_dtype)
+
+
+class _Eager(TorchDispatchMode):
+    """Products in float64, collectives emulated; also those that ops of this library call."""
+
+    def __init__(self, gpu: Gpu | None) -> None:
+        super().__init__()
+        self._gpu, self._products = gpu, Products(gpu)
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = kwargs or {}
+        namespace, _, name = op._schema.name.partition("::")
+        if types and any(each is not Tensor and each is not torch.nn.Parameter for each in types):
+            return op(*args, **kwargs)  # a subclass takes it apart, and comes back
+        if namespace == "_c10d_functional":
+            return message(op, *args, **kwargs)
+        if op._schema.name in OPS:
+            with self:
+                return OPS[op._schema.name].impl(*args, **kwargs)
+        if name in ("matmul", "linear"):  # below autograd they come as they are
+            with self:
+                return op.decompose(*args, **kwargs)
+        if name == "_scaled_mm" and self._gpu is None:
+            return _exact(*args, **kwargs)
+        return self._products.multiply(name, *args, **kwargs) if name in PRODUCTS else op(*args, **kwargs)
+
+
+def eager_run(
+    fn: Callable, *args: Any, arch: str | None = None, grad_outputs: Sequence[Tensor] | None = None
+) -> EagerRun:
+    """Run ``fn(*args)`` and its backward in eager mode on this machine's CPU, matrix products rounded once.
+
+    `run_gpu_program` with ``precision_casts`` has the same bits, but for operators whose CPU kernel and decomposition
+    round otherwise, and a bias that Inductor adds after the product was rounded. Functional collectives are emulated
+    as there.
+
+    Args:
+        fn: A module or function.
+        args: Its arguments, on the CPU.
+        arch: None: FP8 layers run as on a CPU. The GPU whose products they choose, a key of
+            ``fp8compile.testing.gpus.GPUS``: it matters where scales are applied after the product, which rounds
+            otherwise (rowwise in float32 and float16).
+        grad_outputs: As for `run_gpu_program`.
+
+    Raises:
+        ValueError: No such GPU is known; operands that the GPU's product would not take.
+        ModuleNotFoundError: There is no Triton, which a GPU's layers need.
+    """
+    gpu = None if arch is None else gpu_called(arch)
+    with ExitStack() as stack:
+        if gpu is not None:
+            from fp8compile.testing.gpu_program.arithmetic import Arithmetic
+            from fp8compile.testing.gpu_program.interpreter import Interpreter
+
+            stack.enter_context(pretend_target(Target("cuda", (gpu.major, gpu.minor))))
+            stack.enter_context(Interpreter(Arithmetic()).active())
+        stack.enter_context(_Eager(gpu))
+        return EagerRun(*step(fn, fn, args, grad_outputs))

@@ -1,0 +1,130 @@
+"""What the programs of a launch read and write: inside of its tensors only, and no two of them the same address.
+
+A GPU runs the programs of a launch in any order, some at the same time. So where one writes to an address that another
+one reads or writes, the result depends on chance, unless all of them do it by atomic operations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+__all__ = ["Access", "poisoned"]
+
+
+def poisoned(size: Any, stride: Any, dtype: torch.dtype, byte: int) -> Tensor:
+    """Memory as a GPU's allocator gives it, with a byte in it that nobody should read; 255 is NaN in every format."""
+    tensor = torch.empty_strided(size, stride, dtype=dtype)
+    if tensor.untyped_storage().nbytes():
+        torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage()).fill_(byte)
+    return tensor
+
+
+def _span(tensor: Tensor) -> tuple[int, int]:
+    """Addresses of the first byte of a tensor, and after its last."""
+    last = sum((size - 1) * stride for size, stride in zip(tensor.size(), tensor.stride(), strict=True))
+    end = (last + 1) * tensor.element_size() if tensor.numel() else 0
+    return tensor.data_ptr(), tensor.data_ptr() + end
+
+
+@dataclass
+class Access:
+    """One launch: its tensors, and what each of its programs did.
+
+    Attributes:
+        name: Of the kernel.
+        spans: First and last address of each tensor, by the argument's name.
+        program: Which one runs.
+    """
+
+    name: str
+    spans: dict[str, tuple[int, int]]
+    program: int = -1
+    _loaded: list[tuple[int, np.ndarray]] = field(default_factory=list)
+    _stored: list[tuple[int, np.ndarray]] = field(default_factory=list)
+    _atomic: list[tuple[int, np.ndarray]] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, name: str, arguments: Mapping[str, Any]) -> Access:
+        """For a launch with these arguments."""
+        return cls(name, {each: _span(value) for each, value in arguments.items() if isinstance(value, Tensor)})
+
+    def record(self, kind: str, pointers: np.ndarray, mask: np.ndarray, width: int) -> None:
+        """Take note of an access, before it is made.
+
+        Args:
+            kind: "load", "store" or "atomic".
+            pointers: Addresses.
+            mask: Which of them.
+            width: Bytes of an element.
+
+        Raises:
+            IndexError: An address is outside of the launch's tensors.
+        """
+        addresses = pointers.reshape(-1)[np.broadcast_to(mask, pointers.shape).reshape(-1)]
+        inside = np.zeros(addresses.shape, bool)
+        for start, end in self.spans.values():
+            inside |= (addresses >= start) & (addresses + np.uint64(width) <= end)
+        if not inside.all():
+            raise IndexError(
+                f"{self.name}: program {self.program} would {kind} {int((~inside).sum())} of {len(inside)} elements "
+                f"outside of the kernel's tensors ({', '.join(self.spans)}). On a GPU this is another tensor's memory."
+            )
+        getattr(self, {"load": "_loaded", "store": "_stored", "atomic": "_atomic"}[kind]).append(
+            (self.program, addresses)
+        )
+
+    def _argument(self, address: int) -> str:
+        return next(
+            f"{name} + {address - start} bytes" for name, (start, end) in self.spans.items() if start <= address < end
+        )
+
+    def assert_no_race(self) -> None:
+        """After all programs ran.
+
+        Raises:
+            RuntimeError: The result depends on the order of the programs.
+        """
+        plain, atomic, loaded = map(_flat, (self._stored, self._atomic, self._loaded))
+        for what, first, second in (
+            ("written by two programs", plain, plain),
+            ("written by one program and read by another", plain, loaded),
+            ("written by one program and changed by an atomic of another", plain, atomic),
+            ("changed by an atomic of one program and read by another", atomic, loaded),
+        ):
+            raced = _shared(*first, *second)
+            if len(raced):
+                raise RuntimeError(
+                    f"{self.name}: {len(raced)} addresses are {what}, the first at {self._argument(int(raced[0]))}. "
+                    "Programs of a launch run in any order: the result depends on chance."
+                )
+
+
+def _flat(parts: list[tuple[int, np.ndarray]]) -> tuple[np.ndarray, np.ndarray]:
+    """Addresses, and the program of each; each pair once."""
+    if not parts:
+        return np.zeros(0, np.uint64), np.zeros(0, np.int64)
+    addresses = np.concatenate([addresses for _, addresses in parts])
+    programs = np.concatenate([np.full(len(addresses), program) for program, addresses in parts])
+    order = np.lexsort((programs, addresses))
+    addresses, programs = addresses[order], programs[order]
+    is_new = np.ones(len(addresses), bool)
+    is_new[1:] = (addresses[1:] != addresses[:-1]) | (programs[1:] != programs[:-1])
+    return addresses[is_new], programs[is_new]
+
+
+def _shared(first: np.ndarray, by_first: np.ndarray, second: np.ndarray, by_second: np.ndarray) -> np.ndarray:
+    """Addresses in both that are not one and the same program's."""
+    if not len(first) or not len(second):
+        return first[:0]
+    lowest = np.searchsorted(first, second, side="left")
+    highest = np.searchsorted(first, second, side="right")
+    found = highest > lowest
+    # several programs in `first`, or one that is another one than in `second`
+    other = found & ((highest - lowest > 1) | (by_first[np.minimum(lowest, len(first) - 1)] != by_second))
+    return np.unique(second[other])

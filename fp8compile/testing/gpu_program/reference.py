@@ -1,0 +1,138 @@
+"""The graph that a program was generated from, operator by operator in PyTorch: what the program is compared with.
+
+Inductor computes in float32 and rounds to bfloat16 or float16 where a value is stored, so values that never leave a
+kernel are not rounded. The reference does the same: it keeps such results in float32 until something stores them, or
+looks at their bits (the rounding barrier does). With Inductor's ``emulate_precision_casts`` every operator rounds, in
+the program and here.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from fp8compile.testing.gpu_program.arithmetic import fma
+from fp8compile.testing.gpu_program.messages import message
+from fp8compile.testing.gpu_program.products import PRODUCTS, Products
+from fp8compile.testing.gpus import Gpu
+from fp8compile.testing.schedule import Schedule
+
+__all__ = ["Reference"]
+
+aten, prims = torch.ops.aten, torch.ops.prims
+LOW_PRECISION = (torch.bfloat16, torch.float16)
+SUMS = (aten.mean.dim, aten.mean.default, aten.sum.dim_IntList, aten.sum.default)
+TRANSCENDENTAL = ("exp", "rsqrt", "sigmoid", "tanh", "erf", "log", "sin", "cos", "exp2", "log2", "sqrt")
+
+
+class Reference(fx.Interpreter):
+    """Runs a graph.
+
+    Attributes:
+        products: What multiplies, and every product that was called.
+    """
+
+    def __init__(self, graph: fx.GraphModule, gpu: Gpu, found: Schedule, *, rounds_each: bool) -> None:
+        super().__init__(graph)
+        self.products = Products(gpu)
+        self._rounds_each = rounds_each
+        self._stored_by = found.stored_by
+        self._computed = {id(launch): set(found.computed(launch)) for launch in found.launches}
+        self._adds_bias_later = not any("addmm" in launch.name for launch in found.launches)
+        # a library's operator reads memory; Inductor computes all others
+        self._library = {launch.name.removesuffix(".default") for launch in found.launches if launch.kind == "opaque"}
+
+    def run_node(self, node: fx.Node) -> Any:
+        """One operator; its operands are rounded where it reads them from memory."""
+        if node.op == "output":
+            return fx.node.map_arg(node.args[0], self._rounded)
+        if node.op != "call_function":
+            result = super().run_node(node)
+        else:
+            args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda operand: self._operand(node, operand))
+            result = self.call_function(node.target, args, kwargs)
+        is_low = isinstance(result, Tensor) and result.dtype in LOW_PRECISION
+        return result.float() if is_low and not self._rounds_each else result
+
+    def _operand(self, node: fx.Node, operand: fx.Node) -> Any:
+        """An operand as an operator gets it: from memory, or as the same kernel computed it."""
+        launch = self._stored_by.get(operand)
+        if self._rounds_each:
+            return self.env[operand]
+        if self._looks_at_bits(node):
+            return self._rounded(operand)
+        if launch is not None and node not in self._computed[id(launch)]:
+            rounded = self._rounded(operand)
+            return rounded.float() if isinstance(rounded, Tensor) and rounded.dtype in LOW_PRECISION else rounded
+        return self.env[operand]
+
+    def _rounded(self, node: fx.Node) -> Any:
+        value, meta = self.env[node], node.meta.get("val")
+        if isinstance(value, Tensor) and isinstance(meta, Tensor) and value.dtype != meta.dtype:
+            return value.to(meta.dtype)
+        return value
+
+    def _looks_at_bits(self, node: fx.Node) -> bool:
+        """Whether an operator takes its operands in their dtypes."""
+        if not isinstance(node.target, torch._ops.OpOverload):
+            return False
+        namespace, _, name = node.target._schema.name.partition("::")
+        is_library = f"{namespace}.{name}" in self._library or namespace not in ("aten", "prims")
+        return node.target is aten.view.dtype or name in PRODUCTS or is_library
+
+    def call_function(self, target: Any, args: tuple, kwargs: dict) -> Any:
+        """An operator by the rules of the program."""
+        if not isinstance(target, torch._ops.OpOverload):
+            return super().call_function(target, args, kwargs)
+        namespace, _, name = target._schema.name.partition("::")
+        if namespace == "_c10d_functional":
+            return message(target, *(arg.clone() if isinstance(arg, Tensor) else arg for arg in args), **kwargs)
+        if name in PRODUCTS:
+            return self._product(name, args, kwargs)
+        if target in SUMS:
+            return _sum(target, args, kwargs)
+        if target is prims.fma.default and args[0].dtype == torch.float32:  # PyTorch's own is rounded twice
+            return torch.from_numpy(fma(*(arg.numpy() for arg in args)))
+        if target is aten.var_mean.correction:
+            return _var_mean(*args, **kwargs)
+        if namespace == "prims" and name.startswith("inductor_") and name != "inductor_force_stride_order":
+            raise NotImplementedError(
+                f"run_gpu_program: {target} draws random numbers, and no reference of PyTorch draws the same."
+            )
+        if target is prims.convert_element_type.default and not self._rounds_each and args[1] in LOW_PRECISION:
+            return args[0].float()
+        if name in TRANSCENDENTAL:  # PyTorch has other code, with other last bits, for other strides
+            args = tuple(arg.contiguous() if isinstance(arg, Tensor) else arg for arg in args)
+        return super().call_function(target, args, kwargs)
+
+    def _product(self, name: str, args: tuple, kwargs: dict) -> Tensor:
+        """A product; bias added after it was rounded where Inductor took the sum out of the product."""
+        if name == "addmm" and self._adds_bias_later:
+            bias, a, b = args
+            return (bias.float() + self.products.multiply("mm", a, b).float()).to(a.dtype)
+        return self.products.multiply(name, *args, **kwargs)
+
+
+def _sum(target: Any, args: tuple, kwargs: dict) -> Tensor:
+    """A sum in float64, rounded once to float32, as in the program; a mean is that sum and a division."""
+    x, dims = args[0], args[1] if len(args) > 1 else None
+    keep = args[2] if len(args) > 2 else kwargs.get("keepdim", False)
+    if not x.is_floating_point():
+        return target(*args, **kwargs)
+    dims = dims or tuple(range(x.ndim))
+    exact = torch.float64 if x.dtype == torch.float64 else torch.float32
+    total = x.double().sum(dims, keep).to(exact)
+    if target in (aten.mean.dim, aten.mean.default):
+        total = total / torch.tensor(float(torch.Size([x.shape[dim] for dim in dims]).numel()), dtype=exact)
+    return total.to(kwargs.get("dtype") or x.dtype)
+
+
+def _var_mean(x: Tensor, dims: list[int] | None = None, *, correction: float = 1, keepdim: bool = False) -> Any:
+    """In two sums, as Inductor has it where a row fits a block; its Welford loops are a unit in the last place off."""
+    dims = dims or list(range(x.ndim))
+    count = float(torch.Size([x.shape[dim] for dim in dims]).numel())
+    mean = _sum(aten.mean.dim, (x, dims, True), {})
+    squares = _sum(aten.sum.dim_IntList, ((x - mean).square(), dims, keepdim), {})
+    return squares / torch.tensor(max(0.0, count - correction), dtype=x.dtype), mean if keepdim else mean.squeeze(dims)
