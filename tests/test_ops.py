@@ -17,8 +17,9 @@ from fp8compile.ops import OPS, linear
 NAMESPACE = "fp8compile::"
 RECIPE = f8.recipes.rowwise()
 FSDP = ("fsdp_amaxes_together", "fsdp_delayed_linear", "fsdp_gather", "fsdp_linear", "fsdp_tokens")
+STRAIGHT = ("straight_through", "with_product_gradient")
 differentiable = tuple(
-    f"fp8compile::{op}" for op in ("linear", "delayed_linear", "sharded_linear", "scatter_sum", *FSDP)
+    f"fp8compile::{op}" for op in ("linear", "delayed_linear", "sharded_linear", "scatter_sum", *STRAIGHT, *FSDP)
 )
 KEEP_STRIDES = (
     "fp8compile::after",
@@ -26,6 +27,7 @@ KEEP_STRIDES = (
     "fp8compile::scale",
     "fp8compile::snapshot",
     "fp8compile::store",
+    "fp8compile::straight_through",
 )  # elementwise
 OURS = sorted(name for name in OPS if name.startswith(NAMESPACE))
 every_op = pytest.mark.parametrize("name", OURS)

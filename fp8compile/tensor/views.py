@@ -93,6 +93,7 @@ def _reshaped(func: Any, x: QuantizedTensor, codes: Tensor) -> QuantizedTensor:
 
 
 def _view(func: Any, x: QuantizedTensor, *args: Any) -> QuantizedTensor:
+    _check_not_packed(func, x)  # before PyTorch says of codes what holds of values
     return _reshaped(func, x, func(x.codes, *args))
 
 
