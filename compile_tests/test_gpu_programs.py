@@ -23,7 +23,7 @@ pytestmark = [
 NOT_YET = {
     "float32, rowwise": "scales are applied after the product, in an order of float32 products that the reference has "
     "not: all operands are equal, results differ in their last bits",
-    "dynamic tokens, rowwise": "Inductor has no hint for (-tokens % 16) where it lowers the padded codes of grad_weight",
+    "dynamic tokens, rowwise": "Inductor finds no hint for (-tokens % 16) when it lowers padded codes of grad_weight",
     "one rank of two, TP and SP, rowwise": "the case adds a gathered tensor to a part of one: the case is wrong",
 }
 
