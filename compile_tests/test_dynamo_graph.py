@@ -121,7 +121,9 @@ return (linear_default,)""",
 fp8compile.amax.default
 fp8compile.scale.default
 fp8compile.cast.default
-fp8compile.scaled_mm.default""",
+fp8compile.straight_through.default
+fp8compile.scaled_mm.default
+fp8compile.with_product_gradient.default""",
         )
 
 

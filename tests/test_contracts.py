@@ -142,7 +142,7 @@ def define(**steps):
         ({"dequantize": lambda self, codes, scale, dtype=torch.float32: (codes * scale).half()}, "Near.dequantize "
          "returned float16 of shape (4, 8); it returns float32 of shape (4, 8), what values_shape says."),
         ({"scale_dtype": lambda self: "float32", "scale_of": f8.CurrentScaling.scale_of,
-          "scale_values": f8.CurrentScaling.scale_values},
+          "scale_values": f8.CurrentScaling.scale_values, "stores_e8m0": lambda self: False},
          "Near.scale_dtype returned 'float32'; it returns a torch.dtype, such as torch.uint8."),
         ({"codes_shape": lambda self, shape: shape[0], "values_shape": lambda self, shape: shape,
           "transposed": lambda self: self,

@@ -119,6 +119,16 @@ def test_a_wrong_transposed_is_told_and_not_a_wrong_shape(monkeypatch):
         f8.quantize(values(32, 64), Packed(block=(1, 16))).t()
 
 
+@pytest.mark.parametrize(
+    ("base", "method", "declares"),
+    [(SameFloat8, "dequantize", "gemm_format"), (f8.CurrentScaling, "scale_values", "stores_e8m0")],
+)
+def test_a_declaration_of_another_method_is_not_inherited(base, method, declares):
+    own = {method: lambda self, *args: None, "__annotations__": {}, "__module__": __name__}
+    with pytest.raises(TypeError, match=rf"overrides {method}, and inherits a {declares} .* Write {declares} too"):
+        type("Lower", (base,), own)
+
+
 def test_explain_names_the_class_in_place_of_a_format():
     assert describe(recipe(Int8()), GEMMS[0]) == "Int8 x Int8 rowwise"
     assert describe(f8.recipes.rowwise(), GEMMS[0]) == "e4m3 x e4m3 rowwise"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import linecache
 
 import pytest
 import torch
@@ -340,6 +341,79 @@ def test_a_model_that_recurses_and_one_without_source_are_read_as_far_as_they_go
     uses = parameter_uses(model)
     assert uses.past_forward(model[0].b) == "Recursive.forward"
     assert uses.kind(model[1], "weight") is None
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.proj, self.norm = nn.Linear(32, 32), nn.LayerNorm(32)
+
+    def forward(self, x):
+        return self.norm(x)
+
+
+def rounds(iterate, body):
+    """A model that loops over blocks, or linears, in a way of its own."""
+
+    class Loop(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.blocks = nn.ModuleList([Block(), Block()])
+            self.layers = nn.ModuleList([nn.Linear(32, 32), nn.Linear(32, 32)])
+            self.named = nn.ModuleDict({"one": Block()})
+
+    source = f"def forward(self, x):\n    for {iterate}:\n        x = {body}\n    return x\n"
+    names = {"F": F, "checkpoint": checkpoint}
+    path = f"<{iterate}>"
+    linecache.cache[path] = (len(source), None, source.splitlines(keepends=True), path)
+    exec(compile(source, path, "exec"), names)
+    Loop.forward = names["forward"]
+    return Loop()
+
+
+@pytest.mark.parametrize(
+    ("iterate", "found"),
+    [
+        ("i, b in enumerate(self.blocks)", "blocks.0.proj"),
+        ("b, l in zip(self.blocks, self.layers)", "blocks.1.proj"),
+        ("i, (b, l) in enumerate(zip(self.blocks, self.layers))", "blocks.1.proj"),
+        ("n, b in self.blocks.named_children()", "blocks.0.proj"),
+        ("n, b in self.named.items()", "named.one.proj"),
+        ("b in self.named.values()", "named.one.proj"),
+        ("b in reversed(self.blocks)", "blocks.0.proj"),
+    ],
+)
+def test_loops_over_pairs_find_what_they_multiply(iterate, found):
+    model = rounds(iterate, "F.linear(b(x), b.proj.weight)")
+    rows = {row.fqn: row for row in f8.conversion_report(f8.convert(model, RECIPE, filter=lambda *_: True)).rows}
+    assert not rows[found].converted
+    assert "reads its weight itself" in str(rows[found])
+    assert rows["layers.0"].converted
+
+
+def test_loops_over_pairs_leave_layers_that_are_called():
+    model = rounds("i, l in enumerate(self.layers)", "checkpoint(l, x, use_reentrant=False)")
+    model = f8.convert(model, RECIPE, filter=lambda *_: True)
+    assert all(isinstance(layer, f8.Linear) for layer in model.layers)
+
+
+def test_what_can_not_be_followed_stops_no_convert():
+    class Sloppy:
+        def __getattr__(self, name):
+            return self.__dict__.get(name)
+
+        def __call__(self, x):
+            return x
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer, self.sloppy = nn.Linear(32, 32), Sloppy()
+
+        def forward(self, x):
+            return self.sloppy(self.layer(x))
+
+    assert isinstance(f8.convert(Model(), RECIPE, filter=lambda *_: True).layer, f8.Linear)
 
 
 def test_reading_runs_nothing_of_the_model():

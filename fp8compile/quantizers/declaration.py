@@ -202,6 +202,13 @@ TOGETHER = (
 )
 
 
+# what a class declares of another method of the same class: who overrides the first needs the second again
+DECLARED = (
+    ("dequantize", "gemm_format", "the float8 format in which a GEMM reads what this dequantize takes, or None"),
+    ("scale_values", "stores_e8m0", "whether the scales that this scale_values takes are E8M0 bytes"),
+)
+
+
 def _overrides(cls: type, base: type, method: str) -> bool:
     return getattr(cls, method) is not getattr(base, method)
 
@@ -219,6 +226,19 @@ def _check_spelling(cls: type, name: str, given: Any, methods: dict[str, Any]) -
         )
 
 
+def _check_together(cls: type, base: type) -> None:
+    """Methods that say one thing together are overridden together."""
+    for first, second, what in TOGETHER:
+        if _overrides(cls, base, first) and not _overrides(cls, base, second):
+            raise TypeError(f"{cls.__name__} overrides {first} and not {second}. Write {second} too: {what}.")
+    for first, second, what in DECLARED:
+        if first in vars(cls) and second not in vars(cls) and _overrides(cls, base, second):
+            raise TypeError(
+                f"{cls.__name__} overrides {first}, and inherits a {second} that speaks of another {first}. Write "
+                f"{second} too: {what}."
+            )
+
+
 def check_steps(cls: type, base: type) -> None:
     """Check the steps of a quantizer's class against those of the base class.
 
@@ -233,9 +253,7 @@ def check_steps(cls: type, base: type) -> None:
             "the values of a block are multiplied by, from their largest magnitude; or derive from "
             f"fp8compile.CurrentScaling, which has one. (class {name}(Quantizer, abstract=True): a base of others.)"
         )
-    for first, second, what in TOGETHER:
-        if _overrides(cls, base, first) and not _overrides(cls, base, second):
-            raise TypeError(f"{name} overrides {first} and not {second}. Write {second} too: {what}.")
+    _check_together(cls, base)
     methods = {method: step for method, step in vars(base).items() if inspect.isfunction(step) and method[0] != "_"}
     for method, given in {**inspect.get_annotations(cls), **vars(cls)}.items():
         if method not in methods:

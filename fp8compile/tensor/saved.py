@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from fp8compile.quantizers import Quantizer
+from fp8compile.tensor.arguments import SOURCE_DTYPES
 
 if TYPE_CHECKING:
     from fp8compile.tensor.parameter import QuantizedParameter
@@ -26,6 +27,8 @@ def _check(codes: Tensor, scale: Tensor, quantizer: Quantizer, dtype: torch.dtyp
     if not all(isinstance(value, kind) for value, kind in kinds):
         found = [type(value).__name__ for value, _ in kinds]
         raise TypeError(f"load: a quantized tensor is codes, a scale, a quantizer and a dtype; the file has {found}.")
+    if dtype not in SOURCE_DTYPES:
+        raise ValueError(f"load: the file has a quantized tensor of {dtype}; it is of bfloat16, float16 or float32.")
     shape = quantizer.values_shape(codes.shape)
     expected = quantizer.scale_shape(shape)
     if codes.dtype != torch.uint8 or scale.dtype != quantizer.scale_dtype() or scale.shape != expected:
@@ -53,8 +56,10 @@ def load_parameter(
     _check(codes, scale, quantizer, dtype)
     found = QuantizedParameter(codes, scale, quantizer, dtype)
     extent, written, initial = kept
-    if extent not in EXTENTS or not (initial is None or isinstance(initial, Tensor)):
+    if extent not in EXTENTS:
         raise ValueError(f"load: the file has a QuantizedParameter of extent {extent!r}; it is one of {EXTENTS}.")
+    if initial is not None and not (type(initial) is Tensor and initial.is_floating_point()):
+        raise ValueError("load: the initial values of a QuantizedParameter are a plain floating point tensor.")
     found.extent, found.written, found.initial = extent, bool(written), initial
     return as_leaf(found, *map(bool, leaf))
 

@@ -32,6 +32,10 @@ __all__ = ["Arguments", "Calls", "Expressions"]
 
 Where = tuple[nn.Module, str]  # the method of a module that is running, its module and its name
 PLAIN = (type(None), bool, int, float, str)
+ITERATING = frozenset({"enumerate", "zip", "reversed", "list", "tuple", "sorted", "iter"})  # functions
+ITERATED = frozenset({"items", "named_children", "values", "children"})  # methods
+PAIRING = frozenset({"enumerate", "items", "named_children"})  # give pairs of a number or name and an element
+PASSING = frozenset({"reversed", "list", "tuple", "sorted", "iter", "values", "children"})
 GROWING = frozenset({"append", "extend", "insert", "update", "setdefault"})  # containers, in place
 COMPARED: dict[type, Callable[[Any, Any], bool]] = {
     ast.Eq: operator.eq, ast.NotEq: operator.ne, ast.Lt: operator.lt, ast.LtE: operator.le, ast.Gt: operator.gt,
@@ -69,6 +73,17 @@ class Calls(Protocol):
 
     def method(self, name: str, tensors: Value, arguments: Arguments, where: Where) -> Value:
         """What a method of any of these tensors gives."""
+
+
+def _iteration(node: ast.expr) -> tuple[str, Sequence[ast.expr]]:
+    """The name of what makes an iterable of others, and those: arguments of a function, or the owner of a method."""
+    if not isinstance(node, ast.Call) or node.keywords or any(isinstance(arg, ast.Starred) for arg in node.args):
+        return "", ()
+    if isinstance(node.func, ast.Name) and node.func.id in ITERATING:
+        return node.func.id, node.args[:1] if node.func.id == "enumerate" else node.args
+    if isinstance(node.func, ast.Attribute) and node.func.attr in ITERATED and not node.args:
+        return node.func.attr, (node.func.value,)
+    return "", ()
 
 
 def _tensors(things: Value) -> Value:
@@ -129,6 +144,24 @@ class Expressions:
         elif isinstance(target, ast.Subscript) and isinstance(target.value, ast.Name):
             self.names[target.value.id] = self.value(target.value) | found
 
+    def _bind_round(self, target: ast.expr, node: ast.expr) -> None:
+        """Let a loop's target stand for what each round gives it, of the iterable that the node is.
+
+        ``enumerate``, ``zip`` and ``items`` give tuples: each part of a target takes its own part of them.
+        """
+        parts = target.elts if isinstance(target, (ast.Tuple, ast.List)) else []
+        name, given = _iteration(node)
+        if name in PAIRING and len(parts) == 2 and len(given) == 1:
+            self._bind(parts[0], NOTHING)
+            self._bind_round(parts[1], given[0])
+        elif name == "zip" and parts and len(parts) == len(given):
+            for part, each in zip(parts, given, strict=True):
+                self._bind_round(part, each)
+        elif name in PASSING and len(given) == 1:
+            self._bind_round(target, given[0])
+        else:
+            self._bind(target, self._elements(self.value(node)))
+
     def _value_Attribute(self, node: ast.Attribute) -> Value:
         return self._attribute(self.value(node.value), node.attr)
 
@@ -171,7 +204,7 @@ class Expressions:
 
     def _value_ListComp(self, node: ast.ListComp | ast.DictComp) -> Value:
         for generator in node.generators:
-            self._bind(generator.target, self._elements(self.value(generator.iter)))
+            self._bind_round(generator.target, generator.iter)
         return self.value(node.elt) if not isinstance(node, ast.DictComp) else self.value(node.value)
 
     _value_SetComp = _value_GeneratorExp = _value_DictComp = _value_ListComp

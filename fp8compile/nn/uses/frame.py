@@ -69,7 +69,7 @@ class Frame(Expressions):
         return self.run(node.body)
 
     def _read_For(self, node: ast.For) -> None:
-        self._bind(node.target, self._elements(self.value(node.iter)))
+        self._bind_round(node.target, node.iter)
         self.run(node.body)
         self.run(node.orelse)
 

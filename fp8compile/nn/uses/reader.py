@@ -14,6 +14,7 @@ Nothing of a model runs. What isn't seen: functions without source, attributes t
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from types import BuiltinFunctionType, FunctionType
 from typing import Any
@@ -90,8 +91,14 @@ class Reader:
         self.depth = 0
 
     def read(self, module: nn.Module) -> None:
-        """Read the forward of a module, called with data."""
-        self._call_module(module, Arguments(rest=Value([DATA])), (module, ""))
+        """Read the forward of a module, called with data.
+
+        Source is anybody's, and so are the attributes on the way: what can't be followed is left unread, as code
+        without source is. `conversion_report(model, forward=...)` tells what a forward really did.
+        """
+        self.depth = 0
+        with contextlib.suppress(Exception):
+            self._call_module(module, Arguments(rest=Value([DATA])), (module, ""))
 
     # ------------------------------------------------------------------ what frames ask for
 

@@ -170,6 +170,8 @@ def constant_attribute(owner: Any, name: str) -> Any:
 def elements(thing: Any, key: Any = UNKNOWN) -> Value:
     """What is in a container, or what of it is at a key; of anything else the thing itself."""
     held = thing.value if isinstance(thing, Object) else None
+    if isinstance(held, nn.Module) and not hasattr(type(held), "__getitem__"):
+        return Value([thing])  # no container: what is unpacked here came out of one already
     if isinstance(held, nn.Module):
         slots = {name: _slot(held, name) for name in held._parameters}
         return _at({**slots, **{name: value_of(module) for name, module in held._modules.items()}}, key)
