@@ -389,6 +389,9 @@ class Halves(f8.CurrentScaling):
     def values_shape(self, codes_shape):
         return (*codes_shape[:-1], 2 * codes_shape[-1])
 
+    def transposed(self):
+        return super().transposed()
+
     def cast(self, x, multiplier):
         return super().cast(x, multiplier)[..., ::2].contiguous()
 
