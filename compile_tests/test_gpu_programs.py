@@ -29,8 +29,9 @@ NOT_YET = {
 
 
 def marks_of(case):
-    marks = [] if case.is_quick else [pytest.mark.slow]
-    return [*marks, pytest.mark.xfail(reason=NOT_YET[str(case)])] if str(case) in NOT_YET else marks
+    if str(case) in NOT_YET:
+        return [pytest.mark.slow, pytest.mark.xfail(reason=NOT_YET[str(case)])]
+    return [] if case.is_quick else [pytest.mark.slow]
 
 
 PARAMETERS = [pytest.param(number, id=str(case), marks=marks_of(case)) for number, case in enumerate(CASES)]
