@@ -77,7 +77,7 @@ class Packed(FourBits):
 
 @dataclass(frozen=True, repr=False)
 class SameFloat8(Quantizer):
-    """Has a dequantize of its own that computes what the inherited one does, and says so."""
+    """This class has its own dequantize, computes what the inherited one does, and declares it."""
 
     block: tuple[int, int] = (1, -1)
 

@@ -1,4 +1,4 @@
-"""Run a user's code in this process: however it ends, the command goes on and says so.
+"""Running a user's code in this process. However the code ends, the command goes on and says how it ended.
 
 Code that ends the process ends the command with it, and `sys.exit(0)` or `os._exit(0)` would be an answer that
 nobody gave, green in somebody's CI. Signals, of a crash too, have exit codes above 128 by themselves.

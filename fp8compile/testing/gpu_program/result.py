@@ -132,7 +132,7 @@ def _difference(where: str, got: Tensor, expected: Tensor) -> Iterator[Differenc
 
 
 def output_differences(where: str, got: Sequence[object], expected: Sequence[object]) -> Iterator[Difference]:
-    """Of what a graph returns, or of what it was given and may have changed."""
+    """The differences between what two graphs return, or between arguments that they may have changed."""
     if len(got) != len(expected):
         yield Difference(where=where, element=None, expected=f"{len(expected)}", got=f"{len(got)}", count=1, total=1)
         return
@@ -167,7 +167,7 @@ def _nearest(product: Product, among: Iterable[Product]) -> Product | None:
 
 
 def product_differences(where: str, called: Sequence[Product], expected: Sequence[Product]) -> Iterator[Difference]:
-    """Of the operands of products. A program may call them in another order than the graph has them."""
+    """The differences between operands of products, which a program may call in another order than the graph."""
     left = list(expected)
     pairs: list[Product | None] = []
     for product in called:  # those that are equal first, so that one that isn't takes no other's place
