@@ -41,7 +41,10 @@ class Model(nn.Module):
 
 
 def explained(forward, x=None, prepare=None):
-    model = f8.convert(Model(forward), RECIPE)
+    """The explanation of a Model both of whose linears are converted, each by itself: convert(model) would leave
+    a layer alone whose weight the model's forward reads."""
+    model = Model(forward)
+    model.a, model.b = f8.convert(model.a, RECIPE), f8.convert(model.b, RECIPE)
     if prepare is not None:
         prepare(model)
     return explain(model, (bf16(16, 32) if x is None else x,), gpu=None)
@@ -294,7 +297,8 @@ def test_parameters_beside_a_layers_weight_are_not_the_layers():
             return super().forward(x) + x @ self.down @ self.up
 
     found = explain(nn.Sequential(Adapted()), (bf16(16, 32).requires_grad_(),), gpu=None)
-    assert found.verdict.startswith("YES, as the recipes say: 3 of 3 GEMMs")
+    assert found.verdict.startswith("YES, as the recipes say: 3 of 9 GEMMs")
+    assert [[gemm.runs for gemm in layer.gemms] for layer in found.layers] == [[ROWWISE] * 3, *[["bfloat16"] * 3] * 2]
 
 
 # ---------------------------------------------------------------------------------- the verdict
