@@ -5,8 +5,8 @@ folder, a warm one that of the cold one before. Contenders take turns, and ratio
 process and the C++ compiler that it calls, say the same on a machine that others use too. Misses are counted, not
 timed: a warm start has none. A model is compiled in three ways:
 
-    whole     in one graph, block after block
-    regions   in one graph, the forward of the block a `nested_compile_region`, which PyTorch compiles once for all
+    whole     in one graph, block after block: `torch.compile`
+    regions   in one graph, the block compiled once for all: `fp8compile.compile`
     blocks    each block by itself, `block.compile()`, one graph that serves all of them
 
 Ratios are those to bf16 compiled as a whole and, like for like, to bf16 compiled the same way.
@@ -34,6 +34,7 @@ KINDS = ("whole", "regions", "blocks")
 PROGRAM = """
 import json, resource, sys, time, torch
 from torch import nn
+import fp8compile
 from torch._dynamo.utils import counters
 from benchmarks.blocks import SHAPES, block
 from benchmarks.timing import device
@@ -50,8 +51,6 @@ class Block(nn.Module):
     def forward(self, x):
         return self.mlp(self.attention(x))
 
-if kind == "regions":
-    Block.forward = torch.compiler.nested_compile_region(Block.forward)
 model = nn.Sequential(*(Block() for _ in range(blocks)))
 x = model[0].sample[0]
 usage_before = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
@@ -61,7 +60,8 @@ if kind == "blocks":
         each.compile(fullgraph=True)
     compiled = model
 else:
-    compiled = torch.compile(model, fullgraph=True)  # Sequential.compile() would compile block by block
+    compile = {"whole": torch.compile, "regions": fp8compile.compile}[kind]
+    compiled = compile(model, fullgraph=True)  # Sequential.compile() would compile block by block
 y = compiled(x)
 y.sum().backward()
 seconds = time.perf_counter() - began

@@ -1,47 +1,257 @@
-"""A repeated block compiled once: `torch.compiler.nested_compile_region` around blocks of FP8 layers."""
+"""f8.compile: one graph, in which blocks that repeat are traced and compiled once, with the bits of the whole."""
 
 from __future__ import annotations
+
+import copy
+import itertools
+import pickle
+from contextlib import nullcontext
 
 import pytest
 import torch
 from torch import nn
 from torch._dynamo.backends.registry import lookup_backend
+from torch._inductor import config, metrics
+from torch._inductor.utils import fresh_cache
+from torch.utils.checkpoint import checkpoint
 
 import fp8compile as f8
 from benchmarks.mlp import Mlp
+from fp8compile import _compat
 
 BLOCKS = 3
 
 
-class Region(Mlp):
-    """The block as a region."""
-
-    @torch.compiler.nested_compile_region
+class CheckpointInside(Mlp):
     def forward(self, x):
-        return super().forward(x)
+        return checkpoint(super().forward, x, use_reentrant=False)
 
 
-def trained(cls, recipe, backend):
-    """Output and gradients of a model of such blocks."""
+class CheckpointAround(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = stack()
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False)
+        return x
+
+
+class HandsOn(nn.Module):
+    """A block that makes a tensor where it is given none, and returns what it is given."""
+
+    def __init__(self):
+        super().__init__()
+        self.mlp = Mlp(32, 48)
+
+    def forward(self, x, *, shift=None):
+        shift = x.mean(-1, keepdim=True) if shift is None else shift
+        return self.mlp(x) + shift, {"shift": shift}
+
+
+class HandingOn(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(HandsOn() for _ in range(BLOCKS))
+
+    def forward(self, x):
+        kept = {}
+        for block in self.blocks:
+            x, kept = block(x, **kept)
+        return x
+
+
+def stack(cls=Mlp, blocks=BLOCKS):
+    return nn.Sequential(*(cls(32, 48) for _ in range(blocks)))
+
+
+def converted(make, recipe):
     torch.manual_seed(0)
+    return f8.convert(make(), f8.recipes.by_name(recipe))
+
+
+def trained(model, compiled, *, rows=(24, 24), context=nullcontext):
+    """Outputs, gradients and buffers of some steps."""
+    found = []
+    for step, count in enumerate(rows):
+        torch.manual_seed(step)
+        x = torch.randn(count, 32, dtype=next(model.parameters()).dtype, requires_grad=True)
+        with context():
+            y = compiled(x)
+        y.float().square().sum().backward()
+        found += [y.detach(), x.grad, *(parameter.grad.clone() for parameter in model.parameters())]
+        found += [buffer.clone() for buffer in model.buffers()]
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter -= parameter.grad / 1024
+    return found
+
+
+def assert_same_bits(make, recipe, backend="aot_eager", **how):
+    whole, by_blocks = converted(make, recipe), converted(make, recipe)
+    right = trained(whole, torch.compile(whole, fullgraph=True, backend=backend), **how)
     torch._dynamo.reset()
-    model = f8.convert(nn.Sequential(*(cls(32, 48) for _ in range(BLOCKS))), f8.recipes.by_name(recipe))
-    x = torch.randn(24, 32, dtype=torch.bfloat16, requires_grad=True)
-    y = torch.compile(model, fullgraph=True, backend=backend)(x)
-    y.float().square().sum().backward()
-    return [y.detach(), x.grad, *(parameter.grad for parameter in model.parameters()), *model.buffers()]
+    found = trained(by_blocks, f8.compile(by_blocks, backend=backend), **how)
+    for actual, expected in zip(found, right, strict=True):
+        assert torch.equal(actual, expected)
+
+
+def graphs_of(model, *inputs):
+    """The graphs that Dynamo hands on."""
+    graphs, aot_eager = [], lookup_backend("aot_eager")
+    f8.compile(model, backend=lambda graph, inputs: graphs.append(graph) or aot_eager(graph, inputs))(*inputs)
+    return graphs
+
+
+@pytest.fixture(autouse=True)
+def _fresh():
+    torch._dynamo.reset()
+
+
+def rows_of(*size):
+    return torch.randn(*size, dtype=torch.bfloat16, requires_grad=True)  # else the first block is another one
+
+
+# ---------------------------------------------------------------------------------- one graph, one body, the same bits
 
 
 @pytest.mark.parametrize("recipe", f8.recipes.names())
-def test_blocks_that_are_regions_are_traced_once_and_have_the_same_bits(recipe):
-    graphs, aot_eager = [], lookup_backend("aot_eager")
-    found = trained(Region, recipe, lambda graph, inputs: graphs.append(graph) or aot_eager(graph, inputs))
-    for actual, right in zip(found, trained(Mlp, recipe, "aot_eager"), strict=True):
-        assert torch.equal(actual, right)
-    (graph,) = graphs
+def test_blocks_are_traced_once_and_have_the_bits_of_the_whole(recipe):
+    assert_same_bits(stack, recipe)
+    torch._dynamo.reset()
+    (graph,) = graphs_of(converted(stack, recipe), rows_of(24, 32))
     calls = [node for node in graph.graph.nodes if node.target is torch.ops.higher_order.invoke_subgraph]
     bodies = {node.args[0].target for node in calls}
     assert (len(calls), len(bodies)) == (BLOCKS, 1), graph.print_readable(print_output=False)
     (body,) = (getattr(graph, name) for name in bodies)
     layers = [node for node in body.graph.nodes if str(node.target).startswith("fp8compile.")]
     assert len(layers) == 3, body.print_readable(print_output=False)
+
+
+@pytest.mark.parametrize("recipe", ["rowwise", "delayed"])
+@pytest.mark.parametrize(
+    ("make", "how"),
+    [
+        pytest.param(CheckpointAround, {}, id="checkpoint around"),
+        pytest.param(lambda: stack(CheckpointInside), {}, id="checkpoint inside"),
+        pytest.param(HandingOn, {}, id="a tensor handed on"),
+        pytest.param(stack, {"rows": (24, 32, 40)}, id="other rows"),
+        pytest.param(lambda: stack().float(), {"context": lambda: torch.autocast("cpu")}, id="autocast"),
+    ],
+)
+def test_blocks_have_the_bits_of_the_whole_beside_other_features(make, how, recipe):
+    assert_same_bits(make, recipe, **how)
+
+
+@pytest.mark.skipif(_compat.TORCH_VERSION < (2, 13), reason="before PyTorch 2.13 precision casts are not exact")
+@pytest.mark.parametrize("recipe", ["rowwise", "delayed"])
+def test_inductor_gives_blocks_the_bits_of_the_whole_where_it_keeps_every_rounding(recipe):
+    with config.patch(emulate_precision_casts=True):
+        assert_same_bits(stack, recipe, backend="inductor")
+
+
+def test_twice_the_blocks_are_no_kernel_more():
+    kernels = []
+    for blocks in (BLOCKS, 2 * BLOCKS):
+        torch._dynamo.reset()
+        metrics.reset()
+        model = f8.convert(stack(blocks=blocks), f8.recipes.rowwise())
+        with fresh_cache():
+            f8.compile(model)(rows_of(24, 32)).sum().backward()
+        kernels.append(metrics.generated_kernel_count)
+    assert kernels[0] == kernels[1] > 0
+
+
+# ---------------------------------------------------------------------------------- the module stays what it was
+
+
+def test_a_compiled_model_is_copied_pickled_and_run_without_compiling_as_before():
+    model = converted(stack, "rowwise")
+    names, x = list(model.state_dict()), rows_of(24, 32)
+    right = model(x)
+    f8.compile(model)
+    assert type(model[0]).__name__ == "Mlp"
+    assert isinstance(model[0], Mlp)
+    assert list(model.state_dict()) == names
+    for same in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert torch.equal(same(x), right)
+        torch._dynamo.reset()
+        (graph,) = graphs_of(same, x)
+        assert [str(node.target) for node in graph.graph.nodes].count("invoke_subgraph") == BLOCKS
+    with torch.no_grad():
+        copied = copy.deepcopy(model)
+        copied[0].down.weight.zero_()
+    assert torch.equal(model(x), right)
+
+
+def test_layers_of_compiled_blocks_are_converted_and_reported_as_of_plain_ones():
+    model = stack()
+    f8.compile(model)
+    report = f8.conversion_report(f8.convert(model, f8.recipes.rowwise()))
+    assert [row.converted for row in report.rows] == [True] * 3 * BLOCKS
+
+
+# ---------------------------------------------------------------------------------- which blocks
+
+
+class Decoder(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.ModuleDict({"mlps": nn.ModuleList([stack(), stack()])}) for _ in range(2))
+        self.norms = nn.ModuleList(nn.LayerNorm(8) for _ in range(2))
+        self.heads = nn.ModuleList([nn.Linear(8, 8), Mlp(8, 8)])
+
+
+def test_repeated_blocks_have_parts_and_equals_beside_them():
+    found = f8.repeated_blocks(Decoder())
+    places = itertools.product(range(2), range(2), range(3))
+    assert list(found) == [f"layers.{layer}.mlps.{mlp}.{block}" for layer, mlp, block in places]
+    assert {type(block) for block in found.values()} == {Mlp}
+
+
+def test_an_outer_block_goes_before_an_inner_one():
+    assert list(f8.repeated_blocks(nn.ModuleList([HandingOn(), HandingOn()]))) == ["0", "1"]
+
+
+def test_blocks_are_those_that_are_given():
+    model = stack()
+    f8.compile(model, blocks=[model[0]])
+    assert [type(block) is Mlp for block in model] == [False, True, True]
+    model = stack()
+    f8.compile(model, blocks=())
+    assert all(type(block) is Mlp for block in model)
+
+
+def test_blocks_that_cannot_be_regions_are_said_and_inlined():
+    model = f8.convert(stack(), f8.recipes.tensorwise(), quantized_parameters=True)
+    with pytest.warns(UserWarning, match=r"3 of 3 repeated blocks are inlined.*'0' has gate.weight, a QuantizedParam"):
+        compiled = f8.compile(model, backend="aot_eager")
+    x = rows_of(24, 32)
+    assert torch.equal(compiled(x), torch.compile(model, backend="aot_eager")(x))
+
+
+def given_blocks(blocks):
+    model = stack()
+    model[1].forward = model[1].forward
+    return f8.compile(model, blocks=blocks(model))
+
+
+@pytest.mark.parametrize(
+    ("blocks", "kind", "complaint"),
+    [
+        (lambda model: ["0"], TypeError, "blocks has a str; it is modules of the model"),
+        (lambda model: [Mlp(8, 8)], ValueError, "blocks has a Mlp that is no part of the model"),
+        (lambda model: [model[1]], ValueError, "block '1' has a forward of its own instance"),
+        (lambda model: [model[0].up, model[0]], ValueError, "block '0.up' is inside of block '0'"),
+    ],
+    ids=["no module", "of another model", "a forward of its own", "inside of another"],
+)
+def test_blocks_that_make_no_sense_raise(blocks, kind, complaint):
+    with pytest.raises(kind, match=complaint):
+        given_blocks(blocks)
+
+
+def test_a_function_is_no_model():
+    with pytest.raises(TypeError, match=r"model is a function; it is a torch\.nn\.Module"):
+        f8.compile(stack)

@@ -42,6 +42,7 @@ __all__ = [
     "all_gather_single",
     "allow_group_in_subclass",
     "as_kernel",
+    "as_region",
     "async_tp",
     "constant_when_traced",
     "counting_versions",
@@ -411,6 +412,18 @@ def rebind_load_hooks(module: torch.nn.Module) -> None:
     for key, hook in hooks.items():
         if getattr(hook, "with_module", False):
             hooks[key] = type(hook)(hook.hook, module)
+
+
+def as_region(function: Callable, often: int) -> Callable:
+    """A function that is compiled once wherever a graph calls it.
+
+    Args:
+        function: Takes and returns tensors, constants, and containers of them.
+        often: How often one graph may call it with what needs other code, from 2.13 on; there PyTorch raises at more.
+    """
+    if TORCH_VERSION < (2, 13):
+        return torch.compiler.nested_compile_region(function)
+    return torch.compiler.nested_compile_region(function, max_reuse_entries=max(often, 8))
 
 
 def statically_true(condition: Any) -> bool:

@@ -5,6 +5,7 @@ from fp8compile.nn.delayed_states import reset_delayed_scaling
 from fp8compile.nn.functional import linear
 from fp8compile.nn.linear import Linear
 from fp8compile.nn.master_weights import MasterWeights
+from fp8compile.nn.regions import compile, repeated_blocks
 from fp8compile.nn.report import ConversionReport, ConversionRow, conversion_report
 from fp8compile.nn.state import DelayedState
 
@@ -14,9 +15,11 @@ __all__ = [
     "DelayedState",
     "Linear",
     "MasterWeights",
+    "compile",
     "conversion_report",
     "convert",
     "linear",
+    "repeated_blocks",
     "reset_delayed_scaling",
     "revert",
 ]

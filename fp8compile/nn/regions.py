@@ -1,0 +1,192 @@
+"""compile: a model as one graph, in which blocks that repeat are compiled once.
+
+Inductor compiles what is inlined: a model of 32 equal blocks costs 32 times the block. A block whose forward is a
+region (`torch.compiler.nested_compile_region`) is traced, partitioned and compiled once for all its equals, and the
+graph calls it. It stays one graph: ``fullgraph=True`` means what it meant. Code is fused within a block only.
+
+A region returns no tensor that it was given, which blocks do: those of T5 hand a bias on. Such outputs stay outside.
+"""
+
+from __future__ import annotations
+
+import copyreg
+import functools
+import itertools
+import types
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from functools import cache
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from fp8compile import _compat
+
+__all__ = ["compile", "repeated_blocks"]
+
+CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
+PLAIN = (torch.Tensor, nn.Parameter, nn.Buffer)
+
+
+def compile(
+    model: nn.Module, *, blocks: Iterable[nn.Module] | None = None, fullgraph: bool = True, **options: Any
+) -> Any:
+    """Compile a model as one graph, each kind of repeated block once.
+
+    The blocks' forwards become regions, in place: their class is replaced by a subclass of the same name. Parameters,
+    state dict, hooks, copies, pickles and results in eager mode are as before.
+
+    Args:
+        model: Any module, of Hugging Face or of one's own, converted before (`convert`) or not.
+        blocks: Modules of the model that are alike, none inside of another one, such as ``model.model.layers``; ``()``
+            for none, which is ``torch.compile``. Default: `repeated_blocks`.
+        fullgraph: As for ``torch.compile``, whose default is False.
+        **options: The other options of ``torch.compile``.
+
+    Returns:
+        What ``torch.compile`` returns.
+
+    Raises:
+        TypeError: The model is no module, or a block isn't one.
+        ValueError: A block is no part of the model, is inside of another one, or can't be a region: its forward is
+            its instance's and not its class's, or PyTorch takes its parameters for no argument of a region.
+
+    Warns:
+        UserWarning: Blocks that repeat can't be regions, and are inlined.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"compile: model is a {type(model).__name__}; it is a torch.nn.Module.")
+    chosen = _found(model) if blocks is None else _checked(model, list(blocks))
+    alike = Counter(map(type, chosen))
+    for block in chosen:
+        if not issubclass(type(block), _Region):
+            block.__class__ = _region_class(type(block), alike[type(block)])
+    return torch.compile(model, fullgraph=fullgraph, **options)
+
+
+def repeated_blocks(model: nn.Module) -> dict[str, nn.Module]:
+    """The blocks of a model that repeat, by their names.
+
+    They are modules with parts of their own that stand at least twice, by class, in one ``nn.ModuleList``,
+    ``nn.Sequential`` or ``nn.ModuleDict``; the outermost where one is inside of another.
+
+    Args:
+        model: Any module.
+
+    Returns:
+        Blocks by fully qualified name, in the order of ``model.named_modules()``.
+    """
+    return dict(_outermost_repeated(model, ""))
+
+
+def _outermost_repeated(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
+    parts = [(f"{prefix}{name}", part) for name, part in module.named_children()]
+    often = Counter(type(part) for _, part in parts) if isinstance(module, CONTAINERS) else Counter()
+    for name, part in parts:
+        if often[type(part)] > 1 and not isinstance(part, CONTAINERS) and any(True for _ in part.children()):
+            yield name, part
+        else:
+            yield from _outermost_repeated(part, f"{name}.")
+
+
+def _found(model: nn.Module) -> list[nn.Module]:
+    """The repeated blocks that can be regions; a warning for others."""
+    blocks = repeated_blocks(model)
+    reasons = {name: reason for name, block in blocks.items() if (reason := _why_no_region(block)) is not None}
+    if reasons:
+        name, reason = next(iter(reasons.items()))
+        warnings.warn(
+            f"compile: {len(reasons)} of {len(blocks)} repeated blocks are inlined, and each is compiled by itself: "
+            f"block {name!r} {reason}. Pass blocks=() if that is meant.",
+            stacklevel=3,
+        )
+    return [block for name, block in blocks.items() if name not in reasons]
+
+
+def _why_no_region(block: nn.Module) -> str | None:
+    """What keeps a block from being a region, to go on "block 'name' ..."; None if it can be one."""
+    if "forward" in vars(block):
+        return "has a forward of its own instance, which stands before that of its class"
+    tensors = itertools.chain(block.named_parameters(), block.named_buffers())
+    other = next(((name, each) for name, each in tensors if type(each) not in PLAIN), None)
+    if other is not None:
+        return f"has {other[0]}, a {type(other[1]).__name__}, and PyTorch passes only plain tensors to a region"
+    return None
+
+
+def _checked(model: nn.Module, blocks: list[nn.Module]) -> list[nn.Module]:
+    names = {module: name for name, module in model.named_modules()}
+    for block in blocks:
+        if not isinstance(block, nn.Module):
+            raise TypeError(f"compile: blocks has a {type(block).__name__}; it is modules of the model.")
+        if block not in names:
+            raise ValueError(f"compile: blocks has a {type(block).__name__} that is no part of the model.")
+        if (reason := _why_no_region(block)) is not None:
+            raise ValueError(
+                f"compile: block {names[block]!r} {reason}: it can't be a region. Leave it out of blocks."
+            )
+        for part in block.modules():
+            if part is not block and part in blocks:
+                inner, outer = names[part], names[block]
+                raise ValueError(f"compile: block {inner!r} is inside of block {outer!r}; give one of the two.")
+    return blocks
+
+
+# ---------------------------------------------------------------------------------- the class of a block
+
+
+class _Region(nn.Module):
+    """A class that `_region_class` made: its forward is the plain class's as a region."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """The plain class isn't told: one that registers its subclasses would find one that nobody wrote."""
+
+    def __reduce_ex__(self, protocol: int) -> Any:
+        function, arguments, *rest = super().__reduce_ex__(max(protocol, 2))
+        if function is not copyreg.__newobj__ or "_plain" not in vars(type(self)):
+            return (function, arguments, *rest)  # the plain class says itself how it is copied
+        return (_new, (self._plain, self._often, *arguments[1:]), *rest)  # pickle finds no class of this name
+
+
+def _new(plain: type[nn.Module], often: int, *arguments: Any) -> nn.Module:
+    """An empty block: pickle and copy fill it."""
+    cls = _region_class(plain, often)
+    return cls.__new__(cls, *arguments)
+
+
+@cache
+def _region_class(plain: type[nn.Module], often: int) -> type[nn.Module]:
+    names = {
+        "__module__": plain.__module__,
+        "__qualname__": plain.__qualname__,
+        "__doc__": plain.__doc__,
+        "_plain": plain,
+        "_often": often,
+        "forward": _as_region(plain.forward, often),
+    }
+    return types.new_class(plain.__name__, (_Region, plain), exec_body=lambda space: space.update(names))
+
+
+def _as_region(forward: Callable, often: int) -> Callable:
+    """A forward whose body is a region that returns new tensors only."""
+
+    def body(self: nn.Module, *args: Any, **kwargs: Any) -> tuple[list, list[int | None], Any]:
+        given = pytree.tree_leaves((args, kwargs))
+        leaves, spec = pytree.tree_flatten(forward(self, *args, **kwargs))
+        places = [next((at for at, one in enumerate(given) if one is leaf), None) for leaf in leaves]
+        return [leaf for leaf, place in zip(leaves, places, strict=True) if place is None], places, spec
+
+    region = _compat.as_region(body, often)
+
+    @functools.wraps(forward)
+    def called(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if not torch.compiler.is_compiling():
+            return forward(self, *args, **kwargs)
+        made, places, spec = region(self, *args, **kwargs)
+        given, new = pytree.tree_leaves((args, kwargs)), iter(made)
+        return pytree.tree_unflatten([next(new) if place is None else given[place] for place in places], spec)
+
+    return called
