@@ -9,9 +9,10 @@ timed: a warm start has none. A model is compiled in three ways:
     regions   in one graph, the block compiled once for all: `fp8compile.compile`
     blocks    each block by itself, `block.compile()`, one graph that serves all of them
 
-Ratios are those to bf16 compiled as a whole and, like for like, to bf16 compiled the same way.
+Ratios are those to bf16 compiled as a whole and, like for like, to bf16 compiled the same way. ``--phases`` prints a
+second table: where the seconds of a cold compilation go, and what Inductor was given and made of it, which is exact.
 
-    python -m benchmarks.compile_time [--json] [--rounds 1] [--blocks 8] [--contenders rowwise ...]
+    python -m benchmarks.compile_time [--json] [--phases] [--rounds 1] [--blocks 8] [--contenders rowwise ...]
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from typing import Any
 
 from benchmarks.mlp import contenders
 from benchmarks.table import Row, emit
@@ -30,12 +32,22 @@ from benchmarks.table import Row, emit
 __all__ = ["KINDS", "compile_once"]
 
 KINDS = ("whole", "regions", "blocks")
+PHASES = {  # PyTorch's names for its own clocks; none contains another
+    "bytecode_tracing": "Dynamo s",
+    "aot_trace_joint_graph": "joint graph s",
+    "min_cut_rematerialization_partition": "partition s",
+    "_recursive_post_grad_passes": "passes s",
+    "GraphLowering.run": "lowering s",
+    "GraphLowering.codegen": "scheduling, printing s",
+    "compile_file": "C++ compiler s",
+}
 
 PROGRAM = """
 import json, resource, sys, time, torch
 from torch import nn
 import fp8compile
-from torch._dynamo.utils import counters
+from torch._dynamo.utils import compilation_time_metrics, counters
+from torch._inductor import metrics
 from benchmarks.blocks import SHAPES, block
 from benchmarks.timing import device
 
@@ -75,11 +87,14 @@ print(json.dumps({
     "hits": count("aot_autograd", "autograd_cache_hit") + count("inductor", "fxgraph_cache_hit"),
     "misses": count("aot_autograd", "autograd_cache_miss") + count("inductor", "fxgraph_cache_miss"),
     "bypasses": count("aot_autograd", "autograd_cache_bypass") + count("inductor", "fxgraph_cache_bypass"),
+    "IR nodes": metrics.ir_nodes_pre_fusion,
+    "kernels": metrics.generated_kernel_count,
+    "phases": {name: sum(each) for name, each in compilation_time_metrics.items()},
 }))
 """
 
 
-def compile_once(contender: str, blocks: int, folder: str, kind: str = "whole") -> dict[str, float]:
+def compile_once(contender: str, blocks: int, folder: str, kind: str = "whole") -> dict[str, Any]:
     """Seconds and cache counters of one compilation, of a kind of `KINDS`, in a fresh process with this cache."""
     found = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", PROGRAM, contender, str(blocks), kind],
@@ -96,6 +111,7 @@ def compile_once(contender: str, blocks: int, folder: str, kind: str = "whole") 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Compile time of a model of several blocks, cold and warm.")
     parser.add_argument("--json", action="store_true")
+    parser.add_argument("--phases", action="store_true")
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--blocks", type=int, default=8)
     parser.add_argument(
@@ -133,6 +149,16 @@ def main() -> None:
         for (name, kind), (cold, cold_cpu, warm) in medians.items()
     ]
     emit(f"Compilation of {args.blocks} blocks, forward and backward", rows, as_json=args.json)
+    if args.phases:
+        rows = [
+            {"contender": name, "compiled": kind, **_phases(pairs[-1][0])} for (name, kind), pairs in found.items()
+        ]
+        emit("Where the seconds of the last cold compilation go", rows, as_json=args.json)
+
+
+def _phases(cold: dict[str, Any]) -> Row:
+    seconds = {title: cold["phases"].get(name, 0.0) for name, title in PHASES.items()}
+    return {"IR nodes": cold["IR nodes"], "kernels": cold["kernels"], **seconds}
 
 
 if __name__ == "__main__":

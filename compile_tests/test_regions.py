@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 import fp8compile as f8
 from benchmarks.mlp import Mlp
 from fp8compile import _compat
+from fp8compile.testing import gpu_kernels
 
 BLOCKS = 3
 
@@ -129,26 +130,25 @@ def test_blocks_are_traced_once_and_have_the_bits_of_the_whole(recipe):
     assert len(layers) == 3, body.print_readable(print_output=False)
 
 
-@pytest.mark.parametrize("recipe", ["rowwise", "delayed"])
 @pytest.mark.parametrize(
-    ("make", "how"),
+    ("recipe", "make", "how"),
     [
-        pytest.param(CheckpointAround, {}, id="checkpoint around"),
-        pytest.param(lambda: stack(CheckpointInside), {}, id="checkpoint inside"),
-        pytest.param(HandingOn, {}, id="a tensor handed on"),
-        pytest.param(stack, {"rows": (24, 32, 40)}, id="other rows"),
-        pytest.param(lambda: stack().float(), {"context": lambda: torch.autocast("cpu")}, id="autocast"),
+        pytest.param("rowwise", CheckpointAround, {}, id="checkpoint around"),
+        pytest.param("delayed", CheckpointAround, {}, id="checkpoint around, delayed"),
+        pytest.param("delayed", lambda: stack(CheckpointInside), {}, id="checkpoint inside, delayed"),
+        pytest.param("rowwise", HandingOn, {}, id="a tensor handed on"),
+        pytest.param("delayed", stack, {"rows": (24, 32, 40)}, id="other rows, delayed"),
+        pytest.param("rowwise", lambda: stack().float(), {"context": lambda: torch.autocast("cpu")}, id="autocast"),
     ],
 )
-def test_blocks_have_the_bits_of_the_whole_beside_other_features(make, how, recipe):
+def test_blocks_have_the_bits_of_the_whole_beside_other_features(recipe, make, how):
     assert_same_bits(make, recipe, **how)
 
 
 @pytest.mark.skipif(_compat.TORCH_VERSION < (2, 13), reason="before PyTorch 2.13 precision casts are not exact")
-@pytest.mark.parametrize("recipe", ["rowwise", "delayed"])
-def test_inductor_gives_blocks_the_bits_of_the_whole_where_it_keeps_every_rounding(recipe):
+def test_inductor_gives_blocks_the_bits_of_the_whole_where_it_keeps_every_rounding():
     with config.patch(emulate_precision_casts=True):
-        assert_same_bits(stack, recipe, backend="inductor")
+        assert_same_bits(stack, "delayed", backend="inductor")
 
 
 def test_twice_the_blocks_are_no_kernel_more():
@@ -255,3 +255,10 @@ def test_blocks_that_make_no_sense_raise(blocks, kind, complaint):
 def test_a_function_is_no_model():
     with pytest.raises(TypeError, match=r"model is a function; it is a torch\.nn\.Module"):
         f8.compile(stack)
+
+
+def test_code_of_a_gpu_is_not_looked_into_behind_a_region():
+    model = stack()
+    f8.compile(model)
+    with pytest.raises(NotImplementedError, match=r"the code of regions .* is not looked into"):
+        gpu_kernels(model, rows_of(16, 32))

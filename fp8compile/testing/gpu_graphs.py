@@ -18,7 +18,7 @@ from fp8compile.target import Target, pretend_target
 from fp8compile.testing.gpus import Gpu
 from fp8compile.testing.state import kept_state
 
-__all__ = ["GpuGraph", "gpu_graphs", "partition"]
+__all__ = ["GpuGraph", "check_has_no_region", "gpu_graphs", "partition"]
 
 
 @dataclass(frozen=True)
@@ -65,6 +65,9 @@ def gpu_graphs(fn: Callable, args: Sequence[Any], gpu: Gpu) -> list[GpuGraph]:
 
     Returns:
         Forward and, where an output requires grad, backward.
+
+    Raises:
+        NotImplementedError: A block of the model is a region.
     """
     from functorch.compile import make_boxed_func
     from torch._dynamo.backends.common import aot_autograd
@@ -91,4 +94,15 @@ def gpu_graphs(fn: Callable, args: Sequence[Any], gpu: Gpu) -> list[GpuGraph]:
     with kept_state(fn, args), pretend_target(Target("cuda", (gpu.major, gpu.minor))):
         torch.compile(fn, fullgraph=True, backend=backend)(*args)
     torch._dynamo.reset()
+    for each in forwards + backwards:
+        check_has_no_region(each.graph)
     return forwards + backwards
+
+
+def check_has_no_region(graph: fx.GraphModule) -> None:
+    """Raise a NotImplementedError where a graph calls another one, whose code would not be looked at."""
+    if any(node.target is torch.ops.higher_order.invoke_subgraph for node in graph.graph.nodes):
+        raise NotImplementedError(
+            "the code of regions (fp8compile.compile, torch.compiler.nested_compile_region) is not looked into: for "
+            "the code of a GPU pass one block, or a model whose blocks are no regions."
+        )

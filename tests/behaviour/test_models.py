@@ -5,7 +5,9 @@ from __future__ import annotations
 from functools import cache
 from math import prod
 
+import pytest
 import torch
+from torch._dynamo.backends.registry import lookup_backend
 from torch.utils.flop_counter import FlopCounterMode
 from ways import behaviour
 from zoo import ZOO, bf16_model, tail, train
@@ -181,3 +183,23 @@ def test_mixtral(way, assert_bits_equal):
 @behaviour("Models that no one here wrote", "Qwen3-MoE, 50 steps: experts stay, and the report says so")
 def test_qwen3_moe(way, assert_bits_equal):
     check_mixture(way, "Qwen3-MoE", assert_bits_equal)
+
+
+@pytest.mark.parametrize(("name", "calls"), [("Llama", 2), ("GPT-2", 2), ("ViT", 2), ("Mixtral", 2), ("T5", 0)])
+def test_layers_of_a_model_as_it_is_are_one_body_of_one_graph(name, calls):
+    """Those of T5 differ, two by two: the first makes the bias that the second is given. PyTorch inlines such."""
+    graphs, aot_eager = [], lookup_backend("aot_eager")
+    losses = []
+    for compiler in (torch.compile, f8.compile):
+        torch._dynamo.reset()
+        model = f8.convert(bf16_model(ZOO[name], attn_implementation="eager"), RECIPE)
+        call = compiler(
+            model, fullgraph=True, backend=lambda graph, inputs: graphs.append(graph) or aot_eager(graph, inputs)
+        )
+        losses.append(train(ZOO[name], model, call, steps=2))
+    assert losses[0] == losses[1]
+    _, graph = graphs
+    bodies = [
+        node.args[0].target for node in graph.graph.nodes if node.target is torch.ops.higher_order.invoke_subgraph
+    ]
+    assert (len(bodies), len(set(bodies))) == (calls, min(calls, 1))
