@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -931,6 +932,21 @@ def test_the_code_and_the_peaks_of_a_b200(example, capsys):
     assert code == 0
     for text in ("launches on NVIDIA B200 SXM", "| this model  | forward  |", "roofline of NVIDIA B200 SXM"):
         assert text in out
+
+
+@pytest.mark.parametrize(
+    ("recipe", "gpu", "name", "needs"),
+    [
+        ("mxfp8", "h200", "NVIDIA H200 SXM", r"is MX, which needs compute capability 10\.0 \(B200\)"),
+        ("blockwise", "b200", "NVIDIA B200 SXM", r"needs a GPU of compute capability 9\.0 \(H100, H200\)"),
+    ],
+)
+def test_a_recipe_that_the_gpu_has_no_gemm_for_is_no_yes(example, capsys, recipe, gpu, name, needs):
+    code, out, _ = run(capsys, f"{example}:Own", "--gpu", gpu, "--recipe", recipe, "--json")
+    found = json.loads(out)
+    assert code == 1
+    assert re.match(rf"NO: {name} can't run the recipe of [\w.]+, output: .* {needs}", found["verdict"])
+    assert found["gpu"]["no_gemm"] == found["gpu"]["problem"]
 
 
 def test_missing_rich_is_said_and_json_does_without(example, capsys, monkeypatch):

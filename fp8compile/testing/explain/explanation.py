@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from fp8compile.testing.explain.called import Names
-from fp8compile.testing.explain.gpu import GpuExplanation, explain_gpu
+from fp8compile.testing.explain.gpu import GpuExplanation, explain_gpu, missing_gemm
 from fp8compile.testing.explain.graphs import graph_gemms
 from fp8compile.testing.explain.layers import (
     FELL_BACK,
@@ -109,6 +109,8 @@ class Explanation:
             return f"NO: {_counted(len(self.fell_back), 'converted layer')} fell back; {proven}"
         if not converted and not in_fp8:
             return f"NO: none of {len(self.layers)} linears is converted" if self.layers else "NO: there is no linear"
+        if self.gpu is not None and self.gpu.no_gemm:
+            return f"NO: {self.gpu.gpu} can't run the recipe of {self.gpu.no_gemm}"
         if self.unproven:
             return f"NOT PROVEN: {'; '.join(self._doubts())}; {proven}"
         if not in_fp8:
@@ -155,8 +157,9 @@ def _explained(
     gemms, unknown = graph_gemms(record(model, args, kwargs), layer_weights(model), buffers, names)
     on_gpu, spread = None, is_spread(model)
     if peaks is not None:
-        problem = _no_code(model, report)
-        on_gpu = GpuExplanation(gpu=peaks.name, problem=problem)
+        missing = missing_gemm(model, GPUS[gpu])
+        problem = missing or _no_code(model, report)
+        on_gpu = GpuExplanation(gpu=peaks.name, problem=problem, no_gemm=missing)
         if not problem:
             log.info("generating code for %s", peaks.name)
             on_gpu = explain_gpu(model, args, kwargs, names, GPUS[gpu], name=peaks.name)

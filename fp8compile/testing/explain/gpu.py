@@ -12,13 +12,15 @@ from torch import nn
 
 from fp8compile import ops
 from fp8compile.nn import Linear, revert
+from fp8compile.ops.support import recipe_support
+from fp8compile.target import Target, pretend_target
 from fp8compile.testing.compiler_log import one_line
 from fp8compile.testing.explain.called import Names, layer_of_stack
 from fp8compile.testing.gpu_graphs import gpu_graphs
 from fp8compile.testing.gpus import Gpu
 from fp8compile.testing.schedule import Schedule, ScheduledLaunch, operator_of, schedule
 
-__all__ = ["Cast", "GpuExplanation", "GraphCost", "explain_gpu"]
+__all__ = ["Cast", "GpuExplanation", "GraphCost", "explain_gpu", "missing_gemm"]
 
 GEMM_OF = {op._opname: gemm.name for op, gemm in ops.LAYER_OPS.items()}
 NO_WORK = (
@@ -81,6 +83,7 @@ class GpuExplanation:
     Attributes:
         gpu: Its name.
         problem: Why there is none; empty if there is.
+        no_gemm: A layer whose products the GPU has no GEMM for, and what to do; empty if it has them all.
         costs: Forward, and backward if there is one.
         bf16_costs: Of the same model unconverted; empty if that can't be built.
         bf16_problem: Why not; empty if it can, or if nothing is converted.
@@ -89,10 +92,23 @@ class GpuExplanation:
 
     gpu: str
     problem: str = ""
+    no_gemm: str = ""
     costs: tuple[GraphCost, ...] = ()
     bf16_costs: tuple[GraphCost, ...] = ()
     bf16_problem: str = ""
     casts: tuple[Cast, ...] = ()
+
+
+def missing_gemm(model: nn.Module, gpu: Gpu) -> str:
+    """The first layer of a model whose recipe a GPU has no GEMM for, and the reason; empty if there is none."""
+    with pretend_target(Target("cuda", (gpu.major, gpu.minor))):
+        for name, layer in model.named_modules():
+            if isinstance(layer, Linear):
+                found = recipe_support(layer.recipe, torch.device("cuda"), layer.weight.dtype)
+                lacking = [each for each in found if each.kind == "none"]
+                if lacking:
+                    return f"{name or 'the model'}, {lacking[0].gemm}: {lacking[0].detail.removeprefix('scaled_mm: ')}"
+    return ""
 
 
 def _works(op: str) -> bool:
