@@ -124,8 +124,10 @@ def test_blocks_are_traced_once_and_have_the_bits_of_the_whole(recipe):
     (graph,) = graphs_of(converted(stack, recipe), rows_of(24, 32))
     calls = [node for node in graph.graph.nodes if node.target is torch.ops.higher_order.invoke_subgraph]
     bodies = {node.args[0].target for node in calls}
-    assert (len(calls), len(bodies)) == (BLOCKS, 1), graph.print_readable(print_output=False)
-    (body,) = (getattr(graph, name) for name in bodies)
+    assert len(calls) == BLOCKS, graph.print_readable(print_output=False)
+    if _compat.TORCH_VERSION >= (2, 13):  # Dynamo of 2.11 leaves it to AOTAutograd to find equal bodies
+        assert len(bodies) == 1, graph.print_readable(print_output=False)
+    body = getattr(graph, min(bodies))
     layers = [node for node in body.graph.nodes if str(node.target).startswith("fp8compile.")]
     assert len(layers) == 3, body.print_readable(print_output=False)
 
@@ -183,6 +185,15 @@ def test_a_compiled_model_is_copied_pickled_and_run_without_compiling_as_before(
         copied = copy.deepcopy(model)
         copied[0].down.weight.zero_()
     assert torch.equal(model(x), right)
+
+
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.skipif(_compat.TORCH_VERSION < (2, 13), reason="Dynamo of PyTorch 2.11 can't tell who exports")
+def test_an_exported_program_has_no_regions(strict):
+    model = converted(stack, "rowwise")
+    f8.compile(model)
+    program = torch.export.export(model, (rows_of(24, 32),), strict=strict)
+    assert "invoke_subgraph" not in str(program.graph)
 
 
 def test_layers_of_compiled_blocks_are_converted_and_reported_as_of_plain_ones():

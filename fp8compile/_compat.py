@@ -57,6 +57,7 @@ __all__ = [
     "is_fusible",
     "is_dtensor",
     "local_itself",
+    "is_exporting",
     "is_fake",
     "is_stand_in",
     "is_transformed",
@@ -424,6 +425,11 @@ def as_region(function: Callable, often: int) -> Callable:
     if TORCH_VERSION < (2, 13):
         return torch.compiler.nested_compile_region(function)
     return torch.compiler.nested_compile_region(function, max_reuse_entries=max(often, 8))
+
+
+def is_exporting() -> bool:
+    """Whether `torch.export` traces; False before 2.13, whose Dynamo answers True whoever traces."""
+    return TORCH_VERSION >= (2, 13) and torch.compiler.is_exporting()
 
 
 def statically_true(condition: Any) -> bool:

@@ -183,7 +183,7 @@ def _as_region(forward: Callable, often: int) -> Callable:
 
     @functools.wraps(forward)
     def called(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if not torch.compiler.is_compiling():
+        if not torch.compiler.is_dynamo_compiling() or _compat.is_exporting():
             return forward(self, *args, **kwargs)
         made, places, spec = region(self, *args, **kwargs)
         given, new = pytree.tree_leaves((args, kwargs)), iter(made)
