@@ -11,7 +11,7 @@ timed: a warm start has none. A model is compiled in three ways:
 
 Ratios are those to bf16 compiled as a whole and, like for like, to bf16 compiled the same way.
 
-    python -m benchmarks.compile_time [--json] [--rounds 1] [--blocks 8] [--contenders rowwise ...]
+    python -m benchmarks.compile_time [--json] [--rounds 1] [--blocks 8] [--contenders rowwise ...] [--kinds whole ...]
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ import json, resource, sys, time, torch
 from torch import nn
 from torch._dynamo.utils import counters
 from benchmarks.blocks import SHAPES, block
+from benchmarks.machine import machine
 from benchmarks.timing import device
 
 contender, blocks, kind = sys.argv[1], int(sys.argv[2]), sys.argv[3]
@@ -58,10 +59,11 @@ usage_before = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resour
 began = time.perf_counter()
 if kind == "blocks":
     for each in model:
-        each.compile(fullgraph=True)
+        each.compile(fullgraph=True, backend=machine().backend)
     compiled = model
 else:
-    compiled = torch.compile(model, fullgraph=True)  # Sequential.compile() would compile block by block
+    # Sequential.compile() would compile block by block
+    compiled = torch.compile(model, fullgraph=True, backend=machine().backend)
 y = compiled(x)
 y.sum().backward()
 seconds = time.perf_counter() - began
@@ -101,8 +103,11 @@ def main() -> None:
     parser.add_argument(
         "--contenders", nargs="+", choices=contenders(), default=["tensorwise", "rowwise", "blockwise"]
     )
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS)
     args = parser.parse_args()
-    names = [(name, kind) for name in dict.fromkeys(["bf16", *args.contenders]) for kind in KINDS]
+    if args.kinds[0] != "whole":
+        parser.error(f"--kinds is {' '.join(args.kinds)}; the first is whole, which the others are compared with.")
+    names = [(name, kind) for name in dict.fromkeys(["bf16", *args.contenders]) for kind in args.kinds]
     found: dict[tuple[str, str], list[tuple[dict, dict]]] = {name: [] for name in names}
     for _ in range(args.rounds):
         for name, kind in names:

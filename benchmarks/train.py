@@ -12,11 +12,11 @@ from __future__ import annotations
 import argparse
 import gc
 import statistics
-import time
 
 import torch
 
 from benchmarks.linear import runnable
+from benchmarks.machine import machine
 from benchmarks.mlp import contenders, converted
 from benchmarks.table import Row, emit
 from benchmarks.timing import device, where
@@ -31,38 +31,29 @@ SHAPES = {
 }
 
 
-def _wait() -> None:
-    if device() == "cuda":
-        torch.cuda.synchronize()
-
-
 def train_row(contender: str, steps: int) -> Row:
     """Train a few steps; the first two, which compile, don't count."""
     torch._dynamo.reset()
     gc.collect()
-    if device() == "cuda":
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
+    machine().forget_peak()
     shape, batch = SHAPES[device()]
     torch.manual_seed(0)
     model = converted(contender, ByteLlama(shape, seed=0).to(device(), torch.bfloat16))
-    compiled = torch.compile(model, fullgraph=True)
+    compiled = machine().compile(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=device() == "cuda")
     tokens = torch.randint(256, (batch, shape.seq + 1), device=device())
     times = []
     for _ in range(steps + 2):
-        _wait()
-        began = time.perf_counter()
+        began = machine().seconds()
         compiled(tokens[:, :-1], tokens[:, 1:]).backward()
         optimizer.step()
         optimizer.zero_grad()
-        _wait()
-        times.append(time.perf_counter() - began)
+        times.append(machine().seconds() - began)
     return {
         "contender": contender,
         "parameters": sum(p.numel() for p in model.parameters()),
         "tokens/s": batch * shape.seq / statistics.median(times[2:]),
-        "peak GB": torch.cuda.max_memory_allocated() / 1e9 if device() == "cuda" else float("nan"),
+        "peak GB": machine().peak_bytes() / 1e9,
     }
 
 
