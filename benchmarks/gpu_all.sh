@@ -14,7 +14,7 @@ cd "$(dirname "$0")/.." || exit 2
 tests=(-m gpu)
 block=(--rounds 7 --shapes llama3-8b)
 gemm=(--rounds 7 --sizes 16384x4096x14336 16384x8192x8192 4096x4096x4096)
-train=(--steps 8)
+train=(--steps 8 --contenders tensorwise rowwise)
 compile_time=(--contenders rowwise)
 few=(--rounds 7)
 overhead=()
@@ -23,10 +23,11 @@ if [ "${1:-}" = --rehearse ]; then
     shift
     export FP8COMPILE_REHEARSAL=${FP8COMPILE_REHEARSAL:-program}
     tests=() # those of a GPU are skipped, the same bodies run on the CPU
-    block=(--rounds 1 --shapes tiny)
+    # a graph's program takes seconds to run: fewer contenders where graphs are large
+    block=(--rounds 1 --shapes tiny --contenders rowwise)
     gemm=(--rounds 1 --sizes 64x64x64 32x64x64)
-    train=(--steps 1)
-    compile_time=(--contenders rowwise --blocks 1 --kinds whole)
+    train=(--steps 1 --contenders rowwise)
+    compile_time=(--contenders bf16 --blocks 1 --kinds whole)
     few=(--rounds 1)
     overhead=(--rounds 1 --calls 1)
     import_time=(--runs 1)
@@ -58,8 +59,7 @@ import torch, triton
 from benchmarks.machine import machine
 assert machine().is_rehearsal or torch.cuda.is_available(), "there is no GPU; try --rehearse"
 print("torch", torch.__version__, "triton", triton.__version__, "on", machine().name())' || exit 2
-train+=(--contenders tensorwise rowwise)
-"$python" -c 'import torchao' 2>/dev/null && train+=("torchao tensorwise")
+[ -z "${FP8COMPILE_REHEARSAL:-}" ] && "$python" -c 'import torchao' 2>/dev/null && train+=("torchao tensorwise")
 
 step tests 300 "$python" -m pytest tests/test_gpu.py "${tests[@]}" -q --maxfail=20 --show-capture=no -p no:cacheprovider
 step linear 300 "$python" -m benchmarks.linear "${few[@]}"

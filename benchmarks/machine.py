@@ -49,9 +49,9 @@ class Cpu:
         """While this runs, recipes are asked what they would do on the machine."""
         return nullcontext()
 
-    def compile(self, model: nn.Module | Callable, **options: Any) -> Callable:
+    def compile(self, model: nn.Module | Callable, *, dynamic: bool | None = None) -> Callable:
         """A module or function as one graph."""
-        return torch.compile(model, fullgraph=True, **options)
+        return torch.compile(model, fullgraph=True, dynamic=dynamic)
 
     def seconds(self) -> float:
         """The clock, after all work is done."""
@@ -137,10 +137,10 @@ class Rehearsal(Cpu):
 
         return pretend_target(Target("cuda", H200))
 
-    def compile(self, model: nn.Module | Callable, **options: Any) -> Callable:
+    def compile(self, model: nn.Module | Callable, *, dynamic: bool | None = None) -> Callable:
         """A module or function as the GPU's program, or as its graph."""
         if self._kind == "eager":
-            return torch.compile(model, fullgraph=True, backend=self.backend, **options)
+            return torch.compile(model, fullgraph=True, backend=self.backend, dynamic=dynamic)
         from fp8compile.testing.gpu_program.generate import GpuBackend, Settings
 
         folder = tempfile.mkdtemp()
@@ -148,7 +148,7 @@ class Rehearsal(Cpu):
         compiled = GpuBackend(_settings(Settings), folder).compile(model)
 
         def call(*args: Any) -> Any:
-            with self.target():
+            with self.target(), torch._dynamo.config.patch(automatic_dynamic_shapes=dynamic is not False):
                 return compiled(*args)
 
         return call
