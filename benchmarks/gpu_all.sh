@@ -68,7 +68,7 @@ step gemm 240 "$python" -m benchmarks.gemm "${gemm[@]}"
 step train 300 "$python" -m benchmarks.train "${train[@]}"
 step compile_time 180 "$python" -m benchmarks.compile_time "${compile_time[@]}"
 step overhead 60 "$python" -m benchmarks.overhead "${overhead[@]}"
-step import_time 30 "$python" -m benchmarks.import_time "${import_time[@]}"
+step import_time 60 "$python" -m benchmarks.import_time "${import_time[@]}"
 
 for name in tests linear block gemm train compile_time overhead import_time; do
     printf '\n== %s\n' "$name"

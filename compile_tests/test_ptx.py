@@ -202,7 +202,7 @@ def divides(x_ptr, codes_ptr, other_ptr, HOW: tl.constexpr):
     if HOW == "approximately":
         x = x / tl.max(x, 1)[:, None]
     if HOW == "beside":
-        tl.store(other_ptr + at, (x / 3.1).to(tl.bfloat16))
+        tl.store(other_ptr + at, (x / (x + 3.1)).to(tl.bfloat16))
     if HOW == "in float64":
         tl.store(other_ptr + at, (x.to(tl.float64) * 3.1).to(tl.bfloat16))
     if HOW == "before":
