@@ -27,7 +27,7 @@ __all__ = ["train_row"]
 SHAPES = {
     # 1.5 billion parameters: 24 layers of width 2048
     "cuda": (ModelShape(dim=2048, layers=24, heads=16, kv_heads=8, hidden=8192, seq=4096), 4),
-    "cpu": (ModelShape(dim=64, layers=2, heads=2, kv_heads=1, hidden=128, seq=32), 2),
+    "cpu": (ModelShape(dim=32, layers=1, heads=2, kv_heads=1, hidden=64, seq=16), 1),
 }
 
 

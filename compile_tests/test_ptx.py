@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from unittest import mock
 
 import pytest
@@ -22,9 +22,12 @@ from benchmarks.mlp import mlp
 from fp8compile.formats import Float8Format
 from fp8compile.testing.compiled import compiled_jit
 from fp8compile.testing.cubin import assembled
+from fp8compile.testing.gpu_graphs import gpu_graphs
 from fp8compile.testing.gpus import GPUS
 from fp8compile.testing.ptx import Ptx
 from fp8compile.testing.ptx_report import kernel_ptx, ptx_of
+from fp8compile.testing.scale_paths import written_parameters
+from fp8compile.testing.schedule import schedule
 
 triton = pytest.importorskip("triton", reason="needs Triton: it compiles to PTX")
 tl = importlib.import_module("triton.language")
@@ -301,3 +304,12 @@ def test_an_instruction_that_cannot_be_followed_raises():
         NotImplementedError, match=r"PTX line 20: call .*: what this instruction reads and writes isn't"
     ):
         Ptx(READ.replace("%s", "call (%r1), f, (%r2);"))
+
+
+def test_launches_in_a_form_that_is_not_known_raise():
+    with FakeTensorMode():
+        graphs = gpu_graphs(torch.relu, (torch.empty(64, dtype=torch.bfloat16),), H200)
+        scheduled = schedule(graphs[0], H200)
+    assert written_parameters(graphs, [scheduled]) == [{"triton_poi__0": set()}]
+    with pytest.raises(RuntimeError, match=r"kernels \['triton_poi__0'\] were scheduled, calls of \[\] found"):
+        written_parameters(graphs, [replace(scheduled, source="")])
