@@ -27,7 +27,7 @@ VECTOR = re.compile(r"(?:\.v(\d))?\.[a-z]+(\d+)$")
 # Instructions whose first operand isn't a register that they write.
 WRITES_NOTHING = ("st.", "red.", "bra", "bar.", "barrier.", "ret", "exit", "cp.async", "stmatrix", "fence.", "membar.",
                   "prefetch", "discard.", "trap", "griddepcontrol")  # fmt: skip
-UNKNOWN = ("call", "cp.async.bulk", "wgmma.", "tcgen05.", "mbarrier.", "brx")
+UNKNOWN = ("call", "ld.local", "st.local", "cp.async.bulk", "wgmma.", "tcgen05.", "mbarrier.", "brx")
 
 
 @dataclass(frozen=True)
@@ -78,8 +78,8 @@ class Ptx:
         labels: The line of each label.
 
     Raises:
-        NotImplementedError: An instruction does what can't be followed here: a call, a bulk copy, a product of
-            warps.
+        NotImplementedError: An instruction does what can't be followed here: a call, memory of a thread, a bulk
+            copy, a product of warps.
     """
 
     def __init__(self, text: str) -> None:

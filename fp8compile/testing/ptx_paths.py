@@ -20,11 +20,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 from fp8compile.testing.ptx import Instruction, Ptx
 
-__all__ = ["Path", "stored_to", "traced"]
+__all__ = ["stored_to", "traced"]
 
 ROUNDED_TO_16_BITS = re.compile(r"(cvt\.r[nzmp]\S*\.b?f16(x2)?\.f32|(add|sub|mul|fma)(\.\w+)*\.b?f16(x2)?)$")
 SHARED_LOADS = ("ld.shared", "ldmatrix")
@@ -32,25 +31,11 @@ SHARED_STORES = ("st.shared", "stmatrix", "cp.async.cg", "cp.async.ca")
 GLOBAL_LOADS = ("ld.global", "atom.global")
 
 
-@dataclass(frozen=True)
-class Path:
-    """All that reaches some stores.
-
-    Attributes:
-        instructions: In the order of the PTX.
-        loaded: Positions of the parameters through which it is loaded from global memory.
-    """
-
-    instructions: tuple[Instruction, ...]
-    loaded: frozenset[int]
-
-
 class _Walk:
     def __init__(self, ptx: Ptx) -> None:
         self._ptx = ptx
         self._shared = [each for each in ptx.instructions if each.opcode.startswith(SHARED_STORES)]
         self.found: dict[int, Instruction] = {}
-        self.loaded: set[int] = set()
 
     def follow(self, registers: Iterable[str]) -> None:
         todo = list(registers)
@@ -68,10 +53,7 @@ class _Walk:
         if id(instruction) in self.found:
             return ()
         self.found[id(instruction)] = instruction
-        if ROUNDED_TO_16_BITS.search(instruction.opcode):
-            return ()
-        if instruction.opcode.startswith(GLOBAL_LOADS):
-            self.loaded |= pointers(self._ptx, instruction.addresses[0])
+        if ROUNDED_TO_16_BITS.search(instruction.opcode) or instruction.opcode.startswith(GLOBAL_LOADS):
             return ()
         if instruction.opcode.startswith(SHARED_LOADS):
             same = [store for store in self._shared if store.source and store.source == instruction.source]
@@ -82,10 +64,7 @@ class _Walk:
     def _stored(self, store: Instruction) -> tuple[str, ...]:
         """What a store puts into shared memory; an asynchronous copy puts there what it loads from global memory."""
         self.found[id(store)] = store
-        if store.opcode.startswith("cp.async"):
-            self.loaded |= pointers(self._ptx, store.addresses[1])
-            return ()
-        return _values(self._ptx, store)
+        return () if store.opcode.startswith("cp.async") else _values(self._ptx, store)
 
 
 def _values(ptx: Ptx, store: Instruction) -> tuple[str, ...]:
@@ -93,7 +72,7 @@ def _values(ptx: Ptx, store: Instruction) -> tuple[str, ...]:
     return ptx.registers_in(store.operands[1])
 
 
-def pointers(ptx: Ptx, address: str) -> set[int]:
+def _parameters_in(ptx: Ptx, address: str) -> set[int]:
     """Positions of the parameters that an address is computed from."""
     found: set[int] = set()
     todo, seen = list(ptx.registers_in(address)), set()
@@ -113,23 +92,22 @@ def stored_to(ptx: Ptx, parameters: Iterable[int]) -> list[Instruction]:
 
     Args:
         ptx: The kernel.
-        parameters: Positions among its parameters; those of sizes never are part of an answer.
+        parameters: Positions of pointers among its parameters.
     """
     wanted = set(parameters)
     stores = (each for each in ptx.instructions if each.opcode.startswith(("st.global", "atom.global", "red.global")))
-    return [each for each in stores if wanted & pointers(ptx, _address(each))]
+    return [each for each in stores if wanted & _parameters_in(ptx, each.addresses[0])]
 
 
-def _address(store: Instruction) -> str:
-    return store.addresses[0]
-
-
-def traced(ptx: Ptx, stores: Iterable[Instruction]) -> Path:
+def traced(ptx: Ptx, stores: Iterable[Instruction]) -> list[Instruction]:
     """What the numbers that some stores write are computed from.
 
     Args:
         ptx: The kernel.
         stores: Of `stored_to`.
+
+    Returns:
+        The instructions, in the order of the PTX.
     """
     walk = _Walk(ptx)
     for store in stores:
@@ -137,4 +115,4 @@ def traced(ptx: Ptx, stores: Iterable[Instruction]) -> Path:
     for branch in ptx.instructions:
         if branch.opcode.startswith("bra") and branch.guard:
             walk.follow((branch.guard,))
-    return Path(tuple(sorted(walk.found.values(), key=lambda each: each.line)), frozenset(walk.loaded))
+    return sorted(walk.found.values(), key=lambda each: each.line)

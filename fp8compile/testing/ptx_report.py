@@ -96,7 +96,7 @@ def _complaints(
     for each in ptx.instructions:
         if not FLOAT64.search(each.opcode):
             continue
-        if each.line not in on_path or each.opcode not in MEANT:
+        if id(each) not in on_path or each.opcode not in MEANT:
             yield each, "computes in float64 what no scale needs"
         elif any(each.line in lines for lines in loops):
             yield each, "computes in float64, in a loop that divides as often as it stores codes"
@@ -114,8 +114,8 @@ def kernel_ptx(kernel: CompiledKernel, written: Iterable[int]) -> KernelPtx:
     pointers = [number for number in sorted(written) if arguments[number][1].startswith("*")]
     stores = {arguments[number][0]: found for number in pointers if (found := stored_to(ptx, [number]))}
     paths = {name: traced(ptx, found) for name, found in stores.items()}
-    codes = [name for name, path in paths.items() if any(CONVERSION.match(each.opcode) for each in path.instructions)]
-    on_path = {each.line: each for path in paths.values() for each in path.instructions}
+    codes = [name for name, path in paths.items() if any(CONVERSION.match(each.opcode) for each in path)]
+    on_path = {id(each): each for path in paths.values() for each in path}
     in_codes = [store for name in codes for store in stores[name]]
     return KernelPtx(
         kernel=kernel,

@@ -94,7 +94,16 @@ def _positions(launch: ScheduledLaunch, call: str, scheduled: Schedule, nodes: s
     if wanted <= set(arguments):
         return {position for position, name in enumerate(arguments) if name in wanted}
     # a state that changes in place is written through the graph's own argument
-    return {position for position, name in enumerate(arguments) if name in wanted or str(name).startswith("arg")}
+    found = {position for position, name in enumerate(arguments) if name in wanted or str(name).startswith("arg")}
+    if not found:
+        raise _unknown_form(f"{launch.name} makes {', '.join(sorted(wanted))}, and is called as {call}")
+    return found
+
+
+def _unknown_form(what: str) -> RuntimeError:
+    return RuntimeError(
+        f"written_parameters: {what}. PyTorch {torch.__version__} prints code in another form than is known here."
+    )
 
 
 def written_parameters(graphs: Sequence[GpuGraph], schedules: Sequence[Schedule]) -> list[dict[str, set[int]]]:
@@ -116,10 +125,9 @@ def written_parameters(graphs: Sequence[GpuGraph], schedules: Sequence[Schedule]
         launches = [launch for launch in scheduled.launches if launch.kind == "triton"]
         calls = LAUNCH.findall(scheduled.source)
         if [name for _, name in calls] != [launch.name for launch in launches]:
-            raise RuntimeError(
-                f"written_parameters: kernels {[launch.name for launch in launches]} were scheduled, calls of "
-                f"{[name for _, name in calls]} found: PyTorch {torch.__version__} prints code in another form "
-                "than is known here."
+            raise _unknown_form(
+                f"kernels {[launch.name for launch in launches]} were scheduled, calls of "
+                f"{[name for _, name in calls]} found"
             )
         parameters: dict[str, set[int]] = {}
         for launch, (call, name) in zip(launches, calls, strict=True):
