@@ -10,9 +10,11 @@ TRITON ?= triton==3.7.1
 WORKERS ?= 2
 
 BIN := $(VENV)/bin
+# The Python of `make gpu`: this one if it is installed, else the machine's.
+GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,python3)
 INSTALLED := $(VENV)/.installed
 
-.PHONY: install train test test-full lint docs gpu clean
+.PHONY: install train test test-full lint docs gpu gpu-rehearsal gpu-wheels clean
 
 install: $(INSTALLED)
 
@@ -40,8 +42,12 @@ docs: $(INSTALLED)
 	$(BIN)/pdoc --docformat google --output-directory site fp8compile fp8compile.parallel \
 		fp8compile.testing fp8compile.testing.explain
 
-gpu: $(INSTALLED)
-	PYTHON=$(BIN)/python bash benchmarks/gpu_all.sh
+# installs nothing: a machine that is lent with a GPU has its own PyTorch, and often no network
+gpu gpu-rehearsal:
+	PYTHON=$(GPU_PYTHON) bash benchmarks/gpu_all.sh $(if $(filter gpu-rehearsal,$@),--rehearse)
+
+gpu-wheels:
+	PYTHON=$(GPU_PYTHON) bash benchmarks/gpu_wheels.sh
 
 clean:
 	rm -rf $(VENV) dist build runs site .pytest_cache .ruff_cache

@@ -13,6 +13,7 @@ Ratios are those to bf16 compiled as a whole and, like for like, to bf16 compile
 second table: where the seconds of a cold compilation go, and what Inductor was given and made of it, which is exact.
 
     python -m benchmarks.compile_time [--json] [--phases] [--rounds 1] [--blocks 8] [--contenders rowwise ...]
+        [--kinds whole ...]
 """
 
 from __future__ import annotations
@@ -49,6 +50,7 @@ import fp8compile
 from torch._dynamo.utils import compilation_time_metrics, counters
 from torch._inductor import metrics
 from benchmarks.blocks import SHAPES, block
+from benchmarks.machine import machine
 from benchmarks.timing import device
 
 contender, blocks, kind = sys.argv[1], int(sys.argv[2]), sys.argv[3]
@@ -69,11 +71,12 @@ usage_before = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resour
 began = time.perf_counter()
 if kind == "blocks":
     for each in model:
-        each.compile(fullgraph=True)
+        each.compile(fullgraph=True, backend=machine().backend)
     compiled = model
 else:
     compile = {"whole": torch.compile, "regions": fp8compile.compile}[kind]
-    compiled = compile(model, fullgraph=True)  # Sequential.compile() would compile block by block
+    # Sequential.compile() would compile block by block
+    compiled = compile(model, fullgraph=True, backend=machine().backend)
 y = compiled(x)
 y.sum().backward()
 seconds = time.perf_counter() - began
@@ -117,8 +120,11 @@ def main() -> None:
     parser.add_argument(
         "--contenders", nargs="+", choices=contenders(), default=["tensorwise", "rowwise", "blockwise"]
     )
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS)
     args = parser.parse_args()
-    names = [(name, kind) for name in dict.fromkeys(["bf16", *args.contenders]) for kind in KINDS]
+    if args.kinds[0] != "whole":
+        parser.error(f"--kinds is {' '.join(args.kinds)}; the first is whole, which the others are compared with.")
+    names = [(name, kind) for name in dict.fromkeys(["bf16", *args.contenders]) for kind in args.kinds]
     found: dict[tuple[str, str], list[tuple[dict, dict]]] = {name: [] for name in names}
     for _ in range(args.rounds):
         for name, kind in names:

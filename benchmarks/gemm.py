@@ -15,6 +15,7 @@ import torch
 
 import fp8compile as f8
 from benchmarks.linear import runnable
+from benchmarks.machine import machine
 from benchmarks.table import Row, emit
 from benchmarks.timing import device, medians, where
 from fp8compile.quantizers import GEMMS
@@ -28,9 +29,10 @@ TOKENS = {"cuda": (4096, 16384), "cpu": (64,)}
 def _steps(m: int, k: int, n: int, recipe: f8.Recipe) -> tuple[Callable, Callable]:
     a, b = recipe.quantizers(GEMMS[0])
     x, weight = (torch.randn(rows, k, device=device(), dtype=torch.bfloat16) for rows in (m, n))
-    multiply = torch.compile(lambda x, w: f8.scaled_mm(x, w.t(), out_dtype=torch.bfloat16), fullgraph=True)
-    whole = torch.compile(
-        lambda x, w: f8.scaled_mm(f8.quantize(x, a), f8.quantize(w, b).t(), out_dtype=torch.bfloat16), fullgraph=True
+    # dynamic=False: scales of another recipe have another shape, and the second graph would be one for any
+    multiply = machine().compile(lambda x, w: f8.scaled_mm(x, w.t(), out_dtype=torch.bfloat16), dynamic=False)
+    whole = machine().compile(
+        lambda x, w: f8.scaled_mm(f8.quantize(x, a), f8.quantize(w, b).t(), out_dtype=torch.bfloat16), dynamic=False
     )
     left, right = f8.quantize(x, a), f8.quantize(weight, b)
     return lambda: multiply(left, right), lambda: whole(x, weight)

@@ -1,15 +1,41 @@
 #!/usr/bin/env bash
 # All that needs a GPU, in under 30 minutes: the tests marked gpu, then the benchmarks; the short tables last.
 #
-#   benchmarks/gpu_all.sh [FOLDER FOR LOGS]
+#   benchmarks/gpu_all.sh [--rehearse] [FOLDER FOR LOGS]
 #
-# Runs from any folder, needs torch >= 2.11 with CUDA and pytest; compares with torchao where it is installed. A step
-# that fails or runs out of time doesn't stop the others; the script's exit status says whether one did.
+# Runs from any folder and installs nothing, needs torch >= 2.11 with CUDA, Triton, numpy and pytest; compares with
+# torchao where it is installed or its wheel lies in .whl (benchmarks/gpu_wheels.sh). A step that fails or runs out of
+# time doesn't stop the others; the script's exit status says whether one did.
+#
+# With --rehearse no GPU is needed: the same steps, with the same limits, at tiny sizes on a CPU that plays an H200
+# (benchmarks/machine.py). Each table says that its numbers mean nothing.
 set -u
 cd "$(dirname "$0")/.." || exit 2
+tests=(-m gpu)
+block=(--rounds 7 --shapes llama3-8b)
+gemm=(--rounds 7 --sizes 16384x4096x14336 16384x8192x8192 4096x4096x4096)
+train=(--steps 8 --contenders tensorwise rowwise)
+compile_time=(--contenders rowwise)
+few=(--rounds 7)
+overhead=()
+import_time=(--runs 3)
+if [ "${1:-}" = --rehearse ]; then
+    shift
+    export FP8COMPILE_REHEARSAL=${FP8COMPILE_REHEARSAL:-program}
+    tests=() # those of a GPU are skipped, the same bodies run on the CPU
+    # a graph's program takes seconds to run: fewer contenders where graphs are large
+    block=(--rounds 1 --shapes tiny --contenders rowwise)
+    gemm=(--rounds 1 --sizes 64x64x64 32x64x64)
+    train=(--steps 1 --contenders rowwise)
+    compile_time=(--contenders bf16 --blocks 1 --kinds whole)
+    few=(--rounds 1)
+    overhead=(--rounds 1 --calls 1)
+    import_time=(--runs 1)
+fi
 logs=${1:-${OUT:-$(mktemp -d)}}
 python=${PYTHON:-python3}
-export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1
+# pytest's plugins of other packages are left out: a warning of theirs would be an error here
+export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1 PYTEST_DISABLE_PLUGIN_AUTOLOAD=1
 export TORCHINDUCTOR_COMPILE_THREADS=${TORCHINDUCTOR_COMPILE_THREADS:-$(nproc)}
 mkdir -p "$logs" || exit 2
 failed=()
@@ -24,16 +50,25 @@ step() {
     [ $status = 0 ] || { failed+=("$name"); tail -n 25 "$logs/$name.log"; }
 }
 
-"$python" -c 'import torch, triton; print("torch", torch.__version__, "triton", triton.__version__, torch.cuda.get_device_name())' || exit 2
+if compgen -G '.whl/*.whl' >/dev/null; then
+    "$python" -m pip install --quiet --no-index --no-deps --no-compile --no-cache-dir --target "$logs/site" .whl/*.whl || exit 2
+    PYTHONPATH=$PYTHONPATH:$logs/site
+fi
+"$python" -c '
+import torch, triton
+from benchmarks.machine import machine
+assert machine().is_rehearsal or torch.cuda.is_available(), "there is no GPU; try --rehearse"
+print("torch", torch.__version__, "triton", triton.__version__, "on", machine().name())' || exit 2
+[ -z "${FP8COMPILE_REHEARSAL:-}" ] && "$python" -c 'import torchao' 2>/dev/null && train+=("torchao tensorwise")
 
-step tests 300 "$python" -m pytest tests/test_gpu.py -m gpu -q --maxfail=20 --show-capture=no -p no:cacheprovider
-step linear 300 "$python" -m benchmarks.linear --rounds 7
-step block 240 "$python" -m benchmarks.block --rounds 7 --shapes llama3-8b
-step gemm 240 "$python" -m benchmarks.gemm --rounds 7 --sizes 16384x4096x14336 16384x8192x8192 4096x4096x4096
-step train 300 "$python" -m benchmarks.train --steps 8 --contenders tensorwise rowwise "torchao tensorwise"
-step compile_time 180 "$python" -m benchmarks.compile_time --contenders rowwise
-step overhead 60 "$python" -m benchmarks.overhead
-step import_time 30 "$python" -m benchmarks.import_time --runs 3
+step tests 300 "$python" -m pytest tests/test_gpu.py "${tests[@]}" -q --maxfail=20 --show-capture=no -p no:cacheprovider
+step linear 300 "$python" -m benchmarks.linear "${few[@]}"
+step block 240 "$python" -m benchmarks.block "${block[@]}"
+step gemm 240 "$python" -m benchmarks.gemm "${gemm[@]}"
+step train 300 "$python" -m benchmarks.train "${train[@]}"
+step compile_time 180 "$python" -m benchmarks.compile_time "${compile_time[@]}"
+step overhead 60 "$python" -m benchmarks.overhead "${overhead[@]}"
+step import_time 60 "$python" -m benchmarks.import_time "${import_time[@]}"
 
 for name in tests linear block gemm train compile_time overhead import_time; do
     printf '\n== %s\n' "$name"

@@ -14,6 +14,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
+from benchmarks.machine import machine
 from benchmarks.mlp import contenders, converted, peer_of
 from benchmarks.table import Row, emit
 from benchmarks.timing import device, medians, where
@@ -30,7 +31,7 @@ SIZES = {
 def step_of(model: nn.Module, x: torch.Tensor) -> Callable[[], object]:
     """Forward and backward of a model, compiled, with a gradient that is there already."""
     torch._dynamo.config.recompile_limit = 64  # all contenders are graphs of one forward
-    compiled = torch.compile(model, fullgraph=True, dynamic=False)
+    compiled = machine().compile(model, dynamic=False)
     grad = torch.randn_like(compiled(x))
     return lambda: torch.autograd.grad(compiled(x), [x, *model.parameters()], grad)
 
@@ -81,7 +82,8 @@ def runnable() -> list[str]:
     from fp8compile.ops.support import recipe_support
 
     def has_gemms(name: str) -> bool:
-        support = recipe_support(f8.recipes.by_name(name), torch.device(device()))
+        with machine().target():
+            support = recipe_support(f8.recipes.by_name(name), torch.device(device()))
         return all(gemm.kind != "none" for gemm in support)
 
     return [name for name in contenders() if name not in f8.recipes.names() or has_gemms(name)]

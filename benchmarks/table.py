@@ -8,6 +8,8 @@ from collections.abc import Sequence
 
 import torch
 
+from benchmarks.machine import machine
+
 __all__ = ["Row", "emit", "lines"]
 
 Row = dict[str, object]
@@ -32,9 +34,12 @@ def lines(rows: Sequence[Row], *, digits: int = 3) -> list[str]:
 
 
 def emit(title: str, rows: Sequence[Row], *, as_json: bool, digits: int = 3) -> None:
-    """Print a benchmark's rows."""
+    """Print a benchmark's rows; those of a rehearsal are marked."""
+    is_rehearsal = machine().is_rehearsal
+    if is_rehearsal:
+        title = f"REHEARSAL, its numbers mean nothing: {title}"
     if as_json:
-        where = {"torch": torch.__version__, "machine": platform.machine()}
+        where = {"torch": torch.__version__, "machine": platform.machine(), "rehearsal": is_rehearsal}
         print(json.dumps({"title": title, **where, "rows": list(rows)}))
     else:
         print(f"{title} (PyTorch {torch.__version__})", *lines(rows, digits=digits), sep="\n")

@@ -12,11 +12,11 @@ from __future__ import annotations
 import argparse
 import gc
 import statistics
-import time
 
 import torch
 
 from benchmarks.linear import runnable
+from benchmarks.machine import machine
 from benchmarks.mlp import contenders, converted
 from benchmarks.table import Row, emit
 from benchmarks.timing import device, where
@@ -27,42 +27,33 @@ __all__ = ["train_row"]
 SHAPES = {
     # 1.5 billion parameters: 24 layers of width 2048
     "cuda": (ModelShape(dim=2048, layers=24, heads=16, kv_heads=8, hidden=8192, seq=4096), 4),
-    "cpu": (ModelShape(dim=64, layers=2, heads=2, kv_heads=1, hidden=128, seq=32), 2),
+    "cpu": (ModelShape(dim=32, layers=1, heads=2, kv_heads=1, hidden=64, seq=16), 1),
 }
-
-
-def _wait() -> None:
-    if device() == "cuda":
-        torch.cuda.synchronize()
 
 
 def train_row(contender: str, steps: int) -> Row:
     """Train a few steps; the first two, which compile, don't count."""
     torch._dynamo.reset()
     gc.collect()
-    if device() == "cuda":
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
+    machine().forget_peak()
     shape, batch = SHAPES[device()]
     torch.manual_seed(0)
     model = converted(contender, ByteLlama(shape, seed=0).to(device(), torch.bfloat16))
-    compiled = torch.compile(model, fullgraph=True)
+    compiled = machine().compile(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=device() == "cuda")
     tokens = torch.randint(256, (batch, shape.seq + 1), device=device())
     times = []
     for _ in range(steps + 2):
-        _wait()
-        began = time.perf_counter()
+        began = machine().seconds()
         compiled(tokens[:, :-1], tokens[:, 1:]).backward()
         optimizer.step()
         optimizer.zero_grad()
-        _wait()
-        times.append(time.perf_counter() - began)
+        times.append(machine().seconds() - began)
     return {
         "contender": contender,
         "parameters": sum(p.numel() for p in model.parameters()),
         "tokens/s": batch * shape.seq / statistics.median(times[2:]),
-        "peak GB": torch.cuda.max_memory_allocated() / 1e9 if device() == "cuda" else float("nan"),
+        "peak GB": machine().peak_bytes() / 1e9,
     }
 
 

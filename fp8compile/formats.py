@@ -60,11 +60,17 @@ class Float8Format:
             Codes, the same shape, uint8. NaN gives the one code 0x7f, whatever its sign and payload, so
             that codes made by different kernels can be compared as bytes.
         """
-        return torch.where(values.isnan(), NAN_CODE, self.encode_numbers(values))
+        saturated = self._saturated(values)
+        # of NaN it doesn't hold; `isnan` on a GPU would first take a magnitude with subnormals flushed
+        is_number = saturated <= self.max
+        return torch.where(is_number, saturated.to(self.dtype).view(torch.uint8), NAN_CODE)
 
     def encode_numbers(self, values: Tensor) -> Tensor:
         """As ``encode``, for who knows where values are NaN: there its codes are some NaN."""
-        return values.clamp(-self.max, self.max).to(self.dtype).view(torch.uint8)
+        return self._saturated(values).to(self.dtype).view(torch.uint8)
+
+    def _saturated(self, values: Tensor) -> Tensor:
+        return values.clamp(-self.max, self.max)
 
     def encode_stochastic(self, values: Tensor, noise: Tensor) -> Tensor:
         """Round to one of the two codes around each value, up with the probability of its distance from the lower one.
@@ -153,7 +159,19 @@ class ExponentFormat:
         """
         # 2**-127 is a float32 subnormal: its exponent field is 0, which is also its byte
         exponent = values.view(torch.int32) >> FLOAT32_MANTISSA_BITS
-        return torch.where(values.isnan(), self.nan, exponent).to(torch.uint8)
+        return torch.where(values <= torch.inf, exponent, self.nan).to(torch.uint8)  # false of NaN
+
+    def encode_inverses(self, values: Tensor) -> Tensor:
+        """Bytes of ``1 / values``, by their exponents alone: the inverse of a power of two needs no division.
+
+        Args:
+            values: Any shape, float32, each 2**k with -127 <= k <= 127, or NaN.
+
+        Returns:
+            Bytes, the same shape, uint8.
+        """
+        exponent = values.view(torch.int32) >> FLOAT32_MANTISSA_BITS
+        return torch.where(values <= torch.inf, 2 * self.bias - exponent, self.nan).to(torch.uint8)
 
     def decode(self, codes: Tensor) -> Tensor:
         """Values of bytes (uint8, any shape), float32, exact (byte 0 is a subnormal)."""

@@ -128,3 +128,9 @@ def test_an_unknown_format_is_refused_by_name():
         ValueError, match="format 'e3m4' is not known; the formats of codes are 'e4m3', 'e5m2', 'e2m1'"
     ):
         element_format("e3m4")
+
+
+def test_bytes_of_inverses_are_those_of_exact_quotients(assert_bits_equal):
+    powers = torch.cat([torch.ldexp(torch.ones(255), torch.arange(-127, 128)), torch.tensor([torch.nan])])
+    quotients = (1.0 / powers.double()).float()
+    assert_bits_equal(E8M0.encode_inverses(powers), E8M0.encode(quotients), "bytes")

@@ -91,8 +91,7 @@ class CurrentScaling(Quantizer):
 
     def scale_of(self, multiplier: Tensor) -> Tensor:
         """The inverse of the multiplier, as float32 or as an E8M0 byte."""
-        scale = super().scale_of(multiplier)
-        return E8M0.encode(scale) if self.stores_e8m0() else scale
+        return E8M0.encode_inverses(multiplier) if self.stores_e8m0() else super().scale_of(multiplier)
 
     def scale_values(self, scale: Tensor) -> Tensor:
         """Stored scales as float32 numbers."""

@@ -69,6 +69,7 @@ class Schedule:
         no_cuda_graph: Why Inductor would not replay it as a CUDA graph; None if it would.
         mutated_inputs: Positions of the arguments that it writes to.
         constants: What the source names and doesn't define: types of opaque values, tensors of the graph.
+        lowered: The graph on the GPU that was lowered.
     """
 
     source: str
@@ -79,6 +80,7 @@ class Schedule:
     no_cuda_graph: str | None
     mutated_inputs: tuple[int, ...]
     constants: dict[str, Any] = field(repr=False)
+    lowered: fx.Graph = field(repr=False)
 
     @cached_property
     def maker(self) -> dict[str, ScheduledLaunch]:
@@ -96,6 +98,10 @@ class Schedule:
                     if name in holders and holders[name] is None and isinstance(operand, fx.Node):
                         holders[name] = operand
         return holders
+
+    def holder(self, name: str) -> fx.Node | None:
+        """The node of the lowered graph whose value a buffer holds; None if that isn't known."""
+        return self._holders.get(name)
 
     def computed(self, launch: ScheduledLaunch) -> list[fx.Node]:
         """Nodes of the given graph that a launch does the work of, in their order.
@@ -206,7 +212,9 @@ def _schedule(nodes: Sequence[Any], source: str, total: int, sources: dict[str, 
         part.node.get_name(): _node_of(part.node) for node in nodes if node not in called for part in node.get_nodes()
     }
     constants = {**getattr(lowering, "opaque_value_type_classes", {}), **lowering.constants}
-    return Schedule(source, total, _launches(called, source), sources, placed, reason, mutated, constants)
+    return Schedule(
+        source, total, _launches(called, source), sources, placed, reason, mutated, constants, lowering.graph
+    )
 
 
 # ---------------------------------------------------------------------------------- lowering

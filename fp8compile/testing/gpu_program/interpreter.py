@@ -12,6 +12,7 @@ What is mended (docs/upstream.md has the list, tests/test_gpu_interpreter.py a c
     maximum, minimum    max.f32 drops a NaN
     fused multiply-add  is rounded twice
     arithmetic shift    changes its operands
+    int(number)         of Triton 3.6 raises where numpy is 2.4 or later
     libdevice           returns None; here by PyTorch's functions, and what isn't known raises
     bfloat16 arithmetic is that of the bits as integers; here it raises
 """
@@ -51,6 +52,10 @@ def _ordered(order: str, count: int) -> Sequence[int]:
     if order == "shuffled":
         random.Random(0).shuffle(programs)
     return programs[::-1] if order == "backwards" else programs
+
+
+def _index(number: tl.tensor) -> int:
+    return int(number.handle.data.item())
 
 
 class Interpreter:
@@ -127,6 +132,7 @@ class Interpreter:
             # the whole language at once; the interpreter would do it for each nested call
             scope = interpreter._patch_lang(SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
             stack.callback(scope.restore)
+            stack.enter_context(mock.patch.object(tl.core.tensor, "__index__", _index))
             yield
 
     def _jit(self) -> Iterator[tuple]:
