@@ -264,7 +264,9 @@ def schedule(made_for: GpuGraph, gpu: Gpu) -> Schedule:
         found.append(_schedule([node for node, _ in counts], source, total, sources, lowering))
         return SimpleNamespace(call=lambda inputs: None, __file__="not loaded", runner=None)
 
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    # sizes keep the symbols and hints of the trace: without its ShapeEnv, Inductor would make symbols of its own
+    traced = torch._guards.detect_fake_mode(made_for.inputs)
+    mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=traced.shape_env if traced is not None else None)
     with (
         pretend_gpu(gpu),
         mock.patch.object(GraphLowering, "compile_to_module", take),

@@ -53,7 +53,7 @@ class _Eager(TorchDispatchMode):
         kwargs = kwargs or {}
         namespace, _, name = op._schema.name.partition("::")
         if types and any(each is not Tensor and each is not torch.nn.Parameter for each in types):
-            return op(*args, **kwargs)  # a subclass takes it apart, and comes back
+            return NotImplemented  # the subclass takes it apart while this mode is on, and its parts come here
         if namespace == "_c10d_functional":
             return message(op, *args, **kwargs)
         if op._schema.name in OPS:
