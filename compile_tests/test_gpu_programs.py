@@ -19,22 +19,11 @@ pytestmark = [
     pytest.mark.skipif(not importlib.util.find_spec("triton"), reason="needs Triton's interpreter"),
     pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION is unset:UserWarning"),  # Triton 3.9, once a process
 ]
-# Found by the first whole run; each is to be looked at, and to be taken out here.
-NOT_YET = {
-    "float32, rowwise": "scales are applied after the product, in an order of float32 products that the reference has "
-    "not: all operands are equal, results differ in their last bits",
-    "dynamic tokens, rowwise": "Inductor finds no hint for (-tokens % 16) when it lowers padded codes of grad_weight",
-    "one rank of two, TP and SP, rowwise": "the case adds a gathered tensor to a part of one: the case is wrong",
-}
+PARAMETERS = [
+    pytest.param(number, id=str(case), marks=[] if case.is_quick else [pytest.mark.slow])
+    for number, case in enumerate(CASES)
+]
 
-
-def marks_of(case):
-    if str(case) in NOT_YET:
-        return [pytest.mark.slow, pytest.mark.xfail(reason=NOT_YET[str(case)])]
-    return [] if case.is_quick else [pytest.mark.slow]
-
-
-PARAMETERS = [pytest.param(number, id=str(case), marks=marks_of(case)) for number, case in enumerate(CASES)]
 
 
 @pytest.fixture(scope="module")

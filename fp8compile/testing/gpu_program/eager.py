@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fp8compile.ops.registry import OPS
 from fp8compile.target import Target, pretend_target
 from fp8compile.testing.gpu_program.messages import message
+from fp8compile.testing.gpu_program.operators import computed
 from fp8compile.testing.gpu_program.products import PRODUCTS, Products
 from fp8compile.testing.gpu_program.step import step
 from fp8compile.testing.gpus import Gpu, gpu_called
@@ -47,7 +48,9 @@ class _Eager(TorchDispatchMode):
 
     def __init__(self, gpu: Gpu | None) -> None:
         super().__init__()
-        self._gpu, self._products = gpu, Products(gpu)
+        from torch._inductor.decomposition import select_decomp_table
+
+        self._gpu, self._products, self._parts = gpu, Products(gpu), select_decomp_table()
 
     def __torch_dispatch__(self, op: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
@@ -64,7 +67,22 @@ class _Eager(TorchDispatchMode):
                 return op.decompose(*args, **kwargs)
         if name == "_scaled_mm" and self._gpu is None:
             return _exact(*args, **kwargs)
-        return self._products.multiply(name, *args, **kwargs) if name in PRODUCTS else op(*args, **kwargs)
+        if name in PRODUCTS:
+            return self._products.multiply(name, *args, **kwargs)
+        return self._in_float32(op, args, kwargs) if _is_float32(args) else op(*args, **kwargs)
+
+    def _in_float32(self, op: Any, args: tuple, kwargs: dict) -> Any:
+        """An operator whose last bits no rounding to bfloat16 hides: its parts, as a program computes them."""
+        if op in self._parts:
+            with self:
+                result = self._parts[op](*args, **kwargs)
+            if result is not NotImplemented:
+                return result
+        return computed(op, args, kwargs)
+
+
+def _is_float32(args: tuple) -> bool:
+    return any(isinstance(arg, Tensor) and arg.dtype == torch.float32 for arg in args)
 
 
 def eager_run(

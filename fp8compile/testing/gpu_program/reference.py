@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fp8compile.testing.gpu_program.arithmetic import fma
 from fp8compile.testing.gpu_program.messages import message
+from fp8compile.testing.gpu_program.operators import computed
 from fp8compile.testing.gpu_program.products import PRODUCTS, Products
 from fp8compile.testing.gpus import Gpu
 from fp8compile.testing.schedule import Schedule
@@ -23,8 +23,6 @@ __all__ = ["Reference"]
 
 aten, prims = torch.ops.aten, torch.ops.prims
 LOW_PRECISION = (torch.bfloat16, torch.float16)
-SUMS = (aten.mean.dim, aten.mean.default, aten.sum.dim_IntList, aten.sum.default)
-TRANSCENDENTAL = ("exp", "rsqrt", "sigmoid", "tanh", "erf", "log", "sin", "cos", "exp2", "log2", "sqrt")
 
 
 class Reference(fx.Interpreter):
@@ -91,21 +89,13 @@ class Reference(fx.Interpreter):
             return message(target, *(arg.clone() if isinstance(arg, Tensor) else arg for arg in args), **kwargs)
         if name in PRODUCTS:
             return self._product(name, args, kwargs)
-        if target in SUMS:
-            return _sum(target, args, kwargs)
-        if target is prims.fma.default and args[0].dtype == torch.float32:  # PyTorch's own is rounded twice
-            return torch.from_numpy(fma(*(arg.numpy() for arg in args)))
-        if target is aten.var_mean.correction:
-            return _var_mean(*args, **kwargs)
         if namespace == "prims" and name.startswith("inductor_") and name != "inductor_force_stride_order":
             raise NotImplementedError(
                 f"run_gpu_program: {target} draws random numbers, and no reference of PyTorch draws the same."
             )
         if target is prims.convert_element_type.default and not self._rounds_each and args[1] in LOW_PRECISION:
             return args[0].float()
-        if name in TRANSCENDENTAL:  # PyTorch has other code, with other last bits, for other strides
-            args = tuple(arg.contiguous() if isinstance(arg, Tensor) else arg for arg in args)
-        return super().call_function(target, args, kwargs)
+        return computed(target, args, kwargs)
 
     def _product(self, name: str, args: tuple, kwargs: dict) -> Tensor:
         """A product; bias added after it was rounded where Inductor took the sum out of the product."""
@@ -113,26 +103,3 @@ class Reference(fx.Interpreter):
             bias, a, b = args
             return (bias.float() + self.products.multiply("mm", a, b).float()).to(a.dtype)
         return self.products.multiply(name, *args, **kwargs)
-
-
-def _sum(target: Any, args: tuple, kwargs: dict) -> Tensor:
-    """A sum in float64, rounded once to float32, as in the program; a mean is that sum and a division."""
-    x, dims = args[0], args[1] if len(args) > 1 else None
-    keep = args[2] if len(args) > 2 else kwargs.get("keepdim", False)
-    if not x.is_floating_point():
-        return target(*args, **kwargs)
-    dims = dims or tuple(range(x.ndim))
-    exact = torch.float64 if x.dtype == torch.float64 else torch.float32
-    total = x.double().sum(dims, keep).to(exact)
-    if target in (aten.mean.dim, aten.mean.default):
-        total = total / torch.tensor(float(torch.Size([x.shape[dim] for dim in dims]).numel()), dtype=exact)
-    return total.to(kwargs.get("dtype") or x.dtype)
-
-
-def _var_mean(x: Tensor, dims: list[int] | None = None, *, correction: float = 1, keepdim: bool = False) -> Any:
-    """In two sums, as Inductor has it where a row fits a block; its Welford loops are a unit in the last place off."""
-    dims = dims or list(range(x.ndim))
-    count = float(torch.Size([x.shape[dim] for dim in dims]).numel())
-    mean = _sum(aten.mean.dim, (x, dims, True), {})
-    squares = _sum(aten.sum.dim_IntList, ((x - mean).square(), dims, keepdim), {})
-    return squares / torch.tensor(max(0.0, count - correction), dtype=x.dtype), mean if keepdim else mean.squeeze(dims)
