@@ -10,7 +10,7 @@ import copy
 import time
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -25,7 +25,7 @@ from fp8compile.testing.bits import bits
 __all__ = ["CASES", "Case", "Row", "check", "start_fake_group"]
 
 RECIPES = ("tensorwise", "rowwise", "rowwise_bf16_wgrad", "blockwise", "mxfp8", "delayed")
-Made = tuple[nn.Module, torch.Tensor]
+Made = tuple[Callable, tuple[torch.Tensor, ...]]  # a module or function, and its arguments
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +35,7 @@ class Case:
     Attributes:
         name: Of what is special about it.
         recipe: Of its layers.
-        make: Makes the model and its input.
+        make: Makes the model and its arguments.
         steps: How many are taken; buffers go from one to the next.
         is_quick: Whether it is run each time, and not only with the slow tests.
         eager_as: For `eager_run`: the GPU, where scales are applied after the product; else None.
@@ -86,20 +86,20 @@ def check(case: Case) -> Row:
     """Run a case both ways, and in eager mode."""
     started = time.process_time()
     torch.manual_seed(0)
-    model, x = case.make(case.recipe)
+    model, args = case.make(case.recipe)
     module = copy.deepcopy(model) if not case.in_ranks else case.make(case.recipe)[0]
     eager = copy.deepcopy(model) if not case.in_ranks else case.make(case.recipe)[0]
     differences: list[str] = []
     unlike: dict[str, int] = {}
     products = kernels = 0
     for _ in range(case.steps):
-        run = run_gpu_program(module, x, arch=case.arch, **dict(case.options))
+        run = run_gpu_program(module, *args, arch=case.arch, **dict(case.options))
         products += len(run.products)
         kernels += sum(len(graph.launches) for graph in run.graphs)
         differences += map(str, run.differences)
-        with_casts = run_gpu_program(model, x, arch=case.arch, precision_casts=True)
+        with_casts = run_gpu_program(model, *args, arch=case.arch, precision_casts=True)
         differences += [f"precision casts: {each}" for each in with_casts.differences]
-        expected = eager_run(eager, x, arch=case.eager_as)
+        expected = eager_run(eager, *args, arch=case.eager_as)
         for name, (one, other) in _pairs(with_casts, expected, model, eager).items():
             if count := int((bits(one) != bits(other)).sum()):
                 unlike[name] = unlike.get(name, 0) + count
@@ -114,8 +114,10 @@ def _pairs(run, expected, model, eager) -> dict[str, tuple[torch.Tensor, torch.T
     assert run.gradients.keys() == expected.gradients.keys()
     outputs = {f"output {at}": pair for at, pair in enumerate(zip(run.outputs, expected.outputs, strict=True))}
     gradients = {name: (grad, expected.gradients[name]) for name, grad in run.gradients.items()}
-    others = dict(eager.named_buffers())
-    buffers = {name: (buffer, others[name]) for name, buffer in model.named_buffers()}
+    buffers: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+    if isinstance(model, nn.Module):
+        others = dict(eager.named_buffers())
+        buffers = {name: (buffer, others[name]) for name, buffer in model.named_buffers()}
     pairs = outputs | gradients | buffers
     return {name: tuple(map(_plain, pair)) for name, pair in pairs.items()}
 
@@ -145,11 +147,14 @@ def _recipe(name: str, **options: object) -> f8.Recipe:
     return f8.recipes.by_name(name, **options)
 
 
-def feed_forward(recipe: str, *, size=(33, 72, 100), dtype=torch.bfloat16, options=(), **convert: object) -> Made:
+def feed_forward(
+    recipe: str | f8.Recipe, *, size=(33, 72, 100), dtype=torch.bfloat16, options=(), **convert: object
+) -> Made:
     """RMSNorm, SwiGLU, residual; sizes that are padded."""
     tokens, dim, hidden = size
     model = Mlp(dim, hidden, dtype=dtype)
-    return f8.convert(model, _recipe(recipe, **dict(options)), filter="*", **convert), _input(tokens, dim, dtype=dtype)
+    chosen = _recipe(recipe, **dict(options)) if isinstance(recipe, str) else recipe
+    return f8.convert(model, chosen, filter="*", **convert), (_input(tokens, dim, dtype=dtype),)
 
 
 class Attention(nn.Module):
@@ -174,26 +179,26 @@ class Attention(nn.Module):
 
 
 def attention(recipe: str) -> Made:
-    return f8.convert(Attention(64, 96), _recipe(recipe), filter="*"), _input(2, 24, 64)
+    return f8.convert(Attention(64, 96), _recipe(recipe), filter="*"), (_input(2, 24, 64),)
 
 
 def kept_codes(recipe: str, *, keep: bool) -> Made:
-    return feed_forward(recipe, options=(("keep_weight_codes", keep),))
+    return feed_forward(replace(_recipe(recipe), keep_weight_codes=keep))
 
 
 def not_finite(recipe: str) -> Made:
     """A NaN, an infinity, rows of zeros."""
-    model, x = feed_forward(recipe)
+    model, (x,) = feed_forward(recipe)
     with torch.no_grad():
         x[3, 5], x[20, 9], x[9] = torch.nan, torch.inf, 0
         model.up.weight[7] = 0
-    return model, x
+    return model, (x,)
 
 
 def dynamic(recipe: str) -> Made:
-    model, x = feed_forward(recipe)
+    model, (x,) = feed_forward(recipe)
     torch._dynamo.mark_dynamic(x, 0)
-    return model, x
+    return model, (x,)
 
 
 def model_in_ranks(recipe: str, *, how: str) -> Made:
@@ -208,11 +213,11 @@ def model_in_ranks(recipe: str, *, how: str) -> Made:
         from torch.distributed.fsdp import MixedPrecisionPolicy
 
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-        return _filled(f8.parallel.graph_fsdp(model, mesh, mp_policy=policy)), _input(32, 64)
+        return _filled(f8.parallel.graph_fsdp(model, mesh, mp_policy=policy)), (_input(32, 64),)
     colwise = f8.parallel.ColwiseParallel(use_local_output=False)
     rowwise = f8.parallel.RowwiseParallel(output_layouts=Shard(1))  # its rank's tokens, as the residual has
     plan = {"norm": parallel.SequenceParallel(), "gate": colwise, "up": colwise, "down": rowwise}
-    return _filled(parallel.parallelize_module(model, mesh, plan)), _input(2, 16, 64)
+    return _filled(parallel.parallelize_module(model, mesh, plan)), (_input(2, 16, 64),)
 
 
 def _filled(model: nn.Module) -> nn.Module:

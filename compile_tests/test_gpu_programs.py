@@ -25,7 +25,6 @@ PARAMETERS = [
 ]
 
 
-
 @pytest.fixture(scope="module")
 def elsewhere():
     """Runs a function in a process with a group that isn't there: PyTorch keeps meshes beyond their group."""

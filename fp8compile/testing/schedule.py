@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from types import SimpleNamespace
 from typing import Any
@@ -69,6 +69,7 @@ class Schedule:
         no_cuda_graph: Why Inductor would not replay it as a CUDA graph; None if it would.
         mutated_inputs: Positions of the arguments that it writes to.
         constants: What the source names and doesn't define: types of opaque values, tensors of the graph.
+        output_strides: Of each output, None where it isn't known. Inductor may pad those that are saved for backward.
     """
 
     source: str
@@ -79,6 +80,7 @@ class Schedule:
     no_cuda_graph: str | None
     mutated_inputs: tuple[int, ...]
     constants: dict[str, Any] = field(repr=False)
+    output_strides: tuple[tuple[int, ...] | None, ...] = ()
 
     @cached_property
     def maker(self) -> dict[str, ScheduledLaunch]:
@@ -228,7 +230,10 @@ def _device_argument(node: fx.Node) -> str | None:
 
 def _moved(graph: fx.GraphModule) -> fx.GraphModule:
     """A copy that makes its tensors on the GPU, each node with its name where tracing keeps it."""
+    from torch._inductor.fx_passes.post_grad import view_to_reshape
+
     graph = copy.deepcopy(graph)
+    view_to_reshape(graph)  # as Inductor does: views were traced for other strides than saved tensors have
     for node in graph.graph.nodes:
         node.meta["custom"] = {**node.meta.get("custom", {}), SOURCE: node.name}
         node.args = fx.node.map_aggregate(node.args, lambda each: GPU if isinstance(each, torch.device) else each)
@@ -267,16 +272,22 @@ def schedule(made_for: GpuGraph, gpu: Gpu) -> Schedule:
     # sizes keep the symbols and hints of the trace: without its ShapeEnv, Inductor would make symbols of its own
     traced = torch._guards.detect_fake_mode(made_for.inputs)
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=traced.shape_env if traced is not None else None)
+    context = torch._guards.TracingContext(mode)
+    context.output_strides = []
     with (
         pretend_gpu(gpu),
         mock.patch.object(GraphLowering, "compile_to_module", take),
         # names without operators: equal kernels are one, whatever they come from
         config.patch({"fx_graph_cache": False, "compile_threads": 1, "triton.descriptive_names": False}),
-        torch._guards.tracing(torch._guards.TracingContext(mode)),
+        torch._guards.tracing(context),
         mode,
     ):
         fakes = [_on_gpu(value) for value in made_for.inputs]
         with fx.traceback.preserve_node_meta():  # which node each one was before it was traced again
             graph = make_fx(fx.Interpreter(_moved(made_for.graph)).run)(*fakes)
+        output = graph.graph.output_node()
+        output.meta["user_visible_output_idxs"] = [
+            at for at in made_for.returned if isinstance(output.args[0][at], fx.Node)
+        ]
         compile_fx.compile_fx_inner(graph, fakes)
-    return found[0]
+    return replace(found[0], output_strides=tuple(context.output_strides))

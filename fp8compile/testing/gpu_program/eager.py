@@ -69,10 +69,10 @@ class _Eager(TorchDispatchMode):
             return _exact(*args, **kwargs)
         if name in PRODUCTS:
             return self._products.multiply(name, *args, **kwargs)
-        return self._in_float32(op, args, kwargs) if _is_float32(args) else op(*args, **kwargs)
+        return self._computed(op, args, kwargs) if _is_float(args) else op(*args, **kwargs)
 
-    def _in_float32(self, op: Any, args: tuple, kwargs: dict) -> Any:
-        """An operator whose last bits no rounding to bfloat16 hides: its parts, as a program computes them."""
+    def _computed(self, op: Any, args: tuple, kwargs: dict) -> Any:
+        """An operator by its parts, as a program has them: CPU kernels have sums and functions of their own."""
         if op in self._parts:
             with self:
                 result = self._parts[op](*args, **kwargs)
@@ -81,8 +81,8 @@ class _Eager(TorchDispatchMode):
         return computed(op, args, kwargs)
 
 
-def _is_float32(args: tuple) -> bool:
-    return any(isinstance(arg, Tensor) and arg.dtype == torch.float32 for arg in args)
+def _is_float(args: tuple) -> bool:
+    return any(isinstance(arg, Tensor) and arg.is_floating_point() and arg.dtype.itemsize in (2, 4) for arg in args)
 
 
 def eager_run(
@@ -90,9 +90,9 @@ def eager_run(
 ) -> EagerRun:
     """Run ``fn(*args)`` and its backward in eager mode on this machine's CPU, matrix products rounded once.
 
-    `run_gpu_program` with ``precision_casts`` has the same bits, but for operators whose CPU kernel and decomposition
-    round otherwise, and a bias that Inductor adds after the product was rounded. Functional collectives are emulated
-    as there.
+    `run_gpu_program` with ``precision_casts`` has the same bits, but for a bias that Inductor adds after the product
+    was rounded. Operators that Inductor decomposes are decomposed, sums are rounded once, and functional collectives
+    are emulated as there.
 
     Args:
         fn: A module or function.
