@@ -113,14 +113,17 @@ class Schedule:
             if node not in found and node.op == "call_function":
                 found.add(node)
                 todo += [other for other in node.all_input_nodes if other not in edge]
-        sources = (self.sources.get(node.meta.get("custom", {}).get(SOURCE)) for node in sorted(found))
+        sources = (self.source_of(node) for node in sorted(found))
         return list(dict.fromkeys(node for node in sources if node is not None))
+
+    def source_of(self, lowered: fx.Node) -> fx.Node | None:
+        """The node of the given graph that a node of the lowered one was; None if that isn't known."""
+        return self.sources.get(lowered.meta.get("custom", {}).get(SOURCE))
 
     def makes(self, launch: ScheduledLaunch) -> fx.Node | None:
         """The node of the given graph whose value a launch makes; None if that isn't known."""
-        nodes = (self._holders[name] for name in launch.made)
-        names = (node.meta.get("custom", {}).get(SOURCE) for node in nodes if node is not None)
-        return next((self.sources[name] for name in names if name in self.sources), None)
+        lowered = filter(None, (self._holders[name] for name in launch.made))
+        return next(filter(None, map(self.source_of, lowered)), None)
 
     @cached_property
     def stored_by(self) -> dict[fx.Node, ScheduledLaunch]:
@@ -128,7 +131,7 @@ class Schedule:
         found: dict[fx.Node, ScheduledLaunch] = {}
         for launch in self.launches:
             for lowered in filter(None, (self._holders[name] for name in launch.made)):
-                node = self.sources.get(lowered.meta.get("custom", {}).get(SOURCE))
+                node = self.source_of(lowered)
                 # one that was taken apart gave its name to its parts
                 if node is not None and node.target == lowered.target:
                     found.setdefault(node, launch)

@@ -17,7 +17,7 @@ from fp8compile.testing.gpu_program.messages import message
 from fp8compile.testing.gpu_program.operators import computed
 from fp8compile.testing.gpu_program.products import PRODUCTS, Products
 from fp8compile.testing.gpus import Gpu
-from fp8compile.testing.schedule import Schedule
+from fp8compile.testing.schedule import Schedule, ScheduledLaunch
 
 __all__ = ["Reference"]
 
@@ -33,38 +33,58 @@ class Reference(fx.Interpreter):
     """
 
     def __init__(self, graph: fx.GraphModule, gpu: Gpu, found: Schedule, *, rounds_each: bool) -> None:
-        super().__init__(graph)
+        super().__init__(graph, garbage_collect_values=False)
         self.products = Products(gpu)
         self._rounds_each = rounds_each
         self._stored_by = found.stored_by
-        self._computed = {id(launch): set(found.computed(launch)) for launch in found.launches}
+        self._computed_by = _computed_by(found)
+        self._inside: dict[tuple[fx.Node, str], Any] = {}  # what a kernel has of a node, before a store rounds it
+        self._sums = _sums_in_products(found)
         self._adds_bias_later = not any("addmm" in launch.name for launch in found.launches)
         # a library's operator reads memory; Inductor computes all others
         self._library = {launch.name.removesuffix(".default") for launch in found.launches if launch.kind == "opaque"}
 
     def run_node(self, node: fx.Node) -> Any:
-        """One operator; its operands are rounded where it reads them from memory."""
+        """One operator, in each kernel that computes it: a kernel rounds what it reads from memory."""
         if node.op == "output":
             return fx.node.map_arg(node.args[0], self._rounded)
         if node.op != "call_function":
-            result = super().run_node(node)
-        else:
-            args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda operand: self._operand(node, operand))
-            result = self.call_function(node.target, args, kwargs)
+            return self._unrounded(super().run_node(node))
+        if node in self._sums.values():
+            return None  # a part of the product that adds to it
+        kernels = [] if self._rounds_each or self._looks_at_bits(node) else self._computed_by.get(node, [])
+        for kernel in kernels:
+            self._inside[node, kernel] = self._compute(node, kernel)
+        storing = self._stored_by.get(node)
+        if storing is not None and (node, _id(storing)) in self._inside:
+            return self._inside[node, _id(storing)]
+        return self._inside[node, kernels[0]] if kernels else self._compute(node, None)
+
+    def _compute(self, node: fx.Node, kernel: str | None) -> Any:
+        if node in self._sums:
+            return self._unrounded(self._sum_in_product(node))
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda operand: self._operand(node, operand, kernel))
+        return self._unrounded(self.call_function(node.target, args, kwargs))
+
+    def _unrounded(self, result: Any) -> Any:
         is_low = isinstance(result, Tensor) and result.dtype in LOW_PRECISION
         return result.float() if is_low and not self._rounds_each else result
 
-    def _operand(self, node: fx.Node, operand: fx.Node) -> Any:
-        """An operand as an operator gets it: from memory, or as the same kernel computed it."""
-        launch = self._stored_by.get(operand)
+    def _operand(self, node: fx.Node, operand: fx.Node, kernel: str | None) -> Any:
+        """An operand as an operator gets it: as the same kernel computed it, or from memory."""
         if self._rounds_each:
             return self.env[operand]
         if self._looks_at_bits(node):
             return self._rounded(operand)
-        if launch is not None and node not in self._computed[id(launch)]:
-            rounded = self._rounded(operand)
-            return rounded.float() if isinstance(rounded, Tensor) and rounded.dtype in LOW_PRECISION else rounded
-        return self.env[operand]
+        if (operand, kernel) in self._inside:
+            return self._inside[operand, kernel]
+        return self._unrounded(self._rounded(operand)) if operand in self._stored_by else self.env[operand]
+
+    def _sum_in_product(self, node: fx.Node) -> Tensor:
+        """A product and what is added to it, rounded once."""
+        product = self._sums[node]
+        (other,) = (arg for arg in node.args if arg is not product)
+        return self.products.multiply("addmm", *map(self._rounded, (other, *product.args)))
 
     def _rounded(self, node: fx.Node) -> Any:
         value, meta = self.env[node], node.meta.get("val")
@@ -103,3 +123,29 @@ class Reference(fx.Interpreter):
             bias, a, b = args
             return (bias.float() + self.products.multiply("mm", a, b).float()).to(a.dtype)
         return self.products.multiply(name, *args, **kwargs)
+
+
+def _computed_by(found: Schedule) -> dict[fx.Node, list[str]]:
+    """The generated kernels that compute each node; a value that is cheap to make is made in several."""
+    makers: dict[fx.Node, list[str]] = {}
+    for launch in found.launches:
+        for node in found.computed(launch):
+            makers.setdefault(node, []).append(_id(launch))
+    return makers
+
+
+def _id(launch: ScheduledLaunch) -> str:
+    """Its first buffer, which no other launch makes; a kernel of one name is launched several times."""
+    return next(iter(launch.made))
+
+
+def _sums_in_products(found: Schedule) -> dict[fx.Node, fx.Node]:
+    """Additions that Inductor made a part of a product, and that product."""
+    sums: dict[fx.Node, fx.Node] = {}
+    for launch in found.launches:
+        lowered = next(iter(launch.made.values()))
+        node = found.source_of(lowered) if launch.kind == "gemm" and lowered is not None else None
+        if node is not None and node.target is aten.add.Tensor:
+            added = found.source_of(lowered.args[0])
+            (sums[node],) = (arg for arg in node.args if arg is not added)
+    return sums
