@@ -1,6 +1,6 @@
 """Write docs/results/gpu-programs.md: every case of generated programs, and every planted fault, from a run.
 
-    python compile_tests/gpu_programs_table.py [--quick] [--only WORDS] [--processes N]
+    python compile_tests/gpu_programs_table.py [--quick] [--tables models functions planted] [--only WORDS] [--processes N]
 
 All cases take half an hour of a processor's time; ``--quick`` runs what the tests run each time. The page has a part
 for each version of PyTorch. A row that isn't run again stays as it was. The exit status is 1 if a row shows a
@@ -44,6 +44,7 @@ TABLES = {  # by their headings
     FUNCTIONS: CHECKED.format("function"),
     PLANTED: "| planted | what the run says |\n|---|---|",
 }
+WORDS = {"models": MODELS, "functions": FUNCTIONS, "planted": PLANTED}
 Part = dict[str, dict[str, str]]  # heading, first cell, row
 
 
@@ -120,19 +121,20 @@ Work = tuple[str, str, Callable, Callable]  # heading, name, what runs elsewhere
 Result = tuple[str, str, str, bool]  # heading, name, row, whether it is as it should be
 
 
-def all_work(*, quick: bool, only: str) -> tuple[list[Work], list[Work]]:
+def all_work(*, quick: bool, tables: Sequence[str], only: str) -> tuple[list[Work], list[Work]]:
     """What is to be run, and what of that needs a group of ranks that isn't there."""
     cases = [case for case in CASES if case.is_quick or not quick]
     models = {str(case): (MODELS, str(case), checked, checked_row) for case in cases if only in str(case)}
     in_ranks = {str(case) for case in cases if case.in_ranks}
     functions: list[Case] = [case for case in FOREIGN if only in str(case) and has_package(case)]
     faults = [name for name in (*(fault.name for fault in FAULTS), LIBRARY_FAULT) if only in name]
-    alone = [
+    everything = [
         *(work for name, work in models.items() if name not in in_ranks),
         *((FUNCTIONS, str(case), checked, checked_row) for case in functions),
         *((PLANTED, name, planted, planted_row) for name in faults),
     ]
-    return alone, [work for name, work in models.items() if name in in_ranks]
+    apart = [work for name, work in models.items() if name in in_ranks]
+    return [work for work in everything if work[0] in tables], [work for work in apart if work[0] in tables]
 
 
 def results(
@@ -152,6 +154,7 @@ def main() -> None:
     """Run all, print each as it is done, write the page after each."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--quick", action="store_true", help="only what the tests run each time")
+    parser.add_argument("--tables", nargs="+", choices=[*WORDS], default=[*WORDS], help="only these")
     parser.add_argument("--only", default="", metavar="WORDS", help="only rows in whose first cell these words are")
     parser.add_argument("--processes", type=int, default=2)
     options = parser.parse_args()
@@ -159,7 +162,7 @@ def main() -> None:
     parts = read_parts()
     version = PART.format(torch=torch.__version__.partition("+")[0], triton=triton.__version__)
     part = parts.setdefault(version, {heading: {} for heading in TABLES})
-    alone, in_ranks = all_work(quick=options.quick, only=options.only)
+    alone, in_ranks = all_work(quick=options.quick, tables=[WORDS[each] for each in options.tables], only=options.only)
     is_good = True
     for work, initializer in ((alone, None), (in_ranks, start_fake_group)):
         for heading, name, row, good in results(work, options.processes, initializer):

@@ -47,12 +47,12 @@ class Reference(fx.Interpreter):
     def run_node(self, node: fx.Node) -> Any:
         """One operator, in each kernel that computes it: a kernel rounds what it reads from memory."""
         if node.op == "output":
-            return fx.node.map_arg(node.args[0], self._rounded)
+            return fx.node.map_arg(node.args[0], self._memory)
         if node.op != "call_function":
             return self._unrounded(super().run_node(node))
         if node in self._sums.values():
             return None  # a part of the product that adds to it
-        kernels = [] if self._rounds_each or self._looks_at_bits(node) else self._computed_by.get(node, [])
+        kernels = [] if self._rounds_each or self._is_called(node) else self._computed_by.get(node, [])
         for kernel in kernels:
             self._inside[node, kernel] = self._compute(node, kernel)
         storing = self._stored_by.get(node)
@@ -74,31 +74,33 @@ class Reference(fx.Interpreter):
         """An operand as an operator gets it: as the same kernel computed it, or from memory."""
         if self._rounds_each:
             return self.env[operand]
+        value = self._inside.get((operand, kernel), self.env[operand])
         if self._looks_at_bits(node):
-            return self._rounded(operand)
-        if (operand, kernel) in self._inside:
-            return self._inside[operand, kernel]
-        return self._unrounded(self._rounded(operand)) if operand in self._stored_by else self.env[operand]
+            return _rounded(operand, value)
+        if operand in self._stored_by and (operand, kernel) not in self._inside:
+            return self._unrounded(_rounded(operand, value))
+        return value
+
+    def _memory(self, node: fx.Node) -> Any:
+        return _rounded(node, self.env[node])
 
     def _sum_in_product(self, node: fx.Node) -> Tensor:
         """A product and what is added to it, rounded once."""
         product = self._sums[node]
         (other,) = (arg for arg in node.args if arg is not product)
-        return self.products.multiply("addmm", *map(self._rounded, (other, *product.args)))
-
-    def _rounded(self, node: fx.Node) -> Any:
-        value, meta = self.env[node], node.meta.get("val")
-        if isinstance(value, Tensor) and isinstance(meta, Tensor) and value.dtype != meta.dtype:
-            return value.to(meta.dtype)
-        return value
+        return self.products.multiply("addmm", *map(self._memory, (other, *product.args)))
 
     def _looks_at_bits(self, node: fx.Node) -> bool:
         """Whether an operator takes its operands in their dtypes."""
+        return node.target is aten.view.dtype or self._is_called(node)
+
+    def _is_called(self, node: fx.Node) -> bool:
+        """Whether an operator is a product or one of a library, which is called and not generated."""
         if not isinstance(node.target, torch._ops.OpOverload):
             return False
         namespace, _, name = node.target._schema.name.partition("::")
         is_library = f"{namespace}.{name}" in self._library or namespace not in ("aten", "prims")
-        return node.target is aten.view.dtype or name in PRODUCTS or is_library
+        return name in PRODUCTS or is_library
 
     def call_function(self, target: Any, args: tuple, kwargs: dict) -> Any:
         """An operator by the rules of the program."""
@@ -125,11 +127,20 @@ class Reference(fx.Interpreter):
         return self.products.multiply(name, *args, **kwargs)
 
 
+def _rounded(node: fx.Node, value: Any) -> Any:
+    """A node's value in its dtype."""
+    meta = node.meta.get("val")
+    if isinstance(value, Tensor) and isinstance(meta, Tensor) and value.dtype != meta.dtype:
+        return value.to(meta.dtype)
+    return value
+
+
 def _computed_by(found: Schedule) -> dict[fx.Node, list[str]]:
     """The generated kernels that compute each node; a value that is cheap to make is made in several."""
     makers: dict[fx.Node, list[str]] = {}
     for launch in found.launches:
-        for node in found.computed(launch):
+        # one that reads nothing writes the constants around others' results, such as a padding
+        for node in found.computed(launch) if launch.read else ():
             makers.setdefault(node, []).append(_id(launch))
     return makers
 
