@@ -84,13 +84,13 @@ def modified_scores(_: str) -> tuple[Callable, tuple]:
     return call, tuple(_normal(1, 2, 40, 16) for _ in range(3))
 
 
-def _foreign(name: str, make: Callable[[str], tuple]) -> Case:
-    return Case(name=name, recipe="bf16", make=make, is_quick=True)
+def _foreign(name: str, make: Callable[[str], tuple], *, rounded_once: tuple[str, ...] = ()) -> Case:
+    return Case(name=name, recipe="bf16", make=make, is_quick=True, rounded_once=rounded_once)
 
 
 FOREIGN = (
     _foreign("Liger: pytorch_reference_rms_norm", rms_norm),
-    _foreign("transformers: LlamaMLP", llama_mlp),
+    _foreign("transformers: LlamaMLP", llama_mlp, rounded_once=("args[0]",)),  # gradients of two layers are added
     _foreign("timm: vision_transformer.Block", timm_block),
     _foreign("attention-gym: ALiBi, soft cap, sliding window", modified_scores),
 )

@@ -1,6 +1,6 @@
 """Write docs/results/gpu-programs.md: every case of generated programs, and every planted fault, from a run.
 
-    python compile_tests/gpu_programs_table.py [--quick] [--tables models functions planted] [--only WORDS] [--processes N]
+    python compile_tests/gpu_programs_table.py [--quick] [--tables models functions planted] [--only WORDS]
 
 All cases take half an hour of a processor's time; ``--quick`` runs what the tests run each time. The page has a part
 for each version of PyTorch. A row that isn't run again stays as it was. The exit status is 1 if a row shows a
