@@ -224,6 +224,12 @@ def _on_gpu(value: Any) -> Any:
     return torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device="cuda")
 
 
+def _shape_env(inputs: Sequence[Any]) -> Any:
+    """Where the sizes of a graph have their symbols and hints; without it Inductor would make symbols of its own."""
+    sizes = (size for value in inputs for size in (value.size() if isinstance(value, Tensor) else (value,)))
+    return next((size.node.shape_env for size in sizes if isinstance(size, torch.SymInt)), None)
+
+
 def _device_argument(node: fx.Node) -> str | None:
     """The name by which an operator takes a device, if it does and was given none, or was by that name."""
     schema = getattr(node.target, "_schema", None)
@@ -272,9 +278,7 @@ def schedule(made_for: GpuGraph, gpu: Gpu) -> Schedule:
         found.append(_schedule([node for node, _ in counts], source, total, sources, lowering))
         return SimpleNamespace(call=lambda inputs: None, __file__="not loaded", runner=None)
 
-    # sizes keep the symbols and hints of the trace: without its ShapeEnv, Inductor would make symbols of its own
-    traced = torch._guards.detect_fake_mode(made_for.inputs)
-    mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=traced.shape_env if traced is not None else None)
+    mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=_shape_env(made_for.inputs))
     context = torch._guards.TracingContext(mode)
     context.output_strides = []
     with (
