@@ -71,6 +71,8 @@ def write_parts(parts: dict[str, Part], order: Sequence[str]) -> None:
             if rows:
                 kept = "\n".join(rows[name] for name in order if name in rows)
                 text += f"\n{heading}\n\n{TABLES[heading]}\n{kept}\n"
+        if left := [str(case) for case in CASES if str(case) not in parts[version][MODELS]]:
+            text += f"\nNot run on this version: {'; '.join(left)}.\n"
     PAGE.parent.mkdir(exist_ok=True)
     PAGE.write_text(text)
 
