@@ -10,7 +10,7 @@ import copy
 import time
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -25,7 +25,7 @@ from fp8compile.testing.bits import bits
 __all__ = ["CASES", "Case", "Row", "check", "start_fake_group"]
 
 RECIPES = ("tensorwise", "rowwise", "rowwise_bf16_wgrad", "blockwise", "mxfp8", "delayed")
-Made = tuple[nn.Module, torch.Tensor]
+Made = tuple[Callable, tuple[torch.Tensor, ...]]  # a module or function, and its arguments
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,11 +35,13 @@ class Case:
     Attributes:
         name: Of what is special about it.
         recipe: Of its layers.
-        make: Makes the model and its input.
+        make: Makes the model and its arguments.
         steps: How many are taken; buffers go from one to the next.
         is_quick: Whether it is run each time, and not only with the slow tests.
         eager_as: For `eager_run`: the GPU, where scales are applied after the product; else None.
         in_ranks: Whether it needs a process group.
+        rounded_once: Tensors for which Inductor adds inside of a product what eager mode adds to its rounded result:
+            they are compared with eager mode to a rounding of each, 2**-8 of the largest element, twice.
         options: For `run_gpu_program`.
     """
 
@@ -50,6 +52,7 @@ class Case:
     is_quick: bool = False
     eager_as: str | None = None
     in_ranks: bool = False
+    rounded_once: tuple[str, ...] = ()
     options: tuple[tuple[str, object], ...] = ()
 
     def __str__(self) -> str:
@@ -86,22 +89,22 @@ def check(case: Case) -> Row:
     """Run a case both ways, and in eager mode."""
     started = time.process_time()
     torch.manual_seed(0)
-    model, x = case.make(case.recipe)
+    model, args = case.make(case.recipe)
     module = copy.deepcopy(model) if not case.in_ranks else case.make(case.recipe)[0]
     eager = copy.deepcopy(model) if not case.in_ranks else case.make(case.recipe)[0]
     differences: list[str] = []
     unlike: dict[str, int] = {}
     products = kernels = 0
     for _ in range(case.steps):
-        run = run_gpu_program(module, x, arch=case.arch, **dict(case.options))
+        run = run_gpu_program(module, *args, arch=case.arch, **dict(case.options))
         products += len(run.products)
         kernels += sum(len(graph.launches) for graph in run.graphs)
         differences += map(str, run.differences)
-        with_casts = run_gpu_program(model, x, arch=case.arch, precision_casts=True)
+        with_casts = run_gpu_program(model, *args, arch=case.arch, precision_casts=True)
         differences += [f"precision casts: {each}" for each in with_casts.differences]
-        expected = eager_run(eager, x, arch=case.eager_as)
+        expected = eager_run(eager, *args, arch=case.eager_as)
         for name, (one, other) in _pairs(with_casts, expected, model, eager).items():
-            if count := int((bits(one) != bits(other)).sum()):
+            if count := _unlike(one, other, is_exact=name not in case.rounded_once):
                 unlike[name] = unlike.get(name, 0) + count
     return Row(
         case=str(case), products=products, kernels=kernels, from_graph=tuple(differences), from_eager=unlike,
@@ -109,13 +112,22 @@ def check(case: Case) -> Row:
     )  # fmt: skip
 
 
+def _unlike(one: torch.Tensor, other: torch.Tensor, *, is_exact: bool) -> int:
+    """How many elements differ, or differ by more than two roundings of bfloat16."""
+    if is_exact:
+        return int((bits(one) != bits(other)).sum())
+    return int(((one - other).abs().float() > 2**-7 * other.abs().max().float()).sum())
+
+
 def _pairs(run, expected, model, eager) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
     """Outputs, gradients and buffers of both."""
     assert run.gradients.keys() == expected.gradients.keys()
     outputs = {f"output {at}": pair for at, pair in enumerate(zip(run.outputs, expected.outputs, strict=True))}
     gradients = {name: (grad, expected.gradients[name]) for name, grad in run.gradients.items()}
-    others = dict(eager.named_buffers())
-    buffers = {name: (buffer, others[name]) for name, buffer in model.named_buffers()}
+    buffers: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+    if isinstance(model, nn.Module):
+        others = dict(eager.named_buffers())
+        buffers = {name: (buffer, others[name]) for name, buffer in model.named_buffers()}
     pairs = outputs | gradients | buffers
     return {name: tuple(map(_plain, pair)) for name, pair in pairs.items()}
 
@@ -145,11 +157,14 @@ def _recipe(name: str, **options: object) -> f8.Recipe:
     return f8.recipes.by_name(name, **options)
 
 
-def feed_forward(recipe: str, *, size=(33, 72, 100), dtype=torch.bfloat16, options=(), **convert: object) -> Made:
+def feed_forward(
+    recipe: str | f8.Recipe, *, size=(33, 72, 100), dtype=torch.bfloat16, options=(), **convert: object
+) -> Made:
     """RMSNorm, SwiGLU, residual; sizes that are padded."""
     tokens, dim, hidden = size
     model = Mlp(dim, hidden, dtype=dtype)
-    return f8.convert(model, _recipe(recipe, **dict(options)), filter="*", **convert), _input(tokens, dim, dtype=dtype)
+    chosen = _recipe(recipe, **dict(options)) if isinstance(recipe, str) else recipe
+    return f8.convert(model, chosen, filter="*", **convert), (_input(tokens, dim, dtype=dtype),)
 
 
 class Attention(nn.Module):
@@ -174,32 +189,32 @@ class Attention(nn.Module):
 
 
 def attention(recipe: str) -> Made:
-    return f8.convert(Attention(64, 96), _recipe(recipe), filter="*"), _input(2, 24, 64)
+    return f8.convert(Attention(64, 96), _recipe(recipe), filter="*"), (_input(2, 24, 64),)
 
 
 def kept_codes(recipe: str, *, keep: bool) -> Made:
-    return feed_forward(recipe, options=(("keep_weight_codes", keep),))
+    return feed_forward(replace(_recipe(recipe), keep_weight_codes=keep))
 
 
 def not_finite(recipe: str) -> Made:
     """A NaN, an infinity, rows of zeros."""
-    model, x = feed_forward(recipe)
+    model, (x,) = feed_forward(recipe)
     with torch.no_grad():
         x[3, 5], x[20, 9], x[9] = torch.nan, torch.inf, 0
         model.up.weight[7] = 0
-    return model, x
+    return model, (x,)
 
 
 def dynamic(recipe: str) -> Made:
-    model, x = feed_forward(recipe)
+    model, (x,) = feed_forward(recipe)
     torch._dynamo.mark_dynamic(x, 0)
-    return model, x
+    return model, (x,)
 
 
 def model_in_ranks(recipe: str, *, how: str) -> Made:
     """One rank's part of the block, under tensor and sequence parallel or FSDP in the graph."""
     from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.tensor import parallel
+    from torch.distributed.tensor import Shard, parallel
 
     mesh = DeviceMesh("cpu", torch.arange(2))
     model = Mlp(64, 128, dtype=torch.float32 if how == "fsdp" else torch.bfloat16)
@@ -208,10 +223,11 @@ def model_in_ranks(recipe: str, *, how: str) -> Made:
         from torch.distributed.fsdp import MixedPrecisionPolicy
 
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-        return _filled(f8.parallel.graph_fsdp(model, mesh, mp_policy=policy)), _input(32, 64)
-    colwise, rowwise = f8.parallel.ColwiseParallel(use_local_output=False), f8.parallel.RowwiseParallel()
+        return _filled(f8.parallel.graph_fsdp(model, mesh, mp_policy=policy)), (_input(32, 64),)
+    colwise = f8.parallel.ColwiseParallel(use_local_output=False)
+    rowwise = f8.parallel.RowwiseParallel(output_layouts=Shard(1))  # its rank's tokens, as the residual has
     plan = {"norm": parallel.SequenceParallel(), "gate": colwise, "up": colwise, "down": rowwise}
-    return _filled(parallel.parallelize_module(model, mesh, plan)), _input(2, 16, 64)
+    return _filled(parallel.parallelize_module(model, mesh, plan)), (_input(2, 16, 64),)
 
 
 def _filled(model: nn.Module) -> nn.Module:
@@ -256,7 +272,7 @@ STOCHASTIC = (("grad_rounding", "stochastic"),)
 SCALED_BY_TENSOR = tuple(each for each in RECIPES if each != "delayed")  # delayed: exchanged on a group that is given
 
 CASES = (
-    *_of_recipes("feed-forward, odd sizes", feed_forward, quick=RECIPES),
+    *_of_recipes("feed-forward, odd sizes", feed_forward, quick=("rowwise_bf16_wgrad", "mxfp8", "delayed")),
     *_of_recipes("feed-forward, 128 x 128 x 256", _model(feed_forward, size=(128, 128, 256))),
     *_of_recipes("attention, bias, frozen weight", attention, quick=("rowwise",)),
     *_of_recipes("quantized parameters", _model(feed_forward, quantized_parameters=True), quick=("tensorwise",),
@@ -269,7 +285,7 @@ CASES = (
     *_of_dtype(torch.float16, quick="tensorwise"),
     *_of_dtype(torch.float32, quick="rowwise"),
     *_of_recipes("NaN, infinity, zeros", not_finite, quick=("blockwise",)),
-    *_of_recipes("dynamic tokens", dynamic, quick=("rowwise",), recipes=("tensorwise", "rowwise")),
+    *_of_recipes("dynamic tokens", dynamic, quick=("rowwise",)),
     *_of_recipes("split reductions", _model(feed_forward, size=(4096, 32, 32)), recipes=("tensorwise", "rowwise")),
     *_of_recipes("long rows", _model(feed_forward, size=(16, 2048, 64)), recipes=("tensorwise", "rowwise")),
     *_of_recipes("all configurations and orders", feed_forward, recipes=("tensorwise", "blockwise"),

@@ -65,7 +65,7 @@ FAULTS = (
           "forward, product 0 _scaled_mm.*, left operand"),
     Fault("codes along the wrong dim", r"96\*\(\(r0_0 % 64\)\) \+ \(r0_0 // 64\)", "r0_0",
           r"forward, output \d: ", options={"backward": True}),
-    Fault("an amax that skips half of the tensor", r"r0_mask = r0_index < r0_numel",
+    Fault("an amax that skips a block, the second half", r"r0_mask = r0_index < r0_numel",
           "r0_mask = r0_index < r0_numel // 2",
           "forward, product 0 _scaled_mm.*, left (operand|scale)", count=1),
     Fault("a scale from 447 instead of 448", r"448\.0, tl\.float64", "447.0, tl.float64",

@@ -11,6 +11,7 @@ from concurrent.futures import ProcessPoolExecutor
 
 import pytest
 import torch
+from foreign_functions import FOREIGN, has_package
 from gpu_program_cases import CASES, check, start_fake_group
 
 from fp8compile.testing import run_gpu_program
@@ -19,22 +20,10 @@ pytestmark = [
     pytest.mark.skipif(not importlib.util.find_spec("triton"), reason="needs Triton's interpreter"),
     pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION is unset:UserWarning"),  # Triton 3.9, once a process
 ]
-# Found by the first whole run; each is to be looked at, and to be taken out here.
-NOT_YET = {
-    "float32, rowwise": "scales are applied after the product, in an order of float32 products that the reference has "
-    "not: all operands are equal, results differ in their last bits",
-    "dynamic tokens, rowwise": "Inductor finds no hint for (-tokens % 16) when it lowers padded codes of grad_weight",
-    "one rank of two, TP and SP, rowwise": "the case adds a gathered tensor to a part of one: the case is wrong",
-}
-
-
-def marks_of(case):
-    if str(case) in NOT_YET:
-        return [pytest.mark.slow, pytest.mark.xfail(reason=NOT_YET[str(case)])]
-    return [] if case.is_quick else [pytest.mark.slow]
-
-
-PARAMETERS = [pytest.param(number, id=str(case), marks=marks_of(case)) for number, case in enumerate(CASES)]
+PARAMETERS = [
+    pytest.param(number, id=str(case), marks=[] if case.is_quick else [pytest.mark.slow])
+    for number, case in enumerate(CASES)
+]
 
 
 @pytest.fixture(scope="module")
@@ -57,6 +46,17 @@ def test_a_program_is_its_graph_and_with_every_rounding_kept_eager_mode(number):
 @pytest.mark.parametrize("number", [each for each in PARAMETERS if CASES[each.values[0]].in_ranks])
 def test_one_ranks_part_is_its_graph_and_with_every_rounding_kept_eager_mode(number, elsewhere):
     assert_same(elsewhere(check_number, number))
+
+
+@pytest.mark.parametrize("case", FOREIGN, ids=str)
+@pytest.mark.filterwarnings("ignore")  # of the packages, when they are imported
+def test_functions_that_nobody_here_wrote_are_their_graphs(case):
+    if not has_package(case):
+        pytest.skip("its package is not installed: pip install --no-deps liger-kernel timm attn_gym")
+    row = check(case)
+    assert row.kernels > 0
+    assert not row.from_graph, "\n".join(row.from_graph)
+    assert not row.from_eager, row.from_eager
 
 
 def assert_same(row):
@@ -102,6 +102,46 @@ def test_gradients_are_those_of_the_outputs_that_are_given():
 def test_random_numbers_have_no_reference():
     with pytest.raises(NotImplementedError, match="draws random numbers, and no reference of PyTorch draws the same"):
         run_gpu_program(torch.nn.functional.dropout, torch.ones(64).requires_grad_())
+
+
+def test_flex_attention_has_no_reference():
+    from torch.nn.attention.flex_attention import flex_attention
+
+    with pytest.raises(NotImplementedError, match="made from one of Inductor's templates"):
+        run_gpu_program(flex_attention, *(torch.randn(1, 2, 128, 16) for _ in range(3)))
+
+
+def twice(x):
+    """A value that is stored in bfloat16 by one kernel, and used before its rounding there, after it by another."""
+    y = x.bfloat16() + 0.1
+    return y, y.exp().sum(1), y.exp().sum(0)
+
+
+def test_a_value_is_rounded_where_a_kernel_reads_it_and_not_where_it_makes_it():
+    run = run_gpu_program(twice, torch.randn(40, 64).requires_grad_())
+    assert not run.differences, str(run.differences)
+
+
+def both(x, a, b):
+    return x @ a + x @ b
+
+
+def test_a_sum_that_inductor_takes_into_a_product_is_rounded_once_in_the_reference_too():
+    run = run_gpu_program(both, *(torch.randn(32, 32, dtype=torch.bfloat16) for _ in range(3)))
+    assert not run.differences, str(run.differences)
+    assert [product.name for product in run.products] == ["mm", "addmm"]
+
+
+def padded_scores(q, k):
+    return (q @ k.mT).softmax(-1) @ q
+
+
+def test_the_backward_gets_saved_tensors_with_the_strides_that_inductor_gave_them():
+    q, k = (torch.randn(2, 4, 17, 16, dtype=torch.bfloat16).requires_grad_() for _ in range(2))
+    run = run_gpu_program(padded_scores, q, k)  # 4 x 17 x 17 elements are padded to 1216
+    assert "1216" in run.graphs[0].source
+    assert not run.differences, str(run.differences)
+    assert all(output.is_contiguous() for output in run.outputs)
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from fp8compile.target import Target, pretend_target
 from fp8compile.testing.gpus import Gpu
 from fp8compile.testing.state import kept_state
 
-__all__ = ["GpuGraph", "check_has_no_region", "gpu_graphs", "partition"]
+__all__ = ["GpuGraph", "all_outputs", "check_has_no_region", "gpu_graphs", "partition", "returned_outputs"]
 
 
 @dataclass(frozen=True)
@@ -28,10 +28,26 @@ class GpuGraph:
     Attributes:
         graph: On the CPU still.
         inputs: Its arguments.
+        returned: Positions of the outputs that a caller gets, whose strides Inductor leaves alone. It may pad the
+            strides of the others, which are saved for backward.
     """
 
     graph: fx.GraphModule
     inputs: list[Any]
+    returned: tuple[int, ...]
+
+
+def all_outputs(graph: fx.GraphModule) -> tuple[int, ...]:
+    """Positions of the outputs of a graph."""
+    (outputs,) = graph.graph.find_nodes(op="output")[0].args
+    return tuple(range(len(outputs)))
+
+
+def returned_outputs() -> tuple[int, ...]:
+    """Positions of what a forward with a backward returns to its caller; asked while AOTAutograd compiles it."""
+    meta = torch._guards.TracingContext.get().fw_metadata
+    first = meta.num_mutated_inp_runtime_indices
+    return tuple(range(first, first + meta.num_outputs))
 
 
 def _empty_outputs(graph: fx.GraphModule) -> list[Any]:
@@ -76,19 +92,27 @@ def gpu_graphs(fn: Callable, args: Sequence[Any], gpu: Gpu) -> list[GpuGraph]:
     forwards: list[GpuGraph] = []
     backwards: list[GpuGraph] = []
 
+    def inference_compiler(graph: fx.GraphModule, inputs: list[Any]) -> Callable:
+        return keep_forward(graph, inputs, all_outputs(graph))
+
     def forward_compiler(graph: fx.GraphModule, inputs: list[Any]) -> Callable:
-        forwards.append(GpuGraph(graph, inputs))
+        return keep_forward(graph, inputs, returned_outputs())
+
+    def keep_forward(graph: fx.GraphModule, inputs: list[Any], returned: tuple[int, ...]) -> Callable:
+        forwards.append(GpuGraph(graph, inputs, returned))
         return make_boxed_func(lambda *_: _empty_outputs(graph))
 
     def keep_backward(joint: fx.GraphModule, inputs: Any, **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
         forward, backward = partition(joint, inputs, **kwargs)
         placeholders = backward.graph.find_nodes(op="placeholder")
-        backwards.append(GpuGraph(backward, [node.meta["val"] for node in placeholders]))
+        values = [node.meta["val"] for node in placeholders]
+        backwards.append(GpuGraph(backward, values, all_outputs(backward)))
         return forward, backward
 
     backend = aot_autograd(
-        fw_compiler=forward_compiler, decompositions=compile_fx.select_decomp_table(), partition_fn=keep_backward
-    )
+        fw_compiler=forward_compiler, inference_compiler=inference_compiler,
+        decompositions=compile_fx.select_decomp_table(), partition_fn=keep_backward,
+    )  # fmt: skip
     torch._dynamo.reset()
     # what a buffer is changed to is not computed here either
     with kept_state(fn, args), pretend_target(Target("cuda", (gpu.major, gpu.minor))):

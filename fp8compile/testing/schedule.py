@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from types import SimpleNamespace
 from typing import Any
@@ -70,6 +70,7 @@ class Schedule:
         mutated_inputs: Positions of the arguments that it writes to.
         constants: What the source names and doesn't define: types of opaque values, tensors of the graph.
         lowered: The graph on the GPU that was lowered.
+        output_strides: Of each output, None where it isn't known. Inductor may pad those that are saved for backward.
     """
 
     source: str
@@ -81,6 +82,7 @@ class Schedule:
     mutated_inputs: tuple[int, ...]
     constants: dict[str, Any] = field(repr=False)
     lowered: fx.Graph = field(repr=False)
+    output_strides: tuple[tuple[int, ...] | None, ...] = ()
 
     @cached_property
     def maker(self) -> dict[str, ScheduledLaunch]:
@@ -117,14 +119,17 @@ class Schedule:
             if node not in found and node.op == "call_function":
                 found.add(node)
                 todo += [other for other in node.all_input_nodes if other not in edge]
-        sources = (self.sources.get(node.meta.get("custom", {}).get(SOURCE)) for node in sorted(found))
+        sources = (self.source_of(node) for node in sorted(found))
         return list(dict.fromkeys(node for node in sources if node is not None))
+
+    def source_of(self, lowered: fx.Node) -> fx.Node | None:
+        """The node of the given graph that a node of the lowered one was; None if that isn't known."""
+        return self.sources.get(lowered.meta.get("custom", {}).get(SOURCE))
 
     def makes(self, launch: ScheduledLaunch) -> fx.Node | None:
         """The node of the given graph whose value a launch makes; None if that isn't known."""
-        nodes = (self._holders[name] for name in launch.made)
-        names = (node.meta.get("custom", {}).get(SOURCE) for node in nodes if node is not None)
-        return next((self.sources[name] for name in names if name in self.sources), None)
+        lowered = filter(None, (self._holders[name] for name in launch.made))
+        return next(filter(None, map(self.source_of, lowered)), None)
 
     @cached_property
     def stored_by(self) -> dict[fx.Node, ScheduledLaunch]:
@@ -132,7 +137,7 @@ class Schedule:
         found: dict[fx.Node, ScheduledLaunch] = {}
         for launch in self.launches:
             for lowered in filter(None, (self._holders[name] for name in launch.made)):
-                node = self.sources.get(lowered.meta.get("custom", {}).get(SOURCE))
+                node = self.source_of(lowered)
                 # one that was taken apart gave its name to its parts
                 if node is not None and node.target == lowered.target:
                     found.setdefault(node, launch)
@@ -227,6 +232,12 @@ def _on_gpu(value: Any) -> Any:
     return torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device="cuda")
 
 
+def _shape_env(inputs: Sequence[Any]) -> Any:
+    """Where the sizes of a graph have their symbols and hints; without it Inductor would make symbols of its own."""
+    sizes = (size for value in inputs for size in (value.size() if isinstance(value, Tensor) else (value,)))
+    return next((size.node.shape_env for size in sizes if isinstance(size, torch.SymInt)), None)
+
+
 def _device_argument(node: fx.Node) -> str | None:
     """The name by which an operator takes a device, if it does and was given none, or was by that name."""
     schema = getattr(node.target, "_schema", None)
@@ -236,7 +247,10 @@ def _device_argument(node: fx.Node) -> str | None:
 
 def _moved(graph: fx.GraphModule) -> fx.GraphModule:
     """A copy that makes its tensors on the GPU, each node with its name where tracing keeps it."""
+    from torch._inductor.fx_passes.post_grad import view_to_reshape
+
     graph = copy.deepcopy(graph)
+    view_to_reshape(graph)  # as Inductor does: views were traced for other strides than saved tensors have
     for node in graph.graph.nodes:
         node.meta["custom"] = {**node.meta.get("custom", {}), SOURCE: node.name}
         node.args = fx.node.map_aggregate(node.args, lambda each: GPU if isinstance(each, torch.device) else each)
@@ -272,17 +286,23 @@ def schedule(made_for: GpuGraph, gpu: Gpu) -> Schedule:
         found.append(_schedule([node for node, _ in counts], source, total, sources, lowering))
         return SimpleNamespace(call=lambda inputs: None, __file__="not loaded", runner=None)
 
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=_shape_env(made_for.inputs))
+    context = torch._guards.TracingContext(mode)
+    context.output_strides = []
     with (
         pretend_gpu(gpu),
         mock.patch.object(GraphLowering, "compile_to_module", take),
         # names without operators: equal kernels are one, whatever they come from
         config.patch({"fx_graph_cache": False, "compile_threads": 1, "triton.descriptive_names": False}),
-        torch._guards.tracing(torch._guards.TracingContext(mode)),
+        torch._guards.tracing(context),
         mode,
     ):
         fakes = [_on_gpu(value) for value in made_for.inputs]
         with fx.traceback.preserve_node_meta():  # which node each one was before it was traced again
             graph = make_fx(fx.Interpreter(_moved(made_for.graph)).run)(*fakes)
+        output = graph.graph.output_node()
+        output.meta["user_visible_output_idxs"] = [
+            at for at in made_for.returned if isinstance(output.args[0][at], fx.Node)
+        ]
         compile_fx.compile_fx_inner(graph, fakes)
-    return found[0]
+    return replace(found[0], output_strides=tuple(context.output_strides))

@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fp8compile.ops.registry import OPS
 from fp8compile.target import Target, pretend_target
 from fp8compile.testing.gpu_program.messages import message
+from fp8compile.testing.gpu_program.operators import computed
 from fp8compile.testing.gpu_program.products import PRODUCTS, Products
 from fp8compile.testing.gpu_program.step import step
 from fp8compile.testing.gpus import Gpu, gpu_called
@@ -47,13 +48,15 @@ class _Eager(TorchDispatchMode):
 
     def __init__(self, gpu: Gpu | None) -> None:
         super().__init__()
-        self._gpu, self._products = gpu, Products(gpu)
+        from torch._inductor.decomposition import select_decomp_table
+
+        self._gpu, self._products, self._parts = gpu, Products(gpu), select_decomp_table()
 
     def __torch_dispatch__(self, op: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
         namespace, _, name = op._schema.name.partition("::")
         if types and any(each is not Tensor and each is not torch.nn.Parameter for each in types):
-            return op(*args, **kwargs)  # a subclass takes it apart, and comes back
+            return NotImplemented  # the subclass takes it apart while this mode is on, and its parts come here
         if namespace == "_c10d_functional":
             return message(op, *args, **kwargs)
         if op._schema.name in OPS:
@@ -64,7 +67,22 @@ class _Eager(TorchDispatchMode):
                 return op.decompose(*args, **kwargs)
         if name == "_scaled_mm" and self._gpu is None:
             return _exact(*args, **kwargs)
-        return self._products.multiply(name, *args, **kwargs) if name in PRODUCTS else op(*args, **kwargs)
+        if name in PRODUCTS:
+            return self._products.multiply(name, *args, **kwargs)
+        return self._computed(op, args, kwargs) if _is_float(args) else op(*args, **kwargs)
+
+    def _computed(self, op: Any, args: tuple, kwargs: dict) -> Any:
+        """An operator by its parts, as a program has them: CPU kernels have sums and functions of their own."""
+        if op in self._parts:
+            with self:
+                result = self._parts[op](*args, **kwargs)
+            if result is not NotImplemented:
+                return result
+        return computed(op, args, kwargs)
+
+
+def _is_float(args: tuple) -> bool:
+    return any(isinstance(arg, Tensor) and arg.is_floating_point() and arg.dtype.itemsize in (2, 4) for arg in args)
 
 
 def eager_run(
@@ -72,9 +90,9 @@ def eager_run(
 ) -> EagerRun:
     """Run ``fn(*args)`` and its backward in eager mode on this machine's CPU, matrix products rounded once.
 
-    `run_gpu_program` with ``precision_casts`` has the same bits, but for operators whose CPU kernel and decomposition
-    round otherwise, and a bias that Inductor adds after the product was rounded. Functional collectives are emulated
-    as there.
+    `run_gpu_program` with ``precision_casts`` has the same bits, but for a bias that Inductor adds after the product
+    was rounded. Operators that Inductor decomposes are decomposed, sums are rounded once, and functional collectives
+    are emulated as there.
 
     Args:
         fn: A module or function.

@@ -12,13 +12,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
 from fp8compile.target import Target, pretend_target
-from fp8compile.testing.gpu_graphs import GpuGraph, partition
+from fp8compile.testing.gpu_graphs import GpuGraph, all_outputs, check_has_no_region, partition, returned_outputs
 from fp8compile.testing.gpu_program.arithmetic import Arithmetic
 from fp8compile.testing.gpu_program.interpreter import Interpreter
 from fp8compile.testing.gpu_program.reference import Reference
@@ -56,16 +57,20 @@ def _ways(settings: Settings, most: int) -> list[Way]:
 
 
 class _Compared:
-    """A compiled graph."""
+    """A compiled graph.
 
-    def __init__(self, name: str, graph: fx.GraphModule, settings: Settings, folder: str) -> None:
+    Attributes:
+        schedule: What Inductor made of it.
+        differences: Of the program from the reference, in all runs.
+    """
+
+    def __init__(self, name: str, traced: GpuGraph, settings: Settings, folder: str) -> None:
         from torch._inductor import config
 
         started = time.perf_counter()
-        self._name, self._graph, self._settings = name, graph, settings
-        values = [node.meta["val"] for node in graph.graph.find_nodes(op="placeholder")]
+        self._name, self._graph, self._settings = name, traced.graph, settings
         with config.patch({"emulate_precision_casts": settings.precision_casts}):
-            self._schedule = found = schedule(GpuGraph(graph, values), settings.gpu)
+            self.schedule = found = schedule(traced, settings.gpu)
         self._program = Program(
             found.source, found.constants, settings.gpu, Interpreter(settings.arithmetic),
             poison=settings.poison, folder=folder,
@@ -93,7 +98,7 @@ class _Compared:
     def _reference(self, given: list[Any]) -> tuple[Reference, list[Any], list[Any]]:
         """The reference after it ran, its results, and its inputs, which it may have changed."""
         settings = self._settings
-        reference = Reference(self._graph, settings.gpu, self._schedule, rounds_each=settings.precision_casts)
+        reference = Reference(self._graph, settings.gpu, self.schedule, rounds_each=settings.precision_casts)
         with torch.no_grad(), pretend_target(Target("cpu")):  # the ops' own reference code, and none of their kernels
             return reference, reference.run(*given), given
 
@@ -101,7 +106,7 @@ class _Compared:
         """What is to be said of it, after it ran."""
         program = self._program
         return GraphRun(
-            name=self._name, source=self._schedule.source, products=tuple(program.products.called),
+            name=self._name, source=self.schedule.source, products=tuple(program.products.called),
             launches=tuple(program.launches), library_calls=tuple(dict.fromkeys(program.library_calls)),
             seconds=(self._generating, self._running),
         )  # fmt: skip
@@ -124,18 +129,29 @@ class GpuBackend:
         from torch._inductor import compile_fx
 
         backend = aot_autograd(
-            fw_compiler=lambda graph, inputs: self._compiled("forward", graph),
-            bw_compiler=lambda graph, inputs: self._compiled("backward", graph),
+            inference_compiler=partial(self._whole, "forward"),
+            fw_compiler=self._forward,
+            bw_compiler=partial(self._whole, "backward"),
             decompositions=compile_fx.select_decomp_table(),
             partition_fn=partition,
         )
         return torch.compile(fn, fullgraph=True, backend=backend)
 
-    def _compiled(self, name: str, graph: fx.GraphModule) -> Callable:
+    def _whole(self, name: str, graph: fx.GraphModule, inputs: list[Any]) -> Callable:
+        """A graph all of whose outputs its caller gets."""
+        return self._compiled(name, GpuGraph(graph, inputs, all_outputs(graph)))
 
+    def _forward(self, graph: fx.GraphModule, inputs: list[Any]) -> Callable:
+        """A graph that saves tensors for a backward, which is compiled for the strides that Inductor gave them."""
+        call = self._compiled("forward", GpuGraph(graph, inputs, returned_outputs()))
+        torch._guards.TracingContext.get().output_strides.extend(self.graphs[-1].schedule.output_strides)
+        return call
+
+    def _compiled(self, name: str, traced: GpuGraph) -> Callable:
+        check_has_no_region(traced.graph)
         gpu = self._settings.gpu
         with pretend_target(Target("cuda", (gpu.major, gpu.minor))):
-            compared = _Compared(name, graph, self._settings, self._folder)
+            compared = _Compared(name, traced, self._settings, self._folder)
         self.graphs.append(compared)
 
         def call(args: list[Any]) -> list[Any]:

@@ -13,18 +13,16 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fp8compile.testing.gpu_program.arithmetic import fma
 from fp8compile.testing.gpu_program.messages import message
+from fp8compile.testing.gpu_program.operators import computed
 from fp8compile.testing.gpu_program.products import PRODUCTS, Products
 from fp8compile.testing.gpus import Gpu
-from fp8compile.testing.schedule import Schedule
+from fp8compile.testing.schedule import Schedule, ScheduledLaunch
 
 __all__ = ["Reference"]
 
 aten, prims = torch.ops.aten, torch.ops.prims
 LOW_PRECISION = (torch.bfloat16, torch.float16)
-SUMS = (aten.mean.dim, aten.mean.default, aten.sum.dim_IntList, aten.sum.default)
-TRANSCENDENTAL = ("exp", "rsqrt", "sigmoid", "tanh", "erf", "log", "sin", "cos", "exp2", "log2", "sqrt")
 
 
 class Reference(fx.Interpreter):
@@ -35,52 +33,74 @@ class Reference(fx.Interpreter):
     """
 
     def __init__(self, graph: fx.GraphModule, gpu: Gpu, found: Schedule, *, rounds_each: bool) -> None:
-        super().__init__(graph)
+        super().__init__(graph, garbage_collect_values=False)
         self.products = Products(gpu)
         self._rounds_each = rounds_each
         self._stored_by = found.stored_by
-        self._computed = {id(launch): set(found.computed(launch)) for launch in found.launches}
+        self._computed_by = _computed_by(found)
+        self._inside: dict[tuple[fx.Node, str], Any] = {}  # what a kernel has of a node, before a store rounds it
+        self._sums = _sums_in_products(found)
         self._adds_bias_later = not any("addmm" in launch.name for launch in found.launches)
         # a library's operator reads memory; Inductor computes all others
         self._library = {launch.name.removesuffix(".default") for launch in found.launches if launch.kind == "opaque"}
 
     def run_node(self, node: fx.Node) -> Any:
-        """One operator; its operands are rounded where it reads them from memory."""
+        """One operator, in each kernel that computes it: a kernel rounds what it reads from memory."""
         if node.op == "output":
-            return fx.node.map_arg(node.args[0], self._rounded)
+            return fx.node.map_arg(node.args[0], self._memory)
         if node.op != "call_function":
-            result = super().run_node(node)
-        else:
-            args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda operand: self._operand(node, operand))
-            result = self.call_function(node.target, args, kwargs)
+            return self._unrounded(super().run_node(node))
+        if node in self._sums.values():
+            return None  # a part of the product that adds to it
+        kernels = [] if self._rounds_each or self._is_called(node) else self._computed_by.get(node, [])
+        for kernel in kernels:
+            self._inside[node, kernel] = self._compute(node, kernel)
+        storing = self._stored_by.get(node)
+        if storing is not None and (node, _id(storing)) in self._inside:
+            return self._inside[node, _id(storing)]
+        return self._inside[node, kernels[0]] if kernels else self._compute(node, None)
+
+    def _compute(self, node: fx.Node, kernel: str | None) -> Any:
+        if node in self._sums:
+            return self._unrounded(self._sum_in_product(node))
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda operand: self._operand(node, operand, kernel))
+        return self._unrounded(self.call_function(node.target, args, kwargs))
+
+    def _unrounded(self, result: Any) -> Any:
         is_low = isinstance(result, Tensor) and result.dtype in LOW_PRECISION
         return result.float() if is_low and not self._rounds_each else result
 
-    def _operand(self, node: fx.Node, operand: fx.Node) -> Any:
-        """An operand as an operator gets it: from memory, or as the same kernel computed it."""
-        launch = self._stored_by.get(operand)
+    def _operand(self, node: fx.Node, operand: fx.Node, kernel: str | None) -> Any:
+        """An operand as an operator gets it: as the same kernel computed it, or from memory."""
         if self._rounds_each:
             return self.env[operand]
+        value = self._inside.get((operand, kernel), self.env[operand])
         if self._looks_at_bits(node):
-            return self._rounded(operand)
-        if launch is not None and node not in self._computed[id(launch)]:
-            rounded = self._rounded(operand)
-            return rounded.float() if isinstance(rounded, Tensor) and rounded.dtype in LOW_PRECISION else rounded
-        return self.env[operand]
-
-    def _rounded(self, node: fx.Node) -> Any:
-        value, meta = self.env[node], node.meta.get("val")
-        if isinstance(value, Tensor) and isinstance(meta, Tensor) and value.dtype != meta.dtype:
-            return value.to(meta.dtype)
+            return _rounded(operand, value)
+        if operand in self._stored_by and (operand, kernel) not in self._inside:
+            return self._unrounded(_rounded(operand, value))
         return value
+
+    def _memory(self, node: fx.Node) -> Any:
+        return _rounded(node, self.env[node])
+
+    def _sum_in_product(self, node: fx.Node) -> Tensor:
+        """A product and what is added to it, rounded once."""
+        product = self._sums[node]
+        (other,) = (arg for arg in node.args if arg is not product)
+        return self.products.multiply("addmm", *map(self._memory, (other, *product.args)))
 
     def _looks_at_bits(self, node: fx.Node) -> bool:
         """Whether an operator takes its operands in their dtypes."""
+        return node.target is aten.view.dtype or self._is_called(node)
+
+    def _is_called(self, node: fx.Node) -> bool:
+        """Whether an operator is a product or one of a library, which is called and not generated."""
         if not isinstance(node.target, torch._ops.OpOverload):
             return False
         namespace, _, name = node.target._schema.name.partition("::")
         is_library = f"{namespace}.{name}" in self._library or namespace not in ("aten", "prims")
-        return node.target is aten.view.dtype or name in PRODUCTS or is_library
+        return name in PRODUCTS or is_library
 
     def call_function(self, target: Any, args: tuple, kwargs: dict) -> Any:
         """An operator by the rules of the program."""
@@ -91,21 +111,13 @@ class Reference(fx.Interpreter):
             return message(target, *(arg.clone() if isinstance(arg, Tensor) else arg for arg in args), **kwargs)
         if name in PRODUCTS:
             return self._product(name, args, kwargs)
-        if target in SUMS:
-            return _sum(target, args, kwargs)
-        if target is prims.fma.default and args[0].dtype == torch.float32:  # PyTorch's own is rounded twice
-            return torch.from_numpy(fma(*(arg.numpy() for arg in args)))
-        if target is aten.var_mean.correction:
-            return _var_mean(*args, **kwargs)
         if namespace == "prims" and name.startswith("inductor_") and name != "inductor_force_stride_order":
             raise NotImplementedError(
                 f"run_gpu_program: {target} draws random numbers, and no reference of PyTorch draws the same."
             )
         if target is prims.convert_element_type.default and not self._rounds_each and args[1] in LOW_PRECISION:
             return args[0].float()
-        if name in TRANSCENDENTAL:  # PyTorch has other code, with other last bits, for other strides
-            args = tuple(arg.contiguous() if isinstance(arg, Tensor) else arg for arg in args)
-        return super().call_function(target, args, kwargs)
+        return computed(target, args, kwargs)
 
     def _product(self, name: str, args: tuple, kwargs: dict) -> Tensor:
         """A product; bias added after it was rounded where Inductor took the sum out of the product."""
@@ -115,24 +127,36 @@ class Reference(fx.Interpreter):
         return self.products.multiply(name, *args, **kwargs)
 
 
-def _sum(target: Any, args: tuple, kwargs: dict) -> Tensor:
-    """A sum in float64, rounded once to float32, as in the program; a mean is that sum and a division."""
-    x, dims = args[0], args[1] if len(args) > 1 else None
-    keep = args[2] if len(args) > 2 else kwargs.get("keepdim", False)
-    if not x.is_floating_point():
-        return target(*args, **kwargs)
-    dims = dims or tuple(range(x.ndim))
-    exact = torch.float64 if x.dtype == torch.float64 else torch.float32
-    total = x.double().sum(dims, keep).to(exact)
-    if target in (aten.mean.dim, aten.mean.default):
-        total = total / torch.tensor(float(torch.Size([x.shape[dim] for dim in dims]).numel()), dtype=exact)
-    return total.to(kwargs.get("dtype") or x.dtype)
+def _rounded(node: fx.Node, value: Any) -> Any:
+    """A node's value in its dtype."""
+    meta = node.meta.get("val")
+    if isinstance(value, Tensor) and isinstance(meta, Tensor) and value.dtype != meta.dtype:
+        return value.to(meta.dtype)
+    return value
 
 
-def _var_mean(x: Tensor, dims: list[int] | None = None, *, correction: float = 1, keepdim: bool = False) -> Any:
-    """In two sums, as Inductor has it where a row fits a block; its Welford loops are a unit in the last place off."""
-    dims = dims or list(range(x.ndim))
-    count = float(torch.Size([x.shape[dim] for dim in dims]).numel())
-    mean = _sum(aten.mean.dim, (x, dims, True), {})
-    squares = _sum(aten.sum.dim_IntList, ((x - mean).square(), dims, keepdim), {})
-    return squares / torch.tensor(max(0.0, count - correction), dtype=x.dtype), mean if keepdim else mean.squeeze(dims)
+def _computed_by(found: Schedule) -> dict[fx.Node, list[str]]:
+    """The generated kernels that compute each node; a value that is cheap to make is made in several."""
+    makers: dict[fx.Node, list[str]] = {}
+    for launch in found.launches:
+        # one that reads nothing writes the constants around others' results, such as a padding
+        for node in found.computed(launch) if launch.read else ():
+            makers.setdefault(node, []).append(_id(launch))
+    return makers
+
+
+def _id(launch: ScheduledLaunch) -> str:
+    """Its first buffer, which no other launch makes; a kernel of one name is launched several times."""
+    return next(iter(launch.made))
+
+
+def _sums_in_products(found: Schedule) -> dict[fx.Node, fx.Node]:
+    """Additions that Inductor made a part of a product, and that product."""
+    sums: dict[fx.Node, fx.Node] = {}
+    for launch in found.launches:
+        lowered = next(iter(launch.made.values()))
+        node = found.source_of(lowered) if launch.kind == "gemm" and lowered is not None else None
+        if node is not None and node.target is aten.add.Tensor:
+            added = found.source_of(lowered.args[0])
+            (sums[node],) = (arg for arg in node.args if arg is not added)
+    return sums

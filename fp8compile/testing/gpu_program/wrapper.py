@@ -115,6 +115,11 @@ class Kernel:
         if kwargs:
             raise NotImplementedError(f"run_gpu_program: {self._name} is launched with {', '.join(kwargs)}.")
         tuner, program = self._tuner, self._program
+        if tuner.inductor_meta.get("extra_launcher_args"):
+            raise NotImplementedError(
+                f"run_gpu_program: {self._name} is made from one of Inductor's templates (flex attention, autotuned "
+                "products), which multiplies parts of matrices: its sums have an order that no reference has."
+            )
         names = [name for name in tuner.fn.arg_names if name not in tuner.configs[0].kwargs]
         given = dict(zip(names, args, strict=True))
         grids = self._grids(given)
