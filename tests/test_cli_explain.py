@@ -871,7 +871,8 @@ def in_a_process(folder, *words):
 @pytest.mark.parametrize("sp", [(), ("--sp",)])
 def test_the_model_of_train_says_what_its_layers_send(tmp_path, sp):
     (tmp_path / "llama.py").write_text(LLAMA)
-    found = json.loads(in_a_process(tmp_path, "llama.py", "--recipe", "mxfp8", "--tp", "2", *sp, "--json"))
+    words = ("--recipe", "mxfp8", "--gpu", "b200", "--tp", "2", *sp, "--json")
+    found = json.loads(in_a_process(tmp_path, "llama.py", *words))
     assert found["verdict"].startswith("YES, as the recipes say: 24 of 24 GEMMs")
     assert found["gpu"]["problem"] == "it is looked at in one process, and layers of this model are spread over ranks"
     assert found["roofline"] is None
