@@ -30,7 +30,6 @@ __all__ = ["Cpu", "Gpu", "Rehearsal", "machine"]
 
 VARIABLE = "FP8COMPILE_REHEARSAL"
 KINDS = ("program", "eager")
-H200 = (9, 0)
 
 
 class Cpu:
@@ -58,7 +57,7 @@ class Cpu:
         return time.perf_counter()
 
     def milliseconds(self, step: Callable[[], object], calls: int) -> float:
-        """Of one call, over some."""
+        """Milliseconds that one call takes, the mean of some."""
         began = self.seconds()
         for _ in range(calls):
             step()
@@ -103,7 +102,7 @@ class Gpu(Cpu):
         torch.cuda.reset_peak_memory_stats()
 
     def peak_bytes(self) -> float:
-        """Of the GPU's memory."""
+        """The most bytes of the GPU's memory that were allocated."""
         return torch.cuda.max_memory_allocated()
 
 
@@ -133,9 +132,10 @@ class Rehearsal(Cpu):
 
     def target(self) -> AbstractContextManager:
         """That of an H200."""
-        from fp8compile.target import Target, pretend_target
+        from fp8compile.target import pretend_target
+        from fp8compile.testing.gpus import gpu_called
 
-        return pretend_target(Target("cuda", H200))
+        return pretend_target(gpu_called("h200").target)
 
     def compile(self, model: nn.Module | Callable, *, dynamic: bool | None = None) -> Callable:
         """A module or function as the GPU's program, or as its graph."""

@@ -23,7 +23,7 @@ def where() -> str:
 
 
 def milliseconds(step: Step, calls: int | None = None) -> float:
-    """Of one call, over a round of them."""
+    """Milliseconds that one call takes, the mean of a round of them."""
     return machine().milliseconds(step, calls or machine().calls)
 
 

@@ -10,7 +10,6 @@ from contextlib import nullcontext
 import pytest
 import torch
 from torch import nn
-from torch._dynamo.backends.registry import lookup_backend
 from torch._inductor import config, metrics
 from torch._inductor.utils import fresh_cache
 from torch.utils.checkpoint import checkpoint
@@ -18,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 import fp8compile as f8
 from benchmarks.mlp import Mlp
 from fp8compile import _compat
-from fp8compile.testing import gpu_kernels, run_gpu_program
+from fp8compile.testing import Recording, gpu_kernels, run_gpu_program
 
 BLOCKS = 3
 
@@ -100,9 +99,9 @@ def assert_same_bits(make, recipe, backend="aot_eager", **how):
 
 def graphs_of(model, *inputs):
     """The graphs that Dynamo hands on."""
-    graphs, aot_eager = [], lookup_backend("aot_eager")
-    f8.compile(model, backend=lambda graph, inputs: graphs.append(graph) or aot_eager(graph, inputs))(*inputs)
-    return graphs
+    recording = Recording()
+    f8.compile(model, backend=recording)(*inputs)
+    return [kept.dynamo for kept in recording.graphs]
 
 
 @pytest.fixture(autouse=True)

@@ -158,8 +158,7 @@ class ExponentFormat:
             Bytes, the same shape, uint8.
         """
         # 2**-127 is a float32 subnormal: its exponent field is 0, which is also its byte
-        exponent = values.view(torch.int32) >> FLOAT32_MANTISSA_BITS
-        return torch.where(values <= torch.inf, exponent, self.nan).to(torch.uint8)  # false of NaN
+        return self._bytes(values, values.view(torch.int32) >> FLOAT32_MANTISSA_BITS)
 
     def encode_inverses(self, values: Tensor) -> Tensor:
         """Bytes of ``1 / values``, by their exponents alone: the inverse of a power of two needs no division.
@@ -170,8 +169,11 @@ class ExponentFormat:
         Returns:
             Bytes, the same shape, uint8.
         """
-        exponent = values.view(torch.int32) >> FLOAT32_MANTISSA_BITS
-        return torch.where(values <= torch.inf, 2 * self.bias - exponent, self.nan).to(torch.uint8)
+        return self._bytes(values, 2 * self.bias - (values.view(torch.int32) >> FLOAT32_MANTISSA_BITS))
+
+    def _bytes(self, values: Tensor, exponents: Tensor) -> Tensor:
+        """Exponents as bytes, NaN's where a value is NaN, of which the comparison doesn't hold."""
+        return torch.where(values <= torch.inf, exponents, self.nan).to(torch.uint8)
 
     def decode(self, codes: Tensor) -> Tensor:
         """Values of bytes (uint8, any shape), float32, exact (byte 0 is a subnormal)."""

@@ -9,7 +9,6 @@ A region returns no tensor that it was given, which blocks do: those of T5 hand 
 
 from __future__ import annotations
 
-import copyreg
 import functools
 import itertools
 import types
@@ -24,6 +23,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from fp8compile import _compat
+from fp8compile.nn.made_classes import MadeClass
 
 __all__ = ["compile", "repeated_blocks"]
 
@@ -138,23 +138,8 @@ def _checked(model: nn.Module, blocks: list[nn.Module]) -> list[nn.Module]:
 # ---------------------------------------------------------------------------------- the class of a block
 
 
-class _Region(nn.Module):
+class _Region(MadeClass, nn.Module):
     """A class that `_region_class` made: its forward is the plain class's as a region."""
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        """The plain class isn't told: one that registers its subclasses would find one that nobody wrote."""
-
-    def __reduce_ex__(self, protocol: int) -> Any:
-        function, arguments, *rest = super().__reduce_ex__(max(protocol, 2))
-        if function is not copyreg.__newobj__ or "_plain" not in vars(type(self)):
-            return (function, arguments, *rest)  # the plain class says itself how it is copied
-        return (_new, (self._plain, self._often, *arguments[1:]), *rest)  # pickle finds no class of this name
-
-
-def _new(plain: type[nn.Module], often: int, *arguments: Any) -> nn.Module:
-    """An empty block: pickle and copy fill it."""
-    cls = _region_class(plain, often)
-    return cls.__new__(cls, *arguments)
 
 
 @cache
@@ -163,8 +148,7 @@ def _region_class(plain: type[nn.Module], often: int) -> type[nn.Module]:
         "__module__": plain.__module__,
         "__qualname__": plain.__qualname__,
         "__doc__": plain.__doc__,
-        "_plain": plain,
-        "_often": often,
+        "made_by": (_region_class, plain, often),
         "forward": _as_region(plain.forward, often),
     }
     return types.new_class(plain.__name__, (_Region, plain), exec_body=lambda space: space.update(names))

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fp8compile.target import Target, pretend_target
+from fp8compile.target import pretend_target
 from fp8compile.testing.gpus import Gpu
 from fp8compile.testing.state import kept_state
 
@@ -115,7 +115,7 @@ def gpu_graphs(fn: Callable, args: Sequence[Any], gpu: Gpu) -> list[GpuGraph]:
     )  # fmt: skip
     torch._dynamo.reset()
     # what a buffer is changed to is not computed here either
-    with kept_state(fn, args), pretend_target(Target("cuda", (gpu.major, gpu.minor))):
+    with kept_state(fn, args), pretend_target(gpu.target):
         torch.compile(fn, fullgraph=True, backend=backend)(*args)
     torch._dynamo.reset()
     for each in forwards + backwards:

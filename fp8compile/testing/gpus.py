@@ -16,6 +16,8 @@ from unittest import mock
 import torch
 from torch import Tensor
 
+from fp8compile.target import Target
+
 __all__ = ["GPUS", "Gpu", "gpu_called", "pretend_gpu"]
 
 
@@ -46,6 +48,11 @@ class Gpu:
     shared_memory_per_block: int = 48 << 10
     shared_memory_per_block_optin: int = 227 << 10
     shared_memory_per_multiprocessor: int = 228 << 10
+
+    @property
+    def target(self) -> Target:
+        """What our ops look at."""
+        return Target("cuda", (self.major, self.minor))
 
 
 GPUS = {

@@ -7,7 +7,6 @@ from math import prod
 
 import pytest
 import torch
-from torch._dynamo.backends.registry import lookup_backend
 from torch.utils.flop_counter import FlopCounterMode
 from ways import behaviour
 from zoo import ZOO, bf16_model, tail, train
@@ -188,17 +187,15 @@ def test_qwen3_moe(way, assert_bits_equal):
 @pytest.mark.parametrize(("name", "calls"), [("Llama", 2), ("GPT-2", 2), ("ViT", 2), ("Mixtral", 2), ("T5", 0)])
 def test_layers_of_a_model_as_it_is_are_one_body_of_one_graph(name, calls):
     """Those of T5 differ, two by two: the first makes the bias that the second is given. PyTorch inlines such."""
-    graphs, aot_eager = [], lookup_backend("aot_eager")
+    recording = Recording()
     losses = []
     for compiler in (torch.compile, f8.compile):
         torch._dynamo.reset()
         model = f8.convert(bf16_model(ZOO[name], attn_implementation="eager"), RECIPE)
-        call = compiler(
-            model, fullgraph=True, backend=lambda graph, inputs: graphs.append(graph) or aot_eager(graph, inputs)
-        )
+        call = compiler(model, fullgraph=True, backend=recording)
         losses.append(train(ZOO[name], model, call, steps=2))
     assert losses[0] == losses[1]
-    _, graph = graphs
+    _, graph = (kept.dynamo for kept in recording.graphs)
     bodies = [
         node.args[0].target for node in graph.graph.nodes if node.target is torch.ops.higher_order.invoke_subgraph
     ]

@@ -13,7 +13,7 @@ from torch import nn
 from fp8compile import ops
 from fp8compile.nn import Linear, revert
 from fp8compile.ops.support import recipe_support
-from fp8compile.target import Target, pretend_target
+from fp8compile.target import pretend_target
 from fp8compile.testing.compiler_log import one_line
 from fp8compile.testing.explain.called import Names, layer_of_stack
 from fp8compile.testing.gpu_graphs import gpu_graphs
@@ -101,7 +101,7 @@ class GpuExplanation:
 
 def missing_gemm(model: nn.Module, gpu: Gpu) -> str:
     """The first layer of a model whose recipe a GPU has no GEMM for, and the reason; empty if there is none."""
-    with pretend_target(Target("cuda", (gpu.major, gpu.minor))):
+    with pretend_target(gpu.target):
         for name, layer in model.named_modules():
             if isinstance(layer, Linear):
                 found = recipe_support(layer.recipe, torch.device("cuda"), layer.weight.dtype)

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fp8compile.ops.registry import OPS
-from fp8compile.target import Target, pretend_target
+from fp8compile.target import pretend_target
 from fp8compile.testing.gpu_program.messages import message
 from fp8compile.testing.gpu_program.operators import computed
 from fp8compile.testing.gpu_program.products import PRODUCTS, Products
@@ -112,7 +112,7 @@ def eager_run(
             from fp8compile.testing.gpu_program.arithmetic import Arithmetic
             from fp8compile.testing.gpu_program.interpreter import Interpreter
 
-            stack.enter_context(pretend_target(Target("cuda", (gpu.major, gpu.minor))))
+            stack.enter_context(pretend_target(gpu.target))
             stack.enter_context(Interpreter(Arithmetic()).active())
         stack.enter_context(_Eager(gpu))
         return EagerRun(*step(fn, fn, args, grad_outputs))

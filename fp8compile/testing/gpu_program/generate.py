@@ -150,7 +150,7 @@ class GpuBackend:
     def _compiled(self, name: str, traced: GpuGraph) -> Callable:
         check_has_no_region(traced.graph)
         gpu = self._settings.gpu
-        with pretend_target(Target("cuda", (gpu.major, gpu.minor))):
+        with pretend_target(gpu.target):
             compared = _Compared(name, traced, self._settings, self._folder)
         self.graphs.append(compared)
 

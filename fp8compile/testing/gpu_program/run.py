@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from fp8compile.target import Target, pretend_target
+from fp8compile.target import pretend_target
 from fp8compile.testing.gpu_program.step import step
-from fp8compile.testing.gpus import Gpu, gpu_called
+from fp8compile.testing.gpus import gpu_called
 
 if TYPE_CHECKING:
     from fp8compile.testing.gpu_program.result import GpuRun
@@ -75,7 +75,7 @@ def run_gpu_program(
     try:
         with tempfile.TemporaryDirectory() as folder:
             backend = GpuBackend(settings, folder)
-            with pretend_target(_target(settings.gpu)):
+            with pretend_target(settings.gpu.target):
                 outputs, gradients = step(backend.compile(fn), fn, args, grad_outputs)
     finally:
         torch._dynamo.reset()
@@ -105,7 +105,3 @@ def _settings(
         poison=poison, orders=tuple(orders),
         configurations=named[configurations] if isinstance(configurations, str) else tuple(configurations),
     )  # fmt: skip
-
-
-def _target(gpu: Gpu) -> Target:
-    return Target("cuda", (gpu.major, gpu.minor))

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from fp8compile.ops.registry import OPS
-from fp8compile.target import Target, pretend_target
+from fp8compile.target import pretend_target
 from fp8compile.testing.gpu_program.interpreter import Interpreter
 from fp8compile.testing.gpu_program.memory import poisoned
 from fp8compile.testing.gpu_program.messages import message
@@ -202,7 +202,7 @@ class Program:
         """Run it; the list is emptied, as by the wrapper on a GPU."""
         self.way, self.launches, self.library_calls = way, [], []
         self.products.called = []
-        target = pretend_target(Target("cuda", (self.gpu.major, self.gpu.minor)))
+        target = pretend_target(self.gpu.target)
         with torch.no_grad(), self._pretend_runtime(), self.interpreter.active(way.order), target, _Dispatch(self):
             return list(self._scope["call"](args))
 
