@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ class KeptGraph:
     """One graph on its way through the compiler.
 
     Attributes:
-        compile_id: PyTorch's number of the compilation, ``function/attempt``.
+        compile_id: PyTorch's number of the compilation, ``function/attempt``. `torch._dynamo.reset` counts from 0 again.
         dynamo: As Dynamo traced it.
         forward: After AOTAutograd; with Inductor as backend, decomposed.
         backward: Likewise, None if no gradient is asked for.
@@ -32,6 +32,7 @@ class KeptGraph:
     dynamo: fx.GraphModule
     forward: fx.GraphModule | None = None
     backward: fx.GraphModule | None = None
+    _compilation: Any = field(default=None, repr=False)
 
 
 class Recording:
@@ -57,9 +58,12 @@ class Recording:
 
     def __call__(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable:
         """Keep the graph and compile it."""
-        kept = KeptGraph(str(torch._guards.CompileContext.current_compile_id()), graph)
-        # a compilation that starts over hands over its graph again, and the first one is never run
-        self.graphs = [*(other for other in self.graphs if other.compile_id != kept.compile_id), kept]
+        compilation = torch._guards.CompileContext.try_get()
+        kept = KeptGraph(str(compilation and compilation.compile_id), graph, _compilation=compilation)
+        # a compilation that starts over hands over its graph again, and the first one is never run; its number does not
+        # tell that, for it is given again after a reset
+        over = [other for other in self.graphs if compilation is None or other._compilation is not compilation]
+        self.graphs = [*over, kept]
         return (_compile_by_inductor if self.backend == "inductor" else _run_as_is)(kept, graph, inputs)
 
 
