@@ -202,14 +202,32 @@ def as_kernel(impl: Callable) -> Callable:
 def register_decomposition(op: torch._ops.OpOverload, fn: Callable) -> None:
     """Let Inductor see through ``op``, by ``fn`` with the same arguments."""
 
+    @functools.wraps(fn)
+    def decompose(*args: Any) -> Any:
+        return NotImplemented if _seeks_schema() else fn(*args)
+
     def register() -> None:
         from torch._inductor import decomposition
 
         decomposition.decompositions.pop(op, None)
-        decomposition.register_decomposition([op])(fn)
+        decomposition.register_decomposition([op])(decompose)
         decomposition.fast_random_decomps.cache_clear()  # holds a copy of the table
 
     when_imported("torch._inductor.decomposition", register)
+
+
+def _seeks_schema() -> bool:
+    """Whether PyTorch traces a region only to learn which of its inputs are written to.
+
+    It does so at each call of the region, twice, and throws the graph away. An op's schema answers the question, and
+    its decomposition would be traced for nothing: more than half of the time that a joint graph takes.
+    """
+    from torch._higher_order_ops.invoke_subgraph import InvokeSubgraphHOP
+
+    sought, frame = InvokeSubgraphHOP.gen_schema.__code__, sys._getframe(1)
+    while frame is not None and frame.f_code is not sought:
+        frame = frame.f_back
+    return frame is not None
 
 
 def register_lowering(op: torch._ops.OpOverload, fn: Callable) -> None:
