@@ -60,6 +60,7 @@ __all__ = [
     "is_exporting",
     "is_fake",
     "is_stand_in",
+    "is_traced",
     "is_transformed",
     "is_unbacked",
     "is_static",
@@ -330,6 +331,14 @@ VIEWS = {
     )
 } | {torch.ops.aten.transpose.int, torch.ops.aten.slice.Tensor}
 COPIES = {torch.ops.aten._to_copy.default, torch.ops.aten.clone.default, torch.ops.prims.convert_element_type.default}
+
+
+def is_traced(tensor: torch.Tensor) -> bool:
+    """Whether a tensor stands in a graph that is being traced, or has no data for another reason."""
+    from torch._subclasses import FakeTensor
+    from torch._subclasses.functional_tensor import FunctionalTensor
+
+    return isinstance(tensor, (FakeTensor, FunctionalTensor)) or bool(_nodes_of(tensor))
 
 
 def _nodes_of(tensor: torch.Tensor) -> list[Any]:

@@ -1,5 +1,7 @@
 """A recording keeps each compilation's graph: one of a compilation that starts over, all of those before a reset."""
 
+from __future__ import annotations
+
 import torch
 
 from fp8compile.testing.recording import Recording

@@ -2,7 +2,7 @@
 
 from fp8compile.ops.after import after
 from fp8compile.ops.amax import amax
-from fp8compile.ops.cast import cast
+from fp8compile.ops.cast import cast, cast_again
 from fp8compile.ops.delayed import delayed_grad_input, delayed_grad_weight, delayed_linear
 from fp8compile.ops.dequantize import dequantize
 from fp8compile.ops.flops import FLOP_FORMULAS
@@ -33,6 +33,7 @@ __all__ = [
     "after",
     "amax",
     "cast",
+    "cast_again",
     "decompositions",
     "delayed_grad_input",
     "delayed_grad_weight",

@@ -1,4 +1,8 @@
-"""fp8compile::cast: values times the multiplier of their block, rounded to codes."""
+"""fp8compile::cast: values times the multiplier of their block, rounded to codes.
+
+fp8compile::cast_again is the same op for the backward. Compilers merge equal calls, and codes of the forward that the
+backward reads as well are kept in between, a byte an element; these they make anew.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +18,7 @@ from fp8compile.ops.rounding import rounded
 from fp8compile.ops.sharding import Split, grid_cuts
 from fp8compile.quantizers import Quantizer
 
-__all__ = ["cast", "cast_apart"]
+__all__ = ["cast", "cast_again"]
 
 
 def _kernel(x: Tensor, multiplier: Tensor, quantizer: Quantizer) -> Tensor:
@@ -28,11 +32,6 @@ def _fake(x: Tensor, multiplier: Tensor, quantizer: Quantizer) -> Tensor:
 
 def _decompose(x: Tensor, multiplier: Tensor, quantizer: Quantizer) -> Tensor:
     return _kernel(rounded(x), multiplier, quantizer)
-
-
-def cast_apart(x: Tensor, multiplier: Tensor, quantizer: Quantizer) -> Tensor:
-    """The codes of ``cast``, for the backward in decompositions: never merged with a cast of the forward."""
-    return _kernel(rounded(x, apart=True), multiplier, quantizer)
 
 
 def _sharding(x: Tensor, multiplier: Tensor, quantizer: Quantizer) -> list[Split]:
@@ -53,6 +52,21 @@ cast = register_op(
     fake=_fake,
     backward=None,
     decompose=_decompose,
+    sharding=_sharding,
+    samples=_samples,
+)
+
+
+def _decompose_again(x: Tensor, multiplier: Tensor, quantizer: Quantizer) -> Tensor:
+    return _kernel(rounded(x, apart=True), multiplier, quantizer)
+
+
+cast_again = register_op(
+    "fp8compile::cast_again",
+    _kernel,
+    fake=_fake,
+    backward=None,
+    decompose=_decompose_again,
     sharding=_sharding,
     samples=_samples,
 )

@@ -21,31 +21,22 @@ from fp8compile import _compat
 from fp8compile.ops import samples
 from fp8compile.ops.after import after
 from fp8compile.ops.amax import amax
-from fp8compile.ops.cast import cast, cast_apart
 from fp8compile.ops.collectives import all_reduce_amax
-from fp8compile.ops.gemm import Operand
 from fp8compile.ops.linear import (
-    GRAD_INPUT,
-    GRAD_WEIGHT,
     OUTPUT,
-    Quantize,
-    keeping_weights,
-    keeps_codes,
-    kept_for_grad_input,
+    as_read,
+    layer_grad_input,
+    layer_grad_weight,
+    layer_output,
     outer_cuts,
-    product,
-    quantize_by_amax,
-    quantize_first,
-    quantize_for_gradients,
     sample_grad,
     sum_of_tokens,
 )
+from fp8compile.ops.operands import Operands, Phase
 from fp8compile.ops.registry import register_op
-from fp8compile.ops.rounding import rounded
 from fp8compile.ops.sharding import Cut, Split
 from fp8compile.ops.snapshot import snapshot
-from fp8compile.quantizers import TENSORS, CurrentScaling, DelayedScaling, Quantizer, Recipe
-from fp8compile.quantizers.blocks import as_matrix
+from fp8compile.quantizers import TENSORS, CurrentScaling, DelayedScaling, Recipe
 from fp8compile.quantizers.delayed_scaling import next_state
 
 __all__ = [
@@ -53,37 +44,8 @@ __all__ = [
     "delayed_grad_input",
     "delayed_grad_weight",
     "delayed_linear",
-    "quantize_by",
     "update_state",
 ]
-
-ROW = {slot: row for row, slots in enumerate(TENSORS.values()) for slot in slots}
-
-
-def quantize_by(
-    multiplier: Tensor, amaxes: Sequence[Tensor] = (), *, others: Quantize = quantize_by_amax, apart: bool = False
-) -> Quantize:
-    """What quantizes by these multipliers (3,), and as ``others`` do where a slot has no delayed scaling.
-
-    Codes of the backward in compiled code are to be made ``apart`` from those of the forward, see `cast_apart`.
-
-    Given amaxes too, scales wait for them, which changes no number: the GEMM then needs the amax, so compilers count
-    it as a part of the forward, and the kernel that casts makes it. Else they move it to the backward, which reads the
-    tensor once more for it: 7.10 GB instead of 6.33 for the block of ``benchmarks.kernels`` on PyTorch 2.13.
-    """
-
-    def quantize(x: Tensor, quantizer: Quantizer, slot: str) -> Operand:
-        if not isinstance(quantizer, DelayedScaling):
-            return others(x, quantizer, slot)
-        row = ROW[slot]
-        own = multiplier[row].view(quantizer.scale_shape(x.shape))
-        own_scale = quantizer.scale_of(own)
-        if amaxes:
-            own_scale = after(own_scale, amaxes[row])
-        codes = cast_apart(x, own, quantizer) if apart else cast(x, own, quantizer)
-        return Operand(codes=codes, scale=own_scale, quantizer=quantizer)
-
-    return quantize
 
 
 def amax_of(tensor: Tensor, quantizer: DelayedScaling | None) -> Tensor:
@@ -109,21 +71,11 @@ def next_layer_state(history: Tensor, multiplier: Tensor, amaxes: Tensor, recipe
 
 
 def _grad_input_kernel(grad_output: Tensor, weight: Tensor, multiplier: Tensor, recipe: Recipe) -> Tensor:
-    grad_MK = product(as_matrix(grad_output), weight, GRAD_INPUT, recipe, quantize_by(multiplier))
-    return grad_MK.view(*grad_output.shape[:-1], weight.shape[1])
+    return layer_grad_input(grad_output, weight, Operands(recipe, multiplier=multiplier))
 
 
 def _grad_input_decompose(grad_output: Tensor, weight: Tensor, multiplier: Tensor, recipe: Recipe) -> Tensor:
-    again = quantize_by(multiplier, others=quantize_for_gradients(recipe, grad_output.device), apart=True)
-    of_forward = quantize_by(multiplier)
-
-    def quantize(x: Tensor, quantizer: Quantizer, slot: str) -> Operand:
-        if slot == GRAD_INPUT.b and isinstance(quantizer, DelayedScaling) and keeps_codes(recipe, x):
-            return kept_for_grad_input(of_forward(x, quantizer, slot))
-        return again(x, quantizer, slot)
-
-    grad_MK = product(as_matrix(grad_output), weight, GRAD_INPUT, recipe, quantize)
-    return grad_MK.view(*grad_output.shape[:-1], weight.shape[1])
+    return layer_grad_input(grad_output, weight, Operands(recipe, Phase.BACKWARD, multiplier))
 
 
 def _grad_input_fake(grad_output: Tensor, weight: Tensor, multiplier: Tensor, recipe: Recipe) -> Tensor:
@@ -156,12 +108,11 @@ delayed_grad_input = register_op(
 
 
 def _grad_weight_kernel(grad_output: Tensor, x: Tensor, multiplier: Tensor, recipe: Recipe) -> Tensor:
-    return product(as_matrix(grad_output), as_matrix(x), GRAD_WEIGHT, recipe, quantize_by(multiplier))
+    return layer_grad_weight(grad_output, x, Operands(recipe, multiplier=multiplier))
 
 
 def _grad_weight_decompose(grad_output: Tensor, x: Tensor, multiplier: Tensor, recipe: Recipe) -> Tensor:
-    quantize = quantize_by(multiplier, others=quantize_for_gradients(recipe, grad_output.device), apart=True)
-    return product(as_matrix(grad_output), as_matrix(x), GRAD_WEIGHT, recipe, quantize)
+    return layer_grad_weight(grad_output, x, Operands(recipe, Phase.BACKWARD, multiplier))
 
 
 def _grad_weight_fake(grad_output: Tensor, x: Tensor, multiplier: Tensor, recipe: Recipe) -> Tensor:
@@ -212,25 +163,12 @@ def check_state(x: Tensor, amax_history: Tensor, multiplier: Tensor, recipe: Rec
 
 
 def _layer(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    multiplier: Tensor,
-    recipe: Recipe,
-    *,
-    wait: bool,
-    others: Quantize = quantize_by_amax,
+    x: Tensor, weight: Tensor, bias: Tensor | None, multiplier: Tensor, recipe: Recipe, phase: Phase
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The op's results; ``wait``: scales wait for amaxes and kept codes; ``others`` as `quantize_by` takes it."""
     used = snapshot(multiplier)
-    amaxes = [amax_of(tensor, quantizer) for tensor, quantizer in zip((x, weight), recipe.delayed(), strict=False)]
-    quantize = quantize_by(used, amaxes if wait else (), others=others)
-    if wait:
-        quantize = keeping_weights(quantize, recipe)
-    y_MN = product(as_matrix(x), weight, OUTPUT, recipe, quantize)
-    if bias is not None:
-        y_MN = y_MN + bias
-    return y_MN.view(*x.shape[:-1], weight.shape[0]), used, *amaxes
+    amaxes = tuple(amax_of(tensor, each) for tensor, each in zip((x, weight), recipe.delayed(), strict=False))
+    operands = Operands(recipe, phase, used, waits_for=amaxes if phase is Phase.FORWARD else ())
+    return layer_output(x, weight, bias, operands), used, *amaxes
 
 
 def _kernel(
@@ -243,7 +181,7 @@ def _kernel(
     recipe: Recipe,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     check_state(x, amax_history, multiplier, recipe)
-    return _layer(x, weight, bias, multiplier, recipe, wait=False)
+    return _layer(x, weight, bias, multiplier, recipe, Phase.EAGER)
 
 
 def _decompose(
@@ -255,9 +193,7 @@ def _decompose(
     group: str | None,
     recipe: Recipe,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    bias = None if bias is None else rounded(bias).to(bias.dtype)
-    wait, others = torch.is_grad_enabled(), quantize_first(recipe)
-    return _layer(x, weight, bias, multiplier, recipe, wait=wait, others=others)
+    return _layer(x, weight, as_read(bias), multiplier, recipe, Phase.compiled(OUTPUT))
 
 
 def _fake(

@@ -28,11 +28,11 @@ from fp8compile.ops.delayed import (
     check_state,
     delayed_samples,
     keep_used,
-    quantize_by,
     update_state,
 )
 from fp8compile.ops.fsdp_linear import fsdp_grad_input, fsdp_grad_weight, fsdp_output
-from fp8compile.ops.linear import as_read, sum_of_tokens
+from fp8compile.ops.linear import OUTPUT, as_read, sum_of_tokens
+from fp8compile.ops.operands import Operands, Phase
 from fp8compile.ops.registry import register_op
 from fp8compile.ops.rows import Rows
 from fp8compile.ops.snapshot import snapshot
@@ -135,15 +135,14 @@ def _layer(
     multiplier: Tensor,
     rows: Rows,
     recipe: Recipe,
-    *,
-    wait: bool,
+    phase: Phase,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The op's results; ``wait`` as `fp8compile.ops.delayed` has it."""
     used = snapshot(multiplier)
     of_x, of_weight, _ = recipe.delayed()
     amaxes = amax_of(x, of_x), amax_of(shard.to(x.dtype), of_weight)
-    y = fsdp_output(x, shard, bias, amax, rows, recipe, quantize_by(used, amaxes if wait else ()))
-    return y, used, *amaxes
+    waits_for = amaxes if phase is Phase.FORWARD else ()
+    operands = Operands(recipe, phase, used, waits_for=waits_for, weight_amax=amax, rows=rows)
+    return fsdp_output(x, shard, bias, operands), used, *amaxes
 
 
 def _kernel(
@@ -158,12 +157,12 @@ def _kernel(
     rows: Rows,
     recipe: Recipe,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return _layer(x, shard, bias, amax, multiplier, rows, recipe, wait=False)
+    return _layer(x, shard, bias, amax, multiplier, rows, recipe, Phase.EAGER)
 
 
 def _decompose(x: Tensor, shard: Tensor, bias: Tensor | None, *rest: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     *_, amax, _, multiplier, rows, recipe = rest
-    return _layer(x, shard, as_read(bias), amax, multiplier, rows, recipe, wait=torch.is_grad_enabled())
+    return _layer(x, shard, as_read(bias), amax, multiplier, rows, recipe, Phase.compiled(OUTPUT))
 
 
 def _fake(x: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -21,89 +21,42 @@ from torch import Tensor
 
 from fp8compile import _compat
 from fp8compile.ops.amax import amax as amax_of
-from fp8compile.ops.delayed import quantize_by
-from fp8compile.ops.fsdp_gather import gathered, reduced
-from fp8compile.ops.fsdp_weight import codes_of, gathered_codes, rows_cut
-from fp8compile.ops.gemm import Operand
+from fp8compile.ops.fsdp_gather import reduced
 from fp8compile.ops.linear import (
-    GRAD_INPUT,
-    GRAD_WEIGHT,
     OUTPUT,
-    Quantize,
     as_read,
     for_gradients_of,
+    layer_grad_input,
+    layer_grad_weight,
+    layer_output,
     linear_samples,
-    product,
-    quantize_by_amax,
-    quantize_for_gradients,
     sample_grad,
     sum_of_tokens,
 )
-from fp8compile.ops.parts import Codes, Part
+from fp8compile.ops.operands import Operands, Phase
 from fp8compile.ops.registry import register_op
-from fp8compile.ops.rounding import rounded
 from fp8compile.ops.rows import Rows
-from fp8compile.quantizers import DelayedScaling, Gemm, Quantizer, Recipe
-from fp8compile.quantizers.blocks import as_matrix
+from fp8compile.quantizers import Recipe
 
 __all__ = ["fsdp_grad_input", "fsdp_grad_weight", "fsdp_linear", "fsdp_output"]
 
 
-def _product_with_shard(
-    a: Tensor,
-    shard: Tensor,
-    amax: Tensor | None,
-    gemm: Gemm,
-    rows: Rows,
-    recipe: Recipe,
-    quantize: Quantize = quantize_by_amax,
-) -> Tensor:
-    """A product whose right operand is the weight."""
-    shard = shard.to(a.dtype)  # before anything else: the numbers are those of the layer on the weight in this dtype
-    in_backward = gemm is GRAD_INPUT
-    if recipe.quantizers(gemm) is None:
-        return product(as_matrix(a), gathered(shard, rows, in_backward=in_backward), gemm, recipe)
-
-    def quantize_either(tensor: Tensor, quantizer: Quantizer, slot: str) -> Operand:
-        if slot != gemm.b:
-            return quantize(tensor, quantizer, slot)
-        cuts = (rows_cut(rows),)
-        if isinstance(quantizer, DelayedScaling):
-            known = quantize(tensor, quantizer, slot)
-            codes = Codes(known.codes, known.scale, quantizer, cuts)
-        else:
-            codes = codes_of(Part(tensor, cuts), amax, quantizer)
-        return gathered_codes(codes, in_backward=in_backward).operand()[0]
-
-    return product(as_matrix(a), shard, gemm, recipe, quantize_either)
-
-
-# ---------------------------------------------------------------------------------- gradients
-# Of layers with delayed scaling, too: by the multipliers (3,) that their forward used.
-
-
-def _by(multiplier: Tensor | None) -> Quantize:
-    return quantize_by_amax if multiplier is None else quantize_by(multiplier)
-
-
-def _by_compiled(multiplier: Tensor | None, recipe: Recipe, device: torch.device) -> Quantize:
-    others = quantize_for_gradients(recipe, device)
-    return others if multiplier is None else quantize_by(multiplier, others=others, apart=True)
+def _grad_input(grad_output: Tensor, shard: Tensor, operands: Operands) -> Tensor:
+    return layer_grad_input(grad_output, shard.to(grad_output.dtype), operands)
 
 
 def _grad_input_kernel(
     grad_output: Tensor, shard: Tensor, amax: Tensor | None, multiplier: Tensor | None, rows: Rows, recipe: Recipe
 ) -> Tensor:
-    grad_MK = _product_with_shard(grad_output, shard, amax, GRAD_INPUT, rows, recipe, _by(multiplier))
-    return grad_MK.view(*grad_output.shape[:-1], shard.shape[1])
+    operands = Operands(recipe, multiplier=multiplier, weight_amax=amax, rows=rows)
+    return _grad_input(grad_output, shard, operands)
 
 
 def _grad_input_decompose(
     grad_output: Tensor, shard: Tensor, amax: Tensor | None, multiplier: Tensor | None, rows: Rows, recipe: Recipe
 ) -> Tensor:
-    quantize = _by_compiled(multiplier, recipe, grad_output.device)
-    grad_MK = _product_with_shard(grad_output, shard, amax, GRAD_INPUT, rows, recipe, quantize)
-    return grad_MK.view(*grad_output.shape[:-1], shard.shape[1])
+    operands = Operands(recipe, Phase.BACKWARD, multiplier, weight_amax=amax, rows=rows)
+    return _grad_input(grad_output, shard, operands)
 
 
 def _grad_input_fake(
@@ -131,18 +84,16 @@ fsdp_grad_input = register_op(
 def _grad_weight_kernel(
     grad_output: Tensor, x: Tensor, multiplier: Tensor | None, dtype: torch.dtype, rows: Rows, recipe: Recipe
 ) -> Tensor:
-    grad_NK = product(as_matrix(grad_output), as_matrix(x), GRAD_WEIGHT, recipe, _by(multiplier))
+    grad_NK = layer_grad_weight(grad_output, x, Operands(recipe, multiplier=multiplier))
     return reduced(grad_NK, dtype, rows).contiguous()
 
 
 def _grad_weight_decompose(
     grad_output: Tensor, x: Tensor, multiplier: Tensor | None, dtype: torch.dtype, rows: Rows, recipe: Recipe
 ) -> Tensor:
-    quantize = _by_compiled(multiplier, recipe, grad_output.device)
-    grad_NK = product(as_matrix(grad_output), as_matrix(x), GRAD_WEIGHT, recipe, quantize)
+    grad_NK = layer_grad_weight(grad_output, x, Operands(recipe, Phase.BACKWARD, multiplier))
     # the product is rounded to its dtype before it is cast to another one, in fused code too
-    grad_NK = rounded(grad_NK).to(grad_NK.dtype)
-    return reduced(grad_NK, dtype, rows).contiguous()
+    return reduced(as_read(grad_NK), dtype, rows).contiguous()
 
 
 def _grad_weight_fake(
@@ -169,20 +120,9 @@ fsdp_grad_weight = register_op(
 # ---------------------------------------------------------------------------------- the layer
 
 
-def fsdp_output(
-    x: Tensor,
-    shard: Tensor,
-    bias: Tensor | None,
-    amax: Tensor | None,
-    rows: Rows,
-    recipe: Recipe,
-    quantize: Quantize = quantize_by_amax,
-) -> Tensor:
-    """What `fsdp_linear` computes, its operands quantized in a given way."""
-    y_MN = _product_with_shard(x, shard, amax, OUTPUT, rows, recipe, quantize)
-    if bias is not None:
-        y_MN = y_MN + bias
-    return y_MN.view(*x.shape[:-1], sum(rows.sizes))
+def fsdp_output(x: Tensor, shard: Tensor, bias: Tensor | None, operands: Operands) -> Tensor:
+    """What `fsdp_linear` computes, by given operands: those of the layer on the weight in the dtype of ``x``."""
+    return layer_output(x, shard.to(x.dtype), bias, operands)
 
 
 def _check_no_delayed_scaling(recipe: Recipe) -> None:
@@ -204,11 +144,21 @@ def _kernel(
     recipe: Recipe,
 ) -> Tensor:
     _check_no_delayed_scaling(recipe)
-    return fsdp_output(x, shard, bias, amax, rows, recipe)
+    return fsdp_output(x, shard, bias, Operands(recipe, weight_amax=amax, rows=rows))
 
 
-def _decompose(x: Tensor, shard: Tensor, bias: Tensor | None, *where: Any) -> Tensor:
-    return _kernel(x, shard, as_read(bias), *where)
+def _decompose(
+    x: Tensor,
+    shard: Tensor,
+    bias: Tensor | None,
+    amax: Tensor | None,
+    amax_for_grad_input: Tensor | None,
+    rows: Rows,
+    recipe: Recipe,
+) -> Tensor:
+    _check_no_delayed_scaling(recipe)
+    operands = Operands(recipe, Phase.compiled(OUTPUT), weight_amax=amax, rows=rows)
+    return fsdp_output(x, shard, as_read(bias), operands)
 
 
 def _fake(

@@ -12,7 +12,7 @@ tensor become one read of it. The bias is added in the dtype of the output.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -21,160 +21,24 @@ from torch import Tensor
 
 from fp8compile import _compat
 from fp8compile.ops import samples
-from fp8compile.ops.after import after
-from fp8compile.ops.amax import amax
-from fp8compile.ops.cast import cast, cast_apart
-from fp8compile.ops.gemm import PADDED_TO, Operand, multiply
-from fp8compile.ops.quantize_both import is_pair, quantize_both
-from fp8compile.ops.quantize_weight import is_weight_pair, quantize_weight
-from fp8compile.ops.registry import OPS, register_op
+from fp8compile.ops.operands import Operands, Phase
+from fp8compile.ops.parts import Part
+from fp8compile.ops.quantize_both import is_pair
+from fp8compile.ops.registry import register_op
 from fp8compile.ops.rounding import rounded
-from fp8compile.ops.scale import scale
-from fp8compile.ops.scaled_mm import multiply_operands
+from fp8compile.ops.sharded_product import multiply_parts
 from fp8compile.ops.sharding import Cut, Split, grid_cuts
-from fp8compile.ops.store import store
-from fp8compile.quantizers import GEMMS, DelayedScaling, Gemm, GemmConfig, Quantizer, Recipe
+from fp8compile.quantizers import GEMMS, DelayedScaling, Gemm, Quantizer, Recipe
 from fp8compile.quantizers.blocks import as_matrix
-from fp8compile.target import target_of
 
-__all__ = ["Quantize", "grad_input", "grad_weight", "linear", "linear_samples"]
+__all__ = ["grad_input", "grad_weight", "linear", "linear_samples"]
 
 OUTPUT, GRAD_INPUT, GRAD_WEIGHT = GEMMS
 
 
-Quantize = Callable[[Tensor, Quantizer, str], Operand]
-Multiply = Callable[[Operand, Operand, torch.dtype, GemmConfig], Tensor]
-
-
-def quantize_by_amax(x: Tensor, quantizer: Quantizer, slot: str) -> Operand:
-    """Codes and scales of a matrix by its own amax; the slot of the recipe that it fills makes no difference."""
-    multiplier, x_scale = scale(amax(x, quantizer), quantizer)
-    return Operand(codes=cast(x, multiplier, quantizer), scale=x_scale, quantizer=quantizer)
-
-
-# A kernel takes the steps themselves: nobody hears an op that is called below the dispatcher, and each costs 10 us.
-_amax, _scale, _cast = (OPS[op.name()].impl for op in (amax, scale, cast))
-
-
-def _quantize_in_kernel(x: Tensor, quantizer: Quantizer, slot: str) -> Operand:
-    multiplier, x_scale = _scale(_amax(x, quantizer), quantizer)
-    return Operand(codes=_cast(x, multiplier, quantizer), scale=x_scale, quantizer=quantizer)
-
-
-def quantize_first(recipe: Recipe) -> Quantize:
-    """What quantizes the operands of the output in compiled code.
-
-    On a GPU the codes of an input are there once for all layers that read it, and one read of a weight makes its codes
-    and the amaxes that the backward wants, where a kernel does that.
-    """
-
-    def quantize(x: Tensor, quantizer: Quantizer, slot: str) -> Operand:
-        if target_of(x.device).type == "cuda":
-            if slot == OUTPUT.b and torch.is_grad_enabled():
-                return _quantize_weight_first(x, quantizer, recipe)
-            if slot == OUTPUT.a:
-                operand = quantize_by_amax(x, quantizer, slot)
-                return replace(operand, codes=store(operand.codes)) if _is_aligned(operand.codes) else operand
-        return quantize_by_amax(x, quantizer, slot)
-
-    return quantize
-
-
-def _quantize_weight_first(weight: Tensor, quantizer: Quantizer, recipe: Recipe) -> Operand:
-    """On a GPU: codes of a weight for the output, by a kernel that finds the amaxes for grad_input too."""
-    if not _has_weight_kernel(weight, recipe):
-        return quantize_by_amax(weight, quantizer, OUTPUT.b)
-    codes, own_scale, _ = quantize_weight(weight, quantizer, recipe.weight_for_grad_input)
-    return Operand(codes=codes, scale=own_scale, quantizer=quantizer)
-
-
-def keeps_codes(recipe: Recipe, weight: Tensor) -> bool:
-    """Whether codes of this weight for grad_input are made in the forward and kept, as the recipe wants it."""
-    return recipe.keep_weight_codes and target_of(weight.device).type == "cuda" and _is_aligned(weight)
-
-
-def kept_for_grad_input(operand: Operand) -> Operand:
-    """A weight of the forward, its codes laid down as grad_input reads them. Said twice, compilers make it once."""
-    turned = store(operand.codes.t().contiguous())
-    _compat.never_recompute(turned)
-    return replace(operand, codes=turned.t())
-
-
-def keeping_weights(quantize: Quantize, recipe: Recipe) -> Quantize:
-    """What quantizes the operands of the output, and makes the codes that are kept."""
-
-    def and_keep(x: Tensor, quantizer: Quantizer, slot: str) -> Operand:
-        operand = quantize(x, quantizer, slot)
-        if slot != OUTPUT.b or not keeps_codes(recipe, x):
-            return operand
-        return replace(operand, scale=after(operand.scale, kept_for_grad_input(operand).codes))
-
-    return and_keep
-
-
-def quantize_again(x: Tensor, quantizer: Quantizer, slot: str, recipe: Recipe) -> Operand:
-    """In compiled code of the backward: the forward's amax, and codes of its own."""
-    on_gpu = target_of(x.device).type == "cuda"
-    if slot == GRAD_INPUT.b and keeps_codes(recipe, x):
-        return kept_for_grad_input(_quantize_weight_first(x, quantizer, recipe))
-    if on_gpu and slot == GRAD_INPUT.b and _has_weight_kernel(x, recipe):
-        _, _, x_amax = quantize_weight(x, recipe.weight, quantizer)  # of the forward: compilers make one call of it
-    else:
-        x_amax = amax(x, quantizer)
-    multiplier, x_scale = scale(x_amax, quantizer)
-    codes = cast_apart(x, multiplier, quantizer)
-    if on_gpu and slot == GRAD_WEIGHT.b and _is_aligned(codes):
-        codes = store(codes.t().contiguous()).t()  # turned as the GEMM wants it
-    return Operand(codes=codes, scale=x_scale, quantizer=quantizer)
-
-
-def _has_weight_kernel(weight: Tensor, recipe: Recipe) -> bool:
-    """Whether one kernel does it, and would read nothing that could have stayed in the kernel that makes it."""
-    pair = is_weight_pair(recipe.weight, recipe.weight_for_grad_input, weight.shape[1])
-    return pair and not _compat.is_fusible(weight)
-
-
-def _is_aligned(codes: Tensor) -> bool:
-    """Whether a GEMM reads these codes as they are, whatever their sizes turn out to be: else it pads a copy."""
-    return all(_compat.statically_true(size % PADDED_TO == 0) for size in codes.shape)
-
-
-def product(
-    a: Tensor,
-    b: Tensor,
-    gemm: Gemm,
-    recipe: Recipe,
-    quantize: Quantize = quantize_by_amax,
-    multiply: Multiply = multiply_operands,
-) -> Tensor:
-    """One GEMM of the layer, from its operands as the layer holds them, in the dtype of ``a``."""
-    quantizers = recipe.quantizers(gemm)
-    if quantizers is None:
-        left, right = gemm.oriented(a, b)
-        return left @ right
-    left, right = gemm.oriented(quantize(a, quantizers[0], gemm.a), quantize(b, quantizers[1], gemm.b))
-    return multiply(left, right, a.dtype, recipe.gemm_config(gemm))
-
-
-def quantize_for_gradients(recipe: Recipe, device: torch.device) -> Quantize:
-    """What quantizes the operands of grad_input and grad_weight in compiled code.
-
-    On a GPU a grad_output that is in memory is quantized along rows and along columns from one read, where a kernel
-    does that: both gradients ask for the same call, which the compiler makes once. One that Inductor makes, such as
-    that of an activation, is quantized by the kernel that makes it.
-    """
-    rows, columns = recipe.grad_output, recipe.grad_output_for_grad_weight
-    has_kernel = target_of(device).type != "cpu" and is_pair(rows, columns)
-
-    def quantize(x: Tensor, quantizer: Quantizer, slot: str) -> Operand:
-        if not has_kernel or slot not in (GRAD_INPUT.a, GRAD_WEIGHT.a) or _compat.is_fusible(x):
-            return quantize_again(x, quantizer, slot, recipe)
-        codes, row_scale, column_codes, column_scale = quantize_both(x, rows, columns)
-        if slot == GRAD_INPUT.a:
-            return Operand(codes=codes, scale=row_scale, quantizer=rows)
-        return Operand(codes=column_codes, scale=column_scale, quantizer=columns)
-
-    return quantize
+def product(a: Tensor, b: Tensor, gemm: Gemm, operands: Operands) -> Tensor:
+    """One GEMM of the layer on matrices as the layer holds them, in the dtype of ``a``."""
+    return multiply_parts(gemm, Part(a), Part(b), operands).local
 
 
 # ---------------------------------------------------------------------------------- sharding
@@ -202,20 +66,18 @@ def sample_grad(x: Tensor, weight: Tensor) -> Tensor:
     return grad.to(x.dtype).movedim(0, -1)
 
 
-def layer_grad_input(
-    grad_output: Tensor, weight: Tensor, recipe: Recipe, quantize: Quantize, multiply: Multiply = multiply_operands
-) -> Tensor:
-    """What `grad_input` computes, its operands quantized and multiplied in a given way."""
-    grad_MK = product(as_matrix(grad_output), weight, GRAD_INPUT, recipe, quantize, multiply)
+def layer_grad_input(grad_output: Tensor, weight: Tensor, operands: Operands) -> Tensor:
+    """What `grad_input` computes, by given operands."""
+    grad_MK = product(as_matrix(grad_output), weight, GRAD_INPUT, operands)
     return grad_MK.view(*grad_output.shape[:-1], weight.shape[1])
 
 
 def _grad_input_kernel(grad_output: Tensor, weight: Tensor, recipe: Recipe) -> Tensor:
-    return layer_grad_input(grad_output, weight, recipe, _quantize_in_kernel, multiply)
+    return layer_grad_input(grad_output, weight, Operands(recipe))
 
 
 def _grad_input_decompose(grad_output: Tensor, weight: Tensor, recipe: Recipe) -> Tensor:
-    return layer_grad_input(grad_output, weight, recipe, quantize_for_gradients(recipe, grad_output.device))
+    return layer_grad_input(grad_output, weight, Operands(recipe, Phase.BACKWARD))
 
 
 def _grad_input_fake(grad_output: Tensor, weight: Tensor, recipe: Recipe) -> Tensor:
@@ -247,13 +109,17 @@ grad_input = register_op(
 )
 
 
+def layer_grad_weight(grad_output: Tensor, x: Tensor, operands: Operands) -> Tensor:
+    """What `grad_weight` computes, by given operands."""
+    return product(as_matrix(grad_output), as_matrix(x), GRAD_WEIGHT, operands)
+
+
 def _grad_weight_kernel(grad_output: Tensor, x: Tensor, recipe: Recipe) -> Tensor:
-    return product(as_matrix(grad_output), as_matrix(x), GRAD_WEIGHT, recipe, _quantize_in_kernel, multiply)
+    return layer_grad_weight(grad_output, x, Operands(recipe))
 
 
 def _grad_weight_decompose(grad_output: Tensor, x: Tensor, recipe: Recipe) -> Tensor:
-    quantize = quantize_for_gradients(recipe, grad_output.device)
-    return product(as_matrix(grad_output), as_matrix(x), GRAD_WEIGHT, recipe, quantize)
+    return layer_grad_weight(grad_output, x, Operands(recipe, Phase.BACKWARD))
 
 
 def _grad_weight_fake(grad_output: Tensor, x: Tensor, recipe: Recipe) -> Tensor:
@@ -297,19 +163,12 @@ def _check_needs_no_state(recipe: Recipe) -> None:
         )
 
 
-def layer_output(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    recipe: Recipe,
-    quantize: Quantize,
-    multiply: Multiply = multiply_operands,
-) -> Tensor:
-    """What `linear` computes, its operands quantized and multiplied in a given way."""
-    y_MN = product(as_matrix(x), weight, OUTPUT, recipe, quantize, multiply)
+def layer_output(x: Tensor, weight: Tensor, bias: Tensor | None, operands: Operands) -> Tensor:
+    """What `linear` computes, by given operands."""
+    y_MN = product(as_matrix(x), weight, OUTPUT, operands)
     if bias is not None:
         y_MN = y_MN + bias
-    return y_MN.view(*x.shape[:-1], weight.shape[0])
+    return y_MN.view(*x.shape[:-1], y_MN.shape[1])
 
 
 def as_read(bias: Tensor | None) -> Tensor | None:
@@ -319,15 +178,12 @@ def as_read(bias: Tensor | None) -> Tensor | None:
 
 def _kernel(x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe) -> Tensor:
     _check_needs_no_state(recipe)
-    return layer_output(x, weight, bias, recipe, _quantize_in_kernel, multiply)
+    return layer_output(x, weight, bias, Operands(recipe))
 
 
 def _decompose(x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe) -> Tensor:
     _check_needs_no_state(recipe)
-    quantize = quantize_first(recipe)
-    if torch.is_grad_enabled():
-        quantize = keeping_weights(quantize, recipe)
-    return layer_output(x, weight, as_read(bias), recipe, quantize)
+    return layer_output(x, weight, as_read(bias), Operands(recipe, Phase.compiled(OUTPUT)))
 
 
 def _fake(x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe) -> Tensor:

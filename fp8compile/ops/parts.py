@@ -20,7 +20,7 @@ never the largest, its code adds nothing to a product, and any quantizer's steps
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -33,17 +33,22 @@ from fp8compile.ops.async_tp import on_the_wire
 from fp8compile.ops.cast import cast
 from fp8compile.ops.collectives import all_gather, all_reduce_amax
 from fp8compile.ops.gemm import Operand
+from fp8compile.ops.registry import OPS
 from fp8compile.ops.scale import scale
 from fp8compile.quantizers import Quantizer
 from fp8compile.quantizers.blocks import as_matrix
 
 __all__ = [
+    "OPS_OF_STEPS",
+    "PYTHON_OF_STEPS",
     "Codes",
     "Part",
     "Shards",
     "Side",
+    "Steps",
     "cast_part",
     "chunks",
+    "is_aligned_part",
     "part_amax",
     "quantize_part",
     "sides_of",
@@ -258,11 +263,11 @@ class Part:
     Attributes:
         local: The elements, in the order of the whole.
         cuts: An entry for each group in play, the same ones in the same order for all tensors of a layer; None for a
-            group whose ranks have the same elements.
+            group whose ranks have the same elements. Empty for a matrix that is whole.
     """
 
     local: Tensor
-    cuts: Cuts
+    cuts: Cuts = ()
 
     def whole_shape(self, index: int = 0) -> tuple[int, ...]:
         """The shape of what this group and those after it have together; for the first one, of the whole."""
@@ -352,6 +357,8 @@ class Codes:
 
     def operand(self) -> tuple[Operand, Side | None, Side | None]:
         """The matrix that a GEMM takes, and the sides along which it is a window."""
+        if not self.cuts:
+            return Operand(codes=self.local, scale=self.scale, quantizer=self.quantizer), None, None
         codes = as_matrix(self.local)
         grid = self.scale.reshape(self.scale.shape[:-1].numel(), self.scale.shape[-1])
         windows: list[Side | None] = [None, None]
@@ -392,7 +399,7 @@ def _check_not_packed(quantizer: Quantizer, codes: Sequence[int], values: Sequen
 
 def part_amax(part: Part, quantizer: Quantizer) -> Tensor:
     """The amax of the blocks of a part, over all ranks that have elements of them: see `quantize_part`."""
-    return _window_and_amax(part, quantizer)[1]
+    return _window_and_amax(part, quantizer, OPS_OF_STEPS)[1]
 
 
 def _check_part(part: Part, quantizer: Quantizer) -> None:
@@ -400,11 +407,13 @@ def _check_part(part: Part, quantizer: Quantizer) -> None:
         _check_not_packed(quantizer, quantizer.codes_shape(part.local.shape), part.local.shape)
 
 
-def _window_and_amax(part: Part, quantizer: Quantizer) -> tuple[Tensor, Tensor, tuple[Side, Side]]:
+def _window_and_amax(
+    part: Part, quantizer: Quantizer, steps: Steps, local_amax: Tensor | None = None
+) -> tuple[Tensor, Tensor, tuple[Side, Side]]:
     sides = sides_of(part.local.shape, part.cuts, quantizer.block)
     _check_part(part, quantizer)
     window = _window(part, sides)
-    found = amax(window, quantizer)
+    found = steps.amax(window, quantizer) if local_amax is None else local_amax
     if window is not part.local:
         for dim, side in enumerate(sides):
             found = side.widen(found, dim) if side.kind == "cut" else found
@@ -413,21 +422,69 @@ def _window_and_amax(part: Part, quantizer: Quantizer) -> tuple[Tensor, Tensor, 
     return window, found, sides
 
 
-def quantize_part(part: Part, quantizer: Quantizer) -> Codes:
+@dataclass(frozen=True)
+class Steps:
+    """The three steps that quantize a tensor: the ops, or their Python implementations.
+
+    Below the dispatcher no mode sees an op, and each dispatch costs 10 us: eager kernels take the implementations.
+    """
+
+    amax: Callable[[Tensor, Quantizer], Tensor]
+    scale: Callable[[Tensor, Quantizer], tuple[Tensor, Tensor]]
+    cast: Callable[[Tensor, Tensor, Quantizer], Tensor]
+
+
+OPS_OF_STEPS = Steps(amax, scale, cast)
+PYTHON_OF_STEPS = Steps(*(OPS[op.name()].impl for op in (amax, scale, cast)))
+
+
+def is_aligned_part(part: Part, quantizer: Quantizer) -> bool:
+    """Whether all blocks that a part has elements of are its own, so that ranks need not talk to quantize it."""
+    return not any(part.cuts) or all(
+        side.kind == "own" for side in sides_of(part.local.shape, part.cuts, quantizer.block)
+    )
+
+
+def quantize_part(
+    part: Part,
+    quantizer: Quantizer,
+    steps: Steps = OPS_OF_STEPS,
+    *,
+    local_amax: Tensor | None = None,
+    whole_amax: Tensor | None = None,
+) -> Codes:
     """Quantize a part as the whole tensor would be, by the same codes and scales.
 
     Args:
         part: All ranks of its groups call this with theirs.
         quantizer: How.
+        steps: By which steps.
+        local_amax: Amaxes of the part's own elements, where no block is cut, if they are known.
+        whole_amax: Amaxes of all blocks of the whole, if they are known: then ranks exchange none.
 
     Returns:
         Codes of the part's elements.
     """
-    window, found, sides = _window_and_amax(part, quantizer)
-    multiplier, scales = scale(found, quantizer)
+    if not any(part.cuts):
+        amax = whole_amax if whole_amax is not None else local_amax
+        multiplier, scales = steps.scale(steps.amax(part.local, quantizer) if amax is None else amax, quantizer)
+        return Codes(steps.cast(part.local, multiplier, quantizer), scales, quantizer, part.cuts)
+    if whole_amax is not None:
+        return _by_whole_amax(part, quantizer, steps, whole_amax)
+    window, found, sides = _window_and_amax(part, quantizer, steps, local_amax)
+    multiplier, scales = steps.scale(found, quantizer)
     for dim, side in enumerate(sides):
         multiplier = side.window(multiplier, dim) if side.kind == "cut" else multiplier
-    codes = _extracted(cast(window, multiplier, quantizer), part, sides)
+    codes = _extracted(steps.cast(window, multiplier, quantizer), part, sides)
+    return Codes(codes, scales, quantizer, part.cuts, (sides[0].kind == "cut", sides[1].kind == "cut"))
+
+
+def _by_whole_amax(part: Part, quantizer: Quantizer, steps: Steps, whole_amax: Tensor) -> Codes:
+    multiplier, scales = steps.scale(whole_amax, quantizer)
+    sides = sides_of(part.local.shape, part.cuts, quantizer.block)
+    for dim, side in enumerate(sides):
+        scales = side.window(scales, dim) if side.kind == "own" and side.block != -1 else scales
+    codes = cast_part(part, multiplier, quantizer, steps)
     return Codes(codes, scales, quantizer, part.cuts, (sides[0].kind == "cut", sides[1].kind == "cut"))
 
 
@@ -454,13 +511,14 @@ def whole_amax(part: Part, quantizer: Quantizer) -> Tensor:
     return found
 
 
-def cast_part(part: Part, multiplier: Tensor, quantizer: Quantizer) -> Tensor:
+def cast_part(part: Part, multiplier: Tensor, quantizer: Quantizer, steps: Steps = OPS_OF_STEPS) -> Tensor:
     """Codes of a part, by the multipliers of all blocks of the whole.
 
     Args:
         part: Of a matrix.
         multiplier: ``quantizer.scale_shape`` of the whole matrix, float32.
         quantizer: How.
+        steps: By which steps.
 
     Returns:
         uint8, the shape of the part.
@@ -468,4 +526,4 @@ def cast_part(part: Part, multiplier: Tensor, quantizer: Quantizer) -> Tensor:
     sides = sides_of(part.local.shape, part.cuts, quantizer.block)
     for dim, side in enumerate(sides):
         multiplier = multiplier if side.block == -1 else side.window(multiplier, dim)
-    return _extracted(cast(_window(part, sides), multiplier, quantizer), part, sides)
+    return _extracted(steps.cast(_window(part, sides), multiplier, quantizer), part, sides)

@@ -25,10 +25,18 @@ from torch import Tensor
 
 from fp8compile import _compat
 from fp8compile.ops.collectives import all_reduce_sum, reduce_scatter_sum
-from fp8compile.ops.linear import GRAD_INPUT, GRAD_WEIGHT, OUTPUT, linear_samples, sample_grad, sum_of_tokens
+from fp8compile.ops.linear import (
+    GRAD_INPUT,
+    GRAD_WEIGHT,
+    OUTPUT,
+    as_read,
+    linear_samples,
+    sample_grad,
+    sum_of_tokens,
+)
+from fp8compile.ops.operands import Operands, Phase
 from fp8compile.ops.parts import Cuts, Part, Shards
 from fp8compile.ops.registry import register_op
-from fp8compile.ops.rounding import rounded
 from fp8compile.ops.sharded_product import Product, add_bias, multiply_parts
 from fp8compile.quantizers import Recipe
 
@@ -98,7 +106,8 @@ def _grad_input_kernel(
     recipe: Recipe,
 ) -> Tensor:
     layout = _layout(grad_output.ndim, weight_dim, feature_sizes, sequence_dim, sequence_sizes, rank, group)
-    product = multiply_parts(GRAD_INPUT, Part(grad_output, layout.output), Part(weight, layout.weight), recipe)
+    operands = Operands(recipe, Phase.of(GRAD_INPUT, grad_output))
+    product = multiply_parts(GRAD_INPUT, Part(grad_output, layout.output), Part(weight, layout.weight), operands)
     return _whole_or_part(product, layout.input, group)
 
 
@@ -145,7 +154,8 @@ def _grad_weight_kernel(
     recipe: Recipe,
 ) -> Tensor:
     layout = _layout(x.ndim, weight_dim, feature_sizes, sequence_dim, sequence_sizes, rank, group)
-    product = multiply_parts(GRAD_WEIGHT, Part(grad_output, layout.output), Part(x, layout.input), recipe)
+    operands = Operands(recipe, Phase.of(GRAD_WEIGHT, x))
+    product = multiply_parts(GRAD_WEIGHT, Part(grad_output, layout.output), Part(x, layout.input), operands)
     return product.local.contiguous()
 
 
@@ -194,14 +204,15 @@ def _kernel(
 ) -> Tensor:
     _check_no_delayed_scaling(recipe)
     layout = _layout(x.ndim, weight_dim, feature_sizes, sequence_dim, sequence_sizes, rank, group)
-    product = multiply_parts(OUTPUT, Part(x, layout.input), Part(weight, layout.weight), recipe)
+    operands = Operands(recipe, Phase.of(OUTPUT, x))
+    product = multiply_parts(OUTPUT, Part(x, layout.input), Part(weight, layout.weight), operands)
     if bias is not None:
         product = replace(product, local=add_bias(product, Part(bias, layout.bias), layout.weight))
     return _whole_or_part(product, layout.output, group)
 
 
 def _decompose(x: Tensor, weight: Tensor, bias: Tensor | None, *where: Any) -> Tensor:
-    return _kernel(x, weight, None if bias is None else rounded(bias).to(bias.dtype), *where)
+    return _kernel(x, weight, as_read(bias), *where)
 
 
 def _fake(

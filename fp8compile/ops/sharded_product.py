@@ -16,7 +16,6 @@ all there is to decide, and it knows placements only, so who laid out the tensor
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
@@ -24,20 +23,14 @@ import torch
 from torch import Tensor
 
 from fp8compile.ops.collectives import sent_in_backward
-from fp8compile.ops.parts import Codes, Cuts, Part, Shards, quantize_part
-from fp8compile.ops.scaled_mm import multiply_operands
-from fp8compile.quantizers import GEMMS, Gemm, Quantizer, Recipe
+from fp8compile.ops.operands import Operands
+from fp8compile.ops.parts import Codes, Cuts, Part, Shards
+from fp8compile.quantizers import GEMMS, Gemm
 from fp8compile.quantizers.blocks import as_matrix
 
-__all__ = ["Product", "QuantizePart", "Step", "add_bias", "multiply_parts", "quantize_slot", "steps_of"]
+__all__ = ["Product", "Step", "add_bias", "multiply_parts", "steps_of"]
 
-GRAD_WEIGHT = GEMMS[2]
-QuantizePart = Callable[[Part, Quantizer, str], Codes]
-
-
-def quantize_slot(part: Part, quantizer: Quantizer, slot: str) -> Codes:
-    """By its own amax; the slot of the recipe that it fills makes no difference."""
-    return quantize_part(part, quantizer)
+OUTPUT, _, GRAD_WEIGHT = GEMMS
 
 
 @dataclass(frozen=True)
@@ -138,10 +131,10 @@ def steps_of(gemm: Gemm, a: Part, b: Part) -> list[Step]:
     return _prepared(gemm, *without_data)[2]
 
 
-def _multiply_codes(gemm: Gemm, a: Codes, b: Codes, out_dtype: torch.dtype, recipe: Recipe) -> Tensor:
-    left, *left_windows = a.operand()
-    right, *right_windows = b.operand()
-    product = multiply_operands(*gemm.oriented(left, right), out_dtype, recipe.gemm_config(gemm))
+def _multiply_codes(gemm: Gemm, a: Codes, b: Codes, out_dtype: torch.dtype, operands: Operands) -> Tensor:
+    (left, *left_windows), (right, *right_windows) = a.operand(), b.operand()
+    left, right = gemm.oriented(operands.laid_out(left, gemm.a), operands.laid_out(right, gemm.b))
+    product = operands.multiply(left, right, out_dtype, gemm)
     # the sides of the result; along the sum, zeros around did no harm
     windows = left_windows[gemm.a_transposed], right_windows[not gemm.b_transposed]
     for dim, window in enumerate(windows):
@@ -149,32 +142,31 @@ def _multiply_codes(gemm: Gemm, a: Codes, b: Codes, out_dtype: torch.dtype, reci
     return product
 
 
-def multiply_parts(gemm: Gemm, a: Part, b: Part, recipe: Recipe, quantize: QuantizePart = quantize_slot) -> Product:
+def multiply_parts(gemm: Gemm, a: Part, b: Part, operands: Operands) -> Product:
     """One GEMM of the layer, from its operands as the layer holds them, in the dtype of ``a``.
 
     Args:
         gemm: Which of the three.
         a: Its left operand.
         b: Its right operand.
-        recipe: Quantizers; a GEMM without them stays in the operands' dtype, and that is what is gathered.
-        quantize: By what.
+        operands: What quantizes and multiplies them; a GEMM without quantizers stays in the operands' dtype, and that
+            is what is gathered.
     """
-    # Moved into the forward, a gather that two layers share was sent in both passes; and ranks that have other sizes
-    # moved other messages, and waited for one another.
-    with nullcontext() if gemm is GEMMS[0] else sent_in_backward():
-        return _multiply_parts(gemm, a, b, recipe, quantize)
+    # These collectives stay in the backward. If the partitioner hoists them, a gather that two layers share is sent in
+    # both passes, and ranks of different sizes hoist different ones and wait for each other.
+    in_backward = gemm is not OUTPUT and any((*a.cuts, *b.cuts))
+    with sent_in_backward() if in_backward else nullcontext():
+        return _multiply_parts(gemm, a, b, operands)
 
 
-def _multiply_parts(gemm: Gemm, a: Part, b: Part, recipe: Recipe, quantize: QuantizePart) -> Product:
-    quantizers = recipe.quantizers(gemm)
-    if quantizers is None:
-        a, b, steps = _prepared(gemm, a, b)
+def _multiply_parts(gemm: Gemm, a: Part, b: Part, operands: Operands) -> Product:
+    out_dtype = a.local.dtype
+    if operands.recipe.quantizers(gemm) is None:
+        a, b, steps = _prepared(gemm, a, operands.in_high_precision(b, gemm.b))
         left, right = gemm.oriented(as_matrix(a.local), as_matrix(b.local))
         return Product(left @ right, steps, a.cuts, a.local.shape)
-    out_dtype = a.local.dtype
-    a_codes, b_codes = quantize(a, quantizers[0], gemm.a), quantize(b, quantizers[1], gemm.b)
-    a_codes, b_codes, steps = _prepared(gemm, a_codes, b_codes)
-    product = _multiply_codes(gemm, a_codes, b_codes, out_dtype, recipe)
+    a_codes, b_codes, steps = _prepared(gemm, operands.of(a, gemm.a), operands.of(b, gemm.b))
+    product = _multiply_codes(gemm, a_codes, b_codes, out_dtype, operands)
     return Product(product, steps, a_codes.cuts, a_codes.local.shape)
 
 

@@ -12,16 +12,16 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from fp8compile.ops.delayed import amax_of
 from fp8compile.ops.fsdp_delayed import fsdp_tokens
-from fp8compile.ops.fsdp_gather import gathered, reduced
-from fp8compile.ops.fsdp_weight import codes_of, gathered_codes, placed_cuts, rows_cut
+from fp8compile.ops.fsdp_gather import reduced
 from fp8compile.ops.linear import GRAD_INPUT, GRAD_WEIGHT, OUTPUT
-from fp8compile.ops.parts import Codes, Part
-from fp8compile.ops.rows import Rows
-from fp8compile.ops.sharded_product import Product, QuantizePart, add_bias, multiply_parts, quantize_slot
+from fp8compile.ops.operands import Operands, Phase
+from fp8compile.ops.parts import Part
+from fp8compile.ops.rows import Rows, placed_cuts
+from fp8compile.ops.sharded_product import Product, add_bias, multiply_parts
 from fp8compile.ops.snapshot import snapshot
-from fp8compile.parallel.dtensor_linear import amax_over_ranks, of_tokens, quantize_by
+from fp8compile.parallel.dtensor_linear import amax_over_ranks, of_tokens
 from fp8compile.parallel.placed import part_of, placements_of, whole_of
-from fp8compile.quantizers import DelayedScaling, Gemm, Quantizer, Recipe
+from fp8compile.quantizers import Gemm, Recipe
 
 __all__ = ["HANDLERS"]
 
@@ -29,10 +29,6 @@ __all__ = ["HANDLERS"]
 def _weight_part(a: DTensor, local: Tensor, rows: Rows) -> Part:
     mesh = a.device_mesh
     return Part(local, placed_cuts(rows.placed, [mesh.get_group(index) for index in range(mesh.ndim)]))
-
-
-def _by(multiplier: Tensor | None) -> QuantizePart:
-    return quantize_slot if multiplier is None else quantize_by(multiplier)
 
 
 def _product_with_shard(
@@ -45,23 +41,9 @@ def _product_with_shard(
     recipe: Recipe,
 ) -> tuple[Product, Part]:
     """A product whose right operand is the weight, and how the weight is cut."""
-    shard = shard.to(a.dtype)
-    weight = _weight_part(a, shard, rows)
-    in_backward = gemm is GRAD_INPUT
-    if recipe.quantizers(gemm) is None:
-        weight = Part(gathered(shard, rows, in_backward=in_backward), weight.cuts)
-
-    by_slot = _by(multiplier)
-
-    def quantize(part: Part, quantizer: Quantizer, slot: str) -> Codes:
-        if slot != gemm.b:
-            return by_slot(part, quantizer, slot)
-        every = Part(part.local, (*part.cuts, rows_cut(rows)))
-        is_delayed = isinstance(quantizer, DelayedScaling)
-        codes = by_slot(every, quantizer, slot) if is_delayed else codes_of(every, amax, quantizer)
-        return gathered_codes(codes, in_backward=in_backward)
-
-    return multiply_parts(gemm, part_of(gemm.name, a), weight, recipe, quantize), weight
+    left, weight = part_of(gemm.name, a), _weight_part(a, shard.to(a.dtype), rows)
+    operands = Operands(recipe, Phase.of(gemm, left.local), multiplier, weight_amax=amax, rows=rows)
+    return multiply_parts(gemm, left, weight, operands), weight
 
 
 def _whole_features(weight: Part, rows: Rows) -> tuple[int, int]:
@@ -130,8 +112,9 @@ def _grad_weight(
     recipe: Recipe,
 ) -> Tensor:
     mesh = x.device_mesh
-    operands = part_of("grad_weight", grad_output), part_of("grad_weight", x)
-    product = multiply_parts(GRAD_WEIGHT, *operands, recipe, _by(multiplier))
+    left, right = part_of("grad_weight", grad_output), part_of("grad_weight", x)
+    operands = Operands(recipe, Phase.of(GRAD_WEIGHT, left.local), multiplier)
+    product = multiply_parts(GRAD_WEIGHT, left, right, operands)
     placements = placements_of(product.steps, {"m": [0] * mesh.ndim, "n": [1] * mesh.ndim})
     whole = whole_of(product.local, mesh, placements, (grad_output.shape[-1], x.shape[-1]))
     own = [Replicate() if cut is None else Shard(cut.dim) for cut in placed_cuts(rows.placed)]

@@ -14,14 +14,15 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from fp8compile.ops import delayed
 from fp8compile.ops.linear import GRAD_INPUT, GRAD_WEIGHT, OUTPUT
-from fp8compile.ops.parts import Codes, Part, part_amax, quantize_part, sides_of
-from fp8compile.ops.sharded_product import Product, QuantizePart, add_bias, multiply_parts, quantize_slot
+from fp8compile.ops.operands import Operands, Phase
+from fp8compile.ops.parts import Codes, Part, part_amax, sides_of
+from fp8compile.ops.sharded_product import Product, add_bias, multiply_parts
 from fp8compile.ops.snapshot import snapshot
 from fp8compile.parallel.placed import check_one_mesh, part_of, placements_of, whole_of
-from fp8compile.quantizers import DelayedScaling, Quantizer, Recipe
+from fp8compile.quantizers import DelayedScaling, Gemm, Recipe
 from fp8compile.tensor import QuantizedTensor, check_serves
 
-__all__ = ["HANDLERS", "amax_over_ranks", "of_tokens", "quantize_by"]
+__all__ = ["HANDLERS", "amax_over_ranks", "of_tokens"]
 
 
 def of_tokens(product: Product, local: Tensor, mesh: DeviceMesh, shape: Sequence[int]) -> DTensor:
@@ -48,58 +49,41 @@ def _codes_of(function: str, weight: Part, recipe: Recipe) -> Codes:
     return Codes(local.codes, local.scale, local.quantizer, weight.cuts, whole)
 
 
-def _with_codes(function: str, weight: Part, recipe: Recipe, quantize: QuantizePart) -> QuantizePart:
-    """What quantizes the operands of a product: a weight that is quantized already has its codes."""
-    if not isinstance(weight.local, QuantizedTensor):
-        return quantize
-    codes = _codes_of(function, weight, recipe)
-    return lambda part, quantizer, slot: codes if part is weight else quantize(part, quantizer, slot)
+def operands_of(
+    gemm: Gemm, a: Part, weight: Part | None, recipe: Recipe, multiplier: Tensor | None = None
+) -> Operands:
+    """What quantizes the operands of a product on DTensors; a weight that is quantized already has its codes."""
+    given = weight is not None and isinstance(weight.local, QuantizedTensor)
+    codes = _codes_of(gemm.name, weight, recipe) if given else None
+    return Operands(recipe, Phase.of(gemm, a.local), multiplier, weight=codes)
 
 
 def _output(
-    x: DTensor, weight: DTensor, bias: DTensor | None, recipe: Recipe, quantize: QuantizePart = quantize_slot
+    x: DTensor, weight: DTensor, bias: DTensor | None, recipe: Recipe, multiplier: Tensor | None = None
 ) -> DTensor:
     mesh = check_one_mesh("linear", {"x": x, "weight": weight, "bias": bias})
-    weight_part = part_of("linear", weight)
-    quantize = _with_codes("linear", weight_part, recipe, quantize)
-    product = multiply_parts(OUTPUT, part_of("linear", x), weight_part, recipe, quantize)
-    local = product.local if bias is None else add_bias(product, part_of("linear", bias), weight_part.cuts)
+    a, b = part_of("linear", x), part_of("linear", weight)
+    product = multiply_parts(OUTPUT, a, b, operands_of(OUTPUT, a, b, recipe, multiplier))
+    local = product.local if bias is None else add_bias(product, part_of("linear", bias), b.cuts)
     return of_tokens(product, local, mesh, (*x.shape[:-1], weight.shape[0]))
 
 
-def _grad_input(
-    grad_output: DTensor, weight: DTensor, recipe: Recipe, quantize: QuantizePart = quantize_slot
-) -> DTensor:
+def _grad_input(grad_output: DTensor, weight: DTensor, recipe: Recipe, multiplier: Tensor | None = None) -> DTensor:
     mesh = check_one_mesh("grad_input", {"grad_output": grad_output, "weight": weight})
-    weight_part = part_of("grad_input", weight)
-    quantize = _with_codes("grad_input", weight_part, recipe, quantize)
-    product = multiply_parts(GRAD_INPUT, part_of("grad_input", grad_output), weight_part, recipe, quantize)
+    a, b = part_of("grad_input", grad_output), part_of("grad_input", weight)
+    product = multiply_parts(GRAD_INPUT, a, b, operands_of(GRAD_INPUT, a, b, recipe, multiplier))
     return of_tokens(product, product.local, mesh, (*grad_output.shape[:-1], weight.shape[1]))
 
 
-def _grad_weight(grad_output: DTensor, x: DTensor, recipe: Recipe, quantize: QuantizePart = quantize_slot) -> DTensor:
+def _grad_weight(grad_output: DTensor, x: DTensor, recipe: Recipe, multiplier: Tensor | None = None) -> DTensor:
     mesh = check_one_mesh("grad_weight", {"grad_output": grad_output, "x": x})
-    product = multiply_parts(
-        GRAD_WEIGHT, part_of("grad_weight", grad_output), part_of("grad_weight", x), recipe, quantize
-    )
+    a, b = part_of("grad_weight", grad_output), part_of("grad_weight", x)
+    product = multiply_parts(GRAD_WEIGHT, a, b, operands_of(GRAD_WEIGHT, a, None, recipe, multiplier))
     placements = placements_of(product.steps, {"m": [0] * mesh.ndim, "n": [1] * mesh.ndim})
     return whole_of(product.local, mesh, placements, (grad_output.shape[-1], x.shape[-1]))
 
 
 # ---------------------------------------------------------------------------------- delayed scaling
-
-
-def quantize_by(multiplier: Tensor) -> QuantizePart:
-    """By these multipliers (3,), which all ranks have; by its own amax where a slot has no delayed scaling."""
-    by_multiplier = delayed.quantize_by(multiplier)
-
-    def quantize(part: Part, quantizer: Quantizer, slot: str) -> Codes:
-        if not isinstance(quantizer, DelayedScaling):
-            return quantize_part(part, quantizer)
-        operand = by_multiplier(part.local, quantizer, slot)
-        return Codes(operand.codes, operand.scale, quantizer, part.cuts)
-
-    return quantize
 
 
 def amax_over_ranks(tensor: DTensor, quantizer: DelayedScaling | None, like: Tensor) -> Tensor:
@@ -130,7 +114,7 @@ def _delayed_output(
     mesh = check_one_mesh("linear", {"x": x, "weight": weight, "bias": bias, **state})
     delayed.check_state(x, amax_history, multiplier, recipe)
     used = snapshot(_state_of(multiplier))
-    y = _output(x, weight, bias, recipe, quantize_by(used))
+    y = _output(x, weight, bias, recipe, used)
     everywhere = [Replicate()] * mesh.ndim
     amaxes = [
         amax_over_ranks(tensor, quantizer, used)
@@ -140,11 +124,11 @@ def _delayed_output(
 
 
 def _delayed_grad_input(grad_output: DTensor, weight: DTensor, multiplier: DTensor, recipe: Recipe) -> DTensor:
-    return _grad_input(grad_output, weight, recipe, quantize_by(_state_of(multiplier)))
+    return _grad_input(grad_output, weight, recipe, _state_of(multiplier))
 
 
 def _delayed_grad_weight(grad_output: DTensor, x: DTensor, multiplier: DTensor, recipe: Recipe) -> DTensor:
-    return _grad_weight(grad_output, x, recipe, quantize_by(_state_of(multiplier)))
+    return _grad_weight(grad_output, x, recipe, _state_of(multiplier))
 
 
 def _scatter_sum(x: DTensor, dim: int, recipe: Recipe) -> DTensor:

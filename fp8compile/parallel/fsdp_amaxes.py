@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from fp8compile.nn import Linear
 from fp8compile.ops import fsdp_amax
 from fp8compile.ops.collectives import all_reduce_amaxes
-from fp8compile.ops.fsdp_weight import placed_cuts, rows_cut
 from fp8compile.ops.parts import Part, sides_of
+from fp8compile.ops.rows import placed_cuts, rows_cut
 from fp8compile.parallel.fsdp_shards import Where, used_dtype
 from fp8compile.quantizers import DelayedScaling
 

@@ -21,9 +21,8 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from fp8compile import _compat
 from fp8compile.ops import fsdp_gather
-from fp8compile.ops.fsdp_weight import placed_of
 from fp8compile.ops.parts import Cuts, chunks
-from fp8compile.ops.rows import Rows
+from fp8compile.ops.rows import Rows, placed_of
 from fp8compile.parallel.placed import part_of
 from fp8compile.tensor import in_place_of
 

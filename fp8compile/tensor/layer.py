@@ -7,16 +7,10 @@ from typing import Any
 from torch import Tensor
 
 from fp8compile import _compat, ops
-from fp8compile.ops.gemm import Operand
-from fp8compile.ops.linear import (
-    Quantize,
-    as_read,
-    layer_grad_input,
-    layer_output,
-    quantize_by_amax,
-    quantize_for_gradients,
-)
-from fp8compile.quantizers import Quantizer, Recipe
+from fp8compile.ops.linear import GRAD_INPUT, OUTPUT, as_read, layer_grad_input, layer_output
+from fp8compile.ops.operands import Operands, Phase
+from fp8compile.ops.parts import Codes
+from fp8compile.quantizers import Gemm, Quantizer, Recipe
 from fp8compile.tensor.quantized import LAYERS, QuantizedTensor
 
 __all__ = ["check_serves", "unserved"]
@@ -55,29 +49,20 @@ def _check_weight(function: str, x: Tensor, weight: QuantizedTensor, recipe: Rec
         )
 
 
-def _as_it_is(weight: QuantizedTensor, quantize: Quantize) -> Quantize:
-    """What gives a product the weight's own codes, and has its other operand quantized."""
-
-    def quantize_others(x: Tensor, quantizer: Quantizer, slot: str) -> Operand:
-        if x is weight:
-            return Operand(codes=weight.codes, scale=weight.scale, quantizer=quantizer)
-        return quantize(x, quantizer, slot)
-
-    return quantize_others
+def _operands(weight: QuantizedTensor, recipe: Recipe, gemm: Gemm) -> Operands:
+    """The weight's own codes; in a graph the other operand is quantized as its compiler would have it."""
+    codes = Codes(weight.codes, weight.scale, weight.quantizer, ())
+    return Operands(recipe, Phase.of(gemm, weight.codes), weight=codes)
 
 
 def _linear(func: Any, x: Tensor, weight: QuantizedTensor, bias: Tensor | None, recipe: Recipe) -> Tensor:
     _check_weight("linear", x, weight, recipe)
-    layer = _compat.as_kernel(layer_output)
-    return layer(x, weight, as_read(bias), recipe, _as_it_is(weight, quantize_by_amax))
+    return _compat.as_kernel(layer_output)(x, weight, as_read(bias), _operands(weight, recipe, OUTPUT))
 
 
 def _grad_input(func: Any, grad_output: Tensor, weight: QuantizedTensor, recipe: Recipe) -> Tensor:
     _check_weight("grad_input", grad_output, weight, recipe)
-    # in a graph, as its compiler would: nothing else makes one read of what both gradients read
-    compiled = type(weight.codes) is not Tensor
-    quantize = quantize_for_gradients(recipe, grad_output.device) if compiled else quantize_by_amax
-    return _compat.as_kernel(layer_grad_input)(grad_output, weight, recipe, _as_it_is(weight, quantize))
+    return _compat.as_kernel(layer_grad_input)(grad_output, weight, _operands(weight, recipe, GRAD_INPUT))
 
 
 def _no_layer(func: Any, x: Tensor, weight: Tensor, *args: Any) -> Tensor:

@@ -22,7 +22,7 @@ class KeptGraph:
     """One graph on its way through the compiler.
 
     Attributes:
-        compile_id: PyTorch's number of the compilation, ``function/attempt``. `torch._dynamo.reset` counts from 0 again.
+        compile_id: PyTorch's number of the compilation, ``function/attempt``; again from 0 after a reset.
         dynamo: As Dynamo traced it.
         forward: After AOTAutograd; with Inductor as backend, decomposed.
         backward: Likewise, None if no gradient is asked for.
@@ -60,8 +60,8 @@ class Recording:
         """Keep the graph and compile it."""
         compilation = torch._guards.CompileContext.try_get()
         kept = KeptGraph(str(compilation and compilation.compile_id), graph, _compilation=compilation)
-        # a compilation that starts over hands over its graph again, and the first one is never run; its number does not
-        # tell that, for it is given again after a reset
+        # a compilation that starts over hands over its graph again, and the first one is never run. Its number
+        # doesn't tell, for it is given again after a reset
         over = [other for other in self.graphs if compilation is None or other._compilation is not compilation]
         self.graphs = [*over, kept]
         return (_compile_by_inductor if self.backend == "inductor" else _run_as_is)(kept, graph, inputs)

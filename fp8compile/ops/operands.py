@@ -1,0 +1,245 @@
+"""The operands of a layer's products: codes and scales, wherever a tensor lies and wherever its scale comes from.
+
+    a scale comes from      for
+    the tensor's own amax   current scaling; ranks that share a block exchange its amax
+    a multiplier            delayed scaling, which knows it before it sees the tensor
+    an amax that is given   a weight over ranks, which exchange the amaxes of all layers at once
+    codes that are given    a weight that is quantized already
+
+Which steps are taken, and how, depends on who takes them:
+
+    phase       runs in                        on a GPU
+    EAGER       a kernel, step by step
+    INFERENCE   compiled code, no gradients    codes of an input are stored once for all layers that read it
+    FORWARD     compiled code of the output    also: one read of a weight gives its codes and the backward's amaxes
+    BACKWARD    compiled code of a gradient    the forward's amaxes, codes of its own; one read of grad_output for both
+
+A tensor that is whole is a part without cuts, so what holds for one placement holds for all of them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from enum import Enum, auto
+
+import torch
+from torch import Tensor
+
+from fp8compile import _compat
+from fp8compile.ops.after import after
+from fp8compile.ops.cast import cast_again
+from fp8compile.ops.fsdp_gather import gathered
+from fp8compile.ops.gemm import PADDED_TO, Operand, multiply
+from fp8compile.ops.parts import OPS_OF_STEPS, PYTHON_OF_STEPS, Codes, Part, is_aligned_part, quantize_part
+from fp8compile.ops.quantize_both import is_pair, quantize_both
+from fp8compile.ops.quantize_weight import is_weight_pair, quantize_weight
+from fp8compile.ops.rows import Rows, rows_cut
+from fp8compile.ops.scaled_mm import multiply_operands
+from fp8compile.ops.store import store
+from fp8compile.quantizers import GEMMS, TENSORS, DelayedScaling, Gemm, Quantizer, Recipe
+from fp8compile.quantizers.blocks import as_matrix
+from fp8compile.target import target_of
+
+__all__ = ["Operands", "Phase"]
+
+OUTPUT, GRAD_INPUT, GRAD_WEIGHT = GEMMS
+ROW = {slot: row for row, slots in enumerate(TENSORS.values()) for slot in slots}  # of a layer's state
+WEIGHT_SLOTS = (OUTPUT.b, GRAD_INPUT.b)
+
+
+class Phase(Enum):
+    """Who takes the steps, see the head of this file."""
+
+    EAGER = auto()
+    INFERENCE = auto()
+    FORWARD = auto()
+    BACKWARD = auto()
+
+    @staticmethod
+    def compiled(gemm: Gemm) -> Phase:
+        """The phase of a product in a graph that is being traced."""
+        if gemm is not OUTPUT:
+            return Phase.BACKWARD
+        return Phase.FORWARD if torch.is_grad_enabled() else Phase.INFERENCE
+
+    @staticmethod
+    def of(gemm: Gemm, tensor: Tensor) -> Phase:
+        """The phase of a product, by one of its tensors: in eager mode it has data."""
+        return Phase.compiled(gemm) if _compat.is_traced(tensor) else Phase.EAGER
+
+
+STEPS = {
+    Phase.EAGER: PYTHON_OF_STEPS,
+    Phase.INFERENCE: OPS_OF_STEPS,
+    Phase.FORWARD: OPS_OF_STEPS,
+    Phase.BACKWARD: replace(OPS_OF_STEPS, cast=cast_again),
+}
+
+
+@dataclass(frozen=True)
+class Operands:
+    """What quantizes and multiplies the operands of one product of a layer.
+
+    Attributes:
+        recipe: Quantizers by slot.
+        phase: Who takes the steps.
+        multiplier: (3,) float32, of input, weight and grad_output, for slots with delayed scaling.
+        waits_for: Amaxes of input and weight, () each. Scales by multipliers depend on them artificially, which
+            changes no value: the partitioner then computes an amax in the forward, fused with the cast. Otherwise the
+            backward reads the tensor once more: 7.10 GB instead of 6.33 for the block of ``benchmarks.kernels``.
+        weight: The weight's codes, if it is quantized already.
+        weight_amax: Amaxes of the whole weight for this product, if they are known.
+        rows: How FSDP cuts the weight, whose codes are gathered before the product; None for a weight that isn't.
+    """
+
+    recipe: Recipe
+    phase: Phase = Phase.EAGER
+    multiplier: Tensor | None = None
+    waits_for: tuple[Tensor, ...] = ()
+    weight: Codes | None = None
+    weight_amax: Tensor | None = None
+    rows: Rows | None = None
+
+    def of(self, part: Part, slot: str) -> Codes:
+        """Quantize a part for a slot of the recipe.
+
+        Args:
+            part: A rank's part of the tensor as the layer holds it, or a whole matrix.
+            slot: Such as ``"weight_for_grad_input"``.
+
+        Returns:
+            Its codes; of a weight under FSDP those of all rows.
+        """
+        quantizer = getattr(self.recipe, slot)
+        if slot not in WEIGHT_SLOTS:
+            return self._quantized(part, quantizer, slot)
+        if self.weight is not None:
+            return self.weight
+        if self.rows is not None:
+            own = self._quantized(Part(part.local, (*part.cuts, rows_cut(self.rows))), quantizer, slot)
+            return _gathered_rows(own, in_backward=slot == GRAD_INPUT.b)
+        if self.phase in (Phase.FORWARD, Phase.BACKWARD) and _keeps_codes(self.recipe, part):
+            return self._kept(part, quantizer, slot)
+        return self._quantized(part, quantizer, slot)
+
+    def in_high_precision(self, weight: Part, slot: str) -> Part:
+        """A weight that the recipe leaves as it is, with all rows that FSDP cuts."""
+        if self.rows is None:
+            return weight
+        return Part(gathered(weight.local, self.rows, in_backward=slot == GRAD_INPUT.b), weight.cuts)
+
+    def laid_out(self, operand: Operand, slot: str) -> Operand:
+        """An operand as its GEMM reads it, in memory once for all products that read it.
+
+        Layers that share an input, such as q, k and v, share its codes.
+        """
+        if self.phase is Phase.EAGER or not _on_gpu(operand.codes) or not _is_aligned(operand.codes):
+            return operand
+        if isinstance(operand.quantizer, DelayedScaling) and self.multiplier is not None:
+            return operand
+        if slot == OUTPUT.a:
+            return replace(operand, codes=store(operand.codes))
+        if slot == GRAD_WEIGHT.b:
+            return replace(operand, codes=store(operand.codes.t().contiguous()).t())
+        return operand
+
+    def multiply(self, left: Operand, right: Operand, out_dtype: torch.dtype, gemm: Gemm) -> Tensor:
+        """The product of two operands."""
+        run = multiply if self.phase is Phase.EAGER else multiply_operands
+        return run(left, right, out_dtype, self.recipe.gemm_config(gemm))
+
+    def _quantized(self, part: Part, quantizer: Quantizer, slot: str) -> Codes:
+        if self.multiplier is not None and isinstance(quantizer, DelayedScaling):
+            return self._by_multiplier(part, quantizer, slot)
+        if self.weight_amax is not None and slot in WEIGHT_SLOTS:
+            return quantize_part(part, quantizer, STEPS[self.phase], whole_amax=self.weight_amax)
+        if self.phase in (Phase.FORWARD, Phase.BACKWARD) and _on_gpu(part.local):
+            return self._by_one_read(part, quantizer, slot)
+        return quantize_part(part, quantizer, STEPS[self.phase])
+
+    def _by_multiplier(self, part: Part, quantizer: DelayedScaling, slot: str) -> Codes:
+        own = self.multiplier[ROW[slot]].view(quantizer.scale_shape(part.local.shape))
+        scale = quantizer.scale_of(own)
+        if self.waits_for:
+            scale = after(scale, self.waits_for[ROW[slot]])
+        return Codes(STEPS[self.phase].cast(part.local, own, quantizer), scale, quantizer, part.cuts)
+
+    def _by_one_read(self, part: Part, quantizer: Quantizer, slot: str) -> Codes:
+        """By kernels that read a tensor once for two purposes, where one does that and ranks need not talk first."""
+        steps, recipe = STEPS[self.phase], self.recipe
+        if slot == OUTPUT.b and _has_weight_kernel(part, recipe):
+            codes, scale, _ = quantize_weight(part.local, quantizer, recipe.weight_for_grad_input)
+            return Codes(codes, scale, quantizer, part.cuts)
+        if slot == GRAD_INPUT.b and _has_weight_kernel(part, recipe):
+            # the forward's call, which compilers make once
+            _, _, amax = quantize_weight(part.local, recipe.weight, quantizer)
+            return quantize_part(part, quantizer, steps, local_amax=amax)
+        if slot in (GRAD_INPUT.a, GRAD_WEIGHT.a) and _has_grad_kernel(part, recipe):
+            return self._both_directions(part, slot)
+        return quantize_part(part, quantizer, steps)
+
+    def _both_directions(self, part: Part, slot: str) -> Codes:
+        """Codes of grad_output for one of the gradients, by a call that is the same for both."""
+        rows, columns = self.recipe.grad_output, self.recipe.grad_output_for_grad_weight
+        codes, scale, column_codes, column_scale = quantize_both(as_matrix(part.local), rows, columns)
+        if slot == GRAD_WEIGHT.a:
+            codes, scale, rows = column_codes, column_scale, columns
+        shape = part.local.shape
+        return Codes(codes.view(shape), scale.view(rows.scale_shape(shape)), rows, part.cuts)
+
+    def _kept(self, part: Part, quantizer: Quantizer, slot: str) -> Codes:
+        """Codes of a weight of which the forward makes a copy for grad_input.
+
+        Forward and backward both emit the copy; compilers merge the two.
+        """
+        forward = replace(self, phase=Phase.FORWARD)._quantized(part, quantizer, OUTPUT.b)
+        turned = store(forward.local.t().contiguous())
+        _compat.never_recompute(turned)
+        if slot == GRAD_INPUT.b:
+            return replace(forward, local=turned.t())
+        return replace(forward, scale=after(forward.scale, turned))
+
+
+def _on_gpu(tensor: Tensor) -> bool:
+    return target_of(tensor.device).type == "cuda"
+
+
+def _is_aligned(codes: Tensor) -> bool:
+    """Whether a GEMM reads these codes as they are, whatever their sizes turn out to be: else it pads a copy."""
+    return all(_compat.statically_true(size % PADDED_TO == 0) for size in codes.shape)
+
+
+def _keeps_codes(recipe: Recipe, weight: Part) -> bool:
+    """Whether codes of this weight for grad_input are made in the forward and kept, as the recipe wants it."""
+    return recipe.keep_weight_codes and _on_gpu(weight.local) and _is_aligned(weight.local)
+
+
+def _has_weight_kernel(weight: Part, recipe: Recipe) -> bool:
+    """Whether one kernel does it, and would read nothing that could have stayed in the kernel that makes it."""
+    first, again = recipe.weight, recipe.weight_for_grad_input
+    return (
+        is_weight_pair(first, again, weight.local.shape[1])
+        and is_aligned_part(weight, first)
+        and not _compat.is_fusible(weight.local)
+    )
+
+
+def _has_grad_kernel(grad_output: Part, recipe: Recipe) -> bool:
+    """Whether one kernel quantizes a grad_output for both gradients.
+
+    One that Inductor makes, such as that of an activation, is quantized by the kernel that makes it.
+    """
+    pair = recipe.grad_output, recipe.grad_output_for_grad_weight
+    return (
+        is_pair(*pair)
+        and all(is_aligned_part(grad_output, each) for each in pair)
+        and not _compat.is_fusible(grad_output.local)
+    )
+
+
+def _gathered_rows(codes: Codes, *, in_backward: bool) -> Codes:
+    """Codes of a weight: what the ranks of FSDP have, put together; as other ranks cut it."""
+    if codes.cuts[-1] is not None:
+        with _compat.recomputed(in_backward=in_backward):
+            codes = codes.gather(len(codes.cuts) - 1)
+    return replace(codes, cuts=codes.cuts[:-1])
