@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fp8compile as f8
 from fp8compile.ops import OPS, linear
+from fp8compile.ops.operands import STEPS, Phase
 
 NAMESPACE = "fp8compile::"
 RECIPE = f8.recipes.rowwise()
@@ -261,8 +262,7 @@ def test_codes_live_no_longer_than_the_gemm_that_reads_them(recipe, monkeypatch)
         storages.append(StorageWeakRef(codes.untyped_storage()))
         return codes
 
-    for layer, step in (("linear", "_cast"), ("delayed", "cast")):
-        monkeypatch.setattr(sys.modules[f"fp8compile.ops.{layer}"], step, watched)
+    monkeypatch.setitem(STEPS, Phase.EAGER, replace(STEPS[Phase.EAGER], cast=watched))
     x, weight = _layer()
     y = f8.linear(x, weight, recipe=recipe, state=state_of(recipe))
     assert len(storages) == 2
