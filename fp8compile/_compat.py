@@ -38,6 +38,8 @@ __all__ = [
     "is_sharded_class",
     "keep_through_inference",
     "left_in_backward",
+    "left_in_forward",
+    "make_in_backward",
     "OpaqueBase",
     "all_gather_single",
     "allow_group_in_subclass",
@@ -356,6 +358,12 @@ def never_recompute(tensor: torch.Tensor) -> None:
         node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
 
 
+def make_in_backward(tensor: torch.Tensor) -> None:
+    """Let a traced backward make this tensor, where PyTorch's partitioner could have the forward make and keep it."""
+    for node in _nodes_of(tensor):
+        node.meta.update(IN_BACKWARD)
+
+
 @contextmanager
 def _marked(marks: dict[str, Any]) -> Iterator[None]:
     """What is traced inside carries these marks, which PyTorch's partitioner reads."""
@@ -388,6 +396,18 @@ def recomputed(*, in_backward: bool = False) -> AbstractContextManager[None]:
     return _marked({**marks, **(IN_BACKWARD if in_backward else {})})
 
 
+def left_in_forward() -> AbstractContextManager[None]:
+    """What is traced inside stays in the forward, for nothing in the backward reads it.
+
+    PyTorch's partitioner holds the wait for a collective for a side effect, and would have the backward repeat it and
+    keep its operand. In a checkpointed region the backward repeats it together with what reads it.
+    """
+    from torch.fx import traceback
+
+    return recomputed() if "ac_graph_id" in traceback.current_meta else _marked(IN_FORWARD)
+
+
+IN_FORWARD = {"partitioner_tag": "must_be_in_forward"}
 IN_BACKWARD = {"partitioner_tag": "must_be_in_backward"}
 
 

@@ -92,8 +92,9 @@ def _grad_weight_decompose(
     grad_output: Tensor, x: Tensor, multiplier: Tensor | None, dtype: torch.dtype, rows: Rows, recipe: Recipe
 ) -> Tensor:
     grad_NK = layer_grad_weight(grad_output, x, Operands(recipe, Phase.BACKWARD, multiplier))
-    # the product is rounded to its dtype before it is cast to another one, in fused code too
-    return reduced(as_read(grad_NK), dtype, rows).contiguous()
+    if grad_NK.dtype != getattr(torch, rows.reduce_dtype):
+        grad_NK = as_read(grad_NK)  # rounded to its dtype before it is cast to another one, in fused code too
+    return reduced(grad_NK, dtype, rows).contiguous()
 
 
 def _grad_weight_fake(

@@ -30,7 +30,7 @@ from fp8compile.ops.after import after
 from fp8compile.ops.cast import cast_again
 from fp8compile.ops.fsdp_gather import gathered
 from fp8compile.ops.gemm import PADDED_TO, Operand, multiply
-from fp8compile.ops.parts import OPS_OF_STEPS, PYTHON_OF_STEPS, Codes, Part, is_aligned_part, quantize_part
+from fp8compile.ops.parts import OPS_OF_STEPS, PYTHON_OF_STEPS, Codes, Part, Steps, is_aligned_part, quantize_part
 from fp8compile.ops.quantize_both import is_pair, quantize_both
 from fp8compile.ops.quantize_weight import is_weight_pair, quantize_weight
 from fp8compile.ops.rows import Rows, rows_cut
@@ -74,6 +74,20 @@ STEPS = {
     Phase.FORWARD: OPS_OF_STEPS,
     Phase.BACKWARD: replace(OPS_OF_STEPS, cast=cast_again),
 }
+
+
+def _cast_in_backward(x: Tensor, multiplier: Tensor, quantizer: Quantizer) -> Tensor:
+    """Make codes of a weight in the backward and nowhere else.
+
+    The partitioner knows that parameters cost nothing to keep, and makes their codes again. Of tensors inside of a
+    DTensor it doesn't know it (PyTorch 2.13 counts them wrongly), and would keep the codes.
+    """
+    codes = cast_again(x, multiplier, quantizer)
+    _compat.make_in_backward(codes)
+    return codes
+
+
+WEIGHT_IN_BACKWARD = replace(STEPS[Phase.BACKWARD], cast=_cast_in_backward)
 
 
 @dataclass(frozen=True)
@@ -148,25 +162,34 @@ class Operands:
         run = multiply if self.phase is Phase.EAGER else multiply_operands
         return run(left, right, out_dtype, self.recipe.gemm_config(gemm))
 
+    def _steps(self, part: Part, slot: str) -> Steps:
+        if self.phase is not Phase.BACKWARD:
+            return STEPS[self.phase]
+        if slot == GRAD_INPUT.b:
+            return WEIGHT_IN_BACKWARD
+        # codes that the forward gathered from other ranks serve the backward too: kept, they are not sent again
+        gathers = slot == GRAD_WEIGHT.b and any(cut and cut.dim != part.local.ndim - 1 for cut in part.cuts)
+        return STEPS[Phase.FORWARD if gathers else Phase.BACKWARD]
+
     def _quantized(self, part: Part, quantizer: Quantizer, slot: str) -> Codes:
         if self.multiplier is not None and isinstance(quantizer, DelayedScaling):
             return self._by_multiplier(part, quantizer, slot)
         if self.weight_amax is not None and slot in WEIGHT_SLOTS:
-            return quantize_part(part, quantizer, STEPS[self.phase], whole_amax=self.weight_amax)
+            return quantize_part(part, quantizer, self._steps(part, slot), whole_amax=self.weight_amax)
         if self.phase in (Phase.FORWARD, Phase.BACKWARD) and _on_gpu(part.local):
             return self._by_one_read(part, quantizer, slot)
-        return quantize_part(part, quantizer, STEPS[self.phase])
+        return quantize_part(part, quantizer, self._steps(part, slot))
 
     def _by_multiplier(self, part: Part, quantizer: DelayedScaling, slot: str) -> Codes:
         own = self.multiplier[ROW[slot]].view(quantizer.scale_shape(part.local.shape))
         scale = quantizer.scale_of(own)
         if self.waits_for:
             scale = after(scale, self.waits_for[ROW[slot]])
-        return Codes(STEPS[self.phase].cast(part.local, own, quantizer), scale, quantizer, part.cuts)
+        return Codes(self._steps(part, slot).cast(part.local, own, quantizer), scale, quantizer, part.cuts)
 
     def _by_one_read(self, part: Part, quantizer: Quantizer, slot: str) -> Codes:
         """By kernels that read a tensor once for two purposes, where one does that and ranks need not talk first."""
-        steps, recipe = STEPS[self.phase], self.recipe
+        steps, recipe = self._steps(part, slot), self.recipe
         if slot == OUTPUT.b and _has_weight_kernel(part, recipe):
             codes, scale, _ = quantize_weight(part.local, quantizer, recipe.weight_for_grad_input)
             return Codes(codes, scale, quantizer, part.cuts)
@@ -240,6 +263,6 @@ def _has_grad_kernel(grad_output: Part, recipe: Recipe) -> bool:
 def _gathered_rows(codes: Codes, *, in_backward: bool) -> Codes:
     """Codes of a weight: what the ranks of FSDP have, put together; as other ranks cut it."""
     if codes.cuts[-1] is not None:
-        with _compat.recomputed(in_backward=in_backward):
+        with _compat.recomputed(in_backward=True) if in_backward else _compat.left_in_forward():
             codes = codes.gather(len(codes.cuts) - 1)
     return replace(codes, cuts=codes.cuts[:-1])
