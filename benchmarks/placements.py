@@ -1,6 +1,6 @@
 """Does a layer over ranks keep and move as much memory as a plain one of the same local shapes?
 
-One rank's part of Llama 3 8B's feed-forward block at an eighth of each size, 1024 tokens, traced for a GPU with nothing
+One rank's part of Llama 3 8B's feed-forward block at an eighth of each size, 1024 tokens, traced for a GPU; nothing is
 computed. Each placement stands beside the plain block that one rank would have without others:
 
     tensor parallel, functions   column_parallel_linear and row_parallel_linear   plain, half of the hidden width
@@ -162,7 +162,8 @@ def main() -> None:
     parser.add_argument("--placements", nargs="+", choices=PLACEMENTS, default=list(PLACEMENTS))
     args = parser.parse_args()
     pairs = [(placement, recipe) for placement in args.placements for recipe in args.recipes]
-    rows = [placement_row(*pair) for pair in pairs if pair not in WITHOUT]
+    with two_ranks():
+        rows = [placement_row(*pair) for pair in pairs if pair not in WITHOUT]
     emit(f"one rank of {RANKS}: {TOKENS} tokens, width {WIDTH}, hidden {HIDDEN}", rows, as_json=args.json)
 
 
