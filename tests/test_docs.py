@@ -102,7 +102,9 @@ def chosen(a, b, out_dtype, target):
 @pytest.mark.skipif(not cpu_has_rowwise_gemm(), reason="the table shows the CPU of PyTorch 2.13 and later")
 def test_the_table_of_hardware_is_that_of_the_gemms():
     rows = [["operands", *HARDWARE], ["---"] * (1 + len(HARDWARE))]
-    rows += [[name, *(chosen(*operands, target) for target in HARDWARE.values())] for name, operands in OPERANDS.items()]
+    rows += [
+        [name, *(chosen(*operands, target) for target in HARDWARE.values())] for name, operands in OPERANDS.items()
+    ]
     lines = ["| " + " | ".join(row) + " |" for row in rows]
     lines[1] = lines[1].replace(" ", "")
     assert "\n".join(lines) in (ROOT / "docs" / "numerics.md").read_text()

@@ -11,6 +11,7 @@ from fp8compile.quantizers import GEMMS, Recipe
 
 __all__ = ["GemmSupport", "recipe_support"]
 
+
 @dataclass(frozen=True, kw_only=True)
 class GemmSupport:
     """One GEMM of a recipe on one device.

@@ -52,6 +52,4 @@ def _multiply(a: Operand, b: Operand, out_dtype: torch.dtype, config: GemmConfig
     return (_exact(a) @ _exact(b)).to(out_dtype)
 
 
-EMULATED = GemmKernel(
-    name="emulated", detail="emulated in float64", takes=_takes, lacks=_lacks, multiply=_multiply
-)
+EMULATED = GemmKernel(name="emulated", detail="emulated in float64", takes=_takes, lacks=_lacks, multiply=_multiply)

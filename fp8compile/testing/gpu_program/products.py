@@ -3,8 +3,8 @@
 A result is summed in float64 and rounded to its dtype, so it depends on nothing but the operands' values. cuBLASLt has
 an order of sums, and for float8 a precision, of its own.
 
-Sources of the demands: PyTorch's checks in `_scaled_mm` (aten/src/ATen/native/cuda/ScaledBlas.cpp) and `_int_mm` (Blas.cpp); cuBLAS
-documentation, "1D Block Scaling Factors Layout".
+Sources of the demands: PyTorch's checks in `_scaled_mm` (aten/src/ATen/native/cuda/ScaledBlas.cpp) and in `_int_mm`
+(Blas.cpp beside it); cuBLAS documentation, "1D Block Scaling Factors Layout".
 """
 
 from __future__ import annotations
@@ -169,7 +169,8 @@ def int_mm(gpu: Gpu, a: Tensor, b: Tensor) -> Tensor:
 
 
 PRODUCTS: dict[str, Callable[..., Tensor]] = {
-    "_scaled_mm": scaled_mm, "_int_mm": int_mm, "mm": mm, "bmm": mm, "addmm": addmm, "bias_addmm": addmm, "baddbmm": addmm,
+    "_scaled_mm": scaled_mm, "_int_mm": int_mm, "mm": mm, "bmm": mm, "addmm": addmm, "bias_addmm": addmm,
+    "baddbmm": addmm,
 }  # fmt: skip
 
 

@@ -1,6 +1,6 @@
 """Int8: codes from -127 to 127 with a scale a row, and the GEMM that multiplies them by `torch._int_mm`.
 
-    sum_MN int32, exact --> float32 --times scale of the row--> float32 --times scale of the column--> float32 --> dtype
+    sum_MN int32, exact --> float32 --times the row's scale--> float32 --times the column's--> float32 --> dtype
 
 Four roundings, of which the first does nothing below 2**24: sums over up to 1040 products of codes. The scale of a
 block that isn't finite is NaN, and the product's row or column with it; its codes are 0.
