@@ -112,7 +112,8 @@ def register_gemm(
             side, in ``out_dtype``, contiguous. Plain PyTorch: eager mode runs it and Inductor traces it. It agrees
             with the product of what ``dequantize`` gives, up to float32 roundings.
         detail: How it runs, in a few words.
-        calls: Names of the PyTorch operators that multiply, such as ``("_int_mm",)``, by which reports count them.
+        calls: Names of the PyTorch operators that multiply, such as ``("_int_mm",)``, by which reports count them;
+            only those that multiply nothing but codes.
 
     Returns:
         The GEMM.

@@ -135,8 +135,8 @@ def _fused_with(found: Schedule, launch: ScheduledLaunch) -> tuple[str, ...]:
 
 
 def _multiplies_codes(launch: ScheduledLaunch) -> bool:
-    is_ours = any(call in launch.name for call in multiplying_calls())
-    return launch.kind == "gemm" and (is_ours or "scaled" in launch.name)
+    is_known = not multiplying_calls().isdisjoint(launch.name.split("."))
+    return launch.kind == "gemm" and (is_known or "scaled" in launch.name)
 
 
 def _casts(found: Schedule, names: Names) -> Iterator[Cast]:

@@ -159,12 +159,13 @@ def addmm(gpu: Gpu, bias: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alph
     return (beta * _wide(bias) + alpha * (_wide(a) @ _wide(b))).to(a.dtype)
 
 
-def int_mm(gpu: Gpu, a: Tensor, b: Tensor) -> Tensor:
-    """`torch._int_mm`, its demands checked: int8 codes, exact sums in int32."""
+def int_mm(gpu: Gpu | None, a: Tensor, b: Tensor) -> Tensor:
+    """`torch._int_mm`, a GPU's demands checked: int8 codes, exact sums in int32."""
     name = f"_int_mm {tuple(a.shape)} x {tuple(b.shape)}"
     _demand(a.dtype == b.dtype == torch.int8, name, f"int8 codes, not {a.dtype} and {b.dtype}.")
-    _demand(a.shape[0] > 16, name, "more than 16 rows.")
-    _demand(all(size % 8 == 0 for size in b.shape), name, "k and n in multiples of 8.")
+    if gpu is not None:
+        _demand(a.shape[0] > 16, name, "more than 16 rows.")
+        _demand(all(size % 8 == 0 for size in b.shape), name, "k and n in multiples of 8.")
     return (a.contiguous().double() @ b.contiguous().double()).to(torch.int32)
 
 
@@ -178,7 +179,7 @@ class Products:
     """Computes products and keeps what they were called with.
 
     Attributes:
-        gpu: Whose demands are checked; only `_scaled_mm` needs it.
+        gpu: Whose demands are checked; only `_scaled_mm` needs it, `_int_mm` of a CPU demands less.
         called: In their order.
     """
 
