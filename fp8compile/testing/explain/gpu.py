@@ -103,13 +103,15 @@ class GpuExplanation:
     gemms: tuple[tuple[str, int], ...] = ()
 
 
-def _support(model: nn.Module, gpu: Gpu) -> Iterator[tuple[str, GemmSupport]]:
+def _support(model: nn.Module, gpu: Gpu) -> list[tuple[str, GemmSupport]]:
     """How a GPU would run each product of each converted layer, by the layer's name."""
+    layers = [(name, layer) for name, layer in model.named_modules() if isinstance(layer, Linear)]
     with pretend_target(gpu.target):
-        for name, layer in model.named_modules():
-            if isinstance(layer, Linear):
-                found = recipe_support(layer.recipe, torch.device("cuda"), layer.weight.dtype)
-                yield from ((name or "the model", each) for each in found)
+        return [
+            (name or "the model", each)
+            for name, layer in layers
+            for each in recipe_support(layer.recipe, torch.device("cuda"), layer.weight.dtype)
+        ]
 
 
 def missing_gemm(model: nn.Module, gpu: Gpu) -> str:
