@@ -144,7 +144,7 @@ def found_in_library(*, is_planted: bool = True) -> tuple[str, str]:
     def mx_layer(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return f8.linear(x, weight, recipe=f8.recipes.mxfp8())
 
-    fault = mock.patch("fp8compile.ops.gemm.swizzled", _in_rows) if is_planted else nullcontext()
+    fault = mock.patch("fp8compile.ops.gemms.mx.swizzled", _in_rows) if is_planted else nullcontext()
     with fault:
         run = run_gpu_program(mx_layer, x, weight, arch="b200", precision_casts=True)
     apart = difference(run.outputs[0], eager_run(mx_layer, x, weight).outputs[0])

@@ -1,6 +1,6 @@
-"""The compile cache on disk and an op of another package: a changed implementation misses it.
+"""The compile cache on disk and an op or a GEMM of another package: a changed implementation misses it.
 
-The op takes a built-in quantizer, whose own class never changes with that package: the key has to know of the op.
+Both take a built-in quantizer, whose own class never changes with that package: the key has to know of them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import fp8compile
 PACKAGE = """
 import torch
 from torch import Tensor
-from fp8compile.library import Quantizer, register_op
+from fp8compile.library import Quantizer, register_gemm, register_op
 
 FACTOR = 2.0
 
@@ -40,6 +40,18 @@ def register(name, decompose):
 
 apart = register("timeslib::apart", times)
 opaque = register("timeslib::opaque", None)  # its backward is compiled all the same
+
+def takes(a, b):
+    return (a.block, b.block) == ((1, 16), (16, 1))
+
+def lacks(problem):
+    return None if problem.target.type == "cpu" else "needs a CPU."
+
+def multiply(a, b, out_dtype, config):
+    left, right = (each.quantizer.dequantize(each.codes, each.scale) for each in (a, b))
+    return ((left @ right) * FACTOR).to(out_dtype)
+
+register_gemm("timeslib::gemm", takes=takes, lacks=lacks, multiply=multiply, detail="times a number")
 """
 STEP = """
 import json, torch, fp8compile as f8
@@ -48,6 +60,10 @@ from torch._dynamo.utils import counters
 
 x = torch.ones(8, requires_grad=True)
 quantizer = f8.CurrentScaling()
+recipe, weight = f8.library.recipe(f8.CurrentScaling(block=(1, 16), scale="pow2")), torch.eye(8)
+
+def product(x, quantizer):
+    return f8.linear(x.view(1, 8), weight, recipe=recipe).view(8)
 
 def step(fn):
     y = fn(x)
@@ -63,7 +79,7 @@ def result(op):
     hits = counters["aot_autograd"]["autograd_cache_hit"]
     return {"compiled": compiled, "eager": step(forward), "hits": hits}
 
-print(json.dumps([result(timeslib.apart), result(timeslib.opaque)]))
+print(json.dumps([result(timeslib.apart), result(timeslib.opaque), result(product)]))
 """
 
 
@@ -80,10 +96,10 @@ def run(folder):
     return json.loads(done.stdout)
 
 
-def test_a_changed_op_of_another_package_misses_the_cache(tmp_path):
+def test_a_changed_op_or_gemm_of_another_package_misses_the_cache(tmp_path):
     (tmp_path / "timeslib.py").write_text(PACKAGE)
     cold = {"compiled": [4.0, 2.0], "eager": [4.0, 2.0], "hits": 0}
-    assert run(tmp_path) == [cold, cold]
-    assert run(tmp_path) == [cold | {"hits": 1}] * 2
+    assert run(tmp_path) == [cold] * 3
+    assert run(tmp_path) == [cold | {"hits": 1}] * 3
     (tmp_path / "timeslib.py").write_text(PACKAGE.replace("FACTOR = 2.0", "FACTOR = 3.0"))
-    assert run(tmp_path) == [{"compiled": [6.0, 3.0], "eager": [6.0, 3.0], "hits": 0}] * 2
+    assert run(tmp_path) == [{"compiled": [6.0, 3.0], "eager": [6.0, 3.0], "hits": 0}] * 3

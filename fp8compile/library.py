@@ -3,6 +3,7 @@
     Quantizer       subclass it as a frozen dataclass: subclassing registers it with torch.compile
     CurrentScaling  a quantizer with scale rules, to derive from
     register_op     one call makes an operator: schema, kernel, fake, derivative, decomposition, sharding, samples
+    register_gemm   one call adds a GEMM for codes that no other one reads
     Split, Cut      how an op runs on shards
     rounded         in a decomposition: the value as eager mode would have stored it
     quantizers      what installed packages offer under the entry point group ``fp8compile.quantizers``
@@ -15,10 +16,12 @@ from __future__ import annotations
 
 from fp8compile import recipes
 from fp8compile.formats import E2M1, E4M3, E5M2, E8M0
+from fp8compile.ops.gemm import register_gemm
+from fp8compile.ops.gemms.kernel import GemmKernel, GemmProblem, Operand
 from fp8compile.ops.registry import OPS, Op, register_op
 from fp8compile.ops.rounding import rounded
 from fp8compile.ops.sharding import Cut, Sharding, Split, along_every_dim, grid_cuts
-from fp8compile.quantizers import CurrentScaling, Quantizer, Recipe, entry_points
+from fp8compile.quantizers import CurrentScaling, GemmConfig, Quantizer, Recipe, entry_points
 from fp8compile.quantizers.blocks import as_matrix, block_amax, expand_blocks, grid_shape
 from fp8compile.quantizers.constant import Constant
 from fp8compile.quantizers.scale_rules import exact_quotient
@@ -32,6 +35,11 @@ __all__ = [
     "recipe",
     "quantizers",
     "register_op",
+    "register_gemm",
+    "GemmKernel",
+    "GemmProblem",
+    "GemmConfig",
+    "Operand",
     "Op",
     "OPS",
     "Sharding",

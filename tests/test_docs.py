@@ -8,9 +8,15 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from own_arithmetic import Int8
 
 import fp8compile as f8
 from fp8compile import testing
+from fp8compile._compat import cpu_has_rowwise_gemm
+from fp8compile.ops.gemm import select_gemm
+from fp8compile.ops.gemms.table import EMULATED, NATIVE
+from fp8compile.target import Target, pretend_target
 from fp8compile.testing import explain
 
 ROOT = Path(__file__).parent.parent
@@ -54,6 +60,60 @@ def test_files_named_in_a_document_exist(document):
     named = re.findall(r"`((?:fp8compile|tests|compile_tests|benchmarks|docs)/[\w/.-]+)`", document.read_text())
     missing = [name for name in named if not (ROOT / name).exists()]
     assert not missing
+
+
+# ---------------------------------------------------------------------------------- the table of hardware
+
+
+def scaled(*block, **options):
+    return f8.CurrentScaling(block=block, **options)
+
+
+HARDWARE = {
+    "CPU, PyTorch 2.13": Target("cpu"),
+    "8.9 (L4, RTX 40)": Target("cuda", (8, 9)),
+    "9.0 (H100, H200)": Target("cuda", (9, 0)),
+    "10.0 (B200)": Target("cuda", (10, 0)),
+}
+OPERANDS = {
+    "tensorwise": (scaled(-1, -1), scaled(-1, -1), torch.bfloat16),
+    "rowwise, bfloat16 out": (scaled(1, -1), scaled(-1, 1), torch.bfloat16),
+    "rowwise, another dtype out": (scaled(1, -1), scaled(-1, 1), torch.float32),
+    "blockwise, 1 x 128 by 128 x 128": (scaled(1, 128), scaled(128, 128), torch.bfloat16),
+    "blockwise, 1 x 128 by 1 x 128": (scaled(1, 128), scaled(128, 1), torch.bfloat16),
+    "MX, 1 x 32 with a power of two": (
+        scaled(1, 32, scale="e8m0_rceil"),
+        scaled(32, 1, scale="e8m0_rceil"),
+        torch.bfloat16,
+    ),
+    "blocks of another size": (scaled(1, 16), scaled(16, 1), torch.bfloat16),
+    "codes with a `dequantize` of their own": (Int8(), Int8(block=(-1, 1)), torch.bfloat16),
+}
+
+
+def chosen(a, b, out_dtype, target):
+    with pretend_target(target):
+        try:
+            return select_gemm(a, b, torch.device("cpu"), out_dtype)
+        except RuntimeError:
+            return "none"
+
+
+@pytest.mark.skipif(not cpu_has_rowwise_gemm(), reason="the table shows the CPU of PyTorch 2.13 and later")
+def test_the_table_of_hardware_is_that_of_the_gemms():
+    rows = [["operands", *HARDWARE], ["---"] * (1 + len(HARDWARE))]
+    rows += [
+        [name, *(chosen(*operands, target) for target in HARDWARE.values())] for name, operands in OPERANDS.items()
+    ]
+    lines = ["| " + " | ".join(row) + " |" for row in rows]
+    lines[1] = lines[1].replace(" ", "")
+    assert "\n".join(lines) in (ROOT / "docs" / "numerics.md").read_text()
+
+
+def test_the_table_of_gemms_has_all_in_their_order():
+    text = (ROOT / "docs" / "numerics.md").read_text().split("| GEMM | what it calls |\n|---|---|\n")[1]
+    named = [line.split("|")[1].strip() for line in text.split("\n\n")[0].splitlines()]
+    assert named == [*(gemm.name for gemm in NATIVE), "registered", EMULATED.name]
 
 
 @pytest.mark.parametrize("name", [n for n in f8.__all__ if n != "__version__"])

@@ -86,6 +86,31 @@ def test_operands_that_the_gpus_product_would_not_take_raise(args, options, comp
         multiply(*args, **options)
 
 
+INTS = [torch.randint(-127, 128, shape, generator=torch.Generator().manual_seed(7)).to(torch.int8)
+        for shape in ((24, 16), (16, 8))]  # fmt: skip
+
+
+def test_an_int8_product_is_exact():
+    found = Products(GPUS["h200"])._int_mm(*INTS)
+    assert torch.equal(found, (INTS[0].double() @ INTS[1].double()).int())
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "complaint"),
+    [
+        (INTS[0][:16], INTS[1], "more than 16 rows"),
+        (INTS[0][:, :12], INTS[1][:12], "multiples of 8"),
+        (INTS[0], INTS[1][:, :7], "multiples of 8"),
+        (INTS[0].float(), INTS[1].float(), "int8 codes"),
+    ],
+)
+def test_int8_operands_that_a_gpus_product_would_not_take_raise(a, b, complaint):
+    with pytest.raises(ValueError, match=complaint):
+        Products(GPUS["h200"])._int_mm(a, b)
+    if a.dtype == torch.int8:
+        assert Products(None)._int_mm(a, b).dtype == torch.int32  # a CPU takes any size
+
+
 def test_products_are_kept_with_their_operands():
     products = Products(GPUS["h200"])
     a, b = torch.randn(3, 4), torch.randn(4, 5)

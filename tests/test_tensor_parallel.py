@@ -232,7 +232,7 @@ def codes_problems(quantizer, mesh):
 
 
 def library_on_ranks(backend, count):
-    """What differs from one process with the example library's quantizer, and with one that watches it."""
+    """What differs from one process with the example library's quantizers, and with one that watches one of them."""
     sys.path.insert(0, str(LIBRARY))
     import swiglu8
 
@@ -240,6 +240,7 @@ def library_on_ranks(backend, count):
         swiglu8.clear()
     problems = []
     quantizers = {"ceil8": swiglu8.Ceil8(), "watched": swiglu8.watch(swiglu8.Ceil8(), "on ranks")}
+    quantizers["int8"] = swiglu8.Int8()  # multiplied by a GEMM of that library
     shapes = LIBRARY_SHAPES
     if backend is not None:  # the one around it holds the other; compiling takes its time
         del quantizers["ceil8"]
@@ -257,7 +258,7 @@ def library_on_ranks(backend, count):
 
 
 @pytest.mark.parametrize(("backend", "count"), [(None, 2), (None, 3), ("aot_eager", 2), ("aot_eager", 3)])
-def test_the_example_librarys_quantizer_and_one_around_it_are_those_of_one_process(ranks, backend, count):
+def test_the_example_librarys_quantizers_and_one_around_them_are_those_of_one_process(ranks, backend, count):
     assert ranks.run(library_on_ranks, backend, count, seconds=500) == [([], True)] * 4
 
 

@@ -41,19 +41,37 @@ def _devices() -> list[dict[str, Any]]:
     return devices
 
 
-def _recipes(devices: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _broken(error: Exception) -> dict[str, str]:
+    return {"gemm": "all", "kind": "none", "detail": str(error)}
+
+
+def _gemms(name: str, device: str) -> list[dict[str, str]]:
+    """How the GEMMs of a recipe run; of an installed package that fails, the error."""
     import torch
 
     from fp8compile import recipes
     from fp8compile.ops.support import recipe_support
 
-    rows = []
-    for entry in devices:
-        for name in recipes.names():
-            support = recipe_support(recipes.by_name(name), torch.device(entry["device"]))
-            gemms = [dataclasses.asdict(gemm) for gemm in support]
-            rows.append({"device": entry["device"], "recipe": name, "gemms": gemms})
-    return rows
+    try:
+        recipe = recipes.by_name(name)
+    except (ImportError, TypeError, ValueError) as error:
+        return [_broken(error)]
+    return [dataclasses.asdict(gemm) for gemm in recipe_support(recipe, torch.device(device))]
+
+
+def _recipes(devices: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    from fp8compile import recipes
+
+    names, broken = recipes.names(), []
+    try:
+        names += recipes.installed()
+    except ValueError as error:
+        broken = [{"device": "any", "recipe": "of packages", "gemms": [_broken(error)]}]
+    return [
+        {"device": entry["device"], "recipe": name, "gemms": _gemms(name, entry["device"])}
+        for entry in devices
+        for name in names
+    ] + broken
 
 
 def examine() -> dict[str, Any]:

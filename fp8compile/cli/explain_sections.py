@@ -120,6 +120,8 @@ def _launches(gpu: GpuExplanation) -> Section:
             numbers = (cost.kernels, cost.gemms, cost.fp8_gemms, cost.opaque)
             rows.append((name, direction, *map(str, numbers), f"{cost.bytes:,}"))
     lines = ("From the code that Inductor generates; nothing was launched.",)
+    if gpu.gemms:
+        lines += (f"GEMMs of converted layers: {', '.join(f'{name} ({count})' for name, count in gpu.gemms)}.",)
     if gpu.bf16_problem:
         lines += (f"No unconverted model beside it: {gpu.bf16_problem}",)
     columns = ("model", "graph", "kernels", "GEMMs", "of them FP8", "other", "bytes moved")

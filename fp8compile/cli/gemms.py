@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
 __all__ = ["GemmCount", "expected_gemms", "profiled_gemms"]
 
-FP8_CALLS = frozenset({"aten::_scaled_mm", "aten::_scaled_mm_v2"})
 OTHER_CALLS = frozenset({"aten::mm", "aten::addmm", "mkldnn::_linear_pointwise"})
 FP8, EMULATED, OTHER = "fp8", "emulated", "other"
 
@@ -103,11 +102,17 @@ def expected_gemms(model: nn.Module, recipe: Recipe | None, *, tokens: int, devi
     return _count(gemms)
 
 
-def _is_nested(event: object) -> bool:
+def _fp8_calls() -> frozenset[str]:
+    from fp8compile.ops.gemms.table import multiplying_calls
+
+    return frozenset(f"aten::{call}{version}" for call in multiplying_calls() for version in ("", "_v2"))
+
+
+def _is_nested(event: object, calls: frozenset[str]) -> bool:
     """Whether this is a part of another product."""
     parent = event.cpu_parent
     while parent is not None:
-        if parent.name != event.name and (parent.name in FP8_CALLS or parent.name in OTHER_CALLS):
+        if parent.name != event.name and parent.name in calls:
             return True
         parent = parent.cpu_parent
     return False
@@ -129,8 +134,8 @@ def _flops(shapes: list[list[int]]) -> int:
     return 2 * m * k * n
 
 
-def _seen_kind(name: str, dtypes: Sequence[str]) -> str:
-    if name in FP8_CALLS:
+def _seen_kind(name: str, dtypes: Sequence[str], fp8_calls: frozenset[str]) -> str:
+    if name in fp8_calls:
         return FP8
     # nothing else in this model is float64
     return EMULATED if list(dtypes[:2]) == ["double", "double"] else OTHER
@@ -156,9 +161,10 @@ def profiled_gemms(step: Callable[[], None]) -> GemmCount:
     activities = [ProfilerActivity.CPU]  # calls of operators are CPU events on every device
     with profile(activities=activities, record_shapes=True, acc_events=True) as profiler:
         step()
-    dtypes = dtypes_of_calls(profiler)
+    dtypes, fp8_calls = dtypes_of_calls(profiler), _fp8_calls()
+    calls = fp8_calls | OTHER_CALLS
     return _count(
-        (_seen_kind(event.name, dtypes[event.id]), _flops(event.input_shapes))
+        (_seen_kind(event.name, dtypes[event.id], fp8_calls), _flops(event.input_shapes))
         for event in profiler.events()
-        if (event.name in FP8_CALLS or event.name in OTHER_CALLS) and not _is_nested(event) and not _is_of_whole(event)
+        if event.name in calls and not _is_nested(event, calls) and not _is_of_whole(event)
     )

@@ -15,10 +15,10 @@ from torch import Tensor
 
 from fp8compile.quantizers import Quantizer
 
-__all__ = ["dtype_said", "returned", "shape_said"]
+__all__ = ["could_be", "dtype_said", "returned", "shape_said"]
 
 
-def _could_be(found: Sequence[Any], expected: Sequence[Any]) -> bool:
+def could_be(found: Sequence[Any], expected: Sequence[Any]) -> bool:
     """Whether two shapes are equal, as far as numbers tell."""
     return len(found) == len(expected) and all(
         a == b for a, b in zip(found, expected, strict=True) if type(a) is type(b) is int
@@ -41,7 +41,7 @@ def returned(
     Raises:
         TypeError: It is something else.
     """
-    if isinstance(found, Tensor) and found.dtype == dtype and _could_be(found.shape, shape):
+    if isinstance(found, Tensor) and found.dtype == dtype and could_be(found.shape, shape):
         return found
     shown = f"{found.dtype} of shape {tuple(found.shape)}" if isinstance(found, Tensor) else repr(found)
     raise TypeError(

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fp8compile.ops import samples
-from fp8compile.ops.gemm import Operand, multiply, select_gemm
+from fp8compile.ops.gemm import Operand, multiply, selected_gemm
 from fp8compile.ops.registry import register_op
 from fp8compile.ops.returned import shape_said
 from fp8compile.ops.rounding import rounded
@@ -60,9 +60,9 @@ def _decompose(
     config: GemmConfig,
 ) -> Tensor:
     product = _kernel(a, b, a_scale, b_scale, a_quantizer, b_quantizer, out_dtype, config)
-    if select_gemm(a_quantizer, b_quantizer, a.device, out_dtype, config) in ("emulated", "scaled_after"):
-        return rounded(product).to(out_dtype)  # made by Inductor, which would drop its rounding in what follows
-    return product
+    if selected_gemm(a_quantizer, b_quantizer, a.device, out_dtype, config).rounds_in_call:
+        return product
+    return rounded(product).to(out_dtype)  # made by Inductor, which would drop its rounding in what follows
 
 
 def _operand(x: Tensor, quantizer: Quantizer) -> Operand:

@@ -15,6 +15,10 @@ __all__ = ["store"]
 
 
 def _lower(x: Any) -> Any:
+    from torch._inductor import ir, lowering
+
+    if isinstance(x.data, ir.BaseView) and not isinstance(x.data, ir.ReinterpretView):
+        x = lowering.clone(x)  # codes that end in a view of their bits have no layout of their own to freeze
     x.realize()
     x.freeze_layout()
     return x

@@ -6,19 +6,10 @@ from dataclasses import dataclass
 
 import torch
 
-from fp8compile.ops.gemm import select_gemm
+from fp8compile.ops.gemm import selected_gemm
 from fp8compile.quantizers import GEMMS, Recipe
 
 __all__ = ["GemmSupport", "recipe_support"]
-
-HOW = {
-    "tensorwise": "native, tensorwise GEMM",
-    "rowwise": "native, rowwise GEMM",
-    "blockwise": "native, blockwise GEMM",
-    "mx": "native, MX GEMM",
-    "scaled_after": "native, scales applied after the GEMM",
-    "emulated": "emulated in float64",
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,8 +50,8 @@ def recipe_support(
             a = a.transposed() if gemm.a_transposed else a
             b = b.transposed() if gemm.b_transposed else b
             try:
-                kind = select_gemm(a, b, device, out_dtype, recipe.gemm_config(gemm))
-                detail = HOW[kind]
+                found_gemm = selected_gemm(a, b, device, out_dtype, recipe.gemm_config(gemm))
+                kind, detail = found_gemm.name, found_gemm.detail
             except (ValueError, RuntimeError) as error:
                 kind, detail = "none", str(error)
         found.append(GemmSupport(gemm=gemm.name, kind=kind, detail=detail))

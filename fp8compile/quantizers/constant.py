@@ -31,7 +31,8 @@ PACKAGE = __name__.partition(".")[0]
 # the last two take ops apart between the key and the code
 SALTED = ("formats.py", "target.py", "_compat.py", "quantizers", "ops", "kernels", "tensor", "parallel")
 NAMED: Counter[str] = Counter()  # classes that have asked for a name in graphs
-SALTED_MODULES: set[str] = set()  # other packages whose ops are compiled into graphs
+SALTED_MODULES: set[str] = set()  # other packages whose ops or GEMMs are compiled into graphs
+SALTED_NAMES: set[str] = set()  # what these have registered, as far as no graph names it
 ALLOWED_FIELD_TYPES = (str, int, float, bool, type(None))
 
 
@@ -75,14 +76,20 @@ def _foreign_source(module_name: str) -> bytes:
     return uuid.uuid4().bytes
 
 
-def salt_with(module_name: str) -> None:
+def salt_with(module_name: str, function: str = "") -> None:
     """Let a module's source be part of every salt from now on: a graph may contain what its ops are compiled to.
 
     An op has no text of its own in a cache's key, so the constants that graphs hold beside it carry its source there.
+
+    Args:
+        module_name: The module.
+        function: What of it was registered, where graphs do not name it: that it was is then part of every salt, too.
     """
+    if function:
+        SALTED_NAMES.add(f"{function} {uuid.uuid4()}" if "<locals>" in function else function)
     if _is_foreign(module_name):
         SALTED_MODULES.add(module_name)
-        source_salt.cache_clear()
+    source_salt.cache_clear()
 
 
 @cache
@@ -92,6 +99,7 @@ def source_salt(cls: type) -> str:
     modules = [base.__module__ for base in cls.__mro__ if _is_foreign(base.__module__)]
     for module in [*modules, *sorted(SALTED_MODULES)]:
         digest.update(_foreign_source(module))
+    digest.update("\0".join(sorted(SALTED_NAMES)).encode())
     if "<locals>" in cls.__qualname__:
         digest.update(uuid.uuid4().bytes)  # its source does not tell what it closes over
     return digest.hexdigest()[:8]

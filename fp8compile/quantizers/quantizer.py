@@ -49,8 +49,9 @@ class Quantizer(Constant):
     ``class Family(Quantizer, abstract=True)`` is a base of others.
 
     ``dequantize`` alone says what codes mean. A GEMM of the hardware reads float8 codes, one a byte, times the scales
-    of their blocks, so it multiplies the codes of a class that inherits ``dequantize``. Products of all other codes
-    are computed from what ``dequantize`` returns: on a CPU always, on a GPU if emulation is asked for.
+    of their blocks, so it multiplies the codes of a class that inherits ``dequantize``. Other codes are multiplied by
+    a GEMM that was registered for them (``fp8compile.library.register_gemm``), or else from what ``dequantize``
+    returns: on a CPU always, on a GPU if emulation is asked for.
 
     Attributes:
         format: Format of the codes: ``"e4m3"``, ``"e5m2"`` or ``"e2m1"``. A class with a ``cast`` and ``dequantize``

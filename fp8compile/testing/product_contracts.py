@@ -13,6 +13,7 @@ from torch import Tensor
 from fp8compile.formats import E5M2, E8M0
 from fp8compile.nn import linear
 from fp8compile.ops.gemm import select_gemm
+from fp8compile.ops.gemms.table import REGISTERED
 from fp8compile.quantizers import GEMMS, CurrentScaling, Quantizer, Recipe, gemm_kind
 from fp8compile.quantizers.blocks import as_matrix, expand_blocks
 from fp8compile.target import Target, pretend_target
@@ -107,13 +108,15 @@ def _as_read(quantized: QuantizedTensor) -> Tensor:
 
 
 def _gemms(q: Quantizer) -> Iterator[str]:
-    """The native GEMMs that GPUs would take for a product of such codes with their transposed."""
+    """The GEMMs for float8 codes that GPUs would take for a product of such codes with their transposed."""
     for target in PRETENDED:
         with pretend_target(target):
             try:
-                yield select_gemm(q, q.transposed(), torch.device("cpu"), torch.bfloat16)
+                gemm = select_gemm(q, q.transposed(), torch.device("cpu"), torch.bfloat16)
             except RuntimeError:  # this GPU refuses them, and says what to do
                 continue
+            if gemm not in REGISTERED:  # one of a package's own reads what it is written to read
+                yield gemm
 
 
 def gemms_read_what_dequantize_gives(q: Quantizer, device: torch.device) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +13,8 @@ from torch import nn
 
 from fp8compile import ops
 from fp8compile.nn import Linear, revert
-from fp8compile.ops.support import recipe_support
+from fp8compile.ops.gemms.table import multiplying_calls
+from fp8compile.ops.support import GemmSupport, recipe_support
 from fp8compile.target import pretend_target
 from fp8compile.testing.compiler_log import one_line
 from fp8compile.testing.explain.called import Names, layer_of_stack
@@ -88,6 +90,7 @@ class GpuExplanation:
         bf16_costs: Of the same model unconverted; empty if that can't be built.
         bf16_problem: Why not; empty if it can, or if nothing is converted.
         casts: Of every FP8 GEMM's operands.
+        gemms: By which GEMMs the GPU multiplies for the converted layers, each with the number of products.
     """
 
     gpu: str
@@ -97,18 +100,29 @@ class GpuExplanation:
     bf16_costs: tuple[GraphCost, ...] = ()
     bf16_problem: str = ""
     casts: tuple[Cast, ...] = ()
+    gemms: tuple[tuple[str, int], ...] = ()
+
+
+def _support(model: nn.Module, gpu: Gpu) -> list[tuple[str, GemmSupport]]:
+    """How a GPU would run each product of each converted layer, by the layer's name."""
+    layers = [(name, layer) for name, layer in model.named_modules() if isinstance(layer, Linear)]
+    with pretend_target(gpu.target):
+        return [
+            (name or "the model", each)
+            for name, layer in layers
+            for each in recipe_support(layer.recipe, torch.device("cuda"), layer.weight.dtype)
+        ]
 
 
 def missing_gemm(model: nn.Module, gpu: Gpu) -> str:
     """The first layer of a model whose recipe a GPU has no GEMM for, and the reason; empty if there is none."""
-    with pretend_target(gpu.target):
-        for name, layer in model.named_modules():
-            if isinstance(layer, Linear):
-                found = recipe_support(layer.recipe, torch.device("cuda"), layer.weight.dtype)
-                lacking = [each for each in found if each.kind == "none"]
-                if lacking:
-                    return f"{name or 'the model'}, {lacking[0].gemm}: {lacking[0].detail.removeprefix('scaled_mm: ')}"
-    return ""
+    lacking = ((name, each) for name, each in _support(model, gpu) if each.kind == "none")
+    return next((f"{name}, {each.gemm}: {each.detail.removeprefix('scaled_mm: ')}" for name, each in lacking), "")
+
+
+def _gemms(model: nn.Module, gpu: Gpu) -> tuple[tuple[str, int], ...]:
+    """Names of the GEMMs that a GPU would take for the converted layers, and of how many products."""
+    return tuple(Counter(each.kind for _, each in _support(model, gpu)).items())
 
 
 def _works(op: str) -> bool:
@@ -122,8 +136,13 @@ def _fused_with(found: Schedule, launch: ScheduledLaunch) -> tuple[str, ...]:
     return tuple(dict.fromkeys(".".join(op.split(".")[:2]) for op in ops if _works(op)))
 
 
+def _multiplies_codes(launch: ScheduledLaunch) -> bool:
+    is_known = not multiplying_calls().isdisjoint(launch.name.split("."))
+    return launch.kind == "gemm" and (is_known or "scaled" in launch.name)
+
+
 def _casts(found: Schedule, names: Names) -> Iterator[Cast]:
-    products = [each for each in found.launches if each.kind == "gemm" and "scaled" in each.name]
+    products = list(filter(_multiplies_codes, found.launches))
     for product in products:
         node = found.makes(product)
         if node is None:
@@ -148,7 +167,7 @@ def _cost(found: Schedule, *, backward: bool) -> GraphCost:
         backward=backward,
         kernels=kinds.count("triton"),
         gemms=kinds.count("gemm"),
-        fp8_gemms=sum(launch.kind == "gemm" and "scaled" in launch.name for launch in found.launches),
+        fp8_gemms=sum(map(_multiplies_codes, found.launches)),
         opaque=kinds.count("opaque"),
         bytes=sum(launch.bytes_read + launch.bytes_written for launch in found.launches),
     )
@@ -207,4 +226,11 @@ def explain_gpu(
     finally:
         torch._dynamo.reset()
     bf16_costs, bf16_problem = _unconverted(model, args, kwargs, names, gpu)
-    return GpuExplanation(gpu=name, costs=costs, casts=casts, bf16_costs=bf16_costs, bf16_problem=bf16_problem)
+    return GpuExplanation(
+        gpu=name,
+        costs=costs,
+        casts=casts,
+        gemms=_gemms(model, gpu),
+        bf16_costs=bf16_costs,
+        bf16_problem=bf16_problem,
+    )

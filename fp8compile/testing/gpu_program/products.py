@@ -3,8 +3,8 @@
 A result is summed in float64 and rounded to its dtype, so it depends on nothing but the operands' values. cuBLASLt has
 an order of sums, and for float8 a precision, of its own.
 
-Sources of the demands: PyTorch's checks in `_scaled_mm` (aten/src/ATen/native/cuda/ScaledBlas.cpp); cuBLAS
-documentation, "1D Block Scaling Factors Layout".
+Sources of the demands: PyTorch's checks in `_scaled_mm` (aten/src/ATen/native/cuda/ScaledBlas.cpp) and in `_int_mm`
+(Blas.cpp beside it); cuBLAS documentation, "1D Block Scaling Factors Layout".
 """
 
 from __future__ import annotations
@@ -159,8 +159,19 @@ def addmm(gpu: Gpu, bias: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alph
     return (beta * _wide(bias) + alpha * (_wide(a) @ _wide(b))).to(a.dtype)
 
 
+def int_mm(gpu: Gpu | None, a: Tensor, b: Tensor) -> Tensor:
+    """`torch._int_mm`, a GPU's demands checked: int8 codes, exact sums in int32."""
+    name = f"_int_mm {tuple(a.shape)} x {tuple(b.shape)}"
+    _demand(a.dtype == b.dtype == torch.int8, name, f"int8 codes, not {a.dtype} and {b.dtype}.")
+    if gpu is not None:
+        _demand(a.shape[0] > 16, name, "more than 16 rows.")
+        _demand(all(size % 8 == 0 for size in b.shape), name, "k and n in multiples of 8.")
+    return (a.contiguous().double() @ b.contiguous().double()).to(torch.int32)
+
+
 PRODUCTS: dict[str, Callable[..., Tensor]] = {
-    "_scaled_mm": scaled_mm, "mm": mm, "bmm": mm, "addmm": addmm, "bias_addmm": addmm, "baddbmm": addmm,
+    "_scaled_mm": scaled_mm, "_int_mm": int_mm, "mm": mm, "bmm": mm, "addmm": addmm, "bias_addmm": addmm,
+    "baddbmm": addmm,
 }  # fmt: skip
 
 
@@ -168,7 +179,7 @@ class Products:
     """Computes products and keeps what they were called with.
 
     Attributes:
-        gpu: Whose demands are checked; only `_scaled_mm` needs it.
+        gpu: Whose demands are checked; only `_scaled_mm` needs it, `_int_mm` of a CPU demands less.
         called: In their order.
     """
 

@@ -1,0 +1,55 @@
+"""Hopper's blockwise GEMM: `torch._scaled_mm` with a scale for 128 values of the sum, or for a tile of 128 by 128."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fp8compile.ops.gemms.float8 import ALIGNMENT, ASK, float8_kind, lacks_tensor_cores, padded, scaled_mm
+from fp8compile.ops.gemms.kernel import GemmKernel, GemmProblem, Operand
+from fp8compile.ops.scale_layouts import down_the_rows, rows_of_fours
+from fp8compile.quantizers import GemmConfig, Quantizer
+
+__all__ = ["BLOCK", "BLOCKWISE"]
+
+BLOCK = 128
+
+
+def _takes(a: Quantizer, b: Quantizer) -> bool:
+    is_blockwise = float8_kind(a, b) == "blockwise" and a.block[1] == BLOCK
+    return is_blockwise and not a.block[0] == b.block[1] == BLOCK  # tiles on one side at most
+
+
+def _lacks(problem: GemmProblem) -> str | None:
+    if (lacking := lacks_tensor_cores(problem)) is not None:
+        return lacking
+    # cuBLASLt has these on Hopper alone
+    is_hopper = problem.target.capability[0] == 9
+    return None if is_hopper else f"needs a GPU of compute capability 9.0 (H100, H200). {ASK}"
+
+
+def _block_scales(operand: Operand, rows: int) -> Tensor:
+    """Scales of blocks along the sum, as Hopper's GEMM wants them."""
+    values = operand.scale_values()
+    if operand.quantizer.block[0] == BLOCK:
+        return rows_of_fours(values)
+    return down_the_rows(padded(values, rows - values.shape[0], 0, value=1.0))
+
+
+def _scales(a: Operand, b: Operand, m: int, n: int) -> tuple[Tensor, Tensor]:
+    return _block_scales(a, m), _block_scales(b.t(), n).t()
+
+
+def _multiply(a: Operand, b: Operand, out_dtype: torch.dtype, config: GemmConfig) -> Tensor:
+    return scaled_mm(a, b, out_dtype, _scales, rows_to=ALIGNMENT)
+
+
+BLOCKWISE = GemmKernel(
+    name="blockwise",
+    detail="native, blockwise GEMM",
+    takes=_takes,
+    lacks=_lacks,
+    multiply=_multiply,
+    calls=("_scaled_mm",),
+    rounds_in_call=True,
+)

@@ -1,0 +1,55 @@
+"""Emulation: the float64 product of what `dequantize` gives, rounded once.
+
+It takes the codes of every quantizer. A CPU emulates whatever it has no kernel for; a GPU only if that is asked for,
+and otherwise this GEMM says why no other one takes the operands.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fp8compile.ops.gemms.blockwise import BLOCK
+from fp8compile.ops.gemms.float8 import ASK, lacks_tensor_cores
+from fp8compile.ops.gemms.kernel import GemmKernel, GemmProblem, Operand
+from fp8compile.ops.gemms.mx import MX_BLOCK
+from fp8compile.ops.realize import realize
+from fp8compile.quantizers import GemmConfig, Quantizer
+
+__all__ = ["EMULATED"]
+
+OWN_CODES = (
+    "has no GEMM: a GPU multiplies float8 codes, and only the quantizer's own dequantize knows what these mean. "
+    f"{ASK} If they are float8 numbers times the scale of their block, say so by gemm_format(); a GEMM of your own "
+    "for them is added by fp8compile.library.register_gemm."
+)
+NO_SUCH_BLOCKS = (
+    f"has no GEMM on any GPU: they multiply (1, {BLOCK}) by ({BLOCK}, 1) or ({BLOCK}, {BLOCK}), the reverse, and "
+    f"(1, {MX_BLOCK}) by ({MX_BLOCK}, 1) with E8M0 scales. {ASK}"
+)
+
+
+def _takes(a: Quantizer, b: Quantizer) -> bool:
+    return True
+
+
+def _lacks(problem: GemmProblem) -> str | None:
+    device = problem.target.type
+    if device == "cpu" or (device == "cuda" and problem.config.emulate):
+        return None
+    if (lacking := lacks_tensor_cores(problem)) is not None:
+        return lacking
+    is_float8 = problem.a.gemm_format() is not None and problem.b.gemm_format() is not None
+    return NO_SUCH_BLOCKS if is_float8 else OWN_CODES
+
+
+def _exact(operand: Operand) -> Tensor:
+    # realized: PyTorch 2.11 drops the float32 rounding of a scale that float64 code reads next
+    return operand.quantizer.dequantize(operand.codes, realize(operand.scale), torch.float64)
+
+
+def _multiply(a: Operand, b: Operand, out_dtype: torch.dtype, config: GemmConfig) -> Tensor:
+    return (_exact(a) @ _exact(b)).to(out_dtype)
+
+
+EMULATED = GemmKernel(name="emulated", detail="emulated in float64", takes=_takes, lacks=_lacks, multiply=_multiply)

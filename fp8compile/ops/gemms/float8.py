@@ -1,0 +1,101 @@
+"""What the GEMMs of `torch._scaled_mm` have in common: float8 codes, tensor cores, padding, and the call.
+
+A GPU wants rows of codes in multiples of 16 bytes, a row-major left and a column-major right operand. Zeros are
+appended where sizes are others, and what they make is cut off the product.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from fp8compile import _compat
+from fp8compile.formats import E5M2
+from fp8compile.ops.gemms.kernel import GemmProblem, Operand
+from fp8compile.quantizers import Quantizer, gemm_kind
+from fp8compile.target import target_of
+
+__all__ = ["ALIGNMENT", "ASK", "float8_kind", "lacks_tensor_cores", "padded", "scaled_mm"]
+
+ALIGNMENT = 16  # cuBLASLt: rows of codes are multiples of 16 bytes; Inductor's CPU code: for M = 1 as well
+ASK = "Take a recipe that this GPU has, or ask for emulation in float64 (emulate=True), right and slow."
+
+
+def float8_kind(a: Quantizer, b: Quantizer) -> str | None:
+    """How a product of float8 codes undoes its scales, as `gemm_kind` says; None where the codes are no float8."""
+    is_float8 = a.gemm_format() is not None and b.gemm_format() is not None
+    return gemm_kind(a.block, b.block) if is_float8 else None
+
+
+def lacks_tensor_cores(problem: GemmProblem) -> str | None:
+    """Why a device has no tensor cores for float8 codes of these formats; None if it has."""
+    target, formats = problem.target, (problem.a.gemm_format(), problem.b.gemm_format())
+    if target.type != "cuda":
+        return f"has no FP8 GEMM on device {target.type!r}; it runs on 'cuda' and 'cpu'."
+    if target.capability < (8, 9):
+        return (
+            "needs a GPU with FP8 tensor cores, compute capability 8.9 or more (L4, RTX 40, H100, B200). Leave the "
+            "model in bfloat16 here."
+        )
+    if formats == (E5M2, E5M2):
+        return "has no GEMM: tensor cores multiply e4m3 by e4m3 or by e5m2. Make one of them e4m3."
+    return None
+
+
+def padded(x: Tensor, rows: int, columns: int, *, value: float = 0.0) -> Tensor:
+    """A matrix with this many more rows and columns; itself where both are known to be 0."""
+    if _compat.statically_true(rows == 0) and _compat.statically_true(columns == 0):
+        return x
+    return pad(x, (0, columns, 0, rows), value=value)
+
+
+def _padded_codes(a: Operand, b: Operand, rows_to: int, sum_to: int) -> tuple[Tensor, Tensor]:
+    """Float8 codes in the layout of `_scaled_mm`: a row-major, b column-major, sides as multiples."""
+    (m, k), n = a.codes.shape, b.codes.shape[1]
+    on_gpu = target_of(a.codes.device).type == "cuda"
+    extra_k = -k % sum_to
+    extra_n = -n % ALIGNMENT if on_gpu else 0
+    extra_m = -m % rows_to if rows_to > 1 else 0
+    if _compat.is_unbacked(m):
+        extra_m = 2  # rows of zeros: PyTorch asks `_scaled_mm` whether it has one row, and of two more it can tell
+    # statically: a guard on M % 16 would compile the backward twice, for its sum runs over tokens
+    rows = padded(a.codes, extra_m, extra_k)
+    columns = padded(b.codes.t(), extra_n, extra_k)
+    a_float8, b_float8 = a.quantizer.gemm_format().dtype, b.quantizer.gemm_format().dtype
+    return rows.contiguous().view(a_float8), columns.contiguous().view(b_float8).t()
+
+
+def scaled_mm(
+    a: Operand,
+    b: Operand,
+    out_dtype: torch.dtype,
+    scales: Callable[[Operand, Operand, int, int], tuple[Tensor, Tensor]],
+    *,
+    rows_to: int = 1,
+    sum_to: int = ALIGNMENT,
+    fast_accumulation: bool = False,
+) -> Tensor:
+    """`torch._scaled_mm` of two operands, whatever their sizes.
+
+    Args:
+        a: (m, k), float8 codes.
+        b: (k, n), float8 codes.
+        out_dtype: Of the product.
+        scales: From the operands and the padded m and n, the scales of a product of these sizes, in its layout.
+        rows_to: What m is padded to a multiple of: more than 1 where each row has scales of its own.
+        sum_to: What k is padded to a multiple of.
+        fast_accumulation: Whether partial sums may stay in the tensor core's fewer bits.
+
+    Returns:
+        (m, n), contiguous.
+    """
+    rows, columns = _padded_codes(a, b, rows_to, sum_to)
+    (m, _), n = a.codes.shape, b.codes.shape[1]
+    a_scale, b_scale = scales(a, b, rows.shape[0], columns.shape[1])
+    product = torch._scaled_mm(rows, columns, a_scale, b_scale, out_dtype=out_dtype, use_fast_accum=fast_accumulation)
+    if _compat.statically_true(product.shape[0] == m) and _compat.statically_true(product.shape[1] == n):
+        return product
+    return product[:m, :n].contiguous()

@@ -1,0 +1,94 @@
+"""What a GEMM is to this package: a value that says which operands it takes, where it runs and how it multiplies."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from fp8compile.ops.returned import shape_said
+from fp8compile.quantizers import GemmConfig, Quantizer
+from fp8compile.target import Target
+
+__all__ = ["GemmKernel", "GemmProblem", "Operand"]
+
+
+@lru_cache(maxsize=256)  # each eager call asks, and a new value is checked field by field
+def _transposed(quantizer: Quantizer) -> Quantizer:
+    return quantizer.transposed()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Operand:
+    """One side of a product: codes and scales of a matrix, and the quantizer that made them of it.
+
+    Attributes:
+        codes: uint8, 2-D, ``quantizer.codes_shape`` of the matrix.
+        scale: Grid of the quantizer's blocks over ``codes``, 2-D.
+        quantizer: In the coordinates of ``codes``.
+    """
+
+    codes: Tensor
+    scale: Tensor
+    quantizer: Quantizer
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Sizes of the matrix that the codes stand for; packed codes are fewer."""
+        return shape_said(self.quantizer, "values_shape", self.codes.shape)
+
+    def t(self) -> Operand:
+        """The transposed matrix; no data moves."""
+        return Operand(codes=self.codes.t(), scale=self.scale.t(), quantizer=_transposed(self.quantizer))
+
+    def scale_values(self) -> Tensor:
+        """The scales as float32 numbers."""
+        return self.quantizer.scale_values(self.scale)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GemmProblem:
+    """A product (m, k) by (k, n) as far as it is known before there are tensors.
+
+    Attributes:
+        a: Quantizer of the left operand, over (m, k).
+        b: Quantizer of the right operand, over (k, n).
+        target: The device that code is made for.
+        out_dtype: Dtype of the product.
+        config: What the GEMM is allowed.
+    """
+
+    a: Quantizer
+    b: Quantizer
+    target: Target
+    out_dtype: torch.dtype
+    config: GemmConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class GemmKernel:
+    """One way to multiply quantized matrices.
+
+    Attributes:
+        name: What `select_gemm` and reports call it.
+        detail: How it runs, in the words of ``fp8compile doctor``.
+        takes: ``(a, b) -> bool``, of the two quantizers: whether it reads their codes and scales, on whatever device.
+        lacks: ``(problem) -> str | None``, asked where it takes the operands: None where it runs. Otherwise the
+            reason, as the rest of a sentence about the operands, and what to do.
+        multiply: ``(a, b, out_dtype, config) -> Tensor``: the product of two operands (m, k) and (k, n) without an
+            empty side, in ``out_dtype``, contiguous. Plain PyTorch: eager mode runs it and Inductor traces it.
+        calls: Names of the PyTorch operators that multiply, by which reports find it in generated code and profiles.
+        rounds_in_call: Whether the operator itself gives ``out_dtype``. If it does not, compiled code stores the last
+            rounding explicitly, for Inductor drops that of a value which it fuses with what follows.
+    """
+
+    name: str
+    detail: str
+    takes: Callable[[Quantizer, Quantizer], bool]
+    lacks: Callable[[GemmProblem], str | None]
+    multiply: Callable[[Operand, Operand, torch.dtype, GemmConfig], Tensor]
+    calls: tuple[str, ...] = ()
+    rounds_in_call: bool = False

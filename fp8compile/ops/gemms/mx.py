@@ -1,0 +1,49 @@
+"""Blackwell's MX GEMM: `torch._scaled_mm` with a power of two, an E8M0 byte, for 32 values of the sum."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fp8compile.ops.gemms.float8 import ALIGNMENT, ASK, float8_kind, lacks_tensor_cores, scaled_mm
+from fp8compile.ops.gemms.kernel import GemmKernel, GemmProblem, Operand
+from fp8compile.ops.scale_layouts import swizzled
+from fp8compile.quantizers import GemmConfig, Quantizer
+
+__all__ = ["MX", "MX_BLOCK"]
+
+MX_BLOCK = 32
+
+
+def _is_mx(quantizer: Quantizer) -> bool:
+    return sorted(quantizer.block) == [1, MX_BLOCK] and quantizer.stores_e8m0()
+
+
+def _takes(a: Quantizer, b: Quantizer) -> bool:
+    return float8_kind(a, b) == "blockwise" and _is_mx(a) and _is_mx(b)
+
+
+def _lacks(problem: GemmProblem) -> str | None:
+    if (lacking := lacks_tensor_cores(problem)) is not None:
+        return lacking
+    is_blackwell = problem.target.capability >= (10, 0)
+    return None if is_blackwell else f"is MX, which needs compute capability 10.0 (B200). {ASK}"
+
+
+def _scales(a: Operand, b: Operand, m: int, n: int) -> tuple[Tensor, Tensor]:
+    return swizzled(a.scale), swizzled(b.scale.t())
+
+
+def _multiply(a: Operand, b: Operand, out_dtype: torch.dtype, config: GemmConfig) -> Tensor:
+    return scaled_mm(a, b, out_dtype, _scales, rows_to=ALIGNMENT, sum_to=MX_BLOCK)
+
+
+MX = GemmKernel(
+    name="mx",
+    detail="native, MX GEMM",
+    takes=_takes,
+    lacks=_lacks,
+    multiply=_multiply,
+    calls=("_scaled_mm",),
+    rounds_in_call=True,
+)

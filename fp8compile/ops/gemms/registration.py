@@ -1,0 +1,134 @@
+"""A GEMM of another package: what is checked of it when it is registered, and of what it answers when it is asked."""
+
+from __future__ import annotations
+
+import inspect
+import keyword
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fp8compile.ops.gemms.kernel import GemmKernel, GemmProblem, Operand
+from fp8compile.ops.gemms.table import REGISTERED
+from fp8compile.ops.returned import could_be
+from fp8compile.quantizers import GemmConfig, Quantizer
+from fp8compile.quantizers.constant import salt_with
+
+__all__ = ["new_gemm"]
+
+# what to write for a function that was left out, and what it is called with
+FUNCTIONS = {
+    "takes": (
+        ("a", "b"),
+        "a function (a, b) of the two quantizers that returns whether the GEMM reads their codes and scales; "
+        "type(a) is type(b) is YourQuantizer says that they are your own",
+    ),
+    "lacks": (
+        ("problem",),
+        "a function (problem) that returns None where the GEMM runs, and otherwise why it does not and what to do, as "
+        "the rest of a sentence; problem.target has the device's type and compute capability",
+    ),
+    "multiply": (
+        ("a", "b", "out_dtype", "config"),
+        "a function (a, b, out_dtype, config) of two fp8compile.library.Operand that returns their product, "
+        "contiguous and in out_dtype",
+    ),
+}
+
+
+def _check_name(name: str) -> None:
+    parts = name.split("::") if isinstance(name, str) else []
+    if len(parts) != 2 or not all(part.isidentifier() and not keyword.iskeyword(part) for part in parts):
+        raise ValueError(f"register_gemm: {name!r} is no name of a GEMM; write 'package::name'.")
+    if name in REGISTERED:
+        raise ValueError(f"register_gemm: {name} is registered already; choose another name.")
+
+
+def _check_function(name: str, argument: str, given: Any) -> None:
+    parameters, what = FUNCTIONS[argument]
+    if not inspect.isfunction(given):  # whose module is known: its source has to be in the keys of caches
+        raise TypeError(f"register_gemm: {name}: {argument} is {given!r}; it is {what}.")
+    signature = inspect.signature(given)
+    try:
+        signature.bind(*parameters)
+    except TypeError as error:
+        raise TypeError(
+            f"register_gemm: {name}: {argument} takes {signature}: {error}. It is called as "
+            f"{argument}({', '.join(parameters)})."
+        ) from None
+
+
+def _check_words(name: str, detail: str, calls: tuple[str, ...]) -> None:
+    if not isinstance(detail, str) or not detail:
+        raise TypeError(f"register_gemm: {name}: detail is {detail!r}; it says in words how the GEMM runs.")
+    if not isinstance(calls, tuple) or not all(isinstance(call, str) and call for call in calls):
+        raise TypeError(
+            f"register_gemm: {name}: calls is {calls!r}; it is a tuple of names of PyTorch operators, such as "
+            "('_int_mm',)."
+        )
+
+
+def _taken(name: str, takes: Callable, a: Quantizer, b: Quantizer) -> bool:
+    answer = takes(a, b)
+    if type(answer) is not bool:
+        raise TypeError(f"{name}: takes returned {answer!r} for {a!r} and {b!r}; it returns True or False.")
+    return answer
+
+
+def _lacking(name: str, lacks: Callable, problem: GemmProblem) -> str | None:
+    answer = lacks(problem)
+    if answer is not None and not (isinstance(answer, str) and answer):
+        raise TypeError(f"{name}: lacks returned {answer!r}; it returns None where the GEMM runs, or why it does not.")
+    return answer
+
+
+def _is_contiguous(x: Tensor) -> bool:
+    """Whether that is so, as far as numbers tell: of sizes that are symbols nothing is asked."""
+    return not all(type(size) is int for size in (*x.shape, *x.stride())) or x.is_contiguous()
+
+
+def _shown(shape: Sequence[Any], dtype: torch.dtype) -> str:
+    return f"{str(dtype).removeprefix('torch.')} of shape {tuple(shape)}"
+
+
+def _product(
+    name: str, multiply: Callable, a: Operand, b: Operand, out_dtype: torch.dtype, config: GemmConfig
+) -> Tensor:
+    product, shape = multiply(a, b, out_dtype, config), (a.shape[0], b.shape[1])
+    if not isinstance(product, Tensor):
+        found = repr(product)
+    elif product.dtype != out_dtype or not could_be(product.shape, shape):
+        found = _shown(product.shape, product.dtype)
+    elif not _is_contiguous(product):
+        found = f"a tensor with strides {product.stride()}"
+    else:
+        return product
+    raise TypeError(f"{name}: multiply returned {found}; it returns {_shown(shape, out_dtype)}, contiguous.")
+
+
+def new_gemm(
+    name: str, *, takes: Callable, lacks: Callable, multiply: Callable, detail: str, calls: tuple[str, ...]
+) -> GemmKernel:
+    """Check the parts of a GEMM, put it into the table and its source into the keys of compile caches.
+
+    The arguments are those of `fp8compile.library.register_gemm`.
+    """
+    _check_name(name)
+    functions = {"takes": takes, "lacks": lacks, "multiply": multiply}
+    for argument, given in functions.items():
+        _check_function(name, argument, given)
+    _check_words(name, detail, calls)
+    for argument, given in functions.items():
+        salt_with(given.__module__, f"{name} {argument} {given.__qualname__}")
+    REGISTERED[name] = GemmKernel(
+        name=name,
+        detail=detail,
+        takes=partial(_taken, name, takes),
+        lacks=partial(_lacking, name, lacks),
+        multiply=partial(_product, name, multiply),
+        calls=calls,
+    )
+    return REGISTERED[name]

@@ -1,0 +1,61 @@
+"""The rowwise GEMM: `torch._scaled_mm` with a scale for each row of a and each column of b.
+
+A CPU gets a tensorwise scale as one a row: for e4m3 by e4m3 with two numbers oneDNN has a reference loop only, much
+slower and with the same bits (`benchmarks/cpu_gemm.py`). Before PyTorch 2.13 that loop is all there is, so the CPU
+emulates.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fp8compile import _compat
+from fp8compile.ops.gemms.float8 import float8_kind, lacks_tensor_cores, padded, scaled_mm
+from fp8compile.ops.gemms.kernel import GemmKernel, GemmProblem, Operand
+from fp8compile.quantizers import GemmConfig, Quantizer
+
+__all__ = ["ROWWISE"]
+
+
+def _takes(a: Quantizer, b: Quantizer) -> bool:
+    return float8_kind(a, b) in ("tensorwise", "rowwise")
+
+
+def _lacks(problem: GemmProblem) -> str | None:
+    if problem.target.type == "cpu":
+        return None if _compat.cpu_has_rowwise_gemm() else "needs PyTorch 2.13 on a CPU."
+    if (lacking := lacks_tensor_cores(problem)) is not None:
+        return lacking
+    if problem.target.capability < (9, 0):
+        return "needs compute capability 9.0 (H100, H200, B200)."
+    return None if problem.out_dtype == torch.bfloat16 else "gives bfloat16 only."
+
+
+def _row_scales(operand: Operand, rows: int) -> Tensor:
+    """A scale a row, (rows, 1), from one for all or one each; rows beyond the operand's have 1."""
+    m, scale = operand.codes.shape[0], operand.scale_values()
+    if operand.quantizer.block[0] != 1:
+        scale = scale.expand(m, 1)
+    elif not all(_compat.statically_true(stride == 1) for stride in scale.stride()):
+        scale = scale.reshape(-1).unsqueeze(1)  # a (1, m) scale that was turned, whose strides would not do
+    return padded(scale, rows - m, 0, value=1.0).contiguous()
+
+
+def _scales(a: Operand, b: Operand, m: int, n: int) -> tuple[Tensor, Tensor]:
+    return _row_scales(a, m), _row_scales(b.t(), n).t()
+
+
+def _multiply(a: Operand, b: Operand, out_dtype: torch.dtype, config: GemmConfig) -> Tensor:
+    return scaled_mm(a, b, out_dtype, _scales, fast_accumulation=config.fast_accumulation)
+
+
+ROWWISE = GemmKernel(
+    name="rowwise",
+    detail="native, rowwise GEMM",
+    takes=_takes,
+    lacks=_lacks,
+    multiply=_multiply,
+    calls=("_scaled_mm",),
+    rounds_in_call=True,
+)
