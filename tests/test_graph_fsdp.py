@@ -211,8 +211,8 @@ def test_trains_as_fully_shard_does(ranks, case):
     assert ranks.run(graph_and_stock, *case, 5) == [[]] * 4
 
 
-def test_trains_as_fully_shard_does_for_100_steps_in_one_graph(ranks):
-    assert ranks.run(graph_and_stock, "tensorwise", "fp32", "bf16", "uneven", "1-D", 100, "aot_eager") == [[]] * 4
+def test_trains_as_fully_shard_does_for_30_steps_in_one_graph(ranks):
+    assert ranks.run(graph_and_stock, "tensorwise", "fp32", "bf16", "uneven", "1-D", 30, "aot_eager") == [[]] * 4
 
 
 @pytest.mark.slow
