@@ -6,11 +6,11 @@ group. The bfloat16 beside it is the same model under the stock styles.
 
 from __future__ import annotations
 
-import multiprocessing
 from concurrent.futures import ProcessPoolExecutor
 
 import pytest
 import torch
+from processes import process_context
 from torch import nn
 
 import fp8compile as f8
@@ -47,8 +47,7 @@ def start_fake_group():
 @pytest.fixture(scope="module")
 def elsewhere():
     """Runs a function in the process with the group, once for each of its arguments."""
-    spawn = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(1, mp_context=spawn, initializer=start_fake_group) as pool:
+    with ProcessPoolExecutor(1, mp_context=process_context(), initializer=start_fake_group) as pool:
 
         def kept(function, *args):
             call = (function, args)
