@@ -17,6 +17,8 @@ pytest_plugins = ["pytester"]
 # xdist runs a worker a core; the tests' tensors are small
 torch.set_num_threads(1)
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+# Inductor takes the CPU's instructions from /proc/cpuinfo; else it also compiles four programs for each cache folder
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 # Not the user's cache: what an earlier version of the code left there must not decide. Workers share the first one's.
 if "FP8COMPILE_TEST_CACHE" not in os.environ:
     cache = tempfile.mkdtemp(prefix="fp8compile-test-inductor-")

@@ -7,13 +7,13 @@ without data, so that they see dtypes and shapes of scales: the pass itself look
 from __future__ import annotations
 
 import itertools
-import multiprocessing
 from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
 from unittest import mock
 
 import pytest
 import torch
+from processes import process_context
 from test_tensor_parallel_graphs import mesh_of, start_fake_group
 from torch import nn
 
@@ -23,8 +23,7 @@ from fp8compile.target import Target, pretend_target
 
 
 def process():
-    spawn = multiprocessing.get_context("spawn")
-    return ProcessPoolExecutor(1, mp_context=spawn, initializer=start_fake_group)
+    return ProcessPoolExecutor(1, mp_context=process_context(), initializer=start_fake_group)
 
 
 @pytest.fixture(scope="module")

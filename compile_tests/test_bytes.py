@@ -8,10 +8,11 @@ from __future__ import annotations
 import importlib.util
 
 import pytest
+from block_rows import LLAMA, TOKENS, row_of
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from benchmarks.blocks import SHAPES, block
-from benchmarks.kernels import FILLS, kernel_row
+from benchmarks.blocks import block
+from benchmarks.kernels import FILLS
 from fp8compile.testing.gpu_graphs import gpu_graphs
 from fp8compile.testing.gpus import gpu_called
 
@@ -24,8 +25,6 @@ pytestmark = [
     ),
     pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION is unset:UserWarning"),  # Triton 3.9, once a process
 ]
-M, LLAMA = 8192, SHAPES["llama3-8b"]
-
 MOST = [
     ("tensorwise", "torchao tensorwise", 1.00),
     ("rowwise", "torchao rowwise", 0.70),
@@ -48,7 +47,7 @@ MOST_OF_ATTENTION = [
 
 
 def assert_ratio(kind, ours, theirs, most):
-    own, other = (kernel_row(contender, M, LLAMA, kind)["sum GB"] for contender in (ours, theirs))
+    own, other = (row_of(contender, kind)["sum GB"] for contender in (ours, theirs))
     assert own <= most * other, f"{ours}: {own:.6f} GB, {theirs}: {other:.6f} GB, ratio {own / other:.4f}"
 
 
@@ -65,7 +64,7 @@ def test_bytes_of_an_attention_block(ours, theirs, most):
 def saved_on_gpu(contender):
     """Bytes of what a GPU's forward graph keeps for the backward, without parameters and the input."""
     with FakeTensorMode(allow_non_fake_inputs=True):
-        model, x = block("mlp", contender, M, LLAMA)
+        model, x = block("mlp", contender, TOKENS, LLAMA)
         forward, _ = gpu_graphs(model, (x,), gpu_called("h200"))
     (outputs,) = forward.graph.graph.find_nodes(op="output")[0].args
     kept = [node.meta["val"] for node in outputs[1:] if node.op != "placeholder"]
@@ -84,7 +83,7 @@ def saved_on_gpu(contender):
 )
 def test_what_saves_bytes_keeps_no_codes_but_those_of_weights_that_a_recipe_asks_for(contender, beside):
     """Two hidden activations, the norm's statistics, a few scalars."""
-    assert beside <= saved_on_gpu(contender) <= 2 * 2 * M * LLAMA.h + 4 * M + beside + 1024
+    assert beside <= saved_on_gpu(contender) <= 2 * 2 * TOKENS * LLAMA.h + 4 * TOKENS + beside + 1024
 
 
 def test_every_opaque_launch_is_accounted_for():
@@ -94,7 +93,7 @@ def test_every_opaque_launch_is_accounted_for():
 
     for contender in ("rowwise", "blockwise"):
         with FakeTensorMode(allow_non_fake_inputs=True):
-            model, x = block("mlp", contender, M, LLAMA)
+            model, x = block("mlp", contender, TOKENS, LLAMA)
             codes = gpu_kernels(model, x, arch=arch_for(contender))
         opaque = {launch.name for code in codes for launch in code.launches if launch.kind == "opaque"}
         assert opaque <= {FILLS, "fp8compile.quantize_both.default"}, opaque

@@ -173,7 +173,7 @@ def test_inductor_has_the_decompositions_whenever_the_package_was_imported(folde
     run(folder, before + DECOMPOSED)
 
 
-@pytest.mark.parametrize("recipe", ["rowwise", "delayed"])
+@pytest.mark.parametrize("recipe", ["delayed", pytest.param("rowwise", marks=pytest.mark.slow)])
 def test_a_warm_start_of_a_model_misses_nothing(tmp_path, recipe):
     """Attention and feed-forward, forward and backward: both of Inductor's and AOTAutograd's graphs come from disk."""
     cold, warm = (compile_once(recipe, 1, str(tmp_path)) for _ in range(2))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 
 import pytest
 import torch
@@ -73,6 +74,12 @@ def trained(backend=None, *, parts=1, forwards_first=False, around=contextlib.nu
     return losses, model.state_dict(), compiles.new()
 
 
+@functools.cache
+def eager(**options):
+    """What eager mode gives, which several tests compare with."""
+    return trained(**options)
+
+
 def assert_same_run(found, expected, assert_bits_equal):
     assert found[0] == expected[0]
     for name, value in expected[1].items():
@@ -90,27 +97,27 @@ WAYS = {
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("way", WAYS)
 def test_twenty_steps_are_one_graph_with_the_bits_of_eager(way, backend, assert_bits_equal):
-    found, expected = trained(backend, **WAYS[way]), trained(**WAYS[way])
+    found, expected = trained(backend, **WAYS[way]), eager(**WAYS[way])
     assert found[2] == 1
     assert len(set(expected[0])) == len(expected[0])
     assert_same_run(found, expected, assert_bits_equal)
 
 
 def test_checkpointing_updates_each_history_once(assert_bits_equal):
-    assert_same_run(trained(recompute=True), trained(), assert_bits_equal)
+    assert_same_run(eager(recompute=True), eager(), assert_bits_equal)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_compiled_checkpointing_of_a_layer_called_twice_keeps_its_scales(backend, assert_bits_equal):
     """In eager mode the recomputed forward would read what the first backward has updated, and raises."""
-    assert_same_run(trained(backend, recompute=True, twice=True), trained(twice=True), assert_bits_equal)
+    assert_same_run(trained(backend, recompute=True, twice=True), eager(twice=True), assert_bits_equal)
 
 
 @pytest.mark.parametrize("recompute", [False, True], ids=["plain", "checkpointed"])
 def test_forwards_before_their_backwards_by_inductor(recompute, assert_bits_equal):
     """As in a pipeline: each backward casts by what its own forward used, and updates the state once."""
     ways = {"parts": 3, "forwards_first": True}
-    assert_same_run(trained("inductor", recompute=recompute, **ways), trained(**ways), assert_bits_equal)
+    assert_same_run(trained("inductor", recompute=recompute, **ways), eager(**ways), assert_bits_equal)
 
 
 @pytest.mark.parametrize("recompute", [False, True], ids=["plain", "checkpointed"])
@@ -125,7 +132,7 @@ def test_compiled_autograd(backend, assert_bits_equal):
     def around():
         return torch._dynamo.compiled_autograd._enable(torch.compile(backend=backend))
 
-    assert_same_run(trained(backend, around=around), trained(), assert_bits_equal)
+    assert_same_run(trained(backend, around=around), eager(), assert_bits_equal)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import importlib.util
 import re
 from dataclasses import dataclass
@@ -12,11 +11,10 @@ from unittest import mock
 import expecttest
 import pytest
 import torch
+from block_rows import row_of
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fp8compile as f8
-from benchmarks.blocks import SHAPES
-from benchmarks.kernels import kernel_row
 from benchmarks.table import lines
 from fp8compile.testing import gpu_kernels
 from fp8compile.testing.cubin import jit_resources
@@ -33,8 +31,6 @@ DIVISION = re.compile(r"^ *(tmp\d+) = \((\S+) / (\S+)\)$", re.MULTILINE)
 FLOAT64 = re.compile(r"^ *(tmp\d+) = .*tl\.float64\)$", re.MULTILINE)
 LOOP = re.compile(r"^( +)for r0_offset in .*\n(?:\1 +.*\n|\n)+", re.MULTILINE)
 CODES = re.compile(r"'(\w+)': '\*(?:fp8\w+|u8)'")
-
-row_of = functools.partial(kernel_row, m=8192, shape=SHAPES["llama3-8b"])
 
 
 class TestTable(expecttest.TestCase):

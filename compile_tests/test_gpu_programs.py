@@ -6,13 +6,13 @@
 from __future__ import annotations
 
 import importlib.util
-import multiprocessing
 from concurrent.futures import ProcessPoolExecutor
 
 import pytest
 import torch
 from foreign_functions import FOREIGN, has_package
 from gpu_program_cases import CASES, check, start_fake_group
+from processes import process_context
 
 from fp8compile.testing import run_gpu_program
 
@@ -29,8 +29,7 @@ PARAMETERS = [
 @pytest.fixture(scope="module")
 def elsewhere():
     """Runs a function in a process with a group that isn't there: PyTorch keeps meshes beyond their group."""
-    spawn = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(1, mp_context=spawn, initializer=start_fake_group) as pool:
+    with ProcessPoolExecutor(1, mp_context=process_context(), initializer=start_fake_group) as pool:
         yield lambda function, *args: pool.submit(function, *args).result()
 
 

@@ -6,7 +6,6 @@ group. Graphs are those that Inductor gets: decomposed, and cut into forward and
 
 from __future__ import annotations
 
-import multiprocessing
 import warnings
 from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
@@ -17,6 +16,7 @@ from math import prod
 import pytest
 import torch
 from expecttest import assert_expected_inline
+from processes import process_context
 from torch import nn
 
 import fp8compile as f8
@@ -54,8 +54,7 @@ def start_fake_group():
 @pytest.fixture(scope="module")
 def elsewhere():
     """Runs a function in the process with the group."""
-    spawn = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(1, mp_context=spawn, initializer=start_fake_group) as pool:
+    with ProcessPoolExecutor(1, mp_context=process_context(), initializer=start_fake_group) as pool:
         yield lambda function, *args: pool.submit(function, *args).result()
 
 

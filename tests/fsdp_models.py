@@ -16,6 +16,7 @@ import fp8compile as f8
 NUM_SYMBOLS = 32
 SIZES = {"even": (32, 256), "uneven": (33, 201)}  # dim, hidden; over two ranks, 256 is cut between blocks of 128
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+WITHIN = {"1-D": "pair", "three": "three", "HSDP": "all", "FSDP + TP": "all"}  # the ranks that a mesh takes
 POLICIES = {"fp32": MixedPrecisionPolicy(), "bf16": BF16}
 
 

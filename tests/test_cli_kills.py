@@ -14,7 +14,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 RUN = shlex.split(
-    "--dim 16 --layers 1 --heads 2 --kv-heads 1 --hidden 32 --seq 16 --batch 4 --steps 400 --eval-every 50 "
+    "--dim 16 --layers 1 --heads 2 --kv-heads 1 --hidden 32 --seq 16 --batch 4 --eval-every 50 "
     "--eval-sequences 6 --checkpoint-every 3 --threads 1 --device cpu --recipe rowwise --compare bf16 --no-compile"
 )
 
@@ -52,15 +52,17 @@ def results(folder):
     return [(row["arm"], row["kind"], row["step"], row["loss"]) for row in rows if row["kind"] != "done"]
 
 
-@pytest.mark.parametrize("kills", [3, pytest.param(20, marks=pytest.mark.slow)])
-def test_killed_at_random_moments_and_resumed(tmp_path, kills):
+# a row a step of two arms: more than the kills wait for, which is 30 rows each at most
+@pytest.mark.parametrize(("kills", "steps"), [(3, 160), pytest.param(20, 400, marks=pytest.mark.slow)])
+def test_killed_at_random_moments_and_resumed(tmp_path, kills, steps):
     text = tmp_path / "text.txt"
     text.write_text("".join(f"{number} squared is {number**2}\n" for number in range(700)))
     whole, killed = tmp_path / "whole", tmp_path / "killed"
-    finish(*RUN, "--data", text, "--out", whole)
+    arguments = (*RUN, "--steps", steps, "--data", text)
+    finish(*arguments, "--out", whole)
 
     moments = random.Random(0)
-    process = start(*RUN, "--data", text, "--out", killed)
+    process = start(*arguments, "--out", killed)
     for _ in range(kills):
         # some 3 ms a step, some of them in the middle of writing a checkpoint
         kill_at(process, killed, lines(killed) + moments.randint(1, 30), moments.uniform(0, 0.03))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -22,6 +23,8 @@ from fp8compile.testing import explain
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 FENCE = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+# the compiler's processes and cache are those of the tests; the user's own folder is not looked at
+COMPILER = ("TORCHINDUCTOR_CACHE_DIR", "TORCHINDUCTOR_COMPILE_THREADS", "TORCHINDUCTOR_VEC_ISA_OK")
 LINK = re.compile(r"\]\((?!https?:|#)([^)#]+)")
 
 
@@ -31,12 +34,13 @@ def fences(document: Path) -> list[str]:
 
 @pytest.mark.parametrize("document", [d for d in DOCUMENTS if fences(d)], ids=lambda d: d.name)
 def test_code_in_a_document_runs_from_top_to_bottom(document, tmp_path):
+    compiler = {name: os.environ[name] for name in COMPILER}
     script = tmp_path / "document.py"
     script.write_text("\n".join(fences(document)))
     finished = subprocess.run(
         [sys.executable, "-W", "ignore", str(script)],
         cwd=tmp_path,
-        env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin", "HOME": str(tmp_path)},
+        env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin", "HOME": str(tmp_path), **compiler},
         capture_output=True,
         text=True,
         timeout=300,

@@ -97,17 +97,17 @@ def on_and_off(recipe, scale, policy, sizes, mesh, steps):
 
 @pytest.mark.parametrize("case", PAIRWISE, ids=" ".join)
 def test_all_gather_on_and_off(ranks, case):
-    assert ranks.run(on_and_off, *case, 5) == [[]] * 4
+    assert not any(ranks.run(on_and_off, *case, 5, within=models.WITHIN[case[-1]]))
 
 
-def test_all_gather_on_and_off_for_100_steps(ranks):
-    assert ranks.run(on_and_off, "tensorwise", "fp32", "bf16", "uneven", "1-D", 100) == [[]] * 4
+def test_all_gather_on_and_off_for_30_steps(ranks):
+    assert ranks.run(on_and_off, "tensorwise", "fp32", "bf16", "uneven", "1-D", 30, within="pair") == [[]] * 2
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", EVERYTHING, ids=" ".join)
 def test_all_gather_on_and_off_everywhere(ranks, case):
-    assert ranks.run(on_and_off, *case, 100) == [[]] * 4
+    assert not any(ranks.run(on_and_off, *case, 100, within=models.WITHIN[case[-1]]))
 
 
 def one_process(recipe, policy, sizes, steps, world):
@@ -147,7 +147,7 @@ def against_one_process(recipe, policy, sizes, steps):
     ("recipe", "policy", "sizes"), [("tensorwise", "fp32", "uneven"), ("blockwise", "bf16", "even")]
 )
 def test_one_process(ranks, recipe, policy, sizes):
-    assert ranks.run(against_one_process, recipe, policy, sizes, 20) == [[]] * 4
+    assert ranks.run(against_one_process, recipe, policy, sizes, 20, within="pair") == [[]] * 2
 
 
 # ---------------------------------------------------------------------------------- what users reported

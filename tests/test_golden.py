@@ -106,7 +106,8 @@ def test_eager_codes_and_scales_are_the_references(kind, assert_bits_equal):
     assert compared == PROMISED[kind]
 
 
-@pytest.mark.parametrize("kind", BLOCKS)
+# one of each layout of blocks; of the others, compiled is held against eager mode in test_contracts.py
+@pytest.mark.parametrize("kind", ["tensorwise", "rowwise", "blockwise_1x128", "blockwise_128x1", "mx_32x32"])
 def test_compiled_codes_and_scales_are_the_references(kind, assert_bits_equal):
     # One graph a kind, with one quantization for each different (quantizer, dtype, shape): a graph each would take ten
     # minutes of C++ compiler. The graph runs as often as the most frequent of these has cases.

@@ -208,11 +208,12 @@ def graph_and_stock(recipe, scale, policy, sizes, mesh, steps, backend=None):
 
 @pytest.mark.parametrize("case", PAIRWISE, ids=" ".join)
 def test_trains_as_fully_shard_does(ranks, case):
-    assert ranks.run(graph_and_stock, *case, 5) == [[]] * 4
+    assert not any(ranks.run(graph_and_stock, *case, 5, within=models.WITHIN[case[-1]]))
 
 
-def test_trains_as_fully_shard_does_for_100_steps_in_one_graph(ranks):
-    assert ranks.run(graph_and_stock, "tensorwise", "fp32", "bf16", "uneven", "1-D", 100, "aot_eager") == [[]] * 4
+def test_trains_as_fully_shard_does_for_30_steps_in_one_graph(ranks):
+    case = ("tensorwise", "fp32", "bf16", "uneven", "1-D")
+    assert ranks.run(graph_and_stock, *case, 30, "aot_eager", within="pair") == [[]] * 2
 
 
 @pytest.mark.slow
@@ -224,7 +225,7 @@ def test_trains_as_fully_shard_does_in_one_graph_on_two_dims(ranks, mesh):
 @pytest.mark.slow
 @pytest.mark.parametrize("case", EVERYTHING, ids=" ".join)
 def test_trains_as_fully_shard_does_everywhere(ranks, case):
-    assert ranks.run(graph_and_stock, *case, 100) == [[]] * 4
+    assert not any(ranks.run(graph_and_stock, *case, 100, within=models.WITHIN[case[-1]]))
 
 
 def sharded(recipe="tensorwise", sizes="uneven", policy="bf16", mesh="1-D"):
@@ -318,7 +319,7 @@ def tied_problems(backend):
 
 @pytest.mark.parametrize("backend", [None, "aot_eager"])
 def test_tied_frozen_and_shared_parameters(ranks, backend):
-    assert ranks.run(tied_problems, backend) == [[]] * 4
+    assert ranks.run(tied_problems, backend, within="pair") == [[]] * 2
 
 
 def repeated_problems(backend):

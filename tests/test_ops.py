@@ -1,4 +1,8 @@
-"""The operators: what PyTorch's own checks ask of each, their derivatives, and what a layer keeps and calls."""
+"""The operators: their samples, results and derivatives, and what a layer keeps and calls.
+
+What an operator of any package has to keep (PyTorch's opcheck on every sample, a decomposition and compiled code with
+the bits of the kernel), `check_op` asks of each of ours in tests/test_contracts.py.
+"""
 
 from __future__ import annotations
 
@@ -52,12 +56,6 @@ def _tensors(args: tuple) -> list[Tensor]:
     return [arg for arg in args if isinstance(arg, Tensor)]
 
 
-def _every(step: int, name: str) -> list[tuple]:
-    """Each ``step``-th sample, all of a short list; a step prime to 6 and 3 meets each quantizer and recipe."""
-    samples = _samples(name)
-    return samples[::step] if len(samples) > 20 else samples
-
-
 # ---------------------------------------------------------------------------------- every op, by PyTorch's checks
 
 
@@ -92,42 +90,12 @@ def test_samples_hold_odd_layouts_and_empty_tensors(name):
         assert strided
 
 
-@every_op
-def test_every_sample_passes_opcheck(name):
-    for args in _samples(name):
-        checks = ("test_schema", "test_autograd_registration", "test_faketensor")
-        torch.library.opcheck(OPS[name].overload, args, test_utils=checks)
-
-
-@every_op
-def test_some_samples_pass_opcheck_with_dynamic_shapes(name):
-    for args in _every(7, name):
-        # this check takes a NaN for unequal to itself; the test of decompositions below has the NaN
-        args = tuple(a.nan_to_num(1.0) if a is args[0] and a.is_floating_point() else a for a in args)
-        torch.library.opcheck(OPS[name].overload, args, test_utils="test_aot_dispatch_dynamic")
-
-
 @pytest.mark.parametrize("index", range(8))
 def test_linear_passes_opcheck_with_gradients_and_dynamic_shapes(index):
     # one recipe an input: all 8 layouts and dtypes, each recipe at least twice
     *tensors, recipe = _samples("fp8compile::linear")[3 * index + index % 3]
     args = (*(tensor.detach().clone().requires_grad_() for tensor in tensors), recipe)
     torch.library.opcheck(linear, args, test_utils="test_aot_dispatch_dynamic")
-
-
-def _all(op, cases: list[tuple]) -> list:
-    return [op(*args) for args in cases]
-
-
-@every_op
-def test_compiled_decomposition_gives_the_bits_of_the_kernel(name, assert_bits_equal):
-    # opcheck never runs a decomposition. First compiled, then eager: memory of the eager result could else be what an
-    # element that compiled code forgets to write shows.
-    op, cases = OPS[name].overload, _every(5, name)
-    compiled = torch.compile(_all, fullgraph=True, dynamic=False)(op, cases)
-    for case, (got, expected) in enumerate(zip(compiled, _all(op, cases), strict=True)):
-        for a, b in zip((got,) if isinstance(got, Tensor) else got, _tensors_of(expected), strict=True):
-            assert_bits_equal(a, b, f"{name}, case {case}")
 
 
 def _tensors_of(result) -> tuple[Tensor, ...]:

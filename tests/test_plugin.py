@@ -210,33 +210,46 @@ def test_own_is_a_package_and_not_a_prefix(run, pytester):
 # ------------------------------------------------------------------------------- the baseline
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_baseline_is_made_worsened_bettered_and_updated(run, pytester, workers):
-    options = ("--graph-baseline", "graphs", *(("-n", str(workers)) if workers else ("-p", "no:xdist")))
-    subprocess = workers > 0
+WORSE = BROKEN.format(allowed=9).replace("return x.cos()", "x = x.cos()\n    print('there')\n    return x * 2")
+BETTER = BROKEN.format(allowed=9).replace('    print("here")\n', "")
+MADE = "*test_broken: 2 graphs, 1 break, 0 recompiles, 0 bypasses, baseline made"
+WORSENED = "*worse than the graph baseline: graphs 2 -> 3, breaks 1 -> 2"
 
-    result = run(BROKEN.format(allowed=9), *options, subprocess=subprocess)
+
+def test_baseline_is_made_worsened_bettered_and_updated(run, pytester):
+    options = ("--graph-baseline", "graphs", "-p", "no:xdist")
+    result = run(BROKEN.format(allowed=9), *options)
     result.assert_outcomes(passed=1)
-    result.stdout.fnmatch_lines(["*test_broken: 2 graphs, 1 break, 0 recompiles, 0 bypasses, baseline made"])
+    result.stdout.fnmatch_lines([MADE])
     made = baseline(pytester)
     assert (made["graphs"], made["breaks"], made["recompiles"]) == (2, 1, 0)
 
-    run(BROKEN.format(allowed=9), *options, subprocess=subprocess).assert_outcomes(passed=1)
+    run(BROKEN.format(allowed=9), *options).assert_outcomes(passed=1)
     assert baseline(pytester) == made
 
-    worse = BROKEN.format(allowed=9).replace("return x.cos()", "x = x.cos()\n    print('there')\n    return x * 2")
-    result = run(worse, *options, subprocess=subprocess)
+    result = run(WORSE, *options)
     result.assert_outcomes(failed=1)
-    result.stdout.fnmatch_lines(["*worse than the graph baseline: graphs 2 -> 3, breaks 1 -> 2"])
+    result.stdout.fnmatch_lines([WORSENED])
     assert baseline(pytester) == made
 
-    better = BROKEN.format(allowed=9).replace('    print("here")\n', "")
-    result = run(better, *options, subprocess=subprocess)
+    result = run(BETTER, *options)
     result.assert_outcomes(passed=1)
     result.stdout.fnmatch_lines(["*baseline better: graphs 2 -> 1, breaks 1 -> 0; --graph-update takes it"])
     assert baseline(pytester) == made
 
-    run(better, *options, "--graph-update", subprocess=subprocess).assert_outcomes(passed=1)
+    run(BETTER, *options, "--graph-update").assert_outcomes(passed=1)
+    assert baseline(pytester)["breaks"] == 0
+
+
+def test_a_worker_of_xdist_makes_a_baseline_compares_with_it_and_updates_it(run, pytester):
+    options = ("--graph-baseline", "graphs", "-n", "1")  # of one test a second worker gets nothing
+    run(BROKEN.format(allowed=9), *options, subprocess=True).stdout.fnmatch_lines([MADE])
+    made = baseline(pytester)
+    result = run(WORSE, *options, subprocess=True)
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines([WORSENED])
+    assert baseline(pytester) == made
+    run(BETTER, *options, "--graph-update", subprocess=True).assert_outcomes(passed=1)
     assert baseline(pytester)["breaks"] == 0
 
 

@@ -399,23 +399,23 @@ def bytes_of_shards():
     ("optimizer", "group", "hidden", "steps"),
     [
         ("SGD", "pair", 144, 3),
-        ("SGD, foreach", "pair", 145, 100),
+        ("SGD, foreach", "pair", 145, 20),
         ("AdamW", "pair", 145, 5),
         ("AdamW, foreach", "all", 145, 5),
-        ("AdamW, fused", "pair", 144, 100),
-        ("AdamW, masters", "all", 145, 100),
+        ("AdamW, fused", "pair", 144, 20),
+        ("AdamW, masters", "all", 145, 20),
         ("SGD, masters", "pair", 145, 5),
         ("AdamW, masters in a step", "pair", 145, 5),
         ("AdamW, masters", "all", 5, 5),  # the last rank has no rows
     ],
 )
 def test_fsdp_has_the_bits_of_one_process(ranks, optimizer, group, hidden, steps):
-    answers = ranks.run(steps_of, optimizer, group, hidden, steps)
-    assert answers == [(True, [], True)] * 4
+    answers = ranks.run(steps_of, optimizer, group, hidden, steps, within=group)
+    assert answers == [(True, [], True)] * len(answers)
 
 
 def test_fsdp_of_blocks_has_the_bits_of_one_process(ranks):
-    assert ranks.run(steps_of, "AdamW, masters", "pair", 512, 3, "blockwise") == [(True, [], True)] * 4
+    assert ranks.run(steps_of, "AdamW, masters", "pair", 512, 3, "blockwise", within="pair") == [(True, [], True)] * 2
 
 
 def test_hsdp_has_the_bits_of_one_process(ranks):
@@ -441,7 +441,7 @@ def test_shards_that_cut_blocks_raise(ranks):
 
 @pytest.mark.parametrize(("name", "share"), [("tensorwise", True), ("blockwise", False)])
 def test_shards_of_columns_have_the_bits_of_one_process(ranks, name, share):
-    assert ranks.run(sharded_by_columns, name, share) == [(True, [True, True])] * 4
+    assert ranks.run(sharded_by_columns, name, share, within="pair") == [(True, [True, True])] * 2
 
 
 @pytest.mark.parametrize(
@@ -449,12 +449,12 @@ def test_shards_of_columns_have_the_bits_of_one_process(ranks, name, share):
     [("AdamW, masters", [4]), ("AdamW, fused", [4]), ("SGD, foreach", [4]), ("AdamW, foreach", [4, 4])],
 )
 def test_a_step_takes_one_amax_message_for_all_weights(ranks, optimizer, expected):
-    assert ranks.run(messages, optimizer) == [expected] * 4
+    assert ranks.run(messages, optimizer, within="pair") == [expected] * 2
 
 
 @pytest.mark.parametrize("backend", ["aot_eager"])
 def test_compiled_blocks_are_one_graph_each(ranks, backend):
-    assert ranks.run(compiled_blocks, backend) == [(True, [2, 2], True)] * 4
+    assert ranks.run(compiled_blocks, backend, within="pair") == [(True, [2, 2], True)] * 2
 
 
 def test_mixed_precision(ranks):

@@ -10,6 +10,7 @@ from torch import Tensor
 import fp8compile as f8
 from fp8compile.quantizers import GEMMS, TENSORS, Gemm
 from fp8compile.quantizers.blocks import as_matrix
+from fp8compile.testing import Recording
 
 OUTPUT, GRAD_INPUT, GRAD_WEIGHT = GEMMS
 
@@ -158,6 +159,8 @@ def test_bias_is_added_in_the_outputs_dtype(name, shape, assert_bits_equal):
     assert_bits_equal(grad, torch.full((10,), x[..., 0].numel()).bfloat16())
 
 
+# what Inductor is handed as it is: a multiplier that is stored, and for delayed scaling a copy of it
+NOT_DECOMPOSED = {f"fp8compile.{name}.default" for name in ("after", "realize", "snapshot")}
 COMPILED = (((1, 100), 24), ((3, 5, 129), 16), ((0, 24), 16))
 
 
@@ -178,13 +181,19 @@ def test_compiled_layers_give_the_bits_of_eager_ones(name, backend, assert_bits_
     bias = _normal(100)
     grads = [_normal(*shape[:-1], n) for shape, n in COMPILED]
     results = []
-    for layers in (torch.compile(_layers, backend=backend, fullgraph=True, dynamic=False), _layers):
+    recording = Recording(backend)
+    for layers in (torch.compile(_layers, backend=recording, fullgraph=True, dynamic=False), _layers):
         leaves = [tensor.detach().requires_grad_() for tensor in (*xs, *weights)]
         ys = layers(leaves[: len(xs)], leaves[len(xs) :], bias, RECIPES[name], [state_of(RECIPES[name]) for _ in xs])
         results.append([*ys, *torch.autograd.grad(ys, leaves, grads)])
     for index, (got, expected) in enumerate(zip(*results, strict=True)):
         what = ("output", "grad_input", "grad_weight")[index // len(COMPILED)]
         assert_bits_equal(got, expected, f"{what} of {COMPILED[index % len(COMPILED)]}")
+    if backend == "inductor":
+        targets = {str(node.target) for graph in recording.traced for node in graph.graph.nodes}
+        assert {target for target in targets if target.startswith("fp8compile.")} <= NOT_DECOMPOSED
+        counters = torch._dynamo.utils.counters
+        assert not [name for group in counters.values() for name in group if "bypass" in name], counters
 
 
 def _quantize(x: Tensor) -> list[tuple[Tensor, Tensor]]:
