@@ -45,6 +45,8 @@ def two_ranks():
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     if torch.distributed.is_initialized():
+        if torch.distributed.get_world_size() != RANKS:
+            raise RuntimeError(f"placements: this process has a group of other than {RANKS} ranks already.")
         yield
         return
     torch.distributed.init_process_group("fake", rank=0, world_size=RANKS, store=FakeStore())

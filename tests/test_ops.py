@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fp8compile as f8
 from fp8compile.ops import OPS, linear
-from fp8compile.ops.operands import STEPS, Phase
+from fp8compile.ops.layer.operands import STEPS, Phase
 
 NAMESPACE = "fp8compile::"
 RECIPE = f8.recipes.rowwise()

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from fp8compile import _compat
 from fp8compile.nn.local import wrapped_like
-from fp8compile.ops.parts import Shards, chunks, sides_of
+from fp8compile.ops.layer.shards import DimSharding, axis_blocks, chunk_sizes
 from fp8compile.quantizers import Quantizer
 from fp8compile.tensor import QuantizedParameter, in_place_of, quantize
 
@@ -30,9 +30,9 @@ def _why_not(shape: Sequence[int], mesh: Any, placements: Sequence[Any], quantiz
     if len(dims) > 1 or any(each.is_partial() for each in placements):
         return f"has placements {tuple(placements)}; codes are cut over one dim of a mesh"
     for index, dim in dims:
-        sizes, block = chunks(shape[dim], mesh.size(index)), quantizer.block
+        sizes, block = chunk_sizes(shape[dim], mesh.size(index)), quantizer.block
         own = [*shape[:dim], sizes[0], *shape[dim + 1 :]]
-        if "cut" in [side.kind for side in sides_of(own, (Shards("", 0, dim, sizes),), block)]:
+        if "split" in [side.kind for side in axis_blocks(own, (DimSharding("", 0, dim, sizes),), block)]:
             return (
                 f"is cut along dim {dim} into {sizes}, which cuts blocks {block}; all ranks but the last one with any "
                 f"have a multiple of {block[dim]}"
@@ -50,7 +50,7 @@ def quantized_part(weight: Tensor, quantizer: Quantizer) -> Tensor:
     local, mesh = _compat.local_itself(weight).detach(), weight.device_mesh
     options = {}
     for index, dim in _sharded_dims(weight.placements):
-        sizes = chunks(weight.shape[dim], mesh.size(index))
+        sizes = chunk_sizes(weight.shape[dim], mesh.size(index))
         options = {"group": mesh.get_group(index), "shard_dim": dim, "sizes": sizes}
     q = quantize(local, quantizer, **options)
     found = QuantizedParameter(q.codes, q.scale, quantizer, local.dtype, q.group, q.shard_dim)

@@ -3,15 +3,16 @@
 from fp8compile.ops.after import after
 from fp8compile.ops.amax import amax
 from fp8compile.ops.cast import cast, cast_again
-from fp8compile.ops.delayed import delayed_grad_input, delayed_grad_weight, delayed_linear
 from fp8compile.ops.dequantize import dequantize
-from fp8compile.ops.flops import FLOP_FORMULAS
-from fp8compile.ops.fsdp_delayed import fsdp_amaxes_together, fsdp_delayed_linear, fsdp_tokens
-from fp8compile.ops.fsdp_gather import fsdp_gather, fsdp_reduce
-from fp8compile.ops.fsdp_linear import fsdp_grad_input, fsdp_grad_weight, fsdp_linear
-from fp8compile.ops.fsdp_weight import fsdp_amax
 from fp8compile.ops.layer import GEMM_OPS, LAYER_OPS
-from fp8compile.ops.linear import grad_input, grad_weight, linear
+from fp8compile.ops.layer.delayed import delayed_grad_input, delayed_grad_weight, delayed_linear
+from fp8compile.ops.layer.flops import FLOP_FORMULAS
+from fp8compile.ops.layer.fsdp_amax import fsdp_amax
+from fp8compile.ops.layer.fsdp_delayed import fsdp_amaxes_together, fsdp_delayed_linear, fsdp_tokens
+from fp8compile.ops.layer.fsdp_gather import fsdp_gather, fsdp_reduce
+from fp8compile.ops.layer.fsdp_linear import fsdp_grad_input, fsdp_grad_weight, fsdp_linear
+from fp8compile.ops.layer.linear import grad_input, grad_weight, linear
+from fp8compile.ops.layer.sharded_linear import sharded_grad_input, sharded_grad_weight, sharded_linear
 from fp8compile.ops.quantize_both import quantize_both
 from fp8compile.ops.quantize_weight import quantize_weight
 from fp8compile.ops.realize import realize
@@ -19,7 +20,6 @@ from fp8compile.ops.registry import OPS, Op, decompositions, register_op
 from fp8compile.ops.scale import scale
 from fp8compile.ops.scaled_mm import scaled_mm
 from fp8compile.ops.scatter_sum import scatter_sum
-from fp8compile.ops.sharded_linear import sharded_grad_input, sharded_grad_weight, sharded_linear
 from fp8compile.ops.snapshot import snapshot
 from fp8compile.ops.store import store
 from fp8compile.ops.straight_through import straight_through

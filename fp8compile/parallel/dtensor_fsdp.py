@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from fp8compile.ops.delayed import amax_of
-from fp8compile.ops.fsdp_delayed import fsdp_tokens
-from fp8compile.ops.fsdp_gather import reduced
-from fp8compile.ops.linear import GRAD_INPUT, GRAD_WEIGHT, OUTPUT
-from fp8compile.ops.operands import Operands, Phase
-from fp8compile.ops.parts import Part
-from fp8compile.ops.rows import Rows, placed_cuts
-from fp8compile.ops.sharded_product import Product, add_bias, multiply_parts
+from fp8compile.ops.layer.delayed import amax_of
+from fp8compile.ops.layer.fsdp_delayed import fsdp_tokens
+from fp8compile.ops.layer.fsdp_gather import reduced
+from fp8compile.ops.layer.linear import GRAD_INPUT, GRAD_WEIGHT, OUTPUT
+from fp8compile.ops.layer.local_shards import LocalShard
+from fp8compile.ops.layer.operands import Operands, Phase
+from fp8compile.ops.layer.products import Product, add_bias, multiply_shards
+from fp8compile.ops.layer.rows import Rows, placed_cuts
 from fp8compile.ops.snapshot import snapshot
 from fp8compile.parallel.dtensor_linear import amax_over_ranks, of_tokens
 from fp8compile.parallel.placed import part_of, placements_of, whole_of
@@ -26,9 +26,9 @@ from fp8compile.quantizers import Gemm, Recipe
 __all__ = ["HANDLERS"]
 
 
-def _weight_part(a: DTensor, local: Tensor, rows: Rows) -> Part:
+def _weight_part(a: DTensor, local: Tensor, rows: Rows) -> LocalShard:
     mesh = a.device_mesh
-    return Part(local, placed_cuts(rows.placed, [mesh.get_group(index) for index in range(mesh.ndim)]))
+    return LocalShard(local, placed_cuts(rows.placed, [mesh.get_group(index) for index in range(mesh.ndim)]))
 
 
 def _product_with_shard(
@@ -39,14 +39,14 @@ def _product_with_shard(
     multiplier: Tensor | None,
     rows: Rows,
     recipe: Recipe,
-) -> tuple[Product, Part]:
+) -> tuple[Product, LocalShard]:
     """A product whose right operand is the weight, and how the weight is cut."""
     left, weight = part_of(gemm.name, a), _weight_part(a, shard.to(a.dtype), rows)
     operands = Operands(recipe, Phase.of(gemm, left.local), multiplier, weight_amax=amax, rows=rows)
-    return multiply_parts(gemm, left, weight, operands), weight
+    return multiply_shards(gemm, left, weight, operands), weight
 
 
-def _whole_features(weight: Part, rows: Rows) -> tuple[int, int]:
+def _whole_features(weight: LocalShard, rows: Rows) -> tuple[int, int]:
     """Rows and columns of the whole weight."""
     shape = [sum(rows.sizes), weight.local.shape[1]]
     for cut in reversed(weight.cuts):
@@ -114,7 +114,7 @@ def _grad_weight(
     mesh = x.device_mesh
     left, right = part_of("grad_weight", grad_output), part_of("grad_weight", x)
     operands = Operands(recipe, Phase.of(GRAD_WEIGHT, left.local), multiplier)
-    product = multiply_parts(GRAD_WEIGHT, left, right, operands)
+    product = multiply_shards(GRAD_WEIGHT, left, right, operands)
     placements = placements_of(product.steps, {"m": [0] * mesh.ndim, "n": [1] * mesh.ndim})
     whole = whole_of(product.local, mesh, placements, (grad_output.shape[-1], x.shape[-1]))
     own = [Replicate() if cut is None else Shard(cut.dim) for cut in placed_cuts(rows.placed)]

@@ -1,7 +1,7 @@
 """The linear layer on DTensors: each of its products is taken apart into what a rank computes and what ranks send.
 
 The placements of the result are those of a plain linear layer: stock plans work as they are. What is sent on the way
-are codes, one byte an element, and scales (see `fp8compile.ops.sharded_product`).
+are codes, one byte an element, and scales (see `fp8compile.ops.layer.products`).
 """
 
 from __future__ import annotations
@@ -12,11 +12,13 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from fp8compile.ops import delayed
-from fp8compile.ops.linear import GRAD_INPUT, GRAD_WEIGHT, OUTPUT
-from fp8compile.ops.operands import Operands, Phase
-from fp8compile.ops.parts import Codes, Part, part_amax, sides_of
-from fp8compile.ops.sharded_product import Product, add_bias, multiply_parts
+from fp8compile.ops.layer import delayed
+from fp8compile.ops.layer.linear import GRAD_INPUT, GRAD_WEIGHT, OUTPUT
+from fp8compile.ops.layer.local_shards import LocalShard, QuantizedShard
+from fp8compile.ops.layer.operands import Operands, Phase
+from fp8compile.ops.layer.products import Product, add_bias, multiply_shards
+from fp8compile.ops.layer.quantize_shard import shard_amax
+from fp8compile.ops.layer.shards import axis_blocks
 from fp8compile.ops.snapshot import snapshot
 from fp8compile.parallel.placed import check_one_mesh, part_of, placements_of, whole_of
 from fp8compile.quantizers import DelayedScaling, Gemm, Recipe
@@ -32,13 +34,13 @@ def of_tokens(product: Product, local: Tensor, mesh: DeviceMesh, shape: Sequence
     return whole_of(local.view(*product.shape[:-1], local.shape[1]), mesh, placements, shape)
 
 
-def _codes_of(function: str, weight: Part, recipe: Recipe) -> Codes:
+def _codes_of(function: str, weight: LocalShard, recipe: Recipe) -> QuantizedShard:
     """The codes of a weight whose part on this rank was quantized before: FSDP has gathered it so."""
     local = weight.local
     check_serves(function, local, recipe)
-    sides = sides_of(local.shape, weight.cuts, local.quantizer.block)
-    whole = (sides[0].kind == "cut", sides[1].kind == "cut")
-    shape = tuple(side.total if side.kind == "cut" else side.length for side in sides)
+    sides = axis_blocks(local.shape, weight.cuts, local.quantizer.block)
+    whole = (sides[0].kind == "split", sides[1].kind == "split")
+    shape = tuple(side.total if side.kind == "split" else side.length for side in sides)
     if tuple(local.scale.shape) != local.quantizer.scale_shape(shape):
         raise ValueError(
             f"{function}: weight has a QuantizedTensor of shape {tuple(local.shape)} with scales "
@@ -46,11 +48,11 @@ def _codes_of(function: str, weight: Part, recipe: Recipe) -> Codes:
             f"{local.quantizer.scale_shape(shape)}. Quantize each rank's part by fp8compile.quantize with group=, "
             "shard_dim= and sizes=."
         )
-    return Codes(local.codes, local.scale, local.quantizer, weight.cuts, whole)
+    return QuantizedShard(local.codes, local.scale, local.quantizer, weight.cuts, whole)
 
 
 def operands_of(
-    gemm: Gemm, a: Part, weight: Part | None, recipe: Recipe, multiplier: Tensor | None = None
+    gemm: Gemm, a: LocalShard, weight: LocalShard | None, recipe: Recipe, multiplier: Tensor | None = None
 ) -> Operands:
     """What quantizes the operands of a product on DTensors; a weight that is quantized already has its codes."""
     given = weight is not None and isinstance(weight.local, QuantizedTensor)
@@ -63,7 +65,7 @@ def _output(
 ) -> DTensor:
     mesh = check_one_mesh("linear", {"x": x, "weight": weight, "bias": bias})
     a, b = part_of("linear", x), part_of("linear", weight)
-    product = multiply_parts(OUTPUT, a, b, operands_of(OUTPUT, a, b, recipe, multiplier))
+    product = multiply_shards(OUTPUT, a, b, operands_of(OUTPUT, a, b, recipe, multiplier))
     local = product.local if bias is None else add_bias(product, part_of("linear", bias), b.cuts)
     return of_tokens(product, local, mesh, (*x.shape[:-1], weight.shape[0]))
 
@@ -71,14 +73,14 @@ def _output(
 def _grad_input(grad_output: DTensor, weight: DTensor, recipe: Recipe, multiplier: Tensor | None = None) -> DTensor:
     mesh = check_one_mesh("grad_input", {"grad_output": grad_output, "weight": weight})
     a, b = part_of("grad_input", grad_output), part_of("grad_input", weight)
-    product = multiply_parts(GRAD_INPUT, a, b, operands_of(GRAD_INPUT, a, b, recipe, multiplier))
+    product = multiply_shards(GRAD_INPUT, a, b, operands_of(GRAD_INPUT, a, b, recipe, multiplier))
     return of_tokens(product, product.local, mesh, (*grad_output.shape[:-1], weight.shape[1]))
 
 
 def _grad_weight(grad_output: DTensor, x: DTensor, recipe: Recipe, multiplier: Tensor | None = None) -> DTensor:
     mesh = check_one_mesh("grad_weight", {"grad_output": grad_output, "x": x})
     a, b = part_of("grad_weight", grad_output), part_of("grad_weight", x)
-    product = multiply_parts(GRAD_WEIGHT, a, b, operands_of(GRAD_WEIGHT, a, None, recipe, multiplier))
+    product = multiply_shards(GRAD_WEIGHT, a, b, operands_of(GRAD_WEIGHT, a, None, recipe, multiplier))
     placements = placements_of(product.steps, {"m": [0] * mesh.ndim, "n": [1] * mesh.ndim})
     return whole_of(product.local, mesh, placements, (grad_output.shape[-1], x.shape[-1]))
 
@@ -88,7 +90,7 @@ def _grad_weight(grad_output: DTensor, x: DTensor, recipe: Recipe, multiplier: T
 
 def amax_over_ranks(tensor: DTensor, quantizer: DelayedScaling | None, like: Tensor) -> Tensor:
     """The amax of the whole, (), on every rank; 0 for a tensor without delayed scaling."""
-    return like.new_zeros(()) if quantizer is None else part_amax(part_of("linear", tensor), quantizer).view(())
+    return like.new_zeros(()) if quantizer is None else shard_amax(part_of("linear", tensor), quantizer).view(())
 
 
 def _state_of(multiplier: DTensor) -> Tensor:

@@ -20,7 +20,8 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.utils._python_dispatch import _disable_current_modes
 
 from fp8compile.ops.collectives import all_reduce_extreme
-from fp8compile.ops.parts import Part, Shards, chunks
+from fp8compile.ops.layer.local_shards import LocalShard
+from fp8compile.ops.layer.shards import DimSharding, chunk_sizes
 from fp8compile.ops.registry import Op
 from fp8compile.ops.sharding import Cut, Split
 from fp8compile.parallel.placed import check_one_mesh, part_of, whole_of
@@ -28,7 +29,7 @@ from fp8compile.parallel.placed import check_one_mesh, part_of, whole_of
 __all__ = ["dispatch_by_rule"]
 
 
-def _units(cut: Shards, unit: int) -> tuple[int, ...] | None:
+def _units(cut: DimSharding, unit: int) -> tuple[int, ...] | None:
     """How many units each rank has, or None if one of them is cut."""
     end = 0
     for size in cut.sizes:
@@ -57,7 +58,7 @@ class Way:
     cost: int
 
 
-def _way(split: Split, parts: Sequence[Part | None], index: int, ranks: int) -> Way:
+def _way(split: Split, parts: Sequence[LocalShard | None], index: int, ranks: int) -> Way:
     gathered, units, cost = set(), None, 0
     for place, (part, cut) in enumerate(zip(parts, split.inputs, strict=True)):
         has = None if part is None else part.cuts[index]
@@ -73,11 +74,11 @@ def _way(split: Split, parts: Sequence[Part | None], index: int, ranks: int) -> 
     if units is None and any(split.inputs):
         place = next(place for place, cut in enumerate(split.inputs) if cut is not None)
         cut, shape = split.inputs[place], parts[place].whole_shape(index)
-        units = chunks(-(-shape[cut.dim] // cut.unit), ranks)
+        units = chunk_sizes(-(-shape[cut.dim] // cut.unit), ranks)
     return Way(split.inputs, split.outputs, frozenset(gathered), units or (), cost)
 
 
-def _prepared(part: Part, cut: Cut | None, way: Way, place: int, index: int, mesh: DeviceMesh) -> Part:
+def _prepared(part: LocalShard, cut: Cut | None, way: Way, place: int, index: int, mesh: DeviceMesh) -> LocalShard:
     if place in way.gathered:
         part = part.gather(index)
     if cut is None or part.cuts[index] is not None:
@@ -87,7 +88,7 @@ def _prepared(part: Part, cut: Cut | None, way: Way, place: int, index: int, mes
     for count in way.units:
         ends.append(min(ends[-1] + count * cut.unit, total))
     sizes = tuple(end - start for start, end in pairwise(ends))
-    return part.narrow(index, Shards(mesh.get_group(index), mesh.get_local_rank(index), dim, sizes))
+    return part.narrow(index, DimSharding(mesh.get_group(index), mesh.get_local_rank(index), dim, sizes))
 
 
 def _whole_shapes(op: Op, args: Sequence[Any]) -> list[torch.Size]:

@@ -15,7 +15,7 @@ from fp8compile import _compat
 from fp8compile.nn import Linear
 from fp8compile.nn.linear import GATHERED
 from fp8compile.nn.local import wrapped_like
-from fp8compile.ops.parts import Shards
+from fp8compile.ops.layer.shards import DimSharding
 from fp8compile.parallel.placed import part_of
 from fp8compile.parallel.sharded_weight import ShardedWeight
 from fp8compile.parallel.weight_scales import WeightScales
@@ -58,7 +58,7 @@ def _why_plain(layer: Linear, users: list[nn.Module]) -> str | None:
     return None
 
 
-def _cuts_of(weight: nn.Parameter) -> tuple[Shards, ...]:
+def _cuts_of(weight: nn.Parameter) -> tuple[DimSharding, ...]:
     """How tensor parallelism cut a weight."""
     if not isinstance(weight, DTensor):
         return ()

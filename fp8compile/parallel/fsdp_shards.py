@@ -21,8 +21,8 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from fp8compile import _compat
 from fp8compile.ops import fsdp_gather
-from fp8compile.ops.parts import Cuts, chunks
-from fp8compile.ops.rows import Rows, placed_of
+from fp8compile.ops.layer.rows import Rows, placed_of
+from fp8compile.ops.layer.shards import Sharding, chunk_sizes
 from fp8compile.parallel.placed import part_of
 from fp8compile.tensor import in_place_of
 
@@ -76,7 +76,7 @@ def used_dtype(where: Where, device_type: str) -> torch.dtype:
 
 
 def _where(
-    mesh: DeviceMesh, local: Tensor, mp_policy: MixedPrecisionPolicy, shared: Shared | None, cuts: Cuts
+    mesh: DeviceMesh, local: Tensor, mp_policy: MixedPrecisionPolicy, shared: Shared | None, cuts: Sharding
 ) -> Where:
     last = mesh.ndim - 1
     dtype = local.dtype
@@ -84,7 +84,7 @@ def _where(
         dtype = mp_policy.param_dtype
     reduce_dtype = mp_policy.reduce_dtype or _compat.default_reduce_dtype(local.dtype, dtype)
     rows = Rows(
-        sizes=chunks(local.shape[0], mesh.size(last)),
+        sizes=chunk_sizes(local.shape[0], mesh.size(last)),
         rank=mesh.get_local_rank(last),
         group=mesh.get_group(last).group_name,
         replicas=mesh.get_group(0).group_name if mesh.ndim == 2 else "",

@@ -13,8 +13,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
-from fp8compile.ops.parts import Cuts, Part, Shards, chunks
-from fp8compile.ops.sharded_product import Step
+from fp8compile.ops.layer.local_shards import LocalShard
+from fp8compile.ops.layer.products import Step
+from fp8compile.ops.layer.shards import DimSharding, Sharding, chunk_sizes
 
 __all__ = ["check_one_mesh", "cuts_of", "part_of", "placements_of", "whole_of"]
 
@@ -29,7 +30,7 @@ def _check_placement(function: str, tensor: DTensor, placement: Placement) -> No
         )
 
 
-def cuts_of(tensor: DTensor) -> Cuts:
+def cuts_of(tensor: DTensor) -> Sharding:
     """How a DTensor lies on its mesh, one cut or None a mesh dim; partial sums count as summed.
 
     Args:
@@ -41,13 +42,13 @@ def cuts_of(tensor: DTensor) -> Cuts:
             cuts.append(None)
             continue
         dim, rank = placement.dim % tensor.ndim, mesh.get_local_rank(index)
-        cut = Shards(mesh.get_group(index), rank, dim, chunks(sizes[dim], mesh.size(index)))
+        cut = DimSharding(mesh.get_group(index), rank, dim, chunk_sizes(sizes[dim], mesh.size(index)))
         sizes[dim] = cut.length
         cuts.append(cut)
     return tuple(cuts)
 
 
-def part_of(function: str, tensor: DTensor) -> Part:
+def part_of(function: str, tensor: DTensor) -> LocalShard:
     """What this rank has of a DTensor, one cut or None a mesh dim; partial sums are summed first.
 
     Args:
@@ -60,7 +61,7 @@ def part_of(function: str, tensor: DTensor) -> Part:
         tensor = tensor.redistribute(placements=[Replicate() if p.is_partial() else p for p in tensor.placements])
     with torch.no_grad():  # else a view for autograd stands in the graph, and hides that two layers read one tensor
         local = tensor.to_local()
-    return Part(local, cuts_of(tensor))
+    return LocalShard(local, cuts_of(tensor))
 
 
 def whole_of(local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int]) -> DTensor:

@@ -13,7 +13,9 @@ from torch.utils._python_dispatch import return_and_correct_aliasing
 from torch.utils._pytree import tree_map_only
 
 from fp8compile import _compat
-from fp8compile.ops.parts import Cuts, Part, Shards, cast_part, chunks, sides_of
+from fp8compile.ops.layer.local_shards import LocalShard
+from fp8compile.ops.layer.quantize_shard import cast_shard
+from fp8compile.ops.layer.shards import DimSharding, Sharding, axis_blocks, chunk_sizes
 from fp8compile.quantizers import Quantizer
 from fp8compile.tensor import QuantizedTensor, attributes_of_others, in_place_of
 
@@ -46,12 +48,14 @@ class ShardedWeight(Tensor):
         edits: Counts writes: FSDP2 reads a parameter through views that have version counters of their own.
     """
 
-    cuts: Cuts
+    cuts: Sharding
     edits: Edits
     _fake: Tensor | None
 
     @staticmethod
-    def __new__(cls: type[ShardedWeight], plain: Tensor, cuts: Cuts = (), edits: Edits | None = None) -> ShardedWeight:
+    def __new__(
+        cls: type[ShardedWeight], plain: Tensor, cuts: Sharding = (), edits: Edits | None = None
+    ) -> ShardedWeight:
         """The same memory as another tensor; no copy."""
         if type(plain) is Tensor:
             return Tensor._make_subclass(cls, plain)
@@ -66,7 +70,7 @@ class ShardedWeight(Tensor):
             pin_memory=plain.is_pinned(),
         )
 
-    def __init__(self, plain: Tensor, cuts: Cuts = (), edits: Edits | None = None) -> None:
+    def __init__(self, plain: Tensor, cuts: Sharding = (), edits: Edits | None = None) -> None:
         self._fake = None if type(plain) is Tensor else plain
         self.cuts = cuts
         self.edits = Edits() if edits is None else edits
@@ -134,7 +138,7 @@ class ShardedWeight(Tensor):
         quantizer = module.recipe.weight
         multiplier, scale = module.weight_scales.of(module)
         part = part_of_weight(self, mesh, outer_size, mp_policy)
-        codes = cast_part(part, multiplier.to(self.device), quantizer)
+        codes = cast_shard(part, multiplier.to(self.device), quantizer)
         shards = part.cuts[-1]
         padding = max(shards.sizes) - shards.length
         codes = pad(codes, (0, 0, 0, padding)) if padding else codes
@@ -173,7 +177,9 @@ def _written(func: Any, args: tuple, kwargs: dict) -> list[ShardedWeight]:
     return found
 
 
-def part_of_weight(weight: ShardedWeight, mesh: DeviceMesh, size: torch.Size, mp_policy: MixedPrecisionPolicy) -> Part:
+def part_of_weight(
+    weight: ShardedWeight, mesh: DeviceMesh, size: torch.Size, mp_policy: MixedPrecisionPolicy
+) -> LocalShard:
     """What this rank has of a weight, in the dtype that the layer computes in: cast first, as a plain gather does.
 
     Args:
@@ -186,25 +192,25 @@ def part_of_weight(weight: ShardedWeight, mesh: DeviceMesh, size: torch.Size, mp
         ValueError: FSDP2 shards another dim than 0.
     """
     ranks, rank = mesh.size(), mesh.get_local_rank()
-    sizes = chunks(size[0], ranks)
+    sizes = chunk_sizes(size[0], ranks)
     if tuple(weight.shape) != (sizes[rank], size[1]):
         raise ValueError(
             f"fsdp_float8_all_gather: rank {rank} of {ranks} has {tuple(weight.shape)} of a weight {tuple(size)}; "
             "weights that are gathered as codes are sharded along dim 0. Leave out shard_placement_fn for them."
         )
-    shards = Shards(mesh.get_group().group_name, rank, 0, sizes)
-    return Part(weight.plain.to(mp_policy.param_dtype or weight.dtype), (*weight.cuts, shards))
+    shards = DimSharding(mesh.get_group().group_name, rank, 0, sizes)
+    return LocalShard(weight.plain.to(mp_policy.param_dtype or weight.dtype), (*weight.cuts, shards))
 
 
-def _described(cut: Shards) -> tuple:
+def _described(cut: DimSharding) -> tuple:
     """Group, dim and sizes of a tensor-parallel weight, as a `QuantizedTensor` has them."""
     return torch.distributed.distributed_c10d._resolve_process_group(cut.group), cut.dim, cut.sizes
 
 
-def _local_scale(scale: Tensor, size: tuple[int, ...], cuts: Cuts, quantizer: Quantizer) -> Tensor:
+def _local_scale(scale: Tensor, size: tuple[int, ...], cuts: Sharding, quantizer: Quantizer) -> Tensor:
     """Scales of what a rank has after the gather, of those of the whole weight: all along a side that cuts blocks."""
-    for dim, side in enumerate(sides_of(size, cuts, quantizer.block)):
-        scale = side.window(scale, dim) if side.kind == "own" and side.block != -1 else scale
+    for dim, side in enumerate(axis_blocks(size, cuts, quantizer.block)):
+        scale = side.window(scale, dim) if side.kind == "aligned" and side.block != -1 else scale
     return scale
 
 

@@ -12,7 +12,7 @@ from fp8compile import _compat
 from fp8compile.nn import Linear
 from fp8compile.ops import scale
 from fp8compile.ops.collectives import all_reduce_amaxes
-from fp8compile.ops.parts import whole_amax
+from fp8compile.ops.layer.quantize_shard import whole_amax
 from fp8compile.parallel.sharded_weight import Edits, ShardedWeight, part_of_weight
 
 __all__ = ["WeightScales"]

@@ -10,7 +10,7 @@ from torch.nn.functional import pad
 
 from fp8compile._compat import local_itself
 from fp8compile.ops.collectives import all_gather
-from fp8compile.ops.parts import chunks
+from fp8compile.ops.layer.shards import chunk_sizes
 from fp8compile.tensor.quantized import QuantizedTensor
 
 __all__ = ["FullyShardHooks"]
@@ -31,7 +31,7 @@ class FullyShardHooks:
         for shard in (self, *map(local_itself, module.parameters(recurse=False))):
             if isinstance(shard, FullyShardHooks):
                 shard.share_scale(mesh.get_group(), dim)
-        sizes = chunks(outer_size[dim], mesh.size())
+        sizes = chunk_sizes(outer_size[dim], mesh.size())
         missing = sizes[0] - self.codes.shape[dim]  # of rows: FSDP2 cuts columns into equal parts only
         codes = pad(self.codes, (0, 0, 0, missing)) if missing else self.codes
         scale, block = self.scale, self.quantizer.block[dim]

@@ -7,9 +7,9 @@ from typing import Any
 from torch import Tensor
 
 from fp8compile import _compat, ops
-from fp8compile.ops.linear import GRAD_INPUT, OUTPUT, as_read, layer_grad_input, layer_output
-from fp8compile.ops.operands import Operands, Phase
-from fp8compile.ops.parts import Codes
+from fp8compile.ops.layer.linear import GRAD_INPUT, OUTPUT, as_read, layer_grad_input, layer_output
+from fp8compile.ops.layer.local_shards import QuantizedShard
+from fp8compile.ops.layer.operands import Operands, Phase
 from fp8compile.quantizers import Gemm, Quantizer, Recipe
 from fp8compile.tensor.quantized import LAYERS, QuantizedTensor
 
@@ -51,7 +51,7 @@ def _check_weight(function: str, x: Tensor, weight: QuantizedTensor, recipe: Rec
 
 def _operands(weight: QuantizedTensor, recipe: Recipe, gemm: Gemm) -> Operands:
     """The weight's own codes; in a graph the other operand is quantized as its compiler would have it."""
-    codes = Codes(weight.codes, weight.scale, weight.quantizer, ())
+    codes = QuantizedShard(weight.codes, weight.scale, weight.quantizer, ())
     return Operands(recipe, Phase.of(gemm, weight.codes), weight=codes)
 
 

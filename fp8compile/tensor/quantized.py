@@ -22,7 +22,8 @@ from torch.distributed import ProcessGroup
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
 from fp8compile import ops
-from fp8compile.ops.parts import Codes, Shards, sides_of
+from fp8compile.ops.layer.local_shards import QuantizedShard
+from fp8compile.ops.layer.shards import DimSharding, axis_blocks
 from fp8compile.quantizers import Quantizer
 from fp8compile.quantizers.blocks import as_matrix
 from fp8compile.tensor.agreement import check_agreement
@@ -40,7 +41,7 @@ LAYERS: dict[Any, Callable] = {  # our own ops that take one in any place
 }
 
 
-def _parts_to_gather(x: QuantizedTensor, dim: int, sizes: Sequence[int] | None) -> Shards:
+def _parts_to_gather(x: QuantizedTensor, dim: int, sizes: Sequence[int] | None) -> DimSharding:
     """The parts that the ranks have, if `QuantizedTensor.all_gather` can put them together."""
     if x.group is None:
         raise ValueError(
@@ -64,8 +65,8 @@ def _parts_to_gather(x: QuantizedTensor, dim: int, sizes: Sequence[int] | None) 
     if x.sizes is not None and sizes != x.sizes:
         raise ValueError(f"all_gather: sizes is {sizes}, and this was quantized as one of {x.sizes}.")
     check_agreement("all_gather", x.codes, x.group, sizes=sizes)
-    found = Shards(x.group, x.group.rank(), x.shard_dim, sizes)
-    if x.sizes is None and any(side.kind == "cut" for side in sides_of(x.shape, (found,), x.quantizer.block)):
+    found = DimSharding(x.group, x.group.rank(), x.shard_dim, sizes)
+    if x.sizes is None and any(side.kind == "split" for side in axis_blocks(x.shape, (found,), x.quantizer.block)):
         raise ValueError(
             f"all_gather: parts of {found.sizes} along dim {x.shard_dim} cut blocks {x.quantizer.block}, and each was "
             "quantized as whole blocks. Say so when quantizing: fp8compile.quantize(..., sizes=...)."
@@ -195,7 +196,7 @@ class QuantizedTensor(Tensor):
             return ops.dequantize(self.codes, self.scale, self.quantizer, dtype)
         codes, scale = as_matrix(self.codes), self.scale.reshape(-1, self.scale.shape[-1])
         is_column = int(self.shard_dim == self.ndim - 1)
-        side = sides_of(self.shape, (self._shards(),), self.quantizer.block)[is_column]
+        side = axis_blocks(self.shape, (self._shards(),), self.quantizer.block)[is_column]
         window = ops.dequantize(side.embed(codes, is_column), side.window(scale, is_column), self.quantizer, dtype)
         return side.extract(window, is_column).reshape(self.shape)
 
@@ -206,8 +207,8 @@ class QuantizedTensor(Tensor):
         """
         return cuts_blocks(self)
 
-    def _shards(self) -> Shards:
-        return Shards(self.group, self.group.rank(), self.shard_dim, self.sizes)
+    def _shards(self) -> DimSharding:
+        return DimSharding(self.group, self.group.rank(), self.shard_dim, self.sizes)
 
     def all_gather(self, dim: int, sizes: Sequence[int] | None = None) -> QuantizedTensor:
         """The whole tensor, of the parts that the ranks of its group have. All of them call this.
@@ -234,7 +235,7 @@ class QuantizedTensor(Tensor):
         shards = _parts_to_gather(self, dim, sizes)
         is_column = shards.dim == self.ndim - 1
         whole = (self.cuts_blocks() and not is_column, self.cuts_blocks() and is_column)
-        gathered = Codes(self.codes, self.scale, self.quantizer, (shards,), whole).gather(0)
+        gathered = QuantizedShard(self.codes, self.scale, self.quantizer, (shards,), whole).gather(0)
         scale = gathered.scale.view(self.quantizer.scale_shape(gathered.local.shape))
         return QuantizedTensor(gathered.local, scale, self.quantizer, self.dtype)
 
@@ -299,8 +300,8 @@ def cuts_blocks(x: QuantizedTensor) -> bool:
     """`QuantizedTensor.cuts_blocks`, as a function: Dynamo traces no method of a tensor that returns a bool."""
     if x.sizes is None or x.shard_dim is None:
         return False
-    shards = Shards("", 0, x.shard_dim, x.sizes)  # which ranks, and which of them, makes no difference
-    return "cut" in [side.kind for side in sides_of(x.shape, (shards,), x.quantizer.block)]
+    shards = DimSharding("", 0, x.shard_dim, x.sizes)  # which ranks, and which of them, makes no difference
+    return "split" in [side.kind for side in axis_blocks(x.shape, (shards,), x.quantizer.block)]
 
 
 def _no_meaning(op: object) -> str:

@@ -5,7 +5,7 @@
 
 The model runs once, forward and backward, and every message is noted where it is sent. Placements decide what is
 sent, so a fake process group (no other rank is there) tells the same. Which operand a GEMM gathers is asked of
-`fp8compile.ops.sharded_product`. In compiled code layers may share messages: this is what each of them asks for.
+`fp8compile.ops.layer.products`. In compiled code layers may share messages: this is what each of them asks for.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fp8compile import _compat
 from fp8compile.nn import Linear
 from fp8compile.nn.report import aligned
-from fp8compile.ops.parts import Part
-from fp8compile.ops.sharded_product import steps_of
+from fp8compile.ops.layer.local_shards import LocalShard
+from fp8compile.ops.layer.products import steps_of
 from fp8compile.quantizers import GEMMS, Gemm, Recipe
 from fp8compile.testing.report import COLLECTIVES, Call, is_compiled, run_call
 from fp8compile.testing.state import kept_state
@@ -200,7 +200,7 @@ def _gathered(gemm: Gemm, a: Tensor, b: Tensor) -> dict[str, str]:
     """By name of a group, which operand its ranks gather for a product."""
     from fp8compile.parallel.placed import cuts_of
 
-    parts = {side: Part(t.to_local(), cuts_of(t)) for side, t in (("a", a), ("b", b))}
+    parts = {side: LocalShard(t.to_local(), cuts_of(t)) for side, t in (("a", a), ("b", b))}
     steps = [(index, step.gather) for index, step in enumerate(steps_of(gemm, **parts)) if step.gather is not None]
     return {parts[side].cuts[index].group.group_name: _tensor_name(getattr(gemm, side)) for index, side in steps}
 

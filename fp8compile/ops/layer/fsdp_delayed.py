@@ -22,7 +22,7 @@ from torch import Tensor
 
 from fp8compile import _compat
 from fp8compile.ops.collectives import all_reduce_amaxes, sent_in_backward
-from fp8compile.ops.delayed import (
+from fp8compile.ops.layer.delayed import (
     amax_of,
     check_repeated_forward,
     check_state,
@@ -30,11 +30,11 @@ from fp8compile.ops.delayed import (
     keep_used,
     update_state,
 )
-from fp8compile.ops.fsdp_linear import fsdp_grad_input, fsdp_grad_weight, fsdp_output
-from fp8compile.ops.linear import OUTPUT, as_read, sum_of_tokens
-from fp8compile.ops.operands import Operands, Phase
+from fp8compile.ops.layer.fsdp_linear import fsdp_grad_input, fsdp_grad_weight, fsdp_output
+from fp8compile.ops.layer.linear import OUTPUT, as_read, sum_of_tokens
+from fp8compile.ops.layer.operands import Operands, Phase
+from fp8compile.ops.layer.rows import Rows
 from fp8compile.ops.registry import register_op
-from fp8compile.ops.rows import Rows
 from fp8compile.ops.snapshot import snapshot
 from fp8compile.quantizers import Recipe
 from fp8compile.quantizers.constant import Constant

@@ -28,12 +28,13 @@ from torch import Tensor
 from fp8compile import _compat
 from fp8compile.ops.after import after
 from fp8compile.ops.cast import cast_again
-from fp8compile.ops.fsdp_gather import gathered
 from fp8compile.ops.gemm import PADDED_TO, Operand, multiply
-from fp8compile.ops.parts import OPS_OF_STEPS, PYTHON_OF_STEPS, Codes, Part, Steps, is_aligned_part, quantize_part
+from fp8compile.ops.layer.fsdp_gather import gathered
+from fp8compile.ops.layer.local_shards import LocalShard, QuantizedShard
+from fp8compile.ops.layer.quantize_shard import OPS_OF_STEPS, PYTHON_OF_STEPS, Steps, is_aligned, quantize_shard
+from fp8compile.ops.layer.rows import Rows, rows_cut
 from fp8compile.ops.quantize_both import is_pair, quantize_both
 from fp8compile.ops.quantize_weight import is_weight_pair, quantize_weight
-from fp8compile.ops.rows import Rows, rows_cut
 from fp8compile.ops.scaled_mm import multiply_operands
 from fp8compile.ops.store import store
 from fp8compile.quantizers import GEMMS, TENSORS, DelayedScaling, Gemm, Quantizer, Recipe
@@ -110,11 +111,11 @@ class Operands:
     phase: Phase = Phase.EAGER
     multiplier: Tensor | None = None
     waits_for: tuple[Tensor, ...] = ()
-    weight: Codes | None = None
+    weight: QuantizedShard | None = None
     weight_amax: Tensor | None = None
     rows: Rows | None = None
 
-    def of(self, part: Part, slot: str) -> Codes:
+    def of(self, part: LocalShard, slot: str) -> QuantizedShard:
         """Quantize a part for a slot of the recipe.
 
         Args:
@@ -130,17 +131,17 @@ class Operands:
         if self.weight is not None:
             return self.weight
         if self.rows is not None:
-            own = self._quantized(Part(part.local, (*part.cuts, rows_cut(self.rows))), quantizer, slot)
+            own = self._quantized(LocalShard(part.local, (*part.cuts, rows_cut(self.rows))), quantizer, slot)
             return _gathered_rows(own, in_backward=slot == GRAD_INPUT.b)
         if self.phase in (Phase.FORWARD, Phase.BACKWARD) and _keeps_codes(self.recipe, part):
             return self._kept(part, quantizer, slot)
         return self._quantized(part, quantizer, slot)
 
-    def in_high_precision(self, weight: Part, slot: str) -> Part:
+    def in_high_precision(self, weight: LocalShard, slot: str) -> LocalShard:
         """A weight that the recipe leaves as it is, with all rows that FSDP cuts."""
         if self.rows is None:
             return weight
-        return Part(gathered(weight.local, self.rows, in_backward=slot == GRAD_INPUT.b), weight.cuts)
+        return LocalShard(gathered(weight.local, self.rows, in_backward=slot == GRAD_INPUT.b), weight.cuts)
 
     def laid_out(self, operand: Operand, slot: str) -> Operand:
         """An operand as its GEMM reads it, in memory once for all products that read it.
@@ -162,7 +163,7 @@ class Operands:
         run = multiply if self.phase is Phase.EAGER else multiply_operands
         return run(left, right, out_dtype, self.recipe.gemm_config(gemm))
 
-    def _steps(self, part: Part, slot: str) -> Steps:
+    def _steps(self, part: LocalShard, slot: str) -> Steps:
         if self.phase is not Phase.BACKWARD:
             return STEPS[self.phase]
         if slot == GRAD_INPUT.b:
@@ -171,46 +172,46 @@ class Operands:
         gathers = slot == GRAD_WEIGHT.b and any(cut and cut.dim != part.local.ndim - 1 for cut in part.cuts)
         return STEPS[Phase.FORWARD if gathers else Phase.BACKWARD]
 
-    def _quantized(self, part: Part, quantizer: Quantizer, slot: str) -> Codes:
+    def _quantized(self, part: LocalShard, quantizer: Quantizer, slot: str) -> QuantizedShard:
         if self.multiplier is not None and isinstance(quantizer, DelayedScaling):
             return self._by_multiplier(part, quantizer, slot)
         if self.weight_amax is not None and slot in WEIGHT_SLOTS:
-            return quantize_part(part, quantizer, self._steps(part, slot), whole_amax=self.weight_amax)
+            return quantize_shard(part, quantizer, self._steps(part, slot), whole_amax=self.weight_amax)
         if self.phase in (Phase.FORWARD, Phase.BACKWARD) and _on_gpu(part.local):
             return self._by_one_read(part, quantizer, slot)
-        return quantize_part(part, quantizer, self._steps(part, slot))
+        return quantize_shard(part, quantizer, self._steps(part, slot))
 
-    def _by_multiplier(self, part: Part, quantizer: DelayedScaling, slot: str) -> Codes:
+    def _by_multiplier(self, part: LocalShard, quantizer: DelayedScaling, slot: str) -> QuantizedShard:
         own = self.multiplier[ROW[slot]].view(quantizer.scale_shape(part.local.shape))
         scale = quantizer.scale_of(own)
         if self.waits_for:
             scale = after(scale, self.waits_for[ROW[slot]])
-        return Codes(self._steps(part, slot).cast(part.local, own, quantizer), scale, quantizer, part.cuts)
+        return QuantizedShard(self._steps(part, slot).cast(part.local, own, quantizer), scale, quantizer, part.cuts)
 
-    def _by_one_read(self, part: Part, quantizer: Quantizer, slot: str) -> Codes:
+    def _by_one_read(self, part: LocalShard, quantizer: Quantizer, slot: str) -> QuantizedShard:
         """By kernels that read a tensor once for two purposes, where one does that and ranks need not talk first."""
         steps, recipe = self._steps(part, slot), self.recipe
         if slot == OUTPUT.b and _has_weight_kernel(part, recipe):
             codes, scale, _ = quantize_weight(part.local, quantizer, recipe.weight_for_grad_input)
-            return Codes(codes, scale, quantizer, part.cuts)
+            return QuantizedShard(codes, scale, quantizer, part.cuts)
         if slot == GRAD_INPUT.b and _has_weight_kernel(part, recipe):
             # the forward's call, which compilers make once
             _, _, amax = quantize_weight(part.local, recipe.weight, quantizer)
-            return quantize_part(part, quantizer, steps, local_amax=amax)
+            return quantize_shard(part, quantizer, steps, local_amax=amax)
         if slot in (GRAD_INPUT.a, GRAD_WEIGHT.a) and _has_grad_kernel(part, recipe):
             return self._both_directions(part, slot)
-        return quantize_part(part, quantizer, steps)
+        return quantize_shard(part, quantizer, steps)
 
-    def _both_directions(self, part: Part, slot: str) -> Codes:
+    def _both_directions(self, part: LocalShard, slot: str) -> QuantizedShard:
         """Codes of grad_output for one of the gradients, by a call that is the same for both."""
         rows, columns = self.recipe.grad_output, self.recipe.grad_output_for_grad_weight
         codes, scale, column_codes, column_scale = quantize_both(as_matrix(part.local), rows, columns)
         if slot == GRAD_WEIGHT.a:
             codes, scale, rows = column_codes, column_scale, columns
         shape = part.local.shape
-        return Codes(codes.view(shape), scale.view(rows.scale_shape(shape)), rows, part.cuts)
+        return QuantizedShard(codes.view(shape), scale.view(rows.scale_shape(shape)), rows, part.cuts)
 
-    def _kept(self, part: Part, quantizer: Quantizer, slot: str) -> Codes:
+    def _kept(self, part: LocalShard, quantizer: Quantizer, slot: str) -> QuantizedShard:
         """Codes of a weight of which the forward makes a copy for grad_input.
 
         Forward and backward both emit the copy; compilers merge the two.
@@ -232,22 +233,22 @@ def _is_aligned(codes: Tensor) -> bool:
     return all(_compat.statically_true(size % PADDED_TO == 0) for size in codes.shape)
 
 
-def _keeps_codes(recipe: Recipe, weight: Part) -> bool:
+def _keeps_codes(recipe: Recipe, weight: LocalShard) -> bool:
     """Whether codes of this weight for grad_input are made in the forward and kept, as the recipe wants it."""
     return recipe.keep_weight_codes and _on_gpu(weight.local) and _is_aligned(weight.local)
 
 
-def _has_weight_kernel(weight: Part, recipe: Recipe) -> bool:
+def _has_weight_kernel(weight: LocalShard, recipe: Recipe) -> bool:
     """Whether one kernel does it, and would read nothing that could have stayed in the kernel that makes it."""
     first, again = recipe.weight, recipe.weight_for_grad_input
     return (
         is_weight_pair(first, again, weight.local.shape[1])
-        and is_aligned_part(weight, first)
+        and is_aligned(weight, first)
         and not _compat.is_fusible(weight.local)
     )
 
 
-def _has_grad_kernel(grad_output: Part, recipe: Recipe) -> bool:
+def _has_grad_kernel(grad_output: LocalShard, recipe: Recipe) -> bool:
     """Whether one kernel quantizes a grad_output for both gradients.
 
     One that Inductor makes, such as that of an activation, is quantized by the kernel that makes it.
@@ -255,12 +256,12 @@ def _has_grad_kernel(grad_output: Part, recipe: Recipe) -> bool:
     pair = recipe.grad_output, recipe.grad_output_for_grad_weight
     return (
         is_pair(*pair)
-        and all(is_aligned_part(grad_output, each) for each in pair)
+        and all(is_aligned(grad_output, each) for each in pair)
         and not _compat.is_fusible(grad_output.local)
     )
 
 
-def _gathered_rows(codes: Codes, *, in_backward: bool) -> Codes:
+def _gathered_rows(codes: QuantizedShard, *, in_backward: bool) -> QuantizedShard:
     """Codes of a weight: what the ranks of FSDP have, put together; as other ranks cut it."""
     if codes.cuts[-1] is not None:
         with _compat.recomputed(in_backward=True) if in_backward else _compat.left_in_forward():

@@ -21,8 +21,8 @@ from torch import Tensor
 
 from fp8compile import _compat
 from fp8compile.ops.amax import amax as amax_of
-from fp8compile.ops.fsdp_gather import reduced
-from fp8compile.ops.linear import (
+from fp8compile.ops.layer.fsdp_gather import reduced
+from fp8compile.ops.layer.linear import (
     OUTPUT,
     as_read,
     for_gradients_of,
@@ -33,9 +33,9 @@ from fp8compile.ops.linear import (
     sample_grad,
     sum_of_tokens,
 )
-from fp8compile.ops.operands import Operands, Phase
+from fp8compile.ops.layer.operands import Operands, Phase
+from fp8compile.ops.layer.rows import Rows
 from fp8compile.ops.registry import register_op
-from fp8compile.ops.rows import Rows
 from fp8compile.quantizers import Recipe
 
 __all__ = ["fsdp_grad_input", "fsdp_grad_weight", "fsdp_linear", "fsdp_output"]

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from torch.distributed import ProcessGroup
 
-from fp8compile.ops.parts import Cuts, Shards
+from fp8compile.ops.layer.shards import DimSharding, Sharding
 from fp8compile.quantizers.constant import Constant
 
 __all__ = ["Rows", "placed_cuts", "placed_of", "rows_cut"]
@@ -45,12 +45,12 @@ class Rows(Constant):
         return Rows(sizes=(rows,), rank=0, group="", replicas="", reduce_dtype=reduce_dtype)
 
 
-def rows_cut(rows: Rows) -> Shards | None:
+def rows_cut(rows: Rows) -> DimSharding | None:
     """How FSDP cuts the rows that a rank would have; None for a group of one rank."""
-    return None if len(rows.sizes) == 1 else Shards(rows.group, rows.rank, 0, rows.sizes)
+    return None if len(rows.sizes) == 1 else DimSharding(rows.group, rows.rank, 0, rows.sizes)
 
 
-def placed_of(cuts: Cuts) -> tuple[int, ...]:
+def placed_of(cuts: Sharding) -> tuple[int, ...]:
     """Cuts of tensor parallel ranks as numbers."""
     found: list[int] = []
     for cut in cuts:
@@ -58,9 +58,9 @@ def placed_of(cuts: Cuts) -> tuple[int, ...]:
     return tuple(found)
 
 
-def placed_cuts(placed: Sequence[int], groups: Sequence[ProcessGroup | str] = ()) -> Cuts:
+def placed_cuts(placed: Sequence[int], groups: Sequence[ProcessGroup | str] = ()) -> Sharding:
     """Numbers as cuts; those of no group where none are given."""
-    cuts: list[Shards | None] = []
+    cuts: list[DimSharding | None] = []
     rest = list(placed)
     while rest:
         if rest[0] == -1:
@@ -69,6 +69,6 @@ def placed_cuts(placed: Sequence[int], groups: Sequence[ProcessGroup | str] = ()
             continue
         dim, rank, ranks = rest[:3]
         group = groups[len(cuts)] if groups else ""
-        cuts.append(Shards(group, rank, dim, tuple(rest[3 : 3 + ranks])))
+        cuts.append(DimSharding(group, rank, dim, tuple(rest[3 : 3 + ranks])))
         rest = rest[3 + ranks :]
     return tuple(cuts)

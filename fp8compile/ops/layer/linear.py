@@ -21,12 +21,12 @@ from torch import Tensor
 
 from fp8compile import _compat
 from fp8compile.ops import samples
-from fp8compile.ops.operands import Operands, Phase
-from fp8compile.ops.parts import Part
+from fp8compile.ops.layer.local_shards import LocalShard
+from fp8compile.ops.layer.operands import Operands, Phase
+from fp8compile.ops.layer.products import multiply_shards
 from fp8compile.ops.quantize_both import is_pair
 from fp8compile.ops.registry import register_op
 from fp8compile.ops.rounding import rounded
-from fp8compile.ops.sharded_product import multiply_parts
 from fp8compile.ops.sharding import Cut, Split, grid_cuts
 from fp8compile.quantizers import GEMMS, DelayedScaling, Gemm, Quantizer, Recipe
 from fp8compile.quantizers.blocks import as_matrix
@@ -38,7 +38,7 @@ OUTPUT, GRAD_INPUT, GRAD_WEIGHT = GEMMS
 
 def product(a: Tensor, b: Tensor, gemm: Gemm, operands: Operands) -> Tensor:
     """One GEMM of the layer on matrices as the layer holds them, in the dtype of ``a``."""
-    return multiply_parts(gemm, Part(a), Part(b), operands).local
+    return multiply_shards(gemm, LocalShard(a), LocalShard(b), operands).local
 
 
 # ---------------------------------------------------------------------------------- sharding

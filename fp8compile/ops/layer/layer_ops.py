@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from fp8compile.ops.delayed import delayed_grad_input, delayed_grad_weight, delayed_linear
-from fp8compile.ops.fsdp_delayed import fsdp_delayed_linear
-from fp8compile.ops.fsdp_linear import fsdp_grad_input, fsdp_grad_weight, fsdp_linear
-from fp8compile.ops.linear import GRAD_INPUT, GRAD_WEIGHT, OUTPUT, grad_input, grad_weight, linear
+from fp8compile.ops.layer.delayed import delayed_grad_input, delayed_grad_weight, delayed_linear
+from fp8compile.ops.layer.fsdp_delayed import fsdp_delayed_linear
+from fp8compile.ops.layer.fsdp_linear import fsdp_grad_input, fsdp_grad_weight, fsdp_linear
+from fp8compile.ops.layer.linear import GRAD_INPUT, GRAD_WEIGHT, OUTPUT, grad_input, grad_weight, linear
+from fp8compile.ops.layer.sharded_linear import sharded_grad_input, sharded_grad_weight, sharded_linear
 from fp8compile.ops.scaled_mm import scaled_mm
-from fp8compile.ops.sharded_linear import sharded_grad_input, sharded_grad_weight, sharded_linear
 
 __all__ = ["GEMM_OPS", "LAYER_OPS"]
 

@@ -18,8 +18,8 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 
 from fp8compile import _compat
 from fp8compile.ops.collectives import all_gather, all_reduce, reduce_scatter
+from fp8compile.ops.layer.rows import Rows
 from fp8compile.ops.registry import register_op
-from fp8compile.ops.rows import Rows
 
 __all__ = ["fsdp_gather", "fsdp_reduce", "gathered", "reduced"]
 

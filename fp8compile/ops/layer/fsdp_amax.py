@@ -10,10 +10,11 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from fp8compile.ops.linear import linear_samples
-from fp8compile.ops.parts import Part, whole_amax
+from fp8compile.ops.layer.linear import linear_samples
+from fp8compile.ops.layer.local_shards import LocalShard
+from fp8compile.ops.layer.quantize_shard import whole_amax
+from fp8compile.ops.layer.rows import Rows, placed_cuts, rows_cut
 from fp8compile.ops.registry import register_op
-from fp8compile.ops.rows import Rows, placed_cuts, rows_cut
 from fp8compile.quantizers import Recipe
 
 __all__ = ["fsdp_amax"]
@@ -28,7 +29,7 @@ def _kernel(
     recipe: Recipe,
 ) -> Tensor:
     """What this rank knows of the amaxes of the whole weight, ``grid``, float32: see `whole_amax`."""
-    part = Part(shard.to(dtype), (*placed_cuts(rows.placed), rows_cut(rows)))
+    part = LocalShard(shard.to(dtype), (*placed_cuts(rows.placed), rows_cut(rows)))
     return whole_amax(part, getattr(recipe, slot)).clone()
 
 

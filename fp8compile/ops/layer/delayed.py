@@ -22,7 +22,7 @@ from fp8compile.ops import samples
 from fp8compile.ops.after import after
 from fp8compile.ops.amax import amax
 from fp8compile.ops.collectives import all_reduce_amax
-from fp8compile.ops.linear import (
+from fp8compile.ops.layer.linear import (
     OUTPUT,
     as_read,
     layer_grad_input,
@@ -32,7 +32,7 @@ from fp8compile.ops.linear import (
     sample_grad,
     sum_of_tokens,
 )
-from fp8compile.ops.operands import Operands, Phase
+from fp8compile.ops.layer.operands import Operands, Phase
 from fp8compile.ops.registry import register_op
 from fp8compile.ops.sharding import Cut, Split
 from fp8compile.ops.snapshot import snapshot

@@ -23,12 +23,13 @@ import torch
 from torch import Tensor
 
 from fp8compile.ops.collectives import sent_in_backward
-from fp8compile.ops.operands import Operands
-from fp8compile.ops.parts import Codes, Cuts, Part, Shards
+from fp8compile.ops.layer.local_shards import LocalShard, QuantizedShard
+from fp8compile.ops.layer.operands import Operands
+from fp8compile.ops.layer.shards import DimSharding, Sharding
 from fp8compile.quantizers import GEMMS, Gemm
 from fp8compile.quantizers.blocks import as_matrix
 
-__all__ = ["Product", "Step", "add_bias", "multiply_parts", "steps_of"]
+__all__ = ["Product", "Step", "add_bias", "multiply_shards", "steps_of"]
 
 OUTPUT, _, GRAD_WEIGHT = GEMMS
 
@@ -48,7 +49,7 @@ class Step:
     out: str | None = None
 
 
-def _role(cut: Shards | None, ndim: int, columns: str, rows: str, *, transposed: bool) -> str | None:
+def _role(cut: DimSharding | None, ndim: int, columns: str, rows: str, *, transposed: bool) -> str | None:
     """What the cut dim of an operand is to the GEMM."""
     return None if cut is None else columns if (cut.dim == ndim - 1) != transposed else rows
 
@@ -68,7 +69,7 @@ def _step(gemm: Gemm, a: str | None, b: str | None, *, same: bool) -> Step:
     return replace(after, gather="a")
 
 
-def _step_of(gemm: Gemm, index: int, a: Part | Codes, b: Part | Codes) -> Step:
+def _step_of(gemm: Gemm, index: int, a: LocalShard | QuantizedShard, b: LocalShard | QuantizedShard) -> Step:
     """What one group does, given where the operands are after those before it."""
     (ndim_a, cut_a), (ndim_b, cut_b) = ((each.local.ndim, each.cuts[index]) for each in (a, b))
     role_a = _role(cut_a, ndim_a, "k", "m", transposed=gemm.a_transposed)
@@ -91,11 +92,11 @@ class Product:
 
     local: Tensor
     steps: list[Step]
-    cuts: Cuts
+    cuts: Sharding
     shape: torch.Size
 
 
-def _summed_dim(gemm: Gemm, name: str, ndim: int, cut: Shards) -> int:
+def _summed_dim(gemm: Gemm, name: str, ndim: int, cut: DimSharding) -> int:
     """The dim of an operand that is summed over together with a dim of the other one, which is cut."""
     if gemm is GRAD_WEIGHT:
         return cut.dim  # both have the layer's tokens
@@ -104,7 +105,9 @@ def _summed_dim(gemm: Gemm, name: str, ndim: int, cut: Shards) -> int:
     return 1 if gemm.b_transposed else 0
 
 
-def _prepared(gemm: Gemm, a: Part | Codes, b: Part | Codes) -> tuple[Part | Codes, Part | Codes, list[Step]]:
+def _prepared(
+    gemm: Gemm, a: LocalShard | QuantizedShard, b: LocalShard | QuantizedShard
+) -> tuple[LocalShard | QuantizedShard, LocalShard | QuantizedShard, list[Step]]:
     """Both operands, gathered and narrowed group by group, and what each group did."""
     operands, steps = {"a": a, "b": b}, []
     for index in range(len(a.cuts)):
@@ -119,7 +122,7 @@ def _prepared(gemm: Gemm, a: Part | Codes, b: Part | Codes) -> tuple[Part | Code
     return operands["a"], operands["b"], steps
 
 
-def steps_of(gemm: Gemm, a: Part, b: Part) -> list[Step]:
+def steps_of(gemm: Gemm, a: LocalShard, b: LocalShard) -> list[Step]:
     """What each group does for a GEMM of such operands, without a rank saying anything.
 
     Args:
@@ -127,11 +130,13 @@ def steps_of(gemm: Gemm, a: Part, b: Part) -> list[Step]:
         a: Its left operand; of its elements only their number and where they are counts.
         b: Its right operand.
     """
-    without_data = [Part(torch.empty_like(part.local, device="meta"), part.cuts) for part in (a, b)]
+    without_data = [LocalShard(torch.empty_like(part.local, device="meta"), part.cuts) for part in (a, b)]
     return _prepared(gemm, *without_data)[2]
 
 
-def _multiply_codes(gemm: Gemm, a: Codes, b: Codes, out_dtype: torch.dtype, operands: Operands) -> Tensor:
+def _multiply_codes(
+    gemm: Gemm, a: QuantizedShard, b: QuantizedShard, out_dtype: torch.dtype, operands: Operands
+) -> Tensor:
     (left, *left_windows), (right, *right_windows) = a.operand(), b.operand()
     left, right = gemm.oriented(operands.laid_out(left, gemm.a), operands.laid_out(right, gemm.b))
     product = operands.multiply(left, right, out_dtype, gemm)
@@ -142,7 +147,7 @@ def _multiply_codes(gemm: Gemm, a: Codes, b: Codes, out_dtype: torch.dtype, oper
     return product
 
 
-def multiply_parts(gemm: Gemm, a: Part, b: Part, operands: Operands) -> Product:
+def multiply_shards(gemm: Gemm, a: LocalShard, b: LocalShard, operands: Operands) -> Product:
     """One GEMM of the layer, from its operands as the layer holds them, in the dtype of ``a``.
 
     Args:
@@ -159,7 +164,7 @@ def multiply_parts(gemm: Gemm, a: Part, b: Part, operands: Operands) -> Product:
         return _multiply_parts(gemm, a, b, operands)
 
 
-def _multiply_parts(gemm: Gemm, a: Part, b: Part, operands: Operands) -> Product:
+def _multiply_parts(gemm: Gemm, a: LocalShard, b: LocalShard, operands: Operands) -> Product:
     out_dtype = a.local.dtype
     if operands.recipe.quantizers(gemm) is None:
         a, b, steps = _prepared(gemm, a, operands.in_high_precision(b, gemm.b))
@@ -170,7 +175,7 @@ def _multiply_parts(gemm: Gemm, a: Part, b: Part, operands: Operands) -> Product
     return Product(product, steps, a_codes.cuts, a_codes.local.shape)
 
 
-def add_bias(product: Product, bias: Part, weight: Cuts) -> Tensor:
+def add_bias(product: Product, bias: LocalShard, weight: Sharding) -> Tensor:
     """A product's local result with the bias of its columns; of summands, the first rank's gets it.
 
     Args:

@@ -13,12 +13,12 @@ from typing import Any
 import torch
 
 from fp8compile import _compat
-from fp8compile.ops.fsdp_delayed import fsdp_delayed_linear
-from fp8compile.ops.fsdp_linear import fsdp_linear
-from fp8compile.ops.layer import LAYER_OPS
-from fp8compile.ops.linear import GRAD_INPUT, GRAD_WEIGHT, OUTPUT
+from fp8compile.ops.layer.fsdp_delayed import fsdp_delayed_linear
+from fp8compile.ops.layer.fsdp_linear import fsdp_linear
+from fp8compile.ops.layer.layer_ops import LAYER_OPS
+from fp8compile.ops.layer.linear import GRAD_INPUT, GRAD_WEIGHT, OUTPUT
+from fp8compile.ops.layer.sharded_linear import sharded_grad_input, sharded_grad_weight, sharded_linear
 from fp8compile.ops.scaled_mm import scaled_mm
-from fp8compile.ops.sharded_linear import sharded_grad_input, sharded_grad_weight, sharded_linear
 
 __all__ = ["FLOP_FORMULAS"]
 

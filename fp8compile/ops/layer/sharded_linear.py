@@ -25,7 +25,7 @@ from torch import Tensor
 
 from fp8compile import _compat
 from fp8compile.ops.collectives import all_reduce_sum, reduce_scatter_sum
-from fp8compile.ops.linear import (
+from fp8compile.ops.layer.linear import (
     GRAD_INPUT,
     GRAD_WEIGHT,
     OUTPUT,
@@ -34,10 +34,11 @@ from fp8compile.ops.linear import (
     sample_grad,
     sum_of_tokens,
 )
-from fp8compile.ops.operands import Operands, Phase
-from fp8compile.ops.parts import Cuts, Part, Shards
+from fp8compile.ops.layer.local_shards import LocalShard
+from fp8compile.ops.layer.operands import Operands, Phase
+from fp8compile.ops.layer.products import Product, add_bias, multiply_shards
+from fp8compile.ops.layer.shards import DimSharding, Sharding
 from fp8compile.ops.registry import register_op
-from fp8compile.ops.sharded_product import Product, add_bias, multiply_parts
 from fp8compile.quantizers import Recipe
 
 __all__ = ["sharded_grad_input", "sharded_grad_weight", "sharded_linear"]
@@ -46,10 +47,10 @@ __all__ = ["sharded_grad_input", "sharded_grad_weight", "sharded_linear"]
 class _Layout(NamedTuple):
     """Where each tensor of the layer is cut; one group, so one entry each."""
 
-    input: Cuts
-    weight: Cuts
-    bias: Cuts
-    output: Cuts
+    input: Sharding
+    weight: Sharding
+    bias: Sharding
+    output: Sharding
 
 
 def _layout(
@@ -64,15 +65,15 @@ def _layout(
     """The layout for tokens of ``ndim`` dims, features included."""
     if len(feature_sizes) == 1:
         return _Layout((None,), (None,), (None,), (None,))
-    features = Shards(group, rank, ndim - 1, tuple(feature_sizes))
+    features = DimSharding(group, rank, ndim - 1, tuple(feature_sizes))
     weight = replace(features, dim=weight_dim)
-    tokens = None if sequence_dim is None else Shards(group, rank, sequence_dim, tuple(sequence_sizes))
+    tokens = None if sequence_dim is None else DimSharding(group, rank, sequence_dim, tuple(sequence_sizes))
     if weight_dim == 0:
         return _Layout((tokens,), (weight,), (weight,), (features,))
     return _Layout((features,), (weight,), (None,), (tokens,))
 
 
-def _whole_or_part(product: Product, tokens: Cuts, group: str) -> Tensor:
+def _whole_or_part(product: Product, tokens: Sharding, group: str) -> Tensor:
     """A product as a rank is to have it: where it's a summand, the sum, for all tokens or for those of this rank."""
     (step,), (cut,) = product.steps, tokens
     local = product.local.view(*product.shape[:-1], product.local.shape[1])
@@ -107,7 +108,9 @@ def _grad_input_kernel(
 ) -> Tensor:
     layout = _layout(grad_output.ndim, weight_dim, feature_sizes, sequence_dim, sequence_sizes, rank, group)
     operands = Operands(recipe, Phase.of(GRAD_INPUT, grad_output))
-    product = multiply_parts(GRAD_INPUT, Part(grad_output, layout.output), Part(weight, layout.weight), operands)
+    product = multiply_shards(
+        GRAD_INPUT, LocalShard(grad_output, layout.output), LocalShard(weight, layout.weight), operands
+    )
     return _whole_or_part(product, layout.input, group)
 
 
@@ -155,7 +158,9 @@ def _grad_weight_kernel(
 ) -> Tensor:
     layout = _layout(x.ndim, weight_dim, feature_sizes, sequence_dim, sequence_sizes, rank, group)
     operands = Operands(recipe, Phase.of(GRAD_WEIGHT, x))
-    product = multiply_parts(GRAD_WEIGHT, Part(grad_output, layout.output), Part(x, layout.input), operands)
+    product = multiply_shards(
+        GRAD_WEIGHT, LocalShard(grad_output, layout.output), LocalShard(x, layout.input), operands
+    )
     return product.local.contiguous()
 
 
@@ -205,9 +210,9 @@ def _kernel(
     _check_no_delayed_scaling(recipe)
     layout = _layout(x.ndim, weight_dim, feature_sizes, sequence_dim, sequence_sizes, rank, group)
     operands = Operands(recipe, Phase.of(OUTPUT, x))
-    product = multiply_parts(OUTPUT, Part(x, layout.input), Part(weight, layout.weight), operands)
+    product = multiply_shards(OUTPUT, LocalShard(x, layout.input), LocalShard(weight, layout.weight), operands)
     if bias is not None:
-        product = replace(product, local=add_bias(product, Part(bias, layout.bias), layout.weight))
+        product = replace(product, local=add_bias(product, LocalShard(bias, layout.bias), layout.weight))
     return _whole_or_part(product, layout.output, group)
 
 

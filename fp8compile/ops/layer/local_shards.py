@@ -1,0 +1,157 @@
+"""What a rank has of a tensor: its elements, or its codes and scales, and how they lie in the whole.
+
+    LocalShard       a rank's part of a tensor, in its own dtype
+    QuantizedShard   a rank's part of a quantized tensor: codes and scales are those of the whole
+
+A tensor that is whole is a shard without cuts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from fp8compile.ops.async_tp import on_the_wire
+from fp8compile.ops.collectives import all_gather
+from fp8compile.ops.gemm import Operand
+from fp8compile.ops.layer.shards import AxisBlocks, DimSharding, Sharding, axis_blocks
+from fp8compile.quantizers import Quantizer
+from fp8compile.quantizers.blocks import as_matrix
+
+__all__ = ["LocalShard", "QuantizedShard", "check_not_packed"]
+
+
+def _without(cuts: Sharding, index: int) -> Sharding:
+    return (*cuts[:index], None, *cuts[index + 1 :])
+
+
+def _cut_again(cuts: Sharding, index: int, dim: int) -> int | None:
+    """The last group, behind this one, that cuts a dim: parts of parts, to be put together before it is cut anew."""
+    return next((i for i in reversed(range(index + 1, len(cuts))) if cuts[i] is not None and cuts[i].dim == dim), None)
+
+
+@dataclass(frozen=True)
+class LocalShard:
+    """A rank's part of a tensor.
+
+    Attributes:
+        local: The elements, in the order of the whole.
+        cuts: An entry for each group in play, the same ones in the same order for all tensors of a layer; None for a
+            group whose ranks have the same elements. Empty for a matrix that is whole.
+    """
+
+    local: Tensor
+    cuts: Sharding = ()
+
+    def whole_shape(self, index: int = 0) -> tuple[int, ...]:
+        """The shape of what this group and those after it have together; for the first one, of the whole."""
+        shape = list(self.local.shape)
+        for cut in reversed(self.cuts[index:]):
+            if cut is not None:
+                shape[cut.dim] = cut.total
+        return tuple(shape)
+
+    def gather(self, index: int) -> LocalShard:
+        """Put together what the ranks of one group have, and before, along the same dim, of those behind it."""
+        cut = self.cuts[index]
+        if (again := _cut_again(self.cuts, index, cut.dim)) is not None:
+            return self.gather(again).gather(index)
+        return LocalShard(all_gather(self.local, cut.dim, cut.sizes, cut.group), _without(self.cuts, index))
+
+    def narrow(self, index: int, cut: DimSharding) -> LocalShard:
+        """Of what all ranks of a group have, this one's part; groups behind it do not cut this dim any more."""
+        if (again := _cut_again(self.cuts, index, cut.dim)) is not None:
+            return self.gather(again).narrow(index, cut)
+        local = self.local.narrow(cut.dim, cut.start, cut.length)
+        return LocalShard(local, (*self.cuts[:index], cut, *self.cuts[index + 1 :]))
+
+
+@dataclass(frozen=True)
+class QuantizedShard:
+    """A rank's part of a quantized tensor.
+
+    Attributes:
+        local: Codes, uint8.
+        scale: Of the local blocks, or along rows or columns of the whole's.
+        quantizer: What made them.
+        cuts: As of a ``LocalShard``.
+        whole: Whether rows and columns of ``scale`` are those of the whole tensor's grid.
+    """
+
+    local: Tensor
+    scale: Tensor
+    quantizer: Quantizer
+    cuts: Sharding
+    whole: tuple[bool, bool] = (False, False)
+
+    def gather(self, index: int) -> QuantizedShard:
+        """Put together codes, and scales where ranks have different ones, in the order of ``LocalShard.gather``."""
+        check_not_packed(self.quantizer, self.local.shape, self.quantizer.values_shape(self.local.shape))
+        cut = self.cuts[index]
+        if (again := _cut_again(self.cuts, index, cut.dim)) is not None:
+            return self.gather(again).gather(index)
+        sent = on_the_wire(self.local, self.quantizer)
+        codes = all_gather(sent, cut.dim, cut.sizes, cut.group)
+        codes = codes if sent is self.local else codes.view(torch.uint8)
+        return replace(self, local=codes, scale=self._gathered_scale(cut), cuts=_without(self.cuts, index))
+
+    def _gathered_scale(self, cut: DimSharding) -> Tensor:
+        last = self.local.ndim - 1
+        is_column = cut.dim == last
+        block = self.quantizer.block[is_column]
+        if block == -1 or self.whole[is_column]:
+            return self.scale
+        if block == 1:
+            return all_gather(self.scale, -1 if is_column else cut.dim, cut.sizes, cut.group)
+        shape = self.local.shape
+        inner = 1 if is_column else math.prod(shape[cut.dim + 1 : last])
+        counts = [-(-size * inner // block) for size in cut.sizes]
+        if is_column:
+            return all_gather(self.scale, -1, counts, cut.group)
+        outer = math.prod(shape[: cut.dim])
+        grid = self.scale.view(outer, counts[cut.rank], self.scale.shape[-1])
+        return all_gather(grid, 1, counts, cut.group).flatten(0, 1)
+
+    def narrow(self, index: int, cut: DimSharding) -> QuantizedShard:
+        """Of what all ranks of a group have, the part that falls to this one, as ``LocalShard.narrow`` does."""
+        check_not_packed(self.quantizer, self.local.shape, self.quantizer.values_shape(self.local.shape))
+        if (again := _cut_again(self.cuts, index, cut.dim)) is not None:
+            return self.gather(again).narrow(index, cut)
+        is_column = cut.dim == self.local.ndim - 1
+        block, whole, found = self.quantizer.block[is_column], list(self.whole), self.scale
+        if block == 1:
+            found = found.narrow(-1 if is_column else cut.dim, cut.start, cut.length)
+        elif block != -1 and not whole[is_column]:
+            # other groups may cut other dims of this side: then these are the scales of their own blocks alone
+            side = axis_blocks(self.local.shape, self.cuts, self.quantizer.block)[is_column]
+            found, whole[is_column] = side.widen(found, int(is_column)), True
+        local = self.local.narrow(cut.dim, cut.start, cut.length)
+        cuts = (*self.cuts[:index], cut, *self.cuts[index + 1 :])
+        return replace(self, local=local, scale=found, cuts=cuts, whole=(whole[0], whole[1]))
+
+    def operand(self) -> tuple[Operand, AxisBlocks | None, AxisBlocks | None]:
+        """The matrix that a GEMM takes, and the sides along which it is a window."""
+        if not self.cuts:
+            return Operand(codes=self.local, scale=self.scale, quantizer=self.quantizer), None, None
+        codes = as_matrix(self.local)
+        grid = self.scale.reshape(self.scale.shape[:-1].numel(), self.scale.shape[-1])
+        windows: list[AxisBlocks | None] = [None, None]
+        sides = axis_blocks(self.local.shape, self.cuts, self.quantizer.block)
+        for dim, (side, whole) in enumerate(zip(sides, self.whole, strict=True)):
+            if whole and side.groups:
+                codes, grid = side.embed(codes, dim), side.window(grid, dim)
+                windows[dim] = side
+        return Operand(codes=codes, scale=grid, quantizer=self.quantizer), windows[0], windows[1]
+
+
+def check_not_packed(quantizer: Quantizer, codes: Sequence[int], values: Sequence[int]) -> None:
+    """Raise a ValueError if codes have another shape than the values that they stand for."""
+    if tuple(codes) != tuple(values):
+        raise ValueError(
+            f"{quantizer!r} packs codes of several values in a byte, and the tensor, or one that it is multiplied by, "
+            "is spread over ranks, which it has no rule for. Quantize and multiply whole tensors with it."
+        )

@@ -1,0 +1,180 @@
+"""Quantize what a rank has of a tensor as the whole tensor would be: by the same codes and scales."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from fp8compile.ops.amax import amax
+from fp8compile.ops.cast import cast
+from fp8compile.ops.collectives import all_reduce_amax
+from fp8compile.ops.layer.local_shards import LocalShard, QuantizedShard, check_not_packed
+from fp8compile.ops.layer.shards import AxisBlocks, axis_blocks
+from fp8compile.ops.registry import OPS
+from fp8compile.ops.scale import scale
+from fp8compile.quantizers import Quantizer
+from fp8compile.quantizers.blocks import as_matrix
+
+__all__ = [
+    "OPS_OF_STEPS",
+    "PYTHON_OF_STEPS",
+    "Steps",
+    "cast_shard",
+    "is_aligned",
+    "quantize_shard",
+    "shard_amax",
+    "whole_amax",
+]
+
+
+def _window(part: LocalShard, sides: tuple[AxisBlocks, AxisBlocks]) -> Tensor:
+    """The part, or where it cuts blocks the matrix of it in whole blocks, with zeros around."""
+    if all(side.kind != "split" for side in sides):
+        return part.local
+    window = as_matrix(part.local)
+    for dim, side in enumerate(sides):
+        window = side.embed(window, dim) if side.kind == "split" else window
+    return window
+
+
+def _extracted(codes: Tensor, part: LocalShard, sides: tuple[AxisBlocks, AxisBlocks]) -> Tensor:
+    """The part's own codes, of those of its window."""
+    if all(side.kind != "split" for side in sides):
+        return codes
+    for dim, side in enumerate(sides):
+        codes = side.extract(codes, dim) if side.kind == "split" else codes
+    return codes.reshape(part.local.shape)
+
+
+def shard_amax(part: LocalShard, quantizer: Quantizer) -> Tensor:
+    """The amax of the blocks of a part, over all ranks that have elements of them: see `quantize_shard`."""
+    return _window_and_amax(part, quantizer, OPS_OF_STEPS)[1]
+
+
+def _check_part(part: LocalShard, quantizer: Quantizer) -> None:
+    if any(part.cuts):
+        check_not_packed(quantizer, quantizer.codes_shape(part.local.shape), part.local.shape)
+
+
+def _window_and_amax(
+    part: LocalShard, quantizer: Quantizer, steps: Steps, local_amax: Tensor | None = None
+) -> tuple[Tensor, Tensor, tuple[AxisBlocks, AxisBlocks]]:
+    sides = axis_blocks(part.local.shape, part.cuts, quantizer.block)
+    _check_part(part, quantizer)
+    window = _window(part, sides)
+    found = steps.amax(window, quantizer) if local_amax is None else local_amax
+    if window is not part.local:
+        for dim, side in enumerate(sides):
+            found = side.widen(found, dim) if side.kind == "split" else found
+    for group in dict.fromkeys(group for side in sides if side.kind != "aligned" for group in side.groups):
+        found = all_reduce_amax(found, group)
+    return window, found, sides
+
+
+@dataclass(frozen=True)
+class Steps:
+    """The three steps that quantize a tensor: the ops, or their Python implementations.
+
+    Below the dispatcher no mode sees an op, and each dispatch costs 10 us: eager kernels take the implementations.
+    """
+
+    amax: Callable[[Tensor, Quantizer], Tensor]
+    scale: Callable[[Tensor, Quantizer], tuple[Tensor, Tensor]]
+    cast: Callable[[Tensor, Tensor, Quantizer], Tensor]
+
+
+OPS_OF_STEPS = Steps(amax, scale, cast)
+PYTHON_OF_STEPS = Steps(*(OPS[op.name()].impl for op in (amax, scale, cast)))
+
+
+def is_aligned(part: LocalShard, quantizer: Quantizer) -> bool:
+    """Whether all blocks that a part has elements of are its own, so that ranks need not talk to quantize it."""
+    return not any(part.cuts) or all(
+        side.kind == "aligned" for side in axis_blocks(part.local.shape, part.cuts, quantizer.block)
+    )
+
+
+def quantize_shard(
+    part: LocalShard,
+    quantizer: Quantizer,
+    steps: Steps = OPS_OF_STEPS,
+    *,
+    local_amax: Tensor | None = None,
+    whole_amax: Tensor | None = None,
+) -> QuantizedShard:
+    """Quantize a part as the whole tensor would be, by the same codes and scales.
+
+    Args:
+        part: All ranks of its groups call this with theirs.
+        quantizer: How.
+        steps: By which steps.
+        local_amax: Amaxes of the part's own elements, where no block is cut, if they are known.
+        whole_amax: Amaxes of all blocks of the whole, if they are known: then ranks exchange none.
+
+    Returns:
+        Codes of the part's elements.
+    """
+    if not any(part.cuts):
+        amax = whole_amax if whole_amax is not None else local_amax
+        multiplier, scales = steps.scale(steps.amax(part.local, quantizer) if amax is None else amax, quantizer)
+        return QuantizedShard(steps.cast(part.local, multiplier, quantizer), scales, quantizer, part.cuts)
+    if whole_amax is not None:
+        return _by_whole_amax(part, quantizer, steps, whole_amax)
+    window, found, sides = _window_and_amax(part, quantizer, steps, local_amax)
+    multiplier, scales = steps.scale(found, quantizer)
+    for dim, side in enumerate(sides):
+        multiplier = side.window(multiplier, dim) if side.kind == "split" else multiplier
+    codes = _extracted(steps.cast(window, multiplier, quantizer), part, sides)
+    return QuantizedShard(codes, scales, quantizer, part.cuts, (sides[0].kind == "split", sides[1].kind == "split"))
+
+
+def _by_whole_amax(part: LocalShard, quantizer: Quantizer, steps: Steps, whole_amax: Tensor) -> QuantizedShard:
+    multiplier, scales = steps.scale(whole_amax, quantizer)
+    sides = axis_blocks(part.local.shape, part.cuts, quantizer.block)
+    for dim, side in enumerate(sides):
+        scales = side.window(scales, dim) if side.kind == "aligned" and side.block != -1 else scales
+    codes = cast_shard(part, multiplier, quantizer, steps)
+    return QuantizedShard(codes, scales, quantizer, part.cuts, (sides[0].kind == "split", sides[1].kind == "split"))
+
+
+# ---------------------------------------------------------------------------------- many parts, one message
+
+
+def whole_amax(part: LocalShard, quantizer: Quantizer) -> Tensor:
+    """What this rank knows of the amaxes of the whole: their maximum over all ranks is the amax of every block.
+
+    With it, ranks reduce the amaxes of many tensors in one message, and each then has the scales of all blocks.
+
+    Args:
+        part: Of a matrix.
+        quantizer: How it will be quantized.
+
+    Returns:
+        ``quantizer.scale_shape`` of the whole matrix, float32; 0 where this rank has no element of a block.
+    """
+    sides = axis_blocks(part.local.shape, part.cuts, quantizer.block)
+    _check_part(part, quantizer)
+    found = amax(_window(part, sides), quantizer)
+    for dim, side in enumerate(sides):
+        found = found if side.block == -1 else side.widen(found, dim)
+    return found
+
+
+def cast_shard(part: LocalShard, multiplier: Tensor, quantizer: Quantizer, steps: Steps = OPS_OF_STEPS) -> Tensor:
+    """Codes of a part, by the multipliers of all blocks of the whole.
+
+    Args:
+        part: Of a matrix.
+        multiplier: ``quantizer.scale_shape`` of the whole matrix, float32.
+        quantizer: How.
+        steps: By which steps.
+
+    Returns:
+        uint8, the shape of the part.
+    """
+    sides = axis_blocks(part.local.shape, part.cuts, quantizer.block)
+    for dim, side in enumerate(sides):
+        multiplier = multiplier if side.block == -1 else side.window(multiplier, dim)
+    return _extracted(steps.cast(_window(part, sides), multiplier, quantizer), part, sides)

@@ -1,0 +1,216 @@
+"""How a tensor that is spread over ranks lies among the blocks that share a scale, seen from one rank.
+
+    DimSharding   one dim of a tensor, cut over the ranks of a group, in their order; sizes may differ and be 0
+    AxisBlocks    rows or columns of the local matrix among the blocks of the whole one
+
+Whether ranks have to talk follows from the block and the cut alone, so all of them come to the same answer:
+
+    block along the cut dim    what the amax needs                            kind
+    1                          nothing                                        "aligned"
+    -1                         a maximum over the ranks                       "spanning"
+    n, cut between blocks      nothing                                        "aligned"
+    n, cut through blocks      a maximum over the ranks of the whole grid     "split"
+
+Where blocks are split, a rank lays its elements where they are in blocks of the whole, with zeros around them: a zero
+is never the largest, its code adds nothing to a product, and any quantizer's steps run on such a window.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.nn.functional import pad
+
+__all__ = ["AxisBlocks", "DimSharding", "Sharding", "axis_blocks", "chunk_sizes"]
+
+
+@dataclass(frozen=True)
+class DimSharding:
+    """One dim of a tensor, cut over the ranks of a group, in their order.
+
+    Attributes:
+        group: The ranks, or the name of their group.
+        rank: This one's number in the group.
+        dim: Of the tensor, counted from 0.
+        sizes: Of every rank's part along it.
+    """
+
+    group: ProcessGroup | str
+    rank: int
+    dim: int
+    sizes: tuple[int, ...]
+
+    @property
+    def start(self) -> int:
+        """Where this rank's part begins."""
+        return sum(self.sizes[: self.rank])
+
+    @property
+    def length(self) -> int:
+        """Of this rank's part."""
+        return self.sizes[self.rank]
+
+    @property
+    def total(self) -> int:
+        """Of the whole."""
+        return sum(self.sizes)
+
+    def is_even(self) -> bool:
+        """Whether all ranks have as much."""
+        return all(size == self.sizes[0] for size in self.sizes)
+
+    def by_name(self) -> DimSharding:
+        """The same, with the name of the group: a group can be neither copied nor pickled."""
+        return self if isinstance(self.group, str) else replace(self, group=self.group.group_name)
+
+    def matches(self, other: DimSharding | None) -> bool:
+        """Whether a dim of another tensor is cut in the same places, by the same ranks."""
+        return other is not None and self.sizes == other.sizes
+
+
+def chunk_sizes(total: int, ranks: int) -> tuple[int, ...]:
+    """Sizes of the parts of a dim, as DTensor and FSDP2 cut it: full ones first, then the rest, then nothing."""
+    if total % ranks == 0:
+        return (total // ranks,) * ranks
+    full = -(-total // ranks)
+    return tuple(max(0, min(full, total - rank * full)) for rank in range(ranks))
+
+
+Sharding = tuple[DimSharding | None, ...]
+
+
+@dataclass(frozen=True)
+class AxisBlocks:
+    """Rows or columns of a rank's matrix, among the blocks of the whole one.
+
+    Attributes:
+        kind: ``"aligned"``, ``"spanning"`` or ``"split"``, as the head of this file has it.
+        groups: Who has elements of the same blocks.
+        block: Elements that share a scale.
+        sizes: Leading to trailing, the dims that this side flattens: (start, length, total) of each.
+    """
+
+    kind: str
+    groups: tuple[ProcessGroup | str, ...]
+    block: int
+    sizes: tuple[tuple[int, int, int], ...]
+
+    @property
+    def length(self) -> int:
+        """Elements on this rank."""
+        return math.prod([length for _, length, _ in self.sizes])
+
+    @property
+    def total(self) -> int:
+        """Elements of the whole."""
+        return math.prod([total for _, _, total in self.sizes])
+
+    @property
+    def first(self) -> int | None:
+        """Where this rank's elements begin, if they are one run of the whole; None if they are several."""
+        run, first, inner = True, 0, 1
+        for start, length, total in reversed(self.sizes):
+            if not run and length != 1:
+                return None
+            first += start * inner
+            inner *= total
+            run = run and length == total
+        return first
+
+    def _positions(self, device: torch.device) -> Tensor:
+        """Where each of this rank's elements is in the whole."""
+        found = torch.zeros((1,), dtype=torch.int64, device=device)
+        for start, length, total in self.sizes:
+            found = (found.unsqueeze(1) * total + torch.arange(start, start + length, device=device)).flatten()
+        return found
+
+    def embed(self, matrix: Tensor, dim: int) -> Tensor:
+        """The window: this rank's elements where they are in whole blocks, zeros around them."""
+        if self.kind == "aligned":
+            return matrix
+        if self.first is None:
+            shape = list(matrix.shape)
+            shape[dim] = self.total
+            return matrix.new_zeros(shape).index_copy(dim, self._positions(matrix.device), matrix)
+        before = 0 if self.kind == "aligned" else self.first % self.block
+        return pad(matrix, (0, 0, before, 0) if dim == 0 else (before, 0)) if before else matrix
+
+    def extract(self, window: Tensor, dim: int) -> Tensor:
+        """This rank's elements of a window."""
+        if self.kind == "aligned":
+            return window
+        if self.first is None:
+            return window.index_select(dim, self._positions(window.device))
+        return window.narrow(dim, self.first % self.block, self.length)
+
+    def _blocks(self) -> tuple[int, int, int]:
+        """First block of the window, how many it has, how many there are."""
+        every = -(-self.total // self.block)
+        if self.first is None:
+            return 0, every, every
+        # an own part begins with a block, or is empty and lies behind the last one, whole or not
+        before = 0 if self.kind == "aligned" else self.first % self.block
+        return self.first // self.block, -(-(before + self.length) // self.block), every
+
+    def widen(self, grid: Tensor, dim: int) -> Tensor:
+        """The grid of a window, or of blocks that are this rank's own, among zeros, as the grid of the whole."""
+        first, count, every = self._blocks()
+        if self.kind == "aligned" and self.first is None:
+            shape = list(grid.shape)
+            shape[dim] = every
+            blocks = self._positions(grid.device)[:: self.block] // self.block
+            return grid.new_zeros(shape).index_copy(dim, blocks, grid)
+        after = every - first - count
+        return pad(grid, (0, 0, first, after) if dim == 0 else (first, after)) if first or after else grid
+
+    def window(self, grid: Tensor, dim: int) -> Tensor:
+        """The grid of this rank's window, of that of the whole."""
+        if self.kind == "aligned" and self.first is None:
+            return grid.index_select(dim, self._positions(grid.device)[:: self.block] // self.block)
+        first, count, _ = self._blocks()
+        return grid.narrow(dim, first, count)
+
+
+def _side(dims: range, shape: Sequence[int], cuts: Sharding, block: int) -> AxisBlocks:
+    own = [[cut for cut in cuts if cut is not None and cut.dim == dim] for dim in dims]
+    sizes = tuple(
+        (sum(cut.start for cut in found), shape[dim], found[0].total if found else shape[dim])
+        for dim, found in zip(dims, own, strict=True)
+    )
+    groups = tuple(cut.group for found in own for cut in found)
+    if not groups or block == 1:
+        return AxisBlocks("aligned", (), block, sizes)
+    if block == -1:
+        return AxisBlocks("spanning", groups, block, sizes)
+    innermost = max(index for index, found in enumerate(own) if found)
+    if not all(cut.is_even() for cut in own[innermost][:-1]):
+        return AxisBlocks(
+            "split", groups, block, sizes
+        )  # ranks cut parts of different sizes: none knows where others cut
+    inner = math.prod([total for _, _, total in sizes[innermost + 1 :]])
+    outer = math.prod([total for _, _, total in sizes[:innermost]])
+    smallest = own[innermost][-1]
+    starts = [sum(smallest.sizes[:rank]) for rank in range(1, len(smallest.sizes))]
+    boundaries = [start * inner for start in starts if start < smallest.total]  # behind the end, ranks have nothing
+    followed = outer > 1 or len(own[innermost]) > 1  # the last part, too, is followed by elements of another one
+    if followed:
+        boundaries.append(smallest.total * inner)
+    cut = any(boundary % block for boundary in boundaries)
+    return AxisBlocks("split" if cut else "aligned", groups, block, sizes)
+
+
+def axis_blocks(shape: Sequence[int], cuts: Sharding, block: tuple[int, int]) -> tuple[AxisBlocks, AxisBlocks]:
+    """Rows and columns of a rank's matrix.
+
+    Args:
+        shape: Of the rank's part, any rank of dims from 1.
+        cuts: Of the tensor.
+        block: Over the (M, K) view of the whole.
+    """
+    last = len(shape) - 1
+    return _side(range(last), shape, cuts, block[0]), _side(range(last, last + 1), shape, cuts, block[1])
