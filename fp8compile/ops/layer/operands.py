@@ -152,6 +152,8 @@ class Operands:
             return operand
         if isinstance(operand.quantizer, DelayedScaling) and self.multiplier is not None:
             return operand
+        if _compat.async_tp():
+            return operand  # PyTorch's pass looks for reshapes, and nothing else, beside a product
         if slot == OUTPUT.a:
             return replace(operand, codes=store(operand.codes))
         if slot == GRAD_WEIGHT.b:

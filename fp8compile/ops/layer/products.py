@@ -135,10 +135,14 @@ def steps_of(gemm: Gemm, a: LocalShard, b: LocalShard) -> list[Step]:
 
 
 def _multiply_codes(
-    gemm: Gemm, a: QuantizedShard, b: QuantizedShard, out_dtype: torch.dtype, operands: Operands
+    gemm: Gemm, a: QuantizedShard, b: QuantizedShard, steps: list[Step], out_dtype: torch.dtype, operands: Operands
 ) -> Tensor:
     (left, *left_windows), (right, *right_windows) = a.operand(), b.operand()
-    left, right = gemm.oriented(operands.laid_out(left, gemm.a), operands.laid_out(right, gemm.b))
+    # what was gathered is in memory already
+    gathered = [step.gather for step in steps]
+    left = left if "a" in gathered else operands.laid_out(left, gemm.a)
+    right = right if "b" in gathered else operands.laid_out(right, gemm.b)
+    left, right = gemm.oriented(left, right)
     product = operands.multiply(left, right, out_dtype, gemm)
     # the sides of the result; along the sum, zeros around did no harm
     windows = left_windows[gemm.a_transposed], right_windows[not gemm.b_transposed]
@@ -161,17 +165,17 @@ def multiply_shards(gemm: Gemm, a: LocalShard, b: LocalShard, operands: Operands
     # both passes, and ranks of different sizes hoist different ones and wait for each other.
     in_backward = gemm is not OUTPUT and any((*a.cuts, *b.cuts))
     with sent_in_backward() if in_backward else nullcontext():
-        return _multiply_parts(gemm, a, b, operands)
+        return _multiply_shards(gemm, a, b, operands)
 
 
-def _multiply_parts(gemm: Gemm, a: LocalShard, b: LocalShard, operands: Operands) -> Product:
+def _multiply_shards(gemm: Gemm, a: LocalShard, b: LocalShard, operands: Operands) -> Product:
     out_dtype = a.local.dtype
     if operands.recipe.quantizers(gemm) is None:
         a, b, steps = _prepared(gemm, a, operands.in_high_precision(b, gemm.b))
         left, right = gemm.oriented(as_matrix(a.local), as_matrix(b.local))
         return Product(left @ right, steps, a.cuts, a.local.shape)
     a_codes, b_codes, steps = _prepared(gemm, operands.of(a, gemm.a), operands.of(b, gemm.b))
-    product = _multiply_codes(gemm, a_codes, b_codes, out_dtype, operands)
+    product = _multiply_codes(gemm, a_codes, b_codes, steps, out_dtype, operands)
     return Product(product, steps, a_codes.cuts, a_codes.local.shape)
 
 
