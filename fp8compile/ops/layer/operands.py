@@ -78,7 +78,7 @@ STEPS = {
 
 
 def _cast_in_backward(x: Tensor, multiplier: Tensor, quantizer: Quantizer) -> Tensor:
-    """Make codes of a weight in the backward and nowhere else.
+    """Make codes of a weight's shard in the backward and nowhere else.
 
     The partitioner knows that parameters cost nothing to keep, and makes their codes again. Of tensors inside of a
     DTensor it doesn't know it (PyTorch 2.13 counts them wrongly), and would keep the codes.
@@ -168,7 +168,7 @@ class Operands:
     def _steps(self, part: LocalShard, slot: str) -> Steps:
         if self.phase is not Phase.BACKWARD:
             return STEPS[self.phase]
-        if slot == GRAD_INPUT.b:
+        if slot == GRAD_INPUT.b and part.cuts:
             return WEIGHT_IN_BACKWARD
         # codes that the forward gathered from other ranks serve the backward too: kept, they are not sent again
         gathers = slot == GRAD_WEIGHT.b and any(cut and cut.dim != part.local.ndim - 1 for cut in part.cuts)
