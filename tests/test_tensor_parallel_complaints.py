@@ -18,7 +18,8 @@ from gloo_ranks import shared_ranks
 from test_tensor_parallel import LAYOUTS, RECIPES, SHAPES, layer_on_ranks, mesh_of, placed, tensors_of
 
 import fp8compile as f8
-from fp8compile.ops import parts, sharded_product
+from fp8compile.ops.layer import operands, quantize_shard
+from fp8compile.ops.layer.local_shards import LocalShard
 from fp8compile.quantizers import GEMMS
 
 # 67 tokens on two ranks: 34 and 33; 150 on two: 75 and 75. Blocks of 128 and of 32 are cut.
@@ -40,12 +41,12 @@ def own_amax_in_backward(amax, group):
     return amax if torch._C._current_autograd_node() is not None else REDUCED(amax, group)
 
 
-REDUCED = parts.all_reduce_amax
+REDUCED = quantize_shard.all_reduce_amax
 
 
 def layer_with(amax, *case):
     """What differs from one process, if that is how amaxes are reduced."""
-    with nullcontext() if amax is None else mock.patch.object(parts, "all_reduce_amax", amax):
+    with nullcontext() if amax is None else mock.patch.object(quantize_shard, "all_reduce_amax", amax):
         wrong = layer_on_ranks(*case)
     return sorted(wrong) if wrong is not None else None
 
@@ -86,7 +87,7 @@ def twice(part, quantizer, quantize):
     """Codes, their values, and codes of these: what a gather in high precision in between would make of it."""
     codes = quantize(part, quantizer)
     values = quantizer.dequantize(codes.local, codes.scale, torch.float32).to(part.local.dtype)
-    return quantize(parts.Part(values, part.cuts), quantizer)
+    return quantize(LocalShard(values, part.cuts), quantizer)
 
 
 def quantized_operands(recipe, layout, implementation):
@@ -98,21 +99,24 @@ def quantized_operands(recipe, layout, implementation):
     wheres = zip((x, weight, grad), LAYOUTS[layout], strict=True)
     spread = dict(zip(("x", "weight", "grad_output"), (placed(t, where, mesh) for t, where in wheres), strict=True))
     own = {name: t.to_local().clone() for name, t in spread.items()}
-    right, seen = sharded_product.quantize_part, []
+    right, seen = operands.quantize_shard, []
 
     def watched(part, quantizer):
         names = [name for name, t in own.items() if t.shape == part.local.shape and torch.equal(t, part.local)]
         seen.append((names[0] if names else "none of these", quantizer))
         return right(part, quantizer)
 
-    with mock.patch.object(sharded_product, "quantize_part", lambda *args: implementation(*args, watched)):
+    def quantize(part, quantizer, *_, **__):
+        return implementation(part, quantizer, watched)
+
+    with mock.patch.object(operands, "quantize_shard", quantize):
         inputs = [spread[name].requires_grad_() for name in ("x", "weight")]
         y = f8.linear(*inputs, recipe=RECIPES[recipe])
         grad = spread["grad_output"]
         y.redistribute(placements=grad.placements).backward(grad)
     recipe = RECIPES[recipe]
-    operands = [pair for gemm in GEMMS for pair in zip((gemm.a, gemm.b), recipe.quantizers(gemm), strict=True)]
-    return [name for name, _ in seen], [q for _, q in seen] == [q for _, q in operands]
+    expected = [quantizer for gemm in GEMMS for quantizer in recipe.quantizers(gemm)]
+    return [name for name, _ in seen], [quantizer for _, quantizer in seen] == expected
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "blockwise"])

@@ -33,7 +33,7 @@ from fp8compile.cli.layout import layout_of
 from fp8compile.cli.model import ByteLlama, ModelShape
 from fp8compile.cli.ranks import Ranks
 from fp8compile.cli.tensor_parallel import parallelize, place_gradients
-from fp8compile.ops import parts
+from fp8compile.ops.layer import quantize_shard
 from fp8compile.parallel import ColwiseParallel, RowwiseParallel
 
 ROOT = Path(__file__).parents[1]
@@ -277,12 +277,12 @@ def test_bf16_losses_differ_from_one_process_as_rounding_alone_makes_them(recipe
 
 
 def with_amax_of_the_shard(recipe, cut):
-    right = parts.all_reduce_amax
-    parts.all_reduce_amax = lambda amax, group: amax
+    right = quantize_shard.all_reduce_amax
+    quantize_shard.all_reduce_amax = lambda amax, group: amax
     try:
         return both(recipe, cut, steps=2)
     finally:
-        parts.all_reduce_amax = right
+        quantize_shard.all_reduce_amax = right
 
 
 @pytest.mark.parametrize("cut", ["local", "dtensor"])
