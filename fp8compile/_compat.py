@@ -223,7 +223,7 @@ def _seeks_schema() -> bool:
     """Whether PyTorch traces a region only to learn which of its inputs are written to.
 
     It does so at each call of the region, twice, and throws the graph away. An op's schema answers the question, and
-    its decomposition would be traced for nothing: more than half of the time that a joint graph takes.
+    its decomposition would be traced for nothing: a quarter of the time that a joint graph takes.
     """
     from torch._higher_order_ops.invoke_subgraph import InvokeSubgraphHOP
 
