@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from fp8compile import _compat
 from fp8compile.nn.local import wrapped_like
-from fp8compile.ops.layer.shards import DimSharding, axis_blocks, chunk_sizes
+from fp8compile.ops.layer.shards import DimSharding, chunk_sizes, split_axes
 from fp8compile.quantizers import Quantizer
 from fp8compile.tensor import QuantizedParameter, in_place_of, quantize
 
@@ -32,7 +32,7 @@ def _why_not(shape: Sequence[int], mesh: Any, placements: Sequence[Any], quantiz
     for index, dim in dims:
         sizes, block = chunk_sizes(shape[dim], mesh.size(index)), quantizer.block
         own = [*shape[:dim], sizes[0], *shape[dim + 1 :]]
-        if "split" in [side.kind for side in axis_blocks(own, (DimSharding("", 0, dim, sizes),), block)]:
+        if any(split_axes(own, (DimSharding("", 0, dim, sizes),), block)):
             return (
                 f"is cut along dim {dim} into {sizes}, which cuts blocks {block}; all ranks but the last one with any "
                 f"have a multiple of {block[dim]}"

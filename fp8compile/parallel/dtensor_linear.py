@@ -18,7 +18,7 @@ from fp8compile.ops.layer.local_shards import LocalShard, QuantizedShard
 from fp8compile.ops.layer.operands import Operands, Phase
 from fp8compile.ops.layer.products import Product, add_bias, multiply_shards
 from fp8compile.ops.layer.quantize_shard import shard_amax
-from fp8compile.ops.layer.shards import axis_blocks
+from fp8compile.ops.layer.shards import axis_blocks, split_axes
 from fp8compile.ops.snapshot import snapshot
 from fp8compile.parallel.placed import check_one_mesh, part_of, placements_of, whole_of
 from fp8compile.quantizers import DelayedScaling, Gemm, Recipe
@@ -39,8 +39,8 @@ def _codes_of(function: str, weight: LocalShard, recipe: Recipe) -> QuantizedSha
     local = weight.local
     check_serves(function, local, recipe)
     sides = axis_blocks(local.shape, weight.cuts, local.quantizer.block)
-    whole = (sides[0].kind == "split", sides[1].kind == "split")
-    shape = tuple(side.total if side.kind == "split" else side.length for side in sides)
+    whole = split_axes(local.shape, weight.cuts, local.quantizer.block)
+    shape = tuple(side.total if split else side.length for side, split in zip(sides, whole, strict=True))
     if tuple(local.scale.shape) != local.quantizer.scale_shape(shape):
         raise ValueError(
             f"{function}: weight has a QuantizedTensor of shape {tuple(local.shape)} with scales "

@@ -15,8 +15,8 @@ from fp8compile.nn import Linear
 from fp8compile.ops import fsdp_amax
 from fp8compile.ops.collectives import all_reduce_amaxes
 from fp8compile.ops.layer.local_shards import LocalShard
+from fp8compile.ops.layer.quantize_shard import is_aligned
 from fp8compile.ops.layer.rows import placed_cuts, rows_cut
-from fp8compile.ops.layer.shards import axis_blocks
 from fp8compile.parallel.fsdp_shards import Where, used_dtype
 from fp8compile.quantizers import DelayedScaling
 
@@ -44,13 +44,13 @@ def shared_amaxes(layer: Linear, local: Tensor, where: Where) -> SharedAmaxes:
     """For a layer of which this rank has ``local``, cut by tensor parallel ranks if there are any, then by rows."""
     every = (*placed_cuts(where.rows.placed, where.tensor_parallel_groups()), rows_cut(where.rows))
     same = layer.recipe.weight_for_grad_input == layer.recipe.weight
-    shape, grids = LocalShard(local, every).whole_shape(), {}
+    shard, grids = LocalShard(local, every), {}
     for slot in SLOTS:
         quantizer = getattr(layer.recipe, slot)
         if quantizer is None or isinstance(quantizer, DelayedScaling) or (same and slot == SLOTS[1]):
             continue
-        if any(side.kind != "aligned" for side in axis_blocks(local.shape, every, quantizer.block)):
-            grids[slot] = tuple(quantizer.scale_shape(shape))
+        if not is_aligned(shard, quantizer):
+            grids[slot] = tuple(quantizer.scale_shape(shard.whole_shape()))
     return SharedAmaxes(grids, tuple(cut.group for cut in every if cut is not None), same)
 
 

@@ -14,9 +14,8 @@ from torch.utils._pytree import tree_map_only
 
 from fp8compile import _compat
 from fp8compile.ops.layer.local_shards import LocalShard
-from fp8compile.ops.layer.quantize_shard import cast_shard
-from fp8compile.ops.layer.shards import DimSharding, Sharding, axis_blocks, chunk_sizes
-from fp8compile.quantizers import Quantizer
+from fp8compile.ops.layer.quantize_shard import cast_shard, local_scales
+from fp8compile.ops.layer.shards import DimSharding, Sharding, chunk_sizes
 from fp8compile.tensor import QuantizedTensor, attributes_of_others, in_place_of
 
 if TYPE_CHECKING:
@@ -156,7 +155,7 @@ class ShardedWeight(Tensor):
         scale, quantizer, size, group = metadata
         (codes,) = all_gather_outputs
         group, shard_dim, sizes = (group, None, None) if not self.cuts else _described(self.cuts[0])
-        scale = _local_scale(scale, size, self.cuts, quantizer)
+        scale = local_scales(scale, size, self.cuts, quantizer)
         if out is None:
             found = QuantizedTensor(codes[: size[0]], scale, quantizer, param_dtype, group, shard_dim, sizes)
             return found, ()
@@ -205,13 +204,6 @@ def part_of_weight(
 def _described(cut: DimSharding) -> tuple:
     """Group, dim and sizes of a tensor-parallel weight, as a `QuantizedTensor` has them."""
     return torch.distributed.distributed_c10d._resolve_process_group(cut.group), cut.dim, cut.sizes
-
-
-def _local_scale(scale: Tensor, size: tuple[int, ...], cuts: Sharding, quantizer: Quantizer) -> Tensor:
-    """Scales of what a rank has after the gather, of those of the whole weight: all along a side that cuts blocks."""
-    for dim, side in enumerate(axis_blocks(size, cuts, quantizer.block)):
-        scale = side.window(scale, dim) if side.kind == "aligned" and side.block != -1 else scale
-    return scale
 
 
 VIEWS = {

@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import return_and_correct_aliasing
 
 from fp8compile import ops
 from fp8compile.ops.layer.local_shards import QuantizedShard
-from fp8compile.ops.layer.shards import DimSharding, axis_blocks
+from fp8compile.ops.layer.shards import DimSharding, axis_blocks, split_axes
 from fp8compile.quantizers import Quantizer
 from fp8compile.quantizers.blocks import as_matrix
 from fp8compile.tensor.agreement import check_agreement
@@ -66,7 +66,7 @@ def _parts_to_gather(x: QuantizedTensor, dim: int, sizes: Sequence[int] | None) 
         raise ValueError(f"all_gather: sizes is {sizes}, and this was quantized as one of {x.sizes}.")
     check_agreement("all_gather", x.codes, x.group, sizes=sizes)
     found = DimSharding(x.group, x.group.rank(), x.shard_dim, sizes)
-    if x.sizes is None and any(side.kind == "split" for side in axis_blocks(x.shape, (found,), x.quantizer.block)):
+    if x.sizes is None and any(split_axes(x.shape, (found,), x.quantizer.block)):
         raise ValueError(
             f"all_gather: parts of {found.sizes} along dim {x.shard_dim} cut blocks {x.quantizer.block}, and each was "
             "quantized as whole blocks. Say so when quantizing: fp8compile.quantize(..., sizes=...)."
@@ -301,7 +301,7 @@ def cuts_blocks(x: QuantizedTensor) -> bool:
     if x.sizes is None or x.shard_dim is None:
         return False
     shards = DimSharding("", 0, x.shard_dim, x.sizes)  # which ranks, and which of them, makes no difference
-    return "split" in [side.kind for side in axis_blocks(x.shape, (shards,), x.quantizer.block)]
+    return any(split_axes(x.shape, (shards,), x.quantizer.block))
 
 
 def _no_meaning(op: object) -> str:

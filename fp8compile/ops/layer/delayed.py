@@ -25,6 +25,10 @@ from fp8compile.ops.collectives import all_reduce_amax
 from fp8compile.ops.layer.linear import (
     OUTPUT,
     as_read,
+    grad_input_fake,
+    grad_input_sharding,
+    grad_weight_fake,
+    grad_weight_sharding,
     layer_grad_input,
     layer_grad_weight,
     layer_output,
@@ -78,19 +82,6 @@ def _grad_input_decompose(grad_output: Tensor, weight: Tensor, multiplier: Tenso
     return layer_grad_input(grad_output, weight, Operands(recipe, Phase.BACKWARD, multiplier))
 
 
-def _grad_input_fake(grad_output: Tensor, weight: Tensor, multiplier: Tensor, recipe: Recipe) -> Tensor:
-    return grad_output.new_empty((*grad_output.shape[:-1], weight.shape[1]))
-
-
-def _grad_input_sharding(grad_output: Tensor, weight: Tensor, multiplier: Tensor, recipe: Recipe) -> list[Split]:
-    rows = outer_cuts(grad_output.shape, recipe.grad_output, range(grad_output.ndim - 1))
-    columns = outer_cuts(weight.shape, recipe.weight_for_grad_input, [1])
-    return [
-        *(Split((cut, None, None, None), (cut.dim,), exact=False) for cut in rows),
-        *(Split((None, cut, None, None), (-1,), exact=False) for cut in columns),
-    ]
-
-
 def _grad_input_samples() -> Iterator[tuple]:
     for x, weight, _, _, multiplier, _, recipe in delayed_samples():
         yield sample_grad(x, weight), weight, multiplier, recipe
@@ -99,10 +90,10 @@ def _grad_input_samples() -> Iterator[tuple]:
 delayed_grad_input = register_op(
     "fp8compile::delayed_grad_input",
     _grad_input_kernel,
-    fake=_grad_input_fake,
+    fake=grad_input_fake,
     backward=None,
     decompose=_grad_input_decompose,
-    sharding=_grad_input_sharding,
+    sharding=grad_input_sharding,
     samples=lambda: _grad_input_samples(),
 )
 
@@ -115,19 +106,6 @@ def _grad_weight_decompose(grad_output: Tensor, x: Tensor, multiplier: Tensor, r
     return layer_grad_weight(grad_output, x, Operands(recipe, Phase.BACKWARD, multiplier))
 
 
-def _grad_weight_fake(grad_output: Tensor, x: Tensor, multiplier: Tensor, recipe: Recipe) -> Tensor:
-    return grad_output.new_empty((grad_output.shape[-1], x.shape[-1]))
-
-
-def _grad_weight_sharding(grad_output: Tensor, x: Tensor, multiplier: Tensor, recipe: Recipe) -> list[Split]:
-    rows = outer_cuts(grad_output.shape, recipe.grad_output_for_grad_weight, [grad_output.ndim - 1])
-    columns = outer_cuts(x.shape, recipe.input_for_grad_weight, [x.ndim - 1])
-    return [
-        *(Split((cut, None, None, None), (0,), exact=False) for cut in rows),
-        *(Split((None, cut, None, None), (1,), exact=False) for cut in columns),
-    ]
-
-
 def _grad_weight_samples() -> Iterator[tuple]:
     for x, weight, _, _, multiplier, _, recipe in delayed_samples():
         yield sample_grad(x, weight), x, multiplier, recipe
@@ -136,10 +114,10 @@ def _grad_weight_samples() -> Iterator[tuple]:
 delayed_grad_weight = register_op(
     "fp8compile::delayed_grad_weight",
     _grad_weight_kernel,
-    fake=_grad_weight_fake,
+    fake=grad_weight_fake,
     backward=None,
     decompose=_grad_weight_decompose,
-    sharding=_grad_weight_sharding,
+    sharding=grad_weight_sharding,
     samples=lambda: _grad_weight_samples(),
 )
 

@@ -137,9 +137,9 @@ def _layer(
     recipe: Recipe,
     phase: Phase,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    used = snapshot(multiplier)
+    used, shard = snapshot(multiplier), shard.to(x.dtype)
     of_x, of_weight, _ = recipe.delayed()
-    amaxes = amax_of(x, of_x), amax_of(shard.to(x.dtype), of_weight)
+    amaxes = amax_of(x, of_x), amax_of(shard, of_weight)
     waits_for = amaxes if phase is Phase.FORWARD else ()
     operands = Operands(recipe, phase, used, waits_for=waits_for, weight_amax=amax, rows=rows)
     return fsdp_output(x, shard, bias, operands), used, *amaxes

@@ -26,6 +26,7 @@ from fp8compile.ops.layer.linear import (
     OUTPUT,
     as_read,
     for_gradients_of,
+    grad_input_fake,
     layer_grad_input,
     layer_grad_weight,
     layer_output,
@@ -59,12 +60,6 @@ def _grad_input_decompose(
     return _grad_input(grad_output, shard, operands)
 
 
-def _grad_input_fake(
-    grad_output: Tensor, shard: Tensor, amax: Tensor | None, multiplier: Tensor | None, rows: Rows, recipe: Recipe
-) -> Tensor:
-    return grad_output.new_empty((*grad_output.shape[:-1], shard.shape[1]))
-
-
 def _grad_input_samples() -> Iterator[tuple]:
     for x, shard, _, _, amax, rows, recipe in _samples():
         yield sample_grad(x, shard), shard, amax, None, rows, recipe
@@ -73,7 +68,7 @@ def _grad_input_samples() -> Iterator[tuple]:
 fsdp_grad_input = register_op(
     "fp8compile::fsdp_grad_input",
     _grad_input_kernel,
-    fake=_grad_input_fake,
+    fake=grad_input_fake,
     backward=None,
     decompose=_grad_input_decompose,
     sharding=None,  # its tensors are this rank's

@@ -80,16 +80,19 @@ def _grad_input_decompose(grad_output: Tensor, weight: Tensor, recipe: Recipe) -
     return layer_grad_input(grad_output, weight, Operands(recipe, Phase.BACKWARD))
 
 
-def _grad_input_fake(grad_output: Tensor, weight: Tensor, recipe: Recipe) -> Tensor:
+def grad_input_fake(grad_output: Tensor, weight: Tensor, *_: Any) -> Tensor:
+    """An empty grad_input, for all families of layers."""
     return grad_output.new_empty((*grad_output.shape[:-1], weight.shape[1]))
 
 
-def _grad_input_sharding(grad_output: Tensor, weight: Tensor, recipe: Recipe) -> list[Split]:
+def grad_input_sharding(grad_output: Tensor, weight: Tensor, *others: Any) -> list[Split]:
+    """How grad_input may be cut: whatever it takes behind its operands, the recipe last, stays whole."""
+    recipe, whole = others[-1], (None,) * len(others)
     rows = outer_cuts(grad_output.shape, recipe.grad_output, range(grad_output.ndim - 1))
     columns = outer_cuts(weight.shape, recipe.weight_for_grad_input, [1])
     return [
-        *(Split((cut, None, None), (cut.dim,), exact=False) for cut in rows),
-        *(Split((None, cut, None), (-1,), exact=False) for cut in columns),
+        *(Split((cut, None, *whole), (cut.dim,), exact=False) for cut in rows),
+        *(Split((None, cut, *whole), (-1,), exact=False) for cut in columns),
     ]
 
 
@@ -101,10 +104,10 @@ def _grad_input_samples() -> Iterator[tuple]:
 grad_input = register_op(
     "fp8compile::grad_input",
     _grad_input_kernel,
-    fake=_grad_input_fake,
+    fake=grad_input_fake,
     backward=None,
     decompose=_grad_input_decompose,
-    sharding=_grad_input_sharding,
+    sharding=grad_input_sharding,
     samples=lambda: _grad_input_samples(),
 )
 
@@ -122,16 +125,19 @@ def _grad_weight_decompose(grad_output: Tensor, x: Tensor, recipe: Recipe) -> Te
     return layer_grad_weight(grad_output, x, Operands(recipe, Phase.BACKWARD))
 
 
-def _grad_weight_fake(grad_output: Tensor, x: Tensor, recipe: Recipe) -> Tensor:
+def grad_weight_fake(grad_output: Tensor, x: Tensor, *_: Any) -> Tensor:
+    """An empty grad_weight, for all families whose weight isn't cut by FSDP."""
     return grad_output.new_empty((grad_output.shape[-1], x.shape[-1]))
 
 
-def _grad_weight_sharding(grad_output: Tensor, x: Tensor, recipe: Recipe) -> list[Split]:
+def grad_weight_sharding(grad_output: Tensor, x: Tensor, *others: Any) -> list[Split]:
+    """How grad_weight may be cut, as `grad_input_sharding` says it."""
+    recipe, whole = others[-1], (None,) * len(others)
     rows = outer_cuts(grad_output.shape, recipe.grad_output_for_grad_weight, [grad_output.ndim - 1])
     columns = outer_cuts(x.shape, recipe.input_for_grad_weight, [x.ndim - 1])
     return [
-        *(Split((cut, None, None), (0,), exact=False) for cut in rows),
-        *(Split((None, cut, None), (1,), exact=False) for cut in columns),
+        *(Split((cut, None, *whole), (0,), exact=False) for cut in rows),
+        *(Split((None, cut, *whole), (1,), exact=False) for cut in columns),
     ]
 
 
@@ -143,10 +149,10 @@ def _grad_weight_samples() -> Iterator[tuple]:
 grad_weight = register_op(
     "fp8compile::grad_weight",
     _grad_weight_kernel,
-    fake=_grad_weight_fake,
+    fake=grad_weight_fake,
     backward=None,
     decompose=_grad_weight_decompose,
-    sharding=_grad_weight_sharding,
+    sharding=grad_weight_sharding,
     samples=lambda: _grad_weight_samples(),
 )
 

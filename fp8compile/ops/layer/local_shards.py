@@ -63,7 +63,7 @@ class LocalShard:
         return LocalShard(all_gather(self.local, cut.dim, cut.sizes, cut.group), _without(self.cuts, index))
 
     def narrow(self, index: int, cut: DimSharding) -> LocalShard:
-        """Of what all ranks of a group have, this one's part; groups behind it do not cut this dim any more."""
+        """Take this rank's part of what all ranks of a group have; groups behind it do not cut this dim any more."""
         if (again := _cut_again(self.cuts, index, cut.dim)) is not None:
             return self.gather(again).narrow(index, cut)
         local = self.local.narrow(cut.dim, cut.start, cut.length)
@@ -117,7 +117,7 @@ class QuantizedShard:
         return all_gather(grid, 1, counts, cut.group).flatten(0, 1)
 
     def narrow(self, index: int, cut: DimSharding) -> QuantizedShard:
-        """Of what all ranks of a group have, the part that falls to this one, as ``LocalShard.narrow`` does."""
+        """Take this rank's part of what all ranks of a group have, as ``LocalShard.narrow`` does."""
         check_not_packed(self.quantizer, self.local.shape, self.quantizer.values_shape(self.local.shape))
         if (again := _cut_again(self.cuts, index, cut.dim)) is not None:
             return self.gather(again).narrow(index, cut)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -11,7 +11,7 @@ from fp8compile.ops.amax import amax
 from fp8compile.ops.cast import cast
 from fp8compile.ops.collectives import all_reduce_amax
 from fp8compile.ops.layer.local_shards import LocalShard, QuantizedShard, check_not_packed
-from fp8compile.ops.layer.shards import AxisBlocks, axis_blocks
+from fp8compile.ops.layer.shards import AxisBlocks, Sharding, axis_blocks, split_axes
 from fp8compile.ops.registry import OPS
 from fp8compile.ops.scale import scale
 from fp8compile.quantizers import Quantizer
@@ -23,6 +23,7 @@ __all__ = [
     "Steps",
     "cast_shard",
     "is_aligned",
+    "local_scales",
     "quantize_shard",
     "shard_amax",
     "whole_amax",
@@ -127,16 +128,32 @@ def quantize_shard(
     for dim, side in enumerate(sides):
         multiplier = side.window(multiplier, dim) if side.kind == "split" else multiplier
     codes = _extracted(steps.cast(window, multiplier, quantizer), part, sides)
-    return QuantizedShard(codes, scales, quantizer, part.cuts, (sides[0].kind == "split", sides[1].kind == "split"))
+    return QuantizedShard(codes, scales, quantizer, part.cuts, _are_split(part, quantizer))
+
+
+def _are_split(part: LocalShard, quantizer: Quantizer) -> tuple[bool, bool]:
+    return split_axes(part.local.shape, part.cuts, quantizer.block)
+
+
+def local_scales(scales: Tensor, shape: Sequence[int], cuts: Sharding, quantizer: Quantizer) -> Tensor:
+    """Scales of a rank's part, of those of the whole tensor; along an axis that splits blocks all of them.
+
+    Args:
+        scales: ``quantizer.scale_shape`` of the whole matrix.
+        shape: Of the rank's part.
+        cuts: Of the tensor.
+        quantizer: Its quantizer.
+    """
+    for dim, side in enumerate(axis_blocks(shape, cuts, quantizer.block)):
+        scales = side.window(scales, dim) if side.kind == "aligned" and side.block != -1 else scales
+    return scales
 
 
 def _by_whole_amax(part: LocalShard, quantizer: Quantizer, steps: Steps, whole_amax: Tensor) -> QuantizedShard:
     multiplier, scales = steps.scale(whole_amax, quantizer)
-    sides = axis_blocks(part.local.shape, part.cuts, quantizer.block)
-    for dim, side in enumerate(sides):
-        scales = side.window(scales, dim) if side.kind == "aligned" and side.block != -1 else scales
+    scales = local_scales(scales, part.local.shape, part.cuts, quantizer)
     codes = cast_shard(part, multiplier, quantizer, steps)
-    return QuantizedShard(codes, scales, quantizer, part.cuts, (sides[0].kind == "split", sides[1].kind == "split"))
+    return QuantizedShard(codes, scales, quantizer, part.cuts, _are_split(part, quantizer))
 
 
 # ---------------------------------------------------------------------------------- many parts, one message

@@ -30,6 +30,7 @@ from fp8compile.ops.layer.linear import (
     GRAD_WEIGHT,
     OUTPUT,
     as_read,
+    grad_weight_fake,
     linear_samples,
     sample_grad,
     sum_of_tokens,
@@ -164,10 +165,6 @@ def _grad_weight_kernel(
     return product.local.contiguous()
 
 
-def _grad_weight_fake(grad_output: Tensor, x: Tensor, *where: Any) -> Tensor:
-    return grad_output.new_empty((grad_output.shape[-1], x.shape[-1]))
-
-
 def _grad_weight_samples() -> Iterator[tuple]:
     for x, weight, _, *where in _samples():
         yield sample_grad(x, weight), x, *where
@@ -176,7 +173,7 @@ def _grad_weight_samples() -> Iterator[tuple]:
 sharded_grad_weight = register_op(
     "fp8compile::sharded_grad_weight",
     _grad_weight_kernel,
-    fake=_grad_weight_fake,
+    fake=grad_weight_fake,
     backward=None,
     decompose=_grad_weight_kernel,
     sharding=None,

@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn.functional import pad
 
-__all__ = ["AxisBlocks", "DimSharding", "Sharding", "axis_blocks", "chunk_sizes"]
+__all__ = ["AxisBlocks", "DimSharding", "Sharding", "axis_blocks", "chunk_sizes", "split_axes"]
 
 
 @dataclass(frozen=True)
@@ -52,12 +52,12 @@ class DimSharding:
 
     @property
     def length(self) -> int:
-        """Of this rank's part."""
+        """Entries that this rank has."""
         return self.sizes[self.rank]
 
     @property
     def total(self) -> int:
-        """Of the whole."""
+        """Entries that all ranks have together."""
         return sum(self.sizes)
 
     def is_even(self) -> bool:
@@ -214,3 +214,9 @@ def axis_blocks(shape: Sequence[int], cuts: Sharding, block: tuple[int, int]) ->
     """
     last = len(shape) - 1
     return _side(range(last), shape, cuts, block[0]), _side(range(last, last + 1), shape, cuts, block[1])
+
+
+def split_axes(shape: Sequence[int], cuts: Sharding, block: tuple[int, int]) -> tuple[bool, bool]:
+    """Whether ranks cut through blocks along rows, and along columns; arguments as `axis_blocks` has them."""
+    rows, columns = axis_blocks(shape, cuts, block)
+    return rows.kind == "split", columns.kind == "split"
