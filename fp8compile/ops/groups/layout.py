@@ -1,0 +1,68 @@
+"""Where the rows of groups lie when codes are transposed: each group begins at a multiple of `align` columns.
+
+Tokens are sorted by group, and ``offsets`` (E,) int32 says where each group ends. A GEMM that sums over the tokens of a
+group reads codes along tokens, from addresses that are multiples of 16 bytes; blocks of 32 or 128 tokens begin with
+each group. So the cast that transposes the codes writes a group's tokens from the next multiple of ``align``, with
+zeros in between, and no activation is ever padded or copied:
+
+    tokens (R)      a a a b b b b b . .          offsets (3, 8), rows behind the last group belong to none
+    columns (C)     a a a 0 b b b b b 0 0 0      align 4: starts 0, 4
+
+How many columns there are is known from sizes alone, ``padded_length``; where groups lie in them is data.
+"""
+
+from __future__ import annotations
+
+from math import lcm
+
+import torch
+from torch import Tensor
+
+from fp8compile.quantizers import Quantizer
+
+__all__ = ["TOKEN_ALIGNMENT", "alignment", "group_of_rows", "padded_length", "padded_offsets", "row_of_columns"]
+
+TOKEN_ALIGNMENT = 16  # bytes, so codes: where a grouped GEMM may begin to read along tokens
+
+
+def alignment(quantizer: Quantizer) -> int:
+    """What a group's first column is a multiple of: GEMMs read from there, and blocks of tokens begin there."""
+    rows = quantizer.block[0]
+    return TOKEN_ALIGNMENT if rows == -1 else lcm(rows, TOKEN_ALIGNMENT)
+
+
+def padded_length(rows: int, groups: int, align: int) -> int:
+    """Columns that any split of ``rows`` tokens into ``groups`` fits into."""
+    return (rows + groups * (align - 1)) // align * align
+
+
+def padded_offsets(offsets: Tensor, align: int) -> Tensor:
+    """Where each group ends among the columns, (E,) int32; it begins where the one before it ends."""
+    sizes = torch.diff(offsets, prepend=offsets.new_zeros(1))
+    return ((sizes + (align - 1)) // align * align).cumsum(0, dtype=torch.int32)
+
+
+def group_of_rows(offsets: Tensor, rows: int) -> Tensor:
+    """The group of each of ``rows`` rows, (rows,) int64; of one behind the last group, the number of groups."""
+    return torch.searchsorted(offsets, torch.arange(rows, dtype=torch.int32, device=offsets.device), right=True)
+
+
+def row_of_columns(offsets: Tensor, align: int, columns: int) -> tuple[Tensor, Tensor]:
+    """What each column of transposed codes holds.
+
+    Args:
+        offsets: Ends of the groups among the rows, (E,) int32.
+        align: What a group's first column is a multiple of.
+        columns: How many there are, ``padded_length``.
+
+    Returns:
+        The row, (columns,) int32, -1 where a column is padding; and the group, (columns,) int32, that of the columns
+        before it where a column is padding.
+    """
+    ends = padded_offsets(offsets, align)
+    column = torch.arange(columns, dtype=torch.int32, device=offsets.device)
+    group = torch.searchsorted(ends, column, right=True, out_int32=True).clamp(max=offsets.shape[0] - 1)
+    start = torch.cat((ends.new_zeros(1), ends))[group]
+    first = torch.cat((offsets.new_zeros(1), offsets))[group]
+    row = first + column - start
+    return torch.where(row < offsets[group], row, -1), group
