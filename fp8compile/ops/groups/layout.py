@@ -1,6 +1,6 @@
 """Where the rows of groups lie when codes are transposed: each group begins at a multiple of `align` columns.
 
-Tokens are sorted by group, and ``offsets`` (E,) int32 says where each group ends. A GEMM that sums over the tokens of a
+Tokens are sorted by group, and ``offsets`` (E,) int32 says where each group ends. A GEMM that sums over tokens of a
 group reads codes along tokens, from addresses that are multiples of 16 bytes; blocks of 32 or 128 tokens begin with
 each group. So the cast that transposes the codes writes a group's tokens from the next multiple of ``align``, with
 zeros in between, and no activation is ever padded or copied:
