@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-__all__ = ["down_the_rows", "rows_of_fours", "swizzled"]
+__all__ = ["TILE_BLOCKS", "TILE_ROWS", "down_the_rows", "rows_of_fours", "swizzled", "swizzled_tiles"]
 
 TILE_ROWS, TILE_BLOCKS, GROUP = 128, 4, 32
 
@@ -30,9 +30,14 @@ def rows_of_fours(scale: Tensor) -> Tensor:
     return pad(scale, (0, -blocks % TILE_BLOCKS)).contiguous()[:, :blocks]
 
 
-def swizzled(scale: Tensor) -> Tensor:
-    """Bytes (rows, blocks), 1-D as tiles of the tensor core; what is missing in the last ones is 0."""
+def swizzled_tiles(scale: Tensor) -> Tensor:
+    """Bytes (rows, blocks) as tiles of the tensor core, (tiles down, tiles along, 512); missing ones are 0."""
     rows, blocks = scale.shape
     padded = pad(scale, (0, -blocks % TILE_BLOCKS, 0, -rows % TILE_ROWS))
     tiles = padded.view(-1, TILE_ROWS // GROUP, GROUP, padded.shape[1] // TILE_BLOCKS, TILE_BLOCKS)
-    return tiles.permute(0, 3, 2, 1, 4).reshape(-1).view(torch.float8_e8m0fnu)
+    return tiles.permute(0, 3, 2, 1, 4).flatten(2)
+
+
+def swizzled(scale: Tensor) -> Tensor:
+    """Bytes (rows, blocks), 1-D as tiles of the tensor core; what is missing in the last ones is 0."""
+    return swizzled_tiles(scale).reshape(-1).view(torch.float8_e8m0fnu)

@@ -10,17 +10,18 @@ from fp8compile.ops.gemms.kernel import GemmKernel, GemmProblem, Operand
 from fp8compile.ops.scale_layouts import swizzled
 from fp8compile.quantizers import GemmConfig, Quantizer
 
-__all__ = ["MX", "MX_BLOCK"]
+__all__ = ["MX", "MX_BLOCK", "is_mx"]
 
 MX_BLOCK = 32
 
 
-def _is_mx(quantizer: Quantizer) -> bool:
+def is_mx(quantizer: Quantizer) -> bool:
+    """Whether scales are E8M0 bytes for 32 values along one dim."""
     return sorted(quantizer.block) == [1, MX_BLOCK] and quantizer.stores_e8m0()
 
 
 def _takes(a: Quantizer, b: Quantizer) -> bool:
-    return float8_kind(a, b) == "blockwise" and _is_mx(a) and _is_mx(b)
+    return float8_kind(a, b) == "blockwise" and is_mx(a) and is_mx(b)
 
 
 def _lacks(problem: GemmProblem) -> str | None:

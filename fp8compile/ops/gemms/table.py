@@ -14,7 +14,7 @@ from fp8compile.ops.gemms.scaled_after import SCALED_AFTER
 from fp8compile.ops.gemms.tensorwise import TENSORWISE
 from fp8compile.quantizers import Quantizer
 
-__all__ = ["NATIVE", "REGISTERED", "gemm_for", "gemm_table", "multiplying_calls"]
+__all__ = ["NATIVE", "REGISTERED", "gemm_for", "gemm_table", "multiplying_calls", "refused"]
 
 NATIVE = (TENSORWISE, ROWWISE, SCALED_AFTER, BLOCKWISE, MX)
 REGISTERED: dict[str, GemmKernel] = {}  # of other packages, by name
@@ -35,11 +35,12 @@ def _codes_of(quantizer: Quantizer) -> str:
     return f"codes of {type(quantizer).__name__}" if stored is None else stored.name
 
 
-def _refused(problem: GemmProblem, reason: str) -> RuntimeError:
+def refused(function: str, problem: GemmProblem, reason: str) -> RuntimeError:
+    """The error of a product that no GEMM of a table makes."""
     a, b, (major, minor) = problem.a, problem.b, problem.target.capability
     has = f" This GPU has compute capability {major}.{minor}." if problem.target.type == "cuda" else ""
     return RuntimeError(
-        f"scaled_mm: {_codes_of(a)} with block {a.block} by {_codes_of(b)} with block {b.block} {reason}{has}"
+        f"{function}: {_codes_of(a)} with block {a.block} by {_codes_of(b)} with block {b.block} {reason}{has}"
     )
 
 
@@ -56,9 +57,11 @@ def gemm_for(problem: GemmProblem) -> GemmKernel:
     reasons = {gemm.name: gemm.lacks(problem) for gemm in gemm_table() if gemm.takes(problem.a, problem.b)}
     running = [gemm for gemm in gemm_table() if reasons.get(gemm.name, "") is None]
     if not running:
-        raise _refused(problem, next(iter(reasons.values())))
+        raise refused("scaled_mm", problem, next(iter(reasons.values())))
     rivals = [gemm.name for gemm in running if gemm.name in REGISTERED]
     if running[0].name in REGISTERED and len(rivals) > 1:
         names = " and of ".join(rivals)
-        raise _refused(problem, f"are operands of {names}; let `takes` of all but one return False for them.")
+        raise refused(
+            "scaled_mm", problem, f"are operands of {names}; let `takes` of all but one return False for them."
+        )
     return running[0]

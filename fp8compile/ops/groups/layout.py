@@ -20,7 +20,15 @@ from torch import Tensor
 
 from fp8compile.quantizers import Quantizer
 
-__all__ = ["TOKEN_ALIGNMENT", "alignment", "group_of_rows", "padded_length", "padded_offsets", "row_of_columns"]
+__all__ = [
+    "TOKEN_ALIGNMENT",
+    "alignment",
+    "group_of_rows",
+    "padded_length",
+    "padded_offsets",
+    "row_of_columns",
+    "zero_behind",
+]
 
 TOKEN_ALIGNMENT = 16  # bytes, so codes: where a grouped GEMM may begin to read along tokens
 
@@ -66,3 +74,9 @@ def row_of_columns(offsets: Tensor, align: int, columns: int) -> tuple[Tensor, T
     first = torch.cat((offsets.new_zeros(1), offsets))[group]
     row = first + column - start
     return torch.where(row < offsets[group], row, -1), group
+
+
+def zero_behind(rows: Tensor, offsets: Tensor) -> Tensor:
+    """The rows of the groups, and zeros behind the last one, whatever is there: PyTorch's products write nothing."""
+    row = torch.arange(rows.shape[0], dtype=torch.int32, device=rows.device)
+    return torch.where((row < offsets[-1]).unsqueeze(1), rows, 0)

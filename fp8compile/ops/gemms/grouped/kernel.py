@@ -1,0 +1,63 @@
+"""What a grouped GEMM is to this package: a value that says which operands it takes, where it runs and how.
+
+rows     y_RN  = a_RK @ b_e,NK^T       each row by the matrix of its group; rows behind the last group are zeros
+outer    d_eNK = a_NC @ b_KC^T         over the tokens of each group; a group without tokens has zeros
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fp8compile.ops.gemms.kernel import GemmProblem
+from fp8compile.quantizers import GemmConfig, Quantizer
+
+__all__ = ["GroupedGemm", "GroupedOperand"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupedOperand:
+    """One side of a grouped product.
+
+    Attributes:
+        codes: uint8. Of ``rows``: (R, K), and (E, N, K) for the right side. Of ``outer``: (N, C) and (K, C), columns
+            as `fp8compile.ops.groups.layout` has them.
+        scale: Of ``rows``: the grid of blocks of each row, (R, blocks), and of each matrix, (E, blocks, blocks). Of
+            ``outer``: blocks of tokens by features, (C / block, N), or (E, N) and (E, 1) where a group is one block.
+        quantizer: Over one group's matrix: (tokens, K) or (N, K) of ``rows``, (tokens, N) or (tokens, K) of ``outer``.
+    """
+
+    codes: Tensor
+    scale: Tensor
+    quantizer: Quantizer
+
+
+Multiply = Callable[[GroupedOperand, GroupedOperand, Tensor, torch.dtype, GemmConfig], Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupedGemm:
+    """One way to multiply quantized matrices group by group.
+
+    Attributes:
+        name: What `select_grouped_gemm` and reports call it.
+        detail: How it runs, in the words of ``fp8compile doctor``.
+        takes: ``(a, b) -> bool``, of two quantizers over (m, k) and (k, n): whether it reads their codes and scales.
+        lacks: ``(problem) -> str | None``, as of a ``GemmKernel``.
+        rows: ``(a, b, offsets, out_dtype, config) -> Tensor``, the first product at the head of this file, (R, N).
+        outer: The second, (E, N, K). Both are plain PyTorch, or `fp8compile` ops, which Inductor traces.
+        calls: Names of the operators that multiply, by which reports find it in generated code and profiles.
+        is_opaque: Whether it reads sizes of groups, which compiled code can't: the op then stays one call.
+    """
+
+    name: str
+    detail: str
+    takes: Callable[[Quantizer, Quantizer], bool]
+    lacks: Callable[[GemmProblem], str | None]
+    rows: Multiply
+    outer: Multiply
+    calls: tuple[str, ...] = ()
+    is_opaque: bool = False

@@ -1,0 +1,117 @@
+"""Blackwell's grouped MX GEMM: `torch._scaled_grouped_mm` with a power of two, an E8M0 byte, for 32 values of the sum.
+
+Its scales lie in tiles of 128 rows by 4 blocks (`fp8compile.ops.scale_layouts`), and each group begins with a tile:
+
+    left of rows    rows of each group from the next multiple of 128
+    outer           blocks of 32 tokens of each group from the next multiple of 4; all tiles of a group, then the next's
+
+Source: PyTorch's checks in `_scaled_grouped_mm` (aten/src/ATen/native/cuda/GroupedBlas.cpp).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fp8compile.ops.gemms.float8 import ALIGNMENT, ASK, float8_kind
+from fp8compile.ops.gemms.grouped.kernel import GroupedGemm, GroupedOperand
+from fp8compile.ops.gemms.grouped.rowwise import float8, lacks_grouped, padded_features
+from fp8compile.ops.gemms.kernel import GemmProblem
+from fp8compile.ops.gemms.mx import MX_BLOCK, is_mx
+from fp8compile.ops.groups.layout import alignment, padded_length, padded_offsets, row_of_columns, zero_behind
+from fp8compile.ops.scale_layouts import TILE_BLOCKS, TILE_ROWS, swizzled, swizzled_tiles
+from fp8compile.quantizers import GemmConfig, Quantizer
+
+__all__ = ["MX"]
+
+
+def _takes(a: Quantizer, b: Quantizer) -> bool:
+    return float8_kind(a, b) == "blockwise" and is_mx(a) and is_mx(b)
+
+
+def _lacks(problem: GemmProblem) -> str | None:
+    if (lacking := lacks_grouped(problem)) is not None:
+        return lacking
+    return (
+        None if problem.target.capability >= (10, 0) else f"is MX, which needs compute capability 10.0 (B200). {ASK}"
+    )
+
+
+def row_scales(scale: Tensor, offsets: Tensor) -> Tensor:
+    """Scales of rows, (R, blocks), in tiles that begin with each group."""
+    columns = padded_length(scale.shape[0], offsets.shape[0], TILE_ROWS)
+    row, _ = row_of_columns(offsets, TILE_ROWS, columns)
+    spread = torch.where((row >= 0).unsqueeze(1), scale[row.clamp(min=0)], 0)
+    return swizzled(spread).view(columns, -1)
+
+
+def matrix_scales(scale: Tensor) -> Tensor:
+    """Scales of each group's matrix, (E, N, blocks), in tiles."""
+    return torch.stack([swizzled(each) for each in scale.unbind()])
+
+
+def token_scales(scale: Tensor, ends: Tensor) -> Tensor:
+    """Scales along tokens, (C / 32, features), in tiles that begin with each group.
+
+    Args:
+        scale: A row for each block of 32 columns.
+        ends: Where each group ends among the columns.
+    """
+    blocks = ends // MX_BLOCK
+    features = -(-scale.shape[1] // TILE_ROWS)  # tiles down the features
+    count = padded_length(scale.shape[0], ends.shape[0], TILE_BLOCKS)
+    source, group = row_of_columns(blocks, TILE_BLOCKS, count)
+    spread = torch.where((source >= 0).unsqueeze(1), scale[source.clamp(min=0)], 0)  # groups begin with a tile
+    tiles = swizzled_tiles(spread.t())  # (tiles of features, tiles of blocks, bytes)
+    tile_ends = padded_offsets(blocks, TILE_BLOCKS) // TILE_BLOCKS
+    first = torch.cat((tile_ends.new_zeros(1), tile_ends))
+    place = torch.arange(tiles.shape[0] * tiles.shape[1], device=ends.device)
+    which = torch.searchsorted(tile_ends * features, place, right=True).clamp(max=ends.shape[0] - 1)
+    wide = (first[which + 1] - first[which]).clamp(min=1)
+    inner = place - first[which] * features
+    down, along = inner // wide, first[which] + inner % wide
+    down, along = down.clamp(max=features - 1), along.clamp(max=tiles.shape[1] - 1)  # behind the last group
+    return tiles[down, along].view(features * TILE_ROWS, -1).view(torch.float8_e8m0fnu)
+
+
+def _rows(a: GroupedOperand, b: GroupedOperand, offsets: Tensor, out_dtype: torch.dtype, config: GemmConfig) -> Tensor:
+    n = b.codes.shape[1]
+    left, right = padded_features(a.codes, (MX_BLOCK,)), padded_features(b.codes, (ALIGNMENT, MX_BLOCK))
+    product = torch.ops.aten._scaled_grouped_mm(
+        float8(left, a.quantizer),
+        float8(right, b.quantizer).transpose(-2, -1),
+        row_scales(a.scale, offsets),
+        matrix_scales(b.scale),
+        offsets,
+        out_dtype=out_dtype,
+    )
+    return zero_behind(product[:, :n], offsets)
+
+
+def _outer(
+    a: GroupedOperand, b: GroupedOperand, offsets: Tensor, out_dtype: torch.dtype, config: GemmConfig
+) -> Tensor:
+    n, k = a.codes.shape[0], b.codes.shape[0]
+    ends = padded_offsets(offsets, alignment(a.quantizer))
+    left, right = (padded_features(each.codes, (ALIGNMENT, 1)) for each in (a, b))
+    product = torch.ops.aten._scaled_grouped_mm(
+        float8(left, a.quantizer),
+        float8(right, b.quantizer).t(),
+        token_scales(a.scale, ends),
+        token_scales(b.scale, ends),
+        ends,
+        out_dtype=out_dtype,
+    )
+    has_tokens = torch.diff(offsets, prepend=offsets.new_zeros(1)) > 0
+    return torch.where(has_tokens.view(-1, 1, 1), product[:, :n, :k], 0)
+
+
+MX = GroupedGemm(
+    name="mx",
+    detail="native, MX grouped GEMM",
+    takes=_takes,
+    lacks=_lacks,
+    rows=_rows,
+    outer=_outer,
+    calls=("_scaled_grouped_mm",),
+)

@@ -1,0 +1,59 @@
+"""fp8compile::checked_offsets: ends of groups as they are, or an error where they can't be ends of groups.
+
+Sizes of groups are data, which a graph doesn't look at. This op does: what reads its result waits for the check. A CPU
+raises; a GPU stops by an assertion on the device, without the host waiting for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from fp8compile.ops.groups.scaled_grouped_mm import sample_offsets
+from fp8compile.ops.registry import register_op
+
+__all__ = ["check_offsets", "checked_offsets"]
+
+RULE = "offsets are the ends of the groups: from 0, never falling, at most the number of rows of x"
+
+
+def check_offsets(function: str, offsets: Tensor, rows: int) -> None:
+    """Raise in the name of ``function`` unless offsets are ends of groups of at most ``rows`` rows.
+
+    Raises:
+        ValueError: They aren't, and are on a CPU.
+    """
+    steps = torch.diff(offsets, prepend=offsets.new_zeros(1))
+    is_right = (steps >= 0).all() & (offsets[-1] <= rows)
+    if offsets.device.type != "cpu":
+        torch._assert_async(is_right, f"{function}: {RULE}.")
+    elif not is_right:
+        shown = ", ".join(map(str, offsets[:16].tolist())) + (", ..." if offsets.shape[0] > 16 else "")
+        raise ValueError(f"{function}: offsets are ({shown}) and x has {rows} rows; {RULE}.")
+
+
+def _kernel(offsets: Tensor, rows: int) -> Tensor:
+    check_offsets("grouped_linear", offsets, rows)
+    return offsets.clone()
+
+
+def _fake(offsets: Tensor, rows: int) -> Tensor:
+    return torch.empty_like(offsets)
+
+
+def _samples() -> Iterator[tuple]:
+    for offsets in sample_offsets():
+        yield offsets, 12
+
+
+checked_offsets = register_op(
+    "fp8compile::checked_offsets",
+    _kernel,
+    fake=_fake,
+    backward=None,
+    decompose=None,
+    sharding=None,
+    samples=_samples,
+)

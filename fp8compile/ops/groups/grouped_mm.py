@@ -1,0 +1,131 @@
+"""fp8compile::grouped_mm: products in high precision, group by group, and fp8compile::group_sum.
+
+    b (E, N, K)    y_RN  = a_RK @ b_e,NK^T    each row of a by the matrix of its group
+    b (R, K)       d_eNK = a_RN^T @ b_RK      over the rows of each group
+    group_sum      s_eN                       the rows of each group, summed
+
+`torch._grouped_mm` leaves what is behind the last group unwritten and takes bfloat16 alone where it is traced. Here
+rows behind the last group are never read and are zeros in the result; a CPU takes every dtype.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from fp8compile import _compat
+from fp8compile.ops.gemms.grouped.one_by_one import groups_of
+from fp8compile.ops.gemms.grouped.rowwise import padded_features
+from fp8compile.ops.groups.layout import zero_behind
+from fp8compile.ops.groups.scaled_grouped_mm import sample_offsets
+from fp8compile.ops.registry import register_op
+from fp8compile.quantizers import GemmConfig
+from fp8compile.target import target_of
+
+__all__ = ["group_sum", "grouped_mm"]
+
+ALIGNMENT = 8  # `torch._grouped_mm`: rows of bfloat16 are multiples of 16 bytes
+
+
+def _one_by_one(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
+    if b.ndim == 3:
+        product = a.new_zeros((a.shape[0], b.shape[1]))
+        for group, start, end in groups_of(offsets):
+            product[start:end] = a[start:end] @ b[group].t()
+        return product
+    product = a.new_empty((offsets.shape[0], a.shape[1], b.shape[1]))
+    for group, start, end in groups_of(offsets):
+        product[group] = a[start:end].t() @ b[start:end]
+    return product
+
+
+def _by_torch(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
+    if a.dtype != torch.bfloat16:
+        raise RuntimeError(
+            f"grouped_mm: a product in high precision of {a.dtype}, and a GPU's grouped GEMM takes bfloat16 only. Cast "
+            "x and weight to bfloat16, or take a recipe with all three GEMMs in FP8."
+        )
+    if b.ndim == 3:
+        left, right = padded_features(a, (ALIGNMENT,)), padded_features(b, (ALIGNMENT, ALIGNMENT))
+        product = torch.ops.aten._grouped_mm(left, right.transpose(-2, -1), offsets)
+        return zero_behind(product[:, : b.shape[1]], offsets)
+    left, right = padded_features(a, (ALIGNMENT,)), padded_features(b, (ALIGNMENT,))
+    product = torch.ops.aten._grouped_mm(left.t(), right, offsets)[:, : a.shape[1], : b.shape[1]]
+    return torch.where(_has_rows(offsets).view(-1, 1, 1), product, 0)
+
+
+def _has_rows(offsets: Tensor) -> Tensor:
+    return torch.diff(offsets, prepend=offsets.new_zeros(1)) > 0
+
+
+def _kernel(a: Tensor, b: Tensor, offsets: Tensor, config: GemmConfig) -> Tensor:
+    run = _one_by_one if target_of(a.device).type == "cpu" else _by_torch
+    return run(a, b, offsets).contiguous()
+
+
+def _fake(a: Tensor, b: Tensor, offsets: Tensor, config: GemmConfig) -> Tensor:
+    return a.new_empty((a.shape[0], b.shape[1]) if b.ndim == 3 else (offsets.shape[0], a.shape[1], b.shape[1]))
+
+
+def _decompose(a: Tensor, b: Tensor, offsets: Tensor, config: GemmConfig) -> Tensor:
+    if target_of(a.device).type == "cpu":
+        return NotImplemented  # stays one call, which reads the sizes of the groups
+    return _kernel(a, b, offsets, config)
+
+
+def _samples() -> Iterator[tuple]:
+    for offsets in sample_offsets():
+        for dtype in (torch.bfloat16, torch.float32):
+            a = torch.randn(12, 24).to(dtype)
+            a[int(offsets[-1]) :] = torch.nan
+            yield a, torch.randn(3, 20, 24).to(dtype), offsets, GemmConfig()
+            yield a, torch.randn(12, 21).to(dtype), offsets, GemmConfig()
+
+
+grouped_mm = register_op(
+    "fp8compile::grouped_mm",
+    _kernel,
+    fake=_fake,
+    backward=None,
+    decompose=_decompose,
+    sharding=None,
+    samples=_samples,
+)
+_compat.register_fallback(grouped_mm)
+
+# ---------------------------------------------------------------------------------- sums
+
+
+def _sum_kernel(a: Tensor, offsets: Tensor, config: GemmConfig) -> Tensor:
+    if target_of(a.device).type == "cpu":
+        return torch.stack([a[start:end].sum(0) for _, start, end in groups_of(offsets)])
+    # a product with ones: its order of summation is the same each time, that of atomics isn't
+    return _by_torch(a, a.new_ones((a.shape[0], ALIGNMENT)), offsets)[:, :, 0].contiguous()
+
+
+def _sum_fake(a: Tensor, offsets: Tensor, config: GemmConfig) -> Tensor:
+    return a.new_empty((offsets.shape[0], a.shape[1]))
+
+
+def _sum_decompose(a: Tensor, offsets: Tensor, config: GemmConfig) -> Tensor:
+    return NotImplemented if target_of(a.device).type == "cpu" else _sum_kernel(a, offsets, config)
+
+
+def _sum_samples() -> Iterator[tuple]:
+    for a, b, offsets, config in _samples():
+        if b.ndim == 3:
+            yield a, offsets, config
+
+
+group_sum = register_op(
+    "fp8compile::group_sum",
+    _sum_kernel,
+    fake=_sum_fake,
+    backward=None,
+    decompose=_sum_decompose,
+    sharding=None,
+    samples=_sum_samples,
+)
+_compat.register_fallback(group_sum)

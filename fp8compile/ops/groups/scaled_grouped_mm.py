@@ -1,0 +1,130 @@
+"""fp8compile::scaled_grouped_mm: products of quantized tensors, group by group.
+
+    b (E, N, K)    y_RN  = a_RK @ b_e,NK^T    each row of a by the matrix of its group
+    b (K, C)       d_eNK = a_NC @ b_KC^T      over the tokens of each group
+
+How codes, scales and groups lie is said by `fp8compile.ops.gemms.grouped.kernel.GroupedOperand`. Rows behind the last
+group are never read, and zeros in the result; a group without tokens has zeros.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from fp8compile import _compat
+from fp8compile.ops.gemms.grouped.kernel import GroupedGemm, GroupedOperand
+from fp8compile.ops.gemms.grouped.table import selected_grouped_gemm
+from fp8compile.ops.groups.layout import padded_length
+from fp8compile.ops.registry import register_op
+from fp8compile.quantizers import CurrentScaling, GemmConfig, Quantizer
+
+__all__ = ["multiply_groups", "sample_offsets", "scaled_grouped_mm"]
+
+
+def _gemm(a: GroupedOperand, b: GroupedOperand, out_dtype: torch.dtype, config: GemmConfig) -> GroupedGemm:
+    of_a, of_b = a.quantizer, b.quantizer
+    pair = (of_a, of_b.transposed()) if b.codes.ndim == 3 else (of_a.transposed(), of_b)
+    return selected_grouped_gemm(*pair, a.codes.device, out_dtype, config)
+
+
+def _multiply(
+    a: GroupedOperand, b: GroupedOperand, offsets: Tensor, out_dtype: torch.dtype, config: GemmConfig
+) -> Tensor:
+    gemm = _gemm(a, b, out_dtype, config)
+    run = gemm.rows if b.codes.ndim == 3 else gemm.outer
+    return run(a, b, offsets, out_dtype, config).contiguous()
+
+
+def _kernel(
+    a: Tensor,
+    b: Tensor,
+    a_scale: Tensor,
+    b_scale: Tensor,
+    offsets: Tensor,
+    a_quantizer: Quantizer,
+    b_quantizer: Quantizer,
+    out_dtype: torch.dtype,
+    config: GemmConfig,
+) -> Tensor:
+    left = GroupedOperand(codes=a, scale=a_scale, quantizer=a_quantizer)
+    right = GroupedOperand(codes=b, scale=b_scale, quantizer=b_quantizer)
+    return _multiply(left, right, offsets, out_dtype, config)
+
+
+def _fake(
+    a: Tensor,
+    b: Tensor,
+    a_scale: Tensor,
+    b_scale: Tensor,
+    offsets: Tensor,
+    a_quantizer: Quantizer,
+    b_quantizer: Quantizer,
+    out_dtype: torch.dtype,
+    config: GemmConfig,
+) -> Tensor:
+    shape = (a.shape[0], b.shape[1]) if b.ndim == 3 else (offsets.shape[0], a.shape[0], b.shape[0])
+    return a.new_empty(shape, dtype=out_dtype)
+
+
+def _decompose(
+    a: Tensor,
+    b: Tensor,
+    a_scale: Tensor,
+    b_scale: Tensor,
+    offsets: Tensor,
+    a_quantizer: Quantizer,
+    b_quantizer: Quantizer,
+    out_dtype: torch.dtype,
+    config: GemmConfig,
+) -> Tensor:
+    left = GroupedOperand(codes=a, scale=a_scale, quantizer=a_quantizer)
+    right = GroupedOperand(codes=b, scale=b_scale, quantizer=b_quantizer)
+    if _gemm(left, right, out_dtype, config).is_opaque:
+        return NotImplemented  # stays one call, which reads the sizes of the groups
+    return _multiply(left, right, offsets, out_dtype, config)
+
+
+def sample_offsets() -> Iterator[Tensor]:
+    """Ends of three groups of at most 12 rows: even, skewed with rows behind, empty ones, none at all."""
+    for ends in ((4, 8, 12), (1, 1, 9), (0, 12, 12), (0, 0, 0)):
+        yield torch.tensor(ends, dtype=torch.int32)
+
+
+def _quantized(x: Tensor, quantizer: Quantizer) -> tuple[Tensor, Tensor]:
+    multiplier = quantizer.multiplier(quantizer.amax(x))
+    return quantizer.cast(x, multiplier), quantizer.scale_of(multiplier)
+
+
+def _samples() -> Iterator[tuple]:
+    last = torch.bfloat16, GemmConfig()
+    for offsets in sample_offsets():
+        for block_a, block_b in ((1, -1), (1, -1)), ((1, 16), (16, 16)), ((-1, -1), (-1, -1)):
+            of_a, of_b = CurrentScaling(block=block_a), CurrentScaling(block=block_b)
+            a, a_scale = _quantized(torch.randn(12, 24), CurrentScaling(block=(1, block_a[1])))
+            b, b_scale = zip(*[_quantized(each, of_b) for each in torch.randn(3, 20, 24)], strict=True)
+            yield a, torch.stack(b), a_scale, torch.stack(b_scale), offsets, of_a, of_b, *last
+        columns, of_tokens = padded_length(12, 3, 16), CurrentScaling(block=(-1, 1))
+        a, b = (torch.randint(0, 120, (features, columns), dtype=torch.uint8) for features in (20, 24))
+        yield a, b, torch.rand(3, 20), torch.rand(3, 24), offsets, of_tokens, of_tokens, *last
+
+
+scaled_grouped_mm = register_op(
+    "fp8compile::scaled_grouped_mm",
+    _kernel,
+    fake=_fake,
+    backward=None,
+    decompose=_decompose,
+    sharding=None,
+    samples=_samples,
+)
+_compat.register_fallback(scaled_grouped_mm)
+
+
+def multiply_groups(
+    a: GroupedOperand, b: GroupedOperand, offsets: Tensor, out_dtype: torch.dtype, config: GemmConfig
+) -> Tensor:
+    """The op, called with operands."""
+    return scaled_grouped_mm(a.codes, b.codes, a.scale, b.scale, offsets, a.quantizer, b.quantizer, out_dtype, config)

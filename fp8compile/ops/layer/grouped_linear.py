@@ -1,0 +1,159 @@
+"""fp8compile::grouped_linear: a linear layer for each group of tokens, such as experts; its gradients are two more ops.
+
+    grouped_linear       y_RN  = x_RK  @ w_eNK^T + b_eN    each row by the matrix of its group
+    grouped_grad_input   dx_RK = dy_RN @ w_eNK
+    grouped_grad_weight  dw_eNK = dy_RN^T @ x_RK           over the rows of each group
+
+Rows are sorted by group, and ``offsets`` (E,) int32 says where each group ends. Sizes of groups are data: nothing waits
+for them on the host, and no graph depends on them. Rows behind the last group are never read by an amax or a product,
+and are zeros in y and in dx.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fp8compile import _compat
+from fp8compile.ops import samples
+from fp8compile.ops.groups.grouped_mm import group_sum
+from fp8compile.ops.groups.layout import group_of_rows, zero_behind
+from fp8compile.ops.groups.scaled_grouped_mm import sample_offsets
+from fp8compile.ops.layer.grouped_operands import GroupedOperands, check_recipe_of_groups
+from fp8compile.ops.layer.linear import OUTPUT, as_read
+from fp8compile.ops.layer.operands import Phase
+from fp8compile.ops.registry import register_op
+from fp8compile.quantizers import Recipe
+
+__all__ = ["grouped_grad_input", "grouped_grad_weight", "grouped_linear"]
+
+
+def _grad_input_kernel(grad_output: Tensor, weight: Tensor, offsets: Tensor, recipe: Recipe) -> Tensor:
+    return GroupedOperands(recipe, offsets).grad_input(grad_output, weight)
+
+
+def _grad_input_decompose(grad_output: Tensor, weight: Tensor, offsets: Tensor, recipe: Recipe) -> Tensor:
+    return GroupedOperands(recipe, offsets, Phase.BACKWARD).grad_input(grad_output, weight)
+
+
+def _grad_input_fake(grad_output: Tensor, weight: Tensor, offsets: Tensor, recipe: Recipe) -> Tensor:
+    return grad_output.new_empty((grad_output.shape[0], weight.shape[2]))
+
+
+def _grad_input_samples() -> Iterator[tuple]:
+    for _, weight, offsets, _, recipe in _samples():
+        yield _sample_grad(weight), weight, offsets, recipe
+
+
+grouped_grad_input = register_op(
+    "fp8compile::grouped_grad_input",
+    _grad_input_kernel,
+    fake=_grad_input_fake,
+    backward=None,
+    decompose=_grad_input_decompose,
+    sharding=None,  # where groups are cut is data
+    samples=lambda: _grad_input_samples(),
+)
+
+
+def _grad_weight_kernel(grad_output: Tensor, x: Tensor, offsets: Tensor, recipe: Recipe) -> Tensor:
+    return GroupedOperands(recipe, offsets).grad_weight(grad_output, x)
+
+
+def _grad_weight_decompose(grad_output: Tensor, x: Tensor, offsets: Tensor, recipe: Recipe) -> Tensor:
+    return GroupedOperands(recipe, offsets, Phase.BACKWARD).grad_weight(grad_output, x)
+
+
+def _grad_weight_fake(grad_output: Tensor, x: Tensor, offsets: Tensor, recipe: Recipe) -> Tensor:
+    return grad_output.new_empty((offsets.shape[0], grad_output.shape[1], x.shape[1]))
+
+
+def _grad_weight_samples() -> Iterator[tuple]:
+    for x, weight, offsets, _, recipe in _samples():
+        yield _sample_grad(weight), x, offsets, recipe
+
+
+grouped_grad_weight = register_op(
+    "fp8compile::grouped_grad_weight",
+    _grad_weight_kernel,
+    fake=_grad_weight_fake,
+    backward=None,
+    decompose=_grad_weight_decompose,
+    sharding=None,
+    samples=lambda: _grad_weight_samples(),
+)
+
+# ---------------------------------------------------------------------------------- the layer
+
+
+def _output(x: Tensor, weight: Tensor, offsets: Tensor, bias: Tensor | None, operands: GroupedOperands) -> Tensor:
+    if not _compat.is_stand_in(operands.recipe):
+        check_recipe_of_groups(operands.recipe)
+    y = operands.output(x, weight)
+    if bias is None:
+        return y
+    group = group_of_rows(offsets, x.shape[0]).clamp(max=offsets.shape[0] - 1)
+    return zero_behind(y + bias[group], offsets)
+
+
+def _kernel(x: Tensor, weight: Tensor, offsets: Tensor, bias: Tensor | None, recipe: Recipe) -> Tensor:
+    return _output(x, weight, offsets, bias, GroupedOperands(recipe, offsets))
+
+
+def _decompose(x: Tensor, weight: Tensor, offsets: Tensor, bias: Tensor | None, recipe: Recipe) -> Tensor:
+    operands = GroupedOperands(recipe, offsets, Phase.compiled(OUTPUT))
+    return _output(x, weight, offsets, as_read(bias), operands)
+
+
+def _fake(x: Tensor, weight: Tensor, offsets: Tensor, bias: Tensor | None, recipe: Recipe) -> Tensor:
+    if not _compat.is_stand_in(recipe):
+        check_recipe_of_groups(recipe)
+    return x.new_empty((x.shape[0], weight.shape[1]))
+
+
+def _setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
+    x, weight, offsets, _, ctx.recipe = inputs
+    needs_x, needs_weight = ctx.needs_input_grad[:2]
+    ctx.save_for_backward(x if needs_weight else None, weight if needs_x else None, offsets)
+
+
+def _backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+    x, weight, offsets = ctx.saved_tensors
+    needs_bias = ctx.needs_input_grad[3]
+    return (
+        None if weight is None else grouped_grad_input(grad_output, weight, offsets, ctx.recipe),
+        None if x is None else grouped_grad_weight(grad_output, x, offsets, ctx.recipe),
+        None,
+        group_sum(grad_output, offsets, ctx.recipe.gemm_config(OUTPUT)) if needs_bias else None,
+        None,
+    )
+
+
+def _sample_grad(weight: Tensor) -> Tensor:
+    grad = torch.randn((weight.shape[1], 12), generator=torch.Generator().manual_seed(1))
+    return grad.to(weight.dtype).t()
+
+
+def _samples() -> Iterator[tuple]:
+    generator = torch.Generator().manual_seed(0)
+    for recipe in samples.recipes():
+        for offsets in sample_offsets():
+            x, weight = (torch.randn(shape, generator=generator).bfloat16() for shape in ((12, 24), (3, 20, 24)))
+            x[int(offsets[-1]) :] = torch.nan
+            yield x, weight, offsets, torch.ones(3, 20, dtype=x.dtype), recipe
+    yield x.float(), weight.float().transpose(1, 2).contiguous().transpose(1, 2), offsets, None, recipe
+
+
+grouped_linear = register_op(
+    "fp8compile::grouped_linear",
+    _kernel,
+    fake=_fake,
+    setup_context=_setup_context,
+    backward=_backward,
+    decompose=_decompose,
+    sharding=None,
+    samples=_samples,
+)
