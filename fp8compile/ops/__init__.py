@@ -4,6 +4,9 @@ from fp8compile.ops.after import after
 from fp8compile.ops.amax import amax
 from fp8compile.ops.cast import cast, cast_again
 from fp8compile.ops.dequantize import dequantize
+from fp8compile.ops.groups.group_amax import group_amax
+from fp8compile.ops.groups.group_cast import group_cast
+from fp8compile.ops.groups.group_quantize import group_quantize
 from fp8compile.ops.layer import GEMM_OPS, LAYER_OPS
 from fp8compile.ops.layer.delayed import delayed_grad_input, delayed_grad_weight, delayed_linear
 from fp8compile.ops.layer.flops import FLOP_FORMULAS
@@ -50,6 +53,9 @@ __all__ = [
     "fsdp_tokens",
     "grad_input",
     "grad_weight",
+    "group_amax",
+    "group_cast",
+    "group_quantize",
     "linear",
     "quantize_both",
     "quantize_weight",

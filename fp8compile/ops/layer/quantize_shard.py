@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 from torch import Tensor
 
 from fp8compile.ops.amax import amax
-from fp8compile.ops.cast import cast
 from fp8compile.ops.collectives import all_reduce_amax
 from fp8compile.ops.layer.local_shards import LocalShard, QuantizedShard, check_not_packed
 from fp8compile.ops.layer.shards import AxisBlocks, Sharding, axis_blocks, split_axes
-from fp8compile.ops.registry import OPS
-from fp8compile.ops.scale import scale
+from fp8compile.ops.steps import OPS_OF_STEPS, PYTHON_OF_STEPS, Steps
 from fp8compile.quantizers import Quantizer
 from fp8compile.quantizers.blocks import as_matrix
 
@@ -72,22 +69,6 @@ def _window_and_amax(
     for group in dict.fromkeys(group for side in sides if side.kind != "aligned" for group in side.groups):
         found = all_reduce_amax(found, group)
     return window, found, sides
-
-
-@dataclass(frozen=True)
-class Steps:
-    """The three steps that quantize a tensor: the ops, or their Python implementations.
-
-    Below the dispatcher no mode sees an op, and each dispatch costs 10 us: eager kernels take the implementations.
-    """
-
-    amax: Callable[[Tensor, Quantizer], Tensor]
-    scale: Callable[[Tensor, Quantizer], tuple[Tensor, Tensor]]
-    cast: Callable[[Tensor, Tensor, Quantizer], Tensor]
-
-
-OPS_OF_STEPS = Steps(amax, scale, cast)
-PYTHON_OF_STEPS = Steps(*(OPS[op.name()].impl for op in (amax, scale, cast)))
 
 
 def is_aligned(part: LocalShard, quantizer: Quantizer) -> bool:

@@ -1,0 +1,56 @@
+"""fp8compile::group_amax: the largest magnitude of each group, along its tokens or of all of it.
+
+Rows behind the last group are not read. On a GPU this op is one Triton kernel that reads the tokens once; on a CPU,
+and as the reference, it is the quantizer's own amax of each group's rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from fp8compile import _compat
+from fp8compile.ops.groups.layout import alignment
+from fp8compile.ops.groups.spans import spans
+from fp8compile.ops.groups.token_samples import tokens
+from fp8compile.ops.registry import register_op
+from fp8compile.ops.steps import PYTHON_OF_STEPS
+from fp8compile.quantizers import CurrentScaling, Quantizer
+
+__all__ = ["group_amax"]
+
+
+def _fake(x: Tensor, offsets: Tensor, quantizer: Quantizer) -> Tensor:
+    columns = quantizer.scale_shape(x.shape)[1]
+    return x.new_empty((offsets.shape[0], columns), dtype=torch.float32)
+
+
+def _group_by_group(x: Tensor, offsets: Tensor, quantizer: Quantizer) -> Tensor:
+    found = _fake(x, offsets, quantizer)
+    for group, (rows, _) in enumerate(spans(offsets, alignment(quantizer))):
+        found[group] = PYTHON_OF_STEPS.amax(x[rows], quantizer)[0]
+    return found
+
+
+def _kernel(x: Tensor, offsets: Tensor, quantizer: Quantizer) -> Tensor:
+    return _group_by_group(x, offsets, quantizer)
+
+
+def _samples() -> Iterator[tuple]:
+    for x, offsets in tokens():
+        yield x, offsets, CurrentScaling(block=(-1, 1))
+        yield x, offsets, CurrentScaling()
+
+
+group_amax = register_op(
+    "fp8compile::group_amax",
+    _kernel,
+    fake=_fake,
+    backward=None,
+    decompose=None,  # on a CPU the loop over groups reads the offsets
+    sharding=None,  # groups are whole on a rank
+    samples=_samples,
+)
+_compat.register_fallback(group_amax)

@@ -1,0 +1,62 @@
+"""fp8compile::group_cast: transposed codes of tokens by the multipliers of their groups, at padded columns.
+
+`fp8compile.ops.groups.layout` says where the columns of a group are; zeros lie between. On a GPU this op is one Triton
+kernel; on a CPU, and as the reference, it is the quantizer's own cast of each group's rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from fp8compile import _compat
+from fp8compile.ops.groups.group_amax import group_amax
+from fp8compile.ops.groups.layout import alignment, padded_length
+from fp8compile.ops.groups.spans import spans
+from fp8compile.ops.groups.token_samples import tokens
+from fp8compile.ops.registry import register_op
+from fp8compile.ops.steps import PYTHON_OF_STEPS
+from fp8compile.quantizers import CurrentScaling, Quantizer
+
+__all__ = ["group_cast"]
+
+
+def _fake(x: Tensor, offsets: Tensor, multiplier: Tensor, quantizer: Quantizer) -> Tensor:
+    columns = padded_length(x.shape[0], offsets.shape[0], alignment(quantizer))
+    return x.new_empty((x.shape[1], columns), dtype=torch.uint8)
+
+
+def _group_by_group(x: Tensor, offsets: Tensor, multiplier: Tensor, quantizer: Quantizer) -> Tensor:
+    codes = _fake(x, offsets, multiplier, quantizer).zero_()
+    for group, (rows, columns) in enumerate(spans(offsets, alignment(quantizer))):
+        codes[:, columns] = PYTHON_OF_STEPS.cast(x[rows], multiplier[group : group + 1], quantizer).t()
+    return codes
+
+
+def _kernel(x: Tensor, offsets: Tensor, multiplier: Tensor, quantizer: Quantizer) -> Tensor:
+    return _group_by_group(x, offsets, multiplier, quantizer)
+
+
+def _samples() -> Iterator[tuple]:
+    quantizers = (
+        CurrentScaling(block=(-1, 1)),
+        CurrentScaling(format="e5m2", scale="pow2"),
+        CurrentScaling(block=(-1, 1), format="e5m2", rounding="stochastic", seed=1),
+    )
+    for x, offsets in tokens():
+        for quantizer in quantizers:
+            yield x, offsets, quantizer.multiplier(group_amax(x, offsets, quantizer)), quantizer
+
+
+group_cast = register_op(
+    "fp8compile::group_cast",
+    _kernel,
+    fake=_fake,
+    backward=None,
+    decompose=None,  # on a CPU the loop over groups reads the offsets
+    sharding=None,  # groups are whole on a rank
+    samples=_samples,
+)
+_compat.register_fallback(group_cast)

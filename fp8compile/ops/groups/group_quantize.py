@@ -1,0 +1,70 @@
+"""fp8compile::group_quantize: transposed codes of tokens, and scales of blocks of tokens that begin with each group.
+
+    tokens, blocks of 4     a a a a a a b b b b b . .
+    columns of codes        a a a a a a 0 0 b b b b b 0 0 0
+    rows of scales          a       a       b       b            the second of each from 2 tokens and from 1
+
+`fp8compile.ops.groups.layout` says where the columns of a group are. On a GPU this op is one Triton kernel that reads
+the tokens once; on a CPU, and as the reference, it is the steps of the quantizer on each group's rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from fp8compile import _compat
+from fp8compile.ops.groups.layout import alignment, padded_length
+from fp8compile.ops.groups.spans import spans
+from fp8compile.ops.groups.token_samples import tokens
+from fp8compile.ops.registry import register_op
+from fp8compile.ops.steps import PYTHON_OF_STEPS
+from fp8compile.quantizers import CurrentScaling, Quantizer
+
+__all__ = ["group_quantize"]
+
+
+def _fake(x: Tensor, offsets: Tensor, quantizer: Quantizer) -> tuple[Tensor, Tensor]:
+    columns = padded_length(x.shape[0], offsets.shape[0], alignment(quantizer))
+    return (
+        x.new_empty((x.shape[1], columns), dtype=torch.uint8),
+        x.new_empty((columns // quantizer.block[0], x.shape[1]), dtype=quantizer.scale_dtype()),
+    )
+
+
+def _group_by_group(x: Tensor, offsets: Tensor, quantizer: Quantizer) -> tuple[Tensor, Tensor]:
+    codes, scales = _fake(x, offsets, quantizer)
+    codes.zero_()
+    # a block of padding has the scale of values that are all 0
+    scales.copy_(PYTHON_OF_STEPS.scale(x.new_zeros(scales.shape, dtype=torch.float32), quantizer)[1])
+    for rows, columns in spans(offsets, alignment(quantizer)):
+        amax = PYTHON_OF_STEPS.amax(x[rows], quantizer)
+        multiplier, scale = PYTHON_OF_STEPS.scale(amax, quantizer)
+        codes[:, columns] = PYTHON_OF_STEPS.cast(x[rows], multiplier, quantizer).t()
+        first = columns.start // quantizer.block[0]
+        scales[first : first + scale.shape[0]] = scale
+    return codes, scales
+
+
+def _kernel(x: Tensor, offsets: Tensor, quantizer: Quantizer) -> tuple[Tensor, Tensor]:
+    return _group_by_group(x, offsets, quantizer)
+
+
+def _samples() -> Iterator[tuple]:
+    for x, offsets in tokens():
+        yield x, offsets, CurrentScaling(block=(16, 1))
+        yield x, offsets, CurrentScaling(block=(32, 1), format="e5m2", scale="e8m0_rceil", eps=1e-6)
+
+
+group_quantize = register_op(
+    "fp8compile::group_quantize",
+    _kernel,
+    fake=_fake,
+    backward=None,
+    decompose=None,  # on a CPU the loop over groups reads the offsets
+    sharding=None,  # groups are whole on a rank
+    samples=_samples,
+)
+_compat.register_fallback(group_quantize)

@@ -1,0 +1,25 @@
+"""Where each group lies, as numbers: for kernels on a CPU, which take one group after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import Tensor
+
+from fp8compile.ops.groups.layout import padded_length
+
+__all__ = ["spans"]
+
+
+def spans(offsets: Tensor, align: int) -> Iterator[tuple[slice, slice]]:
+    """The rows of each group, and the columns of its transposed codes, without their padding.
+
+    Args:
+        offsets: Ends of the groups among the rows, (E,) int32; read on the host.
+        align: What a group's first column is a multiple of.
+    """
+    row = column = 0
+    for end in offsets.tolist():
+        size = end - row
+        yield slice(row, end), slice(column, column + size)
+        row, column = end, column + padded_length(size, 1, align)
