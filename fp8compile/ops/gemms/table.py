@@ -61,7 +61,6 @@ def gemm_for(problem: GemmProblem) -> GemmKernel:
     rivals = [gemm.name for gemm in running if gemm.name in REGISTERED]
     if running[0].name in REGISTERED and len(rivals) > 1:
         names = " and of ".join(rivals)
-        raise refused(
-            "scaled_mm", problem, f"are operands of {names}; let `takes` of all but one return False for them."
-        )
+        reason = f"are operands of {names}; let `takes` of all but one return False for them."
+        raise refused("scaled_mm", problem, reason)
     return running[0]

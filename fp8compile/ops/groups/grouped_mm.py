@@ -44,8 +44,8 @@ def _one_by_one(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
 def _by_torch(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
     if a.dtype != torch.bfloat16:
         raise RuntimeError(
-            f"grouped_mm: a product in high precision of {a.dtype}, and a GPU's grouped GEMM takes bfloat16 only. Cast "
-            "x and weight to bfloat16, or take a recipe with all three GEMMs in FP8."
+            f"grouped_mm: a product in high precision of {a.dtype}, and a GPU's grouped GEMM takes bfloat16 only. "
+            "Cast x and weight to bfloat16, or take a recipe with all three GEMMs in FP8."
         )
     if b.ndim == 3:
         left, right = padded_features(a, (ALIGNMENT,)), padded_features(b, (ALIGNMENT, ALIGNMENT))

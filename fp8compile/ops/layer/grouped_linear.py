@@ -1,11 +1,11 @@
-"""fp8compile::grouped_linear: a linear layer for each group of tokens, such as experts; its gradients are two more ops.
+"""fp8compile::grouped_linear: a linear layer for each group of tokens, such as experts; its gradients are two ops.
 
     grouped_linear       y_RN  = x_RK  @ w_eNK^T + b_eN    each row by the matrix of its group
     grouped_grad_input   dx_RK = dy_RN @ w_eNK
     grouped_grad_weight  dw_eNK = dy_RN^T @ x_RK           over the rows of each group
 
-Rows are sorted by group, and ``offsets`` (E,) int32 says where each group ends. Sizes of groups are data: nothing waits
-for them on the host, and no graph depends on them. Rows behind the last group are never read by an amax or a product,
+Rows are sorted by group, and ``offsets`` (E,) int32 says where each group ends. Sizes of groups are data: the host
+never waits for them, and no graph depends on them. Rows behind the last group are never read by an amax or a product,
 and are zeros in y and in dx.
 """
 

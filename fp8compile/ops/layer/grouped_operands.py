@@ -2,7 +2,7 @@
 
     rows       x_RK, dy_RN     blocks within a row; tensorwise, a scale for the rows of each group
     matrices   w_eNK           a scale grid for each group's matrix
-    tokens     x_RK, dy_RN     blocks along the tokens of each group, codes transposed, see `fp8compile.ops.groups.layout`
+    tokens     x_RK, dy_RN     blocks along the tokens of each group; codes are transposed, see `ops/groups/layout.py`
 
 Each group has the codes and scales that a layer without groups gives its rows and its matrix.
 """
@@ -43,8 +43,8 @@ def check_recipe_of_groups(recipe: Recipe) -> None:
     """Raise a ValueError if a recipe can't quantize groups of tokens each for itself."""
     if recipe.history():
         raise ValueError(
-            "grouped_linear: the recipe has delayed scaling, which remembers one amax a tensor; a group without tokens "
-            "has none, and groups would share a scale. Take a recipe with current scaling."
+            "grouped_linear: the recipe has delayed scaling, which remembers one amax a tensor: groups would share a "
+            "scale, and one without tokens has no amax. Take a recipe with current scaling."
         )
     if recipe.keep_weight_codes:
         raise ValueError(
@@ -57,7 +57,7 @@ def check_recipe_of_groups(recipe: Recipe) -> None:
         for slot, quantizer in zip((gemm.a, gemm.b), pair, strict=True):
             if getattr(quantizer, "rounding", "nearest") != "nearest":
                 raise ValueError(
-                    f"grouped_linear: {slot} rounds stochastically, by noise of an element's place in its tensor, which "
+                    f"grouped_linear: {slot} rounds stochastically, by noise of an element's place, which "
                     "depends on other groups. Take rounding='nearest'."
                 )
             rows, columns = quantizer.block

@@ -3,7 +3,7 @@
 Its scales lie in tiles of 128 rows by 4 blocks (`fp8compile.ops.scale_layouts`), and each group begins with a tile:
 
     left of rows    rows of each group from the next multiple of 128
-    outer           blocks of 32 tokens of each group from the next multiple of 4; all tiles of a group, then the next's
+    outer           blocks of 32 tokens of each group from the next multiple of 4, all tiles of a group together
 
 Source: PyTorch's checks in `_scaled_grouped_mm` (aten/src/ATen/native/cuda/GroupedBlas.cpp).
 """
@@ -60,7 +60,7 @@ def token_scales(scale: Tensor, ends: Tensor) -> Tensor:
     blocks = ends // MX_BLOCK
     features = -(-scale.shape[1] // TILE_ROWS)  # tiles down the features
     count = padded_length(scale.shape[0], ends.shape[0], TILE_BLOCKS)
-    source, group = row_of_columns(blocks, TILE_BLOCKS, count)
+    source, _ = row_of_columns(blocks, TILE_BLOCKS, count)
     spread = torch.where((source >= 0).unsqueeze(1), scale[source.clamp(min=0)], 0)  # groups begin with a tile
     tiles = swizzled_tiles(spread.t())  # (tiles of features, tiles of blocks, bytes)
     tile_ends = padded_offsets(blocks, TILE_BLOCKS) // TILE_BLOCKS
