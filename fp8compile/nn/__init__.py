@@ -3,6 +3,7 @@
 from fp8compile.nn.convert import convert, revert
 from fp8compile.nn.delayed_states import reset_delayed_scaling
 from fp8compile.nn.functional import linear
+from fp8compile.nn.grouped import grouped_linear, grouped_mm
 from fp8compile.nn.linear import Linear
 from fp8compile.nn.master_weights import MasterWeights
 from fp8compile.nn.regions import compile, repeated_blocks
@@ -18,6 +19,8 @@ __all__ = [
     "compile",
     "conversion_report",
     "convert",
+    "grouped_linear",
+    "grouped_mm",
     "linear",
     "repeated_blocks",
     "reset_delayed_scaling",

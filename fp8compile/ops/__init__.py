@@ -7,6 +7,12 @@ from fp8compile.ops.dequantize import dequantize
 from fp8compile.ops.groups.group_amax import group_amax
 from fp8compile.ops.groups.group_cast import group_cast
 from fp8compile.ops.groups.group_quantize import group_quantize
+from fp8compile.ops.groups.checked_offsets import checked_offsets
+from fp8compile.ops.groups.group_amax import group_amax
+from fp8compile.ops.groups.group_cast import group_cast
+from fp8compile.ops.groups.group_quantize import group_quantize
+from fp8compile.ops.groups.grouped_mm import group_sum, grouped_mm
+from fp8compile.ops.groups.scaled_grouped_mm import scaled_grouped_mm
 from fp8compile.ops.layer import GEMM_OPS, LAYER_OPS
 from fp8compile.ops.layer.delayed import delayed_grad_input, delayed_grad_weight, delayed_linear
 from fp8compile.ops.layer.flops import FLOP_FORMULAS
@@ -14,6 +20,7 @@ from fp8compile.ops.layer.fsdp_amax import fsdp_amax
 from fp8compile.ops.layer.fsdp_delayed import fsdp_amaxes_together, fsdp_delayed_linear, fsdp_tokens
 from fp8compile.ops.layer.fsdp_gather import fsdp_gather, fsdp_reduce
 from fp8compile.ops.layer.fsdp_linear import fsdp_grad_input, fsdp_grad_weight, fsdp_linear
+from fp8compile.ops.layer.grouped_linear import grouped_grad_input, grouped_grad_weight, grouped_linear
 from fp8compile.ops.layer.linear import grad_input, grad_weight, linear
 from fp8compile.ops.layer.sharded_linear import sharded_grad_input, sharded_grad_weight, sharded_linear
 from fp8compile.ops.quantize_both import quantize_both
@@ -37,6 +44,7 @@ __all__ = [
     "amax",
     "cast",
     "cast_again",
+    "checked_offsets",
     "decompositions",
     "delayed_grad_input",
     "delayed_grad_weight",
@@ -56,12 +64,21 @@ __all__ = [
     "group_amax",
     "group_cast",
     "group_quantize",
+    "group_sum",
+    "grouped_grad_input",
+    "grouped_grad_weight",
+    "grouped_linear",
+    "grouped_mm",
+    "group_amax",
+    "group_cast",
+    "group_quantize",
     "linear",
     "quantize_both",
     "quantize_weight",
     "realize",
     "register_op",
     "scale",
+    "scaled_grouped_mm",
     "scaled_mm",
     "scatter_sum",
     "sharded_grad_input",

@@ -35,10 +35,10 @@ def _lacks(problem: GemmProblem) -> str | None:
 def _row_scales(operand: Operand, rows: int) -> Tensor:
     """A scale a row, (rows, 1), from one for all or one each; rows beyond the operand's have 1."""
     m, scale = operand.codes.shape[0], operand.scale_values()
+    if not all(_compat.statically_true(stride == 1) for stride in scale.stride()):
+        scale = scale.reshape(-1).unsqueeze(1)  # a (1, m) scale that was turned, whose strides would not do
     if operand.quantizer.block[0] != 1:
         scale = scale.expand(m, 1)
-    elif not all(_compat.statically_true(stride == 1) for stride in scale.stride()):
-        scale = scale.reshape(-1).unsqueeze(1)  # a (1, m) scale that was turned, whose strides would not do
     return padded(scale, rows - m, 0, value=1.0).contiguous()
 
 

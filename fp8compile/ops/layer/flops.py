@@ -13,6 +13,8 @@ from typing import Any
 import torch
 
 from fp8compile import _compat
+from fp8compile.ops.groups.grouped_mm import grouped_mm
+from fp8compile.ops.groups.scaled_grouped_mm import scaled_grouped_mm
 from fp8compile.ops.layer.fsdp_delayed import fsdp_delayed_linear
 from fp8compile.ops.layer.fsdp_linear import fsdp_linear
 from fp8compile.ops.layer.layer_ops import LAYER_OPS
@@ -26,11 +28,11 @@ Shape = Sequence[int]
 
 
 def _linear(x: Shape, weight: Shape, *_: Any, **__: Any) -> int:
-    return 2 * prod(x) * weight[0]
+    return 2 * prod(x) * weight[-2]
 
 
 def _grad_input(grad_output: Shape, weight: Shape, *_: Any, **__: Any) -> int:
-    return 2 * prod(grad_output) * weight[1]
+    return 2 * prod(grad_output) * weight[-1]
 
 
 def _grad_weight(grad_output: Shape, x: Shape, *_: Any, **__: Any) -> int:
@@ -39,6 +41,15 @@ def _grad_weight(grad_output: Shape, x: Shape, *_: Any, **__: Any) -> int:
 
 def _scaled_mm(a: Shape, b: Shape, *_: Any, **__: Any) -> int:
     return 2 * prod(a) * b[1]
+
+
+def _grouped(a: Shape, b: Shape, *_: Any, **__: Any) -> int:
+    """The product of every row: how many belong to no group is data."""
+    return 2 * prod(a) * b[-2] if len(b) == 3 else 2 * prod(a) * b[0]
+
+
+def _grouped_in_high_precision(a: Shape, b: Shape, *_: Any, **__: Any) -> int:
+    return 2 * prod(a) * b[-2 if len(b) == 3 else -1]
 
 
 def _of_all_tokens(formula: Callable[..., int]) -> Callable[..., int]:
@@ -66,6 +77,8 @@ FLOP_FORMULAS: dict[torch._ops.OpOverload, Callable[..., int]] = {
     **{op: _of_all_tokens(OF_GEMM[gemm]) if op in SHARDED else OF_GEMM[gemm] for op, gemm in LAYER_OPS.items()},
     **dict.fromkeys((fsdp_linear, fsdp_delayed_linear), _of_whole_weight),
     scaled_mm: _scaled_mm,
+    scaled_grouped_mm: _grouped,
+    grouped_mm: _grouped_in_high_precision,
 }
 
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from fp8compile.ops.groups.grouped_mm import grouped_mm
+from fp8compile.ops.groups.scaled_grouped_mm import scaled_grouped_mm
 from fp8compile.ops.layer.delayed import delayed_grad_input, delayed_grad_weight, delayed_linear
 from fp8compile.ops.layer.fsdp_delayed import fsdp_delayed_linear
 from fp8compile.ops.layer.fsdp_linear import fsdp_grad_input, fsdp_grad_weight, fsdp_linear
+from fp8compile.ops.layer.grouped_linear import grouped_grad_input, grouped_grad_weight, grouped_linear
 from fp8compile.ops.layer.linear import GRAD_INPUT, GRAD_WEIGHT, OUTPUT, grad_input, grad_weight, linear
 from fp8compile.ops.layer.sharded_linear import sharded_grad_input, sharded_grad_weight, sharded_linear
 from fp8compile.ops.scaled_mm import scaled_mm
@@ -26,8 +29,21 @@ LAYER_OPS = {
     sharded_linear: OUTPUT,
     sharded_grad_input: GRAD_INPUT,
     sharded_grad_weight: GRAD_WEIGHT,
+    grouped_linear: OUTPUT,
+    grouped_grad_input: GRAD_INPUT,
+    grouped_grad_weight: GRAD_WEIGHT,
 }
 
 # What a policy of selective activation checkpointing names to keep the products: where a plain model has aten.mm, a
 # converted one has fp8compile::linear or another of these, and never aten._scaled_mm.
-GEMM_OPS = (linear, delayed_linear, fsdp_linear, fsdp_delayed_linear, sharded_linear, scaled_mm)
+GEMM_OPS = (
+    linear,
+    delayed_linear,
+    fsdp_linear,
+    fsdp_delayed_linear,
+    sharded_linear,
+    grouped_linear,
+    scaled_mm,
+    scaled_grouped_mm,
+    grouped_mm,
+)

@@ -1,0 +1,187 @@
+"""A linear layer for each group of tokens, with the checks that the op leaves out.
+
+`grouped_linear` has the arguments of ``fp8compile.linear``, `grouped_mm` those of
+``torch.nn.functional.grouped_mm``, in whose place it can be written.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function
+
+from fp8compile._compat import is_dtensor
+from fp8compile.nn.functional import check_recipe
+from fp8compile.ops.groups.checked_offsets import check_offsets, checked_offsets
+from fp8compile.ops.layer.grouped_linear import grouped_linear as grouped_linear_op
+from fp8compile.quantizers import Recipe
+from fp8compile.tensor import SOURCE_DTYPES, QuantizedTensor, not_dense
+
+__all__ = ["grouped_linear", "grouped_mm"]
+
+
+def _check_tensor(name: str, tensor: object, x: Tensor) -> None:
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"grouped_linear: {name} is a {type(tensor).__name__}; it is a tensor.")
+    if isinstance(tensor, QuantizedTensor):
+        raise TypeError(
+            f"grouped_linear: {name} is a QuantizedTensor; grouped_linear quantizes its operands itself. Pass "
+            ".dequantize()."
+        )
+    if is_dtensor(tensor):
+        raise TypeError(
+            f"grouped_linear: {name} is a DTensor; groups are those of one rank. Pass its local tensor, .to_local()."
+        )
+    if (reason := not_dense(tensor)) is not None:
+        raise TypeError(f"grouped_linear: {name} {reason}; it is a dense tensor. Densify it first.")
+    if tensor.device != x.device:
+        raise ValueError(f"grouped_linear: {name} is on {tensor.device} and x on {x.device}; move them to one device.")
+
+
+def _check_dtypes(operands: dict[str, Tensor]) -> None:
+    dtype = operands["x"].dtype
+    for name, tensor in operands.items():
+        if tensor.dtype not in SOURCE_DTYPES:
+            raise TypeError(
+                f"grouped_linear: {name} is {tensor.dtype}; FP8 layers take bfloat16, float16 and float32. Cast it."
+            )
+        if tensor.dtype != dtype:
+            raise TypeError(
+                f"grouped_linear: {name} is {tensor.dtype} and x is {dtype}; they have one dtype. Cast one of them, "
+                "or run under torch.autocast."
+            )
+
+
+def _check_shapes(x: Tensor, weight: Tensor, offsets: Tensor, bias: Tensor | None) -> None:
+    if weight.ndim != 3:
+        raise ValueError(
+            f"grouped_linear: weight has shape {tuple(weight.shape)}; it is (groups, out_features, in_features)."
+        )
+    groups, out_features, in_features = weight.shape
+    if x.ndim != 2 or x.shape[1] != in_features:
+        raise ValueError(
+            f"grouped_linear: x has shape {tuple(x.shape)} and weight {tuple(weight.shape)}; x is (rows, in_features), "
+            f"in_features {in_features}, rows sorted by group."
+        )
+    if offsets.dtype != torch.int32 or offsets.shape != (groups,):
+        raise ValueError(
+            f"grouped_linear: offsets is {offsets.dtype} of shape {tuple(offsets.shape)}; it is torch.int32 of shape "
+            f"({groups},), where each group ends: torch.cumsum(sizes, 0, dtype=torch.int32)."
+        )
+    if groups == 0:
+        raise ValueError("grouped_linear: weight has no group; there is at least one.")
+    if bias is not None and bias.shape != (groups, out_features):
+        raise ValueError(
+            f"grouped_linear: bias has shape {tuple(bias.shape)} and weight {tuple(weight.shape)}; bias is (groups, "
+            f"out_features), ({groups}, {out_features})."
+        )
+
+
+def _checked(x: Tensor, weight: Tensor, offsets: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    if torch.jit.is_tracing():
+        raise RuntimeError(
+            "grouped_linear: torch.jit.trace has no type for a recipe. Use torch.compile or torch.export."
+        )
+    operands = {"x": x, "weight": weight} | ({} if bias is None else {"bias": bias})
+    for name, tensor in {**operands, "offsets": offsets}.items():
+        _check_tensor(name, tensor, x)
+    if x.device.type != "meta" and torch.is_autocast_enabled(x.device.type):
+        dtype = torch.get_autocast_dtype(x.device.type)
+        operands = {name: t.to(dtype) if t.dtype in SOURCE_DTYPES else t for name, t in operands.items()}
+    _check_dtypes(operands)
+    _check_shapes(x, weight, offsets, bias)
+    return operands["x"], operands["weight"], operands.get("bias")
+
+
+def grouped_linear(
+    x: Tensor,
+    weight: Tensor,
+    offsets: Tensor,
+    bias: Tensor | None = None,
+    *,
+    recipe: Recipe,
+    check_in_graph: bool = False,
+) -> Tensor:
+    """A linear layer for each group of rows, such as the experts of a model, with FP8 GEMMs as the recipe says.
+
+    ``y[start:end] = x[start:end] @ weight[group].T + bias[group]`` for rows ``offsets[group - 1]`` to
+    ``offsets[group]``. Codes and scales are those that ``fp8compile.linear`` has for each group's rows and matrix: a
+    tensorwise recipe has one scale for the rows of a group. Sizes of groups are data, so the host never waits for
+    them and no graph is compiled again when they change. Differentiable once in x, weight and bias; under
+    ``torch.autocast`` the three are cast to its dtype first.
+
+    Args:
+        x: (rows, in_features), bfloat16, float16 or float32, rows sorted by group.
+        weight: (groups, out_features, in_features), the dtype of ``x``.
+        offsets: (groups,), int32: where each group ends. A group may be empty. Rows behind the last group belong to
+            none: whatever they hold is never read by an amax or a product.
+        bias: (groups, out_features), the dtype of ``x``, or None. Added in that dtype.
+        recipe: Quantizers for the operands: ``rowwise_bf16_wgrad``, ``rowwise``, ``tensorwise``, ``blockwise``,
+            ``mxfp8``, or another whose blocks lie within a row, or along the tokens of one group.
+        check_in_graph: Whether compiled code looks at ``offsets`` too. Eager mode always does.
+
+    Returns:
+        (rows, out_features), the dtype of ``x`` (or of autocast); zeros behind the last group, as in the gradient of
+        ``x``.
+
+    Raises:
+        TypeError: The recipe is none, a dtype or layout is not taken, or dtypes differ.
+        ValueError: Shapes or devices do not fit; offsets fall or end behind the rows (on a GPU an assertion on the
+            device); the recipe has delayed scaling, stochastic rounding, or blocks that hold tokens of two groups.
+        RuntimeError: This device has no grouped GEMM for the recipe, or torch.jit traces.
+    """
+    if has_torch_function((x, weight, offsets, bias)):
+        return handle_torch_function(
+            grouped_linear,
+            (x, weight, offsets, bias),
+            x,
+            weight,
+            offsets,
+            bias,
+            recipe=recipe,
+            check_in_graph=check_in_graph,
+        )
+    check_recipe("grouped_linear", recipe)
+    x, weight, bias = _checked(x, weight, offsets, bias)
+    if check_in_graph:
+        offsets = checked_offsets(offsets, x.shape[0])
+    elif not torch.compiler.is_compiling() and offsets.device.type != "meta":
+        check_offsets("grouped_linear", offsets, x.shape[0])
+    return grouped_linear_op(x, weight, offsets, bias, recipe)
+
+
+def grouped_mm(
+    mat_a: Tensor,
+    mat_b: Tensor,
+    *,
+    offs: Tensor,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    recipe: Recipe,
+) -> Tensor:
+    """``torch.nn.functional.grouped_mm`` of rows and matrices, in FP8: `grouped_linear` with the other's arguments.
+
+    Args:
+        mat_a: (rows, in_features), sorted by group.
+        mat_b: (groups, in_features, out_features).
+        offs: (groups,), int32: where each group ends.
+        bias: (groups, out_features) or None.
+        out_dtype: That of ``mat_a``, or None.
+        recipe: As of `grouped_linear`.
+
+    Returns:
+        (rows, out_features), zeros behind the last group.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: As `grouped_linear`; for another ``out_dtype`` too.
+    """
+    if out_dtype is not None and out_dtype != mat_a.dtype:
+        raise ValueError(
+            f"grouped_mm: out_dtype is {out_dtype} and mat_a {mat_a.dtype}; the result has the dtype of mat_a. Cast it."
+        )
+    if mat_b.ndim != 3:
+        raise ValueError(
+            f"grouped_mm: mat_b has shape {tuple(mat_b.shape)}; it is (groups, in_features, out_features). Products "
+            "over tokens are made by the backward."
+        )
+    return grouped_linear(mat_a, mat_b.transpose(-2, -1), offs, bias, recipe=recipe)
