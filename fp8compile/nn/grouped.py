@@ -60,8 +60,8 @@ def _check_shapes(x: Tensor, weight: Tensor, offsets: Tensor, bias: Tensor | Non
     groups, out_features, in_features = weight.shape
     if x.ndim != 2 or x.shape[1] != in_features:
         raise ValueError(
-            f"grouped_linear: x has shape {tuple(x.shape)} and weight {tuple(weight.shape)}; x is (rows, in_features), "
-            f"in_features {in_features}, rows sorted by group."
+            f"grouped_linear: x has shape {tuple(x.shape)} and weight {tuple(weight.shape)}; x is (rows, {in_features}), "
+            "rows sorted by group."
         )
     if offsets.dtype != torch.int32 or offsets.shape != (groups,):
         raise ValueError(
@@ -69,7 +69,7 @@ def _check_shapes(x: Tensor, weight: Tensor, offsets: Tensor, bias: Tensor | Non
             f"({groups},), where each group ends: torch.cumsum(sizes, 0, dtype=torch.int32)."
         )
     if groups == 0:
-        raise ValueError("grouped_linear: weight has no group; there is at least one.")
+        raise ValueError("grouped_linear: weight has no group.")
     if bias is not None and bias.shape != (groups, out_features):
         raise ValueError(
             f"grouped_linear: bias has shape {tuple(bias.shape)} and weight {tuple(weight.shape)}; bias is (groups, "
@@ -177,7 +177,7 @@ def grouped_mm(
     """
     if out_dtype is not None and out_dtype != mat_a.dtype:
         raise ValueError(
-            f"grouped_mm: out_dtype is {out_dtype} and mat_a {mat_a.dtype}; the result has the dtype of mat_a. Cast it."
+            f"grouped_mm: out_dtype is {out_dtype} and mat_a {mat_a.dtype}; the result has its dtype. Cast it."
         )
     if mat_b.ndim != 3:
         raise ValueError(

@@ -4,9 +4,6 @@ from fp8compile.ops.after import after
 from fp8compile.ops.amax import amax
 from fp8compile.ops.cast import cast, cast_again
 from fp8compile.ops.dequantize import dequantize
-from fp8compile.ops.groups.group_amax import group_amax
-from fp8compile.ops.groups.group_cast import group_cast
-from fp8compile.ops.groups.group_quantize import group_quantize
 from fp8compile.ops.groups.checked_offsets import checked_offsets
 from fp8compile.ops.groups.group_amax import group_amax
 from fp8compile.ops.groups.group_cast import group_cast
@@ -69,9 +66,6 @@ __all__ = [
     "grouped_grad_weight",
     "grouped_linear",
     "grouped_mm",
-    "group_amax",
-    "group_cast",
-    "group_quantize",
     "linear",
     "quantize_both",
     "quantize_weight",
