@@ -60,7 +60,7 @@ def _check_shapes(x: Tensor, weight: Tensor, offsets: Tensor, bias: Tensor | Non
     groups, out_features, in_features = weight.shape
     if x.ndim != 2 or x.shape[1] != in_features:
         raise ValueError(
-            f"grouped_linear: x has shape {tuple(x.shape)} and weight {tuple(weight.shape)}; x is (rows, {in_features}), "
+            f"grouped_linear: x has shape {tuple(x.shape)}, weight {tuple(weight.shape)}; x is (rows, {in_features}), "
             "rows sorted by group."
         )
     if offsets.dtype != torch.int32 or offsets.shape != (groups,):
