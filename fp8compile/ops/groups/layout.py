@@ -18,6 +18,7 @@ from math import lcm
 import torch
 from torch import Tensor
 
+from fp8compile import _compat
 from fp8compile.quantizers import Quantizer
 
 __all__ = [
@@ -77,6 +78,10 @@ def row_of_columns(offsets: Tensor, align: int, columns: int) -> tuple[Tensor, T
 
 
 def zero_behind(rows: Tensor, offsets: Tensor) -> Tensor:
-    """The rows of the groups, and zeros behind the last one, whatever is there: PyTorch's products write nothing."""
-    row = torch.arange(rows.shape[0], dtype=torch.int32, device=rows.device)
-    return torch.where((row < offsets[-1]).unsqueeze(1), rows, 0)
+    """The rows of the groups, and zeros behind the last one, whatever is there: PyTorch's products write nothing.
+
+    A backward that reads the result makes it once more of the product: kept, it would be written beside that.
+    """
+    with _compat.recomputed():
+        row = torch.arange(rows.shape[0], dtype=torch.int32, device=rows.device)
+        return torch.where((row < offsets[-1]).unsqueeze(1), rows, 0)

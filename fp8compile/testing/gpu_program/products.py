@@ -17,13 +17,13 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
+from fp8compile.testing.gpu_program.demands import ALIGNMENT, E8M0, MX_BLOCK, demand
+from fp8compile.testing.gpu_program.grouped_products import grouped_mm, scaled_grouped_mm
 from fp8compile.testing.gpus import Gpu
 
 __all__ = ["PRODUCTS", "Product", "Products"]
 
-ALIGNMENT = 16  # bytes, of rows of codes and of their first element
-BLOCK, MX_BLOCK, SWIZZLE_ROWS, SWIZZLE_BLOCKS = 128, 32, 128, 4
-E8M0 = torch.float8_e8m0fnu
+BLOCK, SWIZZLE_ROWS, SWIZZLE_BLOCKS = 128, 128, 4
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,11 +45,6 @@ class Product:
         return f"{self.name}: {shapes} -> {tuple(self.result.shape)} {str(self.result.dtype).removeprefix('torch.')}"
 
 
-def _demand(satisfied: bool, product: str, what: str) -> None:
-    if not satisfied:
-        raise ValueError(f"{product}: the GPU's product takes {what}")
-
-
 # ---------------------------------------------------------------------------------- scaled products
 
 
@@ -58,31 +53,31 @@ def _spread(scale: Tensor, rows: int, k: int, side: str, gpu: Gpu) -> tuple[str,
     name, blocks = f"_scaled_mm, scale {side} {tuple(scale.shape)}, strides {scale.stride()}", -(-k // BLOCK)
     if scale.dtype == E8M0:
         return "mx", _swizzled_values(scale, rows, k, name, gpu)
-    _demand(scale.dtype == torch.float32, name, f"scales in float32 or E8M0, not {scale.dtype}.")
+    demand(scale.dtype == torch.float32, name, f"scales in float32 or E8M0, not {scale.dtype}.")
     values = scale.double()
     if scale.numel() == 1 and scale.ndim == 0:
         return "tensorwise", values.expand(rows, k)
     if tuple(scale.shape) == (rows, 1) and blocks > 1:
-        _demand(scale.is_contiguous() or scale.stride(0) == 1, name, "scales of rows that lie side by side.")
+        demand(scale.is_contiguous() or scale.stride(0) == 1, name, "scales of rows that lie side by side.")
         return "rowwise", values.expand(rows, k)
     if tuple(scale.shape) == (rows, blocks):
         strides = (1, rows)
         laid = all(size == 1 or has == wants for size, has, wants in zip(scale.shape, scale.stride(), strides))  # noqa: B905
-        _demand(laid, name, f"scales of 1 x {BLOCK} with strides {strides}.")
+        demand(laid, name, f"scales of 1 x {BLOCK} with strides {strides}.")
         return "1x128" if blocks > 1 else "rowwise or 1x128", values.repeat_interleave(BLOCK, 1)[:, :k]
-    _demand(tuple(scale.shape) == (-(-rows // BLOCK), blocks), name, f"another shape for codes ({rows}, {k}).")
+    demand(tuple(scale.shape) == (-(-rows // BLOCK), blocks), name, f"another shape for codes ({rows}, {k}).")
     strides = (-(-blocks // 4) * 4, 1)
-    _demand(tuple(scale.stride()) == strides, name, f"scales of {BLOCK} x {BLOCK} with strides {strides}.")
+    demand(tuple(scale.stride()) == strides, name, f"scales of {BLOCK} x {BLOCK} with strides {strides}.")
     return "128x128", values.repeat_interleave(BLOCK, 0)[:rows].repeat_interleave(BLOCK, 1)[:, :k]
 
 
 def _swizzled_values(scale: Tensor, rows: int, k: int, name: str, gpu: Gpu) -> Tensor:
-    _demand(gpu.major >= 10, name, "MX scales from compute capability 10.0 on.")
-    _demand(k % MX_BLOCK == 0, name, f"a sum over a multiple of {MX_BLOCK}, not {k}.")
+    demand(gpu.major >= 10, name, "MX scales from compute capability 10.0 on.")
+    demand(k % MX_BLOCK == 0, name, f"a sum over a multiple of {MX_BLOCK}, not {k}.")
     blocks = k // MX_BLOCK
     tiles_m, tiles_k = -(-rows // SWIZZLE_ROWS), -(-blocks // SWIZZLE_BLOCKS)
     needed = tiles_m * tiles_k * SWIZZLE_ROWS * SWIZZLE_BLOCKS
-    _demand(scale.is_contiguous() and scale.numel() == needed, name, f"{needed} scales in tiles, one after the other.")
+    demand(scale.is_contiguous() and scale.numel() == needed, name, f"{needed} scales in tiles, one after the other.")
     row, block = torch.arange(rows)[:, None], torch.arange(blocks)[None, :]
     tile = row // SWIZZLE_ROWS * tiles_k + block // SWIZZLE_BLOCKS
     at = tile * 512 + row % 32 * 16 + row % SWIZZLE_ROWS // 32 * 4 + block % SWIZZLE_BLOCKS
@@ -97,28 +92,28 @@ def _turned(scale: Tensor) -> Tensor:
 
 def _check_codes(a: Tensor, b: Tensor) -> None:
     name = f"_scaled_mm {tuple(a.shape)} x {tuple(b.shape)}, strides {a.stride()} and {b.stride()}"
-    _demand(a.ndim == b.ndim == 2 and a.shape[1] == b.shape[0], name, "two matrices that fit.")
-    _demand(a.stride(1) == 1 and a.stride(0) >= a.shape[1], name, "a row-major left operand.")
-    _demand(b.stride(0) == 1 and b.stride(1) >= b.shape[0], name, "a column-major right operand.")
-    _demand(b.shape[0] % ALIGNMENT == 0 and b.shape[1] % ALIGNMENT == 0, name, f"k and n in multiples of {ALIGNMENT}.")
+    demand(a.ndim == b.ndim == 2 and a.shape[1] == b.shape[0], name, "two matrices that fit.")
+    demand(a.stride(1) == 1 and a.stride(0) >= a.shape[1], name, "a row-major left operand.")
+    demand(b.stride(0) == 1 and b.stride(1) >= b.shape[0], name, "a column-major right operand.")
+    demand(b.shape[0] % ALIGNMENT == 0 and b.shape[1] % ALIGNMENT == 0, name, f"k and n in multiples of {ALIGNMENT}.")
     aligned = all(each % ALIGNMENT == 0 for each in (a.stride(0), b.stride(1), a.data_ptr(), b.data_ptr()))
-    _demand(aligned, name, f"rows of codes that begin at multiples of {ALIGNMENT} bytes.")
+    demand(aligned, name, f"rows of codes that begin at multiples of {ALIGNMENT} bytes.")
     float8 = {torch.float8_e4m3fn, torch.float8_e5m2}
-    _demand({a.dtype, b.dtype} <= float8, name, f"float8 codes, not {a.dtype} and {b.dtype}.")
-    _demand(not a.dtype == b.dtype == torch.float8_e5m2, name, "e5m2 on one side at most.")
+    demand({a.dtype, b.dtype} <= float8, name, f"float8 codes, not {a.dtype} and {b.dtype}.")
+    demand(not a.dtype == b.dtype == torch.float8_e5m2, name, "e5m2 on one side at most.")
 
 
 def _check_kinds(kinds: tuple[str, str], out_dtype: torch.dtype, gpu: Gpu) -> None:
     a, b = kinds
     name = f"_scaled_mm, scales {a} by {b} to {out_dtype}"
     if "rowwise" in (a, b):
-        _demand(out_dtype == torch.bfloat16, name, "rows' scales to bfloat16 only.")
-        _demand(gpu.cc >= 90, name, "rows' scales from compute capability 9.0 on.")
+        demand(out_dtype == torch.bfloat16, name, "rows' scales to bfloat16 only.")
+        demand(gpu.cc >= 90, name, "rows' scales from compute capability 9.0 on.")
     if "1x128" in (a, b) or "128x128" in (a, b):
-        _demand(gpu.major == 9, name, "blocks' scales on compute capability 9.0 only.")
-        _demand(kinds != ("128x128", "128x128"), name, f"scales of {BLOCK} x {BLOCK} on one side at most.")
+        demand(gpu.major == 9, name, "blocks' scales on compute capability 9.0 only.")
+        demand(kinds != ("128x128", "128x128"), name, f"scales of {BLOCK} x {BLOCK} on one side at most.")
     small = {"1x128", "128x128", "rowwise or 1x128"}
-    _demand(
+    demand(
         a == b or ({a, b} <= small) or {a, b} == {"rowwise", "rowwise or 1x128"},
         name,
         "two scalings that go together.",
@@ -130,7 +125,7 @@ def scaled_mm(
     scale_result: Tensor | None = None, out_dtype: torch.dtype | None = None, use_fast_accum: bool = False,
 ) -> Tensor:  # fmt: skip
     """`torch._scaled_mm`, its demands checked."""
-    _demand(bias is None and scale_result is None, "_scaled_mm", "no bias and no scale of its result here.")
+    demand(bias is None and scale_result is None, "_scaled_mm", "no bias and no scale of its result here.")
     (m, k), n = a.shape, b.shape[1]
     _check_codes(a, b)
     kind_a, values_a = _spread(scale_a, m, k, "a", gpu)
@@ -162,16 +157,16 @@ def addmm(gpu: Gpu, bias: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alph
 def int_mm(gpu: Gpu | None, a: Tensor, b: Tensor) -> Tensor:
     """`torch._int_mm`, a GPU's demands checked: int8 codes, exact sums in int32."""
     name = f"_int_mm {tuple(a.shape)} x {tuple(b.shape)}"
-    _demand(a.dtype == b.dtype == torch.int8, name, f"int8 codes, not {a.dtype} and {b.dtype}.")
+    demand(a.dtype == b.dtype == torch.int8, name, f"int8 codes, not {a.dtype} and {b.dtype}.")
     if gpu is not None:
-        _demand(a.shape[0] > 16, name, "more than 16 rows.")
-        _demand(all(size % 8 == 0 for size in b.shape), name, "k and n in multiples of 8.")
+        demand(a.shape[0] > 16, name, "more than 16 rows.")
+        demand(all(size % 8 == 0 for size in b.shape), name, "k and n in multiples of 8.")
     return (a.contiguous().double() @ b.contiguous().double()).to(torch.int32)
 
 
 PRODUCTS: dict[str, Callable[..., Tensor]] = {
     "_scaled_mm": scaled_mm, "_int_mm": int_mm, "mm": mm, "bmm": mm, "addmm": addmm, "bias_addmm": addmm,
-    "baddbmm": addmm,
+    "baddbmm": addmm, "_grouped_mm": grouped_mm, "_scaled_grouped_mm": scaled_grouped_mm,
 }  # fmt: skip
 
 

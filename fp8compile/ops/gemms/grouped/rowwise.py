@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from fp8compile import _compat
+from fp8compile.formats import E4M3
 from fp8compile.ops.gemms.float8 import ALIGNMENT, float8_kind, lacks_tensor_cores
 from fp8compile.ops.gemms.grouped.kernel import GroupedGemm, GroupedOperand
 from fp8compile.ops.gemms.kernel import GemmProblem
@@ -31,6 +32,8 @@ def lacks_grouped(problem: GemmProblem) -> str | None:
         return "needs a grouped GEMM, which GPUs of compute capability 9.0 and 10.0 have (H100, H200, B200)."
     if problem.out_dtype != torch.bfloat16:
         return f"gives bfloat16 only in a grouped GEMM, and {problem.out_dtype} is asked for. Cast x and weight."
+    if {problem.a.gemm_format(), problem.b.gemm_format()} != {E4M3}:
+        return "has no grouped GEMM: it multiplies e4m3 by e4m3. Give gradients e4m3 too (grad_format='e4m3')."
     return None
 
 
@@ -85,8 +88,7 @@ def _outer(
         out_dtype=out_dtype,
         use_fast_accum=config.fast_accumulation,
     )
-    has_tokens = torch.diff(offsets, prepend=offsets.new_zeros(1)) > 0
-    return torch.where(has_tokens.view(-1, 1, 1), product[:, :n, :k], 0)
+    return product[:, :n, :k]  # of a group without tokens, PyTorch's products over tokens write zeros
 
 
 ROWWISE = GroupedGemm(
