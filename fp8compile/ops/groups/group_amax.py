@@ -12,12 +12,14 @@ import torch
 from torch import Tensor
 
 from fp8compile import _compat
+from fp8compile.ops.groups.kernel_limits import check_has_kernel
 from fp8compile.ops.groups.layout import alignment
 from fp8compile.ops.groups.spans import spans
 from fp8compile.ops.groups.token_samples import tokens
 from fp8compile.ops.registry import register_op
 from fp8compile.ops.steps import PYTHON_OF_STEPS
 from fp8compile.quantizers import CurrentScaling, Quantizer
+from fp8compile.target import target_of
 
 __all__ = ["group_amax"]
 
@@ -35,7 +37,15 @@ def _group_by_group(x: Tensor, offsets: Tensor, quantizer: Quantizer) -> Tensor:
 
 
 def _kernel(x: Tensor, offsets: Tensor, quantizer: Quantizer) -> Tensor:
-    return _group_by_group(x, offsets, quantizer)
+    if target_of(x.device).type == "cpu":
+        return _group_by_group(x, offsets, quantizer)
+    check_has_kernel("group_amax", quantizer)
+    found = _fake(x, offsets, quantizer).zero_()
+    if x.numel():
+        from fp8compile.kernels.groups import amax_of_groups
+
+        amax_of_groups(x, offsets.contiguous(), quantizer, found)
+    return found
 
 
 def _samples() -> Iterator[tuple]:

@@ -13,12 +13,14 @@ from torch import Tensor
 
 from fp8compile import _compat
 from fp8compile.ops.groups.group_amax import group_amax
+from fp8compile.ops.groups.kernel_limits import check_has_kernel
 from fp8compile.ops.groups.layout import alignment, padded_length
 from fp8compile.ops.groups.spans import spans
 from fp8compile.ops.groups.token_samples import tokens
 from fp8compile.ops.registry import register_op
 from fp8compile.ops.steps import PYTHON_OF_STEPS
 from fp8compile.quantizers import CurrentScaling, Quantizer
+from fp8compile.target import target_of
 
 __all__ = ["group_cast"]
 
@@ -36,7 +38,15 @@ def _group_by_group(x: Tensor, offsets: Tensor, multiplier: Tensor, quantizer: Q
 
 
 def _kernel(x: Tensor, offsets: Tensor, multiplier: Tensor, quantizer: Quantizer) -> Tensor:
-    return _group_by_group(x, offsets, multiplier, quantizer)
+    if target_of(x.device).type == "cpu":
+        return _group_by_group(x, offsets, multiplier, quantizer)
+    check_has_kernel("group_cast", quantizer)
+    codes = _fake(x, offsets, multiplier, quantizer)
+    if codes.numel():
+        from fp8compile.kernels.groups import cast_groups
+
+        cast_groups(x, offsets.contiguous(), multiplier, quantizer, alignment(quantizer), codes)
+    return codes
 
 
 def _samples() -> Iterator[tuple]:

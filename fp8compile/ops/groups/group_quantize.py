@@ -16,12 +16,14 @@ import torch
 from torch import Tensor
 
 from fp8compile import _compat
+from fp8compile.ops.groups.kernel_limits import check_has_kernel
 from fp8compile.ops.groups.layout import alignment, padded_length
 from fp8compile.ops.groups.spans import spans
 from fp8compile.ops.groups.token_samples import tokens
 from fp8compile.ops.registry import register_op
 from fp8compile.ops.steps import PYTHON_OF_STEPS
 from fp8compile.quantizers import CurrentScaling, Quantizer
+from fp8compile.target import target_of
 
 __all__ = ["group_quantize"]
 
@@ -49,7 +51,15 @@ def _group_by_group(x: Tensor, offsets: Tensor, quantizer: Quantizer) -> tuple[T
 
 
 def _kernel(x: Tensor, offsets: Tensor, quantizer: Quantizer) -> tuple[Tensor, Tensor]:
-    return _group_by_group(x, offsets, quantizer)
+    if target_of(x.device).type == "cpu":
+        return _group_by_group(x, offsets, quantizer)
+    check_has_kernel("group_quantize", quantizer)
+    codes, scales = _fake(x, offsets, quantizer)
+    if codes.numel():
+        from fp8compile.kernels.groups import quantize_groups
+
+        quantize_groups(x, offsets.contiguous(), quantizer, alignment(quantizer), codes, scales)
+    return codes, scales
 
 
 def _samples() -> Iterator[tuple]:

@@ -1,0 +1,60 @@
+"""The kernels over groups of tokens, compiled for Hopper and Blackwell: exact arithmetic, wide stores, no spills."""
+
+from __future__ import annotations
+
+import pytest
+
+import fp8compile as f8
+from fp8compile.testing.compiled import compiled_jit
+from fp8compile.testing.cubin import assembled
+from fp8compile.testing.gpus import GPUS
+from fp8compile.testing.ptx_report import kernel_ptx
+
+pytest.importorskip("triton", reason="needs Triton: it compiles to PTX")
+
+from fp8compile.kernels import groups
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:TRITON_DEFAULT_FP_FUSION is unset:UserWarning"  # Triton 3.9, once a process
+)
+EXPERTS = (8, 256)  # Mixtral's and DeepSeek-V3's
+TOKENS = {"offsets_ptr": "*i32", "R": "i32", "K": "i32", "E": "i32", "stride_m": "i32"}
+CONTIGUOUS = {"stride_k": 1}  # as Triton compiles it where an argument is 1
+
+
+def assert_good(fn, kinds, constants, warps, gpu, codes=()):
+    compiled = compiled_jit(fn, kinds, constants, num_warps=warps, gpu=gpu)
+    resources = assembled(compiled, gpu)
+    assert resources.spilled_bytes == 0, resources
+    # two programs or more a multiprocessor, or all of its registers
+    assert resources.registers * 32 * warps <= gpu.regs_per_multiprocessor, resources
+    assert resources.shared_bytes <= gpu.shared_memory_per_block_optin, resources
+    found = kernel_ptx(compiled, range(len(kinds)))
+    assert not found.findings, "\n".join(map(str, found.findings))
+    assert set(found.code_stores) == set(codes)
+    assert all(width >= 4 for width in found.code_stores.values()), found.code_stores
+
+
+@pytest.mark.parametrize("arch", GPUS)
+@pytest.mark.parametrize("experts", EXPERTS)
+@pytest.mark.parametrize("block", [(-1, 1), (-1, -1)], ids=str)
+def test_amax_and_cast(arch, experts, block):
+    quantizer, gpu, x = f8.CurrentScaling(block=block), GPUS[arch], {"x_ptr": "*bf16"}
+    kinds = TOKENS | x | {"amax_ptr": "*i32"}
+    constants = groups.amax_constants(quantizer, experts) | CONTIGUOUS
+    assert_good(groups.amax_kernel, kinds, constants, groups.AMAX_WARPS, gpu)
+    fixed, other = ("multiplier_stride_k", "multiplier_stride_m")[:: 1 if block == (-1, 1) else -1]
+    kinds = TOKENS | x | {"multiplier_ptr": "*fp32", "codes_ptr": "*u8", "C": "i32", other: "i32"}
+    constants = groups.cast_constants(quantizer, experts, 16) | CONTIGUOUS | {fixed: 1}
+    assert_good(groups.cast_kernel, kinds, constants, groups.CAST_WARPS, gpu, codes=["codes_ptr"])
+
+
+@pytest.mark.parametrize("arch", GPUS)
+@pytest.mark.parametrize("experts", EXPERTS)
+@pytest.mark.parametrize(("x_type", "rule", "n"), [("*bf16", "fp32", 128), ("*fp32", "e8m0_rceil", 32)], ids=str)
+def test_quantize(arch, experts, x_type, rule, n):
+    quantizer = f8.CurrentScaling(block=(n, 1), scale=rule)
+    scales = "*u8" if quantizer.stores_e8m0() else "*fp32"
+    kinds = TOKENS | {"x_ptr": x_type, "codes_ptr": "*u8", "scales_ptr": scales, "C": "i32"}
+    constants = groups.quantize_constants(quantizer, experts, n) | CONTIGUOUS
+    assert_good(groups.quantize_kernel, kinds, constants, groups.CAST_WARPS, GPUS[arch], codes=["codes_ptr"])

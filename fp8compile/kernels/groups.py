@@ -1,0 +1,223 @@
+"""Tokens in groups: the amax of each group, and transposed codes at padded columns, `fp8compile.ops.groups.layout`.
+
+    amax       tile of 128 tokens x 128 --for each group in it, the largest of each column--> atomic maximum
+    cast       128 columns of codes --rows that they hold--> tokens, x multipliers of their groups --> codes (K, C)
+    quantize   likewise, and blocks of tokens begin with each group: amax --> multiplier --> codes, scales
+
+Columns come in units of `ALIGN`, and all columns of a unit belong to one group, so groups are looked up for units
+alone. Rows behind the last group are never loaded, and every byte of the codes is written: padding is 0.
+
+Each step is that of `CurrentScaling`, as in `fp8compile.kernels.both_directions`. An atomic maximum of int32 bits is
+the same number in whatever order programs come, so the result has the same bits each time.
+
+This module needs Triton; ops of `fp8compile.ops.groups` import it when a GPU asks.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fp8compile.kernels.both_directions import TILE, _encode, _of_direction, _scales
+from fp8compile.quantizers import CurrentScaling
+
+__all__ = [
+    "AMAX_WARPS",
+    "CAST_WARPS",
+    "amax_constants",
+    "amax_kernel",
+    "amax_of_groups",
+    "cast_constants",
+    "cast_groups",
+    "cast_kernel",
+    "quantize_constants",
+    "quantize_groups",
+    "quantize_kernel",
+]
+
+AMAX_WARPS = 8
+CAST_WARPS = 16
+
+
+@triton.jit
+def _groups_ended(offsets_ptr, row, E, GROUPS: tl.constexpr):
+    """How many groups end at a row or before it."""
+    e = tl.arange(0, GROUPS)
+    ends = tl.load(offsets_ptr + e, e < E, other=0)
+    return tl.sum(((e < E) & (ends <= row)).to(tl.int32), 0)
+
+
+@triton.jit
+def amax_kernel(
+    x_ptr, offsets_ptr, amax_ptr, R, K, E, stride_m, stride_k,
+    TILE: tl.constexpr, GROUPS: tl.constexpr, IS_WHOLE: tl.constexpr,
+):  # fmt: skip
+    """One tile, group by group; with IS_WHOLE a group has one number, otherwise one a column."""
+    first = tl.program_id(0) * TILE
+    m, k = first + tl.arange(0, TILE), tl.program_id(1).to(tl.int64) * TILE + tl.arange(0, TILE)
+    is_token = m < tl.minimum(tl.load(offsets_ptr + E - 1), R)
+    at = m.to(tl.int64)[:, None] * stride_m + k[None, :] * stride_k
+    x = tl.load(x_ptr + at, is_token[:, None] & (k[None, :] < K), other=0.0).to(tl.float32)
+    magnitude = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    last = tl.minimum(_groups_ended(offsets_ptr, first + TILE - 1, E, GROUPS), E - 1)
+    for group in range(_groups_ended(offsets_ptr, first, E, GROUPS), last + 1):
+        start = tl.load(offsets_ptr + group - 1, group > 0, other=0)
+        is_inside = (m >= start) & (m < tl.load(offsets_ptr + group))
+        largest = tl.max(tl.where(is_inside[:, None], magnitude, 0), 0)
+        if IS_WHOLE:
+            tl.atomic_max(amax_ptr + group, tl.max(largest, 0), sem="relaxed")
+        else:
+            tl.atomic_max(amax_ptr + group * K + k, largest, k < K, sem="relaxed")
+
+
+@triton.jit
+def _units(offsets_ptr, first, E, ALIGN: tl.constexpr, UNITS: tl.constexpr, GROUPS: tl.constexpr):
+    """For each unit of columns from `first` on: its group (E behind the last), its first row, and the group's end."""
+    e = tl.arange(0, GROUPS)
+    start = tl.load(offsets_ptr + e - 1, (e > 0) & (e < E), other=0)
+    size = tl.where(e < E, tl.load(offsets_ptr + e, e < E, other=0) - start, 0)
+    padded = (size + (ALIGN - 1)) // ALIGN * ALIGN
+    unit = first + tl.arange(0, UNITS) * ALIGN
+    is_behind = (unit[:, None] >= tl.cumsum(padded, 0)[None, :]) & (e < E)[None, :]
+    group = tl.sum(is_behind.to(tl.int32), 1)
+    row = unit - tl.sum(tl.where(is_behind, padded - size, 0), 1)
+    return group, row, tl.load(offsets_ptr + group, group < E, other=0)
+
+
+@triton.jit
+def _tokens(x_ptr, row, end, k, R, K, stride_m, stride_k, ALIGN: tl.constexpr, TILE: tl.constexpr):
+    """Values of the tokens that TILE columns hold, 0 where a column is padding; and where it is not."""
+    m = row[:, None] + tl.arange(0, ALIGN)[None, :]
+    is_token = tl.reshape((m < end[:, None]) & (m < R), (TILE,))
+    at = tl.reshape(m, (TILE,)).to(tl.int64)[:, None] * stride_m + k[None, :] * stride_k
+    x = tl.load(x_ptr + at, is_token[:, None] & (k[None, :] < K), other=0.0)
+    return x.to(tl.float32), is_token
+
+
+@triton.jit
+def _store_transposed(codes_ptr, codes, is_token, column, k, C, K):
+    """Store codes as (K, C), 0 where a column is padding: a multiplier of NaN would make NaN of it."""
+    codes = tl.trans(tl.where(is_token[:, None], codes, 0).to(tl.uint8))
+    at = k[:, None] * C + column[None, :]
+    tl.store(codes_ptr + at, codes, (k[:, None] < K) & (column[None, :] < C))
+
+
+@triton.jit
+def cast_kernel(
+    x_ptr, offsets_ptr, multiplier_ptr, codes_ptr, R, K, E, C, stride_m, stride_k, multiplier_stride_m,
+    multiplier_stride_k,
+    TILE: tl.constexpr, ALIGN: tl.constexpr, GROUPS: tl.constexpr,
+    Q_MAX: tl.constexpr, Q_E4M3: tl.constexpr,
+):  # fmt: skip
+    """One tile of codes, by multipliers of groups."""
+    UNITS: tl.constexpr = TILE // ALIGN
+    first = tl.program_id(0) * TILE
+    k = tl.program_id(1).to(tl.int64) * TILE + tl.arange(0, TILE)
+    group, row, end = _units(offsets_ptr, first, E, ALIGN, UNITS, GROUPS)
+    x, is_token = _tokens(x_ptr, row, end, k, R, K, stride_m, stride_k, ALIGN, TILE)
+    at = group.to(tl.int64)[:, None] * multiplier_stride_m + k[None, :] * multiplier_stride_k
+    multiplier = tl.load(multiplier_ptr + at, (group[:, None] < E) & (k[None, :] < K), other=0.0)
+    spread = tl.reshape(tl.broadcast_to(multiplier[:, None, :], (UNITS, ALIGN, TILE)), (TILE, TILE))
+    codes = _encode(x * spread, Q_MAX, Q_E4M3)
+    _store_transposed(codes_ptr, codes, is_token, first + tl.arange(0, TILE), k, C, K)
+
+
+@triton.jit
+def quantize_kernel(
+    x_ptr, offsets_ptr, codes_ptr, scales_ptr, R, K, E, C, stride_m, stride_k,
+    TILE: tl.constexpr, ALIGN: tl.constexpr, GROUPS: tl.constexpr, BLOCK: tl.constexpr,
+    Q_MAX: tl.constexpr, Q_EXPONENT: tl.constexpr, Q_E4M3: tl.constexpr, Q_RULE: tl.constexpr, Q_EPS: tl.constexpr,
+):  # fmt: skip
+    """One tile of codes, and the scales of its blocks."""
+    BLOCKS: tl.constexpr = TILE // BLOCK
+    first = tl.program_id(0) * TILE
+    k = tl.program_id(1).to(tl.int64) * TILE + tl.arange(0, TILE)
+    _, row, end = _units(offsets_ptr, first, E, ALIGN, TILE // ALIGN, GROUPS)
+    x, is_token = _tokens(x_ptr, row, end, k, R, K, stride_m, stride_k, ALIGN, TILE)
+    magnitude = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    amax = tl.max(tl.reshape(magnitude, (BLOCKS, BLOCK, TILE)), 1)
+    multiplier, scale = _scales(amax, Q_MAX, Q_EXPONENT, Q_RULE, Q_EPS)
+    spread = tl.reshape(tl.broadcast_to(multiplier[:, None, :], (BLOCKS, BLOCK, TILE)), (TILE, TILE))
+    codes = _encode(x * spread, Q_MAX, Q_E4M3)
+    _store_transposed(codes_ptr, codes, is_token, first + tl.arange(0, TILE), k, C, K)
+    block = first // BLOCK + tl.arange(0, BLOCKS)
+    at = block.to(tl.int64)[:, None] * K + k[None, :]
+    tl.store(scales_ptr + at, scale, (block[:, None] * BLOCK < C) & (k[None, :] < K))
+
+
+def amax_constants(quantizer: CurrentScaling, groups: int) -> dict[str, object]:
+    """What the kernel of amaxes is compiled for."""
+    return {"TILE": TILE, "GROUPS": triton.next_power_of_2(groups), "IS_WHOLE": quantizer.block[1] == -1}
+
+
+def cast_constants(quantizer: CurrentScaling, groups: int, align: int) -> dict[str, object]:
+    """What the kernel that casts is compiled for."""
+    fmt = _of_direction("Q", quantizer)
+    sizes = {"TILE": TILE, "ALIGN": align, "GROUPS": triton.next_power_of_2(groups)}
+    return sizes | {name: fmt[name] for name in ("Q_MAX", "Q_E4M3")}
+
+
+def quantize_constants(quantizer: CurrentScaling, groups: int, align: int) -> dict[str, object]:
+    """What the kernel that quantizes is compiled for."""
+    sizes = {"TILE": TILE, "ALIGN": align, "GROUPS": triton.next_power_of_2(groups), "BLOCK": quantizer.block[0]}
+    return sizes | _of_direction("Q", quantizer)
+
+
+def amax_of_groups(x: Tensor, offsets: Tensor, quantizer: CurrentScaling, amax: Tensor) -> None:
+    """The amax of each group.
+
+    Args:
+        x: (R, K), any strides, float32, bfloat16 or float16; K is not 0.
+        offsets: (E,), contiguous, int32.
+        quantizer: Block (-1, 1) or (-1, -1).
+        amax: (E, K) or (E, 1), contiguous, float32, zeros.
+    """
+    (rows, k), groups = x.shape, offsets.shape[0]
+    constants = amax_constants(quantizer, groups)
+    grid = (triton.cdiv(rows, TILE), triton.cdiv(k, TILE))
+    bits = amax.view(torch.int32)
+    amax_kernel[grid](x, offsets, bits, rows, k, groups, *x.stride(), **constants, num_warps=AMAX_WARPS)
+
+
+def cast_groups(
+    x: Tensor, offsets: Tensor, multiplier: Tensor, quantizer: CurrentScaling, align: int, codes: Tensor
+) -> None:
+    """Transposed codes at padded columns.
+
+    Args:
+        x: (R, K), any strides, float32, bfloat16 or float16.
+        offsets: (E,), contiguous, int32.
+        multiplier: (E, K) or (E, 1), any strides, float32.
+        quantizer: Its format is that of the codes.
+        align: What a group's first column is a multiple of, a divisor of 128.
+        codes: (K, C), contiguous, uint8; neither is 0.
+    """
+    (rows, k), groups, columns = x.shape, offsets.shape[0], codes.shape[1]
+    grid = (triton.cdiv(columns, TILE), triton.cdiv(k, TILE))
+    cast_kernel[grid](
+        x, offsets, multiplier, codes, rows, k, groups, columns, *x.stride(), *multiplier.expand(groups, k).stride(),
+        **cast_constants(quantizer, groups, align), num_warps=CAST_WARPS,
+    )  # fmt: skip
+
+
+def quantize_groups(
+    x: Tensor, offsets: Tensor, quantizer: CurrentScaling, align: int, codes: Tensor, scale: Tensor
+) -> None:
+    """Transposed codes at padded columns, and scales of blocks of tokens.
+
+    Args:
+        x: (R, K), any strides, float32, bfloat16 or float16.
+        offsets: (E,), contiguous, int32.
+        quantizer: Block (n, 1), n a divisor of 128.
+        align: What a group's first column is a multiple of, a divisor of 128 and a multiple of n.
+        codes: (K, C), contiguous, uint8; neither is 0.
+        scale: (C / n, K), contiguous.
+    """
+    (rows, k), groups, columns = x.shape, offsets.shape[0], codes.shape[1]
+    grid = (triton.cdiv(columns, TILE), triton.cdiv(k, TILE))
+    constants = quantize_constants(quantizer, groups, align)
+    quantize_kernel[grid](
+        x, offsets, codes, scale, rows, k, groups, columns, *x.stride(), **constants, num_warps=CAST_WARPS
+    )

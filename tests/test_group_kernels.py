@@ -1,0 +1,103 @@
+"""The Triton kernels over groups of tokens, in Triton's interpreter: bit for bit their twins on a CPU."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+
+import pytest
+import torch
+from token_groups import GROUPS
+
+import fp8compile as f8
+from fp8compile.ops import group_amax, group_cast, group_quantize
+from fp8compile.testing.gpus import GPUS
+
+pytest.importorskip("triton", reason="needs Triton: it is its interpreter")
+
+from fp8compile.target import pretend_target
+from fp8compile.testing import run_gpu_program
+from fp8compile.testing.gpu_program.arithmetic import Arithmetic
+from fp8compile.testing.gpu_program.interpreter import Interpreter
+
+RULES = ("fp32", "pow2", "e8m0_rceil", "e8m0_floor")
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+COLUMNS = 150  # more than a tile
+every_groups = pytest.mark.parametrize("groups", GROUPS, ids=str)
+
+
+@contextmanager
+def on_a_gpu(order="forwards"):
+    """Ops run their kernels, interpreted, in memory that is full of 255 before it is written."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(mode=True)  # fills what is allocated
+    try:
+        with pretend_target(GPUS["h200"].target), Interpreter(Arithmetic()).active(order):
+            assert torch.empty(1, dtype=torch.uint8) == 255
+            yield
+    finally:
+        torch.use_deterministic_algorithms(mode=before)
+
+
+def laid_out(x, number):
+    """The values of x in one of three layouts."""
+    if number % 3 == 0:
+        return x
+    return x.t().contiguous().t() if number % 3 == 1 else x.repeat_interleave(2, 1)[:, ::2]
+
+
+@every_groups
+def test_amaxes_and_codes_of_groups_are_their_twins(groups, assert_bits_equal):
+    offsets = groups.offsets()
+    for number, (rule, block) in enumerate((rule, block) for rule in RULES for block in ((-1, 1), (-1, -1))):
+        quantizer = f8.CurrentScaling(block=block, scale=rule, format=("e4m3", "e5m2")[number % 2])
+        x = laid_out(groups.tokens(COLUMNS, DTYPES[number % 3]), number // 3)
+        amax = group_amax(x, offsets, quantizer)
+        multiplier = laid_out(quantizer.multiplier(amax), number)
+        codes = group_cast(x, offsets, multiplier, quantizer)
+        with on_a_gpu(("forwards", "backwards")[number % 2]):
+            found = group_amax(x, offsets, quantizer), group_cast(x, offsets, multiplier, quantizer)
+        assert_bits_equal(found[0], amax, f"amax, {quantizer}")
+        assert_bits_equal(found[1], codes, f"codes, {quantizer}")
+
+
+@every_groups
+def test_codes_and_scales_of_blocks_are_their_twins(groups, assert_bits_equal):
+    for number, (rule, n) in enumerate((rule, n) for rule in RULES for n in (8, 32, 128)):
+        quantizer = f8.CurrentScaling(block=(n, 1), scale=rule, format=("e4m3", "e5m2")[number % 2], eps=number % 2)
+        x = laid_out(groups.tokens(COLUMNS, DTYPES[number % 3]), number // 3)
+        expected = group_quantize(x, groups.offsets(), quantizer)
+        with on_a_gpu():
+            found = group_quantize(x, groups.offsets(), quantizer)
+        for name, got, wanted in zip(("codes", "scale"), found, expected, strict=True):
+            assert_bits_equal(got, wanted, f"{name}, {quantizer}")
+
+
+def test_another_rule_is_seen(assert_bits_equal):
+    groups = GROUPS[0]
+    x, offsets = groups.tokens(COLUMNS, torch.bfloat16), groups.offsets()
+    expected = group_quantize(x, offsets, f8.CurrentScaling(block=(32, 1)))
+    with on_a_gpu():
+        found = group_quantize(x, offsets, f8.CurrentScaling(block=(32, 1), scale="pow2"))
+    for got, wanted in zip(found, expected, strict=True):
+        with pytest.raises(AssertionError, match="elements differ"):
+            assert_bits_equal(got, wanted)
+
+
+@pytest.mark.parametrize("arch", ["h200", "b200"])
+@pytest.mark.parametrize("groups", [GROUPS[1], GROUPS[2]], ids=str)
+def test_a_gpus_program_runs_the_kernels(groups, arch):
+    column = f8.CurrentScaling(block=(-1, 1))
+    pillar = f8.CurrentScaling(block=(32, 1), scale="e8m0_rceil")
+
+    def quantized(x, offsets):
+        x = x.relu()
+        multiplier, scale = torch.ops.fp8compile.scale(group_amax(x, offsets, column), column)
+        return group_cast(x, offsets, multiplier, column), scale, *group_quantize(x, offsets, pillar)
+
+    x = groups.tokens(32, torch.bfloat16)
+    torch._dynamo.mark_dynamic(x, 0)
+    run = run_gpu_program(quantized, x, groups.offsets(), arch=arch, orders=("forwards", "shuffled"))
+    assert not run.differences, str(run.differences)
+    source = run.graphs[0].source
+    assert all(f"fp8compile.{op}.default(" in source for op in ("group_amax", "group_cast", "group_quantize"))
+    assert ".item()" not in source
