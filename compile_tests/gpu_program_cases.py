@@ -18,6 +18,8 @@ from torch import nn
 from torch.nn.functional import gelu
 
 import fp8compile as f8
+from benchmarks.experts import experts_arguments
+from benchmarks.experts import feed_forward as experts_feed_forward
 from benchmarks.mlp import Mlp
 from fp8compile.testing import eager_run, run_gpu_program
 from fp8compile.testing.bits import bits
@@ -211,6 +213,16 @@ def dynamic(recipe: str) -> Made:
     return model, (x,)
 
 
+def experts(recipe: str, *, ends: tuple[int, ...]) -> Made:
+    """Gate and up, SwiGLU, down of four experts; NaN behind the last one's rows."""
+    # a GPU's grouped product takes e4m3 alone
+    chosen = _recipe(recipe, grad_format="e4m3") if recipe == "tensorwise" else _recipe(recipe)
+    arguments = [torch.randn(each.shape).bfloat16().requires_grad_() for each in experts_arguments(96, 64, 48, 4)[:4]]
+    with torch.no_grad():
+        arguments[0][ends[-1] :] = torch.nan
+    return partial(experts_feed_forward, recipe=chosen), (*arguments, torch.tensor(ends, dtype=torch.int32))
+
+
 def model_in_ranks(recipe: str, *, how: str) -> Made:
     """One rank's part of the block, under tensor and sequence parallel or FSDP in the graph."""
     from torch.distributed.device_mesh import DeviceMesh
@@ -267,6 +279,7 @@ def _of_dtype(dtype: torch.dtype, *, quick: str) -> list[Case]:
     ]
 
 
+GROUPED = tuple(each for each in RECIPES if each != "delayed")  # which has one amax a tensor
 EVERY_WAY = (("orders", ("backwards", "shuffled")), ("configurations", "all"))
 STOCHASTIC = (("grad_rounding", "stochastic"),)
 SCALED_BY_TENSOR = tuple(each for each in RECIPES if each != "delayed")  # delayed: exchanged on a group that is given
@@ -290,6 +303,9 @@ CASES = (
     *_of_recipes("long rows", _model(feed_forward, size=(16, 2048, 64)), recipes=("tensorwise", "rowwise")),
     *_of_recipes("all configurations and orders", feed_forward, recipes=("tensorwise", "blockwise"),
                  options=EVERY_WAY),
+    *_of_recipes("experts, even", _model(experts, ends=(24, 48, 72, 96)), recipes=GROUPED),
+    *_of_recipes("experts, empty ones, NaN behind", _model(experts, ends=(0, 50, 51, 80)), recipes=GROUPED,
+                 quick=("rowwise", "blockwise", "mxfp8")),
     *_of_recipes("one rank of two, TP and SP", _model(model_in_ranks, how="tp"), quick=("rowwise",),
                  recipes=SCALED_BY_TENSOR, in_ranks=True),
     *_of_recipes("one rank of two, FSDP in the graph", _model(model_in_ranks, how="fsdp"), quick=("rowwise",),
