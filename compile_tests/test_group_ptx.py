@@ -1,4 +1,4 @@
-"""The kernels over groups of tokens, compiled for Hopper and Blackwell: exact, wide stores, no spills, tensor cores."""
+"""The kernels over groups of tokens, compiled for GPUs: exact arithmetic, wide stores, no spills, tensor cores."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fp8compile.testing.ptx_report import kernel_ptx
 
 pytest.importorskip("triton", reason="needs Triton: it compiles to PTX")
 
-from fp8compile.kernels import grouped_blockwise, groups
+from fp8compile.kernels import grouped_blockwise, groups, groups_both_directions
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:TRITON_DEFAULT_FP_FUSION is unset:UserWarning"  # Triton 3.9, once a process
@@ -53,11 +53,16 @@ def test_amax_and_cast(arch, experts, block):
 @pytest.mark.parametrize("experts", EXPERTS)
 @pytest.mark.parametrize(("x_type", "rule", "n"), [("*bf16", "fp32", 128), ("*fp32", "e8m0_rceil", 32)], ids=str)
 def test_quantize(arch, experts, x_type, rule, n):
-    quantizer = f8.CurrentScaling(block=(n, 1), scale=rule)
+    quantizer, gpu = f8.CurrentScaling(block=(n, 1), scale=rule), GPUS[arch]
     scales = "*u8" if quantizer.stores_e8m0() else "*fp32"
     kinds = TOKENS | {"x_ptr": x_type, "codes_ptr": "*u8", "scales_ptr": scales, "C": "i32"}
     constants = groups.quantize_constants(quantizer, experts, n) | CONTIGUOUS
-    assert_good(groups.quantize_kernel, kinds, constants, groups.CAST_WARPS, GPUS[arch], codes=["codes_ptr"])
+    assert_good(groups.quantize_kernel, kinds, constants, groups.CAST_WARPS, gpu, codes=["codes_ptr"])
+    both = {"rows_ptr": "*u8", "row_scales_ptr": scales, "columns_ptr": "*u8", "column_scales_ptr": scales}
+    kinds = TOKENS | {"x_ptr": x_type, "C": "i32"} | both
+    constants = groups_both_directions.group_constants(quantizer.transposed(), quantizer, experts, n) | CONTIGUOUS
+    fn, warps = groups_both_directions.groups_both_kernel, groups_both_directions.WARPS
+    assert_good(fn, kinds, constants, warps, gpu, codes=["rows_ptr", "columns_ptr"])
 
 
 # ---------------------------------------------------------------------------------- products

@@ -9,7 +9,7 @@ import torch
 from token_groups import GROUPS
 
 import fp8compile as f8
-from fp8compile.ops import group_amax, group_cast, group_quantize
+from fp8compile.ops import group_amax, group_cast, group_quantize, group_quantize_both
 from fp8compile.testing.gpus import GPUS
 
 pytest.importorskip("triton", reason="needs Triton: it is its interpreter")
@@ -72,6 +72,26 @@ def test_codes_and_scales_of_blocks_are_their_twins(groups, assert_bits_equal):
             assert_bits_equal(got, wanted, f"{name}, {quantizer}")
 
 
+@every_groups
+def test_codes_of_both_directions_are_their_twins(groups, assert_bits_equal):
+    for number, n in enumerate((16, 32, 128, 32)):
+        formats = ("e4m3", "e5m2")[:: 1 - 2 * (number % 2)]
+        rows, columns = (
+            f8.CurrentScaling(block=block, scale=rule, format=format)
+            for block, rule, format in zip(((1, n), (n, 1)), (RULES[number], RULES[number - 1]), formats, strict=True)
+        )
+        x = laid_out(groups.tokens(COLUMNS, DTYPES[number % 3]), number)
+        expected = group_quantize_both(x, groups.offsets(), rows, columns)
+        with on_a_gpu(("forwards", "shuffled")[number % 2]):
+            found = group_quantize_both(x, groups.offsets(), rows, columns)
+        alone = f8.quantize(x, rows)
+        for name, got, wanted in zip(("codes", "scale", "codes", "scale"), found, expected, strict=True):
+            assert_bits_equal(got, wanted, f"{name}, {rows} {columns}")
+        assert_bits_equal(found[0], alone.codes, "codes of rows")
+        assert_bits_equal(found[1], alone.scale, "scales of rows")
+        assert found[1].t().is_contiguous()
+
+
 def test_another_rule_is_seen(assert_bits_equal):
     groups = GROUPS[0]
     x, offsets = groups.tokens(COLUMNS, torch.bfloat16), groups.offsets()
@@ -92,12 +112,13 @@ def test_a_gpus_program_runs_the_kernels(groups, arch):
     def quantized(x, offsets):
         x = x.relu()
         multiplier, scale = torch.ops.fp8compile.scale(group_amax(x, offsets, column), column)
-        return group_cast(x, offsets, multiplier, column), scale, *group_quantize(x, offsets, pillar)
+        both = group_quantize_both(x, offsets, pillar.transposed(), pillar)
+        return group_cast(x, offsets, multiplier, column), scale, *group_quantize(x, offsets, pillar), *both
 
     x = groups.tokens(32, torch.bfloat16)
     torch._dynamo.mark_dynamic(x, 0)
     run = run_gpu_program(quantized, x, groups.offsets(), arch=arch, orders=("forwards", "shuffled"))
     assert not run.differences, str(run.differences)
-    source = run.graphs[0].source
-    assert all(f"fp8compile.{op}.default(" in source for op in ("group_amax", "group_cast", "group_quantize"))
+    source, ops = run.graphs[0].source, ("group_amax", "group_cast", "group_quantize", "group_quantize_both")
+    assert all(f"fp8compile.{op}.default(" in source for op in ops)
     assert ".item()" not in source
