@@ -107,12 +107,12 @@ def test_another_rule_is_seen(assert_bits_equal):
 @pytest.mark.parametrize("groups", [GROUPS[1], GROUPS[2]], ids=str)
 def test_a_gpus_program_runs_the_kernels(groups, arch):
     column = f8.CurrentScaling(block=(-1, 1))
-    pillar = f8.CurrentScaling(block=(32, 1), scale="e8m0_rceil")
+    line, pillar = (f8.CurrentScaling(block=block, scale="e8m0_rceil") for block in ((1, 32), (32, 1)))
 
     def quantized(x, offsets):
         x = x.relu()
         multiplier, scale = torch.ops.fp8compile.scale(group_amax(x, offsets, column), column)
-        both = group_quantize_both(x, offsets, pillar.transposed(), pillar)
+        both = group_quantize_both(x, offsets, line, pillar)
         return group_cast(x, offsets, multiplier, column), scale, *group_quantize(x, offsets, pillar), *both
 
     x = groups.tokens(32, torch.bfloat16)
