@@ -89,11 +89,13 @@ def assert_multiplies_float8(fn, kinds, constants):
     assert "cp.async.cg" in compiled.ptx, "loads of the next blocks"
 
 
-@pytest.mark.parametrize("contiguous", ["b_stride_k", "b_stride_n"])
 @pytest.mark.parametrize("is_even", [True, False])
-def test_products_of_rows(contiguous, is_even):
+@pytest.mark.parametrize(
+    ("contiguous", "has_tiles"), [("b_stride_k", True), ("b_stride_k", False), ("b_stride_n", True)], ids=str
+)
+def test_products_of_rows(contiguous, has_tiles, is_even):
     kinds = {name: kind for name, kind in ROWS.items() if name not in (contiguous, "a_scale_stride_m")}
-    constants = {contiguous: 1, "a_scale_stride_m": 1, "IS_EVEN": is_even}
+    constants = {contiguous: 1, "a_scale_stride_m": 1, "IS_EVEN": is_even, "HAS_TILES": has_tiles}
     assert_multiplies_float8(grouped_blockwise.rows_kernel, kinds, grouped_blockwise.constants(256) | constants)
 
 

@@ -2,40 +2,23 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
-
 import pytest
 import torch
 from token_groups import GROUPS
 
 import fp8compile as f8
-from fp8compile.ops import group_amax, group_cast, group_quantize, group_quantize_both
-from fp8compile.testing.gpus import GPUS
+from fp8compile.ops import group_amax, group_cast, group_quantize, group_quantize_both, grouped_blockwise_mm
 
 pytest.importorskip("triton", reason="needs Triton: it is its interpreter")
 
-from fp8compile.target import pretend_target
+from pretended_gpu import on_a_gpu
+
 from fp8compile.testing import run_gpu_program
-from fp8compile.testing.gpu_program.arithmetic import Arithmetic
-from fp8compile.testing.gpu_program.interpreter import Interpreter
 
 RULES = ("fp32", "pow2", "e8m0_rceil", "e8m0_floor")
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 COLUMNS = 150  # more than a tile
 every_groups = pytest.mark.parametrize("groups", GROUPS, ids=str)
-
-
-@contextmanager
-def on_a_gpu(order="forwards"):
-    """Ops run their kernels, interpreted, in memory that is full of 255 before it is written."""
-    before = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(mode=True)  # fills what is allocated
-    try:
-        with pretend_target(GPUS["h200"].target), Interpreter(Arithmetic()).active(order):
-            assert torch.empty(1, dtype=torch.uint8) == 255
-            yield
-    finally:
-        torch.use_deterministic_algorithms(mode=before)
 
 
 def laid_out(x, number):
@@ -90,6 +73,22 @@ def test_codes_of_both_directions_are_their_twins(groups, assert_bits_equal):
         assert_bits_equal(found[0], alone.codes, "codes of rows")
         assert_bits_equal(found[1], alone.scale, "scales of rows")
         assert found[1].t().is_contiguous()
+
+
+@pytest.mark.parametrize("ends", [(90, 20, 50), (200, 300, 400), (-5, 40, 1 << 20)], ids=str)
+def test_offsets_that_are_no_ends_of_groups_reach_no_other_memory(ends):
+    """The interpreter raises where a program would access what is outside of its tensors."""
+    x, offsets = torch.randn(100, 40), torch.tensor(ends, dtype=torch.int32)
+    column, line, pillar = (f8.CurrentScaling(block=block) for block in ((-1, 1), (1, 128), (128, 1)))
+    with on_a_gpu():
+        multiplier = column.multiplier(group_amax(x, offsets, column))
+        group_cast(x, offsets, multiplier, column)
+        codes, scale, *transposed = group_quantize_both(x, offsets, line, pillar)
+        matrices = codes.new_zeros(3, 24, 40), torch.ones(3, 1, 1)
+        rest = offsets, "e4m3", "e4m3", torch.bfloat16
+        grouped_blockwise_mm(codes, matrices[0], scale, matrices[1], *rest)
+        grouped_blockwise_mm(transposed[0], transposed[0], transposed[1], transposed[1], *rest)
+        group_quantize(x, offsets, pillar)
 
 
 def test_another_rule_is_seen(assert_bits_equal):

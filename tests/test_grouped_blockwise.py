@@ -9,13 +9,13 @@ import torch
 from token_groups import GROUPS
 
 import fp8compile as f8
-from fp8compile.ops import group_quantize
+from fp8compile.ops import group_quantize, grouped_blockwise_mm
 
 pytest.importorskip("triton", reason="needs Triton: it is its interpreter")
 
-from fp8compile.kernels.grouped_blockwise import multiply_rows, multiply_tokens
-from fp8compile.testing.gpu_program.arithmetic import Arithmetic
-from fp8compile.testing.gpu_program.interpreter import Interpreter
+from pretended_gpu import on_a_gpu
+
+from fp8compile.testing import run_gpu_program
 
 LINE, TILE, PILLAR = (1, 128), (128, 128), (128, 1)
 ROUNDING = 2.0**-24  # of float32
@@ -26,10 +26,6 @@ with_rows = [groups for groups in GROUPS if sum(groups.sizes) + groups.tail]
 def integers(*shape):
     """Numbers that pow2 scales and float32 sums keep exact."""
     return torch.randint(-7, 8, shape, generator=torch.Generator().manual_seed(sum(shape))).bfloat16()
-
-
-def float8(codes, quantizer):
-    return codes.view(quantizer.gemm_format().dtype)
 
 
 def rounded(expected):
@@ -44,7 +40,7 @@ def exact(x, quantizer):
 
 
 def products_of_rows(groups, x, weight, of_x, of_weight, *, turned=False):
-    """The kernel's product, in memory that was not zero, and the products of each group in float64.
+    """The kernel's product, and the products of each group in float64.
 
     Args:
         groups: Where rows belong.
@@ -58,11 +54,9 @@ def products_of_rows(groups, x, weight, of_x, of_weight, *, turned=False):
     b, scale = torch.stack([each.codes for each in matrices]), torch.stack([each.scale for each in matrices])
     if turned:
         b, scale = b.transpose(1, 2), scale.transpose(1, 2)
-    y = torch.full((x.shape[0], b.shape[1]), 7.0)
-    down_the_rows = a.scale.t().contiguous().t()
-    with Interpreter(Arithmetic()).active():
-        operands = float8(a.codes, of_x), float8(b, of_weight)
-        multiply_rows(*operands, down_the_rows, scale, groups.offsets(), y)
+    formats = of_x.format, of_weight.format
+    with on_a_gpu():
+        y = grouped_blockwise_mm(a.codes, b, a.scale, scale, groups.offsets(), *formats, torch.float32)
     expected, sums = torch.zeros(y.shape, dtype=torch.float64), torch.zeros(y.shape, dtype=torch.float64)
     for rows, matrix in zip(groups.rows(), weight, strict=True):
         left, right = exact(x[rows], of_x), exact(matrix, of_weight)
@@ -72,12 +66,12 @@ def products_of_rows(groups, x, weight, of_x, of_weight, *, turned=False):
 
 
 def products_over_tokens(groups, grad, x, of_grad, of_x):
-    """The kernel's product, in memory that was not zero, and the products of each group in float64."""
+    """The kernel's product, and the products of each group in float64."""
     a, a_scale = group_quantize(grad, groups.offsets(), of_grad)
     b, b_scale = group_quantize(x, groups.offsets(), of_x)
-    d = torch.full((len(groups.sizes), grad.shape[1], x.shape[1]), 7.0)
-    with Interpreter(Arithmetic()).active("backwards"):
-        multiply_tokens(float8(a, of_grad), float8(b, of_x), a_scale, b_scale, groups.offsets(), d)
+    formats = of_grad.format, of_x.format
+    with on_a_gpu("backwards"):
+        d = grouped_blockwise_mm(a, b, a_scale, b_scale, groups.offsets(), *formats, torch.float32)
     pairs = [(exact(grad[rows], of_grad).t(), exact(x[rows], of_x)) for rows in groups.rows()]
     expected = torch.stack([left @ right for left, right in pairs])
     return d, expected, torch.stack([left.abs() @ right.abs() for left, right in pairs])
@@ -99,8 +93,9 @@ def test_exact_products_are_exact(groups, k, n, assert_bits_equal):
     for each in (x, grad):
         each[sum(groups.sizes) :] = torch.nan
     weight = integers(len(groups.sizes), n, k)
-    found, expected, _ = products_of_rows(groups, x, weight, line, tile)
-    assert_bits_equal(found, rounded(expected), "rows")
+    for of_weight in (tile, line):
+        found, expected, _ = products_of_rows(groups, x, weight, line, of_weight)
+        assert_bits_equal(found, rounded(expected), f"rows, {of_weight.block}")
     found, expected, _ = products_of_rows(groups, grad, weight, line, tile, turned=True)
     assert_bits_equal(found, rounded(expected), "rows, by the transposed matrices")
     found, expected, _ = products_over_tokens(groups, grad, x, pillar, pillar)
@@ -125,8 +120,20 @@ def test_a_product_is_rounded_once_to_bfloat16(assert_bits_equal):
     a = f8.quantize(groups.tokens(256, torch.bfloat16), line)
     weight = [f8.quantize(each, f8.CurrentScaling(block=TILE)) for each in torch.randn(3, 128, 256)]
     b, scale = (torch.stack([getattr(each, part) for each in weight]) for part in ("codes", "scale"))
-    wide, narrow = (torch.empty(120, 128, dtype=dtype) for dtype in (torch.float32, torch.bfloat16))
-    with Interpreter(Arithmetic()).active():
-        for y in (wide, narrow):
-            multiply_rows(float8(a.codes, line), float8(b, line), a.scale, scale, groups.offsets(), y)
+    operands = a.codes, b, a.scale, scale, groups.offsets(), "e4m3", "e4m3"
+    with on_a_gpu():
+        wide, narrow = (grouped_blockwise_mm(*operands, dtype) for dtype in (torch.float32, torch.bfloat16))
     assert_bits_equal(narrow, wide.bfloat16())
+
+
+@pytest.mark.parametrize("groups", [GROUPS[1], GROUPS[2]], ids=str)
+def test_a_hoppers_program_of_a_layer_multiplies_by_it(groups):
+    x = groups.tokens(64, torch.bfloat16).requires_grad_()
+    weight = torch.randn(len(groups.sizes), 48, 64, dtype=torch.bfloat16).requires_grad_()
+
+    def layer(x, weight, offsets):
+        return f8.grouped_linear(x, weight, offsets, recipe=f8.recipes.blockwise())
+
+    run = run_gpu_program(layer, x, weight, groups.offsets())
+    assert not run.differences, str(run.differences)
+    assert [product.name for graph in run.graphs for product in graph.products] == ["grouped_blockwise_mm"] * 3

@@ -64,16 +64,17 @@ def rows_kernel(
     a_ptr, b_ptr, a_scale_ptr, b_scale_ptr, offsets_ptr, y_ptr, R, N, K, E,
     a_scale_stride_m, a_scale_stride_k, b_stride_e, b_stride_n, b_stride_k,
     b_scale_stride_e, b_scale_stride_n, b_scale_stride_k,
-    TILE: tl.constexpr, GROUPS: tl.constexpr, IS_EVEN: tl.constexpr,
+    TILE: tl.constexpr, GROUPS: tl.constexpr, IS_EVEN: tl.constexpr, HAS_TILES: tl.constexpr,
 ):  # fmt: skip
     """One tile of rows and columns; programs that no group needs have rows behind the last, which are zeros."""
     columns = tl.cdiv(N, TILE)
     tile = tl.program_id(0) // columns
     first_n = tl.program_id(0) % columns * TILE
     found, row, stop = _units(offsets_ptr, tile * TILE, E, TILE, 1, GROUPS)
-    group, first, end = tl.sum(found, 0), tl.sum(row, 0), tl.sum(stop, 0)
+    group, first = tl.sum(found, 0), tl.sum(row, 0)
     m, n = first + tl.arange(0, TILE), first_n + tl.arange(0, TILE)
     is_group = group < E
+    end = tl.where(is_group, tl.minimum(tl.sum(stop, 0), R), R)
     # rows and columns of the last tile that are no more there are the last one again, and never stored
     from_m, from_n = tl.minimum(m, tl.maximum(end - 1, 0)).to(tl.int64), tl.minimum(n, N - 1).to(tl.int64)
     of_group, k = tl.where(is_group, group, 0).to(tl.int64), tl.arange(0, TILE)
@@ -81,11 +82,11 @@ def rows_kernel(
         a_ptr + from_m[:, None] * K + k[None, :],
         b_ptr + of_group * b_stride_e + from_n[None, :] * b_stride_n + k[:, None] * b_stride_k,
         a_scale_ptr + from_m * a_scale_stride_m,
-        b_scale_ptr + of_group * b_scale_stride_e + first_n // TILE * b_scale_stride_n,
+        b_scale_ptr + of_group * b_scale_stride_e + (first_n // TILE if HAS_TILES else from_n) * b_scale_stride_n,
         tl.where(is_group, K, 0), TILE, TILE * b_stride_k, a_scale_stride_k, b_scale_stride_k,
-        TILE, IS_EVEN=IS_EVEN, HAS_TILES=True,
+        TILE, IS_EVEN=IS_EVEN, HAS_TILES=HAS_TILES,
     )  # fmt: skip
-    is_stored = (m < tl.where(is_group, end, R))[:, None] & (n < N)[None, :]
+    is_stored = (m < end)[:, None] & (n < N)[None, :]
     tl.store(y_ptr + m.to(tl.int64)[:, None] * N + n[None, :], total.to(y_ptr.dtype.element_ty), is_stored)
 
 
@@ -100,9 +101,10 @@ def tokens_kernel(
     k = tl.program_id(0) % columns * TILE + tl.arange(0, TILE)
     group, e = tl.program_id(1), tl.arange(0, GROUPS)
     start = tl.load(offsets_ptr + e - 1, (e > 0) & (e <= group), other=0)
-    size = tl.where(e <= group, tl.load(offsets_ptr + e, e <= group, other=0) - start, 0)
+    size = tl.where(e <= group, tl.maximum(tl.load(offsets_ptr + e, e <= group, other=0) - start, 0), 0)
     blocks = tl.cdiv(size, TILE)
     first = tl.sum(tl.where(e < group, blocks, 0), 0).to(tl.int64)
+    length = tl.minimum(tl.sum(tl.where(e == group, size, 0), 0), C - first * TILE)
     from_n, from_k = tl.minimum(n, N - 1).to(tl.int64), tl.minimum(k, K - 1).to(tl.int64)
     c = first * TILE + tl.arange(0, TILE)
     total = _summed(
@@ -110,7 +112,7 @@ def tokens_kernel(
         b_ptr + from_k[None, :] * C + c[:, None],
         a_scale_ptr + first * N + from_n,
         b_scale_ptr + first * K + from_k,
-        tl.sum(tl.where(e == group, size, 0), 0), TILE, TILE, N, K,
+        length, TILE, TILE, N, K,
         TILE, IS_EVEN=True, HAS_TILES=False,
     )  # fmt: skip
     at = (group.to(tl.int64) * N + n[:, None]) * K + k[None, :]
@@ -127,18 +129,20 @@ def multiply_rows(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, offset
 
     Args:
         a: (R, K), contiguous, float8.
-        b: (E, N, K), any strides, float8. Rows of K that are contiguous are what tensor cores read.
+        b: (E, N, K), any strides, float8. Tensor cores read contiguous rows of K; others turn around in registers, of
+            which there are enough where ``b_scale`` has tiles.
         a_scale: (R, ceil(K / 128)), any strides, float32.
-        b_scale: (E, ceil(N / 128), ceil(K / 128)), any strides, float32.
+        b_scale: (E, ceil(N / 128), ceil(K / 128)), of tiles, or (E, N, ceil(K / 128)), any strides, float32.
         offsets: (E,), contiguous, int32.
-        y: (R, N), contiguous; neither is 0, nor is K.
+        y: (R, N), contiguous; neither is 0.
     """
     (rows, k), (groups, n, _) = a.shape, b.shape
     # any split into groups and rows behind them has at most so many tiles
     tiles = (rows + (groups + 1) * (TILE - 1)) // TILE
+    kinds = {"IS_EVEN": k % TILE == 0, "HAS_TILES": b_scale.shape[1] != n}
     rows_kernel[(tiles * triton.cdiv(n, TILE),)](
         a, b, a_scale, b_scale, offsets, y, rows, n, k, groups, *a_scale.stride(), *b.stride(), *b_scale.stride(),
-        **constants(groups), IS_EVEN=k % TILE == 0, num_warps=WARPS, num_stages=STAGES,
+        **constants(groups), **kinds, num_warps=WARPS, num_stages=STAGES,
     )  # fmt: skip
 
 
