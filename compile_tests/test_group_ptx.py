@@ -1,4 +1,4 @@
-"""The kernels over groups of tokens, compiled for Hopper and Blackwell: exact arithmetic, wide stores, no spills."""
+"""The kernels over groups of tokens, compiled for GPUs: exact arithmetic, wide stores, no spills, tensor cores."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fp8compile.testing.ptx_report import kernel_ptx
 
 pytest.importorskip("triton", reason="needs Triton: it compiles to PTX")
 
-from fp8compile.kernels import groups
+from fp8compile.kernels import grouped_blockwise, groups, groups_both_directions
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:TRITON_DEFAULT_FP_FUSION is unset:UserWarning"  # Triton 3.9, once a process
@@ -53,8 +53,52 @@ def test_amax_and_cast(arch, experts, block):
 @pytest.mark.parametrize("experts", EXPERTS)
 @pytest.mark.parametrize(("x_type", "rule", "n"), [("*bf16", "fp32", 128), ("*fp32", "e8m0_rceil", 32)], ids=str)
 def test_quantize(arch, experts, x_type, rule, n):
-    quantizer = f8.CurrentScaling(block=(n, 1), scale=rule)
+    quantizer, gpu = f8.CurrentScaling(block=(n, 1), scale=rule), GPUS[arch]
     scales = "*u8" if quantizer.stores_e8m0() else "*fp32"
     kinds = TOKENS | {"x_ptr": x_type, "codes_ptr": "*u8", "scales_ptr": scales, "C": "i32"}
     constants = groups.quantize_constants(quantizer, experts, n) | CONTIGUOUS
-    assert_good(groups.quantize_kernel, kinds, constants, groups.CAST_WARPS, GPUS[arch], codes=["codes_ptr"])
+    assert_good(groups.quantize_kernel, kinds, constants, groups.CAST_WARPS, gpu, codes=["codes_ptr"])
+    both = {"rows_ptr": "*u8", "row_scales_ptr": scales, "columns_ptr": "*u8", "column_scales_ptr": scales}
+    kinds = TOKENS | {"x_ptr": x_type, "C": "i32"} | both
+    constants = groups_both_directions.group_constants(quantizer.transposed(), quantizer, experts, n) | CONTIGUOUS
+    fn, warps = groups_both_directions.groups_both_kernel, groups_both_directions.WARPS
+    assert_good(fn, kinds, constants, warps, gpu, codes=["rows_ptr", "columns_ptr"])
+
+
+# ---------------------------------------------------------------------------------- products
+
+ROWS = {
+    "a_ptr": "*fp8e4nv", "b_ptr": "*fp8e4nv", "a_scale_ptr": "*fp32", "b_scale_ptr": "*fp32", "offsets_ptr": "*i32",
+    "y_ptr": "*bf16", "R": "i32", "N": "i32", "K": "i32", "E": "i32", "a_scale_stride_m": "i32",
+    "a_scale_stride_k": "i32", "b_stride_e": "i32", "b_stride_n": "i32", "b_stride_k": "i32",
+    "b_scale_stride_e": "i32", "b_scale_stride_n": "i32", "b_scale_stride_k": "i32",
+}  # fmt: skip
+OUTER = {name: kind for name, kind in ROWS.items() if name in grouped_blockwise.tokens_kernel.arg_names}
+
+
+def assert_multiplies_float8(fn, kinds, constants):
+    """On Hopper's tensor cores, without spills, with the next blocks on their way."""
+    gpu = GPUS["h200"]
+    warps, stages = grouped_blockwise.WARPS, grouped_blockwise.STAGES
+    compiled = compiled_jit(fn, kinds, constants, num_warps=warps, gpu=gpu, num_stages=stages)
+    resources = assembled(compiled, gpu)
+    assert resources.spilled_bytes == 0, resources
+    assert resources.registers * 32 * warps <= gpu.regs_per_multiprocessor, resources
+    assert resources.shared_bytes <= gpu.shared_memory_per_block_optin, resources
+    assert "wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3" in compiled.ptx
+    assert "cp.async.cg" in compiled.ptx, "loads of the next blocks"
+
+
+@pytest.mark.parametrize("is_even", [True, False])
+@pytest.mark.parametrize(
+    ("contiguous", "has_tiles"), [("b_stride_k", True), ("b_stride_k", False), ("b_stride_n", True)], ids=str
+)
+def test_products_of_rows(contiguous, has_tiles, is_even):
+    kinds = {name: kind for name, kind in ROWS.items() if name not in (contiguous, "a_scale_stride_m")}
+    constants = {contiguous: 1, "a_scale_stride_m": 1, "IS_EVEN": is_even, "HAS_TILES": has_tiles}
+    assert_multiplies_float8(grouped_blockwise.rows_kernel, kinds, grouped_blockwise.constants(256) | constants)
+
+
+def test_products_over_tokens():
+    kinds = OUTER | {"d_ptr": "*bf16", "C": "i32"}
+    assert_multiplies_float8(grouped_blockwise.tokens_kernel, kinds, grouped_blockwise.constants(256))

@@ -2,40 +2,23 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
-
 import pytest
 import torch
 from token_groups import GROUPS
 
 import fp8compile as f8
-from fp8compile.ops import group_amax, group_cast, group_quantize
-from fp8compile.testing.gpus import GPUS
+from fp8compile.ops import group_amax, group_cast, group_quantize, group_quantize_both, grouped_blockwise_mm
 
 pytest.importorskip("triton", reason="needs Triton: it is its interpreter")
 
-from fp8compile.target import pretend_target
+from pretended_gpu import on_a_gpu
+
 from fp8compile.testing import run_gpu_program
-from fp8compile.testing.gpu_program.arithmetic import Arithmetic
-from fp8compile.testing.gpu_program.interpreter import Interpreter
 
 RULES = ("fp32", "pow2", "e8m0_rceil", "e8m0_floor")
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 COLUMNS = 150  # more than a tile
 every_groups = pytest.mark.parametrize("groups", GROUPS, ids=str)
-
-
-@contextmanager
-def on_a_gpu(order="forwards"):
-    """Ops run their kernels, interpreted, in memory that is full of 255 before it is written."""
-    before = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(mode=True)  # fills what is allocated
-    try:
-        with pretend_target(GPUS["h200"].target), Interpreter(Arithmetic()).active(order):
-            assert torch.empty(1, dtype=torch.uint8) == 255
-            yield
-    finally:
-        torch.use_deterministic_algorithms(mode=before)
 
 
 def laid_out(x, number):
@@ -72,6 +55,42 @@ def test_codes_and_scales_of_blocks_are_their_twins(groups, assert_bits_equal):
             assert_bits_equal(got, wanted, f"{name}, {quantizer}")
 
 
+@every_groups
+def test_codes_of_both_directions_are_their_twins(groups, assert_bits_equal):
+    for number, n in enumerate((16, 32, 128, 32)):
+        formats = ("e4m3", "e5m2")[:: 1 - 2 * (number % 2)]
+        rows, columns = (
+            f8.CurrentScaling(block=block, scale=rule, format=format)
+            for block, rule, format in zip(((1, n), (n, 1)), (RULES[number], RULES[number - 1]), formats, strict=True)
+        )
+        x = laid_out(groups.tokens(COLUMNS, DTYPES[number % 3]), number)
+        expected = group_quantize_both(x, groups.offsets(), rows, columns)
+        with on_a_gpu(("forwards", "shuffled")[number % 2]):
+            found = group_quantize_both(x, groups.offsets(), rows, columns)
+        alone = f8.quantize(x, rows)
+        for name, got, wanted in zip(("codes", "scale", "codes", "scale"), found, expected, strict=True):
+            assert_bits_equal(got, wanted, f"{name}, {rows} {columns}")
+        assert_bits_equal(found[0], alone.codes, "codes of rows")
+        assert_bits_equal(found[1], alone.scale, "scales of rows")
+        assert found[1].t().is_contiguous()
+
+
+@pytest.mark.parametrize("ends", [(90, 20, 50), (200, 300, 400), (-5, 40, 1 << 20)], ids=str)
+def test_offsets_that_are_no_ends_of_groups_reach_no_other_memory(ends):
+    """The interpreter raises where a program would access what is outside of its tensors."""
+    x, offsets = torch.randn(100, 40), torch.tensor(ends, dtype=torch.int32)
+    column, line, pillar = (f8.CurrentScaling(block=block) for block in ((-1, 1), (1, 128), (128, 1)))
+    with on_a_gpu():
+        multiplier = column.multiplier(group_amax(x, offsets, column))
+        group_cast(x, offsets, multiplier, column)
+        codes, scale, *transposed = group_quantize_both(x, offsets, line, pillar)
+        matrices = codes.new_zeros(3, 24, 40), torch.ones(3, 1, 1)
+        rest = offsets, "e4m3", "e4m3", torch.bfloat16
+        grouped_blockwise_mm(codes, matrices[0], scale, matrices[1], *rest)
+        grouped_blockwise_mm(transposed[0], transposed[0], transposed[1], transposed[1], *rest)
+        group_quantize(x, offsets, pillar)
+
+
 def test_another_rule_is_seen(assert_bits_equal):
     groups = GROUPS[0]
     x, offsets = groups.tokens(COLUMNS, torch.bfloat16), groups.offsets()
@@ -87,17 +106,18 @@ def test_another_rule_is_seen(assert_bits_equal):
 @pytest.mark.parametrize("groups", [GROUPS[1], GROUPS[2]], ids=str)
 def test_a_gpus_program_runs_the_kernels(groups, arch):
     column = f8.CurrentScaling(block=(-1, 1))
-    pillar = f8.CurrentScaling(block=(32, 1), scale="e8m0_rceil")
+    line, pillar = (f8.CurrentScaling(block=block, scale="e8m0_rceil") for block in ((1, 32), (32, 1)))
 
     def quantized(x, offsets):
         x = x.relu()
         multiplier, scale = torch.ops.fp8compile.scale(group_amax(x, offsets, column), column)
-        return group_cast(x, offsets, multiplier, column), scale, *group_quantize(x, offsets, pillar)
+        both = group_quantize_both(x, offsets, line, pillar)
+        return group_cast(x, offsets, multiplier, column), scale, *group_quantize(x, offsets, pillar), *both
 
     x = groups.tokens(32, torch.bfloat16)
     torch._dynamo.mark_dynamic(x, 0)
     run = run_gpu_program(quantized, x, groups.offsets(), arch=arch, orders=("forwards", "shuffled"))
     assert not run.differences, str(run.differences)
-    source = run.graphs[0].source
-    assert all(f"fp8compile.{op}.default(" in source for op in ("group_amax", "group_cast", "group_quantize"))
+    source, ops = run.graphs[0].source, ("group_amax", "group_cast", "group_quantize", "group_quantize_both")
+    assert all(f"fp8compile.{op}.default(" in source for op in ops)
     assert ".item()" not in source

@@ -5,7 +5,8 @@
     quantize   likewise, and blocks of tokens begin with each group: amax --> multiplier --> codes, scales
 
 Columns come in units of `ALIGN`, and all columns of a unit belong to one group, so groups are looked up for units
-alone. Rows behind the last group are never loaded, and every byte of the codes is written: padding is 0.
+alone. Rows behind the last group are never loaded, and every byte of the codes is written: padding is 0. Offsets that
+are no ends of groups give wrong results, and no access outside of the tensors.
 
 Each step is that of `CurrentScaling`, as in `fp8compile.kernels.both_directions`. An atomic maximum of int32 bits is
 the same number in whatever order programs come, so the result has the same bits each time.
@@ -77,7 +78,7 @@ def _units(offsets_ptr, first, E, ALIGN: tl.constexpr, UNITS: tl.constexpr, GROU
     """For each unit of columns from `first` on: its group (E behind the last), its first row, and the group's end."""
     e = tl.arange(0, GROUPS)
     start = tl.load(offsets_ptr + e - 1, (e > 0) & (e < E), other=0)
-    size = tl.where(e < E, tl.load(offsets_ptr + e, e < E, other=0) - start, 0)
+    size = tl.where(e < E, tl.maximum(tl.load(offsets_ptr + e, e < E, other=0) - start, 0), 0)
     padded = (size + (ALIGN - 1)) // ALIGN * ALIGN
     unit = first + tl.arange(0, UNITS) * ALIGN
     is_behind = (unit[:, None] >= tl.cumsum(padded, 0)[None, :]) & (e < E)[None, :]

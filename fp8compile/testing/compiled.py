@@ -107,7 +107,7 @@ def compiled_kernels(source: str, gpu: Gpu, *, most: int | None = None) -> Itera
 
 
 def compiled_jit(
-    fn: Any, kinds: dict[str, str], constants: dict[str, Any], *, num_warps: int, gpu: Gpu
+    fn: Any, kinds: dict[str, str], constants: dict[str, Any], *, num_warps: int, gpu: Gpu, num_stages: int = 3
 ) -> CompiledKernel:
     """Compile a function under ``triton.jit`` for a GPU; nothing is launched.
 
@@ -118,13 +118,15 @@ def compiled_jit(
         constants: Its ``tl.constexpr`` arguments.
         num_warps: Of 32 threads each.
         gpu: The GPU.
+        num_stages: Of a pipelined loop; Triton's default is 3.
 
     Raises:
         ModuleNotFoundError: There is no Triton.
     """
     aligned = {(fn.arg_names.index(name),): [["tt.divisibility", 16]] for name in kinds}
     with pretend_gpu(gpu):
-        arguments, shared, ptx = _compiled(fn, kinds, constants, aligned, {"num_warps": num_warps}, gpu)
+        options = {"num_warps": num_warps, "num_stages": num_stages}
+        arguments, shared, ptx = _compiled(fn, kinds, constants, aligned, options, gpu)
     sizes = {name: value for name, value in constants.items() if type(value) is int}
     return CompiledKernel(
         name=fn.__name__, config=sizes, num_warps=num_warps, arguments=arguments, shared_bytes=shared, ptx=ptx

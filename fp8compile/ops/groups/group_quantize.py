@@ -25,10 +25,11 @@ from fp8compile.ops.steps import PYTHON_OF_STEPS
 from fp8compile.quantizers import CurrentScaling, Quantizer
 from fp8compile.target import target_of
 
-__all__ = ["group_quantize"]
+__all__ = ["empty_outputs", "group_quantize"]
 
 
-def _fake(x: Tensor, offsets: Tensor, quantizer: Quantizer) -> tuple[Tensor, Tensor]:
+def empty_outputs(x: Tensor, offsets: Tensor, quantizer: Quantizer) -> tuple[Tensor, Tensor]:
+    """Codes (K, C) and scales (C / block, K), without values."""
     columns = padded_length(x.shape[0], offsets.shape[0], alignment(quantizer))
     return (
         x.new_empty((x.shape[1], columns), dtype=torch.uint8),
@@ -37,7 +38,7 @@ def _fake(x: Tensor, offsets: Tensor, quantizer: Quantizer) -> tuple[Tensor, Ten
 
 
 def _group_by_group(x: Tensor, offsets: Tensor, quantizer: Quantizer) -> tuple[Tensor, Tensor]:
-    codes, scales = _fake(x, offsets, quantizer)
+    codes, scales = empty_outputs(x, offsets, quantizer)
     codes.zero_()
     # a block of padding has the scale of values that are all 0
     scales.copy_(PYTHON_OF_STEPS.scale(x.new_zeros(scales.shape, dtype=torch.float32), quantizer)[1])
@@ -54,7 +55,7 @@ def _kernel(x: Tensor, offsets: Tensor, quantizer: Quantizer) -> tuple[Tensor, T
     if target_of(x.device).type == "cpu":
         return _group_by_group(x, offsets, quantizer)
     check_has_kernel("group_quantize", quantizer)
-    codes, scales = _fake(x, offsets, quantizer)
+    codes, scales = empty_outputs(x, offsets, quantizer)
     if codes.numel():
         from fp8compile.kernels.groups import quantize_groups
 
@@ -71,7 +72,7 @@ def _samples() -> Iterator[tuple]:
 group_quantize = register_op(
     "fp8compile::group_quantize",
     _kernel,
-    fake=_fake,
+    fake=empty_outputs,
     backward=None,
     decompose=None,  # on a CPU the loop over groups reads the offsets
     sharding=None,  # groups are whole on a rank

@@ -15,7 +15,7 @@ from fp8compile.ops.registry import OPS
 from fp8compile.target import pretend_target
 from fp8compile.testing.gpu_program.messages import message
 from fp8compile.testing.gpu_program.operators import computed
-from fp8compile.testing.gpu_program.products import PRODUCTS, Products
+from fp8compile.testing.gpu_program.products import Products, is_product
 from fp8compile.testing.gpu_program.step import step
 from fp8compile.testing.gpus import Gpu, gpu_called
 
@@ -59,16 +59,16 @@ class _Eager(TorchDispatchMode):
             return NotImplemented  # the subclass takes it apart while this mode is on, and its parts come here
         if namespace == "_c10d_functional":
             return message(op, *args, **kwargs)
+        if name == "_scaled_mm" and self._gpu is None:
+            return _exact(*args, **kwargs)
+        if is_product(op):
+            return self._products.multiply(name, *args, **kwargs)
         if op._schema.name in OPS:
             with self:
                 return OPS[op._schema.name].impl(*args, **kwargs)
         if name in ("matmul", "linear"):  # below autograd they come as they are
             with self:
                 return op.decompose(*args, **kwargs)
-        if name == "_scaled_mm" and self._gpu is None:
-            return _exact(*args, **kwargs)
-        if name in PRODUCTS:
-            return self._products.multiply(name, *args, **kwargs)
         return self._computed(op, args, kwargs) if _is_float(args) else op(*args, **kwargs)
 
     def _computed(self, op: Any, args: tuple, kwargs: dict) -> Any:

@@ -14,10 +14,12 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from fp8compile.ops.registry import OPS
+from fp8compile.target import Target, pretend_target
 from fp8compile.testing.gpu_program.demands import ALIGNMENT, E8M0, MX_BLOCK, demand
 from fp8compile.testing.gpus import Gpu
 
-__all__ = ["grouped_mm", "scaled_grouped_mm"]
+__all__ = ["grouped_blockwise_mm", "grouped_mm", "scaled_grouped_mm"]
 
 TILE_ROWS, TILE_BLOCKS = 128, 4
 
@@ -157,3 +159,15 @@ def scaled_grouped_mm(
     left = a.double() * values(scale_a, a.shape, offs, over_tokens=over_tokens, name=name)
     right = turned.double() * values(scale_b, turned.shape, offs, over_tokens=over_tokens, name=name)
     return _multiplied(left, right.transpose(-2, -1), offs, out_dtype, name)
+
+
+def grouped_blockwise_mm(
+    gpu: Gpu | None, a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, offsets: Tensor, *rest: object
+) -> Tensor:
+    """`fp8compile::grouped_blockwise_mm` as on a CPU: its kernel adds in float32, in an order of its own."""
+    name = f"grouped_blockwise_mm {tuple(a.shape)} x {tuple(b.shape)}"
+    demand(gpu is None or gpu.major == 9, name, "compute capability 9.0.")
+    for _ in _spans(offsets, a.shape[0 if b.ndim == 3 else 1], name):
+        pass
+    with pretend_target(Target("cpu")):
+        return OPS["fp8compile::grouped_blockwise_mm"].impl(a, b, a_scale, b_scale, offsets, *rest)

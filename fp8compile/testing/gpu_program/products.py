@@ -18,10 +18,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from fp8compile.testing.gpu_program.demands import ALIGNMENT, E8M0, MX_BLOCK, demand
-from fp8compile.testing.gpu_program.grouped_products import grouped_mm, scaled_grouped_mm
+from fp8compile.testing.gpu_program.grouped_products import grouped_blockwise_mm, grouped_mm, scaled_grouped_mm
 from fp8compile.testing.gpus import Gpu
 
-__all__ = ["PRODUCTS", "Product", "Products"]
+__all__ = ["PRODUCTS", "Product", "Products", "is_product"]
 
 BLOCK, SWIZZLE_ROWS, SWIZZLE_BLOCKS = 128, 128, 4
 
@@ -167,7 +167,14 @@ def int_mm(gpu: Gpu | None, a: Tensor, b: Tensor) -> Tensor:
 PRODUCTS: dict[str, Callable[..., Tensor]] = {
     "_scaled_mm": scaled_mm, "_int_mm": int_mm, "mm": mm, "bmm": mm, "addmm": addmm, "bias_addmm": addmm,
     "baddbmm": addmm, "_grouped_mm": grouped_mm, "_scaled_grouped_mm": scaled_grouped_mm,
+    "grouped_blockwise_mm": grouped_blockwise_mm,
 }  # fmt: skip
+
+
+def is_product(op: torch._ops.OpOverload) -> bool:
+    """Whether an operator of PyTorch or of this library is one of ``PRODUCTS``; others may have such a name."""
+    namespace, _, name = op._schema.name.partition("::")
+    return namespace in ("aten", "fp8compile") and name in PRODUCTS
 
 
 class Products:

@@ -27,7 +27,7 @@ from fp8compile.target import pretend_target
 from fp8compile.testing.gpu_program.interpreter import Interpreter
 from fp8compile.testing.gpu_program.memory import poisoned
 from fp8compile.testing.gpu_program.messages import message
-from fp8compile.testing.gpu_program.products import PRODUCTS, Products
+from fp8compile.testing.gpu_program.products import Products, is_product
 from fp8compile.testing.gpus import Gpu, pretend_gpu
 
 __all__ = ["KernelLaunch", "Program", "Way"]
@@ -148,6 +148,8 @@ class _Dispatch(TorchDispatchMode):
         namespace, _, name = op._schema.name.partition("::")
         if namespace == "_c10d_functional":
             return message(op, *args, **(kwargs or {}))
+        if is_product(op):
+            return self._program.products.multiply(name, *args, **(kwargs or {}))
         if op._schema.name in OPS:
             with self:  # memory that the kernel asks for is poisoned too
                 return OPS[op._schema.name].impl(*args, **(kwargs or {}))
@@ -155,8 +157,6 @@ class _Dispatch(TorchDispatchMode):
             raise NotImplementedError(
                 f"run_gpu_program: generated code calls {op}; what a GPU would run is not known."
             )
-        if name in PRODUCTS:
-            return self._program.products.multiply(name, *args, **(kwargs or {}))
         result = op(*args, **(kwargs or {}))
         if name.startswith(("empty", "new_empty")):
             return poisoned(result.size(), result.stride(), result.dtype, self._program.poison)

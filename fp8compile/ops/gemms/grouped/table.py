@@ -6,6 +6,7 @@ from functools import lru_cache
 
 import torch
 
+from fp8compile.ops.gemms.grouped.blockwise import BLOCKWISE
 from fp8compile.ops.gemms.grouped.kernel import GroupedGemm
 from fp8compile.ops.gemms.grouped.mx import MX
 from fp8compile.ops.gemms.grouped.one_by_one import ONE_BY_ONE
@@ -17,7 +18,7 @@ from fp8compile.target import Target, target_of
 
 __all__ = ["GROUPED_GEMMS", "selected_grouped_gemm"]
 
-GROUPED_GEMMS = (ROWWISE, MX, ONE_BY_ONE)
+GROUPED_GEMMS = (ROWWISE, MX, BLOCKWISE, ONE_BY_ONE)
 
 
 @lru_cache(maxsize=256)  # each eager call asks

@@ -1,0 +1,49 @@
+"""Hopper's grouped blockwise GEMM: a Triton kernel with a scale for 128 values of the sum or a tile of 128 x 128."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fp8compile.ops.gemms.blockwise import BLOCK
+from fp8compile.ops.gemms.float8 import ASK, float8_kind, lacks_tensor_cores
+from fp8compile.ops.gemms.grouped.kernel import GroupedGemm, GroupedOperand
+from fp8compile.ops.gemms.kernel import GemmProblem
+from fp8compile.ops.groups.grouped_blockwise_mm import grouped_blockwise_mm
+from fp8compile.quantizers import GemmConfig, Quantizer
+
+__all__ = ["BLOCKWISE"]
+
+
+def _takes(a: Quantizer, b: Quantizer) -> bool:
+    return float8_kind(a, b) == "blockwise" and a.block == (1, BLOCK) and b.block in ((BLOCK, BLOCK), (BLOCK, 1))
+
+
+def _lacks(problem: GemmProblem) -> str | None:
+    if (lacking := lacks_tensor_cores(problem)) is not None:
+        return lacking
+    is_hopper = problem.target.capability[0] == 9
+    return None if is_hopper else f"needs a GPU of compute capability 9.0 (H100, H200). {ASK}"
+
+
+def _multiply(
+    a: GroupedOperand, b: GroupedOperand, offsets: Tensor, out_dtype: torch.dtype, config: GemmConfig
+) -> Tensor:
+    codes = b.codes
+    if b.quantizer.block == (1, BLOCK) and codes.stride(-1) != 1:
+        codes = codes.contiguous()  # the kernel turns tiles around, but has no registers left for scales of rows
+    scales = a.quantizer.scale_values(a.scale), b.quantizer.scale_values(b.scale)
+    return grouped_blockwise_mm(
+        a.codes, codes, *scales, offsets, a.quantizer.gemm_format().name, b.quantizer.gemm_format().name, out_dtype
+    )
+
+
+BLOCKWISE = GroupedGemm(
+    name="blockwise",
+    detail="native, blockwise grouped GEMM in Triton",
+    takes=_takes,
+    lacks=_lacks,
+    rows=_multiply,
+    outer=_multiply,
+    calls=("grouped_blockwise_mm",),
+)

@@ -1,0 +1,85 @@
+"""fp8compile::group_quantize_both: codes and scales of tokens along rows and along the tokens of each group.
+
+It is to `group_quantize` what `fp8compile.ops.quantize_both` is to a cast: a gradient of groups is multiplied along
+its rows for grad_input and along its tokens for grad_weight. On a GPU this op is one Triton kernel that reads the
+tokens once; on a CPU, and as the reference, it is the two casts. Rows behind the last group have codes along rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from fp8compile import _compat
+from fp8compile.ops.groups.group_quantize import empty_outputs, group_quantize
+from fp8compile.ops.groups.kernel_limits import has_block_kernel
+from fp8compile.ops.groups.layout import alignment
+from fp8compile.ops.groups.token_samples import tokens
+from fp8compile.ops.quantize_both import is_pair
+from fp8compile.ops.registry import register_op
+from fp8compile.ops.steps import PYTHON_OF_STEPS
+from fp8compile.quantizers import CurrentScaling, Quantizer
+from fp8compile.target import target_of
+
+__all__ = ["group_quantize_both", "is_group_pair"]
+
+
+def is_group_pair(rows: Quantizer | None, columns: Quantizer | None) -> bool:
+    """Whether the kernel makes codes of these two, each over one group's matrix."""
+    return is_pair(rows, columns) and has_block_kernel(columns)
+
+
+def _fake(x: Tensor, offsets: Tensor, rows: Quantizer, columns: Quantizer) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    blocks = rows.scale_shape(x.shape)[1]
+    return (
+        x.new_empty(x.shape, dtype=torch.uint8),
+        x.new_empty((blocks, x.shape[0]), dtype=rows.scale_dtype()).t(),  # as grouped GEMMs read it
+        *empty_outputs(x, offsets, columns),
+    )
+
+
+def _two_casts(
+    x: Tensor, offsets: Tensor, rows: Quantizer, columns: Quantizer
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    multiplier, scale = PYTHON_OF_STEPS.scale(PYTHON_OF_STEPS.amax(x, rows), rows)
+    codes = PYTHON_OF_STEPS.cast(x, multiplier, rows)
+    return codes, scale.t().contiguous().t(), *group_quantize(x, offsets, columns)
+
+
+def _kernel(x: Tensor, offsets: Tensor, rows: Quantizer, columns: Quantizer) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    if target_of(x.device).type == "cpu":
+        return _two_casts(x, offsets, rows, columns)
+    if not is_group_pair(rows, columns):
+        raise ValueError(
+            f"fp8compile::group_quantize_both: quantizers are {rows!r} and {columns!r}; on a GPU they are "
+            "CurrentScaling with rounding='nearest' and blocks (1, n) and (n, 1), n a divisor of 128. Cast along rows "
+            "and along tokens by two calls."
+        )
+    codes, scale, token_codes, token_scale = outputs = _fake(x, offsets, rows, columns)
+    if codes.numel() or token_codes.numel():
+        from fp8compile.kernels.groups_both_directions import groups_both_directions
+
+        contiguous = codes, scale.t(), token_codes, token_scale
+        groups_both_directions(x, offsets.contiguous(), rows, columns, alignment(columns), contiguous)
+    return outputs
+
+
+def _samples() -> Iterator[tuple]:
+    for x, offsets in tokens():
+        yield x, offsets, CurrentScaling(block=(1, 16)), CurrentScaling(block=(16, 1), scale="pow2")
+        line = CurrentScaling(block=(1, 32), format="e5m2", scale="e8m0_rceil")
+        yield x, offsets, line, CurrentScaling(block=(32, 1), scale="e8m0_floor", eps=1e-6)
+
+
+group_quantize_both = register_op(
+    "fp8compile::group_quantize_both",
+    _kernel,
+    fake=_fake,
+    backward=None,
+    decompose=None,  # on a CPU the loop over groups reads the offsets
+    sharding=None,  # groups are whole on a rank
+    samples=_samples,
+)
+_compat.register_fallback(group_quantize_both)

@@ -1,0 +1,109 @@
+"""fp8compile::grouped_blockwise_mm: products group by group of codes with a scale for 128 values of the sum.
+
+    b (E, N, K)    y_RN  = a_RK @ b_e,NK^T    each row by the matrix of its group; rows behind the last are zeros
+    b (K, C)       d_eNK = a_NC @ b_KC^T      over the tokens of each group; a group without tokens has zeros
+
+PyTorch has none. On a GPU this op is a Triton kernel, for Hopper; on a CPU, and as the reference, it is float64
+products of what the codes mean, rounded once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from fp8compile import _compat
+from fp8compile.formats import element_format
+from fp8compile.ops.gemms.grouped.kernel import GroupedOperand
+from fp8compile.ops.gemms.grouped.one_by_one import ONE_BY_ONE
+from fp8compile.ops.groups.group_quantize import group_quantize
+from fp8compile.ops.groups.token_samples import tokens
+from fp8compile.ops.registry import register_op
+from fp8compile.quantizers import CurrentScaling, GemmConfig
+from fp8compile.target import target_of
+
+__all__ = ["grouped_blockwise_mm"]
+
+BLOCK = 128
+
+
+def _fake(
+    a: Tensor,
+    b: Tensor,
+    a_scale: Tensor,
+    b_scale: Tensor,
+    offsets: Tensor,
+    a_format: str,
+    b_format: str,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    shape = (a.shape[0], b.shape[1]) if b.ndim == 3 else (offsets.shape[0], a.shape[0], b.shape[0])
+    return a.new_empty(shape, dtype=out_dtype)
+
+
+def _exact(
+    a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, offsets: Tensor, formats: tuple[str, str],
+    out_dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
+    blocks, run = ((BLOCK, 1), (BLOCK, 1)), ONE_BY_ONE.outer
+    if b.ndim == 3:
+        has_tiles = b_scale.shape[1] != b.shape[1]
+        blocks, run = ((1, BLOCK), (BLOCK if has_tiles else 1, BLOCK)), ONE_BY_ONE.rows
+    left, right = (
+        GroupedOperand(codes=codes, scale=scale, quantizer=CurrentScaling(format=format, block=block))
+        for codes, scale, format, block in zip((a, b), (a_scale, b_scale), formats, blocks, strict=True)
+    )
+    return run(left, right, offsets, out_dtype, GemmConfig())
+
+
+def _kernel(
+    a: Tensor,
+    b: Tensor,
+    a_scale: Tensor,
+    b_scale: Tensor,
+    offsets: Tensor,
+    a_format: str,
+    b_format: str,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    if target_of(a.device).type == "cpu":
+        return _exact(a, b, a_scale, b_scale, offsets, (a_format, b_format), out_dtype)
+    product = _fake(a, b, a_scale, b_scale, offsets, a_format, b_format, out_dtype)
+    if product.numel():
+        from fp8compile.kernels.grouped_blockwise import multiply_rows, multiply_tokens
+
+        left, right = a.contiguous().view(element_format(a_format).dtype), b.view(element_format(b_format).dtype)
+        if b.ndim == 3:
+            multiply_rows(left, right, a_scale, b_scale, offsets.contiguous(), product)
+        else:
+            scales = a_scale.contiguous(), b_scale.contiguous()
+            multiply_tokens(left, right.contiguous(), *scales, offsets.contiguous(), product)
+    return product
+
+
+def _samples() -> Iterator[tuple]:
+    line, tile, pillar = (CurrentScaling(block=block) for block in ((1, BLOCK), (BLOCK, BLOCK), (BLOCK, 1)))
+    for x, offsets in tokens():
+        rows, k = x.shape
+        matrices, scale = torch.randint(0, 120, (offsets.shape[0], 20, k), dtype=torch.uint8), torch.rand(rows, 1)
+        of_matrices = torch.rand(offsets.shape[0], *tile.scale_shape((20, k)))
+        codes = line.cast(x, line.multiplier(line.amax(x)))
+        yield codes, matrices, scale, of_matrices, offsets, "e4m3", "e5m2", torch.bfloat16
+        turned = torch.randint(0, 120, (offsets.shape[0], k, 20), dtype=torch.uint8).transpose(1, 2)
+        yield codes, turned, scale, torch.rand(offsets.shape[0], 20, 1), offsets, "e4m3", "e4m3", torch.float32
+        codes, scale = group_quantize(x, offsets, pillar)
+        yield codes, codes[: k // 2], scale, scale[:, : k // 2], offsets, "e4m3", "e4m3", torch.bfloat16
+
+
+grouped_blockwise_mm = register_op(
+    "fp8compile::grouped_blockwise_mm",
+    _kernel,
+    fake=_fake,
+    backward=None,
+    decompose=None,  # on a CPU the loop over groups reads the offsets
+    sharding=None,  # groups are whole on a rank
+    samples=_samples,
+)
+_compat.register_fallback(grouped_blockwise_mm)
