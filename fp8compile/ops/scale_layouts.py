@@ -31,11 +31,11 @@ def rows_of_fours(scale: Tensor) -> Tensor:
 
 
 def swizzled_tiles(scale: Tensor) -> Tensor:
-    """Bytes (rows, blocks) as tiles of the tensor core, (tiles down, tiles along, 512); missing ones are 0."""
-    rows, blocks = scale.shape
+    """Bytes (..., rows, blocks) as tiles of the tensor core, (..., tiles down, tiles along, 512), zeros behind."""
+    *leading, rows, blocks = scale.shape
     padded = pad(scale, (0, -blocks % TILE_BLOCKS, 0, -rows % TILE_ROWS))
-    tiles = padded.view(-1, TILE_ROWS // GROUP, GROUP, padded.shape[1] // TILE_BLOCKS, TILE_BLOCKS)
-    return tiles.permute(0, 3, 2, 1, 4).flatten(2)
+    sides = padded.shape[-2] // TILE_ROWS, TILE_ROWS // GROUP, GROUP, padded.shape[-1] // TILE_BLOCKS, TILE_BLOCKS
+    return padded.view(*leading, *sides).movedim(-2, -4).transpose(-2, -3).flatten(-3)
 
 
 def swizzled(scale: Tensor) -> Tensor:

@@ -23,7 +23,7 @@ from fp8compile.ops.groups.grouped_mm import group_sum
 from fp8compile.ops.groups.layout import group_of_rows, zero_behind
 from fp8compile.ops.groups.scaled_grouped_mm import sample_offsets
 from fp8compile.ops.layer.grouped_operands import GroupedOperands, check_recipe_of_groups
-from fp8compile.ops.layer.linear import OUTPUT, as_read
+from fp8compile.ops.layer.linear import OUTPUT, as_read, for_gradients_of
 from fp8compile.ops.layer.operands import Phase
 from fp8compile.ops.registry import register_op
 from fp8compile.quantizers import Recipe
@@ -115,8 +115,9 @@ def _fake(x: Tensor, weight: Tensor, offsets: Tensor, bias: Tensor | None, recip
 
 
 def _setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
-    x, weight, offsets, _, ctx.recipe = inputs
+    x, weight, offsets, _, recipe = inputs
     needs_x, needs_weight = ctx.needs_input_grad[:2]
+    ctx.recipe = for_gradients_of(recipe, x=needs_x, weight=needs_weight)
     ctx.save_for_backward(x if needs_weight else None, weight if needs_x else None, offsets)
 
 

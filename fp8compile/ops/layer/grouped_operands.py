@@ -19,6 +19,7 @@ from fp8compile.ops.gemms.grouped.kernel import GroupedOperand
 from fp8compile.ops.groups.group_amax import group_amax
 from fp8compile.ops.groups.group_cast import group_cast
 from fp8compile.ops.groups.group_quantize import group_quantize
+from fp8compile.ops.groups.group_quantize_both import group_quantize_both, is_group_pair
 from fp8compile.ops.groups.grouped_mm import grouped_mm
 from fp8compile.ops.groups.layout import group_of_rows
 from fp8compile.ops.groups.scaled_grouped_mm import multiply_groups
@@ -26,6 +27,7 @@ from fp8compile.ops.layer.local_shards import LocalShard
 from fp8compile.ops.layer.operands import STEPS, Operands, Phase
 from fp8compile.ops.layer.quantize_shard import quantize_shard
 from fp8compile.quantizers import GEMMS, Gemm, Quantizer, Recipe
+from fp8compile.target import target_of
 
 __all__ = ["GroupedOperands", "check_recipe_of_groups"]
 
@@ -122,6 +124,9 @@ class GroupedOperands:
 
     def _rows(self, x: Tensor, gemm: Gemm) -> GroupedOperand:
         quantizer, steps = getattr(self.recipe, gemm.a), STEPS[self.phase]
+        if (along_tokens := self._read_once(x, gemm)) is not None:
+            codes, scale, _, _ = group_quantize_both(x, self.offsets, quantizer, along_tokens)
+            return GroupedOperand(codes=codes, scale=scale, quantizer=quantizer)
         if quantizer.block[0] == 1:
             found = quantize_shard(LocalShard(x), quantizer, steps)
             return GroupedOperand(codes=found.local, scale=found.scale, quantizer=quantizer)
@@ -150,8 +155,22 @@ class GroupedOperands:
             quantizer=quantizer,
         )
 
+    def _read_once(self, x: Tensor, gemm: Gemm) -> Quantizer | None:
+        """The quantizer along tokens, if one kernel makes its codes and those of rows: one call serves both products.
+
+        The forward makes both of x, and the backward keeps codes of a byte in place of x.
+        """
+        is_compiled = self.phase in (Phase.FORWARD, Phase.BACKWARD) and target_of(x.device).type == "cuda"
+        along_tokens = self.recipe.input_for_grad_weight if gemm is OUTPUT else self.recipe.grad_output_for_grad_weight
+        pair = getattr(self.recipe, gemm.a), along_tokens
+        return along_tokens if is_compiled and is_group_pair(*pair) else None
+
     def _tokens(self, x: Tensor, slot: str) -> GroupedOperand:
         quantizer = getattr(self.recipe, slot)
+        gemm = GRAD_INPUT if slot == GRAD_WEIGHT.a else OUTPUT
+        if self._read_once(x, gemm) is not None:
+            _, _, codes, scale = group_quantize_both(x, self.offsets, getattr(self.recipe, gemm.a), quantizer)
+            return GroupedOperand(codes=codes, scale=scale, quantizer=quantizer)
         if quantizer.block[0] != -1:
             codes, scale = group_quantize(x, self.offsets, quantizer)
             return GroupedOperand(codes=codes, scale=scale, quantizer=quantizer)
