@@ -19,6 +19,7 @@ from torch import Tensor, fx
 
 from fp8compile import ops
 from fp8compile.formats import ELEMENT_FORMATS, Float8Format
+from fp8compile.quantizers import Quantizer
 from fp8compile.testing.recording import node_value, op_name
 
 __all__ = ["GemmShare", "gemm_share"]
@@ -119,8 +120,11 @@ def _is_fp8(name: str, args: Sequence[Any]) -> bool:
     namespace, _, op = name.partition("::")
     if namespace != "fp8compile":
         return "scaled" in op and all(getattr(a, "dtype", None) in FLOAT8 for a in args[:2])
-    if op == "scaled_mm":
-        return all(isinstance(quantizer.element_format(), Float8Format) for quantizer in args[4:6])
+    if op in ("scaled_mm", "scaled_grouped_mm"):
+        quantizers = [each for each in args if isinstance(each, Quantizer)]
+        return all(isinstance(quantizer.element_format(), Float8Format) for quantizer in quantizers)
+    if op == "grouped_mm":
+        return False
     return args[-1].quantizers(LAYER_GEMMS[name]) is not None
 
 

@@ -92,9 +92,9 @@ def _sizes(gemm: str, operands: Sequence[Tensor], result: Tensor | Sequence[Tens
     other = b if gemm == GRAD_WEIGHT.name else result if isinstance(result, Tensor) else result[0]
     tokens = max(prod(a.shape[:-1]), prod(other.shape[:-1]))
     if gemm == OUTPUT.name:
-        return tokens, b.shape[1], b.shape[0]
+        return tokens, b.shape[-1], b.shape[-2]  # experts' weights have a dim before these
     if gemm == GRAD_INPUT.name:
-        return tokens, b.shape[0], b.shape[1]
+        return tokens, b.shape[-2], b.shape[-1]
     return a.shape[-1], tokens, b.shape[-1]
 
 
