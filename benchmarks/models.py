@@ -1,9 +1,9 @@
-"""Do models of Hugging Face train in FP8 as they are? Each of tests/behaviour/zoo.py: tiny, random, 50 steps.
+"""Do models of Hugging Face train in FP8 as they are? Each is tiny and random, and trained for 50 steps.
 
-FP8 is compiled, bf16 eager. Losses are the first and the mean of the last 10; "spread" is how far the last of bf16 lie
-apart over three seeds of weights and data. Shares are those of the operations of a training step that FP8 GEMMs do: of
-all products (attention, experts and convolutions too), and of linear layers, as the graphs say before Inductor takes
-our ops apart.
+The models are those of zoo.py and mixtures.py in tests/behaviour. FP8 is compiled, bf16 eager. Losses are the first
+and the mean of the last 10; "spread" is how far the last of bf16 lie apart over three seeds of weights and data.
+Shares are those of the operations of a training step that FP8 GEMMs do: of all products (attention, experts and
+convolutions too), and of linear layers, as the graphs say before Inductor takes our ops apart.
 
     python -m benchmarks.models [--json] [--models Llama T5] [--backend inductor] [--recipe rowwise]
 """
@@ -26,11 +26,13 @@ from fp8compile.testing import GemmShare, Recording, gemm_share
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "behaviour"))
 
+from mixtures import MIXTURES
 from zoo import STEPS, ZOO, Zoo, bf16_model, tail, train
 
 __all__ = ["model_row"]
 
 SEEDS = (0, 1, 2)
+MODELS = ZOO | MIXTURES
 
 
 def share_of(zoo: Zoo, model: nn.Module) -> GemmShare:
@@ -80,12 +82,12 @@ def model_row(zoo: Zoo, recipe: f8.Recipe, backend: str) -> Row:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Models of Hugging Face in FP8, as they are.")
     parser.add_argument("--json", action="store_true")
-    parser.add_argument("--models", nargs="+", choices=ZOO, default=list(ZOO))
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--backend", default="inductor")
     parser.add_argument("--recipe", choices=f8.recipes.names(), default="rowwise")
     args = parser.parse_args()
     recipe = f8.recipes.by_name(args.recipe)
-    rows = [model_row(ZOO[name], recipe, args.backend) for name in args.models]
+    rows = [model_row(MODELS[name], recipe, args.backend) for name in args.models]
     title = f"{STEPS} steps, {args.recipe}, {args.backend}, transformers {version('transformers')}"
     emit(title, rows, as_json=args.json)
 

@@ -34,7 +34,14 @@ LAYERS = {
     "__main__": 13,
 }
 FILES = sorted(PACKAGE.rglob("*.py"))
-NOT_LOADED = ("triton", "torch._inductor.decomposition", "torch._inductor.lowering", "torch.distributed.tensor")
+NOT_LOADED = (
+    "transformers",
+    "torchtitan",
+    "triton",
+    "torch._inductor.decomposition",
+    "torch._inductor.lowering",
+    "torch.distributed.tensor",
+)
 CHECK_MODULES = f"import sys, fp8compile; print(*(n for n in {NOT_LOADED!r} if n in sys.modules))"
 CHECK_CUDA = """
 import torch, fp8compile

@@ -13,6 +13,7 @@ from fnmatch import fnmatchcase
 
 from torch import nn
 
+from fp8compile.nn.candidates import is_layer
 from fp8compile.nn.filters import check_pattern_matches
 from fp8compile.nn.functional import check_recipe
 from fp8compile.quantizers import Recipe
@@ -79,21 +80,21 @@ def assigner(recipe: Recipes, fqns: list[str]) -> Assigner:
 
 
 def _blocks(model: nn.Module) -> list[nn.Module]:
-    """What the model is a stack of: the entries of its list that hold the most linears; none if it has no list."""
+    """What the model is a stack of: the entries of its list that hold the most layers; none if it has no list."""
 
-    def linears(module: nn.Module) -> int:
-        return sum(isinstance(part, nn.Linear) for part in module.modules())
+    def count(module: nn.Module) -> int:
+        return sum(map(is_layer, module.modules()))
 
     lists = [module for module in model.modules() if isinstance(module, (nn.ModuleList, nn.Sequential))]
-    stacks = [[entry for entry in entries if linears(entry)] for entries in lists]
+    stacks = [[entry for entry in entries if count(entry)] for entries in lists]
     # among equals the outermost, which comes first
-    return max((stack for stack in stacks if len(stack) > 1), key=lambda stack: sum(map(linears, stack)), default=[])
+    return max((stack for stack in stacks if len(stack) > 1), key=lambda stack: sum(map(count, stack)), default=[])
 
 
 def ends(model: nn.Module, count: int) -> set[nn.Module]:
-    """The linears at a model's two ends: of its first and last blocks, and those before and behind all blocks.
+    """The layers at a model's two ends: of its first and last blocks, and those before and behind all blocks.
 
-    A model is a stack of blocks if it has a ``ModuleList`` or ``Sequential`` of them; if not, each linear is a block.
+    A model is a stack of blocks if it has a ``ModuleList`` or ``Sequential`` of them; if not, each layer is a block.
 
     Args:
         model: Any module.
@@ -106,7 +107,7 @@ def ends(model: nn.Module, count: int) -> set[nn.Module]:
         raise ValueError(f"convert: keep_ends is {count!r}; it is how many blocks at each end stay as they are.")
     if count == 0:
         return set()
-    every = [module for module in model.modules() if isinstance(module, nn.Linear)]
+    every = [module for module in model.modules() if is_layer(module)]
     blocks = _blocks(model) or every
     stack, inner = ({m for block in part for m in block.modules()} for part in (blocks, blocks[count:-count]))
     places = [place for place, module in enumerate(every) if module in stack]

@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from fp8compile.nn.linear import Linear
+from fp8compile.nn.candidates import is_converted
 
 __all__ = ["called_layers"]
 
 
 @contextmanager
-def _recorded(layer: Linear, called: set[Linear]) -> Iterator[None]:
+def _recorded(layer: nn.Module, called: set[nn.Module]) -> Iterator[None]:
     """Note each call of a layer's forward, also one that goes past ``__call__`` and its hooks."""
     forward, own = layer.forward, vars(layer).get("forward")
 
@@ -33,8 +33,8 @@ def _recorded(layer: Linear, called: set[Linear]) -> Iterator[None]:
             layer.forward = own
 
 
-def called_layers(model: nn.Module, forward: Callable[[], object]) -> set[Linear]:
-    """The ``fp8compile.Linear`` layers of a model that a function calls.
+def called_layers(model: nn.Module, forward: Callable[[], object]) -> set[nn.Module]:
+    """The converted layers of a model that a function calls.
 
     Nothing is compiled and nothing compiled runs meanwhile: a graph would not tell, and would be compiled anew.
 
@@ -42,10 +42,10 @@ def called_layers(model: nn.Module, forward: Callable[[], object]) -> set[Linear
         model: Any module.
         forward: Calls it.
     """
-    called: set[Linear] = set()
+    called: set[nn.Module] = set()
     with ExitStack() as stack:
         stack.enter_context(torch.compiler.set_stance("force_eager"))
-        for layer in {module for module in model.modules() if isinstance(module, Linear)}:
+        for layer in {module for module in model.modules() if is_converted(module)}:
             stack.enter_context(_recorded(layer, called))
         forward()
     return called

@@ -1,4 +1,4 @@
-"""Filters: which linears `convert` swaps.
+"""Filters: which linears and experts `convert` swaps.
 
 A filter is a function ``(module, fqn) -> bool``, or name patterns: one string or several, in the syntax of fnmatch
 (``*`` matches dots too). A layer is converted if a pattern matches its fully qualified name; a pattern that begins
@@ -12,6 +12,7 @@ from fnmatch import fnmatchcase
 
 from torch import nn
 
+from fp8compile.nn.candidates import device_of, matrices
 from fp8compile.target import target_of
 
 __all__ = [
@@ -41,16 +42,17 @@ def size_of_gain(in_features: int, out_features: int) -> int:
     return in_features * out_features // (in_features + out_features)
 
 
-def default_filter_reason(module: nn.Linear, fqn: str) -> str | None:
-    """Why FP8 can't help this layer where its weight is, or None."""
-    smallest = min(module.in_features, module.out_features)
+def default_filter_reason(module: nn.Module, fqn: str) -> str | None:
+    """Why FP8 can't help this linear, or an expert of these, where the weights are; None if it can."""
+    sizes = matrices(module)
+    smallest = min(min(size) for size in sizes)
     if smallest < SMALLEST_DIM:
         return f"tiny: a dim of {smallest} is less than {SMALLEST_DIM}"
-    capability = target_of(module.weight.device).capability
-    least, size = LEAST_GAINING.get(capability, 0), size_of_gain(module.in_features, module.out_features)
-    if size < least:
+    capability = target_of(device_of(module)).capability
+    least, gain = LEAST_GAINING.get(capability, 0), min(size_of_gain(*size) for size in sizes)
+    if gain < least:
         gpu = ".".join(map(str, capability))
-        return f"small: K N / (K + N) is {size}; on a GPU of compute capability {gpu} FP8 gains from {least} on"
+        return f"small: K N / (K + N) is {gain}; on a GPU of compute capability {gpu} FP8 gains from {least} on"
     return None
 
 

@@ -10,7 +10,9 @@ from torch.nn.utils.parametrize import ParametrizationList
 
 from fp8compile import recipes
 from fp8compile.nn.calls import called_layers
-from fp8compile.nn.convert import LEFT_OUT, PAST_FORWARD
+from fp8compile.nn.candidates import is_converted, is_layer, matrices, weight_names
+from fp8compile.nn.convert import LEFT_OUT, PAST_FORWARD, ROUTER
+from fp8compile.nn.experts import num_experts, routers
 from fp8compile.nn.linear import GATHERED, Linear
 from fp8compile.nn.uses import Kind, Uses, parameter_uses
 from fp8compile.quantizers import GEMMS, Recipe
@@ -27,16 +29,19 @@ def aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:
 
 @dataclass(frozen=True, kw_only=True)
 class ConversionRow:
-    """One layer.
+    """One layer: a linear, a module of experts, or a weight that is multiplied outside of both.
 
     Attributes:
         fqn: Its name in the model.
         module: Its class.
-        converted: Whether it is a ``fp8compile.Linear``.
+        converted: Whether it is in FP8.
         reason: Why it isn't; empty where it is.
         recipe: Its recipe, or None.
-        in_features: K; of expert weights and the like, the last dim.
-        out_features: N; of expert weights and the like, the dim before it.
+        in_features: K; of experts, of the first of their matrices; of a stack that is in no known experts, the last
+            dim.
+        out_features: N, likewise; of such a stack, the dim before the last.
+        experts: Of experts, how many there are; else 0.
+        matrices: (out_features, in_features) of each matrix that a row is multiplied by: of experts, of those of one.
         gathered: What of its weight FSDP2 gathers, after ``fp8compile.parallel.fsdp_float8_all_gather``: ``"codes"``,
             or ``"param_dtype: "`` and why; empty before.
         quantized_weight: Whether its weight is kept as codes: ``quantized_parameters=True`` of ``fp8compile.convert``.
@@ -52,6 +57,8 @@ class ConversionRow:
     recipe: Recipe | None
     in_features: int
     out_features: int
+    experts: int = 0
+    matrices: tuple[tuple[int, int], ...] = ()
     gathered: str = ""
     quantized_weight: bool = False
     past_forward: str = ""
@@ -60,6 +67,12 @@ class ConversionRow:
     def float8_gemms(self) -> tuple[str, ...]:
         """Names of the GEMMs that the recipe puts in FP8."""
         return tuple(g.name for g in GEMMS if self.recipe is not None and self.recipe.quantizers(g))
+
+    def _size(self) -> str:
+        """What is multiplied: "64 x 32", and of experts "8 x (64 x 32, 32 x 32)"."""
+        if not self.experts:
+            return f"{self.out_features} x {self.in_features}"
+        return f"{self.experts} x ({', '.join(f'{n} x {k}' for n, k in self.matrices)})"
 
     def _in_words(self) -> str:
         """Its GEMMs in FP8, or why there are none."""
@@ -83,8 +96,7 @@ class ConversionReport:
         cells = [("layer", "module", "out x in", "recipe", "GEMMs in FP8 or why not", "FSDP2 gathers")]
         for row in self.rows:
             name = recipes.describe(row.recipe) if row.recipe else "-"
-            size = f"{row.out_features} x {row.in_features}"
-            cells.append((row.fqn or "(the model)", row.module, size, name, row._in_words(), row.gathered))
+            cells.append((row.fqn or "(the model)", row.module, row._size(), name, row._in_words(), row.gathered))
         known = any(row.gathered for row in self.rows)
         lines = aligned(cells if known else [row[:-1] for row in cells])
         converted = sum(row.converted for row in self.rows)
@@ -93,8 +105,9 @@ class ConversionReport:
         return "\n".join([*lines, f"{converted} of {len(self.rows)} converted{never}"])
 
 
-def _linear_row(fqn: str, module: nn.Linear, uses: Uses, called: set[Linear] | None) -> ConversionRow:
-    converted = isinstance(module, Linear)
+def _layer_row(fqn: str, module: nn.Module, uses: Uses, called: set[nn.Module] | None) -> ConversionRow:
+    converted, sizes = is_converted(module), matrices(module)
+    is_linear = isinstance(module, nn.Linear)
     not_seen = "convert() has not seen it"
     return ConversionRow(
         fqn=fqn,
@@ -102,11 +115,13 @@ def _linear_row(fqn: str, module: nn.Linear, uses: Uses, called: set[Linear] | N
         converted=converted,
         reason="" if converted else getattr(module, LEFT_OUT, not_seen),
         recipe=module.recipe if converted else None,
-        in_features=module.in_features,
-        out_features=module.out_features,
+        in_features=sizes[0][1],
+        out_features=sizes[0][0],
+        experts=0 if is_linear else num_experts(module),
+        matrices=tuple(sizes),
         gathered=getattr(module, GATHERED, ""),
-        quantized_weight=converted and module.is_quantized(),
-        past_forward=(uses.past_forward(module) or "") if converted else "",
+        quantized_weight=isinstance(module, Linear) and module.is_quantized(),
+        past_forward=(uses.past_forward(module, weight_names(module)) or "") if converted else "",
         called=module in called if converted and called is not None else None,
     )
 
@@ -132,13 +147,12 @@ def _not_linear(kind: Kind | None, module: nn.Module, name: str, parameter: nn.P
     return (EXPERTS if is_stack else NO_LINEAR) if is_multiplied else None
 
 
-def _weight_rows(fqn: str, module: nn.Module, uses: Uses) -> list[ConversionRow]:
-    """Matrices that are multiplied without a nn.Linear: stacked experts, routers, attention's, GPT-2's Conv1D."""
+def _weight_rows(fqn: str, module: nn.Module, uses: Uses, *, is_router: bool) -> list[ConversionRow]:
+    """Matrices that are multiplied outside of layers: unknown experts, routers, attention's, GPT-2's Conv1D."""
     rows = []
+    own = weight_names(module) if is_layer(module) else ()
     for name, parameter in module.named_parameters(recurse=False):
-        if isinstance(module, nn.Linear) and name == "weight":
-            continue
-        if (reason := _not_linear(uses.kind(module, name), module, name, parameter)) is None:
+        if name in own or (reason := _not_linear(uses.kind(module, name), module, name, parameter)) is None:
             continue
         *_, out_features, in_features = parameter.shape
         if type(module).__name__ == "Conv1D":  # keeps its weight as (in, out)
@@ -148,10 +162,11 @@ def _weight_rows(fqn: str, module: nn.Module, uses: Uses) -> list[ConversionRow]
                 fqn=f"{fqn}.{name}" if fqn else name,
                 module=type(module).__name__,
                 converted=False,
-                reason=reason,
+                reason=ROUTER if is_router else reason,
                 recipe=None,
                 in_features=in_features,
                 out_features=out_features,
+                matrices=((out_features, in_features),),
             )
         )
     return rows
@@ -160,9 +175,10 @@ def _weight_rows(fqn: str, module: nn.Module, uses: Uses) -> list[ConversionRow]
 def conversion_report(model: nn.Module, *, forward: Callable[[], object] | None = None) -> ConversionReport:
     """Which layers of a model run in FP8, which GEMMs of each, and why the others don't.
 
-    Lists every ``nn.Linear`` and subclass, and what is multiplied without one, as the source of the model's forwards
-    shows: parameters of experts, routers, ``Conv1D`` and ``nn.MultiheadAttention``, an embedding that is the head too.
-    Where there is no source, 3-D parameters, and 2-D ones called weights, of other modules than embeddings.
+    Lists every ``nn.Linear`` and subclass, every module of experts that ``convert`` knows, and what is multiplied
+    without one, as the source of the model's forwards shows: parameters of other experts, of routers, ``Conv1D`` and
+    ``nn.MultiheadAttention``, an embedding that is the head too. Where there is no source, 3-D parameters, and 2-D
+    ones called weights, of other modules than embeddings.
 
     A converted layer is in FP8 when the model calls it. Whether it does, only a forward can tell::
 
@@ -189,8 +205,9 @@ def conversion_report(model: nn.Module, *, forward: Callable[[], object] | None 
         )
     uses, called = parameter_uses(model), None if forward is None else called_layers(model, forward)
     rows: list[ConversionRow] = []
+    scoring = routers(model)
     for fqn, module in model.named_modules():
-        if isinstance(module, nn.Linear):
-            rows.append(_linear_row(fqn, module, uses, called))
-        rows += _weight_rows(fqn, module, uses)
+        if is_layer(module):
+            rows.append(_layer_row(fqn, module, uses, called))
+        rows += _weight_rows(fqn, module, uses, is_router=module in scoring)
     return ConversionReport(rows=tuple(rows))

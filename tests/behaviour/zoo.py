@@ -74,6 +74,11 @@ def tokens_of_text(fqn: str) -> int:
     return BATCH * SEQUENCE
 
 
+def tokens_of_two_experts(fqn: str) -> int:
+    """Each token goes to two of the experts."""
+    return BATCH * SEQUENCE * (2 if fqn.endswith("experts") else 1)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Zoo:
     """One model.
@@ -192,8 +197,8 @@ ZOO = {
         Zoo(name="GPT-2", build=gpt2),
         Zoo(name="ViT", build=vit, batch=images, tokens=tokens_of_vit, level=math.log(4)),
         Zoo(name="T5", build=t5, batch=source_and_target, tokens=tokens_of_t5),
-        Zoo(name="Mixtral", build=mixtral),
-        Zoo(name="Qwen3-MoE", build=qwen3_moe),
+        Zoo(name="Mixtral", build=mixtral, tokens=tokens_of_two_experts),
+        Zoo(name="Qwen3-MoE", build=qwen3_moe, tokens=tokens_of_two_experts),
     )
 }
 

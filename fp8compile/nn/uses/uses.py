@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from torch import nn
@@ -51,7 +52,8 @@ class Uses:
         use = self.found.get((module, name))
         return None if use is None else use.kind
 
-    def past_forward(self, layer: nn.Linear) -> str | None:
-        """The method that multiplies a layer's weight itself, past the layer's forward; None if none was seen."""
-        use = self.found.get((layer, "weight"))
-        return None if use is None or use.kind == Kind.OTHER or use.module is layer else use.method
+    def past_forward(self, layer: nn.Module, names: Iterable[str] = ("weight",)) -> str | None:
+        """The method that multiplies a layer's weights itself, past the layer's forward; None if none was seen."""
+        uses = (self.found.get((layer, name)) for name in names)
+        past = (use for use in uses if use is not None and use.kind != Kind.OTHER and use.module is not layer)
+        return next((use.method for use in past), None)

@@ -1,0 +1,86 @@
+"""Mixtures of experts as graphs: one for a whole model, whatever the routing, with the bits of eager mode."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from compiles import Compiles
+
+import fp8compile as f8
+from fp8compile.testing import Recording, gemm_share
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "behaviour"))
+
+from mixtures import EXPERTS, MIXTURES
+from zoo import bf16_model, tail, train
+
+RECIPE = f8.recipes.rowwise()
+
+
+def converted(name):
+    return f8.convert(bf16_model(MIXTURES[name]), RECIPE)
+
+
+def inputs_of_experts(model, batch):
+    """What each module of experts is called with, by its name."""
+    found, hooks = {}, []
+    for row in f8.conversion_report(model).rows:
+        if row.experts:
+            module = model.get_submodule(row.fqn)
+            hooks.append(module.register_forward_pre_hook(lambda _, args, fqn=row.fqn: found.update({fqn: args})))
+    with torch.no_grad():
+        model(**batch)
+    for hook in hooks:
+        hook.remove()
+    return found
+
+
+def which_experts(name, args):
+    """(tokens, experts chosen); Llama 4 gives every expert all tokens, zeros where it was not chosen."""
+    return args[0].view(EXPERTS, -1, args[0].shape[-1]).any(-1).t() if name == "Llama 4" else args[1]
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_a_model_is_one_graph_whatever_its_routing_and_nearly_all_of_it_in_fp8(name):
+    model, batches = converted(name), [MIXTURES[name].batch(step) for step in range(3)]
+    first, *others = (inputs_of_experts(model, batch) for batch in batches)
+    for fqn, args in first.items():
+        assert not any(torch.equal(which_experts(name, args), which_experts(name, other[fqn])) for other in others)
+    compiles, recording = Compiles(), Recording()
+    call = torch.compile(model, fullgraph=True, backend=recording)
+    for step, batch in enumerate(batches):
+        call(**batch).loss.backward()
+        compiles.assert_new(0 if step else 1, f"batch {step}")
+    assert not torch._dynamo.utils.counters["graph_break"]
+    assert all(parameter.grad is not None for parameter in model.parameters())
+    assert gemm_share(*recording.traced).linear_share > 0.9
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_experts_compiled_have_the_bits_of_eager_mode(name, assert_bits_equal):
+    model = converted(name)
+    for fqn, args in inputs_of_experts(model, MIXTURES[name].batch(0)).items():
+        module, results = model.get_submodule(fqn), []
+        for call in (module, torch.compile(module, fullgraph=True, backend="aot_eager")):
+            x, *routing = (arg.detach().requires_grad_(arg.is_floating_point()) for arg in args)
+            y = call(x, *routing)
+            tensors = [x, *(arg for arg in routing if arg.requires_grad), *module.parameters()]
+            results.append([y, *torch.autograd.grad(y.float().square().sum(), tensors)])
+        for actual, expected in zip(*results, strict=True):
+            assert_bits_equal(actual, expected, fqn)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MIXTURES)
+def test_fifty_steps_end_where_bf16_ends_within_its_spread_over_seeds(name):
+    zoo, ends = MIXTURES[name], []
+    for seed in range(3):
+        model = bf16_model(zoo, seed=seed)
+        ends.append(tail(train(zoo, model, model, seed=seed)))
+    model = converted(name)
+    losses = train(zoo, model, torch.compile(model, fullgraph=True, backend="aot_eager"))
+    assert tail(losses) < zoo.level
+    assert abs(tail(losses) - ends[0]) <= max(ends) - min(ends), (tail(losses), ends)

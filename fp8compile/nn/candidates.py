@@ -1,0 +1,150 @@
+"""Which modules `convert` may put in FP8, linears and modules of experts, and what differs between the two."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+from torch.distributed import ProcessGroup
+from torch.nn.parameter import is_lazy
+from torch.nn.utils.parametrize import is_parametrized
+
+from fp8compile._compat import is_sharded_class
+from fp8compile.nn.experts import (
+    ConvertedExperts,
+    become_float8_experts,
+    become_plain_experts,
+    cannot_convert_experts,
+    cannot_revert_experts,
+    cannot_take_experts,
+    experts_class,
+    is_experts,
+    matrices_of_experts,
+    stacks,
+)
+from fp8compile.nn.linear import Linear, become_float8, become_plain, cannot_revert
+from fp8compile.nn.subclasses import float8_class, names_taken
+from fp8compile.quantizers import Recipe
+from fp8compile.tensor import SOURCE_DTYPES, QuantizedTensor
+
+__all__ = [
+    "cannot_convert",
+    "cannot_go_back",
+    "cannot_take",
+    "converted_class",
+    "device_of",
+    "go_back",
+    "is_converted",
+    "is_layer",
+    "layers",
+    "matrices",
+    "put_in_float8",
+    "weight_names",
+]
+
+
+def is_layer(module: nn.Module) -> bool:
+    """Whether a module is one that `convert` is asked about: a linear, or one of experts."""
+    return isinstance(module, nn.Linear) or is_experts(module)
+
+
+def is_converted(module: nn.Module) -> bool:
+    """Whether a module is in FP8."""
+    return isinstance(module, (Linear, ConvertedExperts))
+
+
+def layers(model: nn.Module) -> Iterator[tuple[nn.Module, list[str]]]:
+    """All linears, subclasses too, and all experts of a model, each with all names that it has there."""
+    names: dict[nn.Module, list[str]] = {}
+    for fqn, module in model.named_modules(remove_duplicate=False):
+        if is_layer(module):
+            names.setdefault(module, []).append(fqn)
+    yield from names.items()
+
+
+def weight_names(layer: nn.Module) -> tuple[str, ...]:
+    """The parameters that a layer multiplies by."""
+    return ("weight",) if isinstance(layer, nn.Linear) else tuple(stacks(layer))
+
+
+def matrices(layer: nn.Module) -> list[tuple[int, int]]:
+    """(out_features, in_features) of what one row is multiplied by: of a linear one, of experts those of an expert."""
+    return [(layer.out_features, layer.in_features)] if isinstance(layer, nn.Linear) else matrices_of_experts(layer)
+
+
+def device_of(layer: nn.Module) -> torch.device:
+    """Where a layer's weights are."""
+    return getattr(layer, weight_names(layer)[0]).device
+
+
+def _cannot_keep_class(module: nn.Linear) -> str | None:
+    """Why a subclass of ``nn.Linear`` can't be in FP8 and stay what it is, or None."""
+    cls = type(module)
+    subclass = f"a subclass of nn.Linear ({cls.__qualname__})"
+    if is_parametrized(module):
+        return "its weight or bias is parametrized; convert first and parametrize what convert returns"
+    if is_lazy(module.weight):
+        return f"{subclass} whose parameters have no shape before the first call; call the model, then convert"
+    if is_sharded_class(cls):
+        return f"{subclass} that fully_shard made; convert first"
+    if cls.forward is not nn.Linear.forward or cls.__call__ is not nn.Linear.__call__:
+        return f"{subclass}, whose own forward would be lost"
+    return None
+
+
+def _cannot_convert_linear(module: nn.Linear) -> str | None:
+    if type(module) is not nn.Linear and (reason := _cannot_keep_class(module)):
+        return reason
+    if names := names_taken(module):
+        return f"it has an attribute {names[0]} of its own, and so has an FP8 layer"
+    if "forward" in vars(module):
+        return "its forward was replaced on the instance (a hook of another library?) and would be lost"
+    if isinstance(module.weight, QuantizedTensor) or module.weight.layout != torch.strided:
+        kind = type(module.weight).__name__ if isinstance(module.weight, QuantizedTensor) else module.weight.layout
+        return f"its weight is {kind}; FP8 layers take a dense one and quantize it themselves"
+    if module.weight.dtype not in SOURCE_DTYPES:
+        return f"weights are {module.weight.dtype}; FP8 layers take bfloat16, float16, float32"
+    return None
+
+
+def cannot_convert(layer: nn.Module) -> str | None:
+    """Why a layer can't be in FP8 whatever the recipe, or None."""
+    return _cannot_convert_linear(layer) if isinstance(layer, nn.Linear) else cannot_convert_experts(layer)
+
+
+def cannot_take(layer: nn.Module, recipe: Recipe, *, quantized_parameters: bool) -> str | None:
+    """Why a layer that can be in FP8 can't be with this recipe, or None. Of linears, `check_weights` tells."""
+    if isinstance(layer, nn.Linear):
+        return None
+    if quantized_parameters:
+        return "quantized_parameters: weights of experts are kept in high precision only"
+    return cannot_take_experts(recipe)
+
+
+def converted_class(layer: nn.Module) -> type:
+    """The class that a layer gets when it is converted; made here, so that nothing is changed if it can't be."""
+    return float8_class(type(layer)) if isinstance(layer, nn.Linear) else experts_class(type(layer))
+
+
+def put_in_float8(layer: nn.Module, recipe: Recipe, amax_group: ProcessGroup | None) -> None:
+    """Swap a layer's class, in place: whoever else holds the module, in a list or a closure, has FP8 too."""
+    if isinstance(layer, nn.Linear):
+        layer.__class__ = float8_class(type(layer))
+        become_float8(layer, recipe, amax_group if recipe.history() else None)
+    else:
+        become_float8_experts(layer, recipe)
+
+
+def cannot_go_back(layer: nn.Module) -> str | None:
+    """Why a converted layer can't become again what it was, or None."""
+    return cannot_revert(layer) if isinstance(layer, Linear) else cannot_revert_experts(layer)
+
+
+def go_back(layer: nn.Module) -> None:
+    """Undo `put_in_float8`."""
+    if isinstance(layer, Linear):
+        become_plain(layer)
+        layer.__class__ = layer._plain
+    else:
+        become_plain_experts(layer)

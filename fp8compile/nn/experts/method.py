@@ -1,0 +1,32 @@
+"""Experts that multiply by a method ``_grouped_mm(self, *, A, B_t, offs)``, as torchtitan's ``GroupedExperts`` do.
+
+torchtitan gives the method for others to override. Whoever writes such a method, the module is taken by its signature.
+"""
+
+from __future__ import annotations
+
+import inspect
+
+from torch import Tensor, nn
+
+from fp8compile.nn.experts.host import Host
+from fp8compile.nn.grouped import grouped_mm
+
+__all__ = ["METHOD"]
+
+NAME, ARGUMENTS = "_grouped_mm", ("A", "B_t", "offs")
+
+
+def _has_the_method(cls: type[nn.Module]) -> bool:
+    method = inspect.getattr_static(cls, NAME, None)
+    if not inspect.isfunction(method):
+        return False
+    _, *given = inspect.signature(method).parameters.values()
+    return tuple(each.name for each in given) == ARGUMENTS and all(each.kind == each.KEYWORD_ONLY for each in given)
+
+
+def _grouped_mm(self: nn.Module, *, A: Tensor, B_t: Tensor, offs: Tensor) -> Tensor:
+    return grouped_mm(A, B_t, offs=offs, recipe=self.recipe)
+
+
+METHOD = Host(takes=_has_the_method, method=NAME, replacement=_grouped_mm, is_transposed=lambda module: False)

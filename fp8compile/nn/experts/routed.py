@@ -1,0 +1,66 @@
+"""Experts of transformers: each token goes to the few experts that its router chose.
+
+`use_experts_implementation` of transformers writes flags into each such module (transposed weights, biases, a gate, a
+norm behind), and replaces the forward by one that looks up an implementation in the config of the whole model. This
+forward takes the place of the latter, in one module, and reads the same flags.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from fp8compile.nn.experts.host import Host, code_of
+from fp8compile.nn.grouped import grouped_linear
+
+__all__ = ["ROUTED"]
+
+DISPATCH = ("transformers.integrations.moe", "use_experts_implementation.<locals>.wrapper.<locals>.forward")
+
+
+def _project(self: nn.Module, x: Tensor, offsets: Tensor, name: str) -> Tensor:
+    weight = getattr(self, name)
+    bias = getattr(self, f"{name}_bias") if self.has_bias else None
+    matrices = weight.transpose(-2, -1) if self.is_transposed else weight
+    return grouped_linear(x.to(weight.dtype), matrices, offsets, bias, recipe=self.recipe)
+
+
+def _forward(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """Rows sorted by expert, two grouped products, and the weighted sum of each token's results.
+
+    Rows of experts of other ranks have an index behind the last expert. They are sorted behind all groups, where
+    `grouped_linear` reads nothing and gives zeros, in gradients too.
+
+    Args:
+        self: The module.
+        hidden_states: (tokens, hidden).
+        top_k_index: (tokens, top_k): which experts.
+        top_k_weights: (tokens, top_k): what each result is multiplied by.
+
+    Returns:
+        (tokens, hidden), the dtype of ``hidden_states``.
+    """
+    tokens, top_k = top_k_index.shape
+    # stable, so that rows of an expert are in one order wherever this runs: blocks along tokens depend on it
+    experts, pairs = torch.sort(top_k_index.reshape(-1), stable=True)
+    every = torch.arange(self.down_proj.shape[0], device=experts.device, dtype=experts.dtype)
+    offsets = torch.searchsorted(experts, every, right=True, out_int32=True)
+
+    x = hidden_states[pairs // top_k]
+    inner = _project(self, x, offsets, "gate_up_proj" if self.has_gate else "up_proj")
+    inner = self._apply_gate(inner) if self.has_gate else self.act_fn(inner)
+    y = _project(self, inner, offsets, "down_proj")
+    if self.has_post_expert_norm:
+        y = self.post_expert_norm(y)
+    y = y * top_k_weights.reshape(-1)[pairs].unsqueeze(-1)
+
+    places = torch.empty_like(pairs).scatter_(0, pairs, torch.arange(pairs.shape[0], device=pairs.device))
+    return y[places].view(tokens, top_k, -1).sum(dim=1).to(hidden_states.dtype)
+
+
+ROUTED = Host(
+    takes=lambda cls: code_of(cls) == DISPATCH,
+    method="forward",
+    replacement=_forward,
+    is_transposed=lambda module: module.is_transposed,
+)
