@@ -35,12 +35,20 @@ def lines_about_recipes(capsys):
     return [tuple(cell.strip() for cell in line.split("  ") if cell)[1:] for line in table.splitlines()]
 
 
+@pytest.fixture
+def pretended(monkeypatch):
+    def pretend(capability):
+        monkeypatch.setattr(checks, "run_checks", lambda: [{"name": "left out", "ok": True, "detail": "slow"}])
+        monkeypatch.setattr(doctor, "_devices", lambda: [{"device": "cpu" if capability is None else "cuda:0"}])
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+
+    return pretend
+
+
 @pytest.mark.parametrize("capability", WAYS)
-def test_each_recipe_on_each_device(capability, capsys, monkeypatch):
+def test_each_recipe_on_each_device(capability, capsys, pretended):
     """Native by which GEMM, emulated, or which GPU it needs."""
-    monkeypatch.setattr(checks, "run_checks", lambda: [{"name": "left out", "ok": True, "detail": "slow"}])
-    monkeypatch.setattr(doctor, "_devices", lambda: [{"device": "cpu" if capability is None else "cuda:0"}])
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    pretended(capability)
     tensorwise, rowwise, blockwise, mxfp8 = WAYS[capability]
     expected = [
         ("tensorwise", ALL, tensorwise),
@@ -54,10 +62,32 @@ def test_each_recipe_on_each_device(capability, capsys, monkeypatch):
     assert {name for name, *_ in expected} == set(f8.recipes.names())
     merged = {}
     for name, gemms, way in lines_about_recipes(capsys):
+        if name.endswith(", experts"):
+            continue
         assert way.startswith("can't run: ") == ("needs" in way)
         short = next((w for w in (NO_TENSOR_CORES, NO_BLOCKWISE, NO_MX) if w in way), way)
         merged[name, short] = ", ".join(filter(None, [merged.get((name, short)), gemms]))
     assert merged == {(name, way): gemms for name, gemms, way in expected}
+
+
+NONE = "can't run: "
+GROUPED = "native, rowwise grouped GEMM"
+# rowwise, blockwise, mxfp8
+EXPERTS = {
+    None: ("group by group",) * 3,
+    (8, 9): (NONE, NONE, NONE),
+    (9, 0): (GROUPED, "native, blockwise grouped GEMM in Triton", NONE),
+    (10, 0): (GROUPED, NONE, "native, MX grouped GEMM"),
+}
+
+
+@pytest.mark.parametrize("capability", EXPERTS)
+def test_experts_by_each_recipe_on_each_device(capability, capsys, pretended):
+    pretended(capability)
+    ways = {name: way for name, _, way in lines_about_recipes(capsys)}
+    for recipe, way in zip(("rowwise", "blockwise", "mxfp8"), EXPERTS[capability], strict=True):
+        assert ways[f"{recipe}, experts"].startswith(way)
+    assert "delayed scaling" in ways["delayed, experts"]
 
 
 def test_another_librarys_operators_are_not_missing_from_ours(monkeypatch, capsys):

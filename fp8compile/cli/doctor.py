@@ -45,8 +45,8 @@ def _broken(error: Exception) -> dict[str, str]:
     return {"gemm": "all", "kind": "none", "detail": str(error)}
 
 
-def _gemms(name: str, device: str) -> list[dict[str, str]]:
-    """How the GEMMs of a recipe run; of an installed package that fails, the error."""
+def _gemms(name: str, device: str, *, grouped: bool = False) -> list[dict[str, str]]:
+    """How the GEMMs of a recipe run, of linears or of experts; of an installed package that fails, the error."""
     import torch
 
     from fp8compile import recipes
@@ -56,7 +56,7 @@ def _gemms(name: str, device: str) -> list[dict[str, str]]:
         recipe = recipes.by_name(name)
     except (ImportError, TypeError, ValueError) as error:
         return [_broken(error)]
-    return [dataclasses.asdict(gemm) for gemm in recipe_support(recipe, torch.device(device))]
+    return [dataclasses.asdict(gemm) for gemm in recipe_support(recipe, torch.device(device), grouped=grouped)]
 
 
 def _recipes(devices: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -66,9 +66,14 @@ def _recipes(devices: list[dict[str, Any]]) -> list[dict[str, Any]]:
     try:
         names += recipes.installed()
     except ValueError as error:
-        broken = [{"device": "any", "recipe": "of packages", "gemms": [_broken(error)]}]
+        broken = [{"device": "any", "recipe": "of packages", "gemms": [_broken(error)], "experts": []}]
     return [
-        {"device": entry["device"], "recipe": name, "gemms": _gemms(name, entry["device"])}
+        {
+            "device": entry["device"],
+            "recipe": name,
+            "gemms": _gemms(name, entry["device"]),
+            "experts": _gemms(name, entry["device"], grouped=True),
+        }
         for entry in devices
         for name in names
     ] + broken
@@ -78,7 +83,8 @@ def examine() -> dict[str, Any]:
     """Everything that doctor knows, as plain values for JSON.
 
     Returns:
-        ``versions``, ``devices``, ``recipes`` (how each GEMM runs where), ``checks`` (name, ok, detail), ``ok``.
+        ``versions``, ``devices``, ``recipes`` (how each GEMM runs where, of linears and of experts), ``checks`` (name, ok,
+        detail), ``ok``.
     """
     from fp8compile.cli.checks import run_checks
 
@@ -103,11 +109,15 @@ def _print_table(rows: list[tuple[str, ...]]) -> None:
 
 def _recipe_lines(row: dict[str, Any]) -> list[tuple[str, ...]]:
     """A line for the GEMMs of a recipe that run the same way, the way last."""
-    ways: dict[str, list[str]] = {}
-    for gemm in row["gemms"]:
-        cannot = "can't run: " if gemm["kind"] == "none" else ""
-        ways.setdefault(cannot + gemm["detail"], []).append(gemm["gemm"])
-    return [(row["device"], row["recipe"], ", ".join(gemms), way) for way, gemms in ways.items()]
+    lines = []
+    for layers in ("gemms", "experts"):
+        ways: dict[str, list[str]] = {}
+        for gemm in row[layers]:
+            cannot = "can't run: " if gemm["kind"] == "none" else ""
+            ways.setdefault(cannot + gemm["detail"], []).append(gemm["gemm"])
+        name = row["recipe"] + (", experts" if layers == "experts" else "")
+        lines += [(row["device"], name, ", ".join(gemms), way) for way, gemms in ways.items()]
+    return lines
 
 
 def _print(findings: dict[str, Any]) -> None:

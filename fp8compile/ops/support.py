@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch
 
 from fp8compile.ops.gemm import selected_gemm
+from fp8compile.ops.gemms.grouped.table import selected_grouped_gemm
+from fp8compile.ops.layer.grouped_operands import check_recipe_of_groups
 from fp8compile.quantizers import GEMMS, Recipe
 
 __all__ = ["GemmSupport", "recipe_support"]
@@ -28,7 +30,7 @@ class GemmSupport:
 
 
 def recipe_support(
-    recipe: Recipe, device: torch.device, out_dtype: torch.dtype = torch.bfloat16
+    recipe: Recipe, device: torch.device, out_dtype: torch.dtype = torch.bfloat16, *, grouped: bool = False
 ) -> tuple[GemmSupport, ...]:
     """How each GEMM of a recipe would run on a device.
 
@@ -36,11 +38,17 @@ def recipe_support(
         recipe: The recipe.
         device: The device.
         out_dtype: Dtype of the layer's tensors.
+        grouped: Whether the products are those of a grouped layer, such as experts.
 
     Returns:
         One entry a GEMM, in the order output, grad_input, grad_weight.
     """
-    found = []
+    if grouped:
+        try:
+            check_recipe_of_groups(recipe)
+        except ValueError as error:
+            return tuple(GemmSupport(gemm=gemm.name, kind="none", detail=str(error)) for gemm in GEMMS)
+    select, found = selected_grouped_gemm if grouped else selected_gemm, []
     for gemm in GEMMS:
         quantizers = recipe.quantizers(gemm)
         if quantizers is None:
@@ -50,7 +58,7 @@ def recipe_support(
             a = a.transposed() if gemm.a_transposed else a
             b = b.transposed() if gemm.b_transposed else b
             try:
-                found_gemm = selected_gemm(a, b, device, out_dtype, recipe.gemm_config(gemm))
+                found_gemm = select(a, b, device, out_dtype, recipe.gemm_config(gemm))
                 kind, detail = found_gemm.name, found_gemm.detail
             except (ValueError, RuntimeError) as error:
                 kind, detail = "none", str(error)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -13,6 +13,8 @@ from torch import nn
 
 from fp8compile import ops
 from fp8compile.nn import Linear, revert
+from fp8compile.nn.experts import ConvertedExperts, stacks
+from fp8compile.ops.gemms.grouped.table import grouped_calls
 from fp8compile.ops.gemms.table import multiplying_calls
 from fp8compile.ops.support import GemmSupport, recipe_support
 from fp8compile.target import pretend_target
@@ -105,13 +107,20 @@ class GpuExplanation:
 
 def _support(model: nn.Module, gpu: Gpu) -> list[tuple[str, GemmSupport]]:
     """How a GPU would run each product of each converted layer, by the layer's name."""
-    layers = [(name, layer) for name, layer in model.named_modules() if isinstance(layer, Linear)]
+    layers = [(name, layer) for name, layer in model.named_modules() if isinstance(layer, (Linear, ConvertedExperts))]
     with pretend_target(gpu.target):
         return [
-            (name or "the model", each)
-            for name, layer in layers
-            for each in recipe_support(layer.recipe, torch.device("cuda"), layer.weight.dtype)
+            (name or "the model", each) for name, layer in layers for each in _support_of(layer, torch.device("cuda"))
         ]
+
+
+def _support_of(layer: Linear | ConvertedExperts, device: torch.device) -> list[GemmSupport]:
+    """How each product of a layer would run; of experts, those of each of their weights."""
+    if isinstance(layer, Linear):
+        return list(recipe_support(layer.recipe, device, layer.weight.dtype))
+    found = recipe_support(layer.recipe, device, next(layer.parameters()).dtype, grouped=True)
+    named = [each if each.kind == "none" else replace(each, kind=f"{each.kind}, grouped") for each in found]
+    return named * len(stacks(layer))
 
 
 def missing_gemm(model: nn.Module, gpu: Gpu) -> str:
@@ -137,7 +146,7 @@ def _fused_with(found: Schedule, launch: ScheduledLaunch) -> tuple[str, ...]:
 
 
 def _multiplies_codes(launch: ScheduledLaunch) -> bool:
-    is_known = not multiplying_calls().isdisjoint(launch.name.split("."))
+    is_known = not (multiplying_calls() | grouped_calls()).isdisjoint(launch.name.split("."))
     return launch.kind == "gemm" and (is_known or "scaled" in launch.name)
 
 
@@ -192,7 +201,7 @@ def _said(error: Exception) -> str:
 def _unconverted(
     model: nn.Module, args: tuple, kwargs: dict, names: Names, gpu: Gpu
 ) -> tuple[tuple[GraphCost, ...], str]:
-    if not any(isinstance(module, Linear) for module in model.modules()):
+    if not any(isinstance(module, (Linear, ConvertedExperts)) for module in model.modules()):
         return (), ""
     try:
         plain = revert(copy.deepcopy(model))

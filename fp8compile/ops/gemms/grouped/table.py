@@ -16,9 +16,14 @@ from fp8compile.ops.gemms.table import refused
 from fp8compile.quantizers import GemmConfig, Quantizer
 from fp8compile.target import Target, target_of
 
-__all__ = ["GROUPED_GEMMS", "selected_grouped_gemm"]
+__all__ = ["GROUPED_GEMMS", "grouped_calls", "selected_grouped_gemm"]
 
 GROUPED_GEMMS = (ROWWISE, MX, BLOCKWISE, ONE_BY_ONE)
+
+
+def grouped_calls() -> frozenset[str]:
+    """Names of the operators that multiply groups of codes, such as ``"_scaled_grouped_mm"``."""
+    return frozenset(call for gemm in GROUPED_GEMMS for call in gemm.calls)
 
 
 @lru_cache(maxsize=256)  # each eager call asks
