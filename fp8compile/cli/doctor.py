@@ -83,8 +83,8 @@ def examine() -> dict[str, Any]:
     """Everything that doctor knows, as plain values for JSON.
 
     Returns:
-        ``versions``, ``devices``, ``recipes`` (how each GEMM runs where, of linears and of experts), ``checks`` (name, ok,
-        detail), ``ok``.
+        ``versions``, ``devices``, ``recipes`` (how each GEMM runs where, of linears and of experts), ``checks`` (name,
+        ok, detail), ``ok``.
     """
     from fp8compile.cli.checks import run_checks
 

@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
-from fp8compile._compat import is_dtensor
+from fp8compile._compat import constant_when_traced, is_dtensor
 from fp8compile.nn.functional import check_recipe
 from fp8compile.ops.groups.checked_offsets import check_offsets, checked_offsets
 from fp8compile.ops.layer.grouped_linear import grouped_linear as grouped_linear_op
+from fp8compile.ops.layer.linear import for_gradients_of
 from fp8compile.quantizers import Recipe
 from fp8compile.tensor import SOURCE_DTYPES, QuantizedTensor, not_dense
 
@@ -93,6 +94,12 @@ def _checked(x: Tensor, weight: Tensor, offsets: Tensor, bias: Tensor | None) ->
     return operands["x"], operands["weight"], operands.get("bias")
 
 
+@constant_when_traced
+def _without_grad_weight(recipe: Recipe) -> Recipe:
+    """The recipe of a weight that is frozen: the forward makes no codes for a gradient that nobody takes."""
+    return for_gradients_of(recipe, x=True, weight=False)
+
+
 def grouped_linear(
     x: Tensor,
     weight: Tensor,
@@ -147,7 +154,8 @@ def grouped_linear(
         offsets = checked_offsets(offsets, x.shape[0])
     elif not torch.compiler.is_compiling() and offsets.device.type != "meta":
         check_offsets("grouped_linear", offsets, x.shape[0])
-    return grouped_linear_op(x, weight, offsets, bias, recipe)
+    own = recipe if weight.requires_grad else _without_grad_weight(recipe)
+    return grouped_linear_op(x, weight, offsets, bias, own)
 
 
 def grouped_mm(
