@@ -17,6 +17,9 @@ from pretended_gpu import on_a_gpu
 
 from fp8compile.testing import run_gpu_program
 
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:TRITON_DEFAULT_FP_FUSION is unset:UserWarning"  # Triton 3.9, once a process
+)
 LINE, TILE, PILLAR = (1, 128), (128, 128), (128, 1)
 ROUNDING = 2.0**-24  # of float32
 SIZES = [(256, 130), (200, 260)]  # of the sum, of columns: of whole blocks, and not
@@ -48,7 +51,7 @@ def products_of_rows(groups, x, weight, of_x, of_weight, *, turned=False):
         weight: (E, N, K), or turned (E, K, N).
         of_x: Quantizer of x.
         of_weight: Of each matrix, as ``weight`` has it.
-        turned: Whether the kernel reads matrices by the strides of their transposes.
+        turned: Whether the op is given transposes of the matrices, as grad_input has them.
     """
     a, matrices = f8.quantize(x, of_x), [f8.quantize(each, of_weight) for each in weight]
     b, scale = torch.stack([each.codes for each in matrices]), torch.stack([each.scale for each in matrices])
@@ -97,7 +100,7 @@ def test_exact_products_are_exact(groups, k, n, assert_bits_equal):
         found, expected, _ = products_of_rows(groups, x, weight, line, of_weight)
         assert_bits_equal(found, rounded(expected), f"rows, {of_weight.block}")
     found, expected, _ = products_of_rows(groups, grad, weight, line, tile, turned=True)
-    assert_bits_equal(found, rounded(expected), "rows, by the transposed matrices")
+    assert_bits_equal(found, rounded(expected), "rows, by transposed matrices")
     found, expected, _ = products_over_tokens(groups, grad, x, pillar, pillar)
     assert_bits_equal(found, rounded(expected), "tokens")
 

@@ -18,9 +18,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fp8compile.kernels.groups import _units
+from fp8compile.kernels.groups import SEARCHED, _sizes, _units
 
-__all__ = ["STAGES", "WARPS", "constants", "multiply_rows", "multiply_tokens", "rows_kernel", "tokens_kernel"]
+__all__ = ["STAGES", "WARPS", "multiply_rows", "multiply_tokens", "rows_kernel", "tokens_kernel"]
 
 TILE = 128  # of the product, and a block of the sum
 WARPS = 8
@@ -29,13 +29,14 @@ STAGES = 4  # 32 KiB of shared memory each
 
 @triton.jit
 def _summed(
-    a_at, b_at, a_scale_at, b_scale_at, length, a_step, b_step, a_scale_step, b_scale_step,
+    a_at, b_at, a_scale_at, b_scale_at, length, a_scale_step, b_scale_step,
     TILE: tl.constexpr, IS_EVEN: tl.constexpr, HAS_TILES: tl.constexpr,
 ):  # fmt: skip
     """The sum over blocks of a tile of products.
 
-    Pointers are those of the first block: codes (TILE, TILE), the sum along dim 1 of ``a`` and dim 0 of ``b``, and
-    scales (TILE,), or with HAS_TILES one for all columns of ``b``. Without IS_EVEN the last block may be a part.
+    Pointers are those of the first block: codes (TILE, TILE), the sum along dim 1 of ``a`` and dim 0 of ``b``, which
+    lies side by side in both, and scales (TILE,), or with HAS_TILES one for all columns of ``b``. Without IS_EVEN the
+    last block may be a part.
     """
     total = tl.zeros((TILE, TILE), tl.float32)
     k = tl.arange(0, TILE)
@@ -52,8 +53,8 @@ def _summed(
             total += product * (a_scale * b_scale)[:, None]
         else:
             total += product * a_scale[:, None] * b_scale[None, :]
-        a_at += a_step
-        b_at += b_step
+        a_at += TILE
+        b_at += TILE
         a_scale_at += a_scale_step
         b_scale_at += b_scale_step
     return total
@@ -62,15 +63,14 @@ def _summed(
 @triton.jit
 def rows_kernel(
     a_ptr, b_ptr, a_scale_ptr, b_scale_ptr, offsets_ptr, y_ptr, R, N, K, E,
-    a_scale_stride_m, a_scale_stride_k, b_stride_e, b_stride_n, b_stride_k,
-    b_scale_stride_e, b_scale_stride_n, b_scale_stride_k,
-    TILE: tl.constexpr, GROUPS: tl.constexpr, IS_EVEN: tl.constexpr, HAS_TILES: tl.constexpr,
+    a_scale_stride_m, a_scale_stride_k, b_scale_stride_e, b_scale_stride_n, b_scale_stride_k,
+    TILE: tl.constexpr, IS_EVEN: tl.constexpr, HAS_TILES: tl.constexpr,
 ):  # fmt: skip
     """One tile of rows and columns; programs that no group needs have rows behind the last, which are zeros."""
     columns = tl.cdiv(N, TILE)
     tile = tl.program_id(0) // columns
     first_n = tl.program_id(0) % columns * TILE
-    found, row, stop = _units(offsets_ptr, tile * TILE, E, TILE, 1, GROUPS)
+    found, row, stop = _units(offsets_ptr, tile * TILE, E, TILE, 1)
     group, first = tl.sum(found, 0), tl.sum(row, 0)
     m, n = first + tl.arange(0, TILE), first_n + tl.arange(0, TILE)
     is_group = group < E
@@ -80,10 +80,10 @@ def rows_kernel(
     of_group, k = tl.where(is_group, group, 0).to(tl.int64), tl.arange(0, TILE)
     total = _summed(
         a_ptr + from_m[:, None] * K + k[None, :],
-        b_ptr + of_group * b_stride_e + from_n[None, :] * b_stride_n + k[:, None] * b_stride_k,
+        b_ptr + (of_group * N + from_n[None, :]) * K + k[:, None],
         a_scale_ptr + from_m * a_scale_stride_m,
         b_scale_ptr + of_group * b_scale_stride_e + (first_n // TILE if HAS_TILES else from_n) * b_scale_stride_n,
-        tl.where(is_group, K, 0), TILE, TILE * b_stride_k, a_scale_stride_k, b_scale_stride_k,
+        tl.where(is_group, K, 0), a_scale_stride_k, b_scale_stride_k,
         TILE, IS_EVEN=IS_EVEN, HAS_TILES=HAS_TILES,
     )  # fmt: skip
     is_stored = (m < end)[:, None] & (n < N)[None, :]
@@ -91,20 +91,26 @@ def rows_kernel(
 
 
 @triton.jit
+def _blocks_before(offsets_ptr, group, TILE: tl.constexpr):
+    """Blocks of tokens of all groups before one."""
+    blocks = 0
+    for first in range(0, group, SEARCHED):
+        blocks += tl.sum(tl.cdiv(_sizes(offsets_ptr, first + tl.arange(0, SEARCHED), group), TILE), 0)
+    return blocks
+
+
+@triton.jit
 def tokens_kernel(
     a_ptr, b_ptr, a_scale_ptr, b_scale_ptr, offsets_ptr, d_ptr, N, K, C,
-    TILE: tl.constexpr, GROUPS: tl.constexpr,
+    TILE: tl.constexpr,
 ):  # fmt: skip
     """One tile of one group's matrix; the padding behind a group's tokens has codes 0."""
     columns = tl.cdiv(K, TILE)
     n = tl.program_id(0) // columns * TILE + tl.arange(0, TILE)
     k = tl.program_id(0) % columns * TILE + tl.arange(0, TILE)
-    group, e = tl.program_id(1), tl.arange(0, GROUPS)
-    start = tl.load(offsets_ptr + e - 1, (e > 0) & (e <= group), other=0)
-    size = tl.where(e <= group, tl.maximum(tl.load(offsets_ptr + e, e <= group, other=0) - start, 0), 0)
-    blocks = tl.cdiv(size, TILE)
-    first = tl.sum(tl.where(e < group, blocks, 0), 0).to(tl.int64)
-    length = tl.minimum(tl.sum(tl.where(e == group, size, 0), 0), C - first * TILE)
+    group = tl.program_id(1)
+    first = _blocks_before(offsets_ptr, group, TILE).to(tl.int64)
+    length = tl.minimum(_sizes(offsets_ptr, group, group + 1), C - first * TILE)
     from_n, from_k = tl.minimum(n, N - 1).to(tl.int64), tl.minimum(k, K - 1).to(tl.int64)
     c = first * TILE + tl.arange(0, TILE)
     total = _summed(
@@ -112,16 +118,11 @@ def tokens_kernel(
         b_ptr + from_k[None, :] * C + c[:, None],
         a_scale_ptr + first * N + from_n,
         b_scale_ptr + first * K + from_k,
-        length, TILE, TILE, N, K,
+        length, N, K,
         TILE, IS_EVEN=True, HAS_TILES=False,
     )  # fmt: skip
     at = (group.to(tl.int64) * N + n[:, None]) * K + k[None, :]
     tl.store(d_ptr + at, total.to(d_ptr.dtype.element_ty), (n < N)[:, None] & (k < K)[None, :])
-
-
-def constants(groups: int) -> dict[str, int]:
-    """What both kernels are compiled for."""
-    return {"TILE": TILE, "GROUPS": triton.next_power_of_2(groups)}
 
 
 def multiply_rows(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, offsets: Tensor, y: Tensor) -> None:
@@ -129,8 +130,7 @@ def multiply_rows(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, offset
 
     Args:
         a: (R, K), contiguous, float8.
-        b: (E, N, K), any strides, float8. Tensor cores read contiguous rows of K; others turn around in registers, of
-            which there are enough where ``b_scale`` has tiles.
+        b: (E, N, K), contiguous, float8.
         a_scale: (R, ceil(K / 128)), any strides, float32.
         b_scale: (E, ceil(N / 128), ceil(K / 128)), of tiles, or (E, N, ceil(K / 128)), any strides, float32.
         offsets: (E,), contiguous, int32.
@@ -141,8 +141,8 @@ def multiply_rows(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, offset
     tiles = (rows + (groups + 1) * (TILE - 1)) // TILE
     kinds = {"IS_EVEN": k % TILE == 0, "HAS_TILES": b_scale.shape[1] != n}
     rows_kernel[(tiles * triton.cdiv(n, TILE),)](
-        a, b, a_scale, b_scale, offsets, y, rows, n, k, groups, *a_scale.stride(), *b.stride(), *b_scale.stride(),
-        **constants(groups), **kinds, num_warps=WARPS, num_stages=STAGES,
+        a, b, a_scale, b_scale, offsets, y, rows, n, k, groups, *a_scale.stride(), *b_scale.stride(),
+        TILE=TILE, **kinds, num_warps=WARPS, num_stages=STAGES,
     )  # fmt: skip
 
 
@@ -160,5 +160,5 @@ def multiply_tokens(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, offs
     groups, n, k = d.shape
     grid = (triton.cdiv(n, TILE) * triton.cdiv(k, TILE), groups)
     tokens_kernel[grid](
-        a, b, a_scale, b_scale, offsets, d, n, k, a.shape[1], **constants(groups), num_warps=WARPS, num_stages=STAGES
+        a, b, a_scale, b_scale, offsets, d, n, k, a.shape[1], TILE=TILE, num_warps=WARPS, num_stages=STAGES
     )

@@ -38,22 +38,33 @@ __all__ = [
     "quantize_kernel",
 ]
 
+SEARCHED = tl.constexpr(32)  # groups at a time; in a loop, so that no compiler spreads the search over all registers
 AMAX_WARPS = 8
 CAST_WARPS = 16
 
 
 @triton.jit
-def _groups_ended(offsets_ptr, row, E, GROUPS: tl.constexpr):
+def _sizes(offsets_ptr, e, E):
+    """Tokens of groups, 0 behind the last."""
+    start = tl.load(offsets_ptr + e - 1, (e > 0) & (e < E), other=0)
+    return tl.maximum(tl.load(offsets_ptr + e, e < E, other=0) - start, 0)
+
+
+@triton.jit
+def _groups_ended(offsets_ptr, row, E):
     """How many groups end at a row or before it."""
-    e = tl.arange(0, GROUPS)
-    ends = tl.load(offsets_ptr + e, e < E, other=0)
-    return tl.sum(((e < E) & (ends <= row)).to(tl.int32), 0)
+    count = 0
+    for first in range(0, E, SEARCHED):
+        e = first + tl.arange(0, SEARCHED)
+        ends = tl.load(offsets_ptr + e, e < E, other=0)
+        count += tl.sum(((e < E) & (ends <= row)).to(tl.int32), 0)
+    return count
 
 
 @triton.jit
 def amax_kernel(
     x_ptr, offsets_ptr, amax_ptr, R, K, E, stride_m, stride_k,
-    TILE: tl.constexpr, GROUPS: tl.constexpr, IS_WHOLE: tl.constexpr,
+    TILE: tl.constexpr, IS_WHOLE: tl.constexpr,
 ):  # fmt: skip
     """One tile, group by group; with IS_WHOLE a group has one number, otherwise one a column."""
     first = tl.program_id(0) * TILE
@@ -62,8 +73,8 @@ def amax_kernel(
     at = m.to(tl.int64)[:, None] * stride_m + k[None, :] * stride_k
     x = tl.load(x_ptr + at, is_token[:, None] & (k[None, :] < K), other=0.0).to(tl.float32)
     magnitude = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-    last = tl.minimum(_groups_ended(offsets_ptr, first + TILE - 1, E, GROUPS), E - 1)
-    for group in range(_groups_ended(offsets_ptr, first, E, GROUPS), last + 1):
+    last = tl.minimum(_groups_ended(offsets_ptr, first + TILE - 1, E), E - 1)
+    for group in range(_groups_ended(offsets_ptr, first, E), last + 1):
         start = tl.load(offsets_ptr + group - 1, group > 0, other=0)
         is_inside = (m >= start) & (m < tl.load(offsets_ptr + group))
         largest = tl.max(tl.where(is_inside[:, None], magnitude, 0), 0)
@@ -74,17 +85,19 @@ def amax_kernel(
 
 
 @triton.jit
-def _units(offsets_ptr, first, E, ALIGN: tl.constexpr, UNITS: tl.constexpr, GROUPS: tl.constexpr):
+def _units(offsets_ptr, first, E, ALIGN: tl.constexpr, UNITS: tl.constexpr):
     """For each unit of columns from `first` on: its group (E behind the last), its first row, and the group's end."""
-    e = tl.arange(0, GROUPS)
-    start = tl.load(offsets_ptr + e - 1, (e > 0) & (e < E), other=0)
-    size = tl.where(e < E, tl.maximum(tl.load(offsets_ptr + e, e < E, other=0) - start, 0), 0)
-    padded = (size + (ALIGN - 1)) // ALIGN * ALIGN
     unit = first + tl.arange(0, UNITS) * ALIGN
-    is_behind = (unit[:, None] >= tl.cumsum(padded, 0)[None, :]) & (e < E)[None, :]
-    group = tl.sum(is_behind.to(tl.int32), 1)
-    row = unit - tl.sum(tl.where(is_behind, padded - size, 0), 1)
-    return group, row, tl.load(offsets_ptr + group, group < E, other=0)
+    group, padding, columns = tl.zeros((UNITS,), tl.int32), tl.zeros((UNITS,), tl.int32), 0
+    for first_e in range(0, E, SEARCHED):
+        e = first_e + tl.arange(0, SEARCHED)
+        size = _sizes(offsets_ptr, e, E)
+        padded = (size + (ALIGN - 1)) // ALIGN * ALIGN
+        is_behind = (unit[:, None] >= columns + tl.cumsum(padded, 0)[None, :]) & (e < E)[None, :]
+        group += tl.sum(is_behind.to(tl.int32), 1)
+        padding += tl.sum(tl.where(is_behind, padded - size, 0), 1)
+        columns += tl.sum(padded, 0)
+    return group, unit - padding, tl.load(offsets_ptr + group, group < E, other=0)
 
 
 @triton.jit
@@ -109,14 +122,14 @@ def _store_transposed(codes_ptr, codes, is_token, column, k, C, K):
 def cast_kernel(
     x_ptr, offsets_ptr, multiplier_ptr, codes_ptr, R, K, E, C, stride_m, stride_k, multiplier_stride_m,
     multiplier_stride_k,
-    TILE: tl.constexpr, ALIGN: tl.constexpr, GROUPS: tl.constexpr,
+    TILE: tl.constexpr, ALIGN: tl.constexpr,
     Q_MAX: tl.constexpr, Q_E4M3: tl.constexpr,
 ):  # fmt: skip
     """One tile of codes, by multipliers of groups."""
     UNITS: tl.constexpr = TILE // ALIGN
     first = tl.program_id(0) * TILE
     k = tl.program_id(1).to(tl.int64) * TILE + tl.arange(0, TILE)
-    group, row, end = _units(offsets_ptr, first, E, ALIGN, UNITS, GROUPS)
+    group, row, end = _units(offsets_ptr, first, E, ALIGN, UNITS)
     x, is_token = _tokens(x_ptr, row, end, k, R, K, stride_m, stride_k, ALIGN, TILE)
     at = group.to(tl.int64)[:, None] * multiplier_stride_m + k[None, :] * multiplier_stride_k
     multiplier = tl.load(multiplier_ptr + at, (group[:, None] < E) & (k[None, :] < K), other=0.0)
@@ -128,14 +141,14 @@ def cast_kernel(
 @triton.jit
 def quantize_kernel(
     x_ptr, offsets_ptr, codes_ptr, scales_ptr, R, K, E, C, stride_m, stride_k,
-    TILE: tl.constexpr, ALIGN: tl.constexpr, GROUPS: tl.constexpr, BLOCK: tl.constexpr,
+    TILE: tl.constexpr, ALIGN: tl.constexpr, BLOCK: tl.constexpr,
     Q_MAX: tl.constexpr, Q_EXPONENT: tl.constexpr, Q_E4M3: tl.constexpr, Q_RULE: tl.constexpr, Q_EPS: tl.constexpr,
 ):  # fmt: skip
     """One tile of codes, and the scales of its blocks."""
     BLOCKS: tl.constexpr = TILE // BLOCK
     first = tl.program_id(0) * TILE
     k = tl.program_id(1).to(tl.int64) * TILE + tl.arange(0, TILE)
-    _, row, end = _units(offsets_ptr, first, E, ALIGN, TILE // ALIGN, GROUPS)
+    _, row, end = _units(offsets_ptr, first, E, ALIGN, TILE // ALIGN)
     x, is_token = _tokens(x_ptr, row, end, k, R, K, stride_m, stride_k, ALIGN, TILE)
     magnitude = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     amax = tl.max(tl.reshape(magnitude, (BLOCKS, BLOCK, TILE)), 1)
@@ -148,22 +161,20 @@ def quantize_kernel(
     tl.store(scales_ptr + at, scale, (block[:, None] * BLOCK < C) & (k[None, :] < K))
 
 
-def amax_constants(quantizer: CurrentScaling, groups: int) -> dict[str, object]:
+def amax_constants(quantizer: CurrentScaling) -> dict[str, object]:
     """What the kernel of amaxes is compiled for."""
-    return {"TILE": TILE, "GROUPS": triton.next_power_of_2(groups), "IS_WHOLE": quantizer.block[1] == -1}
+    return {"TILE": TILE, "IS_WHOLE": quantizer.block[1] == -1}
 
 
-def cast_constants(quantizer: CurrentScaling, groups: int, align: int) -> dict[str, object]:
+def cast_constants(quantizer: CurrentScaling, align: int) -> dict[str, object]:
     """What the kernel that casts is compiled for."""
     fmt = _of_direction("Q", quantizer)
-    sizes = {"TILE": TILE, "ALIGN": align, "GROUPS": triton.next_power_of_2(groups)}
-    return sizes | {name: fmt[name] for name in ("Q_MAX", "Q_E4M3")}
+    return {"TILE": TILE, "ALIGN": align} | {name: fmt[name] for name in ("Q_MAX", "Q_E4M3")}
 
 
-def quantize_constants(quantizer: CurrentScaling, groups: int, align: int) -> dict[str, object]:
+def quantize_constants(quantizer: CurrentScaling, align: int) -> dict[str, object]:
     """What the kernel that quantizes is compiled for."""
-    sizes = {"TILE": TILE, "ALIGN": align, "GROUPS": triton.next_power_of_2(groups), "BLOCK": quantizer.block[0]}
-    return sizes | _of_direction("Q", quantizer)
+    return {"TILE": TILE, "ALIGN": align, "BLOCK": quantizer.block[0], **_of_direction("Q", quantizer)}
 
 
 def amax_of_groups(x: Tensor, offsets: Tensor, quantizer: CurrentScaling, amax: Tensor) -> None:
@@ -176,7 +187,7 @@ def amax_of_groups(x: Tensor, offsets: Tensor, quantizer: CurrentScaling, amax: 
         amax: (E, K) or (E, 1), contiguous, float32, zeros.
     """
     (rows, k), groups = x.shape, offsets.shape[0]
-    constants = amax_constants(quantizer, groups)
+    constants = amax_constants(quantizer)
     grid = (triton.cdiv(rows, TILE), triton.cdiv(k, TILE))
     bits = amax.view(torch.int32)
     amax_kernel[grid](x, offsets, bits, rows, k, groups, *x.stride(), **constants, num_warps=AMAX_WARPS)
@@ -199,7 +210,7 @@ def cast_groups(
     grid = (triton.cdiv(columns, TILE), triton.cdiv(k, TILE))
     cast_kernel[grid](
         x, offsets, multiplier, codes, rows, k, groups, columns, *x.stride(), *multiplier.expand(groups, k).stride(),
-        **cast_constants(quantizer, groups, align), num_warps=CAST_WARPS,
+        **cast_constants(quantizer, align), num_warps=CAST_WARPS,
     )  # fmt: skip
 
 
@@ -218,7 +229,7 @@ def quantize_groups(
     """
     (rows, k), groups, columns = x.shape, offsets.shape[0], codes.shape[1]
     grid = (triton.cdiv(columns, TILE), triton.cdiv(k, TILE))
-    constants = quantize_constants(quantizer, groups, align)
+    constants = quantize_constants(quantizer, align)
     quantize_kernel[grid](
         x, offsets, codes, scale, rows, k, groups, columns, *x.stride(), **constants, num_warps=CAST_WARPS
     )

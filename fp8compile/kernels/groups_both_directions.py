@@ -26,7 +26,7 @@ __all__ = ["WARPS", "group_constants", "groups_both_directions", "groups_both_ke
 @triton.jit
 def groups_both_kernel(
     x_ptr, offsets_ptr, rows_ptr, row_scales_ptr, columns_ptr, column_scales_ptr, R, K, E, C, stride_m, stride_k,
-    TILE: tl.constexpr, BLOCK: tl.constexpr, ALIGN: tl.constexpr, GROUPS: tl.constexpr,
+    TILE: tl.constexpr, BLOCK: tl.constexpr, ALIGN: tl.constexpr,
     R_MAX: tl.constexpr, R_EXPONENT: tl.constexpr, R_E4M3: tl.constexpr, R_RULE: tl.constexpr, R_EPS: tl.constexpr,
     C_MAX: tl.constexpr, C_EXPONENT: tl.constexpr, C_E4M3: tl.constexpr, C_RULE: tl.constexpr, C_EPS: tl.constexpr,
 ):  # fmt: skip
@@ -35,7 +35,7 @@ def groups_both_kernel(
     UNITS: tl.constexpr = TILE // ALIGN
     first, first_k = tl.program_id(0) * TILE, tl.program_id(1).to(tl.int64) * TILE
     k = first_k + tl.arange(0, TILE)
-    group, row, end = _units(offsets_ptr, first, E, ALIGN, UNITS, GROUPS)
+    group, row, end = _units(offsets_ptr, first, E, ALIGN, UNITS)
     is_group = group < E
     x, is_row = _tokens(x_ptr, row, tl.where(is_group, end, R), k, R, K, stride_m, stride_k, ALIGN, TILE)
     is_token = is_row & tl.reshape(tl.broadcast_to(is_group[:, None], (UNITS, ALIGN)), (TILE,))
@@ -62,9 +62,9 @@ def groups_both_kernel(
     tl.store(column_scales_ptr + at, scale, (block[:, None] * BLOCK < C) & (k[None, :] < K))
 
 
-def group_constants(rows: CurrentScaling, columns: CurrentScaling, groups: int, align: int) -> dict[str, object]:
+def group_constants(rows: CurrentScaling, columns: CurrentScaling, align: int) -> dict[str, object]:
     """What the kernel is compiled for."""
-    return constants(rows, columns) | {"ALIGN": align, "GROUPS": triton.next_power_of_2(groups)}
+    return {**constants(rows, columns), "ALIGN": align}
 
 
 def groups_both_directions(
@@ -90,6 +90,6 @@ def groups_both_directions(
     # groups, padded, and the rows behind them have at most so many columns, which may be more than there are
     grid = (triton.cdiv(size + groups * (align - 1), TILE), triton.cdiv(k, TILE))
     groups_both_kernel[grid](
-        x, offsets, *outputs, size, k, groups, length, *x.stride(), **group_constants(rows, columns, groups, align),
+        x, offsets, *outputs, size, k, groups, length, *x.stride(), **group_constants(rows, columns, align),
         num_warps=WARPS,
     )  # fmt: skip

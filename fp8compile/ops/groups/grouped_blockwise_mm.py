@@ -74,12 +74,13 @@ def _kernel(
     if product.numel():
         from fp8compile.kernels.grouped_blockwise import multiply_rows, multiply_tokens
 
-        left, right = a.contiguous().view(element_format(a_format).dtype), b.view(element_format(b_format).dtype)
+        left = a.contiguous().view(element_format(a_format).dtype)
+        right = b.contiguous().view(element_format(b_format).dtype)
         if b.ndim == 3:
             multiply_rows(left, right, a_scale, b_scale, offsets.contiguous(), product)
         else:
             scales = a_scale.contiguous(), b_scale.contiguous()
-            multiply_tokens(left, right.contiguous(), *scales, offsets.contiguous(), product)
+            multiply_tokens(left, right, *scales, offsets.contiguous(), product)
     return product
 
 
