@@ -46,12 +46,12 @@ def _forward(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_
     every = torch.arange(self.down_proj.shape[0], device=experts.device, dtype=experts.dtype)
     offsets = torch.searchsorted(experts, every, right=True, out_int32=True)
 
+    has_gate, has_norm = getattr(self, "has_gate", True), getattr(self, "has_post_expert_norm", False)  # not in 5.0
     x = hidden_states[pairs // top_k]
-    inner = _project(self, x, offsets, "gate_up_proj" if self.has_gate else "up_proj")
-    inner = self._apply_gate(inner) if self.has_gate else self.act_fn(inner)
+    inner = _project(self, x, offsets, "gate_up_proj" if has_gate else "up_proj")
+    inner = self._apply_gate(inner) if has_gate else self.act_fn(inner)
     y = _project(self, inner, offsets, "down_proj")
-    if self.has_post_expert_norm:
-        y = self.post_expert_norm(y)
+    y = self.post_expert_norm(y) if has_norm else y
     y = y * top_k_weights.reshape(-1)[pairs].unsqueeze(-1)
 
     places = torch.empty_like(pairs).scatter_(0, pairs, torch.arange(pairs.shape[0], device=pairs.device))
