@@ -91,7 +91,7 @@ def expert_by_expert(module, x, index, weights):
 
     chosen, order = torch.sort(index.reshape(-1), stable=True)
     sizes = [int((chosen == expert).sum()) for expert in range(COUNT)]
-    rows, y = x[order // TOP_K], []
+    rows, y = x.unsqueeze(1).expand(-1, TOP_K, -1).reshape(-1, HIDDEN)[order], []
     for expert, own in enumerate(rows[: sum(sizes)].split(sizes)):
         inner = linear(own, "gate_up_proj" if module.has_gate else "up_proj", expert)
         y.append(linear(module._apply_gate(inner) if module.has_gate else module.act_fn(inner), "down_proj", expert))
