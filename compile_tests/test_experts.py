@@ -11,6 +11,7 @@ from compiles import Compiles
 
 import fp8compile as f8
 from fp8compile.testing import Recording, gemm_share
+from fp8compile.testing.explain import explain
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "behaviour"))
 
@@ -71,6 +72,17 @@ def test_experts_compiled_have_the_bits_of_eager_mode(name, assert_bits_equal):
             results.append([y, *torch.autograd.grad(y.float().square().sum(), tensors)])
         for actual, expected in zip(*results, strict=True):
             assert_bits_equal(actual, expected, fqn)
+
+
+def test_explain_says_in_what_the_products_of_experts_run():
+    model, x = converted("gpt-oss").model.layers[0].mlp, torch.randn(1, 24, 64).bfloat16().requires_grad_()
+    row = next(row for row in explain(model, (x,), gpu=None).layers if row.fqn == "experts")
+    assert [(gemm.gemm, gemm.status, gemm.runs) for gemm in row.gemms] == [
+        (gemm, "fp8", "e4m3 x e4m3 rowwise") for gemm in ("output", "grad_input", "grad_weight")
+    ]
+    # two experts a token; of two products the first that is in the graph: up in the forward, down in the backward
+    assert [(gemm.m, gemm.k, gemm.n) for gemm in row.gemms] == [(48, 64, 256), (48, 64, 128), (64, 48, 128)]
+    assert all(len(gemm.ops) == 2 for gemm in row.gemms)
 
 
 @pytest.mark.slow

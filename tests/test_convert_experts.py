@@ -91,7 +91,7 @@ def expert_by_expert(module, x, index, weights):
 
     chosen, order = torch.sort(index.reshape(-1), stable=True)
     sizes = [int((chosen == expert).sum()) for expert in range(COUNT)]
-    rows, y = x[order // TOP_K], []
+    rows, y = x.unsqueeze(1).expand(-1, TOP_K, -1).reshape(-1, HIDDEN)[order], []
     for expert, own in enumerate(rows[: sum(sizes)].split(sizes)):
         inner = linear(own, "gate_up_proj" if module.has_gate else "up_proj", expert)
         y.append(linear(module._apply_gate(inner) if module.has_gate else module.act_fn(inner), "down_proj", expert))
@@ -147,6 +147,14 @@ def test_outputs_and_gradients_are_those_of_linear_expert_by_expert(flags, recip
     assert_same(results(module, module, given), expected, assert_bits_equal)
     compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
     assert_same(results(compiled, module, given), expected, assert_bits_equal)
+
+
+def test_experts_of_transformers_5_0_which_has_fewer_flags_have_a_gate_and_no_norm(assert_bits_equal):
+    module, given = f8.convert(experts("gate"), RECIPE), routing()
+    expected = module(*given)
+    for flag in ("has_gate", "has_post_expert_norm", "is_concatenated", "_is_expert_parallel"):
+        delattr(module, flag)
+    assert_bits_equal(module(*given), expected)
 
 
 def test_experts_of_llama_4_are_linears_expert_by_expert(assert_bits_equal):
@@ -382,8 +390,9 @@ class GroupedExperts(nn.Module):
 
     def __init__(self, count=COUNT):
         super().__init__()
-        self.w1_EFD, self.w3_EFD = (nn.Parameter(torch.randn(count, 48, HIDDEN) / 8) for _ in range(2))
+        self.w1_EFD = nn.Parameter(torch.randn(count, 48, HIDDEN) / 8)
         self.w2_EDF = nn.Parameter(torch.randn(count, HIDDEN, 48) / 8)
+        self.w3_EFD = nn.Parameter(torch.randn(count, 48, HIDDEN) / 8)
 
     def forward(self, x_RD, num_tokens_per_expert_E):
         offs = torch.cumsum(num_tokens_per_expert_E, dim=0, dtype=torch.int32)
@@ -427,7 +436,7 @@ def test_experts_with_torchtitans_method_multiply_by_grouped_linear(make, assert
     expected = both(by_hand)
     assert_same(both(module), expected, assert_bits_equal)
     assert_same(both(torch.compile(module, fullgraph=True, backend="aot_eager")), expected, assert_bits_equal)
-    assert rows_of(module)[""].matrices == ((48, 64), (64, 48), (48, 64)) or make is GroupedExperts
+    assert rows_of(module)[""].matrices == ((48, 64), (64, 48), (48, 64))
     assert_same(module.state_dict(), state, assert_bits_equal)
     assert type(f8.revert(module)) is plain
 

@@ -36,7 +36,6 @@ LAYERS = {
 FILES = sorted(PACKAGE.rglob("*.py"))
 NOT_LOADED = (
     "transformers",
-    "torchtitan",
     "triton",
     "torch._inductor.decomposition",
     "torch._inductor.lowering",

@@ -24,7 +24,8 @@ RECIPE = f8.recipes.rowwise()
 FSDP = ("fsdp_amaxes_together", "fsdp_delayed_linear", "fsdp_gather", "fsdp_linear", "fsdp_tokens")
 STRAIGHT = ("straight_through", "with_product_gradient")
 differentiable = tuple(
-    f"fp8compile::{op}" for op in ("linear", "delayed_linear", "sharded_linear", "scatter_sum", *STRAIGHT, *FSDP)
+    f"fp8compile::{op}"
+    for op in ("linear", "delayed_linear", "sharded_linear", "scatter_sum", "routed_rows", *STRAIGHT, *FSDP)
 )
 KEEP_STRIDES = (
     "fp8compile::after",

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from fp8compile.nn.experts.host import Host, code_of
 from fp8compile.nn.grouped import grouped_linear
+from fp8compile.ops.groups.routed_rows import routed_rows
 
 __all__ = ["ROUTED"]
 
@@ -45,17 +46,16 @@ def _forward(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_
     experts, pairs = torch.sort(top_k_index.reshape(-1), stable=True)
     every = torch.arange(self.down_proj.shape[0], device=experts.device, dtype=experts.dtype)
     offsets = torch.searchsorted(experts, every, right=True, out_int32=True)
-
-    x = hidden_states[pairs // top_k]
-    inner = _project(self, x, offsets, "gate_up_proj" if self.has_gate else "up_proj")
-    inner = self._apply_gate(inner) if self.has_gate else self.act_fn(inner)
-    y = _project(self, inner, offsets, "down_proj")
-    if self.has_post_expert_norm:
-        y = self.post_expert_norm(y)
-    y = y * top_k_weights.reshape(-1)[pairs].unsqueeze(-1)
-
     places = torch.empty_like(pairs).scatter_(0, pairs, torch.arange(pairs.shape[0], device=pairs.device))
-    return y[places].view(tokens, top_k, -1).sum(dim=1).to(hidden_states.dtype)
+
+    has_gate, has_norm = getattr(self, "has_gate", True), getattr(self, "has_post_expert_norm", False)  # not in 5.0
+    x = routed_rows(hidden_states, pairs, places, self.recipe)
+    inner = _project(self, x, offsets, "gate_up_proj" if has_gate else "up_proj")
+    inner = self._apply_gate(inner) if has_gate else self.act_fn(inner)
+    y = _project(self, inner, offsets, "down_proj")
+    y = self.post_expert_norm(y) if has_norm else y
+    y = y * routed_rows(top_k_weights.reshape(-1, 1), pairs, places, self.recipe)
+    return routed_rows(y, places, pairs, self.recipe).view(tokens, top_k, -1).sum(dim=1).to(hidden_states.dtype)
 
 
 ROUTED = Host(

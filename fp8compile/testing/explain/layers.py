@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from torch import nn
 
 from fp8compile import recipes
+from fp8compile.nn.experts import stacks
 from fp8compile.nn.filters import LEAST_GAINING, size_of_gain
 from fp8compile.nn.report import ConversionRow, conversion_report
 from fp8compile.quantizers import GEMMS, Gemm
@@ -119,7 +120,9 @@ class LayerExplanation:
 
 
 def _weight_parameters(module: nn.Module) -> list[nn.Parameter]:
-    """The parameter that a linear's weight is, or those that it is computed from."""
+    """The parameters that a layer's weights are, or those that a linear's is computed from."""
+    if not isinstance(module, nn.Linear):
+        return list(stacks(module).values())
     weight = module._parameters.get("weight")  # an attribute may be a tensor of the moment
     if weight is not None:
         return [weight]
@@ -128,15 +131,14 @@ def _weight_parameters(module: nn.Module) -> list[nn.Parameter]:
 
 
 def layer_weights(model: nn.Module) -> dict[int, list[str]]:
-    """By identity of a parameter, the linears of `conversion_report` whose weight it is, or is computed from it."""
+    """By identity of a parameter, the layers of `conversion_report` whose weight it is, or is computed from it."""
     modules, parameters = dict(model.named_modules()), dict(model.named_parameters(remove_duplicate=False))
     weights: dict[int, list[str]] = {}
     for row in conversion_report(model).rows:
         module = modules.get(row.fqn)
-        own = _weight_parameters(module) if isinstance(module, nn.Linear) else [parameters.get(row.fqn)]
+        own = [parameters[row.fqn]] if module is None else _weight_parameters(module)
         for parameter in own:
-            if parameter is not None:
-                weights.setdefault(id(parameter), []).append(row.fqn)
+            weights.setdefault(id(parameter), []).append(row.fqn)
     return weights
 
 

@@ -1,0 +1,64 @@
+"""fp8compile::routed_rows: rows of tokens in the order of their experts, whose gradient is read and not scattered.
+
+    order (R,)    which of the R pairs of a token and an expert comes where
+    places (R,)   where each pair went, the inverse of `order`
+
+The gradient of ``x[order // top_k]`` in PyTorch adds rows to where they came from, in the dtype of x and, on a GPU, in
+any order. The inverse is known: here each token reads its rows and sums them once, always to the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fp8compile.ops.registry import register_op
+from fp8compile.quantizers import Recipe
+
+__all__ = ["routed_rows"]
+
+
+def _times(pairs: int, tokens: int) -> int:
+    """How many pairs a token has."""
+    return pairs // tokens if tokens else 1
+
+
+def _kernel(x: Tensor, order: Tensor, places: Tensor, recipe: Recipe) -> Tensor:
+    return x[order // _times(order.shape[0], x.shape[0])]
+
+
+def _setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor, Recipe], output: Tensor) -> None:
+    x, _, places, _ = inputs
+    ctx.tokens = x.shape[0]
+    ctx.save_for_backward(places)
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+    (places,) = ctx.saved_tensors
+    of_tokens = grad[places]
+    if (times := _times(places.shape[0], ctx.tokens)) > 1:
+        of_tokens = of_tokens.view(ctx.tokens, times, *grad.shape[1:]).sum(dim=1)
+    return of_tokens, None, None, None
+
+
+def _samples() -> Iterator[tuple]:
+    x = torch.randn(4, 3, generator=torch.Generator().manual_seed(0)).bfloat16()
+    for order in ([2, 0, 3, 1], [5, 0, 7, 1, 6, 2, 4, 3], []):
+        pairs = torch.tensor(order, dtype=torch.int64)
+        yield x[: len(order)], pairs, pairs.argsort(), Recipe()
+    yield x.float()[:, :1], torch.arange(12).flip(0), torch.arange(12).flip(0), Recipe()
+
+
+routed_rows = register_op(
+    "fp8compile::routed_rows",
+    _kernel,
+    fake=lambda x, order, places, recipe: x.new_empty((order.shape[0], *x.shape[1:])),
+    setup_context=_setup_context,
+    backward=_backward,
+    decompose=_kernel,
+    sharding=None,
+    samples=_samples,
+)
