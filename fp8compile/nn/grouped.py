@@ -6,6 +6,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
@@ -14,7 +16,6 @@ from fp8compile._compat import constant_when_traced, is_dtensor
 from fp8compile.nn.functional import check_recipe
 from fp8compile.ops.groups.checked_offsets import check_offsets, checked_offsets
 from fp8compile.ops.layer.grouped_linear import grouped_linear as grouped_linear_op
-from fp8compile.ops.layer.linear import for_gradients_of
 from fp8compile.quantizers import Recipe
 from fp8compile.tensor import SOURCE_DTYPES, QuantizedTensor, not_dense
 
@@ -97,7 +98,7 @@ def _checked(x: Tensor, weight: Tensor, offsets: Tensor, bias: Tensor | None) ->
 @constant_when_traced
 def _without_grad_weight(recipe: Recipe) -> Recipe:
     """The recipe of a weight that is frozen: the forward makes no codes for a gradient that nobody takes."""
-    return for_gradients_of(recipe, x=True, weight=False)
+    return replace(recipe, grad_output_for_grad_weight=None, input_for_grad_weight=None)
 
 
 def grouped_linear(

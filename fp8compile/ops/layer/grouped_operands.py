@@ -12,14 +12,17 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from math import lcm
 
+import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from fp8compile._compat import is_fusible
 from fp8compile.ops.gemms.grouped.kernel import GroupedOperand
 from fp8compile.ops.groups.group_amax import group_amax
 from fp8compile.ops.groups.group_cast import group_cast
 from fp8compile.ops.groups.group_quantize import group_quantize
 from fp8compile.ops.groups.group_quantize_both import group_quantize_both, is_group_pair
+from fp8compile.ops.groups.group_quantize_rows import group_quantize_rows, is_row_pair
 from fp8compile.ops.groups.grouped_mm import grouped_mm
 from fp8compile.ops.groups.layout import group_of_rows
 from fp8compile.ops.groups.scaled_grouped_mm import multiply_groups
@@ -32,6 +35,8 @@ from fp8compile.target import target_of
 __all__ = ["GroupedOperands", "check_recipe_of_groups"]
 
 OUTPUT, GRAD_INPUT, GRAD_WEIGHT = GEMMS
+ALONG_TOKENS = {OUTPUT.a: GRAD_WEIGHT.b, GRAD_INPUT.a: GRAD_WEIGHT.a}  # the same tensor's slot of the other product
+ALONG_ROWS = {along_tokens: rows for rows, along_tokens in ALONG_TOKENS.items()}
 
 
 def _check_slot(slot: str, quantizer: Quantizer, allowed: bool, blocks: str) -> None:
@@ -122,58 +127,74 @@ class GroupedOperands:
     def _multiply(self, a: GroupedOperand, b: GroupedOperand, like: Tensor, gemm: Gemm) -> Tensor:
         return multiply_groups(a, b, self.offsets, like.dtype, self.recipe.gemm_config(gemm))
 
+    def _reads_once(self, x: Tensor) -> bool:
+        """Whether kernels that read a tensor once for two purposes may be called: in compiled code for a GPU.
+
+        Both products emit the same call, and compilers merge the two. The forward makes codes of x along tokens, and
+        the backward keeps them, a byte an element, in place of x.
+        """
+        return self.phase in (Phase.FORWARD, Phase.BACKWARD) and target_of(x.device).type == "cuda"
+
     def _rows(self, x: Tensor, gemm: Gemm) -> GroupedOperand:
-        quantizer, steps = getattr(self.recipe, gemm.a), STEPS[self.phase]
-        if (along_tokens := self._read_once(x, gemm)) is not None:
+        quantizer, along_tokens = getattr(self.recipe, gemm.a), getattr(self.recipe, ALONG_TOKENS[gemm.a])
+        steps = STEPS[self.phase]
+        if self._reads_once(x) and is_group_pair(quantizer, along_tokens):
             codes, scale, _, _ = group_quantize_both(x, self.offsets, quantizer, along_tokens)
-            return GroupedOperand(codes=codes, scale=scale, quantizer=quantizer)
-        if quantizer.block[0] == 1:
+        elif self._reads_once(x) and is_row_pair(quantizer, along_tokens, x.shape[1]):
+            codes, scale, _ = group_quantize_rows(x, self.offsets, quantizer, along_tokens)
+        elif quantizer.block[0] == 1:
             found = quantize_shard(LocalShard(x), quantizer, steps)
-            return GroupedOperand(codes=found.local, scale=found.scale, quantizer=quantizer)
-        amaxes = group_amax(x, self.offsets, quantizer)
-        multiplier, scale = steps.scale(amaxes, quantizer)
-        group = group_of_rows(self.offsets, x.shape[0]).clamp(max=amaxes.shape[0] - 1)
-        codes = steps.cast(x, multiplier[group], replace(quantizer, block=(1, -1)))
-        return GroupedOperand(codes=codes, scale=scale[group], quantizer=quantizer)
+            codes, scale = found.local, found.scale
+        else:
+            amaxes = group_amax(x, self.offsets, quantizer)
+            multiplier, scales = steps.scale(amaxes, quantizer)
+            group = group_of_rows(self.offsets, x.shape[0]).clamp(max=amaxes.shape[0] - 1)
+            codes, scale = steps.cast(x, multiplier[group], replace(quantizer, block=(1, -1))), scales[group]
+        return GroupedOperand(codes=codes, scale=scale, quantizer=quantizer)
+
+    def _tokens(self, x: Tensor, slot: str) -> GroupedOperand:
+        quantizer, of_rows = getattr(self.recipe, slot), getattr(self.recipe, ALONG_ROWS[slot])
+        if self._reads_once(x) and is_group_pair(of_rows, quantizer):
+            _, _, codes, scale = group_quantize_both(x, self.offsets, of_rows, quantizer)
+        elif quantizer.block[0] != -1:
+            codes, scale = group_quantize(x, self.offsets, quantizer)
+        else:
+            if self._reads_once(x) and is_row_pair(of_rows, quantizer, x.shape[1]):
+                _, _, amaxes = group_quantize_rows(x, self.offsets, of_rows, quantizer)
+            else:
+                amaxes = group_amax(x, self.offsets, quantizer)
+            multiplier, scale = STEPS[self.phase].scale(amaxes, quantizer)
+            codes = group_cast(x, self.offsets, multiplier, quantizer)
+        return GroupedOperand(codes=codes, scale=scale, quantizer=quantizer)
 
     def _matrices(self, weight: Tensor, gemm: Gemm) -> GroupedOperand:
         quantizer, (groups, n, _) = getattr(self.recipe, gemm.b), weight.shape
         pair = [each for each in (self.recipe.weight, self.recipe.weight_for_grad_input) if each is not None]
-        has_whole_columns = any(each.block[0] == -1 for each in pair)
         matrix = _of_each_matrix(weight, lcm(*(each.block[0] for each in pair if each.block[0] > 0)))
-        if has_whole_columns:
-            rows = matrix.shape[0] // groups
-            own = replace(quantizer, block=(rows, quantizer.block[1])) if quantizer.block[0] == -1 else quantizer
-            found = quantize_shard(LocalShard(matrix), own, STEPS[self.phase])
+        if any(each.block[0] == -1 for each in pair):
+            codes, scale = self._whole_columns(matrix, groups, gemm)
         else:
             recipe = replace(self.recipe, **{GRAD_WEIGHT.a: None, GRAD_WEIGHT.b: None})
             found = Operands(recipe, self.phase).of(LocalShard(matrix), gemm.b)
+            codes, scale = found.local, found.scale
         blocks = quantizer.scale_shape(weight.shape[1:])[0]
         return GroupedOperand(
-            codes=found.local.view(groups, -1, matrix.shape[1])[:, :n],
-            scale=found.scale.view(groups, -1, found.scale.shape[1])[:, :blocks],
+            codes=codes.view(groups, -1, matrix.shape[1])[:, :n],
+            scale=scale.view(groups, -1, scale.shape[1])[:, :blocks],
             quantizer=quantizer,
         )
 
-    def _read_once(self, x: Tensor, gemm: Gemm) -> Quantizer | None:
-        """The quantizer along tokens, if one kernel makes its codes and those of rows: one call serves both products.
-
-        The forward makes both of x, and the backward keeps codes of a byte in place of x.
-        """
-        is_compiled = self.phase in (Phase.FORWARD, Phase.BACKWARD) and target_of(x.device).type == "cuda"
-        along_tokens = self.recipe.input_for_grad_weight if gemm is OUTPUT else self.recipe.grad_output_for_grad_weight
-        pair = getattr(self.recipe, gemm.a), along_tokens
-        return along_tokens if is_compiled and is_group_pair(*pair) else None
-
-    def _tokens(self, x: Tensor, slot: str) -> GroupedOperand:
-        quantizer = getattr(self.recipe, slot)
-        gemm = GRAD_INPUT if slot == GRAD_WEIGHT.a else OUTPUT
-        if self._read_once(x, gemm) is not None:
-            _, _, codes, scale = group_quantize_both(x, self.offsets, getattr(self.recipe, gemm.a), quantizer)
-            return GroupedOperand(codes=codes, scale=scale, quantizer=quantizer)
-        if quantizer.block[0] != -1:
-            codes, scale = group_quantize(x, self.offsets, quantizer)
-            return GroupedOperand(codes=codes, scale=scale, quantizer=quantizer)
-        multiplier, scale = STEPS[self.phase].scale(group_amax(x, self.offsets, quantizer), quantizer)
-        codes = group_cast(x, self.offsets, multiplier, quantizer)
-        return GroupedOperand(codes=codes, scale=scale, quantizer=quantizer)
+    def _whole_columns(self, matrix: Tensor, groups: int, gemm: Gemm) -> tuple[Tensor, Tensor]:
+        """Codes and scales of a stack of weights whose blocks may be whole columns, each of its own weight."""
+        first, again, rows = self.recipe.weight, self.recipe.weight_for_grad_input, matrix.shape[0] // groups
+        amaxes = None
+        if self._reads_once(matrix) and is_row_pair(first, again, matrix.shape[1]) and not is_fusible(matrix):
+            ends = torch.arange(1, groups + 1, dtype=torch.int32, device=matrix.device) * rows
+            codes, scale, amaxes = group_quantize_rows(matrix, ends, first, again)
+            if gemm is OUTPUT:
+                return codes, scale
+        quantizer = getattr(self.recipe, gemm.b)
+        block = (rows if quantizer.block[0] == -1 else quantizer.block[0], quantizer.block[1])
+        own = replace(quantizer, block=block)
+        found = quantize_shard(LocalShard(matrix), own, STEPS[self.phase], local_amax=amaxes)
+        return found.local, found.scale
