@@ -12,7 +12,7 @@ from fp8compile.testing.ptx_report import kernel_ptx
 
 pytest.importorskip("triton", reason="needs Triton: it compiles to PTX")
 
-from fp8compile.kernels import grouped_blockwise, groups, groups_both_directions
+from fp8compile.kernels import grouped_blockwise, groups, groups_both_directions, groups_rows
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:TRITON_DEFAULT_FP_FUSION is unset:UserWarning"  # Triton 3.9, once a process
@@ -59,6 +59,16 @@ def test_quantize(arch, x_type, rule, n):
     constants = groups_both_directions.group_constants(quantizer.transposed(), quantizer, n) | CONTIGUOUS
     fn, warps = groups_both_directions.groups_both_kernel, groups_both_directions.WARPS
     assert_good(fn, kinds, constants, warps, gpu, codes=["rows_ptr", "columns_ptr"])
+
+
+@pytest.mark.parametrize("arch", GPUS)
+@pytest.mark.parametrize(("x_type", "k"), [("*bf16", 2048), ("*bf16", 7168), ("*fp32", 4096)], ids=str)
+def test_rows(arch, x_type, k):
+    kinds = TOKENS | {"x_ptr": x_type, "codes_ptr": "*u8", "scales_ptr": "*fp32", "amax_ptr": "*i32", "ROWS": "i32"}
+    constants = groups_rows.group_row_constants(f8.CurrentScaling(block=(1, -1)), k) | CONTIGUOUS
+    assert_good(
+        groups_rows.group_rows_kernel, kinds, constants, groups_rows.ROW_WARPS, GPUS[arch], codes=["codes_ptr"]
+    )
 
 
 # ---------------------------------------------------------------------------------- products

@@ -111,6 +111,13 @@ def copy_without_mask(x_ptr, y_ptr, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def copy_of_the_first_program(x_ptr, y_ptr, count, BLOCK: tl.constexpr):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = (at < count) & (tl.program_id(0) == 0)
+    tl.store(y_ptr + at, tl.load(x_ptr + at, mask, other=0.0), mask)
+
+
+@triton.jit
 def shift_in_place(x_ptr, count, BLOCK: tl.constexpr):
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     tl.store(x_ptr + at, tl.load(x_ptr + at + 1, at + 1 < count, other=0.0), at < count)

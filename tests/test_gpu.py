@@ -12,9 +12,17 @@ from dataclasses import replace
 import pytest
 import torch
 from test_golden import BLOCKS, CASES
+from token_groups import GROUPS
 
 import fp8compile as f8
-from fp8compile.ops import quantize_both
+from fp8compile.ops import (
+    group_amax,
+    group_cast,
+    group_quantize,
+    group_quantize_both,
+    group_quantize_rows,
+    quantize_both,
+)
 from fp8compile.ops.quantize_both import two_casts
 from fp8compile.ops.support import recipe_support
 from fp8compile.quantizers import GEMMS
@@ -171,6 +179,30 @@ def test_codes_of_both_directions_are_those_of_two_casts(device, n, assert_bits_
                 assert_bits_equal(actual.cpu().contiguous(), wanted.contiguous(), f"{name} of {tuple(x.shape)}")
 
 
+def quantized_groups(x, offsets):
+    """By each op over groups."""
+    line, tall, column, whole = (f8.CurrentScaling(block=block) for block in ((1, -1), (1, 128), (-1, 1), (-1, -1)))
+    pillar, small = f8.CurrentScaling(block=(128, 1)), f8.CurrentScaling(block=(32, 1), scale="e8m0_rceil")
+    amax, of_whole = group_amax(x, offsets, column), group_amax(x, offsets, whole)
+    yield from (amax, of_whole)
+    for multiplied, quantizer in ((amax, column), (of_whole, whole)):
+        yield group_cast(x, offsets, quantizer.multiplier(multiplied), quantizer)
+    for quantizer in (pillar, small):
+        yield from group_quantize(x, offsets, quantizer)
+    yield from group_quantize_both(x, offsets, tall, pillar)
+    yield from group_quantize_rows(x, offsets, line, column)
+
+
+@pytest.mark.parametrize("groups", GROUPS, ids=str)
+@pytest.mark.parametrize("device", DEVICES)
+def test_codes_of_groups_are_those_of_a_cpu(device, groups, assert_bits_equal):
+    for dtype, columns in zip(DTYPES, (64, 150, 2100), strict=True):
+        x, offsets = groups.tokens(columns, dtype), groups.offsets()
+        found, expected = quantized_groups(x.to(device), offsets.to(device)), quantized_groups(x, offsets)
+        for number, (actual, wanted) in enumerate(zip(found, expected, strict=True)):
+            assert_bits_equal(actual.cpu(), wanted, f"result {number} of {groups}, {dtype}")
+
+
 # ---------------------------------------------------------------------------------- products
 
 
@@ -241,6 +273,29 @@ def test_layers_multiply_within_the_bound(device, recipe, dtype, shape):
 def test_compiled_layers_multiply_within_the_bound(recipe, dtype, shape):
     """On a CPU: tests/test_shapes.py."""
     check_layer(recipe, "cuda", dtype, shape, compiled=True)
+
+
+@pytest.mark.parametrize("groups", [GROUPS[0], GROUPS[1], GROUPS[2]], ids=str)
+@pytest.mark.parametrize("device", DEVICES)
+def test_blockwise_products_of_groups_are_within_the_bound(device, groups):
+    if device == "cuda" and torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("the grouped blockwise GEMM is Hopper's")
+    k, n, recipe = 200, 144, f8.recipes.blockwise()
+    x, grad = (torch.randn(sum(groups.sizes) + groups.tail, size).bfloat16().to(device) for size in (k, n))
+    weight = torch.randn(len(groups.sizes), n, k).bfloat16().to(device)
+    inputs = x.requires_grad_(), weight.requires_grad_()
+    y = f8.grouped_linear(*inputs, groups.offsets().to(device), recipe=recipe)
+    dx, dw = torch.autograd.grad(y, inputs, grad)
+    for group, rows in enumerate(groups.rows()):
+        a, b = exact(x[rows].detach(), recipe.input), exact(weight[group].detach(), recipe.weight)
+        of_rows = exact(grad[rows], recipe.grad_output)
+        of_tokens = exact(grad[rows], recipe.grad_output_for_grad_weight)
+        along_tokens = exact(x[rows].detach(), recipe.input_for_grad_weight)
+        assert_within_bound(y[rows], a, b.t(), f"y of group {group}")
+        assert_within_bound(dx[rows], of_rows, b, f"dx of group {group}")
+        assert_within_bound(dw[group], of_tokens.t(), along_tokens, f"dw of group {group}")
+    assert not y[sum(groups.sizes) :].any()
+    assert not dx[sum(groups.sizes) :].any()
 
 
 @pytest.mark.parametrize("device", DEVICES)

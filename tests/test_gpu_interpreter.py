@@ -214,6 +214,14 @@ def test_an_access_between_two_views_of_one_memory_raises():
         launch("copy_without_mask", memory[:28], memory[64:96], BLOCK=32)
 
 
+def test_a_mask_with_a_scalar_part_says_which_elements_are_accessed():
+    x, y = torch.randn(32), torch.zeros(32)
+    launch("copy_of_the_first_program", x, y, 64, BLOCK=32, grid=(2,))
+    assert torch.equal(x, y)
+    with pytest.raises(IndexError, match="program 0 would load 4 of 30 elements outside"):
+        launch("copy_of_the_first_program", x[:26], y, 30, BLOCK=32, grid=(2,))
+
+
 @pytest.mark.parametrize("order", ["forwards", "backwards", "shuffled"])
 def test_programs_that_overlap_are_a_race_in_every_order(order):
     with pytest.raises(

@@ -7,7 +7,14 @@ import torch
 from token_groups import GROUPS
 
 import fp8compile as f8
-from fp8compile.ops import group_amax, group_cast, group_quantize, group_quantize_both, grouped_blockwise_mm
+from fp8compile.ops import (
+    group_amax,
+    group_cast,
+    group_quantize,
+    group_quantize_both,
+    group_quantize_rows,
+    grouped_blockwise_mm,
+)
 
 pytest.importorskip("triton", reason="needs Triton: it is its interpreter")
 
@@ -78,6 +85,22 @@ def test_codes_of_both_directions_are_their_twins(groups, assert_bits_equal):
         assert found[1].t().is_contiguous()
 
 
+@every_groups
+def test_codes_of_rows_and_amaxes_of_groups_are_their_twins(groups, assert_bits_equal, monkeypatch):
+    monkeypatch.setattr("fp8compile.kernels.groups_rows.PROGRAMS", 5)  # each with rows of several groups
+    for number, rule in enumerate(RULES):
+        rows = f8.CurrentScaling(block=(1, -1), scale=rule, format=("e4m3", "e5m2")[number % 2], eps=number % 2)
+        column = f8.CurrentScaling(block=(-1, 1))
+        x = laid_out(groups.tokens((COLUMNS, 3000)[number % 2], DTYPES[number % 3]), number)
+        expected = group_quantize_rows(x, groups.offsets(), rows, column)
+        with on_a_gpu(("forwards", "shuffled")[number % 2]):
+            found = group_quantize_rows(x, groups.offsets(), rows, column)
+        for name, got, wanted in zip(("codes", "scale", "amax"), found, expected, strict=True):
+            assert_bits_equal(got, wanted, f"{name}, {rows}")
+        alone = f8.quantize(x, rows)
+        assert_bits_equal(found[0], alone.codes, "codes of rows")
+
+
 @pytest.mark.parametrize("ends", [(90, 20, 50), (200, 300, 400), (-5, 40, 1 << 20)], ids=str)
 def test_offsets_that_are_no_ends_of_groups_reach_no_other_memory(ends):
     """The interpreter raises where a program would access what is outside of its tensors."""
@@ -86,6 +109,7 @@ def test_offsets_that_are_no_ends_of_groups_reach_no_other_memory(ends):
     with on_a_gpu():
         multiplier = column.multiplier(group_amax(x, offsets, column))
         group_cast(x, offsets, multiplier, column)
+        group_quantize_rows(x, offsets, f8.CurrentScaling(block=(1, -1)), column)
         codes, scale, *transposed = group_quantize_both(x, offsets, line, pillar)
         matrices = codes.new_zeros(3, 24, 40), torch.ones(3, 1, 1)
         rest = offsets, "e4m3", "e4m3", torch.bfloat16

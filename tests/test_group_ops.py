@@ -7,7 +7,7 @@ import torch
 from token_groups import GROUPS, Groups
 
 import fp8compile as f8
-from fp8compile.ops import group_amax, group_cast, group_quantize, group_quantize_both
+from fp8compile.ops import group_amax, group_cast, group_quantize, group_quantize_both, group_quantize_rows
 from fp8compile.ops.groups.layout import alignment, padded_length, row_of_columns
 from fp8compile.target import Target, pretend_target
 
@@ -95,3 +95,5 @@ def test_what_has_no_kernel_raises_on_a_gpu_and_says_what_has():
             group_quantize(x, offsets, f8.CurrentScaling(block=(48, 1)))
         with pytest.raises(ValueError, match=r"group_quantize_both: .*\(1, -1\).*blocks \(1, n\).*by two calls"):
             group_quantize_both(x, offsets, f8.CurrentScaling(block=(1, -1)), PER_BLOCK[1])
+        with pytest.raises(ValueError, match=r"group_quantize_rows: .*x is 16 wide; .*\(1, -1\) and \(-1, 1\).*16384"):
+            group_quantize_rows(x, offsets, *PER_GROUP)

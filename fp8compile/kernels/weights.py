@@ -27,25 +27,40 @@ TILE_WARPS = 16
 
 
 @triton.jit
+def _quantized_rows(
+    x_ptr, codes_ptr, scales_ptr, m, is_row, k, K, stride_m, stride_k,
+    R_MAX: tl.constexpr, R_EXPONENT: tl.constexpr, R_E4M3: tl.constexpr, R_RULE: tl.constexpr, R_EPS: tl.constexpr,
+):  # fmt: skip
+    """Quantize whole rows, a scale each; columns beyond K are zeros, which never are the largest.
+
+    Returns the bits of the largest magnitude of each column among these rows.
+    """
+    is_inside = is_row[:, None] & (k < K)
+    x = tl.load(x_ptr + m[:, None] * stride_m + k * stride_k, is_inside, other=0.0).to(tl.float32)
+    magnitude = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    multiplier, scale = _scales(tl.max(magnitude, 1), R_MAX, R_EXPONENT, R_RULE, R_EPS)
+    tl.store(codes_ptr + m[:, None] * K + k, _encode(x * multiplier[:, None], R_MAX, R_E4M3), is_inside)
+    tl.store(scales_ptr + m, scale, is_row)
+    return tl.max(magnitude, 0)[None, :]
+
+
+@triton.jit
 def rows_kernel(
     x_ptr, codes_ptr, scales_ptr, column_amax_ptr, M, K, ROWS,
     WIDTH: tl.constexpr,
     R_MAX: tl.constexpr, R_EXPONENT: tl.constexpr, R_E4M3: tl.constexpr, R_RULE: tl.constexpr, R_EPS: tl.constexpr,
 ):  # fmt: skip
-    """ROWS whole rows, one after the other; columns beyond K are zeros, which never are the largest."""
+    """ROWS whole rows, one after the other."""
     k = tl.arange(0, WIDTH)[None, :]
-    is_inside = k < K
     largest = tl.zeros((1, WIDTH), tl.int32)
     first = tl.program_id(0) * ROWS
     for row in range(first, tl.minimum(first + ROWS, M)):
         m = tl.full((1,), row, tl.int64)
-        x = tl.load(x_ptr + m[:, None] * K + k, is_inside, other=0.0).to(tl.float32)
-        magnitude = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-        largest = tl.maximum(largest, magnitude)
-        multiplier, scale = _scales(tl.max(magnitude, 1), R_MAX, R_EXPONENT, R_RULE, R_EPS)
-        tl.store(codes_ptr + m[:, None] * K + k, _encode(x * multiplier[:, None], R_MAX, R_E4M3), is_inside)
-        tl.store(scales_ptr + m, scale)
-    tl.atomic_max(column_amax_ptr + k, largest, is_inside)
+        of_row = _quantized_rows(
+            x_ptr, codes_ptr, scales_ptr, m, m < M, k, K, K, 1, R_MAX, R_EXPONENT, R_E4M3, R_RULE, R_EPS
+        )
+        largest = tl.maximum(largest, of_row)
+    tl.atomic_max(column_amax_ptr + k, largest, k < K)
 
 
 @triton.jit

@@ -1,0 +1,86 @@
+"""fp8compile::group_quantize_rows: codes and scales of rows, and the amax of each column of each group.
+
+A product over tokens with a scale a column needs the amax of a whole group before it can cast, and a product of rows
+needs codes of the same tokens along rows. On a GPU this op is one Triton kernel that reads the tokens once for both;
+on a CPU, and as the reference, it is the steps themselves. Rows behind the last group have codes, and are in no amax.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from fp8compile import _compat
+from fp8compile.ops.groups.group_amax import group_amax
+from fp8compile.ops.groups.kernel_limits import has_group_kernel
+from fp8compile.ops.groups.token_samples import tokens
+from fp8compile.ops.quantize_weight import COLUMNS, ROWS, is_weight_pair
+from fp8compile.ops.registry import register_op
+from fp8compile.ops.steps import PYTHON_OF_STEPS
+from fp8compile.quantizers import CurrentScaling, Quantizer
+from fp8compile.target import target_of
+
+__all__ = ["group_quantize_rows", "is_row_pair"]
+
+
+def is_row_pair(rows: Quantizer | None, columns: Quantizer | None, width: int) -> bool:
+    """Whether the kernel quantizes rows by the first and takes amaxes of groups' columns for the other.
+
+    Args:
+        rows: Over one group's matrix.
+        columns: Likewise; `group_cast` casts by it.
+        width: Of the rows.
+    """
+    return is_weight_pair(rows, columns, width) and columns.block == COLUMNS and has_group_kernel(columns)
+
+
+def _fake(x: Tensor, offsets: Tensor, rows: Quantizer, columns: Quantizer) -> tuple[Tensor, Tensor, Tensor]:
+    return (
+        x.new_empty(x.shape, dtype=torch.uint8),
+        x.new_empty(rows.scale_shape(x.shape), dtype=rows.scale_dtype()),
+        x.new_empty((offsets.shape[0], columns.scale_shape(x.shape)[1]), dtype=torch.float32),
+    )
+
+
+def _step_by_step(x: Tensor, offsets: Tensor, rows: Quantizer, columns: Quantizer) -> tuple[Tensor, Tensor, Tensor]:
+    multiplier, scale = PYTHON_OF_STEPS.scale(PYTHON_OF_STEPS.amax(x, rows), rows)
+    return PYTHON_OF_STEPS.cast(x, multiplier, rows), scale, group_amax(x, offsets, columns)
+
+
+def _kernel(x: Tensor, offsets: Tensor, rows: Quantizer, columns: Quantizer) -> tuple[Tensor, Tensor, Tensor]:
+    if target_of(x.device).type == "cpu":
+        return _step_by_step(x, offsets, rows, columns)
+    if not is_row_pair(rows, columns, x.shape[1]):
+        raise ValueError(
+            f"fp8compile::group_quantize_rows: quantizers are {rows!r} and {columns!r}, x is {x.shape[1]} wide; on a "
+            f"GPU they are CurrentScaling with rounding='nearest' and blocks {ROWS} and {COLUMNS}, and x is at most "
+            "16384 wide. Quantize rows and take amaxes of groups by two calls."
+        )
+    codes, scale, amax = outputs = _fake(x, offsets, rows, columns)
+    amax.zero_()
+    if x.numel():
+        from fp8compile.kernels.groups_rows import rows_of_groups
+
+        rows_of_groups(x, offsets.contiguous(), rows, codes, scale, amax)
+    return outputs
+
+
+def _samples() -> Iterator[tuple]:
+    for x, offsets in tokens():
+        yield x, offsets, CurrentScaling(block=ROWS), CurrentScaling(block=COLUMNS)
+        line = CurrentScaling(block=ROWS, format="e5m2", scale="pow2", eps=1e-6)
+        yield x, offsets, line, CurrentScaling(block=COLUMNS, format="e5m2")
+
+
+group_quantize_rows = register_op(
+    "fp8compile::group_quantize_rows",
+    _kernel,
+    fake=_fake,
+    backward=None,
+    decompose=None,  # on a CPU the loop over groups reads the offsets
+    sharding=None,  # groups are whole on a rank
+    samples=_samples,
+)
+_compat.register_fallback(group_quantize_rows)
