@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import sys
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import torch
 from compiles import Compiles
 
 import fp8compile as f8
-from fp8compile.testing import Recording, gemm_share
+from fp8compile.testing import Recording, gemm_share, gpu_kernels
 from fp8compile.testing.explain import explain
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "behaviour"))
@@ -83,6 +84,19 @@ def test_explain_says_in_what_the_products_of_experts_run():
     # two experts a token; of two products the first that is in the graph: up in the forward, down in the backward
     assert [(gemm.m, gemm.k, gemm.n) for gemm in row.gemms] == [(48, 64, 256), (48, 64, 128), (64, 48, 128)]
     assert all(len(gemm.ops) == 2 for gemm in row.gemms)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Inductor writes a GPU's kernels with Triton")
+def test_code_for_a_gpu_scatters_no_gradient_and_never_waits():
+    model = converted("Qwen3-MoE")
+    module = model.model.layers[0].mlp.experts
+    (x, index, weights), *_ = inputs_of_experts(model, MIXTURES["Qwen3-MoE"].batch(0)).values()
+    forward, backward = gpu_kernels(module, x.detach().requires_grad_(), index, weights.detach().requires_grad_())
+    assert forward.no_cuda_graph is backward.no_cuda_graph is None
+    opaque = {launch.name for launch in (*forward.launches, *backward.launches) if launch.kind == "opaque"}
+    assert all(name.startswith("fp8compile.group") for name in opaque - {"aten.sort.stable"})  # of more than 512 pairs
+    written = {operator for launch in backward.launches for operator in launch.ops}
+    assert not {operator for operator in written if "index_put" in operator or "scatter" in operator}
 
 
 @pytest.mark.slow

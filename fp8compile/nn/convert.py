@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
+from collections.abc import Callable
 
 import torch
 from torch import nn
@@ -77,6 +78,25 @@ def _past_forward(layer: nn.Module, uses: Uses) -> str | None:
     return None if method is None else f"{method} {PAST_FORWARD}, which would not be FP8"
 
 
+def _asker(
+    model: nn.Module, recipe: Recipes, filter: Filter | None, keep_ends: int, fqns: list[str]
+) -> Callable[[nn.Module, list[str]], tuple[Recipe | None, str]]:
+    """A function that says what the caller's arguments ask for a layer: its recipe, or None and why."""
+    filter_reason, assign, kept = resolve_filter(filter, fqns), assigner(recipe, fqns), ends(model, keep_ends)
+
+    def asked(layer: nn.Module, names: list[str]) -> tuple[Recipe | None, str]:
+        # a layer with several names is one layer: whoever leaves out one of them leaves it out
+        left_out = next((reason for fqn in names if (reason := filter_reason(layer, fqn)) is not None), None)
+        if left_out is None and layer in kept:
+            left_out = f"at an end of the model (keep_ends={keep_ends})"
+        if left_out is not None:
+            return None, left_out
+        own = assign(layer, names)
+        return own, "" if own is not None else "no recipe is given for it"
+
+    return asked
+
+
 def _plan(
     model: nn.Module, recipe: Recipes, filter: Filter | None, keep_ends: int, *, quantized_parameters: bool
 ) -> tuple[dict[nn.Module, tuple[Recipe | None, str]], bool]:
@@ -87,31 +107,24 @@ def _plan(
     found = dict(layers(model))
     if not found:
         raise ValueError(f"convert: {type(model).__name__} has no nn.Linear, so there is nothing to convert.")
-    fqns = [fqn for names in found.values() for fqn in names]
-    filter_reason, assign, kept = resolve_filter(filter, fqns), assigner(recipe, fqns), ends(model, keep_ends)
+    asked = _asker(model, recipe, filter, keep_ends, [fqn for names in found.values() for fqn in names])
     uses, scoring = parameter_uses(model), routers(model)
     plan: dict[nn.Module, tuple[Recipe | None, str]] = {}
     again = False
     for layer, names in found.items():
-        # a layer with several names is one layer: whoever leaves out one of them leaves it out
-        left_out = next((reason for fqn in names if (reason := filter_reason(layer, fqn)) is not None), None)
-        if left_out is None and layer in kept:
-            left_out = f"at an end of the model (keep_ends={keep_ends})"
-        own = assign(layer, names) if left_out is None else None
-        if left_out is None and own is None:
-            left_out = "no recipe is given for it"
+        own, why_not = asked(layer, names)
         if is_converted(layer):
-            if left_out is None and layer.recipe != own:
+            if own is not None and layer.recipe != own:
                 raise ValueError(
                     f"convert: {names[0] or 'the model'} is converted already, with another recipe. Call "
                     "fp8compile.revert(model) first, or leave it out by the filter."
                 )
-            again |= left_out is None
+            again |= own is not None
             continue
-        left_out = ROUTER if layer in scoring else cannot_convert(layer) or _past_forward(layer, uses) or left_out
-        if left_out is None and own is not None:
-            left_out = cannot_take(layer, own, quantized_parameters=quantized_parameters)
-        plan[layer] = (own, "") if left_out is None else (None, left_out)
+        reason = ROUTER if layer in scoring else cannot_convert(layer) or _past_forward(layer, uses) or why_not
+        if not reason and own is not None:
+            reason = cannot_take(layer, own, quantized_parameters=quantized_parameters)
+        plan[layer] = (None, reason) if reason else (own, "")
     return plan, again
 
 

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from fp8compile._compat import is_sharded_class
-from fp8compile.nn.experts.hosts import host_of, stacks
+from fp8compile.nn.experts.hosts import host_of, plain_class, stacks
 from fp8compile.nn.functional import check_recipe
 from fp8compile.nn.made_classes import MadeClass
 from fp8compile.ops.layer.grouped_operands import check_recipe_of_groups
@@ -88,9 +88,8 @@ def experts_class(plain: type[nn.Module]) -> type[ConvertedExperts]:
 
 def _bypassed(module: nn.Module) -> str | None:
     """The method kept on the instance that would run whatever the class becomes, or None."""
-    host = host_of(getattr(type(module), "_plain_experts", type(module)))
-    names = ("forward",) if host is None else ("forward", host.method)
-    return next((name for name in names if name in vars(module)), None)
+    host = host_of(plain_class(module))
+    return host.method if host is not None and host.method in vars(module) else None
 
 
 def cannot_convert_experts(module: nn.Module) -> str | None:

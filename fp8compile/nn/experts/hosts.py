@@ -12,7 +12,7 @@ from fp8compile.nn.experts.host import Host
 from fp8compile.nn.experts.method import METHOD
 from fp8compile.nn.experts.routed import ROUTED
 
-__all__ = ["host_of", "is_experts", "matrices_of_experts", "num_experts", "stacks"]
+__all__ = ["host_of", "is_experts", "matrices_of_experts", "num_experts", "plain_class", "stacks"]
 
 HOSTS = (ROUTED, DENSE, METHOD)
 
@@ -23,14 +23,14 @@ def host_of(plain: type[nn.Module]) -> Host | None:
     return next((host for host in HOSTS if host.takes(plain)), None)
 
 
-def _plain(module: nn.Module) -> type[nn.Module]:
+def plain_class(module: nn.Module) -> type[nn.Module]:
     """The class of a module as it was before it was converted."""
     return getattr(type(module), "_plain_experts", type(module))
 
 
 def is_experts(module: nn.Module) -> bool:
     """Whether a module is one of experts, converted or not, that `convert` knows how to convert."""
-    return host_of(_plain(module)) is not None and bool(stacks(module))
+    return host_of(plain_class(module)) is not None and bool(stacks(module))
 
 
 def stacks(module: nn.Module) -> dict[str, nn.Parameter]:
@@ -46,6 +46,6 @@ def num_experts(module: nn.Module) -> int:
 
 def matrices_of_experts(module: nn.Module) -> list[tuple[int, int]]:
     """(out_features, in_features) of each matrix of one expert."""
-    host = host_of(_plain(module))
+    host = host_of(plain_class(module))
     shapes = [tuple(each.shape[1:]) for each in stacks(module).values()]
     return [shape[::-1] for shape in shapes] if host is not None and host.is_transposed(module) else shapes

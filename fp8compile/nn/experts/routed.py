@@ -46,7 +46,8 @@ def _forward(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_
     experts, pairs = torch.sort(top_k_index.reshape(-1), stable=True)
     every = torch.arange(self.down_proj.shape[0], device=experts.device, dtype=experts.dtype)
     offsets = torch.searchsorted(experts, every, right=True, out_int32=True)
-    places = torch.empty_like(pairs).scatter_(0, pairs, torch.arange(pairs.shape[0], device=pairs.device))
+    places = torch.empty_like(pairs)
+    places[pairs] = torch.arange(pairs.shape[0], device=pairs.device)  # scatter_ would be no code of Inductor's own
 
     has_gate, has_norm = getattr(self, "has_gate", True), getattr(self, "has_post_expert_norm", False)  # not in 5.0
     x = routed_rows(hidden_states, pairs, places, self.recipe)
