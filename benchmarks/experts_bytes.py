@@ -49,7 +49,8 @@ def least_experts(recipe: str, *, rows: int, dim: int, hidden: int, experts: int
         "weights of the router": 4 * x,
         "gradient of y": (4 + 2 * again) * x + (codes + kept) * x,
         "activation backward": (6 + 6 * again) * h + 2 * (codes + kept) * h,
-        "tail of dx": 0 if in_bf16 else 4 * x,  # PyTorch leaves it unwritten
+        # PyTorch leaves it unwritten in bf16; the blockwise kernel writes it itself
+        "tail of dx": 0 if recipe in ("bf16", "blockwise") else 4 * x,
         "output products": row * (x + h + w) + 4 * h + 2 * x,
         "grad_input products": row * (x + 2 * h + w) + 2 * h + 2 * x,
         "grad_weight products": token * (2 * x + 3 * h) + 2 * w,

@@ -20,7 +20,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION is unset:UserWarning"),  # Triton 3.9, once a process
 ]
 # to the least of benchmarks.experts_bytes; docs/benchmarks.md says what holds the gaps
-MOST = {"rowwise_bf16_wgrad": 1.03, "rowwise": 1.21, "tensorwise": 1.24, "blockwise": 1.13, "mxfp8": 1.27}
+MOST = {"rowwise_bf16_wgrad": 1.005, "rowwise": 1.145, "tensorwise": 1.24, "blockwise": 1.24, "mxfp8": 1.265}
 
 
 @pytest.mark.parametrize("recipe", MOST)
@@ -43,7 +43,7 @@ def launched(recipe, *, frozen):
 
 @pytest.mark.parametrize("recipe", ["rowwise", "blockwise"])
 def test_frozen_weights_cost_no_codes_along_tokens(recipe):
-    along_tokens = ("group_cast", "group_amax", "group_quantize")
+    along_tokens = ("group_cast", "group_amax", "group_quantize.", "group_quantize_both")
     assert any(name in launch for launch in launched(recipe, frozen=False) for name in along_tokens)
     found = launched(recipe, frozen=True)
     assert not [launch for launch in found if any(name in launch for name in along_tokens)]
