@@ -3,7 +3,7 @@
     Quantizer       subclass it as a frozen dataclass: subclassing registers it with torch.compile
     CurrentScaling  a quantizer with scale rules, to derive from
     register_op     one call makes an operator: schema, kernel, fake, derivative, decomposition, sharding, samples
-    register_gemm   one call adds a GEMM for codes that no other one reads
+    register_gemm   one call adds a GEMM for codes that no other one reads; register_grouped_gemm, one for experts
     Split, Cut      how an op runs on shards
     rounded         in a decomposition: the value as eager mode would have stored it
     quantizers      what installed packages offer under the entry point group ``fp8compile.quantizers``
@@ -17,6 +17,8 @@ from __future__ import annotations
 from fp8compile import recipes
 from fp8compile.formats import E2M1, E4M3, E5M2, E8M0
 from fp8compile.ops.gemm import register_gemm
+from fp8compile.ops.gemms.grouped.kernel import GroupedGemm, GroupedOperand
+from fp8compile.ops.gemms.grouped.table import register_grouped_gemm
 from fp8compile.ops.gemms.kernel import GemmKernel, GemmProblem, Operand
 from fp8compile.ops.registry import OPS, Op, register_op
 from fp8compile.ops.rounding import rounded
@@ -36,10 +38,13 @@ __all__ = [
     "quantizers",
     "register_op",
     "register_gemm",
+    "register_grouped_gemm",
     "GemmKernel",
     "GemmProblem",
     "GemmConfig",
     "Operand",
+    "GroupedGemm",
+    "GroupedOperand",
     "Op",
     "OPS",
     "Sharding",

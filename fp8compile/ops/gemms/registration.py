@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import inspect
 import keyword
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from fp8compile.ops.gemms.grouped.kernel import REGISTERED_GROUPED, GroupedGemm, GroupedOperand
 from fp8compile.ops.gemms.kernel import GemmKernel, GemmProblem, Operand
 from fp8compile.ops.gemms.table import REGISTERED
 from fp8compile.ops.returned import could_be
 from fp8compile.quantizers import GemmConfig, Quantizer
 from fp8compile.quantizers.constant import salt_with
 
-__all__ = ["new_gemm"]
+__all__ = ["new_gemm", "new_grouped_gemm"]
 
 # what to write for a function that was left out, and what it is called with
 FUNCTIONS = {
@@ -36,37 +37,47 @@ FUNCTIONS = {
         "a function (a, b, out_dtype, config) of two fp8compile.library.Operand that returns their product, "
         "contiguous and in out_dtype",
     ),
+    "rows": (
+        ("a", "b", "offsets", "out_dtype", "config"),
+        "a function (a, b, offsets, out_dtype, config) that returns each row of a by the matrix of its group, (R, N), "
+        "zeros behind the last group",
+    ),
+    "outer": (
+        ("a", "b", "offsets", "out_dtype", "config"),
+        "a function (a, b, offsets, out_dtype, config) that returns the product over the tokens of each group, "
+        "(E, N, K)",
+    ),
 }
 
 
-def _check_name(name: str) -> None:
+def _check_name(function: str, name: str, taken: Container[str]) -> None:
     parts = name.split("::") if isinstance(name, str) else []
     if len(parts) != 2 or not all(part.isidentifier() and not keyword.iskeyword(part) for part in parts):
-        raise ValueError(f"register_gemm: {name!r} is no name of a GEMM; write 'package::name'.")
-    if name in REGISTERED:
-        raise ValueError(f"register_gemm: {name} is registered already; choose another name.")
+        raise ValueError(f"{function}: {name!r} is no name of a GEMM; write 'package::name'.")
+    if name in taken:
+        raise ValueError(f"{function}: {name} is registered already; choose another name.")
 
 
-def _check_function(name: str, argument: str, given: Any) -> None:
+def _check_function(function: str, name: str, argument: str, given: Any) -> None:
     parameters, what = FUNCTIONS[argument]
     if not inspect.isfunction(given):  # whose module is known: its source has to be in the keys of caches
-        raise TypeError(f"register_gemm: {name}: {argument} is {given!r}; it is {what}.")
+        raise TypeError(f"{function}: {name}: {argument} is {given!r}; it is {what}.")
     signature = inspect.signature(given)
     try:
         signature.bind(*parameters)
     except TypeError as error:
         raise TypeError(
-            f"register_gemm: {name}: {argument} takes {signature}: {error}. It is called as "
+            f"{function}: {name}: {argument} takes {signature}: {error}. It is called as "
             f"{argument}({', '.join(parameters)})."
         ) from None
 
 
-def _check_words(name: str, detail: str, calls: tuple[str, ...]) -> None:
+def _check_words(function: str, name: str, detail: str, calls: tuple[str, ...]) -> None:
     if not isinstance(detail, str) or not detail:
-        raise TypeError(f"register_gemm: {name}: detail is {detail!r}; it says in words how the GEMM runs.")
+        raise TypeError(f"{function}: {name}: detail is {detail!r}; it says in words how the GEMM runs.")
     if not isinstance(calls, tuple) or not all(isinstance(call, str) and call for call in calls):
         raise TypeError(
-            f"register_gemm: {name}: calls is {calls!r}; it is a tuple of names of PyTorch operators, such as "
+            f"{function}: {name}: calls is {calls!r}; it is a tuple of names of PyTorch operators, such as "
             "('_int_mm',)."
         )
 
@@ -109,6 +120,18 @@ def _product(
     raise TypeError(f"{name}: multiply returned {found}; it returns {_shown(shape, out_dtype)}, contiguous.")
 
 
+def _check_parts(
+    function: str, name: str, taken: Container[str], functions: dict[str, Any], detail: str, calls: tuple[str, ...]
+) -> None:
+    """Check what both kinds of GEMMs are made of, and put the sources into the keys of compile caches."""
+    _check_name(function, name, taken)
+    for argument, given in functions.items():
+        _check_function(function, name, argument, given)
+    _check_words(function, name, detail, calls)
+    for argument, given in functions.items():
+        salt_with(given.__module__, f"{name} {argument} {given.__qualname__}")
+
+
 def new_gemm(
     name: str, *, takes: Callable, lacks: Callable, multiply: Callable, detail: str, calls: tuple[str, ...]
 ) -> GemmKernel:
@@ -116,13 +139,8 @@ def new_gemm(
 
     The arguments are those of `fp8compile.library.register_gemm`.
     """
-    _check_name(name)
     functions = {"takes": takes, "lacks": lacks, "multiply": multiply}
-    for argument, given in functions.items():
-        _check_function(name, argument, given)
-    _check_words(name, detail, calls)
-    for argument, given in functions.items():
-        salt_with(given.__module__, f"{name} {argument} {given.__qualname__}")
+    _check_parts("register_gemm", name, REGISTERED, functions, detail, calls)
     REGISTERED[name] = GemmKernel(
         name=name,
         detail=detail,
@@ -132,3 +150,42 @@ def new_gemm(
         calls=calls,
     )
     return REGISTERED[name]
+
+
+def _grouped_product(name: str, multiply: Callable, a: GroupedOperand, b: GroupedOperand, *rest: Any) -> Tensor:
+    product, (offsets, out_dtype, _) = multiply(a, b, *rest), rest
+    rows, groups = a.codes.shape[0], offsets.shape[0]
+    shape = (rows, b.codes.shape[1]) if b.codes.ndim == 3 else (groups, rows, b.codes.shape[0])
+    if isinstance(product, Tensor) and product.dtype == out_dtype and could_be(product.shape, shape):
+        return product
+    found = _shown(product.shape, product.dtype) if isinstance(product, Tensor) else repr(product)
+    raise TypeError(f"{name}: returned {found}; it returns {_shown(shape, out_dtype)}.")
+
+
+def new_grouped_gemm(
+    name: str,
+    *,
+    takes: Callable,
+    lacks: Callable,
+    rows: Callable,
+    outer: Callable,
+    detail: str,
+    calls: tuple[str, ...],
+    is_opaque: bool,
+) -> GroupedGemm:
+    """Check the parts of a grouped GEMM; the caller puts it into its table.
+
+    The arguments are those of `fp8compile.library.register_grouped_gemm`.
+    """
+    functions = {"takes": takes, "lacks": lacks, "rows": rows, "outer": outer}
+    _check_parts("register_grouped_gemm", name, REGISTERED_GROUPED, functions, detail, calls)
+    return GroupedGemm(
+        name=name,
+        detail=detail,
+        takes=partial(_taken, name, takes),
+        lacks=partial(_lacking, name, lacks),
+        rows=partial(_grouped_product, name, rows),
+        outer=partial(_grouped_product, name, outer),
+        calls=calls,
+        is_opaque=is_opaque,
+    )

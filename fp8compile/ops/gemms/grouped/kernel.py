@@ -15,7 +15,7 @@ from torch import Tensor
 from fp8compile.ops.gemms.kernel import GemmProblem
 from fp8compile.quantizers import GemmConfig, Quantizer
 
-__all__ = ["GroupedGemm", "GroupedOperand"]
+__all__ = ["REGISTERED_GROUPED", "GroupedGemm", "GroupedOperand"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,3 +61,6 @@ class GroupedGemm:
     outer: Multiply
     calls: tuple[str, ...] = ()
     is_opaque: bool = False
+
+
+REGISTERED_GROUPED: dict[str, GroupedGemm] = {}  # of other packages, by name

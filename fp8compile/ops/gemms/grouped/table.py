@@ -2,37 +2,54 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
 
 import torch
+from torch import Tensor
 
 from fp8compile.ops.gemms.grouped.blockwise import BLOCKWISE
-from fp8compile.ops.gemms.grouped.kernel import GroupedGemm
+from fp8compile.ops.gemms.grouped.kernel import REGISTERED_GROUPED, GroupedGemm, GroupedOperand
 from fp8compile.ops.gemms.grouped.mx import MX
 from fp8compile.ops.gemms.grouped.one_by_one import ONE_BY_ONE
 from fp8compile.ops.gemms.grouped.rowwise import ROWWISE
 from fp8compile.ops.gemms.kernel import GemmProblem
+from fp8compile.ops.gemms.registration import new_grouped_gemm
 from fp8compile.ops.gemms.table import refused
 from fp8compile.quantizers import GemmConfig, Quantizer
 from fp8compile.target import Target, target_of
 
-__all__ = ["GROUPED_GEMMS", "grouped_calls", "selected_grouped_gemm"]
+__all__ = ["grouped_calls", "grouped_gemms", "register_grouped_gemm", "selected_grouped_gemm"]
 
-GROUPED_GEMMS = (ROWWISE, MX, BLOCKWISE, ONE_BY_ONE)
+NATIVE = (ROWWISE, MX, BLOCKWISE)
+BEFORE_OURS: set[str] = set()  # names of registered ones that are asked first
+
+
+def grouped_gemms() -> tuple[GroupedGemm, ...]:
+    """All grouped GEMMs, in the order in which they are asked."""
+    first = [gemm for name, gemm in REGISTERED_GROUPED.items() if name in BEFORE_OURS]
+    last = [gemm for name, gemm in REGISTERED_GROUPED.items() if name not in BEFORE_OURS]
+    return (*first, *NATIVE, *last, ONE_BY_ONE)
 
 
 def grouped_calls() -> frozenset[str]:
     """Names of the operators that multiply groups of codes, such as ``"_scaled_grouped_mm"``."""
-    return frozenset(call for gemm in GROUPED_GEMMS for call in gemm.calls)
+    return frozenset(call for gemm in grouped_gemms() for call in gemm.calls)
 
 
 @lru_cache(maxsize=256)  # each eager call asks
 def _selected(a: Quantizer, b: Quantizer, target: Target, out_dtype: torch.dtype, config: GemmConfig) -> GroupedGemm:
     problem = GemmProblem(a=a, b=b, target=target, out_dtype=out_dtype, config=config)
-    reasons = {gemm.name: gemm.lacks(problem) for gemm in GROUPED_GEMMS if gemm.takes(a, b)}
-    running = [gemm for gemm in GROUPED_GEMMS if reasons.get(gemm.name, "") is None]
+    reasons = {gemm.name: gemm.lacks(problem) for gemm in grouped_gemms() if gemm.takes(a, b)}
+    running = [gemm for gemm in grouped_gemms() if reasons.get(gemm.name, "") is None]
     if not running:
         raise refused("scaled_grouped_mm", problem, next(iter(reasons.values())))
+    rivals = [gemm.name for gemm in running if (gemm.name in BEFORE_OURS) == (running[0].name in BEFORE_OURS)]
+    rivals = [name for name in rivals if name in REGISTERED_GROUPED]
+    if running[0].name in REGISTERED_GROUPED and len(rivals) > 1:
+        names = " and of ".join(rivals)
+        reason = f"are operands of {names}; let `takes` of all but one return False for them."
+        raise refused("scaled_grouped_mm", problem, reason)
     return running[0]
 
 
@@ -52,3 +69,53 @@ def selected_grouped_gemm(
         RuntimeError: This device has none.
     """
     return _selected(a, b, target_of(device), out_dtype, config)
+
+
+Multiply = Callable[[GroupedOperand, GroupedOperand, Tensor, torch.dtype, GemmConfig], Tensor]
+
+
+def register_grouped_gemm(
+    name: str,
+    *,
+    takes: Callable[[Quantizer, Quantizer], bool] | None = None,
+    lacks: Callable[[GemmProblem], str | None] | None = None,
+    rows: Multiply | None = None,
+    outer: Multiply | None = None,
+    detail: str = "",
+    calls: tuple[str, ...] = (),
+    is_opaque: bool = False,
+    before_ours: bool = False,
+) -> GroupedGemm:
+    """Add a grouped GEMM, such as another library's, for layers of experts.
+
+    Register it in the module that defines it, when that is imported: a graph that was compiled before keeps the GEMM
+    which it has.
+
+    Args:
+        name: ``package::name``; ``fp8compile doctor`` and ``fp8compile explain`` call it so.
+        takes: ``(a, b) -> bool``, of two quantizers over (m, k) and (k, n) of one group, as of `register_gemm`.
+        lacks: ``(problem) -> str | None``, as of `register_gemm`.
+        rows: ``(a, b, offsets, out_dtype, config) -> Tensor``: each row of a (R, K) by the matrix of its group, of b
+            (E, N, K): (R, N), zeros behind the last group. `GroupedOperand` says how codes and scales lie.
+        outer: ``(a, b, offsets, out_dtype, config) -> Tensor``: over the tokens of each group, of a (N, C) and b
+            (K, C): (E, N, K), zeros for a group without.
+        detail: How it runs, in a few words.
+        calls: Names of the operators that multiply codes, by which reports count them.
+        is_opaque: Whether it reads data of ``offsets`` on the host, which compiled code can't: the op stays one call.
+        before_ours: Whether it is asked before ours, and so takes the place of one of ours where it runs. Otherwise it
+            is asked after them, and changes no product that has a GEMM.
+
+    Returns:
+        The GEMM.
+
+    Raises:
+        ValueError: The name has no package or is taken.
+        TypeError: A function is left out, is none or takes other arguments; ``detail`` or ``calls`` is no text.
+    """
+    parts = {"takes": takes, "lacks": lacks, "rows": rows, "outer": outer}
+    gemm = new_grouped_gemm(name, **parts, detail=detail, calls=calls, is_opaque=is_opaque)
+    REGISTERED_GROUPED[name] = gemm
+    if before_ours:
+        BEFORE_OURS.add(name)
+    _selected.cache_clear()
+    return gemm
