@@ -8,6 +8,7 @@ What is mended (docs/upstream.md has the list, tests/test_gpu_interpreter.py a c
     conversions         float8 loses carries and NaN, bfloat16 is truncated and loses subnormals, int and float64 to
                         bfloat16 and back give bits of another type
     reductions          by an unknown function they go element by element: seconds; here by halves
+    masks               that a scalar is a part of have integers, which would be places
     sums                in float64, rounded once, as in the reference: no order of additions is the GPU's
     maximum, minimum    max.f32 drops a NaN
     fused multiply-add  is rounded twice
@@ -154,7 +155,9 @@ class Interpreter:
             def call(builder: Builder, *args: Any) -> Any:
                 pointers = args[1] if kind == "atomic" else args[0]
                 width = max(1, pointers.get_element_ty().primitive_bitwidth // 8)
-                self._access.record(kind, pointers.data, args[mask_at].data, width)
+                mask = args[mask_at]
+                mask.data = mask.data.astype(bool)
+                self._access.record(kind, pointers.data, mask.data, width)
                 return original(builder, *args)
 
             return call

@@ -66,9 +66,7 @@ class Access:
         Raises:
             IndexError: An address is outside of the launch's tensors.
         """
-        # a mask that a scalar is a part of has integers, which would be places
-        is_accessed = np.broadcast_to(mask, pointers.shape).reshape(-1).astype(bool)
-        addresses = pointers.reshape(-1)[is_accessed]
+        addresses = pointers.reshape(-1)[np.broadcast_to(mask, pointers.shape).reshape(-1)]
         inside = np.zeros(addresses.shape, bool)
         for start, end in self.spans.values():
             inside |= (addresses >= start) & (addresses + np.uint64(width) <= end)
