@@ -149,6 +149,22 @@ def test_outputs_and_gradients_are_those_of_linear_expert_by_expert(flags, recip
     assert_same(results(compiled, module, given), expected, assert_bits_equal)
 
 
+@pytest.mark.parametrize(
+    "flags",
+    [("gate",), ("gate", "bias", "transposed"), ("gate", "transposed"), ("bias", "norm"), ("gate", "norm")],
+    ids="+".join,
+)
+def test_in_high_precision_experts_are_those_of_transformers(flags, assert_bits_equal):
+    """A recipe of nothing quantizes nothing: what is left is what transformers' `grouped_mm` computes."""
+    module, given = experts(*flags, implementation="grouped_mm"), routing(sentinels=True)
+    module._is_expert_parallel = True
+    with torch.no_grad():
+        expected = module(*given)
+        actual = f8.convert(module, f8.Recipe())(*given)
+    assert expected.isfinite().all()
+    assert_bits_equal(actual, expected)
+
+
 def test_experts_of_transformers_5_0_which_has_fewer_flags_have_a_gate_and_no_norm(assert_bits_equal):
     module, given = f8.convert(experts("gate"), RECIPE), routing()
     expected = module(*given)
