@@ -22,6 +22,7 @@ AT_MOST = {
     **dict.fromkeys(("dim", "layers", "heads", "kv_heads", "hidden", "seq", "batch", "steps", "tp"), 2**24),
     **dict.fromkeys(("eval_every", "eval_sequences", "checkpoint_every"), math.inf),
 }
+MOST_EXPERTS = 1024  # PyTorch's grouped GEMMs take no more groups on a GPU
 MAX_THREADS = max(1024, os.cpu_count() or 1)  # at some 30,000 OpenMP ends the process
 
 
@@ -41,7 +42,9 @@ class TrainConfig:
         layers: Number of blocks.
         heads: Query heads.
         kv_heads: Key and value heads.
-        hidden: Width of the feed-forward layers.
+        hidden: Width of the feed-forward layers, or of each expert.
+        experts: Experts of each feed-forward layer; 0 for none.
+        top_k: To how many of them each byte goes; 0 without experts.
         qk_norm: Whether queries and keys are normalized, head by head.
         seq: Bytes in a sequence.
         batch: Sequences in a batch.
@@ -76,6 +79,8 @@ class TrainConfig:
     heads: int = 4
     kv_heads: int = 2
     hidden: int = 384
+    experts: int = 0
+    top_k: int = 0
     qk_norm: bool = False
     seq: int = 128
     batch: int = 16
@@ -115,9 +120,30 @@ class TrainConfig:
             raise UserError(f"--compare {self.compare} is --recipe too; compare with another one")
         if self.check and self.compare != BF16:
             raise UserError("--check judges a recipe against bf16; add --compare bf16")
+        self._check_experts()
         self._check_cuts()
         if self.quantized_parameters:
             self._check_quantized_parameters()
+
+    def _check_experts(self) -> None:
+        if self.experts == 0 and self.top_k == 0:
+            return
+        if self.experts == 0:
+            raise UserError(f"--top-k is {self.top_k}, and there are no experts; add --experts, or leave it out")
+        if not 2 <= self.experts <= MOST_EXPERTS:
+            raise UserError(f"--experts is {self.experts}; it has to be from 2 to {MOST_EXPERTS}")
+        if not 1 <= self.top_k <= self.experts:
+            raise UserError(
+                f"--top-k is {self.top_k}; it says to how many of --experts {self.experts} each byte goes, and has to "
+                f"be from 1 to {self.experts}"
+            )
+        if self.tp > 1:
+            raise UserError(f"--experts doesn't go with --tp {self.tp} yet, which cuts linears; leave one of them out")
+        if self.quantized_parameters:
+            raise UserError(
+                "--experts doesn't go with --quantized-parameters yet, which are those of linears; leave one of them "
+                "out"
+            )
 
     def _check_quantized_parameters(self) -> None:
         if self.recipe == BF16:

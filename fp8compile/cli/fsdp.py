@@ -65,6 +65,11 @@ def gather_codes(model: ByteLlama, recipe: f8.Recipe | None) -> str:
     return "; ".join(dict.fromkeys(words for words in found if words))
 
 
+def _said_of_experts(gathered: str, config: TrainConfig) -> str:
+    is_other = config.experts and gathered.startswith("codes")
+    return f"{gathered}; weights of experts bfloat16" if is_other else gathered
+
+
 def shard(model: ByteLlama, mesh: DeviceMesh, config: TrainConfig, recipe: f8.Recipe | None) -> str:
     """Shard a model's parameters, in place; stock FSDP2's blocks are compiled before, if asked.
 
@@ -83,7 +88,8 @@ def shard(model: ByteLlama, mesh: DeviceMesh, config: TrainConfig, recipe: f8.Re
     if config.graph_fsdp:
         with _refusals("--graph-fsdp"):
             f8.parallel.graph_fsdp(model, mesh, mp_policy=POLICY)
-        return "codes, those that a pass needs" if recipe is not None else NO_FP8
+        gathered = NO_FP8 if recipe is None else "codes, those that a pass needs"
+        return _said_of_experts(gathered, config)
     is_quantized = config.quantized_parameters and recipe is not None
     gathered = "codes, which the parameters are" if is_quantized else gather_codes(model, recipe)
     for index, block in enumerate(model.blocks):
@@ -92,4 +98,4 @@ def shard(model: ByteLlama, mesh: DeviceMesh, config: TrainConfig, recipe: f8.Re
             model.blocks[index] = torch.compile(block, fullgraph=True, dynamic=False, backend=config.backend)
         fully_shard(model.blocks[index], mesh=mesh, mp_policy=POLICY)
     fully_shard(model, mesh=mesh, mp_policy=POLICY)
-    return gathered
+    return _said_of_experts(gathered, config)

@@ -1,6 +1,7 @@
 """The byte-level language model that `fp8compile train` trains.
 
-A Llama: RMSNorm before each half of a block, rotary positions, grouped-query attention and SwiGLU.
+A Llama: RMSNorm before each half of a block, rotary positions, grouped-query attention and SwiGLU, which may be a
+mixture of experts.
 
     tokens_BT int64 --embed--> x_BTD bf16 --blocks--> norm --head--> logits_BTV --> mean loss, fp32
                                  |    ^
@@ -22,6 +23,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from fp8compile.cli.experts import MixtureOfExperts
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -30,6 +33,7 @@ __all__ = ["ByteLlama", "ModelShape"]
 NUM_BYTES = 256
 ROPE_BASE = 10000.0  # Su et al. 2021, arXiv:2104.09864
 NORM_EPS = 1e-5  # Touvron et al. 2023, arXiv:2302.13971
+GROUPED_SIZE = 8  # torch.nn.functional.grouped_mm takes rows that are multiples of 16 bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,12 +45,14 @@ class ModelShape:
         layers: Number of blocks.
         heads: Query heads.
         kv_heads: Key and value heads; divides ``heads``.
-        hidden: Width of the feed-forward layer.
+        hidden: Width of the feed-forward layer, or of each expert.
         seq: Bytes in a sequence.
         qk_norm: Whether queries and keys are normalized, head by head.
+        experts: Experts of each feed-forward layer; 0 for none.
+        top_k: To how many of them each byte goes.
 
     Raises:
-        ValueError: A size is below 1, or the heads do not divide the width.
+        ValueError: A size is below 1, the heads do not divide the width, or experts can't multiply such widths.
     """
 
     dim: int
@@ -56,6 +62,8 @@ class ModelShape:
     hidden: int
     seq: int
     qk_norm: bool = False
+    experts: int = 0
+    top_k: int = 0
 
     def __post_init__(self) -> None:
         """Check what the attention needs."""
@@ -72,6 +80,12 @@ class ModelShape:
                 f"heads {self.heads} is not a multiple of kv_heads {self.kv_heads}; each key "
                 "head serves the same number of query heads, so choose a divisor"
             )
+        for name in ("dim", "hidden") if self.experts else ():
+            if getattr(self, name) % GROUPED_SIZE:
+                raise ValueError(
+                    f"{name} is {getattr(self, name)}; experts multiply rows of 16 bytes, so choose a multiple of "
+                    f"{GROUPED_SIZE}"
+                )
 
 
 def _rotation(*, length: int, head_dim: int) -> tuple[Tensor, Tensor]:
@@ -134,13 +148,19 @@ class _FeedForward(nn.Module):
         return self.down(F.silu(self.gate(x_BTD)) * self.up(x_BTD))
 
 
+def _feed_forward(shape: ModelShape) -> nn.Module:
+    if not shape.experts:
+        return _FeedForward(shape)
+    return MixtureOfExperts(dim=shape.dim, hidden=shape.hidden, experts=shape.experts, top_k=shape.top_k)
+
+
 class _Block(nn.Module):
     def __init__(self, shape: ModelShape) -> None:
         super().__init__()
         self.attention_norm = _Norm(shape.dim)
         self.attention = _Attention(shape)
         self.feed_forward_norm = _Norm(shape.dim)
-        self.feed_forward = _FeedForward(shape)
+        self.feed_forward = _feed_forward(shape)
 
     def forward(self, x_BTD: Tensor, cos_TE: Tensor, sin_TE: Tensor) -> Tensor:
         x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD), cos_TE, sin_TE)
@@ -172,9 +192,9 @@ class ByteLlama(nn.Module):
         for name, parameter in self.named_parameters():
             if parameter.ndim < 2:
                 continue
-            std = parameter.shape[1] ** -0.5
+            std = parameter.shape[-1] ** -0.5
             # Each block adds twice to the residual stream, whose variance would grow with depth.
-            if name.endswith(("attention.output.weight", "feed_forward.down.weight")):
+            if name.endswith(("attention.output.weight", "feed_forward.down.weight", "experts.down")):
                 std *= (2 * num_layers) ** -0.5
             parameter.normal_(std=std, generator=generator)
 

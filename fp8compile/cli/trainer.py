@@ -102,7 +102,7 @@ def model_shape(config: TrainConfig) -> ModelShape:
     Raises:
         UserError: They do not go together.
     """
-    names = ("dim", "layers", "heads", "kv_heads", "hidden", "seq", "qk_norm")
+    names = ("dim", "layers", "heads", "kv_heads", "hidden", "seq", "qk_norm", "experts", "top_k")
     try:
         return ModelShape(**{name: getattr(config, name) for name in names})
     except ValueError as error:
@@ -185,7 +185,7 @@ class Trainer:
         f8.convert(
             self.model,
             recipe,
-            filter=lambda _, fqn: fqn in layers,
+            filter="!head",
             amax_group=group,
             quantized_parameters=self._has_masters,
             keep_initial=self._has_masters,

@@ -36,6 +36,7 @@ from fp8compile.cli.run_folder import (
 from fp8compile.cli.summary import complaints, loss_picture, print_summary
 from fp8compile.cli.text import Text, load_text
 from fp8compile.cli.trainer import Trainer, model_shape, named_recipe, reproducible
+from fp8compile.nn.experts import cannot_take_experts
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -85,6 +86,8 @@ def resolved(config: TrainConfig, ranks: Ranks | None = None) -> TrainConfig:
                 f"--quantized-parameters takes a recipe whose weight codes serve forward and backward, such as "
                 f"tensorwise or blockwise; --recipe {arm.recipe} multiplies others in each"
             )
+        if config.experts and recipe is not None and (reason := cannot_take_experts(recipe)) is not None:
+            raise UserError(f"--experts {config.experts} with --recipe {arm.recipe}: {reason}")
     if config.compile:
         check_backend(config.backend)
     threads = config.threads or torch.get_num_threads()

@@ -1,0 +1,76 @@
+"""A mixture of experts, in the place of the feed-forward of `fp8compile train`'s model.
+
+    x_MD --router--> scores_ME --softmax, top k, renormalized--> which experts a row goes to, and their shares
+      |
+      +--rows, k times, sorted by expert--> rows_RD --gate_up--> silu(gate) * up --down--> y_RD
+                                                                                            |
+    out_MD <--sum over k-- share * y, in the order of x <-----------------------------------+
+
+The experts multiply by a method ``_grouped_mm``, as torchtitan's do, by which `fp8compile.convert` knows them. How
+many rows an expert gets is data: the host never waits for it, and no graph depends on it.
+
+Letters: M rows of x, R = M * k rows in groups, D model width, F width of an expert, E experts.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+__all__ = ["MixtureOfExperts"]
+
+
+class _Experts(nn.Module):
+    """SwiGLU by each expert of the rows of its group."""
+
+    def __init__(self, *, dim: int, hidden: int, experts: int) -> None:
+        super().__init__()
+        self.gate_up = nn.Parameter(torch.empty(experts, 2 * hidden, dim))
+        self.down = nn.Parameter(torch.empty(experts, dim, hidden))
+
+    def _grouped_mm(self, *, A: Tensor, B_t: Tensor, offs: Tensor) -> Tensor:
+        return F.grouped_mm(A, B_t.to(A.dtype), offs=offs)  # autocast has no rule for it on each PyTorch
+
+    def forward(self, rows_RD: Tensor, offsets_E: Tensor) -> Tensor:
+        both = self._grouped_mm(A=rows_RD, B_t=self.gate_up.transpose(-2, -1), offs=offsets_E)
+        gate, up = both.chunk(2, dim=-1)
+        return self._grouped_mm(A=F.silu(gate) * up, B_t=self.down.transpose(-2, -1), offs=offsets_E)
+
+
+class MixtureOfExperts(nn.Module):
+    """A feed-forward layer whose rows each go to a few of its experts.
+
+    Args:
+        dim: Width of the model.
+        hidden: Width of each expert.
+        experts: How many there are.
+        top_k: How many of them each row goes to.
+    """
+
+    def __init__(self, *, dim: int, hidden: int, experts: int, top_k: int) -> None:
+        """Make the router and the experts, whose weights are not drawn yet."""
+        super().__init__()
+        self.top_k = top_k
+        self.router = nn.Linear(dim, experts, bias=False)
+        self.experts = _Experts(dim=dim, hidden=hidden, experts=experts)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the sum of what the chosen experts make of each row, each times its share.
+
+        Args:
+            x: Shape (..., D).
+
+        Returns:
+            Shape and dtype of ``x``.
+        """
+        x_MD = x.flatten(0, -2)
+        share_Mk, expert_Mk = F.softmax(self.router(x_MD), dim=-1, dtype=torch.float32).topk(self.top_k, dim=-1)
+        share_Mk = share_Mk / share_Mk.sum(dim=-1, keepdim=True)
+        # stable, so that rows of an expert are in one order wherever this runs: blocks along tokens depend on it
+        expert_R, place_R = expert_Mk.flatten().sort(stable=True)
+        every_E = torch.arange(self.router.out_features, device=x.device)
+        offsets_E = torch.searchsorted(expert_R, every_E, right=True, out_int32=True)
+        y_RD = self.experts(x_MD[place_R // self.top_k], offsets_E)
+        y_MkD = y_RD[place_R.argsort()].unflatten(0, (-1, self.top_k))
+        return (y_MkD * share_Mk.unsqueeze(-1)).sum(dim=1).to(x.dtype).view_as(x)
