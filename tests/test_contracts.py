@@ -71,6 +71,13 @@ OTHERS = ("scatter_sum", "quantize_weight", "fsdp_amax", "fsdp_gather", "fsdp_re
 TOKENS = ("fsdp_tokens", "fsdp_amaxes_together")
 GROUPS = (
     "routed_rows",
+    "checked_offsets",
+    "scaled_grouped_mm",
+    "grouped_mm",
+    "group_sum",
+    "grouped_linear",
+    "grouped_grad_input",
+    "grouped_grad_weight",
     "group_amax",
     "group_cast",
     "group_quantize",

@@ -210,7 +210,8 @@ def register_op(
             data, which PyTorch code that reads no value allows; a function that only says shapes traces faster.
         backward: ``(ctx, *grads)``; a gradient or None for each argument. ``ctx.needs_input_grad`` has one entry an
             argument. None: no derivative, a backward pass raises.
-        decompose: Same arguments; what Inductor compiles in place of the op. None: the op stays one call.
+        decompose: Same arguments; what Inductor compiles in place of the op. None: the op stays one call. It returns
+            ``NotImplemented`` where that depends on the arguments or on `target_of` their device.
         sharding: Same arguments; returns ``Split`` values, from shapes alone. None: the op needs whole tensors.
         samples: Returns argument tuples that cover the op, for the tests.
         setup_context: ``(ctx, inputs, output)``; keeps what ``backward`` needs, and is given exactly with it.

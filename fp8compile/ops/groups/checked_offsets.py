@@ -26,7 +26,7 @@ def check_offsets(function: str, offsets: Tensor, rows: int) -> None:
         ValueError: They aren't, and are on a CPU.
     """
     steps = torch.diff(offsets, prepend=offsets.new_zeros(1))
-    is_right = (steps >= 0).all() & (offsets[-1] <= rows)
+    is_right = (steps >= 0).all() & (offsets[-1:] <= rows).all()
     if offsets.device.type != "cpu":
         torch._assert_async(is_right, f"{function}: {RULE}.")
     elif not is_right:
@@ -46,6 +46,8 @@ def _fake(offsets: Tensor, rows: int) -> Tensor:
 def _samples() -> Iterator[tuple]:
     for offsets in sample_offsets():
         yield offsets, 12
+    yield torch.empty(0, dtype=torch.int32), 12
+    yield torch.arange(8, dtype=torch.int32)[::2], 12
 
 
 checked_offsets = register_op(

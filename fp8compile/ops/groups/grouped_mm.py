@@ -78,6 +78,8 @@ def _samples() -> Iterator[tuple]:
             a[int(offsets[-1]) :] = torch.nan
             yield a, torch.randn(3, 20, 24).to(dtype), offsets, GemmConfig()
             yield a, torch.randn(12, 21).to(dtype), offsets, GemmConfig()
+    yield torch.randn(24, 12).t(), torch.randn(3, 24, 20).transpose(1, 2), offsets + 12, GemmConfig()
+    yield a[:0], torch.randn(3, 20, 24), offsets, GemmConfig()  # offsets are those of no rows
 
 
 grouped_mm = register_op(

@@ -109,6 +109,20 @@ def _samples() -> Iterator[tuple]:
         columns, of_tokens = padded_length(12, 3, 16), CurrentScaling(block=(-1, 1))
         a, b = (torch.randint(0, 120, (features, columns), dtype=torch.uint8) for features in (20, 24))
         yield a, b, torch.rand(3, 20), torch.rand(3, 24), offsets, of_tokens, of_tokens, *last
+    row, weight = CurrentScaling(block=(1, -1)), torch.zeros(3, 20, 24, dtype=torch.uint8)
+    no_rows = torch.empty(0, 24, dtype=torch.uint8), weight, torch.empty(0, 1), torch.ones(3, 20, 1)
+    yield *no_rows, offsets, row, row, *last  # offsets are those of no rows
+    turned = torch.randint(0, 120, (24, 12), dtype=torch.uint8).t()
+    yield (
+        turned,
+        weight.transpose(1, 2).contiguous().transpose(1, 2),
+        torch.ones(12, 1),
+        no_rows[3],
+        offsets,
+        row,
+        row,
+        *last,
+    )
 
 
 scaled_grouped_mm = register_op(

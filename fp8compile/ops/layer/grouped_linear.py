@@ -44,8 +44,8 @@ def _grad_input_fake(grad_output: Tensor, weight: Tensor, offsets: Tensor, recip
 
 
 def _grad_input_samples() -> Iterator[tuple]:
-    for _, weight, offsets, _, recipe in _samples():
-        yield _sample_grad(weight), weight, offsets, recipe
+    for x, weight, offsets, _, recipe in _samples():
+        yield _sample_grad(x, weight), weight, offsets, recipe
 
 
 grouped_grad_input = register_op(
@@ -73,7 +73,7 @@ def _grad_weight_fake(grad_output: Tensor, x: Tensor, offsets: Tensor, recipe: R
 
 def _grad_weight_samples() -> Iterator[tuple]:
     for x, weight, offsets, _, recipe in _samples():
-        yield _sample_grad(weight), x, offsets, recipe
+        yield _sample_grad(x, weight), x, offsets, recipe
 
 
 grouped_grad_weight = register_op(
@@ -133,8 +133,8 @@ def _backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
     )
 
 
-def _sample_grad(weight: Tensor) -> Tensor:
-    grad = torch.randn((weight.shape[1], 12), generator=torch.Generator().manual_seed(1))
+def _sample_grad(x: Tensor, weight: Tensor) -> Tensor:
+    grad = torch.randn((weight.shape[1], x.shape[0]), generator=torch.Generator().manual_seed(1))
     return grad.to(weight.dtype).t()
 
 
@@ -145,7 +145,9 @@ def _samples() -> Iterator[tuple]:
             x, weight = (torch.randn(shape, generator=generator).bfloat16() for shape in ((12, 24), (3, 20, 24)))
             x[int(offsets[-1]) :] = torch.nan
             yield x, weight, offsets, torch.ones(3, 20, dtype=x.dtype), recipe
+    # offsets are those of no rows
     yield x.float(), weight.float().transpose(1, 2).contiguous().transpose(1, 2), offsets, None, recipe
+    yield x[:0], weight, offsets, None, recipe
 
 
 grouped_linear = register_op(
