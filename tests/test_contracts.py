@@ -69,21 +69,11 @@ LAYER = ("linear", "grad_input", "grad_weight")
 OF_ONE_RANK = [f"{kind}_{op}" for kind in ("sharded", "fsdp") for op in LAYER]
 OTHERS = ("scatter_sum", "quantize_weight", "fsdp_amax", "fsdp_gather", "fsdp_reduce", "fsdp_delayed_linear")
 TOKENS = ("fsdp_tokens", "fsdp_amaxes_together")
+# where rows of groups are cut is data
 GROUPS = (
-    "routed_rows",
-    "checked_offsets",
-    "scaled_grouped_mm",
-    "grouped_mm",
-    "group_sum",
-    "grouped_linear",
-    "grouped_grad_input",
-    "grouped_grad_weight",
-    "group_amax",
-    "group_cast",
-    "group_quantize",
-    "group_quantize_both",
-    "group_quantize_rows",
-    "grouped_blockwise_mm",
+    *("routed_rows", "group_amax", "group_cast", "group_quantize", "group_quantize_both", "group_quantize_rows"),
+    *("grouped_blockwise_mm", "scaled_grouped_mm", "grouped_mm", "group_sum", "checked_offsets"),
+    *(f"grouped_{op}" for op in LAYER),
 )
 NO_RULE = {f"fp8compile::{name}" for name in (*OF_ONE_RANK, *OTHERS, *TOKENS, *GROUPS)}
 
