@@ -14,6 +14,7 @@ import torch
 from bad_input import BadCall, bad_calls, raised_by_us
 from cases import Drawn, Layer, layers, quantizers, shapes, tensors
 from expected import quantized
+from groups import groups, groups_are_linears, groups_are_linears_compiled, reused_groups
 from hypothesis import strategies as st
 from silence import (
     layer_follows_dequantize,
@@ -381,11 +382,13 @@ class Property:
 
 
 PROPERTIES = {
-    "quantize: numpy's codes and scales": Property(_quantized(), quantize_is_the_oracles, 0.165, 300),
+    "quantize: numpy's codes and scales": Property(_quantized(), quantize_is_the_oracles, 0.125, 300),
     "views: values kept or refused": Property(_viewed(), views_keep_values_or_raise, 0.06, 300),
     "views: gradients pass": Property(_viewed(), gradients_pass_views, 0.04, 100),
-    "layer: products of numpy's codes": Property(layers(), layer_is_made_of_its_products, 0.16, 200),
+    "layer: products of numpy's codes": Property(layers(), layer_is_made_of_its_products, 0.14, 200),
     "layer: products of own arithmetic": Property(own_layers(), layer_follows_dequantize, 0.03, 60),
+    "groups: a linear each": Property(groups(), groups_are_linears, 0.04, 40),
+    "groups: a linear each, one graph": Property(reused_groups(), groups_are_linears_compiled, 0.02, 12),
     "written in between": Property(
         writes(compiled=False), what_is_written_between_forward_and_backward_raises, 0.02, 60
     ),
