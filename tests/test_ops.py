@@ -25,7 +25,10 @@ FSDP = ("fsdp_amaxes_together", "fsdp_delayed_linear", "fsdp_gather", "fsdp_line
 STRAIGHT = ("straight_through", "with_product_gradient")
 differentiable = tuple(
     f"fp8compile::{op}"
-    for op in ("linear", "delayed_linear", "sharded_linear", "scatter_sum", "routed_rows", *STRAIGHT, *FSDP)
+    for op in (
+        *("linear", "delayed_linear", "sharded_linear", "grouped_linear"),
+        *("scatter_sum", "routed_rows", *STRAIGHT, *FSDP),
+    )
 )
 KEEP_STRIDES = (
     "fp8compile::after",
