@@ -13,7 +13,7 @@ from fp8compile.ops import linear as linear_op
 from fp8compile.quantizers import Recipe
 from fp8compile.tensor import SOURCE_DTYPES, QuantizedTensor, check_serves, not_dense, shown
 
-__all__ = ["check_recipe", "checked_operands", "linear"]
+__all__ = ["check_recipe", "check_tensor", "checked_operands", "in_dtype_of_autocast", "linear"]
 
 
 def check_recipe(function: str, recipe: object) -> None:
@@ -25,7 +25,8 @@ def check_recipe(function: str, recipe: object) -> None:
         )
 
 
-def _check_tensor(function: str, name: str, tensor: Tensor, x: Tensor) -> None:
+def check_tensor(function: str, name: str, tensor: object, x: Tensor) -> None:
+    """Raise in the name of ``function`` unless an operand is a dense tensor of the dtype and device of ``x``."""
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{function}: {name} is a {type(tensor).__name__}; it is a tensor.")
     if isinstance(tensor, QuantizedTensor) and (name, function) != ("weight", "linear"):
@@ -79,6 +80,18 @@ def _check_shapes(function: str, x: Tensor, weight: Tensor, bias: Tensor | None)
         )
 
 
+def in_dtype_of_autocast(function: str, operands: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The operands of a layer, ``"x"`` and ``"weight"`` among them, in the dtype of autocast if that is on."""
+    x = operands["x"]
+    if not isinstance(x, Tensor) or x.device.type == "meta" or not torch.is_autocast_enabled(x.device.type):
+        return operands
+    dtype = torch.get_autocast_dtype(x.device.type)
+    _check_castable(function, operands["weight"], dtype)
+    return {
+        name: t.to(dtype) if isinstance(t, Tensor) and t.dtype in SOURCE_DTYPES else t for name, t in operands.items()
+    }
+
+
 def checked_operands(
     function: str, x: Tensor, weight: Tensor, bias: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -101,16 +114,10 @@ def checked_operands(
             "model after fp8compile.revert."
         )
     operands = {"x": x, "weight": weight} | ({} if bias is None else {"bias": bias})
-    if isinstance(x, Tensor) and x.device.type != "meta" and torch.is_autocast_enabled(x.device.type):
-        dtype = torch.get_autocast_dtype(x.device.type)
-        _check_castable(function, weight, dtype)
-        operands = {
-            name: t.to(dtype) if isinstance(t, Tensor) and t.dtype in SOURCE_DTYPES else t
-            for name, t in operands.items()
-        }
+    operands = in_dtype_of_autocast(function, operands)
     x, weight, bias = operands["x"], operands["weight"], operands.get("bias")
     for name, tensor in operands.items():
-        _check_tensor(function, name, tensor, x)
+        check_tensor(function, name, tensor, x)
     _check_shapes(function, x, weight, bias)
     return x, weight, bias
 

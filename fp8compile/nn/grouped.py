@@ -13,45 +13,21 @@ from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
 from fp8compile._compat import constant_when_traced, is_dtensor
-from fp8compile.nn.functional import check_recipe
+from fp8compile.nn.functional import check_recipe, check_tensor, in_dtype_of_autocast
 from fp8compile.ops.groups.checked_offsets import check_offsets, checked_offsets
 from fp8compile.ops.layer.grouped_linear import grouped_linear as grouped_linear_op
 from fp8compile.quantizers import Recipe
-from fp8compile.tensor import SOURCE_DTYPES, QuantizedTensor, not_dense
 
 __all__ = ["grouped_linear", "grouped_mm"]
 
 
-def _check_tensor(name: str, tensor: object, x: Tensor) -> None:
+def _check_local(name: str, tensor: object) -> None:
     if not isinstance(tensor, Tensor):
         raise TypeError(f"grouped_linear: {name} is a {type(tensor).__name__}; it is a tensor.")
-    if isinstance(tensor, QuantizedTensor):
-        raise TypeError(
-            f"grouped_linear: {name} is a QuantizedTensor; grouped_linear quantizes its operands itself. Pass "
-            ".dequantize()."
-        )
     if is_dtensor(tensor):
         raise TypeError(
             f"grouped_linear: {name} is a DTensor; groups are those of one rank. Pass its local tensor, .to_local()."
         )
-    if (reason := not_dense(tensor)) is not None:
-        raise TypeError(f"grouped_linear: {name} {reason}; it is a dense tensor. Densify it first.")
-    if tensor.device != x.device:
-        raise ValueError(f"grouped_linear: {name} is on {tensor.device} and x on {x.device}; move them to one device.")
-
-
-def _check_dtypes(operands: dict[str, Tensor]) -> None:
-    dtype = operands["x"].dtype
-    for name, tensor in operands.items():
-        if tensor.dtype not in SOURCE_DTYPES:
-            raise TypeError(
-                f"grouped_linear: {name} is {tensor.dtype}; FP8 layers take bfloat16, float16 and float32. Cast it."
-            )
-        if tensor.dtype != dtype:
-            raise TypeError(
-                f"grouped_linear: {name} is {tensor.dtype} and x is {dtype}; they have one dtype. Cast one of them, "
-                "or run under torch.autocast."
-            )
 
 
 def _check_shapes(x: Tensor, weight: Tensor, offsets: Tensor, bias: Tensor | None) -> None:
@@ -86,13 +62,17 @@ def _checked(x: Tensor, weight: Tensor, offsets: Tensor, bias: Tensor | None) ->
         )
     operands = {"x": x, "weight": weight} | ({} if bias is None else {"bias": bias})
     for name, tensor in {**operands, "offsets": offsets}.items():
-        _check_tensor(name, tensor, x)
-    if x.device.type != "meta" and torch.is_autocast_enabled(x.device.type):
-        dtype = torch.get_autocast_dtype(x.device.type)
-        operands = {name: t.to(dtype) if t.dtype in SOURCE_DTYPES else t for name, t in operands.items()}
-    _check_dtypes(operands)
+        _check_local(name, tensor)
+    if offsets.device != x.device:
+        raise ValueError(
+            f"grouped_linear: offsets is on {offsets.device} and x on {x.device}; move them to one device."
+        )
+    operands = in_dtype_of_autocast("grouped_linear", operands)
+    x, weight, bias = operands["x"], operands["weight"], operands.get("bias")
+    for name, tensor in operands.items():
+        check_tensor("grouped_linear", name, tensor, x)
     _check_shapes(x, weight, offsets, bias)
-    return operands["x"], operands["weight"], operands.get("bias")
+    return x, weight, bias
 
 
 @constant_when_traced

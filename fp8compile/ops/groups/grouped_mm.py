@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from fp8compile import _compat
-from fp8compile.ops.gemms.grouped.one_by_one import groups_of
 from fp8compile.ops.gemms.grouped.rowwise import padded_features
 from fp8compile.ops.groups.layout import zero_behind
 from fp8compile.ops.groups.scaled_grouped_mm import sample_offsets
+from fp8compile.ops.groups.spans import spans
 from fp8compile.ops.registry import register_op
 from fp8compile.quantizers import GemmConfig
 from fp8compile.target import target_of
@@ -32,12 +32,12 @@ ALIGNMENT = 8  # `torch._grouped_mm`: rows of bfloat16 are multiples of 16 bytes
 def _one_by_one(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
     if b.ndim == 3:
         product = a.new_zeros((a.shape[0], b.shape[1]))
-        for group, start, end in groups_of(offsets):
-            product[start:end] = a[start:end] @ b[group].t()
+        for group, (rows, _) in enumerate(spans(offsets, 1)):
+            product[rows] = a[rows] @ b[group].t()
         return product
     product = a.new_empty((offsets.shape[0], a.shape[1], b.shape[1]))
-    for group, start, end in groups_of(offsets):
-        product[group] = a[start:end].t() @ b[start:end]
+    for group, (rows, _) in enumerate(spans(offsets, 1)):
+        product[group] = a[rows].t() @ b[rows]
     return product
 
 
@@ -98,7 +98,7 @@ _compat.register_fallback(grouped_mm)
 
 def _sum_kernel(a: Tensor, offsets: Tensor, config: GemmConfig) -> Tensor:
     if target_of(a.device).type == "cpu":
-        return torch.stack([a[start:end].sum(0) for _, start, end in groups_of(offsets)])
+        return torch.stack([a[rows].sum(0) for rows, _ in spans(offsets, 1)])
     # a product with ones: its order of summation is the same each time, that of atomics isn't
     return _by_torch(a, a.new_ones((a.shape[0], ALIGNMENT)), offsets)[:, :, 0].contiguous()
 

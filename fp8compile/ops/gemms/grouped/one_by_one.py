@@ -1,7 +1,6 @@
 """Group by group, by the GEMM that multiplies two matrices: on a CPU, where sizes of groups can be read.
 
-A GPU would have to wait for them. If emulation is asked for, it multiplies all rows by each group's matrix in float64
-and keeps those of the group: right, and slow.
+A GPU would have to wait for them, so it has no emulation of grouped products, and says so.
 """
 
 from __future__ import annotations
@@ -15,18 +14,11 @@ from fp8compile.ops.gemm import Operand, multiply
 from fp8compile.ops.gemms.emulated import EMULATED
 from fp8compile.ops.gemms.grouped.kernel import GroupedGemm, GroupedOperand
 from fp8compile.ops.gemms.kernel import GemmProblem
-from fp8compile.ops.groups.layout import alignment, padded_offsets
+from fp8compile.ops.groups.layout import alignment
+from fp8compile.ops.groups.spans import spans
 from fp8compile.quantizers import GemmConfig, Quantizer
 
-__all__ = ["ONE_BY_ONE", "groups_of"]
-
-
-def groups_of(offsets: Tensor) -> Iterator[tuple[int, int, int]]:
-    """Each group's number, first row and end. It reads data, so it is for the CPU."""
-    start = 0
-    for group, end in enumerate(offsets.tolist()):
-        yield group, start, end
-        start = end
+__all__ = ["ONE_BY_ONE"]
 
 
 def _takes(a: Quantizer, b: Quantizer) -> bool:
@@ -42,34 +34,31 @@ def _lacks(problem: GemmProblem) -> str | None:
 def _rows(a: GroupedOperand, b: GroupedOperand, offsets: Tensor, out_dtype: torch.dtype, config: GemmConfig) -> Tensor:
     product = a.codes.new_zeros((a.codes.shape[0], b.codes.shape[1]), dtype=out_dtype)
     is_one_block = a.quantizer.block[0] == -1
-    for group, start, end in groups_of(offsets):
-        if start == end:
+    for group, (rows, _) in enumerate(spans(offsets, 1)):
+        if rows.start == rows.stop:
             continue
-        scale = a.scale[start : start + 1 if is_one_block else end]
-        left = Operand(codes=a.codes[start:end], scale=scale, quantizer=a.quantizer)
+        scale = a.scale[rows][:1] if is_one_block else a.scale[rows]
+        left = Operand(codes=a.codes[rows], scale=scale, quantizer=a.quantizer)
         right = Operand(codes=b.codes[group], scale=b.scale[group], quantizer=b.quantizer)
-        product[start:end] = multiply(left, right.t(), out_dtype, config)
+        product[rows] = multiply(left, right.t(), out_dtype, config)
     return product
 
 
-def _columns(operand: GroupedOperand, group: int, first: int, rows: int) -> Operand:
-    """One group's codes as (tokens, features), in the layout that a layer without groups has them."""
-    codes = operand.codes[:, first : first + rows].t().contiguous()
+def _tokens_of_groups(operand: GroupedOperand, offsets: Tensor) -> Iterator[Operand]:
+    """Each group's codes as (tokens, features), in the layout that a layer without groups has them."""
     block = operand.quantizer.block[0]
-    grid = slice(group, group + 1) if block == -1 else slice(first // block, -(-(first + rows) // block))
-    return Operand(codes=codes, scale=operand.scale[grid], quantizer=operand.quantizer)
+    for group, (_, columns) in enumerate(spans(offsets, alignment(operand.quantizer))):
+        codes = operand.codes[:, columns].t().contiguous()
+        blocks = slice(group, group + 1) if block == -1 else slice(columns.start // block, -(-columns.stop // block))
+        yield Operand(codes=codes, scale=operand.scale[blocks], quantizer=operand.quantizer)
 
 
 def _outer(
     a: GroupedOperand, b: GroupedOperand, offsets: Tensor, out_dtype: torch.dtype, config: GemmConfig
 ) -> Tensor:
     product = a.codes.new_zeros((offsets.shape[0], a.codes.shape[0], b.codes.shape[0]), dtype=out_dtype)
-    ends = [padded_offsets(offsets, alignment(each.quantizer)).tolist() for each in (a, b)]
-    firsts = [[0, *each] for each in ends]
-    for group, start, end in groups_of(offsets):
-        left, right = (
-            _columns(operand, group, first[group], end - start) for operand, first in zip((a, b), firsts, strict=True)
-        )
+    groups = zip(_tokens_of_groups(a, offsets), _tokens_of_groups(b, offsets), strict=True)
+    for group, (left, right) in enumerate(groups):
         product[group] = multiply(left.t(), right, out_dtype, config)
     return product
 
