@@ -1,4 +1,4 @@
-"""Layers of groups: any sizes, rows behind the last one, recipes and values, against a linear for each group."""
+"""Layers of groups: any sizes, rows behind the last group, recipes and values, against a linear for each group."""
 
 from __future__ import annotations
 
