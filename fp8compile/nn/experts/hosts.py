@@ -12,7 +12,7 @@ from fp8compile.nn.experts.host import Host
 from fp8compile.nn.experts.method import METHOD
 from fp8compile.nn.experts.routed import ROUTED
 
-__all__ = ["host_of", "is_experts", "matrices_of_experts", "num_experts", "plain_class", "stacks"]
+__all__ = ["host_of", "is_experts", "matrices_of_experts", "method_of_experts", "num_experts", "plain_class", "stacks"]
 
 HOSTS = (ROUTED, DENSE, METHOD)
 
@@ -42,6 +42,13 @@ def stacks(module: nn.Module) -> dict[str, nn.Parameter]:
 def num_experts(module: nn.Module) -> int:
     """How many experts a module of them has."""
     return next(iter(stacks(module).values())).shape[0]
+
+
+def method_of_experts(module: nn.Module) -> str:
+    """The name of the method of experts that multiplies."""
+    host = host_of(plain_class(module))
+    assert host is not None
+    return host.method
 
 
 def matrices_of_experts(module: nn.Module) -> list[tuple[int, int]]:
