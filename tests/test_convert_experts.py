@@ -342,10 +342,26 @@ def parametrized(module):
     nn.utils.parametrize.register_parametrization(module, "down_proj", nn.Identity())
 
 
+def parametrized_in_all(module):
+    for name in ("gate_up_proj", "down_proj"):
+        nn.utils.parametrize.register_parametrization(module, name, nn.Identity())
+
+
+def test_experts_parametrized_after_convert_stay_in_the_report_and_do_not_go_back_without_a_word():
+    model = nn.Sequential(f8.convert(experts("gate"), RECIPE))
+    sizes = rows_of(model)["0"].matrices
+    parametrized_in_all(model[0])
+    row = rows_of(model)["0"]
+    assert (row.converted, row.experts, row.matrices) == (True, COUNT, sizes)
+    with pytest.raises(TypeError, match="its own methods would be lost"):
+        f8.revert(model)
+
+
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
         (replaced, "its forward was replaced on the instance"),
+        (parametrized_in_all, "a weight is parametrized"),
         (sparse, "its down_proj is no dense tensor"),
         (named, "it has an attribute recipe of its own"),
         (parametrized, "a weight is parametrized"),

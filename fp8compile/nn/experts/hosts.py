@@ -34,9 +34,11 @@ def is_experts(module: nn.Module) -> bool:
 
 
 def stacks(module: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters of experts that are stacks of matrices, by name."""
-    own = module.named_parameters(recurse=False)
-    return {name: each for name, each in own if not is_lazy(each) and each.ndim == 3}
+    """The parameters of experts that are stacks of matrices, by name; of a parametrized one, its original."""
+    own = dict(module.named_parameters(recurse=False))
+    for name, computed in getattr(module, "parametrizations", {}).items():
+        own.update((name, original) for original in computed.parameters(recurse=False))
+    return {name: each for name, each in own.items() if not is_lazy(each) and each.ndim == 3}
 
 
 def num_experts(module: nn.Module) -> int:
