@@ -18,7 +18,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import fp8compile as f8
+from fp8compile._compat import TORCH_VERSION
 from fp8compile.nn.experts import routers
+from fp8compile.parallel import fsdp_float8_all_gather
 from fp8compile.target import Target, pretend_target
 
 sys.path.insert(0, str(Path(__file__).parent / "behaviour"))
@@ -340,10 +342,26 @@ def parametrized(module):
     nn.utils.parametrize.register_parametrization(module, "down_proj", nn.Identity())
 
 
+def parametrized_in_all(module):
+    for name in ("gate_up_proj", "down_proj"):
+        nn.utils.parametrize.register_parametrization(module, name, nn.Identity())
+
+
+def test_experts_parametrized_after_convert_stay_in_the_report_and_do_not_go_back_without_a_word():
+    model = nn.Sequential(f8.convert(experts("gate"), RECIPE))
+    sizes = rows_of(model)["0"].matrices
+    parametrized_in_all(model[0])
+    row = rows_of(model)["0"]
+    assert (row.converted, row.experts, row.matrices) == (True, COUNT, sizes)
+    with pytest.raises(TypeError, match="its own methods would be lost"):
+        f8.revert(model)
+
+
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
         (replaced, "its forward was replaced on the instance"),
+        (parametrized_in_all, "a weight is parametrized"),
         (sparse, "its down_proj is no dense tensor"),
         (named, "it has an attribute recipe of its own"),
         (parametrized, "a weight is parametrized"),
@@ -370,6 +388,18 @@ def test_a_row_of_the_report_is_a_module_of_experts():
     assert "4 x (96 x 64, 64 x 48)" in str(report)
     never = f8.conversion_report(module, forward=lambda: None)
     assert str(never).endswith("1 of 1 converted, 1 of them never called")
+
+
+@pytest.mark.skipif(TORCH_VERSION < (2, 12), reason="fsdp_float8_all_gather raises on it")
+def test_the_report_says_that_weights_of_experts_are_not_gathered_as_codes():
+    model = nn.ModuleDict({"linear": nn.Linear(HIDDEN, HIDDEN).bfloat16(), "experts": experts("gate")})
+    fsdp_float8_all_gather(f8.convert(model, f8.recipes.tensorwise(), filter=lambda *_: True))
+    rows = rows_of(model)
+    assert rows["linear"].gathered == "codes"
+    assert rows["experts"].gathered.startswith("param_dtype: ")
+    alone = f8.convert(nn.Sequential(experts("gate")), f8.recipes.tensorwise())
+    with pytest.raises(ValueError, match="weights of experts are gathered in param_dtype"):
+        fsdp_float8_all_gather(alone)
 
 
 def test_filters_recipes_and_ends_are_asked_about_experts_as_about_linears():
@@ -429,6 +459,31 @@ def titan_experts():
     for parameter in module.parameters():
         nn.init.normal_(parameter, std=0.1)
     return module
+
+
+class OnOneOfTwoWays(GroupedExperts):
+    """Has a loop over its experts beside the method, as older classes of torchtitan have, and a flag between them."""
+
+    def __init__(self, *, grouped):
+        super().__init__()
+        self.grouped = grouped
+
+    def forward(self, x_RD, num_tokens_per_expert_E):
+        if self.grouped:
+            return super().forward(x_RD, num_tokens_per_expert_E)
+        rows = x_RD.split(num_tokens_per_expert_E.tolist())
+        return torch.cat([own @ w1.t() @ w2.t() for own, w1, w2 in zip(rows, self.w1_EFD, self.w2_EDF, strict=True)])
+
+
+@pytest.mark.parametrize("grouped", [True, False])
+def test_experts_whose_forward_goes_past_their_method_are_not_reported_as_called(grouped):
+    module = f8.convert(OnOneOfTwoWays(grouped=grouped), RECIPE)
+    x, sizes = torch.randn(24, HIDDEN), torch.tensor([5, 0, 12, 7])
+    before = dict(vars(module))
+    report = f8.conversion_report(module, forward=lambda: module(x, sizes))
+    assert [row.called for row in report.rows] == [grouped]
+    assert ("none: the forward never called the products of these experts" in str(report)) is not grouped
+    assert vars(module) == before
 
 
 @pytest.mark.parametrize("make", [GroupedExperts, titan_experts])

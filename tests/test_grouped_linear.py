@@ -9,6 +9,7 @@ import re
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.functional import grouped_mm
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
@@ -148,6 +149,29 @@ def test_gradients_by_torch_func_and_of_checkpointed_regions():
     assert_same([y, *pull(grad)], expected)
     repeated = lambda x, w, o, b, r: checkpoint(ours, x, w, o, b, r, use_reentrant=False)  # noqa: E731
     assert_same(results(repeated, leaves, offsets, grad, recipe), expected)
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")  # vmap runs our ops in a loop
+def test_each_sample_may_have_groups_of_its_own_under_vmap():
+    (x, weight), _, grad = tensors(ENDS["even"], bias=False)
+    recipe, offsets = f8.recipes.rowwise(), torch.tensor([ENDS["even"], ENDS["one has all"]], dtype=torch.int32)
+
+    def loss(weight, ends):
+        return (f8.grouped_linear(x.detach(), weight, ends, recipe=recipe) * grad).sum()
+
+    together = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))(weight.detach(), offsets)
+    for found, ends in zip(together, offsets, strict=True):
+        assert torch.equal(found, torch.func.grad(loss)(weight.detach(), ends))
+    with pytest.raises(ValueError, match="never falling"):
+        torch.func.vmap(loss, in_dims=(None, 0))(weight.detach(), offsets.flip(1))
+
+
+def test_tensors_without_data_are_taken():
+    leaves, offsets, _ = tensors(ENDS["even"])
+    with FakeTensorMode():
+        x, weight, bias, ends = (torch.empty(each.shape, dtype=each.dtype) for each in (*leaves, offsets))
+        y = f8.grouped_linear(x, weight, ends, bias, recipe=f8.recipes.rowwise())
+    assert (y.shape, y.dtype) == ((ROWS, N), torch.bfloat16)
 
 
 def test_flops_are_those_of_all_rows():

@@ -9,32 +9,33 @@ from typing import Any
 import torch
 from torch import nn
 
-from fp8compile.nn.candidates import is_converted
+from fp8compile.nn.candidates import is_converted, method_that_multiplies
 
 __all__ = ["called_layers"]
 
 
 @contextmanager
 def _recorded(layer: nn.Module, called: set[nn.Module]) -> Iterator[None]:
-    """Note each call of a layer's forward, also one that goes past ``__call__`` and its hooks."""
-    forward, own = layer.forward, vars(layer).get("forward")
+    """Note each call of the method that multiplies, also one that goes past ``__call__`` and its hooks."""
+    name = method_that_multiplies(layer)
+    method, own = getattr(layer, name), vars(layer).get(name)
 
     def noted(*args: Any, **kwargs: Any) -> Any:
         called.add(layer)
-        return forward(*args, **kwargs)
+        return method(*args, **kwargs)
 
-    layer.forward = noted
+    setattr(layer, name, noted)
     try:
         yield
     finally:
         if own is None:
-            del layer.forward
+            delattr(layer, name)
         else:
-            layer.forward = own
+            setattr(layer, name, own)
 
 
 def called_layers(model: nn.Module, forward: Callable[[], object]) -> set[nn.Module]:
-    """The converted layers of a model that a function calls.
+    """The converted layers of a model that a function calls; of experts, those whose product in FP8 it calls.
 
     Nothing is compiled and nothing compiled runs meanwhile: a graph would not tell, and would be compiled anew.
 

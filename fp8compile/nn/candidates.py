@@ -21,6 +21,7 @@ from fp8compile.nn.experts import (
     experts_class,
     is_experts,
     matrices_of_experts,
+    method_of_experts,
     stacks,
 )
 from fp8compile.nn.linear import Linear, become_float8, become_plain, cannot_revert
@@ -39,6 +40,7 @@ __all__ = [
     "is_layer",
     "layers",
     "matrices",
+    "method_that_multiplies",
     "put_in_float8",
     "weight_names",
 ]
@@ -71,6 +73,11 @@ def weight_names(layer: nn.Module) -> tuple[str, ...]:
 def matrices(layer: nn.Module) -> list[tuple[int, int]]:
     """(out_features, in_features) of what one row is multiplied by: of a linear one, of experts those of an expert."""
     return [(layer.out_features, layer.in_features)] if isinstance(layer, nn.Linear) else matrices_of_experts(layer)
+
+
+def method_that_multiplies(layer: nn.Module) -> str:
+    """The name of a layer's method in which its products are: experts may have a forward that calls it or not."""
+    return "forward" if isinstance(layer, nn.Linear) else method_of_experts(layer)
 
 
 def device_of(layer: nn.Module) -> torch.device:

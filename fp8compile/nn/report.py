@@ -47,7 +47,8 @@ class ConversionRow:
         quantized_weight: Whether its weight is kept as codes: ``quantized_parameters=True`` of ``fp8compile.convert``.
         past_forward: Of a converted layer, the method that reads its weight itself, which is not in FP8; empty if the
             source of the model's forwards shows none.
-        called: Of a converted layer, whether the forward called it that the report was given; None if none was given.
+        called: Of a converted layer, whether the forward called it that the report was given; of experts, whether it
+            called their products. None if none was given.
     """
 
     fqn: str
@@ -79,7 +80,8 @@ class ConversionRow:
         if not self.converted:
             return self.reason
         if self.called is False:
-            return "none: the forward never called this layer"
+            what = "the products of these experts" if self.experts else "this layer"
+            return f"none: the forward never called {what}"
         words = [", ".join(self.float8_gemms()) or "none: every slot of the recipe is None"]
         words += ["weight kept as codes"] if self.quantized_weight else []
         words += [f"{self.past_forward} {PAST_FORWARD}"] if self.past_forward else []

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from fp8compile import _compat
 from fp8compile.nn import Linear
+from fp8compile.nn.experts import ConvertedExperts
 from fp8compile.nn.linear import GATHERED
 from fp8compile.nn.local import wrapped_like
 from fp8compile.ops.layer.shards import DimSharding
@@ -38,7 +39,8 @@ def _check_model(model: object) -> list[Linear]:
     layers = [module for module in model.modules() if isinstance(module, Linear)]
     if not layers:
         raise ValueError(
-            f"fsdp_float8_all_gather: {type(model).__name__} has no fp8compile.Linear. Call fp8compile.convert first."
+            f"fsdp_float8_all_gather: {type(model).__name__} has no fp8compile.Linear, and weights of experts are "
+            "gathered in param_dtype. Call fp8compile.convert first."
         )
     if any(isinstance(_compat.local_itself(layer.weight), ShardedWeight) for layer in layers):
         raise ValueError("fsdp_float8_all_gather: it was called for this model already. Call it once.")
@@ -127,4 +129,7 @@ def fsdp_float8_all_gather(model: nn.Module) -> nn.Module:
             layer.weight = wrapped.setdefault(layer.weight, _wrapped(layer.weight))
             layer.weight_scales = scales
             layer.register_load_state_dict_pre_hook(_wrap_loaded)
+    for module in model.modules():
+        if isinstance(module, ConvertedExperts):
+            setattr(module, GATHERED, "param_dtype: codes of experts are made after their weights are gathered")
     return model

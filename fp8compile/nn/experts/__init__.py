@@ -9,7 +9,7 @@ from fp8compile.nn.experts.classes import (
     cannot_take_experts,
     experts_class,
 )
-from fp8compile.nn.experts.hosts import is_experts, matrices_of_experts, num_experts, stacks
+from fp8compile.nn.experts.hosts import is_experts, matrices_of_experts, method_of_experts, num_experts, stacks
 from fp8compile.nn.experts.routers import routers
 
 __all__ = [
@@ -22,6 +22,7 @@ __all__ = [
     "experts_class",
     "is_experts",
     "matrices_of_experts",
+    "method_of_experts",
     "num_experts",
     "routers",
     "stacks",

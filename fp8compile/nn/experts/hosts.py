@@ -12,7 +12,7 @@ from fp8compile.nn.experts.host import Host
 from fp8compile.nn.experts.method import METHOD
 from fp8compile.nn.experts.routed import ROUTED
 
-__all__ = ["host_of", "is_experts", "matrices_of_experts", "num_experts", "plain_class", "stacks"]
+__all__ = ["host_of", "is_experts", "matrices_of_experts", "method_of_experts", "num_experts", "plain_class", "stacks"]
 
 HOSTS = (ROUTED, DENSE, METHOD)
 
@@ -34,14 +34,23 @@ def is_experts(module: nn.Module) -> bool:
 
 
 def stacks(module: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters of experts that are stacks of matrices, by name."""
-    own = module.named_parameters(recurse=False)
-    return {name: each for name, each in own if not is_lazy(each) and each.ndim == 3}
+    """The parameters of experts that are stacks of matrices, by name; of a parametrized one, its original."""
+    own = dict(module.named_parameters(recurse=False))
+    for name, computed in getattr(module, "parametrizations", {}).items():
+        own.update((name, original) for original in computed.parameters(recurse=False))
+    return {name: each for name, each in own.items() if not is_lazy(each) and each.ndim == 3}
 
 
 def num_experts(module: nn.Module) -> int:
     """How many experts a module of them has."""
     return next(iter(stacks(module).values())).shape[0]
+
+
+def method_of_experts(module: nn.Module) -> str:
+    """The name of the method of experts that multiplies."""
+    host = host_of(plain_class(module))
+    assert host is not None
+    return host.method
 
 
 def matrices_of_experts(module: nn.Module) -> list[tuple[int, int]]:
