@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-__all__ = ["TILE_BLOCKS", "TILE_ROWS", "down_the_rows", "rows_of_fours", "swizzled", "swizzled_tiles"]
+__all__ = ["TILE_BLOCKS", "TILE_ROWS", "down_the_rows", "rows_of_fours", "swizzled", "tiled"]
 
 TILE_ROWS, TILE_BLOCKS, GROUP = 128, 4, 32
 
@@ -30,14 +30,19 @@ def rows_of_fours(scale: Tensor) -> Tensor:
     return pad(scale, (0, -blocks % TILE_BLOCKS)).contiguous()[:, :blocks]
 
 
-def swizzled_tiles(scale: Tensor) -> Tensor:
-    """Bytes (..., rows, blocks) as tiles of the tensor core, (..., tiles down, tiles along, 512), zeros behind."""
+def tiled(scale: Tensor) -> Tensor:
+    """Bytes (..., rows, blocks) as tiles of the tensor core, (..., tiles down, tiles along, 32, 4, 4), zeros behind.
+
+    It is a view that is turned; flattened in one step, it is copied in one kernel.
+    """
     *leading, rows, blocks = scale.shape
     padded = pad(scale, (0, -blocks % TILE_BLOCKS, 0, -rows % TILE_ROWS))
     sides = padded.shape[-2] // TILE_ROWS, TILE_ROWS // GROUP, GROUP, padded.shape[-1] // TILE_BLOCKS, TILE_BLOCKS
-    return padded.view(*leading, *sides).movedim(-2, -4).transpose(-2, -3).flatten(-3)
+    first = len(leading)
+    order = (*range(first), *(first + dim for dim in (0, 3, 2, 1, 4)))
+    return padded.view(*leading, *sides).permute(order)
 
 
 def swizzled(scale: Tensor) -> Tensor:
     """Bytes (rows, blocks), 1-D as tiles of the tensor core; what is missing in the last ones is 0."""
-    return swizzled_tiles(scale).reshape(-1).view(torch.float8_e8m0fnu)
+    return tiled(scale).reshape(-1).view(torch.float8_e8m0fnu)

@@ -19,7 +19,7 @@ from fp8compile.ops.gemms.grouped.rowwise import float8, lacks_grouped, padded_f
 from fp8compile.ops.gemms.kernel import GemmProblem
 from fp8compile.ops.gemms.mx import MX_BLOCK, is_mx
 from fp8compile.ops.groups.layout import alignment, padded_length, padded_offsets, row_of_columns, zero_behind
-from fp8compile.ops.scale_layouts import TILE_BLOCKS, TILE_ROWS, swizzled, swizzled_tiles
+from fp8compile.ops.scale_layouts import TILE_BLOCKS, TILE_ROWS, swizzled, tiled
 from fp8compile.quantizers import GemmConfig, Quantizer
 
 __all__ = ["MX"]
@@ -47,7 +47,7 @@ def row_scales(scale: Tensor, offsets: Tensor) -> Tensor:
 
 def matrix_scales(scale: Tensor) -> Tensor:
     """Scales of each group's matrix, (E, N, blocks), in tiles."""
-    return swizzled_tiles(scale).flatten(1).view(torch.float8_e8m0fnu)
+    return tiled(scale).flatten(1).view(torch.float8_e8m0fnu)
 
 
 def token_scales(scale: Tensor, ends: Tensor) -> Tensor:
@@ -62,7 +62,7 @@ def token_scales(scale: Tensor, ends: Tensor) -> Tensor:
     count = padded_length(scale.shape[0], ends.shape[0], TILE_BLOCKS)
     source, _ = row_of_columns(blocks, TILE_BLOCKS, count)
     spread = torch.where((source >= 0).unsqueeze(1), scale[source.clamp(min=0)], 0)  # groups begin with a tile
-    tiles = swizzled_tiles(spread.t())  # (tiles of features, tiles of blocks, bytes)
+    tiles = tiled(spread.t()).flatten(2)  # (tiles of features, tiles of blocks, bytes)
     tile_ends = padded_offsets(blocks, TILE_BLOCKS) // TILE_BLOCKS
     first = torch.cat((tile_ends.new_zeros(1), tile_ends))
     place = torch.arange(tiles.shape[0] * tiles.shape[1], device=ends.device)
