@@ -71,7 +71,7 @@ def weight_names(layer: nn.Module) -> tuple[str, ...]:
 
 
 def matrices(layer: nn.Module) -> list[tuple[int, int]]:
-    """(out_features, in_features) of what one row is multiplied by: of a linear one, of experts those of an expert."""
+    """(out_features, in_features) of each matrix that a row meets: a linear has one, an expert several."""
     return [(layer.out_features, layer.in_features)] if isinstance(layer, nn.Linear) else matrices_of_experts(layer)
 
 
@@ -121,7 +121,7 @@ def cannot_convert(layer: nn.Module) -> str | None:
 
 
 def cannot_take(layer: nn.Module, recipe: Recipe, *, quantized_parameters: bool) -> str | None:
-    """Why a layer that can be in FP8 can't be with this recipe, or None. Of linears, `check_weights` tells."""
+    """Why experts that can be in FP8 can't be with this recipe, or None; `check_weights` looks at linears."""
     if isinstance(layer, nn.Linear):
         return None
     if quantized_parameters:

@@ -19,7 +19,7 @@ HOSTS = (ROUTED, DENSE, METHOD)
 
 @cache
 def host_of(plain: type[nn.Module]) -> Host | None:
-    """Whose way to write experts a class has, None if it is no class of experts."""
+    """The library in whose way a class of experts is written; None if it is no class of experts."""
     return next((host for host in HOSTS if host.takes(plain)), None)
 
 

@@ -1,4 +1,4 @@
-"""Routers: what scores the experts for each token, and stays in high precision, for a token is cheap to score.
+"""Routers: what scores the experts for each token. They stay in high precision, as they cost next to nothing.
 
 No class says that it is a router. It stands beside its experts, or beside the module that they are a part of, and all
 its matrices have as many rows as there are experts.

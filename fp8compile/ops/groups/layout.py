@@ -80,7 +80,7 @@ def row_of_columns(offsets: Tensor, align: int, columns: int) -> tuple[Tensor, T
 def zero_behind(rows: Tensor, offsets: Tensor) -> Tensor:
     """The rows of the groups, and zeros behind the last one, whatever is there: PyTorch's products write nothing.
 
-    A backward that reads the result makes it once more of the product: kept, it would be written beside that.
+    The backward makes the mask again. If it were kept, the forward would write both the product and the masked copy.
     """
     with _compat.recomputed():
         row = torch.arange(rows.shape[0], dtype=torch.int32, device=rows.device)
