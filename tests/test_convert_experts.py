@@ -398,7 +398,7 @@ def test_the_report_says_that_weights_of_experts_are_not_gathered_as_codes():
     assert rows["linear"].gathered == "codes"
     assert rows["experts"].gathered.startswith("param_dtype: ")
     alone = f8.convert(nn.Sequential(experts("gate")), f8.recipes.tensorwise())
-    with pytest.raises(ValueError, match="weights of experts are gathered in param_dtype"):
+    with pytest.raises(ValueError, match="Its experts are in FP8, and their weights are gathered in param_dtype"):
         fsdp_float8_all_gather(alone)
 
 

@@ -66,7 +66,7 @@ def gather_codes(model: ByteLlama, recipe: f8.Recipe | None) -> str:
 
 
 def _said_of_experts(gathered: str, config: TrainConfig) -> str:
-    is_other = config.experts and gathered.startswith("codes")
+    is_other = config.experts and gathered.startswith("codes") and "experts" not in gathered
     return f"{gathered}; weights of experts bfloat16" if is_other else gathered
 
 

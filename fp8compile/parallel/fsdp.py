@@ -38,9 +38,11 @@ def _check_model(model: object) -> list[Linear]:
         raise ValueError(f"fsdp_float8_all_gather: {', '.join(sharded)} went through fully_shard already. {ORDER}")
     layers = [module for module in model.modules() if isinstance(module, Linear)]
     if not layers:
+        has_experts = any(isinstance(module, ConvertedExperts) for module in model.modules())
+        experts = " Its experts are in FP8, and their weights are gathered in param_dtype." if has_experts else ""
         raise ValueError(
-            f"fsdp_float8_all_gather: {type(model).__name__} has no fp8compile.Linear, and weights of experts are "
-            "gathered in param_dtype. Call fp8compile.convert first."
+            f"fsdp_float8_all_gather: {type(model).__name__} has no fp8compile.Linear. Call fp8compile.convert first."
+            f"{experts}"
         )
     if any(isinstance(_compat.local_itself(layer.weight), ShardedWeight) for layer in layers):
         raise ValueError("fsdp_float8_all_gather: it was called for this model already. Call it once.")
