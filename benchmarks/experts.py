@@ -1,4 +1,4 @@
-"""The feed-forward of a mixture of experts: gather, gate and up in one, SwiGLU, down, weights of the router, scatter.
+"""The feed-forward of a mixture of experts: gate and up in one, SwiGLU, down, weights of the router.
 
 As transformers and torchtitan have it behind the router: tokens are sorted by expert, so every product is grouped.
 """
@@ -6,13 +6,13 @@ As transformers and torchtitan have it behind the router: tokens are sorted by e
 from __future__ import annotations
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import grouped_mm, silu
 
 import fp8compile as f8
 from fp8compile import Recipe
 
-__all__ = ["Experts", "experts_arguments", "feed_forward"]
+__all__ = ["experts_arguments", "feed_forward"]
 
 
 def multiplied(x: Tensor, weight: Tensor, offsets: Tensor, recipe: Recipe | None) -> Tensor:
@@ -39,41 +39,6 @@ def feed_forward(
     """
     gate, up = multiplied(x, gate_up, offsets, recipe).chunk(2, -1)
     return multiplied(silu(gate) * up, down, offsets, recipe) * weights
-
-
-class Experts(nn.Module):
-    """The whole block: each token goes to ``top_k`` experts, and their results are added, weighted, to it."""
-
-    def __init__(
-        self,
-        dim: int,
-        hidden: int,
-        experts: int,
-        top_k: int,
-        recipe: Recipe | None,
-        *,
-        dtype: torch.dtype = torch.bfloat16,
-    ) -> None:
-        super().__init__()
-        self.norm = nn.RMSNorm(dim, dtype=dtype)
-        self.router = nn.Linear(dim, experts, bias=False, dtype=dtype)
-        self.gate_up = nn.Parameter(torch.randn(experts, 2 * hidden, dim, dtype=dtype) * dim**-0.5)
-        self.down = nn.Parameter(torch.randn(experts, dim, hidden, dtype=dtype) * hidden**-0.5)
-        self.top_k, self.recipe = top_k, recipe
-
-    def forward(self, x: Tensor) -> Tensor:
-        """(tokens, dim)."""
-        normed = self.norm(x)
-        weights, chosen = self.router(normed).float().softmax(-1).topk(self.top_k)
-        order = chosen.flatten().argsort(stable=True)
-        sizes = torch.zeros(self.gate_up.shape[0], dtype=torch.int32, device=x.device).index_add(
-            0, chosen.flatten(), torch.ones_like(chosen.flatten(), dtype=torch.int32)
-        )
-        offsets = sizes.cumsum(0, dtype=torch.int32)
-        token = order // self.top_k
-        own = weights.flatten()[order].to(x.dtype).unsqueeze(1)
-        y = feed_forward(normed[token], self.gate_up, self.down, own, offsets, self.recipe)
-        return x.index_add(0, token, y)
 
 
 def experts_arguments(

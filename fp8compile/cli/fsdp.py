@@ -65,11 +65,6 @@ def gather_codes(model: ByteLlama, recipe: f8.Recipe | None) -> str:
     return "; ".join(dict.fromkeys(words for words in found if words))
 
 
-def _said_of_experts(gathered: str, config: TrainConfig) -> str:
-    is_other = config.experts and gathered.startswith("codes") and "experts" not in gathered
-    return f"{gathered}; weights of experts bfloat16" if is_other else gathered
-
-
 def shard(model: ByteLlama, mesh: DeviceMesh, config: TrainConfig, recipe: f8.Recipe | None) -> str:
     """Shard a model's parameters, in place; stock FSDP2's blocks are compiled before, if asked.
 
@@ -88,8 +83,8 @@ def shard(model: ByteLlama, mesh: DeviceMesh, config: TrainConfig, recipe: f8.Re
     if config.graph_fsdp:
         with _refusals("--graph-fsdp"):
             f8.parallel.graph_fsdp(model, mesh, mp_policy=POLICY)
-        gathered = NO_FP8 if recipe is None else "codes, those that a pass needs"
-        return _said_of_experts(gathered, config)
+        experts = "; weights of experts bfloat16" if config.experts else ""
+        return NO_FP8 if recipe is None else f"codes, those that a pass needs{experts}"
     is_quantized = config.quantized_parameters and recipe is not None
     gathered = "codes, which the parameters are" if is_quantized else gather_codes(model, recipe)
     for index, block in enumerate(model.blocks):
@@ -98,4 +93,4 @@ def shard(model: ByteLlama, mesh: DeviceMesh, config: TrainConfig, recipe: f8.Re
             model.blocks[index] = torch.compile(block, fullgraph=True, dynamic=False, backend=config.backend)
         fully_shard(model.blocks[index], mesh=mesh, mp_policy=POLICY)
     fully_shard(model, mesh=mesh, mp_policy=POLICY)
-    return _said_of_experts(gathered, config)
+    return gathered

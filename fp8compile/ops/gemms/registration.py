@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp8compile.ops.gemms.grouped.kernel import REGISTERED_GROUPED, GroupedGemm, GroupedOperand
+from fp8compile.ops.gemms.grouped.kernel import REGISTERED_GROUPED, GroupedGemm, GroupedOperand, product_shape
 from fp8compile.ops.gemms.kernel import GemmKernel, GemmProblem, Operand
 from fp8compile.ops.gemms.table import REGISTERED
 from fp8compile.ops.returned import could_be
@@ -154,8 +154,7 @@ def new_gemm(
 
 def _grouped_product(name: str, multiply: Callable, a: GroupedOperand, b: GroupedOperand, *rest: Any) -> Tensor:
     product, (offsets, out_dtype, _) = multiply(a, b, *rest), rest
-    rows, groups = a.codes.shape[0], offsets.shape[0]
-    shape = (rows, b.codes.shape[1]) if b.codes.ndim == 3 else (groups, rows, b.codes.shape[0])
+    shape = product_shape(a.codes, b.codes, offsets)
     if isinstance(product, Tensor) and product.dtype == out_dtype and could_be(product.shape, shape):
         return product
     found = _shown(product.shape, product.dtype) if isinstance(product, Tensor) else repr(product)

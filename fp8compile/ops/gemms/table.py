@@ -5,6 +5,9 @@ Ours come first, so a GEMM that is registered changes no product that has one; e
 
 from __future__ import annotations
 
+from collections.abc import Container, Sequence
+from typing import Any
+
 from fp8compile.ops.gemms.blockwise import BLOCKWISE
 from fp8compile.ops.gemms.emulated import EMULATED
 from fp8compile.ops.gemms.kernel import GemmKernel, GemmProblem
@@ -14,7 +17,7 @@ from fp8compile.ops.gemms.scaled_after import SCALED_AFTER
 from fp8compile.ops.gemms.tensorwise import TENSORWISE
 from fp8compile.quantizers import Quantizer
 
-__all__ = ["NATIVE", "REGISTERED", "gemm_for", "gemm_table", "multiplying_calls", "refused"]
+__all__ = ["NATIVE", "REGISTERED", "first_running", "gemm_for", "gemm_table", "multiplying_calls"]
 
 NATIVE = (TENSORWISE, ROWWISE, SCALED_AFTER, BLOCKWISE, MX)
 REGISTERED: dict[str, GemmKernel] = {}  # of other packages, by name
@@ -35,13 +38,39 @@ def _codes_of(quantizer: Quantizer) -> str:
     return f"codes of {type(quantizer).__name__}" if stored is None else stored.name
 
 
-def refused(function: str, problem: GemmProblem, reason: str) -> RuntimeError:
-    """The error of a product that no GEMM of a table makes."""
+def _refused(function: str, problem: GemmProblem, reason: str) -> RuntimeError:
     a, b, (major, minor) = problem.a, problem.b, problem.target.capability
     has = f" This GPU has compute capability {major}.{minor}." if problem.target.type == "cuda" else ""
     return RuntimeError(
         f"{function}: {_codes_of(a)} with block {a.block} by {_codes_of(b)} with block {b.block} {reason}{has}"
     )
+
+
+def first_running(
+    function: str, problem: GemmProblem, tiers: Sequence[Sequence[Any]], registered: Container[str]
+) -> Any:
+    """The first GEMM of a table that takes the operands of a product and runs on its target.
+
+    Args:
+        function: In whose name errors are.
+        problem: The product.
+        tiers: The GEMMs, of `GemmKernel` or `GroupedGemm`, in the order in which they are asked.
+        registered: Names of those of other packages. Which of two to take in one tier is not for us to say.
+
+    Raises:
+        RuntimeError: None runs; the text is the reason of the first one that takes the operands. Or two packages have
+            registered one for these operands.
+    """
+    reasons = {gemm.name: gemm.lacks(problem) for tier in tiers for gemm in tier if gemm.takes(problem.a, problem.b)}
+    running = [[gemm for gemm in tier if reasons.get(gemm.name, "") is None] for tier in tiers]
+    first = next(filter(None, running), None)
+    if first is None:
+        raise _refused(function, problem, next(iter(reasons.values())))
+    if first[0].name in registered and len(first) > 1:
+        names = " and of ".join(gemm.name for gemm in first)
+        reason = f"are operands of {names}; let `takes` of all but one return False for them."
+        raise _refused(function, problem, reason)
+    return first[0]
 
 
 def gemm_for(problem: GemmProblem) -> GemmKernel:
@@ -54,13 +83,4 @@ def gemm_for(problem: GemmProblem) -> GemmKernel:
         RuntimeError: None does; the text is the reason of the first one that takes the operands. Or two packages have
             registered one for these operands, and which to take is not for us to say.
     """
-    reasons = {gemm.name: gemm.lacks(problem) for gemm in gemm_table() if gemm.takes(problem.a, problem.b)}
-    running = [gemm for gemm in gemm_table() if reasons.get(gemm.name, "") is None]
-    if not running:
-        raise refused("scaled_mm", problem, next(iter(reasons.values())))
-    rivals = [gemm.name for gemm in running if gemm.name in REGISTERED]
-    if running[0].name in REGISTERED and len(rivals) > 1:
-        names = " and of ".join(rivals)
-        reason = f"are operands of {names}; let `takes` of all but one return False for them."
-        raise refused("scaled_mm", problem, reason)
-    return running[0]
+    return first_running("scaled_mm", problem, (NATIVE, tuple(REGISTERED.values()), (EMULATED,)), REGISTERED)

@@ -14,28 +14,19 @@ from torch import Tensor
 from fp8compile.ops.groups.scaled_grouped_mm import sample_offsets
 from fp8compile.ops.registry import register_op
 
-__all__ = ["check_offsets", "checked_offsets"]
+__all__ = ["checked_offsets"]
 
 RULE = "offsets are the ends of the groups: from 0, never falling, at most the number of rows of x"
 
 
-def check_offsets(function: str, offsets: Tensor, rows: int) -> None:
-    """Raise in the name of ``function`` unless offsets are ends of groups of at most ``rows`` rows.
-
-    Raises:
-        ValueError: They aren't, and are on a CPU.
-    """
+def _kernel(offsets: Tensor, rows: int) -> Tensor:
     steps = torch.diff(offsets, prepend=offsets.new_zeros(1))
     is_right = (steps >= 0).all() & (offsets[-1:] <= rows).all()
     if offsets.device.type != "cpu":
-        torch._assert_async(is_right, f"{function}: {RULE}.")
+        torch._assert_async(is_right, f"grouped_linear: {RULE}.")
     elif not is_right:
         shown = ", ".join(map(str, offsets[:16].tolist())) + (", ..." if offsets.shape[0] > 16 else "")
-        raise ValueError(f"{function}: offsets are ({shown}) and x has {rows} rows; {RULE}.")
-
-
-def _kernel(offsets: Tensor, rows: int) -> Tensor:
-    check_offsets("grouped_linear", offsets, rows)
+        raise ValueError(f"grouped_linear: offsets are ({shown}) and x has {rows} rows; {RULE}.")
     return offsets.clone()
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fp8compile import _compat
 from fp8compile.formats import element_format
-from fp8compile.ops.gemms.grouped.kernel import GroupedOperand
+from fp8compile.ops.gemms.grouped.kernel import GroupedOperand, product_shape
 from fp8compile.ops.gemms.grouped.one_by_one import ONE_BY_ONE
 from fp8compile.ops.groups.group_quantize import group_quantize
 from fp8compile.ops.groups.token_samples import tokens
@@ -39,8 +39,7 @@ def _fake(
     b_format: str,
     out_dtype: torch.dtype,
 ) -> Tensor:
-    shape = (a.shape[0], b.shape[1]) if b.ndim == 3 else (offsets.shape[0], a.shape[0], b.shape[0])
-    return a.new_empty(shape, dtype=out_dtype)
+    return a.new_empty(product_shape(a, b, offsets), dtype=out_dtype)
 
 
 def _exact(

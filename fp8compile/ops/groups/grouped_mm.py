@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from fp8compile import _compat
-from fp8compile.ops.gemms.grouped.rowwise import padded_features
+from fp8compile.ops.gemms.grouped.float8 import padded_features
 from fp8compile.ops.groups.layout import zero_behind
 from fp8compile.ops.groups.scaled_grouped_mm import sample_offsets
 from fp8compile.ops.groups.spans import spans

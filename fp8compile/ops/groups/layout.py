@@ -25,6 +25,7 @@ __all__ = [
     "TOKEN_ALIGNMENT",
     "alignment",
     "group_of_rows",
+    "group_to_read",
     "padded_length",
     "padded_offsets",
     "row_of_columns",
@@ -54,6 +55,11 @@ def padded_offsets(offsets: Tensor, align: int) -> Tensor:
 def group_of_rows(offsets: Tensor, rows: int) -> Tensor:
     """The group of each of ``rows`` rows, (rows,) int64; of one behind the last group, the number of groups."""
     return torch.searchsorted(offsets, torch.arange(rows, dtype=torch.int32, device=offsets.device), right=True)
+
+
+def group_to_read(offsets: Tensor, rows: int) -> Tensor:
+    """As `group_of_rows`, to index what groups have: the last group for a row behind it."""
+    return group_of_rows(offsets, rows).clamp(max=offsets.shape[0] - 1)
 
 
 def row_of_columns(offsets: Tensor, align: int, columns: int) -> tuple[Tensor, Tensor]:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fp8compile import _compat
-from fp8compile.ops.gemms.grouped.kernel import GroupedGemm, GroupedOperand
+from fp8compile.ops.gemms.grouped.kernel import GroupedGemm, GroupedOperand, product_shape
 from fp8compile.ops.gemms.grouped.table import selected_grouped_gemm
 from fp8compile.ops.groups.layout import padded_length
 from fp8compile.ops.registry import register_op
@@ -24,18 +24,11 @@ from fp8compile.quantizers import CurrentScaling, GemmConfig, Quantizer
 __all__ = ["multiply_groups", "sample_offsets", "scaled_grouped_mm"]
 
 
-def _gemm(a: GroupedOperand, b: GroupedOperand, out_dtype: torch.dtype, config: GemmConfig) -> GroupedGemm:
-    of_a, of_b = a.quantizer, b.quantizer
-    pair = (of_a, of_b.transposed()) if b.codes.ndim == 3 else (of_a.transposed(), of_b)
-    return selected_grouped_gemm(*pair, a.codes.device, out_dtype, config)
-
-
-def _multiply(
-    a: GroupedOperand, b: GroupedOperand, offsets: Tensor, out_dtype: torch.dtype, config: GemmConfig
-) -> Tensor:
-    gemm = _gemm(a, b, out_dtype, config)
-    run = gemm.rows if b.codes.ndim == 3 else gemm.outer
-    return run(a, b, offsets, out_dtype, config).contiguous()
+def _gemm(
+    a: Tensor, b: Tensor, a_quantizer: Quantizer, b_quantizer: Quantizer, out_dtype: torch.dtype, config: GemmConfig
+) -> GroupedGemm:
+    pair = (a_quantizer, b_quantizer.transposed()) if b.ndim == 3 else (a_quantizer.transposed(), b_quantizer)
+    return selected_grouped_gemm(*pair, a.device, out_dtype, config)
 
 
 def _kernel(
@@ -49,9 +42,11 @@ def _kernel(
     out_dtype: torch.dtype,
     config: GemmConfig,
 ) -> Tensor:
+    gemm = _gemm(a, b, a_quantizer, b_quantizer, out_dtype, config)
     left = GroupedOperand(codes=a, scale=a_scale, quantizer=a_quantizer)
     right = GroupedOperand(codes=b, scale=b_scale, quantizer=b_quantizer)
-    return _multiply(left, right, offsets, out_dtype, config)
+    run = gemm.rows if b.ndim == 3 else gemm.outer
+    return run(left, right, offsets, out_dtype, config).contiguous()
 
 
 def _fake(
@@ -65,8 +60,7 @@ def _fake(
     out_dtype: torch.dtype,
     config: GemmConfig,
 ) -> Tensor:
-    shape = (a.shape[0], b.shape[1]) if b.ndim == 3 else (offsets.shape[0], a.shape[0], b.shape[0])
-    return a.new_empty(shape, dtype=out_dtype)
+    return a.new_empty(product_shape(a, b, offsets), dtype=out_dtype)
 
 
 def _decompose(
@@ -80,11 +74,9 @@ def _decompose(
     out_dtype: torch.dtype,
     config: GemmConfig,
 ) -> Tensor:
-    left = GroupedOperand(codes=a, scale=a_scale, quantizer=a_quantizer)
-    right = GroupedOperand(codes=b, scale=b_scale, quantizer=b_quantizer)
-    if _gemm(left, right, out_dtype, config).is_opaque:
+    if _gemm(a, b, a_quantizer, b_quantizer, out_dtype, config).is_opaque:
         return NotImplemented  # stays one call, which reads the sizes of the groups
-    return _multiply(left, right, offsets, out_dtype, config)
+    return _kernel(a, b, a_scale, b_scale, offsets, a_quantizer, b_quantizer, out_dtype, config)
 
 
 def sample_offsets() -> Iterator[Tensor]:

@@ -20,7 +20,7 @@ from torch import Tensor
 from fp8compile import _compat
 from fp8compile.ops import samples
 from fp8compile.ops.groups.grouped_mm import group_sum
-from fp8compile.ops.groups.layout import group_of_rows, zero_behind
+from fp8compile.ops.groups.layout import group_to_read, zero_behind
 from fp8compile.ops.groups.scaled_grouped_mm import sample_offsets
 from fp8compile.ops.layer.grouped_operands import GroupedOperands, check_recipe_of_groups
 from fp8compile.ops.layer.linear import OUTPUT, as_read, for_gradients_of
@@ -95,8 +95,7 @@ def _output(x: Tensor, weight: Tensor, offsets: Tensor, bias: Tensor | None, ope
     y = operands.output(x, weight)
     if bias is None:
         return y
-    group = group_of_rows(offsets, x.shape[0]).clamp(max=offsets.shape[0] - 1)
-    return zero_behind(y + bias[group], offsets)
+    return zero_behind(y + bias[group_to_read(offsets, x.shape[0])], offsets)
 
 
 def _kernel(x: Tensor, weight: Tensor, offsets: Tensor, bias: Tensor | None, recipe: Recipe) -> Tensor:

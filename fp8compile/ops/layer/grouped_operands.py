@@ -24,7 +24,7 @@ from fp8compile.ops.groups.group_quantize import group_quantize
 from fp8compile.ops.groups.group_quantize_both import group_quantize_both, is_group_pair
 from fp8compile.ops.groups.group_quantize_rows import group_quantize_rows, is_row_pair
 from fp8compile.ops.groups.grouped_mm import grouped_mm
-from fp8compile.ops.groups.layout import group_of_rows
+from fp8compile.ops.groups.layout import group_to_read
 from fp8compile.ops.groups.scaled_grouped_mm import multiply_groups
 from fp8compile.ops.layer.local_shards import LocalShard
 from fp8compile.ops.layer.operands import STEPS, Operands, Phase
@@ -148,7 +148,7 @@ class GroupedOperands:
         else:
             amaxes = group_amax(x, self.offsets, quantizer)
             multiplier, scales = steps.scale(amaxes, quantizer)
-            group = group_of_rows(self.offsets, x.shape[0]).clamp(max=amaxes.shape[0] - 1)
+            group = group_to_read(self.offsets, x.shape[0])
             codes, scale = steps.cast(x, multiplier[group], replace(quantizer, block=(1, -1))), scales[group]
         return GroupedOperand(codes=codes, scale=scale, quantizer=quantizer)
 

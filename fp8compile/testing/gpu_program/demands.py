@@ -1,13 +1,15 @@
-"""What products of a GPU demand of their operands: the check, and sizes that all of them know."""
+"""What products of a GPU demand of their operands: the check, sizes that all of them know, tiles of MX scales."""
 
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
-__all__ = ["ALIGNMENT", "E8M0", "MX_BLOCK", "demand"]
+__all__ = ["ALIGNMENT", "E8M0", "MX_BLOCK", "TILE_BLOCKS", "TILE_ROWS", "demand", "tiled_values"]
 
 ALIGNMENT = 16  # bytes, of rows of codes and of their first element
 MX_BLOCK = 32
+TILE_ROWS, TILE_BLOCKS = 128, 4  # of MX scales
 E8M0 = torch.float8_e8m0fnu
 
 
@@ -15,3 +17,12 @@ def demand(satisfied: bool, product: str, what: str) -> None:
     """Raise a ValueError in the name of a product unless a demand is satisfied."""
     if not satisfied:
         raise ValueError(f"{product}: the GPU's product takes {what}")
+
+
+def tiled_values(scale: Tensor, rows: int, blocks: int) -> Tensor:
+    """MX scales (rows, blocks) as numbers, of tiles of 128 by 4 that lie one after the other."""
+    along = -(-blocks // TILE_BLOCKS)
+    row, block = torch.arange(rows)[:, None], torch.arange(blocks)[None, :]
+    tile = row // TILE_ROWS * along + block // TILE_BLOCKS
+    at = tile * 512 + row % 32 * 16 + row % TILE_ROWS // 32 * 4 + block % TILE_BLOCKS
+    return scale.reshape(-1).view(torch.uint8)[at].view(E8M0).double()

@@ -16,12 +16,18 @@ from torch import Tensor
 
 from fp8compile.ops.registry import OPS
 from fp8compile.target import Target, pretend_target
-from fp8compile.testing.gpu_program.demands import ALIGNMENT, E8M0, MX_BLOCK, demand
+from fp8compile.testing.gpu_program.demands import (
+    ALIGNMENT,
+    E8M0,
+    MX_BLOCK,
+    TILE_BLOCKS,
+    TILE_ROWS,
+    demand,
+    tiled_values,
+)
 from fp8compile.testing.gpus import Gpu
 
 __all__ = ["grouped_blockwise_mm", "grouped_mm", "scaled_grouped_mm"]
-
-TILE_ROWS, TILE_BLOCKS = 128, 4
 
 
 def _spans(offs: Tensor, total: int, name: str) -> Iterator[tuple[int, int, int]]:
@@ -68,15 +74,6 @@ def grouped_mm(
     return _multiplied(a, b, offs, out_dtype or a.dtype, name)
 
 
-def _swizzled(scale: Tensor, rows: int, blocks: int) -> Tensor:
-    """Scales (rows, blocks) of tiles that lie one after the other."""
-    tiles = -(-blocks // TILE_BLOCKS)
-    row, block = torch.arange(rows)[:, None], torch.arange(blocks)[None, :]
-    tile = row // TILE_ROWS * tiles + block // TILE_BLOCKS
-    at = tile * 512 + row % 32 * 16 + row % TILE_ROWS // 32 * 4 + block % TILE_BLOCKS
-    return scale.reshape(-1).view(torch.uint8)[at].view(E8M0).double()
-
-
 def _mx_rows(scale: Tensor, rows: int, k: int, offs: Tensor, name: str) -> Tensor:
     """A number for each element of (rows, k): each group's tiles begin with a tile of rows."""
     blocks = k // MX_BLOCK
@@ -86,7 +83,7 @@ def _mx_rows(scale: Tensor, rows: int, k: int, offs: Tensor, name: str) -> Tenso
     for _, start, end in _spans(offs, rows, name):
         tall = -(-(end - start) // TILE_ROWS) * TILE_ROWS
         demand(first + tall <= scale.shape[0], name, f"scales of {first + tall} rows and more, groups in whole tiles.")
-        own = _swizzled(scale[first : first + tall], end - start, blocks)
+        own = tiled_values(scale[first : first + tall], end - start, blocks)
         values[start:end] = own.repeat_interleave(MX_BLOCK, 1)
         first += tall
     return values
@@ -103,7 +100,7 @@ def _mx_tokens(scale: Tensor, features: int, columns: int, offs: Tensor, name: s
         blocks = (end - start) // MX_BLOCK
         size = tall * -(-blocks // TILE_BLOCKS) * TILE_BLOCKS
         demand(first + size <= flat.numel(), name, "scales of all groups, each in whole tiles.")
-        own = _swizzled(flat[first : first + size], features, blocks)
+        own = tiled_values(flat[first : first + size], features, blocks)
         values[:, start:end] = own.repeat_interleave(MX_BLOCK, 1)
         first += size
     return values
@@ -114,7 +111,7 @@ def _mx(scale: Tensor, shape: torch.Size, offs: Tensor, *, over_tokens: bool, na
         groups, rows, k = shape
         size = -(-rows // TILE_ROWS) * TILE_ROWS * (-(-(k // MX_BLOCK) // TILE_BLOCKS) * TILE_BLOCKS)
         demand(tuple(scale.shape) == (groups, size), name, f"scales of matrices in shape ({groups}, {size}).")
-        return torch.stack([_swizzled(s, rows, k // MX_BLOCK).repeat_interleave(MX_BLOCK, 1) for s in scale])
+        return torch.stack([tiled_values(s, rows, k // MX_BLOCK).repeat_interleave(MX_BLOCK, 1) for s in scale])
     if over_tokens:
         return _mx_tokens(scale, *shape, offs, name)
     return _mx_rows(scale, *shape, offs, name)

@@ -17,13 +17,21 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from fp8compile.testing.gpu_program.demands import ALIGNMENT, E8M0, MX_BLOCK, demand
+from fp8compile.testing.gpu_program.demands import (
+    ALIGNMENT,
+    E8M0,
+    MX_BLOCK,
+    TILE_BLOCKS,
+    TILE_ROWS,
+    demand,
+    tiled_values,
+)
 from fp8compile.testing.gpu_program.grouped_products import grouped_blockwise_mm, grouped_mm, scaled_grouped_mm
 from fp8compile.testing.gpus import Gpu
 
 __all__ = ["PRODUCTS", "Product", "Products", "is_product"]
 
-BLOCK, SWIZZLE_ROWS, SWIZZLE_BLOCKS = 128, 128, 4
+BLOCK = 128
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,14 +83,9 @@ def _swizzled_values(scale: Tensor, rows: int, k: int, name: str, gpu: Gpu) -> T
     demand(gpu.major >= 10, name, "MX scales from compute capability 10.0 on.")
     demand(k % MX_BLOCK == 0, name, f"a sum over a multiple of {MX_BLOCK}, not {k}.")
     blocks = k // MX_BLOCK
-    tiles_m, tiles_k = -(-rows // SWIZZLE_ROWS), -(-blocks // SWIZZLE_BLOCKS)
-    needed = tiles_m * tiles_k * SWIZZLE_ROWS * SWIZZLE_BLOCKS
+    needed = -(-rows // TILE_ROWS) * TILE_ROWS * (-(-blocks // TILE_BLOCKS) * TILE_BLOCKS)
     demand(scale.is_contiguous() and scale.numel() == needed, name, f"{needed} scales in tiles, one after the other.")
-    row, block = torch.arange(rows)[:, None], torch.arange(blocks)[None, :]
-    tile = row // SWIZZLE_ROWS * tiles_k + block // SWIZZLE_BLOCKS
-    at = tile * 512 + row % 32 * 16 + row % SWIZZLE_ROWS // 32 * 4 + block % SWIZZLE_BLOCKS
-    values = scale.reshape(-1).view(torch.uint8)[at].view(E8M0).double()
-    return values.repeat_interleave(MX_BLOCK, 1)
+    return tiled_values(scale, rows, blocks).repeat_interleave(MX_BLOCK, 1)
 
 
 def _turned(scale: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from torch import Tensor
 from fp8compile.ops.gemms.kernel import GemmProblem
 from fp8compile.quantizers import GemmConfig, Quantizer
 
-__all__ = ["REGISTERED_GROUPED", "GroupedGemm", "GroupedOperand"]
+__all__ = ["REGISTERED_GROUPED", "GroupedGemm", "GroupedOperand", "product_shape"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +33,11 @@ class GroupedOperand:
     codes: Tensor
     scale: Tensor
     quantizer: Quantizer
+
+
+def product_shape(a: Tensor, b: Tensor, offsets: Tensor) -> tuple[int, ...]:
+    """The shape of a grouped product, of ``rows`` or of ``outer``, by the codes of its operands."""
+    return (a.shape[0], b.shape[1]) if b.ndim == 3 else (offsets.shape[0], a.shape[0], b.shape[0])
 
 
 Multiply = Callable[[GroupedOperand, GroupedOperand, Tensor, torch.dtype, GemmConfig], Tensor]

@@ -13,12 +13,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fp8compile.ops.gemms.float8 import ALIGNMENT, ASK, float8_kind
+from fp8compile.ops.gemms.float8 import ASK, float8_kind
+from fp8compile.ops.gemms.grouped.float8 import lacks_grouped, scaled_outer, scaled_rows
 from fp8compile.ops.gemms.grouped.kernel import GroupedGemm, GroupedOperand
-from fp8compile.ops.gemms.grouped.rowwise import float8, lacks_grouped, padded_features
 from fp8compile.ops.gemms.kernel import GemmProblem
 from fp8compile.ops.gemms.mx import MX_BLOCK, is_mx
-from fp8compile.ops.groups.layout import alignment, padded_length, padded_offsets, row_of_columns, zero_behind
+from fp8compile.ops.groups.layout import alignment, padded_length, padded_offsets, row_of_columns
 from fp8compile.ops.scale_layouts import TILE_BLOCKS, TILE_ROWS, swizzled, tiled
 from fp8compile.quantizers import GemmConfig, Quantizer
 
@@ -75,34 +75,15 @@ def token_scales(scale: Tensor, ends: Tensor) -> Tensor:
 
 
 def _rows(a: GroupedOperand, b: GroupedOperand, offsets: Tensor, out_dtype: torch.dtype, config: GemmConfig) -> Tensor:
-    n = b.codes.shape[1]
-    left, right = padded_features(a.codes, (MX_BLOCK,)), padded_features(b.codes, (ALIGNMENT, MX_BLOCK))
-    product = torch.ops.aten._scaled_grouped_mm(
-        float8(left, a.quantizer),
-        float8(right, b.quantizer).transpose(-2, -1),
-        row_scales(a.scale, offsets),
-        matrix_scales(b.scale),
-        offsets,
-        out_dtype=out_dtype,
-    )
-    return zero_behind(product[:, :n], offsets)
+    scales = row_scales(a.scale, offsets), matrix_scales(b.scale)
+    return scaled_rows(a, b, *scales, offsets, out_dtype, sum_to=MX_BLOCK)
 
 
 def _outer(
     a: GroupedOperand, b: GroupedOperand, offsets: Tensor, out_dtype: torch.dtype, config: GemmConfig
 ) -> Tensor:
-    n, k = a.codes.shape[0], b.codes.shape[0]
     ends = padded_offsets(offsets, alignment(a.quantizer))
-    left, right = (padded_features(each.codes, (ALIGNMENT, 1)) for each in (a, b))
-    product = torch.ops.aten._scaled_grouped_mm(
-        float8(left, a.quantizer),
-        float8(right, b.quantizer).t(),
-        token_scales(a.scale, ends),
-        token_scales(b.scale, ends),
-        ends,
-        out_dtype=out_dtype,
-    )
-    return product[:, :n, :k]  # of a group without tokens, PyTorch's products over tokens write zeros
+    return scaled_outer(a, b, token_scales(a.scale, ends), token_scales(b.scale, ends), ends, out_dtype)
 
 
 MX = GroupedGemm(

@@ -1,4 +1,4 @@
-"""Group by group, by the GEMM that multiplies two matrices: on a CPU, where sizes of groups can be read.
+"""A CPU multiplies one group after the other, by the GEMM of two matrices: it can read the sizes of the groups.
 
 A GPU would have to wait for them, so it has no emulation of grouped products, and says so.
 """

@@ -15,42 +15,32 @@ from fp8compile.ops.gemms.grouped.one_by_one import ONE_BY_ONE
 from fp8compile.ops.gemms.grouped.rowwise import ROWWISE
 from fp8compile.ops.gemms.kernel import GemmProblem
 from fp8compile.ops.gemms.registration import new_grouped_gemm
-from fp8compile.ops.gemms.table import refused
+from fp8compile.ops.gemms.table import first_running
 from fp8compile.quantizers import GemmConfig, Quantizer
 from fp8compile.target import Target, target_of
 
-__all__ = ["grouped_calls", "grouped_gemms", "register_grouped_gemm", "selected_grouped_gemm"]
+__all__ = ["grouped_calls", "register_grouped_gemm", "selected_grouped_gemm"]
 
 NATIVE = (ROWWISE, MX, BLOCKWISE)
 BEFORE_OURS: set[str] = set()  # names of registered ones that are asked first
 
 
-def grouped_gemms() -> tuple[GroupedGemm, ...]:
+def _tiers() -> tuple[tuple[GroupedGemm, ...], ...]:
     """All grouped GEMMs, in the order in which they are asked."""
-    first = [gemm for name, gemm in REGISTERED_GROUPED.items() if name in BEFORE_OURS]
-    last = [gemm for name, gemm in REGISTERED_GROUPED.items() if name not in BEFORE_OURS]
-    return (*first, *NATIVE, *last, ONE_BY_ONE)
+    first = tuple(gemm for name, gemm in REGISTERED_GROUPED.items() if name in BEFORE_OURS)
+    last = tuple(gemm for name, gemm in REGISTERED_GROUPED.items() if name not in BEFORE_OURS)
+    return first, NATIVE, last, (ONE_BY_ONE,)
 
 
 def grouped_calls() -> frozenset[str]:
     """Names of the operators that multiply groups of codes, such as ``"_scaled_grouped_mm"``."""
-    return frozenset(call for gemm in grouped_gemms() for call in gemm.calls)
+    return frozenset(call for tier in _tiers() for gemm in tier for call in gemm.calls)
 
 
 @lru_cache(maxsize=256)  # each eager call asks
 def _selected(a: Quantizer, b: Quantizer, target: Target, out_dtype: torch.dtype, config: GemmConfig) -> GroupedGemm:
     problem = GemmProblem(a=a, b=b, target=target, out_dtype=out_dtype, config=config)
-    reasons = {gemm.name: gemm.lacks(problem) for gemm in grouped_gemms() if gemm.takes(a, b)}
-    running = [gemm for gemm in grouped_gemms() if reasons.get(gemm.name, "") is None]
-    if not running:
-        raise refused("scaled_grouped_mm", problem, next(iter(reasons.values())))
-    rivals = [gemm.name for gemm in running if (gemm.name in BEFORE_OURS) == (running[0].name in BEFORE_OURS)]
-    rivals = [name for name in rivals if name in REGISTERED_GROUPED]
-    if running[0].name in REGISTERED_GROUPED and len(rivals) > 1:
-        names = " and of ".join(rivals)
-        reason = f"are operands of {names}; let `takes` of all but one return False for them."
-        raise refused("scaled_grouped_mm", problem, reason)
-    return running[0]
+    return first_running("scaled_grouped_mm", problem, _tiers(), REGISTERED_GROUPED)
 
 
 def selected_grouped_gemm(

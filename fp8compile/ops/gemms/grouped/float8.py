@@ -1,0 +1,120 @@
+"""What the grouped GEMMs of `torch._scaled_grouped_mm` have in common: what a GPU lacks, padding, and the two calls.
+
+A GPU wants rows of codes in multiples of 16 bytes. Zeros are appended along features where sizes are others, and what
+they make is cut off the product; tokens are never padded.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from fp8compile import _compat
+from fp8compile.formats import E4M3
+from fp8compile.ops.gemms.float8 import ALIGNMENT, lacks_tensor_cores
+from fp8compile.ops.gemms.grouped.kernel import GroupedOperand
+from fp8compile.ops.gemms.kernel import GemmProblem
+from fp8compile.ops.groups.layout import zero_behind
+from fp8compile.quantizers import Quantizer
+
+__all__ = ["lacks_grouped", "padded_features", "scaled_outer", "scaled_rows"]
+
+
+def lacks_grouped(problem: GemmProblem) -> str | None:
+    """Why a device has no `torch._scaled_grouped_mm` for a product; None if it has."""
+    if (lacking := lacks_tensor_cores(problem)) is not None:
+        return lacking
+    if problem.target.capability[0] not in (9, 10):
+        return "needs a grouped GEMM, which GPUs of compute capability 9.0 and 10.0 have (H100, H200, B200)."
+    if problem.out_dtype != torch.bfloat16:
+        return f"gives bfloat16 only in a grouped GEMM, and {problem.out_dtype} is asked for. Cast x and weight."
+    if {problem.a.gemm_format(), problem.b.gemm_format()} != {E4M3}:
+        return "has no grouped GEMM: it multiplies e4m3 by e4m3. Give gradients e4m3 too (grad_format='e4m3')."
+    return None
+
+
+def padded_features(codes: Tensor, multiples: tuple[int, ...], *, value: float = 0) -> Tensor:
+    """A tensor whose last dims are multiples of these, by zeros behind."""
+    missing = [-size % multiple for size, multiple in zip(codes.shape[-len(multiples) :], multiples, strict=True)]
+    if all(_compat.statically_true(each == 0) for each in missing):
+        return codes
+    return pad(codes, [edge for each in reversed(missing) for edge in (0, each)], value=value)
+
+
+def _float8(codes: Tensor, quantizer: Quantizer) -> Tensor:
+    return codes.contiguous().view(quantizer.gemm_format().dtype)
+
+
+def scaled_rows(
+    a: GroupedOperand,
+    b: GroupedOperand,
+    a_scale: Tensor,
+    b_scale: Tensor,
+    offsets: Tensor,
+    out_dtype: torch.dtype,
+    *,
+    sum_to: int = ALIGNMENT,
+    fast_accumulation: bool = False,
+) -> Tensor:
+    """Each row by the matrix of its group.
+
+    Args:
+        a: (R, K), float8 codes.
+        b: (E, N, K), float8 codes.
+        a_scale: In the GEMM's layout.
+        b_scale: Likewise, of N padded to a multiple of 16.
+        offsets: Ends of the groups among the rows.
+        out_dtype: Of the product.
+        sum_to: What K is padded to a multiple of.
+        fast_accumulation: Whether partial sums may stay in the tensor core's fewer bits.
+
+    Returns:
+        (R, N), zeros behind the last group.
+    """
+    product = torch.ops.aten._scaled_grouped_mm(
+        _float8(padded_features(a.codes, (sum_to,)), a.quantizer),
+        _float8(padded_features(b.codes, (ALIGNMENT, sum_to)), b.quantizer).transpose(-2, -1),
+        a_scale,
+        b_scale,
+        offsets,
+        out_dtype=out_dtype,
+        use_fast_accum=fast_accumulation,
+    )
+    return zero_behind(product[:, : b.codes.shape[1]], offsets)
+
+
+def scaled_outer(
+    a: GroupedOperand,
+    b: GroupedOperand,
+    a_scale: Tensor,
+    b_scale: Tensor,
+    ends: Tensor,
+    out_dtype: torch.dtype,
+    *,
+    fast_accumulation: bool = False,
+) -> Tensor:
+    """The product over the tokens of each group; of a group without tokens, PyTorch's products write zeros.
+
+    Args:
+        a: (N, C), float8 codes.
+        b: (K, C), float8 codes.
+        a_scale: In the GEMM's layout, of N padded to a multiple of 16.
+        b_scale: Likewise, of K.
+        ends: Where each group ends among the columns.
+        out_dtype: Of the product.
+        fast_accumulation: Whether partial sums may stay in the tensor core's fewer bits.
+
+    Returns:
+        (E, N, K).
+    """
+    product = torch.ops.aten._scaled_grouped_mm(
+        _float8(padded_features(a.codes, (ALIGNMENT, 1)), a.quantizer),
+        _float8(padded_features(b.codes, (ALIGNMENT, 1)), b.quantizer).t(),
+        a_scale,
+        b_scale,
+        ends,
+        out_dtype=out_dtype,
+        use_fast_accum=fast_accumulation,
+    )
+    return product[:, : a.codes.shape[0], : b.codes.shape[0]]
