@@ -4,6 +4,8 @@ from fp8compile.ops.after import after
 from fp8compile.ops.amax import amax
 from fp8compile.ops.cast import cast, cast_again
 from fp8compile.ops.dequantize import dequantize
+from fp8compile.ops.exchange.dispatch import combine, dispatch
+from fp8compile.ops.exchange.exchange_rows import exchange_rows
 from fp8compile.ops.groups.checked_offsets import checked_offsets
 from fp8compile.ops.groups.group_amax import group_amax
 from fp8compile.ops.groups.group_cast import group_cast
@@ -45,11 +47,14 @@ __all__ = [
     "cast",
     "cast_again",
     "checked_offsets",
+    "combine",
     "decompositions",
     "delayed_grad_input",
     "delayed_grad_weight",
     "delayed_linear",
     "dequantize",
+    "dispatch",
+    "exchange_rows",
     "fsdp_amax",
     "fsdp_amaxes_together",
     "fsdp_delayed_linear",

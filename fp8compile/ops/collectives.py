@@ -23,6 +23,7 @@ __all__ = [
     "all_reduce_amax",
     "all_reduce_amaxes",
     "all_reduce_extreme",
+    "all_to_all",
     "reduce_scatter",
     "sent_in_backward",
 ]
@@ -131,6 +132,25 @@ def all_reduce(x: Tensor, reduction: str, group: ProcessGroup | str) -> Tensor:
 def all_reduce_sum(x: Tensor, group: ProcessGroup | str) -> Tensor:
     """The sum over the ranks of a group, in the dtype of ``x``; the same shape."""
     return all_reduce(x, "sum", group)
+
+
+def all_to_all(
+    x: Tensor, received: Sequence[int] | None, sent: Sequence[int] | None, group: ProcessGroup | str
+) -> Tensor:
+    """What each rank has for this one, in the order of ranks.
+
+    Args:
+        x: What goes to the first rank first.
+        received: Entries along dim 0 that come from each rank; None: as many from each.
+        sent: Entries along dim 0 that go to each rank; None: as many to each.
+        group: The ranks, or the name of their group.
+
+    Returns:
+        ``sum(received)`` along dim 0, or as much as ``x`` has.
+    """
+    from torch.distributed import _functional_collectives as funcol
+
+    return _sent(funcol.all_to_all_single, x.contiguous(), received, sent, group)
 
 
 def _along(dim: int, before: int, after: int, ndim: int) -> tuple[int, ...]:

@@ -5,6 +5,8 @@ sends fewer bytes. For code that keeps what each rank has in plain tensors, ther
 """
 
 from fp8compile.parallel.broadcast import broadcast_parameters
+from fp8compile.nn.routes import Routes, expert_routes
+from fp8compile.parallel.expert_parallel import ExpertParallel, overflowed_rows
 from fp8compile.parallel.fsdp import fsdp_float8_all_gather
 from fp8compile.parallel.graph_fsdp import graph_fsdp
 from fp8compile.parallel.linear_functions import column_parallel_linear, row_parallel_linear
@@ -13,11 +15,15 @@ from fp8compile.parallel.styles import ColwiseParallel, RowwiseParallel
 
 __all__ = [
     "ColwiseParallel",
+    "ExpertParallel",
+    "Routes",
     "RowwiseParallel",
     "broadcast_parameters",
     "column_parallel_linear",
+    "expert_routes",
     "fsdp_float8_all_gather",
     "graph_fsdp",
+    "overflowed_rows",
     "row_parallel_linear",
     "share_scales",
 ]

@@ -11,6 +11,7 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from fp8compile._compat import is_sharded_class
 from fp8compile.nn.experts.hosts import host_of, plain_class, stacks
+from fp8compile.nn.experts.placed import DispatchOptions
 from fp8compile.nn.functional import check_recipe
 from fp8compile.nn.made_classes import MadeClass
 from fp8compile.ops.layer.grouped_operands import check_recipe_of_groups
@@ -34,8 +35,10 @@ class ConvertedExperts(MadeClass):
 
     Attributes:
         recipe: Quantizers for the operands of each grouped product; another may be set.
+        dispatch_options: How rows travel, where ranks have different experts.
     """
 
+    dispatch_options: DispatchOptions = DispatchOptions()
     _plain_experts: ClassVar[type[nn.Module]]  # what `revert` makes of it
     _recipe: Recipe
 
@@ -63,7 +66,7 @@ class ConvertedExperts(MadeClass):
         )
 
 
-OWN_NAMES = frozenset({"recipe", "_recipe"})
+OWN_NAMES = frozenset({"recipe", "_recipe", "dispatch_options", "overflowed_rows"})
 
 
 @cache

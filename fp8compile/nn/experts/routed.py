@@ -11,8 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from fp8compile.nn.experts.host import Host, code_of
+from fp8compile.nn.experts.placed import group_of_experts, local_stack
 from fp8compile.nn.grouped import grouped_linear
+from fp8compile.nn.routes import Routes, expert_routes
 from fp8compile.ops.groups.routed_rows import routed_rows
+from fp8compile.quantizers import Recipe
 
 __all__ = ["ROUTED"]
 
@@ -20,10 +23,27 @@ DISPATCH = ("transformers.integrations.moe", "use_experts_implementation.<locals
 
 
 def _project(self: nn.Module, x: Tensor, offsets: Tensor, name: str) -> Tensor:
-    weight = getattr(self, name)
-    bias = getattr(self, f"{name}_bias") if self.has_bias else None
+    weight = local_stack(self, name)
+    bias = local_stack(self, f"{name}_bias") if self.has_bias else None
     matrices = weight.transpose(-2, -1) if self.is_transposed else weight
     return grouped_linear(x.to(weight.dtype), matrices, offsets, bias, recipe=self.recipe)
+
+
+def _routes(self: nn.Module, offsets: Tensor) -> Routes | None:
+    """How rows reach the ranks that have their experts; None where this rank has all of them."""
+    group = group_of_experts(self.down_proj)
+    if group is None:
+        return None
+    counts = torch.diff(offsets, prepend=offsets.new_zeros(1))
+    routes = expert_routes(counts, group=group, capacity=self.dispatch_options.capacity)
+    if routes.capacity is not None:
+        self.overflowed_rows += routes.overflow
+    return routes
+
+
+def _traveling(self: nn.Module) -> Recipe | None:
+    """The recipe whose codes travel, or None: rows travel as they are."""
+    return self.recipe if self.dispatch_options.codes else None
 
 
 def _forward(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -51,10 +71,15 @@ def _forward(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_
 
     has_gate, has_norm = getattr(self, "has_gate", True), getattr(self, "has_post_expert_norm", False)  # not in 5.0
     x = routed_rows(hidden_states, pairs, places, self.recipe)
+    routes = _routes(self, offsets)
+    if routes is not None:
+        x, offsets = routes.dispatch(x, recipe=_traveling(self)), routes.offsets
     inner = _project(self, x, offsets, "gate_up_proj" if has_gate else "up_proj")
     inner = self._apply_gate(inner) if has_gate else self.act_fn(inner)
     y = _project(self, inner, offsets, "down_proj")
     y = self.post_expert_norm(y) if has_norm else y
+    if routes is not None:
+        y = routes.combine(y, pairs.shape[0], recipe=_traveling(self))
     y = y * routed_rows(top_k_weights.reshape(-1, 1), pairs, places, self.recipe)
     return routed_rows(y, places, pairs, self.recipe).view(tokens, top_k, -1).sum(dim=1).to(hidden_states.dtype)
 

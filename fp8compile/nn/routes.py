@@ -1,0 +1,148 @@
+"""Routes: how rows of tokens reach the ranks of their experts, and come back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from fp8compile import _compat
+from fp8compile.nn.functional import check_recipe
+from fp8compile.nn.state import group_name
+from fp8compile.ops.collectives import all_reduce_extreme, all_to_all
+from fp8compile.ops.exchange.dispatch import combine, dispatch
+from fp8compile.ops.exchange.moves import fitting
+from fp8compile.quantizers import Recipe
+from fp8compile.tensor import shown
+
+__all__ = ["Routes", "expert_routes"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Routes:
+    """How rows of one rank reach the ranks of their experts, and come back; `expert_routes` makes it.
+
+    Attributes:
+        offsets: (E,), int32: where the rows of each of this rank's E experts end, as `fp8compile.grouped_linear` takes
+            it.
+        overflow: (), int64: how many rows of this rank did not fit; 0 without a capacity.
+        sent: (R, E), int64: rows that this rank has for each expert of each of the R ranks.
+        received: (R, E), int64: rows that each rank has for each expert of this one.
+        sizes: (2, R), int64, on the host: rows sent to each rank, received from each; None with a capacity.
+        capacity: How many rows any rank sends to any other; None: as many as there are.
+        group: The name of the group.
+    """
+
+    offsets: Tensor
+    overflow: Tensor
+    sent: Tensor
+    received: Tensor
+    sizes: Tensor | None
+    capacity: int | None
+    group: str
+
+    def dispatch(self, rows: Tensor, *, recipe: Recipe | None = None) -> Tensor:
+        """Send rows to the ranks of their experts, and get those of this rank's.
+
+        Args:
+            rows: (N, K), sorted by expert; what counts say. Rows behind the last expert stay.
+            recipe: That of the layer which reads the rows: its codes of an input travel, unless a product reads the
+                input in high precision. None: rows travel as they are.
+
+        Returns:
+            (M, K), the dtype of ``rows``, sorted by this rank's experts; the values of the codes, where codes
+            travelled. With a capacity M is that times the ranks, zeros behind the last expert; else as many as came.
+        """
+        length = None if self.capacity is None else self.capacity * self.sent.shape[0]
+        how = Recipe() if recipe is None else recipe
+        return dispatch(rows, self.sent, self.received, self.sizes, length, False, how, self.group)
+
+    def combine(self, grouped: Tensor, length: int, *, recipe: Recipe | None = None) -> Tensor:
+        """Send rows back to where they came from, as they are.
+
+        Args:
+            grouped: (M, K), as `dispatch` sorts them.
+            length: N, how many rows the rank gave to `dispatch`.
+            recipe: That of the layer which made the rows: in the backward its codes of a gradient travel. None: the
+                gradient travels as it is.
+
+        Returns:
+            (N, K), in the order in which `dispatch` was given rows; zeros for rows that were not sent.
+        """
+        how = Recipe() if recipe is None else recipe
+        return combine(grouped, self.sent, self.received, self.sizes, length, how, self.group)
+
+
+def _check(counts: object, ranks: int, capacity: object) -> None:
+    if not isinstance(counts, Tensor) or counts.ndim != 1 or counts.dtype not in (torch.int32, torch.int64):
+        what = f"{counts.dtype} of shape {tuple(counts.shape)}" if isinstance(counts, Tensor) else shown(counts)
+        raise TypeError(f"expert_routes: counts is {what}; it is int64 or int32, rows of each expert of all ranks.")
+    if counts.shape[0] == 0 or counts.shape[0] % ranks:
+        raise ValueError(
+            f"expert_routes: counts has {counts.shape[0]} experts, and the group {ranks} ranks; each rank has as many "
+            "experts as the others, at least one."
+        )
+    if capacity is not None and (type(capacity) is not int or capacity < 1):
+        raise ValueError(
+            f"expert_routes: capacity is {shown(capacity)}; it is how many rows a rank may send to another, an int of "
+            "at least 1, or None."
+        )
+
+
+def _overflow(sent: Tensor, capacity: int, group: str) -> Tensor:
+    """How many rows do not fit. In eager mode it raises where there are any, on all ranks: none waits for another."""
+    found = sent.sum() - fitting(sent, capacity).sum()
+    if torch.compiler.is_compiling() or _compat.is_fake(found):
+        return found
+    most = sent.sum(1).max()
+    if sent.shape[0] > 1:
+        most = all_reduce_extreme(most, "max", group)
+    if (rows := int(most)) > capacity:
+        raise ValueError(
+            f"expert_routes: a rank has {rows} rows for the experts of another, and capacity is {capacity}. Give more, "
+            "or leave capacity out, so that the host reads how many there are."
+        )
+    return found
+
+
+def expert_routes(counts: Tensor, *, group: ProcessGroup, capacity: int | None = None) -> Routes:
+    """Exchange how many rows each rank has for each expert. All ranks of the group call it.
+
+    Without a capacity, messages are as long as rows are many: the host reads the numbers, once, and waits for the
+    device to know them. With one, no number is read: each rank sends so many rows to each other, zeros among them.
+
+    Args:
+        counts: (R * E,), int64 or int32: rows that this rank has for each expert; E experts of the first rank, then
+            those of the second.
+        group: The R ranks.
+        capacity: How many rows fit in the message of one rank to another. Rows that do not fit raise in eager mode.
+            In compiled code the last ones of a message stay behind, `combine` gives zeros for them, and ``overflow``
+            counts them.
+
+    Returns:
+        The routes, for one call of `Routes.dispatch`.
+
+    Raises:
+        TypeError: ``counts`` is no tensor of integers, or the group none.
+        ValueError: Experts are no multiple of ranks, the capacity is none, or, in eager mode, rows do not fit.
+    """
+    name = group_name("expert_routes", group)
+    if name is None:
+        raise TypeError("expert_routes: group is None; on one rank alone rows are where their experts are.")
+    ranks = group.size()
+    _check(counts, ranks, capacity)
+    sent = counts.to(torch.int64).view(ranks, -1)
+    received = all_to_all(sent, None, None, name) if ranks > 1 else sent
+    fits = received if capacity is None else fitting(received, capacity)
+    sizes = torch.stack((sent.sum(1), received.sum(1))).cpu() if capacity is None else None
+    return Routes(
+        offsets=fits.sum(0).cumsum(0, dtype=torch.int32),
+        overflow=sent.new_zeros(()) if capacity is None else _overflow(sent, capacity, name),
+        sent=sent,
+        received=received,
+        sizes=sizes,
+        capacity=capacity,
+        group=name,
+    )

@@ -1,0 +1,1 @@
+"""Rows that go to the ranks of their experts, and come back."""

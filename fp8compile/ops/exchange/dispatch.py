@@ -1,0 +1,166 @@
+"""fp8compile::dispatch, fp8compile::combine: rows to the ranks of their experts, and back; each the other's gradient.
+
+    dispatch   rows_NK  --codes--> ranks --sorted by expert--> grouped_MK     its gradient comes back in its own dtype
+    combine    grouped_MK --> ranks --in the order of rows--> rows_NK         codes of its gradient are sent
+
+    arguments of both, behind the rows
+    sent        (R, E), int64: rows that this rank has for each of the E experts of each of the R ranks
+    received    (R, E), int64: rows that each rank has for each expert of this one
+    sizes       (2, R), int64, on the host: the sums over experts of the two, and messages are as long as they say;
+                None: messages have one length, and what is left of it holds zeros
+    length      how many rows come out; None: as many as come
+    gradient    (dispatch) whether the rows are a gradient
+    recipe      says whether rows, or the gradient of combine, travel as codes: see `sent_as`
+    group       the name of the group; it isn't looked at where R is 1
+
+In a group of one rank nothing is sent, and what would travel as codes is rounded all the same: one rank computes what
+many do.
+
+Letters: N rows of this rank, M rows of its experts, K features.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fp8compile import _compat
+from fp8compile.ops import samples
+from fp8compile.ops.collectives import all_to_all
+from fp8compile.ops.exchange.exchange_rows import exchange_rows
+from fp8compile.ops.exchange.moves import Moves, take
+from fp8compile.ops.exchange.wire import packed, sent_as, unpacked
+from fp8compile.ops.layer.operands import Phase
+from fp8compile.ops.registry import register_op
+from fp8compile.quantizers import GEMMS, Recipe
+
+__all__ = ["combine", "dispatch"]
+
+OUTPUT, GRAD_INPUT, _ = GEMMS
+
+
+def _sent(rows: Tensor, sizes: Tensor | None, back: bool, length: int | None, ranks: int, group: str) -> Tensor:
+    """What comes for what goes, from one rank after the other."""
+    if sizes is not None:
+        return exchange_rows(rows, sizes, back, length, group)
+    return all_to_all(rows, None, None, group) if ranks > 1 else rows
+
+
+def _dispatch(
+    rows: Tensor,
+    sent: Tensor,
+    received: Tensor,
+    sizes: Tensor | None,
+    length: int | None,
+    gradient: bool,
+    recipe: Recipe,
+    group: str,
+) -> Tensor:
+    ranks, quantizer = sent.shape[0], sent_as(recipe, GRAD_INPUT.a if gradient else OUTPUT.a)
+    phase = Phase.FORWARD if _compat.is_traced(rows) else Phase.EAGER
+    wire = rows if quantizer is None else packed(rows, sent, quantizer, group, phase)
+    moves = Moves(sent, received, None if sizes is not None else length // ranks)
+    if sizes is None:
+        wire = take(wire, moves.rows_of_slots(length))
+    buffer = _sent(wire, sizes, False, length, ranks, group)
+    grouped = take(buffer, moves.buffer_of_grouped(buffer.shape[0]))
+    return grouped if quantizer is None else unpacked(grouped, rows.shape[1], quantizer, rows.dtype)
+
+
+def _combine(
+    grouped: Tensor,
+    sent: Tensor,
+    received: Tensor,
+    sizes: Tensor | None,
+    length: int,
+    recipe: Recipe,
+    group: str,
+) -> Tensor:
+    ranks, places = sent.shape[0], grouped.shape[0]
+    moves = Moves(sent, received, None if sizes is not None else places // ranks)
+    buffer = take(grouped, moves.grouped_of_buffer(places))
+    rows = _sent(buffer, sizes, True, length, ranks, group)
+    return rows if sizes is not None else take(rows, moves.slots_of_rows(length))
+
+
+def _dispatch_fake(
+    rows: Tensor,
+    sent: Tensor,
+    received: Tensor,
+    sizes: Tensor | None,
+    length: int | None,
+    gradient: bool,
+    recipe: Recipe,
+    group: str,
+) -> Tensor:
+    if length is None:
+        length = torch.library.get_ctx().new_dynamic_size()
+    return rows.new_empty((length, rows.shape[1]))
+
+
+def _combine_fake(
+    grouped: Tensor,
+    sent: Tensor,
+    received: Tensor,
+    sizes: Tensor | None,
+    length: int,
+    recipe: Recipe,
+    group: str,
+) -> Tensor:
+    return grouped.new_empty((length, grouped.shape[1]))
+
+
+def _setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
+    rows, sent, received, sizes, *others = inputs
+    ctx.rows, (ctx.recipe, ctx.group) = rows.shape[0], others[-2:]
+    ctx.save_for_backward(sent, received, sizes)
+
+
+def _dispatch_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    return combine(grad, *ctx.saved_tensors, ctx.rows, ctx.recipe, ctx.group), *[None] * 7
+
+
+def _combine_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    return dispatch(grad, *ctx.saved_tensors, ctx.rows, True, ctx.recipe, ctx.group), *[None] * 6
+
+
+def _samples() -> Iterator[tuple]:
+    """Of one rank: others need processes (tests/test_expert_parallel.py)."""
+    rows = torch.randn(12, 24, generator=torch.Generator().manual_seed(0)).bfloat16()
+    counts = torch.tensor([[5, 0, 7]])
+    for index, recipe in enumerate(samples.recipes()):
+        yield rows, counts, counts, torch.tensor([[12], [12]]), None, index % 2 == 1, recipe, ""
+        yield rows, counts, counts, None, 16, index % 2 == 0, recipe, ""
+    yield rows.float().t()[:8].t(), counts[:, :1], counts[:, :1], torch.tensor([[5], [5]]), 5, False, Recipe(), ""
+
+
+def _combine_samples() -> Iterator[tuple]:
+    for rows, sent, received, sizes, length, _, recipe, group in _samples():
+        grouped = rows[: int(sent.sum())] if sizes is not None else rows.repeat(2, 1)[:length]
+        yield grouped, sent, received, sizes, rows.shape[0], recipe, group
+
+
+dispatch = register_op(
+    "fp8compile::dispatch",
+    _dispatch,
+    fake=_dispatch_fake,
+    setup_context=_setup_context,
+    backward=_dispatch_backward,
+    decompose=_dispatch,
+    sharding=None,  # its rows are this rank's
+    samples=_samples,
+)
+
+combine = register_op(
+    "fp8compile::combine",
+    _combine,
+    fake=_combine_fake,
+    setup_context=_setup_context,
+    backward=_combine_backward,
+    decompose=_combine,
+    sharding=None,
+    samples=_combine_samples,
+)

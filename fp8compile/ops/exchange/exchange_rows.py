@@ -1,0 +1,62 @@
+"""fp8compile::exchange_rows: each rank gets the rows that the others have for it, as many as there are.
+
+How many rows go where is data, and a message of a known size is sent for each pair of ranks: the host has to know the
+numbers, so they are given in its memory. How many rows come is a symbol of the graph that no guard depends on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from fp8compile.ops.collectives import all_to_all
+from fp8compile.ops.registry import register_op
+
+__all__ = ["exchange_rows"]
+
+
+def _kernel(rows: Tensor, sizes: Tensor, back: bool, length: int | None, group: str) -> Tensor:
+    sent, received = reversed(sizes.tolist()) if back else sizes.tolist()
+    found = rows[: sum(sent)]
+    if len(sent) > 1:
+        found = all_to_all(found, received, sent, group)
+    if length is None or length == found.shape[0]:
+        return found if found is not rows and len(sent) > 1 else found.clone()
+    return torch.cat((found, found.new_zeros((length - found.shape[0], *found.shape[1:]))))
+
+
+def _fake(rows: Tensor, sizes: Tensor, back: bool, length: int | None, group: str) -> Tensor:
+    if length is None:
+        length = torch.library.get_ctx().new_dynamic_size()
+    return rows.new_empty((length, *rows.shape[1:]))
+
+
+def _samples() -> Iterator[tuple]:
+    """Of one rank: others need processes (tests/test_expert_parallel.py)."""
+    rows = torch.arange(24, dtype=torch.uint8).view(6, 4)
+    for count in (6, 4, 0):
+        sizes = torch.tensor([[count], [count]])
+        yield rows, sizes, False, None, ""
+        yield rows[:count], sizes, True, 6, ""
+
+
+exchange_rows = register_op(
+    "fp8compile::exchange_rows",
+    _kernel,
+    fake=_fake,
+    backward=None,
+    decompose=None,
+    sharding=None,  # its rows are this rank's
+    samples=_samples,
+)
+"""Send rows, in the order of ranks, and get those of all ranks, in their order.
+
+Args:
+    rows: (rows, ...), what goes to the first rank first; rows behind the last one stay.
+    sizes: (2, R), int64, on the host: rows sent to each rank, and rows received from each.
+    back: Whether rows go the other way: the second line of ``sizes`` is what is sent.
+    length: Rows of the result, zeros behind those that came; None: as many as come.
+    group: The name of the group.
+"""

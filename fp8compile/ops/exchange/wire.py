@@ -1,0 +1,89 @@
+"""Rows as they travel: codes and scales of each row side by side, as bytes, in one message.
+
+    row of K values, bfloat16   -->   K codes | scales, 4 bytes each, or one byte of an MX format
+
+Codes are those that the recipe has for the product that reads the rows. Where another product reads them in high
+precision, such as grad_weight of ``rowwise_bf16_wgrad``, rows travel as they are: codes beside them would only add
+bytes. A product along tokens (grad_weight of ``rowwise``, ``blockwise``, ``mxfp8``) makes its codes of the values
+that came.
+
+A tensorwise quantizer has one scale for the rows of an expert, wherever they are: their amax is the largest over the
+ranks, and the scale is sent along with each row.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from fp8compile.ops.collectives import all_reduce_amax
+from fp8compile.ops.dequantize import dequantize
+from fp8compile.ops.groups.group_amax import group_amax
+from fp8compile.ops.groups.layout import group_to_read
+from fp8compile.ops.layer.operands import STEPS, Phase
+from fp8compile.quantizers import TENSORS, Quantizer, Recipe
+
+__all__ = ["packed", "sent_as", "unpacked", "wire_width"]
+
+
+def sent_as(recipe: Recipe, slot: str) -> Quantizer | None:
+    """The quantizer of rows that travel as codes; None for rows that travel as they are.
+
+    Args:
+        recipe: That of the products which read the rows.
+        slot: ``"input"`` or ``"grad_output"``.
+    """
+    (slots,) = (each for each in TENSORS.values() if slot in each)
+    return None if any(getattr(recipe, each) is None for each in slots) else getattr(recipe, slot)
+
+
+def _of_rows(quantizer: Quantizer) -> Quantizer:
+    """The quantizer of codes that come with the scales of each row."""
+    return quantizer if quantizer.block[0] == 1 else replace(quantizer, block=(1, -1))
+
+
+def wire_width(features: int, quantizer: Quantizer) -> int:
+    """Bytes of a row on its way: those of its codes and its scales."""
+    of_rows = _of_rows(quantizer)
+    scales = of_rows.scale_shape((1, features))[1] * of_rows.scale_dtype().itemsize
+    return of_rows.codes_shape((1, features))[1] + scales
+
+
+def packed(rows: Tensor, counts: Tensor, quantizer: Quantizer, group: str, phase: Phase) -> Tensor:
+    """Codes and scales of rows, (rows, `wire_width`) uint8.
+
+    Args:
+        rows: (rows, K), sorted by expert.
+        counts: (R, E), int64: rows of each expert of each rank.
+        quantizer: Blocks within a row, or tensorwise.
+        group: The ranks.
+        phase: Who takes the steps.
+    """
+    steps, of_rows = STEPS[phase], _of_rows(quantizer)
+    if quantizer is of_rows:
+        multiplier, scale = steps.scale(steps.amax(rows, quantizer), quantizer)
+    else:
+        offsets = counts.flatten().cumsum(0, dtype=torch.int32)
+        amaxes = group_amax(rows, offsets, quantizer)
+        if counts.shape[0] > 1:
+            amaxes = all_reduce_amax(amaxes, group)
+        multipliers, scales = steps.scale(amaxes, quantizer)
+        expert = group_to_read(offsets, rows.shape[0])
+        multiplier, scale = multipliers[expert], scales[expert]
+    codes = steps.cast(rows, multiplier, of_rows)
+    return torch.cat((codes, _in_rows(scale).view(torch.uint8)), dim=1)
+
+
+def unpacked(wire: Tensor, features: int, quantizer: Quantizer, dtype: torch.dtype) -> Tensor:
+    """The values of rows that came as codes and scales, (rows, features); see `packed`."""
+    of_rows = _of_rows(quantizer)
+    codes = of_rows.codes_shape((1, features))[1]
+    scale = _in_rows(wire[:, codes:]).view(of_rows.scale_dtype())
+    return dequantize(wire[:, :codes].contiguous(), scale, of_rows, dtype)
+
+
+def _in_rows(x: Tensor) -> Tensor:
+    """A copy that can be viewed as another dtype: `contiguous` keeps odd strides and offsets of a single row."""
+    return x.clone(memory_format=torch.contiguous_format)

@@ -1,0 +1,100 @@
+"""A style for experts: each rank of a mesh has some of them, and rows of tokens travel to the ranks of theirs."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ParallelStyle
+
+from fp8compile.nn.experts.classes import ConvertedExperts
+from fp8compile.nn.experts.hosts import host_of, num_experts, plain_class
+from fp8compile.nn.experts.placed import DispatchOptions
+from fp8compile.nn.experts.routed import ROUTED
+from fp8compile.tensor import shown
+
+__all__ = ["ExpertParallel", "overflowed_rows"]
+
+
+class ExpertParallel(ParallelStyle):
+    """Experts cut over the ranks of a mesh; each rank has tokens of its own, and sends them to their experts.
+
+    Parameters become DTensors with ``Shard(0)``. Rows travel as codes and scales of the recipe's input, where every
+    product that reads them takes codes, and come back in their own dtype; in the backward gradients travel as codes
+    of the recipe's grad_output, and come back likewise.
+
+    Args:
+        capacity: How many rows a rank may send to another. None: as many as there are, for which the host waits for
+            the numbers, once in a forward. With a number it never waits; rows that do not fit raise in eager mode, and
+            are counted in compiled code, see `overflowed_rows`.
+        float8_dispatch: Whether rows travel as codes. Codes that come are rounded twice where a product makes others
+            of them, such as grad_weight of ``rowwise``: then losses differ in the last digits from those without
+            expert parallel. Off, they are the same.
+
+    Raises:
+        TypeError: When applied: the module is not one of experts that ``fp8compile.convert`` converted and that route
+            tokens themselves.
+        ValueError: When applied: the mesh has more than one dim, or experts are no multiple of its ranks.
+    """
+
+    def __init__(self, *, capacity: int | None = None, float8_dispatch: bool = True) -> None:
+        if capacity is not None and (type(capacity) is not int or capacity < 1):
+            raise ValueError(
+                f"ExpertParallel: capacity is {shown(capacity)}; it is how many rows a rank may send to another, an "
+                "int of at least 1, or None."
+            )
+        super().__init__()
+        self.options = DispatchOptions(capacity=capacity, codes=float8_dispatch)
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        _check(module, device_mesh)
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            placed = distribute_tensor(parameter.detach(), device_mesh, [Shard(0)], src_data_rank=self.src_data_rank)
+            setattr(module, name, nn.Parameter(placed, requires_grad=parameter.requires_grad))
+        module.dispatch_options = self.options
+        if self.options.capacity is not None:
+            counter = torch.zeros((), dtype=torch.int64, device=placed.device)
+            module.register_buffer("overflowed_rows", counter, persistent=False)
+        return module
+
+
+def _check(module: nn.Module, mesh: DeviceMesh) -> None:
+    if not isinstance(module, ConvertedExperts):
+        raise TypeError(
+            f"ExpertParallel: given a {type(module).__name__}; it is for experts that fp8compile.convert has "
+            "converted. Convert first, and name the module of experts in the plan."
+        )
+    if host_of(plain_class(module)) is not ROUTED:
+        raise TypeError(
+            f"ExpertParallel: given a {type(module).__name__}, which is handed its rows sorted by expert. Send them "
+            "where they are sorted, by fp8compile.parallel.expert_routes or the library's own expert parallel."
+        )
+    if mesh.ndim != 1:
+        raise ValueError(
+            f"ExpertParallel: the mesh has {mesh.ndim} dims, {mesh.mesh_dim_names}; take the one over which experts "
+            "are cut, mesh['ep'] for one."
+        )
+    if any(isinstance(each, DTensor) for each in module.parameters(recurse=False)):
+        raise TypeError("ExpertParallel: parameters of the experts are DTensors already; apply it once, before others.")
+    if num_experts(module) % mesh.size():
+        raise ValueError(
+            f"ExpertParallel: the module has {num_experts(module)} experts and the mesh {mesh.size()} ranks; each rank "
+            "has as many experts as the others."
+        )
+
+
+def overflowed_rows(model: nn.Module) -> dict[str, int]:
+    """How many rows did not fit in the messages of each module of experts with a capacity, on this rank so far.
+
+    Args:
+        model: A model, compiled or not. Reading the numbers waits for its device.
+
+    Returns:
+        By name of the module. Zeros say that nothing was dropped.
+    """
+    return {
+        name: int(module.overflowed_rows)
+        for name, module in model.named_modules()
+        if isinstance(module, ConvertedExperts) and "overflowed_rows" in module._buffers
+    }

@@ -1,0 +1,156 @@
+"""Rows that travel to the ranks of their experts: the bits of one process, whatever the routing, and what is sent.
+
+One process runs the same ops on a group of itself alone, where rows that would travel as codes are rounded as well.
+Outputs and gradients of rows also have the bits of experts without any dispatch.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+import time
+
+import pytest
+import torch
+import torch.nn.functional as F
+from gloo_ranks import GROUPS, shared_ranks
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import parallelize_module
+
+import fp8compile as f8
+from fp8compile import parallel
+from fp8compile.nn.routes import Routes
+from fp8compile.testing import Recording
+from fp8compile.testing.bits import difference
+
+RECIPES = ("tensorwise", "rowwise", "rowwise_bf16_wgrad", "blockwise", "mxfp8")
+GROUP_NAMES = {2: "pair", 3: "three", 4: "all"}
+FEATURES, HIDDEN = 64, 96
+# tokens of each rank, from uneven to none, for up to four ranks
+TOKENS = {"even": (16, 16, 16, 16), "uneven": (40, 3, 0, 17), "one token": (0, 1, 0, 0), "none": (0, 0, 0, 0)}
+
+
+@pytest.fixture(scope="session")
+def ranks():
+    return shared_ranks()
+
+
+# ---------------------------------------------------------------------------------- one process
+
+
+def chosen(tokens, experts, routing):
+    """Which expert each token goes to."""
+    generator = torch.Generator().manual_seed(tokens + experts)
+    if routing == "one expert":
+        return torch.full((tokens,), experts - 1)
+    every = torch.randint(experts, (tokens,), generator=generator)
+    return every // 2 * 2 if routing == "empty experts" else every
+
+
+def tensors(tokens, experts, seed=0):
+    """Rows of all tokens, the two stacks of matrices, and the gradient of the result."""
+    generator = torch.Generator().manual_seed(seed)
+    shapes = (tokens, FEATURES), (experts, HIDDEN, FEATURES), (experts, FEATURES, HIDDEN), (tokens, FEATURES)
+    spread = [torch.exp2(torch.randint(-4, 4, (*shape[:-1], 1), generator=generator)) for shape in shapes]
+    return [(torch.randn(shape, generator=generator) * by).bfloat16() for shape, by in zip(shapes, spread, strict=True)]
+
+
+def on_one_rank(counts, capacity):
+    """Routes of a group that is one rank alone."""
+    sent = counts.view(1, -1)
+    sizes = torch.stack((sent.sum(1), sent.sum(1)))
+    ends = counts.cumsum(0, dtype=torch.int32)
+    return Routes(
+        offsets=ends,
+        overflow=sent.new_zeros(()),
+        sent=sent,
+        received=sent,
+        sizes=None if capacity else sizes,
+        capacity=capacity and max(capacity, int(counts.sum())),
+        group="",
+    )
+
+
+def experts_layer(rows, expert, up, down, routes_of, recipe, traveling):
+    """Two products of experts, each row by its own, for rows in any order."""
+    order = expert.sort(stable=True).indices
+    routes = routes_of(expert)
+    grouped = routes.dispatch(rows[order], recipe=traveling)
+    inner = F.silu(f8.grouped_linear(grouped, up, routes.offsets, recipe=recipe))
+    grouped = f8.grouped_linear(inner, down, routes.offsets, recipe=recipe)
+    return routes.combine(grouped, rows.shape[0], recipe=traveling)[order.argsort()]
+
+
+def results(layer, rows, expert, up, down, grad, *others):
+    """y, and the gradients of rows and both stacks."""
+    rows, up, down = (t.clone().requires_grad_() for t in (rows, up, down))
+    y = layer(rows, expert, up, down, *others)
+    return [y.detach(), *torch.autograd.grad(y, (rows, up, down), grad)]
+
+
+def plain_layer(rows, expert, up, down, recipe):
+    """The same without a dispatch."""
+    order = expert.sort(stable=True).indices
+    ends = torch.bincount(expert, minlength=up.shape[0]).cumsum(0, dtype=torch.int32)
+    inner = F.silu(f8.grouped_linear(rows[order], up, ends, recipe=recipe))
+    return f8.grouped_linear(inner, down, ends, recipe=recipe)[order.argsort()]
+
+
+# ---------------------------------------------------------------------------------- on ranks
+
+
+def beside_one_process(name, world, recipe_name, capacity, codes, routing, tokens, backend):
+    """Texts of what differs on this rank, in four tensors, from one process; and from experts without a dispatch."""
+    group, experts = GROUPS[name], 2 * world
+    rank, recipe = group.rank(), getattr(f8.recipes, recipe_name)()
+    per_rank, traveling = TOKENS[tokens][:world], recipe if codes else None
+    rows, up, down, grad = tensors(sum(per_rank), experts)
+    expert = chosen(sum(per_rank), experts, routing)
+    own, mine = slice(sum(per_rank[:rank]), sum(per_rank[: rank + 1])), slice(2 * rank, 2 * rank + 2)
+
+    def routes_of(expert):
+        counts = torch.zeros(experts, dtype=torch.int64).index_add(0, expert, torch.ones_like(expert))
+        return parallel.expert_routes(counts, group=group, capacity=capacity)
+
+    layer = torch.compile(experts_layer, fullgraph=True, backend=backend) if backend else experts_layer
+    found = results(layer, rows[own], expert[own], up[mine], down[mine], grad[own], routes_of, recipe, traveling)
+
+    def whole_routes(expert):
+        return on_one_rank(torch.bincount(expert, minlength=experts), capacity)
+
+    one = results(experts_layer, rows, expert, up, down, grad, whole_routes, recipe, traveling)
+    plain = results(plain_layer, rows, expert, up, down, grad, recipe)
+    parts = (own, own, mine, mine)
+    return [
+        [difference(a, b[part]) for a, b, part in zip(found, whole, parts, strict=True)] for whole in (one, plain)
+    ]
+
+
+CASES = [
+    *itertools.product(("even", "uneven", "one token", "none"), ("any", "empty experts", "one expert"), (None, 64)),
+]
+
+
+def all_cases(name, world, recipe_name, codes):
+    """What differs, by case."""
+    return {
+        (tokens, routing, capacity): beside_one_process(
+            name, world, recipe_name, capacity, codes, routing, tokens, None
+        )
+        for tokens, routing, capacity in CASES
+    }
+
+
+@pytest.mark.parametrize("codes", [True, False], ids=["codes", "as they are"])
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("world", [2, 4])
+def test_experts_on_ranks_have_the_bits_of_one_process(ranks, world, recipe, codes):
+    name = GROUP_NAMES[world]
+    exact_weights = not codes or recipe in ("tensorwise", "rowwise_bf16_wgrad")
+    for rank, found in enumerate(ranks.run(all_cases, name, world, recipe, codes, within=name)):
+        for case, (beside_one, beside_plain) in found.items():
+            assert beside_one == [None] * 4, (rank, case)
+            assert beside_plain[:2] == [None, None], (rank, case)
+            assert not exact_weights or beside_plain == [None] * 4, (rank, case)
