@@ -7,22 +7,16 @@ Outputs and gradients of rows also have the bits of experts without any dispatch
 from __future__ import annotations
 
 import itertools
-import os
-import signal
-import time
 
 import pytest
 import torch
 import torch.nn.functional as F
 from gloo_ranks import GROUPS, shared_ranks
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import parallelize_module
+from torch._dynamo.utils import counters
 
 import fp8compile as f8
 from fp8compile import parallel
 from fp8compile.nn.routes import Routes
-from fp8compile.testing import Recording
 from fp8compile.testing.bits import difference
 
 RECIPES = ("tensorwise", "rowwise", "rowwise_bf16_wgrad", "blockwise", "mxfp8")
@@ -54,7 +48,9 @@ def tensors(tokens, experts, seed=0):
     generator = torch.Generator().manual_seed(seed)
     shapes = (tokens, FEATURES), (experts, HIDDEN, FEATURES), (experts, FEATURES, HIDDEN), (tokens, FEATURES)
     spread = [torch.exp2(torch.randint(-4, 4, (*shape[:-1], 1), generator=generator)) for shape in shapes]
-    return [(torch.randn(shape, generator=generator) * by).bfloat16() for shape, by in zip(shapes, spread, strict=True)]
+    return [
+        (torch.randn(shape, generator=generator) * by).bfloat16() for shape, by in zip(shapes, spread, strict=True)
+    ]
 
 
 def on_one_rank(counts, capacity):
@@ -123,9 +119,7 @@ def beside_one_process(name, world, recipe_name, capacity, codes, routing, token
     one = results(experts_layer, rows, expert, up, down, grad, whole_routes, recipe, traveling)
     plain = results(plain_layer, rows, expert, up, down, grad, recipe)
     parts = (own, own, mine, mine)
-    return [
-        [difference(a, b[part]) for a, b, part in zip(found, whole, parts, strict=True)] for whole in (one, plain)
-    ]
+    return [[difference(a, b[part]) for a, b, part in zip(found, whole, parts, strict=True)] for whole in (one, plain)]
 
 
 CASES = [
@@ -143,9 +137,14 @@ def all_cases(name, world, recipe_name, codes):
     }
 
 
-@pytest.mark.parametrize("codes", [True, False], ids=["codes", "as they are"])
-@pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize(
+    ("world", "recipe", "codes"),
+    [
+        *((2, recipe, True) for recipe in RECIPES),
+        *((4, recipe, True) for recipe in ("tensorwise", "rowwise")),
+        *((2, recipe, False) for recipe in ("tensorwise", "rowwise")),
+    ],
+)
 def test_experts_on_ranks_have_the_bits_of_one_process(ranks, world, recipe, codes):
     name = GROUP_NAMES[world]
     exact_weights = not codes or recipe in ("tensorwise", "rowwise_bf16_wgrad")
@@ -154,3 +153,42 @@ def test_experts_on_ranks_have_the_bits_of_one_process(ranks, world, recipe, cod
             assert beside_one == [None] * 4, (rank, case)
             assert beside_plain[:2] == [None, None], (rank, case)
             assert not exact_weights or beside_plain == [None] * 4, (rank, case)
+
+
+def compiled_cases(name, world, recipe_name, backend):
+    """What differs, over one compilation for all routings; graphs, and why there are more than one."""
+    group, experts = GROUPS[name], 2 * world
+    rank, recipe = group.rank(), getattr(f8.recipes, recipe_name)()
+    found, mine = {}, slice(2 * rank, 2 * rank + 2)
+    tokens = (24,) * world
+    own = slice(24 * rank, 24 * rank + 24)
+    for capacity in (None, 64):
+
+        def routes_of(expert, capacity=capacity):
+            counts = torch.zeros(experts, dtype=torch.int64).index_add(0, expert, torch.ones_like(expert))
+            return parallel.expert_routes(counts, group=group, capacity=capacity)
+
+        torch._dynamo.reset()
+        counters.clear()
+        compiled = torch.compile(experts_layer, fullgraph=True, backend=backend)
+        for routing in ("any", "empty experts", "one expert"):
+            rows, up, down, grad = tensors(sum(tokens), experts)
+            expert = chosen(sum(tokens), experts, routing)
+            given = rows[own], expert[own], up[mine], down[mine], grad[own], routes_of, recipe, recipe
+            eager, other = results(experts_layer, *given), results(compiled, *given)
+            found[capacity, routing] = [difference(a, b) for a, b in zip(other, eager, strict=True)]
+        found[capacity] = counters["stats"]["unique_graphs"]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("recipe", "backend"),
+    [*itertools.product(RECIPES, ["aot_eager"]), ("rowwise", "inductor"), ("tensorwise", "inductor")],
+)
+def test_a_compiled_layer_is_one_graph_for_every_routing_with_the_bits_of_eager_mode(ranks, recipe, backend):
+    for found in ranks.run(compiled_cases, "pair", 2, recipe, backend, within="pair"):
+        for case, texts in found.items():
+            if isinstance(case, tuple):
+                assert texts == [None] * 4, case
+            else:
+                assert texts == 1, case

@@ -19,7 +19,7 @@ BF16 = "bf16"
 NUM_SPREAD_SEEDS = 3
 # AdamW counts steps in float32; products of two such sizes are numbers of bytes that PyTorch can refuse.
 AT_MOST = {
-    **dict.fromkeys(("dim", "layers", "heads", "kv_heads", "hidden", "seq", "batch", "steps", "tp"), 2**24),
+    **dict.fromkeys(("dim", "layers", "heads", "kv_heads", "hidden", "seq", "batch", "steps", "tp", "ep"), 2**24),
     **dict.fromkeys(("eval_every", "eval_sequences", "checkpoint_every"), math.inf),
 }
 MOST_EXPERTS = 1024  # PyTorch's grouped GEMMs take no more groups on a GPU
@@ -59,6 +59,7 @@ class TrainConfig:
         threads: CPU threads; 0 is replaced by what PyTorch uses on its own.
         device: Device; "" is replaced by "cuda" where there is one, else "cpu".
         tp: Processes that the model is cut over.
+        ep: Processes that experts are spread over, which share the batch too.
         sp: Whether they cut the sequence, too, between its matrix products.
         fsdp: Whether parameters and batch are sharded over processes.
         hsdp: Whether there are two replicas of these shards; implies ``fsdp``.
@@ -95,6 +96,7 @@ class TrainConfig:
     threads: int = 0
     device: str = ""
     tp: int = 1
+    ep: int = 1
     sp: bool = False
     fsdp: bool = False
     hsdp: bool = False
@@ -125,7 +127,20 @@ class TrainConfig:
         if self.quantized_parameters:
             self._check_quantized_parameters()
 
+    def _check_ep(self) -> None:
+        if self.ep == 1:
+            return
+        if self.experts % self.ep or not self.experts:
+            raise UserError(
+                f"--ep is {self.ep} and --experts {self.experts}; each process has as many experts, so make --experts "
+                f"a multiple of {self.ep}"
+            )
+        for flag, given in (("--hsdp", self.hsdp), ("--graph-fsdp", self.graph_fsdp)):
+            if given:
+                raise UserError(f"--ep doesn't go with {flag} yet; take --fsdp, or leave one of them out")
+
     def _check_experts(self) -> None:
+        self._check_ep()
         if self.experts == 0 and self.top_k == 0:
             return
         if self.experts == 0:
@@ -164,9 +179,10 @@ class TrainConfig:
                     f"has to be a multiple of {self.tp}"
                 )
         if self.dp and self.batch % self.dp:
+            flag = "--hsdp" if self.hsdp else "--ep" if self.ep > 1 else "--fsdp"
             raise UserError(
                 f"--batch is {self.batch}, and {self.dp} processes{f' of --tp {self.tp} each' if self.tp > 1 else ''} "
-                f"share it by --{'hsdp' if self.hsdp else 'fsdp'}; it has to be a multiple of {self.dp}"
+                f"share it by {flag}; it has to be a multiple of {self.dp}"
             )
 
 

@@ -19,6 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fp8compile import Recipe, grouped_mm
+from fp8compile.nn.experts.placed import group_of_experts, local_stack
+from fp8compile.nn.routes import expert_routes
 
 __all__ = ["MixtureOfExperts"]
 
@@ -36,9 +38,9 @@ class _Experts(nn.Module):
         return grouped_mm(A, B_t, offs=offs, recipe=Recipe())
 
     def forward(self, rows_RD: Tensor, offsets_E: Tensor) -> Tensor:
-        both = self._grouped_mm(A=rows_RD, B_t=self.gate_up.transpose(-2, -1), offs=offsets_E)
-        gate, up = both.chunk(2, dim=-1)
-        return self._grouped_mm(A=F.silu(gate) * up, B_t=self.down.transpose(-2, -1), offs=offsets_E)
+        gate_up, down = (local_stack(self, name).transpose(-2, -1) for name in ("gate_up", "down"))
+        gate, up = self._grouped_mm(A=rows_RD, B_t=gate_up, offs=offsets_E).chunk(2, dim=-1)
+        return self._grouped_mm(A=F.silu(gate) * up, B_t=down, offs=offsets_E)
 
 
 class MixtureOfExperts(nn.Module):
@@ -58,6 +60,16 @@ class MixtureOfExperts(nn.Module):
         self.router = nn.Linear(dim, experts, bias=False)
         self.experts = _Experts(dim=dim, hidden=hidden, experts=experts)
 
+    def _by_experts(self, rows_RD: Tensor, offsets_E: Tensor) -> Tensor:
+        """What the experts make of rows, on whatever ranks they are."""
+        group = group_of_experts(self.experts.down)
+        if group is None:
+            return self.experts(rows_RD, offsets_E)
+        routes = expert_routes(torch.diff(offsets_E, prepend=offsets_E.new_zeros(1)), group=group)
+        recipe = getattr(self.experts, "recipe", None)  # that of converted experts: its codes travel
+        y_RD = self.experts(routes.dispatch(rows_RD, recipe=recipe), routes.offsets)
+        return routes.combine(y_RD, rows_RD.shape[0], recipe=recipe)
+
     def forward(self, x: Tensor) -> Tensor:
         """Return the sum of what the chosen experts make of each row, each times its share.
 
@@ -74,6 +86,6 @@ class MixtureOfExperts(nn.Module):
         expert_R, place_R = expert_Mk.flatten().sort(stable=True)
         every_E = torch.arange(self.router.out_features, device=x.device)
         offsets_E = torch.searchsorted(expert_R, every_E, right=True, out_int32=True)
-        y_RD = self.experts(x_MD[place_R // self.top_k], offsets_E)
+        y_RD = self._by_experts(x_MD[place_R // self.top_k], offsets_E)
         y_MkD = y_RD[place_R.argsort()].unflatten(0, (-1, self.top_k))
         return (y_MkD * share_Mk.unsqueeze(-1)).sum(dim=1).to(x.dtype).view_as(x)

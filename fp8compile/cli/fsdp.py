@@ -17,6 +17,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import fp8compile as f8
 from fp8compile.cli.errors import UserError
+from fp8compile.cli.expert_parallel import expert_parameters
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -31,6 +32,7 @@ __all__ = ["gather_codes", "shard"]
 # Inputs stay as they are: x is bfloat16 by autocast, and the angles of the rotary positions need float32.
 POLICY = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False)
 NO_FP8 = "bfloat16: no FP8 layers"
+NOTHING = "nothing: all ranks have them"
 
 
 @contextmanager
@@ -86,11 +88,15 @@ def shard(model: ByteLlama, mesh: DeviceMesh, config: TrainConfig, recipe: f8.Re
         experts = "; weights of experts bfloat16" if config.experts else ""
         return NO_FP8 if recipe is None else f"codes, those that a pass needs{experts}"
     is_quantized = config.quantized_parameters and recipe is not None
-    gathered = "codes, which the parameters are" if is_quantized else gather_codes(model, recipe)
+    spread = expert_parameters(model) if config.ep > 1 else set()
+    if config.ep > 1 and not config.fsdp:
+        gathered = NOTHING
+    else:
+        gathered = "codes, which the parameters are" if is_quantized else gather_codes(model, recipe)
     for index, block in enumerate(model.blocks):
         if config.compile:
             # What FSDP2 does before and after a block is then outside of its graph.
             model.blocks[index] = torch.compile(block, fullgraph=True, dynamic=False, backend=config.backend)
-        fully_shard(model.blocks[index], mesh=mesh, mp_policy=POLICY)
-    fully_shard(model, mesh=mesh, mp_policy=POLICY)
+        fully_shard(model.blocks[index], mesh=mesh, mp_policy=POLICY, ignored_params=spread)
+    fully_shard(model, mesh=mesh, mp_policy=POLICY, ignored_params=spread)
     return gathered

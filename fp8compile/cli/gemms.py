@@ -101,7 +101,12 @@ def _weights(model: nn.Module, tokens: int) -> Iterator[tuple[str, Tensor, int]]
             yield fqn, module.weight.to_local() if isinstance(module.weight, DTensor) else module.weight, tokens
         if isinstance(module, MixtureOfExperts):
             for stack in module.experts.parameters():
-                yield f"{fqn}.experts", stack, tokens * module.top_k
+                # rows that an expert's rank gets are data: as many as it sends, on average
+                yield (
+                    f"{fqn}.experts",
+                    stack.to_local() if isinstance(stack, DTensor) else stack,
+                    tokens * module.top_k,
+                )
 
 
 def expected_gemms(model: nn.Module, recipe: Recipe | None, *, tokens: int, device: torch.device) -> GemmCount:

@@ -3,7 +3,8 @@
     rank = (replica * shards + shard) * tp + part
 
 Ranks with one replica and one shard cut the model over `tp` parts and see the same rows. `shards` of them have a part
-of each parameter (FSDP), which `replicas` hold again (HSDP).
+of each parameter (FSDP), which `replicas` hold again (HSDP). With experts spread over ranks (EP), all of them share
+the batch, and what is no expert each has, as a replica, or with FSDP a part of it.
 """
 
 from __future__ import annotations
@@ -83,6 +84,10 @@ class Layout:
         mesh = _mesh(self, device_type)
         return mesh if names == self._names else mesh[names if len(names) > 1 else names[0]]
 
+    def experts_mesh(self, device_type: str) -> DeviceMesh:
+        """Return the ranks that experts are spread over: all of them."""
+        return _experts_mesh(self.size, device_type)
+
     def data_group(self) -> ProcessGroup:
         """Return the ranks that see different rows and have the same part of the model."""
         return _data_group(self)
@@ -94,6 +99,11 @@ def _mesh(layout: Layout, device_type: str) -> DeviceMesh:
     sizes = {"replicate": layout.replicas, "shard": layout.shards, "tp": layout.tp}
     names = layout._names
     return torch.distributed.init_device_mesh(device_type, tuple(sizes[name] for name in names), mesh_dim_names=names)
+
+
+@cache
+def _experts_mesh(size: int, device_type: str) -> DeviceMesh:
+    return torch.distributed.init_device_mesh(device_type, (size,), mesh_dim_names=("ep",))
 
 
 @cache
@@ -126,6 +136,15 @@ def _data_parallel(config: TrainConfig, size: int) -> int:
     return size // config.tp
 
 
+def _check_experts_spread(config: TrainConfig, size: int) -> None:
+    """Raise unless there are as many processes as experts are spread over, and each has rows of the batch."""
+    if size != config.ep:
+        started = "this is one" if size == 1 else f"torchrun started {size}"
+        raise UserError(f"--ep {config.ep} takes {config.ep} processes, and {started}; {_start_by(config.ep)}")
+    if config.batch % size:
+        raise UserError(f"--batch is {config.batch}, and --ep {size} processes share it; make it a multiple of {size}")
+
+
 def layout_of(config: TrainConfig, ranks: Ranks) -> Layout:
     """Return how the processes share a run.
 
@@ -136,6 +155,10 @@ def layout_of(config: TrainConfig, ranks: Ranks) -> Layout:
     Raises:
         UserError: There are more or fewer than it takes.
     """
+    if config.ep > 1:
+        _check_experts_spread(config, ranks.size)
+        how = {"shards": config.ep} if config.fsdp else {"replicas": config.ep}
+        return Layout(rank=ranks.rank, **how)
     if config.fsdp:
         replicas = REPLICAS if config.hsdp else 1
         shards = _data_parallel(config, ranks.size) // replicas

@@ -73,6 +73,8 @@ def _column(rows: Sequence[Row], arm: str) -> dict[str, str]:
     }
     if done["tp"] > 1:
         column["tensor parallel"] = f"{done['tp']} ranks{', sequence parallel' if done['sp'] else ''}"
+    if done["ep"] > 1:
+        column["expert parallel"] = f"{done['ep']} ranks"
     if done["weights_gathered_as"] is not None:
         replicas = f", {done['replicas']} replicas" if done["replicas"] > 1 else ""
         column["FSDP"] = f"{done['shards']} shards{replicas}"

@@ -39,6 +39,7 @@ VALUES = (
     ("--eval-sequences", int, "held-out sequences of an evaluation"),
     ("--checkpoint-every", int, "steps between checkpoints"),
     ("--tp", int, "processes to cut the model over; torchrun starts them"),
+    ("--ep", int, "with --experts: processes to spread experts over, which share the batch; torchrun starts them"),
 )
 
 

@@ -19,6 +19,7 @@ import fp8compile as f8
 from fp8compile.cli.checkpoint import load_checkpoint, save_checkpoint, whole_state
 from fp8compile.cli.config import BF16
 from fp8compile.cli.errors import Failed, UserError
+from fp8compile.cli.expert_parallel import clip_gradients, cut_experts, divide_gradients, expert_parameters
 from fp8compile.cli.fsdp import shard
 from fp8compile.cli.gemms import expected_gemms, profiled_gemms
 from fp8compile.cli.graphs import CountedModel
@@ -116,10 +117,13 @@ def _learning_rate(step: int, peak: float) -> float:
 
 
 def _optimizer(model: torch.nn.Module, *, has_masters: bool) -> torch.optim.Optimizer:
-    parameters = list(model.parameters())
+    experts = expert_parameters(model)
+    parameters = [parameter for parameter in model.parameters() if parameter not in experts]
+    # experts have a group of their own: one update of the optimizer takes parameters of one mesh
     groups = [
         {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": WEIGHT_DECAY},
         {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+        *([{"params": [p for p in model.parameters() if p in experts], "weight_decay": WEIGHT_DECAY}] * bool(experts)),
     ]
     options = {"betas": BETAS, "fused": True}
     return (
@@ -158,6 +162,8 @@ class Trainer:
         self.model.to(self._device)
         if layout.tp > 1:
             self._cut(layout.tp_mesh(self._device.type))
+        if config.ep > 1:
+            cut_experts(self.model, layout.experts_mesh(self._device.type))
         tokens = config.batch // layout.dp * config.seq
         self._expected = expected_gemms(self.model, recipe, tokens=tokens, device=self._device)
         self._gathered = None
@@ -245,7 +251,9 @@ class Trainer:
         for group in self._optimizer.param_groups:
             group["lr"] = rate
         place_gradients(self.model)
-        torch.nn.utils.clip_grad_norm_(self.model.parameters(), MAX_GRADIENT_NORM)
+        if self._config.ep > 1:
+            divide_gradients(self.model, self._layout.dp)
+        clip_gradients(self.model, MAX_GRADIENT_NORM)
         return {"kind": "train", "arm": self._arm.name, "step": self.step + 1, "loss": value, "lr": rate}
 
     def update(self) -> None:
@@ -307,6 +315,7 @@ class Trainer:
             "graph_breaks": self.counted.graph_breaks,
             "recompiles": self.counted.recompiles,
             "tp": self._config.tp,
+            "ep": self._config.ep,
             "sp": self._config.sp,
             "replicas": self._layout.replicas,
             "shards": self._layout.shards,

@@ -9,15 +9,16 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from fp8compile import _compat
-from fp8compile.nn.functional import check_recipe
 from fp8compile.nn.state import group_name
 from fp8compile.ops.collectives import all_reduce_extreme, all_to_all
 from fp8compile.ops.exchange.dispatch import combine, dispatch
 from fp8compile.ops.exchange.moves import fitting
-from fp8compile.quantizers import Recipe
+from fp8compile.quantizers import GEMMS, Recipe
 from fp8compile.tensor import shown
 
 __all__ = ["Routes", "expert_routes"]
+
+OUTPUT = GEMMS[0]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +58,7 @@ class Routes:
         """
         length = None if self.capacity is None else self.capacity * self.sent.shape[0]
         how = Recipe() if recipe is None else recipe
-        return dispatch(rows, self.sent, self.received, self.sizes, length, False, how, self.group)
+        return dispatch(rows, self.sent, self.received, self.sizes, length, OUTPUT.a, how, self.group)
 
     def combine(self, grouped: Tensor, length: int, *, recipe: Recipe | None = None) -> Tensor:
         """Send rows back to where they came from, as they are.
@@ -101,8 +102,8 @@ def _overflow(sent: Tensor, capacity: int, group: str) -> Tensor:
         most = all_reduce_extreme(most, "max", group)
     if (rows := int(most)) > capacity:
         raise ValueError(
-            f"expert_routes: a rank has {rows} rows for the experts of another, and capacity is {capacity}. Give more, "
-            "or leave capacity out, so that the host reads how many there are."
+            f"expert_routes: a rank has {rows} rows for the experts of another, and capacity is {capacity}. Give "
+            "more, or leave capacity out, so that the host reads how many there are."
         )
     return found
 

@@ -4,8 +4,8 @@ Layers on DTensors need nothing from here: a converted model runs under PyTorch'
 sends fewer bytes. For code that keeps what each rank has in plain tensors, there are functions that take a group.
 """
 
-from fp8compile.parallel.broadcast import broadcast_parameters
 from fp8compile.nn.routes import Routes, expert_routes
+from fp8compile.parallel.broadcast import broadcast_parameters
 from fp8compile.parallel.expert_parallel import ExpertParallel, overflowed_rows
 from fp8compile.parallel.fsdp import fsdp_float8_all_gather
 from fp8compile.parallel.graph_fsdp import graph_fsdp

@@ -76,11 +76,13 @@ def _check(module: nn.Module, mesh: DeviceMesh) -> None:
             "are cut, mesh['ep'] for one."
         )
     if any(isinstance(each, DTensor) for each in module.parameters(recurse=False)):
-        raise TypeError("ExpertParallel: parameters of the experts are DTensors already; apply it once, before others.")
+        raise TypeError(
+            "ExpertParallel: parameters of the experts are DTensors already; apply it once, before others."
+        )
     if num_experts(module) % mesh.size():
         raise ValueError(
-            f"ExpertParallel: the module has {num_experts(module)} experts and the mesh {mesh.size()} ranks; each rank "
-            "has as many experts as the others."
+            f"ExpertParallel: the module has {num_experts(module)} experts and the mesh {mesh.size()} ranks; each "
+            "rank has as many experts as the others."
         )
 
 

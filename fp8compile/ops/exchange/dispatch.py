@@ -9,7 +9,7 @@
     sizes       (2, R), int64, on the host: the sums over experts of the two, and messages are as long as they say;
                 None: messages have one length, and what is left of it holds zeros
     length      how many rows come out; None: as many as come
-    gradient    (dispatch) whether the rows are a gradient
+    slot        (dispatch) what the rows are for the layer that reads them: "input" or "grad_output"
     recipe      says whether rows, or the gradient of combine, travel as codes: see `sent_as`
     group       the name of the group; it isn't looked at where R is 1
 
@@ -30,7 +30,7 @@ from torch import Tensor
 from fp8compile import _compat
 from fp8compile.ops import samples
 from fp8compile.ops.collectives import all_to_all
-from fp8compile.ops.exchange.exchange_rows import exchange_rows
+from fp8compile.ops.exchange.exchange_rows import BACK, THERE, exchange_rows
 from fp8compile.ops.exchange.moves import Moves, take
 from fp8compile.ops.exchange.wire import packed, sent_as, unpacked
 from fp8compile.ops.layer.operands import Phase
@@ -55,17 +55,17 @@ def _dispatch(
     received: Tensor,
     sizes: Tensor | None,
     length: int | None,
-    gradient: bool,
+    slot: str,
     recipe: Recipe,
     group: str,
 ) -> Tensor:
-    ranks, quantizer = sent.shape[0], sent_as(recipe, GRAD_INPUT.a if gradient else OUTPUT.a)
+    ranks, quantizer = sent.shape[0], sent_as(recipe, slot)
     phase = Phase.FORWARD if _compat.is_traced(rows) else Phase.EAGER
     wire = rows if quantizer is None else packed(rows, sent, quantizer, group, phase)
     moves = Moves(sent, received, None if sizes is not None else length // ranks)
     if sizes is None:
         wire = take(wire, moves.rows_of_slots(length))
-    buffer = _sent(wire, sizes, False, length, ranks, group)
+    buffer = _sent(wire, sizes, THERE, length, ranks, group)
     grouped = take(buffer, moves.buffer_of_grouped(buffer.shape[0]))
     return grouped if quantizer is None else unpacked(grouped, rows.shape[1], quantizer, rows.dtype)
 
@@ -82,7 +82,7 @@ def _combine(
     ranks, places = sent.shape[0], grouped.shape[0]
     moves = Moves(sent, received, None if sizes is not None else places // ranks)
     buffer = take(grouped, moves.grouped_of_buffer(places))
-    rows = _sent(buffer, sizes, True, length, ranks, group)
+    rows = _sent(buffer, sizes, BACK, length, ranks, group)
     return rows if sizes is not None else take(rows, moves.slots_of_rows(length))
 
 
@@ -92,7 +92,7 @@ def _dispatch_fake(
     received: Tensor,
     sizes: Tensor | None,
     length: int | None,
-    gradient: bool,
+    slot: str,
     recipe: Recipe,
     group: str,
 ) -> Tensor:
@@ -124,7 +124,7 @@ def _dispatch_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 
 
 def _combine_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    return dispatch(grad, *ctx.saved_tensors, ctx.rows, True, ctx.recipe, ctx.group), *[None] * 6
+    return dispatch(grad, *ctx.saved_tensors, ctx.rows, GRAD_INPUT.a, ctx.recipe, ctx.group), *[None] * 6
 
 
 def _samples() -> Iterator[tuple]:
@@ -132,9 +132,9 @@ def _samples() -> Iterator[tuple]:
     rows = torch.randn(12, 24, generator=torch.Generator().manual_seed(0)).bfloat16()
     counts = torch.tensor([[5, 0, 7]])
     for index, recipe in enumerate(samples.recipes()):
-        yield rows, counts, counts, torch.tensor([[12], [12]]), None, index % 2 == 1, recipe, ""
-        yield rows, counts, counts, None, 16, index % 2 == 0, recipe, ""
-    yield rows.float().t()[:8].t(), counts[:, :1], counts[:, :1], torch.tensor([[5], [5]]), 5, False, Recipe(), ""
+        yield rows, counts, counts, torch.tensor([[12], [12]]), None, (OUTPUT, GRAD_INPUT)[index % 2].a, recipe, ""
+        yield rows, counts, counts, None, 16, (GRAD_INPUT, OUTPUT)[index % 2].a, recipe, ""
+    yield rows.float().t()[:8].t(), counts[:, :1], counts[:, :1], torch.tensor([[5], [5]]), 5, OUTPUT.a, Recipe(), ""
 
 
 def _combine_samples() -> Iterator[tuple]:

@@ -14,7 +14,9 @@ from torch import Tensor
 from fp8compile.ops.collectives import all_to_all
 from fp8compile.ops.registry import register_op
 
-__all__ = ["exchange_rows"]
+__all__ = ["BACK", "THERE", "exchange_rows"]
+
+THERE, BACK = False, True  # which way rows go
 
 
 def _kernel(rows: Tensor, sizes: Tensor, back: bool, length: int | None, group: str) -> Tensor:
@@ -38,8 +40,8 @@ def _samples() -> Iterator[tuple]:
     rows = torch.arange(24, dtype=torch.uint8).view(6, 4)
     for count in (6, 4, 0):
         sizes = torch.tensor([[count], [count]])
-        yield rows, sizes, False, None, ""
-        yield rows[:count], sizes, True, 6, ""
+        yield rows, sizes, THERE, None, ""
+        yield rows[:count], sizes, BACK, 6, ""
 
 
 exchange_rows = register_op(
