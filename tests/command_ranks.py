@@ -11,7 +11,7 @@ import socket
 import sys
 from pathlib import Path
 
-from processes import process_context
+from processes import print_to, process_context
 
 from fp8compile.cli import main
 
@@ -19,10 +19,7 @@ __all__ = ["finished_on_ranks"]
 
 
 def _serve(rank, size, port, folder, arguments):
-    output = os.open(folder / f"rank-{rank}", os.O_WRONLY | os.O_CREAT)
-    os.dup2(output, 1)
-    os.dup2(output, 2)
-    sys.stdout, sys.stderr = (os.fdopen(number, "w", buffering=1) for number in (1, 2))
+    print_to(folder / f"rank-{rank}")
     os.environ.update(RANK=f"{rank}", LOCAL_RANK=f"{rank}", WORLD_SIZE=f"{size}", MASTER_ADDR="127.0.0.1")
     os.environ.update(MASTER_PORT=f"{port}")
     sys.exit(main(arguments))

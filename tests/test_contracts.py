@@ -52,8 +52,8 @@ MEANT = {
     "fp8compile::with_product_gradient": lambda product, a, b, quantizer: a.to(product.dtype) @ b.to(product.dtype),
 }
 QUANTIZES = "the values of the derivative, for "  # and a layer's own tests hold them against products of dequantize
-# Inductor's C++ is nine tenths of the time. It compiles each gradient's op in the backward of its layer, sharded layers
-# on two ranks in test_tensor_parallel.py, and of this one both halves: linear's rows, and the delayed layer's state
+# Inductor's C++ is nine tenths of the time. It compiles a gradient's op in the backward of its layer, sharded layers
+# on two ranks in test_tensor_parallel.py, and what fsdp_delayed_linear is made of in fsdp_linear and delayed_linear.
 LAYERS = ("", "delayed_", "sharded_", "fsdp_", "grouped_")
 BY_INDUCTOR_ELSEWHERE = {f"fp8compile::{kind}grad_{operand}" for kind in LAYERS for operand in ("input", "weight")}
 BY_INDUCTOR_ELSEWHERE |= {"fp8compile::sharded_linear", "fp8compile::fsdp_delayed_linear"}
