@@ -20,7 +20,7 @@ pytestmark = [
     pytest.mark.skipif(not importlib.util.find_spec("triton"), reason="needs Triton's interpreter"),
     pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION is unset:UserWarning"),  # Triton 3.9, once a process
 ]
-# The program as users get it shows what rounding Inductor drops. That it has the bits of eager mode, where it keeps them
+# A program as users get it shows what rounding Inductor drops. That it has the bits of eager mode where it keeps them
 # all, a quick case of the same or the nearest recipe shows for each of these; the slow tests, of these too.
 AS_USERS_GET_IT = {
     *("stochastic rounding, tensorwise", "float32, rowwise", "dynamic tokens, rowwise_bf16_wgrad"),
