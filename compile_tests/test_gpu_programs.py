@@ -20,10 +20,22 @@ pytestmark = [
     pytest.mark.skipif(not importlib.util.find_spec("triton"), reason="needs Triton's interpreter"),
     pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION is unset:UserWarning"),  # Triton 3.9, once a process
 ]
-PARAMETERS = [
-    pytest.param(number, id=str(case), marks=[] if case.is_quick else [pytest.mark.slow])
-    for number, case in enumerate(CASES)
-]
+# A program as users get it shows what rounding Inductor drops. That it has the bits of eager mode where it keeps them
+# all, a quick case of the same or the nearest recipe shows for each of these; the slow tests, of these too.
+AS_USERS_GET_IT = {
+    *("stochastic rounding, tensorwise", "float32, rowwise", "dynamic tokens, rowwise_bf16_wgrad"),
+    *("experts, empty ones, NaN behind, mxfp8", "one rank of two, FSDP in the graph, rowwise"),
+}
+
+
+def parameters(*, in_ranks):
+    """The number of a case, and whether it is run with every rounding kept, too: quick ones and, marked slow, all."""
+    for number, case in enumerate(CASES):
+        ways = {True: not case.is_quick or str(case) in AS_USERS_GET_IT}
+        ways |= {False: False} if str(case) in AS_USERS_GET_IT else {}
+        for with_casts, is_slow in ways.items() if case.in_ranks is in_ranks else ():
+            name = str(case) if with_casts else f"{case}, as users get it"
+            yield pytest.param(number, with_casts, id=name, marks=[pytest.mark.slow] * is_slow)
 
 
 @pytest.fixture(scope="module")
@@ -33,18 +45,22 @@ def elsewhere():
         yield lambda function, *args: pool.submit(function, *args).result()
 
 
-def check_number(number):
-    return check(CASES[number])
+def check_number(number, with_casts):
+    return check(CASES[number], with_casts=with_casts)
 
 
-@pytest.mark.parametrize("number", [each for each in PARAMETERS if not CASES[each.values[0]].in_ranks])
-def test_a_program_is_its_graph_and_with_every_rounding_kept_eager_mode(number):
-    assert_same(check(CASES[number]))
+@pytest.mark.parametrize(("number", "with_casts"), parameters(in_ranks=False))
+def test_a_program_is_its_graph_and_with_every_rounding_kept_eager_mode(number, with_casts):
+    assert_same(check_number(number, with_casts))
 
 
-@pytest.mark.parametrize("number", [each for each in PARAMETERS if CASES[each.values[0]].in_ranks])
-def test_one_ranks_part_is_its_graph_and_with_every_rounding_kept_eager_mode(number, elsewhere):
-    assert_same(elsewhere(check_number, number))
+@pytest.mark.parametrize(("number", "with_casts"), parameters(in_ranks=True))
+def test_one_ranks_part_is_its_graph_and_with_every_rounding_kept_eager_mode(number, with_casts, elsewhere):
+    assert_same(elsewhere(check_number, number, with_casts))
+
+
+def test_what_runs_as_users_get_it_is_a_quick_case():
+    assert {str(case) for case in CASES if case.is_quick} > AS_USERS_GET_IT
 
 
 @pytest.mark.parametrize("case", FOREIGN, ids=str)

@@ -161,7 +161,7 @@ def test_blocks_have_the_bits_of_the_whole_beside_other_features(recipe, make, h
 @pytest.mark.skipif(_compat.TORCH_VERSION < (2, 13), reason="before PyTorch 2.13 precision casts are not exact")
 def test_inductor_gives_blocks_the_bits_of_the_whole_where_it_keeps_every_rounding():
     with config.patch(emulate_precision_casts=True):
-        assert_same_bits(lambda: stack(Small), "delayed", backend="inductor")
+        assert_same_bits(lambda: stack(Small, 2), "delayed", backend="inductor")
 
 
 def test_twice_the_blocks_are_no_kernel_more():

@@ -6,11 +6,14 @@ imported and computed nothing else.
 
 from __future__ import annotations
 
+import os
+import sys
+from pathlib import Path
 from typing import Any
 
 from torch import multiprocessing
 
-__all__ = ["process_context"]
+__all__ = ["print_to", "process_context"]
 
 
 def process_context() -> Any:
@@ -18,3 +21,11 @@ def process_context() -> Any:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["fp8compile", "fp8compile.parallel", "fp8compile.testing"])
     return context
+
+
+def print_to(path: Path) -> None:
+    """Have this process, and those that it starts, print to a file from now on."""
+    file = os.open(path, os.O_WRONLY | os.O_CREAT)
+    for number in (1, 2):
+        os.dup2(file, number)
+    sys.stdout, sys.stderr = (os.fdopen(number, "w", buffering=1) for number in (1, 2))

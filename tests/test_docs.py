@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import os
 import re
+import runpy
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
 import torch
 from own_arithmetic import Int8
+from processes import print_to, process_context
 
 import fp8compile as f8
 from fp8compile import testing
@@ -23,8 +26,6 @@ from fp8compile.testing import explain
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 FENCE = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-# the compiler's processes and cache are those of the tests; the user's own folder is not looked at
-COMPILER = ("TORCHINDUCTOR_CACHE_DIR", "TORCHINDUCTOR_COMPILE_THREADS", "TORCHINDUCTOR_VEC_ISA_OK")
 LINK = re.compile(r"\]\((?!https?:|#)([^)#]+)")
 
 
@@ -32,20 +33,25 @@ def fences(document: Path) -> list[str]:
     return FENCE.findall(document.read_text())
 
 
+def run_script(script: Path) -> None:
+    """Run a program in a process of its own, which prints beside it; its user's folder is not looked at."""
+    os.chdir(script.parent)
+    os.environ["HOME"] = str(script.parent)
+    print_to(script.with_suffix(".out"))
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    runpy.run_path(str(script), run_name="__main__")
+
+
 @pytest.mark.parametrize("document", [d for d in DOCUMENTS if fences(d)], ids=lambda d: d.name)
 def test_code_in_a_document_runs_from_top_to_bottom(document, tmp_path):
-    compiler = {name: os.environ[name] for name in COMPILER}
     script = tmp_path / "document.py"
     script.write_text("\n".join(fences(document)))
-    finished = subprocess.run(
-        [sys.executable, "-W", "ignore", str(script)],
-        cwd=tmp_path,
-        env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin", "HOME": str(tmp_path), **compiler},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert finished.returncode == 0, finished.stderr[-3000:]
+    process = process_context().Process(target=run_script, args=(script,))
+    process.start()
+    process.join(300)
+    process.kill()
+    assert process.exitcode == 0, script.with_suffix(".out").read_text()[-3000:]
 
 
 def test_getting_started_and_readme_have_code():

@@ -12,12 +12,13 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
+from command_ranks import finished_on_ranks
 from gloo_ranks import shared_ranks
-from test_tensor_parallel_training import complaint, finished, losses_of, rows_of, start, words
+from test_tensor_parallel_training import complaint, losses_of, rows_of, start, words
 
 import fp8compile as f8
 from fp8compile._compat import TORCH_VERSION
-from fp8compile.cli import fsdp, trainer
+from fp8compile.cli import fsdp, main, trainer
 from fp8compile.cli.config import Arm, TrainConfig, extended
 from fp8compile.cli.errors import UserError
 from fp8compile.cli.layout import Layout, layout_of
@@ -135,11 +136,10 @@ def losses_alone(flags, path):
 
 
 def test_the_command_prints_each_line_once_and_says_what_is_gathered(text_file, tmp_path):
-    run = tmp_path / "run"
-    flags = ("--recipe", "tensorwise", "--compare", "bf16", "--fsdp", "--backend", "aot_eager")
-    output = finished(words(text_file, run, *flags))
-    one = tmp_path / "one"
-    finished(words(text_file, one, *flags[:4], "--no-compile"), ranks=1)
+    run, one = tmp_path / "run", tmp_path / "one"
+    flags = ("--recipe", "tensorwise", "--compare", "bf16")
+    output = finished_on_ranks(words(text_file, run, *flags, "--fsdp", "--backend", "aot_eager"), tmp_path / "ranks")
+    assert main(words(text_file, one, *flags, "--no-compile")) == 0
     assert output.count("tensorwise: step 8/8  loss") == output.count("run folder:") == 1
     assert [row[:3] for row in losses_of(run)] == [row[:3] for row in losses_of(one)]
     # Beside one process: norms and embedding in bfloat16, 2**-9 of a value, and one scale a rank's part of the
@@ -168,7 +168,7 @@ def test_the_command_prints_each_line_once_and_says_what_is_gathered(text_file, 
 )
 def test_a_killed_run_resumes_to_the_bit(text_file, tmp_path, ranks, flags):
     whole, killed = tmp_path / "whole", tmp_path / "killed"
-    finished(words(text_file, whole, *flags, "--no-compile", steps=12), ranks=ranks)
+    finished_on_ranks(words(text_file, whole, *flags, "--no-compile", steps=12), tmp_path / "ranks", size=ranks)
     process = start(words(text_file, killed, *flags, "--no-compile", steps=12), ranks=ranks)
     for line in process.stdout:
         if "step 5/" in line:
@@ -182,7 +182,7 @@ def test_a_killed_run_resumes_to_the_bit(text_file, tmp_path, ranks, flags):
     assert all(type(value) is torch.Tensor for value in state["model"].values())
     name = "weight_codes" if "--quantized-parameters" in flags else "weight"
     assert state["model"][f"blocks.0.attention.query.{name}"].shape == (64, 64)  # whole, and named as in one process
-    finished(["train", "--resume", killed], ranks=ranks)
+    finished_on_ranks(["train", "--resume", killed], tmp_path / "ranks", size=ranks)
     assert losses_of(killed) == losses_of(whole)
 
 

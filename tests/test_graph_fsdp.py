@@ -255,7 +255,7 @@ def state_problems():
 
 
 def test_state_dicts_are_those_of_the_unconverted_model(ranks):
-    assert ranks.run(state_problems) == [[]] * 4
+    assert ranks.run(state_problems, within="pair") == [[]] * 2
 
 
 def init_problems():
@@ -281,7 +281,7 @@ def init_problems():
 
 
 def test_initialization_after_sharding_changes_the_shards(ranks):
-    assert ranks.run(init_problems) == [[]] * 4
+    assert ranks.run(init_problems, within="pair") == [[]] * 2
 
 
 class Tied(nn.Module):
@@ -352,7 +352,7 @@ def repeated_problems(backend):
 
 @pytest.mark.parametrize("backend", [None, "aot_eager"])
 def test_checkpointing_accumulation_and_clipping(ranks, backend):
-    assert ranks.run(repeated_problems, backend) == [[]] * 4
+    assert ranks.run(repeated_problems, backend, within="pair") == [[]] * 2
 
 
 def autocast_problems():
@@ -367,7 +367,7 @@ def autocast_problems():
 
 
 def test_autocast(ranks):
-    assert ranks.run(autocast_problems) == [[]] * 4
+    assert ranks.run(autocast_problems, within="pair") == [[]] * 2
 
 
 def dtype_problems(reduce_dtype):
@@ -401,7 +401,7 @@ def copies():
 
 
 def test_deepcopy(ranks):
-    assert ranks.run(copies) == [(True, True)] * 4
+    assert ranks.run(copies, within="pair") == [(True, True)] * 2
 
 
 # ---------------------------------------------------------------------------------- graphs
@@ -427,7 +427,7 @@ def traced_step():
 
 
 def test_make_fx_traces_a_whole_step(ranks):
-    assert ranks.run(traced_step) == [[]] * 4
+    assert ranks.run(traced_step, within="pair") == [[]] * 2
 
 
 def counted_flops():
@@ -441,7 +441,7 @@ def counted_flops():
 
 
 def test_flops_are_those_of_the_whole_model(ranks):
-    assert ranks.run(counted_flops) == [True] * 4
+    assert ranks.run(counted_flops, within="pair") == [True] * 2
 
 
 def inductor_problems(mesh):

@@ -70,12 +70,18 @@ def test_bf16_itself_gets_below_the_level(reference):
     assert 0 < reference.spread < 0.2
 
 
-@pytest.mark.parametrize("name", f8.recipes.names())
+# rowwise_bf16_wgrad has rowwise's codes, and one of bf16's products
+NAMES = [
+    pytest.param(name, marks=pytest.mark.slow) if name == "rowwise_bf16_wgrad" else name for name in f8.recipes.names()
+]
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_fp8_is_below_the_level_and_within_the_spread_of_bf16(name, config, text, reference):
     assert judge(name, f8.recipes.by_name(name), config, text, reference).passed
 
 
-@pytest.mark.parametrize("slot", ["weight", "grad_output"])
+@pytest.mark.parametrize("slot", [pytest.param("weight", marks=pytest.mark.slow), "grad_output"])
 def test_a_planted_wrong_scale_fails(slot, config, text, reference):
     wrong = plant_wrong_scale(f8.recipes.by_name("rowwise"), slot)
     assert not judge(f"wrong scale of {slot}", wrong, config, text, reference).passed
