@@ -28,7 +28,7 @@ from fp8compile.ops.layer.operands import Phase
 from fp8compile.ops.registry import register_op
 from fp8compile.quantizers import Recipe
 
-__all__ = ["grouped_grad_input", "grouped_grad_weight", "grouped_linear"]
+__all__ = ["grouped_grad_input", "grouped_grad_weight", "grouped_linear", "grouped_output"]
 
 
 def _grad_input_kernel(grad_output: Tensor, weight: Tensor, offsets: Tensor, recipe: Recipe) -> Tensor:
@@ -89,7 +89,10 @@ grouped_grad_weight = register_op(
 # ---------------------------------------------------------------------------------- the layer
 
 
-def _output(x: Tensor, weight: Tensor, offsets: Tensor, bias: Tensor | None, operands: GroupedOperands) -> Tensor:
+def grouped_output(
+    x: Tensor, weight: Tensor, offsets: Tensor, bias: Tensor | None, operands: GroupedOperands
+) -> Tensor:
+    """What `grouped_linear` computes, by given operands."""
     if not _compat.is_stand_in(operands.recipe):
         check_recipe_of_groups(operands.recipe)
     y = operands.output(x, weight)
@@ -99,12 +102,12 @@ def _output(x: Tensor, weight: Tensor, offsets: Tensor, bias: Tensor | None, ope
 
 
 def _kernel(x: Tensor, weight: Tensor, offsets: Tensor, bias: Tensor | None, recipe: Recipe) -> Tensor:
-    return _output(x, weight, offsets, bias, GroupedOperands(recipe, offsets))
+    return grouped_output(x, weight, offsets, bias, GroupedOperands(recipe, offsets))
 
 
 def _decompose(x: Tensor, weight: Tensor, offsets: Tensor, bias: Tensor | None, recipe: Recipe) -> Tensor:
     operands = GroupedOperands(recipe, offsets, Phase.compiled(OUTPUT))
-    return _output(x, weight, offsets, as_read(bias), operands)
+    return grouped_output(x, weight, offsets, as_read(bias), operands)
 
 
 def _fake(x: Tensor, weight: Tensor, offsets: Tensor, bias: Tensor | None, recipe: Recipe) -> Tensor:

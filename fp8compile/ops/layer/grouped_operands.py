@@ -14,7 +14,6 @@ from math import lcm
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from fp8compile._compat import is_fusible
 from fp8compile.ops.gemms.grouped.kernel import GroupedOperand
@@ -29,6 +28,7 @@ from fp8compile.ops.groups.scaled_grouped_mm import multiply_groups
 from fp8compile.ops.layer.local_shards import LocalShard
 from fp8compile.ops.layer.operands import STEPS, Operands, Phase
 from fp8compile.ops.layer.quantize_shard import quantize_shard
+from fp8compile.ops.layer.stacks import in_whole_blocks
 from fp8compile.quantizers import GEMMS, Gemm, Quantizer, Recipe
 from fp8compile.target import target_of
 
@@ -76,13 +76,6 @@ def check_recipe_of_groups(recipe: Recipe) -> None:
                 _check_slot(slot, quantizer, is_allowed, "(-1, -1), (1, -1) or (1, n)")
 
 
-def _of_each_matrix(weight: Tensor, multiple: int) -> Tensor:
-    """(E, N, K) as a matrix (E * N', K), N' the next multiple of ``multiple``, so that no block has rows of two."""
-    missing = -weight.shape[1] % multiple
-    weight = pad(weight, (0, 0, 0, missing)) if missing else weight
-    return weight.reshape(-1, weight.shape[2])
-
-
 @dataclass(frozen=True)
 class GroupedOperands:
     """What quantizes and multiplies the operands of one product of a grouped layer.
@@ -91,11 +84,13 @@ class GroupedOperands:
         recipe: Quantizers by slot, each over one group's matrix.
         offsets: Ends of the groups among the rows, (E,) int32.
         phase: Who takes the steps, see `fp8compile.ops.layer.operands`.
+        weight: The codes of the matrices, if they are quantized already.
     """
 
     recipe: Recipe
     offsets: Tensor
     phase: Phase = Phase.EAGER
+    weight: GroupedOperand | None = None
 
     def output(self, x: Tensor, weight: Tensor) -> Tensor:
         """y_RN = x_RK @ w_eNK^T, zeros behind the last group."""
@@ -168,9 +163,11 @@ class GroupedOperands:
         return GroupedOperand(codes=codes, scale=scale, quantizer=quantizer)
 
     def _matrices(self, weight: Tensor, gemm: Gemm) -> GroupedOperand:
+        if self.weight is not None:
+            return self.weight
         quantizer, (groups, n, _) = getattr(self.recipe, gemm.b), weight.shape
         pair = [each for each in (self.recipe.weight, self.recipe.weight_for_grad_input) if each is not None]
-        matrix = _of_each_matrix(weight, lcm(*(each.block[0] for each in pair if each.block[0] > 0)))
+        matrix = in_whole_blocks(weight, lcm(*(each.block[0] for each in pair if each.block[0] > 0))).flatten(0, 1)
         if any(each.block[0] == -1 for each in pair):
             codes, scale = self._whole_columns(matrix, groups, gemm)
         else:
