@@ -28,7 +28,7 @@ from fp8compile.ops.layer.operands import Phase
 from fp8compile.ops.registry import register_op
 from fp8compile.quantizers import Recipe
 
-__all__ = ["grouped_grad_input", "grouped_grad_weight", "grouped_linear", "grouped_output"]
+__all__ = ["grouped_grad_input", "grouped_grad_weight", "grouped_linear", "grouped_output", "grouped_samples"]
 
 
 def _grad_input_kernel(grad_output: Tensor, weight: Tensor, offsets: Tensor, recipe: Recipe) -> Tensor:
@@ -44,8 +44,8 @@ def _grad_input_fake(grad_output: Tensor, weight: Tensor, offsets: Tensor, recip
 
 
 def _grad_input_samples() -> Iterator[tuple]:
-    for x, weight, offsets, _, recipe in _samples():
-        yield _sample_grad(x, weight), weight, offsets, recipe
+    for x, weight, offsets, _, recipe in grouped_samples():
+        yield sample_grad_of_groups(x, weight), weight, offsets, recipe
 
 
 grouped_grad_input = register_op(
@@ -72,8 +72,8 @@ def _grad_weight_fake(grad_output: Tensor, x: Tensor, offsets: Tensor, recipe: R
 
 
 def _grad_weight_samples() -> Iterator[tuple]:
-    for x, weight, offsets, _, recipe in _samples():
-        yield _sample_grad(x, weight), x, offsets, recipe
+    for x, weight, offsets, _, recipe in grouped_samples():
+        yield sample_grad_of_groups(x, weight), x, offsets, recipe
 
 
 grouped_grad_weight = register_op(
@@ -135,12 +135,14 @@ def _backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
     )
 
 
-def _sample_grad(x: Tensor, weight: Tensor) -> Tensor:
+def sample_grad_of_groups(x: Tensor, weight: Tensor) -> Tensor:
+    """A grad_output for a sample, not contiguous."""
     grad = torch.randn((weight.shape[1], x.shape[0]), generator=torch.Generator().manual_seed(1))
-    return grad.to(weight.dtype).t()
+    return grad.to(x.dtype).t()
 
 
-def _samples() -> Iterator[tuple]:
+def grouped_samples() -> Iterator[tuple]:
+    """Arguments of the op, for tests of it and of its likes."""
     generator = torch.Generator().manual_seed(0)
     for recipe in samples.recipes():
         for offsets in sample_offsets():
@@ -160,5 +162,5 @@ grouped_linear = register_op(
     backward=_backward,
     decompose=_decompose,
     sharding=None,
-    samples=_samples,
+    samples=grouped_samples,
 )
