@@ -6,6 +6,7 @@ import fsdp_models as models
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy, silu
+from torch.utils.checkpoint import checkpoint
 
 import fp8compile as f8
 
@@ -83,6 +84,7 @@ class MixtureModel(nn.Module):
 
     def __init__(self, kind, count):
         super().__init__()
+        self.is_checkpointed = False
         self.embed = nn.Embedding(models.NUM_SYMBOLS, DIM)
         self.blocks = nn.ModuleList([KINDS[kind](count) for _ in range(2)])
         self.head = nn.Linear(DIM, models.NUM_SYMBOLS, bias=False)
@@ -90,7 +92,7 @@ class MixtureModel(nn.Module):
     def forward(self, symbols):
         x = self.embed(symbols[:, :-1])
         for block in self.blocks:
-            x = block(x)
+            x = checkpoint(block, x, use_reentrant=False) if self.is_checkpointed else block(x)
         return cross_entropy(self.head(x).flatten(0, 1).float(), symbols[:, 1:].flatten())
 
 
