@@ -18,9 +18,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import fp8compile as f8
-from fp8compile._compat import TORCH_VERSION
 from fp8compile.nn.experts import routers
-from fp8compile.parallel import fsdp_float8_all_gather
 from fp8compile.target import Target, pretend_target
 
 sys.path.insert(0, str(Path(__file__).parent / "behaviour"))
@@ -388,18 +386,6 @@ def test_a_row_of_the_report_is_a_module_of_experts():
     assert "4 x (96 x 64, 64 x 48)" in str(report)
     never = f8.conversion_report(module, forward=lambda: None)
     assert str(never).endswith("1 of 1 converted, 1 of them never called")
-
-
-@pytest.mark.skipif(TORCH_VERSION < (2, 12), reason="fsdp_float8_all_gather raises on it")
-def test_the_report_says_that_weights_of_experts_are_not_gathered_as_codes():
-    model = nn.ModuleDict({"linear": nn.Linear(HIDDEN, HIDDEN).bfloat16(), "experts": experts("gate")})
-    fsdp_float8_all_gather(f8.convert(model, f8.recipes.tensorwise(), filter=lambda *_: True))
-    rows = rows_of(model)
-    assert rows["linear"].gathered == "codes"
-    assert rows["experts"].gathered.startswith("param_dtype: ")
-    alone = f8.convert(nn.Sequential(experts("gate")), f8.recipes.tensorwise())
-    with pytest.raises(ValueError, match="Its experts are in FP8, and their weights are gathered in param_dtype"):
-        fsdp_float8_all_gather(alone)
 
 
 def test_filters_recipes_and_ends_are_asked_about_experts_as_about_linears():

@@ -454,7 +454,7 @@ def test_a_rank_with_an_empty_shard(ranks, recipe):
 def test_what_cannot_be_gathered_says_so():
     with pytest.raises(TypeError, match="model is a str"):
         fsdp_float8_all_gather("model")
-    with pytest.raises(ValueError, match=r"no fp8compile.Linear. Call fp8compile.convert first"):
+    with pytest.raises(ValueError, match=r"no fp8compile.Linear and no experts in FP8. Call fp8compile.convert first"):
         fsdp_float8_all_gather(nn.Linear(16, 16))
     for name in ("rowwise", "rowwise_bf16_wgrad", "mxfp8", "delayed"):
         model = f8.convert(nn.Sequential(nn.Linear(32, 32)), f8.recipes.by_name(name), filter=lambda *_: True)

@@ -21,7 +21,10 @@ from fp8compile.ops.layer.operands import STEPS, Phase
 
 NAMESPACE = "fp8compile::"
 RECIPE = f8.recipes.rowwise()
-FSDP = ("fsdp_amaxes_together", "fsdp_delayed_linear", "fsdp_gather", "fsdp_linear", "fsdp_tokens")
+FSDP = (
+    *("fsdp_amaxes_together", "fsdp_delayed_linear", "fsdp_gather", "fsdp_grouped_linear", "fsdp_linear"),
+    "fsdp_tokens",
+)
 STRAIGHT = ("straight_through", "with_product_gradient")
 differentiable = tuple(
     f"fp8compile::{op}"

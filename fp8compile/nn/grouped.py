@@ -14,6 +14,8 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 from fp8compile._compat import constant_when_traced, is_dtensor
 from fp8compile.nn.functional import check_recipe, check_tensor, in_dtype_of_autocast
+from fp8compile.nn.ungathered import UngatheredStack
+from fp8compile.ops import fsdp_grouped_linear
 from fp8compile.ops.groups.checked_offsets import checked_offsets
 from fp8compile.ops.layer.grouped_linear import grouped_linear as grouped_linear_op
 from fp8compile.quantizers import Recipe
@@ -30,7 +32,7 @@ def _check_local(name: str, tensor: object) -> None:
         )
 
 
-def _check_shapes(x: Tensor, weight: Tensor, offsets: Tensor, bias: Tensor | None) -> None:
+def _check_shapes(x: Tensor, weight: Tensor | UngatheredStack, offsets: Tensor, bias: Tensor | None) -> None:
     if weight.ndim != 3:
         raise ValueError(
             f"grouped_linear: weight has shape {tuple(weight.shape)}; it is (groups, out_features, in_features)."
@@ -55,22 +57,37 @@ def _check_shapes(x: Tensor, weight: Tensor, offsets: Tensor, bias: Tensor | Non
         )
 
 
-def _checked(x: Tensor, weight: Tensor, offsets: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+def _check_dtype(x: Tensor, weight: UngatheredStack) -> None:
+    if x.dtype != weight.dtype:
+        raise TypeError(
+            f"grouped_linear: x is {x.dtype} and the weight is used in {weight.dtype}; they have one dtype. Cast x, "
+            "pass mp_policy=MixedPrecisionPolicy(param_dtype=...) to graph_fsdp, or run under torch.autocast."
+        )
+
+
+def _checked(
+    x: Tensor, weight: Tensor | UngatheredStack, offsets: Tensor, bias: Tensor | None
+) -> tuple[Tensor, Tensor | UngatheredStack, Tensor | None]:
     if torch.jit.is_tracing():
         raise RuntimeError(
             "grouped_linear: torch.jit.trace has no type for a recipe. Use torch.compile or torch.export."
         )
     operands = {"x": x, "weight": weight} | ({} if bias is None else {"bias": bias})
-    for name, tensor in {**operands, "offsets": offsets}.items():
-        _check_local(name, tensor)
+    is_ungathered = isinstance(weight, UngatheredStack)
+    tensors = [name for name in operands if name != "weight" or not is_ungathered]
+    for name in tensors:
+        _check_local(name, operands[name])
+    _check_local("offsets", offsets)
     if offsets.device != x.device:
         raise ValueError(
             f"grouped_linear: offsets is on {offsets.device} and x on {x.device}; move them to one device."
         )
     operands = in_dtype_of_autocast("grouped_linear", operands)
     x, weight, bias = operands["x"], operands["weight"], operands.get("bias")
-    for name, tensor in operands.items():
-        check_tensor("grouped_linear", name, tensor, x)
+    for name in tensors:
+        check_tensor("grouped_linear", name, operands[name], x)
+    if is_ungathered:
+        _check_dtype(x, weight)
     _check_shapes(x, weight, offsets, bias)
     return x, weight, bias
 
@@ -135,6 +152,8 @@ def grouped_linear(
         # an op, so that tensors without data and those of vmap can be given
         offsets = checked_offsets(offsets, x.shape[0])
     own = recipe if weight.requires_grad else _without_grad_weight(recipe)
+    if isinstance(weight, UngatheredStack):
+        return fsdp_grouped_linear(x, weight.shard, offsets, bias, weight.rows, own)
     return grouped_linear_op(x, weight, offsets, bias, own)
 
 

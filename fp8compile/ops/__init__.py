@@ -21,6 +21,11 @@ from fp8compile.ops.layer.flops import FLOP_FORMULAS
 from fp8compile.ops.layer.fsdp_amax import fsdp_amax
 from fp8compile.ops.layer.fsdp_delayed import fsdp_amaxes_together, fsdp_delayed_linear, fsdp_tokens
 from fp8compile.ops.layer.fsdp_gather import fsdp_gather, fsdp_reduce
+from fp8compile.ops.layer.fsdp_grouped import (
+    fsdp_grouped_grad_input,
+    fsdp_grouped_grad_weight,
+    fsdp_grouped_linear,
+)
 from fp8compile.ops.layer.fsdp_linear import fsdp_grad_input, fsdp_grad_weight, fsdp_linear
 from fp8compile.ops.layer.grouped_linear import grouped_grad_input, grouped_grad_weight, grouped_linear
 from fp8compile.ops.layer.linear import grad_input, grad_weight, linear
@@ -61,6 +66,9 @@ __all__ = [
     "fsdp_gather",
     "fsdp_grad_input",
     "fsdp_grad_weight",
+    "fsdp_grouped_grad_input",
+    "fsdp_grouped_grad_weight",
+    "fsdp_grouped_linear",
     "fsdp_linear",
     "fsdp_reduce",
     "fsdp_tokens",

@@ -2,7 +2,7 @@
 
 A parameter is a property of the module's new class, which gathers it while a forward runs. So initialization,
 optimizers, state dicts and users find the shards, which is what there is to change; changing a gathered copy would do
-nothing. A fp8compile.Linear does not gather its weight: its op does, as codes.
+nothing. A fp8compile.Linear does not gather its weight: its op does, as codes. Nor do experts in FP8.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 
 from fp8compile import _compat
 from fp8compile.nn import Linear
+from fp8compile.nn.ungathered import UngatheredStack
 from fp8compile.ops import fsdp_delayed_linear, fsdp_linear
 from fp8compile.parallel.fsdp_amaxes import SharedAmaxes, exchange
 from fp8compile.parallel.fsdp_delayed import Later, Tokens, give, take
@@ -52,6 +53,7 @@ class Sharded:
         where: Of each parameter, by name.
         cast: Of the root, which casts what goes in and what comes out; None for others.
         tied: Of each parameter that others gather too, its place in `Forward.tied`.
+        stacks: Of experts, the names of the weights that their products gather.
         layers: Of the root, those with FP8.
         owners: Of the root, for each place there, a module that has it, and its name.
         shared_amaxes: Of a layer, which.
@@ -65,6 +67,7 @@ class Sharded:
     where: dict[str, Where]
     cast: MixedPrecisionPolicy | None = None
     tied: dict[str, int] = field(default_factory=dict)
+    stacks: frozenset[str] = frozenset()
     layers: list[nn.Module] = field(default_factory=list)
     owners: list[tuple[nn.Module, str]] = field(default_factory=list)
     shared_amaxes: SharedAmaxes | None = None
@@ -117,13 +120,16 @@ class _ShardedModule(nn.Module):
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         return super().forward(*args, **kwargs)
 
-    def _parameter(self, name: str) -> Tensor | None:
+    def _parameter(self, name: str) -> Tensor | UngatheredStack | None:
         parameter = self._parameters[name]
         state = self.graph_fsdp
         if parameter is None or not state.forward.runs:
             return parameter
         if name in state.tied and state.forward.tied:
             return state.forward.tied[state.tied[name]]
+        if name in state.stacks:
+            local = parameter.to_local()
+            return UngatheredStack(local, state.where[name].rows, used_dtype(state.where[name], local.device.type))
         return gather(parameter, state.where[name])
 
 

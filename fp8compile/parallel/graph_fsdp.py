@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from fp8compile import _compat
 from fp8compile.nn import Linear
+from fp8compile.nn.experts import ConvertedExperts, stacks
 from fp8compile.parallel.fsdp_amaxes import shared_amaxes
 from fp8compile.parallel.fsdp_delayed import later_amaxes
 from fp8compile.parallel.fsdp_modules import Forward, Sharded, become_sharded, is_sharded
@@ -98,9 +99,9 @@ def _tie(model: nn.Module) -> None:
 def graph_fsdp(model: nn.Module, mesh: DeviceMesh, *, mp_policy: MixedPrecisionPolicy | None = None) -> nn.Module:
     """Shard all parameters of a model over ranks, in place; ``torch.compile(model, fullgraph=True)`` is one graph.
 
-    All that ranks send is in that graph. Weights of ``fp8compile.Linear`` travel as the codes that a pass needs, other
-    parameters in the dtype in which they are used, gradients in ``reduce_dtype``. In compiled code nothing that was
-    gathered is kept for the backward. Numbers are those of ``fully_shard``, bit for bit.
+    All that ranks send is in that graph. Weights of ``fp8compile.Linear`` and of experts in FP8 travel as the codes
+    that a pass needs, other parameters in the dtype in which they are used, gradients in ``reduce_dtype``. In compiled
+    code nothing that was gathered is kept for the backward. Numbers are those of ``fully_shard``, bit for bit.
 
     Parameters become DTensors, ``Shard(0)``, uneven and empty shards too, placed as ``fully_shard`` places them. In a
     forward of the model its modules see whole ones. Each rank keeps its part of the values that it has: give all ranks
@@ -140,6 +141,9 @@ def graph_fsdp(model: nn.Module, mesh: DeviceMesh, *, mp_policy: MixedPrecisionP
         if not own and module is not model:
             continue
         state = Sharded(forward, {name: done[parameter][1] for name, parameter in own.items()})
+        if isinstance(module, ConvertedExperts):
+            # a DTensor of tensor parallel ranks is gathered as one, which the product then refuses
+            state.stacks = frozenset(name for name in stacks(module) if state.where[name].shared is None)
         if isinstance(module, Linear):
             shard, where = done[own["weight"]]
             state.shared_amaxes = shared_amaxes(module, shard.detach().to_local(), where)

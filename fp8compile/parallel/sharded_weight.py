@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import Parameter
 from torch.nn.functional import pad
@@ -14,8 +16,9 @@ from torch.utils._pytree import tree_map_only
 
 from fp8compile import _compat
 from fp8compile.ops.layer.local_shards import LocalShard
-from fp8compile.ops.layer.quantize_shard import cast_shard, local_scales
+from fp8compile.ops.layer.quantize_shard import cast_shard, local_scales, whole_amax
 from fp8compile.ops.layer.shards import DimSharding, Sharding, chunk_sizes
+from fp8compile.quantizers import Quantizer
 from fp8compile.tensor import QuantizedTensor, attributes_of_others, in_place_of
 
 if TYPE_CHECKING:
@@ -43,10 +46,12 @@ class ShardedWeight(Tensor):
     ``__tensor_flatten__``, whose inner tensor would be a second one in the same memory.
 
     Attributes:
+        name: Of the parameter in its module.
         cuts: How tensor parallelism cut the weight before FSDP2 does.
         edits: Counts writes: FSDP2 reads a parameter through views that have version counters of their own.
     """
 
+    name: str = "weight"
     cuts: Sharding
     edits: Edits
     _fake: Tensor | None
@@ -78,6 +83,10 @@ class ShardedWeight(Tensor):
     def plain(self) -> Tensor:
         """A plain tensor without history on the same memory, with the same version counter."""
         return _compat.plain_alias(self) if self._fake is None else self._fake
+
+    def like(self, plain: Tensor, edits: Edits | None = None) -> ShardedWeight:
+        """Another tensor in this one's place: in the same memory, if it counts the same edits."""
+        return ShardedWeight(plain, self.cuts, edits)
 
     # ------------------------------------------------------------------ what a tensor with a dispatch refuses
 
@@ -120,8 +129,37 @@ class ShardedWeight(Tensor):
         if not isinstance(source, ShardedWeight):
             return out
         edits = source.edits if func in VIEWS else None
-        out = tree_map_only(Tensor, lambda tensor: ShardedWeight(tensor, source.cuts, edits), out)
+        out = tree_map_only(Tensor, lambda tensor: source.like(tensor, edits), out)
         return return_and_correct_aliasing(func, args, kwargs, out) if func in VIEWS else out
+
+    # ------------------------------------------------------------------ how it is quantized
+
+    def quantizer_of(self, module: nn.Module) -> Quantizer:
+        """What quantizes it, as it lies in memory."""
+        return module.recipe.weight
+
+    def amax_of(self, part: LocalShard, quantizer: Quantizer) -> Tensor:
+        """What this rank knows of the amaxes of the whole weight, of which it has ``part``."""
+        return whole_amax(part, quantizer)
+
+    def codes_of(self, part: LocalShard, multiplier: Tensor, quantizer: Quantizer) -> Tensor:
+        """Codes of ``part``, by the multipliers of all blocks of the whole weight."""
+        return cast_shard(part, multiplier, quantizer)
+
+    def gathered(
+        self, codes: Tensor, scale: Tensor, quantizer: Quantizer, dtype: torch.dtype, group: ProcessGroup
+    ) -> Tensor:
+        """The weight that the layer sees, of the codes that a group gathered."""
+        group, shard_dim, sizes = (group, None, None) if not self.cuts else _described(self.cuts[0])
+        return QuantizedTensor(codes, scale, quantizer, dtype, group, shard_dim, sizes)
+
+    def scale_of(self, scale: Tensor, size: tuple[int, ...], quantizer: Quantizer) -> Tensor:
+        """Scales of what FSDP2 gathers, of those of the whole weight."""
+        return local_scales(scale, size, self.cuts, quantizer)
+
+    def shard_dim(self, size: torch.Size) -> int:
+        """The dim along which FSDP2 cut what its ranks have together, of which this is a part."""
+        return 0
 
     # ------------------------------------------------------------------ what FSDP2 asks
 
@@ -134,13 +172,14 @@ class ShardedWeight(Tensor):
         mp_policy: MixedPrecisionPolicy,
     ) -> tuple[tuple[Tensor, ...], Any]:
         """This rank's codes, padded to the size that all ranks send, and what the gathered ones mean."""
-        quantizer = module.recipe.weight
-        multiplier, scale = module.weight_scales.of(module)
+        quantizer = self.quantizer_of(module)
+        multiplier, scale = module.weight_scales.of(module, self.name)
         part = part_of_weight(self, mesh, outer_size, mp_policy)
-        codes = cast_shard(part, multiplier.to(self.device), quantizer)
+        codes = self.codes_of(part, multiplier.to(self.device), quantizer)
         shards = part.cuts[-1]
-        padding = max(shards.sizes) - shards.length
-        codes = pad(codes, (0, 0, 0, padding)) if padding else codes
+        padding = max(shards.sizes) - shards.length  # of rows alone: FSDP2 cuts other dims into equal parts
+        codes = pad(codes, (*(0, 0) * (codes.ndim - 1), 0, padding)) if padding else codes
+        scale = self.scale_of(scale, tuple(outer_size), quantizer)
         return (codes.contiguous(),), (scale, quantizer, tuple(outer_size), mesh.get_group())
 
     def fsdp_post_all_gather(
@@ -154,11 +193,10 @@ class ShardedWeight(Tensor):
         """The weight that the layer sees, on the codes that were gathered."""
         scale, quantizer, size, group = metadata
         (codes,) = all_gather_outputs
-        group, shard_dim, sizes = (group, None, None) if not self.cuts else _described(self.cuts[0])
-        scale = local_scales(scale, size, self.cuts, quantizer)
         if out is None:
-            found = QuantizedTensor(codes[: size[0]], scale, quantizer, param_dtype, group, shard_dim, sizes)
-            return found, ()
+            # FSDP2 laid the parts along the dim that it cut, and counts rows as if they were along the first
+            codes = codes.view(-1)[: math.prod(size)].view(size)
+            return self.gathered(codes, scale, quantizer, param_dtype, group), ()
         # FSDP2 gathered into the memory that its codes are a view of
         _compat.local_itself(out).scale = scale
         return None
@@ -188,16 +226,16 @@ def part_of_weight(
         mp_policy: Of FSDP2.
 
     Raises:
-        ValueError: FSDP2 shards another dim than 0.
+        ValueError: FSDP2 shards a dim that it can't be gathered along.
     """
-    ranks, rank = mesh.size(), mesh.get_local_rank()
-    sizes = chunk_sizes(size[0], ranks)
-    if tuple(weight.shape) != (sizes[rank], size[1]):
+    ranks, rank, dim = mesh.size(), mesh.get_local_rank(), weight.shard_dim(size)
+    sizes = chunk_sizes(size[dim], ranks)
+    if tuple(weight.shape) != (*size[:dim], sizes[rank], *size[dim + 1 :]):
         raise ValueError(
             f"fsdp_float8_all_gather: rank {rank} of {ranks} has {tuple(weight.shape)} of a weight {tuple(size)}; "
             "weights that are gathered as codes are sharded along dim 0. Leave out shard_placement_fn for them."
         )
-    shards = DimSharding(mesh.get_group().group_name, rank, 0, sizes)
+    shards = DimSharding(mesh.get_group().group_name, rank, dim, sizes)
     return LocalShard(weight.plain.to(mp_policy.param_dtype or weight.dtype), (*weight.cuts, shards))
 
 

@@ -9,11 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from fp8compile import _compat
-from fp8compile.nn import Linear
 from fp8compile.ops import scale
 from fp8compile.ops.collectives import all_reduce_amaxes
-from fp8compile.ops.layer.quantize_shard import whole_amax
 from fp8compile.parallel.sharded_weight import Edits, ShardedWeight, part_of_weight
+from fp8compile.quantizers import Quantizer
 
 __all__ = ["WeightScales"]
 
@@ -45,43 +44,45 @@ def _writes(parameter: _compat.FsdpParameter) -> tuple[Edits, tuple[int, ...]]:
 
 
 class WeightScales:
-    """Scales of the weights of some layers, computed when one is asked for that changed, of all that changed.
+    """Scales of weights that are gathered as codes, computed when one is asked for that changed, of all that changed.
 
     One message for each group of ranks, mostly one. All ranks have to change a weight for that, as training does.
 
     Args:
-        layers: Those whose weights are gathered as codes.
+        weights: Each a module and the name of its parameter there.
     """
 
-    def __init__(self, layers: Iterable[nn.Module]) -> None:
-        self._layers = list(layers)
-        self._parameters: dict[nn.Module, _compat.FsdpParameter] = {}
-        self._scales: dict[nn.Module, _Scales] = {}
+    def __init__(self, weights: Iterable[tuple[nn.Module, str]]) -> None:
+        self._weights = list(weights)
+        self._parameters: dict[tuple[nn.Module, str], _compat.FsdpParameter] = {}
+        self._scales: dict[tuple[nn.Module, str], _Scales] = {}
 
-    def of(self, layer: Linear) -> tuple[Tensor, Tensor]:
-        """Multiplier and scale of all blocks of a layer's weight, in the grid of the whole weight."""
-        if layer not in self._parameters:
-            found = {p.module: p for p in _compat.fsdp_parameters() if p.name == "weight"}
-            self._parameters = {each: found[each] for each in self._layers if each in found}
-        found = self._scales.get(layer)
-        if found is None or not found.hold(self._parameters[layer]):
+    def of(self, module: nn.Module, name: str) -> tuple[Tensor, Tensor]:
+        """Multiplier and scale of all blocks of a weight, in the grid of the whole weight."""
+        weight = module, name
+        if weight not in self._parameters:
+            found = {(p.module, p.name): p for p in _compat.fsdp_parameters()}
+            self._parameters = {each: found[each] for each in self._weights if each in found}
+        found = self._scales.get(weight)
+        if found is None or not found.hold(self._parameters[weight]):
             self._refresh()
-            found = self._scales[layer]
+            found = self._scales[weight]
         return found.multiplier, found.scale
 
     @torch.inference_mode(mode=False)  # training uses them too, until a weight changes
     @torch.no_grad()
     def _refresh(self) -> None:
-        changed: list[Linear] = []
+        changed: list[tuple[tuple[nn.Module, str], Quantizer]] = []
         amaxes: list[Tensor] = []
         groups: list[tuple] = []
-        for layer, parameter in self._parameters.items():
-            found = self._scales.get(layer)
+        for weight, parameter in self._parameters.items():
+            found = self._scales.get(weight)
             if found is None or not found.hold(parameter):
-                weight = _compat.local_itself(parameter.sharded)
-                part = part_of_weight(weight, parameter.mesh, parameter.size, parameter.mp_policy)
-                changed.append(layer)
-                amaxes.append(whole_amax(part, layer.recipe.weight).to(parameter.device))
+                shard = _compat.local_itself(parameter.sharded)
+                part = part_of_weight(shard, parameter.mesh, parameter.size, parameter.mp_policy)
+                quantizer = shard.quantizer_of(parameter.module)
+                changed.append((weight, quantizer))
+                amaxes.append(shard.amax_of(part, quantizer).to(parameter.device))
                 groups.append(tuple(cut.group for cut in part.cuts))
-        for layer, amax in zip(changed, all_reduce_amaxes(amaxes, groups), strict=True):
-            self._scales[layer] = _Scales(*scale(amax, layer.recipe.weight), *_writes(self._parameters[layer]))
+        for (weight, quantizer), amax in zip(changed, all_reduce_amaxes(amaxes, groups), strict=True):
+            self._scales[weight] = _Scales(*scale(amax, quantizer), *_writes(self._parameters[weight]))

@@ -4,6 +4,7 @@
     quantized.py    the class, and what torch.compile asks of it
     views.py        the ops that keep what it stands for
     layer.py        as the weight of a layer
+    stack.py        QuantizedStack: many matrices, as the weight of experts
     quantize.py     making one
     product.py      multiplying two
     parameter.py    one that is trained
@@ -25,11 +26,13 @@ from fp8compile.tensor.parameter import QuantizedParameter
 from fp8compile.tensor.product import scaled_mm
 from fp8compile.tensor.quantize import quantize
 from fp8compile.tensor.quantized import QuantizedTensor
+from fp8compile.tensor.stack import QuantizedStack
 from fp8compile.tensor.update import assign, count_write, quantized_anew
 
 __all__ = [
     "SOURCE_DTYPES",
     "QuantizedParameter",
+    "QuantizedStack",
     "QuantizedTensor",
     "assign",
     "attributes_of_others",

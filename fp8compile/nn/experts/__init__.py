@@ -9,7 +9,14 @@ from fp8compile.nn.experts.classes import (
     cannot_take_experts,
     experts_class,
 )
-from fp8compile.nn.experts.hosts import is_experts, matrices_of_experts, method_of_experts, num_experts, stacks
+from fp8compile.nn.experts.hosts import (
+    is_experts,
+    is_transposed,
+    matrices_of_experts,
+    method_of_experts,
+    num_experts,
+    stacks,
+)
 from fp8compile.nn.experts.routers import routers
 
 __all__ = [
@@ -21,6 +28,7 @@ __all__ = [
     "cannot_take_experts",
     "experts_class",
     "is_experts",
+    "is_transposed",
     "matrices_of_experts",
     "method_of_experts",
     "num_experts",

@@ -12,7 +12,16 @@ from fp8compile.nn.experts.host import Host
 from fp8compile.nn.experts.method import METHOD
 from fp8compile.nn.experts.routed import ROUTED
 
-__all__ = ["host_of", "is_experts", "matrices_of_experts", "method_of_experts", "num_experts", "plain_class", "stacks"]
+__all__ = [
+    "host_of",
+    "is_experts",
+    "is_transposed",
+    "matrices_of_experts",
+    "method_of_experts",
+    "num_experts",
+    "plain_class",
+    "stacks",
+]
 
 HOSTS = (ROUTED, DENSE, METHOD)
 
@@ -41,6 +50,12 @@ def stacks(module: nn.Module) -> dict[str, nn.Parameter]:
     return {name: each for name, each in own.items() if not is_lazy(each) and each.ndim == 3}
 
 
+def is_transposed(module: nn.Module) -> bool:
+    """Whether experts keep their matrices as (in_features, out_features)."""
+    host = host_of(plain_class(module))
+    return host is not None and host.is_transposed(module)
+
+
 def num_experts(module: nn.Module) -> int:
     """How many experts a module of them has."""
     return next(iter(stacks(module).values())).shape[0]
@@ -55,6 +70,5 @@ def method_of_experts(module: nn.Module) -> str:
 
 def matrices_of_experts(module: nn.Module) -> list[tuple[int, int]]:
     """(out_features, in_features) of each matrix of one expert."""
-    host = host_of(plain_class(module))
     shapes = [tuple(each.shape[1:]) for each in stacks(module).values()]
-    return [shape[::-1] for shape in shapes] if host is not None and host.is_transposed(module) else shapes
+    return [shape[::-1] for shape in shapes] if is_transposed(module) else shapes

@@ -28,7 +28,7 @@ from fp8compile.ops.layer.operands import Phase
 from fp8compile.ops.registry import register_op
 from fp8compile.quantizers import Recipe
 
-__all__ = ["grouped_grad_input", "grouped_grad_weight", "grouped_linear"]
+__all__ = ["grouped_grad_input", "grouped_grad_weight", "grouped_linear", "grouped_output", "grouped_samples"]
 
 
 def _grad_input_kernel(grad_output: Tensor, weight: Tensor, offsets: Tensor, recipe: Recipe) -> Tensor:
@@ -44,8 +44,8 @@ def _grad_input_fake(grad_output: Tensor, weight: Tensor, offsets: Tensor, recip
 
 
 def _grad_input_samples() -> Iterator[tuple]:
-    for x, weight, offsets, _, recipe in _samples():
-        yield _sample_grad(x, weight), weight, offsets, recipe
+    for x, weight, offsets, _, recipe in grouped_samples():
+        yield sample_grad_of_groups(x, weight), weight, offsets, recipe
 
 
 grouped_grad_input = register_op(
@@ -72,8 +72,8 @@ def _grad_weight_fake(grad_output: Tensor, x: Tensor, offsets: Tensor, recipe: R
 
 
 def _grad_weight_samples() -> Iterator[tuple]:
-    for x, weight, offsets, _, recipe in _samples():
-        yield _sample_grad(x, weight), x, offsets, recipe
+    for x, weight, offsets, _, recipe in grouped_samples():
+        yield sample_grad_of_groups(x, weight), x, offsets, recipe
 
 
 grouped_grad_weight = register_op(
@@ -89,7 +89,10 @@ grouped_grad_weight = register_op(
 # ---------------------------------------------------------------------------------- the layer
 
 
-def _output(x: Tensor, weight: Tensor, offsets: Tensor, bias: Tensor | None, operands: GroupedOperands) -> Tensor:
+def grouped_output(
+    x: Tensor, weight: Tensor, offsets: Tensor, bias: Tensor | None, operands: GroupedOperands
+) -> Tensor:
+    """What `grouped_linear` computes, by given operands."""
     if not _compat.is_stand_in(operands.recipe):
         check_recipe_of_groups(operands.recipe)
     y = operands.output(x, weight)
@@ -99,12 +102,12 @@ def _output(x: Tensor, weight: Tensor, offsets: Tensor, bias: Tensor | None, ope
 
 
 def _kernel(x: Tensor, weight: Tensor, offsets: Tensor, bias: Tensor | None, recipe: Recipe) -> Tensor:
-    return _output(x, weight, offsets, bias, GroupedOperands(recipe, offsets))
+    return grouped_output(x, weight, offsets, bias, GroupedOperands(recipe, offsets))
 
 
 def _decompose(x: Tensor, weight: Tensor, offsets: Tensor, bias: Tensor | None, recipe: Recipe) -> Tensor:
     operands = GroupedOperands(recipe, offsets, Phase.compiled(OUTPUT))
-    return _output(x, weight, offsets, as_read(bias), operands)
+    return grouped_output(x, weight, offsets, as_read(bias), operands)
 
 
 def _fake(x: Tensor, weight: Tensor, offsets: Tensor, bias: Tensor | None, recipe: Recipe) -> Tensor:
@@ -132,12 +135,14 @@ def _backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
     )
 
 
-def _sample_grad(x: Tensor, weight: Tensor) -> Tensor:
+def sample_grad_of_groups(x: Tensor, weight: Tensor) -> Tensor:
+    """A grad_output for a sample, not contiguous."""
     grad = torch.randn((weight.shape[1], x.shape[0]), generator=torch.Generator().manual_seed(1))
-    return grad.to(weight.dtype).t()
+    return grad.to(x.dtype).t()
 
 
-def _samples() -> Iterator[tuple]:
+def grouped_samples() -> Iterator[tuple]:
+    """Arguments of the op, for tests of it and of its likes."""
     generator = torch.Generator().manual_seed(0)
     for recipe in samples.recipes():
         for offsets in sample_offsets():
@@ -157,5 +162,5 @@ grouped_linear = register_op(
     backward=_backward,
     decompose=_decompose,
     sharding=None,
-    samples=_samples,
+    samples=grouped_samples,
 )

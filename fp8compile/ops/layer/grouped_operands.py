@@ -14,9 +14,9 @@ from math import lcm
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
-from fp8compile._compat import is_fusible
+from fp8compile import _compat
+from fp8compile.ops.collectives import all_gather
 from fp8compile.ops.gemms.grouped.kernel import GroupedOperand
 from fp8compile.ops.groups.group_amax import group_amax
 from fp8compile.ops.groups.group_cast import group_cast
@@ -26,9 +26,12 @@ from fp8compile.ops.groups.group_quantize_rows import group_quantize_rows, is_ro
 from fp8compile.ops.groups.grouped_mm import grouped_mm
 from fp8compile.ops.groups.layout import group_to_read
 from fp8compile.ops.groups.scaled_grouped_mm import multiply_groups
+from fp8compile.ops.layer.fsdp_gather import gathered
 from fp8compile.ops.layer.local_shards import LocalShard
 from fp8compile.ops.layer.operands import STEPS, Operands, Phase
 from fp8compile.ops.layer.quantize_shard import quantize_shard
+from fp8compile.ops.layer.rows import Rows
+from fp8compile.ops.layer.stacks import in_whole_blocks
 from fp8compile.quantizers import GEMMS, Gemm, Quantizer, Recipe
 from fp8compile.target import target_of
 
@@ -76,13 +79,6 @@ def check_recipe_of_groups(recipe: Recipe) -> None:
                 _check_slot(slot, quantizer, is_allowed, "(-1, -1), (1, -1) or (1, n)")
 
 
-def _of_each_matrix(weight: Tensor, multiple: int) -> Tensor:
-    """(E, N, K) as a matrix (E * N', K), N' the next multiple of ``multiple``, so that no block has rows of two."""
-    missing = -weight.shape[1] % multiple
-    weight = pad(weight, (0, 0, 0, missing)) if missing else weight
-    return weight.reshape(-1, weight.shape[2])
-
-
 @dataclass(frozen=True)
 class GroupedOperands:
     """What quantizes and multiplies the operands of one product of a grouped layer.
@@ -91,23 +87,27 @@ class GroupedOperands:
         recipe: Quantizers by slot, each over one group's matrix.
         offsets: Ends of the groups among the rows, (E,) int32.
         phase: Who takes the steps, see `fp8compile.ops.layer.operands`.
+        weight: The codes of the matrices, if they are quantized already.
+        rows: Which matrices each rank of FSDP has, whose codes are gathered before the product; None if all.
     """
 
     recipe: Recipe
     offsets: Tensor
     phase: Phase = Phase.EAGER
+    weight: GroupedOperand | None = None
+    rows: Rows | None = None
 
     def output(self, x: Tensor, weight: Tensor) -> Tensor:
         """y_RN = x_RK @ w_eNK^T, zeros behind the last group."""
         if self.recipe.quantizers(OUTPUT) is None:
-            return grouped_mm(x, weight, self.offsets, self.recipe.gemm_config(OUTPUT))
+            return grouped_mm(x, self._in_high_precision(weight), self.offsets, self.recipe.gemm_config(OUTPUT))
         codes = Operands(self.recipe, self.phase).laid_out(self._rows(x, OUTPUT), OUTPUT.a)
         return self._multiply(codes, self._matrices(weight, OUTPUT), x, OUTPUT)
 
     def grad_input(self, grad_output: Tensor, weight: Tensor) -> Tensor:
         """dx_RK = dy_RN @ w_eNK, zeros behind the last group."""
         if self.recipe.quantizers(GRAD_INPUT) is None:
-            turned = weight.transpose(-2, -1)
+            turned = self._in_high_precision(weight, in_backward=True).transpose(-2, -1)
             return grouped_mm(grad_output, turned, self.offsets, self.recipe.gemm_config(GRAD_INPUT))
         matrices = self._matrices(weight, GRAD_INPUT)
         turned = GroupedOperand(
@@ -167,28 +167,42 @@ class GroupedOperands:
             codes = group_cast(x, self.offsets, multiplier, quantizer)
         return GroupedOperand(codes=codes, scale=scale, quantizer=quantizer)
 
+    def _in_high_precision(self, weight: Tensor, *, in_backward: bool = False) -> Tensor:
+        return weight if self.rows is None else gathered(weight, self.rows, in_backward=in_backward)
+
     def _matrices(self, weight: Tensor, gemm: Gemm) -> GroupedOperand:
-        quantizer, (groups, n, _) = getattr(self.recipe, gemm.b), weight.shape
+        if self.weight is not None:
+            return self.weight
+        found = self._quantized(weight, gemm)
+        if self.rows is None or len(self.rows.sizes) == 1:
+            return found
+        with _compat.recomputed(in_backward=True) if gemm is GRAD_INPUT else _compat.left_in_forward():
+            where = 0, self.rows.sizes, self.rows.group
+            return replace(found, codes=all_gather(found.codes, *where), scale=all_gather(found.scale, *where))
+
+    def _quantized(self, weight: Tensor, gemm: Gemm) -> GroupedOperand:
+        quantizer = getattr(self.recipe, gemm.b)
         pair = [each for each in (self.recipe.weight, self.recipe.weight_for_grad_input) if each is not None]
-        matrix = _of_each_matrix(weight, lcm(*(each.block[0] for each in pair if each.block[0] > 0)))
+        stack = in_whole_blocks(weight, lcm(*(each.block[0] for each in pair if each.block[0] > 0)))
         if any(each.block[0] == -1 for each in pair):
-            codes, scale = self._whole_columns(matrix, groups, gemm)
+            codes, scale = self._whole_columns(stack, gemm)
         else:
             recipe = replace(self.recipe, **{GRAD_WEIGHT.a: None, GRAD_WEIGHT.b: None})
-            found = Operands(recipe, self.phase).of(LocalShard(matrix), gemm.b)
+            found = Operands(recipe, self.phase).of(LocalShard(stack.flatten(0, 1)), gemm.b)
             codes, scale = found.local, found.scale
-        blocks = quantizer.scale_shape(weight.shape[1:])[0]
+        blocks, all_blocks = (quantizer.scale_shape(each.shape[1:]) for each in (weight, stack))
         return GroupedOperand(
-            codes=codes.view(groups, -1, matrix.shape[1])[:, :n],
-            scale=scale.view(groups, -1, scale.shape[1])[:, :blocks],
+            codes=codes.view(stack.shape)[:, : weight.shape[1]],
+            scale=scale.view(stack.shape[0], *all_blocks)[:, : blocks[0]],
             quantizer=quantizer,
         )
 
-    def _whole_columns(self, matrix: Tensor, groups: int, gemm: Gemm) -> tuple[Tensor, Tensor]:
+    def _whole_columns(self, stack: Tensor, gemm: Gemm) -> tuple[Tensor, Tensor]:
         """Codes and scales of a stack of weights whose blocks may be whole columns, each of its own weight."""
-        first, again, rows = self.recipe.weight, self.recipe.weight_for_grad_input, matrix.shape[0] // groups
+        first, again, (groups, rows, _) = self.recipe.weight, self.recipe.weight_for_grad_input, stack.shape
+        matrix = stack.flatten(0, 1)
         amaxes = None
-        if self._reads_once(matrix) and is_row_pair(first, again, matrix.shape[1]) and not is_fusible(matrix):
+        if self._reads_once(matrix) and is_row_pair(first, again, matrix.shape[1]) and not _compat.is_fusible(matrix):
             ends = torch.arange(1, groups + 1, dtype=torch.int32, device=matrix.device) * rows
             codes, scale, amaxes = group_quantize_rows(matrix, ends, first, again)
             if gemm is OUTPUT:

@@ -6,6 +6,11 @@ from fp8compile.ops.groups.grouped_mm import grouped_mm
 from fp8compile.ops.groups.scaled_grouped_mm import scaled_grouped_mm
 from fp8compile.ops.layer.delayed import delayed_grad_input, delayed_grad_weight, delayed_linear
 from fp8compile.ops.layer.fsdp_delayed import fsdp_delayed_linear
+from fp8compile.ops.layer.fsdp_grouped import (
+    fsdp_grouped_grad_input,
+    fsdp_grouped_grad_weight,
+    fsdp_grouped_linear,
+)
 from fp8compile.ops.layer.fsdp_linear import fsdp_grad_input, fsdp_grad_weight, fsdp_linear
 from fp8compile.ops.layer.grouped_linear import grouped_grad_input, grouped_grad_weight, grouped_linear
 from fp8compile.ops.layer.linear import GRAD_INPUT, GRAD_WEIGHT, OUTPUT, grad_input, grad_weight, linear
@@ -32,6 +37,9 @@ LAYER_OPS = {
     grouped_linear: OUTPUT,
     grouped_grad_input: GRAD_INPUT,
     grouped_grad_weight: GRAD_WEIGHT,
+    fsdp_grouped_linear: OUTPUT,
+    fsdp_grouped_grad_input: GRAD_INPUT,
+    fsdp_grouped_grad_weight: GRAD_WEIGHT,
 }
 
 # What a policy of selective activation checkpointing names to keep the products: where a plain model has aten.mm, a
@@ -43,6 +51,7 @@ GEMM_OPS = (
     fsdp_delayed_linear,
     sharded_linear,
     grouped_linear,
+    fsdp_grouped_linear,
     scaled_mm,
     scaled_grouped_mm,
     grouped_mm,

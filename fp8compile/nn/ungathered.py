@@ -1,0 +1,80 @@
+"""The weights of experts in a forward of `fp8compile.parallel.graph_fsdp`: each product gathers them, as codes.
+
+What a product multiplies by is not known before it: the output and grad_input may need other codes, and a module of
+experts may hand its matrices over transposed. So the module sees an object that knows their shape, and that a grouped
+product takes.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fp8compile.ops.layer.rows import Rows
+
+__all__ = ["UngatheredStack"]
+
+
+class UngatheredStack:
+    """A stack of matrices of which each rank has some; it is no tensor, and no other product takes it.
+
+    Args:
+        shard: This rank's matrices, (experts of this rank, N, K).
+        rows: Which each rank has.
+        dtype: That of the products.
+    """
+
+    def __init__(self, shard: Tensor, rows: Rows, dtype: torch.dtype) -> None:
+        self.shard = shard
+        self.rows = rows
+        self.dtype = dtype
+
+    @property
+    def shape(self) -> torch.Size:
+        """Of the whole stack."""
+        return torch.Size((sum(self.rows.sizes), *self.shard.shape[1:]))
+
+    @property
+    def ndim(self) -> int:
+        """How many dims it has."""
+        return self.shard.ndim
+
+    @property
+    def device(self) -> torch.device:
+        """Where it is multiplied."""
+        return self.shard.device
+
+    @property
+    def requires_grad(self) -> bool:
+        """Whether it is trained."""
+        return self.shard.requires_grad
+
+    def transpose(self, first: int, second: int) -> UngatheredStack:
+        """The stack of transposed matrices.
+
+        Raises:
+            ValueError: These are not the dims of the matrices.
+        """
+        if {first % self.ndim, second % self.ndim} != {1, 2}:
+            raise ValueError(
+                f"transpose({first}, {second}) of the weights of experts, which graph_fsdp has cut along dim 0; "
+                "experts are gathered by their products. Transpose dims 1 and 2."
+            )
+        return UngatheredStack(self.shard.transpose(first, second), self.rows, self.dtype)
+
+    def to(self, dtype: torch.dtype) -> UngatheredStack:
+        """Itself, if that is its dtype.
+
+        Raises:
+            TypeError: It is another one.
+        """
+        if dtype != self.dtype:
+            raise TypeError(
+                f"the weights of experts are used in {self.dtype} and the module casts them to {dtype}. Give "
+                "graph_fsdp mp_policy=MixedPrecisionPolicy(param_dtype=...) that says this dtype."
+            )
+        return self
+
+    def bfloat16(self) -> UngatheredStack:
+        """`to` bfloat16."""
+        return self.to(torch.bfloat16)

@@ -1,0 +1,106 @@
+"""What a rank has of a stack of matrices, such as the weights of experts, quantized as each matrix of the whole is.
+
+    the stack (E, N, K) is cut along     amaxes of a matrix are
+    E                                    those of the rank that has it
+    N or K                               as of one matrix that is cut so, see `fp8compile.ops.layer.quantize_shard`
+
+A grid of one value a block is (E, blocks, blocks): blocks never mix matrices. All matrices of a stack are quantized in
+one step, as one tall matrix, whose blocks end where theirs do.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from torch import Tensor
+from torch.nn.functional import pad
+
+from fp8compile.ops.amax import amax
+from fp8compile.ops.cast import cast
+from fp8compile.ops.layer.local_shards import LocalShard, check_not_packed
+from fp8compile.ops.layer.shards import AxisBlocks, DimSharding, axis_blocks
+from fp8compile.quantizers import Quantizer
+
+__all__ = ["cast_stack", "in_whole_blocks", "whole_amax_of_stack"]
+
+
+def in_whole_blocks(stack: Tensor, rows: int) -> Tensor:
+    """(E, N, K) with zeros behind each matrix, to the next multiple of ``rows``: no block has rows of two matrices."""
+    missing = -stack.shape[1] % rows
+    return pad(stack, (0, 0, 0, missing)) if missing else stack
+
+
+def _tall(stack: Tensor, quantizer: Quantizer) -> tuple[Tensor, Quantizer]:
+    """A stack in whole blocks, and what quantizes each of its matrices where all of them are one tall matrix."""
+    rows, columns = quantizer.block
+    if rows != -1:
+        return in_whole_blocks(stack, rows), quantizer
+    if stack.shape[1] == 0:  # a block has an amax, of nothing too
+        stack = pad(stack, (0, 0, 0, 1))
+    return stack, replace(quantizer, block=(stack.shape[1], columns))
+
+
+def _cut_of_experts(part: LocalShard) -> DimSharding | None:
+    return next((cut for cut in part.cuts if cut is not None and cut.dim == 0), None)
+
+
+def _sides(part: LocalShard, quantizer: Quantizer) -> tuple[AxisBlocks, AxisBlocks]:
+    """Rows and columns of each matrix."""
+    cuts = tuple(replace(cut, dim=cut.dim - 1) for cut in part.cuts if cut is not None and cut.dim > 0)
+    check_not_packed(quantizer, quantizer.codes_shape(part.local.shape), part.local.shape)
+    return axis_blocks(part.local.shape[1:], cuts, quantizer.block)
+
+
+def _window(part: LocalShard, sides: tuple[AxisBlocks, AxisBlocks]) -> Tensor:
+    """The part, or where ranks cut blocks the part in whole blocks, with zeros around."""
+    window = part.local
+    for dim, side in enumerate(sides):
+        window = side.embed(window, dim)
+    return window
+
+
+def whole_amax_of_stack(part: LocalShard, quantizer: Quantizer) -> Tensor:
+    """What this rank knows of the amaxes of the whole stack: their maximum over all ranks is the amax of every block.
+
+    Args:
+        part: Of a stack.
+        quantizer: Of each of its matrices.
+
+    Returns:
+        (E, blocks, blocks) of the whole stack, float32; 0 where this rank has no element of a block.
+    """
+    sides = _sides(part, quantizer)
+    window = _window(part, sides)
+    tall, own = _tall(window, quantizer)
+    found = amax(tall.flatten(0, 1), own).view(window.shape[0], *quantizer.scale_shape(window.shape[1:]))
+    for dim, side in enumerate(sides):
+        found = found if side.block == -1 else side.widen(found, dim)
+    if (cut := _cut_of_experts(part)) is not None:
+        found = pad(found, (0, 0, 0, 0, cut.start, cut.total - cut.start - cut.length))
+    return found
+
+
+def cast_stack(part: LocalShard, multiplier: Tensor, quantizer: Quantizer) -> Tensor:
+    """Codes of a part of a stack.
+
+    Args:
+        part: Of a stack.
+        multiplier: (E, blocks, blocks) of the whole stack, float32.
+        quantizer: Of each of its matrices.
+
+    Returns:
+        uint8, the shape of the part.
+    """
+    if (cut := _cut_of_experts(part)) is not None:
+        multiplier = multiplier.narrow(0, cut.start, cut.length)
+    sides = _sides(part, quantizer)
+    for dim, side in enumerate(sides):
+        multiplier = multiplier if side.block == -1 else side.window(multiplier, dim + 1)
+    window = _window(part, sides)
+    tall, own = _tall(window, quantizer)
+    matrix = tall.flatten(0, 1)
+    codes = cast(matrix, multiplier.reshape(own.scale_shape(matrix.shape)), own).view(tall.shape)
+    codes = codes[:, : window.shape[1]]
+    for dim, side in enumerate(sides):
+        codes = side.extract(codes, dim + 1)
+    return codes

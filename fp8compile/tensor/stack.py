@@ -1,0 +1,156 @@
+"""QuantizedStack: codes and scales that stand for a stack of matrices, each quantized for itself, as a layer's weight.
+
+The weights of experts are such stacks. What FSDP2 gathers of one is in the layer's hands only, which multiplies by its
+codes in both directions, so nothing but views that keep each matrix whole has a meaning here.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import return_and_correct_aliasing
+
+from fp8compile import _compat, ops
+from fp8compile.ops.gemms.grouped.kernel import GroupedOperand
+from fp8compile.ops.layer.grouped_linear import grouped_output
+from fp8compile.ops.layer.grouped_operands import GroupedOperands
+from fp8compile.ops.layer.linear import GRAD_INPUT, OUTPUT, as_read
+from fp8compile.ops.layer.operands import Phase
+from fp8compile.quantizers import Gemm, Quantizer, Recipe
+from fp8compile.tensor.quantized import QuantizedTensor
+
+__all__ = ["QuantizedStack"]
+
+aten = torch.ops.aten
+
+
+class QuantizedStack(Tensor):
+    """Codes and scales of a stack of matrices, the weight of a grouped layer.
+
+    Works with ``detach``, ``clone``, ``transpose(-2, -1)``, views of its own shape, and as the weight of
+    ``fp8compile.grouped_linear`` and ``grouped_mm``. Any other op raises a TypeError.
+
+    Attributes:
+        codes: (E, N, K), uint8.
+        scale: (E, blocks, blocks): for each matrix, ``quantizer.scale_shape((N, K))``; float32, or uint8 for E8M0.
+        quantizer: Of each of the matrices.
+    """
+
+    codes: Tensor
+    scale: Tensor
+    quantizer: Quantizer
+
+    @staticmethod
+    def __new__(
+        cls: type[QuantizedStack], codes: Tensor, scale: Tensor, quantizer: Quantizer, dtype: torch.dtype
+    ) -> QuantizedStack:
+        """Wrap codes and scales that a quantizer made of matrices of this dtype."""
+        with torch.inference_mode(torch.is_inference_mode_enabled() and codes.is_inference()):
+            return Tensor._make_wrapper_subclass(
+                cls,
+                codes.shape,
+                strides=codes.stride(),
+                storage_offset=codes.storage_offset(),
+                dtype=dtype,
+                device=codes.device,
+            )
+
+    def __init__(self, codes: Tensor, scale: Tensor, quantizer: Quantizer, dtype: torch.dtype) -> None:
+        self.codes, self.scale, self.quantizer = codes, scale, quantizer
+
+    def __tensor_flatten__(self) -> tuple[list[str], tuple]:
+        return ["codes", "scale"], (self.quantizer, self.dtype)
+
+    @staticmethod
+    def __tensor_unflatten__(inner: dict, metadata: tuple, outer_size: Any, outer_stride: Any) -> QuantizedStack:
+        return QuantizedStack(inner["codes"], inner["scale"], *metadata)
+
+    _stable_hash_for_caching = QuantizedTensor._stable_hash_for_caching
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return (
+            f"QuantizedStack(shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device}, "
+            f"quantizer={self.quantizer!r})"
+        )
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = kwargs or {}
+        if func in LAYERS:
+            return LAYERS[func](*args)
+        handler = HANDLERS.get(func)
+        if handler is None and func._can_decompose():  # below autograd, composites come here before what they are of
+            return func.decompose(*args, **kwargs)
+        result = None if handler is None else handler(func, *args, **kwargs)
+        if result is None:
+            raise TypeError(
+                f"{func} has no FP8 meaning for the weights of experts, which were gathered as codes with scales of "
+                "each matrix. Multiply by fp8compile.grouped_linear or grouped_mm, which take them transposed too, or "
+                "leave these experts to a gather in high precision."
+            )
+        return result if func is aten.clone.default else return_and_correct_aliasing(func, args, kwargs, result)
+
+
+# ---------------------------------------------------------------------------------- views, None for one that it hasn't
+
+
+def _same(func: Any, x: QuantizedStack, **kwargs: Any) -> QuantizedStack:
+    return QuantizedStack(func(x.codes, **kwargs), func(x.scale), x.quantizer, x.dtype)
+
+
+def _transpose(func: Any, x: QuantizedStack, *dims: int) -> QuantizedStack | None:
+    if {dim % x.ndim for dim in dims} != {1, 2}:
+        return None
+    return QuantizedStack(func(x.codes, *dims), func(x.scale, *dims), x.quantizer.transposed(), x.dtype)
+
+
+def _whole_view(func: Any, x: QuantizedStack, size: Any, *where: Any, **kwargs: Any) -> QuantizedStack | None:
+    """A view that shows what it is a view of: FSDP2 and AOTAutograd ask for it by ``as_strided``."""
+    codes = func(x.codes, size, *where, **kwargs)
+    same = codes.shape == x.codes.shape and codes.stride() == x.codes.stride()
+    if not same or codes.storage_offset() != x.codes.storage_offset():
+        return None
+    return QuantizedStack(codes, aten.alias.default(x.scale), x.quantizer, x.dtype)
+
+
+HANDLERS = {
+    aten.alias.default: _same,
+    aten.as_strided.default: _whole_view,
+    aten.clone.default: _same,
+    aten.detach.default: _same,
+    aten.transpose.int: _transpose,
+    aten.view.default: _whole_view,
+}
+
+# ---------------------------------------------------------------------------------- as the weight of a layer
+
+
+def _operands(weight: Tensor, offsets: Tensor, recipe: Recipe, gemm: Gemm) -> GroupedOperands:
+    if not isinstance(weight, QuantizedStack):
+        raise TypeError(
+            "grouped_linear: only the weight may be a QuantizedStack, the layer quantizes its rows itself."
+        )
+    if not recipe.shares_weight_codes() or weight.quantizer != recipe.weight:
+        raise ValueError(
+            f"grouped_linear: the weight was gathered as codes of {weight.quantizer!r}; the recipe quantizes it by "
+            f"{recipe.weight!r} for the output and by {recipe.weight_for_grad_input!r} for grad_input. Set the recipe "
+            "of experts before fp8compile.parallel.fsdp_float8_all_gather."
+        )
+    codes = GroupedOperand(codes=weight.codes, scale=weight.scale, quantizer=weight.quantizer)
+    return GroupedOperands(recipe, offsets, Phase.of(gemm, weight.codes), codes)
+
+
+def _linear(x: Tensor, weight: Tensor, offsets: Tensor, bias: Tensor | None, recipe: Recipe) -> Tensor:
+    operands = _operands(weight, offsets, recipe, OUTPUT)
+    return _compat.as_kernel(grouped_output)(x, weight, offsets, as_read(bias), operands)
+
+
+def _grad_input(grad_output: Tensor, weight: Tensor, offsets: Tensor, recipe: Recipe) -> Tensor:
+    return _compat.as_kernel(_operands(weight, offsets, recipe, GRAD_INPUT).grad_input)(grad_output, weight)
+
+
+LAYERS = {ops.grouped_linear: _linear, ops.grouped_grad_input: _grad_input}

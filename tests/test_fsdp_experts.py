@@ -1,0 +1,147 @@
+"""Experts' weights that FSDP gathers as codes train as those that it gathers as they are, and as one process does.
+
+Ranks' gradients are summed in float32: of two ranks that is one addition and a division by two, which one process
+does as well, so all of these are equal bit for bit.
+"""
+
+from __future__ import annotations
+
+import copy
+
+import expert_models
+import fsdp_models as models
+import pytest
+import torch
+import torch.distributed as dist
+from gloo_ranks import shared_ranks
+from torch.distributed.tensor import Shard
+
+import fp8compile as f8
+from fp8compile._compat import TORCH_VERSION
+from fp8compile.parallel import fsdp_float8_all_gather, graph_fsdp
+from fp8compile.testing.bits import bits
+
+needs_groups = pytest.mark.skipif(
+    TORCH_VERSION < (2, 12), reason=f"a group as a part of a tensor needs PyTorch 2.12, this is {torch.__version__}"
+)
+SHARES = ("tensorwise", "blockwise")  # forward and backward multiply the same codes
+RECIPES = (*SHARES, "rowwise", "rowwise_bf16_wgrad", "mxfp8")
+
+
+@pytest.fixture(scope="session")
+def ranks():
+    return shared_ranks()
+
+
+# ---------------------------------------------------------------------------------- in each rank
+
+
+def along(dim):
+    """What `fully_shard` takes to cut stacks along another dim."""
+    return {"shard_placement_fn": lambda parameter: Shard(dim) if parameter.ndim == 3 else None} if dim else {}
+
+
+def one_process(model, policy, steps, world=2):
+    """Losses of each rank, and weights, of one process: the mean of ranks' gradients in float32, in their order."""
+    optimizer, losses = models.adamw(model), []
+    cast = copy.deepcopy(model).to(models.POLICIES[policy].param_dtype or torch.float32)
+    if TORCH_VERSION >= (2, 15):  # FSDP2 lets gradients come in the dtype that it sums them in: those of norms do
+        for parameter in cast.parameters():
+            parameter.grad_dtype = torch.float32
+    for step in range(steps):
+        grads, found = [], []
+        for rank in range(world):
+            cast.load_state_dict(model.state_dict())
+            loss = cast(models.batch(step, rank))
+            found.append(loss.item())
+            loss.backward()
+            grads.append([parameter.grad.float() for parameter in cast.parameters()])
+            cast.zero_grad()
+        for parameter, *own in zip(model.parameters(), *grads, strict=True):
+            parameter.grad = sum(own[1:], own[0]) / world
+        optimizer.step()
+        losses.append(found)
+    return [each[dist.get_rank() % world] for each in losses], models.weights_of(model)
+
+
+def sharded(model, way, policy, dim=0, **options):
+    """The model as the user shards it over two ranks."""
+    mesh = models.mesh_1d("pair")
+    if way == "graph":
+        return graph_fsdp(model, mesh, mp_policy=models.POLICIES[policy])
+    if way == "codes":
+        fsdp_float8_all_gather(model)
+    return models.shard(model, mesh, models.POLICIES[policy], **along(dim), **options)
+
+
+def differing(one, other):
+    assert one.keys() == other.keys()
+    return [name for name in one if not torch.equal(bits(one[name]), bits(other[name]))]
+
+
+def ways_of_training(kind, count, recipe, policy, dim, steps):
+    """What differs from one process, in words, of each way."""
+
+    def made():
+        return expert_models.mixture_of(kind, count, f8.recipes.by_name(recipe))
+
+    losses, weights = one_process(made(), policy, steps)
+    assert len(set(losses)) == steps
+    ways = ["codes"] * (recipe in SHARES) + ["stock"] + ["graph"] * (dim == 0)
+    found = []
+    for way in ways:
+        model = sharded(made(), way, policy, dim)
+        own = models.trained(model, steps, dist.get_rank() % 2)
+        found += [f"{way}: {name}" for name in differing(weights, models.weights_of(model))]
+        found += [f"{way}: losses {own}, not {losses}"] * (own != losses)
+    return found
+
+
+CASES = [
+    ("torchtitan", 4, "tensorwise", "bf16", 0),
+    ("torchtitan", 3, "blockwise", "bf16", 0),  # the second rank has one expert
+    ("torchtitan", 1, "tensorwise", "fp32", 0),  # and here none
+    ("torchtitan", 1, "blockwise", "bf16", 1),  # cut within blocks
+    ("gpt-oss", 3, "tensorwise", "bf16", 1),
+    ("gpt-oss", 3, "blockwise", "fp32", 2),
+    ("gpt-oss", 1, "blockwise", "bf16", 0),
+    ("torchtitan", 3, "rowwise", "bf16", 0),
+    ("gpt-oss", 3, "rowwise_bf16_wgrad", "bf16", 0),
+    ("torchtitan", 1, "mxfp8", "fp32", 0),
+]
+
+
+@needs_groups
+@pytest.mark.parametrize("case", CASES, ids=lambda case: " ".join(map(str, case)))
+def test_trains_as_one_process_does(ranks, case):
+    assert ranks.run(ways_of_training, *case, 4, within="pair") == [[]] * 2
+
+
+# ---------------------------------------------------------------------------------- compiled
+
+
+def compiled_ways(kind, count, recipe, backend, steps):
+    """What differs from one process in eager mode where blocks, or with `graph_fsdp` the model, are one graph."""
+
+    def made():
+        return expert_models.mixture_of(kind, count, f8.recipes.by_name(recipe))
+
+    losses, weights = one_process(made(), "bf16", steps)
+    found = []
+    for way in ["codes"] * (recipe in SHARES) + ["graph"]:
+        model = made()
+        options = {"backend": backend} if way == "codes" else {}
+        model = sharded(model, way, "bf16", **options)
+        run = torch.compile(model, fullgraph=True, backend=backend) if way == "graph" else model
+        own = models.trained(run, steps, dist.get_rank() % 2, optimizer=models.adamw(model))
+        found += [f"{way}: {name}" for name in differing(weights, models.weights_of(model))]
+        found += [f"{way}: losses {own}, not {losses}"] * (own != losses)
+    return found
+
+
+@needs_groups
+@pytest.mark.parametrize(
+    "case", [("torchtitan", 3, "blockwise"), ("gpt-oss", 4, "rowwise")], ids=lambda case: " ".join(map(str, case))
+)
+def test_graphs_train_as_one_process_does(ranks, case):
+    assert ranks.run(compiled_ways, *case, "aot_eager", 3, within="pair") == [[]] * 2
