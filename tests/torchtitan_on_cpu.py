@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 __all__ = ["CASES", "MODELS", "Case", "debug_config", "import_torchtitan", "losses_of", "train"]
 
-SEQUENCE, BATCH, LAYERS = 64, 4, 2
+SEQUENCE, BATCH, LAYERS, EXPERTS, TOP_K = 64, 4, 2, 8, 2
 
 
 class _CpuModule(types.ModuleType):
@@ -188,6 +188,18 @@ def _parts():
     return types.SimpleNamespace(tokenizer=NoTokenizer, data=Walks, metrics=Losses)
 
 
+def _cut_down(decoder):
+    """Fewer layers and experts, in place."""
+    from torchtitan.models.common.moe import MoE
+
+    decoder.layers = decoder.layers[:LAYERS]
+    for _, moe, _, _ in decoder.traverse(MoE.Config):
+        moe.router.gate.out_features = EXPERTS
+        moe.router.top_k = moe.routed_experts.token_dispatcher.top_k = TOP_K
+        for part in (moe, moe.router, moe.routed_experts.inner_experts, moe.routed_experts.token_dispatcher):
+            part.num_experts = EXPERTS
+
+
 def debug_config(
     model: str,
     case: Case,
@@ -212,7 +224,7 @@ def debug_config(
 
     config, parts = MODELS[model](), _parts()
     decoder = config.model_spec.model
-    decoder.layers = decoder.layers[:LAYERS]
+    _cut_down(decoder)
     for _, _, parent, name in list(decoder.traverse(FlexAttention.Config)):
         setattr(parent, name, ScaledDotProductAttention.Config())
     config.tokenizer, config.dataloader = parts.tokenizer.Config(), parts.data.Config()
