@@ -794,6 +794,11 @@ def allow_group_in_subclass() -> None:
         device_mesh._register_distributed_opaque_types()
 
 
+def has_groups(mesh: Any) -> bool:
+    """Whether a mesh has process groups; one made to ask how an op would be spread over ranks has none."""
+    return hasattr(mesh, "_dim_group_names")  # its get_group raises without, and nothing public tells
+
+
 def concatenated(first: Any, second: Any) -> Any:
     """The mesh that has the dims of two others, parts of one mesh."""
     from torch.distributed.device_mesh import DeviceMesh

@@ -516,6 +516,30 @@ def test_a_router_that_is_a_linear_stays_and_a_shared_expert_as_narrow_does_not(
     assert left == {"0.router.gate": ROUTER}
 
 
+class Wrapped(nn.Module):
+    """A block whose experts lie in several wrappers, its attention as narrow as a router."""
+
+    def __init__(self, *, local, counted, wrappers):
+        super().__init__()
+        experts = GroupedExperts(local)
+        if counted == "experts":
+            experts.num_experts = 32
+        for _ in range(wrappers):
+            experts = nn.ModuleDict({"wrapped": experts, "activation": nn.SiLU()})
+        router = nn.ModuleDict({"gate": nn.Linear(HIDDEN, 32)})
+        if counted == "router":
+            router.num_experts = 32
+        self.moe = nn.ModuleDict({"router": router, "experts": experts})
+        self.attention = nn.Linear(HIDDEN, 32)
+
+
+@pytest.mark.parametrize(("local", "counted"), [(32, None), (8, "experts"), (8, "router")])
+@pytest.mark.parametrize("wrappers", [0, 1, 3])
+def test_a_router_stands_beside_wrapped_experts_and_scores_those_of_other_ranks_too(local, counted, wrappers):
+    block = Wrapped(local=local, counted=counted, wrappers=wrappers)
+    assert routers(nn.ModuleList([block])) == {block.moe["router"], block.moe["router"]["gate"]}
+
+
 def test_linears_of_a_model_without_experts_are_no_routers():
     assert routers(nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))) == set()
 

@@ -29,6 +29,7 @@ LAYERS = {
     "library": 8,
     "lazy": 9,
     "fp8compile": 10,
+    "integrations": 11,
     "testing": 11,
     "cli": 12,
     "__main__": 13,
@@ -36,6 +37,7 @@ LAYERS = {
 FILES = sorted(PACKAGE.rglob("*.py"))
 NOT_LOADED = (
     "transformers",
+    "torchtitan",
     "triton",
     "torch._inductor.decomposition",
     "torch._inductor.lowering",

@@ -10,9 +10,11 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
+from fp8compile import _compat
 from fp8compile.ops.layer.local_shards import LocalShard
 from fp8compile.ops.layer.products import Step
 from fp8compile.ops.layer.shards import DimSharding, Sharding, chunk_sizes
@@ -30,19 +32,30 @@ def _check_placement(function: str, tensor: DTensor, placement: Placement) -> No
         )
 
 
+def _group_and_rank(mesh: DeviceMesh, index: int, *, is_meta: bool) -> tuple[ProcessGroup | None, int]:
+    """The ranks along a dim of a mesh, and which of them this one is.
+
+    Without data nothing is sent, and a mesh may have no groups: type checkers ask so how a layer's result would lie.
+    """
+    if is_meta and not _compat.has_groups(mesh):
+        return None, mesh.get_coordinate()[index]
+    return mesh.get_group(index), mesh.get_local_rank(index)
+
+
 def cuts_of(tensor: DTensor) -> Sharding:
     """How a DTensor lies on its mesh, one cut or None a mesh dim; partial sums count as summed.
 
     Args:
-        tensor: With placements that `part_of` takes.
+        tensor: With placements that `part_of` takes. Its mesh may be without process groups if it is on the meta
+            device.
     """
     mesh, sizes, cuts = tensor.device_mesh, list(tensor.shape), []
     for index, placement in enumerate(tensor.placements):
         if not isinstance(placement, Shard):
             cuts.append(None)
             continue
-        dim, rank = placement.dim % tensor.ndim, mesh.get_local_rank(index)
-        cut = DimSharding(mesh.get_group(index), rank, dim, chunk_sizes(sizes[dim], mesh.size(index)))
+        dim, (group, rank) = placement.dim % tensor.ndim, _group_and_rank(mesh, index, is_meta=tensor.is_meta)
+        cut = DimSharding(group, rank, dim, chunk_sizes(sizes[dim], mesh.size(index)))
         sizes[dim] = cut.length
         cuts.append(cut)
     return tuple(cuts)

@@ -1,12 +1,13 @@
 """Routers: what scores the experts for each token. They stay in high precision, as they cost next to nothing.
 
 No class says that it is a router. It stands beside its experts, or beside the module that they are a part of, and all
-its matrices have as many rows as there are experts.
+its matrices have as many rows as there are experts, on all ranks:
+
+    model -> block -> attention, MoE -> router, wrapper -> wrapper -> experts
+                                        ^ the first module above the experts that has other matrices in it too
 """
 
 from __future__ import annotations
-
-from collections.abc import Iterator
 
 from torch import nn
 from torch.nn.parameter import is_lazy
@@ -15,24 +16,49 @@ from fp8compile.nn.experts.hosts import is_experts, num_experts
 
 __all__ = ["routers"]
 
-
-def _scores(module: nn.Module, count: int) -> bool:
-    weights = [each for each in module.parameters() if not is_lazy(each) and each.ndim > 1]
-    return bool(weights) and all(each.ndim == 2 and each.shape[0] == count for each in weights)
+LEVELS = 2  # how many modules above the experts are looked at, of those that have other matrices in them too
 
 
-def _around(module: nn.Module) -> Iterator[nn.Module]:
-    """Experts among the children of a module, and among theirs."""
-    for child in module.children():
-        yield from (each for each in (child, *child.children()) if is_experts(each))
+def _matrices(module: nn.Module) -> list[nn.Parameter]:
+    return [each for each in module.parameters() if not is_lazy(each) and each.ndim > 1]
+
+
+def _counts(experts: nn.Module, beside: nn.Module) -> set[int]:
+    """How many experts there are: those that this module has, or as many for each rank as one of the two says."""
+    own = num_experts(experts)
+    said = {getattr(each, "num_experts", None) for each in (experts, *beside.modules())}
+    return {own} | {count for count in said if type(count) is int and count % max(own, 1) == 0}
+
+
+def _scores(module: nn.Module, experts: nn.Module) -> bool:
+    weights = _matrices(module)
+    rows = {each.shape[0] for each in weights}
+    return all(each.ndim == 2 for each in weights) and len(rows) == 1 and rows <= _counts(experts, module)
+
+
+def _beside(module: nn.Module, parent: nn.Module) -> list[nn.Module]:
+    """The other children of a module's parent that have matrices."""
+    return [each for each in parent.children() if each is not module and _matrices(each)]
+
+
+def _routers_of(experts: nn.Module, parents: dict[nn.Module, list[nn.Module]]) -> set[nn.Module]:
+    """Climbs from the experts to where another module has matrices too, which a wrapper hasn't."""
+    below, level = {experts}, 0
+    while below and level < LEVELS:
+        above = [(module, parent) for module in below for parent in parents.get(module, ())]
+        others = [other for module, parent in above for other in _beside(module, parent)]
+        if found := {other for other in others if _scores(other, experts)}:
+            return found
+        level += bool(others)
+        below = {parent for _, parent in above}
+    return set()
 
 
 def routers(model: nn.Module) -> set[nn.Module]:
     """The routers of a model's experts, and all modules in them."""
-    found: set[nn.Module] = set()
+    parents: dict[nn.Module, list[nn.Module]] = {}
     for parent in model.modules():
-        counts = {num_experts(experts) for experts in _around(parent)}
-        if counts:
-            beside = [child for child in parent.children() if any(_scores(child, count) for count in counts)]
-            found.update(part for child in beside for part in child.modules())
-    return found
+        for child in parent.children():
+            parents.setdefault(child, []).append(parent)
+    scoring = {each for module in model.modules() if is_experts(module) for each in _routers_of(module, parents)}
+    return {part for each in scoring for part in each.modules()}

@@ -58,6 +58,11 @@ class LocalShard:
     def gather(self, index: int) -> LocalShard:
         """Put together what the ranks of one group have, and before, along the same dim, of those behind it."""
         cut = self.cuts[index]
+        if cut.group is None:
+            raise RuntimeError(
+                f"a layer's operand that is cut along dim {cut.dim} would have to be gathered, and its mesh has no "
+                "process groups: it only asks where results lie. Redistribute the operand before the layer."
+            )
         if (again := _cut_again(self.cuts, index, cut.dim)) is not None:
             return self.gather(again).gather(index)
         return LocalShard(all_gather(self.local, cut.dim, cut.sizes, cut.group), _without(self.cuts, index))

@@ -151,6 +151,13 @@ def _multiply_codes(
     return product
 
 
+def _product_as_is(gemm: Gemm, a: LocalShard, b: LocalShard) -> Product:
+    """A product in the operands' own dtype."""
+    a, b, steps = _prepared(gemm, a, b)
+    left, right = gemm.oriented(as_matrix(a.local), as_matrix(b.local))
+    return Product(left @ right, steps, a.cuts, a.local.shape)
+
+
 def multiply_shards(gemm: Gemm, a: LocalShard, b: LocalShard, operands: Operands) -> Product:
     """One GEMM of the layer, from its operands as the layer holds them, in the dtype of ``a``.
 
@@ -161,6 +168,8 @@ def multiply_shards(gemm: Gemm, a: LocalShard, b: LocalShard, operands: Operands
         operands: What quantizes and multiplies them; a GEMM without quantizers stays in the operands' dtype, and that
             is what is gathered.
     """
+    if a.local.is_meta:
+        return _product_as_is(gemm, a, b)  # there are no data: only the shape and the steps are asked
     # These collectives stay in the backward. If the partitioner hoists them, a gather that two layers share is sent in
     # both passes, and ranks of different sizes hoist different ones and wait for each other.
     in_backward = gemm is not OUTPUT and any((*a.cuts, *b.cuts))
@@ -171,9 +180,7 @@ def multiply_shards(gemm: Gemm, a: LocalShard, b: LocalShard, operands: Operands
 def _multiply_shards(gemm: Gemm, a: LocalShard, b: LocalShard, operands: Operands) -> Product:
     out_dtype = a.local.dtype
     if operands.recipe.quantizers(gemm) is None:
-        a, b, steps = _prepared(gemm, a, operands.in_high_precision(b, gemm.b))
-        left, right = gemm.oriented(as_matrix(a.local), as_matrix(b.local))
-        return Product(left @ right, steps, a.cuts, a.local.shape)
+        return _product_as_is(gemm, a, operands.in_high_precision(b, gemm.b))
     a_codes, b_codes, steps = _prepared(gemm, operands.of(a, gemm.a), operands.of(b, gemm.b))
     product = _multiply_codes(gemm, a_codes, b_codes, steps, out_dtype, operands)
     return Product(product, steps, a_codes.cuts, a_codes.local.shape)

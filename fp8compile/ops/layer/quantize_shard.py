@@ -67,7 +67,7 @@ def _window_and_amax(
         for dim, side in enumerate(sides):
             found = side.widen(found, dim) if side.kind == "split" else found
     for group in dict.fromkeys(group for side in sides if side.kind != "aligned" for group in side.groups):
-        found = all_reduce_amax(found, group)
+        found = found if group is None else all_reduce_amax(found, group)
     return window, found, sides
 
 

@@ -34,13 +34,14 @@ class DimSharding:
     """One dim of a tensor, cut over the ranks of a group, in their order.
 
     Attributes:
-        group: The ranks, or the name of their group.
+        group: The ranks, or the name of their group; None if there are none: only shapes are asked, on the meta
+            device.
         rank: This one's number in the group.
         dim: Of the tensor, counted from 0.
         sizes: Of every rank's part along it.
     """
 
-    group: ProcessGroup | str
+    group: ProcessGroup | str | None
     rank: int
     dim: int
     sizes: tuple[int, ...]

@@ -1,0 +1,21 @@
+"""torchtitan's models in FP8: `convert` takes a ``Trainer.Config`` and returns one that trains in FP8.
+
+```python
+from torchtitan.models.llama3.config_registry import llama3_8b
+
+import fp8compile as f8
+from fp8compile.integrations import torchtitan as f8titan
+
+
+def llama3_8b_float8():
+    return f8titan.convert(llama3_8b(), f8.recipes.rowwise())
+```
+"""
+
+# the first import is the one that says which versions are known
+from fp8compile.integrations.torchtitan.checked_version import KNOWN_VERSIONS
+from fp8compile.integrations.torchtitan.config import convert
+from fp8compile.integrations.torchtitan.converter import Float8Converter
+from fp8compile.integrations.torchtitan.parallelize import Float8Parallelize
+
+__all__ = ["KNOWN_VERSIONS", "Float8Converter", "Float8Parallelize", "convert"]

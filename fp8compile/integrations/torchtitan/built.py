@@ -1,0 +1,46 @@
+"""Config classes that build what another config class builds, and change it on the way.
+
+A torchtitan config builds the class that it is nested in. A subclass of a config builds the same class, so whoever
+asks for the type of a config, or for that of what it builds, sees no difference.
+"""
+
+from __future__ import annotations
+
+from dataclasses import field, fields, make_dataclass
+from functools import cache
+from typing import Any, Protocol
+
+__all__ = ["Change", "building"]
+
+
+class Change(Protocol):
+    """What happens when a config builds. It is hashable, and ``to_dict`` is what a log of the config shows of it."""
+
+    def build(self, plain: type, config: Any, kwargs: dict[str, Any]) -> Any:
+        """Build what ``plain.build(config, **kwargs)`` builds, and change it."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values."""
+
+
+@cache
+def _class(plain: type) -> type:
+    def build(self: Any, **kwargs: Any) -> Any:
+        return self.float8.build(plain, self, kwargs)
+
+    added = [("float8", Any, field(kw_only=True))]
+    space = {"build": build, "__module__": plain.__module__, "__doc__": plain.__doc__}
+    made = make_dataclass(plain.__name__, added, bases=(plain,), namespace=space, kw_only=True, slots=True)
+    made.__qualname__ = plain.__qualname__
+    return made
+
+
+def building(config: Any, change: Change) -> Any:
+    """A config with the fields of another one, whose build is ``change.build``.
+
+    Args:
+        config: A ``Configurable.Config`` of torchtitan.
+        change: It is kept in the field ``float8``.
+    """
+    given = {each.name: getattr(config, each.name) for each in fields(config) if each.init}
+    return _class(type(config))(**given, float8=change)

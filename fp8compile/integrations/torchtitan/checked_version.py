@@ -1,0 +1,27 @@
+"""Which torchtitan this is written for. Its configs change from version to version, so another one raises."""
+
+from __future__ import annotations
+
+from importlib.metadata import PackageNotFoundError, version
+
+__all__ = ["KNOWN_VERSIONS", "check_version"]
+
+KNOWN_VERSIONS = ("0.3.0",)
+WANTED = f"fp8compile.integrations.torchtitan knows torchtitan {', '.join(KNOWN_VERSIONS)}"
+TO_DO = (
+    f"Install torchtitan=={KNOWN_VERSIONS[-1]}, or convert the model that torchtitan builds by fp8compile.convert "
+    "yourself, before it is parallelized."
+)
+
+
+def check_version() -> None:
+    """Raise an ImportError unless the installed torchtitan is one that is known; a local version (+...) is ignored."""
+    try:
+        installed = version("torchtitan")
+    except PackageNotFoundError as error:
+        raise ImportError(f"{WANTED}, and none is installed. {TO_DO}") from error
+    if installed.partition("+")[0] not in KNOWN_VERSIONS:
+        raise ImportError(f"{WANTED}; {installed} is installed. {TO_DO}")
+
+
+check_version()

@@ -1,0 +1,59 @@
+"""The config of a whole training, converted."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torchtitan.trainer import Trainer
+
+from fp8compile.integrations.torchtitan.built import building
+from fp8compile.integrations.torchtitan.converter import Float8Converter
+from fp8compile.integrations.torchtitan.parallelize import Float8Parallelize
+from fp8compile.nn.assignment import Recipes
+from fp8compile.nn.filters import Filter
+
+__all__ = ["convert"]
+
+
+@dataclass(frozen=True)
+class _Quantized:
+    """Metrics of a quantized model: torchtitan gives no share of the bf16 peak then, and asks only its own classes."""
+
+    def build(self, plain: type, config: Any, kwargs: dict[str, Any]) -> Any:
+        return plain.build(config, **{**kwargs, "has_quantization": True})
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"has_quantization": True}
+
+
+def convert(
+    config: Trainer.Config,
+    recipe: Recipes,
+    *,
+    filter: Filter | None = None,
+    keep_ends: int = 0,
+    fsdp_float8_all_gather: bool = False,
+) -> Trainer.Config:
+    """The config of the same training in FP8. The one that is given stays as it is.
+
+    Args:
+        config: As torchtitan's config registries return it.
+        recipe: As `fp8compile.convert` takes it.
+        filter: Which layers; None leaves out what FP8 can't help.
+        keep_ends: How many blocks at each end of the model stay in high precision.
+        fsdp_float8_all_gather: Whether FSDP2 gathers weights as codes, for recipes that allow it; with one rank
+            nothing is gathered.
+
+    Raises:
+        ValueError: The config has no model, or it is converted already.
+    """
+    spec = config.model_spec
+    if spec is None:
+        raise ValueError("convert: the config has no model_spec, so there is no model to convert. Set it first.")
+    if isinstance(spec.parallelize_fn, Float8Parallelize):
+        raise ValueError("convert: this config is converted already. Convert the one of torchtitan's registry, once.")
+    converter = Float8Converter.Config(recipe=recipe, filter=filter, keep_ends=keep_ends).build()
+    parallelize = Float8Parallelize(spec.parallelize_fn, fsdp_float8_all_gather)
+    converted = replace(spec, model=converter.convert(spec.model), parallelize_fn=parallelize)
+    return replace(config, model_spec=converted, metrics=building(config.metrics, _Quantized()))

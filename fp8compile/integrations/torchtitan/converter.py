@@ -1,0 +1,83 @@
+"""A model config of torchtitan, converted: the model that it builds is in FP8, by `fp8compile.convert`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from torchtitan.components.quantization import QuantizationConverter
+from torchtitan.protocols.module import Module
+
+from fp8compile.integrations.torchtitan.built import building
+from fp8compile.integrations.torchtitan.states import declare_states
+from fp8compile.nn import convert
+from fp8compile.nn.assignment import Recipes
+from fp8compile.nn.filters import Filter
+from fp8compile.quantizers import Recipe
+from fp8compile.recipes import describe
+
+__all__ = ["Float8Converter"]
+
+
+def _shown(recipe: Recipes) -> Any:
+    if isinstance(recipe, Recipe):
+        return describe(recipe)
+    return {name: each and describe(each) for name, each in recipe.items()} if isinstance(recipe, Mapping) else str(recipe)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Conversion:
+    """Builds a model and converts it, on whatever device it is built; torchtitan's is the meta device."""
+
+    recipe: Recipes
+    filter: Filter | None
+    keep_ends: int
+
+    def build(self, plain: type, config: Any, kwargs: dict[str, Any]) -> nn.Module:
+        model = plain.build(config, **kwargs)
+        convert(model, self.recipe, filter=self.filter, keep_ends=self.keep_ends)
+        declare_states(model)
+        return model
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"recipe": _shown(self.recipe), "filter": str(self.filter), "keep_ends": self.keep_ends}
+
+
+class Float8Converter(QuantizationConverter):
+    """torchtitan's way to say that a model is quantized: an entry of ``converters`` of its model registries.
+
+    The model's linears and its modules of experts become FP8 when it is built. Routers stay in high precision. All of
+    `fp8compile.convert` holds: for what is left out and why, see ``fp8compile.conversion_report``.
+
+    `fp8compile.integrations.torchtitan.convert` does this, and what a whole training needs besides.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(QuantizationConverter.Config):
+        """Arguments of `fp8compile.convert`.
+
+        Attributes:
+            recipe: One recipe, one for each name pattern, or a function ``(module, fqn) -> Recipe``.
+            filter: Which layers, by name patterns or a function; None leaves out what FP8 can't help.
+            keep_ends: How many blocks at each end of the model stay in high precision.
+        """
+
+        recipe: Recipes
+        filter: Filter | None = None
+        keep_ends: int = 0
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+
+    def convert(self, model_config: Module.Config) -> Module.Config:
+        """The config of the same model in FP8; the one that is given stays as it is.
+
+        Args:
+            model_config: Of a whole model.
+        """
+        own = self.config
+        return building(
+            model_config, _Conversion(recipe=own.recipe, filter=own.filter, keep_ends=own.keep_ends)
+        )

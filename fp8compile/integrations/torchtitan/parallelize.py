@@ -1,0 +1,89 @@
+"""What a converted model needs while torchtitan spreads it over ranks: one function around its own.
+
+A ``parallelize_fn`` of torchtitan does this, of which only activation checkpointing is given to it as an object:
+
+    tensor and expert parallel -> activation checkpointing -> torch.compile of each block -> fully_shard
+                                  ^ here weights that FSDP2 gathers as codes are told so
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from torchtitan.distributed.activation_checkpoint import ActivationCheckpointing, SelectiveAC
+from torchtitan.distributed.parallel_dims import ParallelDims
+
+from fp8compile.integrations.torchtitan.states import share_states
+from fp8compile.nn import Linear
+from fp8compile.ops import GEMM_OPS
+from fp8compile.parallel import fsdp_float8_all_gather
+
+__all__ = ["Float8Parallelize"]
+
+OWN_SCALES = (
+    "torchtitan's spmd_types gives each layer plain local tensors: with tensor parallel, scales are those of each "
+    "rank's own part of a tensor, where DTensors have one scale for all ranks. Losses are not those of one rank to "
+    "the bit. For one scale for all ranks: parallelism.spmd_backend='partial_dtensor', or recipes.delayed()."
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _BeforeCompile:
+    """Stands where torchtitan expects a config of activation checkpointing; does its own part, then that of another.
+
+    Attributes:
+        gather: Whether weights are to be gathered as codes.
+        then: The config of activation checkpointing, or None for none.
+    """
+
+    gather: bool
+    then: ActivationCheckpointing.Config | None
+
+    def build(self, **kwargs: Any) -> _BeforeCompile:
+        policy = None if self.then is None else self.then.build(**kwargs)
+        if isinstance(policy, SelectiveAC):
+            own = policy.get_save_ops
+            policy.get_save_ops = lambda: {*own(), *GEMM_OPS}  # type: ignore[method-assign]
+        return _BeforeCompile(gather=self.gather, then=policy)
+
+    def apply(self, model: nn.Module) -> None:
+        if self.gather:
+            fsdp_float8_all_gather(model)
+        if self.then is not None:
+            self.then.apply(model)
+
+
+def _say_whose_scales(model: nn.Module, parallel_dims: ParallelDims) -> None:
+    layers = [module for module in model.modules() if isinstance(module, Linear)]
+    plain_shards = parallel_dims.spmd_backend == "spmd_types" and parallel_dims.tp_enabled
+    if plain_shards and any(layer.delayed_state() is None for layer in layers):
+        warnings.warn(OWN_SCALES, stacklevel=3)
+
+
+@dataclass(frozen=True)
+class Float8Parallelize:
+    """A ``parallelize_fn`` for a model that is in FP8: what another one does, and what the layers need besides.
+
+    - Delayed scaling has one state for all ranks that have parts of the same tensors.
+    - ``SelectiveAC`` keeps the products of FP8 layers, ``fp8compile.ops.GEMM_OPS``.
+    - FSDP2 gathers weights as codes, if that is asked for and there is more than one rank.
+
+    Attributes:
+        parallelize_fn: That of the model.
+        fsdp_float8_all_gather: Whether FSDP2 gathers weights as codes.
+    """
+
+    parallelize_fn: Callable[..., nn.Module]
+    fsdp_float8_all_gather: bool = False
+
+    def __call__(self, model: nn.Module, *, parallel_dims: ParallelDims, ac_config: Any, **kwargs: Any) -> nn.Module:
+        """Parallelize a model, as torchtitan calls it."""
+        _say_whose_scales(model, parallel_dims)
+        share_states(model, parallel_dims)
+        gather = self.fsdp_float8_all_gather and parallel_dims.fsdp_enabled
+        before = _BeforeCompile(gather=gather, then=ac_config)
+        return self.parallelize_fn(model, parallel_dims=parallel_dims, ac_config=before, **kwargs)

@@ -1,0 +1,62 @@
+"""What delayed scaling remembers of each layer, as torchtitan spreads tensors over ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import spmd_types as spmd
+import torch.distributed as dist
+from torch import nn
+from torchtitan.distributed.parallel_dims import ParallelDims, SpmdLayout
+
+from fp8compile.nn import Linear
+from fp8compile.nn.linear import STATE
+
+__all__ = ["declare_states", "share_states"]
+
+
+def _with_state(model: nn.Module) -> Iterator[Linear]:
+    for module in model.modules():
+        if isinstance(module, Linear) and module.delayed_state() is not None:
+            yield module
+
+
+def declare_states(model: nn.Module) -> None:
+    """Say in each layer's sharding config where its state is, on every rank: torchtitan wants that of each buffer."""
+    for layer in _with_state(model):
+        sharding = layer._sharding_config
+        if sharding is not None:
+            everywhere = SpmdLayout(dict.fromkeys(sharding.state_shardings["weight"].axes(), spmd.R))
+            states = {**sharding.state_shardings, **dict.fromkeys(STATE, everywhere)}
+            layer._sharding_config = replace(sharding, state_shardings=states)
+
+
+def _group(parallel_dims: ParallelDims) -> dist.ProcessGroup | None:
+    """The ranks whose amaxes are of one tensor, beside those that a DTensor's mesh has."""
+    if parallel_dims.spmd_backend != "spmd_types" or not parallel_dims.tp_enabled:
+        mesh = parallel_dims.get_optional_mesh("loss")
+        return None if mesh is None else mesh.get_group()
+    if parallel_dims.pp_enabled:
+        raise ValueError(
+            "delayed scaling with tensor parallel and pipeline parallel under spmd_types: no process group of "
+            "torchtitan has just the ranks of one stage. Take parallelism.spmd_backend='partial_dtensor', or a recipe "
+            "with current scaling."
+        )
+    return dist.group.WORLD
+
+
+def share_states(model: nn.Module, parallel_dims: ParallelDims) -> None:
+    """Make the amaxes of delayed scaling those of all ranks that have a part of the same tensor.
+
+    Args:
+        model: Built, not parallelized yet.
+        parallel_dims: Of the run.
+
+    Raises:
+        ValueError: Under spmd_types, with tensor and pipeline parallel at once.
+    """
+    layers = list(_with_state(model))
+    group = _group(parallel_dims) if layers else None
+    for layer in layers:
+        layer.amax_group = None if group is None else group.group_name

@@ -1,0 +1,268 @@
+"""torchtitan's own Trainer and debug models on a CPU, unedited: what it has for GPUs only is given by its configs.
+
+torchtitan asks PyTorch for the machine's accelerator, once, when it is imported, and takes CUDA where there is none.
+`import_torchtitan` answers that the accelerator is the CPU. The rest are configs of torchtitan's own kind: attention
+that PyTorch can train on a CPU, a tokenizer and a dataset without files, and metrics that keep the losses.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import types
+from dataclasses import dataclass
+from functools import cache
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+
+__all__ = ["CASES", "MODELS", "Case", "debug_config", "import_torchtitan", "losses_of", "train"]
+
+SEQUENCE, BATCH, LAYERS, EXPERTS, TOP_K = 64, 4, 2, 8, 2
+
+
+class _CpuModule(types.ModuleType):
+    """`torch.cpu` with the questions about a device that only modules of accelerators answer."""
+
+    def __getattr__(self, name):
+        return getattr(torch.cpu, name)
+
+    def current_device(self):
+        return 0  # torch.cpu says "cpu", which no barrier takes
+
+    def get_device_name(self, device=None):
+        return "cpu"
+
+    def get_device_properties(self, device=None):
+        return types.SimpleNamespace(total_memory=1)
+
+    def memory_stats(self, device=None):
+        return {}
+
+    def reset_peak_memory_stats(self, device=None):
+        pass
+
+    def empty_cache(self):
+        pass
+
+
+@cache
+def import_torchtitan() -> None:
+    """Import torchtitan on a machine whose accelerator is the CPU."""
+    with (
+        mock.patch("torch._utils._get_available_device_type", lambda: "cpu"),
+        mock.patch("torch._utils._get_device_module", lambda device_type: _CpuModule("cpu")),
+    ):
+        import torchtitan.tools.utils  # noqa: F401
+    if "torchao" in sys.modules:
+        import torchtitan.trainer  # noqa: F401
+
+        return
+    sys.modules["torchao"] = None  # torchtitan goes without it, and it takes long to import
+    try:
+        import torchtitan.trainer  # noqa: F401
+    finally:
+        del sys.modules["torchao"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """How a model is spread over ranks."""
+
+    fsdp: int = 1
+    tp: int = 1
+    ep: int = 1
+
+    @property
+    def world_size(self) -> int:
+        return self.fsdp * self.tp
+
+    def __str__(self) -> str:
+        given = {"FSDP": self.fsdp, "TP": self.tp, "EP": self.ep}
+        return ", ".join(f"{name} {degree}" for name, degree in given.items() if degree > 1) or "1 rank"
+
+
+CASES = {
+    "one": Case(),
+    "fsdp2": Case(fsdp=2),
+    "tp2": Case(tp=2),
+    "ep2": Case(fsdp=2, ep=2),
+    "fsdp2_tp2": Case(fsdp=2, tp=2),
+}
+
+
+def _llama3():
+    from torchtitan.models.llama3.config_registry import llama3_debugmodel
+
+    return llama3_debugmodel()
+
+
+def _qwen3_moe():
+    from torchtitan.models.qwen3.config_registry import qwen3_moe_debug
+
+    return qwen3_moe_debug()
+
+
+def _deepseek_v3():
+    from torchtitan.models.deepseek_v3.config_registry import deepseek_v3_debugmodel
+
+    return deepseek_v3_debugmodel()
+
+
+MODELS = {"llama3": _llama3, "qwen3_moe": _qwen3_moe, "deepseek_v3": _deepseek_v3}
+
+
+@cache
+def _parts():
+    """Classes of torchtitan's kinds: made here, for torchtitan is imported on demand."""
+    from torchtitan.components.dataloader import BaseDataLoader
+    from torchtitan.components.metrics import MetricsProcessor
+    from torchtitan.components.tokenizer import BaseTokenizer
+
+    class NoTokenizer(BaseTokenizer):
+        """The data are tokens already."""
+
+        @dataclass(kw_only=True, slots=True)
+        class Config(BaseTokenizer.Config):
+            pass
+
+        def __init__(self, config, **kwargs):
+            super().__init__()
+
+        def encode(self, *args, **kwargs):
+            raise NotImplementedError
+
+        decode = encode
+
+        def get_vocab_size(self):
+            raise NotImplementedError
+
+    class Walks(BaseDataLoader):
+        """Walks through tokens: the next follows from the last by a rule, one time in eight by chance.
+
+        A step's global batch is the same whatever the number of ranks that share it.
+        """
+
+        @dataclass(kw_only=True, slots=True)
+        class Config(BaseDataLoader.Config):
+            pass
+
+        def __init__(self, config, *, dp_world_size, dp_rank, seq_len, local_batch_size, **kwargs):
+            self.rows, self.rank, self.length = local_batch_size, dp_rank, seq_len
+            self.total, self.step = local_batch_size * dp_world_size, 0
+
+        def __iter__(self):
+            while True:
+                generator = torch.Generator().manual_seed(self.step)
+                tokens = torch.randint(0, 256, (self.total, self.length + 1), generator=generator)
+                by_chance = torch.rand(tokens.shape, generator=generator) < 1 / 8
+                for place in range(1, self.length + 1):
+                    ruled = (tokens[:, place - 1] * 5 + 17) % 256
+                    tokens[:, place] = torch.where(by_chance[:, place], tokens[:, place], ruled)
+                self.step += 1
+                own = tokens[self.rank * self.rows : (self.rank + 1) * self.rows]
+                yield {"input": own[:, :-1].contiguous()}, own[:, 1:].contiguous()
+
+        def state_dict(self):
+            return {"step": self.step}
+
+        def load_state_dict(self, state_dict):
+            self.step = state_dict["step"]
+
+    class Losses(MetricsProcessor):
+        """Keeps the loss of each step."""
+
+        @dataclass(kw_only=True, slots=True)
+        class Config(MetricsProcessor.Config):
+            pass
+
+        def __init__(self, config, **kwargs):
+            super().__init__(config, **kwargs)
+            self.losses = []
+
+        def log(self, step, global_avg_loss, *args, **kwargs):
+            self.losses.append(global_avg_loss)
+            super().log(step, global_avg_loss, *args, **kwargs)
+
+    return types.SimpleNamespace(tokenizer=NoTokenizer, data=Walks, metrics=Losses)
+
+
+def _cut_down(decoder):
+    """Fewer layers and experts, in place."""
+    from torchtitan.models.common.moe import MoE
+
+    decoder.layers = decoder.layers[:LAYERS]
+    for _, moe, _, _ in decoder.traverse(MoE.Config):
+        moe.router.gate.out_features = EXPERTS
+        moe.router.top_k = moe.routed_experts.token_dispatcher.top_k = TOP_K
+        for part in (moe, moe.router, moe.routed_experts.inner_experts, moe.routed_experts.token_dispatcher):
+            part.num_experts = EXPERTS
+
+
+def debug_config(
+    model: str,
+    case: Case,
+    folder: str,
+    *,
+    steps: int = 10,
+    backend: str | None = "inductor",
+    spmd_backend: str = "partial_dtensor",
+):
+    """A debug model's config as torchtitan has it, cut down and fit for a CPU.
+
+    Args:
+        model: A name in `MODELS`.
+        case: How it is spread over ranks.
+        folder: Where torchtitan writes.
+        steps: How many.
+        backend: Of torch.compile, None for eager mode.
+        spmd_backend: The mechanism of torchtitan by which it spreads tensors over ranks.
+    """
+    import_torchtitan()
+    from torchtitan.models.common.attention import FlexAttention, ScaledDotProductAttention
+
+    config, parts = MODELS[model](), _parts()
+    decoder = config.model_spec.model
+    _cut_down(decoder)
+    for _, _, parent, name in list(decoder.traverse(FlexAttention.Config)):
+        setattr(parent, name, ScaledDotProductAttention.Config())
+    config.tokenizer, config.dataloader = parts.tokenizer.Config(), parts.data.Config()
+    config.metrics = parts.metrics.Config(log_freq=1, disable_color_printing=True)
+    config.dump_folder = folder
+    config.optimizer.implementation = "for-loop"
+    config.validator.enable = False
+    config.debug.seed = 0
+    config.debug.enable_structured_logging = False
+    config.comm.trace_buf_size = 0
+    training, parallelism = config.training, config.parallelism
+    training.steps, training.seq_len, training.local_batch_size = steps, SEQUENCE, BATCH // case.fsdp
+    training.disable_cuda_graphs = True
+    parallelism.data_parallel_shard_degree = case.fsdp
+    parallelism.tensor_parallel_degree = case.tp
+    parallelism.expert_parallel_degree = case.ep
+    parallelism.spmd_backend = spmd_backend
+    config.compile.enable = backend is not None
+    config.compile.backend = backend or "inductor"
+    return config
+
+
+def train(config):
+    """Train by torchtitan's Trainer on this process's rank, in the process group that there is, and return it.
+
+    These are the steps of `Trainer.train`, which beside them sets timeouts by what PyTorch has from 2.15 on only.
+    """
+    os.environ["LOCAL_RANK"] = str(dist.get_rank())
+    trainer = config.build()
+    trainer.checkpointer.load(step=config.checkpoint.load_step)
+    batches = trainer.batch_generator(trainer.dataloader)
+    while trainer.should_continue_training():
+        trainer.step += 1
+        trainer.train_step(batches)
+        trainer.checkpointer.save(trainer.step, last_step=trainer.step == config.training.steps)
+    return trainer
+
+
+def losses_of(trainer) -> list[float]:
+    """The losses of the steps that a trainer made."""
+    return trainer.metrics_processor.losses
