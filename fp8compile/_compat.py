@@ -525,6 +525,23 @@ def is_unbacked(size: Any) -> bool:
     return bool(free_unbacked_symbols(size))
 
 
+def new_dynamic_size() -> torch.SymInt:
+    """A size that is data, for a fake kernel: `new_dynamic_size` of its context, without asking for permission.
+
+    PyTorch gives one to ``fullgraph=True`` and otherwise breaks the graph, unless an option of Dynamo says that such
+    operators are to be traced. A graph that may break has no reason to break here.
+    """
+    from torch.fx.experimental.symbolic_shapes import _constrain_range_for_size
+
+    context = torch.library.get_ctx()
+    shapes = context._shape_env
+    if shapes is None or shapes.allow_dynamic_output_shape_ops:
+        return context.new_dynamic_size()
+    size = shapes.create_unbacked_symint()
+    _constrain_range_for_size(size, min=0)
+    return size
+
+
 def all_gather_single(x: torch.Tensor, dim: int, group: Any) -> torch.Tensor:
     """The functional collective, which 2.13 gave this name."""
     from torch.distributed import _functional_collectives as funcol

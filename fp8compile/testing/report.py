@@ -16,6 +16,9 @@ import torch._functorch.config
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
+from fp8compile import _compat
+from fp8compile.ops.exchange.dispatch import combine, dispatch, traveling
+from fp8compile.ops.exchange.exchange_rows import exchange_rows
 from fp8compile.testing.compiler_log import (
     NOTHING_HIDDEN,
     TORCH,
@@ -32,6 +35,7 @@ from fp8compile.testing.state import kept_state
 
 __all__ = ["Call", "CallReport", "Collective", "GraphInfo", "GraphReport", "graph_report", "is_compiled", "place_text"]
 
+EXCHANGES = frozenset({dispatch, combine, exchange_rows})
 COLLECTIVES = frozenset({"_c10d_functional", "c10d_functional", "_c10d_functional_autograd", "c10d", "_dtensor"})
 
 
@@ -75,7 +79,8 @@ class Collective:
         op: Its operator.
         dtype: Of what is sent, such as "uint8".
         bytes: Of the tensors on one rank, those that go in or those that come out, whichever are more: an all-gather
-            counts what it makes, a reduce-scatter what it is given. How a network sends them is not in it.
+            counts what it makes, a reduce-scatter what it is given. How a network sends them is not in it. A size
+            that is known only when the graph runs, such as how many rows other ranks send, counts as 0.
         backward: Whether it is in the backward graph.
         file: Of the line that it comes from; empty where it isn't known.
         line: 0 where it isn't known.
@@ -254,7 +259,9 @@ def _tensors(value: Any) -> list[Tensor]:
 
 
 def _known(size: Any) -> int:
-    """A size, or for a symbol what it was when traced."""
+    """A size, or for a symbol what it was when traced; 0 where only a run can tell."""
+    if _compat.is_unbacked(size):
+        return 0
     return size.node.hint if isinstance(size, torch.SymInt) else size
 
 
@@ -262,18 +269,45 @@ def _bytes(tensors: Sequence[Tensor]) -> int:
     return sum(_known(tensor.numel()) * tensor.element_size() for tensor in tensors)
 
 
+def _is_message(node: fx.Node) -> bool:
+    if node.target in EXCHANGES:
+        return True
+    return getattr(node.target, "namespace", None) in COLLECTIVES and "wait" not in str(node.target)
+
+
+def _dispatched(node: fx.Node) -> dict[torch.dtype, int]:
+    """Bytes of the codes, or of the rows, that a dispatch sends."""
+    rows, _, _, sizes, length, slot, recipe, _ = (_value(arg) for arg in node.args)
+    dtype, elements = traveling(rows, None if sizes is not None else length, slot, recipe)
+    return {dtype: _known(elements) * dtype.itemsize}
+
+
+def _value(arg: Any) -> Any:
+    return arg.meta["val"] if isinstance(arg, fx.Node) else arg
+
+
+def _sent(node: fx.Node) -> dict[torch.dtype, int]:
+    """Bytes of a message by dtype: a coalesced one may send several."""
+    if node.target is dispatch:
+        return _dispatched(node)
+    given = _tensors([arg.meta.get("val") for arg in node.all_input_nodes])
+    made = _tensors(node.meta.get("val"))
+    if node.target in EXCHANGES:
+        given = given[:1]  # the others are numbers of rows
+    return {
+        dtype: max(_bytes([t for t in tensors if t.dtype == dtype]) for tensors in (given, made))
+        for dtype in dict.fromkeys(tensor.dtype for tensor in given or made)
+    }
+
+
 def _collectives(graph: fx.GraphModule, *, backward: bool) -> Iterator[Collective]:
-    for node in graph.graph.nodes:
-        if getattr(node.target, "namespace", None) not in COLLECTIVES or "wait" in str(node.target):
-            continue
-        given = _tensors([arg.meta.get("val") for arg in node.all_input_nodes])
-        made = _tensors(node.meta.get("val"))
+    for node in filter(_is_message, graph.graph.nodes):
         file, line = user_place(node)
-        for dtype in dict.fromkeys(tensor.dtype for tensor in given or made):  # a coalesced one may send several
+        for dtype, count in _sent(node).items():
             yield Collective(
                 op=str(node.target),
                 dtype=str(dtype).removeprefix("torch."),
-                bytes=max(_bytes([t for t in tensors if t.dtype == dtype]) for tensors in (given, made)),
+                bytes=count,
                 backward=backward,
                 file=file,
                 line=line,

@@ -32,12 +32,12 @@ from fp8compile.ops import samples
 from fp8compile.ops.collectives import all_to_all
 from fp8compile.ops.exchange.exchange_rows import BACK, THERE, exchange_rows
 from fp8compile.ops.exchange.moves import Moves, take
-from fp8compile.ops.exchange.wire import packed, sent_as, unpacked
+from fp8compile.ops.exchange.wire import packed, sent_as, unpacked, wire_width
 from fp8compile.ops.layer.operands import Phase
 from fp8compile.ops.registry import register_op
 from fp8compile.quantizers import GEMMS, Recipe
 
-__all__ = ["combine", "dispatch"]
+__all__ = ["combine", "dispatch", "traveling"]
 
 OUTPUT, GRAD_INPUT, _ = GEMMS
 
@@ -97,7 +97,7 @@ def _dispatch_fake(
     group: str,
 ) -> Tensor:
     if length is None:
-        length = torch.library.get_ctx().new_dynamic_size()
+        length = _compat.new_dynamic_size()
     return rows.new_empty((length, rows.shape[1]))
 
 
@@ -164,3 +164,19 @@ combine = register_op(
     sharding=None,
     samples=_combine_samples,
 )
+
+
+def traveling(rows: Tensor, length: int | None, slot: str, recipe: Recipe) -> tuple[torch.dtype, int]:
+    """What `dispatch` sends: its dtype, and how many elements of it.
+
+    Args:
+        rows: Those that are given.
+        length: With a capacity, how many places messages have; else None.
+        slot: What the rows are for the layer that reads them.
+        recipe: That of the layer.
+    """
+    quantizer, features = sent_as(recipe, slot), rows.shape[1]
+    count = rows.shape[0] if length is None else length
+    if quantizer is None:
+        return rows.dtype, count * features
+    return torch.uint8, count * wire_width(features, quantizer)

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from fp8compile import _compat
 from fp8compile.ops.collectives import all_to_all
 from fp8compile.ops.registry import register_op
 
@@ -31,7 +32,7 @@ def _kernel(rows: Tensor, sizes: Tensor, back: bool, length: int | None, group: 
 
 def _fake(rows: Tensor, sizes: Tensor, back: bool, length: int | None, group: str) -> Tensor:
     if length is None:
-        length = torch.library.get_ctx().new_dynamic_size()
+        length = _compat.new_dynamic_size()
     return rows.new_empty((length, *rows.shape[1:]))
 
 
