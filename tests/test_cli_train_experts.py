@@ -18,6 +18,7 @@ from test_cli_train import (
     text_file,
     words,
 )
+from test_fsdp_training import TINY as SIZES_ON_RANKS
 from test_fsdp_training import losses as losses_of_ranks
 
 import fp8compile as f8
@@ -183,3 +184,41 @@ def test_experts_train_sharded_and_in_the_graph_alike(text_file):
     assert stock[2] == "codes; bfloat16: codes of experts are made after their weights are gathered"
     assert in_the_graph[2] == "codes, those that a pass needs; weights of experts bfloat16"
     assert stock[3] == in_the_graph[3] == {"train": 1, "eval": 1}
+
+
+# -------------------------------------------------------------------- experts on ranks
+
+
+def spread_losses(path):
+    flags = {"recipe": "rowwise_bf16_wgrad", "backend": "aot_eager", "ep": 4, **EXPERTS}
+    return [losses_of_ranks({**flags, "fsdp": how}, path, codes=True, steps=3) for how in (False, True)]
+
+
+@pytest.mark.skipif(TORCH_VERSION < (2, 12), reason="a group as a part of a tensor needs PyTorch 2.12")
+def test_experts_spread_over_ranks_train_in_one_graph_as_on_one(text_file, tmp_path):
+    results = shared_ranks().run(spread_losses, text_file)
+    replicated, sharded = results[0]
+    assert results == [[replicated, sharded]] * 4
+    assert replicated[:2] == sharded[:2]  # where the rest lies changes no bit
+    assert replicated[2] == "nothing: all ranks have them"
+    assert replicated[3] == {"train": 1, "eval": 1}
+    one = small_trainer(text_file, **{**SIZES_ON_RANKS, "recipe": "rowwise_bf16_wgrad", "compile": False}, **EXPERTS)
+    # the mean of four means of 32 losses each, added in another order; before any update
+    assert replicated[0][0] == pytest.approx(one.gradients()["loss"], rel=128 * 2**-24)
+
+
+@pytest.mark.parametrize(
+    ("flags", "fragment"),
+    [
+        (["--ep", "2"], "--ep is 2 and --experts 0"),
+        (["--ep", "3", "--experts", "4", "--top-k", "2"], "a multiple of 3"),
+        (["--ep", "2", "--experts", "4", "--top-k", "2"], "--ep 2 takes 2 processes, and this is one"),
+        (["--ep", "2", "--experts", "4", "--top-k", "2", "--graph-fsdp"], "--ep doesn't go with --graph-fsdp"),
+    ],
+)
+def test_experts_that_can_not_be_spread_so_are_one_line_and_leave_nothing(
+    text_file, tmp_path, capsys, flags, fragment
+):
+    assert main([*words(text_file, tmp_path / "run"), *flags]) == 2
+    assert fragment in one_line(capsys)
+    assert not (tmp_path / "run").exists()

@@ -7,12 +7,17 @@ Outputs and gradients of rows also have the bits of experts without any dispatch
 from __future__ import annotations
 
 import itertools
+import os
+import signal
+import time
 
 import pytest
 import torch
 import torch.nn.functional as F
 from gloo_ranks import GROUPS, shared_ranks
 from torch._dynamo.utils import counters
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import fp8compile as f8
 from fp8compile import parallel
@@ -192,3 +197,118 @@ def test_a_compiled_layer_is_one_graph_for_every_routing_with_the_bits_of_eager_
                 assert texts == [None] * 4, case
             else:
                 assert texts == 1, case
+
+
+# ---------------------------------------------------------------------------------- what goes wrong
+
+
+def with_a_nan(name, recipe_name):
+    """Where y and the gradient of rows are NaN, of two ranks whose second has one NaN in its fourth row."""
+    group, recipe = GROUPS[name], getattr(f8.recipes, recipe_name)()
+    rank = group.rank()
+    rows, up, down, grad = tensors(32, 4)
+    rows[16 + 3, 5] = torch.nan
+    own, mine, expert = slice(16 * rank, 16 * rank + 16), slice(2 * rank, 2 * rank + 2), chosen(32, 4, "any")
+
+    def routes_of(expert):
+        return parallel.expert_routes(torch.bincount(expert, minlength=4), group=group)
+
+    y, dx, dup, _ = results(
+        experts_layer, rows[own], expert[own], up[mine], down[mine], grad[own], routes_of, recipe, recipe
+    )
+    return y.isnan().any(1).nonzero().flatten().tolist(), bool(dx.isnan().any()), bool(dup.isnan().any())
+
+
+def test_a_nan_of_one_rank_reaches_the_rank_of_its_expert_and_comes_back(ranks):
+    (first, _, first_weights), (second, _, second_weights) = ranks.run(with_a_nan, "pair", "rowwise", within="pair")
+    assert (first, second) == ([], [3])
+    assert first_weights or second_weights
+
+
+def overflowing(name, compiled):
+    """Of a layer whose capacity is too small: the error; or what is left, and how many rows were not."""
+    group = GROUPS[name]
+    rows, counts = torch.ones(8, 16), torch.tensor([6, 0, 2, 0]) if group.rank() == 0 else torch.tensor([1, 1, 1, 5])
+
+    def layer(rows, counts):
+        routes = parallel.expert_routes(counts, group=group, capacity=4)
+        return routes.combine(routes.dispatch(rows), rows.shape[0]), routes.overflow
+
+    if compiled:
+        y, overflow = torch.compile(layer, fullgraph=True, backend="aot_eager")(rows, counts)
+        return y[:, 0].tolist(), int(overflow)
+    with pytest.raises(ValueError, match="a rank has 6 rows for the experts of another, and capacity is 4"):
+        layer(rows, counts)
+    return None
+
+
+def test_rows_beyond_the_capacity_raise_on_all_ranks_and_are_counted_in_a_graph(ranks):
+    assert ranks.run(overflowing, "pair", None, within="pair") == [None, None]
+    assert ranks.run(overflowing, "pair", "aot_eager", within="pair") == [
+        ([1, 1, 1, 1, 0, 0, 1, 1], 2),
+        ([1, 1, 1, 1, 1, 1, 0, 0], 2),
+    ]
+
+
+def refused(name):
+    """The words of each refusal."""
+    group = GROUPS[name]
+    for counts, options, error, words in (
+        (torch.zeros(3, dtype=torch.int64), {}, ValueError, "3 experts, and the group 2 ranks"),
+        (torch.zeros(4), {}, TypeError, "torch.float32 of shape"),
+        ([1, 2], {}, TypeError, "counts is"),
+        (torch.zeros(4, dtype=torch.int64), {"capacity": 0}, ValueError, "capacity is 0"),
+        (torch.zeros(4, dtype=torch.int64), {"group": None}, TypeError, "group is None"),
+        (torch.zeros(4, dtype=torch.int64), {"group": "pair"}, TypeError, "ProcessGroup"),
+    ):
+        with pytest.raises(error, match=words):
+            parallel.expert_routes(counts, **{"group": group, **options})
+
+
+def test_counts_and_capacities_that_no_ranks_can_have_are_refused(ranks):
+    ranks.run(refused, "pair", within="pair")
+
+
+def dies_before_it_sends(name):
+    group = GROUPS[name]
+    if group.rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    routes = parallel.expert_routes(torch.tensor([2, 2]), group=group)
+    return routes.dispatch(torch.ones(4, 16))
+
+
+def test_a_rank_that_dies_is_an_error_on_the_others_soon(ranks):
+    started = time.monotonic()
+    with pytest.raises(AssertionError, match=r"rank 0:\n(.|\n)*Error"):
+        ranks.run(dies_before_it_sends, "pair", within="pair")
+    assert time.monotonic() - started < 120  # a bound on a hang: gloo notices at once, however busy the machine
+
+
+# ---------------------------------------------------------------------------------- checkpoints
+
+
+class Holder(torch.nn.Module):
+    """A stack of experts alone, as `ExpertParallel` places it."""
+
+    def __init__(self, mesh):
+        super().__init__()
+        stack = torch.arange(8 * 4 * 6, dtype=torch.float32).view(8, 4, 6)
+        self.up = torch.nn.Parameter(distribute_tensor(stack, mesh, [Shard(0)]))
+
+
+def saved_and_loaded(folder):
+    """Whether experts that four ranks saved are those that pairs of ranks load."""
+    import torch.distributed.checkpoint as dcp
+
+    every, pairs = init_device_mesh("cpu", (4,)), init_device_mesh("cpu", (2, 2), mesh_dim_names=("rest", "ep"))["ep"]
+    dcp.save(Holder(every).state_dict(), checkpoint_id=folder)
+    other = Holder(pairs)
+    expected = other.up.to_local().clone()
+    torch.nn.init.zeros_(other.up)
+    state = other.state_dict()
+    dcp.load(state, checkpoint_id=folder)
+    return torch.equal(state["up"].to_local(), expected)
+
+
+def test_experts_that_four_ranks_saved_are_loaded_by_two(ranks, tmp_path):
+    assert all(ranks.run(saved_and_loaded, str(tmp_path / "checkpoint")))

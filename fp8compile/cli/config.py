@@ -104,6 +104,11 @@ class TrainConfig:
     quantized_parameters: bool = False
     dp: int = 0
 
+    @property
+    def blocks_apart(self) -> bool:
+        """Whether stock FSDP2 has the parameters, and blocks are compiled each by itself."""
+        return (self.fsdp or self.ep > 1) and not self.graph_fsdp
+
     def __post_init__(self) -> None:
         """Check what needs no PyTorch."""
         object.__setattr__(self, "fsdp", self.fsdp or self.hsdp or self.graph_fsdp)

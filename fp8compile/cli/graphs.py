@@ -58,7 +58,7 @@ class CountedModel:
         # Three shapes at most (train, eval, last eval batch): a graph for each beats one for all.
         self._call = (
             torch.compile(model, fullgraph=True, dynamic=False, backend=config.backend)
-            if config.compile and (config.graph_fsdp or not config.fsdp)
+            if config.compile and not config.blocks_apart
             else model
         )
 

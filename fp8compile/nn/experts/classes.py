@@ -127,6 +127,8 @@ def cannot_revert_experts(module: nn.Module) -> str | None:
     """Why converted experts can't become again what they were, or None."""
     if "_plain_experts" not in vars(type(module)):
         return f"this is a {type(module).__name__}, and its own methods would be lost. Undo that."
+    if "dispatch_options" in vars(module):
+        return "ExpertParallel has spread it over ranks, of which its own methods know nothing. Make the model anew."
     if _bypassed(module) is not None or module._compiled_call_impl is not None:
         return "forward was replaced or compiled on the instance, and would go on in FP8. Undo that first."
     return None
