@@ -30,7 +30,7 @@ differentiable = tuple(
     f"fp8compile::{op}"
     for op in (
         *("linear", "delayed_linear", "sharded_linear", "grouped_linear"),
-        *("scatter_sum", "routed_rows", *STRAIGHT, *FSDP),
+        *("scatter_sum", "routed_rows", "dispatch", "combine", *STRAIGHT, *FSDP),
     )
 )
 KEEP_STRIDES = (

@@ -134,6 +134,8 @@ def _samples() -> Iterator[tuple]:
     for index, recipe in enumerate(samples.recipes()):
         yield rows, counts, counts, torch.tensor([[12], [12]]), None, (OUTPUT, GRAD_INPUT)[index % 2].a, recipe, ""
         yield rows, counts, counts, None, 16, (GRAD_INPUT, OUTPUT)[index % 2].a, recipe, ""
+    none = torch.zeros_like(counts)
+    yield rows[:0], none, none, none[:, :2].t(), None, OUTPUT.a, recipe, ""
     yield rows.float().t()[:8].t(), counts[:, :1], counts[:, :1], torch.tensor([[5], [5]]), 5, OUTPUT.a, Recipe(), ""
 
 
