@@ -53,9 +53,8 @@ def run_script(script: Path, backend: str) -> None:
 def test_code_in_a_document_runs_from_top_to_bottom(document, tmp_path):
     script = tmp_path / "document.py"
     script.write_text("\n".join(fences(document)))
-    backend = (
-        "inductor" if document.name == "README.md" else "aot_eager"
-    )  # what Inductor makes of it is shown elsewhere
+    # what Inductor makes of layers is shown elsewhere
+    backend = "inductor" if document.name == "README.md" else "aot_eager"
     process = process_context().Process(target=run_script, args=(script, backend))
     process.start()
     process.join(300)
