@@ -25,6 +25,7 @@ pytestmark = [
 AS_USERS_GET_IT = {
     *("stochastic rounding, tensorwise", "float32, rowwise", "dynamic tokens, rowwise_bf16_wgrad"),
     *("experts, empty ones, NaN behind, mxfp8", "one rank of two, FSDP in the graph, rowwise"),
+    "attention, bias, frozen weight, rowwise",
 }
 
 
@@ -63,7 +64,9 @@ def test_what_runs_as_users_get_it_is_a_quick_case():
     assert {str(case) for case in CASES if case.is_quick} > AS_USERS_GET_IT
 
 
-@pytest.mark.parametrize("case", FOREIGN, ids=str)
+@pytest.mark.parametrize(
+    "case", [pytest.param(each, marks=[pytest.mark.slow] * str(each).startswith("timm")) for each in FOREIGN], ids=str
+)
 @pytest.mark.filterwarnings("ignore")  # of the packages, when they are imported
 def test_functions_that_nobody_here_wrote_are_their_graphs(case):
     if not has_package(case):

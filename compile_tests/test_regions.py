@@ -101,12 +101,15 @@ def trained(model, compiled, *, rows=(24, 24), context=nullcontext):
 
 
 def assert_same_bits(make, recipe, backend="aot_eager", **how):
+    """As a whole and by blocks; returns the graphs of the blocks, as Dynamo hands them to AOTAutograd."""
     whole, by_blocks = converted(make, recipe), converted(make, recipe)
     right = trained(whole, torch.compile(whole, fullgraph=True, backend=backend), **how)
     torch._dynamo.reset()
-    found = trained(by_blocks, f8.compile(by_blocks, backend=backend), **how)
-    for actual, expected in zip(found, right, strict=True):
+    recording = Recording()
+    compiled = f8.compile(by_blocks, backend=recording if backend == "aot_eager" else backend)
+    for actual, expected in zip(trained(by_blocks, compiled, **how), right, strict=True):
         assert torch.equal(actual, expected)
+    return [kept.dynamo for kept in recording.graphs]
 
 
 def graphs_of(model, *inputs):
@@ -130,9 +133,7 @@ def rows_of(*size):
 
 @pytest.mark.parametrize("recipe", f8.recipes.names())
 def test_blocks_are_traced_once_and_have_the_bits_of_the_whole(recipe):
-    assert_same_bits(stack, recipe)
-    torch._dynamo.reset()
-    (graph,) = graphs_of(converted(stack, recipe), rows_of(24, 32))
+    (graph,) = assert_same_bits(stack, recipe)
     calls = [node for node in graph.graph.nodes if node.target is torch.ops.higher_order.invoke_subgraph]
     bodies = {node.args[0].target for node in calls}
     assert len(calls) == BLOCKS, graph.print_readable(print_output=False)

@@ -25,7 +25,7 @@ def process_context() -> Any:
 
 def print_to(path: Path) -> None:
     """Have this process, and those that it starts, print to a file from now on."""
-    file = os.open(path, os.O_WRONLY | os.O_CREAT)
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     for number in (1, 2):
         os.dup2(file, number)
     sys.stdout, sys.stderr = (os.fdopen(number, "w", buffering=1) for number in (1, 2))

@@ -5,29 +5,20 @@ from __future__ import annotations
 import json
 import random
 import shlex
-import subprocess
-import sys
 import time
-from pathlib import Path
 
 import pytest
+from commands import started
 
-ROOT = Path(__file__).parents[1]
 RUN = shlex.split(
     "--dim 16 --layers 1 --heads 2 --kv-heads 1 --hidden 32 --seq 16 --batch 4 --eval-every 50 "
     "--eval-sequences 6 --checkpoint-every 3 --threads 1 --device cpu --recipe rowwise --compare bf16 --no-compile"
 )
 
 
-def start(*arguments):
-    command = [sys.executable, "-m", "fp8compile", "train", *map(str, arguments)]
-    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-
-
-def finish(*arguments):
-    process = start(*arguments)
-    _, complaint = process.communicate(timeout=300)
-    assert process.returncode == 0, complaint
+def finished(process, printed):
+    process.join(300)
+    assert process.exitcode == 0, printed.read_text()
 
 
 def lines(folder):
@@ -40,11 +31,11 @@ def lines(folder):
 def kill_at(process, folder, wanted, delay):
     """Kill the run ``delay`` seconds after it wrote its ``wanted``-th line."""
     while lines(folder) < wanted:
-        assert process.poll() is None, f"ended by itself: {process.stderr.read()}"
+        assert process.is_alive(), "ended by itself"
         time.sleep(0.001)
     time.sleep(delay)
     process.kill()
-    process.communicate()
+    process.join()
 
 
 def results(folder):
@@ -59,14 +50,14 @@ def test_killed_at_random_moments_and_resumed(tmp_path, kills, steps):
     text.write_text("".join(f"{number} squared is {number**2}\n" for number in range(700)))
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     arguments = (*RUN, "--steps", steps, "--data", text)
-    finish(*arguments, "--out", whole)
+    printed = tmp_path / "printed"
+    finished(started(["train", *arguments, "--out", whole], printed), printed)
 
     moments = random.Random(0)
-    process = start(*arguments, "--out", killed)
+    process = started(["train", *arguments, "--out", killed], printed)
     for _ in range(kills):
         # some 3 ms a step, some of them in the middle of writing a checkpoint
         kill_at(process, killed, lines(killed) + moments.randint(1, 30), moments.uniform(0, 0.03))
-        process = start("--resume", killed)
-    _, complaint = process.communicate(timeout=300)
-    assert process.returncode == 0, complaint
+        process = started(["train", "--resume", killed], printed)
+    finished(process, printed)
     assert results(killed) == results(whole)

@@ -9,12 +9,14 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
+from commands import started
 
 import fp8compile as f8
 from fp8compile._compat import cpu_has_rowwise_gemm
@@ -124,10 +126,13 @@ def test_a_killed_run_resumes_to_the_bit(text_file, tmp_path, recipe, compare, w
     sizes = {"steps": 60, "checkpoint_every": 10, "eval_every": 20}
     killed, whole = tmp_path / "killed", tmp_path / "whole"
     arguments = {"recipe": recipe, "compiled": compiled, **sizes}
-    process = start(words(text_file, killed, *compare, **arguments))
-    wait_for(process, where)
+    printed = tmp_path / "printed"
+    process = started(words(text_file, killed, *compare, **arguments), printed)
+    while not (printed.exists() and where in printed.read_text()):
+        assert process.is_alive(), f"ended before {where!r}"
+        time.sleep(0.001)
     process.kill()
-    process.communicate()
+    process.join()
     assert main(["train", "--resume", str(killed)]) == 0
     assert main(words(text_file, whole, *compare, **arguments)) == 0
     assert losses(killed) == losses(whole)

@@ -52,9 +52,10 @@ MEANT = {
     "fp8compile::with_product_gradient": lambda product, a, b, quantizer: a.to(product.dtype) @ b.to(product.dtype),
 }
 QUANTIZES = "the values of the derivative, for "  # and a layer's own tests hold them against products of dequantize
-# Inductor's C++ is nine tenths of the time. It compiles a gradient's op in the backward of its layer, sharded layers
-# on two ranks in test_tensor_parallel.py, and what fsdp_delayed_linear is made of in fsdp_linear and delayed_linear.
-LAYERS = ("", "delayed_", "sharded_", "fsdp_", "grouped_")
+# Inductor's C++ is nine tenths of the time. Its gradients are compared to the bit in test_shapes.py, test_delayed.py,
+# test_grouped_linear.py and, on two ranks, test_explicit_groups.py and test_tensor_parallel.py. fsdp_delayed_linear is
+# made of what fsdp_linear and delayed_linear are.
+LAYERS = ("", "delayed_", "sharded_", "grouped_")
 BY_INDUCTOR_ELSEWHERE = {f"fp8compile::{kind}grad_{operand}" for kind in LAYERS for operand in ("input", "weight")}
 BY_INDUCTOR_ELSEWHERE |= {"fp8compile::sharded_linear", "fp8compile::fsdp_delayed_linear"}
 

@@ -12,7 +12,7 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
-from command_ranks import finished_on_ranks
+from commands import finished_on_ranks
 from gloo_ranks import shared_ranks
 from test_tensor_parallel_training import complaint, losses_of, rows_of, start, words
 

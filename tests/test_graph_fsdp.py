@@ -1,7 +1,8 @@
 """FSDP in the graph: the codes of the whole weight, the training of `fully_shard` bit for bit, in one graph.
 
 On two ranks the mean of gradients is one rounded addition and an exact division, so one process computes the same
-bits. Against `fully_shard` there is no tolerance anywhere: both have the same sums, made by the same collectives.
+bits. Against `fully_shard` there is no tolerance but where three float32 gradients are added: in which order gloo adds
+them depends on where they are in the message, and `fully_shard` sends a block's gradients in one.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ MESHES = ("1-D", "three", "HSDP", "FSDP + TP")
 EVERYTHING = [
     each
     for each in product(RECIPES, ("fp32", "pow2"), models.POLICIES, models.SIZES, MESHES)
-    if each[:2] != ("mxfp8", "fp32")
+    if each[:2] != ("mxfp8", "fp32") and (each[2], each[4]) != ("fp32", "three")
 ]
 # each value of each with each of the others, but what mxfp8 doesn't have
 PAIRWISE = [
@@ -209,6 +210,26 @@ def graph_and_stock(recipe, scale, policy, sizes, mesh, steps, backend=None):
 @pytest.mark.parametrize("case", PAIRWISE, ids=" ".join)
 def test_trains_as_fully_shard_does(ranks, case):
     assert not any(ranks.run(graph_and_stock, *case, 5, within=models.WITHIN[case[-1]]))
+
+
+def gradients_of_three(recipe, sizes):
+    """What of the first gradients is further from `fully_shard`'s than three float32 in another order, in words."""
+    made = []
+    for function in (models.shard, graph_fsdp):
+        model, where = prepared(sizes, recipe_of(recipe), "three")
+        model = function(model, where, models.POLICIES["fp32"]) if function is models.shard else function(model, where)
+        loss = model(models.batch(0, dist.get_rank()))
+        loss.backward()
+        made.append((loss.item(), {name: p.grad.full_tensor() for name, p in model.named_parameters()}))
+    (loss, expected), (own_loss, found) = made
+    # two roundings of 2**-24 of a sum, and room for three summands that cancel in part; measured: 0.3 of 2**-24
+    far = [name for name, g in expected.items() if (found[name] - g).abs().max() > 2 * 2**-24 * 3 * g.abs().max()]
+    return far if loss == own_loss else [*far, "loss"]
+
+
+@pytest.mark.parametrize("sizes", models.SIZES)
+def test_gradients_in_float32_on_three_ranks_are_those_of_fully_shard_in_another_order(ranks, sizes):
+    assert ranks.run(gradients_of_three, "tensorwise", sizes, within="three") == [[]] * 3
 
 
 def test_trains_as_fully_shard_does_for_30_steps_in_one_graph(ranks):

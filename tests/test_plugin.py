@@ -431,9 +431,10 @@ def test_options_that_do_not_go_together_are_refused(run, options, text):
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_baseline_of_no_test_is_reported_as_stale(run, pytester, workers):
-    options = ["--graph-baseline", "graphs", *(("-n", str(workers)) if workers else ("-p", "no:xdist"))]
+    alone = ["--graph-baseline", "graphs", "-p", "no:xdist"]
+    options = [*alone[:2], "-n", str(workers)] if workers else alone
     two = WHOLE + WHOLE.replace("test_whole", "test_other")
-    run(two, *options, subprocess=workers > 0).assert_outcomes(passed=2)
+    run(two, *alone).assert_outcomes(passed=2)
     result = run(two, *options, "-k", "whole", subprocess=workers > 0)
     result.stdout.no_fnmatch_line("*: stale, *")  # the other one was not asked for
     result = run(WHOLE, *options, subprocess=workers > 0)

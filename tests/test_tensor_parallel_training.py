@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from command_ranks import finished_on_ranks
+from commands import finished_on_ranks
 from gloo_ranks import GROUPS, shared_ranks
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
