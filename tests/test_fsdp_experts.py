@@ -44,7 +44,9 @@ def along(dim):
 def one_process(model, policy, steps, world=2):
     """Losses of each rank, and weights, of one process: the mean of ranks' gradients in float32, in their order."""
     optimizer, losses = models.adamw(model), []
-    cast = copy.deepcopy(model).to(models.POLICIES[policy].param_dtype or torch.float32)
+    cast = copy.deepcopy(model)
+    for parameter in cast.parameters():  # buffers stay as they are, with `fully_shard` too
+        parameter.data = parameter.data.to(models.POLICIES[policy].param_dtype or torch.float32)
     if TORCH_VERSION >= (2, 15):  # FSDP2 lets gradients come in the dtype that it sums them in: those of norms do
         for parameter in cast.parameters():
             parameter.grad_dtype = torch.float32
@@ -108,6 +110,9 @@ CASES = [
     ("torchtitan", 3, "rowwise", "bf16", 0),
     ("gpt-oss", 3, "rowwise_bf16_wgrad", "bf16", 0),
     ("torchtitan", 1, "mxfp8", "fp32", 0),
+    ("Qwen3-MoE", 4, "tensorwise", "bf16", 0),
+    ("Qwen3-MoE", 3, "blockwise", "bf16", 1),
+    ("Qwen3-MoE", 3, "rowwise", "bf16", 0),
 ]
 
 
