@@ -24,8 +24,6 @@ from fp8compile.testing.bits import bits
 needs_groups = pytest.mark.skipif(
     TORCH_VERSION < (2, 12), reason=f"a group as a part of a tensor needs PyTorch 2.12, this is {torch.__version__}"
 )
-SHARES = ("tensorwise", "blockwise")  # forward and backward multiply the same codes
-RECIPES = (*SHARES, "rowwise", "rowwise_bf16_wgrad", "mxfp8")
 
 
 @pytest.fixture(scope="session")
@@ -66,6 +64,11 @@ def one_process(model, policy, steps, world=2):
     return [each[dist.get_rank() % world] for each in losses], models.weights_of(model)
 
 
+def gathers_codes(recipe):
+    """Whether FSDP2 can: forward and backward multiply the same ones."""
+    return recipe in ("tensorwise", "blockwise") and TORCH_VERSION >= (2, 12)
+
+
 def sharded(model, way, policy, dim=0, **options):
     """The model as the user shards it over two ranks."""
     mesh = models.mesh_1d("pair")
@@ -89,7 +92,7 @@ def ways_of_training(kind, count, recipe, policy, dim, steps):
 
     losses, weights = one_process(made(), policy, steps)
     assert len(set(losses)) == steps
-    ways = ["codes"] * (recipe in SHARES) + ["stock"] + ["graph"] * (dim == 0)
+    ways = ["codes"] * gathers_codes(recipe) + ["stock"] + ["graph"] * (dim == 0)
     found = []
     for way in ways:
         model = sharded(made(), way, policy, dim)
@@ -116,7 +119,6 @@ CASES = [
 ]
 
 
-@needs_groups
 @pytest.mark.parametrize("case", CASES, ids=lambda case: " ".join(map(str, case)))
 def test_trains_as_one_process_does(ranks, case):
     assert ranks.run(ways_of_training, *case, 4, within="pair") == [[]] * 2
@@ -133,7 +135,7 @@ def compiled_ways(kind, count, recipe, backend, steps):
 
     losses, weights = one_process(made(), "bf16", steps)
     found = []
-    for way in ["codes"] * (recipe in SHARES) + ["graph"]:
+    for way in ["codes"] * gathers_codes(recipe) + ["graph"]:
         model = made()
         options = {"backend": backend} if way == "codes" else {}
         model = sharded(model, way, "bf16", **options)
@@ -144,7 +146,6 @@ def compiled_ways(kind, count, recipe, backend, steps):
     return found
 
 
-@needs_groups
 @pytest.mark.parametrize(
     "case", [("torchtitan", 3, "blockwise"), ("gpt-oss", 4, "rowwise")], ids=lambda case: " ".join(map(str, case))
 )
