@@ -128,8 +128,8 @@ class _ShardedModule(nn.Module):
         if name in state.tied and state.forward.tied:
             return state.forward.tied[state.tied[name]]
         if name in state.stacks:
-            local = parameter.to_local()
-            return UngatheredStack(local, state.where[name].rows, used_dtype(state.where[name], local.device.type))
+            local, where = parameter.to_local(), state.where[name]
+            return UngatheredStack(local, where.rows, used_dtype(where, local.device.type), parameter.shape[0])
         return gather(parameter, state.where[name])
 
 
