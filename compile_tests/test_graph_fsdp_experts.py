@@ -89,6 +89,31 @@ def on_the_last_rank():
         yield lambda function, *args: pool.submit(function, *args).result()
 
 
+class Narrow(nn.Module):
+    """Two layers of as many rows, of which the last of four ranks has none."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(DIM, RANKS - 1, bias=False)
+        self.second = nn.Linear(DIM, RANKS - 1, bias=False)
+
+    def forward(self, x):
+        return self.first(x) + self.second(2 * x)
+
+
+@cache
+def compiled_narrow(recipe):
+    from torch.distributed.device_mesh import DeviceMesh
+
+    model = f8.convert(Narrow().bfloat16(), f8.recipes.by_name(recipe), filter=lambda *_: True)
+    return compiled_model(f8.parallel.graph_fsdp(model, DeviceMesh("cpu", range(RANKS))))
+
+
+def test_a_rank_without_rows_sends_what_others_send(elsewhere, on_the_last_rank):  # noqa: F811
+    first, last = (where(compiled_narrow, "rowwise")[:2] for where in (elsewhere, on_the_last_rank))
+    assert first == last
+
+
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
 def test_a_rank_without_experts_sends_what_others_send(elsewhere, on_the_last_rank, recipe):  # noqa: F811
     """What is sent of nothing is the same of all layers, and compilers merge equal calls."""
