@@ -10,16 +10,13 @@ from torch.utils.checkpoint import checkpoint
 
 import fp8compile as f8
 
-__all__ = ["DIM", "Mixture", "MixtureModel", "mixture_of"]
+__all__ = ["mixture_of"]
 
 DIM, INNER, TOP_K = 32, 200, 2  # 400 rows of gate_up: halves of them are cut within blocks of 128
 
 
 class Experts(nn.Module):
-    """As torchtitan writes them, by a method that convert replaces; or with transposed weights and biases, as gpt-oss.
-
-    Weights of such experts are multiplied by ``f8.grouped_mm`` or ``f8.grouped_linear`` once they are converted.
-    """
+    """As torchtitan writes them, by a method that convert replaces."""
 
     def __init__(self, count):
         super().__init__()
@@ -96,7 +93,41 @@ class MixtureModel(nn.Module):
         return cross_entropy(self.head(x).flatten(0, 1).float(), symbols[:, 1:].flatten())
 
 
+class Qwen3Moe(nn.Module):
+    """Two layers of transformers' Qwen3-MoE, with the loss of the next symbols."""
+
+    def __init__(self, count):
+        super().__init__()
+        from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+        config = Qwen3MoeConfig(
+            vocab_size=models.NUM_SYMBOLS,
+            hidden_size=64,
+            intermediate_size=128,
+            moe_intermediate_size=96,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=16,
+            num_experts=count,
+            num_experts_per_tok=TOP_K,
+            max_position_embeddings=64,
+            use_cache=False,
+        )
+        self.model = Qwen3MoeForCausalLM(config)
+
+    @property
+    def blocks(self):
+        """The layers."""
+        return self.model.model.layers
+
+    def forward(self, symbols):
+        return self.model(input_ids=symbols, labels=symbols).loss
+
+
 def mixture_of(kind, count, recipe):
-    """A model whose experts, and nothing else, are in FP8."""
+    """A model whose experts are in FP8; of the small ones nothing else is."""
     torch.manual_seed(0)
+    if kind == "Qwen3-MoE":
+        return f8.convert(Qwen3Moe(count), recipe, filter=lambda *_: True)
     return f8.convert(MixtureModel(kind, count), recipe, filter=lambda _, fqn: fqn.endswith("experts"))

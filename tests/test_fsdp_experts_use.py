@@ -12,12 +12,12 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from gloo_ranks import GROUPS, shared_ranks
-from test_fsdp_experts import differing, needs_groups, sharded
+from test_fsdp_experts import along, differing, needs_groups, sharded
 from test_fsdp_use import CountedAllGather, counted
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.distributed.fsdp import CPUOffloadPolicy
-from torch.distributed.tensor import DTensor
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import fp8compile as f8
 from fp8compile import _compat
@@ -210,6 +210,51 @@ def on_three_ranks():
 
 def test_ranks_without_experts(ranks):
     assert ranks.run(on_three_ranks, within="three") == [[]] * 3
+
+
+class Spread(expert_models.Experts):
+    """Experts that each rank has some of: a DTensor's own part is what a rank multiplies by."""
+
+    def __init__(self, mesh, placement):
+        torch.manual_seed(0)
+        super().__init__(4)
+        for name, stack in list(self.named_parameters()):
+            setattr(self, name, nn.Parameter(distribute_tensor(stack.detach(), mesh, [placement])))
+
+    def forward(self, rows):
+        ends = torch.tensor([5, rows.shape[0]], dtype=torch.int32)
+        up, down = (stack.to_local().transpose(-2, -1) for stack in (self.gate_up, self.down))
+        gate, up = self._grouped_mm(A=rows, B_t=up, offs=ends).chunk(2, dim=-1)
+        return self._grouped_mm(A=gate * up, B_t=down, offs=ends)
+
+
+def on_a_mesh_of_two_dims(recipe, dim):
+    """What differs where FSDP cuts a rank's own experts, and what is said of matrices that ranks have parts of."""
+    mesh, trained = models.mesh_2d("dp", "ep"), {}
+    for way in ("stock", "codes"):
+        model = f8.convert(Spread(mesh["ep"], Shard(0)), f8.recipes.by_name(recipe))
+        model = fsdp_float8_all_gather(model) if way == "codes" else model
+        fully_shard(model, mesh=mesh["dp"], mp_policy=models.BF16, **along(dim))
+        optimizer, losses = models.adamw(model), []
+        for step in range(3):
+            generator = torch.Generator().manual_seed(10 * dist.get_rank() + step)
+            loss = model(torch.randn(16, 32, generator=generator)).float().square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        trained[way] = losses, models.weights_of(model)
+    (losses, weights), (own, found) = trained.values()
+    try:
+        fsdp_float8_all_gather(f8.convert(Spread(mesh["ep"], Shard(1)), f8.recipes.by_name(recipe)))
+    except ValueError as error:
+        return [*differing(weights, found), own == losses, "parts of each expert's matrix" in str(error)]
+    return ["no error"]
+
+
+@pytest.mark.parametrize("case", [("tensorwise", 0), ("blockwise", 1)], ids=lambda case: " ".join(map(str, case)))
+def test_experts_that_other_ranks_have_others_of(ranks, case):
+    assert ranks.run(on_a_mesh_of_two_dims, *case) == [[True, True]] * 4
 
 
 # ---------------------------------------------------------------------------------- checkpoints

@@ -85,8 +85,7 @@ def shard(model: ByteLlama, mesh: DeviceMesh, config: TrainConfig, recipe: f8.Re
     if config.graph_fsdp:
         with _refusals("--graph-fsdp"):
             f8.parallel.graph_fsdp(model, mesh, mp_policy=POLICY)
-        experts = "; weights of experts bfloat16" if config.experts else ""
-        return NO_FP8 if recipe is None else f"codes, those that a pass needs{experts}"
+        return NO_FP8 if recipe is None else "codes, those that a pass needs"
     is_quantized = config.quantized_parameters and recipe is not None
     spread = expert_parameters(model) if config.ep > 1 else set()
     if config.ep > 1 and not config.fsdp:

@@ -22,17 +22,19 @@ class UngatheredStack:
         shard: This rank's matrices, (experts of this rank, N, K).
         rows: Which each rank has.
         dtype: That of the products.
+        groups: How many matrices there are. PyTorch 2.11 traces no attribute of ``rows``.
     """
 
-    def __init__(self, shard: Tensor, rows: Rows, dtype: torch.dtype) -> None:
+    def __init__(self, shard: Tensor, rows: Rows, dtype: torch.dtype, groups: int) -> None:
         self.shard = shard
         self.rows = rows
         self.dtype = dtype
+        self.groups = groups
 
     @property
     def shape(self) -> torch.Size:
         """Of the whole stack."""
-        return torch.Size((sum(self.rows.sizes), *self.shard.shape[1:]))
+        return torch.Size((self.groups, *self.shard.shape[1:]))
 
     @property
     def ndim(self) -> int:
@@ -60,7 +62,7 @@ class UngatheredStack:
                 f"transpose({first}, {second}) of the weights of experts, which graph_fsdp has cut along dim 0; "
                 "experts are gathered by their products. Transpose dims 1 and 2."
             )
-        return UngatheredStack(self.shard.transpose(first, second), self.rows, self.dtype)
+        return UngatheredStack(self.shard.transpose(first, second), self.rows, self.dtype, self.groups)
 
     def to(self, dtype: torch.dtype) -> UngatheredStack:
         """Itself, if that is its dtype.

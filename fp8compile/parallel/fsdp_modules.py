@@ -128,9 +128,25 @@ class _ShardedModule(nn.Module):
         if name in state.tied and state.forward.tied:
             return state.forward.tied[state.tied[name]]
         if name in state.stacks:
-            local = parameter.to_local()
-            return UngatheredStack(local, state.where[name].rows, used_dtype(state.where[name], local.device.type))
+            return _ungathered(parameter, state.where[name])
         return gather(parameter, state.where[name])
+
+
+def _check_one_cast(name: str, weight: Tensor, where: Where, used: torch.dtype) -> None:
+    """Raise unless a weight is cast once, by autocast or by the policy."""
+    if used != where.dtype and where.dtype != weight.dtype:
+        raise TypeError(
+            f"{name}: autocast casts to {used} and param_dtype of mp_policy is {where.dtype}. Leave one of them "
+            "out, or make them the same."
+        )
+
+
+def _ungathered(weight: Tensor, where: Where) -> UngatheredStack:
+    """The weights of experts, as their module sees them."""
+    local = weight.to_local()
+    used = used_dtype(where, local.device.type)
+    _check_one_cast("experts", weight, where, used)
+    return UngatheredStack(local, where.rows, used, weight.shape[0])
 
 
 def _checked(layer: Linear, x: Tensor, bias: Tensor | None, where: Where) -> tuple[Tensor, Tensor | None]:
@@ -149,12 +165,8 @@ def _checked(layer: Linear, x: Tensor, bias: Tensor | None, where: Where) -> tup
             "of the layer, or for none of it."
         )
     used = used_dtype(where, x.device.type)
+    _check_one_cast("Linear", layer._parameters["weight"], where, used)
     if used != where.dtype:
-        if where.dtype != layer._parameters["weight"].dtype:
-            raise TypeError(
-                f"Linear: autocast casts to {used} and param_dtype of mp_policy is {where.dtype}. Leave one of them "
-                "out, or make them the same."
-            )
         bias = None if bias is None else bias.to(used)
     if x.device.type != "meta" and torch.is_autocast_enabled(x.device.type):
         x = x.to(used)

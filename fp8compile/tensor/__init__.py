@@ -12,6 +12,7 @@
     saved.py        what a file has of one
     fsdp.py         what FSDP2 asks of a sharded one
     agreement.py    whether ranks say the same sizes
+    refusals.py     operators that raise
     attributes.py   what others hang on a parameter
 
 An op that none of them gives a meaning raises.

@@ -28,6 +28,7 @@ from fp8compile.quantizers import Quantizer
 from fp8compile.quantizers.blocks import as_matrix
 from fp8compile.tensor.agreement import check_agreement
 from fp8compile.tensor.arguments import own_sizes, shown
+from fp8compile.tensor.refusals import refuse_operators
 from fp8compile.tensor.saved import load_tensor
 
 __all__ = ["HANDLERS", "LAYERS", "VIEWS", "QuantizedTensor", "cuts_blocks"]
@@ -311,34 +312,4 @@ def _no_meaning(op: object) -> str:
     )
 
 
-def _refuse_operator(name: str) -> None:
-    """Operators of Tensor turn a TypeError into NotImplemented, and Python then hides its text (and `==` is False)."""
-
-    def refuse(self: QuantizedTensor, *others: Any) -> Any:
-        raise TypeError(_no_meaning(f"Tensor.{name}"))
-
-    setattr(QuantizedTensor, name, refuse)
-
-
-for _operator in [
-    "add",
-    "sub",
-    "mul",
-    "truediv",
-    "floordiv",
-    "mod",
-    "pow",
-    "matmul",
-    "and",
-    "or",
-    "xor",
-    "lshift",
-    "rshift",
-]:
-    for _form in ("", "r", "i"):
-        _refuse_operator(f"__{_form}{_operator}__")
-for _operator in ["eq", "ne", "lt", "le", "gt", "ge", "neg", "abs", "invert"]:
-    _refuse_operator(f"__{_operator}__")
-for _method in ["share_memory_", "apply_", "map_", "map2_"]:
-    _refuse_operator(_method)  # a wrapper has no memory of its own, and PyTorch would read address 0
-QuantizedTensor.__hash__ = Tensor.__hash__  # type: ignore[method-assign]
+refuse_operators(QuantizedTensor, _no_meaning)

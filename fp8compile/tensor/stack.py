@@ -20,6 +20,7 @@ from fp8compile.ops.layer.linear import GRAD_INPUT, OUTPUT, as_read
 from fp8compile.ops.layer.operands import Phase
 from fp8compile.quantizers import Gemm, Quantizer, Recipe
 from fp8compile.tensor.quantized import QuantizedTensor
+from fp8compile.tensor.refusals import refuse_operators
 
 __all__ = ["QuantizedStack"]
 
@@ -87,13 +88,19 @@ class QuantizedStack(Tensor):
             return func.decompose(*args, **kwargs)
         result = None if handler is None else handler(func, *args, **kwargs)
         if result is None:
-            raise TypeError(
-                f"{func} has no FP8 meaning for the weights of experts, which were gathered as codes with scales of "
-                "each matrix. Multiply by fp8compile.grouped_linear or grouped_mm, which take them transposed too, or "
-                "leave these experts to a gather in high precision."
-            )
+            raise TypeError(_no_meaning(func))
         return result if func is aten.clone.default else return_and_correct_aliasing(func, args, kwargs, result)
 
+
+def _no_meaning(op: object) -> str:
+    return (
+        f"{op} has no FP8 meaning for the weights of experts, which were gathered as codes with scales of each "
+        "matrix. Multiply by fp8compile.grouped_linear or grouped_mm, which take them transposed too, or leave these "
+        "experts to a gather in high precision."
+    )
+
+
+refuse_operators(QuantizedStack, _no_meaning)
 
 # ---------------------------------------------------------------------------------- views, None for one that it hasn't
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from fp8compile import _compat
+from fp8compile.ops.after import after
 from fp8compile.ops.collectives import all_gather
 from fp8compile.ops.gemms.grouped.kernel import GroupedOperand
 from fp8compile.ops.groups.group_amax import group_amax
@@ -176,9 +177,11 @@ class GroupedOperands:
         found = self._quantized(weight, gemm)
         if self.rows is None or len(self.rows.sizes) == 1:
             return found
+        # Scales of no experts are constants. Compilers would merge the messages of two layers, on that rank alone.
+        scale = found.scale if self.phase is Phase.EAGER else after(found.scale, found.codes)
         with _compat.recomputed(in_backward=True) if gemm is GRAD_INPUT else _compat.left_in_forward():
             where = 0, self.rows.sizes, self.rows.group
-            return replace(found, codes=all_gather(found.codes, *where), scale=all_gather(found.scale, *where))
+            return replace(found, codes=all_gather(found.codes, *where), scale=all_gather(scale, *where))
 
     def _quantized(self, weight: Tensor, gemm: Gemm) -> GroupedOperand:
         quantizer = getattr(self.recipe, gemm.b)

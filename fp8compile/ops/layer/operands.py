@@ -132,6 +132,9 @@ class Operands:
             return self.weight
         if self.rows is not None:
             own = self._quantized(LocalShard(part.local, (*part.cuts, rows_cut(self.rows))), quantizer, slot)
+            if self.phase is not Phase.EAGER and 0 in self.rows.sizes:
+                # Scales of no rows are constants. Compilers would merge messages of two layers, on that rank alone.
+                own = replace(own, scale=after(own.scale, own.local))
             return _gathered_rows(own, in_backward=slot == GRAD_INPUT.b)
         if self.phase in (Phase.FORWARD, Phase.BACKWARD) and _keeps_codes(self.recipe, part):
             return self._kept(part, quantizer, slot)

@@ -1,0 +1,40 @@
+"""Operators and methods of a tensor subclass that has no meaning for them raise, and say why.
+
+Tensor turns the TypeError of an operator into NotImplemented. Python then hides its text, and `==` is False.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import product
+from typing import Any
+
+from torch import Tensor
+
+__all__ = ["refuse_operators"]
+
+BINARY = ["add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and", "or", "xor", "lshift", "rshift"]
+OPERATORS = [
+    *(f"__{form}{name}__" for name, form in product(BINARY, ("", "r", "i"))),
+    *(f"__{name}__" for name in ["eq", "ne", "lt", "le", "gt", "ge", "neg", "abs", "invert"]),
+]
+METHODS = ["share_memory_", "apply_", "map_", "map2_"]  # a wrapper has no memory, and PyTorch would read address 0
+
+
+def refuse_operators(cls: type[Tensor], no_meaning: Callable[[object], str]) -> None:
+    """Have all operators of a class raise a TypeError.
+
+    Args:
+        cls: A wrapper of other tensors.
+        no_meaning: The text of the error, for what was called.
+    """
+
+    def refused(name: str) -> Callable:
+        def refuse(self: Tensor, *others: Any) -> Any:
+            raise TypeError(no_meaning(f"Tensor.{name}"))
+
+        return refuse
+
+    for name in [*OPERATORS, *METHODS]:
+        setattr(cls, name, refused(name))
+    cls.__hash__ = Tensor.__hash__  # type: ignore[method-assign]
