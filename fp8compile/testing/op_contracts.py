@@ -15,7 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
+from fp8compile._compat import is_unbacked
 from fp8compile.ops.registry import OPS, Op
 from fp8compile.quantizers.constant import Constant
 from fp8compile.testing.bits import difference, results, sum_difference
@@ -108,9 +110,10 @@ def fake_is_like_the_result(op: Op, device: torch.device) -> None:
     """On tensors without data it returns the shapes, dtypes, strides and devices of the real results."""
     for args in looked_at(samples_on(op, device)):
         real = results(op.overload(*args))
-        mode = FakeTensorMode()
+        mode = FakeTensorMode(shape_env=ShapeEnv())
         with mode:
-            fakes = results(op.overload(*(mode.from_tensor(a) if isinstance(a, Tensor) else a for a in args)))
+            given = (mode.from_tensor(a, static_shapes=True) if isinstance(a, Tensor) else a for a in args)
+            fakes = results(op.overload(*given))
         mend = "make fake return new_empty of what impl returns" + (
             "; this one was derived from impl (fake=None): write one" if op.fake is op.impl else ""
         )
@@ -118,7 +121,7 @@ def fake_is_like_the_result(op: Op, device: torch.device) -> None:
             raise BrokenContract(expected=f"{len(real)} results of fake", found=str(len(fakes)), mend=mend)
         for index, (fake, result) in enumerate(zip(fakes, real, strict=True)):
             for aspect in ("shape", "dtype", "device", "strides"):
-                expected, found = (_aspect(tensor, aspect) for tensor in (result, fake))
+                expected, found = _aspect(result, aspect, fake), _aspect(fake, aspect, fake)
                 if expected != found:
                     raise BrokenContract(
                         expected=f"fake gives result {index} {aspect} {expected}, for ({shown(args)})",
@@ -127,11 +130,16 @@ def fake_is_like_the_result(op: Op, device: torch.device) -> None:
                     )
 
 
-def _aspect(tensor: Tensor, aspect: str) -> Any:
+def _aspect(tensor: Tensor, aspect: str, fake: Tensor) -> Any:
+    """The shape, dtype, device or strides of a tensor, without sizes that the fake says are data."""
+    known = [not is_unbacked(size) for size in fake.shape]
+    if aspect == "shape" and len(known) == tensor.ndim:
+        return tuple(size if is_known else "data" for size, is_known in zip(tensor.shape, known, strict=True))
     if aspect != "strides":
         return getattr(tensor, aspect)
     # of a dim of 1, or of nothing, a stride means nothing
-    return tuple(s for s, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1 and tensor.numel())
+    dims = zip(tensor.stride(), fake.shape, known, strict=True)
+    return tuple(s for s, size, is_known in dims if is_known and size > 1 and (not all(known) or fake.numel()))
 
 
 def decompose_is_the_kernel(op: Op, device: torch.device) -> None:
