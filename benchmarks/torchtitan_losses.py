@@ -14,6 +14,7 @@ import sys
 import tempfile
 import warnings
 from importlib.metadata import version
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -30,8 +31,8 @@ from torchtitan_on_cpu import CASES, MODELS, debug_config, import_torchtitan, lo
 __all__ = ["losses"]
 
 
-def losses(model: str, case: str, recipe: str, args: argparse.Namespace) -> list[float] | str:
-    """The losses of a training on this rank, or what it raised."""
+def losses(model: str, case: str, recipe: str, args: argparse.Namespace) -> list[float]:
+    """The losses of a training on this rank."""
     torch._dynamo.reset()
     backend = None if args.backend == "none" else args.backend
     with tempfile.TemporaryDirectory() as folder:
@@ -45,31 +46,31 @@ def losses(model: str, case: str, recipe: str, args: argparse.Namespace) -> list
         return losses_of(train(config))
 
 
-def _serve(rank: int, world_size: int, port: int, case: str, args: argparse.Namespace, found: list) -> None:
+def _serve(rank: int, world_size: int, port: int, cases: list[str], args: argparse.Namespace, found: list) -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
     import_torchtitan()
-    for model in args.models:
-        for recipe in ("bf16", args.recipe):
-            each = losses(model, case, recipe, args)
-            if rank == 0:
-                found.append((model, recipe, each))
+    for case, model, recipe in product(cases, args.models, ("bf16", args.recipe)):
+        each = losses(model, case, recipe, args)
+        if rank == 0:
+            print(f"{CASES[case]}, {model}, {recipe}: {each}", file=sys.stderr, flush=True)
+            found.append((case, model, recipe, each))
     dist.destroy_process_group()
 
 
-def case_rows(case: str, args: argparse.Namespace) -> list[Row]:
-    """Train all models on the ranks of one case."""
-    world_size = CASES[case].world_size
+def rows_of(world_size: int, args: argparse.Namespace) -> list[Row]:
+    """Train all models in all cases that take so many ranks."""
+    cases = [case for case in args.cases if CASES[case].world_size == world_size]
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with multiprocessing.get_context("spawn").Manager() as manager:
         found = manager.list()
-        multiprocessing.spawn(_serve, (world_size, store.port, case, args, found), nprocs=world_size)
+        multiprocessing.spawn(_serve, (world_size, store.port, cases, args, found), nprocs=world_size)
         return [
-            {"model": model, "ranks": str(CASES[case]), "in": recipe}
+            {"ranks": str(CASES[case]), "model": model, "in": recipe}
             | {str(step): loss for step, loss in enumerate(each, 1)}
-            for model, recipe, each in found
+            for case, model, recipe, each in found
         ]
 
 
@@ -84,7 +85,7 @@ def main() -> None:
     parser.add_argument("--spmd-backend", default="partial_dtensor")
     parser.add_argument("--steps", type=int, default=10)
     args = parser.parse_args()
-    rows = [row for case in args.cases for row in case_rows(case, args)]
+    rows = [row for size in sorted({CASES[case].world_size for case in args.cases}) for row in rows_of(size, args)]
     title = f"torchtitan {version('torchtitan')}, {args.spmd_backend}, {args.backend}"
     emit(title, rows, as_json=args.json)
 

@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,7 @@ DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 FENCE = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 # the compiler's processes and cache are those of the tests; the user's own folder is not looked at
 COMPILER = ("TORCHINDUCTOR_CACHE_DIR", "TORCHINDUCTOR_COMPILE_THREADS", "TORCHINDUCTOR_VEC_ISA_OK")
+OPTIONAL_CLIENTS = {"torchtitan.md": "torchtitan"}
 LINK = re.compile(r"\]\((?!https?:|#)([^)#]+)")
 
 
@@ -34,6 +36,8 @@ def fences(document: Path) -> list[str]:
 
 @pytest.mark.parametrize("document", [d for d in DOCUMENTS if fences(d)], ids=lambda d: d.name)
 def test_code_in_a_document_runs_from_top_to_bottom(document, tmp_path):
+    if (client := OPTIONAL_CLIENTS.get(document.name)) and not find_spec(client):
+        pytest.skip(f"needs {client}, which is not among what tests install")
     compiler = {name: os.environ[name] for name in COMPILER}
     script = tmp_path / "document.py"
     script.write_text("\n".join(fences(document)))

@@ -54,4 +54,3 @@ def test_a_layer_that_would_gather_says_so(mesh):
     x, weight = placed(mesh, (2, 16, 32), Shard(1)), placed(mesh, (64, 32), Shard(0))
     with pytest.raises(RuntimeError, match=r"would have to be gathered, and its mesh has no process groups"):
         f8.linear(x, weight, recipe=f8.recipes.rowwise())
-

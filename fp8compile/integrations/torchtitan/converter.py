@@ -24,7 +24,11 @@ __all__ = ["Float8Converter"]
 def _shown(recipe: Recipes) -> Any:
     if isinstance(recipe, Recipe):
         return describe(recipe)
-    return {name: each and describe(each) for name, each in recipe.items()} if isinstance(recipe, Mapping) else str(recipe)
+    return (
+        {name: each and describe(each) for name, each in recipe.items()}
+        if isinstance(recipe, Mapping)
+        else str(recipe)
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,6 +82,4 @@ class Float8Converter(QuantizationConverter):
             model_config: Of a whole model.
         """
         own = self.config
-        return building(
-            model_config, _Conversion(recipe=own.recipe, filter=own.filter, keep_ends=own.keep_ends)
-        )
+        return building(model_config, _Conversion(recipe=own.recipe, filter=own.filter, keep_ends=own.keep_ends))

@@ -22,7 +22,7 @@ from fp8compile.nn import Linear
 from fp8compile.ops import GEMM_OPS
 from fp8compile.parallel import fsdp_float8_all_gather
 
-__all__ = ["Float8Parallelize"]
+__all__ = ["BeforeCompile", "Float8Parallelize"]
 
 OWN_SCALES = (
     "torchtitan's spmd_types gives each layer plain local tensors: with tensor parallel, scales are those of each "
@@ -32,7 +32,7 @@ OWN_SCALES = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class _BeforeCompile:
+class BeforeCompile:
     """Stands where torchtitan expects a config of activation checkpointing; does its own part, then that of another.
 
     Attributes:
@@ -43,12 +43,12 @@ class _BeforeCompile:
     gather: bool
     then: ActivationCheckpointing.Config | None
 
-    def build(self, **kwargs: Any) -> _BeforeCompile:
+    def build(self, **kwargs: Any) -> BeforeCompile:
         policy = None if self.then is None else self.then.build(**kwargs)
         if isinstance(policy, SelectiveAC):
             own = policy.get_save_ops
             policy.get_save_ops = lambda: {*own(), *GEMM_OPS}  # type: ignore[method-assign]
-        return _BeforeCompile(gather=self.gather, then=policy)
+        return BeforeCompile(gather=self.gather, then=policy)
 
     def apply(self, model: nn.Module) -> None:
         if self.gather:
@@ -85,5 +85,5 @@ class Float8Parallelize:
         _say_whose_scales(model, parallel_dims)
         share_states(model, parallel_dims)
         gather = self.fsdp_float8_all_gather and parallel_dims.fsdp_enabled
-        before = _BeforeCompile(gather=gather, then=ac_config)
+        before = BeforeCompile(gather=gather, then=ac_config)
         return self.parallelize_fn(model, parallel_dims=parallel_dims, ac_config=before, **kwargs)
