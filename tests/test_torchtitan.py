@@ -139,16 +139,15 @@ class Products(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def products_with_selective_checkpointing(by_hand):
+def products_with_selective_checkpointing(policy_of):
     from torch import nn
     from torchtitan.distributed.activation_checkpoint import SelectiveAC
 
     layers = nn.ModuleDict({name: nn.Sequential(nn.Linear(64, 64), nn.SiLU(), nn.Linear(64, 64)) for name in "01"})
     model = f8.convert(nn.ModuleDict({"layers": layers}).bfloat16(), f8.recipes.rowwise())
     policy = SelectiveAC.Config()
-    if not by_hand:
-        before = import_module(f"{INTEGRATION}.parallelize").BeforeCompile
-        policy = before(gather=False, then=policy)
+    if policy_of == "fp8compile":
+        policy = import_module(f"{INTEGRATION}.parallelize").CheckpointingConfig(policy)
     policy.build(dump_folder="").apply(model)
     x = torch.randn(32, 64, dtype=torch.bfloat16, requires_grad=True)
     with Products() as products:
@@ -158,8 +157,8 @@ def products_with_selective_checkpointing(by_hand):
 
 @needs_torchtitan
 def test_selective_checkpointing_keeps_the_products_of_float8_layers(own_process):
-    assert own_process(products_with_selective_checkpointing, True) == 8  # torchtitan's own list has none of them
-    assert own_process(products_with_selective_checkpointing, False) == 4
+    assert own_process(products_with_selective_checkpointing, "torchtitan") == 8  # its own list has none of them
+    assert own_process(products_with_selective_checkpointing, "fp8compile") == 4
 
 
 @needs_torchtitan

@@ -17,6 +17,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
 
 __all__ = ["CASES", "MODELS", "Case", "debug_config", "import_torchtitan", "losses_of", "train"]
 
@@ -178,6 +179,9 @@ def train(config):
     """
     os.environ["LOCAL_RANK"] = str(dist.get_rank())
     trainer = config.build()
+    for module in trainer.model_parts[0].modules():
+        if isinstance(module, FSDPModule):
+            module.set_force_sum_reduction_for_comms(True)  # gloo can't multiply by 1 while it adds
     trainer.checkpointer.load(step=config.checkpoint.load_step)
     batches = trainer.batch_generator(trainer.dataloader)
     while trainer.should_continue_training():

@@ -22,7 +22,7 @@ from fp8compile.nn import Linear
 from fp8compile.ops import GEMM_OPS
 from fp8compile.parallel import fsdp_float8_all_gather
 
-__all__ = ["BeforeCompile", "Float8Parallelize"]
+__all__ = ["CheckpointingConfig", "Float8Parallelize"]
 
 OWN_SCALES = (
     "torchtitan's spmd_types gives each layer plain local tensors: with tensor parallel, scales are those of each "
@@ -31,30 +31,39 @@ OWN_SCALES = (
 )
 
 
-@dataclass(frozen=True, kw_only=True)
-class BeforeCompile:
-    """Stands where torchtitan expects a config of activation checkpointing; does its own part, then that of another.
+@dataclass(frozen=True)
+class _BeforeCompile:
+    """A policy of activation checkpointing, or None, and what is done at the same moment."""
 
-    Attributes:
-        gather: Whether weights are to be gathered as codes.
-        then: The config of activation checkpointing, or None for none.
-    """
-
+    policy: ActivationCheckpointing | None
     gather: bool
-    then: ActivationCheckpointing.Config | None
-
-    def build(self, **kwargs: Any) -> BeforeCompile:
-        policy = None if self.then is None else self.then.build(**kwargs)
-        if isinstance(policy, SelectiveAC):
-            own = policy.get_save_ops
-            policy.get_save_ops = lambda: {*own(), *GEMM_OPS}  # type: ignore[method-assign]
-        return BeforeCompile(gather=self.gather, then=policy)
 
     def apply(self, model: nn.Module) -> None:
         if self.gather:
             fsdp_float8_all_gather(model)
-        if self.then is not None:
-            self.then.apply(model)
+        if self.policy is not None:
+            self.policy.apply(model)
+
+
+@dataclass(frozen=True)
+class CheckpointingConfig:
+    """A config of activation checkpointing for a model in FP8: selective checkpointing keeps its products.
+
+    Attributes:
+        plain: The config that it stands for, or None for no checkpointing.
+        gather: Whether FSDP2, which comes next, is to gather weights as codes.
+    """
+
+    plain: ActivationCheckpointing.Config | None
+    gather: bool = False
+
+    def build(self, **kwargs: Any) -> _BeforeCompile:
+        """What torchtitan then calls ``apply(model)`` of."""
+        policy = None if self.plain is None else self.plain.build(**kwargs)
+        if isinstance(policy, SelectiveAC):
+            own = policy.get_save_ops  # its config is the user's, from the command line too: only the object is ours
+            policy.get_save_ops = lambda: {*own(), *GEMM_OPS}  # type: ignore[method-assign]
+        return _BeforeCompile(policy, self.gather)
 
 
 def _say_whose_scales(model: nn.Module, parallel_dims: ParallelDims) -> None:
@@ -85,5 +94,5 @@ class Float8Parallelize:
         _say_whose_scales(model, parallel_dims)
         share_states(model, parallel_dims)
         gather = self.fsdp_float8_all_gather and parallel_dims.fsdp_enabled
-        before = BeforeCompile(gather=gather, then=ac_config)
-        return self.parallelize_fn(model, parallel_dims=parallel_dims, ac_config=before, **kwargs)
+        checkpointing = CheckpointingConfig(ac_config, gather)
+        return self.parallelize_fn(model, parallel_dims=parallel_dims, ac_config=checkpointing, **kwargs)
