@@ -12,6 +12,7 @@ from importlib import import_module
 from importlib.metadata import PackageNotFoundError
 from importlib.util import find_spec
 from itertools import product
+from types import ModuleType
 
 import pytest
 import torch
@@ -121,7 +122,7 @@ def where_states_are():
     found = [layer._sharding_config.state_shardings for layer in layers if layer._sharding_config is not None]
     assert found
     return {
-        (name, str(shardings[name].axis_types[axis]))
+        (name, shardings[name].axis_types[axis].name)
         for shardings in found
         for name, axis in product(("amax_history", "multiplier"), (MeshAxisName.DP, MeshAxisName.TP))
     }
@@ -180,6 +181,25 @@ def refused():
 @needs_torchtitan
 def test_a_config_that_cannot_be_converted_is_refused(own_process):
     own_process(refused)
+
+
+def from_the_command_line(tmp_path):
+    from torchtitan.config import ConfigManager
+
+    registry = ModuleType("registry_of_a_test")
+    registry.in_float8 = lambda: config_of("qwen3_moe", f8.recipes.rowwise(), folder=tmp_path)
+    sys.modules[registry.__name__] = registry
+    options = ["--training.steps", "7", "--metrics.log_freq", "3"]
+    config = ConfigManager().parse_args(["--module", registry.__name__, "--config", "in_float8", *options])
+    assert (config.training.steps, config.metrics.log_freq) == (7, 3)
+    assert config.metrics.float8.to_dict() == {"has_quantization": True}
+    assert config.model_spec.model.float8.to_dict()["recipe"] == "rowwise"
+    ConfigManager().parse_args(["--module", registry.__name__, "--config", "in_float8", "activation_checkpoint:none"])
+
+
+@needs_torchtitan
+def test_torchtitans_command_line_takes_a_converted_config(own_process, tmp_path):
+    own_process(from_the_command_line, str(tmp_path))
 
 
 def losses(model, recipe, options):
