@@ -20,7 +20,7 @@ import torch.distributed as dist
 from gloo_ranks import shared_ranks
 from processes import process_context
 from torch.utils._python_dispatch import TorchDispatchMode
-from torchtitan_on_cpu import CASES, MODELS, debug_config, losses_of, train
+from torchtitan_on_cpu import CASES, MODELS, debug_config, import_torchtitan, losses_of, train
 
 import fp8compile as f8
 
@@ -70,6 +70,7 @@ def own_process():
 
 
 def start_group():
+    import_torchtitan()  # before anything imports it without
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 

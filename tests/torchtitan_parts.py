@@ -58,7 +58,8 @@ class Walks(BaseDataLoader):
                 tokens[:, place] = torch.where(by_chance[:, place], tokens[:, place], ruled)
             self.step += 1
             own = tokens[self.rank * self.rows : (self.rank + 1) * self.rows]
-            yield {"input": own[:, :-1].contiguous()}, own[:, 1:].contiguous()
+            positions = torch.arange(self.length).expand(self.rows, -1).contiguous()
+            yield {"input": own[:, :-1].contiguous(), "positions": positions}, own[:, 1:].contiguous()
 
     def state_dict(self):
         return {"step": self.step}
