@@ -12,7 +12,7 @@ from importlib import import_module
 from importlib.metadata import PackageNotFoundError
 from importlib.util import find_spec
 from itertools import product
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -177,6 +177,18 @@ def refused():
     config.model_spec = None
     with pytest.raises(ValueError, match="has no model_spec"):
         f8titan.convert(config, f8.recipes.rowwise())
+
+
+def refused_gather():
+    ranks = SimpleNamespace(spmd_backend="spmd_types", fsdp_enabled=True)
+    parallelize = integration().Float8Parallelize(lambda model, **kwargs: model, fsdp_float8_all_gather=True)
+    with pytest.raises(ValueError, match=r"spmd_backend='spmd_types' hands FSDP2 a mesh.*Take 'partial_dtensor'"):
+        parallelize(torch.nn.Linear(32, 32), parallel_dims=ranks, ac_config=None)
+
+
+@needs_torchtitan
+def test_codes_are_gathered_where_fsdp_has_a_mesh_of_its_own_only(own_process):
+    own_process(refused_gather)
 
 
 @needs_torchtitan

@@ -29,6 +29,10 @@ OWN_SCALES = (
     "rank's own part of a tensor, where DTensors have one scale for all ranks. Losses are not those of one rank to "
     "the bit. For one scale for all ranks: parallelism.spmd_backend='partial_dtensor', or recipes.delayed()."
 )
+NO_CODES = (
+    "hands FSDP2 a mesh that is not its own alone, whose codes this can't gather. Take 'partial_dtensor', or leave "
+    "weights to be gathered in param_dtype."
+)
 
 
 @dataclass(frozen=True)
@@ -90,9 +94,17 @@ class Float8Parallelize:
     fsdp_float8_all_gather: bool = False
 
     def __call__(self, model: nn.Module, *, parallel_dims: ParallelDims, ac_config: Any, **kwargs: Any) -> nn.Module:
-        """Parallelize a model, as torchtitan calls it."""
+        """Parallelize a model, as torchtitan calls it.
+
+        Raises:
+            ValueError: Weights are to be gathered as codes, and the mechanism of torchtitan is not partial_dtensor.
+        """
+        gather = self.fsdp_float8_all_gather and parallel_dims.fsdp_enabled
+        if gather and parallel_dims.spmd_backend != "partial_dtensor":
+            raise ValueError(
+                f"fsdp_float8_all_gather: parallelism.spmd_backend={parallel_dims.spmd_backend!r} {NO_CODES}"
+            )
         _say_whose_scales(model, parallel_dims)
         share_states(model, parallel_dims)
-        gather = self.fsdp_float8_all_gather and parallel_dims.fsdp_enabled
         checkpointing = CheckpointingConfig(ac_config, gather)
         return self.parallelize_fn(model, parallel_dims=parallel_dims, ac_config=checkpointing, **kwargs)
