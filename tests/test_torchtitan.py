@@ -228,9 +228,9 @@ def test_a_recipe_without_quantizers_trains_to_the_bits_of_bf16(own_process):
 
 @needs_torchtitan
 def test_experts_train_in_float8_near_bf16(own_process):
-    in_float8, in_bf16 = (own_process(losses, "qwen3_moe", recipe, {}) for recipe in (f8.recipes.rowwise(), None))
+    in_float8, in_bf16 = (own_process(losses, "deepseek_v3", recipe, {}) for recipe in (f8.recipes.rowwise(), None))
     assert in_float8 != in_bf16
-    assert in_float8 == pytest.approx(in_bf16, rel=5e-3)  # three times what docs/torchtitan.md has as most
+    assert in_float8 == pytest.approx(in_bf16, rel=2.5e-3)  # less than twice the most, 0.14 %, in docs/results
 
 
 def saved_and_loaded(model):
@@ -261,4 +261,4 @@ def test_a_checkpoint_of_a_float8_model_loads_into_that_in_bf16(own_process):
 def test_models_train_with_fsdp_and_tensor_parallel(model):
     in_float8 = shared_ranks().run(losses, model, f8.recipes.rowwise(), {"case": "fsdp2_tp2"}, seconds=900)
     in_bf16 = shared_ranks().run(losses, model, None, {"case": "fsdp2_tp2"}, seconds=900)
-    assert in_float8[0] == pytest.approx(in_bf16[0], rel=5e-3)
+    assert in_float8[0] == pytest.approx(in_bf16[0], rel=2.5e-3)
