@@ -4,7 +4,7 @@ Each is cut down to two layers, sequences of 64 and a global batch of 4 (see tes
 compiled. A row is one model on one layout of ranks; the losses of bf16 and of FP8 stand one above the other.
 
     python -m benchmarks.torchtitan_losses [--json] [--models llama3] [--cases fsdp2 tp2] [--backend inductor]
-        [--recipe rowwise] [--spmd-backend partial_dtensor] [--steps 10]
+        [--recipe rowwise] [--gather] [--spmd-backend partial_dtensor] [--without-checkpointing] [--steps 10]
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import sys
 import tempfile
 import warnings
 from importlib.metadata import version
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -25,52 +26,38 @@ from benchmarks.table import Row, emit
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
-from torchtitan_on_cpu import CASES, MODELS, debug_config, import_torchtitan, losses_of, train
+from torchtitan_on_cpu import CASES, MODELS, debug_config, losses_of, train
 
-__all__ = ["losses"]
-
-
-def losses(model: str, case: str, recipe: str, args: argparse.Namespace) -> list[float] | str:
-    """The losses of a training on this rank, or what it raised."""
-    torch._dynamo.reset()
-    backend = None if args.backend == "none" else args.backend
-    with tempfile.TemporaryDirectory() as folder:
-        config = debug_config(
-            model, CASES[case], folder, steps=args.steps, backend=backend, spmd_backend=args.spmd_backend
-        )
-        if recipe != "bf16":
-            from fp8compile.integrations import torchtitan as f8titan
-
-            config = f8titan.convert(config, f8.recipes.by_name(recipe), fsdp_float8_all_gather=args.gather)
-        return losses_of(train(config))
+__all__ = ["row_of"]
 
 
-def _serve(rank: int, world_size: int, port: int, case: str, args: argparse.Namespace, found: list) -> None:
+def _train(rank: int, world_size: int, port: int, case: str, model: str, recipe: str, args: dict, found: list) -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
-    import_torchtitan()
-    for model in args.models:
-        for recipe in ("bf16", args.recipe):
-            each = losses(model, case, recipe, args)
-            if rank == 0:
-                found.append((model, recipe, each))
+    with tempfile.TemporaryDirectory() as folder:
+        config = debug_config(model, CASES[case], folder, **args["options"])
+        if args["without_checkpointing"]:
+            config.activation_checkpoint = None
+        if recipe != "bf16":
+            from fp8compile.integrations import torchtitan as f8titan
+
+            config = f8titan.convert(config, f8.recipes.by_name(recipe), fsdp_float8_all_gather=args["gather"])
+        found[:] = losses_of(train(config))
     dist.destroy_process_group()
 
 
-def case_rows(case: str, args: argparse.Namespace) -> list[Row]:
-    """Train all models on the ranks of one case."""
+def row_of(case: str, model: str, recipe: str, args: dict) -> Row:
+    """Train a model on ranks of its own: torchtitan's spmd_types keeps the meshes of a process's first Trainer."""
     world_size = CASES[case].world_size
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with multiprocessing.get_context("spawn").Manager() as manager:
         found = manager.list()
-        multiprocessing.spawn(_serve, (world_size, store.port, case, args, found), nprocs=world_size)
-        return [
-            {"model": model, "ranks": str(CASES[case]), "in": recipe}
-            | {str(step): loss for step, loss in enumerate(each, 1)}
-            for model, recipe, each in found
-        ]
+        arguments = (world_size, store.port, case, model, recipe, args, found)
+        multiprocessing.spawn(_train, arguments, nprocs=world_size)
+        losses = {str(step): loss for step, loss in enumerate(found, 1)}
+    return {"ranks": str(CASES[case]), "model": model, "in": recipe, **losses}
 
 
 def main() -> None:
@@ -83,10 +70,16 @@ def main() -> None:
     parser.add_argument("--gather", action="store_true", help="FSDP2 gathers weights as codes")
     parser.add_argument("--spmd-backend", default="partial_dtensor")
     parser.add_argument("--steps", type=int, default=10)
-    args = parser.parse_args()
-    rows = [row for case in args.cases for row in case_rows(case, args)]
-    title = f"torchtitan {version('torchtitan')}, {args.spmd_backend}, {args.backend}"
-    emit(title, rows, as_json=args.json)
+    parser.add_argument("--without-checkpointing", action="store_true", help="no activation checkpointing")
+    given = parser.parse_args()
+    backend = None if given.backend == "none" else given.backend
+    args = {
+        "options": {"steps": given.steps, "backend": backend, "spmd_backend": given.spmd_backend},
+        "gather": given.gather,
+        "without_checkpointing": given.without_checkpointing,
+    }
+    rows = [row_of(*each, args) for each in product(given.cases, given.models, ("bf16", given.recipe))]
+    emit(f"torchtitan {version('torchtitan')}, {given.spmd_backend}, {given.backend}", rows, as_json=given.json)
 
 
 if __name__ == "__main__":

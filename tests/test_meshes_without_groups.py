@@ -7,18 +7,18 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 import fp8compile as f8
 
+# of x, of the weight, and of the result, which is where F.linear's would be
 LAYOUTS = {
-    "column": (Replicate(), Shard(0)),
-    "row": (Shard(2), Shard(1)),
-    "batch": (Shard(0), Replicate()),
-    "sequence": (Shard(1), Replicate()),
-    "whole": (Replicate(), Replicate()),
+    "column": (Replicate(), Shard(0), Shard(2)),
+    "row": (Shard(2), Shard(1), Partial()),
+    "batch": (Shard(0), Replicate(), Shard(0)),
+    "sequence": (Shard(1), Replicate(), Shard(1)),
+    "whole": (Replicate(), Replicate(), Replicate()),
 }
 
 
@@ -43,15 +43,19 @@ def layer(mesh, x, weight, recipe):
 @pytest.mark.parametrize("name", [name for name in f8.recipes.names() if name != "bf16"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_result_lies_as_that_of_a_plain_layer(mesh, layout, name):
-    x, weight = (placed(mesh, shape, p) for shape, p in zip([(2, 16, 32), (64, 32)], LAYOUTS[layout], strict=True))
-    expected, found = F.linear(x, weight), layer(mesh, x, weight, f8.recipes.by_name(name))
+    *operands, expected = LAYOUTS[layout]
+    x, weight = (placed(mesh, shape, p) for shape, p in zip([(2, 16, 32), (64, 32)], operands, strict=True))
+    found = layer(mesh, x, weight, f8.recipes.by_name(name))
     assert found.is_meta
-    assert (found.shape, found.placements, found.dtype) == (expected.shape, expected.placements, expected.dtype)
-    assert found.to_local().shape == expected.to_local().shape
+    assert (found.placements, found.dtype) == ((expected,), torch.bfloat16)
+    assert found.shape == (*x.shape[:-1], weight.shape[0])
+    local = list(found.shape)
+    if isinstance(expected, Shard):
+        local[expected.dim] //= mesh.size()
+    assert list(found.to_local().shape) == local
 
 
 def test_a_layer_that_would_gather_says_so(mesh):
     x, weight = placed(mesh, (2, 16, 32), Shard(1)), placed(mesh, (64, 32), Shard(0))
     with pytest.raises(RuntimeError, match=r"would have to be gathered, and its mesh has no process groups"):
         f8.linear(x, weight, recipe=f8.recipes.rowwise())
-

@@ -7,6 +7,7 @@ that PyTorch can train on a CPU, a tokenizer and a dataset without files, and me
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
 import types
@@ -16,6 +17,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
 
 __all__ = ["CASES", "MODELS", "Case", "debug_config", "import_torchtitan", "losses_of", "train"]
 
@@ -51,19 +53,16 @@ class _CpuModule(types.ModuleType):
 def import_torchtitan() -> None:
     """Import torchtitan on a machine whose accelerator is the CPU."""
     with (
-        mock.patch("torch._utils._get_available_device_type", lambda: "cpu"),
-        mock.patch("torch._utils._get_device_module", lambda device_type: _CpuModule("cpu")),
+        mock.patch("torch._utils._get_available_device_type", return_value="cpu"),
+        mock.patch("torch._utils._get_device_module", return_value=_CpuModule("cpu")),
     ):
-        import torchtitan.tools.utils  # noqa: F401
-    if "torchao" in sys.modules:
-        import torchtitan.trainer  # noqa: F401
-
-        return
-    sys.modules["torchao"] = None  # torchtitan goes without it, and it takes long to import
-    try:
-        import torchtitan.trainer  # noqa: F401
-    finally:
-        del sys.modules["torchao"]
+        importlib.import_module("torchtitan.tools.utils")
+    # torchtitan goes without torchao, and that takes long to import
+    hidden = {} if "torchao" in sys.modules else {"torchao": None}
+    sys.modules.update(hidden)
+    importlib.import_module("torchtitan.trainer")
+    for name in hidden:
+        del sys.modules[name]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,81 +112,6 @@ def _deepseek_v3():
 MODELS = {"llama3": _llama3, "qwen3_moe": _qwen3_moe, "deepseek_v3": _deepseek_v3}
 
 
-@cache
-def _parts():
-    """Classes of torchtitan's kinds: made here, for torchtitan is imported on demand."""
-    from torchtitan.components.dataloader import BaseDataLoader
-    from torchtitan.components.metrics import MetricsProcessor
-    from torchtitan.components.tokenizer import BaseTokenizer
-
-    class NoTokenizer(BaseTokenizer):
-        """The data are tokens already."""
-
-        @dataclass(kw_only=True, slots=True)
-        class Config(BaseTokenizer.Config):
-            pass
-
-        def __init__(self, config, **kwargs):
-            super().__init__()
-
-        def encode(self, *args, **kwargs):
-            raise NotImplementedError
-
-        decode = encode
-
-        def get_vocab_size(self):
-            raise NotImplementedError
-
-    class Walks(BaseDataLoader):
-        """Walks through tokens: the next follows from the last by a rule, one time in eight by chance.
-
-        A step's global batch is the same whatever the number of ranks that share it.
-        """
-
-        @dataclass(kw_only=True, slots=True)
-        class Config(BaseDataLoader.Config):
-            pass
-
-        def __init__(self, config, *, dp_world_size, dp_rank, seq_len, local_batch_size, **kwargs):
-            self.rows, self.rank, self.length = local_batch_size, dp_rank, seq_len
-            self.total, self.step = local_batch_size * dp_world_size, 0
-
-        def __iter__(self):
-            while True:
-                generator = torch.Generator().manual_seed(self.step)
-                tokens = torch.randint(0, 256, (self.total, self.length + 1), generator=generator)
-                by_chance = torch.rand(tokens.shape, generator=generator) < 1 / 8
-                for place in range(1, self.length + 1):
-                    ruled = (tokens[:, place - 1] * 5 + 17) % 256
-                    tokens[:, place] = torch.where(by_chance[:, place], tokens[:, place], ruled)
-                self.step += 1
-                own = tokens[self.rank * self.rows : (self.rank + 1) * self.rows]
-                yield {"input": own[:, :-1].contiguous()}, own[:, 1:].contiguous()
-
-        def state_dict(self):
-            return {"step": self.step}
-
-        def load_state_dict(self, state_dict):
-            self.step = state_dict["step"]
-
-    class Losses(MetricsProcessor):
-        """Keeps the loss of each step."""
-
-        @dataclass(kw_only=True, slots=True)
-        class Config(MetricsProcessor.Config):
-            pass
-
-        def __init__(self, config, **kwargs):
-            super().__init__(config, **kwargs)
-            self.losses = []
-
-        def log(self, step, global_avg_loss, *args, **kwargs):
-            self.losses.append(global_avg_loss)
-            super().log(step, global_avg_loss, *args, **kwargs)
-
-    return types.SimpleNamespace(tokenizer=NoTokenizer, data=Walks, metrics=Losses)
-
-
 def _cut_down(decoder):
     """Fewer layers and experts, in place."""
     from torchtitan.models.common.moe import MoE
@@ -220,15 +144,16 @@ def debug_config(
         spmd_backend: The mechanism of torchtitan by which it spreads tensors over ranks.
     """
     import_torchtitan()
+    import torchtitan_parts as parts
     from torchtitan.models.common.attention import FlexAttention, ScaledDotProductAttention
 
-    config, parts = MODELS[model](), _parts()
+    config = MODELS[model]()
     decoder = config.model_spec.model
     _cut_down(decoder)
     for _, _, parent, name in list(decoder.traverse(FlexAttention.Config)):
         setattr(parent, name, ScaledDotProductAttention.Config())
-    config.tokenizer, config.dataloader = parts.tokenizer.Config(), parts.data.Config()
-    config.metrics = parts.metrics.Config(log_freq=1, disable_color_printing=True)
+    config.tokenizer, config.dataloader = parts.NoTokenizer.Config(), parts.Walks.Config()
+    config.metrics = parts.Losses.Config(log_freq=1, disable_color_printing=True)
     config.dump_folder = folder
     config.optimizer.implementation = "for-loop"
     config.validator.enable = False
@@ -254,6 +179,9 @@ def train(config):
     """
     os.environ["LOCAL_RANK"] = str(dist.get_rank())
     trainer = config.build()
+    for module in trainer.model_parts[0].modules():
+        if isinstance(module, FSDPModule):
+            module.set_force_sum_reduction_for_comms(True)  # gloo can't multiply by 1 while it adds
     trainer.checkpointer.load(step=config.checkpoint.load_step)
     batches = trainer.batch_generator(trainer.dataloader)
     while trainer.should_continue_training():

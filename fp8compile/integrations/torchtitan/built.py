@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from dataclasses import field, fields, make_dataclass
 from functools import cache
-from typing import Any, Protocol
+from typing import Annotated, Any, Protocol
+
+import tyro
 
 __all__ = ["Change", "building"]
 
@@ -28,7 +30,7 @@ def _class(plain: type) -> type:
     def build(self: Any, **kwargs: Any) -> Any:
         return self.float8.build(plain, self, kwargs)
 
-    added = [("float8", Any, field(kw_only=True))]
+    added = [("float8", Annotated[Any, tyro.conf.Suppress], field(kw_only=True))]  # no option of a command line
     space = {"build": build, "__module__": plain.__module__, "__doc__": plain.__doc__}
     made = make_dataclass(plain.__name__, added, bases=(plain,), namespace=space, kw_only=True, slots=True)
     made.__qualname__ = plain.__qualname__

@@ -22,39 +22,52 @@ from fp8compile.nn import Linear
 from fp8compile.ops import GEMM_OPS
 from fp8compile.parallel import fsdp_float8_all_gather
 
-__all__ = ["Float8Parallelize"]
+__all__ = ["CheckpointingConfig", "Float8Parallelize"]
 
 OWN_SCALES = (
     "torchtitan's spmd_types gives each layer plain local tensors: with tensor parallel, scales are those of each "
     "rank's own part of a tensor, where DTensors have one scale for all ranks. Losses are not those of one rank to "
     "the bit. For one scale for all ranks: parallelism.spmd_backend='partial_dtensor', or recipes.delayed()."
 )
+NO_CODES = (
+    "hands FSDP2 a mesh that is not its own alone, whose codes this can't gather. Take 'partial_dtensor', or leave "
+    "weights to be gathered in param_dtype."
+)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class _BeforeCompile:
-    """Stands where torchtitan expects a config of activation checkpointing; does its own part, then that of another.
+    """A policy of activation checkpointing, or None, and what is done at the same moment."""
 
-    Attributes:
-        gather: Whether weights are to be gathered as codes.
-        then: The config of activation checkpointing, or None for none.
-    """
-
+    policy: ActivationCheckpointing | None
     gather: bool
-    then: ActivationCheckpointing.Config | None
-
-    def build(self, **kwargs: Any) -> _BeforeCompile:
-        policy = None if self.then is None else self.then.build(**kwargs)
-        if isinstance(policy, SelectiveAC):
-            own = policy.get_save_ops
-            policy.get_save_ops = lambda: {*own(), *GEMM_OPS}  # type: ignore[method-assign]
-        return _BeforeCompile(gather=self.gather, then=policy)
 
     def apply(self, model: nn.Module) -> None:
         if self.gather:
             fsdp_float8_all_gather(model)
-        if self.then is not None:
-            self.then.apply(model)
+        if self.policy is not None:
+            self.policy.apply(model)
+
+
+@dataclass(frozen=True)
+class CheckpointingConfig:
+    """A config of activation checkpointing for a model in FP8: selective checkpointing keeps its products.
+
+    Attributes:
+        plain: The config that it stands for, or None for no checkpointing.
+        gather: Whether FSDP2, which comes next, is to gather weights as codes.
+    """
+
+    plain: ActivationCheckpointing.Config | None
+    gather: bool = False
+
+    def build(self, **kwargs: Any) -> _BeforeCompile:
+        """What torchtitan then calls ``apply(model)`` of."""
+        policy = None if self.plain is None else self.plain.build(**kwargs)
+        if isinstance(policy, SelectiveAC):
+            own = policy.get_save_ops  # its config is the user's, from the command line too: only the object is ours
+            policy.get_save_ops = lambda: {*own(), *GEMM_OPS}  # type: ignore[method-assign]
+        return _BeforeCompile(policy, self.gather)
 
 
 def _say_whose_scales(model: nn.Module, parallel_dims: ParallelDims) -> None:
@@ -81,9 +94,17 @@ class Float8Parallelize:
     fsdp_float8_all_gather: bool = False
 
     def __call__(self, model: nn.Module, *, parallel_dims: ParallelDims, ac_config: Any, **kwargs: Any) -> nn.Module:
-        """Parallelize a model, as torchtitan calls it."""
+        """Parallelize a model, as torchtitan calls it.
+
+        Raises:
+            ValueError: Weights are to be gathered as codes, and the mechanism of torchtitan is not partial_dtensor.
+        """
+        gather = self.fsdp_float8_all_gather and parallel_dims.fsdp_enabled
+        if gather and parallel_dims.spmd_backend != "partial_dtensor":
+            raise ValueError(
+                f"fsdp_float8_all_gather: parallelism.spmd_backend={parallel_dims.spmd_backend!r} {NO_CODES}"
+            )
         _say_whose_scales(model, parallel_dims)
         share_states(model, parallel_dims)
-        gather = self.fsdp_float8_all_gather and parallel_dims.fsdp_enabled
-        before = _BeforeCompile(gather=gather, then=ac_config)
-        return self.parallelize_fn(model, parallel_dims=parallel_dims, ac_config=before, **kwargs)
+        checkpointing = CheckpointingConfig(ac_config, gather)
+        return self.parallelize_fn(model, parallel_dims=parallel_dims, ac_config=checkpointing, **kwargs)
