@@ -109,7 +109,7 @@ MEAN = 60 * 2.0**-24
     ("model", "recipe", "world", "options"),
     [
         ("Qwen3-MoE", "rowwise", 2, {}),
-        ("DeepSeek-V3", "blockwise", 4, {"capacity": 64}),
+        ("DeepSeek-V3", "blockwise", 4, {"capacity": 128}),
         pytest.param("DeepSeek-V3", "rowwise", 2, {}, marks=pytest.mark.slow),
         pytest.param("Qwen3-MoE", "mxfp8", 4, {"float8_dispatch": False}, marks=pytest.mark.slow),
     ],
@@ -121,19 +121,20 @@ def test_experts_trained_on_ranks_have_the_bits_of_one_process(ranks, model, rec
 
 
 @pytest.mark.parametrize(
-    ("model", "recipe", "world", "backend"),
+    ("model", "recipe", "options", "backend"),
     [
-        ("Qwen3-MoE", "rowwise", 2, "aot_eager"),
-        pytest.param("DeepSeek-V3", "rowwise", 2, "aot_eager", marks=pytest.mark.slow),
-        pytest.param("Qwen3-MoE", "rowwise", 2, "inductor", marks=pytest.mark.slow),
-        pytest.param("DeepSeek-V3", "rowwise", 2, "inductor", marks=pytest.mark.slow),
+        ("Qwen3-MoE", "rowwise", {"capacity": 64}, "aot_eager"),
+        pytest.param("DeepSeek-V3", "rowwise", {}, "aot_eager", marks=pytest.mark.slow),
+        pytest.param("Qwen3-MoE", "rowwise", {}, "inductor", marks=pytest.mark.slow),
+        pytest.param("DeepSeek-V3", "rowwise", {}, "inductor", marks=pytest.mark.slow),
     ],
 )
-def test_a_whole_model_trains_in_one_graph_beside_one_process(ranks, model, recipe, world, backend):
+def test_a_whole_model_trains_in_one_graph_beside_one_process(ranks, model, recipe, options, backend):
     for losses, expected, _, graphs in ranks.run(
-        beside_one_process, model, recipe, world, {}, "all", backend, seconds=600
+        beside_one_process, model, recipe, 2, options, "all", backend, seconds=600
     ):
         assert graphs == 1
-        # gradients of what all ranks have are bfloat16 means of two bfloat16 sums, so weights differ by 2**-8 of an
-        # update, and compiled norms and attention round elsewhere: the largest found was 2**-10 of a loss
-        assert_close(losses, expected, 2.0**-8)
+        assert_close(losses[:1], expected[:1], MEAN)
+        # weights are bfloat16, and so are gradients, which are means over ranks here: an update may round the other
+        # way, by 2**-8 of a weight, and send a token to another expert. The largest found was 0.0037 of a loss.
+        assert_close(losses, expected, 2.0**-7)

@@ -26,6 +26,8 @@ from fp8compile.quantizers import TENSORS, Quantizer, Recipe
 
 __all__ = ["packed", "sent_as", "unpacked", "wire_width"]
 
+FLOAT16_MAX = torch.finfo(torch.float16).max
+
 
 def sent_as(recipe: Recipe, slot: str) -> Quantizer | None:
     """The quantizer of rows that travel as codes; None for rows that travel as they are.
@@ -82,7 +84,10 @@ def unpacked(wire: Tensor, features: int, quantizer: Quantizer, dtype: torch.dty
     scale = _in_rows(wire[:, codes:]).view(of_rows.scale_dtype())
     # not by the op, which ends in a rounding barrier: each kernel that reads the values would first copy them for
     # itself, half a gigabyte for 65,536 rows. What reads them rounds them itself.
-    return of_rows.dequantize(wire[:, :codes].contiguous(), scale).to(dtype)
+    values = of_rows.dequantize(wire[:, :codes].contiguous(), scale)
+    if dtype == torch.float16:  # under a scale that is a power of two, the largest values may be rounded beyond it
+        values = values.clamp(-FLOAT16_MAX, FLOAT16_MAX)
+    return values.to(dtype)
 
 
 def _in_rows(x: Tensor) -> Tensor:
