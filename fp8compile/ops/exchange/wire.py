@@ -74,14 +74,14 @@ def packed(rows: Tensor, counts: Tensor, quantizer: Quantizer, group: str, phase
         expert = group_to_read(offsets, rows.shape[0])
         multiplier, scale = multipliers[expert], scales[expert]
     codes = steps.cast(rows, multiplier, of_rows)
-    return torch.cat((codes, _in_rows(scale).view(torch.uint8)), dim=1)
+    return torch.cat((codes, _seen_as(scale, torch.uint8)), dim=1)
 
 
 def unpacked(wire: Tensor, features: int, quantizer: Quantizer, dtype: torch.dtype) -> Tensor:
     """The values of rows that came as codes and scales, (rows, features); see `packed`."""
     of_rows = _of_rows(quantizer)
     codes = of_rows.codes_shape((1, features))[1]
-    scale = _in_rows(wire[:, codes:]).view(of_rows.scale_dtype())
+    scale = _seen_as(wire[:, codes:], of_rows.scale_dtype())
     # not by the op, which ends in a rounding barrier: each kernel that reads the values would first copy them for
     # itself, half a gigabyte for 65,536 rows. What reads them rounds them itself.
     values = of_rows.dequantize(wire[:, :codes].contiguous(), scale)
@@ -90,6 +90,11 @@ def unpacked(wire: Tensor, features: int, quantizer: Quantizer, dtype: torch.dty
     return values.to(dtype)
 
 
-def _in_rows(x: Tensor) -> Tensor:
-    """A copy that can be viewed as another dtype: `contiguous` keeps odd strides and offsets of a single row."""
-    return x.clone(memory_format=torch.contiguous_format)
+def _seen_as(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """The bytes of rows as another dtype, copied.
+
+    A copy, as a slice of a row may begin anywhere. In one dim, as only a last dim without gaps has such a view:
+    `contiguous` keeps odd strides of a single row, and Inductor (2.11) chooses strides of its own for a column.
+    """
+    flat = x.clone(memory_format=torch.contiguous_format).flatten().view(dtype)
+    return flat.view(x.shape[0], x.shape[1] * x.dtype.itemsize // dtype.itemsize)
