@@ -18,6 +18,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from fp8compile._compat import guard_or_false
 from fp8compile.ops.collectives import all_reduce_amax
 from fp8compile.ops.groups.group_amax import group_amax
 from fp8compile.ops.groups.layout import group_to_read
@@ -96,5 +97,7 @@ def _seen_as(x: Tensor, dtype: torch.dtype) -> Tensor:
     A copy, as a slice of a row may begin anywhere. In one dim, as only a last dim without gaps has such a view:
     `contiguous` keeps odd strides of a single row, and Inductor (2.11) chooses strides of its own for a column.
     """
-    flat = x.clone(memory_format=torch.contiguous_format).flatten().view(dtype)
-    return flat.view(x.shape[0], x.shape[1] * x.dtype.itemsize // dtype.itemsize)
+    shape = x.shape[0], x.shape[1] * x.dtype.itemsize // dtype.itemsize
+    if guard_or_false(x.shape[0] == 0):  # of which Inductor (2.11) has no such view
+        return x.new_empty(shape, dtype=dtype)
+    return x.clone(memory_format=torch.contiguous_format).flatten().view(dtype).view(shape)
