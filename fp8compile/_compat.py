@@ -288,8 +288,8 @@ def impl_autograd(
         if op.namespace != "fp8compile":
             raise RuntimeError(f"{name} has no derivative: it was registered with backward=None. Detach its inputs.")
         raise RuntimeError(
-            f"{name} has no derivative. Of the products only fp8compile::linear can be differentiated, and only once: "
-            "take second derivatives of the unconverted model (fp8compile.revert)."
+            f"{name} has no derivative. Of the products only fp8compile::linear and grouped_linear can be "
+            "differentiated, and only once: take second derivatives of the unconverted model (fp8compile.revert)."
         )
 
     def call_backward(ctx: Any, *grads: Any) -> Any:

@@ -127,6 +127,10 @@ def test_the_drop_in_for_torch_grouped_mm():
         f8.grouped_mm(x, weight.transpose(-2, -1), offs=offsets, out_dtype=torch.float32, recipe=recipe)
     with pytest.raises(ValueError, match="mat_b has shape"):
         f8.grouped_mm(x.t(), x, offs=offsets, recipe=recipe)
+    with pytest.raises(TypeError, match="grouped_mm: mat_b is a int; it is a tensor"):
+        f8.grouped_mm(x, 5, offs=offsets, recipe=recipe)
+    with pytest.raises(ValueError, match=r"weight has shape \(.*, 0, 48\).*at least one row"):
+        f8.grouped_mm(x, weight.transpose(-2, -1)[:, :, :0], offs=offsets, recipe=recipe)
 
 
 def test_autocast_casts_as_for_linear():
@@ -226,7 +230,7 @@ def called(recipe=None, *, dtype=torch.bfloat16, check_in_graph=False, **given):
         ({"x": (2, 3, K)}, "x is (rows, 40)"),
         ({"x": (ROWS, K + 1)}, "x is (rows, 40)"),
         ({"weight": (N, K)}, "it is (groups, out_features, in_features)"),
-        ({"weight": (0, N, K), "offsets": (), "bias": (0, N)}, "weight has no group"),
+        ({"weight": (0, N, K), "offsets": (), "bias": (0, N)}, "at least one group"),
         ({"offsets": (50, 100, 150)}, "torch.int32 of shape (4,)"),
         ({"bias": (N,)}, "bias is (groups, out_features), (4, 72)"),
         ({"offsets": (50, 40, 150, 200)}, "never falling"),

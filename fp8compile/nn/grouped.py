@@ -48,8 +48,11 @@ def _check_shapes(x: Tensor, weight: Tensor | UngatheredStack, offsets: Tensor, 
             f"grouped_linear: offsets is {offsets.dtype} of shape {tuple(offsets.shape)}; it is torch.int32 of shape "
             f"({groups},), where each group ends: torch.cumsum(sizes, 0, dtype=torch.int32)."
         )
-    if groups == 0:
-        raise ValueError("grouped_linear: weight has no group.")
+    if not (groups and out_features and in_features):
+        raise ValueError(
+            f"grouped_linear: weight has shape {tuple(weight.shape)}; it has at least one group, and each matrix at "
+            "least one row and one column."
+        )
     if bias is not None and bias.shape != (groups, out_features):
         raise ValueError(
             f"grouped_linear: bias has shape {tuple(bias.shape)} and weight {tuple(weight.shape)}; bias is (groups, "
@@ -182,6 +185,9 @@ def grouped_mm(
     Raises:
         TypeError, ValueError, RuntimeError: As `grouped_linear`; for another ``out_dtype`` too.
     """
+    for name, given in {"mat_a": mat_a, "mat_b": mat_b, "offs": offs}.items():
+        if not isinstance(given, (Tensor, UngatheredStack)):
+            raise TypeError(f"grouped_mm: {name} is a {type(given).__name__}; it is a tensor.")
     if out_dtype is not None and out_dtype != mat_a.dtype:
         raise ValueError(
             f"grouped_mm: out_dtype is {out_dtype} and mat_a {mat_a.dtype}; the result has its dtype. Cast it."
