@@ -142,7 +142,8 @@ def test_the_import_loads_nothing_heavy():
 
 def test_what_the_import_leaves_out_exists():
     """Else the test above would pass for a misspelt name."""
-    names = [name for name in NOT_LOADED if name != "triton" or importlib.util.find_spec("triton")]
+    extras = ("triton", "torchtitan")  # these may be missing: one has no wheel everywhere, one is an extra of its own
+    names = [name for name in NOT_LOADED if name not in extras or importlib.util.find_spec(name)]
     result = run(f"import sys, {', '.join(names)}; assert set({names}) <= set(sys.modules)")
     assert result.returncode == 0, result.stderr
 
