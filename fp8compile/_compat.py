@@ -691,7 +691,7 @@ def declare_grad_dtype(ctx: Any, dtype: torch.dtype, used: torch.dtype) -> None:
 
 
 def default_reduce_dtype(own: torch.dtype, used: torch.dtype) -> torch.dtype:
-    """In which FSDP2 sums gradients of a parameter, where no policy says it, by its own dtype and that of its use."""
+    """The dtype in which FSDP2 sums a parameter's gradients if no policy names one: its own, or that of its use."""
     return own if TORCH_VERSION >= (2, 15) else used
 
 
@@ -763,7 +763,7 @@ class FsdpParameter:
 
     @property
     def size(self) -> torch.Size:
-        """Of what these ranks have together."""
+        """The size of what these ranks have together."""
         return self._parameter._orig_size
 
     @property

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 from contextlib import nullcontext
 
 import torch
+import torch.distributed as dist
 from gloo_ranks import GROUPS
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -12,6 +14,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn.functional import cross_entropy, silu
 
 import fp8compile as f8
+from fp8compile._compat import TORCH_VERSION
 
 NUM_SYMBOLS = 32
 SIZES = {"even": (32, 256), "uneven": (33, 201)}  # dim, hidden; over two ranks, 256 is cut between blocks of 128
@@ -111,6 +114,20 @@ def trained(model, steps, rank, *, optimizer=None, start=0, context=nullcontext)
     return losses
 
 
+def accumulated(model):
+    """Two backwards, then a step; the first of them sends no gradient."""
+    optimizer, losses = adamw(model), []
+    for step in range(4):
+        model.set_requires_gradient_sync(step % 2 == 1)
+        loss = model(batch(step, dist.get_rank() % 2))
+        loss.backward()
+        losses.append(loss.item())
+        if step % 2 == 1:
+            optimizer.step()
+            optimizer.zero_grad()
+    return losses
+
+
 def weights_of(model):
     """All parameters, whole and plain, by name without what `torch.compile` adds to it."""
     return {
@@ -122,3 +139,28 @@ def weights_of(model):
 def is_sharded(model):
     """Whether FSDP2 manages it."""
     return isinstance(model, FSDPModule)
+
+
+def one_process(model, policy, steps, world=2):
+    """This rank's losses, and the weights, that one process has: it adds ranks' gradients in float32, in order."""
+    optimizer, losses = adamw(model), []
+    cast = copy.deepcopy(model)
+    for parameter in cast.parameters():  # buffers stay as they are, with `fully_shard` too
+        parameter.data = parameter.data.to(POLICIES[policy].param_dtype or torch.float32)
+    if TORCH_VERSION >= (2, 15):  # FSDP2 lets gradients come in the dtype that it sums them in: those of norms do
+        for parameter in cast.parameters():
+            parameter.grad_dtype = torch.float32
+    for step in range(steps):
+        grads, found = [], []
+        for rank in range(world):
+            cast.load_state_dict(model.state_dict())
+            loss = cast(batch(step, rank))
+            found.append(loss.item())
+            loss.backward()
+            grads.append([parameter.grad.float() for parameter in cast.parameters()])
+            cast.zero_grad()
+        for parameter, *own in zip(model.parameters(), *grads, strict=True):
+            parameter.grad = sum(own[1:], own[0]) / world
+        optimizer.step()
+        losses.append(found)
+    return [each[dist.get_rank() % world] for each in losses], weights_of(model)

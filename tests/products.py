@@ -25,7 +25,7 @@ import test_graph_fsdp
 import test_tensor_parallel as layers
 from gloo_ranks import shared_ranks
 
-DOCS = Path(__file__).parents[1] / "docs"
+RESULTS = Path(__file__).parents[1] / "docs" / "results"
 STEPS = 100
 
 
@@ -180,7 +180,7 @@ if __name__ == "__main__":
     args = parser.parse_args()
     failed = False
     for name in args.products or PRODUCTS:
-        product, page = PRODUCTS[name], DOCS / f"product-{name}.md"
+        product, page = PRODUCTS[name], RESULTS / f"product-{name}.md"
         outcomes = product.run(args.minutes, product.read(page.read_text()) if args.goes_on and page.exists() else {})
         page.write_text(product.page(outcomes))
         failed |= any(not is_right for _, is_right in outcomes.values())

@@ -25,7 +25,7 @@ from fp8compile.target import Target, pretend_target
 from fp8compile.testing import explain
 
 ROOT = Path(__file__).parent.parent
-DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 FENCE = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 OPTIONAL_CLIENTS = {"torchtitan.md": "torchtitan"}
 LINK = re.compile(r"\]\((?!https?:|#)([^)#]+)")
@@ -82,6 +82,22 @@ def test_files_named_in_a_document_exist(document):
     named = re.findall(r"`((?:fp8compile|tests|compile_tests|benchmarks|docs)/[\w/.-]+)`", document.read_text())
     missing = [name for name in named if not (ROOT / name).exists()]
     assert not missing
+
+
+WRITTEN = [each for each in DOCUMENTS if each.parent.name != "results"]
+
+
+@pytest.mark.parametrize("document", [*WRITTEN, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"], ids=lambda d: d.name)
+def test_prose_wraps_at_100(document):
+    prose = re.sub(r"^```.*?^```$", "", document.read_text(), flags=re.MULTILINE | re.DOTALL)
+    lines = [line for line in prose.splitlines() if len(line) > 100]
+    # a table's row, code, and a line that is one word or code span can't be broken
+    wide = [
+        line
+        for line in lines
+        if not line.startswith(("|", "    ")) and re.search(r"\s", re.sub(r"`[^`]*`", "", line.strip()))
+    ]
+    assert not wide
 
 
 # ---------------------------------------------------------------------------------- the table of hardware

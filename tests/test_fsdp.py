@@ -6,7 +6,6 @@ addition and a division by two, which one process does as well, so there the bit
 
 from __future__ import annotations
 
-import copy
 from dataclasses import replace
 from itertools import product
 
@@ -110,37 +109,12 @@ def test_all_gather_on_and_off_everywhere(ranks, case):
     assert not any(ranks.run(on_and_off, *case, 100, within=models.WITHIN[case[-1]]))
 
 
-def one_process(recipe, policy, sizes, steps, world):
-    """What ranks compute, by one: the mean of their gradients in float32, in the order of ranks."""
-    model = models.model_of(sizes, recipe_of(recipe))
-    optimizer, losses = models.adamw(model), []
-    cast = copy.deepcopy(model).to(models.POLICIES[policy].param_dtype or torch.float32)
-    if TORCH_VERSION >= (2, 15):  # FSDP2 lets gradients come in the dtype that it sums them in: those of norms do
-        for parameter in cast.parameters():
-            parameter.grad_dtype = torch.float32
-    for step in range(steps):
-        grads, found = [], []
-        for rank in range(world):
-            cast.load_state_dict(model.state_dict())
-            loss = cast(models.batch(step, rank))
-            found.append(loss.item())
-            loss.backward()
-            grads.append([parameter.grad.float() for parameter in cast.parameters()])
-            cast.zero_grad()
-        for parameter, *own in zip(model.parameters(), *grads, strict=True):
-            parameter.grad = sum(own[1:], own[0]) / world
-        optimizer.step()
-        losses.append(found)
-    return losses, models.weights_of(model)
-
-
 def against_one_process(recipe, policy, sizes, steps):
-    expected, weights = one_process(recipe, policy, sizes, steps, 2)
+    expected, weights = models.one_process(models.model_of(sizes, recipe_of(recipe)), policy, steps, 2)
     model = sharded(models.model_of(sizes, recipe_of(recipe)), "1-D", models.POLICIES[policy], on=True)
-    rank = dist.get_rank() % 2
-    losses = models.trained(model, steps, rank)
+    losses = models.trained(model, steps, dist.get_rank() % 2)
     found = differing(weights, models.weights_of(model))
-    return found if losses == [each[rank] for each in expected] else [*found, "losses"]
+    return found if losses == expected else [*found, "losses"]
 
 
 @pytest.mark.parametrize(

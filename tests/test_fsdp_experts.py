@@ -6,8 +6,6 @@ does as well, so all of these are equal bit for bit.
 
 from __future__ import annotations
 
-import copy
-
 import expert_models
 import fsdp_models as models
 import pytest
@@ -39,31 +37,6 @@ def along(dim):
     return {"shard_placement_fn": lambda parameter: Shard(dim) if parameter.ndim == 3 else None} if dim else {}
 
 
-def one_process(model, policy, steps, world=2):
-    """Losses of each rank, and weights, of one process: the mean of ranks' gradients in float32, in their order."""
-    optimizer, losses = models.adamw(model), []
-    cast = copy.deepcopy(model)
-    for parameter in cast.parameters():  # buffers stay as they are, with `fully_shard` too
-        parameter.data = parameter.data.to(models.POLICIES[policy].param_dtype or torch.float32)
-    if TORCH_VERSION >= (2, 15):  # FSDP2 lets gradients come in the dtype that it sums them in: those of norms do
-        for parameter in cast.parameters():
-            parameter.grad_dtype = torch.float32
-    for step in range(steps):
-        grads, found = [], []
-        for rank in range(world):
-            cast.load_state_dict(model.state_dict())
-            loss = cast(models.batch(step, rank))
-            found.append(loss.item())
-            loss.backward()
-            grads.append([parameter.grad.float() for parameter in cast.parameters()])
-            cast.zero_grad()
-        for parameter, *own in zip(model.parameters(), *grads, strict=True):
-            parameter.grad = sum(own[1:], own[0]) / world
-        optimizer.step()
-        losses.append(found)
-    return [each[dist.get_rank() % world] for each in losses], models.weights_of(model)
-
-
 def gathers_codes(recipe):
     """Whether FSDP2 can: forward and backward multiply the same ones."""
     return recipe in ("tensorwise", "blockwise") and TORCH_VERSION >= (2, 12)
@@ -90,7 +63,7 @@ def ways_of_training(kind, count, recipe, policy, dim, steps):
     def made():
         return expert_models.mixture_of(kind, count, f8.recipes.by_name(recipe))
 
-    losses, weights = one_process(made(), policy, steps)
+    losses, weights = models.one_process(made(), policy, steps)
     assert len(set(losses)) == steps
     ways = ["codes"] * gathers_codes(recipe) + ["stock"] + ["graph"] * (dim == 0)
     found = []
@@ -145,7 +118,7 @@ def compiled_ways(kind, count, recipe, backend, steps):
     From 2.15 on eager mode leaves the gradient of a norm in float32, which compiled blocks round.
     """
     model = expert_models.mixture_of(kind, count, f8.recipes.by_name(recipe))
-    pairs = {"graph": lambda: one_process(model, "bf16", steps)}
+    pairs = {"graph": lambda: models.one_process(model, "bf16", steps)}
     if gathers_codes(recipe):
         pairs["codes"] = lambda: compiled("stock", kind, count, recipe, backend, steps)
     found = []

@@ -112,20 +112,6 @@ def test_a_gather_sends_a_byte_an_element(ranks, case):
 # ---------------------------------------------------------------------------------- ways of training
 
 
-def accumulated(model):
-    """Two backwards, then a step; the first of them sends no gradient."""
-    optimizer, losses = models.adamw(model), []
-    for step in range(4):
-        model.set_requires_gradient_sync(step % 2 == 1)
-        loss = model(models.batch(step, rank()))
-        loss.backward()
-        losses.append(loss.item())
-        if step % 2 == 1:
-            optimizer.step()
-            optimizer.zero_grad()
-    return losses
-
-
 def clipped_and_evaluated(model):
     optimizer, found = models.adamw(model), []
     for step in range(3):
@@ -152,7 +138,7 @@ def freeze_one(model):
 
 BOTH = ("codes", "graph")
 TRAINED = {
-    "accumulated": {"use": accumulated},
+    "accumulated": {"use": models.accumulated},
     "clipped and evaluated": {"use": clipped_and_evaluated, "ways": BOTH},
     "checkpointed": {"use": checkpointed, "ways": BOTH},
     "frozen": {"use": three_steps, "ways": BOTH, "change": freeze_one},

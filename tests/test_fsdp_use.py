@@ -274,20 +274,6 @@ def test_dcp_from_two_ranks_to_three(ranks, tmp_path):
 # ---------------------------------------------------------------------------------- ways of training
 
 
-def accumulated(model):
-    optimizer = models.adamw(model)
-    losses = []
-    for step in range(4):
-        model.set_requires_gradient_sync(step % 2 == 1)
-        loss = model(models.batch(step, rank()))
-        loss.backward()
-        losses.append(loss.item())
-        if step % 2 == 1:
-            optimizer.step()
-            optimizer.zero_grad()
-    return losses
-
-
 def clipped(model):
     optimizer, losses = models.adamw(model), []
     for step in range(3):
@@ -322,7 +308,7 @@ def three_steps(model):
 
 
 TRAINED = {
-    "accumulated": (accumulated, {}),
+    "accumulated": (models.accumulated, {}),
     "clipped": (clipped, {}),
     "evaluated": (evaluated_between, {}),
     "checkpointed": (checkpointed, {}),
@@ -417,7 +403,7 @@ def test_meta_device_init(ranks):
 
 
 class Short(nn.Module):
-    """Of the first layer's rows, the last of three ranks has none."""
+    """The last of three ranks has none of the first layer's rows."""
 
     def __init__(self):
         super().__init__()

@@ -379,7 +379,7 @@ def data_parallel():
 
 
 def bytes_of_shards():
-    """Of every tensor that is alive, beside those of bfloat16 shards: after sharding, and after a step."""
+    """Bytes of every living tensor, less those of bfloat16 shards: after sharding, and after a step."""
     mesh, start = DeviceMesh.from_group(GROUPS["pair"], "cpu"), live_bytes()
     model = sharded(converted(1024), mesh)
     found = [live_bytes() - start]

@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 from fp8compile.cli.experts import MixtureOfExperts
+from fp8compile.nn.experts.placed import spread
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -32,9 +33,7 @@ def cut_experts(model: nn.Module, mesh: DeviceMesh) -> None:
     """
     for layer in model.modules():
         if isinstance(layer, MixtureOfExperts):
-            for name, stack in list(layer.experts.named_parameters()):
-                placed = distribute_tensor(stack.detach(), mesh, [Shard(0)])
-                setattr(layer.experts, name, nn.Parameter(placed))
+            spread(layer.experts, mesh)
 
 
 def expert_parameters(model: nn.Module) -> set[nn.Parameter]:

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from fp8compile import Recipe, grouped_mm
 from fp8compile.nn.experts.placed import group_of_experts, local_stack
 from fp8compile.nn.routes import expert_routes
+from fp8compile.ops.groups.layout import sizes_of_groups
 
 __all__ = ["MixtureOfExperts"]
 
@@ -65,7 +66,7 @@ class MixtureOfExperts(nn.Module):
         group = group_of_experts(self.experts.down)
         if group is None:
             return self.experts(rows_RD, offsets_E)
-        routes = expert_routes(torch.diff(offsets_E, prepend=offsets_E.new_zeros(1)), group=group)
+        routes = expert_routes(sizes_of_groups(offsets_E), group=group)
         recipe = getattr(self.experts, "recipe", None)  # that of converted experts: its codes travel
         y_RD = self.experts(routes.dispatch(rows_RD, recipe=recipe), routes.offsets)
         return routes.combine(y_RD, rows_RD.shape[0], recipe=recipe)

@@ -96,17 +96,16 @@ def _weights(model: nn.Module, tokens: int) -> Iterator[tuple[str, Tensor, int]]
 
     from fp8compile.cli.experts import MixtureOfExperts
 
+    def local(weight: Tensor) -> Tensor:
+        return weight.to_local() if isinstance(weight, DTensor) else weight
+
     for fqn, module in model.named_modules():
         if isinstance(module, nn.Linear):
-            yield fqn, module.weight.to_local() if isinstance(module.weight, DTensor) else module.weight, tokens
+            yield fqn, local(module.weight), tokens
         if isinstance(module, MixtureOfExperts):
             for stack in module.experts.parameters():
                 # rows that an expert's rank gets are data: as many as it sends, on average
-                yield (
-                    f"{fqn}.experts",
-                    stack.to_local() if isinstance(stack, DTensor) else stack,
-                    tokens * module.top_k,
-                )
+                yield f"{fqn}.experts", local(stack), tokens * module.top_k
 
 
 def expected_gemms(model: nn.Module, recipe: Recipe | None, *, tokens: int, device: torch.device) -> GemmCount:

@@ -117,6 +117,10 @@ def _start_by(processes: int) -> str:
     return f"start it by torchrun --nproc-per-node {processes} -m fp8compile train"
 
 
+def _started(size: int) -> str:
+    return "this is one" if size == 1 else f"torchrun started {size}"
+
+
 def _data_parallel(config: TrainConfig, size: int) -> int:
     """Into how many parts a run with --fsdp of so many processes cuts its batch."""
     flag = "--hsdp" if config.hsdp else "--graph-fsdp" if config.graph_fsdp else "--fsdp"
@@ -124,25 +128,15 @@ def _data_parallel(config: TrainConfig, size: int) -> int:
     unit = config.tp * (2 * REPLICAS if config.hsdp else 1)
     least = unit if config.hsdp else 2 * unit
     if size < least or size % unit:
-        started = "this is one" if size == 1 else f"torchrun started {size}"
         takes = f"{unit} processes or a multiple of them" if least == unit else f"{least} processes or more"
         multiple = f", a multiple of {unit}" if least > unit > 1 else ""
-        raise UserError(f"{flags} takes {takes}{multiple}, and {started}; {_start_by(least)}")
+        raise UserError(f"{flags} takes {takes}{multiple}, and {_started(size)}; {_start_by(least)}")
     if config.dp not in (0, size // config.tp):
         raise UserError(
             f"the run began with {config.dp * config.tp} processes and torchrun started {size}; other numbers of them "
             f"add in another order: {_start_by(config.dp * config.tp)}"
         )
     return size // config.tp
-
-
-def _check_experts_spread(config: TrainConfig, size: int) -> None:
-    """Raise unless there are as many processes as experts are spread over, and each has rows of the batch."""
-    if size != config.ep:
-        started = "this is one" if size == 1 else f"torchrun started {size}"
-        raise UserError(f"--ep {config.ep} takes {config.ep} processes, and {started}; {_start_by(config.ep)}")
-    if config.batch % size:
-        raise UserError(f"--batch is {config.batch}, and --ep {size} processes share it; make it a multiple of {size}")
 
 
 def layout_of(config: TrainConfig, ranks: Ranks) -> Layout:
@@ -156,7 +150,10 @@ def layout_of(config: TrainConfig, ranks: Ranks) -> Layout:
         UserError: There are more or fewer than it takes.
     """
     if config.ep > 1:
-        _check_experts_spread(config, ranks.size)
+        if ranks.size != config.ep:
+            raise UserError(
+                f"--ep {config.ep} takes {config.ep} processes, and {_started(ranks.size)}; {_start_by(config.ep)}"
+            )
         how = {"shards": config.ep} if config.fsdp else {"replicas": config.ep}
         return Layout(rank=ranks.rank, **how)
     if config.fsdp:

@@ -119,12 +119,12 @@ def _learning_rate(step: int, peak: float) -> float:
 def _optimizer(model: torch.nn.Module, *, has_masters: bool) -> torch.optim.Optimizer:
     experts = expert_parameters(model)
     parameters = [parameter for parameter in model.parameters() if parameter not in experts]
-    # experts have a group of their own: one update of the optimizer takes parameters of one mesh
     groups = [
         {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": WEIGHT_DECAY},
         {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
-        *([{"params": [p for p in model.parameters() if p in experts], "weight_decay": WEIGHT_DECAY}] * bool(experts)),
     ]
+    if experts:  # a group of their own: one update of the optimizer takes parameters of one mesh
+        groups.append({"params": [p for p in model.parameters() if p in experts], "weight_decay": WEIGHT_DECAY})
     options = {"betas": BETAS, "fused": True}
     return (
         f8.MasterWeights(torch.optim.AdamW, groups, **options) if has_masters else torch.optim.AdamW(groups, **options)

@@ -174,12 +174,12 @@ class Linear(nn.Linear):
 
     @property
     def weight_codes(self) -> Tensor:
-        """Of a quantized weight, the codes, uint8: what the state dict has of it beside ``weight_scale``."""
+        """The codes of a quantized weight, uint8: what its state dict holds beside ``weight_scale``."""
         return wrapped_like(self._quantized_weight("weight_codes").codes, self.weight)
 
     @property
     def weight_scale(self) -> Tensor:
-        """Of a quantized weight, the scale: one for all ranks, or spread over them as the weight is."""
+        """The scale of a quantized weight: one for all ranks, or spread over them as the weight is."""
         local = self._quantized_weight("weight_scale")
         if local.quantizer.block == (-1, -1) or local is self.weight:
             return local.scale

@@ -203,7 +203,7 @@ class MasterWeights(Optimizer):
                     self.state[p] = {**self.inner.state[master], **kept}
 
     def state_dict(self) -> dict[str, Any]:
-        """As of the optimizer, each quantized weight's master beside its moments, and the number of steps."""
+        """The optimizer's state, each quantized weight's master beside its moments, and the number of steps."""
         self._show_state()
         if self._keep:  # before the first step too: a run that is resumed then starts from the same masters
             for p, master in self._masters.items():

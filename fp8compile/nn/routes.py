@@ -16,7 +16,7 @@ from fp8compile.ops.exchange.moves import fitting
 from fp8compile.quantizers import GEMMS, Recipe
 from fp8compile.tensor import shown
 
-__all__ = ["Routes", "expert_routes"]
+__all__ = ["Routes", "check_capacity", "expert_routes"]
 
 OUTPUT = GEMMS[0]
 
@@ -76,6 +76,15 @@ class Routes:
         return combine(grouped, self.sent, self.received, self.sizes, length, how, self.group)
 
 
+def check_capacity(function: str, capacity: object) -> None:
+    """Raise a ValueError, in the function's name, unless this is how many rows fit in a message, or None."""
+    if capacity is not None and (type(capacity) is not int or capacity < 1):
+        raise ValueError(
+            f"{function}: capacity is {shown(capacity)}; it is how many rows a rank may send to another, an int of at "
+            "least 1, or None."
+        )
+
+
 def _check(counts: object, ranks: int, capacity: object) -> None:
     if not isinstance(counts, Tensor) or counts.ndim != 1 or counts.dtype not in (torch.int32, torch.int64):
         what = f"{counts.dtype} of shape {tuple(counts.shape)}" if isinstance(counts, Tensor) else shown(counts)
@@ -85,11 +94,7 @@ def _check(counts: object, ranks: int, capacity: object) -> None:
             f"expert_routes: counts has {counts.shape[0]} experts, and the group {ranks} ranks; each rank has as many "
             "experts as the others, at least one."
         )
-    if capacity is not None and (type(capacity) is not int or capacity < 1):
-        raise ValueError(
-            f"expert_routes: capacity is {shown(capacity)}; it is how many rows a rank may send to another, an int of "
-            "at least 1, or None."
-        )
+    check_capacity("expert_routes", capacity)
 
 
 def _overflow(sent: Tensor, capacity: int, group: str) -> Tensor:

@@ -33,7 +33,7 @@ class UngatheredStack:
 
     @property
     def shape(self) -> torch.Size:
-        """Of the whole stack."""
+        """The shape of the whole stack."""
         return torch.Size((self.groups, *self.shard.shape[1:]))
 
     @property

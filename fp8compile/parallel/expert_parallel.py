@@ -5,14 +5,14 @@ from __future__ import annotations
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from fp8compile.nn.experts.classes import ConvertedExperts
 from fp8compile.nn.experts.hosts import host_of, num_experts, plain_class
-from fp8compile.nn.experts.placed import DispatchOptions
+from fp8compile.nn.experts.placed import DispatchOptions, spread
 from fp8compile.nn.experts.routed import ROUTED
-from fp8compile.tensor import shown
+from fp8compile.nn.routes import check_capacity
 
 __all__ = ["ExpertParallel", "overflowed_rows"]
 
@@ -39,22 +39,16 @@ class ExpertParallel(ParallelStyle):
     """
 
     def __init__(self, *, capacity: int | None = None, float8_dispatch: bool = True) -> None:
-        if capacity is not None and (type(capacity) is not int or capacity < 1):
-            raise ValueError(
-                f"ExpertParallel: capacity is {shown(capacity)}; it is how many rows a rank may send to another, an "
-                "int of at least 1, or None."
-            )
+        check_capacity("ExpertParallel", capacity)
         super().__init__()
         self.options = DispatchOptions(capacity=capacity, codes=float8_dispatch)
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         _check(module, device_mesh)
-        for name, parameter in list(module.named_parameters(recurse=False)):
-            placed = distribute_tensor(parameter.detach(), device_mesh, [Shard(0)], src_data_rank=self.src_data_rank)
-            setattr(module, name, nn.Parameter(placed, requires_grad=parameter.requires_grad))
+        spread(module, device_mesh, src_data_rank=self.src_data_rank)
         module.dispatch_options = self.options
         if self.options.capacity is not None:
-            counter = torch.zeros((), dtype=torch.int64, device=placed.device)
+            counter = torch.zeros((), dtype=torch.int64, device=module.down_proj.device)
             module.register_buffer("overflowed_rows", counter, persistent=False)
         return module
 

@@ -69,7 +69,7 @@ class Where:
 
 
 def used_dtype(where: Where, device_type: str) -> torch.dtype:
-    """In which a layer multiplies: that of autocast, if it is on."""
+    """The dtype in which a layer multiplies: that of autocast, if it is on."""
     if device_type != "meta" and torch.is_autocast_enabled(device_type):
         return torch.get_autocast_dtype(device_type)
     return where.dtype

@@ -135,7 +135,7 @@ class ShardedWeight(Tensor):
     # ------------------------------------------------------------------ how it is quantized
 
     def quantizer_of(self, module: nn.Module) -> Quantizer:
-        """What quantizes it, as it lies in memory."""
+        """The quantizer of the weight as it lies in memory."""
         return module.recipe.weight
 
     def amax_of(self, part: LocalShard, quantizer: Quantizer) -> Tensor:

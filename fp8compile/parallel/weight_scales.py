@@ -19,7 +19,7 @@ __all__ = ["WeightScales"]
 
 @dataclass(frozen=True)
 class _Scales:
-    """Of one weight, and what that was when they were computed."""
+    """The multiplier and scale of one weight, and what the weight was when they were computed."""
 
     multiplier: Tensor
     scale: Tensor

@@ -83,7 +83,7 @@ class _Product:
 
 
 def _grouped_flops(a: Sequence[int], b: Sequence[int]) -> int:
-    """Of a grouped product; a side without a dim of groups has its rows, columns or sum divided among them.
+    """Operations of a grouped product; a side without a dim of groups has its rows, columns or sum divided.
 
     (m, k) by (g, k, n), (g, m, k) by (k, n), (m, k) by (k, n) or (g, m, k) by (g, k, n).
     """

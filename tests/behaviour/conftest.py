@@ -1,4 +1,4 @@
-"""Collects the cells of docs/behaviour.md, and fails a test whose cell is no longer what the table says."""
+"""Collects the cells of docs/results/behaviour.md, and fails a test whose cell is no longer what the table says."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ VERSION = "{}.{}".format(*TORCH_VERSION)
 def _check_recorded(group, row, way):
     cell = recorded(VERSION).get(group, {}).get(row, {}).get(way.name)
     assert way.outcome == cell, (
-        f"docs/behaviour.md says {cell!r} of {group} / {row} / {way.name}, this run {way.outcome!r}. If that is as it "
-        "should be: python tests/behaviour/table.py"
+        f"docs/results/behaviour.md says {cell!r} of {group} / {row} / {way.name}, this run {way.outcome!r}. If that "
+        "is as it should be: python tests/behaviour/table.py"
     )
 
 

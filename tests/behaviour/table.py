@@ -1,4 +1,4 @@
-"""Writes docs/behaviour.md: what works with a converted model, eager and compiled, on each PyTorch version.
+"""Writes docs/results/behaviour.md: what works with a converted model, eager and compiled, on each PyTorch version.
 
     python tests/behaviour/table.py             run all with this Python's PyTorch, replace its column
     python tests/behaviour/table.py FILE...     run the tests of these files, replace their cells
@@ -22,7 +22,7 @@ __all__ = ["DOCUMENT", "rendered"]
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
-DOCUMENT = ROOT / "docs" / "behaviour.md"
+DOCUMENT = ROOT / "docs" / "results" / "behaviour.md"
 HEADER = """# What works with a converted model
 
 Each row is a test in `tests/behaviour/`, which runs it in eager mode and under `torch.compile(fullgraph=True)`; this
@@ -32,7 +32,7 @@ cell: the row makes no sense there.
 
 A row that names no recipe runs `rowwise`. Of "Autograd" the rows with functions of `torch.func`, and of "Parallel"
 that with pipeline stages, run every ready recipe but `delayed`, whose layers write their state in the backward: see
-[Delayed scaling](delayed-scaling.md).
+[Delayed scaling](../delayed-scaling.md).
 """
 
 

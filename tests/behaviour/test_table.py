@@ -1,4 +1,4 @@
-"""docs/behaviour.md says what was recorded, of the same rows on each PyTorch."""
+"""docs/results/behaviour.md says what was recorded, of the same rows on each PyTorch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows of the table in docs/behaviour.md: a test a row, run in eager mode and compiled.
+"""Rows of the table in docs/results/behaviour.md: a test a row, run in eager mode and compiled.
 
     @behaviour("Autograd", "gradient accumulation")
     def test_accumulation(way): ...

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from fp8compile._compat import is_dtensor
 
-__all__ = ["DispatchOptions", "group_of_experts", "local_stack"]
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+__all__ = ["DispatchOptions", "group_of_experts", "local_stack", "spread"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,6 +27,21 @@ class DispatchOptions:
 
     capacity: int | None = None
     codes: bool = True
+
+
+def spread(module: nn.Module, mesh: DeviceMesh, *, src_data_rank: int | None = 0) -> None:
+    """Give each rank of a mesh some of the experts, in place: parameters become DTensors with ``Shard(0)``.
+
+    Args:
+        module: A module whose own parameters are stacks, (experts, ...).
+        mesh: One dim; experts are a multiple of its ranks.
+        src_data_rank: The rank whose values all get; None: each cuts its own.
+    """
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    for name, stack in list(module.named_parameters(recurse=False)):
+        placed = distribute_tensor(stack.detach(), mesh, [Shard(0)], src_data_rank=src_data_rank)
+        setattr(module, name, nn.Parameter(placed, requires_grad=stack.requires_grad))
 
 
 def group_of_experts(stack: Tensor) -> ProcessGroup | None:

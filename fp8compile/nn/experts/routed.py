@@ -14,6 +14,7 @@ from fp8compile.nn.experts.host import Host, code_of
 from fp8compile.nn.experts.placed import group_of_experts, local_stack
 from fp8compile.nn.grouped import grouped_linear
 from fp8compile.nn.routes import Routes, expert_routes
+from fp8compile.ops.groups.layout import sizes_of_groups
 from fp8compile.ops.groups.routed_rows import routed_rows
 from fp8compile.quantizers import Recipe
 
@@ -34,8 +35,7 @@ def _routes(self: nn.Module, offsets: Tensor) -> Routes | None:
     group = group_of_experts(self.down_proj)
     if group is None:
         return None
-    counts = torch.diff(offsets, prepend=offsets.new_zeros(1))
-    routes = expert_routes(counts, group=group, capacity=self.dispatch_options.capacity)
+    routes = expert_routes(sizes_of_groups(offsets), group=group, capacity=self.dispatch_options.capacity)
     if routes.capacity is not None:
         self.overflowed_rows += routes.overflow
     return routes

@@ -26,7 +26,7 @@ def _kernel(rows: Tensor, sizes: Tensor, back: bool, length: int | None, group: 
     if len(sent) > 1:
         found = all_to_all(found, received, sent, group)
     if length is None or length == found.shape[0]:
-        return found if found is not rows and len(sent) > 1 else found.clone()
+        return found if len(sent) > 1 else found.clone()  # what came is new already
     return torch.cat((found, found.new_zeros((length - found.shape[0], *found.shape[1:]))))
 
 
@@ -37,7 +37,7 @@ def _fake(rows: Tensor, sizes: Tensor, back: bool, length: int | None, group: st
 
 
 def _samples() -> Iterator[tuple]:
-    """Of one rank: others need processes (tests/test_expert_parallel.py)."""
+    """One rank's; more need processes (tests/test_expert_parallel.py)."""
     rows = torch.arange(24, dtype=torch.uint8).view(6, 4)
     yield rows[::2, :3], torch.tensor([[2], [3]]), THERE, 3, ""
     for count in (6, 4, 0):

@@ -13,16 +13,13 @@ ranks, and the scale is sent along with each row.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 from torch import Tensor
 
 from fp8compile._compat import guard_or_false
 from fp8compile.ops.collectives import all_reduce_amax
-from fp8compile.ops.groups.group_amax import group_amax
-from fp8compile.ops.groups.layout import group_to_read
 from fp8compile.ops.layer.operands import STEPS, Phase
+from fp8compile.ops.layer.rows_of_groups import by_row, quantize_rows_of_groups
 from fp8compile.quantizers import TENSORS, Quantizer, Recipe
 
 __all__ = ["packed", "sent_as", "unpacked", "wire_width"]
@@ -41,14 +38,9 @@ def sent_as(recipe: Recipe, slot: str) -> Quantizer | None:
     return None if any(getattr(recipe, each) is None for each in slots) else getattr(recipe, slot)
 
 
-def _of_rows(quantizer: Quantizer) -> Quantizer:
-    """The quantizer of codes that come with the scales of each row."""
-    return quantizer if quantizer.block[0] == 1 else replace(quantizer, block=(1, -1))
-
-
 def wire_width(features: int, quantizer: Quantizer) -> int:
     """Bytes of a row on its way: those of its codes and its scales."""
-    of_rows = _of_rows(quantizer)
+    of_rows = by_row(quantizer)
     scales = of_rows.scale_shape((1, features))[1] * of_rows.scale_dtype().itemsize
     return of_rows.codes_shape((1, features))[1] + scales
 
@@ -63,28 +55,25 @@ def packed(rows: Tensor, counts: Tensor, quantizer: Quantizer, group: str, phase
         group: The ranks.
         phase: Who takes the steps.
     """
-    steps, of_rows = STEPS[phase], _of_rows(quantizer)
-    if quantizer is of_rows:
+    steps = STEPS[phase]
+    if quantizer.block[0] == 1:
         multiplier, scale = steps.scale(steps.amax(rows, quantizer), quantizer)
+        codes = steps.cast(rows, multiplier, quantizer)
     else:
         offsets = counts.flatten().cumsum(0, dtype=torch.int32)
-        amaxes = group_amax(rows, offsets, quantizer)
-        if counts.shape[0] > 1:
-            amaxes = all_reduce_amax(amaxes, group)
-        multipliers, scales = steps.scale(amaxes, quantizer)
-        expert = group_to_read(offsets, rows.shape[0])
-        multiplier, scale = multipliers[expert], scales[expert]
-    codes = steps.cast(rows, multiplier, of_rows)
+        codes, scale = quantize_rows_of_groups(
+            rows, offsets, quantizer, steps, lambda own: all_reduce_amax(own, group) if counts.shape[0] > 1 else own
+        )
     return torch.cat((codes, _seen_as(scale, torch.uint8)), dim=1)
 
 
 def unpacked(wire: Tensor, features: int, quantizer: Quantizer, dtype: torch.dtype) -> Tensor:
     """The values of rows that came as codes and scales, (rows, features); see `packed`."""
-    of_rows = _of_rows(quantizer)
+    of_rows = by_row(quantizer)
     codes = of_rows.codes_shape((1, features))[1]
     scale = _seen_as(wire[:, codes:], of_rows.scale_dtype())
     # not by the op, which ends in a rounding barrier: each kernel that reads the values would first copy them for
-    # itself, half a gigabyte for 65,536 rows. What reads them rounds them itself.
+    # itself. What reads them rounds them itself.
     values = of_rows.dequantize(wire[:, :codes].contiguous(), scale)
     if dtype == torch.float16:  # under a scale that is a power of two, the largest values may be rounded beyond it
         values = values.clamp(-FLOAT16_MAX, FLOAT16_MAX)

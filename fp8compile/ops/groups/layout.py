@@ -29,6 +29,7 @@ __all__ = [
     "padded_length",
     "padded_offsets",
     "row_of_columns",
+    "sizes_of_groups",
     "zero_behind",
 ]
 
@@ -46,10 +47,14 @@ def padded_length(rows: int, groups: int, align: int) -> int:
     return (rows + groups * (align - 1)) // align * align
 
 
+def sizes_of_groups(offsets: Tensor) -> Tensor:
+    """How many rows each group has, (E,), the dtype of ``offsets``."""
+    return torch.diff(offsets, prepend=offsets.new_zeros(1))
+
+
 def padded_offsets(offsets: Tensor, align: int) -> Tensor:
     """Where each group ends among the columns, (E,) int32; it begins where the one before it ends."""
-    sizes = torch.diff(offsets, prepend=offsets.new_zeros(1))
-    return ((sizes + (align - 1)) // align * align).cumsum(0, dtype=torch.int32)
+    return ((sizes_of_groups(offsets) + (align - 1)) // align * align).cumsum(0, dtype=torch.int32)
 
 
 def group_of_rows(offsets: Tensor, rows: int) -> Tensor:

@@ -66,7 +66,7 @@ def _of_all_tokens(formula: Callable[..., int]) -> Callable[..., int]:
 
 
 def _of_whole_weight(x: Shape, shard: Shape, *where: Any, **__: Any) -> int:
-    """Of a rank that has some rows of the weight and gathers the others."""
+    """Floating-point operations of a rank that has some rows of the weight and gathers the others."""
     rows = where[-2]
     return 2 * prod(x) * sum(rows.sizes)
 

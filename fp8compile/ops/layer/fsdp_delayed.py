@@ -107,7 +107,7 @@ def _together_backward(ctx: Any, amaxes: Tensor) -> tuple[Tensor, None]:
 
 
 def _together_samples() -> Iterator[tuple]:
-    """Of one rank: others need processes (tests/test_graph_fsdp_delayed.py)."""
+    """One rank's; more need processes (tests/test_graph_fsdp_delayed.py)."""
     yield torch.zeros(8), AmaxGroups(())
     yield torch.zeros(12)[::3], AmaxGroups(())
     yield torch.zeros(0), AmaxGroups(())
@@ -210,7 +210,7 @@ def _backward(ctx: Any, grad_output: Tensor, *_: None) -> tuple[Tensor | None, .
 
 
 def _samples() -> Iterator[tuple]:
-    """As of a group of one rank."""
+    """One rank's, as for the gradients."""
     for x, weight, bias, _, multiplier, _, recipe in delayed_samples():
         tokens = torch.zeros(3), torch.zeros(1)
         yield x, weight.float(), bias, *tokens, None, None, multiplier, Rows.alone(weight.shape[0]), recipe

@@ -25,13 +25,13 @@ from fp8compile.ops.groups.group_quantize import group_quantize
 from fp8compile.ops.groups.group_quantize_both import group_quantize_both, is_group_pair
 from fp8compile.ops.groups.group_quantize_rows import group_quantize_rows, is_row_pair
 from fp8compile.ops.groups.grouped_mm import grouped_mm
-from fp8compile.ops.groups.layout import group_to_read
 from fp8compile.ops.groups.scaled_grouped_mm import multiply_groups
 from fp8compile.ops.layer.fsdp_gather import gathered
 from fp8compile.ops.layer.local_shards import LocalShard
 from fp8compile.ops.layer.operands import STEPS, Operands, Phase
 from fp8compile.ops.layer.quantize_shard import quantize_shard
 from fp8compile.ops.layer.rows import Rows
+from fp8compile.ops.layer.rows_of_groups import quantize_rows_of_groups
 from fp8compile.ops.layer.stacks import in_whole_blocks
 from fp8compile.quantizers import GEMMS, Gemm, Quantizer, Recipe
 from fp8compile.target import target_of
@@ -147,10 +147,7 @@ class GroupedOperands:
             found = quantize_shard(LocalShard(x), quantizer, steps)
             codes, scale = found.local, found.scale
         else:
-            amaxes = group_amax(x, self.offsets, quantizer)
-            multiplier, scales = steps.scale(amaxes, quantizer)
-            group = group_to_read(self.offsets, x.shape[0])
-            codes, scale = steps.cast(x, multiplier[group], replace(quantizer, block=(1, -1))), scales[group]
+            codes, scale = quantize_rows_of_groups(x, self.offsets, quantizer, steps)
         return GroupedOperand(codes=codes, scale=scale, quantizer=quantizer)
 
     def _tokens(self, x: Tensor, slot: str) -> GroupedOperand:

@@ -250,7 +250,7 @@ def _grad_bias(
     group: str,
     recipe: Recipe,
 ) -> Tensor:
-    """Of all tokens, wherever they are."""
+    """The bias's gradient over all tokens, wherever they are."""
     own = sum_of_tokens(grad_output)
     parts_of_tokens = weight_dim == 1 and sequence_dim is not None and len(feature_sizes) > 1
     return all_reduce_sum(own, group) if parts_of_tokens else own
@@ -267,7 +267,7 @@ def _backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
 
 
 def _samples() -> Iterator[tuple]:
-    """As of a group of one rank: others need processes (tests/test_explicit_groups.py)."""
+    """One rank's; more need processes (tests/test_explicit_groups.py)."""
     for index, (x, weight, bias, recipe) in enumerate(linear_samples()):
         weight_dim = index % 2
         yield x, weight, bias, weight_dim, [weight.shape[weight_dim]], None, [0], 0, "", recipe

@@ -190,7 +190,7 @@ class Owners:
         return index is not None and index < len(self.parameters) and self.parameters[index]
 
     def _one_of(self, weight: Sequence[str], node: fx.Node) -> str:
-        """Of layers that share a weight, the one that was being called."""
+        """The layer that was being called, among those that share a weight."""
         called = layer_of_stack(node, self.names) if len(weight) > 1 else None
         return called if called in weight else weight[0]
 
