@@ -61,7 +61,7 @@ assert machine().is_rehearsal or torch.cuda.is_available(), "there is no GPU; tr
 print("torch", torch.__version__, "triton", triton.__version__, "on", machine().name())' || exit 2
 [ -z "${FP8COMPILE_REHEARSAL:-}" ] && "$python" -c 'import torchao' 2>/dev/null && train+=("torchao tensorwise")
 
-step tests 300 "$python" -m pytest tests/test_gpu.py "${tests[@]}" -q --maxfail=20 --show-capture=no -p no:cacheprovider
+step tests 300 "$python" -m pytest tests/package/test_gpu.py "${tests[@]}" -q --maxfail=20 --show-capture=no -p no:cacheprovider
 step linear 300 "$python" -m benchmarks.linear "${few[@]}"
 step block 240 "$python" -m benchmarks.block "${block[@]}"
 step gemm 240 "$python" -m benchmarks.gemm "${gemm[@]}"

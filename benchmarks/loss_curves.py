@@ -21,10 +21,10 @@ import torch
 
 import fp8compile as f8
 from benchmarks.table import Row, emit
-from fp8compile.cli.config import BF16, TrainConfig
-from fp8compile.cli.ranks import Ranks
-from fp8compile.cli.run_folder import RunFolder, write_atomically
-from fp8compile.cli.training import resumed_run, start_run
+from fp8compile.cli.train.config import BF16, TrainConfig
+from fp8compile.cli.train.ranks import Ranks
+from fp8compile.cli.train.run_folder import RunFolder, write_atomically
+from fp8compile.cli.train.training import resumed_run, start_run
 
 NUM_SMOOTHED = 50  # train losses in a mean: one batch alone is noise
 Curve = dict[int, float]  # loss by step

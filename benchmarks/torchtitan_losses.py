@@ -1,7 +1,7 @@
 """torchtitan's debug models, trained by its own Trainer in FP8 beside bf16, on a CPU over gloo.
 
-Each is cut down to two layers, sequences of 64 and a global batch of 4 (see tests/torchtitan_on_cpu.py); blocks are
-compiled. A row is one model on one layout of ranks; the losses of bf16 and of FP8 stand one above the other.
+Each is cut down to two layers, sequences of 64 and a global batch of 4 (tests/helpers/torchtitan_on_cpu.py); blocks
+are compiled. A row is one model on one layout of ranks; the losses of bf16 and of FP8 stand one above the other.
 
     python -m benchmarks.torchtitan_losses [--json] [--models llama3] [--cases fsdp2 tp2] [--backend inductor]
         [--recipe rowwise] [--gather] [--spmd-backend partial_dtensor] [--without-checkpointing] [--steps 10]
@@ -24,7 +24,7 @@ from torch import multiprocessing
 import fp8compile as f8
 from benchmarks.table import Row, emit
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "helpers"))
 
 from torchtitan_on_cpu import CASES, MODELS, debug_config, losses_of, train
 

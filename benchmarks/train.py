@@ -20,7 +20,7 @@ from benchmarks.machine import machine
 from benchmarks.mlp import contenders, converted
 from benchmarks.table import Row, emit
 from benchmarks.timing import device, where
-from fp8compile.cli.model import ByteLlama, ModelShape
+from fp8compile.cli.train.model import ByteLlama, ModelShape
 
 __all__ = ["train_row"]
 

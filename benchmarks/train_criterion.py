@@ -3,7 +3,7 @@
     python benchmarks/train_criterion.py [recipe ...]
 
 Runs the default preset of `fp8compile train`: bf16 on three seeds, then each recipe, then a recipe
-with a wrong scale. See fp8compile/cli/criterion.py for what the words mean. Exit code 1 unless
+with a wrong scale. See fp8compile/cli/train/criterion.py for what the words mean. Exit code 1 unless
 every recipe passes and the fault does not.
 """
 
@@ -13,10 +13,10 @@ import sys
 import time
 
 import fp8compile as f8
-from fp8compile.cli.config import TrainConfig
-from fp8compile.cli.criterion import Verdict, baseline, final_loss, plant_wrong_scale
-from fp8compile.cli.text import load_text
-from fp8compile.cli.training import resolved
+from fp8compile.cli.train.config import TrainConfig
+from fp8compile.cli.train.criterion import Verdict, baseline, final_loss, plant_wrong_scale
+from fp8compile.cli.train.text import load_text
+from fp8compile.cli.train.training import resolved
 
 # Each is one operand of the first two GEMMs; grad_weight's cannot show, as criterion.py says.
 PLANTED_SLOTS = ("weight", "grad_output")

@@ -1,7 +1,7 @@
 """What `mode="reduce-overhead"` asks of generated code, as far as a machine without a GPU can tell.
 
 Inductor replays a graph as a CUDA graph unless something in it is on a CPU, can't be recorded, or writes to an
-argument that moves. That the replay is right only a GPU shows: tests/test_gpu.py.
+argument that moves. That the replay is right only a GPU shows: tests/package/test_gpu.py.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ import torch
 from torch._dynamo.utils import counters
 from torch.distributed.tensor import DTensor, Shard
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "parallel"))
 import fsdp_models as models
 from compiles import Compiles
 from gloo_ranks import shared_ranks

@@ -19,7 +19,8 @@ from typing import Any
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parent / "helpers"))
+sys.path.insert(0, str(Path(__file__).parent / "parallel"))
 import test_fsdp
 import test_graph_fsdp
 import test_tensor_parallel as layers

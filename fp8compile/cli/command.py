@@ -22,7 +22,7 @@ from fp8compile.cli.steps import steps_shown
 
 __all__ = ["main"]
 
-# Each names a module of this package with add_parser(subparsers), which sets the default `run`:
+# Each names a module or folder of this package with add_parser(subparsers), which sets the default `run`:
 # a function of the parsed arguments that returns an exit code.
 SUBCOMMANDS = ("train", "explain", "doctor", "bench")
 RANK_PATIENCE = 10  # seconds

@@ -1,6 +1,5 @@
 """The operators, `torch.ops.fp8compile.*`: what stands in graphs."""
 
-from fp8compile.ops.after import after
 from fp8compile.ops.amax import amax
 from fp8compile.ops.cast import cast, cast_again
 from fp8compile.ops.dequantize import dequantize
@@ -15,6 +14,7 @@ from fp8compile.ops.groups.group_quantize_rows import group_quantize_rows
 from fp8compile.ops.groups.grouped_blockwise_mm import grouped_blockwise_mm
 from fp8compile.ops.groups.grouped_mm import group_sum, grouped_mm
 from fp8compile.ops.groups.scaled_grouped_mm import scaled_grouped_mm
+from fp8compile.ops.inductor_hints import after, realize, snapshot, store
 from fp8compile.ops.layer import GEMM_OPS, LAYER_OPS
 from fp8compile.ops.layer.delayed import delayed_grad_input, delayed_grad_weight, delayed_linear
 from fp8compile.ops.layer.flops import FLOP_FORMULAS
@@ -32,13 +32,10 @@ from fp8compile.ops.layer.linear import grad_input, grad_weight, linear
 from fp8compile.ops.layer.sharded_linear import sharded_grad_input, sharded_grad_weight, sharded_linear
 from fp8compile.ops.quantize_both import quantize_both
 from fp8compile.ops.quantize_weight import quantize_weight
-from fp8compile.ops.realize import realize
 from fp8compile.ops.registry import OPS, Op, decompositions, register_op
 from fp8compile.ops.scale import scale
 from fp8compile.ops.scaled_mm import scaled_mm
 from fp8compile.ops.scatter_sum import scatter_sum
-from fp8compile.ops.snapshot import snapshot
-from fp8compile.ops.store import store
 from fp8compile.ops.straight_through import straight_through
 
 __all__ = [

@@ -7,8 +7,8 @@ sends fewer bytes. For code that keeps what each rank has in plain tensors, ther
 from fp8compile.nn.routes import Routes, expert_routes
 from fp8compile.parallel.broadcast import broadcast_parameters
 from fp8compile.parallel.expert_parallel import ExpertParallel, overflowed_rows
-from fp8compile.parallel.fsdp import fsdp_float8_all_gather
-from fp8compile.parallel.graph_fsdp import graph_fsdp
+from fp8compile.parallel.fsdp2.all_gather import fsdp_float8_all_gather
+from fp8compile.parallel.graph_fsdp.graph_fsdp import graph_fsdp
 from fp8compile.parallel.linear_functions import column_parallel_linear, row_parallel_linear
 from fp8compile.parallel.quantized_parameters import share_scales
 from fp8compile.parallel.styles import ColwiseParallel, RowwiseParallel

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from fp8compile.ops.inductor_hints import snapshot
 from fp8compile.ops.layer import delayed
 from fp8compile.ops.layer.linear import GRAD_INPUT, GRAD_WEIGHT, OUTPUT
 from fp8compile.ops.layer.local_shards import LocalShard, QuantizedShard
@@ -19,7 +20,6 @@ from fp8compile.ops.layer.operands import Operands, Phase
 from fp8compile.ops.layer.products import Product, add_bias, multiply_shards
 from fp8compile.ops.layer.quantize_shard import shard_amax
 from fp8compile.ops.layer.shards import axis_blocks, split_axes
-from fp8compile.ops.snapshot import snapshot
 from fp8compile.parallel.placed import check_one_mesh, part_of, placements_of, whole_of
 from fp8compile.quantizers import DelayedScaling, Gemm, Recipe
 from fp8compile.tensor import QuantizedTensor, check_serves

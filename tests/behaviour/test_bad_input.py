@@ -1,7 +1,7 @@
 """What a user gets wrong: an error of ours that says what was given and what to do, also in the text of torch.compile.
 
 Each row is a call that must raise, or one that looks wrong and must work. The exact texts stand in
-tests/test_linear_errors.py and beside it; here a row has the parts that help.
+tests/nn/test_linear_errors.py and beside it; here a row has the parts that help.
 """
 
 from __future__ import annotations

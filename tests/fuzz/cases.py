@@ -224,7 +224,7 @@ def _custom_recipes(draw: st.DrawFn) -> f8.Recipe:
     return f8.Recipe(**slots)
 
 
-# delayed scaling needs a state, which these cases have none of: tests/test_delayed.py
+# delayed scaling needs a state, which these cases have none of: tests/nn/test_delayed.py
 CURRENT = [name for name in f8.recipes.names() if not f8.recipes.by_name(name).history()]
 
 

@@ -1,4 +1,4 @@
-"""What quantization has to give, block by block in numpy, on top of tests/oracle.py."""
+"""What quantization has to give, block by block in numpy, on top of tests/helpers/oracle.py."""
 
 from __future__ import annotations
 

@@ -128,7 +128,7 @@ def _combine_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 
 
 def _samples() -> Iterator[tuple]:
-    """One rank's; more need processes (tests/test_expert_parallel.py)."""
+    """One rank's; more need processes (tests/parallel/test_expert_parallel.py)."""
     rows = torch.randn(12, 24, generator=torch.Generator().manual_seed(0)).bfloat16()
     counts = torch.tensor([[5, 0, 7]])
     for index, recipe in enumerate(samples.recipes()):

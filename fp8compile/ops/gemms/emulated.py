@@ -13,7 +13,7 @@ from fp8compile.ops.gemms.blockwise import BLOCK
 from fp8compile.ops.gemms.float8 import ASK, lacks_tensor_cores
 from fp8compile.ops.gemms.kernel import GemmKernel, GemmProblem, Operand
 from fp8compile.ops.gemms.mx import MX_BLOCK
-from fp8compile.ops.realize import realize
+from fp8compile.ops.inductor_hints import realize
 from fp8compile.quantizers import GemmConfig, Quantizer
 
 __all__ = ["EMULATED"]

@@ -19,9 +19,9 @@ from torch import Tensor
 
 from fp8compile import _compat
 from fp8compile.ops import samples
-from fp8compile.ops.after import after
 from fp8compile.ops.amax import amax
 from fp8compile.ops.collectives import all_reduce_amax
+from fp8compile.ops.inductor_hints import after, snapshot
 from fp8compile.ops.layer.linear import (
     OUTPUT,
     as_read,
@@ -39,7 +39,6 @@ from fp8compile.ops.layer.linear import (
 from fp8compile.ops.layer.operands import Operands, Phase
 from fp8compile.ops.registry import register_op
 from fp8compile.ops.sharding import Cut, Split
-from fp8compile.ops.snapshot import snapshot
 from fp8compile.quantizers import TENSORS, CurrentScaling, DelayedScaling, Recipe
 from fp8compile.quantizers.delayed_scaling import next_state
 

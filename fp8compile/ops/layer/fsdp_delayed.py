@@ -22,6 +22,7 @@ from torch import Tensor
 
 from fp8compile import _compat
 from fp8compile.ops.collectives import all_reduce_amaxes, sent_in_backward
+from fp8compile.ops.inductor_hints import snapshot
 from fp8compile.ops.layer.delayed import (
     amax_of,
     check_repeated_forward,
@@ -35,7 +36,6 @@ from fp8compile.ops.layer.linear import OUTPUT, as_read, sum_of_tokens
 from fp8compile.ops.layer.operands import Operands, Phase
 from fp8compile.ops.layer.rows import Rows
 from fp8compile.ops.registry import register_op
-from fp8compile.ops.snapshot import snapshot
 from fp8compile.quantizers import Recipe
 from fp8compile.quantizers.constant import Constant
 
@@ -107,7 +107,7 @@ def _together_backward(ctx: Any, amaxes: Tensor) -> tuple[Tensor, None]:
 
 
 def _together_samples() -> Iterator[tuple]:
-    """One rank's; more need processes (tests/test_graph_fsdp_delayed.py)."""
+    """One rank's; more need processes (tests/parallel/test_graph_fsdp_delayed.py)."""
     yield torch.zeros(8), AmaxGroups(())
     yield torch.zeros(12)[::3], AmaxGroups(())
     yield torch.zeros(0), AmaxGroups(())

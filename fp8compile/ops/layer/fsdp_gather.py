@@ -117,7 +117,7 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 
 
 def _samples() -> Iterator[tuple]:
-    """One rank's; more need processes (tests/test_graph_fsdp.py)."""
+    """One rank's; more need processes (tests/parallel/test_graph_fsdp.py)."""
     for shape in ((6,), (3, 4), (0, 4)):
         for dtype in (torch.float32, torch.bfloat16):
             yield torch.ones(shape), dtype, Rows.alone(shape[0])

@@ -135,7 +135,7 @@ def _backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
 
 
 def _samples() -> Iterator[tuple]:
-    """One rank's; more need processes (tests/test_fsdp_experts.py)."""
+    """One rank's; more need processes (tests/parallel/test_fsdp_experts.py)."""
     for index, (x, weight, offsets, bias, recipe) in enumerate(grouped_samples()):
         shard = weight.float() if index % 2 else weight
         yield x, shard, offsets, bias, Rows.alone(weight.shape[0]), recipe

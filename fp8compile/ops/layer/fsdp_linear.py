@@ -194,7 +194,7 @@ def _backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
 
 
 def _samples() -> Iterator[tuple]:
-    """One rank's; more need processes (tests/test_graph_fsdp.py)."""
+    """One rank's; more need processes (tests/parallel/test_graph_fsdp.py)."""
     for index, (x, weight, bias, recipe) in enumerate(linear_samples()):
         shard = weight.float() if index % 2 else weight
         known = [None, None]

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from fp8compile import _compat
-from fp8compile.ops.after import after
 from fp8compile.ops.collectives import all_gather
 from fp8compile.ops.gemms.grouped.kernel import GroupedOperand
 from fp8compile.ops.groups.group_amax import group_amax
@@ -26,6 +25,7 @@ from fp8compile.ops.groups.group_quantize_both import group_quantize_both, is_gr
 from fp8compile.ops.groups.group_quantize_rows import group_quantize_rows, is_row_pair
 from fp8compile.ops.groups.grouped_mm import grouped_mm
 from fp8compile.ops.groups.scaled_grouped_mm import multiply_groups
+from fp8compile.ops.inductor_hints import after
 from fp8compile.ops.layer.fsdp_gather import gathered
 from fp8compile.ops.layer.local_shards import LocalShard
 from fp8compile.ops.layer.operands import STEPS, Operands, Phase

@@ -26,9 +26,9 @@ import torch
 from torch import Tensor
 
 from fp8compile import _compat
-from fp8compile.ops.after import after
 from fp8compile.ops.cast import cast_again
 from fp8compile.ops.gemm import PADDED_TO, Operand, multiply
+from fp8compile.ops.inductor_hints import after, store
 from fp8compile.ops.layer.fsdp_gather import gathered
 from fp8compile.ops.layer.local_shards import LocalShard, QuantizedShard
 from fp8compile.ops.layer.quantize_shard import OPS_OF_STEPS, PYTHON_OF_STEPS, Steps, is_aligned, quantize_shard
@@ -36,7 +36,6 @@ from fp8compile.ops.layer.rows import Rows, rows_cut
 from fp8compile.ops.quantize_both import is_pair, quantize_both
 from fp8compile.ops.quantize_weight import is_weight_pair, quantize_weight
 from fp8compile.ops.scaled_mm import multiply_operands
-from fp8compile.ops.store import store
 from fp8compile.quantizers import GEMMS, TENSORS, DelayedScaling, Gemm, Quantizer, Recipe
 from fp8compile.quantizers.blocks import as_matrix
 from fp8compile.target import target_of

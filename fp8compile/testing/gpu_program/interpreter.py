@@ -3,7 +3,7 @@
 Triton decides when it is imported whether it interprets. Here it need not: functions under ``triton.jit`` that a
 kernel calls are interpreted while `Interpreter.active` lasts, so one process can interpret and compile.
 
-What is mended (docs/upstream.md has the list, tests/test_gpu_interpreter.py a comparison with PyTorch for each):
+What is mended (docs/upstream.md lists it, tests/testing/test_gpu_interpreter.py compares each with PyTorch):
 
     conversions         float8 loses carries and NaN, bfloat16 is truncated and loses subnormals, int and float64 to
                         bfloat16 and back give bits of another type

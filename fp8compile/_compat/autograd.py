@@ -1,0 +1,112 @@
+"""Derivatives of our ops, version counters, dtypes of gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch._functorch.utils import enable_single_level_autograd_function
+from torch.autograd import forward_ad
+from torch.autograd.function import _SingleLevelFunction
+
+from fp8compile._compat.tracing import no_dispatch
+
+__all__ = ["counting_versions", "impl_autograd", "keep_grad_dtype", "plain_alias", "version_in_eager", "will_run"]
+
+
+def impl_autograd(
+    lib: torch.library.Library,
+    op: torch._ops.OpOverload,
+    setup_context: Callable | None,
+    backward: Callable | None,
+) -> None:
+    """Give ``op`` its derivative; without ``backward``, one that raises.
+
+    `torch.library.register_autograd` would do, but breaks `torch.func.grad` and makes `torch.func.jvp` return zeros
+    without a word. This form works with the first and raises with the second, and AOTAutograd caches it all the same.
+    """
+    name = str(op).removesuffix(".default").replace(".", "::")
+
+    def forward(ctx: Any, *args_and_caller: Any) -> Any:
+        *args, keyset, modes = args_and_caller
+        # apply() switched both modes off; the levels of torch.func below this one need the caller's, or record nothing
+        with (
+            torch._C._AutoDispatchBelowAutograd(),
+            torch.set_grad_enabled(modes[0]),
+            forward_ad._set_fwd_grad_enabled(modes[1]),
+        ):
+            output = op.redispatch(keyset & torch._C._after_autograd_keyset, *args)
+        if setup_context is not None:
+            setup_context(ctx, tuple(args), output)
+        return output
+
+    def no_backward(ctx: Any, *grads: Any) -> Any:
+        if op.namespace != "fp8compile":
+            raise RuntimeError(f"{name} has no derivative: it was registered with backward=None. Detach its inputs.")
+        raise RuntimeError(
+            f"{name} has no derivative. Of the products only fp8compile::linear and grouped_linear can be "
+            "differentiated, and only once: take second derivatives of the unconverted model (fp8compile.revert)."
+        )
+
+    def call_backward(ctx: Any, *grads: Any) -> Any:
+        return *backward(ctx, *grads), None, None
+
+    def no_jvp(ctx: Any, *tangents: Any) -> Any:
+        raise RuntimeError(
+            f"{name} has no forward-mode derivative. Use reverse mode, or take it of the unconverted model "
+            "(fp8compile.revert)."
+        )
+
+    members = {
+        "forward": staticmethod(forward),
+        "jvp": staticmethod(no_jvp),
+        "backward": staticmethod(no_backward if backward is None else call_backward),
+    }
+    function = type(f"{op._opname}_backward", (_SingleLevelFunction,), members)
+
+    def kernel(keyset: Any, *args: Any) -> Any:
+        # also where no argument requires a gradient: it may carry a tangent of forward mode, which has to raise
+        with enable_single_level_autograd_function():
+            # the op's own arguments first: ctx.needs_input_grad counts from them
+            return function.apply(*args, keyset, (torch.is_grad_enabled(), torch._C._is_fwd_grad_enabled()))
+
+    lib.impl(op._opname, kernel, "Autograd", with_keyset=True)
+
+
+def counting_versions() -> AbstractContextManager[None]:
+    """Let ops inside of a `__torch_dispatch__` count writes, and give views the version counter of their base.
+
+    PyTorch does both for the tensors that an op is called with, and leaves both out for those that they wrap.
+    """
+    is_excluded = False
+    return torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, is_excluded)
+
+
+def version_in_eager(tensor: torch.Tensor) -> int | None:
+    """How often a tensor was written to; None for one that stands in a graph, whose writes have an order there."""
+    return tensor._version if type(tensor) is torch.Tensor else None
+
+
+def will_run(ctx: Any, place: int) -> bool:
+    """Whether this backward goes on to where a tensor comes from: ``torch.autograd.grad`` goes where it is asked to.
+
+    Args:
+        ctx: Of an op, in its ``backward``.
+        place: Of the tensor, among the op's arguments that are tensors.
+    """
+    node = ctx.next_functions[place][0]
+    return hasattr(node, "variable") or torch._C._will_engine_execute_node(node)  # of a leaf PyTorch does not say it
+
+
+def keep_grad_dtype(source: torch.Tensor, target: torch.Tensor) -> None:
+    """Have gradients of a parameter in the dtype that was set for another one; before 2.15 FSDP2 does not ask."""
+    if getattr(source, "_has_grad_dtype_override", False):
+        target.grad_dtype = source.grad_dtype
+
+
+def plain_alias(tensor: torch.Tensor) -> torch.Tensor:
+    """A plain tensor without history on the memory of a subclass that has memory, with the same version counter."""
+    with no_dispatch():
+        return tensor.detach()

@@ -1,0 +1,85 @@
+"""FSDP2's insides: its modules and the parameters that it shards."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+__all__ = ["FsdpParameter", "fsdp_parameters", "is_fsdp", "is_fsdp_managed", "is_sharded_class"]
+
+
+def is_fsdp(module: torch.nn.Module) -> bool:
+    """Whether `fully_shard` was called for a module."""
+    from torch.distributed.fsdp import FSDPModule
+
+    return isinstance(module, FSDPModule)
+
+
+def is_sharded_class(cls: type) -> bool:
+    """Whether `fully_shard` or `replicate` made a class in place of a module's own; by name, to import neither."""
+    return any(base.__name__ in ("FSDPModule", "ReplicateModule") for base in cls.__mro__)
+
+
+def is_fsdp_managed(module: torch.nn.Module) -> bool:
+    """Whether a module's parameters are among those that FSDP, of itself or of a module above, shards and frees."""
+    return getattr(module, "_is_fsdp_managed_module", False)
+
+
+class FsdpParameter:
+    """What FSDP2 knows of a parameter that it manages."""
+
+    def __init__(self, parameter: Any) -> None:
+        self._parameter = parameter
+
+    @property
+    def module(self) -> torch.nn.Module:
+        """The first of the modules that have it."""
+        return self._parameter._module_info.module
+
+    @property
+    def name(self) -> str:
+        """Its name there."""
+        return self._parameter._module_info.param_name
+
+    @property
+    def sharded(self) -> torch.Tensor:
+        """The parameter as optimizers see it, a DTensor; `load_state_dict` may make it another one."""
+        return self._parameter.sharded_param
+
+    @property
+    def mesh(self) -> Any:
+        """Whose ranks have its shards, one dim."""
+        return self._parameter.shard_mesh
+
+    @property
+    def size(self) -> torch.Size:
+        """The size of what these ranks have together."""
+        return self._parameter._orig_size
+
+    @property
+    def mp_policy(self) -> Any:
+        """Mixed precision."""
+        return self._parameter.mp_policy
+
+    @property
+    def device(self) -> torch.device:
+        """Where it is gathered."""
+        return self._parameter.device
+
+
+def fsdp_parameters() -> Iterator[FsdpParameter]:
+    """All parameters that FSDP2 manages in this process.
+
+    It tells a tensor of its mesh and policy when it gathers it, too late for who has to know all tensors at once.
+    """
+    from torch.distributed._composable_state import _module_state_mapping
+
+    for reference in list(_module_state_mapping.values()):
+        state = reference()
+        groups = getattr(state, "_fsdp_param_groups", None)
+        if groups is None:  # 2.12
+            groups = [group] if (group := getattr(state, "_fsdp_param_group", None)) is not None else []
+        for group in groups:
+            yield from map(FsdpParameter, group.fsdp_params)

@@ -1,0 +1,118 @@
+"""Marks on traced values, which say where the partitioner computes them: in the forward, in the backward, or anew."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+
+from fp8compile._compat.tracing import nodes_of
+
+__all__ = ["is_fusible", "left_in_backward", "left_in_forward", "make_in_backward", "never_recompute", "recomputed"]
+
+VIEWS = {
+    getattr(torch.ops.aten, name).default
+    for name in (
+        "view",
+        "_unsafe_view",
+        "reshape",
+        "t",
+        "permute",
+        "squeeze",
+        "unsqueeze",
+        "expand",
+        "alias",
+        "detach",
+    )
+} | {torch.ops.aten.transpose.int, torch.ops.aten.slice.Tensor}
+
+
+COPIES = {torch.ops.aten._to_copy.default, torch.ops.aten.clone.default, torch.ops.prims.convert_element_type.default}
+
+
+def never_recompute(tensor: torch.Tensor) -> None:
+    """Let a traced backward have this tensor as the forward made it, checkpointed or not."""
+    from torch.utils.checkpoint import CheckpointPolicy
+
+    for node in nodes_of(tensor):
+        node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+
+
+def make_in_backward(tensor: torch.Tensor) -> None:
+    """Let a traced backward make this tensor, where PyTorch's partitioner could have the forward make and keep it."""
+    for node in nodes_of(tensor):
+        node.meta.update(IN_BACKWARD)
+
+
+@contextmanager
+def _marked(marks: dict[str, Any]) -> Iterator[None]:
+    """What is traced inside carries these marks, which PyTorch's partitioner reads."""
+    from torch.fx import traceback
+
+    meta = traceback.current_meta
+    before = {key: meta[key] for key in marks if key in meta}
+    meta.update(marks)
+    try:
+        yield
+    finally:
+        for key in marks:
+            meta.pop(key, None)
+        meta.update(before)
+
+
+def recomputed(*, in_backward: bool = False) -> AbstractContextManager[None]:
+    """What is traced inside is never kept for the backward, which makes it once more, as with checkpointing.
+
+    Args:
+        in_backward: It belongs to the backward alone. PyTorch's partitioner would put it in the forward too where it
+            needs no gradient, and as a collective is no dead code, it would be sent there for nothing.
+    """
+    from torch.fx import traceback
+    from torch.utils.checkpoint import CheckpointPolicy
+
+    marks = {"recompute": CheckpointPolicy.MUST_RECOMPUTE}
+    # inside of a checkpointed region its own number: PyTorch keeps what leads from one region into a later one
+    marks["ac_graph_id"] = traceback.current_meta.get("ac_graph_id", 0)
+    return _marked({**marks, **(IN_BACKWARD if in_backward else {})})
+
+
+def left_in_forward() -> AbstractContextManager[None]:
+    """What is traced inside stays in the forward, for nothing in the backward reads it.
+
+    PyTorch's partitioner holds the wait for a collective for a side effect, and would have the backward repeat it and
+    keep its operand. In a checkpointed region the backward repeats it together with what reads it.
+    """
+    from torch.fx import traceback
+
+    return recomputed() if "ac_graph_id" in traceback.current_meta else _marked(IN_FORWARD)
+
+
+IN_FORWARD = {"partitioner_tag": "must_be_in_forward"}
+
+
+IN_BACKWARD = {"partitioner_tag": "must_be_in_backward"}
+
+
+def left_in_backward() -> AbstractContextManager[None]:
+    """What is traced inside stays in the backward, where PyTorch's partitioner could have it in the forward as well.
+
+    It decides by sizes. Where those of ranks differ, so may what it decides, and a rank would wait in its forward for
+    a message that another one sends in its backward.
+    """
+    return _marked(IN_BACKWARD)
+
+
+def is_fusible(tensor: torch.Tensor) -> bool:
+    """Whether a tensor that is being traced comes out of code that Inductor fuses with what reads it.
+
+    Inputs of the graph don't, nor do results of products and of other calls; nor does anything in eager mode.
+    """
+    for node in nodes_of(tensor):
+        while node.op == "call_function" and node.target in VIEWS:
+            node = node.args[0]
+        tags = getattr(node.target, "tags", ())
+        if node.op == "call_function" and (torch.Tag.pointwise in tags or node.target in COPIES):
+            return True
+    return False

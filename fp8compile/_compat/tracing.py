@@ -1,0 +1,120 @@
+"""What is being traced: fake tensors, sizes that are symbols, transforms that look on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch.autograd import forward_ad
+
+__all__ = [
+    "new_dynamic_size",
+    "constant_when_traced",
+    "guard_or_false",
+    "is_fake",
+    "is_static",
+    "is_traced",
+    "is_transformed",
+    "is_unbacked",
+    "no_dispatch",
+    "nodes_of",
+    "statically_true",
+]
+
+
+def is_traced(tensor: torch.Tensor) -> bool:
+    """Whether a tensor stands in a graph that is being traced, or has no data for another reason."""
+    from torch._subclasses import FakeTensor
+    from torch._subclasses.functional_tensor import FunctionalTensor
+
+    return isinstance(tensor, (FakeTensor, FunctionalTensor)) or bool(nodes_of(tensor))
+
+
+def nodes_of(tensor: torch.Tensor) -> list[Any]:
+    """The nodes that stand for a tensor in graphs that are being traced."""
+    from torch.fx.experimental.proxy_tensor import _get_proxies
+
+    return [proxy.node for proxy in _get_proxies(tensor)]
+
+
+def statically_true(condition: Any) -> bool:
+    """Whether a condition on sizes holds for every size that the graph is made for; never adds a guard."""
+    if isinstance(condition, bool):  # of plain numbers, which is all that eager mode has
+        return condition
+    from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+    return statically_known_true(condition)
+
+
+def is_static(size: Any) -> bool:
+    """Whether a size is a number, and no symbol for which a graph is made."""
+    if not torch.compiler.is_compiling():
+        return isinstance(size, int)
+    from torch.fx.experimental.symbolic_shapes import has_static_value  # to Dynamo, a symbol is an int too
+
+    return has_static_value(size)
+
+
+def is_fake(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is one without content, that a tracer computes shapes with."""
+    from torch._subclasses import FakeTensor
+
+    return isinstance(tensor, FakeTensor)
+
+
+def no_dispatch() -> AbstractContextManager[None]:
+    """What is computed inside is on memory, whatever tracer is at work."""
+    return torch._C._DisableTorchDispatch()
+
+
+def guard_or_false(condition: Any) -> bool:
+    """Truth of a condition on sizes; False where a size is not known when compiling."""
+    from torch.fx.experimental.symbolic_shapes import guard_or_false
+
+    return guard_or_false(condition)
+
+
+def is_unbacked(size: Any) -> bool:
+    """Whether a size is known only when the graph runs, and no condition on it can be decided before."""
+    if isinstance(size, int):
+        return False
+    from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+
+    return bool(free_unbacked_symbols(size))
+
+
+def new_dynamic_size() -> torch.SymInt:
+    """A size that is data, for a fake kernel: `new_dynamic_size` of its context, without asking for permission.
+
+    PyTorch gives one to ``fullgraph=True`` and otherwise breaks the graph, unless an option of Dynamo says that such
+    operators are to be traced. A graph that may break has no reason to break here.
+    """
+    from torch.fx.experimental.symbolic_shapes import _constrain_range_for_size
+
+    context = torch.library.get_ctx()
+    shapes = context._shape_env
+    if shapes is None or shapes.allow_dynamic_output_shape_ops:
+        return context.new_dynamic_size()
+    size = shapes.create_unbacked_symint()
+    _constrain_range_for_size(size, min=0)
+    return size
+
+
+def is_transformed(tensor: torch.Tensor) -> bool:
+    """Whether a transform of `torch.func` (grad, vmap, jvp) or forward-mode autograd looks on, in eager mode."""
+    if torch.compiler.is_compiling():
+        return False  # Dynamo can't trace the question
+    is_dual = forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None
+    return is_dual or torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+
+
+def constant_when_traced(fn: Callable) -> Callable:
+    """Let Dynamo call ``fn`` while it traces, and take the result for a constant.
+
+    For texts of errors: Dynamo can't trace the `repr` of every object, and its own error would take their place.
+    `torch.compiler.assume_constant_result` is this line behind an import of Dynamo, which costs a second.
+    """
+    fn._dynamo_marked_constant = True
+    return fn

@@ -1,0 +1,172 @@
+"""What differs between PyTorch versions, measured on 2.11.0, 2.13.0 and 2.15.0.
+
+constants of a graph   register_opaque_type(typ="value") up to 2.13, register_custom_class(typ="constant") in 2.15
+group on a subclass    not in 2.11; 2.13 after ProcessGroup is registered; 2.15 as it is
+rowwise CPU GEMM       `torch._scaled_mm` takes a scale a row from 2.13
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+from torch._library import opaque_object
+
+__all__ = [
+    "has_groups",
+    "OpaqueBase",
+    "TORCH_VERSION",
+    "all_gather_single",
+    "allow_group_in_subclass",
+    "as_region",
+    "concatenated",
+    "cpu_has_rowwise_gemm",
+    "declare_grad_dtype",
+    "default_reduce_dtype",
+    "dtypes_of_calls",
+    "is_constant_type",
+    "is_exporting",
+    "is_stand_in",
+    "reduce_scatter_single",
+    "register_constant_type",
+    "strided_shard",
+]
+
+try:
+    from torch._custom_class_base import CustomClassBase as OpaqueBase  # 2.15
+except ImportError:
+    from torch._opaque_base import OpaqueBase  # to 2.13
+
+
+TORCH_VERSION = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
+
+
+def register_constant_type(cls: type) -> None:
+    """Tell torch.compile that instances of ``cls`` are constants: compared by ``==``, printed by ``__fx_repr__``."""
+    name = f"{cls.__module__}.{cls.__qualname__}"
+    by_name = getattr(opaque_object, "_OPAQUE_TYPES_BY_NAME", {})
+    if name in by_name:
+        # the cell of a notebook, run again, makes a new class of the same name: it takes the old one's place
+        by_name.pop(name)
+        torch._C._unregister_opaque_type(name)
+    if hasattr(opaque_object, "register_custom_class"):
+        opaque_object.register_custom_class(cls, typ="constant")
+    else:
+        opaque_object.register_opaque_type(cls, typ="value")
+
+
+def is_constant_type(cls: type) -> bool:
+    """Whether instances of ``cls`` are constants to torch.compile."""
+    ask = getattr(opaque_object, "is_custom_class", None) or opaque_object.is_opaque_type
+    return ask(cls)
+
+
+def is_stand_in(value: object) -> bool:
+    """Whether an op's fake was given something without content for a constant: one that the traced function makes.
+
+    It claims the constant's class, so only its type tells.
+    """
+    return type(value).__name__ == "FakeScriptObject"
+
+
+def as_region(function: Callable, often: int) -> Callable:
+    """A function that is compiled once wherever a graph calls it.
+
+    Args:
+        function: Takes and returns tensors, constants, and containers of them.
+        often: How often one graph may call it with what needs other code, from 2.13 on; there PyTorch raises at more.
+    """
+    if TORCH_VERSION < (2, 13):
+        return torch.compiler.nested_compile_region(function)
+    return torch.compiler.nested_compile_region(function, max_reuse_entries=max(often, 8))
+
+
+def is_exporting() -> bool:
+    """Whether `torch.export` traces; False before 2.13, whose Dynamo answers True whoever traces."""
+    return TORCH_VERSION >= (2, 13) and torch.compiler.is_exporting()
+
+
+def all_gather_single(x: torch.Tensor, dim: int, group: Any) -> torch.Tensor:
+    """The functional collective, which 2.13 gave this name."""
+    from torch.distributed import _functional_collectives as funcol
+
+    return (getattr(funcol, "all_gather_single", None) or funcol.all_gather_tensor)(x, dim, group)
+
+
+def reduce_scatter_single(x: torch.Tensor, reduction: str, dim: int, group: Any) -> torch.Tensor:
+    """The functional collective, which 2.13 gave this name."""
+    from torch.distributed import _functional_collectives as funcol
+
+    return (getattr(funcol, "reduce_scatter_single", None) or funcol.reduce_scatter_tensor)(x, reduction, dim, group)
+
+
+def dtypes_of_calls(profiler: torch.profiler.profile) -> dict[int, list[str]]:
+    """Dtypes of the arguments of each profiled call, by the id of its event.
+
+    The profiler's own events have them from 2.13 on; Kineto's have them always.
+    """
+    return {event.correlation_id(): event.dtypes() for event in profiler.profiler.kineto_results.events()}
+
+
+def declare_grad_dtype(ctx: Any, dtype: torch.dtype, used: torch.dtype) -> None:
+    """Have a backward get the gradient of its op's one result as FSDP2 gets that of a parameter that it gathered.
+
+    From 2.15 on a norm's float32 gradient of a bfloat16 weight reaches the sum over ranks as it is; before, autograd
+    rounds it to the dtype of the weight first.
+
+    Args:
+        ctx: Of the op, in its ``setup_context``.
+        dtype: In which ranks add. Gradients that are to be cast to a wider one come as they are.
+        used: Of the result.
+    """
+    if TORCH_VERSION >= (2, 15) and ctx.needs_input_grad[0]:
+        ctx.set_output_grad_dtype(None if dtype.itemsize > used.itemsize else dtype)
+
+
+def default_reduce_dtype(own: torch.dtype, used: torch.dtype) -> torch.dtype:
+    """The dtype in which FSDP2 sums a parameter's gradients if no policy names one: its own, or that of its use."""
+    return own if TORCH_VERSION >= (2, 15) else used
+
+
+@cache
+def allow_group_in_subclass() -> None:
+    """Make a ProcessGroup acceptable as an inner value of a tensor subclass.
+
+    Raises:
+        RuntimeError: This PyTorch takes every inner value for a tensor.
+    """
+    if TORCH_VERSION < (2, 12):
+        raise RuntimeError(
+            f"a process group on a QuantizedTensor needs PyTorch 2.12 or later, this is {torch.__version__}. "
+            "Upgrade PyTorch, or quantize without group=."
+        )
+    from torch.distributed import device_mesh
+
+    if hasattr(device_mesh, "_register_distributed_opaque_types"):  # 2.13; at import in 2.15
+        device_mesh._register_distributed_opaque_types()
+
+
+def has_groups(mesh: Any) -> bool:
+    """Whether a mesh has process groups; one made to ask how an op would be spread over ranks has none."""
+    return hasattr(mesh, "_dim_group_names")  # its get_group raises without, and nothing public tells
+
+
+def concatenated(first: Any, second: Any) -> Any:
+    """The mesh that has the dims of two others, parts of one mesh."""
+    from torch.distributed.device_mesh import DeviceMesh
+
+    return DeviceMesh._concatenate([first, second])
+
+
+def strided_shard(dim: int, parts: int) -> Any:
+    """The placement of a tensor of which each of so many parts was cut along ``dim`` once more."""
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    return _StridedShard(dim, split_factor=parts)
+
+
+def cpu_has_rowwise_gemm() -> bool:
+    """Whether `torch._scaled_mm` on a CPU takes a scale a row."""
+    return TORCH_VERSION >= (2, 13)

@@ -1,0 +1,87 @@
+"""An explanation as one page that needs nothing else: no script, no font, no image from anywhere."""
+
+from __future__ import annotations
+
+from html import escape
+from string import Template
+from typing import TYPE_CHECKING
+
+from fp8compile.cli.explain.sections import Section, sections
+
+if TYPE_CHECKING:
+    from fp8compile.testing.explain import Explanation
+
+__all__ = ["page"]
+
+PAGE = Template("""\
+<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8" />
+<meta name="viewport" content="width=device-width, initial-scale=1" />
+<title>$title</title>
+<style>
+body { font: 15px/1.5 system-ui, sans-serif; color: #1c2430; background: #fff; margin: 2rem auto; max-width: 76rem;
+  padding: 0 1rem; }
+h1 { font-size: 1.4rem; }
+h2 { font-size: 1.05rem; margin: 2rem 0 .5rem; }
+p { margin: .2rem 0; white-space: pre-wrap; overflow-wrap: anywhere; }
+.answer p:first-of-type { font-size: 1.1rem; font-weight: 600; }
+.graphs p { font: 13px/1.4 ui-monospace, monospace; }
+.scroll { overflow-x: auto; }
+table { border-collapse: collapse; margin-top: .5rem; font-size: .92rem; }
+th, td { border: 1px solid #d5dae1; padding: .3rem .6rem; text-align: left; vertical-align: top; }
+th { background: #f2f4f7; }
+.loud, .loud td { background: #fde8e6; color: #8c1208; font-weight: 600; }
+footer { margin: 2rem 0; color: #5b6675; font-size: .85rem; }
+</style>
+</head>
+<body>
+<h1>$title</h1>
+$body
+<footer>fp8compile $version, PyTorch $torch</footer>
+</body>
+</html>
+""")
+
+
+def _cells(tag: str, cells: tuple[str, ...]) -> str:
+    return "".join(f"<{tag}>{escape(cell)}</{tag}>" for cell in cells)
+
+
+def _table(section: Section) -> str:
+    rows = [f"<tr>{_cells('th', section.columns)}</tr>"]
+    for number, row in enumerate(section.rows):
+        mark = ' class="loud"' if number in section.loud else ""
+        rows.append(f"<tr{mark}>{_cells('td', row)}</tr>")
+    return '<div class="scroll"><table>\n' + "\n".join(rows) + "\n</table></div>"
+
+
+def _section(section: Section, name: str) -> str:
+    parts = [f"<h2>{escape(section.title)}</h2>"]
+    for number, line in enumerate(section.lines):
+        mark = ' class="loud"' if not section.rows and number in section.loud else ""
+        parts.append(f"<p{mark}>{escape(line)}</p>")
+    if section.rows:
+        parts.append(_table(section))
+    body = "\n".join(parts)
+    return f'<section class="{name}">\n{body}\n</section>'
+
+
+def page(found: Explanation, target: str) -> str:
+    """The page, well-formed as XML too.
+
+    Args:
+        found: The explanation.
+        target: What was explained, for the title.
+    """
+    import fp8compile
+
+    shown = list(sections(found))
+    names = ["answer", *["part"] * (len(shown) - 2), "graphs"]
+    return PAGE.substitute(
+        title=escape(f"fp8compile explain {target}"),
+        body="\n".join(_section(section, name) for section, name in zip(shown, names, strict=True)),
+        version=escape(fp8compile.__version__),
+        torch=escape(found.torch),
+    )

@@ -1,0 +1,127 @@
+"""`fp8compile explain`: its flags. Nothing here loads PyTorch before the command runs."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib.util
+import logging
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fp8compile import recipes
+from fp8compile.cli.errors import Failed, UserError
+from fp8compile.cli.user_code import running
+
+if TYPE_CHECKING:
+    from fp8compile.testing.explain import Explanation
+
+__all__ = ["add_parser"]
+
+DESCRIPTION = """
+Is this really running in FP8? Compile a model, read its graphs, and say of each linear in what its three GEMMs run,
+what is padded, which casts share a kernel, and what a GPU's peaks allow.
+"""
+EXIT_CODES = """
+exit code: 0 if the answer is YES; 1 if it is not: a converted layer fell back, nothing proves that it didn't, or none
+runs in FP8, as in a model that nobody converted; 2 if there is no answer: TARGET raises, calls sys.exit or os._exit,
+or is no model; 130 stopped by Ctrl-C
+"""
+TARGET = """
+package.module:name or FILE.py:name, a function that returns (model, args) or (model, args, kwargs), or a module (or
+its class) with a method example_inputs(); FILE.py alone looks for model_and_inputs, then example
+"""
+GPUS = ("h200", "b200")  # keys of PEAKS, which takes PyTorch to load
+log = logging.getLogger(__name__)
+
+
+def add_parser(subparsers: Any) -> None:
+    """Add ``explain`` to the command."""
+    parser = subparsers.add_parser(
+        "explain", help="say what of a model really runs in FP8", description=DESCRIPTION, epilog=EXIT_CODES,
+        allow_abbrev=False,
+    )  # fmt: skip
+    parser.add_argument("target", metavar="TARGET", help=TARGET)
+    names = f"{', '.join(recipes.names())}, or an installed package's"
+    parser.add_argument("--recipe", metavar="NAME", help=f"convert the model by this recipe first: {names}")
+    parser.add_argument("--gpu", choices=GPUS, default="h200", help="generate code for this GPU (default h200)")
+    parser.add_argument("--no-gpu", action="store_true", help="leave out generated code and least times")
+    parser.add_argument(
+        "--tp",
+        type=int,
+        metavar="N",
+        help="pretend to be one of N ranks: TARGET may apply a plan, and none is started",
+    )
+    parser.add_argument("--sp", action="store_true", help="with --tp, for the model of train: cut the sequence too")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--html", metavar="FILE", help="write a page as well")
+    parser.set_defaults(run=_run)
+
+
+def _convert(model: Any, name: str) -> None:
+    from fp8compile import convert
+
+    log.info("converting it by %s", name)
+    with running(f"--recipe {name}: converting the model"):  # a recipe may be another package's
+        try:
+            convert(model, recipes.by_name(name))
+        except (ValueError, TypeError, ImportError) as error:
+            raise UserError(f"--recipe {name}: {error}") from error
+
+
+def _check_writable(path: Path) -> None:
+    """Refuse a page that can't be written before minutes are spent on it."""
+    is_new = not path.exists()
+    try:
+        path.open("a", encoding="utf-8").close()
+    except OSError as error:
+        raise UserError(f"--html {path}: {error.strerror}") from error
+    if is_new:
+        path.unlink()
+
+
+def _explained(parsed: argparse.Namespace) -> Explanation:
+    """The explanation; what the user's code prints goes to standard error, where it is not taken for ours."""
+    from fp8compile.cli.explain.ranks import parallelized, pretended_ranks
+    from fp8compile.cli.explain.target import load_target
+    from fp8compile.testing.explain import explain
+
+    with contextlib.redirect_stdout(sys.stderr), pretended_ranks(parsed.tp, sp=parsed.sp):
+        log.info("loading %s", parsed.target)
+        target = load_target(parsed.target)
+        if parsed.recipe is not None:
+            _convert(target.model, parsed.recipe)
+        if parsed.tp is not None:
+            parallelized(target, parsed.tp, sp=parsed.sp)
+        log.info("calling it once, eagerly")
+        target.try_out()
+        with running(f"{parsed.target}: compiling the model and running it"):
+            return explain(target.model, target.args, target.kwargs, gpu=None if parsed.no_gpu else parsed.gpu)
+
+
+def _check(found: Explanation) -> None:
+    if found.fell_back:
+        raise Failed(f"fell back: {' | '.join(found.fell_back)}")
+    if not found.runs_in_fp8:
+        raise Failed(f"not proven: {' | '.join(found.unproven)}" if found.unproven else found.verdict)
+
+
+def _run(parsed: argparse.Namespace) -> int:
+    if not parsed.json and importlib.util.find_spec("rich") is None:
+        raise UserError("rich missing; pip install rich, or take --json")
+    if parsed.html is not None:
+        _check_writable(Path(parsed.html))
+    found = _explained(parsed)
+    if parsed.html is not None:
+        from fp8compile.cli.explain.html import page
+
+        Path(parsed.html).write_text(page(found, parsed.target), encoding="utf-8")
+    if parsed.json:
+        print(found.to_json(), flush=True)
+    else:
+        from fp8compile.cli.explain.table import print_explanation
+
+        print_explanation(found)
+    _check(found)
+    return 0

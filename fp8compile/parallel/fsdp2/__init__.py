@@ -1,0 +1,1 @@
+"""FSDP2 (`fully_shard`) that gathers codes."""

@@ -1,0 +1,189 @@
+"""Weights that stock FSDP2 (`torch.distributed.fsdp.fully_shard`) gathers as codes, one byte an element.
+
+    once a step      each rank: amaxes of its shards --one message: maximum--> scales of all weights
+    before a layer   shard -> param_dtype -> codes --all-gather of bytes--> QuantizedTensor, which the layer multiplies
+
+The codes are those that the layer would have made of the gathered weight itself, bit for bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import partial
+
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from fp8compile import _compat
+from fp8compile.nn import Linear
+from fp8compile.nn.experts import ConvertedExperts, stacks
+from fp8compile.nn.linear import GATHERED
+from fp8compile.nn.local import wrapped_like
+from fp8compile.ops.layer.shards import DimSharding
+from fp8compile.parallel.fsdp2.sharded_stack import ShardedStack
+from fp8compile.parallel.fsdp2.sharded_weight import ShardedWeight
+from fp8compile.parallel.fsdp2.weight_scales import WeightScales
+from fp8compile.parallel.placed import part_of
+from fp8compile.tensor import QuantizedTensor, in_place_of
+
+__all__ = ["fsdp_float8_all_gather"]
+
+ORDER = (
+    "The order is: fp8compile.convert, parallelize_module if any, fsdp_float8_all_gather, torch.compile of each "
+    "block, fully_shard of what that returns."
+)
+
+
+@dataclass(frozen=True)
+class _Weight:
+    """A parameter that FP8 products multiply by."""
+
+    module: nn.Module
+    name: str
+
+    @property
+    def parameter(self) -> nn.Parameter:
+        return getattr(self.module, self.name)
+
+    def is_alone(self, users: list[nn.Module]) -> bool:
+        """Whether all that is made of the parameter is products by the same codes, given the modules that have it."""
+        if isinstance(self.module, Linear):
+            return all(isinstance(user, Linear) and user.recipe == self.module.recipe for user in users)
+        return len(users) == 1
+
+
+def _weights(model: nn.Module) -> list[_Weight]:
+    found: list[_Weight] = []
+    for module in model.modules():
+        if isinstance(module, Linear):
+            found.append(_Weight(module, "weight"))
+        elif isinstance(module, ConvertedExperts):
+            found += [_Weight(module, name) for name in stacks(module)]
+    return found
+
+
+def _check_model(model: object) -> list[_Weight]:
+    """The weights of the FP8 layers of a model that is not sharded yet."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"fsdp_float8_all_gather: model is a {type(model).__name__}; it is a torch.nn.Module.")
+    if sharded := [fqn or "the model" for fqn, module in model.named_modules() if _compat.is_fsdp(module)]:
+        raise ValueError(f"fsdp_float8_all_gather: {', '.join(sharded)} went through fully_shard already. {ORDER}")
+    weights = _weights(model)
+    if not weights:
+        raise ValueError(
+            f"fsdp_float8_all_gather: {type(model).__name__} has no fp8compile.Linear and no experts in FP8. Call "
+            "fp8compile.convert first."
+        )
+    if any(isinstance(_compat.local_itself(weight.parameter), ShardedWeight) for weight in weights):
+        raise ValueError("fsdp_float8_all_gather: it was called for this model already. Call it once.")
+    return weights
+
+
+def _why_plain(weight: _Weight, users: list[nn.Module]) -> str | None:
+    """Why a weight is gathered in its own dtype, or None."""
+    recipe = weight.module.recipe
+    if isinstance(_compat.local_itself(weight.parameter), QuantizedTensor):
+        return "the parameter is quantized, and travels as codes without this"
+    if not recipe.shares_weight_codes():
+        return "forward and backward multiply different codes of the weight"
+    if not recipe.weight.is_local():
+        return f"codes of {recipe.weight!r} depend on where in the tensor a value stands"
+    if not weight.is_alone(users):
+        return "another module reads the weight too (tied), in high precision or by another recipe"
+    if weight.parameter.ndim == 3 and any(cut.dim > 0 for cut in _cuts_of(weight.parameter)):
+        return "tensor parallel ranks have parts of each expert's matrix"
+    return None
+
+
+def _cuts_of(weight: nn.Parameter) -> tuple[DimSharding, ...]:
+    """How tensor parallelism cut a weight."""
+    if not isinstance(weight, DTensor):
+        return ()
+    return tuple(cut.by_name() for cut in part_of("fsdp_float8_all_gather", weight).cuts if cut is not None)
+
+
+def _local_shard(weight: _Weight, local: Tensor) -> ShardedWeight:
+    """A local tensor that FSDP2 asks how to gather it."""
+    if isinstance(weight.module, Linear):
+        return ShardedWeight(local, _cuts_of(weight.parameter))
+    return ShardedStack(local, weight.name)  # ranks that have other experts have no part of these
+
+
+def _wrapped(weight: _Weight) -> nn.Parameter:
+    parameter = weight.parameter
+    local = _local_shard(weight, _compat.local_itself(parameter.detach()))
+    return in_place_of(parameter, wrapped_like(local, parameter))
+
+
+def _wrap_loaded(name: str, module: nn.Module, state_dict: dict, prefix: str, *_: object) -> None:
+    """Keep a weight what it is when `load_state_dict(assign=True)` puts a plain one in its place."""
+    key = f"{prefix}{name}"
+    loaded = state_dict.get(key)
+    if isinstance(loaded, DTensor) and not isinstance(_compat.local_itself(loaded), ShardedWeight):
+        own = _compat.local_itself(getattr(module, name))
+        state_dict[key] = wrapped_like(own.like(_compat.local_itself(loaded.detach())), loaded)
+
+
+def _what_is_gathered(reasons: Iterable[str | None]) -> str:
+    """What a report says of a module, by why each of its weights is gathered as it is, None for codes."""
+    found = ("codes" if reason is None else f"param_dtype: {reason}" for reason in reasons)
+    return "; ".join(dict.fromkeys(found))
+
+
+def fsdp_float8_all_gather(model: nn.Module) -> nn.Module:
+    """Have `fully_shard` gather the weights of FP8 layers as codes, one byte an element, instead of ``param_dtype``.
+
+    Those of experts too: the parameters of a module of experts, cut along experts or, by ``shard_placement_fn``, along
+    another dim. Each expert has scales of its own.
+
+    For weights of which forward and backward multiply the same codes (``recipes.tensorwise``, ``blockwise``). Others
+    are gathered as ever, in ``param_dtype``; which and why is in ``fp8compile.conversion_report``. To gather them as
+    codes, too: ``fp8compile.parallel.graph_fsdp``.
+
+    Weights are cast to ``mp_policy.param_dtype`` before they are quantized, and a scale is that of the whole weight,
+    over the ranks of FSDP2 and of tensor parallelism: codes, scales and so outputs are those without this call, bit
+    for bit. Scales are computed anew after a weight changed, of all of them in one message.
+
+    Call it after ``fp8compile.convert`` and ``parallelize_module``, before ``fully_shard``. To compile, wrap each
+    block in ``torch.compile(block, fullgraph=True)`` and shard what that returns.
+
+    Args:
+        model: Converted, not sharded yet.
+
+    Returns:
+        The model. Optimizers are made afterwards: parameters of these layers are new objects.
+
+    Raises:
+        TypeError: The model is no module.
+        ValueError: There is nothing in FP8, none whose weight can be gathered as codes, or the model is sharded
+            already.
+        RuntimeError: PyTorch 2.11.
+    """
+    weights = _check_model(model)
+    _compat.allow_group_in_subclass()
+    users: dict[nn.Parameter, list[nn.Module]] = {}
+    for module in model.modules():
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                users.setdefault(parameter, []).append(module)
+    reasons = {weight: _why_plain(weight, users[weight.parameter]) for weight in weights}
+    chosen = [weight for weight, reason in reasons.items() if reason is None]
+    if not chosen:
+        raise ValueError(
+            "fsdp_float8_all_gather: no weight of this model can be gathered as codes, for "
+            f"{'; '.join(dict.fromkeys(reason for reason in reasons.values() if reason))}. Take recipes.tensorwise "
+            "or recipes.blockwise, or fp8compile.parallel.graph_fsdp, which gathers what each pass needs."
+        )
+    scales = WeightScales((weight.module, weight.name) for weight in chosen)
+    wrapped: dict[nn.Parameter, nn.Parameter] = {}
+    for weight in chosen:
+        if weight.parameter not in wrapped:
+            wrapped[weight.parameter] = _wrapped(weight)
+        setattr(weight.module, weight.name, wrapped[weight.parameter])
+        weight.module.weight_scales = scales
+        weight.module.register_load_state_dict_pre_hook(partial(_wrap_loaded, weight.name))
+    for module in {weight.module: None for weight in weights}:
+        own = (reason for weight, reason in reasons.items() if weight.module is module)
+        setattr(module, GATHERED, _what_is_gathered(own))
+    return model

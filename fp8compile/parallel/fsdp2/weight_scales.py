@@ -1,0 +1,88 @@
+"""Scales of weights that FSDP2 gathers as codes: amaxes of all shards travel in one message."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from fp8compile import _compat
+from fp8compile.ops import scale
+from fp8compile.ops.collectives import all_reduce_amaxes
+from fp8compile.parallel.fsdp2.sharded_weight import Edits, ShardedWeight, part_of_weight
+from fp8compile.quantizers import Quantizer
+
+__all__ = ["WeightScales"]
+
+
+@dataclass(frozen=True)
+class _Scales:
+    """The multiplier and scale of one weight, and what the weight was when they were computed."""
+
+    multiplier: Tensor
+    scale: Tensor
+    edits: Edits
+    writes: tuple[int, ...]
+
+    def hold(self, parameter: _compat.FsdpParameter) -> bool:
+        """Whether nothing was written to the weight since."""
+        edits, writes = _writes(parameter)
+        return self.edits is edits and self.writes == writes
+
+
+def _writes(parameter: _compat.FsdpParameter) -> tuple[Edits, tuple[int, ...]]:
+    """How often a weight was written to: through the parameter, its local tensor, what that wraps, or a view."""
+    local = _compat.local_itself(parameter.sharded)
+    if not isinstance(local, ShardedWeight):
+        raise RuntimeError(
+            f"fsdp_float8_all_gather: a parameter that was to be gathered as codes became a {type(local).__name__}. "
+            "Change weights in place, or by load_state_dict."
+        )
+    return local.edits, (parameter.sharded._version, local._version, local.plain._version, local.edits.count)
+
+
+class WeightScales:
+    """Scales of weights that are gathered as codes, computed when one is asked for that changed, of all that changed.
+
+    One message for each group of ranks, mostly one. All ranks have to change a weight for that, as training does.
+
+    Args:
+        weights: Each a module and the name of its parameter there.
+    """
+
+    def __init__(self, weights: Iterable[tuple[nn.Module, str]]) -> None:
+        self._weights = list(weights)
+        self._parameters: dict[tuple[nn.Module, str], _compat.FsdpParameter] = {}
+        self._scales: dict[tuple[nn.Module, str], _Scales] = {}
+
+    def of(self, module: nn.Module, name: str) -> tuple[Tensor, Tensor]:
+        """Multiplier and scale of all blocks of a weight, in the grid of the whole weight."""
+        weight = module, name
+        if weight not in self._parameters:
+            found = {(p.module, p.name): p for p in _compat.fsdp_parameters()}
+            self._parameters = {each: found[each] for each in self._weights if each in found}
+        found = self._scales.get(weight)
+        if found is None or not found.hold(self._parameters[weight]):
+            self._refresh()
+            found = self._scales[weight]
+        return found.multiplier, found.scale
+
+    @torch.inference_mode(mode=False)  # training uses them too, until a weight changes
+    @torch.no_grad()
+    def _refresh(self) -> None:
+        changed: list[tuple[tuple[nn.Module, str], Quantizer]] = []
+        amaxes: list[Tensor] = []
+        groups: list[tuple] = []
+        for weight, parameter in self._parameters.items():
+            found = self._scales.get(weight)
+            if found is None or not found.hold(parameter):
+                shard = _compat.local_itself(parameter.sharded)
+                part = part_of_weight(shard, parameter.mesh, parameter.size, parameter.mp_policy)
+                quantizer = shard.quantizer_of(parameter.module)
+                changed.append((weight, quantizer))
+                amaxes.append(shard.amax_of(part, quantizer).to(parameter.device))
+                groups.append(tuple(cut.group for cut in part.cuts))
+        for (weight, quantizer), amax in zip(changed, all_reduce_amaxes(amaxes, groups), strict=True):
+            self._scales[weight] = _Scales(*scale(amax, quantizer), *_writes(self._parameters[weight]))

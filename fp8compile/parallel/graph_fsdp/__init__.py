@@ -1,0 +1,1 @@
+"""FSDP whose messages are ops of the graph."""

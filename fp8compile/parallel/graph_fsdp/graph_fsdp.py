@@ -1,0 +1,156 @@
+"""graph_fsdp: shard a model's parameters, with all that ranks send as nodes of its graph."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from fp8compile import _compat
+from fp8compile.nn import Linear
+from fp8compile.nn.experts import ConvertedExperts, stacks
+from fp8compile.parallel.graph_fsdp.amaxes import shared_amaxes
+from fp8compile.parallel.graph_fsdp.delayed import later_amaxes
+from fp8compile.parallel.graph_fsdp.modules import Forward, Sharded, become_sharded, is_sharded
+from fp8compile.parallel.graph_fsdp.shards import shard_parameter
+from fp8compile.tensor import QuantizedTensor, shown
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import MixedPrecisionPolicy  # importing it needs DTensor, which imports this
+
+__all__ = ["graph_fsdp"]
+
+
+def _check_arguments(model: object, mesh: object, mp_policy: object) -> None:
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"graph_fsdp: model is {shown(model)}; it is a torch.nn.Module.")
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(
+            f"graph_fsdp: mesh is {shown(mesh)}; it is a DeviceMesh, such as init_device_mesh('cuda', (8,))."
+        )
+    if mesh.ndim not in (1, 2):
+        raise ValueError(
+            f"graph_fsdp: mesh has {mesh.ndim} dims; it has one, over which rows are sharded, or two, of which the "
+            "first replicates. Take the data parallel part of a larger one: mesh['dp_replicate', 'dp_shard']."
+        )
+    if not isinstance(mp_policy, MixedPrecisionPolicy):
+        raise TypeError(
+            f"graph_fsdp: mp_policy is {shown(mp_policy)}; it is a torch.distributed.fsdp.MixedPrecisionPolicy, or "
+            "None."
+        )
+
+
+def _check_module(name: str, module: nn.Module) -> None:
+    what = f"graph_fsdp: {name or 'the model'} ({type(module).__name__})"
+    if is_sharded(module):
+        raise ValueError(f"{what} is sharded already. Call graph_fsdp once, on the whole model.")
+    if _compat.is_fsdp(module):
+        raise ValueError(f"{what} is one of fully_shard's. Use one of the two.")
+    if "forward" in vars(module) or module._compiled_call_impl is not None:
+        raise ValueError(
+            f"{what} has a forward of its own instance, by .compile() or another library, which would not gather "
+            "parameters. Call graph_fsdp first, torch.compile after it."
+        )
+
+
+def _check_parameter(name: str, parameter: nn.Parameter, mesh: DeviceMesh) -> None:
+    what = f"graph_fsdp: {name}"
+    local = _compat.local_itself(parameter.data)
+    if isinstance(local, QuantizedTensor) or hasattr(local, "fsdp_pre_all_gather"):
+        raise TypeError(
+            f"{what} is a {type(local).__name__}; this takes plain tensors. Use fully_shard for a QuantizedTensor, "
+            "and fsdp_float8_all_gather with fully_shard alone."
+        )
+    if parameter.ndim == 0:
+        raise ValueError(f"{what} has no dims, and dim 0 is what is sharded. Give it the shape (1,).")
+    if parameter.device.type not in (mesh.device_type, "meta"):
+        raise ValueError(
+            f"{what} is on {parameter.device} and the mesh on {mesh.device_type!r}. Move the model first."
+        )
+    if isinstance(parameter, DTensor):
+        if any(placement.is_partial() for placement in parameter.placements):
+            raise ValueError(f"{what} has placements {parameter.placements}; it is Shard or Replicate on each.")
+        names, tp_names = mesh.mesh_dim_names or (), parameter.device_mesh.mesh_dim_names or ()
+        if not names or not tp_names or set(names) & set(tp_names):
+            raise ValueError(
+                f"{what} is a DTensor on {parameter.device_mesh}, and mesh is {mesh}; they are different dims, with "
+                "names, of one mesh. Take both from init_device_mesh(..., mesh_dim_names=('dp', 'tp'))."
+            )
+
+
+def _tie(model: nn.Module) -> None:
+    """Have parameters that several modules gather be gathered once; weights of FP8 layers are gathered by ops."""
+    owners: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
+    for module in filter(is_sharded, model.modules()):
+        for name, parameter in module._parameters.items():
+            if parameter is not None and not (isinstance(module, Linear) and name == "weight"):
+                owners.setdefault(parameter, []).append((module, name))
+    tied = [every for every in owners.values() if len(every) > 1]
+    for place, every in enumerate(tied):
+        for module, name in every:
+            module.graph_fsdp.tied[name] = place
+    model.graph_fsdp.owners = [every[0] for every in tied]
+
+
+def graph_fsdp(model: nn.Module, mesh: DeviceMesh, *, mp_policy: MixedPrecisionPolicy | None = None) -> nn.Module:
+    """Shard all parameters of a model over ranks, in place; ``torch.compile(model, fullgraph=True)`` is one graph.
+
+    All that ranks send is in that graph. Weights of ``fp8compile.Linear`` and of experts in FP8 travel as the codes
+    that a pass needs, other parameters in the dtype in which they are used, gradients in ``reduce_dtype``. In compiled
+    code nothing that was gathered is kept for the backward. Numbers are those of ``fully_shard``, bit for bit.
+
+    Parameters become DTensors, ``Shard(0)``, uneven and empty shards too, placed as ``fully_shard`` places them. In a
+    forward of the model its modules see whole ones. Each rank keeps its part of the values that it has: give all ranks
+    the same, or initialize the shards afterwards. Make optimizers afterwards.
+
+    Args:
+        model: Converted first, and parallelized first where it is tensor parallel; compiled afterwards.
+        mesh: One dim, or two: replicas, and ranks that share the rows. Beside tensor parallel ranks, other dims of the
+            mesh that those are of.
+        mp_policy: Dtypes, as ``fully_shard`` takes it. The model's inputs and outputs are cast, those of modules
+            inside are not.
+
+    Returns:
+        The model.
+
+    Raises:
+        TypeError: An argument is of another type, or a parameter is no plain tensor, such as a QuantizedTensor.
+        ValueError: The mesh has other dims, a parameter is on another device or has no dims, or the model was sharded
+            or compiled before.
+    """
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    mp_policy = MixedPrecisionPolicy() if mp_policy is None else mp_policy
+    _check_arguments(model, mesh, mp_policy)
+    modules = dict(model.named_modules())
+    for name, module in modules.items():
+        _check_module(name, module)
+    for name, parameter in model.named_parameters():
+        _check_parameter(name, parameter, mesh)
+    forward, done, layers = Forward(), {}, []
+    for module in modules.values():
+        own = {name: each for name, each in module._parameters.items() if each is not None}
+        for name, parameter in own.items():
+            if parameter not in done:  # tied ones stay tied
+                done[parameter] = shard_parameter(parameter, mesh, mp_policy)
+            setattr(module, name, done[parameter][0])
+        if not own and module is not model:
+            continue
+        state = Sharded(forward, {name: done[parameter][1] for name, parameter in own.items()})
+        if isinstance(module, ConvertedExperts):
+            # a DTensor of tensor parallel ranks is gathered as one, which the product then refuses
+            state.stacks = frozenset(name for name in stacks(module) if state.where[name].shared is None)
+        if isinstance(module, Linear):
+            shard, where = done[own["weight"]]
+            state.shared_amaxes = shared_amaxes(module, shard.detach().to_local(), where)
+            state.later = later_amaxes(module, where)
+            layers.append(module)
+        if module is model:
+            state.cast, state.layers = mp_policy, layers
+        become_sharded(module, state)
+    _tie(model)
+    return model

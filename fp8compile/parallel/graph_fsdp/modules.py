@@ -1,0 +1,216 @@
+"""What a module becomes whose parameters are sharded: in its forward they are whole, outside of it they are shards.
+
+A parameter is a property of the module's new class, which gathers it while a forward runs. So initialization,
+optimizers, state dicts and users find the shards, which is what there is to change; changing a gathered copy would do
+nothing. A fp8compile.Linear does not gather its weight: its op does, as codes. Nor do experts in FP8.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cache
+from itertools import count
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from fp8compile import _compat
+from fp8compile.nn import Linear
+from fp8compile.nn.ungathered import UngatheredStack
+from fp8compile.ops import fsdp_delayed_linear, fsdp_linear
+from fp8compile.parallel.graph_fsdp.amaxes import SharedAmaxes, exchange
+from fp8compile.parallel.graph_fsdp.delayed import Later, Tokens, give, take
+from fp8compile.parallel.graph_fsdp.shards import Where, gather, used_dtype
+from fp8compile.tensor import SOURCE_DTYPES
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import MixedPrecisionPolicy  # importing it needs DTensor, which imports this
+
+__all__ = ["Forward", "Sharded", "become_sharded", "is_sharded"]
+
+
+@dataclass
+class Forward:
+    """A forward of the model, one for all of its modules.
+
+    Attributes:
+        runs: Whether it does.
+        tied: Parameters that several modules have, gathered once: so their gradients are added before ranks add them.
+    """
+
+    runs: bool = False
+    tied: list[Tensor] = field(default_factory=list)
+
+
+@dataclass
+class Sharded:
+    """What a module remembers.
+
+    Attributes:
+        forward: Of the model.
+        where: Of each parameter, by name.
+        cast: Of the root, which casts what goes in and what comes out; None for others.
+        tied: Of each parameter that others gather too, its place in `Forward.tied`.
+        stacks: Of experts, the names of the weights that their products gather.
+        layers: Of the root, those with FP8.
+        owners: Of the root, for each place there, a module that has it, and its name.
+        shared_amaxes: Of a layer, which.
+        amaxes: Of a layer, while the model's forward runs: those of the whole weight, by slot of the recipe.
+        later: Of a layer with delayed scaling, who tells whom.
+        tokens: Of a layer with delayed scaling, until it is called: by which its backward gives its amaxes.
+        key: A number of its own.
+    """
+
+    forward: Forward
+    where: dict[str, Where]
+    cast: MixedPrecisionPolicy | None = None
+    tied: dict[str, int] = field(default_factory=dict)
+    stacks: frozenset[str] = frozenset()
+    layers: list[nn.Module] = field(default_factory=list)
+    owners: list[tuple[nn.Module, str]] = field(default_factory=list)
+    shared_amaxes: SharedAmaxes | None = None
+    amaxes: dict[str, Tensor] = field(default_factory=dict)
+    later: Later | None = None
+    tokens: Tokens | None = None
+    key: int = field(default_factory=count().__next__)
+
+
+def _cast(values: Any, dtype: torch.dtype | None) -> Any:
+    """All floating-point tensors among these, in this dtype."""
+    if dtype is None:
+        return values
+    return pytree.tree_map(lambda v: v.to(dtype) if isinstance(v, Tensor) and v.is_floating_point() else v, values)
+
+
+class _ShardedModule(nn.Module):
+    graph_fsdp: Sharded
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        state = self.graph_fsdp
+        if state.cast is not None and state.cast.cast_forward_inputs:
+            args, kwargs = _cast((args, kwargs), state.cast.param_dtype)
+        starts = not state.forward.runs
+        if starts:  # else nothing is written: PyTorch 2.11 traces no write in what checkpointing repeats
+            state.forward.runs = True
+        layers = self._without_amaxes()
+        try:
+            if state.owners:
+                own = [(module._parameters[name], module.graph_fsdp.where[name]) for module, name in state.owners]
+                state.forward.tied = [gather(*each) for each in own]
+            exchange(layers)
+            give(state.layers, self, (args, kwargs))
+            output = self._forward(*args, **kwargs)
+        finally:
+            if starts:
+                state.forward.runs = False
+            if state.owners:
+                state.forward.tied = []
+            for layer in layers:
+                layer.graph_fsdp.amaxes.clear()
+            for layer in state.layers:
+                layer.graph_fsdp.tokens = None
+        return output if state.cast is None else _cast(output, state.cast.output_dtype)
+
+    def _without_amaxes(self) -> list[nn.Module]:
+        """Layers for which this forward exchanges them."""
+        return self.graph_fsdp.layers
+
+    def _forward(self, *args: Any, **kwargs: Any) -> Any:
+        return super().forward(*args, **kwargs)
+
+    def _parameter(self, name: str) -> Tensor | UngatheredStack | None:
+        parameter = self._parameters[name]
+        state = self.graph_fsdp
+        if parameter is None or not state.forward.runs:
+            return parameter
+        if name in state.tied and state.forward.tied:
+            return state.forward.tied[state.tied[name]]
+        if name in state.stacks:
+            return _ungathered(parameter, state.where[name])
+        return gather(parameter, state.where[name])
+
+
+def _check_one_cast(name: str, weight: Tensor, where: Where, used: torch.dtype) -> None:
+    """Raise unless a weight is cast once, by autocast or by the policy."""
+    if used != where.dtype and where.dtype != weight.dtype:
+        raise TypeError(
+            f"{name}: autocast casts to {used} and param_dtype of mp_policy is {where.dtype}. Leave one of them "
+            "out, or make them the same."
+        )
+
+
+def _ungathered(weight: Tensor, where: Where) -> UngatheredStack:
+    """The weights of experts, as their module sees them."""
+    local = weight.to_local()
+    used = used_dtype(where, local.device.type)
+    _check_one_cast("experts", weight, where, used)
+    return UngatheredStack(local, where.rows, used, weight.shape[0])
+
+
+def _checked(layer: Linear, x: Tensor, bias: Tensor | None, where: Where) -> tuple[Tensor, Tensor | None]:
+    """Input and bias in the dtype of autocast, if that is on; raises if the layer can't take them."""
+    if not isinstance(x, Tensor) or x.dtype not in SOURCE_DTYPES:
+        given = x.dtype if isinstance(x, Tensor) else type(x).__name__
+        raise TypeError(f"Linear: x is {given}; FP8 layers take tensors of bfloat16, float16 and float32. Cast it.")
+    if x.ndim == 0 or x.shape[-1] != layer.in_features:
+        raise ValueError(
+            f"Linear: x has shape {tuple(x.shape)}; its last dim has to be in_features, {layer.in_features}."
+        )
+    if _compat.is_dtensor(x) != (where.shared is not None):
+        one, other = ("x", "the weight") if where.shared is None else ("the weight", "x")
+        raise TypeError(
+            f"Linear: {one} is spread over tensor parallel ranks and {other} is not. Use parallelize_module for all "
+            "of the layer, or for none of it."
+        )
+    used = used_dtype(where, x.device.type)
+    _check_one_cast("Linear", layer._parameters["weight"], where, used)
+    if used != where.dtype:
+        bias = None if bias is None else bias.to(used)
+    if x.device.type != "meta" and torch.is_autocast_enabled(x.device.type):
+        x = x.to(used)
+    if x.dtype != used:
+        raise TypeError(
+            f"Linear: x is {x.dtype} and the weight is used in {used}; they have one dtype. Cast x, pass "
+            "mp_policy=MixedPrecisionPolicy(param_dtype=...), or run under torch.autocast."
+        )
+    return x, bias
+
+
+class _ShardedLinear(_ShardedModule):
+    def _without_amaxes(self) -> list[nn.Module]:
+        # a forward of its own, such as the one that activation checkpointing repeats, has to save what the first did
+        state = self.graph_fsdp
+        return [self] if state.shared_amaxes.grids and not state.amaxes else []
+
+    def _forward(self, input: Tensor) -> Tensor:
+        where = self.graph_fsdp.where["weight"]
+        x, bias = _checked(self, input, self._parameter("bias"), where)
+        state = self.graph_fsdp
+        amax = state.amaxes.get("weight")
+        amaxes = amax, amax if state.shared_amaxes.same else state.amaxes.get("weight_for_grad_input")
+        operands = x, self._parameters["weight"].to_local(), bias
+        if state.later is None:
+            return fsdp_linear(*operands, *amaxes, where.rows, self.recipe)
+        multiplier = _compat.replicated(self.multiplier)
+        return fsdp_delayed_linear(*operands, *take(self, x), *amaxes, multiplier, where.rows, self.recipe)[0]
+
+
+@cache
+def _class_of(cls: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]:
+    """``cls`` with these parameters as properties."""
+    base = _ShardedLinear if issubclass(cls, Linear) else _ShardedModule
+    members = {name: property(lambda self, name=name: self._parameter(name)) for name in names}
+    return type(f"GraphFSDP{cls.__name__}", (base, cls), {**members, "__module__": cls.__module__})
+
+
+def is_sharded(module: nn.Module) -> bool:
+    """Whether `become_sharded` made it what it is."""
+    return isinstance(module, _ShardedModule)
+
+
+def become_sharded(module: nn.Module, state: Sharded) -> None:
+    """Give a module, whose parameters are shards already, the class that gathers them."""
+    module.graph_fsdp = state
+    module.__class__ = _class_of(type(module), tuple(module._parameters))

@@ -1,0 +1,223 @@
+"""`fp8compile train --experts`: experts are in FP8 by conversion alone, are counted as they run, and resume."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+import torch.nn.functional as F
+from gloo_ranks import shared_ranks
+from test_cli_train import (
+    has_cpu_kernel,
+    losses,
+    one_line,
+    rows_of,
+    small_trainer,
+    steps_of,
+    text_file,
+    words,
+)
+from test_fsdp_training import TINY as SIZES_ON_RANKS
+from test_fsdp_training import losses as losses_of_ranks
+
+import fp8compile as f8
+from fp8compile._compat import TORCH_VERSION
+from fp8compile.cli import main
+from fp8compile.cli.train.config import Arm
+from fp8compile.cli.train.experts import MixtureOfExperts
+from fp8compile.cli.train.gemms import GemmCount
+from fp8compile.cli.train.summary import complaints
+
+__all__ = ["text_file"]
+
+EXPERTS = {"experts": 4, "top_k": 2}
+RECIPES = [name for name in f8.recipes.names() if name != "delayed"]
+NUM_FP8 = 4 + 2  # linears of attention, stacks of experts
+NUM_OTHER = 2  # the router and the head
+
+
+# -------------------------------------------------------------------- the layer
+
+
+def drawn_mixture(*, experts=4, top_k=2):
+    mixture = MixtureOfExperts(dim=16, hidden=24, experts=experts, top_k=top_k)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in mixture.parameters():
+            parameter.normal_(std=0.3, generator=generator)
+    return mixture.bfloat16(), torch.randn(2, 5, 16, generator=generator).bfloat16()
+
+
+def row_by_row(mixture, x):
+    """Each row by each of its experts, one after the other."""
+    rows = []
+    for row in x.flatten(0, -2):
+        shares, chosen = mixture.router(row).float().softmax(-1).topk(mixture.top_k)
+        made = []
+        for expert in chosen.tolist():
+            gate, up = (mixture.experts.gate_up[expert] @ row).chunk(2)
+            made.append(mixture.experts.down[expert] @ (F.silu(gate) * up))
+        rows.append((torch.stack(made).float() * (shares / shares.sum())[:, None]).sum(0))
+    return torch.stack(rows).view_as(x)
+
+
+@pytest.mark.parametrize(("experts", "top_k"), [(4, 1), (4, 2), (4, 4), (32, 2)])
+def test_a_row_is_the_sum_of_its_experts_by_their_shares(experts, top_k):
+    mixture, x = drawn_mixture(experts=experts, top_k=top_k)  # of 32 experts, most have no row
+    # one product of bfloat16 values rounds to bfloat16, in whatever order it adds: 2**-8 each of three times
+    torch.testing.assert_close(mixture(x).float(), row_by_row(mixture, x), rtol=3 * 2**-8, atol=3 * 2**-8)
+
+
+def test_only_convert_makes_experts_fp8_and_the_router_stays():
+    mixture, _ = drawn_mixture()
+    before = {name: value.clone() for name, value in mixture.state_dict().items()}
+    rows = {row.fqn: row for row in f8.conversion_report(f8.convert(mixture, f8.recipes.rowwise())).rows}
+    assert rows["experts"].converted
+    assert not rows["router"].converted
+    assert mixture.state_dict().keys() == before.keys()
+
+
+# -------------------------------------------------------------------- training
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "rowwise", "blockwise"])
+def test_steps_are_one_graph_and_resume_to_the_bit(text_file, tmp_path, recipe):
+    first = small_trainer(text_file, recipe=recipe, backend="aot_eager", **EXPERTS)
+    whole = steps_of(first, 3)
+    first.save(tmp_path / "checkpoint.pt")
+    whole += steps_of(first, 3)
+    second = small_trainer(text_file, recipe=recipe, backend="aot_eager", **EXPERTS)
+    second.load(tmp_path / "checkpoint.pt")
+    assert len(set(whole)) == 6
+    assert steps_of(second, 3) == whole[3:]
+    for counted in (first.counted, second.counted):
+        assert (counted.graphs, counted.graph_breaks, counted.recompiles) == ({"train": 1}, 0, 0)
+
+
+def test_a_run_with_experts_is_kept_resumed_and_told(text_file, tmp_path, capsys):
+    flags = ("--experts", "4", "--top-k", "2", "--compare", "bf16")
+    cut, whole = tmp_path / "cut", tmp_path / "whole"
+    assert main(words(text_file, whole, *flags, recipe="rowwise")) == 0
+    table = capsys.readouterr().out
+    assert f"{3 * NUM_FP8} of {3 * (NUM_FP8 + NUM_OTHER)} (" in table
+    assert main(words(text_file, cut, *flags, recipe="rowwise", steps=4)) == 0
+    assert main(["train", "--resume", str(cut), "--steps", "6"]) == 0
+    kept = json.loads((cut / "config.json").read_text())["train"]
+    assert (kept["experts"], kept["top_k"]) == (4, 2)
+    trained = [sorted(row for row in losses(folder) if row[1] == "train") for folder in (cut, whole)]
+    assert trained[0] == trained[1]
+    assert rows_of(whole)[-1]["profiled_gemms"]["total"] == 3 * (NUM_FP8 + NUM_OTHER)
+    assert main(["train", "--resume", str(cut), "--experts", "8"]) == 2
+    assert "--experts 8 (the run has 4)" in capsys.readouterr().err
+
+
+# -------------------------------------------------------------------- GEMMs
+
+
+@pytest.mark.parametrize(("compiled", "experts"), [(False, 100), (True, 4)])  # of 100, most have no row
+@pytest.mark.parametrize("recipe", ["bf16", *RECIPES])
+def test_the_profiler_sees_a_gemm_for_each_stack(text_file, recipe, compiled, experts):
+    asked = {"bf16": 0, "rowwise_bf16_wgrad": 2 * NUM_FP8}.get(recipe, 3 * NUM_FP8)
+    fp8, emulated = (asked, 0) if has_cpu_kernel(recipe) else (0, asked)
+    # no dim of these sizes is padded, so that flops agree
+    changes = {"experts": experts, "top_k": 1, "kv_heads": 2, "compile": compiled, "backend": "aot_eager"}
+    done = small_trainer(text_file, recipe=recipe, **changes).summary()
+    expected, seen = (GemmCount(**done[key]) for key in ("expected_gemms", "profiled_gemms"))
+    assert (seen.fp8, seen.emulated, seen.total) == (fp8, emulated, 3 * (NUM_FP8 + NUM_OTHER))
+    assert seen == expected
+    assert complaints([done], [Arm(name=recipe, recipe=recipe, seed=0)]) == []
+
+
+@pytest.mark.parametrize("recipe", ["rowwise", "blockwise"])
+def test_experts_that_fall_back_to_bf16_are_not_counted_as_fp8(text_file, recipe, monkeypatch):
+    trainer = small_trainer(text_file, recipe=recipe, compile=False, **EXPERTS)
+    experts = trainer.model.blocks[0].feed_forward.experts
+    monkeypatch.setattr(type(experts), "_grouped_mm", type(experts)._plain_experts._grouped_mm)
+    (complaint,) = complaints([trainer.summary()], [Arm(name=recipe, recipe=recipe, seed=0)])
+    assert f"{recipe}: the recipe asks for FP8 in {3 * NUM_FP8} of 24" in complaint
+    assert f"{3 * (NUM_FP8 - 2)} " in complaint.split("what ran is")[1]
+
+
+# -------------------------------------------------------------------- refusals
+
+
+@pytest.mark.parametrize(
+    ("flags", "fragment"),
+    [
+        (["--top-k", "2"], "--top-k is 2, and there are no experts; add --experts, or leave it out"),
+        (["--experts", "1", "--top-k", "1"], "--experts is 1; it has to be from 2 to 1024"),
+        (["--experts", "-8"], "--experts is -8; it has to be from 2 to 1024"),
+        (["--experts", "2000", "--top-k", "2"], "--experts is 2000; it has to be from 2 to 1024"),
+        (["--experts", "8"], "--top-k is 0; it says to how many of --experts 8 each byte goes, and has to be from 1"),
+        (["--experts", "8", "--top-k", "9"], "--top-k is 9; it says to how many of --experts 8"),
+        (["--experts", "4", "--top-k", "1", "--hidden", "36"], "hidden is 36; experts multiply rows of 16 bytes"),
+        (["--experts", "4", "--top-k", "1", "--recipe", "delayed"], "--experts 4 with --recipe delayed: experts"),
+        (["--experts", "4", "--top-k", "1", "--compare", "delayed"], "--experts 4 with --recipe delayed: experts"),
+        (["--experts", "4", "--top-k", "1", "--tp", "2"], "--experts doesn't go with --tp 2 yet"),
+        (
+            ["--experts", "4", "--top-k", "1", "--recipe", "tensorwise", "--quantized-parameters"],
+            "--experts doesn't go with --quantized-parameters yet",
+        ),
+    ],
+)
+def test_what_experts_do_not_go_with_is_one_line_and_leaves_nothing(text_file, tmp_path, capsys, flags, fragment):
+    assert main([*words(text_file, tmp_path / "run"), *flags]) == 2
+    assert fragment in one_line(capsys)
+    assert not (tmp_path / "run").exists()
+
+
+# -------------------------------------------------------------------- FSDP
+
+
+def sharded_losses(path):
+    flags = {"recipe": "tensorwise", "backend": "aot_eager", **EXPERTS}
+    return [losses_of_ranks({**flags, how: True}, path, codes=True, steps=3) for how in ("fsdp", "graph_fsdp")]
+
+
+@pytest.mark.skipif(TORCH_VERSION < (2, 12), reason="a group as a part of a tensor needs PyTorch 2.12")
+def test_experts_train_sharded_and_in_the_graph_alike(text_file):
+    results = shared_ranks().run(sharded_losses, text_file)
+    stock, in_the_graph = results[0]
+    assert results == [[stock, in_the_graph]] * 4
+    assert in_the_graph[:2] == stock[:2]
+    assert (stock[2], in_the_graph[2]) == ("codes", "codes, those that a pass needs")
+    assert stock[3] == in_the_graph[3] == {"train": 1, "eval": 1}
+
+
+# -------------------------------------------------------------------- experts on ranks
+
+
+def spread_losses(path):
+    flags = {"recipe": "rowwise_bf16_wgrad", "backend": "aot_eager", "ep": 4, **EXPERTS}
+    return [losses_of_ranks({**flags, "fsdp": how}, path, codes=True, steps=3) for how in (False, True)]
+
+
+@pytest.mark.skipif(TORCH_VERSION < (2, 12), reason="a group as a part of a tensor needs PyTorch 2.12")
+def test_experts_spread_over_ranks_train_in_one_graph_as_on_one(text_file, tmp_path):
+    results = shared_ranks().run(spread_losses, text_file)
+    replicated, sharded = results[0]
+    assert results == [[replicated, sharded]] * 4
+    assert replicated[:2] == sharded[:2]  # where the rest lies changes no bit
+    assert replicated[2] == "nothing: all ranks have them"
+    assert replicated[3] == {"train": 1, "eval": 1}
+    one = small_trainer(text_file, **{**SIZES_ON_RANKS, "recipe": "rowwise_bf16_wgrad", "compile": False}, **EXPERTS)
+    # the mean of four means of 32 losses each, added in another order; before any update
+    assert replicated[0][0] == pytest.approx(one.gradients()["loss"], rel=128 * 2**-24)
+
+
+@pytest.mark.parametrize(
+    ("flags", "fragment"),
+    [
+        (["--ep", "2"], "--ep is 2 and --experts 0"),
+        (["--ep", "3", "--experts", "4", "--top-k", "2"], "a multiple of 3"),
+        (["--ep", "2", "--experts", "4", "--top-k", "2"], "--ep 2 takes 2 processes, and this is one"),
+        (["--ep", "2", "--experts", "4", "--top-k", "2", "--graph-fsdp"], "--ep doesn't go with --graph-fsdp"),
+    ],
+)
+def test_experts_that_can_not_be_spread_so_are_one_line_and_leave_nothing(
+    text_file, tmp_path, capsys, flags, fragment
+):
+    assert main([*words(text_file, tmp_path / "run"), *flags]) == 2
+    assert fragment in one_line(capsys)
+    assert not (tmp_path / "run").exists()

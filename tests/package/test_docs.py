@@ -1,0 +1,178 @@
+"""What the documents say is true: their code runs, their files exist, the API reference has every public name."""
+
+from __future__ import annotations
+
+import os
+import re
+import runpy
+import subprocess
+import sys
+import warnings
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+from own_arithmetic import Int8
+from processes import print_to, process_context
+
+import fp8compile as f8
+from fp8compile import testing
+from fp8compile._compat import cpu_has_rowwise_gemm
+from fp8compile.ops.gemm import select_gemm
+from fp8compile.ops.gemms.table import EMULATED, NATIVE
+from fp8compile.target import Target, pretend_target
+from fp8compile.testing import explain
+
+ROOT = Path(__file__).parents[2]
+DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+FENCE = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+OPTIONAL_CLIENTS = {"torchtitan.md": "torchtitan"}
+LINK = re.compile(r"\]\((?!https?:|#)([^)#]+)")
+
+
+def fences(document: Path) -> list[str]:
+    return FENCE.findall(document.read_text())
+
+
+def run_script(script: Path, backend: str) -> None:
+    """Run a program in a process of its own, which prints beside it; its user's folder is not looked at.
+
+    Args:
+        script: The program.
+        backend: Of torch.compile, where the program names none.
+    """
+    os.chdir(script.parent)
+    os.environ["HOME"] = str(script.parent)
+    print_to(script.with_suffix(".out"))
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    torch.compile.__kwdefaults__["backend"] = backend
+    runpy.run_path(str(script), run_name="__main__")
+
+
+@pytest.mark.parametrize("document", [d for d in DOCUMENTS if fences(d)], ids=lambda d: d.name)
+def test_code_in_a_document_runs_from_top_to_bottom(document, tmp_path):
+    if (client := OPTIONAL_CLIENTS.get(document.name)) and not find_spec(client):
+        pytest.skip(f"needs {client}, which is not among what tests install")
+    script = tmp_path / "document.py"
+    script.write_text("\n".join(fences(document)))
+    # what Inductor makes of layers is shown elsewhere
+    backend = "inductor" if document.name == "README.md" else "aot_eager"
+    process = process_context().Process(target=run_script, args=(script, backend))
+    process.start()
+    process.join(300)
+    process.kill()
+    assert process.exitcode == 0, script.with_suffix(".out").read_text()[-3000:]
+
+
+def test_getting_started_and_readme_have_code():
+    with_code = {document.name for document in DOCUMENTS if fences(document)}
+    assert {"README.md", "getting-started.md", "concepts.md", "numerics.md"} <= with_code
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda d: d.name)
+def test_relative_links_lead_somewhere(document):
+    missing = [link for link in LINK.findall(document.read_text()) if not (document.parent / link).exists()]
+    assert not missing
+
+
+@pytest.mark.parametrize("document", [*DOCUMENTS, ROOT / "CONTRIBUTING.md"], ids=lambda d: d.name)
+def test_files_named_in_a_document_exist(document):
+    named = re.findall(r"`((?:fp8compile|tests|compile_tests|benchmarks|docs)/[\w/.-]+)`", document.read_text())
+    missing = [name for name in named if not (ROOT / name).exists()]
+    assert not missing
+
+
+WRITTEN = [each for each in DOCUMENTS if each.parent.name != "results"]
+
+
+@pytest.mark.parametrize("document", [*WRITTEN, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"], ids=lambda d: d.name)
+def test_prose_wraps_at_100(document):
+    prose = re.sub(r"^```.*?^```$", "", document.read_text(), flags=re.MULTILINE | re.DOTALL)
+    lines = [line for line in prose.splitlines() if len(line) > 100]
+    # a table's row, code, and a line that is one word or code span can't be broken
+    wide = [
+        line
+        for line in lines
+        if not line.startswith(("|", "    ")) and re.search(r"\s", re.sub(r"`[^`]*`", "", line.strip()))
+    ]
+    assert not wide
+
+
+# ---------------------------------------------------------------------------------- the table of hardware
+
+
+def scaled(*block, **options):
+    return f8.CurrentScaling(block=block, **options)
+
+
+HARDWARE = {
+    "CPU, PyTorch 2.13": Target("cpu"),
+    "8.9 (L4, RTX 40)": Target("cuda", (8, 9)),
+    "9.0 (H100, H200)": Target("cuda", (9, 0)),
+    "10.0 (B200)": Target("cuda", (10, 0)),
+}
+OPERANDS = {
+    "tensorwise": (scaled(-1, -1), scaled(-1, -1), torch.bfloat16),
+    "rowwise, bfloat16 out": (scaled(1, -1), scaled(-1, 1), torch.bfloat16),
+    "rowwise, another dtype out": (scaled(1, -1), scaled(-1, 1), torch.float32),
+    "blockwise, 1 x 128 by 128 x 128": (scaled(1, 128), scaled(128, 128), torch.bfloat16),
+    "blockwise, 1 x 128 by 1 x 128": (scaled(1, 128), scaled(128, 1), torch.bfloat16),
+    "MX, 1 x 32 with a power of two": (
+        scaled(1, 32, scale="e8m0_rceil"),
+        scaled(32, 1, scale="e8m0_rceil"),
+        torch.bfloat16,
+    ),
+    "blocks of another size": (scaled(1, 16), scaled(16, 1), torch.bfloat16),
+    "codes with a `dequantize` of their own": (Int8(), Int8(block=(-1, 1)), torch.bfloat16),
+}
+
+
+def chosen(a, b, out_dtype, target):
+    with pretend_target(target):
+        try:
+            return select_gemm(a, b, torch.device("cpu"), out_dtype)
+        except RuntimeError:
+            return "none"
+
+
+@pytest.mark.skipif(not cpu_has_rowwise_gemm(), reason="the table shows the CPU of PyTorch 2.13 and later")
+def test_the_table_of_hardware_is_that_of_the_gemms():
+    rows = [["operands", *HARDWARE], ["---"] * (1 + len(HARDWARE))]
+    rows += [
+        [name, *(chosen(*operands, target) for target in HARDWARE.values())] for name, operands in OPERANDS.items()
+    ]
+    lines = ["| " + " | ".join(row) + " |" for row in rows]
+    lines[1] = lines[1].replace(" ", "")
+    assert "\n".join(lines) in (ROOT / "docs" / "numerics.md").read_text()
+
+
+def test_the_table_of_gemms_has_all_in_their_order():
+    text = (ROOT / "docs" / "numerics.md").read_text().split("| GEMM | what it calls |\n|---|---|\n")[1]
+    named = [line.split("|")[1].strip() for line in text.split("\n\n")[0].splitlines()]
+    assert named == [*(gemm.name for gemm in NATIVE), "registered", EMULATED.name]
+
+
+@pytest.mark.parametrize("name", [n for n in f8.__all__ if n != "__version__"])
+def test_public_name_has_a_docstring(name):
+    assert (getattr(f8, name).__doc__ or "").strip()
+
+
+def test_api_reference_has_every_public_name(tmp_path):
+    pytest.importorskip("pdoc", reason="the API reference is made by pdoc, of the docs extra")
+    makefile = (ROOT / "Makefile").read_text().replace("\\\n", " ")
+    words = re.search(r"\$\(BIN\)/pdoc (.*)", makefile).group(1).split()
+    words[words.index("--output-directory") + 1] = str(tmp_path)
+    subprocess.run([sys.executable, "-m", "pdoc", *words], cwd=ROOT, capture_output=True, check=True, timeout=300)
+    pages = {
+        path.relative_to(tmp_path).with_suffix("").as_posix(): path.read_text() for path in tmp_path.rglob("*.html")
+    }
+    for module in (f8, f8.parallel, testing, explain):
+        name = module.__name__.replace(".", "/")
+        missing = [n for n in module.__all__ if f'id="{n}"' not in pages[name] and f"{name}/{n}" not in pages]
+        assert not missing, name
+    example = re.search(r'<div class="pdoc-code codehilite">\s*<pre>(.*?)</pre>', pages["fp8compile"], re.DOTALL)
+    lines = re.sub("<.*?>", "", example.group(1)).strip().splitlines()
+    assert lines[0] == "import torch"
+    assert lines[-1] == "model = torch.compile(model, fullgraph=True)"

@@ -1,0 +1,499 @@
+"""Quantized parameters under FSDP2 and DDP: the bits of one process, one amax message a step, checkpoints."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from gloo_ranks import GROUPS, shared_ranks
+from living import live_bytes
+from torch import nn
+from torch._dynamo.utils import counters
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_state_dict,
+    set_state_dict,
+)
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+import fp8compile as f8
+from fp8compile import _compat
+from fp8compile._compat import local_itself
+from fp8compile.ops import collectives
+from fp8compile.tensor import QuantizedParameter, QuantizedTensor
+from fp8compile.testing.bits import difference
+
+pytestmark = pytest.mark.skipif(
+    _compat.TORCH_VERSION < (2, 12), reason="a group as a part of a tensor needs PyTorch 2.12"
+)
+RECIPES = {"tensorwise": f8.recipes.tensorwise(), "blockwise": f8.recipes.blockwise()}
+OPTIMIZERS = {
+    "SGD": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.01),
+    "SGD, foreach": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, foreach=True),
+    "AdamW": lambda p: torch.optim.AdamW(p, lr=0.02),
+    "AdamW, foreach": lambda p: torch.optim.AdamW(p, lr=0.02, foreach=True),
+    "AdamW, fused": lambda p: torch.optim.AdamW(p, lr=0.02, fused=True),
+    "AdamW, masters": lambda p: f8.MasterWeights(torch.optim.AdamW, p, lr=0.02),
+    "SGD, masters": lambda p: f8.MasterWeights(torch.optim.SGD, p, lr=0.1, momentum=0.9),
+    "AdamW, masters in a step": lambda p: f8.MasterWeights(torch.optim.AdamW, p, lr=0.02, keep=False),
+}
+
+
+@pytest.fixture(scope="session")
+def ranks():
+    return shared_ranks()
+
+
+# ---------------------------------------------------------------------------------- in each rank
+
+
+def plain_model(hidden, seed=0):
+    torch.manual_seed(seed)
+    blocks = [nn.Sequential(nn.Linear(64, hidden, bias=False), nn.ReLU(), nn.Linear(hidden, 64)) for _ in range(2)]
+    return nn.Sequential(*blocks).bfloat16()
+
+
+def converted(hidden, name="tensorwise", seed=0, **options):
+    # of blocks, only layers that two ranks can share between blocks
+    chosen = ["*.0"] if name == "blockwise" else lambda module, fqn: True
+    return f8.convert(plain_model(hidden, seed), RECIPES[name], quantized_parameters=True, filter=chosen, **options)
+
+
+def sharded(model, mesh, backend=None, **options):
+    for index, block in enumerate(model):
+        if backend is not None:
+            model[index] = torch.compile(block, fullgraph=True, backend=backend)
+        fully_shard(model[index], mesh=mesh, **options)
+    return fully_shard(model, mesh=mesh, **options)
+
+
+def train(model, optimizer, steps, first=0):
+    losses = []
+    for step in range(first, first + steps):
+        x = torch.randn(16, 64, generator=torch.Generator().manual_seed(step)).bfloat16()
+        loss = (model(x).float() - x.float()).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+class ByHand:
+    """AdamW over float32 masters of a model's matrices, which are their bfloat16 copies."""
+
+    def __init__(self, model, *, lr):
+        self.pairs = {p: p.detach().float().requires_grad_() for p in model.parameters() if p.ndim == 2}
+        self.zero_grad = model.zero_grad
+        self.inner = torch.optim.AdamW([self.pairs.get(p, p) for p in model.parameters()], lr=lr)
+
+    @torch.no_grad()
+    def step(self):
+        for weight, master in self.pairs.items():
+            master.grad = weight.grad.float()
+        self.inner.step()
+        for weight, master in self.pairs.items():
+            weight.copy_(master)
+
+
+def quantized(model):
+    found = [local_itself(parameter) for parameter in model.parameters()]
+    return [each for each in found if isinstance(each, QuantizedParameter)]
+
+
+def differences(model, whole, rank, size):
+    """What differs between this rank's shards and those rows of a model in one process."""
+    found = []
+    for mine, other in zip(model.parameters(), whole.parameters(), strict=True):
+        mine, parts = local_itself(mine), other.shape[0]
+        full = -(-parts // size)
+        rows = slice(min(rank * full, parts), min(rank * full + full, parts))
+        if not isinstance(other, QuantizedParameter):
+            found.append(difference(mine.detach(), other.detach()[rows]))
+            continue
+        found.append(difference(mine.codes, other.codes[rows]))
+        same_scale = other.scale.shape[0] == 1
+        block = other.quantizer.block[0]
+        scale = other.scale if same_scale else other.scale[rows.start // block : -(-rows.stop // block)]
+        found.append(difference(mine.scale, scale))
+    return [words for words in found if words is not None]
+
+
+def hybrid(steps):
+    """HSDP, two by two: as steps_of."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    whole, model = converted(145), sharded(converted(145), mesh)
+    losses = [train(each, OPTIMIZERS["AdamW, masters"](each.parameters()), steps) for each in (whole, model)]
+    return losses[0] == losses[1], differences(model, whole, mesh.get_local_rank("shard"), 2)
+
+
+def refusals():
+    """What is said of what is no model."""
+    texts = []
+    for call in (f8.parallel.share_scales, f8.parallel.broadcast_parameters):
+        try:
+            texts.append(f"nothing: {call(3)}")
+        except Exception as error:
+            texts.append(f"{type(error).__name__}: {error}")
+    return texts
+
+
+def steps_of(optimizer, group, hidden, steps, name="tensorwise"):
+    """FSDP2 over a group, and one process: losses, what differs, and whether every weight changed."""
+    mesh = DeviceMesh.from_group(GROUPS[group], "cpu")
+    whole, model = converted(hidden, name), sharded(converted(hidden, name), mesh)
+    before = [each.codes.clone() for each in quantized(model)]
+    losses = [train(each, OPTIMIZERS[optimizer](each.parameters()), steps) for each in (whole, model)]
+    # a rank may have no rows
+    changed = all(
+        not old.numel() or not torch.equal(old, q.codes) for old, q in zip(before, quantized(model), strict=True)
+    )
+    size = mesh.size()
+    found = differences(model, whole, mesh.get_local_rank(), size)
+    return losses[0] == losses[1], found, changed
+
+
+def shards_that_cut_blocks():
+    mesh = DeviceMesh.from_group(GROUPS["pair"], "cpu")
+    try:
+        fully_shard(f8.convert(plain_model(200), RECIPES["blockwise"], quantized_parameters=True), mesh=mesh)
+    except TypeError as error:
+        return str(error)
+
+
+def sharded_by_columns(name, share):
+    """Weights whose columns ranks share, for rows would cut blocks, and one process: losses and bits."""
+    mesh = DeviceMesh.from_group(GROUPS["pair"], "cpu")
+    models = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        layer = nn.Linear(256, 200).bfloat16()
+        models.append(f8.convert(nn.Sequential(layer), RECIPES[name], quantized_parameters=True, keep_initial=True))
+    options = {"reshard_after_forward": False} if name == "blockwise" else {}
+    fully_shard(models[1], mesh=mesh, shard_placement_fn=lambda p: Shard(1) if p.ndim == 2 else None, **options)
+    if share:
+        f8.parallel.share_scales(models[1])
+    losses, pairs = [], []
+    for model in models:
+        optimizer, own = OPTIMIZERS["AdamW, masters"](model.parameters()), []
+        for step in range(4):
+            x = torch.randn(16, 256, generator=torch.Generator().manual_seed(step)).bfloat16()
+            loss = (model(x).float() - x[:, :200].float()).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            own.append(loss.item())
+        losses.append(own)
+        parts = model[0].weight_codes, model[0].weight_scale
+        pairs.append([part.full_tensor() if isinstance(part, DTensor) else part for part in parts])
+    return losses[0] == losses[1], [torch.equal(*pair) for pair in zip(*pairs, strict=True)]
+
+
+def messages(optimizer):
+    """Amax messages and weights of one step."""
+    mesh = DeviceMesh.from_group(GROUPS["pair"], "cpu")
+    model = sharded(converted(144), mesh)
+    optimizer = OPTIMIZERS[optimizer](model.parameters())
+    train(model, optimizer, 1)
+    calls, reduce = [], collectives.all_reduce_amax
+    collectives.all_reduce_amax = lambda amax, group: calls.append(amax.numel()) or reduce(amax, group)
+    try:
+        train(model, optimizer, 1, first=1)
+    finally:
+        collectives.all_reduce_amax = reduce
+    return calls
+
+
+def compiled_blocks(backend):
+    """Graphs after two steps and after four; losses beside those of eager; the weight's type in the block."""
+    mesh = DeviceMesh.from_group(GROUPS["pair"], "cpu")
+    seen = set()
+    models = [sharded(converted(144), mesh, backend=each) for each in (None, backend)]
+    models[0][0][0].register_forward_pre_hook(lambda module, args: seen.add(type(module.weight)))
+    optimizers = [OPTIMIZERS["AdamW, masters"](model.parameters()) for model in models]
+    losses, graphs = [[], []], []
+    for first in (0, 2):
+        for index, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
+            losses[index] += train(model, optimizer, 2, first)
+        graphs.append(counters["stats"]["unique_graphs"])
+    return losses[0] == losses[1], graphs, seen == {QuantizedTensor}
+
+
+def mixed_precision():
+    """Float32 parameters whose layers run in bfloat16: the type and the dtype of gathered weights."""
+    mesh = DeviceMesh.from_group(GROUPS["pair"], "cpu")
+    model = f8.convert(plain_model(144).float(), RECIPES["tensorwise"], quantized_parameters=True)
+    sharded(model, mesh, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32))
+    seen = set()
+    model[0][0].register_forward_pre_hook(lambda module, args: seen.add((module.weight.dtype, args[0].dtype)))
+    losses = train(model, OPTIMIZERS["AdamW, masters"](model.parameters()), 4)
+    return seen == {(torch.bfloat16, torch.bfloat16)}, losses[0] > losses[-1], model[0][0].weight.dtype
+
+
+def from_meta():
+    """Start on the meta device, shards filled by reset_parameters: the scales of all ranks, and an early write."""
+    mesh = DeviceMesh.from_group(GROUPS["pair"], "cpu")
+    with torch.device("meta"):
+        model = plain_model(145)
+    f8.convert(model, RECIPES["tensorwise"], quantized_parameters=True, filter=lambda module, fqn: True)
+    sharded(model, mesh)
+    model.to_empty(device="cpu")
+    layers = [module for module in model.modules() if isinstance(module, f8.Linear)]
+    try:
+        layers[0].reset_parameters()
+        early = "wrote"
+    except RuntimeError as error:
+        early = str(error)
+    f8.parallel.share_scales(model)
+    for layer in layers:
+        layer.reset_parameters()
+    found = []
+    for each in quantized(model):
+        others = [torch.empty_like(each.scale) for _ in range(2)]
+        dist.all_gather(others, each.scale, group=GROUPS["pair"])
+        amaxes = [torch.empty(1) for _ in range(2)]
+        dist.all_gather(amaxes, each.dequantize(torch.float32).abs().max().view(1), group=GROUPS["pair"])
+        found.append(
+            torch.equal(*others) and bool(others[0].isfinite()) and torch.equal((others[0] * 448).view(1), max(amaxes))
+        )
+    losses = train(model, OPTIMIZERS["AdamW, masters"](model.parameters()), 3)
+    return early, found, losses[0] > losses[-1]
+
+
+def initial_values(group, hidden, name):
+    """Masters that start from kept values: losses and bits of one process, with a start on the meta device too."""
+    mesh = DeviceMesh.from_group(GROUPS[group], "cpu")
+    values = [each.detach() for each in plain_model(hidden, seed=3).float().parameters()]
+    models = [converted(hidden, name, keep_initial=True), sharded(converted(hidden, name, keep_initial=True), mesh)]
+    with torch.device("meta"):
+        filled = converted(hidden, name, keep_initial=True)
+    sharded(filled, mesh).to_empty(device="cpu")
+    f8.parallel.share_scales(filled)
+    models += [converted(hidden, name, keep_initial=True), filled]
+    with torch.no_grad():
+        for model in models[2:]:
+            for parameter, value in zip(model.parameters(), values, strict=True):
+                spread = isinstance(parameter, DTensor)
+                parameter.copy_(distribute_tensor(value, mesh, [Shard(0)]) if spread else value)
+    kept = [sum(q.initial.untyped_storage().nbytes() for q in quantized(model)) for model in models]
+    optimizers = [OPTIMIZERS["AdamW, masters"](model.parameters()) for model in models]
+    after = [q.initial for model in models for q in quantized(model) if q.initial is not None]
+    losses = [train(each, optimizer, 5) for each, optimizer in zip(models, optimizers, strict=True)]
+    found = differences(models[1], models[0], mesh.get_local_rank(), mesh.size())
+    found += differences(models[3], models[2], mesh.get_local_rank(), mesh.size())
+    codes = converted(hidden, name)
+    others = train(codes, OPTIMIZERS["AdamW, masters"](codes.parameters()), 5)  # masters of what the codes stand for
+    same = losses[0] == losses[1] != others and losses[2] == losses[3]
+    padded = sum(
+        -(-p.shape[0] // mesh.size()) * p.shape[1] * 4
+        for p in models[0].parameters()
+        if isinstance(p, QuantizedParameter)
+    )
+    return same, found, kept[1:2] == kept[3:] == [padded], after
+
+
+def saved_and_loaded(folder):
+    """DCP: model and optimizer saved on two ranks, loaded on three; what differs, and the losses after it."""
+    rank = dist.get_rank()
+    options = StateDictOptions()
+    if rank < 2:
+        mesh = DeviceMesh.from_group(GROUPS["pair"], "cpu")
+        model = sharded(converted(145), mesh)
+        optimizer = OPTIMIZERS["AdamW, masters"](model.parameters())
+        train(model, optimizer, 2)
+        state = get_model_state_dict(model, options=options)
+        types = {type(each).__name__ for each in state.values()}
+        dcp.save(
+            {"model": state, "optimizer": optimizer.state_dict()}, checkpoint_id=folder, process_group=GROUPS["pair"]
+        )
+    dist.barrier()
+    if rank == 3:
+        return None
+    whole = converted(145)
+    whole_optimizer = OPTIMIZERS["AdamW, masters"](whole.parameters())
+    train(whole, whole_optimizer, 2)
+    mesh = DeviceMesh.from_group(GROUPS["three"], "cpu")
+    model = sharded(converted(145, seed=7), mesh)
+    optimizer = OPTIMIZERS["AdamW, masters"](model.parameters())
+    train(model, optimizer, 1)  # makes the optimizer's state
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    dcp.load(state, checkpoint_id=folder, process_group=GROUPS["three"])
+    model.load_state_dict(state["model"])
+    optimizer.load_state_dict(state["optimizer"])
+    # before a forward: FSDP2 has made the shards anew where it pads them
+    groups = {each.group.group_name for each in quantized(model)} == {mesh.get_group().group_name}
+    part = quantized(model)[0]
+    try:
+        part[:4].mul_(2)
+        groups = False
+    except RuntimeError:
+        pass
+    loaded = differences(model, whole, rank, 3)
+    states = [each.state_dict()["state"] for each in (optimizer, whole_optimizer)]
+    for index, parameter in enumerate(whole.parameters()):
+        full = -(-parameter.shape[0] // 3)
+        for name, value in states[1][index].items():
+            mine = value if value.ndim == 0 else value[rank * full : rank * full + full]
+            loaded += [words] if (words := difference(local_itself(states[0][index][name]), mine)) else []
+    # the first loss after it: three equal gradients, summed and divided by three, are others in bfloat16
+    losses = train(model, optimizer, 1, first=2)
+    expected = train(whole, whole_optimizer, 1, first=2)
+    return loaded, groups, losses, expected, (types if rank < 2 else None)
+
+
+def resumed_by_names():
+    """By get_state_dict and set_state_dict, which name optimizer states as parameters: the losses after it."""
+    mesh = DeviceMesh.from_group(GROUPS["pair"], "cpu")
+    models = [sharded(converted(145, seed=seed), mesh) for seed in (0, 7)]
+    optimizers = [OPTIMIZERS["AdamW, masters"](model.parameters()) for model in models]
+    train(models[0], optimizers[0], 2)
+    model_state, optimizer_state = copy.deepcopy(get_state_dict(models[0], optimizers[0]))
+    expected = train(models[0], optimizers[0], 2, first=2)
+    f8.parallel.share_scales(models[1])  # set_state_dict takes a step, of nothing, to make the optimizer's state
+    set_state_dict(models[1], optimizers[1], model_state_dict=model_state, optim_state_dict=optimizer_state)
+    return train(models[1], optimizers[1], 2, first=2) == expected, "master" in optimizer_state["state"]["0.0.weight"]
+
+
+def data_parallel():
+    """DDP on ranks that start with other weights: the losses, and whether all have rank 0's weights."""
+    from torch.nn.parallel import DistributedDataParallel
+
+    group, model = GROUPS["pair"], converted(144, seed=GROUPS["pair"].rank())
+    try:
+        DistributedDataParallel(model, process_group=group)
+        refused = ""
+    except TypeError as error:
+        refused = str(error)
+    f8.parallel.broadcast_parameters(model, group=group)
+    model = DistributedDataParallel(model, process_group=group, init_sync=False)
+    whole = converted(144)
+    losses = [train(each, OPTIMIZERS["AdamW, masters"](each.parameters()), 3) for each in (whole, model)]
+    same = [difference(a.codes, b.codes) for a, b in zip(quantized(model), quantized(whole), strict=True)]
+    return "init_sync=False" in refused, losses[0] == losses[1], [words for words in same if words]
+
+
+def bytes_of_shards():
+    """Bytes of every living tensor, less those of bfloat16 shards: after sharding, and after a step."""
+    mesh, start = DeviceMesh.from_group(GROUPS["pair"], "cpu"), live_bytes()
+    model = sharded(converted(1024), mesh)
+    found = [live_bytes() - start]
+    optimizer = f8.MasterWeights(torch.optim.SGD, model.parameters(), lr=0.1, keep=False)
+    train(model, optimizer, 1)
+    found.append(live_bytes() - start)
+    del model, optimizer
+    start = live_bytes()
+    plain = sharded(plain_model(1024), mesh)
+    return [each / (live_bytes() - start) for each in found], len(list(plain.parameters()))
+
+
+# ---------------------------------------------------------------------------------- what they answer
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "group", "hidden", "steps"),
+    [
+        ("SGD", "pair", 144, 3),
+        ("SGD, foreach", "pair", 145, 20),
+        ("AdamW", "pair", 145, 5),
+        ("AdamW, foreach", "all", 145, 5),
+        ("AdamW, fused", "pair", 144, 20),
+        ("AdamW, masters", "all", 145, 20),
+        ("SGD, masters", "pair", 145, 5),
+        ("AdamW, masters in a step", "pair", 145, 5),
+        ("AdamW, masters", "all", 5, 5),  # the last rank has no rows
+    ],
+)
+def test_fsdp_has_the_bits_of_one_process(ranks, optimizer, group, hidden, steps):
+    answers = ranks.run(steps_of, optimizer, group, hidden, steps, within=group)
+    assert answers == [(True, [], True)] * len(answers)
+
+
+def test_fsdp_of_blocks_has_the_bits_of_one_process(ranks):
+    assert ranks.run(steps_of, "AdamW, masters", "pair", 512, 3, "blockwise", within="pair") == [(True, [], True)] * 2
+
+
+def test_hsdp_has_the_bits_of_one_process(ranks):
+    assert ranks.run(hybrid, 5) == [(True, [])] * 4
+
+
+def test_what_sharding_can_not_do_raises(ranks):
+    for texts in ranks.run(refusals):
+        expected = (
+            "TypeError: share_scales: model is a int",
+            "TypeError: broadcast_parameters: model is a int",
+        )
+        for text, start in zip(texts, expected, strict=True):
+            assert text.startswith(start), text
+
+
+def test_shards_that_cut_blocks_raise(ranks):
+    for text in ranks.run(shards_that_cut_blocks):
+        assert "[0:100:1] along dim 0 of 200 cuts blocks of 128. Cut at multiples of 128, or leave this weight" in text
+        assert "If this is fully_shard: each rank takes as many rows, rounded up" in text
+        assert "shard these, by shard_placement_fn=lambda parameter: Shard(1) and reshard_after_forward=False" in text
+
+
+@pytest.mark.parametrize(("name", "share"), [("tensorwise", True), ("blockwise", False)])
+def test_shards_of_columns_have_the_bits_of_one_process(ranks, name, share):
+    assert ranks.run(sharded_by_columns, name, share, within="pair") == [(True, [True, True])] * 2
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "expected"),
+    [("AdamW, masters", [4]), ("AdamW, fused", [4]), ("SGD, foreach", [4]), ("AdamW, foreach", [4, 4])],
+)
+def test_a_step_takes_one_amax_message_for_all_weights(ranks, optimizer, expected):
+    assert ranks.run(messages, optimizer, within="pair") == [expected] * 2
+
+
+@pytest.mark.parametrize("backend", ["aot_eager"])
+def test_compiled_blocks_are_one_graph_each(ranks, backend):
+    assert ranks.run(compiled_blocks, backend, within="pair") == [(True, [2, 2], True)] * 2
+
+
+def test_mixed_precision(ranks):
+    assert ranks.run(mixed_precision) == [(True, True, torch.float32)] * 4
+
+
+def test_start_on_the_meta_device(ranks):
+    for early, found, falls in ranks.run(from_meta):
+        assert "before it knows the ranks that have its scale too. Call fp8compile.parallel.share_scales" in early
+        assert all(found)
+        assert len(found) == 4
+        assert falls
+
+
+@pytest.mark.parametrize(
+    ("group", "hidden", "name"), [("pair", 145, "tensorwise"), ("all", 5, "tensorwise"), ("pair", 512, "blockwise")]
+)
+def test_initial_values_follow_the_shards(ranks, group, hidden, name):
+    assert ranks.run(initial_values, group, hidden, name) == [(True, [], True, [])] * 4
+
+
+def test_checkpoint_of_two_ranks_loads_on_three(ranks, tmp_path):
+    for answer in ranks.run(saved_and_loaded, str(tmp_path / "checkpoint"))[:3]:
+        loaded, groups, losses, expected, types = answer
+        assert not loaded
+        assert groups
+        assert losses == expected
+        assert types is None or types <= {"Tensor", "DTensor"}
+
+
+def test_states_by_name_resume_with_the_same_losses(ranks):
+    assert ranks.run(resumed_by_names) == [(True, True)] * 4
+
+
+def test_ddp(ranks):
+    assert ranks.run(data_parallel) == [(True, True, [])] * 4
+
+
+def test_shards_take_half_the_bytes(ranks):
+    for shares, _ in ranks.run(bytes_of_shards):
+        assert max(shares) <= 0.55
+        assert min(shares) >= 0.5  # codes alone are half of it
