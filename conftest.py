@@ -7,6 +7,8 @@ import gc
 import os
 import shutil
 import tempfile
+import tomllib
+from pathlib import Path
 
 import pytest
 import torch
@@ -53,7 +55,30 @@ def pytest_collection_finish():
     gc.set_threshold(50_000, 20, 20)
 
 
-def pytest_collection_modifyitems(items):
+FULL_ONLY = {
+    line
+    for group in tomllib.loads(Path(__file__).with_name("tests").joinpath("full_only.toml").read_text())["left_out"]
+    for line in group["tests"]
+}
+
+
+def _mark_full_only(config, items):
+    """Mark what only the full run runs; a line that names no test of a file that was collected whole is an error."""
+    found = set()
+    for item in items:
+        named = FULL_ONLY & {item.nodeid, item.nodeid.partition("[")[0]}
+        if named:
+            item.add_marker(pytest.mark.slow)
+            found |= named
+    chosen = any("::" in arg for arg in config.args)
+    files = {item.nodeid.partition("::")[0] for item in items}
+    stale = [line for line in FULL_ONLY - found if line.partition("::")[0] in files]
+    if stale and not chosen:
+        raise pytest.UsageError(f"tests/full_only.toml names tests that are not there: {', '.join(sorted(stale))}")
+
+
+def pytest_collection_modifyitems(config, items):
+    _mark_full_only(config, items)
     capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
     if capability is None or capability < (8, 9):
         found = "none" if capability is None else f"compute capability {capability[0]}.{capability[1]}"

@@ -27,7 +27,7 @@ import fp8compile as f8
 from benchmarks.blocks import SHAPES
 from benchmarks.mlp import Mlp
 from benchmarks.table import Row, emit
-from fp8compile.testing.gpu_graphs import GpuGraph, gpu_graphs
+from fp8compile.testing.gpu_graphs import gpu_graphs, kept_bytes
 from fp8compile.testing.gpus import gpu_called
 from fp8compile.testing.schedule import schedule
 
@@ -113,20 +113,6 @@ PLACEMENTS: dict[str, tuple[Callable[[f8.Recipe], Made], int]] = {
 WITHOUT = {("functions", "delayed")}  # functions have no place for a state
 
 
-def _kept_bytes(forward: GpuGraph) -> int:
-    """What the forward saves beside its own arguments; a storage is counted once."""
-    nodes = forward.graph.graph.find_nodes(op="placeholder")
-    seen = {node.meta["val"].untyped_storage()._cdata for node in nodes if isinstance(node.meta["val"], Tensor)}
-    (outputs,) = forward.graph.graph.find_nodes(op="output")[0].args
-    kept = 0
-    for place, node in enumerate(outputs):
-        value = getattr(node, "meta", {}).get("val")
-        if isinstance(value, Tensor) and value.untyped_storage()._cdata not in seen:
-            seen.add(value.untyped_storage()._cdata)
-            kept += 0 if place in forward.returned else value.untyped_storage().nbytes()
-    return kept
-
-
 def measure(make: Callable[[], Made], arch: str) -> tuple[int, int]:
     """Bytes kept for the backward, and bytes that generated code and GEMMs read and write in both passes."""
     torch._dynamo.reset()
@@ -135,7 +121,7 @@ def measure(make: Callable[[], Made], arch: str) -> tuple[int, int]:
     graphs = gpu_graphs(model, args, gpu)
     launches = [launch for graph in graphs for launch in schedule(graph, gpu).launches]
     moved = sum(each.bytes_read + each.bytes_written for each in launches if "_c10d_functional" not in each.name)
-    return _kept_bytes(graphs[0]), moved
+    return kept_bytes(graphs[0]), moved
 
 
 def placement_row(placement: str, recipe: str) -> Row:

@@ -60,7 +60,12 @@ def _check_shapes(x: Tensor, weight: Tensor | UngatheredStack, offsets: Tensor, 
         )
 
 
-def _check_dtype(x: Tensor, weight: UngatheredStack) -> None:
+def _check_ungathered(x: Tensor, weight: UngatheredStack) -> None:
+    if weight.spread is not None:
+        raise TypeError(
+            "grouped_linear: the experts of weight are spread over ranks; groups are those of one rank. Send rows to "
+            "the ranks of their experts by fp8compile.parallel.expert_routes, or apply ExpertParallel to the module."
+        )
     if x.dtype != weight.dtype:
         raise TypeError(
             f"grouped_linear: x is {x.dtype} and the weight is used in {weight.dtype}; they have one dtype. Cast x, "
@@ -90,7 +95,7 @@ def _checked(
     for name in tensors:
         check_tensor("grouped_linear", name, operands[name], x)
     if is_ungathered:
-        _check_dtype(x, weight)
+        _check_ungathered(x, weight)
     _check_shapes(x, weight, offsets, bias)
     return x, weight, bias
 

@@ -7,10 +7,16 @@ product takes.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
 from fp8compile.ops.layer.rows import Rows
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import Placement  # importing it costs half a second
 
 __all__ = ["UngatheredStack"]
 
@@ -23,13 +29,23 @@ class UngatheredStack:
         rows: Which each rank has.
         dtype: That of the products.
         groups: How many matrices there are. PyTorch 2.11 traces no attribute of ``rows``.
+        spread: Under expert parallelism, the mesh over which the experts are spread, their placements on it, and how
+            many of them these ranks have, whose parts ``rows`` counts.
     """
 
-    def __init__(self, shard: Tensor, rows: Rows, dtype: torch.dtype, groups: int) -> None:
+    def __init__(
+        self,
+        shard: Tensor,
+        rows: Rows,
+        dtype: torch.dtype,
+        groups: int,
+        spread: tuple[DeviceMesh, tuple[Placement, ...], int] | None = None,
+    ) -> None:
         self.shard = shard
         self.rows = rows
         self.dtype = dtype
         self.groups = groups
+        self.spread = spread
 
     @property
     def shape(self) -> torch.Size:
@@ -62,7 +78,13 @@ class UngatheredStack:
                 f"transpose({first}, {second}) of the weights of experts, which graph_fsdp has cut along dim 0; "
                 "experts are gathered by their products. Transpose dims 1 and 2."
             )
-        return UngatheredStack(self.shard.transpose(first, second), self.rows, self.dtype, self.groups)
+        return UngatheredStack(self.shard.transpose(first, second), self.rows, self.dtype, self.groups, self.spread)
+
+    def of_this_rank(self) -> UngatheredStack:
+        """The stack of the experts that this rank multiplies by, under expert parallelism some of all."""
+        if self.spread is None:
+            return self
+        return UngatheredStack(self.shard, self.rows, self.dtype, self.spread[2])
 
     def to(self, dtype: torch.dtype) -> UngatheredStack:
         """Itself, if that is its dtype.

@@ -22,7 +22,7 @@ from fp8compile.formats import ELEMENT_FORMATS, Float8Format
 from fp8compile.quantizers import Quantizer
 from fp8compile.testing.recording import node_value, op_name
 
-__all__ = ["GemmShare", "gemm_share"]
+__all__ = ["GemmShare", "LOOKS_LIKE_PRODUCT", "flop_formulas", "gemm_share"]
 
 FLOAT8 = frozenset(f.dtype for f in ELEMENT_FORMATS.values() if isinstance(f, Float8Format))
 LAYER_GEMMS = {op.name(): gemm for op, gemm in ops.LAYER_OPS.items()}
@@ -90,7 +90,7 @@ def _grouped_flops(a: Sequence[int], b: Sequence[int]) -> int:
     return 2 * prod(a[-2:] if len(b) == 2 else a) * b[-1]
 
 
-def _formulas() -> dict[str, Callable[..., int]]:
+def flop_formulas() -> dict[str, Callable[..., int]]:
     """Formulas by operator name: PyTorch's registry, and the products that a version of it leaves out."""
     from torch.utils.flop_counter import flop_registry
 
@@ -140,7 +140,7 @@ def _product(node: fx.Node, name: str, formula: Callable[..., int]) -> _Product:
 
 
 def _products(graph: fx.GraphModule) -> Iterator[_Product]:
-    formulas = _formulas()
+    formulas = flop_formulas()
     modules = [module for module in graph.modules() if isinstance(module, fx.GraphModule)]
     for node in (node for module in modules for node in module.graph.nodes):
         if node.op in ("call_module", "call_method"):

@@ -14,11 +14,20 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from fp8compile._compat import is_unbacked
 from fp8compile.target import pretend_target
 from fp8compile.testing.gpus import Gpu
 from fp8compile.testing.state import kept_state
 
-__all__ = ["GpuGraph", "all_outputs", "check_has_no_region", "gpu_graphs", "partition", "returned_outputs"]
+__all__ = [
+    "GpuGraph",
+    "all_outputs",
+    "check_has_no_region",
+    "gpu_graphs",
+    "kept_bytes",
+    "partition",
+    "returned_outputs",
+]
 
 
 @dataclass(frozen=True)
@@ -54,6 +63,11 @@ def _empty_outputs(graph: fx.GraphModule) -> list[Any]:
     """Something of the shapes that the graph returns: what it computes is not asked for."""
     (outputs,) = graph.graph.find_nodes(op="output")[0].args
     values = [node.meta["val"] if isinstance(node, fx.Node) else node for node in outputs]
+    if any(is_unbacked(size) for value in values if isinstance(value, Tensor) for size in value.shape):
+        raise ValueError(
+            "sizes in this graph are data, such as how many rows other ranks send, and only a run knows them. Give "
+            "experts a capacity: ExpertParallel(capacity=...) or expert_routes(..., capacity=...)."
+        )
     return [
         torch.empty_strided(v.size(), v.stride(), dtype=v.dtype, device=v.device) if isinstance(v, Tensor) else v
         for v in values
@@ -121,6 +135,20 @@ def gpu_graphs(fn: Callable, args: Sequence[Any], gpu: Gpu) -> list[GpuGraph]:
     for each in forwards + backwards:
         check_has_no_region(each.graph)
     return forwards + backwards
+
+
+def kept_bytes(forward: GpuGraph) -> int:
+    """What the forward saves beside its own arguments; a storage is counted once."""
+    nodes = forward.graph.graph.find_nodes(op="placeholder")
+    seen = {node.meta["val"].untyped_storage()._cdata for node in nodes if isinstance(node.meta["val"], Tensor)}
+    (outputs,) = forward.graph.graph.find_nodes(op="output")[0].args
+    kept = 0
+    for place, node in enumerate(outputs):
+        value = getattr(node, "meta", {}).get("val")
+        if isinstance(value, Tensor) and value.untyped_storage()._cdata not in seen:
+            seen.add(value.untyped_storage()._cdata)
+            kept += 0 if place in forward.returned else value.untyped_storage().nbytes()
+    return kept
 
 
 def check_has_no_region(graph: fx.GraphModule) -> None:

@@ -17,7 +17,7 @@ import fp8compile as f8
 from fp8compile.library import Cut, Quantizer, Split, register_op
 from fp8compile.ops import OPS, registry
 from fp8compile.quantizers import constant
-from fp8compile.testing import check_op, check_quantizer, op_contracts, quantizer_contracts
+from fp8compile.testing import check_op, check_quantizer, op_contracts, quantizer_contracts, recording
 
 QUANTIZER_CONTRACTS = [contract.__name__ for contract in quantizer_contracts.CONTRACTS]
 OP_CONTRACTS = [contract.__name__ for contract in op_contracts.CONTRACTS]
@@ -42,8 +42,17 @@ def others(names, name):
 # ---------------------------------------------------------------------------------- ours
 
 
+@pytest.fixture(params=["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def backends(request, monkeypatch):
+    """Compiled contracts by AOTAutograd; with Inductor too, whose C++ is nine tenths of the time, in the full run."""
+    chosen = ("aot_eager",) if request.param == "aot_eager" else recording.BACKENDS
+    monkeypatch.setattr(quantizer_contracts, "BACKENDS", chosen)
+    monkeypatch.setattr(op_contracts, "BACKENDS", chosen)
+    return chosen
+
+
 @pytest.mark.parametrize("quantizer", OURS, ids=repr)
-def test_our_quantizers_keep_every_contract(quantizer):
+def test_our_quantizers_keep_every_contract(quantizer, backends):
     check_quantizer(quantizer, skip=() if quantizer == OURS[0] else IN_PROCESSES["quantizer"])
 
 
@@ -59,7 +68,7 @@ MEANT = {
 # its gradient travels as codes: test_expert_parallel.py holds it against layers that send none
 ROUNDS_ITS_GRADIENT = {"fp8compile::combine": ("backward_is_the_derivative",)}
 QUANTIZES = "the values of the derivative, for "  # and a layer's own tests hold them against products of dequantize
-# Inductor's C++ is nine tenths of the time. Its gradients are compared to the bit in test_shapes.py, test_delayed.py,
+# Gradients of Inductor's code are compared to the bit in test_shapes.py, test_delayed.py,
 # test_grouped_linear.py and, on two ranks, test_explicit_groups.py and test_tensor_parallel.py. fsdp_delayed_linear is
 # made of what fsdp_linear and delayed_linear are.
 LAYERS = ("", "delayed_", "sharded_", "grouped_")
@@ -72,7 +81,7 @@ def test_what_inductor_compiles_elsewhere_is_an_op_of_ours():
 
 
 @pytest.mark.parametrize("name", sorted(name for name in OPS if name.startswith("fp8compile::")))
-def test_our_ops_keep_every_contract(name, monkeypatch):
+def test_our_ops_keep_every_contract(name, backends, monkeypatch):
     if name in BY_INDUCTOR_ELSEWHERE:
         monkeypatch.setattr(op_contracts, "BACKENDS", ("aot_eager",))
     skip = () if name == "fp8compile::linear" else IN_PROCESSES["op"]

@@ -54,6 +54,12 @@ def add_parser(subparsers: Any) -> None:
         help="pretend to be one of N ranks: TARGET may apply a plan, and none is started",
     )
     parser.add_argument("--sp", action="store_true", help="with --tp, for the model of train: cut the sequence too")
+    parser.add_argument(
+        "--mesh",
+        metavar="NAME=N,...",
+        help="pretend to be one rank of a mesh, such as fsdp=8,ep=8, the outermost dim first: TARGET is a function of "
+        "the mesh, or of the mesh and a recipe (None: without FP8), that returns (model, args)",
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--html", metavar="FILE", help="write a page as well")
     parser.set_defaults(run=_run)
@@ -107,9 +113,34 @@ def _check(found: Explanation) -> None:
         raise Failed(f"not proven: {' | '.join(found.unproven)}" if found.unproven else found.verdict)
 
 
+def _run_on_mesh(parsed: argparse.Namespace) -> int:
+    from fp8compile.cli.explain import mesh
+
+    for flag, given in (
+        ("--tp", parsed.tp),
+        ("--sp", parsed.sp),
+        ("--html", parsed.html),
+        ("--no-gpu", parsed.no_gpu),
+    ):
+        if given:
+            raise UserError(f"--mesh doesn't go with {flag}; leave one of them out")
+    with contextlib.redirect_stdout(sys.stderr):
+        found = mesh.explain_on_mesh(parsed.target, parsed.mesh, parsed.recipe, parsed.gpu)
+    if parsed.json:
+        print(mesh.to_json(found), flush=True)
+    else:
+        from fp8compile.cli.explain.table import print_sections
+
+        print_sections(mesh.mesh_sections(found))
+    mesh.check(found)
+    return 0
+
+
 def _run(parsed: argparse.Namespace) -> int:
     if not parsed.json and importlib.util.find_spec("rich") is None:
         raise UserError("rich missing; pip install rich, or take --json")
+    if parsed.mesh is not None:
+        return _run_on_mesh(parsed)
     if parsed.html is not None:
         _check_writable(Path(parsed.html))
     found = _explained(parsed)

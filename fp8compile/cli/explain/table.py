@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from rich.box import ASCII2
@@ -13,7 +14,7 @@ from fp8compile.cli.explain.sections import Section, sections
 if TYPE_CHECKING:
     from fp8compile.testing.explain import Explanation
 
-__all__ = ["print_explanation"]
+__all__ = ["print_explanation", "print_sections"]
 
 LOG_WIDTH = 160  # a log has no width of its own
 
@@ -33,12 +34,21 @@ def print_explanation(found: Explanation) -> None:
     Args:
         found: The explanation.
     """
+    print_sections(sections(found))
+
+
+def print_sections(shown: Iterable[Section]) -> None:
+    """Print titled tables.
+
+    Args:
+        shown: One after another.
+    """
     # names of layers may look like rich's markup
     plain = {"markup": False, "highlight": False, "emoji": False}
     console = Console(**plain)
     if not console.is_terminal:
         console = Console(width=LOG_WIDTH, **plain)
-    for number, section in enumerate(sections(found)):
+    for number, section in enumerate(shown):
         if number:
             console.print()
         console.print(section.title, style="bold")

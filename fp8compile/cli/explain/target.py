@@ -17,7 +17,7 @@ from fp8compile.cli.user_code import running
 from fp8compile.testing.report import is_compiled
 from fp8compile.testing.state import kept_state
 
-__all__ = ["Target", "load_target"]
+__all__ = ["Target", "found_at", "load_target"]
 
 DEFAULT_NAMES = ("model_and_inputs", "example")
 WANTED = "(model, args) or (model, args, kwargs), or a torch.nn.Module with example_inputs()"
@@ -88,7 +88,8 @@ def _attribute(module: ModuleType, place: str, name: str) -> Any:
     return value
 
 
-def _found(text: str) -> Any:
+def found_at(text: str) -> Any:
+    """What a name on the command line names: ``package.module:name``, ``FILE.py:name`` or ``FILE.py``."""
     place, colon, name = text.rpartition(":")
     if not colon:
         place, name = text, ""
@@ -119,7 +120,7 @@ def _inputs(text: str, model: nn.Module) -> tuple[nn.Module, Any]:
 
 
 def _loaded(text: str) -> Target:
-    value = _found(text)
+    value = found_at(text)
     if not callable(value):
         raise UserError(f"{text} is a {type(value).__name__}; it has to be a function that returns {WANTED}")
     if not isinstance(value, nn.Module):

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from fp8compile._compat import is_dtensor
+from fp8compile.nn.ungathered import UngatheredStack
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -44,20 +45,27 @@ def spread(module: nn.Module, mesh: DeviceMesh, *, src_data_rank: int | None = 0
         setattr(module, name, nn.Parameter(placed, requires_grad=stack.requires_grad))
 
 
-def group_of_experts(stack: Tensor) -> ProcessGroup | None:
+def group_of_experts(stack: Tensor | UngatheredStack) -> ProcessGroup | None:
     """The ranks over which experts are spread, or None: each rank has all of them.
 
     Args:
-        stack: A parameter (experts, ...).
+        stack: A parameter (experts, ...), as its module sees it in a forward.
     """
-    if not is_dtensor(stack):
+    if isinstance(stack, UngatheredStack):
+        if stack.spread is None:
+            return None
+        mesh, placements, _ = stack.spread
+    elif is_dtensor(stack):
+        mesh, placements = stack.device_mesh, stack.placements
+    else:
         return None
-    mesh = stack.device_mesh
-    groups = [mesh.get_group(index) for index, each in enumerate(stack.placements) if each.is_shard(0)]
+    groups = [mesh.get_group(index) for index, each in enumerate(placements) if each.is_shard(0)]
     return groups[0] if groups else None
 
 
-def local_stack(module: nn.Module, name: str) -> Tensor:
-    """What this rank has of a parameter of experts."""
+def local_stack(module: nn.Module, name: str) -> Tensor | UngatheredStack:
+    """What this rank has of a parameter of experts, or gathers for a product."""
     stack = getattr(module, name)
+    if isinstance(stack, UngatheredStack):
+        return stack.of_this_rank()
     return stack.to_local() if is_dtensor(stack) else stack

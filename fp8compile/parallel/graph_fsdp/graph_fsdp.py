@@ -14,7 +14,7 @@ from fp8compile.nn.experts import ConvertedExperts, stacks
 from fp8compile.parallel.graph_fsdp.amaxes import shared_amaxes
 from fp8compile.parallel.graph_fsdp.delayed import later_amaxes
 from fp8compile.parallel.graph_fsdp.modules import Forward, Sharded, become_sharded, is_sharded
-from fp8compile.parallel.graph_fsdp.shards import shard_parameter
+from fp8compile.parallel.graph_fsdp.shards import Shared, shard_parameter
 from fp8compile.tensor import QuantizedTensor, shown
 
 if TYPE_CHECKING:
@@ -82,6 +82,11 @@ def _check_parameter(name: str, parameter: nn.Parameter, mesh: DeviceMesh) -> No
             )
 
 
+def _is_cut_by_experts(shared: Shared | None) -> bool:
+    """Whether a rank's experts are whole. Parts of them are gathered as a DTensor, which the product then refuses."""
+    return shared is None or all(each.is_replicate() or each.is_shard(0) for each in shared.placements)
+
+
 def _tie(model: nn.Module) -> None:
     """Have parameters that several modules gather be gathered once; weights of FP8 layers are gathered by ops."""
     owners: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
@@ -142,8 +147,7 @@ def graph_fsdp(model: nn.Module, mesh: DeviceMesh, *, mp_policy: MixedPrecisionP
             continue
         state = Sharded(forward, {name: done[parameter][1] for name, parameter in own.items()})
         if isinstance(module, ConvertedExperts):
-            # a DTensor of tensor parallel ranks is gathered as one, which the product then refuses
-            state.stacks = frozenset(name for name in stacks(module) if state.where[name].shared is None)
+            state.stacks = frozenset(name for name in stacks(module) if _is_cut_by_experts(state.where[name].shared))
         if isinstance(module, Linear):
             shard, where = done[own["weight"]]
             state.shared_amaxes = shared_amaxes(module, shard.detach().to_local(), where)

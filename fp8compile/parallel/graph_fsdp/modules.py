@@ -146,7 +146,10 @@ def _ungathered(weight: Tensor, where: Where) -> UngatheredStack:
     local = weight.to_local()
     used = used_dtype(where, local.device.type)
     _check_one_cast("experts", weight, where, used)
-    return UngatheredStack(local, where.rows, used, weight.shape[0])
+    spread = None
+    if where.shared is not None:
+        spread = where.shared.mesh, where.shared.placements, where.experts
+    return UngatheredStack(local, where.rows, used, weight.shape[0], spread)
 
 
 def _checked(layer: Linear, x: Tensor, bias: Tensor | None, where: Where) -> tuple[Tensor, Tensor | None]:

@@ -52,12 +52,17 @@ class Where:
     Attributes:
         dtype: In which it is used.
         rows: Which each rank has.
-        shared: With tensor parallel ranks.
+        shared: With tensor parallel ranks, or with those that have other experts.
     """
 
     dtype: torch.dtype
     rows: Rows
     shared: Shared | None = None
+
+    @property
+    def experts(self) -> int:
+        """How many experts' matrices the ranks that share the rows have together."""
+        return sum(self.rows.sizes)
 
     def tensor_parallel_groups(self) -> list[str]:
         """Names of the groups that share the parameter before it is sharded, one for each dim of their mesh."""

@@ -3,6 +3,8 @@
 from fp8compile.testing.explain.explanation import Explanation, explain
 from fp8compile.testing.explain.gpu import Cast, GpuExplanation, GraphCost
 from fp8compile.testing.explain.layers import GemmExplanation, LayerExplanation
+from fp8compile.testing.explain.mesh import MeshExplanation, Product, explain_mesh
+from fp8compile.testing.explain.messages import Message
 from fp8compile.testing.explain.roofline import PEAKS, Peaks, Roofline
 
 __all__ = [
@@ -13,7 +15,11 @@ __all__ = [
     "GpuExplanation",
     "GraphCost",
     "LayerExplanation",
+    "MeshExplanation",
+    "Message",
     "Peaks",
+    "Product",
     "Roofline",
     "explain",
+    "explain_mesh",
 ]

@@ -28,6 +28,8 @@ class Peaks:
         bf16: Of bfloat16 and float16 tensor cores.
         fp32: Of float32 arithmetic, without TF32.
         bandwidth: Bytes a second of its memory.
+        nvlink: Bytes a second that it sends to the other GPUs of its node.
+        network: Bytes a second that it sends to other nodes, by an adapter of its own.
     """
 
     name: str
@@ -36,15 +38,24 @@ class Peaks:
     bf16: float
     fp32: float
     bandwidth: float
+    nvlink: float
+    network: float
 
 
 # Source: NVIDIA H200 Tensor Core GPU data sheet, H200 SXM. Its tensor core figures (FP8 3,958 TFLOPS, BF16 1,979) are
 # "with sparsity"; dense ones are half of them. NVIDIA HGX B200 data sheet, one GPU: FP8 9 PFLOPS and BF16 4.5
-# with sparsity, FP32 75 TFLOPS, 8 TB/s (later editions: 7.7).
+# with sparsity, FP32 75 TFLOPS, 8 TB/s (later editions: 7.7). NVLink's figures there, 900 GB/s and 1.8 TB/s, are of
+# both directions. DGX H200 and DGX B200 data sheets: one adapter of 400 Gb/s for each GPU.
 PEAKS = {
-    "h200": Peaks(name="NVIDIA H200 SXM", capability=(9, 0), fp8=1979e12, bf16=989e12, fp32=67e12, bandwidth=4.8e12),
-    "b200": Peaks(name="NVIDIA B200 SXM", capability=(10, 0), fp8=4500e12, bf16=2250e12, fp32=75e12, bandwidth=8e12),
-}
+    "h200": Peaks(
+        name="NVIDIA H200 SXM", capability=(9, 0),
+        fp8=1979e12, bf16=989e12, fp32=67e12, bandwidth=4.8e12, nvlink=450e9, network=50e9,
+    ),
+    "b200": Peaks(
+        name="NVIDIA B200 SXM", capability=(10, 0),
+        fp8=4500e12, bf16=2250e12, fp32=75e12, bandwidth=8e12, nvlink=900e9, network=50e9,
+    ),
+}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)

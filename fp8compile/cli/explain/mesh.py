@@ -1,0 +1,157 @@
+"""`fp8compile explain --mesh fsdp=8,ep=8`: one rank of a mesh, without the others and without a GPU."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import logging
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from fp8compile.cli.errors import Failed, UserError
+from fp8compile.cli.explain.sections import Section
+from fp8compile.cli.explain.target import found_at
+from fp8compile.cli.user_code import running
+
+if TYPE_CHECKING:
+    from fp8compile.testing.explain.mesh import MeshExplanation
+
+__all__ = ["explain_on_mesh", "sizes_of"]
+
+log = logging.getLogger(__name__)
+WANTED = "a function of the mesh, or of the mesh and a recipe, that returns (model, args)"
+
+
+def sizes_of(text: str) -> dict[str, int]:
+    """The sizes of a mesh by name.
+
+    Args:
+        text: Such as ``"fsdp=8,ep=8"``, the outermost dim first.
+
+    Raises:
+        UserError: It is written otherwise, or has fewer than two ranks.
+    """
+    sizes: dict[str, int] = {}
+    for part in text.split(","):
+        name, equals, size = part.partition("=")
+        if not (name.isidentifier() and equals and size.isdecimal() and int(size) > 0) or name in sizes:
+            raise UserError(f"--mesh {text!r}: write it as fsdp=8,ep=8, each name once, the outermost dim first")
+        sizes[name] = int(size)
+    if all(size == 1 for size in sizes.values()):
+        raise UserError(f"--mesh {text}: a mesh has 2 ranks or more")
+    return sizes
+
+
+def _builder(text: str) -> tuple[Callable[..., Any], int]:
+    """What TARGET names, and how many arguments it takes: the mesh, or that and a recipe."""
+    function = found_at(text)
+    if not callable(function):
+        raise UserError(f"{text} is a {type(function).__name__}; with --mesh it has to be {WANTED}")
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError) as error:
+        raise UserError(f"{text}: {error}; with --mesh it has to be {WANTED}") from error
+    taken = sum(each.default is each.empty for each in parameters)
+    if taken not in (1, 2):
+        raise UserError(f"{text} takes {taken} arguments; with --mesh it has to be {WANTED}")
+    return function, taken
+
+
+def _checked(text: str, value: Any) -> tuple[Any, tuple[Any, ...]]:
+    from torch import Tensor, nn
+
+    if not (isinstance(value, tuple) and len(value) == 2 and isinstance(value[0], nn.Module)):
+        raise UserError(f"{text} gives a {type(value).__name__} that is not (model, args)")
+    model, args = value
+    return model, (args,) if isinstance(args, Tensor) else tuple(args)
+
+
+def explain_on_mesh(text: str, mesh: str, recipe: str | None, gpu: str) -> dict[str, MeshExplanation]:
+    """Explain one rank of a mesh, in FP8 and, where TARGET takes a recipe, in high precision.
+
+    Args:
+        text: TARGET.
+        mesh: As `sizes_of` takes it.
+        recipe: Name of a recipe, for a TARGET that takes one.
+        gpu: Key of its peaks.
+
+    Returns:
+        By the name of the column.
+
+    Raises:
+        UserError: TARGET is something else, fails, or the flags don't fit it.
+    """
+    from fp8compile import recipes
+    from fp8compile.testing.explain.mesh import explain_mesh
+
+    sizes = sizes_of(mesh)
+    log.info("loading %s", text)
+    with running(f"{text}: loading it"):
+        function, taken = _builder(text)
+    if taken == 1 and recipe is not None:
+        raise UserError(f"--recipe {recipe}: {text} takes no recipe, so it converts the model itself; leave it out")
+    if taken == 2 and recipe is None:
+        raise UserError(f"{text} takes a recipe; add --recipe rowwise, or another")
+    columns: dict[str, tuple[Any, ...]] = {"as TARGET makes it": ()}
+    if taken == 2:
+        with running(f"--recipe {recipe}"):
+            columns = {recipe: (recipes.by_name(recipe),), "without FP8": (None,)}
+    found = {}
+    for name, rest in columns.items():
+        log.info("tracing one rank: %s", name)
+        with running(f"{text}: tracing it on {mesh}"):
+            found[name] = explain_mesh(lambda made, rest=rest: _checked(text, function(made, *rest)), sizes, gpu=gpu)
+    return found
+
+
+def check(found: dict[str, MeshExplanation]) -> None:
+    """Raise `Failed` unless the first column is what its recipes say."""
+    name, first = next(iter(found.items()))
+    if first.problem:
+        raise Failed(f"{name}: {first.problem}")
+
+
+def to_json(found: dict[str, MeshExplanation]) -> str:
+    """The numbers as JSON, by column."""
+    return json.dumps(
+        {
+            name: {**asdict(each), "problem": each.problem, "sent_bytes": each.sent_bytes, "fp8": each.fp8_products}
+            for name, each in found.items()
+        }
+    )
+
+
+def mesh_sections(found: dict[str, MeshExplanation]) -> list[Section]:
+    """What the terminal shows."""
+    each = list(found.values())
+    first = each[0]
+    ranks = " x ".join(f"{name} {size}" for name, size in first.mesh.items())
+    rows = (
+        ("graphs, forward and backward", *(str(one.graphs) for one in each)),
+        ("products, and those of codes", *(f"{len(one.products)}, {one.fp8_products}" for one in each)),
+        ("messages", *(str(len(one.messages)) for one in each)),
+        ("MB sent to others", *(f"{one.sent_bytes / 1e6:,.1f}" for one in each)),
+        ("MB kept for the backward", *(f"{one.kept_bytes / 1e6:,.1f}" for one in each)),
+        ("MB of parameters", *(f"{one.parameter_bytes / 1e6:,.1f}" for one in each)),
+        ("least ms of the products", *(f"{one.product_seconds * 1e3:.2f}" for one in each)),
+        ("least ms of the messages", *(f"{one.message_seconds * 1e3:.2f}" for one in each)),
+    )
+    sent = [
+        (name, op, dtype, str(count), str(times), f"{size / 1e6:,.1f}")
+        for name, one in found.items()
+        for (op, dtype, count), (times, size) in one.sent.items()
+    ]
+    bound = "by published peaks: bounds, no measurements; neither runs beside the other, and kernels are not in them"
+    return [
+        Section(
+            title=f"one rank of {ranks}, {first.gpu}",
+            lines=(bound,),
+            columns=("", *found),
+            rows=rows,
+            loud=frozenset({1}) if first.problem else frozenset(),
+        ),
+        Section(
+            title="what it sends", columns=("", "message", "dtype", "ranks", "times", "MB to others"), rows=tuple(sent)
+        ),
+    ]

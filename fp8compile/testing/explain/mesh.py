@@ -1,0 +1,231 @@
+"""A model on a mesh of ranks that are not there: one rank's graphs, what it sends and keeps, and the least time.
+
+    build(mesh) --traced as the first rank of a fake group--> forward, backward --> products, messages, kept bytes
+
+Nothing is computed, so the model can have its real sizes: parameters that were made on the meta device and cut there
+take the memory of one rank's part, which nobody writes to.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, fx, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from fp8compile.nn import Linear
+from fp8compile.nn.experts import ConvertedExperts, stacks
+from fp8compile.quantizers import GEMMS
+from fp8compile.testing.explain.gpu import missing_gemm
+from fp8compile.testing.explain.messages import Message, messages, seconds
+from fp8compile.testing.explain.roofline import PEAKS, Peaks
+from fp8compile.testing.gemm_share import LOOKS_LIKE_PRODUCT, flop_formulas
+from fp8compile.testing.gpu_graphs import GpuGraph, gpu_graphs, kept_bytes
+from fp8compile.testing.gpus import GPUS
+from fp8compile.testing.recording import node_value, op_name
+
+__all__ = ["MeshExplanation", "Product", "explain_mesh", "pretended_mesh"]
+
+CODES = (torch.uint8, torch.int8, torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Product:
+    """A matrix product of one rank.
+
+    Attributes:
+        op: Its operator.
+        fp8: Whether it multiplies codes.
+        flops: Its operations.
+        bytes: Its operands and its result.
+        backward: Whether it is in the backward.
+    """
+
+    op: str
+    fp8: bool
+    flops: int
+    bytes: int
+    backward: bool
+
+    def seconds(self, peaks: Peaks) -> float:
+        """The least time for it."""
+        return max(self.flops / (peaks.fp8 if self.fp8 else peaks.bf16), self.bytes / peaks.bandwidth)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeshExplanation:
+    """What one rank of a mesh does in a forward and a backward.
+
+    Attributes:
+        gpu: Name of the GPU that code was traced for.
+        mesh: Sizes by name.
+        graphs: How many graphs there are: forward and backward.
+        products: The matrix products.
+        expected_fp8: How many products the recipes of converted layers have in FP8.
+        messages: What is sent.
+        kept_bytes: What the forward keeps for the backward, beside its arguments.
+        parameter_bytes: This rank's part of the parameters.
+        product_seconds: Least time of the products, one after another.
+        message_seconds: Least time of the messages, one after another, as if nothing ran beside them.
+        no_gemm: A layer whose products the GPU has no GEMM for; empty if it has them all.
+    """
+
+    gpu: str
+    mesh: Mapping[str, int]
+    graphs: int
+    products: tuple[Product, ...]
+    expected_fp8: int
+    messages: tuple[Message, ...]
+    kept_bytes: int
+    parameter_bytes: int
+    product_seconds: float
+    message_seconds: float
+    no_gemm: str
+
+    @property
+    def fp8_products(self) -> int:
+        """How many products multiply codes."""
+        return sum(each.fp8 for each in self.products)
+
+    @property
+    def sent_bytes(self) -> int:
+        """What a rank sends to others."""
+        return sum(each.bytes for each in self.messages)
+
+    @property
+    def sent(self) -> dict[tuple[str, str, int], tuple[int, int]]:
+        """By operator, dtype and number of ranks: how many messages, and their bytes."""
+        counts: Counter = Counter()
+        sums: Counter = Counter()
+        for each in self.messages:
+            key = each.op, each.dtype, each.ranks
+            counts[key] += 1
+            sums[key] += each.bytes
+        return {key: (counts[key], sums[key]) for key in counts}
+
+    @property
+    def problem(self) -> str:
+        """Why this isn't what the recipes say; empty if it is."""
+        if self.no_gemm:
+            return f"{self.gpu} has no GEMM for {self.no_gemm}"
+        if not self.fp8_products:
+            return "no product multiplies codes"
+        if self.fp8_products < self.expected_fp8:
+            return (
+                f"{self.fp8_products} products multiply codes, and the recipes of the converted layers ask for "
+                f"{self.expected_fp8}: a layer is not called, fell back, or needs no gradient"
+            )
+        return ""
+
+
+@contextmanager
+def pretended_mesh(sizes: Mapping[str, int]) -> Iterator[DeviceMesh]:
+    """A mesh on the CPU whose other ranks are not there: messages are traced, and none arrives.
+
+    Args:
+        sizes: By name of the dim, the outermost first.
+
+    Raises:
+        RuntimeError: This process is in a process group already.
+    """
+    if dist.is_initialized():
+        raise RuntimeError("a mesh is pretended in a process on its own; this one is in a process group already.")
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dims = tuple(sizes.values())
+    dist.init_process_group("fake", rank=0, world_size=torch.Size(dims).numel(), store=FakeStore())
+    try:
+        yield init_device_mesh("cpu", dims, mesh_dim_names=tuple(sizes))
+    finally:
+        dist.destroy_process_group()
+
+
+def _bytes(value: Any) -> int:
+    found: list[Tensor] = []
+    fx.node.map_aggregate(value, lambda each: found.append(each) if isinstance(each, Tensor) else None)
+    return sum(tensor.numel() * tensor.element_size() for tensor in found)
+
+
+def _products(graph: GpuGraph, *, backward: bool) -> Iterator[Product]:
+    formulas = flop_formulas()
+    for node in graph.graph.graph.nodes:
+        if node.op != "call_function":
+            continue
+        name = op_name(node.target)
+        if name not in formulas:
+            if LOOKS_LIKE_PRODUCT.search(name):
+                raise ValueError(f"{name} looks like a matrix product, and nothing says how many operations it is.")
+            continue
+        args, kwargs = fx.map_arg((node.args, node.kwargs), node_value)
+        operands = [each for each in args if isinstance(each, Tensor)][:2]
+        yield Product(
+            op=name,
+            fp8=all(each.dtype in CODES for each in operands),
+            flops=int(formulas[name](*args, **kwargs, out_val=node_value(node))),
+            bytes=_bytes(args) + _bytes(node_value(node)),
+            backward=backward,
+        )
+
+
+def _expected(model: nn.Module) -> int:
+    """Products in FP8 of all converted layers, if each is called once and all its tensors need gradients."""
+    found = 0
+    for layer in model.modules():
+        if isinstance(layer, (Linear, ConvertedExperts)):
+            calls = len(stacks(layer)) if isinstance(layer, ConvertedExperts) else 1
+            found += calls * sum(layer.recipe.quantizers(gemm) is not None for gemm in GEMMS)
+    return found
+
+
+def _local_bytes(model: nn.Module) -> int:
+    return sum(
+        local.numel() * local.element_size()
+        for local in (getattr(each, "_local_tensor", each) for each in model.parameters())
+    )
+
+
+def explain_mesh(
+    build: Callable[[DeviceMesh], tuple[nn.Module, tuple[Any, ...]]], sizes: Mapping[str, int], *, gpu: str = "h200"
+) -> MeshExplanation:
+    """Trace a model as one rank of a mesh, and say what that rank multiplies, sends and keeps.
+
+    Args:
+        build: Given the mesh, returns the model, spread over it, and the inputs of this rank. Inputs that require grad
+            have their gradient looked at too.
+        sizes: Ranks of each dim of the mesh by its name, the outermost first.
+        gpu: The GPU whose code is traced and whose peaks count: a key of `PEAKS`.
+
+    Returns:
+        The numbers, and least times by published peaks: bounds, no measurements.
+
+    Raises:
+        ValueError: No such GPU, a size that is data, an operator that nothing is known of.
+        RuntimeError: This process is in a process group already.
+    """
+    if gpu not in PEAKS:
+        raise ValueError(f"explain_mesh: gpu is {gpu!r}; it is one of {', '.join(PEAKS)}.")
+    peaks = PEAKS[gpu]
+    with pretended_mesh(sizes) as mesh:
+        model, args = build(mesh)
+        graphs = gpu_graphs(model, args, GPUS[gpu])
+        products = [each for place, graph in enumerate(graphs) for each in _products(graph, backward=place > 0)]
+        sent = [each for place, graph in enumerate(graphs) for each in messages(graph, backward=place > 0)]
+        return MeshExplanation(
+            gpu=peaks.name,
+            mesh=dict(sizes),
+            graphs=len(graphs),
+            products=tuple(products),
+            expected_fp8=_expected(model),
+            messages=tuple(sent),
+            kept_bytes=kept_bytes(graphs[0]),
+            parameter_bytes=_local_bytes(model),
+            product_seconds=sum(each.seconds(peaks) for each in products),
+            message_seconds=seconds(sent, peaks),
+            no_gemm=missing_gemm(model, GPUS[gpu]),
+        )

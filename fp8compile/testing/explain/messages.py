@@ -1,0 +1,97 @@
+"""The messages of a graph, as a network sees them: who takes part, how many bytes a rank sends, over which links."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch.distributed as dist
+from torch import Tensor, fx
+from torch.distributed.distributed_c10d import _resolve_process_group
+from torch.utils import _pytree as pytree
+
+from fp8compile.testing.explain.roofline import Peaks
+from fp8compile.testing.gpu_graphs import GpuGraph
+
+__all__ = ["NODE", "Message", "messages", "seconds"]
+
+NODE = 8  # GPUs that NVLink connects
+
+# Of the larger side of a message (what goes in or comes out), what a rank sends, if n ranks each send no byte twice.
+# A sum of all is a sum of parts, then a gather of parts. Source: Thakur, Rabenseifner, Gropp, "Optimization of
+# Collective Communication Operations in MPICH", 2005, section 3.
+PASSES = {
+    "all_gather_into_tensor": 1,
+    "reduce_scatter_tensor": 1,
+    "all_to_all_single": 1,
+    "all_reduce": 2,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Message:
+    """A message between ranks.
+
+    Attributes:
+        op: "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single" or "all_reduce".
+        dtype: Of what is sent.
+        ranks: How many take part.
+        bytes: What one of them sends to others, at least.
+        in_node: Whether all of them are GPUs of one node.
+        backward: Whether it is in the backward.
+    """
+
+    op: str
+    dtype: str
+    ranks: int
+    bytes: int
+    in_node: bool
+    backward: bool
+
+
+def _tensors(nodes: object) -> list[Tensor]:
+    values = pytree.tree_map(lambda each: each.meta.get("val") if isinstance(each, fx.Node) else None, nodes)
+    return [each for each in pytree.tree_leaves(values) if isinstance(each, Tensor)]
+
+
+def _bytes(tensors: list[Tensor]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def messages(graph: GpuGraph, *, backward: bool) -> Iterator[Message]:
+    """The messages of a graph whose ops are taken apart, in its order.
+
+    Args:
+        graph: Traced where the groups of its messages are.
+        backward: Whether it is the backward.
+
+    Raises:
+        ValueError: Nothing here says what an operator sends.
+    """
+    for node in graph.graph.graph.nodes:
+        if getattr(node.target, "namespace", "") != "_c10d_functional" or "wait" in str(node.target):
+            continue
+        op = node.target._opname
+        if op not in PASSES:
+            raise ValueError(
+                f"nothing here says how many bytes {node.target} sends; it is one of {', '.join(PASSES)}."
+            )
+        ranks = dist.get_process_group_ranks(_resolve_process_group(node.args[-1]))
+        given, made = _tensors(node.args), _tensors(node)
+        largest = max(_bytes(given), _bytes(made))
+        yield Message(
+            op=op,
+            dtype=str(made[0].dtype).removeprefix("torch."),
+            ranks=len(ranks),
+            bytes=PASSES[op] * largest * (len(ranks) - 1) // len(ranks),
+            in_node=len({rank // NODE for rank in ranks}) == 1,
+            backward=backward,
+        )
+
+
+def seconds(found: list[Message], peaks: Peaks) -> float:
+    """The least time of messages, one after another, by the published rates of a GPU's links.
+
+    A message among GPUs of several nodes counts as one that the network carries whole.
+    """
+    return sum(each.bytes / (peaks.nvlink if each.in_node else peaks.network) for each in found)

@@ -1,0 +1,90 @@
+"""Experts on ranks beside FSDP of another dim of the mesh: each pair of ranks shares the rows of what both have."""
+
+from __future__ import annotations
+
+import expert_models
+import fsdp_models as models
+import pytest
+import torch
+import torch.distributed as dist
+from gloo_ranks import shared_ranks
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import parallelize_module
+
+import fp8compile as f8
+from fp8compile import parallel
+from fp8compile._compat import TORCH_VERSION
+from fp8compile.testing.bits import bits
+
+pytestmark = pytest.mark.skipif(
+    TORCH_VERSION < (2, 12), reason=f"a group as a part of a tensor needs PyTorch 2.12, this is {torch.__version__}"
+)
+
+
+@pytest.fixture(scope="session")
+def ranks():
+    return shared_ranks()
+
+
+# ---------------------------------------------------------------------------------- in each rank
+
+
+def spread(kind, recipe, policy, *, in_graph, **options):
+    """A mixture whose experts are cut over two ranks, and whose parameters over two others."""
+    mesh = models.mesh_2d("fsdp", "ep")
+    model = expert_models.mixture_of(kind, 4, f8.recipes.by_name(recipe))
+    plan = {name: parallel.ExpertParallel(**options) for name, _ in model.named_modules() if name.endswith("experts")}
+    assert plan
+    parallelize_module(model, mesh["ep"], plan)
+    if in_graph:
+        return parallel.graph_fsdp(model, mesh["fsdp"], mp_policy=models.POLICIES[policy])
+    return fully_shard(model, mesh=mesh["fsdp"], mp_policy=models.POLICIES[policy])
+
+
+def in_the_graph_and_not(kind, recipe, policy, options, backend):
+    """Losses of both ways, and weights of this rank that differ."""
+    found = []
+    for in_graph in (True, False):
+        model = spread(kind, recipe, policy, in_graph=in_graph, **options)
+        call = torch.compile(model, fullgraph=True, backend=backend) if backend and in_graph else model
+        losses = models.trained(call, 4, dist.get_rank(), optimizer=models.adamw(model))
+        found.append((losses, {name: p.to_local().detach() for name, p in model.named_parameters()}))
+    (losses, own), (expected, others) = found
+    return losses, expected, [name for name in own if not torch.equal(bits(own[name]), bits(others[name]))]
+
+
+# aot_eager takes norms of transformers apart, which rounds otherwise than eager mode: compiled, a model without them
+@pytest.mark.parametrize(
+    ("kind", "recipe", "policy", "options", "backend"),
+    [
+        ("Qwen3-MoE", "rowwise", "bf16", {}, None),
+        ("Qwen3-MoE", "blockwise", "bf16", {"capacity": 64}, None),
+        ("gpt-oss", "tensorwise", "fp32", {"float8_dispatch": False}, None),
+        ("gpt-oss", "rowwise", "bf16", {}, "aot_eager"),
+        pytest.param("gpt-oss", "mxfp8", "bf16", {"capacity": 64}, "aot_eager", marks=pytest.mark.slow),
+    ],
+)
+def test_the_graph_trains_as_fully_shard_does(ranks, kind, recipe, policy, options, backend):
+    for losses, expected, unlike in ranks.run(in_the_graph_and_not, kind, recipe, policy, options, backend):
+        assert losses == expected
+        assert unlike == []
+
+
+def grouped_directly():
+    """The error of a product of rows that no rank sent to their experts."""
+    model = spread("Qwen3-MoE", "rowwise", "bf16", in_graph=True)
+    experts = model.blocks[0].mlp.experts
+    host = type(experts)
+    host.forward = lambda self, *_: f8.grouped_linear(
+        torch.zeros(4, 64).bfloat16(), self.gate_up_proj, torch.arange(4, dtype=torch.int32), recipe=self.recipe
+    )
+    try:
+        model(models.batch(0, 0))
+    except TypeError as error:
+        return str(error)
+
+
+def test_a_product_of_rows_that_nobody_sent_is_refused(ranks):
+    for text in ranks.run(grouped_directly):
+        assert "experts of weight are spread over ranks" in text
+        assert "expert_routes" in text
