@@ -49,6 +49,7 @@ from fp8compile._compat.tracing import (
     statically_true,
 )
 from fp8compile._compat.versions import (
+    KNOWN_VERSIONS,
     TORCH_VERSION,
     OpaqueBase,
     all_gather_single,
@@ -69,6 +70,7 @@ from fp8compile._compat.versions import (
 )
 
 __all__ = [
+    "KNOWN_VERSIONS",
     "has_groups",
     "new_dynamic_size",
     "FsdpParameter",

@@ -15,6 +15,7 @@ import torch
 from torch._library import opaque_object
 
 __all__ = [
+    "KNOWN_VERSIONS",
     "has_groups",
     "OpaqueBase",
     "TORCH_VERSION",
@@ -40,6 +41,7 @@ except ImportError:
     from torch._opaque_base import OpaqueBase  # to 2.13
 
 
+KNOWN_VERSIONS = ((2, 11), (2, 13), (2, 15))  # those that the tests run on
 TORCH_VERSION = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
 
 

@@ -79,12 +79,28 @@ def _recipes(devices: list[dict[str, Any]]) -> list[dict[str, Any]]:
     ] + broken
 
 
+def _warnings() -> list[str]:
+    """What is no fault and may become one: a PyTorch newer than those that fp8compile was tested on."""
+    import torch
+
+    from fp8compile._compat import KNOWN_VERSIONS, TORCH_VERSION
+
+    newest = KNOWN_VERSIONS[-1]
+    if newest >= TORCH_VERSION:
+        return []
+    known = ".".join(map(str, newest))
+    return [
+        f"PyTorch {torch.__version__} is newer than {known}, the newest that this fp8compile was tested on. Private "
+        "interfaces that it uses may have changed: look for a newer fp8compile, and believe the self-checks."
+    ]
+
+
 def examine() -> dict[str, Any]:
     """Everything that doctor knows, as plain values for JSON.
 
     Returns:
-        ``versions``, ``devices``, ``recipes`` (how each GEMM runs where, of linears and of experts), ``checks`` (name,
-        ok, detail), ``ok``.
+        ``versions``, ``warnings``, ``devices``, ``recipes`` (how each GEMM runs where, of linears and of
+        experts), ``checks`` (name, ok, detail), ``ok``.
     """
     from fp8compile.cli.checks import run_checks
 
@@ -93,6 +109,7 @@ def examine() -> dict[str, Any]:
     checks = run_checks()
     return {
         "versions": _versions(),
+        "warnings": _warnings(),
         "devices": devices,
         "recipes": _recipes(devices),
         "checks": checks,
@@ -123,6 +140,8 @@ def _recipe_lines(row: dict[str, Any]) -> list[tuple[str, ...]]:
 def _print(findings: dict[str, Any]) -> None:
     print("versions")
     _print_table(list(findings["versions"].items()))
+    for warning in findings["warnings"]:
+        print(f"  WARNING: {warning}")
     print("\ndevices")
     keys = ("device", "name", "capability", "threads")
     _print_table([tuple(str(d.get(key, "")) for key in keys) for d in findings["devices"]])

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import fp8compile as f8
+from fp8compile import _compat
 from fp8compile._compat import cpu_has_rowwise_gemm
 from fp8compile.cli import checks, doctor, main
 from fp8compile.ops import OPS
@@ -105,3 +106,16 @@ def test_the_machine_of_the_tests_is_in_order(capsys):
     assert found["ok"]
     assert {check["name"] for check in found["checks"]} > {"operators", "constants", "scales"}
     assert [row["recipe"] for row in found["recipes"] if row["device"] == "cpu"] == list(f8.recipes.names())
+
+
+NEWEST = _compat.KNOWN_VERSIONS[-1]
+
+
+@pytest.mark.parametrize(("version", "warns"), [((2, 11), False), (NEWEST, False), ((NEWEST[0], 99), True)])
+def test_a_newer_pytorch_than_the_tests_know_is_warned_of(version, warns, monkeypatch, capsys, pretended):
+    pretended(None)
+    monkeypatch.setattr(_compat, "TORCH_VERSION", version)
+    assert main(["doctor"]) == 0, "a warning is no fault"
+    assert ("WARNING: PyTorch" in capsys.readouterr().out) == warns
+    assert main(["doctor", "--json"]) == 0
+    assert bool(json.loads(capsys.readouterr().out)["warnings"]) == warns
