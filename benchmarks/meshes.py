@@ -1,7 +1,7 @@
 """One layer of DeepSeek-V3 and of Qwen3-235B on meshes of 64, 512 and 4,096 ranks, FP8 beside bf16, without a rank.
 
-Experts are spread over the ranks of `ep`, parameters over those of `fsdp` (FSDP in the graph); each rank has sequences
-of its own. A rank is traced as `fp8compile explain --mesh` does it, and messages to experts have room for twice the
+Experts are spread over the ranks of `ep`, parameters over those of `fsdp` (FSDP in the graph, with replicas if there is
+a dim `replicate`); each rank has sequences of its own. A rank is traced as `fp8compile explain --mesh` does it, and messages to experts have room for twice the
 rows of an even spread. Least times are bounds by published peaks, one after another.
 
     python -m benchmarks.meshes [--json] [--models qwen3-235b] [--meshes fsdp=8,ep=8] [--recipe rowwise] [--gpu b200]
@@ -28,7 +28,11 @@ __all__ = ["MODELS", "deepseek_v3", "mesh_rows", "qwen3_235b"]
 
 TOKENS = 4096  # of a rank
 ROOM = 2  # rows that a message has room for, to those of an even spread
-MESHES = ("fsdp=1,ep=64", "fsdp=8,ep=64", "fsdp=64,ep=64")
+# each rank of ep has four experts, one for each rank of fsdp: more would send places that hold nothing
+MESHES = {
+    "deepseek-v3": ("fsdp=1,ep=64", "replicate=2,fsdp=4,ep=64", "replicate=16,fsdp=4,ep=64"),
+    "qwen3-235b": ("fsdp=2,ep=32", "replicate=4,fsdp=4,ep=32", "replicate=32,fsdp=4,ep=32"),
+}
 
 
 class _Layer(nn.Module):
@@ -50,7 +54,7 @@ def _spread(layer: nn.Module, mesh: DeviceMesh, recipe: f8.Recipe | None, config
     rows = TOKENS * config.num_experts_per_tok
     experts = f8.parallel.ExpertParallel(capacity=ROOM * rows // ranks)
     parallelize_module(layer, mesh["ep"], {"mlp.experts": experts})
-    f8.parallel.graph_fsdp(layer, mesh["fsdp"])
+    f8.parallel.graph_fsdp(layer, mesh["replicate", "fsdp"] if "replicate" in mesh.mesh_dim_names else mesh["fsdp"])
     layer.to_empty(device="cpu")  # one rank's part, and nothing is written to it
     x = torch.empty(1, TOKENS, config.hidden_size, dtype=torch.bfloat16, requires_grad=True)
     angles = torch.empty(1, TOKENS, getattr(config, "qk_rope_head_dim", config.head_dim), dtype=torch.bfloat16)
@@ -114,13 +118,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="A layer with experts on a mesh of many ranks, FP8 beside bf16.")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
-    parser.add_argument("--meshes", nargs="+", default=MESHES)
+    parser.add_argument("--meshes", nargs="+", help="in place of those of 64, 512 and 4,096 ranks")
     parser.add_argument("--recipe", default="rowwise")
     parser.add_argument("--gpu", default="h200")
     args = parser.parse_args()
     rows: list[Row] = []
     for model in args.models:
-        for mesh in args.meshes:
+        for mesh in args.meshes or MESHES[model]:
             # a process of its own: PyTorch keeps meshes beyond their group
             with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
                 rows += pool.submit(mesh_rows, model, mesh, args.recipe, args.gpu).result()
