@@ -1,8 +1,9 @@
-"""One layer of DeepSeek-V3 and of Qwen3-235B on meshes of 64, 512 and 4,096 ranks, FP8 beside bf16, without a rank.
+"""A layer of DeepSeek-V3 and of Qwen3-235B on meshes of 64, 512 and 4,096 ranks, FP8 beside bf16, without a rank.
 
-Experts are spread over the ranks of `ep`, parameters over those of `fsdp` (FSDP in the graph, with replicas if there is
-a dim `replicate`); each rank has sequences of its own. A rank is traced as `fp8compile explain --mesh` does it, and messages to experts have room for twice the
-rows of an even spread. Least times are bounds by published peaks, one after another.
+Experts are spread over the ranks of `ep`, parameters over those of `fsdp` (FSDP in the graph, with replicas if there
+is a dim `replicate`); each rank has sequences of its own. A rank is traced as `fp8compile explain --mesh` does it, and
+messages to experts have room for twice the rows of an even spread. Least times are bounds by published peaks, one
+after another.
 
     python -m benchmarks.meshes [--json] [--models qwen3-235b] [--meshes fsdp=8,ep=8] [--recipe rowwise] [--gpu b200]
     fp8compile explain --mesh fsdp=8,ep=8 --recipe rowwise benchmarks/meshes.py:qwen3_235b
