@@ -190,15 +190,17 @@ def test_experts_train_sharded_and_in_the_graph_alike(text_file):
 
 def spread_losses(path):
     flags = {"recipe": "rowwise_bf16_wgrad", "backend": "aot_eager", "ep": 4, **EXPERTS}
-    return [losses_of_ranks({**flags, "fsdp": how}, path, codes=True, steps=3) for how in (False, True)]
+    ways = ({}, {"fsdp": True}, {"graph_fsdp": True})
+    return [losses_of_ranks({**flags, **way}, path, codes=True, steps=3) for way in ways]
 
 
 @pytest.mark.skipif(TORCH_VERSION < (2, 12), reason="a group as a part of a tensor needs PyTorch 2.12")
 def test_experts_spread_over_ranks_train_in_one_graph_as_on_one(text_file, tmp_path):
     results = shared_ranks().run(spread_losses, text_file)
-    replicated, sharded = results[0]
-    assert results == [[replicated, sharded]] * 4
-    assert replicated[:2] == sharded[:2]  # where the rest lies changes no bit
+    replicated, sharded, in_the_graph = results[0]
+    assert results == [[replicated, sharded, in_the_graph]] * 4
+    assert replicated[:2] == sharded[:2] == in_the_graph[:2]  # where the rest lies changes no bit
+    assert in_the_graph[2] == "codes, those that a pass needs"
     assert replicated[2] == "nothing: all ranks have them"
     assert replicated[3] == {"train": 1, "eval": 1}
     one = small_trainer(text_file, **{**SIZES_ON_RANKS, "recipe": "rowwise_bf16_wgrad", "compile": False}, **EXPERTS)
@@ -212,7 +214,7 @@ def test_experts_spread_over_ranks_train_in_one_graph_as_on_one(text_file, tmp_p
         (["--ep", "2"], "--ep is 2 and --experts 0"),
         (["--ep", "3", "--experts", "4", "--top-k", "2"], "a multiple of 3"),
         (["--ep", "2", "--experts", "4", "--top-k", "2"], "--ep 2 takes 2 processes, and this is one"),
-        (["--ep", "2", "--experts", "4", "--top-k", "2", "--graph-fsdp"], "--ep doesn't go with --graph-fsdp"),
+        (["--ep", "2", "--experts", "4", "--top-k", "2", "--hsdp"], "--ep doesn't go with --hsdp"),
     ],
 )
 def test_experts_that_can_not_be_spread_so_are_one_line_and_leave_nothing(

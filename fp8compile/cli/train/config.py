@@ -140,9 +140,8 @@ class TrainConfig:
                 f"--ep is {self.ep} and --experts {self.experts}; each process has as many experts, so make --experts "
                 f"a multiple of {self.ep}"
             )
-        for flag, given in (("--hsdp", self.hsdp), ("--graph-fsdp", self.graph_fsdp)):
-            if given:
-                raise UserError(f"--ep doesn't go with {flag} yet; take --fsdp, or leave one of them out")
+        if self.hsdp:
+            raise UserError("--ep doesn't go with --hsdp yet; take --fsdp, or leave one of them out")
 
     def _check_experts(self) -> None:
         self._check_ep()

@@ -82,12 +82,12 @@ def shard(model: ByteLlama, mesh: DeviceMesh, config: TrainConfig, recipe: f8.Re
     Raises:
         UserError: This PyTorch can't, or not with this recipe.
     """
+    spread = expert_parameters(model) if config.ep > 1 else set()
     if config.graph_fsdp:
         with _refusals("--graph-fsdp"):
-            f8.parallel.graph_fsdp(model, mesh, mp_policy=POLICY)
+            f8.parallel.graph_fsdp(model, mesh, mp_policy=POLICY, ignored_params=spread)
         return NO_FP8 if recipe is None else "codes, those that a pass needs"
     is_quantized = config.quantized_parameters and recipe is not None
-    spread = expert_parameters(model) if config.ep > 1 else set()
     if config.ep > 1 and not config.fsdp:
         gathered = NOTHING
     else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 from torch import nn
@@ -82,9 +83,22 @@ def _check_parameter(name: str, parameter: nn.Parameter, mesh: DeviceMesh) -> No
             )
 
 
-def _is_cut_by_experts(shared: Shared | None) -> bool:
-    """Whether a rank's experts are whole. Parts of them are gathered as a DTensor, which the product then refuses."""
-    return shared is None or all(each.is_replicate() or each.is_shard(0) for each in shared.placements)
+def _check_model(model: nn.Module, mesh: DeviceMesh, ignored: set[nn.Parameter]) -> None:
+    for name, module in model.named_modules():
+        _check_module(name, module)
+    for name, parameter in model.named_parameters():
+        if parameter not in ignored:
+            _check_parameter(name, parameter, mesh)
+
+
+def _stacks_of_whole_experts(module: nn.Module, state: Sharded) -> frozenset[str]:
+    """Weights of experts that products gather. Parts of experts are gathered as a DTensor, which a product refuses."""
+
+    def is_cut_by_experts(shared: Shared | None) -> bool:
+        return shared is None or all(each.is_replicate() or each.is_shard(0) for each in shared.placements)
+
+    sharded = (name for name in stacks(module) if name in state.where)
+    return frozenset(name for name in sharded if is_cut_by_experts(state.where[name].shared))
 
 
 def _tie(model: nn.Module) -> None:
@@ -101,7 +115,13 @@ def _tie(model: nn.Module) -> None:
     model.graph_fsdp.owners = [every[0] for every in tied]
 
 
-def graph_fsdp(model: nn.Module, mesh: DeviceMesh, *, mp_policy: MixedPrecisionPolicy | None = None) -> nn.Module:
+def graph_fsdp(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    *,
+    mp_policy: MixedPrecisionPolicy | None = None,
+    ignored_params: Collection[nn.Parameter] = (),
+) -> nn.Module:
     """Shard all parameters of a model over ranks, in place; ``torch.compile(model, fullgraph=True)`` is one graph.
 
     All that ranks send is in that graph. Weights of ``fp8compile.Linear`` and of experts in FP8 travel as the codes
@@ -118,6 +138,8 @@ def graph_fsdp(model: nn.Module, mesh: DeviceMesh, *, mp_policy: MixedPrecisionP
             mesh that those are of.
         mp_policy: Dtypes, as ``fully_shard`` takes it. The model's inputs and outputs are cast, those of modules
             inside are not.
+        ignored_params: Parameters that stay as they are, such as experts that `ExpertParallel` has spread over the
+            ranks of ``mesh``. Their gradients are the caller's to reduce.
 
     Returns:
         The model.
@@ -131,14 +153,11 @@ def graph_fsdp(model: nn.Module, mesh: DeviceMesh, *, mp_policy: MixedPrecisionP
 
     mp_policy = MixedPrecisionPolicy() if mp_policy is None else mp_policy
     _check_arguments(model, mesh, mp_policy)
-    modules = dict(model.named_modules())
-    for name, module in modules.items():
-        _check_module(name, module)
-    for name, parameter in model.named_parameters():
-        _check_parameter(name, parameter, mesh)
+    modules, ignored = dict(model.named_modules()), set(ignored_params)
+    _check_model(model, mesh, ignored)
     forward, done, layers = Forward(), {}, []
     for module in modules.values():
-        own = {name: each for name, each in module._parameters.items() if each is not None}
+        own = {name: each for name, each in module._parameters.items() if each is not None and each not in ignored}
         for name, parameter in own.items():
             if parameter not in done:  # tied ones stay tied
                 done[parameter] = shard_parameter(parameter, mesh, mp_policy)
@@ -147,14 +166,14 @@ def graph_fsdp(model: nn.Module, mesh: DeviceMesh, *, mp_policy: MixedPrecisionP
             continue
         state = Sharded(forward, {name: done[parameter][1] for name, parameter in own.items()})
         if isinstance(module, ConvertedExperts):
-            state.stacks = frozenset(name for name in stacks(module) if _is_cut_by_experts(state.where[name].shared))
-        if isinstance(module, Linear):
+            state.stacks = _stacks_of_whole_experts(module, state)
+        if isinstance(module, Linear) and "weight" in own:
             shard, where = done[own["weight"]]
             state.shared_amaxes = shared_amaxes(module, shard.detach().to_local(), where)
             state.later = later_amaxes(module, where)
             layers.append(module)
         if module is model:
             state.cast, state.layers = mp_policy, layers
-        become_sharded(module, state)
+        become_sharded(module, state, [name for name, each in module._parameters.items() if each not in ignored])
     _tie(model)
     return model

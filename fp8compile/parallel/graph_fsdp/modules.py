@@ -7,6 +7,7 @@ nothing. A fp8compile.Linear does not gather its weight: its op does, as codes. 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import count
@@ -203,7 +204,7 @@ class _ShardedLinear(_ShardedModule):
 @cache
 def _class_of(cls: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]:
     """``cls`` with these parameters as properties."""
-    base = _ShardedLinear if issubclass(cls, Linear) else _ShardedModule
+    base = _ShardedLinear if issubclass(cls, Linear) and "weight" in names else _ShardedModule
     members = {name: property(lambda self, name=name: self._parameter(name)) for name in names}
     return type(f"GraphFSDP{cls.__name__}", (base, cls), {**members, "__module__": cls.__module__})
 
@@ -213,7 +214,7 @@ def is_sharded(module: nn.Module) -> bool:
     return isinstance(module, _ShardedModule)
 
 
-def become_sharded(module: nn.Module, state: Sharded) -> None:
-    """Give a module, whose parameters are shards already, the class that gathers them."""
+def become_sharded(module: nn.Module, state: Sharded, names: Sequence[str]) -> None:
+    """Give a module, whose parameters of these names are shards already, the class that gathers them."""
     module.graph_fsdp = state
-    module.__class__ = _class_of(type(module), tuple(module._parameters))
+    module.__class__ = _class_of(type(module), tuple(names))
