@@ -74,9 +74,8 @@ def grouped_directly():
     """The error of a product of rows that no rank sent to their experts."""
     model = spread("Qwen3-MoE", "rowwise", "bf16", in_graph=True)
     experts = model.blocks[0].mlp.experts
-    host = type(experts)
-    host.forward = lambda self, *_: f8.grouped_linear(
-        torch.zeros(4, 64).bfloat16(), self.gate_up_proj, torch.arange(4, dtype=torch.int32), recipe=self.recipe
+    experts.forward = lambda *_: f8.grouped_linear(
+        torch.zeros(4, 64).bfloat16(), experts.gate_up_proj, torch.arange(4, dtype=torch.int32), recipe=experts.recipe
     )
     try:
         model(models.batch(0, 0))
