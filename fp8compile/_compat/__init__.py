@@ -30,6 +30,7 @@ from fp8compile._compat.inductor import (
 from fp8compile._compat.modules import keep_through_inference, rebind_load_hooks
 from fp8compile._compat.partitioner import (
     is_fusible,
+    is_repeated_in_backward,
     left_in_backward,
     left_in_forward,
     make_in_backward,
@@ -98,6 +99,7 @@ __all__ = [
     "is_fsdp",
     "is_fsdp_managed",
     "is_fusible",
+    "is_repeated_in_backward",
     "is_sharded_class",
     "is_stand_in",
     "is_static",

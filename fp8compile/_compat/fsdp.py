@@ -30,8 +30,9 @@ def is_fsdp_managed(module: torch.nn.Module) -> bool:
 class FsdpParameter:
     """What FSDP2 knows of a parameter that it manages."""
 
-    def __init__(self, parameter: Any) -> None:
+    def __init__(self, parameter: Any, group: Any) -> None:
         self._parameter = parameter
+        self._group = group
 
     @property
     def module(self) -> torch.nn.Module:
@@ -64,6 +65,21 @@ class FsdpParameter:
         return self._parameter.mp_policy
 
     @property
+    def stays_after_forward(self) -> bool:
+        """Whether what was gathered for the forward is there in the backward too, which gathers nothing then."""
+        return not self._group._reshard_after_forward
+
+    @property
+    def is_in_backward(self) -> bool:
+        """Whether what it gathers now is for the backward: prefetching, too, says for which pass it is."""
+        from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+
+        state = self._group._training_state
+        if state == TrainingState.IDLE:  # someone called unshard()
+            return torch._C._current_graph_task_id() != -1
+        return state in (TrainingState.PRE_BACKWARD, TrainingState.POST_BACKWARD)
+
+    @property
     def device(self) -> torch.device:
         """Where it is gathered."""
         return self._parameter.device
@@ -82,4 +98,5 @@ def fsdp_parameters() -> Iterator[FsdpParameter]:
         if groups is None:  # 2.12
             groups = [group] if (group := getattr(state, "_fsdp_param_group", None)) is not None else []
         for group in groups:
-            yield from map(FsdpParameter, group.fsdp_params)
+            for parameter in group.fsdp_params:
+                yield FsdpParameter(parameter, group)

@@ -10,7 +10,15 @@ import torch
 
 from fp8compile._compat.tracing import nodes_of
 
-__all__ = ["is_fusible", "left_in_backward", "left_in_forward", "make_in_backward", "never_recompute", "recomputed"]
+__all__ = [
+    "is_fusible",
+    "is_repeated_in_backward",
+    "left_in_backward",
+    "left_in_forward",
+    "make_in_backward",
+    "never_recompute",
+    "recomputed",
+]
 
 VIEWS = {
     getattr(torch.ops.aten, name).default
@@ -60,6 +68,15 @@ def _marked(marks: dict[str, Any]) -> Iterator[None]:
         for key in marks:
             meta.pop(key, None)
         meta.update(before)
+
+
+def is_repeated_in_backward() -> bool:
+    """Whether what is being traced is in a checkpointed region, and no policy of it keeps its results."""
+    from torch.fx import traceback
+    from torch.utils.checkpoint import CheckpointPolicy
+
+    kept = (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE)
+    return "ac_graph_id" in traceback.current_meta and traceback.current_meta.get("recompute") not in kept
 
 
 def recomputed(*, in_backward: bool = False) -> AbstractContextManager[None]:

@@ -22,7 +22,7 @@ from fp8compile.ops.layer.quantize_shard import shard_amax
 from fp8compile.ops.layer.shards import axis_blocks, split_axes
 from fp8compile.parallel.placed import check_one_mesh, part_of, placements_of, whole_of
 from fp8compile.quantizers import DelayedScaling, Gemm, Recipe
-from fp8compile.tensor import QuantizedTensor, check_serves
+from fp8compile.tensor import QuantizedPair, QuantizedTensor, check_serves
 
 __all__ = ["HANDLERS", "amax_over_ranks", "of_tokens"]
 
@@ -34,10 +34,11 @@ def of_tokens(product: Product, local: Tensor, mesh: DeviceMesh, shape: Sequence
     return whole_of(local.view(*product.shape[:-1], local.shape[1]), mesh, placements, shape)
 
 
-def _codes_of(function: str, weight: LocalShard, recipe: Recipe) -> QuantizedShard:
+def _codes_of(gemm: Gemm, weight: LocalShard, recipe: Recipe) -> QuantizedShard:
     """The codes of a weight whose part on this rank was quantized before: FSDP has gathered it so."""
-    local = weight.local
+    function, local = gemm.name, weight.local
     check_serves(function, local, recipe)
+    local = local.of(gemm) if isinstance(local, QuantizedPair) else local
     sides = axis_blocks(local.shape, weight.cuts, local.quantizer.block)
     whole = split_axes(local.shape, weight.cuts, local.quantizer.block)
     shape = tuple(side.total if split else side.length for side, split in zip(sides, whole, strict=True))
@@ -55,9 +56,10 @@ def operands_of(
     gemm: Gemm, a: LocalShard, weight: LocalShard | None, recipe: Recipe, multiplier: Tensor | None = None
 ) -> Operands:
     """What quantizes the operands of a product on DTensors; a weight that is quantized already has its codes."""
-    given = weight is not None and isinstance(weight.local, QuantizedTensor)
-    codes = _codes_of(gemm.name, weight, recipe) if given else None
-    return Operands(recipe, Phase.of(gemm, a.local), multiplier, weight=codes)
+    local = None if weight is None else weight.local
+    codes = _codes_of(gemm, weight, recipe) if isinstance(local, (QuantizedTensor, QuantizedPair)) else None
+    in_turns = isinstance(local, QuantizedPair) and local.turns is not None
+    return Operands(recipe, Phase.of(gemm, a.local), multiplier, weight=codes, weight_in_turns=in_turns)
 
 
 def _output(

@@ -4,6 +4,7 @@
     quantized.py    the class, and what torch.compile asks of it
     views.py        the ops that keep what it stands for
     layer.py        as the weight of a layer
+    pair.py         QuantizedPair: a weight as codes for the output and others for grad_input
     stack.py        QuantizedStack: many matrices, as the weight of experts
     quantize.py     making one
     product.py      multiplying two
@@ -23,6 +24,7 @@ from fp8compile.tensor.agreement import check_agreement
 from fp8compile.tensor.arguments import SOURCE_DTYPES, checked_sizes, not_dense, own_sizes, shown
 from fp8compile.tensor.attributes import attributes_of_others, in_place_of, moved
 from fp8compile.tensor.layer import check_serves, unserved
+from fp8compile.tensor.pair import QuantizedPair, Turns
 from fp8compile.tensor.parameter import QuantizedParameter
 from fp8compile.tensor.product import scaled_mm
 from fp8compile.tensor.quantize import quantize
@@ -32,9 +34,11 @@ from fp8compile.tensor.update import assign, count_write, quantized_anew
 
 __all__ = [
     "SOURCE_DTYPES",
+    "QuantizedPair",
     "QuantizedParameter",
     "QuantizedStack",
     "QuantizedTensor",
+    "Turns",
     "assign",
     "attributes_of_others",
     "check_agreement",

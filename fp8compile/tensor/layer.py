@@ -1,4 +1,7 @@
-"""A QuantizedTensor as the weight of a layer: its own codes are the operand, in both directions."""
+"""A QuantizedTensor as the weight of a layer: its own codes are the operand, in both directions.
+
+A QuantizedPair has codes for each direction.
+"""
 
 from __future__ import annotations
 
@@ -11,14 +14,29 @@ from fp8compile.ops.layer.linear import GRAD_INPUT, OUTPUT, as_read, layer_grad_
 from fp8compile.ops.layer.local_shards import QuantizedShard
 from fp8compile.ops.layer.operands import Operands, Phase
 from fp8compile.quantizers import Gemm, Quantizer, Recipe
+from fp8compile.tensor.pair import QuantizedPair
 from fp8compile.tensor.quantized import LAYERS, QuantizedTensor
 
 __all__ = ["check_serves", "unserved"]
 
 
 @_compat.constant_when_traced
-def unserved(quantizer: Quantizer, recipe: Recipe) -> str | None:
-    """Why a layer with this recipe can't run on a weight's codes that a quantizer made, as text; None if it can."""
+def unserved(quantizer: Quantizer, recipe: Recipe, for_grad_input: Quantizer | None = None) -> str | None:
+    """Why a layer with this recipe can't run on a weight's codes that a quantizer made, as text; None if it can.
+
+    Args:
+        quantizer: What made the codes for the output.
+        recipe: Of the layer.
+        for_grad_input: What made those for grad_input, if they are others.
+    """
+    if for_grad_input is not None:
+        if (quantizer, for_grad_input) == (recipe.weight, recipe.weight_for_grad_input) and not any(recipe.delayed()):
+            return None
+        return (
+            f"weight has codes of {quantizer!r} for the output and of {for_grad_input!r} for grad_input; the recipe "
+            f"asks for {recipe.weight!r} and {recipe.weight_for_grad_input!r}. Set the recipe of a layer before its "
+            "weight is made codes, or gathered as codes."
+        )
     if recipe.shares_weight_codes() and quantizer == recipe.weight:
         return None
     return (
@@ -29,38 +47,42 @@ def unserved(quantizer: Quantizer, recipe: Recipe) -> str | None:
     )
 
 
-def check_serves(function: str, weight: QuantizedTensor, recipe: Recipe) -> None:
+def check_serves(function: str, weight: QuantizedTensor | QuantizedPair, recipe: Recipe) -> None:
     """Raise a ValueError, in the name of ``function``, if a layer with this recipe can't run on these codes."""
-    if (reason := unserved(weight.quantizer, recipe)) is not None:
+    other = weight.quantizer_for_grad_input if isinstance(weight, QuantizedPair) else None
+    if (reason := unserved(weight.quantizer, recipe, other)) is not None:
         raise ValueError(f"{function}: {reason}")
 
 
-def _check_weight(function: str, x: Tensor, weight: QuantizedTensor, recipe: Recipe) -> None:
-    if isinstance(x, QuantizedTensor) or not isinstance(weight, QuantizedTensor):
+def _check_weight(function: str, x: Tensor, weight: QuantizedTensor | QuantizedPair, recipe: Recipe) -> None:
+    if isinstance(x, (QuantizedTensor, QuantizedPair)) or not isinstance(weight, (QuantizedTensor, QuantizedPair)):
         raise TypeError(
             f"{function}: only the weight may be a QuantizedTensor, the layer quantizes its other operands itself. "
             "Pass .dequantize() for them, or multiply quantized matrices by fp8compile.scaled_mm."
         )
     check_serves(function, weight, recipe)
-    if weight.cuts_blocks():
+    if isinstance(weight, QuantizedTensor) and weight.cuts_blocks():
         raise ValueError(
             f"{function}: weight is a shard of sizes {weight.sizes} along dim {weight.shard_dim}, which cuts blocks "
             f"{weight.quantizer.block}. Call .all_gather({weight.shard_dim}) first."
         )
 
 
-def _operands(weight: QuantizedTensor, recipe: Recipe, gemm: Gemm) -> Operands:
+def _operands(weight: QuantizedTensor | QuantizedPair, recipe: Recipe, gemm: Gemm) -> Operands:
     """The weight's own codes; in a graph the other operand is quantized as its compiler would have it."""
-    codes = QuantizedShard(weight.codes, weight.scale, weight.quantizer, ())
-    return Operands(recipe, Phase.of(gemm, weight.codes), weight=codes)
+    is_pair = isinstance(weight, QuantizedPair)
+    own = weight.of(gemm) if is_pair else weight
+    codes = QuantizedShard(own.codes, own.scale, own.quantizer, ())
+    in_turns = is_pair and weight.turns is not None
+    return Operands(recipe, Phase.of(gemm, own.codes), weight=codes, weight_in_turns=in_turns)
 
 
-def _linear(func: Any, x: Tensor, weight: QuantizedTensor, bias: Tensor | None, recipe: Recipe) -> Tensor:
+def _linear(func: Any, x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe) -> Tensor:
     _check_weight("linear", x, weight, recipe)
     return _compat.as_kernel(layer_output)(x, weight, as_read(bias), _operands(weight, recipe, OUTPUT))
 
 
-def _grad_input(func: Any, grad_output: Tensor, weight: QuantizedTensor, recipe: Recipe) -> Tensor:
+def _grad_input(func: Any, grad_output: Tensor, weight: Tensor, recipe: Recipe) -> Tensor:
     _check_weight("grad_input", grad_output, weight, recipe)
     return _compat.as_kernel(layer_grad_input)(grad_output, weight, _operands(weight, recipe, GRAD_INPUT))
 

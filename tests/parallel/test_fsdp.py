@@ -55,7 +55,10 @@ def recipe_of(name, scale="fp32"):
 
 
 def sharded(model, mesh, policy, *, on, tp=False, **options):
-    """The model as the user shards it; None on a rank that is in no group of the mesh."""
+    """The model as the user shards it; None on a rank that is in no group of the mesh.
+
+    ``on`` is whether codes are gathered, or the arguments of what asks for that.
+    """
     if mesh == "three" and dist.get_rank() == 3:
         return None
     where = models.mesh_1d({"1-D": "pair", "three": "three"}[mesh]) if mesh in ("1-D", "three") else None
@@ -67,8 +70,8 @@ def sharded(model, mesh, policy, *, on, tp=False, **options):
         for block in model.blocks:
             plan = {f"inner.{name}": parallel.ColwiseParallel(use_local_output=False) for name in ("gate", "up")}
             parallel.parallelize_module(block, both["tp"], plan | {"inner.down": parallel.RowwiseParallel()})
-    if on:
-        fsdp_float8_all_gather(model)
+    if on is not False:
+        fsdp_float8_all_gather(model, **({} if on is True else on))
     return models.shard(model, where, policy, **options)
 
 

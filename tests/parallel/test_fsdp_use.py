@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 
 import fsdp_models as models
@@ -442,9 +443,10 @@ def test_what_cannot_be_gathered_says_so():
         fsdp_float8_all_gather("model")
     with pytest.raises(ValueError, match=r"no fp8compile.Linear and no experts in FP8. Call fp8compile.convert first"):
         fsdp_float8_all_gather(nn.Linear(16, 16))
-    for name in ("rowwise", "rowwise_bf16_wgrad", "mxfp8", "delayed"):
-        model = f8.convert(nn.Sequential(nn.Linear(32, 32)), f8.recipes.by_name(name), filter=lambda *_: True)
-        with pytest.raises(ValueError, match="no weight of this model can be gathered as codes"):
+    half = replace(f8.recipes.rowwise(), grad_output=None, weight_for_grad_input=None)
+    for recipe, reason in ((f8.recipes.delayed(), "amax of the weight itself"), (half, "leaves grad_input in high")):
+        model = f8.convert(nn.Sequential(nn.Linear(32, 32)), recipe, filter=lambda *_: True)
+        with pytest.raises(ValueError, match=f"no weight of this model can be gathered as codes.*{reason}"):
             fsdp_float8_all_gather(model)
     model = f8.convert(nn.Sequential(nn.Linear(32, 32)), f8.recipes.tensorwise(), filter=lambda *_: True)
     fsdp_float8_all_gather(model)
@@ -489,7 +491,7 @@ def mixed():
     """One layer's weight travels as codes, another one's as it is; the report says which and why."""
     model = models.model_of("even", recipe_of("tensorwise"))
     f8.revert(model.blocks[1])
-    f8.convert(model.blocks[1], f8.recipes.rowwise())
+    f8.convert(model.blocks[1], f8.recipes.delayed())
     fsdp_float8_all_gather(model)
     model = models.shard(model, models.mesh_1d("pair"), BF16)
     models.trained(model, 2, rank())
@@ -499,10 +501,10 @@ def mixed():
 def test_the_report_says_what_is_gathered(ranks):
     report = ranks.run(mixed)[0]
     assert "codes" in report
-    assert "param_dtype: forward and backward multiply different codes" in report
+    assert "param_dtype: delayed scaling takes the amax of the weight itself" in report
 
 
-# -------------------------------------------------------------------- why rowwise is gathered in bfloat16
+# -------------------------------------------------------------------- why rowwise may need both sets of codes
 
 
 def uses_of_a_gather(how):
@@ -538,5 +540,5 @@ def uses_of_a_gather(how):
     ],
 )
 def test_a_gather_may_serve_both_passes(ranks, how, order):
-    """So codes that are one pass's alone (rowwise, MX) can't be what stock FSDP2 gathers."""
+    """So codes that are one pass's alone (rowwise, MX) are not always enough: see test_fsdp_passes.py."""
     assert ranks.run(uses_of_a_gather, how) == [order] * 4

@@ -102,6 +102,8 @@ class Operands:
             changes no value: the partitioner then computes an amax in the forward, fused with the cast. Otherwise the
             backward reads the tensor once more: 7.10 GB instead of 6.33 for the block of ``benchmarks.kernels``.
         weight: The weight's codes, if it is quantized already.
+        weight_in_turns: Whether their memory has the codes for the output in the forward and those for grad_input in
+            the backward: then each pass has to read them itself.
         weight_amax: Amaxes of the whole weight for this product, if they are known.
         rows: How FSDP cuts the weight, whose codes are gathered before the product; None for a weight that isn't.
     """
@@ -111,6 +113,7 @@ class Operands:
     multiplier: Tensor | None = None
     waits_for: tuple[Tensor, ...] = ()
     weight: QuantizedShard | None = None
+    weight_in_turns: bool = False
     weight_amax: Tensor | None = None
     rows: Rows | None = None
 

@@ -22,6 +22,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from fp8compile import _compat
 from fp8compile.ops.collectives import sent_in_backward
 from fp8compile.ops.layer.local_shards import LocalShard, QuantizedShard
 from fp8compile.ops.layer.operands import Operands
@@ -31,7 +32,7 @@ from fp8compile.quantizers.blocks import as_matrix
 
 __all__ = ["Product", "Step", "add_bias", "multiply_shards", "steps_of"]
 
-OUTPUT, _, GRAD_WEIGHT = GEMMS
+OUTPUT, GRAD_INPUT, GRAD_WEIGHT = GEMMS
 
 
 @dataclass(frozen=True)
@@ -173,8 +174,14 @@ def multiply_shards(gemm: Gemm, a: LocalShard, b: LocalShard, operands: Operands
     # These collectives stay in the backward. If the partitioner hoists them, a gather that two layers share is sent in
     # both passes, and ranks of different sizes hoist different ones and wait for each other.
     in_backward = gemm is not OUTPUT and any((*a.cuts, *b.cuts))
-    with sent_in_backward() if in_backward else nullcontext():
-        return _multiply_shards(gemm, a, b, operands)
+    with (
+        sent_in_backward() if in_backward else nullcontext(),
+        _compat.left_in_backward() if operands.weight_in_turns and gemm is GRAD_INPUT else nullcontext(),
+    ):
+        product = _multiply_shards(gemm, a, b, operands)
+    if operands.weight_in_turns and gemm is OUTPUT:
+        _compat.never_recompute(product.local)
+    return product
 
 
 def _multiply_shards(gemm: Gemm, a: LocalShard, b: LocalShard, operands: Operands) -> Product:

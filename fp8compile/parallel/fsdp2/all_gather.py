@@ -21,13 +21,18 @@ from fp8compile.nn.experts import ConvertedExperts, stacks
 from fp8compile.nn.linear import GATHERED
 from fp8compile.nn.local import wrapped_like
 from fp8compile.ops.layer.shards import DimSharding
+from fp8compile.parallel.fsdp2.gathers import BOTH, PLAIN, Gathers
+from fp8compile.parallel.fsdp2.sharded_pair import ShardedPair
 from fp8compile.parallel.fsdp2.sharded_stack import ShardedStack
 from fp8compile.parallel.fsdp2.sharded_weight import ShardedWeight
 from fp8compile.parallel.fsdp2.weight_scales import WeightScales
 from fp8compile.parallel.placed import part_of
+from fp8compile.quantizers import GEMMS
 from fp8compile.tensor import QuantizedTensor, in_place_of
 
 __all__ = ["fsdp_float8_all_gather"]
+
+PAIR = GEMMS[:2]  # the products that read a weight
 
 ORDER = (
     "The order is: fp8compile.convert, parallelize_module if any, fsdp_float8_all_gather, torch.compile of each "
@@ -85,10 +90,15 @@ def _why_plain(weight: _Weight, users: list[nn.Module]) -> str | None:
     recipe = weight.module.recipe
     if isinstance(_compat.local_itself(weight.parameter), QuantizedTensor):
         return "the parameter is quantized, and travels as codes without this"
-    if not recipe.shares_weight_codes():
-        return "forward and backward multiply different codes of the weight"
-    if not recipe.weight.is_local():
-        return f"codes of {recipe.weight!r} depend on where in the tensor a value stands"
+    if any(recipe.delayed()):
+        return "delayed scaling takes the amax of the weight itself"
+    if (missing := next((gemm.name for gemm in PAIR if getattr(recipe, gemm.b) is None), None)) is not None:
+        return f"the recipe leaves {missing} in high precision"
+    if not recipe.shares_weight_codes() and weight.parameter.ndim == 3:
+        return "forward and backward multiply different codes of experts"
+    for quantizer in (recipe.weight, recipe.weight_for_grad_input):
+        if not quantizer.is_local():
+            return f"codes of {quantizer!r} depend on where in the tensor a value stands"
     if not weight.is_alone(users):
         return "another module reads the weight too (tied), in high precision or by another recipe"
     if weight.parameter.ndim == 3 and any(cut.dim > 0 for cut in _cuts_of(weight.parameter)):
@@ -103,16 +113,17 @@ def _cuts_of(weight: nn.Parameter) -> tuple[DimSharding, ...]:
     return tuple(cut.by_name() for cut in part_of("fsdp_float8_all_gather", weight).cuts if cut is not None)
 
 
-def _local_shard(weight: _Weight, local: Tensor) -> ShardedWeight:
+def _local_shard(weight: _Weight, local: Tensor, gathers: Gathers | None) -> ShardedWeight:
     """A local tensor that FSDP2 asks how to gather it."""
-    if isinstance(weight.module, Linear):
-        return ShardedWeight(local, _cuts_of(weight.parameter))
-    return ShardedStack(local, weight.name)  # ranks that have other experts have no part of these
+    if not isinstance(weight.module, Linear):
+        return ShardedStack(local, weight.name)  # ranks that have other experts have no part of these
+    cuts = _cuts_of(weight.parameter)
+    return ShardedWeight(local, cuts) if gathers is None else ShardedPair(local, gathers, cuts)
 
 
-def _wrapped(weight: _Weight) -> nn.Parameter:
+def _wrapped(weight: _Weight, gathers: Gathers | None) -> nn.Parameter:
     parameter = weight.parameter
-    local = _local_shard(weight, _compat.local_itself(parameter.detach()))
+    local = _local_shard(weight, _compat.local_itself(parameter.detach()), gathers)
     return in_place_of(parameter, wrapped_like(local, parameter))
 
 
@@ -125,21 +136,45 @@ def _wrap_loaded(name: str, module: nn.Module, state_dict: dict, prefix: str, *_
         state_dict[key] = wrapped_like(own.like(_compat.local_itself(loaded.detach())), loaded)
 
 
-def _what_is_gathered(reasons: Iterable[str | None]) -> str:
-    """What a report says of a module, by why each of its weights is gathered as it is, None for codes."""
-    found = ("codes" if reason is None else f"param_dtype: {reason}" for reason in reasons)
-    return "; ".join(dict.fromkeys(found))
+def _what_is_gathered(reasons: Iterable[str | None], gathers: Gathers | None) -> str:
+    """What a report says of a module.
+
+    Args:
+        reasons: Why each of its weights is gathered as it is, None for codes.
+        gathers: Of its weight, where forward and backward multiply different codes.
+    """
+    codes = "codes" if gathers is None else gathers.in_words()
+    return "; ".join(dict.fromkeys(codes if reason is None else f"param_dtype: {reason}" for reason in reasons))
 
 
-def fsdp_float8_all_gather(model: nn.Module) -> nn.Module:
+def _users_of_weights(model: nn.Module) -> dict[nn.Parameter, list[nn.Module]]:
+    """The modules that have each parameter."""
+    users: dict[nn.Parameter, list[nn.Module]] = {}
+    for module in model.modules():
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                users.setdefault(parameter, []).append(module)
+    return users
+
+
+def _check_arguments(checkpointed: object, one_gather: object) -> None:
+    if type(checkpointed) is not bool:
+        raise TypeError(f"fsdp_float8_all_gather: checkpointed is {checkpointed!r}; it is True or False.")
+    if one_gather not in (BOTH, PLAIN):
+        raise ValueError(f"fsdp_float8_all_gather: one_gather is {one_gather!r}; it is {BOTH!r} or {PLAIN!r}.")
+
+
+def fsdp_float8_all_gather(model: nn.Module, *, checkpointed: bool = False, one_gather: str = "codes") -> nn.Module:
     """Have `fully_shard` gather the weights of FP8 layers as codes, one byte an element, instead of ``param_dtype``.
 
     Those of experts too: the parameters of a module of experts, cut along experts or, by ``shard_placement_fn``, along
     another dim. Each expert has scales of its own.
 
-    For weights of which forward and backward multiply the same codes (``recipes.tensorwise``, ``blockwise``). Others
-    are gathered as ever, in ``param_dtype``; which and why is in ``fp8compile.conversion_report``. To gather them as
-    codes, too: ``fp8compile.parallel.graph_fsdp``.
+    Where forward and backward multiply different codes (``recipes.rowwise``, ``rowwise_bf16_wgrad``, ``mxfp8``), each
+    pass gathers its own, if FSDP2 frees the weight between the two. Where one gather serves both passes, because FSDP2
+    keeps the weight (``reshard_after_forward=False``, what the root has) or the backward repeats the forward
+    (activation checkpointing), what it brings is ``one_gather``. Other weights (delayed scaling, experts by these
+    recipes) are gathered as ever, in ``param_dtype``. ``fp8compile.conversion_report`` says which and why.
 
     Weights are cast to ``mp_policy.param_dtype`` before they are quantized, and a scale is that of the whole weight,
     over the ranks of FSDP2 and of tensor parallelism: codes, scales and so outputs are those without this call, bit
@@ -150,40 +185,52 @@ def fsdp_float8_all_gather(model: nn.Module) -> nn.Module:
 
     Args:
         model: Converted, not sharded yet.
+        checkpointed: Whether the backward repeats forwards (``torch.utils.checkpoint``). A repeated forward that finds
+            the codes of the backward raises.
+        one_gather: What is gathered where one gather serves both passes: ``"codes"`` of both, two bytes an element, or
+            ``"param_dtype"``.
 
     Returns:
         The model. Optimizers are made afterwards: parameters of these layers are new objects.
 
     Raises:
-        TypeError: The model is no module.
+        TypeError: The model is no module, or ``checkpointed`` no bool.
         ValueError: There is nothing in FP8, none whose weight can be gathered as codes, or the model is sharded
-            already.
+            already; or ``one_gather`` is neither of the two.
         RuntimeError: PyTorch 2.11.
     """
+    _check_arguments(checkpointed, one_gather)
     weights = _check_model(model)
     _compat.allow_group_in_subclass()
-    users: dict[nn.Parameter, list[nn.Module]] = {}
-    for module in model.modules():
-        for parameter in module._parameters.values():
-            if parameter is not None:
-                users.setdefault(parameter, []).append(module)
+    users = _users_of_weights(model)
     reasons = {weight: _why_plain(weight, users[weight.parameter]) for weight in weights}
     chosen = [weight for weight, reason in reasons.items() if reason is None]
     if not chosen:
         raise ValueError(
             "fsdp_float8_all_gather: no weight of this model can be gathered as codes, for "
-            f"{'; '.join(dict.fromkeys(reason for reason in reasons.values() if reason))}. Take recipes.tensorwise "
-            "or recipes.blockwise, or fp8compile.parallel.graph_fsdp, which gathers what each pass needs."
+            f"{'; '.join(dict.fromkeys(reason for reason in reasons.values() if reason))}. Take another recipe, such "
+            "as recipes.rowwise or tensorwise, or fp8compile.parallel.graph_fsdp, which gathers codes for every one."
         )
+    gathers = {
+        weight.parameter: Gathers(one_gather, checkpointed, users[weight.parameter])
+        for weight in chosen
+        if not weight.module.recipe.shares_weight_codes()
+    }
+    for module in {weight.module: None for weight in weights}:
+        own = [weight for weight in weights if weight.module is module]
+        what = _what_is_gathered((reasons[weight] for weight in own), gathers.get(own[0].parameter))
+        setattr(module, GATHERED, what)
+    _wrap_all(chosen, gathers)
+    return model
+
+
+def _wrap_all(chosen: list[_Weight], gathers: dict[nn.Parameter, Gathers]) -> None:
+    """Put parameters that FSDP2 asks how to gather them in the place of the chosen ones."""
     scales = WeightScales((weight.module, weight.name) for weight in chosen)
     wrapped: dict[nn.Parameter, nn.Parameter] = {}
     for weight in chosen:
         if weight.parameter not in wrapped:
-            wrapped[weight.parameter] = _wrapped(weight)
+            wrapped[weight.parameter] = _wrapped(weight, gathers.get(weight.parameter))
         setattr(weight.module, weight.name, wrapped[weight.parameter])
         weight.module.weight_scales = scales
         weight.module.register_load_state_dict_pre_hook(partial(_wrap_loaded, weight.name))
-    for module in {weight.module: None for weight in weights}:
-        own = (reason for weight, reason in reasons.items() if weight.module is module)
-        setattr(module, GATHERED, _what_is_gathered(own))
-    return model

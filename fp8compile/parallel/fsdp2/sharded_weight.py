@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
-__all__ = ["Edits", "ShardedWeight", "part_of_weight"]
+__all__ = ["Edits", "ShardedWeight", "as_sent", "part_of_weight"]
 
 aten = torch.ops.aten
 
@@ -138,6 +138,10 @@ class ShardedWeight(Tensor):
         """The quantizer of the weight as it lies in memory."""
         return module.recipe.weight
 
+    def quantizers_over_ranks(self, module: nn.Module, part: LocalShard) -> dict[str, Quantizer]:
+        """Quantizers whose amaxes ranks exchange before a gather, by slot of the recipe."""
+        return {"weight": self.quantizer_of(module)}
+
     def amax_of(self, part: LocalShard, quantizer: Quantizer) -> Tensor:
         """What this rank knows of the amaxes of the whole weight, of which it has ``part``."""
         return whole_amax(part, quantizer)
@@ -173,14 +177,11 @@ class ShardedWeight(Tensor):
     ) -> tuple[tuple[Tensor, ...], Any]:
         """This rank's codes, padded to the size that all ranks send, and what the gathered ones mean."""
         quantizer = self.quantizer_of(module)
-        multiplier, scale = module.weight_scales.of(module, self.name)
+        multiplier, scale = module.weight_scales.of(module, self.name, "weight")
         part = part_of_weight(self, mesh, outer_size, mp_policy)
         codes = self.codes_of(part, multiplier.to(self.device), quantizer)
-        shards = part.cuts[-1]
-        padding = max(shards.sizes) - shards.length  # of rows alone: FSDP2 cuts other dims into equal parts
-        codes = pad(codes, (*(0, 0) * (codes.ndim - 1), 0, padding)) if padding else codes
         scale = self.scale_of(scale, tuple(outer_size), quantizer)
-        return (codes.contiguous(),), (scale, quantizer, tuple(outer_size), mesh.get_group())
+        return (as_sent(codes, part.cuts[-1]),), (scale, quantizer, tuple(outer_size), mesh.get_group())
 
     def fsdp_post_all_gather(
         self,
@@ -200,6 +201,13 @@ class ShardedWeight(Tensor):
         # FSDP2 gathered into the memory that its codes are a view of
         _compat.local_itself(out).scale = scale
         return None
+
+
+def as_sent(local: Tensor, shards: DimSharding) -> Tensor:
+    """What a rank has, as long as every rank's message."""
+    padding = max(shards.sizes) - shards.length  # of rows alone: FSDP2 cuts other dims into equal parts
+    local = pad(local, (*(0, 0) * (local.ndim - 1), 0, padding)) if padding else local
+    return local.contiguous()
 
 
 def _written(func: Any, args: tuple, kwargs: dict) -> list[ShardedWeight]:

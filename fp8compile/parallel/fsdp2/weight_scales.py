@@ -19,10 +19,9 @@ __all__ = ["WeightScales"]
 
 @dataclass(frozen=True)
 class _Scales:
-    """The multiplier and scale of one weight, and what the weight was when they were computed."""
+    """Multiplier and scale of one weight, by slot of the recipe, and what the weight was when they were computed."""
 
-    multiplier: Tensor
-    scale: Tensor
+    by_slot: dict[str, tuple[Tensor, Tensor]]
     edits: Edits
     writes: tuple[int, ...]
 
@@ -57,32 +56,39 @@ class WeightScales:
         self._parameters: dict[tuple[nn.Module, str], _compat.FsdpParameter] = {}
         self._scales: dict[tuple[nn.Module, str], _Scales] = {}
 
-    def of(self, module: nn.Module, name: str) -> tuple[Tensor, Tensor]:
-        """Multiplier and scale of all blocks of a weight, in the grid of the whole weight."""
+    def parameter(self, module: nn.Module, name: str) -> _compat.FsdpParameter:
+        """What FSDP2 knows of a weight."""
         weight = module, name
         if weight not in self._parameters:
             found = {(p.module, p.name): p for p in _compat.fsdp_parameters()}
             self._parameters = {each: found[each] for each in self._weights if each in found}
-        found = self._scales.get(weight)
-        if found is None or not found.hold(self._parameters[weight]):
+        return self._parameters[weight]
+
+    def of(self, module: nn.Module, name: str, slot: str) -> tuple[Tensor, Tensor]:
+        """Multiplier and scale of all blocks of a weight for a slot of the recipe, in the grid of the whole weight."""
+        found = self._scales.get((module, name))
+        if found is None or not found.hold(self.parameter(module, name)):
+            self.parameter(module, name)
             self._refresh()
-            found = self._scales[weight]
-        return found.multiplier, found.scale
+            found = self._scales[module, name]
+        return found.by_slot[slot]
 
     @torch.inference_mode(mode=False)  # training uses them too, until a weight changes
     @torch.no_grad()
     def _refresh(self) -> None:
-        changed: list[tuple[tuple[nn.Module, str], Quantizer]] = []
+        changed: list[tuple[tuple[nn.Module, str], str, Quantizer]] = []
         amaxes: list[Tensor] = []
         groups: list[tuple] = []
         for weight, parameter in self._parameters.items():
             found = self._scales.get(weight)
-            if found is None or not found.hold(parameter):
-                shard = _compat.local_itself(parameter.sharded)
-                part = part_of_weight(shard, parameter.mesh, parameter.size, parameter.mp_policy)
-                quantizer = shard.quantizer_of(parameter.module)
-                changed.append((weight, quantizer))
+            if found is not None and found.hold(parameter):
+                continue
+            self._scales[weight] = _Scales({}, *_writes(parameter))
+            shard = _compat.local_itself(parameter.sharded)
+            part = part_of_weight(shard, parameter.mesh, parameter.size, parameter.mp_policy)
+            for slot, quantizer in shard.quantizers_over_ranks(parameter.module, part).items():
+                changed.append((weight, slot, quantizer))
                 amaxes.append(shard.amax_of(part, quantizer).to(parameter.device))
                 groups.append(tuple(cut.group for cut in part.cuts))
-        for (weight, quantizer), amax in zip(changed, all_reduce_amaxes(amaxes, groups), strict=True):
-            self._scales[weight] = _Scales(*scale(amax, quantizer), *_writes(self._parameters[weight]))
+        for (weight, slot, quantizer), amax in zip(changed, all_reduce_amaxes(amaxes, groups), strict=True):
+            self._scales[weight].by_slot[slot] = scale(amax, quantizer)

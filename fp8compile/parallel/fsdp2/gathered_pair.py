@@ -1,0 +1,116 @@
+"""The weight that a layer sees, of codes that FSDP2 gathered for one pass or for both.
+
+FSDP2 gathers into the same memory again and again. Scales get memory of their own, which FSDP2 frees with the weight.
+The scales of a set that was not gathered are NaN: whatever multiplied its codes would not go unnoticed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from fp8compile.quantizers import GEMMS, Gemm, Quantizer
+from fp8compile.tensor import QuantizedPair, QuantizedTensor, Turns
+
+__all__ = ["Meaning", "OwnCodes", "as_bytes", "fill", "made_of"]
+
+PAIR = GEMMS[:2]  # output and grad_input
+
+
+@dataclass(frozen=True)
+class OwnCodes:
+    """One set of a rank's codes.
+
+    Attributes:
+        gemm: The product that multiplies them.
+        codes: uint8, the shape of the shard.
+        scale: Of all blocks; or of this rank's alone, if they travel beside the codes.
+        travels: Whether they do.
+    """
+
+    gemm: Gemm
+    codes: Tensor
+    scale: Tensor
+    travels: bool
+
+
+@dataclass(frozen=True)
+class Meaning:
+    """What the tensors that arrive mean.
+
+    Attributes:
+        sets: What this rank sent.
+        ranks: How many there are.
+        size: Of the weight that they have together.
+        quantizers: Of the codes for the output and of those for grad_input.
+        scale_shapes: Of the scales of all blocks, of each.
+    """
+
+    sets: tuple[OwnCodes, ...]
+    ranks: int
+    size: tuple[int, ...]
+    quantizers: tuple[Quantizer, Quantizer]
+    scale_shapes: tuple[tuple[int, ...], tuple[int, ...]]
+
+
+def as_bytes(scales: Sequence[Tensor], room: int, device: torch.device) -> Tensor:
+    """Scales of a rank in one row of bytes, as long as in every gather: FSDP2's buffers don't change."""
+    rows = [scale.contiguous().flatten().view(torch.uint8) for scale in scales]
+    row = torch.cat([torch.empty(0, dtype=torch.uint8, device=device), *rows])
+    return pad(row, (0, room - row.numel()))
+
+
+def _arrived(gathered: tuple[Tensor, ...], meaning: Meaning) -> dict[Gemm, Tensor]:
+    """Scales of all blocks of the sets that were gathered."""
+    found, start = {}, 0
+    for own in meaning.sets:
+        found[own.gemm] = own.scale
+        if own.travels:
+            rows = gathered[-1].view(meaning.ranks, -1)[:, start : start + own.scale.nbytes]
+            start += own.scale.nbytes
+            found[own.gemm] = rows.clone(memory_format=torch.contiguous_format).view(own.scale.dtype)
+    return found
+
+
+def fill(pair: QuantizedPair, gathered: tuple[Tensor, ...], meaning: Meaning) -> None:
+    """Give a weight the scales of the codes that were gathered into its memory."""
+    arrived = _arrived(gathered, meaning)
+    for gemm, own in zip(PAIR, pair.both(), strict=True):
+        nan = torch.full((), torch.nan, device=own.scale.device)
+        scale = arrived[gemm].view(own.scale.shape) if gemm in arrived else own.quantizer.scale_of(nan)
+        with torch.autograd._unsafe_preserve_version_counter(own.scale):
+            own.scale.copy_(scale)
+    if pair.turns is not None:
+        pair.turns.gemm = meaning.sets[0].gemm.name
+
+
+def _memories(gathered: tuple[Tensor, ...], meaning: Meaning) -> tuple[Tensor, Tensor]:
+    """Where FSDP2 puts the codes for the output, and those for grad_input."""
+    if len(meaning.sets) == 1:
+        return gathered[0], gathered[0]
+    return gathered[0].view(2, -1).unbind() if meaning.ranks == 1 else (gathered[0], gathered[1])
+
+
+def made_of(
+    gathered: tuple[Tensor, ...], meaning: Meaning, turns: Turns, wrap: Callable[..., QuantizedTensor]
+) -> tuple[QuantizedPair, tuple[Tensor, ...]]:
+    """A weight on the memory of gathered codes, and its scales, without values.
+
+    Args:
+        gathered: What FSDP2 gathered, and will gather into.
+        meaning: Of it.
+        turns: Says whose codes they are, where they are of one pass.
+        wrap: Makes one set of codes, scale and quantizer.
+    """
+    sets, scales, rows = [], [], meaning.size[0]
+    with torch.inference_mode(mode=False):  # later gathers write to it, under whatever mode
+        places = zip(_memories(gathered, meaning), meaning.quantizers, meaning.scale_shapes, strict=True)
+        for memory, quantizer, shape in places:
+            scales.append(torch.empty(shape, dtype=quantizer.scale_dtype(), device=memory.device))
+            codes = memory.view(-1, *meaning.size[1:])[:rows]  # behind the last row there may be padding
+            sets.append(wrap(codes, scales[-1], quantizer))
+    return QuantizedPair(*sets, turns if len(meaning.sets) == 1 else None), tuple(scales)

@@ -1,0 +1,66 @@
+"""What FSDP2 gathers of a weight of which forward and backward multiply different codes, and what the report says."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from fp8compile import _compat
+from fp8compile.nn.linear import GATHERED
+from fp8compile.tensor import Turns
+
+if TYPE_CHECKING:
+    from torch import nn
+
+__all__ = ["BOTH", "OWN", "PLAIN", "Gathers"]
+
+OWN, BOTH, PLAIN = "own", "codes", "param_dtype"
+IN_WORDS = {
+    OWN: "codes, each pass its own",
+    BOTH: "codes of both passes at once, two bytes an element",
+    PLAIN: "param_dtype: one gather serves both passes, which multiply different codes",
+}
+
+
+@dataclass
+class Gathers:
+    """What all gathers of one weight are like. FSDP2 makes its buffers once, so they stay what the first one was.
+
+    Attributes:
+        for_both: What is gathered where one gather serves both passes, ``"codes"`` or ``"param_dtype"``.
+        checkpointed: Whether the backward repeats the forward.
+        modules: That have the weight, and whose rows of a report say what is gathered.
+        kind: ``OWN``, ``BOTH`` or ``PLAIN``, from the first gather on.
+        turns: Whose codes are in memory, where each pass gathers its own.
+    """
+
+    for_both: str
+    checkpointed: bool
+    modules: Sequence[nn.Module] = ()
+    kind: str | None = None
+    turns: Turns = field(default_factory=Turns)
+
+    def kind_for(self, parameter: _compat.FsdpParameter) -> str:
+        """What is gathered, given what FSDP2 does with the parameter.
+
+        Raises:
+            RuntimeError: FSDP2 has been told otherwise since the first gather.
+        """
+        kind = self.for_both if self.checkpointed or parameter.stays_after_forward else OWN
+        if self.kind is None:
+            self.kind = kind
+            for module in self.modules:
+                setattr(module, GATHERED, IN_WORDS[kind])
+        if self.kind == OWN != kind:
+            raise RuntimeError(
+                "fsdp_float8_all_gather: each pass has gathered its own codes so far, and weights are now to stay "
+                "from the forward to the backward, which needs others. Call set_reshard_after_forward(False) before "
+                "the first forward."
+            )
+        return self.kind
+
+    def in_words(self) -> str:
+        """What a report says before the first gather, for fully_shard has not been called yet."""
+        for_both = IN_WORDS[self.for_both]
+        return for_both if self.checkpointed else f"{IN_WORDS[OWN]}; or, if FSDP2 keeps the weight, {for_both}"

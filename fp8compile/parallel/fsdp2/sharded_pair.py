@@ -1,0 +1,147 @@
+"""A rank's shard of a weight of which forward and backward multiply different codes (rowwise, MX).
+
+    forward     codes for the output      --FSDP2's all-gather--> the weight's memory
+    backward    codes for grad_input      --FSDP2's all-gather--> the same memory: FSDP2 freed it between
+
+A scale whose block lies on one rank travels beside the codes; one whose block has elements on several ranks is known
+to all by the one message of amaxes. Where one gather has to serve both passes, both sets travel, or plain values.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from fp8compile import _compat
+from fp8compile.ops.collectives import all_gather
+from fp8compile.ops.layer.local_shards import LocalShard
+from fp8compile.ops.layer.quantize_shard import is_aligned, quantize_shard
+from fp8compile.ops.layer.shards import Sharding
+from fp8compile.parallel.fsdp2.gathered_pair import Meaning, OwnCodes, as_bytes, fill, made_of
+from fp8compile.parallel.fsdp2.gathers import BOTH, PLAIN, Gathers
+from fp8compile.parallel.fsdp2.sharded_weight import Edits, ShardedWeight, as_sent, part_of_weight
+from fp8compile.quantizers import GEMMS, Gemm, Quantizer
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+__all__ = ["ShardedPair"]
+
+PAIR = OUTPUT, GRAD_INPUT = GEMMS[:2]
+
+
+class ShardedPair(ShardedWeight):
+    """A `ShardedWeight` whose forward and backward gather different codes.
+
+    Attributes:
+        gathers: What its gathers are like.
+    """
+
+    gathers: Gathers
+
+    def __init__(self, plain: Tensor, gathers: Gathers, cuts: Sharding = (), edits: Edits | None = None) -> None:
+        super().__init__(plain, cuts, edits)
+        self.gathers = gathers
+
+    @staticmethod
+    def __new__(
+        cls: type[ShardedPair], plain: Tensor, gathers: Gathers, cuts: Sharding = (), edits: Edits | None = None
+    ) -> ShardedPair:
+        """The same memory as another tensor; no copy."""
+        return ShardedWeight.__new__(cls, plain)
+
+    def like(self, plain: Tensor, edits: Edits | None = None) -> ShardedPair:
+        """Another tensor in this one's place: in the same memory, if it counts the same edits."""
+        return ShardedPair(plain, self.gathers, self.cuts, edits)
+
+    def quantizers_over_ranks(self, module: nn.Module, part: LocalShard) -> dict[str, Quantizer]:
+        """Those with blocks that have elements on several ranks."""
+        every = {gemm.b: getattr(module.recipe, gemm.b) for gemm in PAIR}
+        return {slot: quantizer for slot, quantizer in every.items() if not is_aligned(part, quantizer)}
+
+    # ------------------------------------------------------------------ what FSDP2 asks
+
+    def fsdp_pre_all_gather(
+        self,
+        mesh: DeviceMesh,
+        outer_size: torch.Size,
+        outer_stride: tuple[int, ...],
+        module: nn.Module,
+        mp_policy: MixedPrecisionPolicy,
+    ) -> tuple[tuple[Tensor, ...], Any]:
+        """This rank's codes for the pass that asks, or for both, or its values; and what the gathered ones mean."""
+        parameter = module.weight_scales.parameter(module, self.name)
+        kind, size = self.gathers.kind_for(parameter), tuple(outer_size)
+        part = part_of_weight(self, mesh, outer_size, mp_policy)
+        shards = part.cuts[-1]
+        if kind == PLAIN:
+            return (as_sent(part.local, shards),), size
+        own_pass = (GRAD_INPUT,) if parameter.is_in_backward else (OUTPUT,)
+        # FSDP2 takes tensors of another size beside the codes only if no rank pads, and none from a single rank
+        beside = shards.is_even() and len(shards.sizes) > 1
+        sets = tuple(self._codes(part, module, each, beside) for each in (PAIR if kind == BOTH else own_pass))
+        sent = [as_sent(own.codes, shards) for own in sets]
+        sent = [torch.cat(sent)] if len(shards.sizes) == 1 else sent
+        quantizers = tuple(getattr(module.recipe, gemm.b) for gemm in PAIR)
+        if beside and (room := _room(part, quantizers, together=kind == BOTH)):
+            sent.append(as_bytes([own.scale for own in sets if own.travels], room, self.device))
+        shapes = tuple(self._scale_shape(part, size, quantizer) for quantizer in quantizers)
+        return tuple(sent), (Meaning(sets, len(shards.sizes), size, quantizers, shapes), mesh.get_group())
+
+    def _codes(self, part: LocalShard, module: nn.Module, gemm: Gemm, beside: bool) -> OwnCodes:
+        """This rank's codes for one product."""
+        quantizer, shards = getattr(module.recipe, gemm.b), part.cuts[-1]
+        size = part.whole_shape(len(part.cuts) - 1)
+        if not is_aligned(part, quantizer):
+            multiplier, scale = module.weight_scales.of(module, self.name, gemm.b)
+            codes = self.codes_of(part, multiplier.to(self.device), quantizer)
+            return OwnCodes(gemm, codes, self.scale_of(scale, size, quantizer), travels=False)
+        own = quantize_shard(part, quantizer)
+        if beside:
+            return OwnCodes(gemm, own.local, own.scale, travels=True)
+        counts = [quantizer.scale_shape((rows, size[1]))[0] for rows in shards.sizes]
+        return OwnCodes(gemm, own.local, all_gather(own.scale, 0, counts, shards.group), travels=False)
+
+    def _scale_shape(self, part: LocalShard, size: tuple[int, ...], quantizer: Quantizer) -> tuple[int, ...]:
+        """The shape of the scales of what FSDP2 gathers."""
+        if is_aligned(part, quantizer):
+            return quantizer.scale_shape(size)
+        whole = torch.empty(quantizer.scale_shape(part.whole_shape()), device="meta")
+        return tuple(self.scale_of(whole, size, quantizer).shape)
+
+    def fsdp_post_all_gather(
+        self,
+        all_gather_outputs: tuple[Tensor, ...],
+        metadata: Any,
+        param_dtype: torch.dtype,
+        *,
+        out: Tensor | None = None,
+    ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
+        """The weight that the layer sees, on what was gathered."""
+        if self.gathers.kind == PLAIN:
+            rows, *others = metadata
+            return None if out is not None else (all_gather_outputs[0].view(-1, *others)[:rows], ())
+        meaning, group = metadata
+        if out is not None:
+            fill(_compat.local_itself(out), all_gather_outputs, meaning)
+            return None
+        wrap = partial(self.gathered, dtype=param_dtype, group=group)
+        pair, scales = made_of(all_gather_outputs, meaning, self.gathers.turns, wrap)
+        fill(pair, all_gather_outputs, meaning)
+        return pair, scales
+
+
+def _room(part: LocalShard, quantizers: tuple[Quantizer, ...], *, together: bool) -> int:
+    """Bytes for the scales of a rank's own blocks, in the gathers of both passes or in the larger one of them."""
+    sizes = [
+        math.prod(each.scale_shape(part.local.shape)) * each.scale_dtype().itemsize
+        for each in quantizers
+        if is_aligned(part, each)
+    ]
+    return sum(sizes) if together else max(sizes, default=0)
