@@ -27,7 +27,7 @@ from fp8compile.nn import (
     reset_delayed_scaling,
     revert,
 )
-from fp8compile.quantizers import CurrentScaling, DelayedScaling, Quantizer, Recipe
+from fp8compile.quantizers import CurrentScaling, DelayedScaling, Quantizer, Recipe, TwoLevelScaling
 from fp8compile.tensor import QuantizedTensor, quantize, scaled_mm
 
 __version__ = "0.1.0.dev0"
@@ -42,6 +42,7 @@ __all__ = [
     "QuantizedTensor",
     "Quantizer",
     "Recipe",
+    "TwoLevelScaling",
     "__version__",
     "compile",
     "conversion_report",

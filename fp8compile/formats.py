@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["E2M1", "E4M3", "E5M2", "E8M0", "Float8Format", "element_format"]
+__all__ = ["E2M1", "E4M3", "E5M2", "E8M0", "Float8Format", "element_format", "pack", "unpack"]
 
 FLOAT32_EXPONENT_MASK = 0x7F800000
 FLOAT32_MANTISSA_BITS = 23
@@ -26,6 +26,20 @@ FLOAT32_MAX = torch.finfo(torch.float32).max
 # their nodes are equal, and a NaN literal is unequal to itself.
 FLOAT32_NAN = 0x7FC00000
 NAN_CODE = 0x7F  # of e4m3 and e5m2
+
+
+def _to_a_neighbour(values: Tensor, noise: Tensor, fmt: Float8Format | Float4Format) -> Tensor:
+    """Values of one of the two codes around each value, float32; see ``encode_stochastic``."""
+    saturated = values.clamp(-fmt.max, fmt.max)
+    field = (saturated.view(torch.int32) & FLOAT32_EXPONENT_MASK) >> FLOAT32_MANTISSA_BITS
+    exponent = field.clamp(min=FLOAT32_BIAS + fmt.min_exponent) - fmt.mantissa_bits - FLOAT32_BIAS
+    # powers of two, so that neither product rounds
+    per_unit = ((FLOAT32_BIAS - exponent) << FLOAT32_MANTISSA_BITS).view(torch.float32)
+    unit = ((FLOAT32_BIAS + exponent) << FLOAT32_MANTISSA_BITS).view(torch.float32)
+    in_units = saturated.abs() * per_unit
+    lower = in_units.floor()
+    rounded = (lower + (noise < in_units - lower).float()) * unit
+    return rounded.copysign(saturated)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,16 +97,7 @@ class Float8Format:
         Returns:
             Codes, the same shape, uint8; overflow saturates, NaN gives 0x7f.
         """
-        saturated = values.clamp(-self.max, self.max)
-        field = (saturated.view(torch.int32) & FLOAT32_EXPONENT_MASK) >> FLOAT32_MANTISSA_BITS
-        exponent = field.clamp(min=FLOAT32_BIAS + self.min_exponent) - self.mantissa_bits - FLOAT32_BIAS
-        # powers of two, so that neither product rounds
-        per_unit = ((FLOAT32_BIAS - exponent) << FLOAT32_MANTISSA_BITS).view(torch.float32)
-        unit = ((FLOAT32_BIAS + exponent) << FLOAT32_MANTISSA_BITS).view(torch.float32)
-        in_units = saturated.abs() * per_unit
-        lower = in_units.floor()
-        rounded = (lower + (noise < in_units - lower).float()) * unit
-        return self.encode(rounded.copysign(saturated))
+        return self.encode(_to_a_neighbour(values, noise, self))
 
     def decode(self, codes: Tensor) -> Tensor:
         """Values of codes.
@@ -108,35 +113,48 @@ class Float8Format:
 
 @dataclass(frozen=True, kw_only=True)
 class Float4Format:
-    """A 4-bit floating point format of codes; a code takes one byte here, packing is a quantizer's business."""
+    """A 4-bit floating point format of codes, one sign, two exponent bits, one of mantissa; no NaN and no infinity.
+
+    A code takes one byte here; `pack` lays two of them into one. Attributes are those of `Float8Format`.
+    """
 
     name: str
     values: tuple[float, ...]
     max: float
     max_exponent: int
+    min_exponent: int
+    mantissa_bits: int
     bits: int = 4
 
     def encode(self, values: Tensor) -> Tensor:
         """Round to the nearest code, ties to even; overflow saturates.
 
         Args:
-            values: Any shape, float32, no NaN (the format has none).
+            values: Any shape, float32.
 
         Returns:
-            Codes 0 to 15, the same shape, uint8; bit 3 is the sign, of zeros too.
+            Codes 0 to 15, the same shape, uint8; bit 3 is the sign, of zeros too. NaN, which the format lacks, gives
+            0: a scale has to tell of it.
         """
-        magnitude = values.abs()
-        code = torch.zeros_like(magnitude, dtype=torch.uint8)
-        for low, (smaller, larger) in enumerate(zip(self.values, self.values[1:], strict=False)):
-            middle = (smaller + larger) / 2
-            # a tie goes to the even code: up from an odd one, not from an even one
-            code = code + ((magnitude >= middle) if low % 2 else (magnitude > middle)).to(torch.uint8)
-        return code | (values.signbit().to(torch.uint8) << 3)
+        magnitude = values.abs().clamp(max=self.max)
+        bits = magnitude.view(torch.int32)
+        # From 1 on, code and float32 have their exponent and first mantissa bit in one order: 22 bits are rounded off.
+        large = ((bits + 0x1FFFFF + ((bits >> 22) & 1)) >> 22) - 252
+        # below, codes are 0.5 apart, and a tie goes to the even one
+        small = (magnitude > 0.25).to(torch.int32) + (magnitude >= 0.75).to(torch.int32)
+        code = torch.where(magnitude < 1, small, large) | (values.signbit().to(torch.int32) << 3)
+        return torch.where(magnitude <= self.max, code, 0).to(torch.uint8)  # of NaN that doesn't hold
+
+    def encode_stochastic(self, values: Tensor, noise: Tensor) -> Tensor:
+        """Round to one of the two codes around each value, as `Float8Format.encode_stochastic` does; NaN gives 0."""
+        return self.encode(_to_a_neighbour(values, noise, self))
 
     def decode(self, codes: Tensor) -> Tensor:
         """Values of codes 0 to 15 (uint8, any shape), float32, exact."""
-        table = torch.tensor(self.values, dtype=torch.float32, device=codes.device)
-        magnitude = table[(codes & 7).long()]
+        code = codes.to(torch.int32) & 7
+        bits = ((code >> 1) + (FLOAT32_BIAS - 1)) << FLOAT32_MANTISSA_BITS | (code & 1) << (FLOAT32_MANTISSA_BITS - 1)
+        half = (FLOAT32_BIAS - 1) << FLOAT32_MANTISSA_BITS  # code 1; code 0 is zero, and neither is normal
+        magnitude = torch.where(code < 2, code * half, bits).view(torch.float32)
         return torch.where(codes >= 8, -magnitude, magnitude)
 
 
@@ -189,7 +207,14 @@ E4M3 = Float8Format(
 E5M2 = Float8Format(
     name="e5m2", dtype=torch.float8_e5m2, max=57344.0, max_exponent=15, min_exponent=-14, mantissa_bits=2
 )
-E2M1 = Float4Format(name="e2m1", values=(0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0), max=6.0, max_exponent=2)
+E2M1 = Float4Format(
+    name="e2m1",
+    values=(0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0),
+    max=6.0,
+    max_exponent=2,
+    min_exponent=0,
+    mantissa_bits=1,
+)
 E8M0 = ExponentFormat(name="e8m0")
 
 ELEMENT_FORMATS = {f.name: f for f in (E4M3, E5M2, E2M1)}
@@ -205,3 +230,23 @@ def element_format(name: str) -> Float8Format | Float4Format:
         allowed = ", ".join(repr(n) for n in ELEMENT_FORMATS)
         raise ValueError(f"format {name!r} is not known; the formats of codes are {allowed}.")
     return ELEMENT_FORMATS[name]
+
+
+def pack(codes: Tensor, dim: int) -> Tensor:
+    """Lay the codes of two neighbours into one byte, the first in its lower four bits.
+
+    Args:
+        codes: Any shape, uint8, 0 to 15 each.
+        dim: The dim whose neighbours share a byte; of even size.
+
+    Returns:
+        uint8, half as many along ``dim``.
+    """
+    last = codes.movedim(dim, -1)
+    return (last[..., ::2] | (last[..., 1::2] << 4)).movedim(-1, dim)
+
+
+def unpack(packed: Tensor, dim: int) -> Tensor:
+    """The codes that `pack` was given, one a byte."""
+    last = packed.movedim(dim, -1)
+    return torch.stack([last & 15, last >> 4], -1).flatten(-2).movedim(-1, dim)

@@ -30,6 +30,7 @@ from fp8compile.ops.layer.fsdp_linear import fsdp_grad_input, fsdp_grad_weight, 
 from fp8compile.ops.layer.grouped_linear import grouped_grad_input, grouped_grad_weight, grouped_linear
 from fp8compile.ops.layer.linear import grad_input, grad_weight, linear
 from fp8compile.ops.layer.sharded_linear import sharded_grad_input, sharded_grad_weight, sharded_linear
+from fp8compile.ops.outer_scale import outer_amax, two_scales
 from fp8compile.ops.quantize_both import quantize_both
 from fp8compile.ops.quantize_weight import quantize_weight
 from fp8compile.ops.registry import OPS, Op, decompositions, register_op
@@ -83,6 +84,7 @@ __all__ = [
     "grouped_linear",
     "grouped_mm",
     "linear",
+    "outer_amax",
     "quantize_both",
     "quantize_weight",
     "realize",
@@ -97,4 +99,5 @@ __all__ = [
     "snapshot",
     "store",
     "straight_through",
+    "two_scales",
 ]

@@ -35,7 +35,8 @@ def _decompose(x: Tensor, multiplier: Tensor, quantizer: Quantizer) -> Tensor:
 
 
 def _sharding(x: Tensor, multiplier: Tensor, quantizer: Quantizer) -> list[Split]:
-    if not quantizer.is_local():
+    packs = shape_said(quantizer, "codes_shape", x.shape) != tuple(x.shape)
+    if packs or not quantizer.is_local():
         return []
     return [Split((cut, grid, None), (cut.dim,)) for cut, grid in grid_cuts(x.shape, quantizer.block)]
 

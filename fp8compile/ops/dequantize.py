@@ -1,4 +1,7 @@
-"""fp8compile::dequantize: codes times scales, in float32, rounded once to the dtype asked for."""
+"""fp8compile::dequantize: codes times scales in float32, rounded once to the dtype asked for.
+
+Of two levels, the outer scale is one more factor.
+"""
 
 from __future__ import annotations
 
@@ -17,22 +20,34 @@ from fp8compile.quantizers import Quantizer
 __all__ = ["dequantize"]
 
 
-def _kernel(codes: Tensor, scale: Tensor, quantizer: Quantizer, dtype: torch.dtype) -> Tensor:
+def _kernel(
+    codes: Tensor, scale: Tensor, quantizer: Quantizer, dtype: torch.dtype, outer_scale: Tensor | None = None
+) -> Tensor:
     found, shape = quantizer.dequantize(codes, scale), shape_said(quantizer, "values_shape", codes.shape)
     values = returned(found, quantizer, "dequantize", shape, torch.float32, "what values_shape says")
+    values = values if outer_scale is None else values * outer_scale
     return values.to(dtype).contiguous()
 
 
-def _fake(codes: Tensor, scale: Tensor, quantizer: Quantizer, dtype: torch.dtype) -> Tensor:
+def _fake(
+    codes: Tensor, scale: Tensor, quantizer: Quantizer, dtype: torch.dtype, outer_scale: Tensor | None = None
+) -> Tensor:
     return codes.new_empty(shape_said(quantizer, "values_shape", codes.shape), dtype=dtype)
 
 
-def _decompose(codes: Tensor, scale: Tensor, quantizer: Quantizer, dtype: torch.dtype) -> Tensor:
-    return rounded(_kernel(codes, scale, quantizer, dtype)).to(dtype)
+def _decompose(
+    codes: Tensor, scale: Tensor, quantizer: Quantizer, dtype: torch.dtype, outer_scale: Tensor | None = None
+) -> Tensor:
+    return rounded(_kernel(codes, scale, quantizer, dtype, outer_scale)).to(dtype)
 
 
-def _sharding(codes: Tensor, scale: Tensor, quantizer: Quantizer, dtype: torch.dtype) -> list[Split]:
-    return [Split((cut, grid, None, None), (cut.dim,)) for cut, grid in grid_cuts(codes.shape, quantizer.block)]
+def _sharding(
+    codes: Tensor, scale: Tensor, quantizer: Quantizer, dtype: torch.dtype, *outer_scale: Tensor | None
+) -> list[Split]:
+    if shape_said(quantizer, "values_shape", codes.shape) != tuple(codes.shape):
+        return []  # where bytes of several codes may be cut is not known
+    whole = (None,) * (2 + len(outer_scale))
+    return [Split((cut, grid, *whole), (cut.dim,)) for cut, grid in grid_cuts(codes.shape, quantizer.block)]
 
 
 def _samples() -> Iterator[tuple]:
@@ -40,6 +55,11 @@ def _samples() -> Iterator[tuple]:
         for quantizer in samples.quantizers():
             multiplier = quantizer.multiplier(quantizer.amax(x))
             yield quantizer.cast(x, multiplier), quantizer.scale_of(multiplier), quantizer, x.dtype
+        for quantizer in samples.two_level_quantizers():
+            own, amax = quantizer.for_shape(x.shape), quantizer.amax(x)
+            outer_amax = own.outer_amax(amax)
+            scale, outer_scale = own.block_scale(amax, outer_amax), own.outer_scale(outer_amax)
+            yield own.cast(x, own.multiplier(amax)), scale, own, x.dtype, outer_scale
 
 
 dequantize = register_op(

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from fp8compile.quantizers import CurrentScaling, Quantizer, Recipe
+from fp8compile.quantizers import CurrentScaling, Quantizer, Recipe, TwoLevelScaling
 
-__all__ = ["matrices", "quantizers", "recipes"]
+__all__ = ["matrices", "quantizers", "recipes", "two_level_quantizers"]
 
 
 def _values(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -38,6 +38,12 @@ def quantizers() -> Iterator[Quantizer]:
     yield CurrentScaling(block=(16, 16), eps=1e-6)
     yield CurrentScaling(block=(1, 32), scale="e8m0_rceil")
     yield CurrentScaling(block=(1, -1), format="e5m2", rounding="stochastic", seed=1)
+
+
+def two_level_quantizers() -> Iterator[Quantizer]:
+    """A quantizer of two levels for each kind of block, rule and packing."""
+    yield TwoLevelScaling()
+    yield TwoLevelScaling(block=(16, 16), packed="none", scale="torchao")
 
 
 def recipes() -> Iterator[Recipe]:

@@ -27,9 +27,11 @@ def _kernel(
     b_quantizer: Quantizer,
     out_dtype: torch.dtype,
     config: GemmConfig,
+    a_outer_scale: Tensor | None = None,
+    b_outer_scale: Tensor | None = None,
 ) -> Tensor:
-    left = Operand(codes=a, scale=a_scale, quantizer=a_quantizer)
-    right = Operand(codes=b, scale=b_scale, quantizer=b_quantizer)
+    left = Operand(codes=a, scale=a_scale, quantizer=a_quantizer, outer_scale=a_outer_scale)
+    right = Operand(codes=b, scale=b_scale, quantizer=b_quantizer, outer_scale=b_outer_scale)
     return multiply(left, right, out_dtype, config)
 
 
@@ -42,6 +44,8 @@ def _fake(
     b_quantizer: Quantizer,
     out_dtype: torch.dtype,
     config: GemmConfig,
+    a_outer_scale: Tensor | None = None,
+    b_outer_scale: Tensor | None = None,
 ) -> Tensor:
     m, k = shape_said(a_quantizer, "values_shape", a.shape)
     other_k, n = shape_said(b_quantizer, "values_shape", b.shape)
@@ -58,8 +62,11 @@ def _decompose(
     b_quantizer: Quantizer,
     out_dtype: torch.dtype,
     config: GemmConfig,
+    a_outer_scale: Tensor | None = None,
+    b_outer_scale: Tensor | None = None,
 ) -> Tensor:
-    product = _kernel(a, b, a_scale, b_scale, a_quantizer, b_quantizer, out_dtype, config)
+    outer = a_outer_scale, b_outer_scale
+    product = _kernel(a, b, a_scale, b_scale, a_quantizer, b_quantizer, out_dtype, config, *outer)
     if selected_gemm(a_quantizer, b_quantizer, a.device, out_dtype, config).rounds_in_call:
         return product
     return rounded(product).to(out_dtype)  # made by Inductor, which would drop its rounding in what follows
@@ -79,13 +86,14 @@ def _sharding(
     b_quantizer: Quantizer,
     out_dtype: torch.dtype,
     config: GemmConfig,
+    *outer_scales: Tensor | None,
 ) -> list[Split]:
     """By rows of a and by columns of b. Cut along the sum, its bits would depend on how many ranks share it."""
     (a_cut, a_grid), (b_cut, b_grid) = _outer_cut(0, a_quantizer.block[0]), _outer_cut(1, b_quantizer.block[1])
-    no_tensors = (None,) * 4
+    whole = (None,) * (4 + len(outer_scales))
     return [
-        Split((a_cut, None, a_grid, None, *no_tensors), (0,), exact=False),
-        Split((None, b_cut, None, b_grid, *no_tensors), (1,), exact=False),
+        Split((a_cut, None, a_grid, None, *whole), (0,), exact=False),
+        Split((None, b_cut, None, b_grid, *whole), (1,), exact=False),
     ]
 
 
@@ -115,4 +123,5 @@ scaled_mm = register_op(
 
 def multiply_operands(a: Operand, b: Operand, out_dtype: torch.dtype, config: GemmConfig) -> Tensor:
     """The op, called with operands (m, k) and (k, n)."""
-    return scaled_mm(a.codes, b.codes, a.scale, b.scale, a.quantizer, b.quantizer, out_dtype, config)
+    outer = () if a.outer_scale is None and b.outer_scale is None else (a.outer_scale, b.outer_scale)
+    return scaled_mm(a.codes, b.codes, a.scale, b.scale, a.quantizer, b.quantizer, out_dtype, config, *outer)

@@ -1,4 +1,7 @@
-"""The three steps that quantize a tensor, amax, scale and cast: as ops, or as the Python functions behind them."""
+"""The steps that quantize a tensor, as ops, or as the Python functions behind them.
+
+Of one level of scales amax, scale and cast; of two amax, outer_amax, two_scales and cast.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ from torch import Tensor
 
 from fp8compile.ops.amax import amax
 from fp8compile.ops.cast import cast
+from fp8compile.ops.outer_scale import outer_amax, two_scales
 from fp8compile.ops.registry import OPS
 from fp8compile.ops.scale import scale
 from fp8compile.quantizers import Quantizer
@@ -18,7 +22,7 @@ __all__ = ["OPS_OF_STEPS", "PYTHON_OF_STEPS", "Steps"]
 
 @dataclass(frozen=True)
 class Steps:
-    """The three steps that quantize a tensor: the ops, or their Python implementations.
+    """The steps that quantize a tensor: the ops, or their Python implementations.
 
     Below the dispatcher no mode sees an op, and each dispatch costs 10 us: eager kernels take the implementations.
     """
@@ -26,7 +30,9 @@ class Steps:
     amax: Callable[[Tensor, Quantizer], Tensor]
     scale: Callable[[Tensor, Quantizer], tuple[Tensor, Tensor]]
     cast: Callable[[Tensor, Tensor, Quantizer], Tensor]
+    outer_amax: Callable[[Tensor, Quantizer], Tensor]
+    two_scales: Callable[[Tensor, Tensor, Quantizer], tuple[Tensor, Tensor, Tensor]]
 
 
-OPS_OF_STEPS = Steps(amax, scale, cast)
-PYTHON_OF_STEPS = Steps(*(OPS[op.name()].impl for op in (amax, scale, cast)))
+OPS_OF_STEPS = Steps(amax, scale, cast, outer_amax, two_scales)
+PYTHON_OF_STEPS = Steps(*(OPS[op.name()].impl for op in (amax, scale, cast, outer_amax, two_scales)))

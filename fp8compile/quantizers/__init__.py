@@ -6,6 +6,7 @@ from fp8compile.quantizers.delayed_scaling import DelayedScaling
 from fp8compile.quantizers.gemm_config import GemmConfig
 from fp8compile.quantizers.quantizer import Quantizer
 from fp8compile.quantizers.recipe import GEMMS, TENSORS, Gemm, Recipe, gemm_kind
+from fp8compile.quantizers.two_level_scaling import TwoLevelScaling
 
 __all__ = [
     "GEMMS",
@@ -17,5 +18,6 @@ __all__ = [
     "GemmConfig",
     "Quantizer",
     "Recipe",
+    "TwoLevelScaling",
     "gemm_kind",
 ]

@@ -11,11 +11,9 @@ from fp8compile.formats import E8M0, FLOAT32_MAX
 from fp8compile.quantizers.blocks import scaled
 from fp8compile.quantizers.quantizer import Quantizer
 from fp8compile.quantizers.scale_rules import SCALE_RULES
-from fp8compile.quantizers.stochastic import noise
+from fp8compile.quantizers.stochastic import check_rounding, noise
 
 __all__ = ["CurrentScaling"]
-
-LARGEST_SEED = (1 << 31) - 1
 
 
 @dataclass(frozen=True, repr=False)
@@ -48,8 +46,8 @@ class CurrentScaling(Quantizer):
         super().__post_init__()
         if self.format not in ("e4m3", "e5m2"):
             raise ValueError(
-                f"CurrentScaling: format is {self.format!r}; it is 'e4m3' or 'e5m2'. 4-bit formats need a second "
-                "scale."
+                f"CurrentScaling: format is {self.format!r}; it is 'e4m3' or 'e5m2'. 4-bit codes have two "
+                "levels of scales: fp8compile.TwoLevelScaling."
             )
         if self.scale not in SCALE_RULES:
             allowed = ", ".join(repr(rule) for rule in SCALE_RULES)
@@ -60,11 +58,7 @@ class CurrentScaling(Quantizer):
                 f"CurrentScaling: eps is {self.eps!r}; it is a number from 0 to the largest float32, the floor under "
                 "the amax."
             )
-
-        if self.rounding not in ("nearest", "stochastic"):
-            raise ValueError(f"CurrentScaling: rounding is {self.rounding!r}; it is 'nearest' or 'stochastic'.")
-        if type(self.seed) is not int or not 0 <= self.seed <= LARGEST_SEED:
-            raise ValueError(f"CurrentScaling: seed is {self.seed!r}; it is an int from 0 to {LARGEST_SEED}.")
+        check_rounding("CurrentScaling", self.rounding, self.seed)
 
     def stores_e8m0(self) -> bool:
         """Whether scales are stored as E8M0 bytes."""

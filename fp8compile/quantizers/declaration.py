@@ -196,6 +196,9 @@ TOGETHER = (
     ("codes_shape", "transposed", "the quantizer of the transposed codes, packed along the other dim"),
     ("scale_dtype", "scale_of", "scales of that dtype"),
     ("scale_dtype", "scale_values", "stored scales as float32 numbers"),
+    ("outer_scale", "block_scale", "stored scales of blocks from their amaxes and that of the whole tensor"),
+    ("outer_scale", "block_multiplier", "what values are multiplied by, from both scales"),
+    ("block_scale", "outer_scale", "the scale of a whole tensor from its amax"),
     ("scale_shape", "amax", "one amax an entry of that grid"),
     ("scale_shape", "cast", "codes, each by the multiplier of its entry of that grid"),
     ("scale_shape", "dequantize", "values, each by the scale of its entry of that grid"),
@@ -228,7 +231,10 @@ def _check_spelling(cls: type, name: str, given: Any, methods: dict[str, Any]) -
 
 def _check_together(cls: type, base: type) -> None:
     """Methods that say one thing together are overridden together."""
+    two_levels = _overrides(cls, base, "outer_scale")
     for first, second, what in TOGETHER:
+        if two_levels and second == "scale_of":
+            continue  # block_scale makes them
         if _overrides(cls, base, first) and not _overrides(cls, base, second):
             raise TypeError(f"{cls.__name__} overrides {first} and not {second}. Write {second} too: {what}.")
     for first, second, what in DECLARED:
@@ -247,7 +253,7 @@ def check_steps(cls: type, base: type) -> None:
             arguments.
     """
     name = cls.__name__
-    if not _overrides(cls, base, "multiplier"):
+    if not _overrides(cls, base, "multiplier") and not _overrides(cls, base, "outer_scale"):
         raise TypeError(
             f"{name} has no scale rule. Write\n    def multiplier(self, amax: Tensor) -> Tensor:\nwhich returns what "
             "the values of a block are multiplied by, from their largest magnitude; or derive from "

@@ -4,6 +4,13 @@
     |                                     |
     +---------- product, round <----------+--> codes uint8
 
+A tensor may have two levels of scales, one for each block and one, in float32, for all of it:
+
+    x --amax--> amax f32 --outer_amax--> f32 (1,) --outer_scale--> f32 (1,), what all values are multiplied by
+    |            +--------block_scale------+--> scale           |
+    |                                           +--block_multiplier--> f32
+    +-------------------- product, round <------------------------+--> codes uint8
+
 The steps are methods, plain PyTorch, and the reference for every backend: the ops call them in eager mode, Inductor
 traces through them. The base class gives all but the scale rule; an odd format overrides more.
 """
@@ -17,6 +24,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from fp8compile._compat import guard_or_false
 from fp8compile.formats import E4M3, E5M2, Float4Format, Float8Format, element_format
 from fp8compile.quantizers.blocks import (
     as_matrix,
@@ -47,6 +55,9 @@ class Quantizer(Constant):
     ``scale_dtype``, ``scale_of`` and ``scale_values``; a grid other than that of blocks ``scale_shape``, ``amax``,
     ``cast`` and ``dequantize``. What is missing raises where the class is defined.
     ``class Family(Quantizer, abstract=True)`` is a base of others.
+
+    A quantizer of two levels overrides ``outer_scale``, ``block_scale`` and ``block_multiplier`` in place of
+    ``multiplier``. ``dequantize`` leaves the outer scale to who calls it: it is one more factor, of the whole tensor.
 
     ``dequantize`` alone says what codes mean. A GEMM of the hardware reads float8 codes, one a byte, times the scales
     of their blocks, so it multiplies the codes of a class that inherits ``dequantize``. Other codes are multiplied by
@@ -99,6 +110,95 @@ class Quantizer(Constant):
         """Whether a value's code depends on the value and its block alone, not on where in the tensor it stands."""
         return True
 
+    def unpacked(self) -> Quantizer:
+        """The quantizer of the same codes, one a byte, which can be cut anywhere.
+
+        Raises:
+            ValueError: The class packs codes, and says no other one.
+        """
+        if type(self).codes_shape is Quantizer.codes_shape:
+            return self
+        raise ValueError(
+            f"{self!r} packs codes of several values in a byte, and the tensor, or one that it is multiplied by, is "
+            "spread over ranks: its class would have to say by unpacked() what makes the same codes one a byte. "
+            "Write that method, or quantize and multiply whole tensors."
+        )
+
+    def for_shape(self, shape: Sequence[int]) -> Quantizer:
+        """The quantizer that a layer takes for a matrix of this shape: itself, or `unpacked` where it can't pack."""
+        return self
+
+    def transform(self) -> tuple[int, ...]:
+        """What stands for the orthogonal transform that codes are made behind, along the dim that is summed over.
+
+        Both operands of a product have the same one: () for none.
+        """
+        return ()
+
+    # ------------------------------------------------------------------ two levels
+
+    def has_outer_scale(self) -> bool:
+        """Whether there are two levels of scales: of blocks, and of the whole tensor."""
+        return type(self).outer_scale is not Quantizer.outer_scale
+
+    def outer_amax(self, amax: Tensor) -> Tensor:
+        """The largest amax of all blocks.
+
+        Args:
+            amax: Shape ``scale_shape(shape)``, float32.
+
+        Returns:
+            Shape (1,), float32; NaN if a block's is NaN, 0 of no blocks. Over ranks, their maximum is that of the
+            whole tensor.
+        """
+        if guard_or_false(amax.numel() == 0):
+            return amax.new_zeros((1,))
+        return amax.amax().view(1)
+
+    def outer_scale(self, outer_amax: Tensor) -> Tensor:
+        """What all values of a tensor are multiplied by, beside the scales of their blocks.
+
+        Args:
+            outer_amax: Shape (1,), float32, of the whole tensor.
+
+        Returns:
+            Shape (1,), float32; NaN where the amax isn't finite.
+
+        Raises:
+            NotImplementedError: The class has one level.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no outer scale: its scales are those of blocks.")
+
+    def block_scale(self, amax: Tensor, outer_amax: Tensor) -> Tensor:
+        """Scales of blocks, as they are stored.
+
+        Args:
+            amax: Shape of the grid, float32.
+            outer_amax: Shape (1,), float32, of the whole tensor.
+
+        Returns:
+            Shape of the grid, in ``scale_dtype()``.
+
+        Raises:
+            NotImplementedError: The class has one level.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no outer scale: its scales are those of blocks.")
+
+    def block_multiplier(self, scale: Tensor, outer_scale: Tensor) -> Tensor:
+        """What values are multiplied by before they are rounded, from both scales.
+
+        Args:
+            scale: Shape of the grid, in ``scale_dtype()``.
+            outer_scale: Shape (1,), float32.
+
+        Returns:
+            Shape of the grid, float32.
+
+        Raises:
+            NotImplementedError: The class has one level.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no outer scale: its scales are those of blocks.")
+
     # ------------------------------------------------------------------ steps
 
     def element_format(self) -> Float8Format | Float4Format:
@@ -143,10 +243,15 @@ class Quantizer(Constant):
         Returns:
             The same shape, float32, positive and finite, or NaN where the amax isn't finite.
 
+        Of a quantizer of two levels, of a whole tensor, whose outer amax is the largest of these.
+
         Raises:
             NotImplementedError: The class defines none.
         """
-        raise NotImplementedError(f"{type(self).__name__} has no scale rule: define multiplier(self, amax).")
+        if not self.has_outer_scale():
+            raise NotImplementedError(f"{type(self).__name__} has no scale rule: define multiplier(self, amax).")
+        outer_amax = self.outer_amax(amax)
+        return self.block_multiplier(self.block_scale(amax, outer_amax), self.outer_scale(outer_amax))
 
     def scale_of(self, multiplier: Tensor) -> Tensor:
         """The scale that undoes a multiplier: its inverse, correctly rounded, subnormals kept.
@@ -177,7 +282,7 @@ class Quantizer(Constant):
         return from_matrix(self.element_format().encode(values), x.shape)
 
     def dequantize(self, codes: Tensor, scale: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Values of codes: codes times scale.
+        """Values of codes: codes times scale. An outer scale is left to who calls it.
 
         Args:
             codes: Shape ``codes_shape(shape)``, uint8.

@@ -198,6 +198,11 @@ class Recipe(Constant):
                 f"{b.block}: it multiplies blocks {block_a} over (m, k) by {block_b} over (k, n). Allowed there: "
                 f"{ALLOWED_PAIRS}."
             )
+        if a.transform() != b.transform():
+            raise ValueError(
+                f"Recipe: the GEMM of {gemm.name} has transform {a.transform()} for {gemm.a} and {b.transform()} for "
+                f"{gemm.b}; only of two operands with the same one is the product that of the two. Give both the same."
+            )
         if a.gemm_format() == b.gemm_format() == E5M2:
             raise ValueError(
                 f"Recipe: the GEMM of {gemm.name} has e5m2 for {gemm.a} and for {gemm.b}; tensor cores multiply e4m3 "

@@ -31,7 +31,7 @@ from fp8compile.formats import (
     Float8Format,
 )
 
-__all__ = ["SCALE_RULES", "exact_quotient"]
+__all__ = ["SCALE_RULES", "exact_quotient", "nan_where_not_finite"]
 
 Rule = Callable[[Tensor, Float8Format | Float4Format, float], Tensor]
 
@@ -49,7 +49,8 @@ def _floored(amax: Tensor, eps: float) -> Tensor:
     return amax.double().clamp(min=eps) if eps else amax.double()
 
 
-def _keep_special(amax: Tensor, multiplier: Tensor) -> Tensor:
+def nan_where_not_finite(amax: Tensor, multiplier: Tensor) -> Tensor:
+    """A multiplier or scale, NaN where the amax that it was made of is NaN or infinite."""
     finite = amax < torch.inf  # a magnitude, or NaN, of which it doesn't hold: `isfinite` would be four operations
     return torch.where(finite, multiplier.view(torch.int32), FLOAT32_NAN).view(torch.float32)
 
@@ -68,18 +69,18 @@ def _one_where_empty(amax: Tensor, multiplier: Tensor, eps: float) -> Tensor:
 
 def fp32(amax: Tensor, fmt: Float8Format | Float4Format, eps: float) -> Tensor:
     """The quotient itself."""
-    return _keep_special(amax, _one_where_empty(amax, _quotient(amax, fmt, eps), eps))
+    return nan_where_not_finite(amax, _one_where_empty(amax, _quotient(amax, fmt, eps), eps))
 
 
 def pow2(amax: Tensor, fmt: Float8Format | Float4Format, eps: float) -> Tensor:
     """The quotient rounded down to a power of two, so that scaling rounds nothing."""
     rounded_down = _clear_mantissa(_quotient(amax, fmt, eps))
-    return _keep_special(amax, _one_where_empty(amax, rounded_down, eps))
+    return nan_where_not_finite(amax, _one_where_empty(amax, rounded_down, eps))
 
 
 def _from_scale_byte(amax: Tensor, byte: Tensor) -> Tensor:
     """The multiplier 2**(127 - byte), the inverse of an E8M0 scale."""
-    return _keep_special(amax, E8M0.decode(254 - byte))
+    return nan_where_not_finite(amax, E8M0.decode(254 - byte))
 
 
 def e8m0_rceil(amax: Tensor, fmt: Float8Format | Float4Format, eps: float) -> Tensor:

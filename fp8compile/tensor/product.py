@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp8compile import ops
+from fp8compile.ops.gemm import Operand
 from fp8compile.ops.registry import register_op
+from fp8compile.ops.scaled_mm import multiply_operands
 from fp8compile.ops.sharding import Cut, Split
 from fp8compile.quantizers import CurrentScaling, GemmConfig, Quantizer
 from fp8compile.tensor.arguments import SOURCE_DTYPES
@@ -78,6 +79,10 @@ with_product_gradient = register_op(
 LAYERS[with_product_gradient] = lambda func, product, *operands: product.detach()
 
 
+def _operand(x: QuantizedTensor) -> Operand:
+    return Operand(codes=x.codes, scale=x.scale, quantizer=x.quantizer, outer_scale=x.outer_scale)
+
+
 def scaled_mm(a: QuantizedTensor, b: QuantizedTensor, *, out_dtype: torch.dtype, emulate: bool = False) -> Tensor:
     """The product of two quantized matrices; sums in float32 or better.
 
@@ -116,5 +121,6 @@ def scaled_mm(a: QuantizedTensor, b: QuantizedTensor, *, out_dtype: torch.dtype,
     if a.device != b.device:
         raise ValueError(f"scaled_mm: a is on {a.device} and b on {b.device}; move them to one device.")
     config = GemmConfig(emulate=emulate)
-    product = ops.scaled_mm(a.codes, b.codes, a.scale, b.scale, a.quantizer, b.quantizer, out_dtype, config)
+    left, right = (_operand(each) for each in (a, b))
+    product = multiply_operands(left, right, out_dtype, config)
     return with_product_gradient(product, a, b, a.quantizer)

@@ -46,11 +46,23 @@ def _check_source(x: Any, quantizer: Any) -> None:
         raise TypeError(f"quantize: x {reason}; it is a dense tensor.")
     if x.dtype not in SOURCE_DTYPES:
         raise TypeError(f"quantize: x is {x.dtype}; it is bfloat16, float16 or float32. Cast it first.")
+    if all(map(_compat.is_static, x.shape)):
+        _check_fits(x, quantizer)
     if _compat.is_transformed(x):
         raise RuntimeError(
             "quantize: x is inside a transform of torch.func (grad, vmap, jvp) or forward-mode autograd, which can't "
             "look into a QuantizedTensor. Differentiate by .backward() or torch.autograd.grad, or use "
             "fp8compile.linear, which torch.func.grad differentiates."
+        )
+
+
+def _check_fits(x: Tensor, quantizer: Quantizer) -> None:
+    found = quantizer.values_shape(quantizer.codes_shape(x.shape))
+    if tuple(found) != tuple(x.shape):
+        raise ValueError(
+            f"quantize: x has shape {tuple(x.shape)}, and its codes by this quantizer would stand for shape "
+            f"{tuple(found)}: it packs or transforms several values together. Pad x with zeros to that shape; layers "
+            "do so by themselves."
         )
 
 
@@ -106,7 +118,7 @@ def _quantize_shard(
     found = quantize_shard(part, quantizer)
     shape = part.whole_shape() if any(found.whole) else x.shape
     scale = found.scale.view(quantizer.scale_shape(shape))
-    return QuantizedTensor(found.local, scale, quantizer, x.dtype, group, shard_dim, sizes)
+    return QuantizedTensor(found.local, scale, found.quantizer, x.dtype, group, shard_dim, sizes, found.outer_scale)
 
 
 def _quantized(
@@ -117,8 +129,14 @@ def _quantized(
     amax = ops.amax(x, quantizer)
     if group is not None and _block_spans_ranks(x, quantizer, group, shard_dim):
         amax = all_reduce_amax(amax, group)
-    multiplier, scale = ops.scale(amax, quantizer)
-    return QuantizedTensor(ops.cast(x, multiplier, quantizer), scale, quantizer, x.dtype, group, shard_dim)
+    if quantizer.has_outer_scale():
+        outer_amax = ops.outer_amax(amax, quantizer)
+        outer_amax = outer_amax if group is None else all_reduce_amax(outer_amax, group)
+        multiplier, scale, outer = ops.two_scales(amax, outer_amax, quantizer)
+    else:
+        (multiplier, scale), outer = ops.scale(amax, quantizer), None
+    codes = ops.cast(x, multiplier, quantizer)
+    return QuantizedTensor(codes, scale, quantizer, x.dtype, group, shard_dim, outer_scale=outer)
 
 
 def quantize(

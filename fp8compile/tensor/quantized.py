@@ -92,6 +92,8 @@ class QuantizedTensor(Tensor):
         shard_dim: The dim along which these ranks have parts of a whole; None without a group, and where a view has
             no such dim any more.
         sizes: What every rank has along it, where ``fp8compile.quantize`` was told; else None.
+        outer_scale: What all of it is multiplied by beside ``scale``, (1,) float32, where the quantizer has two levels
+            of scales (``fp8compile.TwoLevelScaling``); else None.
     """
 
     codes: Tensor
@@ -100,6 +102,7 @@ class QuantizedTensor(Tensor):
     group: ProcessGroup | None
     shard_dim: int | None
     sizes: tuple[int, ...] | None
+    outer_scale: Tensor | None
     instead_of_cutting = "call .dequantize() first."  # what errors advise
 
     @staticmethod
@@ -112,6 +115,7 @@ class QuantizedTensor(Tensor):
         group: ProcessGroup | None = None,
         shard_dim: int | None = None,
         sizes: tuple[int, ...] | None = None,
+        outer_scale: Tensor | None = None,
     ) -> QuantizedTensor:
         """Wrap codes and scales that a quantizer made of a tensor of this dtype; ``quantize`` is the usual way."""
         # views of a tensor that was made outside of inference mode have its version counter, inside of it too
@@ -134,6 +138,7 @@ class QuantizedTensor(Tensor):
         group: ProcessGroup | None = None,
         shard_dim: int | None = None,
         sizes: tuple[int, ...] | None = None,
+        outer_scale: Tensor | None = None,
     ) -> None:
         self.codes = codes
         self.scale = scale
@@ -141,14 +146,16 @@ class QuantizedTensor(Tensor):
         self.group = group
         self.shard_dim = shard_dim
         self.sizes = sizes
+        self.outer_scale = outer_scale
 
     # ------------------------------------------------------------------ what torch.compile asks
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple]:
+        names = ["codes", "scale"] if self.outer_scale is None else ["codes", "scale", "outer_scale"]
         if self.group is None:
-            return ["codes", "scale"], (self.quantizer, self.dtype, None)
+            return names, (self.quantizer, self.dtype, None)
         identity = (self.group.group_name, self.group.size(), self.group.rank(), self.shard_dim, self.sizes)
-        return ["codes", "scale", "group"], (self.quantizer, self.dtype, identity)
+        return [*names, "group"], (self.quantizer, self.dtype, identity)
 
     def _stable_hash_for_caching(self) -> str:
         """What stands for an argument in the key of AOTAutograd's cache.
@@ -164,9 +171,10 @@ class QuantizedTensor(Tensor):
     @staticmethod
     def __tensor_unflatten__(inner: dict, metadata: tuple, outer_size: Any, outer_stride: Any) -> QuantizedTensor:
         quantizer, dtype, identity = metadata
-        if identity is None:
-            return QuantizedTensor(inner["codes"], inner["scale"], quantizer, dtype)
-        return QuantizedTensor(inner["codes"], inner["scale"], quantizer, dtype, inner["group"], *identity[-2:])
+        shard = (None, None, None) if identity is None else (inner["group"], *identity[-2:])
+        return QuantizedTensor(
+            inner["codes"], inner["scale"], quantizer, dtype, *shard, outer_scale=inner.get("outer_scale")
+        )
 
     def __coerce_tangent_metadata__(self) -> QuantizedTensor:
         # AOTAutograd asks an output of a graph for the gradient that it will get, and expects one of the same class
@@ -194,11 +202,14 @@ class QuantizedTensor(Tensor):
 
     def _values(self, dtype: torch.dtype) -> Tensor:
         if not self.cuts_blocks():
-            return ops.dequantize(self.codes, self.scale, self.quantizer, dtype)
+            outer = () if self.outer_scale is None else (self.outer_scale,)
+            return ops.dequantize(self.codes, self.scale, self.quantizer, dtype, *outer)
         codes, scale = as_matrix(self.codes), self.scale.reshape(-1, self.scale.shape[-1])
         is_column = int(self.shard_dim == self.ndim - 1)
         side = axis_blocks(self.shape, (self._shards(),), self.quantizer.block)[is_column]
-        window = ops.dequantize(side.embed(codes, is_column), side.window(scale, is_column), self.quantizer, dtype)
+        outer = () if self.outer_scale is None else (self.outer_scale,)
+        window = side.embed(codes, is_column), side.window(scale, is_column)
+        window = ops.dequantize(*window, self.quantizer, dtype, *outer)
         return side.extract(window, is_column).reshape(self.shape)
 
     def cuts_blocks(self) -> bool:
@@ -238,7 +249,7 @@ class QuantizedTensor(Tensor):
         whole = (self.cuts_blocks() and not is_column, self.cuts_blocks() and is_column)
         gathered = QuantizedShard(self.codes, self.scale, self.quantizer, (shards,), whole).gather(0)
         scale = gathered.scale.view(self.quantizer.scale_shape(gathered.local.shape))
-        return QuantizedTensor(gathered.local, scale, self.quantizer, self.dtype)
+        return QuantizedTensor(gathered.local, scale, self.quantizer, self.dtype, outer_scale=self.outer_scale)
 
     @property
     def data(self) -> QuantizedTensor:  # type: ignore[override]
@@ -266,10 +277,15 @@ class QuantizedTensor(Tensor):
                 "a QuantizedTensor with a process group can't be pickled: a group lives in one process. Pickle "
                 ".dequantize(), or its .codes and .scale."
             )
-        return load_tensor, (self.codes, self.scale, self.quantizer, self.dtype)
+        outer = () if self.outer_scale is None else (self.outer_scale,)
+        return load_tensor, (self.codes, self.scale, self.quantizer, self.dtype, *outer)
+
+    def _outer_alias(self) -> Tensor | None:
+        return None if self.outer_scale is None else torch.ops.aten.alias.default(self.outer_scale)
 
     def _like(self, codes: Tensor, scale: Tensor) -> QuantizedTensor:
-        return QuantizedTensor(codes, scale, self.quantizer, self.dtype, self.group, self.shard_dim, self.sizes)
+        outer = self._outer_alias()
+        return QuantizedTensor(codes, scale, self.quantizer, self.dtype, self.group, self.shard_dim, self.sizes, outer)
 
     def _view(
         self, codes: Tensor, scale: Tensor, shard_dim: int | None, quantizer: Quantizer | None = None
@@ -277,7 +293,8 @@ class QuantizedTensor(Tensor):
         """A view whose ranks have parts along this dim of it; it keeps sizes where it has all of the dim."""
         whole_dim = shard_dim is not None and codes.shape[shard_dim] == self.codes.shape[self.shard_dim]
         sizes = self.sizes if whole_dim else None
-        return QuantizedTensor(codes, scale, quantizer or self.quantizer, self.dtype, self.group, shard_dim, sizes)
+        quantizer, outer = quantizer or self.quantizer, self._outer_alias()
+        return QuantizedTensor(codes, scale, quantizer, self.dtype, self.group, shard_dim, sizes, outer)
 
     __torch_function__ = torch._C._disabled_torch_function_impl
 

@@ -22,7 +22,9 @@ if TYPE_CHECKING:
 __all__ = ["load_parameter", "load_tensor"]
 
 
-def _check(codes: Tensor, scale: Tensor, quantizer: Quantizer, dtype: torch.dtype) -> None:
+def _check(
+    codes: Tensor, scale: Tensor, quantizer: Quantizer, dtype: torch.dtype, outer_scale: Tensor | None = None
+) -> None:
     kinds = ((codes, Tensor), (scale, Tensor), (quantizer, Quantizer), (dtype, torch.dtype))
     if not all(isinstance(value, kind) for value, kind in kinds):
         found = [type(value).__name__ for value, _ in kinds]
@@ -37,14 +39,22 @@ def _check(codes: Tensor, scale: Tensor, quantizer: Quantizer, dtype: torch.dtyp
             f"{scale.dtype}. By {quantizer!r} codes are torch.uint8, and their scale is {tuple(expected)}, "
             f"{quantizer.scale_dtype()}."
         )
+    has_outer = isinstance(outer_scale, Tensor) and outer_scale.shape == (1,) and outer_scale.dtype == torch.float32
+    if has_outer != quantizer.has_outer_scale() or (outer_scale is not None and not has_outer):
+        raise ValueError(
+            f"load: the file has an outer scale {outer_scale!r}; by {quantizer!r} it is "
+            f"{'torch.float32 of shape (1,)' if quantizer.has_outer_scale() else 'None'}."
+        )
 
 
-def load_tensor(codes: Tensor, scale: Tensor, quantizer: Quantizer, dtype: torch.dtype) -> QuantizedTensor:
+def load_tensor(
+    codes: Tensor, scale: Tensor, quantizer: Quantizer, dtype: torch.dtype, outer_scale: Tensor | None = None
+) -> QuantizedTensor:
     """What a pickle of a QuantizedTensor calls."""
     from fp8compile.tensor.quantized import QuantizedTensor
 
-    _check(codes, scale, quantizer, dtype)
-    return QuantizedTensor(codes, scale, quantizer, dtype)
+    _check(codes, scale, quantizer, dtype, outer_scale)
+    return QuantizedTensor(codes, scale, quantizer, dtype, outer_scale=outer_scale)
 
 
 def load_parameter(

@@ -19,7 +19,13 @@ aten = torch.ops.aten
 
 
 def _same(func: Any, x: QuantizedTensor, **kwargs: Any) -> QuantizedTensor:
-    return x._like(func(x.codes, **kwargs), func(x.scale))
+    return _with_outer(x._like(func(x.codes, **kwargs), func(x.scale)), func)
+
+
+def _with_outer(found: QuantizedTensor, func: Any, **kwargs: Any) -> QuantizedTensor:
+    """A copy, with a copy of the outer scale."""
+    found.outer_scale = None if found.outer_scale is None else func(found.outer_scale, **kwargs)
+    return found
 
 
 def _check_not_packed(func: Any, x: QuantizedTensor) -> None:
@@ -209,7 +215,7 @@ def _to_copy(func: Any, x: QuantizedTensor, **kwargs: Any) -> QuantizedTensor:
             f"a QuantizedTensor of {x.dtype} can't be cast to {dtype}: its codes have their own format. Call "
             f".dequantize({dtype}) for a plain tensor."
         )
-    return x._like(func(x.codes, **kwargs), func(x.scale, **kwargs))
+    return _with_outer(x._like(func(x.codes, **kwargs), func(x.scale, **kwargs)), func, **kwargs)
 
 
 VIEWS.update(

@@ -50,7 +50,8 @@ def _random(rows: int, columns: int, seed: int, device: torch.device) -> Tensor:
 
 def _exact(x: Tensor, q: Quantizer) -> Tensor:
     quantized = quantize(x, q)
-    return q.dequantize(quantized.codes, quantized.scale, torch.float64)
+    values = q.dequantize(quantized.codes, quantized.scale, torch.float64)
+    return values if quantized.outer_scale is None else values * quantized.outer_scale
 
 
 def _check_product(found: Tensor, a: Tensor, b: Tensor, what: str) -> None:
@@ -71,7 +72,7 @@ def products_are_those_of_dequantize(q: Quantizer, device: torch.device) -> None
     block, q = q.block, _as_left_operand(q)
     if q is None:
         raise NotLookedAt(f"no GEMM takes blocks {block}, so scaled_mm and recipes refuse them")
-    x, weight = looking_at((_random(40, 48, 0, device), _random(32, 48, 1, device)))
+    x, weight = looking_at((_random(48, 64, 0, device), _random(32, 64, 1, device)))
     partner = _partner(q)
     product = scaled_mm(quantize(x, q), quantize(weight, partner).t(), out_dtype=torch.float32)
     _check_product(product, _exact(x, q), _exact(weight, partner).t(), "scaled_mm")
@@ -129,7 +130,7 @@ def gemms_read_what_dequantize_gives(q: Quantizer, device: torch.device) -> None
                 expected="no native GEMM where gemm_format() is None", found=", ".join(chosen), mend=OWN_MEANING
             )
         return
-    quantized = quantize(looking_at(_random(40, 48, 0, device)), q)
+    quantized = quantize(looking_at(_random(48, 48, 0, device)), q)
     exact = q.dequantize(quantized.codes, quantized.scale, torch.float64)
     if (differs := difference(_as_read(quantized), exact)) is not None:
         raise BrokenContract(
@@ -142,7 +143,7 @@ def gemms_read_what_dequantize_gives(q: Quantizer, device: torch.device) -> None
 
 def code_zero_is_zero(q: Quantizer, device: torch.device) -> None:
     """A byte of zeros stands for the value zero: shards that cut blocks, and odd sizes, are padded with it."""
-    quantized = quantize(looking_at(_random(40, 48, 0, device)), q)
+    quantized = quantize(looking_at(_random(48, 48, 0, device)), q)
     found = q.dequantize(torch.zeros_like(quantized.codes), quantized.scale)
     if found.any():
         raise BrokenContract(

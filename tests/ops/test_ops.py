@@ -40,6 +40,7 @@ KEEP_STRIDES = (
     "fp8compile::snapshot",
     "fp8compile::store",
     "fp8compile::straight_through",
+    "fp8compile::two_scales",
 )  # elementwise
 LAID_OUT = ("fp8compile::quantize_both", "fp8compile::group_quantize_both")  # as GEMMs read it
 OURS = sorted(name for name in OPS if name.startswith(NAMESPACE))

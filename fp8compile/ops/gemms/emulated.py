@@ -6,6 +6,8 @@ and otherwise this GEMM says why no other one takes the operands.
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -49,7 +51,10 @@ def _exact(operand: Operand) -> Tensor:
 
 
 def _multiply(a: Operand, b: Operand, out_dtype: torch.dtype, config: GemmConfig) -> Tensor:
-    return (_exact(a) @ _exact(b)).to(out_dtype)
+    product = _exact(a) @ _exact(b)
+    outer = [operand.outer_scale.double() for operand in (a, b) if operand.outer_scale is not None]
+    # their product is exact in float64; codes times scales of blocks are small numbers, whose sum is exact, too
+    return (product * math.prod(outer) if outer else product).to(out_dtype)
 
 
 EMULATED = GemmKernel(name="emulated", detail="emulated in float64", takes=_takes, lacks=_lacks, multiply=_multiply)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
@@ -29,11 +29,13 @@ class Operand:
         codes: uint8, 2-D, ``quantizer.codes_shape`` of the matrix.
         scale: Grid of the quantizer's blocks over ``codes``, 2-D.
         quantizer: In the coordinates of ``codes``.
+        outer_scale: Of the whole tensor, (1,) float32; None of a quantizer with one level of scales.
     """
 
     codes: Tensor
     scale: Tensor
     quantizer: Quantizer
+    outer_scale: Tensor | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -42,7 +44,7 @@ class Operand:
 
     def t(self) -> Operand:
         """The transposed matrix; no data moves."""
-        return Operand(codes=self.codes.t(), scale=self.scale.t(), quantizer=_transposed(self.quantizer))
+        return replace(self, codes=self.codes.t(), scale=self.scale.t(), quantizer=_transposed(self.quantizer))
 
     def scale_values(self) -> Tensor:
         """The scales as float32 numbers."""

@@ -51,7 +51,7 @@ def outer_cuts(shape: Sequence[int], quantizer: Quantizer | None, dims: Iterable
 
     What order a high-precision product sums in may depend on the sizes that it's given.
     """
-    if quantizer is None or not quantizer.is_local():
+    if quantizer is None or not quantizer.is_local() or quantizer.has_outer_scale():
         return []
     known = isinstance(quantizer, DelayedScaling)  # a scale that was known before the tensor holds for any part of it
     return [cut for cut, grid in grid_cuts(shape, quantizer.block) if (known or grid is not None) and cut.dim in dims]

@@ -85,6 +85,7 @@ class QuantizedShard:
         quantizer: What made them.
         cuts: As of a ``LocalShard``.
         whole: Whether rows and columns of ``scale`` are those of the whole tensor's grid.
+        outer_scale: Of the whole tensor, where its quantizer has two levels of scales.
     """
 
     local: Tensor
@@ -92,6 +93,7 @@ class QuantizedShard:
     quantizer: Quantizer
     cuts: Sharding
     whole: tuple[bool, bool] = (False, False)
+    outer_scale: Tensor | None = None
 
     def gather(self, index: int) -> QuantizedShard:
         """Put together codes, and scales where ranks have different ones, in the order of ``LocalShard.gather``."""
@@ -141,7 +143,7 @@ class QuantizedShard:
     def operand(self) -> tuple[Operand, AxisBlocks | None, AxisBlocks | None]:
         """The matrix that a GEMM takes, and the sides along which it is a window."""
         if not self.cuts:
-            return Operand(codes=self.local, scale=self.scale, quantizer=self.quantizer), None, None
+            return self._operand(self.local, self.scale), None, None
         codes = as_matrix(self.local)
         grid = self.scale.reshape(self.scale.shape[:-1].numel(), self.scale.shape[-1])
         windows: list[AxisBlocks | None] = [None, None]
@@ -150,7 +152,10 @@ class QuantizedShard:
             if whole and side.groups:
                 codes, grid = side.embed(codes, dim), side.window(grid, dim)
                 windows[dim] = side
-        return Operand(codes=codes, scale=grid, quantizer=self.quantizer), windows[0], windows[1]
+        return self._operand(codes, grid), windows[0], windows[1]
+
+    def _operand(self, codes: Tensor, scale: Tensor) -> Operand:
+        return Operand(codes=codes, scale=scale, quantizer=self.quantizer, outer_scale=self.outer_scale)
 
 
 def check_not_packed(quantizer: Quantizer, codes: Sequence[int], values: Sequence[int]) -> None:

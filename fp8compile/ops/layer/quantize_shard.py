@@ -14,6 +14,8 @@ from fp8compile.ops.steps import OPS_OF_STEPS, PYTHON_OF_STEPS, Steps
 from fp8compile.quantizers import Quantizer
 from fp8compile.quantizers.blocks import as_matrix
 
+Scales = tuple[Tensor, Tensor, Tensor | None]  # multiplier, scale, and of two levels the outer scale
+
 __all__ = [
     "OPS_OF_STEPS",
     "PYTHON_OF_STEPS",
@@ -71,6 +73,16 @@ def _window_and_amax(
     return window, found, sides
 
 
+def _scales(found: Tensor, quantizer: Quantizer, steps: Steps, cuts: Sharding = ()) -> Scales:
+    """Scales from the amaxes of blocks; of two levels ranks whose amaxes are of parts reduce the outer one first."""
+    if not quantizer.has_outer_scale():
+        return *steps.scale(found, quantizer), None
+    outer_amax = steps.outer_amax(found, quantizer)
+    for cut in cuts:
+        outer_amax = outer_amax if cut is None else all_reduce_amax(outer_amax, cut.group)
+    return steps.two_scales(found, outer_amax, quantizer)
+
+
 def is_aligned(part: LocalShard, quantizer: Quantizer) -> bool:
     """Whether all blocks that a part has elements of are its own, so that ranks need not talk to quantize it."""
     return not any(part.cuts) or all(
@@ -99,17 +111,21 @@ def quantize_shard(
         Codes of the part's elements.
     """
     if not any(part.cuts):
+        quantizer = quantizer.for_shape(part.local.shape)
         amax = whole_amax if whole_amax is not None else local_amax
-        multiplier, scales = steps.scale(steps.amax(part.local, quantizer) if amax is None else amax, quantizer)
-        return QuantizedShard(steps.cast(part.local, multiplier, quantizer), scales, quantizer, part.cuts)
+        amax = steps.amax(part.local, quantizer) if amax is None else amax
+        multiplier, scales, outer = _scales(amax, quantizer, steps)
+        codes = steps.cast(part.local, multiplier, quantizer)
+        return QuantizedShard(codes, scales, quantizer, part.cuts, outer_scale=outer)
+    quantizer = quantizer.unpacked()
     if whole_amax is not None:
         return _by_whole_amax(part, quantizer, steps, whole_amax)
     window, found, sides = _window_and_amax(part, quantizer, steps, local_amax)
-    multiplier, scales = steps.scale(found, quantizer)
+    multiplier, scales, outer = _scales(found, quantizer, steps, part.cuts)
     for dim, side in enumerate(sides):
         multiplier = side.window(multiplier, dim) if side.kind == "split" else multiplier
     codes = _extracted(steps.cast(window, multiplier, quantizer), part, sides)
-    return QuantizedShard(codes, scales, quantizer, part.cuts, _are_split(part, quantizer))
+    return QuantizedShard(codes, scales, quantizer, part.cuts, _are_split(part, quantizer), outer)
 
 
 def _are_split(part: LocalShard, quantizer: Quantizer) -> tuple[bool, bool]:
@@ -131,10 +147,10 @@ def local_scales(scales: Tensor, shape: Sequence[int], cuts: Sharding, quantizer
 
 
 def _by_whole_amax(part: LocalShard, quantizer: Quantizer, steps: Steps, whole_amax: Tensor) -> QuantizedShard:
-    multiplier, scales = steps.scale(whole_amax, quantizer)
+    multiplier, scales, outer = _scales(whole_amax, quantizer, steps)
     scales = local_scales(scales, part.local.shape, part.cuts, quantizer)
     codes = cast_shard(part, multiplier, quantizer, steps)
-    return QuantizedShard(codes, scales, quantizer, part.cuts, _are_split(part, quantizer))
+    return QuantizedShard(codes, scales, quantizer, part.cuts, _are_split(part, quantizer), outer)
 
 
 # ---------------------------------------------------------------------------------- many parts, one message

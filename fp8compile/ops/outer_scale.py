@@ -1,0 +1,116 @@
+"""Scales of two levels, as ops: fp8compile::outer_amax and fp8compile::two_scales.
+
+The amax of the whole tensor is a step of its own: where a tensor is spread over ranks, they take their maximum of it
+before any scale is made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from fp8compile.ops import samples
+from fp8compile.ops.inductor_hints import realize
+from fp8compile.ops.registry import register_op
+from fp8compile.ops.returned import dtype_said, returned
+from fp8compile.ops.sharding import Cut, Split
+from fp8compile.quantizers import Quantizer
+
+__all__ = ["outer_amax", "two_scales"]
+
+ONE = (1,)
+
+# ---------------------------------------------------------------------------------- outer_amax
+
+
+def _amax_kernel(amax: Tensor, quantizer: Quantizer) -> Tensor:
+    found = quantizer.outer_amax(amax)
+    found = returned(found, quantizer, "outer_amax", ONE, torch.float32, "of the whole tensor")
+    return found.clone() if found is amax or found._is_view() else found
+
+
+def _amax_fake(amax: Tensor, quantizer: Quantizer) -> Tensor:
+    return amax.new_empty(ONE)
+
+
+def _amax_decompose(amax: Tensor, quantizer: Quantizer) -> Tensor:
+    return quantizer.outer_amax(amax)
+
+
+def _amax_sharding(amax: Tensor, quantizer: Quantizer) -> list[Split]:
+    return [Split((Cut(dim), None), ("max",)) for dim in range(amax.ndim)]
+
+
+def _amax_samples() -> Iterator[tuple]:
+    special = torch.tensor([[0.0, 1e-45, 1e-39, 448.0], [3.4e38, torch.inf, torch.nan, 1.75]])
+    for quantizer in samples.two_level_quantizers():
+        for amax in (special[:, :4:3], special, special.t(), special[:0], special[0]):
+            yield amax, quantizer
+
+
+outer_amax = register_op(
+    "fp8compile::outer_amax",
+    _amax_kernel,
+    fake=_amax_fake,
+    backward=None,
+    decompose=_amax_decompose,
+    sharding=_amax_sharding,
+    samples=_amax_samples,
+)
+
+# ---------------------------------------------------------------------------------- two_scales
+
+
+def _outer_scale(outer_amax: Tensor, quantizer: Quantizer) -> Tensor:
+    found = quantizer.outer_scale(outer_amax)
+    return returned(found, quantizer, "outer_scale", ONE, torch.float32, "of the whole tensor")
+
+
+def _block_scale(amax: Tensor, outer_amax: Tensor, quantizer: Quantizer) -> Tensor:
+    found, dtype = quantizer.block_scale(amax, outer_amax), dtype_said(quantizer)
+    return returned(found, quantizer, "block_scale", amax.shape, dtype, "that of amax, in scale_dtype()")
+
+
+def _multiplier(scale: Tensor, outer_scale: Tensor, quantizer: Quantizer) -> Tensor:
+    found = quantizer.block_multiplier(scale, outer_scale)
+    return returned(found, quantizer, "block_multiplier", scale.shape, torch.float32, "that of scale")
+
+
+def _scales_kernel(amax: Tensor, outer_amax: Tensor, quantizer: Quantizer) -> tuple[Tensor, Tensor, Tensor]:
+    outer = _outer_scale(outer_amax, quantizer)
+    scale = _block_scale(amax, outer_amax, quantizer)
+    return _multiplier(scale, outer, quantizer), scale, outer
+
+
+def _scales_fake(amax: Tensor, outer_amax: Tensor, quantizer: Quantizer) -> tuple[Tensor, Tensor, Tensor]:
+    dtype = dtype_said(quantizer)
+    return torch.empty_like(amax), torch.empty_like(amax, dtype=dtype), torch.empty_like(outer_amax)
+
+
+def _scales_decompose(amax: Tensor, outer_amax: Tensor, quantizer: Quantizer) -> tuple[Tensor, Tensor, Tensor]:
+    outer = realize(_outer_scale(outer_amax, quantizer))
+    scale = _block_scale(amax, outer_amax, quantizer)
+    # realized, as in fp8compile::scale: else each element of the cast would repeat the division of its block
+    return realize(_multiplier(scale, outer, quantizer)), scale, outer
+
+
+def _scales_sharding(amax: Tensor, outer_amax: Tensor, quantizer: Quantizer) -> list[Split]:
+    return [Split((Cut(dim), None, None), (dim, dim, None)) for dim in range(amax.ndim)]
+
+
+def _scales_samples() -> Iterator[tuple]:
+    for amax, quantizer in _amax_samples():
+        yield amax, quantizer.outer_amax(amax), quantizer
+
+
+two_scales = register_op(
+    "fp8compile::two_scales",
+    _scales_kernel,
+    fake=_scales_fake,
+    backward=None,
+    decompose=_scales_decompose,
+    sharding=_scales_sharding,
+    samples=_scales_samples,
+)

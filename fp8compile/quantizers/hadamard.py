@@ -1,0 +1,87 @@
+"""The random Hadamard transform: sixteen neighbours become sixteen sums of all of them, with random signs.
+
+    y[j] = 1/4 * sum over i of x[i] * sign[i] * (-1)**popcount(i & j)
+
+It is orthogonal, so a product of two matrices stays what it is if both are transformed along the dim that is summed
+over. An outlier is spread over its neighbours, so that it does not take their four bits from them.
+
+Sums are float32, term after term in the order of i. Factors are powers of two, so whether a backend fuses a product
+with a sum makes no difference, and every backend has the same bits.
+
+Source: NVIDIA 2025, "Pretraining Large Language Models with NVFP4", arXiv:2509.25149; the signs are those of
+TransformerEngine.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from fp8compile._compat import statically_true
+
+__all__ = ["GROUP", "SIGNS", "inverse_hadamard", "is_signs", "random_hadamard"]
+
+GROUP = 16
+SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
+
+
+def is_signs(signs: object) -> bool:
+    """Whether a value is a vector of signs."""
+    return isinstance(signs, tuple) and len(signs) == GROUP and all(type(s) is int and abs(s) == 1 for s in signs)
+
+
+def _parity_signs(i: int, places: Tensor) -> Tensor:
+    """(-1)**popcount(i & j) for each place j, float32."""
+    bits = places & i
+    bits = bits ^ (bits >> 2)
+    bits = bits ^ (bits >> 1)
+    return (1 - 2 * (bits & 1)).float()
+
+
+def _sign_vector(signs: tuple[int, ...], places: Tensor) -> Tensor:
+    """The signs as a tensor, computed of one number: a graph then holds no constant tensor."""
+    negative = sum(1 << i for i, sign in enumerate(signs) if sign < 0)
+    return (1 - 2 * ((negative >> places) & 1)).float()
+
+
+def _groups(x: Tensor, dim: int) -> Tensor:
+    """(M, K) as (groups, 16, K) or (M, groups, 16), zeros behind."""
+    missing = -x.shape[dim] % GROUP
+    if not statically_true(missing == 0):
+        x = pad(x, (0, 0, 0, missing) if dim == 0 else (0, missing))
+    return x.unflatten(dim, (x.shape[dim] // GROUP, GROUP))
+
+
+def _places(dim: int, device: torch.device) -> Tensor:
+    places = torch.arange(GROUP, device=device)
+    return places.unsqueeze(1) if dim == 0 else places
+
+
+def _sums(groups: Tensor, dim: int, places: Tensor, signs: tuple[int, ...]) -> Tensor:
+    inside, total = dim + 1, None
+    for i, sign in enumerate(signs):
+        term = groups.narrow(inside, i, 1) * (_parity_signs(i, places) * (sign * 0.25)).to(groups.dtype)
+        total = term if total is None else total + term
+    return total
+
+
+def random_hadamard(x: Tensor, dim: int, signs: tuple[int, ...]) -> Tensor:
+    """Transform each sixteen neighbours of a matrix.
+
+    Args:
+        x: (M, K), float32.
+        dim: 0, along its columns, or 1, along its rows.
+        signs: 16 of 1 and -1.
+
+    Returns:
+        float32, the size along ``dim`` rounded up to a multiple of 16: missing neighbours count as zeros.
+    """
+    return _sums(_groups(x, dim), dim, _places(dim, x.device), signs).flatten(dim, dim + 1)
+
+
+def inverse_hadamard(y: Tensor, dim: int, signs: tuple[int, ...]) -> Tensor:
+    """What was transformed, in the dtype of ``y``, whose size along ``dim`` is a multiple of 16."""
+    places = _places(dim, y.device)
+    sums = _sums(_groups(y, dim), dim, places, (1,) * GROUP)
+    return (sums * _sign_vector(signs, places).to(y.dtype)).flatten(dim, dim + 1)

@@ -1,0 +1,93 @@
+"""Rules of two levels: from the amaxes of a tensor and of its blocks to their scales and to the multiplier of values.
+
+    outer_amax f32 --> outer_scale f32, of the whole tensor ------------------+
+                                                                              +--> multiplier f32 of a block's values
+    amax of a block, outer_amax --> block scale, an e4m3 number in a byte ----+
+
+A value is then its e2m1 code times the block's scale times the outer scale. The outer scale makes the largest amax
+the product of the largest e2m1 and the largest e4m3 number, 6 * 448 = 2688.
+
+Sources: NVIDIA's TransformerEngine, ``custom_recipes/quantization_nvfp4.py``; torchao,
+``prototype/mx_formats/nvfp4_tensor.py``. Each division is rounded to float32 as there, see ``scale_rules``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fp8compile.formats import E2M1, E4M3, FLOAT32_MAX
+from fp8compile.quantizers.scale_rules import exact_quotient, nan_where_not_finite
+
+__all__ = ["TWO_LEVEL_RULES", "TwoLevelRule"]
+
+LARGEST = E2M1.max * E4M3.max
+SMALLEST_BLOCK_SCALE = 2.0**-6  # of torchao: the smallest normal e4m3 number
+
+
+@dataclass(frozen=True)
+class TwoLevelRule:
+    """How two amaxes become scales; see the head of this file.
+
+    Attributes:
+        outer_scale: From outer_amax (1,), what all values of the tensor are multiplied by, (1,) float32.
+        block_scale: From amaxes and outer_amax, e4m3 bytes.
+        multiplier: From those bytes and outer_scale, what values are multiplied by before they are rounded.
+    """
+
+    outer_scale: Callable[[Tensor], Tensor]
+    block_scale: Callable[[Tensor, Tensor], Tensor]
+    multiplier: Callable[[Tensor, Tensor], Tensor]
+
+
+def _quotient(a: Tensor, b: Tensor) -> Tensor:
+    return (a.double() / b.double()).float()
+
+
+# ---------------------------------------------------------------------------------- TransformerEngine
+
+
+def _te_outer_multiplier(outer_amax: Tensor) -> Tensor:
+    multiplier = exact_quotient(LARGEST, outer_amax).clamp(max=FLOAT32_MAX)
+    return nan_where_not_finite(outer_amax, multiplier)
+
+
+def _te_outer_scale(outer_amax: Tensor) -> Tensor:
+    return exact_quotient(1.0, _te_outer_multiplier(outer_amax))
+
+
+def _te_block_scale(amax: Tensor, outer_amax: Tensor) -> Tensor:
+    sixth = exact_quotient(1.0, torch.full((), E2M1.max, device=amax.device))
+    return E4M3.encode(amax * (_te_outer_multiplier(outer_amax) * sixth))
+
+
+def _te_multiplier(scale: Tensor, outer_scale: Tensor) -> Tensor:
+    return exact_quotient(1.0, E4M3.decode(scale) * outer_scale).clamp(max=FLOAT32_MAX)
+
+
+# ---------------------------------------------------------------------------------- torchao
+
+
+def _ao_outer_scale(outer_amax: Tensor) -> Tensor:
+    scale = (outer_amax.double() / LARGEST).float()
+    # of a tensor of zeros, or of an amax whose scale would be none: torchao divides by zero there
+    return nan_where_not_finite(outer_amax, torch.where(scale == 0, 1.0, scale))
+
+
+def _ao_block_scale(amax: Tensor, outer_amax: Tensor) -> Tensor:
+    sixth = (amax.double() / E2M1.max).float()
+    return E4M3.encode(_quotient(sixth, _ao_outer_scale(outer_amax)).clamp(min=SMALLEST_BLOCK_SCALE))
+
+
+def _ao_multiplier(scale: Tensor, outer_scale: Tensor) -> Tensor:
+    inverse = exact_quotient(1.0, outer_scale).clamp(max=FLOAT32_MAX)
+    return _quotient(inverse, E4M3.decode(scale))
+
+
+TWO_LEVEL_RULES = {
+    "transformer_engine": TwoLevelRule(_te_outer_scale, _te_block_scale, _te_multiplier),
+    "torchao": TwoLevelRule(_ao_outer_scale, _ao_block_scale, _ao_multiplier),
+}

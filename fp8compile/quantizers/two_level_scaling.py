@@ -1,0 +1,221 @@
+"""TwoLevelScaling: four-bit codes, an e4m3 scale for 16 values and a float32 scale of the tensor, as NVFP4 has them.
+
+    x --(random Hadamard transform)--> amax of blocks --> outer amax --> scales --> codes e2m1 --> two of them a byte
+
+A transformed tensor has other codes, and `dequantize` transforms back: codes, sums of sixteen of them and their
+products with a block's scale are exact in float32, so nothing is lost on the way.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from fp8compile._compat import statically_true
+from fp8compile.formats import E4M3, Float8Format, pack, unpack
+from fp8compile.quantizers.blocks import as_matrix, expand_blocks, from_matrix, scaled
+from fp8compile.quantizers.hadamard import GROUP, inverse_hadamard, is_signs, random_hadamard
+from fp8compile.quantizers.quantizer import Quantizer
+from fp8compile.quantizers.stochastic import check_rounding, noise
+from fp8compile.quantizers.two_level_rules import TWO_LEVEL_RULES, TwoLevelRule
+
+__all__ = ["TwoLevelScaling"]
+
+ROWS, COLUMNS, SQUARE = (1, GROUP), (GROUP, 1), (GROUP, GROUP)
+PAIRS = {"rows": 1, "columns": 0}  # the dim of the matrix whose neighbours share a byte
+OTHER = {"rows": "columns", "columns": "rows", "none": "none"}
+
+
+@dataclass(frozen=True, repr=False)
+class TwoLevelScaling(Quantizer):
+    """Quantizer to e2m1 codes, with a scale for 16 values or 16 x 16, and an outer scale of the whole tensor.
+
+    Attributes:
+        format: ``"e2m1"``.
+        block: (1, 16), (16, 1) or (16, 16).
+        packed: Which neighbours share a byte: ``"rows"``, those in a row, ``"columns"``, those in a column, or
+            ``"none"``, a byte for each code. It changes no value.
+        scale: The rule of both scales, ``"transformer_engine"`` or ``"torchao"``.
+        rounding: Of values to codes, ``"nearest"`` or ``"stochastic"``, as ``CurrentScaling`` has it.
+        seed: Of stochastic rounding.
+        hadamard: Sixteen of 1 and -1, the signs of a random Hadamard transform along the block's sixteen values; empty
+            for none. Blocks are (1, 16) or (16, 1) then.
+
+    Raises:
+        ValueError: A field has no allowed value.
+
+    Source: NVIDIA 2025, "Pretraining Large Language Models with NVFP4", arXiv:2509.25149.
+    """
+
+    format: str = "e2m1"
+    block: tuple[int, int] = ROWS
+    packed: str = "rows"
+    scale: str = "transformer_engine"
+    rounding: str = "nearest"
+    seed: int = 0
+    hadamard: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.format != "e2m1":
+            raise ValueError(f"TwoLevelScaling: format is {self.format!r}; it is 'e2m1'.")
+        if self.block not in (ROWS, COLUMNS, SQUARE):
+            raise ValueError(f"TwoLevelScaling: block is {self.block}; it is (1, 16), (16, 1) or (16, 16).")
+        if self.packed not in OTHER or (self.block, self.packed) in ((ROWS, "columns"), (COLUMNS, "rows")):
+            raise ValueError(
+                f"TwoLevelScaling: packed is {self.packed!r} with block {self.block}; it is 'rows' for (1, 16), "
+                "'columns' for (16, 1), either for (16, 16), or 'none'."
+            )
+        if self.scale not in TWO_LEVEL_RULES:
+            raise ValueError(
+                f"TwoLevelScaling: scale is {self.scale!r}; it is one of {', '.join(map(repr, TWO_LEVEL_RULES))}."
+            )
+        check_rounding("TwoLevelScaling", self.rounding, self.seed)
+        if self.hadamard and (not is_signs(self.hadamard) or self.block == SQUARE):
+            raise ValueError(
+                f"TwoLevelScaling: hadamard is {self.hadamard!r} with block {self.block}; it is a tuple of sixteen of "
+                "1 and -1 with block (1, 16) or (16, 1), or ()."
+            )
+
+    # ------------------------------------------------------------------ layout
+
+    def _summed_dim(self) -> int:
+        """The dim of the matrix along which 16 values share a scale, and are transformed."""
+        return 1 if self.block == ROWS else 0
+
+    def _codes_matrix(self, shape: Sequence[int]) -> tuple[int, int]:
+        """Rows and columns of the codes, before two share a byte."""
+        sizes = [math.prod(shape[:-1]), shape[-1]] if len(shape) else [1, 1]
+        if self.hadamard:
+            dim = self._summed_dim()
+            sizes[dim] = (sizes[dim] + GROUP - 1) // GROUP * GROUP
+        return sizes[0], sizes[1]
+
+    def codes_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """Half as many along the dim whose neighbours share a byte, of even size.
+
+        Transformed, sizes are rounded up to a multiple of 16 before.
+
+        Raises:
+            ValueError: That size is odd.
+        """
+        rows, columns = self._codes_matrix(shape)
+        if self.packed != "none":
+            size = columns if self.packed == "rows" else rows
+            if isinstance(size, int) and size % 2:
+                raise ValueError(
+                    f"{self!r} lays two codes of a {self.packed.removesuffix('s')} into one byte, and a tensor of "
+                    f"shape {tuple(shape)} has {size}. Pad it to an even number, or take packed='none'."
+                )
+        if self.packed == "rows":
+            columns = columns // 2
+        if self.packed == "columns" or (self.hadamard and self._summed_dim() == 0):
+            if len(shape) == 2:
+                return (rows // 2 if self.packed == "columns" else rows), columns
+            raise ValueError(
+                f"{self!r} lays codes down along the columns of a matrix; the tensor has shape {tuple(shape)}. "
+                "Flatten its leading dims first."
+            )
+        return (*shape[:-1], columns) if len(shape) else ()
+
+    def values_shape(self, codes_shape: Sequence[int]) -> tuple[int, ...]:
+        """Shape of the tensor that codes of this shape stand for; transformed, with the zeros behind it."""
+        if self.packed == "rows":
+            return (*codes_shape[:-1], codes_shape[-1] * 2)
+        if self.packed == "columns":
+            return codes_shape[0] * 2, codes_shape[1]
+        return tuple(codes_shape)
+
+    def scale_dtype(self) -> torch.dtype:
+        """uint8: e4m3 numbers as bytes."""
+        return torch.uint8
+
+    def scale_values(self, scale: Tensor) -> Tensor:
+        """The e4m3 numbers of bytes, as float32."""
+        return E4M3.decode(scale)
+
+    def transposed(self) -> TwoLevelScaling:
+        """The quantizer of the transposed matrix."""
+        return replace(self, block=self.block[::-1], packed=OTHER[self.packed])
+
+    def unpacked(self) -> TwoLevelScaling:
+        """The quantizer of the same codes, one a byte."""
+        return replace(self, packed="none")
+
+    def for_shape(self, shape: Sequence[int]) -> TwoLevelScaling:
+        """`unpacked` where the size along which codes are packed isn't known to be even."""
+        if self.packed == "none":
+            return self
+        sizes = self._codes_matrix(shape)
+        return self if statically_true(sizes[PAIRS[self.packed]] % 2 == 0) else self.unpacked()
+
+    def transform(self) -> tuple[int, ...]:
+        """The signs of the random Hadamard transform."""
+        return self.hadamard
+
+    def is_local(self) -> bool:
+        """Not where rounding is stochastic: its noise is that of the position."""
+        return self.rounding == "nearest" and not self.hadamard
+
+    def gemm_format(self) -> Float8Format | None:
+        """None: codes are no float8 numbers."""
+        return None
+
+    # ------------------------------------------------------------------ steps
+
+    def _rule(self) -> TwoLevelRule:
+        return TWO_LEVEL_RULES[self.scale]
+
+    def _transformed(self, x: Tensor) -> Tensor:
+        """The matrix that is quantized, float32."""
+        matrix = as_matrix(x)
+        return random_hadamard(matrix.float(), self._summed_dim(), self.hadamard) if self.hadamard else matrix
+
+    def amax(self, x: Tensor) -> Tensor:
+        """The largest magnitude of each block of what is quantized, transformed or not."""
+        if not self.hadamard:
+            return super().amax(x)
+        return from_matrix(super().amax(self._transformed(x)), self.scale_shape(x.shape))
+
+    def outer_scale(self, outer_amax: Tensor) -> Tensor:
+        """By the rule that ``scale`` names."""
+        return self._rule().outer_scale(outer_amax)
+
+    def block_scale(self, amax: Tensor, outer_amax: Tensor) -> Tensor:
+        """By the rule that ``scale`` names, e4m3 bytes."""
+        return self._rule().block_scale(amax, outer_amax)
+
+    def block_multiplier(self, scale: Tensor, outer_scale: Tensor) -> Tensor:
+        """By the rule that ``scale`` names."""
+        return self._rule().multiplier(scale, outer_scale)
+
+    def cast(self, x: Tensor, multiplier: Tensor) -> Tensor:
+        """Codes of values: product in float32, then one rounding as ``rounding`` says, saturating."""
+        matrix = self._transformed(x)
+        values = scaled(matrix, multiplier, self.block)
+        if self.scale == "transformer_engine":
+            values = torch.where(matrix == 0, 0.0, values)  # zeros lose their sign there
+        codes = self._rounded(values)
+        codes = codes if self.packed == "none" else pack(codes, PAIRS[self.packed])
+        return from_matrix(codes, self.codes_shape(x.shape))
+
+    def _rounded(self, values: Tensor) -> Tensor:
+        fmt = self.element_format()
+        if self.rounding == "nearest":
+            return fmt.encode(values)
+        return fmt.encode_stochastic(values, noise(values, self.seed))
+
+    def dequantize(self, codes: Tensor, scale: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Codes times the scales of their blocks, transformed back: exact, without the outer scale."""
+        shape = self.values_shape(codes.shape)
+        matrix = as_matrix(codes)
+        matrix = matrix if self.packed == "none" else unpack(matrix, PAIRS[self.packed])
+        numbers = self.element_format().decode(matrix).to(dtype)
+        numbers = numbers * expand_blocks(self.scale_values(scale).to(dtype), matrix.shape, self.block)
+        if self.hadamard:
+            numbers = inverse_hadamard(numbers, self._summed_dim(), self.hadamard)
+        return from_matrix(numbers, shape)
