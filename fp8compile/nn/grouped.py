@@ -20,7 +20,7 @@ from fp8compile.ops.groups.checked_offsets import checked_offsets
 from fp8compile.ops.layer.grouped_linear import grouped_linear as grouped_linear_op
 from fp8compile.quantizers import Recipe
 
-__all__ = ["grouped_linear", "grouped_mm"]
+__all__ = ["checked_groups", "grouped_linear", "grouped_mm"]
 
 
 def _check_local(name: str, tensor: object) -> None:
@@ -73,9 +73,10 @@ def _check_ungathered(x: Tensor, weight: UngatheredStack) -> None:
         )
 
 
-def _checked(
+def checked_groups(
     x: Tensor, weight: Tensor | UngatheredStack, offsets: Tensor, bias: Tensor | None
 ) -> tuple[Tensor, Tensor | UngatheredStack, Tensor | None]:
+    """Operands of a grouped layer in one dtype, or an error that says which of them does not fit."""
     if torch.jit.is_tracing():
         raise RuntimeError(
             "grouped_linear: torch.jit.trace has no type for a recipe. Use torch.compile or torch.export."
@@ -155,7 +156,7 @@ def grouped_linear(
             check_in_graph=check_in_graph,
         )
     check_recipe("grouped_linear", recipe)
-    x, weight, bias = _checked(x, weight, offsets, bias)
+    x, weight, bias = checked_groups(x, weight, offsets, bias)
     if check_in_graph or not torch.compiler.is_compiling():
         # an op, so that tensors without data and those of vmap can be given
         offsets = checked_offsets(offsets, x.shape[0])

@@ -29,6 +29,11 @@ from fp8compile.ops.layer.fsdp_grouped import (
 from fp8compile.ops.layer.fsdp_linear import fsdp_grad_input, fsdp_grad_weight, fsdp_linear
 from fp8compile.ops.layer.grouped_linear import grouped_grad_input, grouped_grad_weight, grouped_linear
 from fp8compile.ops.layer.linear import grad_input, grad_weight, linear
+from fp8compile.ops.layer.sharded_grouped import (
+    sharded_grouped_grad_input,
+    sharded_grouped_grad_weight,
+    sharded_grouped_linear,
+)
 from fp8compile.ops.layer.sharded_linear import sharded_grad_input, sharded_grad_weight, sharded_linear
 from fp8compile.ops.outer_scale import outer_amax, two_scales
 from fp8compile.ops.quantize_both import quantize_both
@@ -95,6 +100,9 @@ __all__ = [
     "scatter_sum",
     "sharded_grad_input",
     "sharded_grad_weight",
+    "sharded_grouped_grad_input",
+    "sharded_grouped_grad_weight",
+    "sharded_grouped_linear",
     "sharded_linear",
     "snapshot",
     "store",

@@ -9,6 +9,7 @@ from fp8compile.parallel.broadcast import broadcast_parameters
 from fp8compile.parallel.expert_parallel import ExpertParallel, overflowed_rows
 from fp8compile.parallel.fsdp2.all_gather import fsdp_float8_all_gather
 from fp8compile.parallel.graph_fsdp.graph_fsdp import graph_fsdp
+from fp8compile.parallel.grouped_functions import column_parallel_grouped_linear, row_parallel_grouped_linear
 from fp8compile.parallel.linear_functions import column_parallel_linear, row_parallel_linear
 from fp8compile.parallel.quantized_parameters import share_scales
 from fp8compile.parallel.styles import ColwiseParallel, RowwiseParallel
@@ -19,11 +20,13 @@ __all__ = [
     "Routes",
     "RowwiseParallel",
     "broadcast_parameters",
+    "column_parallel_grouped_linear",
     "column_parallel_linear",
     "expert_routes",
     "fsdp_float8_all_gather",
     "graph_fsdp",
     "overflowed_rows",
+    "row_parallel_grouped_linear",
     "row_parallel_linear",
     "share_scales",
 ]

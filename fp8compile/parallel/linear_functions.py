@@ -26,10 +26,11 @@ from fp8compile.ops import sharded_linear
 from fp8compile.quantizers import Recipe
 from fp8compile.tensor import check_agreement, checked_sizes, own_sizes, shown
 
-__all__ = ["column_parallel_linear", "row_parallel_linear"]
+__all__ = ["check_group", "column_parallel_linear", "row_parallel_linear"]
 
 
-def _check_group(function: str, group: object, *tensors: object) -> str:
+def check_group(function: str, group: object, *tensors: object) -> str:
+    """The name of a group; a TypeError, in the function's name, if it is none or a tensor is a DTensor."""
     if any(isinstance(tensor, DTensor) for tensor in tensors):
         raise TypeError(
             f"{function}: a tensor is a DTensor, which knows its ranks itself; this function takes what one rank has. "
@@ -114,7 +115,7 @@ def column_parallel_linear(
         RuntimeError: This device has no GEMM for the recipe.
     """
     function = "column_parallel_linear"
-    name = _check_group(function, group, x, weight, bias)
+    name = check_group(function, group, x, weight, bias)
     check_recipe(function, recipe)
     x, weight, bias = checked_operands(function, x, weight, bias)
     features = own_sizes(function, "feature_sizes", feature_sizes, group, weight.shape[0], "the rows of weight")
@@ -163,7 +164,7 @@ def row_parallel_linear(
         RuntimeError: This device has no GEMM for the recipe.
     """
     function = "row_parallel_linear"
-    name = _check_group(function, group, x, weight, bias)
+    name = check_group(function, group, x, weight, bias)
     check_recipe(function, recipe)
     x, weight, bias = checked_operands(function, x, weight, bias)
     features = own_sizes(function, "feature_sizes", feature_sizes, group, weight.shape[1], "the columns of weight")

@@ -4,19 +4,21 @@
     matrices   w_eNK           a scale grid for each group's matrix
     tokens     x_RK, dy_RN     blocks along the tokens of each group; codes are transposed, see `ops/groups/layout.py`
 
-Each group has the codes and scales that a layer without groups gives its rows and its matrix.
+Each group has the codes and scales that a layer without groups gives its rows and its matrix. Where the matrices are
+cut over ranks, along N or along K, a block that has elements on several ranks has their largest amax.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from math import lcm
 
 import torch
 from torch import Tensor
 
 from fp8compile import _compat
-from fp8compile.ops.collectives import all_gather
+from fp8compile.ops.collectives import all_gather, all_reduce_amax
 from fp8compile.ops.gemms.grouped.kernel import GroupedOperand
 from fp8compile.ops.groups.group_amax import group_amax
 from fp8compile.ops.groups.group_cast import group_cast
@@ -32,14 +34,16 @@ from fp8compile.ops.layer.operands import STEPS, Operands, Phase
 from fp8compile.ops.layer.quantize_shard import quantize_shard
 from fp8compile.ops.layer.rows import Rows
 from fp8compile.ops.layer.rows_of_groups import quantize_rows_of_groups
-from fp8compile.ops.layer.stacks import in_whole_blocks
+from fp8compile.ops.layer.shards import DimSharding
+from fp8compile.ops.layer.stacks import cast_stack, in_whole_blocks, whole_amax_of_stack
 from fp8compile.quantizers import GEMMS, Gemm, Quantizer, Recipe
 from fp8compile.target import target_of
 
-__all__ = ["GroupedOperands", "check_recipe_of_groups"]
+__all__ = ["GroupedOperands", "check_cut_of_groups", "check_recipe_of_groups"]
 
 OUTPUT, GRAD_INPUT, GRAD_WEIGHT = GEMMS
 ALONG_TOKENS = {OUTPUT.a: GRAD_WEIGHT.b, GRAD_INPUT.a: GRAD_WEIGHT.a}  # the same tensor's slot of the other product
+INPUTS = (OUTPUT.a, GRAD_WEIGHT.b)  # slots of the layer's input, whose features are K
 ALONG_ROWS = {along_tokens: rows for rows, along_tokens in ALONG_TOKENS.items()}
 
 
@@ -80,6 +84,31 @@ def check_recipe_of_groups(recipe: Recipe) -> None:
                 _check_slot(slot, quantizer, is_allowed, "(-1, -1), (1, -1) or (1, n)")
 
 
+def check_cut_of_groups(recipe: Recipe, cut: DimSharding | None) -> None:
+    """Raise a ValueError if ranks' parts of the matrices end within blocks that do not reach over all of them."""
+    if cut is None:
+        return
+    starts = [sum(cut.sizes[:rank]) for rank in range(len(cut.sizes))]
+    for gemm in GEMMS:
+        for slot, quantizer in zip((gemm.a, gemm.b), recipe.quantizers(gemm) or (), strict=False):
+            block = _block_along(cut.dim, gemm, slot, quantizer)
+            if block not in (-1, 1) and any(start % block for start in starts):
+                name = ("out_features", "in_features")[cut.dim - 1]
+                raise ValueError(
+                    f"grouped_linear: {slot} has blocks of {block} along {name}, which ranks share as {cut.sizes}: a "
+                    f"part ends within a block. Give each rank a multiple of {block}."
+                )
+
+
+def _block_along(dim: int, gemm: Gemm, slot: str, quantizer: Quantizer) -> int:
+    """How many elements share a scale along N (1) or K (2) of the stack; 1 of an operand that has no such dim."""
+    if slot in (OUTPUT.b, GRAD_INPUT.b):
+        return quantizer.block[dim - 1]
+    if dim != (2 if slot in INPUTS else 1):
+        return 1
+    return quantizer.block[1]  # rows of tokens, or tokens in columns: features are columns of both
+
+
 @dataclass(frozen=True)
 class GroupedOperands:
     """What quantizes and multiplies the operands of one product of a grouped layer.
@@ -90,6 +119,7 @@ class GroupedOperands:
         phase: Who takes the steps, see `fp8compile.ops.layer.operands`.
         weight: The codes of the matrices, if they are quantized already.
         rows: Which matrices each rank of FSDP has, whose codes are gathered before the product; None if all.
+        cut: How ranks share each matrix: N (dim 1 of the stack) or K (dim 2); None if each rank has whole ones.
     """
 
     recipe: Recipe
@@ -97,6 +127,7 @@ class GroupedOperands:
     phase: Phase = Phase.EAGER
     weight: GroupedOperand | None = None
     rows: Rows | None = None
+    cut: DimSharding | None = None
 
     def output(self, x: Tensor, weight: Tensor) -> Tensor:
         """y_RN = x_RK @ w_eNK^T, zeros behind the last group."""
@@ -128,13 +159,22 @@ class GroupedOperands:
     def _multiply(self, a: GroupedOperand, b: GroupedOperand, like: Tensor, gemm: Gemm) -> Tensor:
         return multiply_groups(a, b, self.offsets, like.dtype, self.recipe.gemm_config(gemm))
 
+    def _is_cut(self, slot: str) -> bool:
+        """Whether ranks share the features of the rows that a slot quantizes: K of inputs, N of gradients."""
+        return self.cut is not None and self.cut.dim == (2 if slot in INPUTS else 1)
+
+    def _of_all_ranks(self, amaxes: Tensor, *, spans: bool) -> Tensor:
+        """Amaxes of blocks that have elements on several ranks."""
+        return all_reduce_amax(amaxes, self.cut.group) if spans else amaxes
+
     def _reads_once(self, x: Tensor) -> bool:
         """Whether kernels that read a tensor once for two purposes may be called: in compiled code for a GPU.
 
         Both products emit the same call, and compilers merge the two. The forward makes codes of x along tokens, and
         the backward keeps them, a byte an element, in place of x.
         """
-        return self.phase in (Phase.FORWARD, Phase.BACKWARD) and target_of(x.device).type == "cuda"
+        is_compiled = self.phase in (Phase.FORWARD, Phase.BACKWARD)
+        return is_compiled and self.cut is None and target_of(x.device).type == "cuda"
 
     def _rows(self, x: Tensor, gemm: Gemm) -> GroupedOperand:
         quantizer, along_tokens = getattr(self.recipe, gemm.a), getattr(self.recipe, ALONG_TOKENS[gemm.a])
@@ -144,10 +184,12 @@ class GroupedOperands:
         elif self._reads_once(x) and is_row_pair(quantizer, along_tokens, x.shape[1]):
             codes, scale, _ = group_quantize_rows(x, self.offsets, quantizer, along_tokens)
         elif quantizer.block[0] == 1:
-            found = quantize_shard(LocalShard(x), quantizer, steps)
+            cuts = (replace(self.cut, dim=1),) if self._is_cut(gemm.a) else ()
+            found = quantize_shard(LocalShard(x, cuts), quantizer, steps)
             codes, scale = found.local, found.scale
         else:
-            codes, scale = quantize_rows_of_groups(x, self.offsets, quantizer, steps)
+            of_all_ranks = partial(self._of_all_ranks, spans=self._is_cut(gemm.a))
+            codes, scale = quantize_rows_of_groups(x, self.offsets, quantizer, steps, of_all_ranks)
         return GroupedOperand(codes=codes, scale=scale, quantizer=quantizer)
 
     def _tokens(self, x: Tensor, slot: str) -> GroupedOperand:
@@ -160,7 +202,8 @@ class GroupedOperands:
             if self._reads_once(x) and is_row_pair(of_rows, quantizer, x.shape[1]):
                 _, _, amaxes = group_quantize_rows(x, self.offsets, of_rows, quantizer)
             else:
-                amaxes = group_amax(x, self.offsets, quantizer)
+                spans = self._is_cut(slot) and quantizer.block[1] == -1
+                amaxes = self._of_all_ranks(group_amax(x, self.offsets, quantizer), spans=spans)
             multiplier, scale = STEPS[self.phase].scale(amaxes, quantizer)
             codes = group_cast(x, self.offsets, multiplier, quantizer)
         return GroupedOperand(codes=codes, scale=scale, quantizer=quantizer)
@@ -182,6 +225,8 @@ class GroupedOperands:
 
     def _quantized(self, weight: Tensor, gemm: Gemm) -> GroupedOperand:
         quantizer = getattr(self.recipe, gemm.b)
+        if self.cut is not None and quantizer.block[self.cut.dim - 1] == -1:
+            return self._spanning(weight, quantizer)
         pair = [each for each in (self.recipe.weight, self.recipe.weight_for_grad_input) if each is not None]
         stack = in_whole_blocks(weight, lcm(*(each.block[0] for each in pair if each.block[0] > 0)))
         if any(each.block[0] == -1 for each in pair):
@@ -196,6 +241,14 @@ class GroupedOperands:
             scale=scale.view(stack.shape[0], *all_blocks)[:, : blocks[0]],
             quantizer=quantizer,
         )
+
+    def _spanning(self, weight: Tensor, quantizer: Quantizer) -> GroupedOperand:
+        """Matrices whose blocks reach over all ranks."""
+        part = LocalShard(weight, (self.cut,))
+        amaxes = self._of_all_ranks(whole_amax_of_stack(part, quantizer), spans=True)
+        multiplier, scale = STEPS[self.phase].scale(amaxes.flatten(0, 1), quantizer)
+        codes = cast_stack(part, multiplier.view(amaxes.shape), quantizer)
+        return GroupedOperand(codes=codes, scale=scale.view(amaxes.shape), quantizer=quantizer)
 
     def _whole_columns(self, stack: Tensor, gemm: Gemm) -> tuple[Tensor, Tensor]:
         """Codes and scales of a stack of weights whose blocks may be whole columns, each of its own weight."""

@@ -14,6 +14,11 @@ from fp8compile.ops.layer.fsdp_grouped import (
 from fp8compile.ops.layer.fsdp_linear import fsdp_grad_input, fsdp_grad_weight, fsdp_linear
 from fp8compile.ops.layer.grouped_linear import grouped_grad_input, grouped_grad_weight, grouped_linear
 from fp8compile.ops.layer.linear import GRAD_INPUT, GRAD_WEIGHT, OUTPUT, grad_input, grad_weight, linear
+from fp8compile.ops.layer.sharded_grouped import (
+    sharded_grouped_grad_input,
+    sharded_grouped_grad_weight,
+    sharded_grouped_linear,
+)
 from fp8compile.ops.layer.sharded_linear import sharded_grad_input, sharded_grad_weight, sharded_linear
 from fp8compile.ops.scaled_mm import scaled_mm
 
@@ -40,6 +45,9 @@ LAYER_OPS = {
     fsdp_grouped_linear: OUTPUT,
     fsdp_grouped_grad_input: GRAD_INPUT,
     fsdp_grouped_grad_weight: GRAD_WEIGHT,
+    sharded_grouped_linear: OUTPUT,
+    sharded_grouped_grad_input: GRAD_INPUT,
+    sharded_grouped_grad_weight: GRAD_WEIGHT,
 }
 
 # What a policy of selective activation checkpointing names to keep the products: where a plain model has aten.mm, a
@@ -52,6 +60,7 @@ GEMM_OPS = (
     sharded_linear,
     grouped_linear,
     fsdp_grouped_linear,
+    sharded_grouped_linear,
     scaled_mm,
     scaled_grouped_mm,
     grouped_mm,

@@ -1,0 +1,202 @@
+"""fp8compile::sharded_grouped_linear: experts of whose matrices each rank has a part; its gradients are two more ops.
+
+    matrices cut along    input rows            output rows
+    1, out_features       whole                 out_features, cut
+    2, in_features        in_features, cut      whole: what the ranks have is summed
+
+Every rank has all rows. What ranks send is part of the op: amaxes of blocks that several ranks have elements of, and
+sums of the output or of grad_input. A rank's part ends where a block ends, or blocks reach over all ranks.
+
+    arguments of all three, behind the tensors
+    weight_dim        1 or 2, as above
+    feature_sizes     what each rank has of each matrix along it
+    rank, group       this one's number in the group, and the name of that
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from fp8compile import _compat
+from fp8compile.ops.collectives import all_reduce_sum
+from fp8compile.ops.groups.grouped_mm import group_sum
+from fp8compile.ops.groups.layout import group_to_read, zero_behind
+from fp8compile.ops.layer.grouped_linear import grouped_samples, sample_grad_of_groups
+from fp8compile.ops.layer.grouped_operands import GroupedOperands, check_cut_of_groups, check_recipe_of_groups
+from fp8compile.ops.layer.linear import GRAD_INPUT, GRAD_WEIGHT, OUTPUT, as_read, for_gradients_of
+from fp8compile.ops.layer.operands import Phase
+from fp8compile.ops.layer.shards import DimSharding
+from fp8compile.ops.registry import register_op
+from fp8compile.quantizers import Recipe
+
+__all__ = ["sharded_grouped_grad_input", "sharded_grouped_grad_weight", "sharded_grouped_linear"]
+
+OUT_FEATURES, IN_FEATURES = 1, 2
+
+
+def _cut(weight_dim: int, feature_sizes: Sequence[int], rank: int, group: str) -> DimSharding | None:
+    """How ranks share each matrix; None in a group of one rank."""
+    return DimSharding(group, rank, weight_dim, tuple(feature_sizes)) if len(feature_sizes) > 1 else None
+
+
+def _sum(part: Tensor, cut: DimSharding | None) -> Tensor:
+    return part if cut is None else all_reduce_sum(part, cut.group)
+
+
+# ---------------------------------------------------------------------------------- gradients
+
+
+def _grad_input_kernel(
+    grad_output: Tensor,
+    weight: Tensor,
+    offsets: Tensor,
+    weight_dim: int,
+    feature_sizes: Sequence[int],
+    rank: int,
+    group: str,
+    recipe: Recipe,
+) -> Tensor:
+    cut = _cut(weight_dim, feature_sizes, rank, group)
+    operands = GroupedOperands(recipe, offsets, Phase.of(GRAD_INPUT, grad_output), cut=cut)
+    found = operands.grad_input(grad_output, weight)
+    return _sum(found, cut) if weight_dim == OUT_FEATURES else found
+
+
+def _grad_input_fake(grad_output: Tensor, weight: Tensor, offsets: Tensor, *where: Any) -> Tensor:
+    return grad_output.new_empty((grad_output.shape[0], weight.shape[2]))
+
+
+def _grad_input_samples() -> Iterator[tuple]:
+    for x, weight, offsets, _, *where in _samples():
+        yield sample_grad_of_groups(x, weight), weight, offsets, *where
+
+
+sharded_grouped_grad_input = register_op(
+    "fp8compile::sharded_grouped_grad_input",
+    _grad_input_kernel,
+    fake=_grad_input_fake,
+    backward=None,
+    decompose=_grad_input_kernel,
+    sharding=None,  # its tensors are this rank's
+    samples=lambda: _grad_input_samples(),
+)
+
+
+def _grad_weight_kernel(
+    grad_output: Tensor,
+    x: Tensor,
+    offsets: Tensor,
+    weight_dim: int,
+    feature_sizes: Sequence[int],
+    rank: int,
+    group: str,
+    recipe: Recipe,
+) -> Tensor:
+    cut = _cut(weight_dim, feature_sizes, rank, group)
+    return GroupedOperands(recipe, offsets, Phase.of(GRAD_WEIGHT, x), cut=cut).grad_weight(grad_output, x)
+
+
+def _grad_weight_fake(grad_output: Tensor, x: Tensor, offsets: Tensor, *where: Any) -> Tensor:
+    return grad_output.new_empty((offsets.shape[0], grad_output.shape[1], x.shape[1]))
+
+
+def _grad_weight_samples() -> Iterator[tuple]:
+    for x, weight, offsets, _, *where in _samples():
+        yield sample_grad_of_groups(x, weight), x, offsets, *where
+
+
+sharded_grouped_grad_weight = register_op(
+    "fp8compile::sharded_grouped_grad_weight",
+    _grad_weight_kernel,
+    fake=_grad_weight_fake,
+    backward=None,
+    decompose=_grad_weight_kernel,
+    sharding=None,
+    samples=lambda: _grad_weight_samples(),
+)
+
+# ---------------------------------------------------------------------------------- the layer
+
+
+def _kernel(
+    x: Tensor,
+    weight: Tensor,
+    offsets: Tensor,
+    bias: Tensor | None,
+    weight_dim: int,
+    feature_sizes: Sequence[int],
+    rank: int,
+    group: str,
+    recipe: Recipe,
+) -> Tensor:
+    cut = _cut(weight_dim, feature_sizes, rank, group)
+    if not _compat.is_stand_in(recipe):
+        check_recipe_of_groups(recipe)
+        check_cut_of_groups(recipe, cut)
+    y = GroupedOperands(recipe, offsets, Phase.of(OUTPUT, x), cut=cut).output(x, weight)
+    y = _sum(y, cut) if weight_dim == IN_FEATURES else y
+    if bias is None:
+        return y
+    return zero_behind(y + bias[group_to_read(offsets, x.shape[0])], offsets)
+
+
+def _decompose(x: Tensor, weight: Tensor, offsets: Tensor, bias: Tensor | None, *where: Any) -> Tensor:
+    return _kernel(x, weight, offsets, as_read(bias), *where)
+
+
+def _fake(
+    x: Tensor,
+    weight: Tensor,
+    offsets: Tensor,
+    bias: Tensor | None,
+    weight_dim: int,
+    feature_sizes: Sequence[int],
+    rank: int,
+    group: str,
+    recipe: Recipe,
+) -> Tensor:
+    if not _compat.is_stand_in(recipe):
+        check_recipe_of_groups(recipe)
+        check_cut_of_groups(recipe, _cut(weight_dim, feature_sizes, rank, group))
+    return x.new_empty((x.shape[0], weight.shape[1]))
+
+
+def _setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
+    x, weight, offsets, _, *where, recipe = inputs
+    needs_x, needs_weight = ctx.needs_input_grad[:2]
+    ctx.where = (*where, for_gradients_of(recipe, x=needs_x, weight=needs_weight))
+    ctx.save_for_backward(x if needs_weight else None, weight if needs_x else None, offsets)
+
+
+def _backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+    x, weight, offsets = ctx.saved_tensors
+    *_, recipe = ctx.where
+    return (
+        None if weight is None else sharded_grouped_grad_input(grad_output, weight, offsets, *ctx.where),
+        None if x is None else sharded_grouped_grad_weight(grad_output, x, offsets, *ctx.where),
+        None,
+        group_sum(grad_output, offsets, recipe.gemm_config(OUTPUT)) if ctx.needs_input_grad[3] else None,
+        *(None for _ in ctx.where),
+    )
+
+
+def _samples() -> Iterator[tuple]:
+    """One rank's; more need processes (tests/parallel/test_grouped_functions.py)."""
+    for index, (x, weight, offsets, bias, recipe) in enumerate(grouped_samples()):
+        weight_dim = 1 + index % 2
+        yield x, weight, offsets, bias, weight_dim, [weight.shape[weight_dim]], 0, "", recipe
+
+
+sharded_grouped_linear = register_op(
+    "fp8compile::sharded_grouped_linear",
+    _kernel,
+    fake=_fake,
+    setup_context=_setup_context,
+    backward=_backward,
+    decompose=_decompose,
+    sharding=None,
+    samples=_samples,
+)

@@ -1,0 +1,121 @@
+"""Linear layers of groups, such as experts, of whose matrices each rank has a part: tensor parallel within experts.
+
+    column_parallel_grouped_linear   weights (E, N/R, K)    all rows  ->  features of the output, cut
+    row_parallel_grouped_linear      weights (E, N, K/R)    features of the input, cut  ->  all rows
+
+Put behind one another they are the feed-forward layers of experts: nothing is sent between the two but amaxes of
+blocks that several ranks have elements of. The sum over ranks is of all rows, before those of a token are added.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from fp8compile.nn.functional import check_recipe
+from fp8compile.nn.grouped import checked_groups
+from fp8compile.nn.ungathered import UngatheredStack
+from fp8compile.ops import sharded_grouped_linear
+from fp8compile.ops.groups.checked_offsets import checked_offsets
+from fp8compile.parallel.linear_functions import check_group
+from fp8compile.quantizers import Recipe
+from fp8compile.tensor import check_agreement, own_sizes
+
+__all__ = ["column_parallel_grouped_linear", "row_parallel_grouped_linear"]
+
+
+def _parallel(
+    function: str,
+    weight_dim: int,
+    x: Tensor,
+    weight: Tensor,
+    offsets: Tensor,
+    bias: Tensor | None,
+    recipe: Recipe,
+    group: ProcessGroup,
+    feature_sizes: Sequence[int] | None,
+) -> Tensor:
+    name = check_group(function, group, x, weight, offsets, bias)
+    check_recipe(function, recipe)
+    if isinstance(weight, UngatheredStack):
+        raise TypeError(f"{function}: graph_fsdp has cut weight by experts; cut experts one way, by it or by ranks.")
+    x, weight, bias = checked_groups(x, weight, offsets, bias)
+    if not torch.compiler.is_compiling():
+        offsets = checked_offsets(offsets, x.shape[0])
+    what = f"dim {weight_dim} of weight"
+    features = own_sizes(function, "feature_sizes", feature_sizes, group, weight.shape[weight_dim], what)
+    check_agreement(function, x, group, feature_sizes=features)
+    return sharded_grouped_linear(x, weight, offsets, bias, weight_dim, features, group.rank(), name, recipe)
+
+
+def column_parallel_grouped_linear(
+    x: Tensor,
+    weight: Tensor,
+    offsets: Tensor,
+    bias: Tensor | None = None,
+    *,
+    recipe: Recipe,
+    group: ProcessGroup,
+    feature_sizes: Sequence[int] | None = None,
+) -> Tensor:
+    """`fp8compile.grouped_linear` of whose matrices each rank has some rows: this rank's features of the output.
+
+    Codes and scales are those of one process. So are output and weight's gradient, bit for bit; the gradient of ``x``
+    is the sum of what the ranks have. Differentiable once. All ranks of the group call this with the same rows.
+
+    Args:
+        x: (rows, in_features), sorted by group, the same on all ranks.
+        weight: (groups, out_features / R, in_features), this rank's rows of each matrix.
+        offsets: (groups,), int32: where each group ends, the same on all ranks.
+        bias: (groups, out_features / R), this rank's, or None.
+        recipe: As `fp8compile.grouped_linear` takes it.
+        group: The R ranks.
+        feature_sizes: Rows of each matrix that each rank has; as many as this one by default. Where a block is
+            neither one row nor all of them, parts end where blocks end.
+
+    Returns:
+        (rows, out_features / R), the dtype of ``x`` (or of autocast), zeros behind the last group.
+
+    Raises:
+        TypeError, RuntimeError: As `fp8compile.grouped_linear`; or the group is none.
+        ValueError: As `fp8compile.grouped_linear`; or a part ends within a block, or ranks give different sizes.
+    """
+    return _parallel("column_parallel_grouped_linear", 1, x, weight, offsets, bias, recipe, group, feature_sizes)
+
+
+def row_parallel_grouped_linear(
+    x: Tensor,
+    weight: Tensor,
+    offsets: Tensor,
+    bias: Tensor | None = None,
+    *,
+    recipe: Recipe,
+    group: ProcessGroup,
+    feature_sizes: Sequence[int] | None = None,
+) -> Tensor:
+    """`fp8compile.grouped_linear` of whose matrices each rank has some columns: the sum over ranks, of all rows.
+
+    Codes and scales are those of one process. So are both gradients, bit for bit; the output is the sum of what the
+    ranks have, in the dtype of ``x``. Differentiable once. All ranks of the group call this with the same rows.
+
+    Args:
+        x: (rows, in_features / R), sorted by group, this rank's features.
+        weight: (groups, out_features, in_features / R), this rank's columns of each matrix.
+        offsets: (groups,), int32: where each group ends, the same on all ranks.
+        bias: (groups, out_features), the same on all ranks, or None. Added once.
+        recipe: As `fp8compile.grouped_linear` takes it.
+        group: The R ranks.
+        feature_sizes: Columns of each matrix that each rank has; as many as this one by default. Where a block is
+            neither one column nor all of them, parts end where blocks end.
+
+    Returns:
+        (rows, out_features), the dtype of ``x`` (or of autocast), zeros behind the last group.
+
+    Raises:
+        TypeError, RuntimeError: As `fp8compile.grouped_linear`; or the group is none.
+        ValueError: As `fp8compile.grouped_linear`; or a part ends within a block, or ranks give different sizes.
+    """
+    return _parallel("row_parallel_grouped_linear", 2, x, weight, offsets, bias, recipe, group, feature_sizes)
