@@ -107,6 +107,7 @@ def compiled_once(recipe, mesh, backend, arguments, options):
     ("recipe", "mesh", "backend", "arguments", "options"),
     [
         ("rowwise", "1-D", "aot_eager", {}, {}),
+        pytest.param("rowwise", "FSDP + TP", "aot_eager", {}, {}, marks=pytest.mark.slow),
         ("mxfp8", "1-D", "inductor", {}, {}),
         ("rowwise_bf16_wgrad", "1-D", "aot_eager", {"checkpointed": True}, {}),
         ("mxfp8", "1-D", "aot_eager", {}, {"reshard_after_forward": False}),

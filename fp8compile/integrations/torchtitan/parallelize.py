@@ -44,7 +44,7 @@ class _BeforeCompile:
 
     def apply(self, model: nn.Module) -> None:
         if self.gather:
-            fsdp_float8_all_gather(model)
+            fsdp_float8_all_gather(model, checkpointed=self.policy is not None)
         if self.policy is not None:
             self.policy.apply(model)
 

@@ -95,7 +95,7 @@ def _why_plain(weight: _Weight, users: list[nn.Module]) -> str | None:
     if (missing := next((gemm.name for gemm in PAIR if getattr(recipe, gemm.b) is None), None)) is not None:
         return f"the recipe leaves {missing} in high precision"
     if not recipe.shares_weight_codes() and weight.parameter.ndim == 3:
-        return "forward and backward multiply different codes of experts"
+        return "forward and backward multiply different codes of the weight"
     for quantizer in (recipe.weight, recipe.weight_for_grad_input):
         if not quantizer.is_local():
             return f"codes of {quantizer!r} depend on where in the tensor a value stands"
