@@ -87,6 +87,8 @@ def _why_plain(weight: _Weight, users: list[nn.Module]) -> str | None:
         return "the parameter is quantized, and travels as codes without this"
     if not recipe.shares_weight_codes():
         return "forward and backward multiply different codes of the weight"
+    if recipe.weight.has_outer_scale():
+        return f"the outer scale of {recipe.weight!r} does not travel with codes yet"
     if not recipe.weight.is_local():
         return f"codes of {recipe.weight!r} depend on where in the tensor a value stands"
     if not weight.is_alone(users):
