@@ -118,6 +118,10 @@ class Quantizer(Constant):
         """
         return self if type(self).codes_shape is Quantizer.codes_shape else None
 
+    def code_bits(self) -> int:
+        """Bits of a code that mean something: 4 of those that ranks may send two to a byte, else 8."""
+        return 8
+
     def for_shape(self, shape: Sequence[int]) -> Quantizer:
         """The quantizer that a layer takes for a matrix of this shape: itself, or `unpacked` where it can't pack."""
         return self

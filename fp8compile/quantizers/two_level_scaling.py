@@ -148,6 +148,10 @@ class TwoLevelScaling(Quantizer):
         """The quantizer of the same codes, one a byte."""
         return replace(self, packed="none")
 
+    def code_bits(self) -> int:
+        """4."""
+        return self.element_format().bits
+
     def for_shape(self, shape: Sequence[int]) -> TwoLevelScaling:
         """`unpacked` where the size along which codes are packed isn't known to be even."""
         if self.packed == "none":

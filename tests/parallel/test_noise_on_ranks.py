@@ -5,7 +5,10 @@ The noise of an element is a hash of its index in the whole tensor, the outer am
 
 from __future__ import annotations
 
+import fsdp_models
 import pytest
+import test_graph_fsdp
+import test_tensor_parallel as layers
 import torch
 from gloo_ranks import GROUPS, shared_ranks
 
@@ -84,6 +87,26 @@ def problems(name, layer, features, sequence_dim, backend):
     return [f"{which}: {text}; {what}" for which, text in zip(("y", "dx", "dw"), texts, strict=True) if text]
 
 
+def problems_of_dtensors(name, count):
+    """As `problems`, of f8.linear on DTensors: tokens cut and features whole, tokens whole and features cut."""
+    mesh = layers.mesh_of(count)
+    if torch.distributed.get_rank() >= count:
+        return []
+    x, weight, grad = whole = _tensors(96, 48, 96)
+    wanted = _run(f8.linear, *whole, recipe=RECIPES[name])
+    found = []
+    for where in (("tokens", "replicate", "tokens"), ("replicate", 0, "features"), ("features", 1, "replicate")):
+        own = [layers.placed(tensor, place, mesh) for tensor, place in zip((x, weight, grad), where, strict=True)]
+        x_own, weight_own = (tensor.requires_grad_() for tensor in own[:2])
+        y = f8.linear(x_own, weight_own, None, recipe=RECIPES[name])
+        y.redistribute(placements=own[2].placements).backward(own[2])
+        for which, got, want in zip(("y", "dx", "dw"), (y.detach(), x_own.grad, weight_own.grad), wanted, strict=True):
+            compare = sum_difference if got.placements[0].is_partial() else difference
+            if text := compare(got.full_tensor(), want):
+                found.append(f"{which} {text}; {name} {where} on {count}")
+    return found
+
+
 def every_problem(name, size, backends):
     return [
         problem
@@ -100,3 +123,78 @@ def every_problem(name, size, backends):
 def test_layers_on_ranks_have_the_codes_of_the_whole(ranks, name, size):
     for found in ranks.run(every_problem, name, size, (None, "aot_eager") if "nvfp4" in name else (None,)):
         assert found == []
+
+
+@pytest.mark.parametrize("count", [2, 3])
+@pytest.mark.parametrize("name", ["nvfp4", "rowwise"])
+def test_dtensors_have_the_codes_of_the_whole(ranks, name, count):
+    for found in ranks.run(problems_of_dtensors, name, count):
+        assert found == []
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_weights_that_fsdp_gathers_in_a_graph_have_the_codes_of_the_whole(ranks, size):
+    for found in ranks.run(test_graph_fsdp.check_op, "nvfp4", size):
+        assert found == []
+
+
+def problems_of_fsdp2():
+    """What differs of FSDP2 from the steps of one process; what a gather of codes says, which it does not do yet."""
+    recipe, policy = f8.recipes.nvfp4(hadamard=()), "bf16"
+    expected, weights = fsdp_models.one_process(fsdp_models.model_of("even", recipe), policy, 3, 2)
+    model = fsdp_models.model_of("even", recipe)
+    try:
+        parallel.fsdp_float8_all_gather(model)
+        said = "nothing"
+    except ValueError as error:
+        said = str(error)
+    model = fsdp_models.shard(model, fsdp_models.mesh_1d("pair"), fsdp_models.POLICIES[policy])
+    losses = fsdp_models.trained(model, 3, torch.distributed.get_rank() % 2)
+    own = fsdp_models.weights_of(model)
+    return [name for name in weights if difference(own[name], weights[name])], losses == expected, said
+
+
+def test_fsdp2_trains_as_one_process_and_gathers_no_codes(ranks):
+    for found, same_losses, said in ranks.run(problems_of_fsdp2, within="pair"):
+        assert (found, same_losses) == ([], True)
+        assert "does not travel with codes yet" in said
+        assert "fp8compile.parallel.graph_fsdp, which gathers what each pass needs" in said
+
+
+def refusal_of_tokens():
+    group = GROUPS["pair"]
+    x, weight = torch.randn(2, 9, 32), torch.randn(16, 32)
+    options = {"recipe": RECIPES["nvfp4"], "group": group, "sequence_dim": 1}
+    y = parallel.column_parallel_linear(x.requires_grad_(), weight.requires_grad_(), None, **options)
+    try:
+        y.sum().backward()
+    except ValueError as error:
+        return str(error)
+    return "nothing"
+
+
+def test_tokens_that_cannot_be_transformed_on_ranks_are_refused(ranks):
+    for said in ranks.run(refusal_of_tokens):
+        assert "transforms tokens 16 at a time, and this rank has 36 of 36" in said
+        assert "nvfp4(hadamard=())" in said
+
+
+def shard_and_whole(sizes):
+    """A shard that is quantized with its sizes has the whole's codes; without sizes none can know them."""
+    group = GROUPS["pair"]
+    x = torch.randn(40, 24, generator=torch.Generator().manual_seed(0))
+    quantizer = f8.CurrentScaling(block=(1, -1), rounding="stochastic")
+    part = x.split(sizes)[group.rank()]
+    found = f8.quantize(part, quantizer, group=group, shard_dim=0, sizes=sizes)
+    whole = f8.quantize(x, quantizer).codes.split(sizes)[group.rank()]
+    try:
+        f8.quantize(part, quantizer, group=group, shard_dim=0)
+    except ValueError as error:
+        return difference(found.codes, whole), str(error)
+    return difference(found.codes, whole), "nothing"
+
+
+def test_a_quantized_shard_has_the_noise_of_the_whole(ranks):
+    for differs, said in ranks.run(shard_and_whole, (25, 15)):
+        assert differs is None
+        assert "say how much each of them has: sizes=" in said

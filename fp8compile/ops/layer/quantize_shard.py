@@ -195,8 +195,10 @@ def whole_amax(part: LocalShard, quantizer: Quantizer) -> Tensor:
     Returns:
         ``quantizer.scale_shape`` of the whole matrix, float32; 0 where this rank has no element of a block.
     """
+    quantizer = quantizer.unpacked() or quantizer
     sides = axis_blocks(part.local.shape, part.cuts, quantizer.block)
     _check_part(part, quantizer)
+    _check_transform(part, quantizer)
     found = amax(_window(part, sides), quantizer)
     for dim, side in enumerate(sides):
         found = found if side.block == -1 else side.widen(found, dim)
@@ -213,8 +215,9 @@ def cast_shard(part: LocalShard, multiplier: Tensor, quantizer: Quantizer, steps
         steps: By which steps.
 
     Returns:
-        uint8, the shape of the part.
+        uint8, the shape of the part: one byte a code.
     """
+    quantizer = quantizer.unpacked() or quantizer
     sides = axis_blocks(part.local.shape, part.cuts, quantizer.block)
     for dim, side in enumerate(sides):
         multiplier = multiplier if side.block == -1 else side.window(multiplier, dim)
