@@ -7,6 +7,7 @@ The ways to give scales to the three GEMMs of a linear layer:
     rowwise_bf16_wgrad   as rowwise, with grad_weight in high precision: the safest, two of three GEMMs in FP8
     blockwise            one scale for 128 values along the sum, of weights for 128 x 128: keeps outliers within blocks
     mxfp8                a power of two for 32 values along the sum: the tensor cores of Blackwell undo it
+    nvfp4                four-bit codes, an e4m3 scale for 16 of them and one of the tensor: not everywhere yet
     delayed              as tensorwise, by the amaxes of the steps before: no tensor is read twice; its state is kept
 """
 
@@ -15,12 +16,14 @@ from __future__ import annotations
 import difflib
 import inspect
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from operator import attrgetter
 from typing import Any
 
 from fp8compile._compat import constant_when_traced
-from fp8compile.quantizers import CurrentScaling, DelayedScaling, Quantizer, Recipe, entry_points
+from fp8compile.quantizers import CurrentScaling, DelayedScaling, Quantizer, Recipe, TwoLevelScaling, entry_points
+from fp8compile.quantizers.hadamard import SIGNS
 
 __all__ = [
     "Recipe",
@@ -30,6 +33,7 @@ __all__ = [
     "describe",
     "mxfp8",
     "names",
+    "nvfp4",
     "of_quantizer",
     "rowwise",
     "rowwise_bf16_wgrad",
@@ -39,6 +43,7 @@ __all__ = [
 TENSOR, ROW, COLUMN = (-1, -1), (1, -1), (-1, 1)
 LINE, TILE, PILLAR = (1, 128), (128, 128), (128, 1)
 MX_LINE, MX_PILLAR = (1, 32), (32, 1)
+NV_LINE, NV_TILE, NV_PILLAR = (1, 16), (16, 16), (16, 1)
 
 
 Block = tuple[int, int]
@@ -211,6 +216,53 @@ def mxfp8(
     )
 
 
+def nvfp4(
+    *,
+    weight_block: tuple[int, int] = NV_TILE,
+    grad_rounding: str = "stochastic",
+    seed: int = 0,
+    hadamard: tuple[int, ...] = SIGNS,
+    backward: str = "nvfp4",
+    scale: str = "transformer_engine",
+    emulate: bool = False,
+) -> Recipe:
+    """NVFP4: four-bit codes, an e4m3 scale for 16 values along the sum and a float32 scale of the tensor.
+
+    Weights have one scale for 16 x 16 values, so that forward and backward multiply the same codes. Both operands of
+    grad_weight are transformed along tokens before they are quantized, so that an outlier does not take the bits of
+    its neighbours; their outer scale is that of the transformed tensor.
+
+    Args:
+        weight_block: (16, 16), or (1, 16) for a scale for each 16 values along the sum.
+        grad_rounding: Of gradients to codes, ``"stochastic"`` or ``"nearest"``.
+        seed: Of stochastic rounding.
+        hadamard: Sixteen signs of the transform of grad_weight's operands, TransformerEngine's by default; () for no
+            transform.
+        backward: ``"nvfp4"``, or ``"bf16"`` for both gradients in the dtype of their operands.
+        scale: The rule of both scales, ``"transformer_engine"`` or ``"torchao"``.
+        emulate: Whether a GPU multiplies the exact values in float64, slowly, instead of raising.
+
+    Raises:
+        ValueError: An argument has no allowed value.
+
+    Source: NVIDIA 2025, "Pretraining Large Language Models with NVFP4", arXiv:2509.25149.
+    """
+    if weight_block not in (NV_TILE, NV_LINE):
+        raise ValueError(f"nvfp4: weight_block is {weight_block!r}; it is (16, 16) or (1, 16).")
+    if backward not in ("nvfp4", "bf16"):
+        raise ValueError(f"nvfp4: backward is {backward!r}; it is 'nvfp4' or 'bf16'.")
+    line, pillar = TwoLevelScaling(scale=scale), TwoLevelScaling(block=NV_PILLAR, packed="columns", scale=scale)
+    weight = TwoLevelScaling(block=weight_block, scale=scale)
+    gradient = {"rounding": grad_rounding, "seed": seed}
+    gradients = {
+        "grad_output": replace(line, **gradient),
+        "weight_for_grad_input": weight if weight_block == NV_TILE else pillar,
+        "grad_output_for_grad_weight": replace(pillar, hadamard=hadamard, **gradient),
+        "input_for_grad_weight": replace(pillar, hadamard=hadamard),
+    }
+    return Recipe(input=line, weight=weight, emulate=emulate, **(gradients if backward == "nvfp4" else {}))
+
+
 def delayed(
     *,
     format: str = "e4m3",
@@ -282,10 +334,15 @@ READY: dict[str, Callable[..., Recipe]] = {
     "mxfp8": mxfp8,
     "delayed": delayed,
 }
+# by_name gives these too; names() does not list them: experts and quantized parameters refuse them
+NOT_EVERYWHERE: dict[str, Callable[..., Recipe]] = {"nvfp4": nvfp4}
 
 
 def names() -> tuple[str, ...]:
-    """Names of the ready recipes. ``fp8compile.library.quantizers`` has what installed packages add to them."""
+    """Names of the ready recipes that every part of this package takes; ``nvfp4`` is not among them yet.
+
+    ``fp8compile.library.quantizers`` has what installed packages add to them.
+    """
     return tuple(READY)
 
 
@@ -298,7 +355,7 @@ def installed() -> tuple[str, ...]:
     """
     found = entry_points.installed()
     for name in found:
-        if name in READY:
+        if name in READY or name in NOT_EVERYWHERE:
             raise ValueError(
                 f"{entry_points.source(name)} has the name of fp8compile.recipes.{name}, which by_name gives. Rename "
                 "the entry point, or uninstall that package."
@@ -308,7 +365,7 @@ def installed() -> tuple[str, ...]:
 
 @constant_when_traced
 def _no_such_recipe(name: object) -> str:
-    known = [*READY, *installed()]
+    known = [*READY, *NOT_EVERYWHERE, *installed()]
     close = difflib.get_close_matches(str(name), known, n=1)
     hint = f" Did you mean {close[0]!r}?" if close else ""
     return f"no recipe is called {name!r}; there are {', '.join(known)}.{hint}"
@@ -342,8 +399,8 @@ def by_name(name: str, **arguments: object) -> Recipe:
         ImportError: The package that offers it fails; the message names it.
         TypeError: The package offers something else, or arguments are given that it can't take.
     """
-    if isinstance(name, str) and name in READY:
-        return READY[name](**arguments)
+    if isinstance(name, str) and (ready := READY.get(name) or NOT_EVERYWHERE.get(name)):
+        return ready(**arguments)
     if isinstance(name, str) and name in installed():
         return _installed_recipe(name, arguments)
     raise ValueError(_no_such_recipe(name))
@@ -361,15 +418,23 @@ ARGUMENTS = {
     "algorithm": "weight.algorithm",
     "margin": "weight.margin",
     "keep_weight_codes": "keep_weight_codes",
+    "weight_block": "weight.block",
+    "seed": "grad_output.seed",
+    "hadamard": "input_for_grad_weight.hadamard",
 }
 
 
 def _call(name: str, recipe: Recipe) -> str | None:
     """How a ready recipe's function is called to give a recipe, without its defaults; None if it can't."""
-    defaults = {each.name: each.default for each in inspect.signature(READY[name]).parameters.values()}
+    function = READY.get(name) or NOT_EVERYWHERE[name]
+    defaults = {each.name: each.default for each in inspect.signature(function).parameters.values()}
     try:
-        arguments = {each: attrgetter(ARGUMENTS[each])(recipe) for each in defaults}
-        made = READY[name](**arguments)
+        if "backward" in defaults and recipe.grad_output is None:
+            arguments = {"weight_block": recipe.weight.block, "scale": recipe.weight.scale, "backward": "bf16"}
+            arguments |= {"emulate": recipe.emulate}
+        else:
+            arguments = {each: attrgetter(ARGUMENTS[each])(recipe) for each in defaults if each in ARGUMENTS}
+        made = function(**arguments)
     except (AttributeError, TypeError, ValueError):  # a quantizer without that field, or with one that it refuses
         return None
     if made != recipe:
@@ -380,7 +445,7 @@ def _call(name: str, recipe: Recipe) -> str | None:
 
 @cache
 def _ready_name(recipe: Recipe) -> str | None:
-    return min(filter(None, (_call(name, recipe) for name in READY)), key=len, default=None)
+    return min(filter(None, (_call(name, recipe) for name in (*READY, *NOT_EVERYWHERE))), key=len, default=None)
 
 
 def _installed_name(recipe: Recipe) -> str | None:

@@ -143,13 +143,19 @@ def register_lowering(op: torch._ops.OpOverload, fn: Callable) -> None:
     when_imported("torch._inductor.lowering", register)
 
 
-def register_fallback(op: torch._ops.OpOverload) -> None:
-    """Let Inductor call ``op`` where its decomposition returned NotImplemented."""
+def register_fallback(op: torch._ops.OpOverload, *, contiguous: bool = False) -> None:
+    """Let Inductor call ``op`` where it has no decomposition, or that returned NotImplemented.
+
+    Args:
+        op: The operator.
+        contiguous: Whether its tensors have to be laid down contiguous, as they are in eager mode.
+    """
 
     def register() -> None:
         from torch._inductor import lowering
 
-        lowering.make_fallback(op, warn=False, override_decomp=True)
+        layout = lowering.require_contiguous if contiguous else None
+        lowering.make_fallback(op, layout, warn=False, override_decomp=True)
 
     when_imported("torch._inductor.lowering", register)
 

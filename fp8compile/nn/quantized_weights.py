@@ -43,6 +43,12 @@ def check_weights(model: nn.Module, recipes: Mapping[nn.Module, Recipe]) -> None
                 "A parameter has one set of codes: take a recipe with one quantizer for both and no delayed scaling, "
                 "as fp8compile.recipes.tensorwise() and blockwise() are, or leave quantized_parameters out."
             )
+        if recipe.weight.has_outer_scale():
+            raise ValueError(
+                f"convert: quantized_parameters, and the weight of {name} would have two levels of scales, by "
+                f"{shown(recipe.weight)}, of which a parameter holds one. Take a recipe with one level, or leave "
+                "quantized_parameters out."
+            )
         if is_dtensor(module.weight) and (reason := not_placed(module.weight, recipe.weight)) is not None:
             raise ValueError(
                 f"convert: quantized_parameters, and the weight of {name} {reason}. Leave that layer out by the "

@@ -35,6 +35,7 @@ from fp8compile.ops.layer.sharded_grouped import (
     sharded_grouped_linear,
 )
 from fp8compile.ops.layer.sharded_linear import sharded_grad_input, sharded_grad_weight, sharded_linear
+from fp8compile.ops.nvfp4_mm import nvfp4_mm
 from fp8compile.ops.outer_scale import outer_amax, two_scales
 from fp8compile.ops.quantize_both import quantize_both
 from fp8compile.ops.quantize_weight import quantize_weight
@@ -89,6 +90,7 @@ __all__ = [
     "grouped_linear",
     "grouped_mm",
     "linear",
+    "nvfp4_mm",
     "outer_amax",
     "quantize_both",
     "quantize_weight",

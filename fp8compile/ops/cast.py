@@ -1,5 +1,8 @@
 """fp8compile::cast: values times the multiplier of their block, rounded to codes.
 
+Of a part of a tensor, where codes depend on the place of a value, `rows` and `columns` say where the part lies: see
+`Quantizer.cast_at`.
+
 fp8compile::cast_again is the same op for the backward. Compilers merge equal calls, and codes of the forward that the
 backward reads as well are kept in between, a byte an element; these they make anew.
 """
@@ -21,24 +24,33 @@ from fp8compile.quantizers import Quantizer
 __all__ = ["cast", "cast_again"]
 
 
-def _kernel(x: Tensor, multiplier: Tensor, quantizer: Quantizer) -> Tensor:
-    found, shape = quantizer.cast(x, multiplier), shape_said(quantizer, "codes_shape", x.shape)
+def _kernel(
+    x: Tensor, multiplier: Tensor, quantizer: Quantizer, rows: Tensor | None = None, columns: Tensor | None = None
+) -> Tensor:
+    whole = rows is None or columns is None
+    found = quantizer.cast(x, multiplier) if whole else quantizer.cast_at(x, multiplier, rows, columns)
+    shape = shape_said(quantizer, "codes_shape", x.shape)
     return returned(found, quantizer, "cast", shape, torch.uint8, "what codes_shape says").contiguous()
 
 
-def _fake(x: Tensor, multiplier: Tensor, quantizer: Quantizer) -> Tensor:
+def _fake(
+    x: Tensor, multiplier: Tensor, quantizer: Quantizer, rows: Tensor | None = None, columns: Tensor | None = None
+) -> Tensor:
     return x.new_empty(shape_said(quantizer, "codes_shape", x.shape), dtype=torch.uint8)
 
 
-def _decompose(x: Tensor, multiplier: Tensor, quantizer: Quantizer) -> Tensor:
-    return _kernel(rounded(x), multiplier, quantizer)
+def _decompose(
+    x: Tensor, multiplier: Tensor, quantizer: Quantizer, rows: Tensor | None = None, columns: Tensor | None = None
+) -> Tensor:
+    return _kernel(rounded(x), multiplier, quantizer, rows, columns)
 
 
-def _sharding(x: Tensor, multiplier: Tensor, quantizer: Quantizer) -> list[Split]:
+def _sharding(x: Tensor, multiplier: Tensor, quantizer: Quantizer, *where: Tensor | None) -> list[Split]:
     packs = shape_said(quantizer, "codes_shape", x.shape) != tuple(x.shape)
     if packs or not quantizer.is_local():
         return []
-    return [Split((cut, grid, None), (cut.dim,)) for cut, grid in grid_cuts(x.shape, quantizer.block)]
+    whole = (None,) * (1 + len(where))
+    return [Split((cut, grid, *whole), (cut.dim,)) for cut, grid in grid_cuts(x.shape, quantizer.block)]
 
 
 def _samples() -> Iterator[tuple]:
@@ -58,8 +70,10 @@ cast = register_op(
 )
 
 
-def _decompose_again(x: Tensor, multiplier: Tensor, quantizer: Quantizer) -> Tensor:
-    return _kernel(rounded(x, apart=True), multiplier, quantizer)
+def _decompose_again(
+    x: Tensor, multiplier: Tensor, quantizer: Quantizer, rows: Tensor | None = None, columns: Tensor | None = None
+) -> Tensor:
+    return _kernel(rounded(x, apart=True), multiplier, quantizer, rows, columns)
 
 
 cast_again = register_op(

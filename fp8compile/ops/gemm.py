@@ -62,8 +62,8 @@ def select_gemm(
     """The name of the GEMM that `selected_gemm` returns.
 
     Returns:
-        ``"tensorwise"``, ``"rowwise"``, ``"scaled_after"``, ``"blockwise"``, ``"mx"``, ``"emulated"``, or the name of
-        one that was registered.
+        ``"tensorwise"``, ``"rowwise"``, ``"scaled_after"``, ``"blockwise"``, ``"mx"``, ``"nvfp4"``, ``"emulated"``,
+        or the name of one that was registered.
     """
     return selected_gemm(a, b, device, out_dtype, config).name
 

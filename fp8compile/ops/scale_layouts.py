@@ -2,7 +2,7 @@
 
     a block of 1 x 128     down the rows first: element (row, block) at row + block * rows
     a block of 128 x 128   along the sum first, each row of blocks begun at a multiple of four
-    MX, 1 x 32             tiles of 128 rows by 4 blocks, 512 bytes each, rows 32 apart side by side
+    MX and NVFP4           tiles of 128 rows by 4 blocks, 512 bytes each, rows 32 apart side by side
 
 Sources: PyTorch's checks in `_scaled_mm` (aten/src/ATen/native/cuda/ScaledBlas.cpp); cuBLAS documentation, "1D Block
 Scaling Factors Layout".
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-__all__ = ["TILE_BLOCKS", "TILE_ROWS", "down_the_rows", "rows_of_fours", "swizzled", "tiled"]
+__all__ = ["TILE_BLOCKS", "TILE_ROWS", "down_the_rows", "rows_of_fours", "swizzled", "tiled", "untiled"]
 
 TILE_ROWS, TILE_BLOCKS, GROUP = 128, 4, 32
 
@@ -41,6 +41,13 @@ def tiled(scale: Tensor) -> Tensor:
     first = len(leading)
     order = (*range(first), *(first + dim for dim in (0, 3, 2, 1, 4)))
     return padded.view(*leading, *sides).permute(order)
+
+
+def untiled(tiles: Tensor, rows: int, blocks: int) -> Tensor:
+    """The bytes (rows, blocks) of which `tiled` made these tiles, given 1-D."""
+    down, along = -(-rows // TILE_ROWS), -(-blocks // TILE_BLOCKS)
+    found = tiles.view(down, along, GROUP, TILE_ROWS // GROUP, TILE_BLOCKS).permute(0, 3, 2, 1, 4)
+    return found.reshape(down * TILE_ROWS, along * TILE_BLOCKS)[:rows, :blocks]
 
 
 def swizzled(scale: Tensor) -> Tensor:

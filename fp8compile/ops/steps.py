@@ -29,7 +29,7 @@ class Steps:
 
     amax: Callable[[Tensor, Quantizer], Tensor]
     scale: Callable[[Tensor, Quantizer], tuple[Tensor, Tensor]]
-    cast: Callable[[Tensor, Tensor, Quantizer], Tensor]
+    cast: Callable[..., Tensor]  # (x, multiplier, quantizer), of a part its rows and columns
     outer_amax: Callable[[Tensor, Quantizer], Tensor]
     two_scales: Callable[[Tensor, Tensor, Quantizer], tuple[Tensor, Tensor, Tensor]]
 

@@ -80,8 +80,17 @@ class CurrentScaling(Quantizer):
         """Codes of values: product in float32, then one rounding to the format as ``rounding`` says, saturating."""
         if self.rounding == "nearest":
             return super().cast(x, multiplier)
+        return self._stochastic(x, multiplier)
+
+    def cast_at(self, x: Tensor, multiplier: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
+        """As ``cast``, of a part that lies there in the whole tensor, by the noise of the whole."""
+        if self.rounding == "nearest":
+            return super().cast(x, multiplier)
+        return self._stochastic(x, multiplier, rows, columns)
+
+    def _stochastic(self, x: Tensor, multiplier: Tensor, *where: Tensor) -> Tensor:
         values = scaled(x, multiplier, self.block)
-        return self.element_format().encode_stochastic(values, noise(values, self.seed)).reshape(x.shape)
+        return self.element_format().encode_stochastic(values, noise(values, self.seed, *where)).reshape(x.shape)
 
     def scale_of(self, multiplier: Tensor) -> Tensor:
         """The inverse of the multiplier, as float32 or as an E8M0 byte."""

@@ -110,19 +110,17 @@ class Quantizer(Constant):
         """Whether a value's code depends on the value and its block alone, not on where in the tensor it stands."""
         return True
 
-    def unpacked(self) -> Quantizer:
+    def unpacked(self) -> Quantizer | None:
         """The quantizer of the same codes, one a byte, which can be cut anywhere.
 
-        Raises:
-            ValueError: The class packs codes, and says no other one.
+        Returns:
+            Itself, if it packs none; None of a class that packs and has no other: ranks can't cut or send its codes.
         """
-        if type(self).codes_shape is Quantizer.codes_shape:
-            return self
-        raise ValueError(
-            f"{self!r} packs codes of several values in a byte, and the tensor, or one that it is multiplied by, is "
-            "spread over ranks: its class would have to say by unpacked() what makes the same codes one a byte. "
-            "Write that method, or quantize and multiply whole tensors."
-        )
+        return self if type(self).codes_shape is Quantizer.codes_shape else None
+
+    def code_bits(self) -> int:
+        """Bits of a code that mean something: 4 of those that ranks may send two to a byte, else 8."""
+        return 8
 
     def for_shape(self, shape: Sequence[int]) -> Quantizer:
         """The quantizer that a layer takes for a matrix of this shape: itself, or `unpacked` where it can't pack."""
@@ -280,6 +278,18 @@ class Quantizer(Constant):
         """
         values = scaled(x, multiplier, self.block)
         return from_matrix(self.element_format().encode(values), x.shape)
+
+    def cast_at(self, x: Tensor, multiplier: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
+        """As `cast`, of a part of a tensor, where codes depend on the place of a value (`is_local` returns False).
+
+        Args:
+            x: As of `cast`.
+            multiplier: As of `cast`.
+            rows: Of each row of the (M, K) view the index that its first column's element would have in the whole
+                tensor if that were the whole's first column, (M,) int64.
+            columns: Columns of the whole that these are, (K,) int64. An element's index is the sum of the two.
+        """
+        return self.cast(x, multiplier)
 
     def dequantize(self, codes: Tensor, scale: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
         """Values of codes: codes times scale. An outer scale is left to who calls it.

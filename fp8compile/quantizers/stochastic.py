@@ -3,8 +3,8 @@
     fraction(seed, i, x_i) in [0, 1), multiples of 2**-24
 
 No generator's state is read, so there is none to keep, and a run that is resumed, or recomputes a forward, rounds as
-before. What varies from step to step is the values. A position is that in the tensor as given: shards of a tensor are
-rounded with other noise than the whole.
+before. What varies from step to step is the values, whose bits stand for the step. A position is the element's index
+in the whole tensor, so shards are rounded by the noise of the whole; who quantizes a shard says where it lies.
 
 Source: Wellons, "Prospecting for Hash Functions" (2018), for the 32-bit mixing constants; Gupta et al. 2015, "Deep
 Learning with Limited Numerical Precision", arXiv:1502.02551, for stochastic rounding.
@@ -38,19 +38,22 @@ def _mixed(h: Tensor) -> Tensor:
     return h ^ (h >> 15)
 
 
-def noise(values: Tensor, seed: int) -> Tensor:
+def noise(values: Tensor, seed: int, rows: Tensor | None = None, columns: Tensor | None = None) -> Tensor:
     """A number in [0, 1) for each element.
 
     Args:
         values: (M, K), float32.
         seed: At least 0.
+        rows: (M,), int64, of each row the index of its first element, and
+        columns: (K,), int64, what the other elements of a row add to that; both None for a whole tensor.
 
     Returns:
         The same shape, float32.
     """
-    rows, columns = values.shape
-    device = values.device
-    position = torch.arange(rows, device=device).unsqueeze(1) * columns + torch.arange(columns, device=device)
+    if rows is None or columns is None:
+        columns = torch.arange(values.shape[1], device=values.device)
+        rows = torch.arange(values.shape[0], device=values.device) * values.shape[1]
+    position = rows.unsqueeze(1) + columns
     bits = values.contiguous().view(torch.int32).long() & MASK
     h = _mixed((position + (seed * SEED_STEP & MASK)) & MASK) ^ (position >> 32)
     h = _mixed(h ^ bits)

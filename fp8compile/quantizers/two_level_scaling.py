@@ -114,6 +114,8 @@ class TwoLevelScaling(Quantizer):
         if self.packed == "rows":
             columns = columns // 2
         if self.packed == "columns" or (self.hadamard and self._summed_dim() == 0):
+            if self.packed == "none" and statically_true(rows == math.prod(shape[:-1])):
+                return (*shape[:-1], columns)
             if len(shape) == 2:
                 return (rows // 2 if self.packed == "columns" else rows), columns
             raise ValueError(
@@ -145,6 +147,10 @@ class TwoLevelScaling(Quantizer):
     def unpacked(self) -> TwoLevelScaling:
         """The quantizer of the same codes, one a byte."""
         return replace(self, packed="none")
+
+    def code_bits(self) -> int:
+        """4."""
+        return self.element_format().bits
 
     def for_shape(self, shape: Sequence[int]) -> TwoLevelScaling:
         """`unpacked` where the size along which codes are packed isn't known to be even."""
@@ -195,19 +201,26 @@ class TwoLevelScaling(Quantizer):
 
     def cast(self, x: Tensor, multiplier: Tensor) -> Tensor:
         """Codes of values: product in float32, then one rounding as ``rounding`` says, saturating."""
+        return self._cast(x, multiplier)
+
+    def cast_at(self, x: Tensor, multiplier: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
+        """As ``cast``, of a part that lies there in the whole tensor, by the noise of the whole."""
+        return self._cast(x, multiplier, rows, columns)
+
+    def _cast(self, x: Tensor, multiplier: Tensor, *where: Tensor) -> Tensor:
         matrix = self._transformed(x)
         values = scaled(matrix, multiplier, self.block)
         if self.scale == "transformer_engine":
             values = torch.where(matrix == 0, 0.0, values)  # zeros lose their sign there
-        codes = self._rounded(values)
+        codes = self._rounded(values, *where)
         codes = codes if self.packed == "none" else pack(codes, PAIRS[self.packed])
         return from_matrix(codes, self.codes_shape(x.shape))
 
-    def _rounded(self, values: Tensor) -> Tensor:
+    def _rounded(self, values: Tensor, *where: Tensor) -> Tensor:
         fmt = self.element_format()
         if self.rounding == "nearest":
             return fmt.encode(values)
-        return fmt.encode_stochastic(values, noise(values, self.seed))
+        return fmt.encode_stochastic(values, noise(values, self.seed, *where))
 
     def dequantize(self, codes: Tensor, scale: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
         """Codes times the scales of their blocks, transformed back: exact, without the outer scale."""

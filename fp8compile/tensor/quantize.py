@@ -126,6 +126,11 @@ def _quantized(
 ) -> QuantizedTensor:
     if sizes is not None:
         return _quantize_shard(x, quantizer, group, shard_dim, tuple(sizes))
+    if group is not None and not quantizer.is_local():
+        raise ValueError(
+            "quantize: codes of this quantizer depend on where in the whole tensor a value stands, as stochastic "
+            "rounding does. On all ranks, say how much each of them has: sizes=(...)."
+        )
     amax = ops.amax(x, quantizer)
     if group is not None and _block_spans_ranks(x, quantizer, group, shard_dim):
         amax = all_reduce_amax(amax, group)

@@ -20,20 +20,26 @@ COMPILED_SAMPLES = 8
 
 @cache
 def all_samples(op: Op) -> tuple[tuple, ...]:
-    """What the op's samples yield, checked to be tuples of impl's arguments.
+    """What the op's samples yield, checked to be tuples of impl's arguments, and the defaults of those left out.
 
     Raises:
         TypeError: They are something else.
     """
-    samples, parameters = list(op.samples()), list(inspect.signature(op.impl).parameters)
+    samples, parameters = list(op.samples()), inspect.signature(op.impl).parameters
+    defaults = [each.default for each in parameters.values()]
     for args in samples or [None]:
-        if not isinstance(args, (tuple, list)) or len(args) != len(parameters):
+        if not isinstance(args, (tuple, list)) or not _are_arguments(args, defaults):
             what = f"yields {shown((args,))}" if samples else "yields nothing"
             raise TypeError(
                 f"check_op: samples of {op.name} {what}; it yields tuples of impl's arguments, "
                 f"({', '.join(parameters)})."
             )
-    return tuple(map(tuple, samples))
+    return tuple((*args, *defaults[len(args) :]) for args in samples)
+
+
+def _are_arguments(args: Sequence[Any], defaults: Sequence[Any]) -> bool:
+    """Whether there are as many as a function takes, whose last ones may have defaults."""
+    return len(args) <= len(defaults) and inspect.Parameter.empty not in defaults[len(args) :]
 
 
 def samples_on(op: Op, device: torch.device) -> list[tuple]:

@@ -12,6 +12,7 @@ from fp8compile.ops.gemms.blockwise import BLOCKWISE
 from fp8compile.ops.gemms.emulated import EMULATED
 from fp8compile.ops.gemms.kernel import GemmKernel, GemmProblem
 from fp8compile.ops.gemms.mx import MX
+from fp8compile.ops.gemms.nvfp4 import NVFP4
 from fp8compile.ops.gemms.rowwise import ROWWISE
 from fp8compile.ops.gemms.scaled_after import SCALED_AFTER
 from fp8compile.ops.gemms.tensorwise import TENSORWISE
@@ -19,7 +20,7 @@ from fp8compile.quantizers import Quantizer
 
 __all__ = ["NATIVE", "REGISTERED", "first_running", "gemm_for", "gemm_table", "multiplying_calls"]
 
-NATIVE = (TENSORWISE, ROWWISE, SCALED_AFTER, BLOCKWISE, MX)
+NATIVE = (TENSORWISE, ROWWISE, SCALED_AFTER, BLOCKWISE, MX, NVFP4)
 REGISTERED: dict[str, GemmKernel] = {}  # of other packages, by name
 
 

@@ -70,6 +70,11 @@ def check_recipe_of_groups(recipe: Recipe) -> None:
         if (pair := recipe.quantizers(gemm)) is None:
             continue
         for slot, quantizer in zip((gemm.a, gemm.b), pair, strict=True):
+            if quantizer.has_outer_scale():
+                raise ValueError(
+                    f"grouped_linear: {slot} has two levels of scales, by {quantizer!r}, and grouped products have no "
+                    "outer scale yet. Take a recipe with one level, such as fp8compile.recipes.mxfp8()."
+                )
             if getattr(quantizer, "rounding", "nearest") != "nearest":
                 raise ValueError(
                     f"grouped_linear: {slot} rounds stochastically, by noise of an element's place, which "

@@ -15,6 +15,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from fp8compile import _compat
+from fp8compile.formats import pack, unpack
 from fp8compile.ops.async_tp import on_the_wire
 from fp8compile.ops.collectives import all_gather
 from fp8compile.ops.gemm import Operand
@@ -101,10 +103,17 @@ class QuantizedShard:
         cut = self.cuts[index]
         if (again := _cut_again(self.cuts, index, cut.dim)) is not None:
             return self.gather(again).gather(index)
+        codes, scale = self._gathered_codes(cut), self._gathered_scale(cut)
+        return replace(self, local=codes, scale=scale, cuts=_without(self.cuts, index))
+
+    def _gathered_codes(self, cut: DimSharding) -> Tensor:
+        last = self.local.ndim - 1
+        are_pairs = cut.dim != last and _compat.statically_true(self.local.shape[-1] % 2 == 0)
+        if are_pairs and self.quantizer.code_bits() == 4:
+            return unpack(all_gather(pack(self.local, last), cut.dim, cut.sizes, cut.group), last)
         sent = on_the_wire(self.local, self.quantizer)
         codes = all_gather(sent, cut.dim, cut.sizes, cut.group)
-        codes = codes if sent is self.local else codes.view(torch.uint8)
-        return replace(self, local=codes, scale=self._gathered_scale(cut), cuts=_without(self.cuts, index))
+        return codes if sent is self.local else codes.view(torch.uint8)
 
     def _gathered_scale(self, cut: DimSharding) -> Tensor:
         last = self.local.ndim - 1

@@ -76,13 +76,13 @@ STEPS = {
 }
 
 
-def _cast_in_backward(x: Tensor, multiplier: Tensor, quantizer: Quantizer) -> Tensor:
+def _cast_in_backward(x: Tensor, multiplier: Tensor, quantizer: Quantizer, *where: Tensor) -> Tensor:
     """Make codes of a weight's shard in the backward and nowhere else.
 
     The partitioner knows that parameters cost nothing to keep, and makes their codes again. Of tensors inside of a
     DTensor it doesn't know it (PyTorch 2.13 counts them wrongly), and would keep the codes.
     """
-    codes = cast_again(x, multiplier, quantizer)
+    codes = cast_again(x, multiplier, quantizer, *where)
     _compat.make_in_backward(codes)
     return codes
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from fp8compile import _compat
 from fp8compile.ops.amax import amax
 from fp8compile.ops.collectives import all_reduce_amax
 from fp8compile.ops.layer.local_shards import LocalShard, QuantizedShard, check_not_packed
@@ -58,6 +59,20 @@ def _check_part(part: LocalShard, quantizer: Quantizer) -> None:
         check_not_packed(quantizer, quantizer.codes_shape(part.local.shape), part.local.shape)
 
 
+def _check_transform(part: LocalShard, quantizer: Quantizer) -> None:
+    """Raise a ValueError if neighbours that are transformed together lie on several ranks, or are too few."""
+    if not (group := len(quantizer.transform())):
+        return
+    tokens = quantizer.block[0] == group
+    side = axis_blocks(part.local.shape, part.cuts, quantizer.block)[0 if tokens else 1]
+    if side.kind == "split" or not _compat.statically_true(side.length % group == 0):
+        raise ValueError(
+            f"a layer on ranks transforms {'tokens' if tokens else 'features'} {group} at a time, and this rank has "
+            f"{side.length} of {side.total}. Let each rank have multiples of {group}, or take a recipe without a "
+            "transform, as fp8compile.recipes.nvfp4(hadamard=()) is."
+        )
+
+
 def _window_and_amax(
     part: LocalShard, quantizer: Quantizer, steps: Steps, local_amax: Tensor | None = None
 ) -> tuple[Tensor, Tensor, tuple[AxisBlocks, AxisBlocks]]:
@@ -71,6 +86,14 @@ def _window_and_amax(
     for group in dict.fromkeys(group for side in sides if side.kind != "aligned" for group in side.groups):
         found = found if group is None else all_reduce_amax(found, group)
     return window, found, sides
+
+
+def _where(sides: tuple[AxisBlocks, AxisBlocks], quantizer: Quantizer, part: LocalShard) -> tuple[Tensor, ...]:
+    """Where the window's rows and columns are in the whole, for codes that depend on it."""
+    if quantizer.is_local():
+        return ()
+    rows, columns = (side.window_positions(part.local.device) for side in sides)
+    return rows * sides[1].total, columns
 
 
 def _scales(found: Tensor, quantizer: Quantizer, steps: Steps, cuts: Sharding = ()) -> Scales:
@@ -111,20 +134,24 @@ def quantize_shard(
         Codes of the part's elements.
     """
     if not any(part.cuts):
+        if part.cuts:  # what ranks may yet cut, or send, is not packed
+            quantizer = quantizer.unpacked() or quantizer
+            _check_transform(part, quantizer)
         quantizer = quantizer.for_shape(part.local.shape)
         amax = whole_amax if whole_amax is not None else local_amax
         amax = steps.amax(part.local, quantizer) if amax is None else amax
         multiplier, scales, outer = _scales(amax, quantizer, steps)
         codes = steps.cast(part.local, multiplier, quantizer)
         return QuantizedShard(codes, scales, quantizer, part.cuts, outer_scale=outer)
-    quantizer = quantizer.unpacked()
+    quantizer = quantizer.unpacked() or quantizer
+    _check_transform(part, quantizer)
     if whole_amax is not None:
         return _by_whole_amax(part, quantizer, steps, whole_amax)
     window, found, sides = _window_and_amax(part, quantizer, steps, local_amax)
     multiplier, scales, outer = _scales(found, quantizer, steps, part.cuts)
     for dim, side in enumerate(sides):
         multiplier = side.window(multiplier, dim) if side.kind == "split" else multiplier
-    codes = _extracted(steps.cast(window, multiplier, quantizer), part, sides)
+    codes = _extracted(steps.cast(window, multiplier, quantizer, *_where(sides, quantizer, part)), part, sides)
     return QuantizedShard(codes, scales, quantizer, part.cuts, _are_split(part, quantizer), outer)
 
 
@@ -168,8 +195,10 @@ def whole_amax(part: LocalShard, quantizer: Quantizer) -> Tensor:
     Returns:
         ``quantizer.scale_shape`` of the whole matrix, float32; 0 where this rank has no element of a block.
     """
+    quantizer = quantizer.unpacked() or quantizer
     sides = axis_blocks(part.local.shape, part.cuts, quantizer.block)
     _check_part(part, quantizer)
+    _check_transform(part, quantizer)
     found = amax(_window(part, sides), quantizer)
     for dim, side in enumerate(sides):
         found = found if side.block == -1 else side.widen(found, dim)
@@ -186,9 +215,11 @@ def cast_shard(part: LocalShard, multiplier: Tensor, quantizer: Quantizer, steps
         steps: By which steps.
 
     Returns:
-        uint8, the shape of the part.
+        uint8, the shape of the part: one byte a code.
     """
+    quantizer = quantizer.unpacked() or quantizer
     sides = axis_blocks(part.local.shape, part.cuts, quantizer.block)
     for dim, side in enumerate(sides):
         multiplier = multiplier if side.block == -1 else side.window(multiplier, dim)
-    return _extracted(steps.cast(_window(part, sides), multiplier, quantizer), part, sides)
+    codes = steps.cast(_window(part, sides), multiplier, quantizer, *_where(sides, quantizer, part))
+    return _extracted(codes, part, sides)

@@ -158,6 +158,14 @@ class AxisBlocks:
         before = 0 if self.kind == "aligned" else self.first % self.block
         return self.first // self.block, -(-(before + self.length) // self.block), every
 
+    def window_positions(self, device: torch.device) -> Tensor:
+        """Where each element of this rank's window is in the whole, (elements,) int64."""
+        if self.kind != "split":
+            return self._positions(device)
+        if self.first is None:
+            return torch.arange(self.total, device=device)
+        return torch.arange(self.first - self.first % self.block, self.first + self.length, device=device)
+
     def widen(self, grid: Tensor, dim: int) -> Tensor:
         """The grid of a window, or of blocks that are this rank's own, among zeros, as the grid of the whole."""
         first, count, every = self._blocks()

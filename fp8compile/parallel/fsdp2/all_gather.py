@@ -97,6 +97,8 @@ def _why_plain(weight: _Weight, users: list[nn.Module]) -> str | None:
     if not recipe.shares_weight_codes() and weight.parameter.ndim == 3:
         return "forward and backward multiply different codes of the weight"
     for quantizer in (recipe.weight, recipe.weight_for_grad_input):
+        if quantizer.has_outer_scale():
+            return f"the outer scale of {quantizer!r} does not travel with codes yet"
         if not quantizer.is_local():
             return f"codes of {quantizer!r} depend on where in the tensor a value stands"
     if not weight.is_alone(users):

@@ -19,10 +19,10 @@ def demand(satisfied: bool, product: str, what: str) -> None:
         raise ValueError(f"{product}: the GPU's product takes {what}")
 
 
-def tiled_values(scale: Tensor, rows: int, blocks: int) -> Tensor:
-    """MX scales (rows, blocks) as numbers, of tiles of 128 by 4 that lie one after the other."""
+def tiled_values(scale: Tensor, rows: int, blocks: int, dtype: torch.dtype = E8M0) -> Tensor:
+    """Scales (rows, blocks), bytes of a float8 dtype, as numbers, of tiles of 128 by 4 one after the other."""
     along = -(-blocks // TILE_BLOCKS)
     row, block = torch.arange(rows)[:, None], torch.arange(blocks)[None, :]
     tile = row // TILE_ROWS * along + block // TILE_BLOCKS
     at = tile * 512 + row % 32 * 16 + row % TILE_ROWS // 32 * 4 + block % TILE_BLOCKS
-    return scale.reshape(-1).view(torch.uint8)[at].view(E8M0).double()
+    return scale.reshape(-1).view(torch.uint8)[at].view(dtype).double()

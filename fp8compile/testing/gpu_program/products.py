@@ -139,6 +139,31 @@ def scaled_mm(
     return (left @ right.t()).to(out_dtype)
 
 
+def nvfp4_mm(
+    gpu: Gpu, a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, a_outer: Tensor, b_outer: Tensor,
+    out_dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
+    """`torch._scaled_mm_v2` of four-bit codes, as `fp8compile::nvfp4_mm` calls it, its demands checked."""
+    name, half, n = f"nvfp4_mm {tuple(a.shape)} x {tuple(b.shape)}", a.shape[1], b.shape[0]
+    demand(gpu.major >= 10, name, "four-bit codes from compute capability 10.0 on.")
+    demand(a.shape[1] == b.shape[1] and a.is_contiguous() and b.is_contiguous(), name, "rows of one length.")
+    demand(half % ALIGNMENT == 0 and n % ALIGNMENT == 0, name, f"rows of {ALIGNMENT} bytes, columns in as many.")
+    for outer in (a_outer, b_outer):
+        demand(outer.dtype == torch.float32 and outer.numel() == 1, name, "one float32 scale of each tensor.")
+    sides = [_four_bit_values(codes, scale, name) for codes, scale in ((a, a_scale), (b, b_scale))]
+    return ((sides[0] @ sides[1].t()) * (a_outer.double() * b_outer.double())).to(out_dtype)
+
+
+def _four_bit_values(codes: Tensor, scale: Tensor, name: str) -> Tensor:
+    rows, blocks = codes.shape[0], codes.shape[1] // 8
+    needed = -(-rows // TILE_ROWS) * TILE_ROWS * (-(-blocks // TILE_BLOCKS) * TILE_BLOCKS)
+    laid = scale.dtype == torch.uint8 and scale.is_contiguous() and scale.numel() == needed
+    demand(laid, name, f"{needed} bytes of scales in tiles, one after the other.")
+    table = torch.tensor([0.0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], dtype=torch.float64)
+    numbers = table[torch.stack([codes & 15, codes >> 4], -1).flatten(1).long()]
+    return numbers * tiled_values(scale, rows, blocks, torch.float8_e4m3fn).repeat_interleave(16, 1)
+
+
 # ---------------------------------------------------------------------------------- plain products
 
 
@@ -170,7 +195,7 @@ def int_mm(gpu: Gpu | None, a: Tensor, b: Tensor) -> Tensor:
 PRODUCTS: dict[str, Callable[..., Tensor]] = {
     "_scaled_mm": scaled_mm, "_int_mm": int_mm, "mm": mm, "bmm": mm, "addmm": addmm, "bias_addmm": addmm,
     "baddbmm": addmm, "_grouped_mm": grouped_mm, "_scaled_grouped_mm": scaled_grouped_mm,
-    "grouped_blockwise_mm": grouped_blockwise_mm,
+    "grouped_blockwise_mm": grouped_blockwise_mm, "nvfp4_mm": nvfp4_mm,
 }  # fmt: skip
 
 

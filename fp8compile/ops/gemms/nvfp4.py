@@ -1,0 +1,77 @@
+"""Blackwell's NVFP4 GEMM: four-bit codes, an e4m3 scale for 16 values of the sum, a float32 scale of each tensor."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fp8compile import _compat
+from fp8compile.formats import pack, unpack
+from fp8compile.ops.gemms.float8 import ALIGNMENT, ASK, padded
+from fp8compile.ops.gemms.kernel import GemmKernel, GemmProblem, Operand
+from fp8compile.ops.nvfp4_mm import NV_BLOCK, nvfp4_mm
+from fp8compile.ops.scale_layouts import tiled
+from fp8compile.quantizers import GemmConfig, Quantizer, TwoLevelScaling, gemm_kind
+
+__all__ = ["NVFP4"]
+
+SUM_TO = 2 * ALIGNMENT  # codes of 16 bytes
+
+
+def _takes(a: Quantizer, b: Quantizer) -> bool:
+    are_ours = type(a) is type(b) is TwoLevelScaling  # a subclass may mean something else by its codes
+    return are_ours and gemm_kind(a.block, b.block) == "blockwise" and a.transform() == b.transform()
+
+
+def _lacks(problem: GemmProblem) -> str | None:
+    target = problem.target
+    if target.type == "cuda" and target.capability >= (10, 0):
+        return None
+    return f"is NVFP4, which needs a GPU of compute capability 10.0 (B200). {ASK}"
+
+
+def _rows_of_pairs(operand: Operand, rows_to: int) -> Tensor:
+    """Codes (rows, sum / 2), two of a row a byte, both sides padded with zeros as the GEMM wants them."""
+    quantizer = operand.quantizer
+    codes, per_byte = operand.codes, 2 if quantizer.packed == "rows" else 1
+    if quantizer.packed == "columns":
+        codes = unpack(codes, 0)
+    missing = -(codes.shape[1] * per_byte) % SUM_TO
+    codes = padded(codes, 0, missing // per_byte)
+    codes = pack(codes, 1) if per_byte == 1 else codes
+    return padded(codes, -codes.shape[0] % rows_to, 0).contiguous()
+
+
+def _tiled_scales(operand: Operand, rows: int, codes: Tensor) -> Tensor:
+    """Scales of 1 x 16 codes in tiles, also of blocks of 16 x 16."""
+    scale = operand.scale
+    if operand.quantizer.block[0] == NV_BLOCK:
+        scale = scale.repeat_interleave(NV_BLOCK, 0)[:rows]
+    blocks = codes.shape[1] * 2 // NV_BLOCK
+    return tiled(padded(scale, codes.shape[0] - rows, blocks - scale.shape[1])).reshape(-1)
+
+
+def _side(operand: Operand) -> tuple[Tensor, Tensor]:
+    rows = operand.shape[0]
+    codes = _rows_of_pairs(operand, ALIGNMENT)
+    return codes, _tiled_scales(operand, rows, codes)
+
+
+def _multiply(a: Operand, b: Operand, out_dtype: torch.dtype, config: GemmConfig) -> Tensor:
+    m, n = a.shape[0], b.shape[1]
+    (a_codes, a_scale), (b_codes, b_scale) = _side(a), _side(b.t())
+    product = nvfp4_mm(a_codes, b_codes, a_scale, b_scale, a.outer_scale, b.outer_scale, out_dtype)
+    if _compat.statically_true(product.shape[0] == m) and _compat.statically_true(product.shape[1] == n):
+        return product
+    return product[:m, :n].contiguous()
+
+
+NVFP4 = GemmKernel(
+    name="nvfp4",
+    detail="native, NVFP4 GEMM",
+    takes=_takes,
+    lacks=_lacks,
+    multiply=_multiply,
+    calls=("nvfp4_mm",),
+    rounds_in_call=True,
+)

@@ -1,0 +1,94 @@
+"""fp8compile::nvfp4_mm: the product of four-bit codes as Blackwell's tensor cores multiply them.
+
+One call of `torch._scaled_mm_v2`, which PyTorch's compiler to 2.13 refuses to lower with scales in tiles, and calls as
+it is from then on; so the op stays one call. On a CPU it multiplies the same operands exactly, for tests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from fp8compile import _compat
+from fp8compile.formats import E2M1, E4M3, pack, unpack
+from fp8compile.ops.registry import register_op
+from fp8compile.ops.scale_layouts import tiled, untiled
+from fp8compile.target import target_of
+
+__all__ = ["NV_BLOCK", "nvfp4_mm"]
+
+NV_BLOCK = 16
+# members of torch.nn.functional.ScalingType and SwizzleType, by their numbers: a kernel takes numbers
+TENSOR_WISE, BLOCK_1X16, NO_SWIZZLE, SWIZZLE_32_4_4 = 0, 2, 0, 1
+
+
+def _values(codes: Tensor, scale: Tensor) -> Tensor:
+    numbers = E2M1.decode(unpack(codes, 1)).double()
+    blocks = untiled(scale, numbers.shape[0], numbers.shape[1] // NV_BLOCK)
+    return numbers * E4M3.decode(blocks).double().repeat_interleave(NV_BLOCK, 1)
+
+
+def _kernel(
+    a: Tensor,
+    b: Tensor,
+    a_scale: Tensor,
+    b_scale: Tensor,
+    a_outer_scale: Tensor,
+    b_outer_scale: Tensor,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    """A product of (m, k) and (n, k).
+
+    Args:
+        a: (m, k / 2) uint8, two codes of a row a byte; m a multiple of 16, k of 32.
+        b: (n, k / 2) uint8; n a multiple of 16.
+        a_scale: e4m3 bytes of 1 x 16 codes in tiles, 1-D, see `scale_layouts`.
+        b_scale: Likewise.
+        a_outer_scale: (1,) float32.
+        b_outer_scale: (1,) float32.
+        out_dtype: Of the product (m, n).
+    """
+    if target_of(a.device).type == "cpu":
+        outer = a_outer_scale.double() * b_outer_scale.double()
+        return ((_values(a, a_scale) @ _values(b, b_scale).t()) * outer).to(out_dtype)
+    four = torch.float4_e2m1fn_x2
+    kinds, order = [BLOCK_1X16, TENSOR_WISE], [SWIZZLE_32_4_4, NO_SWIZZLE]
+    left, right = [a_scale.view(E4M3.dtype), a_outer_scale], [b_scale.view(E4M3.dtype), b_outer_scale]
+    operands = a.view(four), b.view(four).t()
+    return torch.ops.aten._scaled_mm_v2(*operands, left, kinds, order, right, kinds, order, None, out_dtype)
+
+
+def _fake(
+    a: Tensor,
+    b: Tensor,
+    a_scale: Tensor,
+    b_scale: Tensor,
+    a_outer_scale: Tensor,
+    b_outer_scale: Tensor,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    return a.new_empty((a.shape[0], b.shape[0]), dtype=out_dtype)
+
+
+def _samples() -> Iterator[tuple]:
+    generator = torch.Generator().manual_seed(0)
+    for m, k, n, dtype in ((16, 32, 32, torch.bfloat16), (144, 96, 16, torch.float32)):
+        sizes = [(16, (rows, k)) for rows in (m, n)] + [(120, (rows, k // NV_BLOCK)) for rows in (m, n)]
+        made = [torch.randint(top, size, generator=generator, dtype=torch.uint8) for top, size in sizes]
+        codes, scales = made[:2], made[2:]
+        outer = torch.tensor([0.37]), torch.tensor([1.9])
+        yield *(pack(each, 1) for each in codes), *(tiled(each).reshape(-1) for each in scales), *outer, dtype
+
+
+nvfp4_mm = register_op(
+    "fp8compile::nvfp4_mm",
+    _kernel,
+    fake=_fake,
+    backward=None,
+    decompose=None,  # one call on every device
+    sharding=None,  # its operands are laid out for one GPU
+    samples=_samples,
+)
+_compat.register_fallback(nvfp4_mm, contiguous=True)

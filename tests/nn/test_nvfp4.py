@@ -1,0 +1,142 @@
+"""f8.recipes.nvfp4: a layer and its gradients from codes, on any shape; who can't take two levels says so."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from golden_cases import GOLDEN
+
+import fp8compile as f8
+from fp8compile.formats import pack
+from fp8compile.ops.gemm import Operand, multiply
+from fp8compile.quantizers import GEMMS, GemmConfig
+
+RECIPES = {
+    "default": f8.recipes.nvfp4(),
+    "1x16, no transform, torchao": f8.recipes.nvfp4(weight_block=(1, 16), hadamard=(), scale="torchao", seed=5),
+    "bf16 backward": f8.recipes.nvfp4(backward="bf16"),
+}
+SHAPES = [(48, 64, 32), (37, 23, 19), (1, 16, 16), (5, 40, 24)]  # M, K, N
+
+
+def tensors(m, k, n):
+    generator = torch.Generator().manual_seed(m)
+    return [torch.randn(shape, generator=generator).bfloat16() for shape in ((m, k), (n, k), (m, n))]
+
+
+def run(layer, x, weight, grad, recipe):
+    x, weight = x.clone().requires_grad_(), weight.clone().requires_grad_()
+    y = layer(x, weight, recipe=recipe)
+    return [y.detach(), *torch.autograd.grad(y, (x, weight), grad)]
+
+
+def exact(x, quantizer):
+    """Codes times scales of blocks in float64, with the zeros behind them; and the outer scale."""
+    quantizer = quantizer.unpacked()
+    amax = quantizer.amax(x)
+    outer_amax = quantizer.outer_amax(amax)
+    codes = quantizer.cast(x, quantizer.multiplier(amax))
+    return quantizer.dequantize(codes, quantizer.block_scale(amax, outer_amax), torch.float64), quantizer.outer_scale(
+        outer_amax
+    ).double()
+
+
+def oracle(x, weight, grad, recipe):
+    given = {"output": (x, weight), "grad_input": (grad, weight), "grad_weight": (grad, x)}
+    for gemm in GEMMS:
+        a, b = given[gemm.name]
+        if recipe.quantizers(gemm) is None:
+            a, b = gemm.oriented(a, b)
+            yield a @ b
+            continue
+        pairs = [exact(t, q) for t, q in zip((a, b), recipe.quantizers(gemm), strict=True)]
+        a, b = gemm.oriented(pairs[0][0], pairs[1][0])
+        yield ((a @ b) * (pairs[0][1] * pairs[1][1])).bfloat16()
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_layer_and_its_gradients_are_those_of_a_float64_oracle(name, shape, assert_bits_equal):
+    recipe, given = RECIPES[name], tensors(*shape)
+    found = run(f8.linear, *given, recipe)
+    compiled = run(torch.compile(f8.linear, fullgraph=True, backend="aot_eager"), *given, recipe)
+    for what, a, b, wanted in zip(("y", "dx", "dw"), found, compiled, oracle(*given, recipe), strict=True):
+        assert_bits_equal(a, wanted, what)
+        assert_bits_equal(b, wanted, f"{what}, compiled")
+
+
+def test_inductor_has_the_bits_of_eager_where_nothing_is_a_multiple_of_sixteen(assert_bits_equal):
+    given, recipe = tensors(37, 23, 19), RECIPES["default"]
+    compiled = torch.compile(f8.linear, fullgraph=True, dynamic=False)
+    for a, b in zip(run(compiled, *given, recipe), run(f8.linear, *given, recipe), strict=True):
+        assert_bits_equal(a, b)
+
+
+def test_tokens_of_any_number_run_one_graph(assert_bits_equal):
+    recipe = RECIPES["default"]
+    compiled = torch.compile(f8.linear, fullgraph=True, backend="aot_eager", dynamic=True)
+    for tokens in (48, 37, 50):
+        given = tensors(tokens, 64, 32)
+        for a, b in zip(run(compiled, *given, recipe), run(f8.linear, *given, recipe), strict=True):
+            assert_bits_equal(a, b, f"{tokens} tokens")
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
+def test_the_product_is_the_golden_one():
+    arrays = {name: torch.from_numpy(a) for name, a in np.load(next(GOLDEN.glob("gemm_nvfp4_*.npz"))).items()}
+    line = f8.TwoLevelScaling()
+
+    def operand(name):
+        codes, outer = pack(arrays[f"{name}_codes"], 1), line.outer_scale(arrays[f"{name}_global_amax"].reshape(1))
+        return Operand(codes=codes, scale=arrays[f"{name}_scale_e4m3"], quantizer=line, outer_scale=outer)
+
+    found = multiply(operand("a"), operand("b").t(), torch.float32, GemmConfig())
+    # The outer scale is 1 / (2688 / amax), two float32 roundings; the golden product has amax / 2688 itself. Two outer
+    # scales and the last rounding make five half units, of an exact sum of products.
+    apart = (found.double() - arrays["y_f64"]).abs()
+    assert (apart <= 5 * 2.0**-24 * arrays["y_f64"].abs()).all()
+
+
+def test_noise_is_of_the_seed_and_the_backward_alone(assert_bits_equal):
+    given = tensors(48, 64, 32)
+    first, other = (run(f8.linear, *given, f8.recipes.nvfp4(seed=seed)) for seed in (0, 1))
+    assert_bits_equal(first[0], other[0])
+    assert not torch.equal(first[1], other[1])
+    for a, b in zip(first, run(f8.linear, *given, f8.recipes.nvfp4()), strict=True):
+        assert_bits_equal(a, b)
+
+
+def test_names_and_arguments():
+    recipe = f8.recipes.by_name("nvfp4", grad_rounding="nearest")
+    assert recipe == f8.recipes.nvfp4(grad_rounding="nearest")
+    for made, said in (
+        (f8.recipes.nvfp4(), "nvfp4"),
+        (f8.recipes.nvfp4(hadamard=()), "nvfp4(hadamard=())"),
+        (f8.recipes.nvfp4(backward="bf16"), "nvfp4(backward='bf16')"),
+    ):
+        assert f8.recipes.describe(made) == said
+    assert f8.recipes.nvfp4().shares_weight_codes()
+    for fields, says in (
+        ({"backward": "dequantized"}, "backward is 'dequantized'; it is 'nvfp4' or 'bf16'"),
+        ({"weight_block": (1, 32)}, r"weight_block is \(1, 32\); it is \(16, 16\) or \(1, 16\)"),
+    ):
+        with pytest.raises(ValueError, match=says):
+            f8.recipes.nvfp4(**fields)
+
+
+def test_a_product_of_a_transformed_and_another_operand_is_refused():
+    recipe = f8.recipes.nvfp4()
+    with pytest.raises(ValueError, match="the GEMM of grad_weight has transform"):
+        replace(recipe, input_for_grad_weight=f8.recipes.nvfp4(hadamard=()).input_for_grad_weight)
+
+
+def test_who_has_no_place_for_an_outer_scale_says_so():
+    model = torch.nn.Sequential(torch.nn.Linear(32, 32)).bfloat16()
+    with pytest.raises(ValueError, match="the weight of 0 would have two levels of scales"):
+        f8.convert(model, f8.recipes.nvfp4(), quantized_parameters=True)
+    x, weight, offsets = torch.randn(8, 32), torch.randn(2, 32, 32), torch.tensor([4, 8], dtype=torch.int32)
+    with pytest.raises(ValueError, match=r"grouped_linear: .* has two levels of scales"):
+        f8.grouped_linear(x, weight, offsets, recipe=f8.recipes.nvfp4(grad_rounding="nearest"))
