@@ -20,6 +20,7 @@ from fp8compile.ops.collectives import all_reduce_amax
 from fp8compile.ops.layer.local_shards import LocalShard
 from fp8compile.ops.layer.quantize_shard import quantize_shard
 from fp8compile.ops.layer.shards import DimSharding
+from fp8compile.ops.returned import shape_said
 from fp8compile.quantizers import Quantizer
 from fp8compile.tensor.arguments import SOURCE_DTYPES, not_dense, own_sizes, shown
 from fp8compile.tensor.quantized import QuantizedTensor
@@ -57,11 +58,11 @@ def _check_source(x: Any, quantizer: Any) -> None:
 
 
 def _check_fits(x: Tensor, quantizer: Quantizer) -> None:
-    found = quantizer.values_shape(quantizer.codes_shape(x.shape))
-    if tuple(found) != tuple(x.shape):
+    found = shape_said(quantizer, "values_shape", shape_said(quantizer, "codes_shape", x.shape))
+    if found != tuple(x.shape):
         raise ValueError(
             f"quantize: x has shape {tuple(x.shape)}, and its codes by this quantizer would stand for shape "
-            f"{tuple(found)}: it packs or transforms several values together. Pad x with zeros to that shape; layers "
+            f"{found}: it packs or transforms several values together. Pad x with zeros to that shape; layers "
             "do so by themselves."
         )
 
