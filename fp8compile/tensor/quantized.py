@@ -101,6 +101,7 @@ class QuantizedTensor(Tensor):
     shard_dim: int | None
     sizes: tuple[int, ...] | None
     instead_of_cutting = "call .dequantize() first."  # what errors advise
+    ends_in_padding = False  # whether nothing is lost where a view ends within a block
 
     @staticmethod
     def __new__(
