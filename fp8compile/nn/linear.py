@@ -9,22 +9,29 @@ from functools import cache
 from typing import Any, ClassVar, Self
 
 import torch
-from torch import Tensor, nn
+from torch import Size, Tensor, nn
 from torch.distributed import ProcessGroup
 
-from fp8compile._compat import is_fsdp_managed, local_itself, rebind_load_hooks
+from fp8compile._compat import is_dtensor, is_fsdp_managed, local_itself, rebind_load_hooks
 from fp8compile.nn.functional import check_recipe, linear
 from fp8compile.nn.local import placed_like, wrapped_like
 from fp8compile.nn.state import DelayedState, check_amax_group
 from fp8compile.quantizers import Recipe
 from fp8compile.recipes import describe
-from fp8compile.tensor import SOURCE_DTYPES, QuantizedParameter, count_write, shown
+from fp8compile.tensor import (
+    SOURCE_DTYPES,
+    QuantizedPairParameter,
+    QuantizedParameter,
+    count_write,
+    sets_of,
+    shown,
+)
 
 __all__ = ["Linear", "become_float8", "become_plain", "cannot_revert"]
 
 STATE = ("amax_history", "multiplier")  # buffers of delayed scaling
-GATHERED = "gathered"  # on a layer that `fsdp_float8_all_gather` saw: what FSDP2 gathers of its weight
 CODES = ("weight_codes", "weight_scale")  # what a checkpoint has of a quantized weight
+AGAIN = ("weight_codes_for_grad_input", "weight_scale_for_grad_input")  # and of one with two sets of codes
 
 
 ONE_RANK = (
@@ -175,26 +182,49 @@ class Linear(nn.Linear):
     @property
     def weight_codes(self) -> Tensor:
         """The codes of a quantized weight, uint8: what its state dict holds beside ``weight_scale``."""
-        return wrapped_like(self._quantized_weight("weight_codes").codes, self.weight)
+        return wrapped_like(self._quantized_weight("weight_codes")[0].codes, self.weight)
 
     @property
     def weight_scale(self) -> Tensor:
         """The scale of a quantized weight: one for all ranks, or spread over them as the weight is."""
-        local = self._quantized_weight("weight_scale")
-        if local.quantizer.block == (-1, -1) or local is self.weight:
-            return local.scale
-        return type(self.weight).from_local(local.scale, self.weight.device_mesh, self.weight.placements)
+        return self._scale_of(self._quantized_weight("weight_scale")[0])
 
-    def _quantized_weight(self, what: str) -> QuantizedParameter:
-        local = local_itself(self.weight)
-        if not isinstance(local, QuantizedParameter):
-            raise AttributeError(f"{what}: the weight of this Linear is not quantized; its values are in .weight.")
-        return local
+    @property
+    def weight_codes_for_grad_input(self) -> Tensor:
+        """The second set of codes, of a weight that has others for grad_input than for the output."""
+        return wrapped_like(self._quantized_weight("weight_codes_for_grad_input", sets=2)[1].codes, self.weight)
+
+    @property
+    def weight_scale_for_grad_input(self) -> Tensor:
+        """The scale of the second set."""
+        return self._scale_of(self._quantized_weight("weight_scale_for_grad_input", sets=2)[1])
+
+    def _scale_of(self, own: QuantizedParameter) -> Tensor:
+        if own.quantizer.block[0] == -1 or not is_dtensor(self.weight):
+            return own.scale  # where blocks span rows, all ranks have it
+        mesh, placements = self.weight.device_mesh, self.weight.placements
+        shape = own.quantizer.scale_shape(self.weight.shape)
+        return type(self.weight).from_local(
+            own.scale, mesh, placements, run_check=False, shape=Size(shape), stride=(shape[1], 1)
+        )
+
+    def _quantized_weight(self, what: str, sets: int = 1) -> tuple[QuantizedParameter, ...]:
+        """Its sets of codes."""
+        found = sets_of(local_itself(self.weight)) if self.is_quantized() else ()
+        if len(found) < sets:
+            has = "has one set of codes" if found else "is not quantized; its values are in .weight"
+            raise AttributeError(f"{what}: the weight of this Linear {has}.")
+        return found
+
+    def _names_of_codes(self) -> tuple[str, ...]:
+        """What a checkpoint has in place of the weight."""
+        return CODES if len(self._quantized_weight("weight")) == 1 else (*CODES, *AGAIN)
 
     def is_quantized(self) -> bool:
         """Whether the weight is kept as codes and a scale."""
         weight = self._parameters.get("weight")  # a parametrized one is computed when it is asked for
-        return weight is not None and isinstance(local_itself(weight), QuantizedParameter)
+        kinds = (QuantizedParameter, QuantizedPairParameter)
+        return weight is not None and isinstance(local_itself(weight), kinds)
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
@@ -202,7 +232,7 @@ class Linear(nn.Linear):
             warnings.warn(ONE_RANK, stacklevel=2)
         if self.is_quantized():
             del destination[f"{prefix}weight"]
-            for name in CODES:
+            for name in self._names_of_codes():
                 destination[prefix + name] = getattr(self, name).detach()
 
     def _state_is_of_one_rank(self) -> bool:
@@ -214,7 +244,7 @@ class Linear(nn.Linear):
 
     def _load_codes(self, state_dict: Mapping[str, Any], prefix: str) -> None:
         with torch.no_grad():
-            for name in CODES:
+            for name in self._names_of_codes():
                 own, given = getattr(self, name), state_dict[prefix + name]
                 if own.shape != given.shape or own.dtype != given.dtype:
                     raise ValueError(
@@ -248,8 +278,8 @@ class Linear(nn.Linear):
         super()._load_from_state_dict(
             state_dict, prefix, local_metadata, strict, own_missing, own_unexpected, error_msgs
         )
-        codes = [prefix + name for name in CODES]
-        if self.is_quantized() and all(key in state_dict for key in codes):
+        codes = [prefix + name for name in self._names_of_codes()] if self.is_quantized() else []
+        if codes and all(key in state_dict for key in codes):
             try:
                 self._load_codes(state_dict, prefix)
             except ValueError as error:

@@ -22,7 +22,16 @@ from torch.optim import Optimizer
 from fp8compile._compat import local_itself, set_local_itself
 from fp8compile.nn.local import wrapped_like
 from fp8compile.quantizers import CurrentScaling, Quantizer
-from fp8compile.tensor import QuantizedParameter, assign, count_write, quantized_anew, shown
+from fp8compile.tensor import (
+    QuantizedPairParameter,
+    QuantizedParameter,
+    QuantizedTensor,
+    assign,
+    count_write,
+    quantized_anew,
+    sets_of,
+    shown,
+)
 
 __all__ = ["MasterWeights"]
 
@@ -85,8 +94,9 @@ class MasterWeights(Optimizer):
 
     def _master_of(self, p: Tensor) -> Tensor:
         local = local_itself(p)
-        if self._rounding == "stochastic" and not isinstance(local.quantizer, CurrentScaling):
-            raise ValueError(f"MasterWeights: {local.quantizer!r} has no stochastic rounding; CurrentScaling has.")
+        others = [each.quantizer for each in sets_of(local) if not isinstance(each.quantizer, CurrentScaling)]
+        if self._rounding == "stochastic" and others:
+            raise ValueError(f"MasterWeights: {others[0]!r} has no stochastic rounding; CurrentScaling has.")
         initial, local.initial = local.initial, None
         values = local.detach().dequantize(torch.float32) if initial is None else initial
         values = values.to(local.device, torch.float32)
@@ -159,11 +169,12 @@ class MasterWeights(Optimizer):
         self.param_groups = self.inner.param_groups
 
     def _as_written(self, params: list[Tensor]) -> tuple[list, ...]:
-        """What `assign` takes: local weights, their masters, and how these are rounded."""
-        weights = [local_itself(p) for p in params]
+        """What `assign` takes: sets of codes of local weights, their masters, and how these are rounded."""
+        every = [(own, p) for p in params for own in sets_of(local_itself(p))]
+        weights = [own for own, _ in every]
         # as a copy of the master in the weight's dtype would be; noise is for the digits that such a copy loses
         dtypes = [w.dtype if self._rounding == "nearest" else torch.float32 for w in weights]
-        values = [local_itself(self._masters[p]).detach() for p in params]
+        values = [local_itself(self._masters[p]).detach() for _, p in every]
         return weights, values, dtypes, [self._rounding_of(weight.quantizer) for weight in weights]
 
     def _take_over(self, params: list[Tensor]) -> None:
@@ -172,9 +183,11 @@ class MasterWeights(Optimizer):
         After a checkpoint was loaded masters are theirs, whichever of model and optimizer came first.
         """
         written = [p for p in params if self._keep and local_itself(p).written]
-        for p, (codes, scale) in zip(written, quantized_anew(*self._as_written(written)), strict=True):
+        anew = quantized_anew(*self._as_written(written))
+        for p in written:
             local = local_itself(p)
-            if not (torch.equal(codes, local.codes) and torch.equal(scale, local.scale)):
+            same = [_is_same(own, *next(anew)) for own in sets_of(local)]
+            if not all(same):
                 local_itself(self._masters[p]).copy_(local.dequantize(torch.float32))
 
     def _rounding_of(self, quantizer: Quantizer) -> Quantizer:
@@ -252,7 +265,11 @@ class MasterWeights(Optimizer):
 
 
 def _is_quantized(p: Tensor) -> bool:
-    return isinstance(local_itself(p), QuantizedParameter)
+    return isinstance(local_itself(p), (QuantizedParameter, QuantizedPairParameter))
+
+
+def _is_same(weight: QuantizedTensor, codes: Tensor, scale: Tensor) -> bool:
+    return torch.equal(codes, weight.codes) and torch.equal(scale, weight.scale)
 
 
 def _check_closure(optimizer: type[Optimizer]) -> None:

@@ -15,7 +15,7 @@ from fp8compile import _compat
 from fp8compile.nn.local import wrapped_like
 from fp8compile.ops.layer.shards import DimSharding, chunk_sizes, split_axes
 from fp8compile.quantizers import Quantizer
-from fp8compile.tensor import QuantizedParameter, in_place_of, quantize
+from fp8compile.tensor import QuantizedPairParameter, QuantizedParameter, in_place_of, quantize
 
 __all__ = ["not_placed", "place_codes", "quantized_part"]
 
@@ -72,6 +72,11 @@ def place_codes(layer: nn.Linear, mesh: Any, placement: Any, source: int | None)
     from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
     weight = layer.weight
+    if isinstance(weight, QuantizedPairParameter):
+        raise ValueError(
+            "tensor parallel: a quantized weight has two sets of codes, for the output and for grad_input, which only "
+            "FSDP2 cuts. Leave this layer out of quantized_parameters, or take recipes.tensorwise() or blockwise()."
+        )
     if not isinstance(weight, QuantizedParameter):
         return
     quantizer, dim = weight.quantizer, placement.dim

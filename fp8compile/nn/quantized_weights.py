@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from fp8compile._compat import allow_group_in_subclass, is_dtensor, is_fsdp, local_itself
 from fp8compile.nn.linear import Linear
 from fp8compile.nn.placed_weights import not_placed, quantized_part
-from fp8compile.quantizers import Recipe
-from fp8compile.tensor import QuantizedParameter, in_place_of, shown
+from fp8compile.quantizers import Quantizer, Recipe
+from fp8compile.tensor import QuantizedPairParameter, QuantizedParameter, in_place_of
 
 __all__ = ["check_weights", "quantize_weights"]
 
@@ -25,6 +25,31 @@ def _check_placed(names: Mapping[nn.Module, str], layers: Iterable[nn.Module]) -
         )
 
 
+def _slots(recipe: Recipe) -> tuple[Quantizer | None, ...]:
+    return recipe.weight, recipe.weight_for_grad_input
+
+
+def _not_codes(recipe: Recipe) -> str | None:
+    """Why weights of this recipe can't be codes, or None."""
+    if recipe.shares_weight_codes():
+        return None
+    if any(recipe.delayed()):
+        return "has delayed scaling, which takes the amax of the weight's values"
+    if None in _slots(recipe):
+        return "leaves a product of the weight in high precision, which needs its values"
+    if not all(quantizer.is_local() for quantizer in _slots(recipe)):
+        return "makes codes that depend on where in the tensor a value stands, and differ between its two products"
+    return None
+
+
+def _codes(weight: Tensor, recipe: Recipe) -> Tensor:
+    if is_dtensor(weight):
+        return quantized_part(weight, recipe.weight)
+    if recipe.shares_weight_codes():
+        return QuantizedParameter.of(weight, recipe.weight)
+    return QuantizedPairParameter.of(weight, *_slots(recipe))
+
+
 def check_weights(model: nn.Module, recipes: Mapping[nn.Module, Recipe]) -> None:
     """Raise unless the weight of each of these layers can become codes of its recipe."""
     names = {module: name for name, module in model.named_modules()}
@@ -36,11 +61,15 @@ def check_weights(model: nn.Module, recipes: Mapping[nn.Module, Recipe]) -> None
                 users.setdefault(parameter, []).append(module)
     for module, recipe in recipes.items():
         name = names[module] or "the model"
-        if not recipe.shares_weight_codes():
+        if (reason := _not_codes(recipe)) is not None:
             raise ValueError(
-                f"convert: quantized_parameters, and the recipe of {name} quantizes weights by "
-                f"{shown(recipe.weight)} for the output and by {shown(recipe.weight_for_grad_input)} for grad_input. "
-                "A parameter has one set of codes: take a recipe with one quantizer for both and no delayed scaling, "
+                f"convert: quantized_parameters, and the recipe of {name} {reason}. Take another recipe, such as "
+                "fp8compile.recipes.rowwise(), mxfp8() or tensorwise(), or leave quantized_parameters out."
+            )
+        if is_dtensor(module.weight) and not recipe.shares_weight_codes():
+            raise ValueError(
+                f"convert: quantized_parameters, and the weight of {name} is a DTensor, of which forward and backward "
+                "multiply different codes. Those are for FSDP2 alone: take a recipe whose weight codes serve both, "
                 "as fp8compile.recipes.tensorwise() and blockwise() are, or leave quantized_parameters out."
             )
         if recipe.weight.has_outer_scale():
@@ -60,7 +89,7 @@ def check_weights(model: nn.Module, recipes: Mapping[nn.Module, Recipe]) -> None
                 f"convert: quantized_parameters, and the weight of {name} is also that of {', '.join(others)}, which "
                 "needs its values. Leave that layer out by the filter."
             )
-        if recipes[module].weight != recipes[users[module.weight][0]].weight:
+        if _slots(recipes[module]) != _slots(recipes[users[module.weight][0]]):
             raise ValueError(f"convert: {name} shares its weight with a layer of another recipe. Give them the same.")
 
 
@@ -70,9 +99,7 @@ def quantize_weights(layers: Iterable[Linear], *, keep_initial: bool) -> None:
     for layer in layers:
         weight = layer.weight
         if weight not in made:
-            make = quantized_part if is_dtensor(weight) else QuantizedParameter.of
-            quantized = make(weight.detach(), layer.recipe.weight)
-            made[weight] = in_place_of(weight, quantized)
+            made[weight] = in_place_of(weight, _codes(weight.detach(), layer.recipe))
             if keep_initial:
                 local_itself(made[weight]).initial = local_itself(weight).detach()
         layer.weight = made[weight]

@@ -38,7 +38,7 @@ def _codes_of(gemm: Gemm, weight: LocalShard, recipe: Recipe) -> QuantizedShard:
     """The codes of a weight whose part on this rank was quantized before: FSDP has gathered it so."""
     function, local = gemm.name, weight.local
     check_serves(function, local, recipe)
-    local = local.of(gemm) if isinstance(local, QuantizedPair) else local
+    local = local.read_by(gemm) if isinstance(local, QuantizedPair) else local
     sides = axis_blocks(local.shape, weight.cuts, local.quantizer.block)
     whole = split_axes(local.shape, weight.cuts, local.quantizer.block)
     shape = tuple(side.total if split else side.length for side, split in zip(sides, whole, strict=True))

@@ -9,6 +9,8 @@
     quantize.py     making one
     product.py      multiplying two
     parameter.py    one that is trained
+    pair_parameter.py  a pair that is trained
+    gathers.py, gathered_pair.py  what FSDP2 gathers of a pair, and what the layer sees of it
     update.py       new values for many of them
     saved.py        what a file has of one
     fsdp.py         what FSDP2 asks of a sharded one
@@ -23,18 +25,34 @@ from fp8compile.tensor import views as views  # fills the table that the class l
 from fp8compile.tensor.agreement import check_agreement
 from fp8compile.tensor.arguments import SOURCE_DTYPES, checked_sizes, not_dense, own_sizes, shown
 from fp8compile.tensor.attributes import attributes_of_others, in_place_of, moved
+from fp8compile.tensor.gathered_pair import Meaning, OwnCodes, as_sent, fill, made_of, sent_of
+from fp8compile.tensor.gathers import BOTH, GATHERED, OWN, PLAIN, Gathers
 from fp8compile.tensor.layer import check_serves, unserved
 from fp8compile.tensor.pair import QuantizedPair, Turns
+from fp8compile.tensor.pair_parameter import QuantizedPairParameter
 from fp8compile.tensor.parameter import QuantizedParameter
 from fp8compile.tensor.product import scaled_mm
 from fp8compile.tensor.quantize import quantize
 from fp8compile.tensor.quantized import QuantizedTensor
 from fp8compile.tensor.stack import QuantizedStack
-from fp8compile.tensor.update import assign, count_write, quantized_anew
+from fp8compile.tensor.update import assign, count_write, quantized_anew, sets_of
 
 __all__ = [
+    "BOTH",
+    "GATHERED",
+    "Gathers",
+    "Meaning",
+    "OWN",
+    "OwnCodes",
+    "PLAIN",
+    "as_sent",
+    "fill",
+    "made_of",
+    "sent_of",
+    "sets_of",
     "SOURCE_DTYPES",
     "QuantizedPair",
+    "QuantizedPairParameter",
     "QuantizedParameter",
     "QuantizedStack",
     "QuantizedTensor",

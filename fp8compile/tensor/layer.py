@@ -71,7 +71,7 @@ def _check_weight(function: str, x: Tensor, weight: QuantizedTensor | QuantizedP
 def _operands(weight: QuantizedTensor | QuantizedPair, recipe: Recipe, gemm: Gemm) -> Operands:
     """The weight's own codes; in a graph the other operand is quantized as its compiler would have it."""
     is_pair = isinstance(weight, QuantizedPair)
-    own = weight.of(gemm) if is_pair else weight
+    own = weight.read_by(gemm) if is_pair else weight
     codes = QuantizedShard(own.codes, own.scale, own.quantizer, ())
     in_turns = is_pair and weight.turns is not None
     return Operands(recipe, Phase.of(gemm, own.codes), weight=codes, weight_in_turns=in_turns)

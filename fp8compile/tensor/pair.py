@@ -100,7 +100,7 @@ class QuantizedPair(Tensor):
         """Both sets, whichever of them is in memory: for who fills or views them."""
         return self._for_output, self.for_grad_input
 
-    def of(self, gemm: Gemm) -> QuantizedTensor:
+    def read_by(self, gemm: Gemm) -> QuantizedTensor:
         """The set that a product multiplies.
 
         Raises:
@@ -144,18 +144,18 @@ class QuantizedPair(Tensor):
         if func not in HANDLERS and func._can_decompose():
             return func.decompose(*args, **kwargs)
         if func not in HANDLERS or not isinstance(args[0], QuantizedPair):
-            raise TypeError(_no_meaning(func))
+            raise TypeError(no_meaning(func))
         pair, others = args[0], args[1:]
         sets = (func(each, *others, **kwargs) for each in pair.both())
         result = QuantizedPair(*sets, pair.turns)
         return return_and_correct_aliasing(func, args, kwargs, result) if func in VIEWS else result
 
 
-def _no_meaning(op: object) -> str:
+def no_meaning(op: object) -> str:
     return (
-        f"{op} has no FP8 meaning for a weight that was gathered as two sets of codes, and nothing dequantizes in "
-        "silence. Multiply by it through fp8compile.linear, or leave the layer out of fsdp_float8_all_gather."
+        f"{op} has no FP8 meaning for a weight that is two sets of codes, and nothing dequantizes in silence. "
+        "Multiply by it through fp8compile.linear, or keep that layer's weight in high precision."
     )
 
 
-refuse_operators(QuantizedPair, _no_meaning)
+refuse_operators(QuantizedPair, no_meaning)

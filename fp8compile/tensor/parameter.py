@@ -16,9 +16,10 @@ from fp8compile.quantizers import Quantizer
 from fp8compile.tensor.arguments import SOURCE_DTYPES
 from fp8compile.tensor.attributes import moved
 from fp8compile.tensor.fsdp import FullyShardHooks
+from fp8compile.tensor.pair import QuantizedPair
 from fp8compile.tensor.quantized import LAYERS, QuantizedTensor
 from fp8compile.tensor.saved import load_parameter
-from fp8compile.tensor.update import assign, count_write, shared_with
+from fp8compile.tensor.update import assign, count_write, sets_of, shared_with
 
 __all__ = ["QuantizedParameter"]
 
@@ -66,6 +67,11 @@ class QuantizedParameter(FullyShardHooks, QuantizedTensor):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._shared = _Shared()
+
+    @property
+    def ends_in_padding(self) -> bool:  # type: ignore[override]
+        """Whether it is memory for a shard, of which FSDP2 takes the rows that there are."""
+        return self.extent == BLANK
 
     @property
     def written(self) -> bool:
@@ -216,9 +222,9 @@ class QuantizedParameter(FullyShardHooks, QuantizedTensor):
     @classmethod
     def _written_or_viewed(cls, func: Any, types: Any, args: tuple, kwargs: dict) -> Any:
         if func is aten.copy_.default:
-            return _copy(*args)
+            return copy(*args)
         if func in UPDATES or func in READS:
-            return _compute(func, args, kwargs)
+            return compute(func, args, kwargs)
         if func is aten.view.default and _flattens_blocks(*args):
             return return_and_correct_aliasing(func, args, kwargs, _flat(*args))
         if func is aten.cat.default:
@@ -283,26 +289,29 @@ def _written(func: Any, args: tuple, kwargs: dict) -> list[Any]:
     return found
 
 
-def _compute(func: Any, args: tuple, kwargs: dict) -> Any:
+def compute(func: Any, args: tuple, kwargs: dict) -> Any:
     """An op on the values of parameters; those that it writes to are quantized anew, all at once."""
-    written = [each for each in _written(func, args, kwargs) if isinstance(each, QuantizedTensor)]
+    written = [each for each in _written(func, args, kwargs) if isinstance(each, (QuantizedTensor, QuantizedPair))]
     for each in written:
-        if not isinstance(each, QuantizedParameter):
+        if not hasattr(each, "check_writable"):
             raise TypeError(f"{func} writes to a QuantizedTensor, which stands for fixed numbers.")
         each.check_writable(func)
     values: dict[int, Tensor] = {}
 
-    def value_of(x: QuantizedTensor) -> Tensor:
-        if not isinstance(x, QuantizedParameter):
+    def value_of(x: QuantizedTensor | QuantizedPair) -> Tensor:
+        if not hasattr(x, "check_writable"):
             raise TypeError(
                 f"{func} reads a QuantizedTensor, and nothing dequantizes in silence. Call .dequantize() first."
             )
         return values.setdefault(id(x), x.dequantize())
 
-    plain_args, plain_kwargs = tree_map_only(QuantizedTensor, value_of, (args, kwargs))
+    plain_args, plain_kwargs = tree_map_only((QuantizedTensor, QuantizedPair), value_of, (args, kwargs))
     result = func(*plain_args, **plain_kwargs)
-    assign(written, [values[id(each)] for each in written])
+    sets = [own for each in written for own in sets_of(each)]
+    assign(sets, [values[id(each)] for each in written for _ in sets_of(each)])
     for each in written:
+        if isinstance(each, QuantizedPair):
+            count_write(each)
         each.written = True
         each.keep(values[id(each)])
     if func in READS:
@@ -310,36 +319,42 @@ def _compute(func: Any, args: tuple, kwargs: dict) -> Any:
     return args[0] if func._schema.returns and isinstance(args[0], Tensor) else None
 
 
-def _copy(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
+def copy(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
     """Values are quantized; codes are copied, with their scale."""
-    if not isinstance(target, QuantizedParameter):
+    if not hasattr(target, "check_writable"):
         raise TypeError(
             "copy_ of a QuantizedParameter into a plain tensor: nothing dequantizes in silence. Copy .dequantize()."
         )
-    if not isinstance(source, QuantizedTensor):
-        if source.dtype not in SOURCE_DTYPES:
-            raise TypeError(
-                f"copy_ of {source.dtype} into a QuantizedParameter; it takes bfloat16, float16 and float32."
-            )
-        target.check_writable("copy_")
-        assign([target], [source.to(target.device, target.dtype).expand(target.shape)])
-        target.written = True
-        target.keep(source)
-        return target
-    if source.quantizer != target.quantizer or source.shape != target.shape:
+    if not isinstance(source, (QuantizedTensor, QuantizedPair)):
+        return _copy_values(target, source)
+    own, given = sets_of(target), sets_of(source)
+    if [each.quantizer for each in own] != [each.quantizer for each in given] or source.shape != target.shape:
         raise TypeError(
             f"copy_ into a QuantizedParameter of {target.quantizer!r}, shape {tuple(target.shape)}, from codes of "
             f"{source.quantizer!r}, shape {tuple(source.shape)}. Copy .dequantize(), which quantizes them anew."
         )
-    if target.extent == SLICE and not torch.equal(target.scale, source.scale.to(target.scale.device)):
-        target.check_writable("copy_")
-    target.codes.copy_(source.codes)
-    target.scale.copy_(source.scale)
+    for each, codes in zip(own, given, strict=True):
+        if each.extent == SLICE and not torch.equal(each.scale, codes.scale.to(each.scale.device)):
+            each.check_writable("copy_")
+        each.codes.copy_(codes.codes)
+        each.scale.copy_(codes.scale)
     count_write(target)
-    is_parameter = isinstance(source, QuantizedParameter)
-    target.written = source.written if is_parameter and target._shared.blank else True
+    is_parameter = hasattr(source, "check_writable")
+    target.written = source.written if is_parameter and own[0]._shared.blank else True
     initial = source.initial if is_parameter else None
     target.keep(source if initial is None else initial)
+    return target
+
+
+def _copy_values(target: Tensor, source: Tensor) -> Tensor:
+    if source.dtype not in SOURCE_DTYPES:
+        raise TypeError(f"copy_ of {source.dtype} into a QuantizedParameter; it takes bfloat16, float16 and float32.")
+    target.check_writable("copy_")
+    sets = sets_of(target)
+    assign(sets, [source.to(target.device, target.dtype).expand(target.shape)] * len(sets))
+    count_write(target)
+    target.written = True
+    target.keep(source)
     return target
 
 
@@ -374,7 +389,7 @@ def _empty_like(func: Any, x: QuantizedParameter, **kwargs: Any) -> Tensor:
     return found
 
 
-def _plain_like(func: Any, x: QuantizedParameter, *args: Any, **kwargs: Any) -> Tensor:
+def plain_like(func: Any, x: QuantizedParameter, *args: Any, **kwargs: Any) -> Tensor:
     """What optimizers keep of a parameter is in high precision."""
     return func(torch.empty_like(x.codes, dtype=x.dtype, device="meta"), *args, **{"device": x.device, **kwargs})
 
@@ -385,7 +400,7 @@ def _new_zeros(func: Any, x: QuantizedParameter, size: Sequence[int], **kwargs: 
         raise TypeError(f"{func} of a QuantizedParameter in another dtype: use torch.zeros.")
     codes = x.codes.new_zeros(size, **kwargs)
     shape = x.quantizer.scale_shape(size)
-    if x.quantizer.block == (-1, -1):
+    if x.quantizer.block == (-1, -1) or (x.quantizer.block[0] == -1 and x.scale.shape == shape):
         scale = x.scale.to(codes.device).clone().view(shape)
     else:
         scale = x.quantizer.scale_of(torch.ones(shape, device=codes.device))
@@ -402,9 +417,9 @@ def _new_zeros(func: Any, x: QuantizedParameter, size: Sequence[int], **kwargs: 
 
 MAKERS = {
     aten.empty_like.default: _empty_like,
-    aten.zeros_like.default: _plain_like,
-    aten.ones_like.default: _plain_like,
-    aten.full_like.default: _plain_like,
+    aten.zeros_like.default: plain_like,
+    aten.ones_like.default: plain_like,
+    aten.full_like.default: plain_like,
     aten.new_zeros.default: _new_zeros,
     aten.new_empty.default: _new_zeros,  # FSDP2, for a rank without elements
 }

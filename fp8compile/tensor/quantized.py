@@ -104,6 +104,7 @@ class QuantizedTensor(Tensor):
     sizes: tuple[int, ...] | None
     outer_scale: Tensor | None
     instead_of_cutting = "call .dequantize() first."  # what errors advise
+    ends_in_padding = False  # whether nothing is lost where a view ends within a block
 
     @staticmethod
     def __new__(

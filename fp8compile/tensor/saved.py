@@ -1,6 +1,6 @@
-"""What a file has of quantized tensors: codes, scale, quantizer, dtype, and one of two functions that take them.
+"""What a file has of quantized tensors: codes, scale, quantizer, dtype, and one of three functions that take them.
 
-``torch.load(weights_only=True)`` calls nothing that it was not told of. It is told of these two, which check what they
+``torch.load(weights_only=True)`` calls nothing that it was not told of. It is told of these, which check what they
 are given, and of the classes of constants, which check theirs (`fp8compile.quantizers.constant`); of no tensor class,
 whose attributes a file could then set. Files name the functions, so their names and their place stay.
 """
@@ -16,10 +16,11 @@ from fp8compile.quantizers import Quantizer
 from fp8compile.tensor.arguments import SOURCE_DTYPES
 
 if TYPE_CHECKING:
+    from fp8compile.tensor.pair_parameter import QuantizedPairParameter
     from fp8compile.tensor.parameter import QuantizedParameter
     from fp8compile.tensor.quantized import QuantizedTensor
 
-__all__ = ["load_parameter", "load_tensor"]
+__all__ = ["load_pair", "load_parameter", "load_tensor"]
 
 
 def _check(
@@ -74,4 +75,16 @@ def load_parameter(
     return as_leaf(found, *map(bool, leaf))
 
 
-torch.serialization.add_safe_globals([load_tensor, load_parameter])
+def load_pair(sets: tuple, leaf: tuple[bool, bool]) -> QuantizedPairParameter:
+    """What a pickle of a QuantizedPairParameter calls, with the two that it is made of."""
+    from fp8compile.tensor.pair_parameter import QuantizedPairParameter
+    from fp8compile.tensor.parameter import QuantizedParameter, as_leaf
+
+    if len(sets) != 2 or not all(isinstance(each, QuantizedParameter) for each in sets):
+        raise TypeError(f"load: a pair is two quantized parameters; the file has {[type(s).__name__ for s in sets]}.")
+    if sets[0].shape != sets[1].shape or sets[0].dtype != sets[1].dtype:
+        raise ValueError(f"load: two sets of codes of one weight have shapes {[tuple(each.shape) for each in sets]}.")
+    return as_leaf(QuantizedPairParameter(*sets), *map(bool, leaf))
+
+
+torch.serialization.add_safe_globals([load_tensor, load_parameter, load_pair])

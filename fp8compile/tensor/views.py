@@ -174,7 +174,7 @@ def _slice(
     if block == 1:
         return x._view(codes, func(x.scale, scale_dim, start, end, step), x.shard_dim)
     first, last, _ = slice(start, end).indices(size)
-    if step != 1 or first % block or (last % block and last != size):
+    if step != 1 or first % block or (last % block and last != size and not x.ends_in_padding):
         raise TypeError(
             f"{func} [{first}:{last}:{step}] along dim {dim} of {size} cuts blocks of {block}. Cut at multiples of "
             f"{block}, or {x.instead_of_cutting}"

@@ -18,17 +18,15 @@ from torch.distributed.tensor import DTensor
 from fp8compile import _compat
 from fp8compile.nn import Linear
 from fp8compile.nn.experts import ConvertedExperts, stacks
-from fp8compile.nn.linear import GATHERED
 from fp8compile.nn.local import wrapped_like
 from fp8compile.ops.layer.shards import DimSharding
-from fp8compile.parallel.fsdp2.gathers import BOTH, PLAIN, Gathers
 from fp8compile.parallel.fsdp2.sharded_pair import ShardedPair
 from fp8compile.parallel.fsdp2.sharded_stack import ShardedStack
 from fp8compile.parallel.fsdp2.sharded_weight import ShardedWeight
 from fp8compile.parallel.fsdp2.weight_scales import WeightScales
 from fp8compile.parallel.placed import part_of
 from fp8compile.quantizers import GEMMS
-from fp8compile.tensor import QuantizedTensor, in_place_of
+from fp8compile.tensor import BOTH, GATHERED, PLAIN, Gathers, QuantizedPairParameter, QuantizedTensor, in_place_of
 
 __all__ = ["fsdp_float8_all_gather"]
 
@@ -88,7 +86,7 @@ def _check_model(model: object) -> list[_Weight]:
 def _why_plain(weight: _Weight, users: list[nn.Module]) -> str | None:
     """Why a weight is gathered in its own dtype, or None."""
     recipe = weight.module.recipe
-    if isinstance(_compat.local_itself(weight.parameter), QuantizedTensor):
+    if isinstance(_compat.local_itself(weight.parameter), (QuantizedTensor, QuantizedPairParameter)):
         return "the parameter is quantized, and travels as codes without this"
     if any(recipe.delayed()):
         return "delayed scaling takes the amax of the weight itself"
@@ -207,7 +205,10 @@ def fsdp_float8_all_gather(model: nn.Module, *, checkpointed: bool = False, one_
     users = _users_of_weights(model)
     reasons = {weight: _why_plain(weight, users[weight.parameter]) for weight in weights}
     chosen = [weight for weight, reason in reasons.items() if reason is None]
-    if not chosen:
+    pairs = [weight.parameter for weight in weights if isinstance(weight.parameter, QuantizedPairParameter)]
+    for parameter in pairs:
+        _ask_pair(parameter, checkpointed, one_gather)
+    if not chosen and not pairs:
         raise ValueError(
             "fsdp_float8_all_gather: no weight of this model can be gathered as codes, for "
             f"{'; '.join(dict.fromkeys(reason for reason in reasons.values() if reason))}. Take another recipe, such "
@@ -224,6 +225,16 @@ def fsdp_float8_all_gather(model: nn.Module, *, checkpointed: bool = False, one_
         setattr(module, GATHERED, what)
     _wrap_all(chosen, gathers)
     return model
+
+
+def _ask_pair(parameter: QuantizedPairParameter, checkpointed: bool, one_gather: str) -> None:
+    """Tell a parameter that is codes already what its gathers are to bring."""
+    if one_gather == PLAIN:
+        raise ValueError(
+            f"fsdp_float8_all_gather: one_gather is {PLAIN!r}, and parameters that are codes (quantized_parameters of "
+            f"fp8compile.convert) have no values to gather. Take {BOTH!r}."
+        )
+    parameter.gathers.checkpointed = checkpointed
 
 
 def _wrap_all(chosen: list[_Weight], gathers: dict[nn.Parameter, Gathers]) -> None:

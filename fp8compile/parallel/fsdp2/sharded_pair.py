@@ -21,10 +21,9 @@ from fp8compile.ops.collectives import all_gather
 from fp8compile.ops.layer.local_shards import LocalShard
 from fp8compile.ops.layer.quantize_shard import is_aligned, quantize_shard
 from fp8compile.ops.layer.shards import Sharding
-from fp8compile.parallel.fsdp2.gathered_pair import Meaning, OwnCodes, as_bytes, fill, made_of
-from fp8compile.parallel.fsdp2.gathers import BOTH, PLAIN, Gathers
-from fp8compile.parallel.fsdp2.sharded_weight import Edits, ShardedWeight, as_sent, part_of_weight
+from fp8compile.parallel.fsdp2.sharded_weight import Edits, ShardedWeight, part_of_weight
 from fp8compile.quantizers import GEMMS, Gemm, Quantizer
+from fp8compile.tensor import BOTH, PLAIN, Gathers, Meaning, OwnCodes, as_sent, fill, made_of, sent_of
 
 if TYPE_CHECKING:
     from torch import nn
@@ -33,7 +32,7 @@ if TYPE_CHECKING:
 
 __all__ = ["ShardedPair"]
 
-PAIR = OUTPUT, GRAD_INPUT = GEMMS[:2]
+PAIR = GEMMS[:2]
 
 
 class ShardedPair(ShardedWeight):
@@ -76,23 +75,19 @@ class ShardedPair(ShardedWeight):
         mp_policy: MixedPrecisionPolicy,
     ) -> tuple[tuple[Tensor, ...], Any]:
         """This rank's codes for the pass that asks, or for both, or its values; and what the gathered ones mean."""
-        parameter = module.weight_scales.parameter(module, self.name)
-        kind, size = self.gathers.kind_for(parameter), tuple(outer_size)
+        (kind, gemms), size = self.gathers.now(module, self.name), tuple(outer_size)
         part = part_of_weight(self, mesh, outer_size, mp_policy)
         shards = part.cuts[-1]
         if kind == PLAIN:
             return (as_sent(part.local, shards),), size
-        own_pass = (GRAD_INPUT,) if parameter.is_in_backward else (OUTPUT,)
         # FSDP2 takes tensors of another size beside the codes only if no rank pads, and none from a single rank
         beside = shards.is_even() and len(shards.sizes) > 1
-        sets = tuple(self._codes(part, module, each, beside) for each in (PAIR if kind == BOTH else own_pass))
-        sent = [as_sent(own.codes, shards) for own in sets]
-        sent = [torch.cat(sent)] if len(shards.sizes) == 1 else sent
+        sets = tuple(self._codes(part, module, each, beside) for each in gemms)
         quantizers = tuple(getattr(module.recipe, gemm.b) for gemm in PAIR)
-        if beside and (room := _room(part, quantizers, together=kind == BOTH)):
-            sent.append(as_bytes([own.scale for own in sets if own.travels], room, self.device))
+        room = _room(part, quantizers, together=kind == BOTH) if beside else 0
         shapes = tuple(self._scale_shape(part, size, quantizer) for quantizer in quantizers)
-        return tuple(sent), (Meaning(sets, len(shards.sizes), size, quantizers, shapes), mesh.get_group())
+        meaning = Meaning(sets, len(shards.sizes), size, quantizers, shapes)
+        return sent_of(sets, shards, room), (meaning, mesh.get_group())
 
     def _codes(self, part: LocalShard, module: nn.Module, gemm: Gemm, beside: bool) -> OwnCodes:
         """This rank's codes for one product."""

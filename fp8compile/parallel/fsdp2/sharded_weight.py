@@ -10,7 +10,6 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import Parameter
-from torch.nn.functional import pad
 from torch.utils._python_dispatch import return_and_correct_aliasing
 from torch.utils._pytree import tree_map_only
 
@@ -19,13 +18,13 @@ from fp8compile.ops.layer.local_shards import LocalShard
 from fp8compile.ops.layer.quantize_shard import cast_shard, local_scales, whole_amax
 from fp8compile.ops.layer.shards import DimSharding, Sharding, chunk_sizes
 from fp8compile.quantizers import Quantizer
-from fp8compile.tensor import QuantizedTensor, attributes_of_others, in_place_of
+from fp8compile.tensor import QuantizedTensor, as_sent, attributes_of_others, in_place_of
 
 if TYPE_CHECKING:
     from torch import nn
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
-__all__ = ["Edits", "ShardedWeight", "as_sent", "part_of_weight"]
+__all__ = ["Edits", "ShardedWeight", "part_of_weight"]
 
 aten = torch.ops.aten
 
@@ -201,13 +200,6 @@ class ShardedWeight(Tensor):
         # FSDP2 gathered into the memory that its codes are a view of
         _compat.local_itself(out).scale = scale
         return None
-
-
-def as_sent(local: Tensor, shards: DimSharding) -> Tensor:
-    """What a rank has, as long as every rank's message."""
-    padding = max(shards.sizes) - shards.length  # of rows alone: FSDP2 cuts other dims into equal parts
-    local = pad(local, (*(0, 0) * (local.ndim - 1), 0, padding)) if padding else local
-    return local.contiguous()
 
 
 def _written(func: Any, args: tuple, kwargs: dict) -> list[ShardedWeight]:

@@ -7,14 +7,16 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from fp8compile import _compat
-from fp8compile.nn.linear import GATHERED
-from fp8compile.tensor import Turns
+from fp8compile.quantizers import GEMMS, Gemm
+from fp8compile.tensor.pair import Turns
 
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = ["BOTH", "OWN", "PLAIN", "Gathers"]
+__all__ = ["BOTH", "GATHERED", "OWN", "PLAIN", "Gathers"]
 
+GATHERED = "gathered"  # on a layer: what FSDP2 gathers of its weight
+PAIR = OUTPUT, GRAD_INPUT = GEMMS[:2]
 OWN, BOTH, PLAIN = "own", "codes", "param_dtype"
 IN_WORDS = {
     OWN: "codes, each pass its own",
@@ -40,8 +42,20 @@ class Gathers:
     modules: Sequence[nn.Module] = ()
     kind: str | None = None
     turns: Turns = field(default_factory=Turns)
+    _parameter: _compat.FsdpParameter | None = None
 
-    def kind_for(self, parameter: _compat.FsdpParameter) -> str:
+    def now(self, module: nn.Module, name: str = "weight") -> tuple[str, tuple[Gemm, ...]]:
+        """What a gather that is about to start brings: its kind, and the products whose codes it brings."""
+        if self._parameter is None:
+            self.modules = self.modules or [module]
+            self._parameter = next(
+                each for each in _compat.fsdp_parameters() if (each.module, each.name) == (module, name)
+            )
+        kind = self._kind_for(self._parameter)
+        own_pass = (GRAD_INPUT,) if self._parameter.is_in_backward else (OUTPUT,)
+        return kind, PAIR if kind == BOTH else own_pass
+
+    def _kind_for(self, parameter: _compat.FsdpParameter) -> str:
         """What is gathered, given what FSDP2 does with the parameter.
 
         Raises:

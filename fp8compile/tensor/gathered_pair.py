@@ -13,10 +13,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from fp8compile.ops.layer.shards import DimSharding
 from fp8compile.quantizers import GEMMS, Gemm, Quantizer
-from fp8compile.tensor import QuantizedPair, QuantizedTensor, Turns
+from fp8compile.tensor.pair import QuantizedPair, Turns
+from fp8compile.tensor.quantized import QuantizedTensor
 
-__all__ = ["Meaning", "OwnCodes", "as_bytes", "fill", "made_of"]
+__all__ = ["Meaning", "OwnCodes", "as_sent", "fill", "made_of", "sent_of"]
 
 PAIR = GEMMS[:2]  # output and grad_input
 
@@ -57,11 +59,28 @@ class Meaning:
     scale_shapes: tuple[tuple[int, ...], tuple[int, ...]]
 
 
-def as_bytes(scales: Sequence[Tensor], room: int, device: torch.device) -> Tensor:
-    """Scales of a rank in one row of bytes, as long as in every gather: FSDP2's buffers don't change."""
-    rows = [scale.contiguous().flatten().view(torch.uint8) for scale in scales]
-    row = torch.cat([torch.empty(0, dtype=torch.uint8, device=device), *rows])
-    return pad(row, (0, room - row.numel()))
+def as_sent(local: Tensor, shards: DimSharding) -> Tensor:
+    """What a rank has, as long as every rank's message."""
+    padding = max(shards.sizes) - shards.length  # of rows alone: FSDP2 cuts other dims into equal parts
+    local = pad(local, (*(0, 0) * (local.ndim - 1), 0, padding)) if padding else local
+    return local.contiguous()
+
+
+def sent_of(sets: Sequence[OwnCodes], shards: DimSharding, room: int) -> tuple[Tensor, ...]:
+    """What FSDP2 is to send: codes of each set, and scales that travel in one row of bytes.
+
+    Args:
+        sets: This rank's.
+        shards: How ranks cut the weight. For one rank alone, FSDP2 takes one tensor.
+        room: Bytes for scales in every gather, for FSDP2's buffers don't change; 0 if none travel.
+    """
+    sent = [as_sent(own.codes, shards) for own in sets]
+    sent = [torch.cat(sent)] if len(shards.sizes) == 1 else sent
+    if room:
+        rows = [own.scale.contiguous().flatten().view(torch.uint8) for own in sets if own.travels]
+        row = torch.cat([sent[0].new_empty(0), *rows])
+        sent.append(pad(row, (0, room - row.numel())))
+    return tuple(sent)
 
 
 def _arrived(gathered: tuple[Tensor, ...], meaning: Meaning) -> dict[Gemm, Tensor]:

@@ -1,0 +1,195 @@
+"""QuantizedPairParameter: a weight that is trained as two sets of codes, and nothing in high precision."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import return_and_correct_aliasing
+
+from fp8compile import _compat, ops
+from fp8compile.ops.collectives import all_gather
+from fp8compile.ops.layer.shards import DimSharding, chunk_sizes
+from fp8compile.quantizers import GEMMS, Gemm, Quantizer
+from fp8compile.tensor.attributes import moved
+from fp8compile.tensor.gathered_pair import Meaning, OwnCodes, fill, made_of, sent_of
+from fp8compile.tensor.gathers import BOTH, Gathers
+from fp8compile.tensor.pair import QuantizedPair, Turns, no_meaning
+from fp8compile.tensor.parameter import (
+    MAKERS,
+    NO_CAT,
+    NO_MESSAGE,
+    READS,
+    UPDATES,
+    QuantizedParameter,
+    as_leaf,
+    compute,
+    copy,
+    plain_like,
+)
+from fp8compile.tensor.quantized import HANDLERS, LAYERS, VIEWS, QuantizedTensor
+from fp8compile.tensor.saved import load_pair
+
+__all__ = ["QuantizedPairParameter"]
+
+aten = torch.ops.aten
+PAIR = OUTPUT, GRAD_INPUT = GEMMS[:2]
+
+
+class QuantizedPairParameter(QuantizedPair):
+    """A `QuantizedPair` that optimizers write to: two `QuantizedParameter`s of one weight, always written together.
+
+    Its values are those that the codes for the output stand for: an optimizer without masters starts from them, and
+    both sets are made of what it computes.
+    """
+
+    gathers: Gathers
+
+    def __init__(
+        self, for_output: QuantizedParameter, for_grad_input: QuantizedParameter, turns: Turns | None = None
+    ) -> None:
+        super().__init__(for_output, for_grad_input, turns)
+        self.gathers = Gathers(BOTH, checkpointed=False)
+
+    @staticmethod
+    def of(x: Tensor, quantizer: Quantizer, for_grad_input: Quantizer) -> QuantizedPairParameter:
+        """Quantize a tensor twice, of any dtype that ``fp8compile.quantize`` takes."""
+        return QuantizedPairParameter(*(QuantizedParameter.of(x, each) for each in (quantizer, for_grad_input)))
+
+    @property
+    def written(self) -> bool:
+        """As of a `QuantizedParameter`."""
+        return self._for_output.written
+
+    @written.setter
+    def written(self, value: bool) -> None:
+        for each in self.both():
+            each.written = value
+
+    @property
+    def initial(self) -> Tensor | None:
+        """As of a `QuantizedParameter`; one for both sets."""
+        return self._for_output.initial
+
+    @initial.setter
+    def initial(self, values: Tensor | None) -> None:
+        self._for_output.initial = values
+
+    def keep(self, values: Tensor) -> None:
+        """Take these, or what they stand for, for what its codes were made of, if that is kept."""
+        self._for_output.keep(values._for_output if isinstance(values, QuantizedPair) else values)
+
+    def check_writable(self, what: object) -> None:
+        """Raise unless new values can be written to this tensor alone."""
+        for each in self.both():
+            each.check_writable(what)
+
+    def share_scale(self, group: Any, shard_dim: int) -> None:
+        """Say whose shards these are parts of one tensor with."""
+        for each in self.both():
+            each.share_scale(group, shard_dim)
+
+    def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
+        """What the codes for the output stand for; gradients pass straight through."""
+        return ops.straight_through(self._for_output.detach()._values(dtype or self.dtype), self, self.quantizer)
+
+    @staticmethod
+    def __tensor_unflatten__(
+        inner: dict, metadata: tuple, outer_size: Any, outer_stride: Any
+    ) -> QuantizedPairParameter:
+        return QuantizedPairParameter(inner["for_output"], inner["for_grad_input"])
+
+    def __deepcopy__(self, memo: dict) -> QuantizedPairParameter:
+        found = as_leaf(self.clone().detach(), self.requires_grad, isinstance(self, torch.nn.Parameter))
+        memo[id(self)] = found
+        return found
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return load_pair, (self.both(), (self.requires_grad, isinstance(self, torch.nn.Parameter)))
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = kwargs or {}
+        if func in LAYERS:
+            return LAYERS[func](func, *args)
+        with _compat.counting_versions():
+            if func is aten.copy_.default:
+                return copy(*args)
+            if func in UPDATES or func in READS:
+                return compute(func, args, kwargs)
+            if func is aten.cat.default:
+                raise TypeError(NO_CAT)
+            if func.namespace == "c10d":
+                raise TypeError(f"{func} {NO_MESSAGE}")
+            return cls._viewed(func, args, kwargs)
+
+    @classmethod
+    def _viewed(cls, func: Any, args: tuple, kwargs: dict) -> Any:
+        if func not in HANDLERS and func not in MAKERS:
+            if func._can_decompose():
+                return func.decompose(*args, **kwargs)
+            raise TypeError(no_meaning(func))
+        pair, others = args[0], args[1:]
+        if MAKERS.get(func) is plain_like:
+            return func(pair._for_output, *others, **kwargs)
+        first, second = (func(each, *others, **kwargs) for each in pair.both())
+        if isinstance(first, (list, tuple)):
+            result = [pair._like(*each) for each in zip(first, second, strict=True)]
+        else:
+            result = pair._like(first, second)
+        result = return_and_correct_aliasing(func, args, kwargs, result) if func in VIEWS else result
+        return moved(func, pair, result)
+
+    def _like(self, first: QuantizedParameter, second: QuantizedParameter) -> QuantizedPairParameter:
+        found = QuantizedPairParameter(first, second)
+        found.gathers = self.gathers
+        return found
+
+    # ------------------------------------------------------------------ what FSDP2 asks
+
+    def fsdp_pre_all_gather(
+        self, mesh: Any, outer_size: torch.Size, outer_stride: tuple[int, ...], module: Any, mp_policy: Any
+    ) -> tuple[tuple[Tensor, ...], Any]:
+        """This rank's codes for the pass that asks, or for both, and what the gathered ones mean."""
+        if self.shape[1] != outer_size[1]:
+            raise ValueError(
+                "quantized_parameters: a weight whose forward and backward multiply different codes is sharded along "
+                "dim 1. Leave out shard_placement_fn for it."
+            )
+        # a shard that stays on the CPU comes as a copy, and is what optimizers write to
+        for shard in (self, *map(_compat.local_itself, module.parameters(recurse=False))):
+            if isinstance(shard, QuantizedPairParameter):
+                shard.share_scale(mesh.get_group(), 0)
+        kind, gemms = self.gathers.now(module)
+        shards = DimSharding(mesh.get_group(), mesh.get_local_rank(), 0, chunk_sizes(outer_size[0], mesh.size()))
+        beside = shards.is_even() and mesh.size() > 1
+        sets = tuple(self._codes(each, shards, beside=beside) for each in gemms)
+        own = [each.scale for each in self.both() if each.quantizer.block[0] != -1]
+        sizes = [scale.nbytes for scale in own]
+        room = (sum(sizes) if kind == BOTH else max(sizes, default=0)) if beside else 0
+        quantizers = self.quantizer, self.quantizer_for_grad_input
+        shapes = tuple(each.scale_shape(outer_size) for each in quantizers)
+        return sent_of(sets, shards, room), Meaning(sets, mesh.size(), tuple(outer_size), quantizers, shapes)
+
+    def _codes(self, gemm: Gemm, shards: DimSharding, *, beside: bool) -> OwnCodes:
+        own = self._for_output if gemm is OUTPUT else self.for_grad_input
+        if own.quantizer.block[0] == -1:  # all ranks have it
+            return OwnCodes(gemm, own.codes, own.scale, travels=False)
+        if beside:
+            return OwnCodes(gemm, own.codes, own.scale, travels=True)
+        counts = [own.quantizer.scale_shape((rows, own.shape[1]))[0] for rows in shards.sizes]
+        return OwnCodes(gemm, own.codes, all_gather(own.scale, 0, counts, shards.group), travels=False)
+
+    def fsdp_post_all_gather(
+        self, all_gather_outputs: tuple[Tensor, ...], metadata: Any, param_dtype: torch.dtype, *, out: Any = None
+    ) -> tuple[QuantizedPair, tuple[Tensor, ...]] | None:
+        """The whole weight; with ``out``, that of the gather before, whose codes have been written to already."""
+        if out is not None:
+            fill(_compat.local_itself(out), all_gather_outputs, metadata)
+            return None
+        wrap = partial(QuantizedTensor, dtype=param_dtype)
+        pair, scales = made_of(all_gather_outputs, metadata, self.gathers.turns, wrap)
+        fill(pair, all_gather_outputs, metadata)
+        return pair, scales

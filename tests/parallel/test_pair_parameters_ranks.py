@@ -1,0 +1,327 @@
+"""Parameters with two sets of codes (rowwise, MX) under FSDP2: the bits of one process, bytes, checkpoints."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from gloo_ranks import GROUPS, shared_ranks
+from living import live_bytes
+from test_fsdp_use import CountedAllGather, counted
+from test_quantized_parameters_ranks import ByHand
+from torch import nn
+from torch._dynamo.utils import counters
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard
+from torch.utils.checkpoint import checkpoint
+
+import fp8compile as f8
+from fp8compile import _compat
+from fp8compile._compat import local_itself
+from fp8compile.ops import collectives
+from fp8compile.tensor import QuantizedPairParameter, sets_of
+from fp8compile.testing.bits import difference
+
+pytestmark = pytest.mark.skipif(
+    _compat.TORCH_VERSION < (2, 12), reason="a group as a part of a tensor needs PyTorch 2.12"
+)
+RECIPES = ("rowwise", "rowwise_bf16_wgrad", "mxfp8")
+# rows of 96 and 95 on two ranks, of 64, 64 and 63 on three: uneven, and blocks of 32 rows stay whole
+WIDTHS = (64, 191, 191, 191)
+OPTIMIZERS = {
+    "AdamW, masters": lambda p: f8.MasterWeights(torch.optim.AdamW, p, lr=0.02),
+    "AdamW, fused": lambda p: torch.optim.AdamW(p, lr=0.02, fused=True),
+    "SGD": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+}
+
+
+@pytest.fixture(scope="session")
+def ranks():
+    return shared_ranks()
+
+
+# ---------------------------------------------------------------------------------- in each rank
+
+
+def plain_model(seed=0, widths=WIDTHS):
+    torch.manual_seed(seed)
+    return nn.Sequential(*(nn.Sequential(nn.Linear(*each), nn.Tanh()) for each in pairwise(widths))).bfloat16()
+
+
+def converted(recipe, seed=0, *, widths=WIDTHS, **options):
+    options = {"quantized_parameters": True, "filter": lambda *_: True, **options}
+    return f8.convert(plain_model(seed, widths), f8.recipes.by_name(recipe), **options)
+
+
+def sharded(model, mesh, backend=None, **options):
+    for index, block in enumerate(model):
+        if backend is not None:
+            model[index] = torch.compile(block, fullgraph=True, backend=backend)
+        fully_shard(model[index], mesh=mesh, **options)
+    return fully_shard(model, mesh=mesh, **options)
+
+
+def pair():
+    return DeviceMesh.from_group(GROUPS["pair"], "cpu")
+
+
+def backward(model, step):
+    x = torch.randn(16, 64, generator=torch.Generator().manual_seed(step)).bfloat16()
+    loss = (model(x)[:, :64].float() - x.float()).square().mean()
+    loss.backward()
+    return loss.item()
+
+
+def train(model, optimizer, steps, first=0):
+    losses = []
+    for step in range(first, first + steps):
+        losses.append(backward(model, step))
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def differences(model, whole, rank, size):
+    """What differs between this rank's shards and those rows of a model in one process."""
+    found = []
+    for mine, other in zip(model.parameters(), whole.parameters(), strict=True):
+        full = -(-other.shape[0] // size)
+        rows = slice(min(rank * full, other.shape[0]), min(rank * full + full, other.shape[0]))
+        if not isinstance(other, QuantizedPairParameter):
+            found.append(difference(local_itself(mine).detach(), other.detach()[rows]))
+            continue
+        for own, all_of_it in zip(sets_of(local_itself(mine)), sets_of(other), strict=True):
+            block = own.quantizer.block[0]
+            blocks = slice(None) if block == -1 else slice(rows.start // block, -(-rows.stop // block))
+            found.append(difference(own.codes, all_of_it.codes[rows]))
+            found.append(difference(own.scale, all_of_it.scale[blocks]))
+    return [words for words in found if words is not None]
+
+
+def steps_of(recipe, optimizer, group, steps, use=train, **options):
+    """FSDP2 over a group, and one process: whether losses are the same, and what differs."""
+    hybrid = group == "HSDP"
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")) if hybrid else None
+    mesh = mesh or DeviceMesh.from_group(GROUPS[group], "cpu")
+    whole, model = converted(recipe), sharded(converted(recipe), mesh, **options)
+    losses = [use(each, OPTIMIZERS[optimizer](each.parameters()), steps) for each in (whole, model)]
+    rank, size = (mesh.get_local_rank("shard"), 2) if hybrid else (mesh.get_local_rank(), mesh.size())
+    return losses[0] == losses[1], differences(model, whole, rank, size)
+
+
+CASES = [
+    ("rowwise", "AdamW, masters", "pair", 20),
+    ("rowwise", "AdamW, fused", "pair", 5),
+    ("rowwise_bf16_wgrad", "SGD", "pair", 5),
+    ("mxfp8", "AdamW, masters", "pair", 20),
+    ("mxfp8", "AdamW, fused", "HSDP", 5),
+    ("rowwise", "AdamW, masters", "HSDP", 5),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: " ".join(map(str, case)))
+def test_fsdp_has_the_bits_of_one_process(ranks, case):
+    answers = ranks.run(steps_of, *case, within="all" if case[2] == "HSDP" else case[2])
+    assert answers == [(True, [])] * len(answers)
+
+
+def accumulated(model, optimizer, steps):
+    losses = []
+    for step in range(2 * steps):
+        losses.append(backward(model, step))
+        if step % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+    return losses
+
+
+def repeated(model, optimizer, steps):
+    for block in model:
+        block.forward = _checkpointed(block.forward)
+    return train(model, optimizer, steps)
+
+
+def _checkpointed(forward):
+    return lambda x: checkpoint(forward, x, use_reentrant=False)
+
+
+WAYS = {
+    "accumulated": (accumulated, {}),
+    "kept after forward": (train, {"reshard_after_forward": False}),
+    "offloaded": (train, {"offload_policy": CPUOffloadPolicy(pin_memory=False)}),
+}
+
+
+def in_this_way(recipe, name):
+    use, options = WAYS[name]
+    return steps_of(recipe, "AdamW, masters", "pair", 3, use, **options)
+
+
+@pytest.mark.parametrize(("recipe", "name"), zip(("mxfp8", "rowwise", "mxfp8"), WAYS, strict=True))
+def test_ways_of_training(ranks, recipe, name):
+    assert ranks.run(in_this_way, recipe, name, within="pair") == [(True, [])] * 2
+
+
+def against_copies_of_masters(recipe):
+    """Losses of parameters that are codes, and of FP8 layers over bfloat16 copies of float32 masters, both sharded."""
+    plain = converted(recipe, quantized_parameters=False)
+    expected = train(plain, ByHand(plain, lr=0.02), 10)
+    model = sharded(converted(recipe, keep_initial=True), pair())
+    return train(model, OPTIMIZERS["AdamW, masters"](model.parameters()), 10) == expected
+
+
+@pytest.mark.parametrize("recipe", ["rowwise", "mxfp8"])
+def test_losses_are_those_of_layers_over_copies_of_masters(ranks, recipe):
+    assert ranks.run(against_copies_of_masters, recipe, within="pair") == [True] * 2
+
+
+# ---------------------------------------------------------------------------------- bytes and messages
+
+
+def counted_step(recipe):
+    """Bytes that a rank sends in each pass of the second step, amax messages of its update, and what is said."""
+    widths = (64, 128, 64)
+    model = sharded(converted(recipe, widths=widths), pair())
+    optimizer = OPTIMIZERS["AdamW, masters"](model.parameters())
+    train(model, optimizer, 1)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_custom_all_gather(CountedAllGather())
+    CountedAllGather.sent, passes = 0, []
+    x = torch.randn(16, 64).bfloat16()
+    with counted(collectives, "all_reduce_amax") as reduced:
+        loss = model(x).float().square().mean()
+        passes.append(CountedAllGather.sent)
+        loss.backward()
+        passes.append(CountedAllGather.sent - passes[0])
+        optimizer.step()
+    words = {row.gathered for row in f8.conversion_report(model).rows}
+    return passes, [args[0].numel() for args in reduced], words
+
+
+@pytest.mark.parametrize(
+    ("recipe", "scales", "amaxes"),
+    [("rowwise", 4 * (128 + 64) // 2, [64 + 128]), ("mxfp8", 2 * 64 * 128 // 32 // 2, [])],
+)
+def test_each_pass_sends_a_byte_an_element_and_a_step_one_message(ranks, recipe, scales, amaxes):
+    passes, reduced, words = ranks.run(counted_step, recipe, within="pair")[0]
+    elements, biases = 2 * 64 * 128 // 2, 2 * (128 + 64) // 2
+    assert passes == [elements + scales + biases] * 2
+    assert reduced == amaxes
+    assert words == {"codes, each pass its own"}
+
+
+def bytes_of_shards(recipe):
+    """Bytes of every living tensor beside those of a bfloat16 model: after sharding, and after a step."""
+    start = live_bytes()
+    model = sharded(converted(recipe, widths=(1024, 1024, 1024)), pair())
+    found = [live_bytes() - start]
+    optimizer = f8.MasterWeights(torch.optim.SGD, model.parameters(), lr=0.1, keep=False)
+    model(torch.randn(16, 1024).bfloat16()).float().square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    found.append(live_bytes() - start)
+    start = live_bytes()
+    plain = sharded(plain_model(widths=(1024, 1024, 1024)), pair())
+    return [each / (live_bytes() - start) for each in found], len(list(plain.parameters()))
+
+
+def test_two_sets_take_as_many_bytes_as_bfloat16(ranks):
+    for shares, _ in ranks.run(bytes_of_shards, "mxfp8", within="pair"):
+        assert all(1 <= share <= 1.08 for share in shares), shares
+
+
+def compiled_blocks(recipe):
+    """Graphs after two steps and after four, and whether losses are those of eager mode."""
+    models = [sharded(converted(recipe), pair(), backend=each) for each in (None, "aot_eager")]
+    optimizers = [OPTIMIZERS["AdamW, masters"](model.parameters()) for model in models]
+    losses, graphs = [[], []], []
+    for first in (0, 2):
+        for index, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
+            losses[index] += train(model, optimizer, 2, first)
+        graphs.append(counters["stats"]["unique_graphs"])
+    return losses[0] == losses[1], graphs
+
+
+def test_compiled_blocks_are_one_graph_each(ranks):
+    assert ranks.run(compiled_blocks, "mxfp8", within="pair") == [(True, [2, 2])] * 2  # the last two are alike
+
+
+# ---------------------------------------------------------------------------------- checkpoints
+
+
+def trained_and_resumed(folder):
+    """MXFP8 weights with uneven last shards, AdamW: saved on two ranks; losses of who went on and who resumed.
+
+    And on three ranks, of which the last one has less: what differs from one process.
+    """
+    rank, expected, losses = dist.get_rank(), None, None
+    whole = converted("mxfp8", keep_initial=True)
+    whole_optimizer = OPTIMIZERS["AdamW, masters"](whole.parameters())
+    train(whole, whole_optimizer, 3)
+    if rank < 2:
+        model = sharded(converted("mxfp8", keep_initial=True), pair())
+        optimizer = OPTIMIZERS["AdamW, masters"](model.parameters())
+        train(model, optimizer, 3)
+        state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+        dcp.save(state, checkpoint_id=folder, process_group=GROUPS["pair"])
+        expected = train(model, optimizer, 3, first=3)
+        losses = train(*loaded_on("pair", folder), 3, first=3)
+    dist.barrier()
+    if rank == 3:
+        return True, []
+    model, _ = loaded_on("three", folder)
+    return losses == expected, differences(model, whole, rank, 3)
+
+
+def loaded_on(group, folder):
+    model = sharded(converted("mxfp8", seed=7), DeviceMesh.from_group(GROUPS[group], "cpu"))
+    optimizer = OPTIMIZERS["AdamW, masters"](model.parameters())
+    train(model, optimizer, 1)  # makes the optimizer's state
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    dcp.load(state, checkpoint_id=folder, process_group=GROUPS[group])
+    model.load_state_dict(state["model"])
+    optimizer.load_state_dict(state["optimizer"])
+    return model, optimizer
+
+
+def test_mxfp8_weights_resume_on_two_ranks_and_load_on_three(ranks, tmp_path):
+    """What TransformerEngine's FSDP2 support was asked for: MXFP8 primary weights from start to checkpoint and on."""
+    assert ranks.run(trained_and_resumed, str(tmp_path / "checkpoint")) == [(True, [])] * 4
+
+
+# ---------------------------------------------------------------------------------- what raises
+
+
+def complaints():
+    """What is said of a shard that cuts blocks, of a repeated forward, and of values that are asked for."""
+    texts = []
+
+    def says(call):
+        try:
+            call()
+            texts.append("nothing")
+        except Exception as error:
+            texts.append(str(error))
+
+    says(lambda: sharded(converted("mxfp8", widths=(64, 160)), pair()))
+    model = sharded(converted("rowwise"), pair())
+    says(lambda: repeated(model, None, 1))
+    again = f8.parallel.fsdp_float8_all_gather(converted("rowwise"), checkpointed=True)
+    again = sharded(again, pair())
+    whole = converted("rowwise")
+    optimizers = [OPTIMIZERS["SGD"](each.parameters()) for each in (whole, again)]
+    texts.append(train(whole, optimizers[0], 2) == repeated(again, optimizers[1], 2))
+    says(lambda: f8.parallel.fsdp_float8_all_gather(converted("rowwise"), one_gather="param_dtype"))
+    return texts
+
+
+def test_what_cannot_be_says_what_to_do(ranks):
+    for cut, repeats, same, values in ranks.run(complaints, within="pair"):
+        assert "cuts blocks of 32. Cut at multiples of 32, or leave this weight out of quantized_parameters" in cut
+        assert "pass checkpointed=True, so that gathers serve both" in repeats
+        assert same
+        assert "have no values to gather" in values
