@@ -26,6 +26,7 @@ from fp8compile.nn import (
     repeated_blocks,
     reset_delayed_scaling,
     revert,
+    set_recipe,
 )
 from fp8compile.quantizers import CurrentScaling, DelayedScaling, Quantizer, Recipe, TwoLevelScaling
 from fp8compile.tensor import QuantizedTensor, quantize, scaled_mm
@@ -58,4 +59,5 @@ __all__ = [
     "reset_delayed_scaling",
     "revert",
     "scaled_mm",
+    "set_recipe",
 ]

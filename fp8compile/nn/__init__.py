@@ -8,6 +8,7 @@ from fp8compile.nn.linear import Linear
 from fp8compile.nn.master_weights import MasterWeights
 from fp8compile.nn.regions import compile, repeated_blocks
 from fp8compile.nn.report import ConversionReport, ConversionRow, conversion_report
+from fp8compile.nn.set_recipe import set_recipe
 from fp8compile.nn.state import DelayedState
 
 __all__ = [
@@ -25,4 +26,5 @@ __all__ = [
     "repeated_blocks",
     "reset_delayed_scaling",
     "revert",
+    "set_recipe",
 ]

@@ -8,6 +8,7 @@ layer in high precision. All of it is decided once, when a model is converted.
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
 
@@ -19,7 +20,7 @@ from fp8compile.nn.functional import check_recipe
 from fp8compile.quantizers import Recipe
 from fp8compile.tensor import shown
 
-__all__ = ["Recipes", "assigner", "ends"]
+__all__ = ["Recipes", "assigner", "ends", "with_tail"]
 
 Recipes = Recipe | Mapping[str, Recipe | None] | Callable[[nn.Module, str], Recipe | None]
 Assigner = Callable[[nn.Module, list[str]], Recipe | None]
@@ -89,6 +90,38 @@ def _blocks(model: nn.Module) -> list[nn.Module]:
     stacks = [[entry for entry in entries if count(entry)] for entries in lists]
     # among equals the outermost, which comes first
     return max((stack for stack in stacks if len(stack) > 1), key=lambda stack: sum(map(count, stack)), default=[])
+
+
+def with_tail(model: nn.Module, recipe: Recipes, share: float, tail_recipe: Recipe | None) -> Recipes:
+    """Recipes of `convert`, with another one for the last blocks of a model and all layers behind them.
+
+    Args:
+        model: A stack of blocks, as `ends` has it.
+        recipe: Of the other layers.
+        share: Of all blocks, rounded up to whole ones; 0 for no tail.
+        tail_recipe: Of the last ones; None for high precision.
+
+    Raises:
+        ValueError: The share is no number from 0 to 1, or 0 with a recipe.
+    """
+    if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 <= share <= 1:
+        raise ValueError(f"convert: tail is {share!r}; it is the share of the last blocks, a number from 0 to 1.")
+    if share == 0:
+        if tail_recipe is not None:
+            raise ValueError("convert: tail_recipe is given and tail is 0; say how many blocks it is for, tail=0.15.")
+        return recipe
+    if tail_recipe is not None:
+        check_recipe("convert", tail_recipe)
+    every = [(name, module) for name, module in model.named_modules() if is_layer(module)]
+    if not every:
+        return recipe  # convert says what is wrong
+    blocks = _blocks(model) or [module for _, module in every]
+    first = {module for block in blocks[: len(blocks) - math.ceil(share * len(blocks))] for module in block.modules()}
+    stack = {module for block in blocks for module in block.modules()}
+    start = next(place for place, (_, module) in enumerate(every) if module in stack)
+    tail = {module for _, module in every[start:]} - first
+    assign = assigner(recipe, [name for name, _ in every])
+    return lambda module, name: tail_recipe if module in tail else assign(module, [name])
 
 
 def ends(model: nn.Module, count: int) -> set[nn.Module]:

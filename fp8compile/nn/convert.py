@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.distributed import ProcessGroup
 
-from fp8compile.nn.assignment import Recipes, assigner, ends
+from fp8compile.nn.assignment import Recipes, assigner, ends, with_tail
 from fp8compile.nn.candidates import (
     cannot_convert,
     cannot_go_back,
@@ -147,6 +147,8 @@ def convert(
     *,
     filter: Filter | None = None,
     keep_ends: int = 0,
+    tail: float = 0.0,
+    tail_recipe: Recipe | None = None,
     amax_group: ProcessGroup | None = None,
     quantized_parameters: bool = False,
     keep_initial: bool = False,
@@ -170,6 +172,9 @@ def convert(
         keep_ends: How many blocks at each end of the model stay in high precision, with what is before the first and
             behind the last one: 1 for the first and last layers in bfloat16. Blocks are the entries of the model's
             largest ``ModuleList`` or ``Sequential``; without one, each linear is a block.
+        tail: The share of the last blocks that get ``tail_recipe``, with all layers behind them, 0.15 as NVIDIA trains
+            in four bits; blocks are those of ``keep_ends``. Rounded up to whole blocks.
+        tail_recipe: Of these layers, such as ``fp8compile.recipes.mxfp8()``; None for high precision.
         amax_group: Of delayed scaling: ranks whose amaxes become one, as ``fp8compile.Linear`` takes it.
         quantized_parameters: Whether the layers' weights themselves become codes and scales, with nothing in high
             precision beside them; parameters are new objects then. For recipes whose weight codes serve both
@@ -194,6 +199,7 @@ def convert(
     _check_module("convert", model)
     _check_not_compiled(model)
     _check_not_frozen(model)
+    recipe = with_tail(model, recipe, tail, tail_recipe)
     plan, again = _plan(model, recipe, filter, keep_ends, quantized_parameters=quantized_parameters)
     given = [own for own, _ in plan.values() if own is not None]
     check_amax_group("convert", given, amax_group, none_has="no layer gets")

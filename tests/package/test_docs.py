@@ -124,6 +124,11 @@ OPERANDS = {
         scaled(32, 1, scale="e8m0_rceil"),
         torch.bfloat16,
     ),
+    "NVFP4, 1 x 16 in two levels": (
+        f8.TwoLevelScaling(),
+        f8.TwoLevelScaling(block=(16, 1), packed="columns"),
+        torch.bfloat16,
+    ),
     "blocks of another size": (scaled(1, 16), scaled(16, 1), torch.bfloat16),
     "codes with a `dequantize` of their own": (Int8(), Int8(block=(-1, 1)), torch.bfloat16),
 }

@@ -1,0 +1,65 @@
+"""set_recipe: another recipe for the forward of a converted model, while it trains.
+
+NVIDIA's recipe for four bits ends in a forward of high precision: for the last part of a training run, outputs are
+products of the weights themselves, and gradients stay in four bits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from torch import nn
+
+from fp8compile.nn.linear import Linear
+from fp8compile.quantizers import Recipe
+
+__all__ = ["set_recipe"]
+
+
+def _with_forward(recipe: Recipe, forward: Recipe | None) -> Recipe:
+    taken = forward or Recipe()
+    return replace(recipe, input=taken.input, weight=taken.weight, keep_weight_codes=False)
+
+
+def _cannot(layer: Linear, forward: Recipe | None) -> str | None:
+    """Why a layer keeps its forward, or None."""
+    if layer.recipe.history() or (forward is not None and forward.history()):
+        return "delayed scaling keeps a state for each operand, which another forward would leave behind"
+    if layer.is_quantized():
+        return "its weight is codes, which no other forward reads"
+    if hasattr(layer, "graph_fsdp") or hasattr(layer, "weight_scales"):
+        return "FSDP gathers what its first recipe multiplies"
+    return None
+
+
+def set_recipe(model: nn.Module, *, forward: Recipe | None) -> nn.Module:
+    """Compute the outputs of a model's layers by another recipe from now on, and gradients as before.
+
+    What is compiled compiles once more, at the next call. Weights, optimizers and saved states do not notice.
+
+    Args:
+        model: Converted; compiled or not.
+        forward: Whose quantizers of ``input`` and ``weight`` outputs are made by; None for outputs in the dtype of
+            the weights; the bias is added to the rounded product, as ever.
+
+    Returns:
+        The model.
+
+    Raises:
+        TypeError: The model is no module, or ``forward`` no recipe.
+        ValueError: It has no ``fp8compile.Linear``, or one whose forward can't change: with delayed scaling, with
+            a quantized weight, or prepared for FSDP by this package. Nothing is changed then.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"set_recipe: model is a {type(model).__name__}; it is a torch.nn.Module.")
+    if forward is not None and not isinstance(forward, Recipe):
+        raise TypeError(f"set_recipe: forward is {forward!r}; it is a fp8compile.Recipe, or None for high precision.")
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, Linear)}
+    if not layers:
+        raise ValueError("set_recipe: the model has no fp8compile.Linear. Call fp8compile.convert first.")
+    for name, layer in layers.items():
+        if (reason := _cannot(layer, forward)) is not None:
+            raise ValueError(f"set_recipe: {name or 'the model'} can't take another forward: {reason}.")
+    for layer in layers.values():
+        layer.recipe = _with_forward(layer.recipe, forward)
+    return model

@@ -1,0 +1,88 @@
+"""The end of a model in another recipe, and the end of a training with another forward."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+
+import fp8compile as f8
+
+FOUR, EIGHT = f8.recipes.nvfp4(), f8.recipes.mxfp8()
+
+
+def stack(blocks=7):
+    torch.manual_seed(0)
+    layers = [torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.ReLU()) for _ in range(blocks)]
+    return torch.nn.ModuleDict({"blocks": torch.nn.Sequential(*layers), "head": torch.nn.Linear(32, 32)}).bfloat16()
+
+
+def recipes_of(model):
+    return [module.recipe for module in model.modules() if isinstance(module, f8.Linear)]
+
+
+@pytest.mark.parametrize(("tail", "last"), [(0.15, 2), (1 / 7, 1), (0.0, 0), (1.0, 7)])
+def test_the_last_share_of_blocks_and_what_is_behind_them_have_another_recipe(tail, last):
+    model = f8.convert(stack(), FOUR, filter=lambda *_: True, tail=tail, tail_recipe=EIGHT if tail else None)
+    expected = [FOUR] * 8 if not tail else [FOUR] * (7 - last) + [EIGHT] * (last + 1)
+    assert recipes_of(model) == expected
+
+
+def test_a_tail_without_a_recipe_stays_in_high_precision_and_keeps_patterns():
+    model = f8.convert(stack(), {"blocks.0.*": EIGHT, "*": FOUR}, filter=lambda *_: True, tail=0.5)
+    assert recipes_of(model) == [EIGHT, FOUR, FOUR]
+    assert type(model["head"]) is torch.nn.Linear
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ({"tail": 1.5}, r"tail is 1\.5; it is the share"),
+        ({"tail": True}, "tail is True; it is the share"),
+        ({"tail_recipe": EIGHT}, "tail_recipe is given and tail is 0"),
+    ],
+    ids=str,
+)
+def test_a_wrong_tail_says_what_is_allowed(arguments, says):
+    with pytest.raises(ValueError, match=says):
+        f8.convert(stack(), FOUR, **arguments)
+
+
+def run(layer, x):
+    y = layer(x)
+    y.sum().backward()
+    found = y.detach(), layer.weight.grad.clone(), layer.bias.grad.clone()
+    layer.weight.grad = layer.bias.grad = None
+    return found
+
+
+def test_another_forward_changes_outputs_alone_and_costs_one_compile(assert_bits_equal):
+    layer = f8.Linear.from_linear(torch.nn.Linear(32, 48).bfloat16(), FOUR)
+    x, before = torch.randn(16, 32).bfloat16(), layer.recipe
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    y, weight_grad, _ = run(compiled, x)
+    assert counters["stats"]["unique_graphs"] == 1
+    assert f8.set_recipe(compiled, forward=None) is compiled
+    for _ in range(2):
+        plain, again, _ = run(compiled, x)
+        assert_bits_equal(plain, (x @ layer.weight.t() + layer.bias).detach())
+        assert_bits_equal(again, weight_grad)
+    assert not torch.equal(plain, y)
+    assert counters["stats"]["unique_graphs"] == 2
+    f8.set_recipe(layer, forward=before)
+    assert layer.recipe == before
+    assert_bits_equal(run(compiled, x)[0], y)
+
+
+@pytest.mark.parametrize(
+    ("model", "forward", "says"),
+    [
+        (torch.nn.Linear(2, 2), None, r"has no fp8compile\.Linear"),
+        (f8.Linear(16, 16, recipe=f8.recipes.delayed()), None, "can't take another forward: delayed scaling"),
+        (f8.Linear(16, 16, recipe=FOUR), "bf16", "forward is 'bf16'; it is a fp8compile.Recipe, or None"),
+    ],
+    ids=str,
+)
+def test_who_cannot_take_another_forward_says_why(model, forward, says):
+    with pytest.raises((TypeError, ValueError), match=says):
+        f8.set_recipe(model, forward=forward)
