@@ -31,6 +31,8 @@ def _slots(recipe: Recipe) -> tuple[Quantizer | None, ...]:
 
 def _not_codes(recipe: Recipe) -> str | None:
     """Why weights of this recipe can't be codes, or None."""
+    if any(quantizer is not None and quantizer.has_outer_scale() for quantizer in _slots(recipe)):
+        return "has two levels of scales, of which a parameter holds one"
     if recipe.shares_weight_codes():
         return None
     if any(recipe.delayed()):
@@ -71,12 +73,6 @@ def check_weights(model: nn.Module, recipes: Mapping[nn.Module, Recipe]) -> None
                 f"convert: quantized_parameters, and the weight of {name} is a DTensor, of which forward and backward "
                 "multiply different codes. Those are for FSDP2 alone: take a recipe whose weight codes serve both, "
                 "as fp8compile.recipes.tensorwise() and blockwise() are, or leave quantized_parameters out."
-            )
-        if recipe.weight.has_outer_scale():
-            raise ValueError(
-                f"convert: quantized_parameters, and the weight of {name} would have two levels of scales, by "
-                f"{shown(recipe.weight)}, of which a parameter holds one. Take a recipe with one level, or leave "
-                "quantized_parameters out."
             )
         if is_dtensor(module.weight) and (reason := not_placed(module.weight, recipe.weight)) is not None:
             raise ValueError(
