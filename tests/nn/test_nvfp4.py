@@ -135,7 +135,7 @@ def test_a_product_of_a_transformed_and_another_operand_is_refused():
 
 def test_who_has_no_place_for_an_outer_scale_says_so():
     model = torch.nn.Sequential(torch.nn.Linear(32, 32)).bfloat16()
-    with pytest.raises(ValueError, match="the weight of 0 would have two levels of scales"):
+    with pytest.raises(ValueError, match="the recipe of 0 has two levels of scales"):
         f8.convert(model, f8.recipes.nvfp4(), quantized_parameters=True)
     x, weight, offsets = torch.randn(8, 32), torch.randn(2, 32, 32), torch.tensor([4, 8], dtype=torch.int32)
     with pytest.raises(ValueError, match=r"grouped_linear: .* has two levels of scales"):
