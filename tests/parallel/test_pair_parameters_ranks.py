@@ -322,6 +322,7 @@ def complaints():
 def test_what_cannot_be_says_what_to_do(ranks):
     for cut, repeats, same, values in ranks.run(complaints, within="pair"):
         assert "cuts blocks of 32. Cut at multiples of 32, or leave this weight out of quantized_parameters" in cut
+        assert "fsdp_float8_all_gather, which may cut blocks" in cut
         assert "pass checkpointed=True, so that gathers serve both" in repeats
         assert same
         assert "have no values to gather" in values
