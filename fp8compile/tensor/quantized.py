@@ -100,7 +100,7 @@ class QuantizedTensor(Tensor):
     group: ProcessGroup | None
     shard_dim: int | None
     sizes: tuple[int, ...] | None
-    instead_of_cutting: str = "call .dequantize() first."  # what errors advise
+    instead_of_cutting = "call .dequantize() first."  # what errors advise
     ends_in_padding = False  # whether nothing is lost where a view ends within a block
 
     @staticmethod
