@@ -35,6 +35,10 @@ from fp8compile.tensor.saved import load_pair
 __all__ = ["QuantizedPairParameter"]
 
 aten = torch.ops.aten
+INSTEAD_OF_CUTTING = (
+    "leave this weight out of quantized_parameters by the filter of fp8compile.convert, and have FSDP2 gather its "
+    "codes by fp8compile.parallel.fsdp_float8_all_gather, which may cut blocks."
+)
 PAIR = OUTPUT, GRAD_INPUT = GEMMS[:2]
 
 
@@ -51,6 +55,8 @@ class QuantizedPairParameter(QuantizedPair):
         self, for_output: QuantizedParameter, for_grad_input: QuantizedParameter, turns: Turns | None = None
     ) -> None:
         super().__init__(for_output, for_grad_input, turns)
+        for each in self.both():
+            each.instead_of_cutting = INSTEAD_OF_CUTTING
         self.gathers = Gathers(BOTH, checkpointed=False)
 
     @staticmethod

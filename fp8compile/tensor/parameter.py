@@ -58,7 +58,7 @@ class QuantizedParameter(FullyShardHooks, QuantizedTensor):
 
     extent: str = WHOLE
     _shared: _Shared
-    instead_of_cutting = (
+    instead_of_cutting: str = (
         "leave this weight out of quantized_parameters. If this is fully_shard: each rank takes as many rows, rounded "
         "up; where that is no multiple of a block, and it is for columns, shard these, by shard_placement_fn="
         "lambda parameter: Shard(1) and reshard_after_forward=False, without which FSDP2 cuts rows too."

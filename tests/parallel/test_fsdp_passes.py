@@ -11,8 +11,9 @@ import torch
 import torch.distributed as dist
 from gloo_ranks import shared_ranks
 from test_fsdp import data_rank, differing, sharded
-from test_fsdp_use import TRAINED, CountedAllGather, counted
+from test_fsdp_use import TRAINED, CountedAllGather, Short, counted
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
 import fp8compile as f8
@@ -118,6 +119,22 @@ def test_a_compiled_block_has_one_graph_for_all_passes(ranks, recipe, mesh, back
     within = models.WITHIN[mesh]
     found = ranks.run(compiled_once, recipe, mesh, backend, arguments, options, within=within)
     assert found == [([], 2)] * len(found)
+
+
+def without_rows(recipe):
+    """Four rows on three ranks, of which the last one has none."""
+    found = {}
+    for on in (False, True):
+        model = f8.convert(Short(), f8.recipes.by_name(recipe), filter=lambda *_: True)
+        model = f8.parallel.fsdp_float8_all_gather(model) if on else model
+        fully_shard(model, mesh=models.mesh_1d("three"), reshard_after_forward=True)
+        found[on] = models.trained(model, 3, dist.get_rank())
+    return found[False] == found[True]
+
+
+@pytest.mark.parametrize("recipe", ["rowwise", "mxfp8"])
+def test_a_rank_with_an_empty_shard(ranks, recipe):
+    assert ranks.run(without_rows, recipe, within="three") == [True] * 3
 
 
 # ---------------------------------------------------------------------------------- what is sent

@@ -128,6 +128,19 @@ def test_fsdp_has_the_bits_of_one_process(ranks, case):
     assert answers == [(True, [])] * len(answers)
 
 
+def few_rows(recipe):
+    """Five rows on four ranks: the last one has none, and the scales of columns that all have."""
+    widths = (64, 5, 64)
+    mesh = DeviceMesh.from_group(GROUPS["all"], "cpu")
+    whole, model = converted(recipe, widths=widths), sharded(converted(recipe, widths=widths), mesh)
+    losses = [train(each, OPTIMIZERS["AdamW, masters"](each.parameters()), 5) for each in (whole, model)]
+    return losses[0] == losses[1], differences(model, whole, mesh.get_local_rank(), 4)
+
+
+def test_a_rank_without_rows(ranks):
+    assert ranks.run(few_rows, "rowwise") == [(True, [])] * 4
+
+
 def accumulated(model, optimizer, steps):
     losses = []
     for step in range(2 * steps):
@@ -322,6 +335,7 @@ def complaints():
 def test_what_cannot_be_says_what_to_do(ranks):
     for cut, repeats, same, values in ranks.run(complaints, within="pair"):
         assert "cuts blocks of 32. Cut at multiples of 32, or leave this weight out of quantized_parameters" in cut
+        assert "fsdp_float8_all_gather, which may cut blocks" in cut
         assert "pass checkpointed=True, so that gathers serve both" in repeats
         assert same
         assert "have no values to gather" in values
