@@ -139,6 +139,9 @@ class Quantizer(Constant):
         """Whether there are two levels of scales: of blocks, and of the whole tensor."""
         return type(self).outer_scale is not Quantizer.outer_scale
 
+    def _one_level(self) -> NotImplementedError:
+        return NotImplementedError(f"{type(self).__name__} has no outer scale: its scales are those of blocks.")
+
     def outer_amax(self, amax: Tensor) -> Tensor:
         """The largest amax of all blocks.
 
@@ -161,11 +164,8 @@ class Quantizer(Constant):
 
         Returns:
             Shape (1,), float32; NaN where the amax isn't finite.
-
-        Raises:
-            NotImplementedError: The class has one level.
         """
-        raise NotImplementedError(f"{type(self).__name__} has no outer scale: its scales are those of blocks.")
+        raise self._one_level()
 
     def block_scale(self, amax: Tensor, outer_amax: Tensor) -> Tensor:
         """Scales of blocks, as they are stored.
@@ -176,11 +176,8 @@ class Quantizer(Constant):
 
         Returns:
             Shape of the grid, in ``scale_dtype()``.
-
-        Raises:
-            NotImplementedError: The class has one level.
         """
-        raise NotImplementedError(f"{type(self).__name__} has no outer scale: its scales are those of blocks.")
+        raise self._one_level()
 
     def block_multiplier(self, scale: Tensor, outer_scale: Tensor) -> Tensor:
         """What values are multiplied by before they are rounded, from both scales.
@@ -191,11 +188,8 @@ class Quantizer(Constant):
 
         Returns:
             Shape of the grid, float32.
-
-        Raises:
-            NotImplementedError: The class has one level.
         """
-        raise NotImplementedError(f"{type(self).__name__} has no outer scale: its scales are those of blocks.")
+        raise self._one_level()
 
     # ------------------------------------------------------------------ steps
 

@@ -141,6 +141,11 @@ class QuantizedTensor(Tensor):
         sizes: tuple[int, ...] | None = None,
         outer_scale: Tensor | None = None,
     ) -> None:
+        if quantizer.has_outer_scale() != (outer_scale is not None):
+            raise TypeError(
+                f"{type(self).__name__} of {type(quantizer).__name__}: outer_scale is {outer_scale!r}. A quantizer of "
+                "two levels of scales makes one, one of one level none; what keeps codes so has no place for it yet."
+            )
         self.codes = codes
         self.scale = scale
         self.quantizer = quantizer

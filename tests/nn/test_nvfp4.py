@@ -140,3 +140,10 @@ def test_who_has_no_place_for_an_outer_scale_says_so():
     x, weight, offsets = torch.randn(8, 32), torch.randn(2, 32, 32), torch.tensor([4, 8], dtype=torch.int32)
     with pytest.raises(ValueError, match=r"grouped_linear: .* has two levels of scales"):
         f8.grouped_linear(x, weight, offsets, recipe=f8.recipes.nvfp4(grad_rounding="nearest"))
+
+
+def test_a_quantized_parameter_does_not_lose_an_outer_scale_in_silence():
+    from fp8compile.tensor.parameter import QuantizedParameter
+
+    with pytest.raises(TypeError, match="QuantizedParameter of TwoLevelScaling: outer_scale is None"):
+        QuantizedParameter.of(torch.randn(32, 32), f8.TwoLevelScaling())
