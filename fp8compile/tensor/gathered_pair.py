@@ -6,6 +6,7 @@ The scales of a set that was not gathered are NaN: whatever multiplied its codes
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -98,26 +99,38 @@ def _arrived(gathered: tuple[Tensor, ...], meaning: Meaning) -> dict[Gemm, Tenso
 def fill(pair: QuantizedPair, gathered: tuple[Tensor, ...], meaning: Meaning) -> None:
     """Give a weight the scales of the codes that were gathered into its memory."""
     arrived = _arrived(gathered, meaning)
+    if _is_alone_with_both(meaning):
+        _write(pair.for_grad_input.codes, gathered[0].view(2, *meaning.size)[1])
     for gemm, own in zip(PAIR, pair.both(), strict=True):
         nan = torch.full((), torch.nan, device=own.scale.device)
         scale = arrived[gemm].view(own.scale.shape) if gemm in arrived else own.quantizer.scale_of(nan)
-        with torch.autograd._unsafe_preserve_version_counter(own.scale):
-            own.scale.copy_(scale)
+        _write(own.scale, scale)
     if pair.turns is not None:
         pair.turns.gemm = meaning.sets[0].gemm.name
 
 
+def _write(memory: Tensor, values: Tensor) -> None:
+    """As FSDP2 writes what it gathers: autograd, which saved a weight in the forward, is not to count it."""
+    with torch.autograd._unsafe_preserve_version_counter(memory):
+        memory.copy_(values)
+
+
+def _is_alone_with_both(meaning: Meaning) -> bool:
+    """Whether one tensor brings both sets: FSDP2 takes no other from a rank that has all of a weight."""
+    return meaning.ranks == 1 and len(meaning.sets) == 2
+
+
 def _memories(gathered: tuple[Tensor, ...], meaning: Meaning) -> tuple[Tensor, Tensor]:
-    """Where FSDP2 puts the codes for the output, and those for grad_input."""
-    if len(meaning.sets) == 1:
-        return gathered[0], gathered[0]
-    return gathered[0].view(2, -1).unbind() if meaning.ranks == 1 else (gathered[0], gathered[1])
+    """Where the codes for the output are, and those for grad_input: memory that FSDP2 gathers into, if it can."""
+    if _is_alone_with_both(meaning):  # FSDP2 makes no parameter of a view into the middle
+        return gathered[0].view(2, -1)[0], gathered[0].new_empty(math.prod(meaning.size))
+    return gathered[0], gathered[len(meaning.sets) - 1]
 
 
 def made_of(
     gathered: tuple[Tensor, ...], meaning: Meaning, turns: Turns, wrap: Callable[..., QuantizedTensor]
 ) -> tuple[QuantizedPair, tuple[Tensor, ...]]:
-    """A weight on the memory of gathered codes, and its scales, without values.
+    """A weight on the memory of gathered codes, and what of it is memory of its own, without values.
 
     Args:
         gathered: What FSDP2 gathered, and will gather into.
@@ -125,11 +138,12 @@ def made_of(
         turns: Says whose codes they are, where they are of one pass.
         wrap: Makes one set of codes, scale and quantizer.
     """
-    sets, scales, rows = [], [], meaning.size[0]
+    sets, own, rows = [], [], meaning.size[0]
     with torch.inference_mode(mode=False):  # later gathers write to it, under whatever mode
-        places = zip(_memories(gathered, meaning), meaning.quantizers, meaning.scale_shapes, strict=True)
-        for memory, quantizer, shape in places:
-            scales.append(torch.empty(shape, dtype=quantizer.scale_dtype(), device=memory.device))
+        memories = _memories(gathered, meaning)
+        own += [memories[1]] if _is_alone_with_both(meaning) else []
+        for memory, quantizer, shape in zip(memories, meaning.quantizers, meaning.scale_shapes, strict=True):
+            own.append(torch.empty(shape, dtype=quantizer.scale_dtype(), device=memory.device))
             codes = memory.view(-1, *meaning.size[1:])[:rows]  # behind the last row there may be padding
-            sets.append(wrap(codes, scales[-1], quantizer))
-    return QuantizedPair(*sets, turns if len(meaning.sets) == 1 else None), tuple(scales)
+            sets.append(wrap(codes, own[-1], quantizer))
+    return QuantizedPair(*sets, turns if len(meaning.sets) == 1 else None), tuple(own)
