@@ -74,7 +74,7 @@ def _fake(
 
 def _samples() -> Iterator[tuple]:
     generator = torch.Generator().manual_seed(0)
-    for m, k, n, dtype in ((16, 32, 32, torch.bfloat16), (144, 96, 16, torch.float32)):
+    for m, k, n, dtype in ((16, 32, 32, torch.bfloat16), (144, 96, 16, torch.float32), (0, 32, 16, torch.bfloat16)):
         sizes = [(16, (rows, k)) for rows in (m, n)] + [(120, (rows, k // NV_BLOCK)) for rows in (m, n)]
         made = [torch.randint(top, size, generator=generator, dtype=torch.uint8) for top, size in sizes]
         codes, scales = made[:2], made[2:]
