@@ -54,7 +54,7 @@ def _samples() -> Iterator[tuple]:
     for x in samples.matrices():
         for quantizer in samples.quantizers():
             multiplier = quantizer.multiplier(quantizer.amax(x))
-            yield quantizer.cast(x, multiplier), quantizer.scale_of(multiplier), quantizer, x.dtype
+            yield quantizer.cast(x, multiplier), quantizer.scale_of(multiplier), quantizer, x.dtype, None
         for quantizer in samples.two_level_quantizers():
             own, amax = quantizer.for_shape(x.shape), quantizer.amax(x)
             outer_amax = own.outer_amax(amax)

@@ -107,7 +107,7 @@ def _samples() -> Iterator[tuple]:
             a_quantizer, b_quantizer = recipe.quantizers(GEMMS[0])
             a = _operand(torch.randn(m, k), a_quantizer)
             b = _operand(torch.randn(n, k), b_quantizer).t()
-            yield a.codes, b.codes, a.scale, b.scale, a.quantizer, b.quantizer, dtype, GemmConfig()
+            yield a.codes, b.codes, a.scale, b.scale, a.quantizer, b.quantizer, dtype, GemmConfig(), None, None
 
 
 scaled_mm = register_op(
