@@ -268,7 +268,7 @@ def recipe(**slots: Any) -> Callable:
 VALUES = {
     "by_name: a near miss": named("rowise")(ValueError, "no recipe is called", "Did you mean", "rowwise"),
     "by_name: another spelling": named("Tensor-Wise")(ValueError, "no recipe is called", "Did you mean", "tensorwise"),
-    "by_name: nothing like it": named("int4")(ValueError, "there are tensorwise, rowwise,", "delayed."),
+    "by_name: nothing like it": named("int4")(ValueError, "there are tensorwise, rowwise,", "nvfp4."),
     "by_name: the function": named(f8.recipes.rowwise)(
         ValueError, "there are tensorwise, rowwise, rowwise_bf16_wgrad", ways=EAGER
     ),
