@@ -20,7 +20,6 @@ from fp8compile.ops.collectives import all_reduce_amax
 from fp8compile.ops.layer.local_shards import LocalShard
 from fp8compile.ops.layer.quantize_shard import quantize_shard
 from fp8compile.ops.layer.shards import DimSharding
-from fp8compile.ops.returned import shape_said
 from fp8compile.quantizers import Quantizer
 from fp8compile.tensor.arguments import SOURCE_DTYPES, not_dense, own_sizes, shown
 from fp8compile.tensor.quantized import QuantizedTensor
@@ -47,8 +46,6 @@ def _check_source(x: Any, quantizer: Any) -> None:
         raise TypeError(f"quantize: x {reason}; it is a dense tensor.")
     if x.dtype not in SOURCE_DTYPES:
         raise TypeError(f"quantize: x is {x.dtype}; it is bfloat16, float16 or float32. Cast it first.")
-    if all(map(_compat.is_static, x.shape)):
-        _check_fits(x, quantizer)
     if _compat.is_transformed(x):
         raise RuntimeError(
             "quantize: x is inside a transform of torch.func (grad, vmap, jvp) or forward-mode autograd, which can't "
@@ -57,13 +54,23 @@ def _check_source(x: Any, quantizer: Any) -> None:
         )
 
 
-def _check_fits(x: Tensor, quantizer: Quantizer) -> None:
-    found = shape_said(quantizer, "values_shape", shape_said(quantizer, "codes_shape", x.shape))
-    if found != tuple(x.shape):
+# PyTorch 2.11 traces no method of a constant
+@_compat.constant_when_traced
+def _has_outer_scale(quantizer: Quantizer) -> bool:
+    return quantizer.has_outer_scale()
+
+
+@_compat.constant_when_traced
+def _is_local(quantizer: Quantizer) -> bool:
+    return quantizer.is_local()
+
+
+def _check_fits(x: Tensor, found: QuantizedTensor) -> None:
+    if found.shape != x.shape:
         raise ValueError(
             f"quantize: x has shape {tuple(x.shape)}, and its codes by this quantizer would stand for shape "
-            f"{found}: it packs or transforms several values together. Pad x with zeros to that shape; layers "
-            "do so by themselves."
+            f"{tuple(found.shape)}: it packs or transforms several values together. Pad x with zeros to that shape; "
+            "layers do so by themselves."
         )
 
 
@@ -127,7 +134,7 @@ def _quantized(
 ) -> QuantizedTensor:
     if sizes is not None:
         return _quantize_shard(x, quantizer, group, shard_dim, tuple(sizes))
-    if group is not None and not quantizer.is_local():
+    if group is not None and not _is_local(quantizer):
         raise ValueError(
             "quantize: codes of this quantizer depend on where in the whole tensor a value stands, as stochastic "
             "rounding does. On all ranks, say how much each of them has: sizes=(...)."
@@ -135,7 +142,7 @@ def _quantized(
     amax = ops.amax(x, quantizer)
     if group is not None and _block_spans_ranks(x, quantizer, group, shard_dim):
         amax = all_reduce_amax(amax, group)
-    if quantizer.has_outer_scale():
+    if _has_outer_scale(quantizer):
         outer_amax = ops.outer_amax(amax, quantizer)
         outer_amax = outer_amax if group is None else all_reduce_amax(outer_amax, group)
         multiplier, scale, outer = ops.two_scales(amax, outer_amax, quantizer)
@@ -183,4 +190,7 @@ def quantize(
     if group is not None:
         _compat.allow_group_in_subclass()
         shard_dim %= x.ndim
-    return ops.straight_through(_quantized(x.detach(), quantizer, group, shard_dim, sizes), x, quantizer)
+    found = _quantized(x.detach(), quantizer, group, shard_dim, sizes)
+    if sizes is None:
+        _check_fits(x, found)
+    return ops.straight_through(found, x, quantizer)

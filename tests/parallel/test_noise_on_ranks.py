@@ -158,7 +158,7 @@ def test_fsdp2_trains_as_one_process_and_gathers_no_codes(ranks):
     for found, same_losses, said in ranks.run(problems_of_fsdp2, within="pair"):
         assert (found, same_losses) == ([], True)
         assert "does not travel with codes yet" in said
-        assert "fp8compile.parallel.graph_fsdp, which gathers what each pass needs" in said
+        assert "fp8compile.parallel.graph_fsdp, which gathers codes for every one" in said
 
 
 def refusal_of_tokens():
