@@ -56,6 +56,7 @@ from fp8compile._compat.versions import (
     all_gather_single,
     allow_group_in_subclass,
     as_region,
+    asks_a_constant,
     concatenated,
     cpu_has_rowwise_gemm,
     declare_grad_dtype,
@@ -71,6 +72,7 @@ from fp8compile._compat.versions import (
 )
 
 __all__ = [
+    "asks_a_constant",
     "KNOWN_VERSIONS",
     "has_groups",
     "new_dynamic_size",

@@ -15,6 +15,7 @@ import torch
 from torch._library import opaque_object
 
 __all__ = [
+    "asks_a_constant",
     "KNOWN_VERSIONS",
     "has_groups",
     "OpaqueBase",
@@ -172,3 +173,14 @@ def strided_shard(dim: int, parts: int) -> Any:
 def cpu_has_rowwise_gemm() -> bool:
     """Whether `torch._scaled_mm` on a CPU takes a scale a row."""
     return TORCH_VERSION >= (2, 13)
+
+
+def asks_a_constant(fn: Callable) -> Callable:
+    """Let traced code ask a constant, such as a quantizer, for what its methods say.
+
+    PyTorch 2.11 traces no method of a constant: there the answer is taken for a constant of the graph, which an equal
+    quantizer compiles once more.
+    """
+    if TORCH_VERSION < (2, 12):
+        fn._dynamo_marked_constant = True
+    return fn

@@ -20,6 +20,7 @@ from fp8compile.ops.collectives import all_reduce_amax
 from fp8compile.ops.layer.local_shards import LocalShard
 from fp8compile.ops.layer.quantize_shard import quantize_shard
 from fp8compile.ops.layer.shards import DimSharding
+from fp8compile.ops.returned import shape_said
 from fp8compile.quantizers import Quantizer
 from fp8compile.tensor.arguments import SOURCE_DTYPES, not_dense, own_sizes, shown
 from fp8compile.tensor.quantized import QuantizedTensor
@@ -54,23 +55,30 @@ def _check_source(x: Any, quantizer: Any) -> None:
         )
 
 
-# PyTorch 2.11 traces no method of a constant
-@_compat.constant_when_traced
+@_compat.asks_a_constant
 def _has_outer_scale(quantizer: Quantizer) -> bool:
     return quantizer.has_outer_scale()
 
 
-@_compat.constant_when_traced
+@_compat.asks_a_constant
 def _is_local(quantizer: Quantizer) -> bool:
     return quantizer.is_local()
 
 
-def _check_fits(x: Tensor, found: QuantizedTensor) -> None:
-    if found.shape != x.shape:
+@_compat.asks_a_constant
+def _shape_of_values(quantizer: Quantizer, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape that codes of a tensor of this shape stand for."""
+    return shape_said(quantizer, "values_shape", shape_said(quantizer, "codes_shape", shape))
+
+
+def _check_fits(x: Tensor, quantizer: Quantizer) -> None:
+    shape = tuple(x.shape)
+    if not all(map(_compat.is_static, shape)):
+        return
+    if (found := _shape_of_values(quantizer, shape)) != shape:
         raise ValueError(
-            f"quantize: x has shape {tuple(x.shape)}, and its codes by this quantizer would stand for shape "
-            f"{tuple(found.shape)}: it packs or transforms several values together. Pad x with zeros to that shape; "
-            "layers do so by themselves."
+            f"quantize: x has shape {shape}, and its codes by this quantizer would stand for shape {found}: it packs "
+            "or transforms several values together. Pad x with zeros to that shape; layers do so by themselves."
         )
 
 
@@ -190,7 +198,5 @@ def quantize(
     if group is not None:
         _compat.allow_group_in_subclass()
         shard_dim %= x.ndim
-    found = _quantized(x.detach(), quantizer, group, shard_dim, sizes)
-    if sizes is None:
-        _check_fits(x, found)
-    return ops.straight_through(found, x, quantizer)
+    _check_fits(x, quantizer)
+    return ops.straight_through(_quantized(x.detach(), quantizer, group, shard_dim, sizes), x, quantizer)
