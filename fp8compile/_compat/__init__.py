@@ -69,10 +69,12 @@ from fp8compile._compat.versions import (
     reduce_scatter_single,
     register_constant_type,
     strided_shard,
+    traces_no_constant,
 )
 
 __all__ = [
     "asks_a_constant",
+    "traces_no_constant",
     "KNOWN_VERSIONS",
     "has_groups",
     "new_dynamic_size",

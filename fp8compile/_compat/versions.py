@@ -16,6 +16,7 @@ from torch._library import opaque_object
 
 __all__ = [
     "asks_a_constant",
+    "traces_no_constant",
     "KNOWN_VERSIONS",
     "has_groups",
     "OpaqueBase",
@@ -173,6 +174,11 @@ def strided_shard(dim: int, parts: int) -> Any:
 def cpu_has_rowwise_gemm() -> bool:
     """Whether `torch._scaled_mm` on a CPU takes a scale a row."""
     return TORCH_VERSION >= (2, 13)
+
+
+def traces_no_constant() -> bool:
+    """Whether Dynamo is tracing and can trace no method of a constant, such as a quantizer: PyTorch 2.11."""
+    return TORCH_VERSION < (2, 12) and torch.compiler.is_compiling()
 
 
 def asks_a_constant(fn: Callable) -> Callable:

@@ -65,21 +65,20 @@ def _is_local(quantizer: Quantizer) -> bool:
     return quantizer.is_local()
 
 
-@_compat.asks_a_constant
-def _shape_of_values(quantizer: Quantizer, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape that codes of a tensor of this shape stand for."""
-    return shape_said(quantizer, "values_shape", shape_said(quantizer, "codes_shape", shape))
-
-
 def _check_fits(x: Tensor, quantizer: Quantizer) -> None:
-    shape = tuple(x.shape)
-    if not all(map(_compat.is_static, shape)):
-        return
-    if (found := _shape_of_values(quantizer, shape)) != shape:
-        raise ValueError(
-            f"quantize: x has shape {shape}, and its codes by this quantizer would stand for shape {found}: it packs "
-            "or transforms several values together. Pad x with zeros to that shape; layers do so by themselves."
-        )
+    if _compat.traces_no_constant() or not all(map(_compat.is_static, x.shape)):
+        return  # the result's shape is looked at
+    found = shape_said(quantizer, "values_shape", shape_said(quantizer, "codes_shape", x.shape))
+    if found != tuple(x.shape):
+        raise ValueError(_not_fitting(x, found))
+
+
+def _not_fitting(x: Tensor, found: Sequence[int]) -> str:
+    return (
+        f"quantize: x has shape {tuple(x.shape)}, and its codes by this quantizer would stand for shape "
+        f"{tuple(found)}: it packs or transforms several values together. Pad x with zeros to that shape; layers do "
+        "so by themselves."
+    )
 
 
 def _check_shard(x: Tensor, group: Any, shard_dim: Any, sizes: Any) -> None:
@@ -199,4 +198,7 @@ def quantize(
         _compat.allow_group_in_subclass()
         shard_dim %= x.ndim
     _check_fits(x, quantizer)
-    return ops.straight_through(_quantized(x.detach(), quantizer, group, shard_dim, sizes), x, quantizer)
+    found = _quantized(x.detach(), quantizer, group, shard_dim, sizes)
+    if sizes is None and found.shape != x.shape:
+        raise ValueError(_not_fitting(x, found.shape))
+    return ops.straight_through(found, x, quantizer)

@@ -83,7 +83,8 @@ def test_formulas_are_there_whichever_import_comes_first(imports):
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
     layer = ("linear", "grad_input", "grad_weight")
-    kinds = (f"{kind}_{name}" for kind in ("delayed", "sharded", "fsdp", "grouped", "fsdp_grouped") for name in layer)
+    families = ("delayed", "sharded", "fsdp", "grouped", "fsdp_grouped", "sharded_grouped")
+    kinds = (f"{kind}_{name}" for kind in families for name in layer)
     names = (*layer, *kinds, "fsdp_delayed_linear", "scaled_mm", "scaled_grouped_mm", "grouped_mm")
     assert sorted(result.stdout.split()) == sorted(f"fp8compile.{name}" for name in names)
 
