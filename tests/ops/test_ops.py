@@ -29,7 +29,7 @@ STRAIGHT = ("straight_through", "with_product_gradient")
 differentiable = tuple(
     f"fp8compile::{op}"
     for op in (
-        *("linear", "delayed_linear", "sharded_linear", "grouped_linear"),
+        *("linear", "delayed_linear", "sharded_linear", "grouped_linear", "sharded_grouped_linear"),
         *("scatter_sum", "routed_rows", "dispatch", "combine", *STRAIGHT, *FSDP),
     )
 )
