@@ -326,7 +326,7 @@ def of_quantizer(quantizer: Quantizer) -> Recipe:
     )
 
 
-READY: dict[str, Callable[..., Recipe]] = {
+EVERYWHERE: dict[str, Callable[..., Recipe]] = {
     "tensorwise": tensorwise,
     "rowwise": rowwise,
     "rowwise_bf16_wgrad": rowwise_bf16_wgrad,
@@ -334,8 +334,8 @@ READY: dict[str, Callable[..., Recipe]] = {
     "mxfp8": mxfp8,
     "delayed": delayed,
 }
-# by_name gives these too; names() does not list them: experts and quantized parameters refuse them
-NOT_EVERYWHERE: dict[str, Callable[..., Recipe]] = {"nvfp4": nvfp4}
+# names() does not list nvfp4: experts and quantized parameters refuse it
+READY = {**EVERYWHERE, "nvfp4": nvfp4}
 
 
 def names() -> tuple[str, ...]:
@@ -343,7 +343,7 @@ def names() -> tuple[str, ...]:
 
     ``fp8compile.library.quantizers`` has what installed packages add to them.
     """
-    return tuple(READY)
+    return tuple(EVERYWHERE)
 
 
 @constant_when_traced
@@ -355,7 +355,7 @@ def installed() -> tuple[str, ...]:
     """
     found = entry_points.installed()
     for name in found:
-        if name in READY or name in NOT_EVERYWHERE:
+        if name in READY:
             raise ValueError(
                 f"{entry_points.source(name)} has the name of fp8compile.recipes.{name}, which by_name gives. Rename "
                 "the entry point, or uninstall that package."
@@ -365,7 +365,7 @@ def installed() -> tuple[str, ...]:
 
 @constant_when_traced
 def _no_such_recipe(name: object) -> str:
-    known = [*READY, *NOT_EVERYWHERE, *installed()]
+    known = [*READY, *installed()]
     close = difflib.get_close_matches(str(name), known, n=1)
     hint = f" Did you mean {close[0]!r}?" if close else ""
     return f"no recipe is called {name!r}; there are {', '.join(known)}.{hint}"
@@ -399,8 +399,8 @@ def by_name(name: str, **arguments: object) -> Recipe:
         ImportError: The package that offers it fails; the message names it.
         TypeError: The package offers something else, or arguments are given that it can't take.
     """
-    if isinstance(name, str) and (ready := READY.get(name) or NOT_EVERYWHERE.get(name)):
-        return ready(**arguments)
+    if isinstance(name, str) and name in READY:
+        return READY[name](**arguments)
     if isinstance(name, str) and name in installed():
         return _installed_recipe(name, arguments)
     raise ValueError(_no_such_recipe(name))
@@ -426,7 +426,7 @@ ARGUMENTS = {
 
 def _call(name: str, recipe: Recipe) -> str | None:
     """How a ready recipe's function is called to give a recipe, without its defaults; None if it can't."""
-    function = READY.get(name) or NOT_EVERYWHERE[name]
+    function = READY[name]
     defaults = {each.name: each.default for each in inspect.signature(function).parameters.values()}
     try:
         if "backward" in defaults and recipe.grad_output is None:
@@ -445,7 +445,7 @@ def _call(name: str, recipe: Recipe) -> str | None:
 
 @cache
 def _ready_name(recipe: Recipe) -> str | None:
-    return min(filter(None, (_call(name, recipe) for name in (*READY, *NOT_EVERYWHERE))), key=len, default=None)
+    return min(filter(None, (_call(name, recipe) for name in READY)), key=len, default=None)
 
 
 def _installed_name(recipe: Recipe) -> str | None:

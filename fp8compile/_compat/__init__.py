@@ -5,6 +5,7 @@ from fp8compile._compat.autograd import (
     impl_autograd,
     keep_grad_dtype,
     plain_alias,
+    uncounted_write,
     version_in_eager,
     will_run,
 )
@@ -134,6 +135,7 @@ __all__ = [
     "statically_true",
     "strided_shard",
     "tell_apart_by_local_tensors",
+    "uncounted_write",
     "version_in_eager",
     "when_imported",
     "will_run",

@@ -1,4 +1,4 @@
-"""Derivatives of our ops, version counters, dtypes of gradients."""
+"""PyTorch's autograd: derivatives of our ops, version counters, dtypes of gradients."""
 
 from __future__ import annotations
 
@@ -13,7 +13,15 @@ from torch.autograd.function import _SingleLevelFunction
 
 from fp8compile._compat.tracing import no_dispatch
 
-__all__ = ["counting_versions", "impl_autograd", "keep_grad_dtype", "plain_alias", "version_in_eager", "will_run"]
+__all__ = [
+    "counting_versions",
+    "impl_autograd",
+    "keep_grad_dtype",
+    "plain_alias",
+    "uncounted_write",
+    "version_in_eager",
+    "will_run",
+]
 
 
 def impl_autograd(
@@ -22,7 +30,7 @@ def impl_autograd(
     setup_context: Callable | None,
     backward: Callable | None,
 ) -> None:
-    """Give ``op`` its derivative; without ``backward``, one that raises.
+    """Register the derivative of ``op``; without ``backward``, one that raises.
 
     `torch.library.register_autograd` would do, but breaks `torch.func.grad` and makes `torch.func.jvp` return zeros
     without a word. This form works with the first and raises with the second, and AOTAutograd caches it all the same.
@@ -82,6 +90,11 @@ def counting_versions() -> AbstractContextManager[None]:
     """
     is_excluded = False
     return torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, is_excluded)
+
+
+def uncounted_write(memory: torch.Tensor) -> AbstractContextManager[None]:
+    """Write to memory as FSDP2 does where it gathers: a backward that saved a tensor on it does not notice."""
+    return torch.autograd._unsafe_preserve_version_counter(memory)
 
 
 def version_in_eager(tensor: torch.Tensor) -> int | None:

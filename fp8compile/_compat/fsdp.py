@@ -51,7 +51,7 @@ class FsdpParameter:
 
     @property
     def mesh(self) -> Any:
-        """Whose ranks have its shards, one dim."""
+        """The mesh, of one dim, whose ranks have its shards."""
         return self._parameter.shard_mesh
 
     @property

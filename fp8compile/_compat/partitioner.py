@@ -124,7 +124,7 @@ def left_in_backward() -> AbstractContextManager[None]:
 def is_fusible(tensor: torch.Tensor) -> bool:
     """Whether a tensor that is being traced comes out of code that Inductor fuses with what reads it.
 
-    Inputs of the graph don't, nor do results of products and of other calls; nor does anything in eager mode.
+    Inputs of the graph do not, and neither do results of products and other calls, nor anything in eager mode.
     """
     for node in nodes_of(tensor):
         while node.op == "call_function" and node.target in VIEWS:

@@ -27,7 +27,7 @@ from fp8compile.nn.experts import (
 from fp8compile.nn.linear import Linear, become_float8, become_plain, cannot_revert
 from fp8compile.nn.subclasses import float8_class, names_taken
 from fp8compile.quantizers import Recipe
-from fp8compile.tensor import SOURCE_DTYPES, QuantizedPair, QuantizedTensor
+from fp8compile.tensor import SOURCE_DTYPES, has_codes
 
 __all__ = [
     "cannot_convert",
@@ -107,7 +107,7 @@ def _cannot_convert_linear(module: nn.Linear) -> str | None:
         return f"it has an attribute {names[0]} of its own, and so has an FP8 layer"
     if "forward" in vars(module):
         return "its forward was replaced on the instance (a hook of another library?) and would be lost"
-    is_codes = isinstance(module.weight, (QuantizedTensor, QuantizedPair))
+    is_codes = has_codes(module.weight)
     if is_codes or module.weight.layout != torch.strided:
         kind = type(module.weight).__name__ if is_codes else module.weight.layout
         return f"its weight is {kind}; FP8 layers take a dense one and quantize it themselves"

@@ -6,12 +6,12 @@ import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
-from fp8compile._compat import is_dtensor
+from fp8compile._compat import is_dtensor, local_itself
 from fp8compile.nn.state import DelayedState, check_state
 from fp8compile.ops import delayed_linear
 from fp8compile.ops import linear as linear_op
 from fp8compile.quantizers import Recipe
-from fp8compile.tensor import SOURCE_DTYPES, QuantizedPair, QuantizedTensor, check_serves, not_dense, shown
+from fp8compile.tensor import SOURCE_DTYPES, check_serves, has_codes, not_dense, shown
 
 __all__ = ["check_recipe", "check_tensor", "checked_operands", "in_dtype_of_autocast", "linear"]
 
@@ -29,7 +29,7 @@ def check_tensor(function: str, name: str, tensor: object, x: Tensor) -> None:
     """Raise in the name of ``function`` unless an operand is a dense tensor of the dtype and device of ``x``."""
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{function}: {name} is a {type(tensor).__name__}; it is a tensor.")
-    if isinstance(tensor, (QuantizedTensor, QuantizedPair)) and (name, function) != ("weight", "linear"):
+    if has_codes(tensor) and (name, function) != ("weight", "linear"):
         raise TypeError(
             f"{function}: {name} is a QuantizedTensor; {function} quantizes its operands itself. Pass .dequantize(), "
             "or multiply quantized matrices by fp8compile.scaled_mm."
@@ -57,8 +57,8 @@ def check_tensor(function: str, name: str, tensor: object, x: Tensor) -> None:
 
 
 def _check_castable(function: str, weight: object, dtype: torch.dtype) -> None:
-    local = weight._local_tensor if is_dtensor(weight) else weight
-    if isinstance(local, (QuantizedTensor, QuantizedPair)) and local.dtype != dtype:
+    local = local_itself(weight)
+    if has_codes(local) and local.dtype != dtype:
         raise TypeError(
             f"{function}: weight is a QuantizedTensor of {local.dtype}, under autocast to {dtype}; its codes would "
             f"not be those of the weight in {dtype}. Quantize the weight in {dtype}, or switch autocast off."
@@ -157,7 +157,7 @@ def linear(
     check_recipe("linear", recipe)
     x, weight, bias = checked_operands("linear", x, weight, bias)
     check_state(state)
-    if isinstance(weight, (QuantizedTensor, QuantizedPair)):
+    if has_codes(weight):
         check_serves("linear", weight, recipe)  # the op does, too, but under torch.compile as an error of PyTorch's
     if state is None:
         return linear_op(x, weight, bias, recipe)

@@ -20,10 +20,9 @@ from fp8compile.quantizers import Recipe
 from fp8compile.recipes import describe
 from fp8compile.tensor import (
     SOURCE_DTYPES,
-    QuantizedPairParameter,
     QuantizedParameter,
     count_write,
-    sets_of,
+    is_quantized_parameter,
     shown,
 )
 
@@ -210,7 +209,7 @@ class Linear(nn.Linear):
 
     def _quantized_weight(self, what: str, sets: int = 1) -> tuple[QuantizedParameter, ...]:
         """Its sets of codes."""
-        found = sets_of(local_itself(self.weight)) if self.is_quantized() else ()
+        found = local_itself(self.weight).sets() if self.is_quantized() else ()
         if len(found) < sets:
             has = "has one set of codes" if found else "is not quantized; its values are in .weight"
             raise AttributeError(f"{what}: the weight of this Linear {has}.")
@@ -223,8 +222,7 @@ class Linear(nn.Linear):
     def is_quantized(self) -> bool:
         """Whether the weight is kept as codes and a scale."""
         weight = self._parameters.get("weight")  # a parametrized one is computed when it is asked for
-        kinds = (QuantizedParameter, QuantizedPairParameter)
-        return weight is not None and isinstance(local_itself(weight), kinds)
+        return weight is not None and is_quantized_parameter(local_itself(weight))
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)

@@ -23,13 +23,11 @@ from fp8compile._compat import local_itself, set_local_itself
 from fp8compile.nn.local import wrapped_like
 from fp8compile.quantizers import CurrentScaling, Quantizer
 from fp8compile.tensor import (
-    QuantizedPairParameter,
-    QuantizedParameter,
     QuantizedTensor,
     assign,
     count_write,
+    is_quantized_parameter,
     quantized_anew,
-    sets_of,
     shown,
 )
 
@@ -94,7 +92,7 @@ class MasterWeights(Optimizer):
 
     def _master_of(self, p: Tensor) -> Tensor:
         local = local_itself(p)
-        others = [each.quantizer for each in sets_of(local) if not isinstance(each.quantizer, CurrentScaling)]
+        others = [each.quantizer for each in local.sets() if not isinstance(each.quantizer, CurrentScaling)]
         if self._rounding == "stochastic" and others:
             raise ValueError(f"MasterWeights: {others[0]!r} has no stochastic rounding; CurrentScaling has.")
         initial, local.initial = local.initial, None
@@ -170,7 +168,7 @@ class MasterWeights(Optimizer):
 
     def _as_written(self, params: list[Tensor]) -> tuple[list, ...]:
         """What `assign` takes: sets of codes of local weights, their masters, and how these are rounded."""
-        every = [(own, p) for p in params for own in sets_of(local_itself(p))]
+        every = [(own, p) for p in params for own in local_itself(p).sets()]
         weights = [own for own, _ in every]
         # as a copy of the master in the weight's dtype would be; noise is for the digits that such a copy loses
         dtypes = [w.dtype if self._rounding == "nearest" else torch.float32 for w in weights]
@@ -186,7 +184,7 @@ class MasterWeights(Optimizer):
         anew = quantized_anew(*self._as_written(written))
         for p in written:
             local = local_itself(p)
-            same = [_is_same(own, *next(anew)) for own in sets_of(local)]
+            same = [_is_same(own, *next(anew)) for own in local.sets()]
             if not all(same):
                 local_itself(self._masters[p]).copy_(local.dequantize(torch.float32))
 
@@ -265,7 +263,7 @@ class MasterWeights(Optimizer):
 
 
 def _is_quantized(p: Tensor) -> bool:
-    return isinstance(local_itself(p), (QuantizedParameter, QuantizedPairParameter))
+    return is_quantized_parameter(local_itself(p))
 
 
 def _is_same(weight: QuantizedTensor, codes: Tensor, scale: Tensor) -> bool:

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from fp8compile._compat import allow_group_in_subclass, is_dtensor, is_fsdp, local_itself
 from fp8compile.nn.linear import Linear
 from fp8compile.nn.placed_weights import not_placed, quantized_part
+from fp8compile.nn.users import users_of_parameters
 from fp8compile.quantizers import Quantizer, Recipe
 from fp8compile.tensor import QuantizedPairParameter, QuantizedParameter, in_place_of
 
@@ -56,11 +57,7 @@ def check_weights(model: nn.Module, recipes: Mapping[nn.Module, Recipe]) -> None
     """Raise unless the weight of each of these layers can become codes of its recipe."""
     names = {module: name for name, module in model.named_modules()}
     _check_placed(names, recipes)
-    users: dict[Tensor, list[nn.Module]] = {}
-    for module in model.modules():
-        for parameter in module._parameters.values():
-            if parameter is not None:
-                users.setdefault(parameter, []).append(module)
+    users = users_of_parameters(model)
     for module, recipe in recipes.items():
         name = names[module] or "the model"
         if (reason := _not_codes(recipe)) is not None:

@@ -1,10 +1,10 @@
 """fp8compile::cast: values times the multiplier of their block, rounded to codes.
 
-Of a part of a tensor, where codes depend on the place of a value, `rows` and `columns` say where the part lies: see
+Where codes depend on the place of a value in the whole tensor, `rows` and `columns` say where a part of it lies: see
 `Quantizer.cast_at`.
 
-fp8compile::cast_again is the same op for the backward. Compilers merge equal calls, and codes of the forward that the
-backward reads as well are kept in between, a byte an element; these they make anew.
+fp8compile::cast_again is the same op for the backward. Compilers merge equal calls and would keep codes of
+the forward that the backward reads as well, a byte an element; they compute the codes of cast_again anew.
 """
 
 from __future__ import annotations

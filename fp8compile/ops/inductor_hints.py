@@ -5,7 +5,7 @@
     snapshot   a copy that keeps its values when the tensor that it was made of is overwritten
     store      codes that are laid down once for all GEMMs that read them
 
-Each changes no value. They stand in decompositions only, and Inductor lowers them to little or nothing.
+None of them changes a value. They stand in decompositions only, and Inductor lowers them to little or nothing.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ import torch
 from torch import distributed, nn
 from torch.distributed import ProcessGroup
 
-from fp8compile.tensor import QuantizedPair, QuantizedTensor, count_write, sets_of
+from fp8compile.tensor import count_write, has_codes
 
 __all__ = ["broadcast_parameters"]
 
@@ -32,8 +32,8 @@ def broadcast_parameters(model: nn.Module, *, group: ProcessGroup | None = None,
         raise TypeError(f"broadcast_parameters: model is a {type(model).__name__}; it is a torch.nn.Module.")
     with torch.no_grad():
         for tensor in [*model.parameters(), *model.buffers()]:
-            is_codes = isinstance(tensor, (QuantizedTensor, QuantizedPair))
-            sets = sets_of(tensor) if is_codes else ()
+            is_codes = has_codes(tensor)
+            sets = tensor.sets() if is_codes else ()
             parts = [part for own in sets for part in (own.codes, own.scale)] if is_codes else [tensor.detach()]
             for part in parts:
                 distributed.broadcast(part, group=group, group_src=source)

@@ -22,7 +22,7 @@ from fp8compile.ops.layer.quantize_shard import shard_amax
 from fp8compile.ops.layer.shards import axis_blocks, split_axes
 from fp8compile.parallel.placed import check_one_mesh, part_of, placements_of, whole_of
 from fp8compile.quantizers import DelayedScaling, Gemm, Recipe
-from fp8compile.tensor import QuantizedPair, QuantizedTensor, check_serves
+from fp8compile.tensor import check_serves, has_codes
 
 __all__ = ["HANDLERS", "amax_over_ranks", "of_tokens"]
 
@@ -38,7 +38,7 @@ def _codes_of(gemm: Gemm, weight: LocalShard, recipe: Recipe) -> QuantizedShard:
     """The codes of a weight whose part on this rank was quantized before: FSDP has gathered it so."""
     function, local = gemm.name, weight.local
     check_serves(function, local, recipe)
-    local = local.read_by(gemm) if isinstance(local, QuantizedPair) else local
+    local = local.read_by(gemm)
     sides = axis_blocks(local.shape, weight.cuts, local.quantizer.block)
     whole = split_axes(local.shape, weight.cuts, local.quantizer.block)
     shape = tuple(side.total if split else side.length for side, split in zip(sides, whole, strict=True))
@@ -57,9 +57,10 @@ def operands_of(
 ) -> Operands:
     """What quantizes the operands of a product on DTensors; a weight that is quantized already has its codes."""
     local = None if weight is None else weight.local
-    codes = _codes_of(gemm, weight, recipe) if isinstance(local, (QuantizedTensor, QuantizedPair)) else None
-    in_turns = isinstance(local, QuantizedPair) and local.turns is not None
-    return Operands(recipe, Phase.of(gemm, a.local), multiplier, weight=codes, weight_in_turns=in_turns)
+    if not has_codes(local):
+        return Operands(recipe, Phase.of(gemm, a.local), multiplier)
+    codes = _codes_of(gemm, weight, recipe)
+    return Operands(recipe, Phase.of(gemm, a.local), multiplier, weight=codes, weight_in_turns=local.is_in_turns)
 
 
 def _output(

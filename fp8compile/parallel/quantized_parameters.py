@@ -5,7 +5,8 @@ from __future__ import annotations
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fp8compile.tensor import QuantizedPairParameter, QuantizedParameter, sets_of
+from fp8compile._compat import local_itself
+from fp8compile.tensor import is_quantized_parameter
 
 __all__ = ["share_scales"]
 
@@ -29,11 +30,10 @@ def share_scales(model: nn.Module) -> nn.Module:
     if not isinstance(model, nn.Module):
         raise TypeError(f"share_scales: model is a {type(model).__name__}; it is a torch.nn.Module.")
     for parameter in model.parameters():
-        kinds = (QuantizedParameter, QuantizedPairParameter)
-        if not isinstance(parameter, DTensor) or not isinstance(parameter._local_tensor, kinds):
+        local = local_itself(parameter)
+        if not isinstance(parameter, DTensor) or not is_quantized_parameter(local):
             continue
-        local = parameter._local_tensor
-        if sets_of(local)[0].group is not None:  # of tensor parallelism alone, or since a forward
+        if local.sets()[0].group is not None:  # of tensor parallelism alone, or since a forward
             continue
         # dims of FSDP2 come before that of tensor parallelism, and replicas before shards
         dims = [dim for dim, placement in enumerate(parameter.placements) if not placement.is_replicate()]

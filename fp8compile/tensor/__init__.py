@@ -28,14 +28,14 @@ from fp8compile.tensor.attributes import attributes_of_others, in_place_of, move
 from fp8compile.tensor.gathered_pair import Meaning, OwnCodes, as_sent, fill, made_of, sent_of
 from fp8compile.tensor.gathers import BOTH, GATHERED, OWN, PLAIN, Gathers
 from fp8compile.tensor.layer import check_serves, unserved
-from fp8compile.tensor.pair import QuantizedPair, Turns
-from fp8compile.tensor.pair_parameter import QuantizedPairParameter
+from fp8compile.tensor.pair import QuantizedPair, Turns, has_codes
+from fp8compile.tensor.pair_parameter import QuantizedPairParameter, is_quantized_parameter
 from fp8compile.tensor.parameter import QuantizedParameter
 from fp8compile.tensor.product import scaled_mm
 from fp8compile.tensor.quantize import quantize
 from fp8compile.tensor.quantized import QuantizedTensor
 from fp8compile.tensor.stack import QuantizedStack
-from fp8compile.tensor.update import assign, count_write, quantized_anew, sets_of
+from fp8compile.tensor.update import assign, count_write, quantized_anew
 
 __all__ = [
     "BOTH",
@@ -49,7 +49,6 @@ __all__ = [
     "fill",
     "made_of",
     "sent_of",
-    "sets_of",
     "SOURCE_DTYPES",
     "QuantizedPair",
     "QuantizedPairParameter",
@@ -63,7 +62,9 @@ __all__ = [
     "check_serves",
     "checked_sizes",
     "count_write",
+    "has_codes",
     "in_place_of",
+    "is_quantized_parameter",
     "moved",
     "not_dense",
     "own_sizes",

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from fp8compile._compat import local_itself
+from fp8compile._compat import local_itself, uncounted_write
 from fp8compile.ops.collectives import all_gather
 from fp8compile.ops.layer.shards import chunk_sizes
 from fp8compile.tensor.quantized import QuantizedTensor
@@ -46,7 +46,7 @@ class FullyShardHooks:
         (codes,), (scale, size) = all_gather_outputs, metadata
         if out is not None:
             gathered = local_itself(out)
-            with torch.autograd._unsafe_preserve_version_counter(gathered.scale):
+            with uncounted_write(gathered.scale):
                 gathered.scale.copy_(scale)
             return None
         whole = codes.view(-1, size[1])[: size[0]]

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from fp8compile import _compat
 from fp8compile.ops.layer.shards import DimSharding
 from fp8compile.quantizers import GEMMS, Gemm, Quantizer
 from fp8compile.tensor.pair import QuantizedPair, Turns
@@ -101,7 +102,7 @@ def fill(pair: QuantizedPair, gathered: tuple[Tensor, ...], meaning: Meaning) ->
     arrived = _arrived(gathered, meaning)
     if _is_alone_with_both(meaning):
         _write(pair.for_grad_input.codes, gathered[0].view(2, *meaning.size)[1])
-    for gemm, own in zip(PAIR, pair.both(), strict=True):
+    for gemm, own in zip(PAIR, pair.sets(), strict=True):
         nan = torch.full((), torch.nan, device=own.scale.device)
         scale = arrived[gemm].view(own.scale.shape) if gemm in arrived else own.quantizer.scale_of(nan)
         _write(own.scale, scale)
@@ -111,7 +112,7 @@ def fill(pair: QuantizedPair, gathered: tuple[Tensor, ...], meaning: Meaning) ->
 
 def _write(memory: Tensor, values: Tensor) -> None:
     """As FSDP2 writes what it gathers: autograd, which saved a weight in the forward, is not to count it."""
-    with torch.autograd._unsafe_preserve_version_counter(memory):
+    with _compat.uncounted_write(memory):
         memory.copy_(values)
 
 

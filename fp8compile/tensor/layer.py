@@ -14,7 +14,7 @@ from fp8compile.ops.layer.linear import GRAD_INPUT, OUTPUT, as_read, layer_grad_
 from fp8compile.ops.layer.local_shards import QuantizedShard
 from fp8compile.ops.layer.operands import Operands, Phase
 from fp8compile.quantizers import Gemm, Quantizer, Recipe
-from fp8compile.tensor.pair import QuantizedPair
+from fp8compile.tensor.pair import QuantizedPair, has_codes
 from fp8compile.tensor.quantized import LAYERS, QuantizedTensor
 
 __all__ = ["check_serves", "unserved"]
@@ -55,7 +55,7 @@ def check_serves(function: str, weight: QuantizedTensor | QuantizedPair, recipe:
 
 
 def _check_weight(function: str, x: Tensor, weight: QuantizedTensor | QuantizedPair, recipe: Recipe) -> None:
-    if isinstance(x, (QuantizedTensor, QuantizedPair)) or not isinstance(weight, (QuantizedTensor, QuantizedPair)):
+    if has_codes(x) or not has_codes(weight):
         raise TypeError(
             f"{function}: only the weight may be a QuantizedTensor, the layer quantizes its other operands itself. "
             "Pass .dequantize() for them, or multiply quantized matrices by fp8compile.scaled_mm."
@@ -70,11 +70,9 @@ def _check_weight(function: str, x: Tensor, weight: QuantizedTensor | QuantizedP
 
 def _operands(weight: QuantizedTensor | QuantizedPair, recipe: Recipe, gemm: Gemm) -> Operands:
     """The weight's own codes; in a graph the other operand is quantized as its compiler would have it."""
-    is_pair = isinstance(weight, QuantizedPair)
-    own = weight.read_by(gemm) if is_pair else weight
+    own = weight.read_by(gemm)
     codes = QuantizedShard(own.codes, own.scale, own.quantizer, ())
-    in_turns = is_pair and weight.turns is not None
-    return Operands(recipe, Phase.of(gemm, own.codes), weight=codes, weight_in_turns=in_turns)
+    return Operands(recipe, Phase.of(gemm, own.codes), weight=codes, weight_in_turns=weight.is_in_turns)
 
 
 def _linear(func: Any, x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe) -> Tensor:

@@ -19,7 +19,7 @@ from fp8compile.quantizers import GEMMS, Gemm, Quantizer
 from fp8compile.tensor.quantized import HANDLERS, LAYERS, VIEWS, QuantizedTensor
 from fp8compile.tensor.refusals import refuse_operators
 
-__all__ = ["QuantizedPair", "Turns"]
+__all__ = ["QuantizedPair", "Turns", "has_codes"]
 
 OUTPUT, GRAD_INPUT, _ = GEMMS
 REPEATED = (
@@ -35,9 +35,9 @@ TOO_EARLY = (
 
 
 class Turns:
-    """Whose codes are in a memory that both sets of a weight lie in: those of the product that is named.
+    """Says whose codes lie in the memory that both sets of a weight share: those of the product ``gemm``.
 
-    None where nothing is known: in a graph that is being traced, and before the first gather.
+    It is None where nothing is known: in a graph that is being traced, and before the first gather.
     """
 
     def __init__(self) -> None:
@@ -51,11 +51,11 @@ class QuantizedPair(Tensor):
     raises a TypeError.
 
     Attributes:
-        for_output: What the output multiplies.
-        for_grad_input: What grad_input multiplies.
-        quantizer: Of the first.
-        quantizer_for_grad_input: Of the second.
-        turns: Which set the memory of codes has, where it is one for both; else None.
+        for_output: The codes that the output multiplies.
+        for_grad_input: The codes that grad_input multiplies.
+        quantizer: The quantizer of the first set.
+        quantizer_for_grad_input: The quantizer of the second set.
+        turns: Says which set is in memory, where both share one; else None.
     """
 
     for_grad_input: QuantizedTensor
@@ -91,13 +91,13 @@ class QuantizedPair(Tensor):
 
     @property
     def for_output(self) -> QuantizedTensor:
-        """What the output multiplies; a compiled forward asks for it too, so one that is repeated raises here."""
+        """The codes that the output multiplies; raises in a forward that is repeated, which a graph asks for too."""
         if self.turns is not None and self.turns.gemm == GRAD_INPUT.name:
             raise RuntimeError(REPEATED.format(what="a forward reads a weight in the backward"))
         return self._for_output
 
-    def both(self) -> tuple[QuantizedTensor, QuantizedTensor]:
-        """Both sets, whichever of them is in memory: for who fills or views them."""
+    def sets(self) -> tuple[QuantizedTensor, QuantizedTensor]:
+        """Both sets, whichever of them is in memory: callers fill or view them."""
         return self._for_output, self.for_grad_input
 
     def read_by(self, gemm: Gemm) -> QuantizedTensor:
@@ -114,10 +114,15 @@ class QuantizedPair(Tensor):
             raise RuntimeError(TOO_EARLY)
         return self.for_grad_input
 
+    @property
+    def is_in_turns(self) -> bool:
+        """Whether both sets share one memory, which holds one of them in the forward and the other in the backward."""
+        return self.turns is not None
+
     # ------------------------------------------------------------------ what torch.compile asks
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple]:
-        return ["for_output", "for_grad_input"], (self.turns is not None,)
+        return ["for_output", "for_grad_input"], (self.is_in_turns,)
 
     @staticmethod
     def __tensor_unflatten__(inner: dict, metadata: tuple, outer_size: Any, outer_stride: Any) -> QuantizedPair:
@@ -125,8 +130,8 @@ class QuantizedPair(Tensor):
 
     def _stable_hash_for_caching(self) -> str:
         """What stands for an argument in the key of AOTAutograd's cache."""
-        sets = (each._stable_hash_for_caching() for each in self.both())
-        return "-".join([*sets, str(self.turns is not None), str(self.requires_grad)])
+        sets = (each._stable_hash_for_caching() for each in self.sets())
+        return "-".join([*sets, str(self.is_in_turns), str(self.requires_grad)])
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"QuantizedPair(for_output={self._for_output!r}, for_grad_input={self.for_grad_input!r})"
@@ -146,9 +151,14 @@ class QuantizedPair(Tensor):
         if func not in HANDLERS or not isinstance(args[0], QuantizedPair):
             raise TypeError(no_meaning(func))
         pair, others = args[0], args[1:]
-        sets = (func(each, *others, **kwargs) for each in pair.both())
+        sets = (func(each, *others, **kwargs) for each in pair.sets())
         result = QuantizedPair(*sets, pair.turns)
         return return_and_correct_aliasing(func, args, kwargs, result) if func in VIEWS else result
+
+
+def has_codes(tensor: object) -> bool:
+    """Whether a tensor is made of codes, of one set or of two."""
+    return isinstance(tensor, (QuantizedTensor, QuantizedPair))
 
 
 def no_meaning(op: object) -> str:

@@ -32,7 +32,7 @@ from fp8compile.tensor.parameter import (
 from fp8compile.tensor.quantized import HANDLERS, LAYERS, VIEWS, QuantizedTensor
 from fp8compile.tensor.saved import load_pair
 
-__all__ = ["QuantizedPairParameter"]
+__all__ = ["QuantizedPairParameter", "is_quantized_parameter"]
 
 aten = torch.ops.aten
 INSTEAD_OF_CUTTING = (
@@ -40,6 +40,11 @@ INSTEAD_OF_CUTTING = (
     "codes by fp8compile.parallel.fsdp_float8_all_gather, which may cut blocks."
 )
 PAIR = OUTPUT, GRAD_INPUT = GEMMS[:2]
+
+
+def is_quantized_parameter(tensor: object) -> bool:
+    """Whether a tensor is made of codes that optimizers write to, of one set or of two."""
+    return isinstance(tensor, (QuantizedParameter, QuantizedPairParameter))
 
 
 class QuantizedPairParameter(QuantizedPair):
@@ -55,7 +60,7 @@ class QuantizedPairParameter(QuantizedPair):
         self, for_output: QuantizedParameter, for_grad_input: QuantizedParameter, turns: Turns | None = None
     ) -> None:
         super().__init__(for_output, for_grad_input, turns)
-        for each in self.both():
+        for each in self.sets():
             each.instead_of_cutting = INSTEAD_OF_CUTTING
         self.gathers = Gathers(BOTH, checkpointed=False)
 
@@ -66,17 +71,17 @@ class QuantizedPairParameter(QuantizedPair):
 
     @property
     def written(self) -> bool:
-        """As of a `QuantizedParameter`."""
+        """Whether values were written to it, as a `QuantizedParameter` has it."""
         return self._for_output.written
 
     @written.setter
     def written(self, value: bool) -> None:
-        for each in self.both():
+        for each in self.sets():
             each.written = value
 
     @property
     def initial(self) -> Tensor | None:
-        """As of a `QuantizedParameter`; one for both sets."""
+        """The values that both sets were made of, where they are kept."""
         return self._for_output.initial
 
     @initial.setter
@@ -84,21 +89,21 @@ class QuantizedPairParameter(QuantizedPair):
         self._for_output.initial = values
 
     def keep(self, values: Tensor) -> None:
-        """Take these, or what they stand for, for what its codes were made of, if that is kept."""
+        """Remember values, or those that codes stand for, as what its codes were made of, if that is kept."""
         self._for_output.keep(values._for_output if isinstance(values, QuantizedPair) else values)
 
     def check_writable(self, what: object) -> None:
         """Raise unless new values can be written to this tensor alone."""
-        for each in self.both():
+        for each in self.sets():
             each.check_writable(what)
 
     def share_scale(self, group: Any, shard_dim: int) -> None:
-        """Say whose shards these are parts of one tensor with."""
-        for each in self.both():
+        """Name the ranks whose shards are parts of one tensor with these, and the dim that was cut."""
+        for each in self.sets():
             each.share_scale(group, shard_dim)
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
-        """What the codes for the output stand for; gradients pass straight through."""
+        """The values that the codes for the output stand for; gradients pass straight through."""
         return ops.straight_through(self._for_output.detach()._values(dtype or self.dtype), self, self.quantizer)
 
     @staticmethod
@@ -113,7 +118,7 @@ class QuantizedPairParameter(QuantizedPair):
         return found
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return load_pair, (self.both(), (self.requires_grad, isinstance(self, torch.nn.Parameter)))
+        return load_pair, (self.sets(), (self.requires_grad, isinstance(self, torch.nn.Parameter)))
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
@@ -140,7 +145,7 @@ class QuantizedPairParameter(QuantizedPair):
         pair, others = args[0], args[1:]
         if MAKERS.get(func) is plain_like:
             return func(pair._for_output, *others, **kwargs)
-        first, second = (func(each, *others, **kwargs) for each in pair.both())
+        first, second = (func(each, *others, **kwargs) for each in pair.sets())
         if isinstance(first, (list, tuple)):
             result = [pair._like(*each) for each in zip(first, second, strict=True)]
         else:
@@ -172,7 +177,7 @@ class QuantizedPairParameter(QuantizedPair):
         shards = DimSharding(mesh.get_group(), mesh.get_local_rank(), 0, chunk_sizes(outer_size[0], mesh.size()))
         beside = shards.is_even() and mesh.size() > 1
         sets = tuple(self._codes(each, shards, beside=beside) for each in gemms)
-        own = [each.scale for each in self.both() if each.quantizer.block[0] != -1]
+        own = [each.scale for each in self.sets() if each.quantizer.block[0] != -1]
         sizes = [scale.nbytes for scale in own]
         room = (sum(sizes) if kind == BOTH else max(sizes, default=0)) if beside else 0
         quantizers = self.quantizer, self.quantizer_for_grad_input

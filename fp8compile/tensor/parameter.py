@@ -16,10 +16,10 @@ from fp8compile.quantizers import Quantizer
 from fp8compile.tensor.arguments import SOURCE_DTYPES
 from fp8compile.tensor.attributes import moved
 from fp8compile.tensor.fsdp import FullyShardHooks
-from fp8compile.tensor.pair import QuantizedPair
+from fp8compile.tensor.pair import QuantizedPair, has_codes
 from fp8compile.tensor.quantized import LAYERS, QuantizedTensor
 from fp8compile.tensor.saved import load_parameter
-from fp8compile.tensor.update import assign, count_write, sets_of, shared_with
+from fp8compile.tensor.update import assign, count_write, shared_with
 
 __all__ = ["QuantizedParameter"]
 
@@ -291,7 +291,7 @@ def _written(func: Any, args: tuple, kwargs: dict) -> list[Any]:
 
 def compute(func: Any, args: tuple, kwargs: dict) -> Any:
     """An op on the values of parameters; those that it writes to are quantized anew, all at once."""
-    written = [each for each in _written(func, args, kwargs) if isinstance(each, (QuantizedTensor, QuantizedPair))]
+    written = [each for each in _written(func, args, kwargs) if has_codes(each)]
     for each in written:
         if not hasattr(each, "check_writable"):
             raise TypeError(f"{func} writes to a QuantizedTensor, which stands for fixed numbers.")
@@ -307,8 +307,8 @@ def compute(func: Any, args: tuple, kwargs: dict) -> Any:
 
     plain_args, plain_kwargs = tree_map_only((QuantizedTensor, QuantizedPair), value_of, (args, kwargs))
     result = func(*plain_args, **plain_kwargs)
-    sets = [own for each in written for own in sets_of(each)]
-    assign(sets, [values[id(each)] for each in written for _ in sets_of(each)])
+    sets = [own for each in written for own in each.sets()]
+    assign(sets, [values[id(each)] for each in written for _ in each.sets()])
     for each in written:
         if isinstance(each, QuantizedPair):
             count_write(each)
@@ -325,9 +325,9 @@ def copy(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
         raise TypeError(
             "copy_ of a QuantizedParameter into a plain tensor: nothing dequantizes in silence. Copy .dequantize()."
         )
-    if not isinstance(source, (QuantizedTensor, QuantizedPair)):
+    if not has_codes(source):
         return _copy_values(target, source)
-    own, given = sets_of(target), sets_of(source)
+    own, given = target.sets(), source.sets()
     if [each.quantizer for each in own] != [each.quantizer for each in given] or source.shape != target.shape:
         raise TypeError(
             f"copy_ into a QuantizedParameter of {target.quantizer!r}, shape {tuple(target.shape)}, from codes of "
@@ -350,7 +350,7 @@ def _copy_values(target: Tensor, source: Tensor) -> Tensor:
     if source.dtype not in SOURCE_DTYPES:
         raise TypeError(f"copy_ of {source.dtype} into a QuantizedParameter; it takes bfloat16, float16 and float32.")
     target.check_writable("copy_")
-    sets = sets_of(target)
+    sets = target.sets()
     assign(sets, [source.to(target.device, target.dtype).expand(target.shape)] * len(sets))
     count_write(target)
     target.written = True

@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import return_and_correct_aliasing
 from fp8compile import ops
 from fp8compile.ops.layer.local_shards import QuantizedShard
 from fp8compile.ops.layer.shards import DimSharding, axis_blocks, split_axes
-from fp8compile.quantizers import Quantizer
+from fp8compile.quantizers import Gemm, Quantizer
 from fp8compile.quantizers.blocks import as_matrix
 from fp8compile.tensor.agreement import check_agreement
 from fp8compile.tensor.arguments import own_sizes, shown
@@ -207,13 +207,12 @@ class QuantizedTensor(Tensor):
         return ops.straight_through(self._values(dtype or self.dtype), self, self.quantizer)
 
     def _values(self, dtype: torch.dtype) -> Tensor:
+        outer = self._outer_scales()
         if not self.cuts_blocks():
-            outer = () if self.outer_scale is None else (self.outer_scale,)
             return ops.dequantize(self.codes, self.scale, self.quantizer, dtype, *outer)
         codes, scale = as_matrix(self.codes), self.scale.reshape(-1, self.scale.shape[-1])
         is_column = int(self.shard_dim == self.ndim - 1)
         side = axis_blocks(self.shape, (self._shards(),), self.quantizer.block)[is_column]
-        outer = () if self.outer_scale is None else (self.outer_scale,)
         window = side.embed(codes, is_column), side.window(scale, is_column)
         window = ops.dequantize(*window, self.quantizer, dtype, *outer)
         return side.extract(window, is_column).reshape(self.shape)
@@ -224,6 +223,19 @@ class QuantizedTensor(Tensor):
         Of blocks that span that dim, every rank has the one scale, and none is cut.
         """
         return cuts_blocks(self)
+
+    def sets(self) -> tuple[QuantizedTensor, ...]:
+        """All sets of codes that it has: this one. A `QuantizedPair` has two."""
+        return (self,)
+
+    def read_by(self, gemm: Gemm) -> QuantizedTensor:
+        """The set of codes that a product of a layer multiplies: this one, whichever it is."""
+        return self
+
+    @property
+    def is_in_turns(self) -> bool:
+        """Whether its memory holds other codes in the backward than in the forward."""
+        return False
 
     def _shards(self) -> DimSharding:
         return DimSharding(self.group, self.group.rank(), self.shard_dim, self.sizes)
@@ -283,8 +295,10 @@ class QuantizedTensor(Tensor):
                 "a QuantizedTensor with a process group can't be pickled: a group lives in one process. Pickle "
                 ".dequantize(), or its .codes and .scale."
             )
-        outer = () if self.outer_scale is None else (self.outer_scale,)
-        return load_tensor, (self.codes, self.scale, self.quantizer, self.dtype, *outer)
+        return load_tensor, (self.codes, self.scale, self.quantizer, self.dtype, *self._outer_scales())
+
+    def _outer_scales(self) -> tuple[Tensor, ...]:
+        return () if self.outer_scale is None else (self.outer_scale,)
 
     def _outer_alias(self) -> Tensor | None:
         return None if self.outer_scale is None else torch.ops.aten.alias.default(self.outer_scale)

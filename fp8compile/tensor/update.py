@@ -16,18 +16,12 @@ from fp8compile import ops
 from fp8compile._compat import local_itself
 from fp8compile.ops.collectives import all_reduce_amaxes
 from fp8compile.quantizers import Quantizer
-from fp8compile.tensor.pair import QuantizedPair
 from fp8compile.tensor.quantized import QuantizedTensor
 
 if TYPE_CHECKING:
     from fp8compile.tensor.parameter import QuantizedParameter
 
-__all__ = ["assign", "count_write", "quantized_anew", "sets_of", "shared_with"]
-
-
-def sets_of(weight: Tensor) -> tuple[QuantizedTensor, ...]:
-    """The sets of codes that a weight has: itself, or both of a pair."""
-    return weight.both() if isinstance(weight, QuantizedPair) else (weight,)
+__all__ = ["assign", "count_write", "quantized_anew", "shared_with"]
 
 
 def shared_with(weight: QuantizedTensor) -> ProcessGroup | None:
@@ -63,7 +57,7 @@ def count_write(parameter: Tensor) -> None:
     for its backward, a compiled one codes and scale.
     """
     local = local_itself(parameter)
-    parts = [part for own in sets_of(local) for part in (own, own.codes, own.scale) if part is not local]
+    parts = [part for own in local.sets() for part in (own, own.codes, own.scale) if part is not local]
     torch.autograd.graph.increment_version((parameter, local, *parts))
 
 

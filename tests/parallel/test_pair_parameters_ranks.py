@@ -22,7 +22,7 @@ import fp8compile as f8
 from fp8compile import _compat
 from fp8compile._compat import local_itself
 from fp8compile.ops import collectives
-from fp8compile.tensor import QuantizedPairParameter, sets_of
+from fp8compile.tensor import QuantizedPairParameter
 from fp8compile.testing.bits import difference
 
 pytestmark = pytest.mark.skipif(
@@ -93,7 +93,7 @@ def differences(model, whole, rank, size):
         if not isinstance(other, QuantizedPairParameter):
             found.append(difference(local_itself(mine).detach(), other.detach()[rows]))
             continue
-        for own, all_of_it in zip(sets_of(local_itself(mine)), sets_of(other), strict=True):
+        for own, all_of_it in zip(local_itself(mine).sets(), other.sets(), strict=True):
             block = own.quantizer.block[0]
             blocks = slice(None) if block == -1 else slice(rows.start // block, -(-rows.stop // block))
             found.append(difference(own.codes, all_of_it.codes[rows]))

@@ -30,12 +30,12 @@ def weights_of(model):
 
 
 def parts(weight):
-    return [part for own in weight.both() for part in (own.codes, own.scale)]
+    return [part for own in weight.sets() for part in (own.codes, own.scale)]
 
 
 def made_of(value, weight):
     """Codes and scales that a value has by the quantizers of a weight."""
-    sets = (f8.quantize(value, own.quantizer) for own in weight.both())
+    sets = (f8.quantize(value, own.quantizer) for own in weight.sets())
     return [part for own in sets for part in (own.codes, own.scale)]
 
 

@@ -19,6 +19,7 @@ from fp8compile import _compat
 from fp8compile.nn import Linear
 from fp8compile.nn.experts import ConvertedExperts, stacks
 from fp8compile.nn.local import wrapped_like
+from fp8compile.nn.users import users_of_parameters
 from fp8compile.ops.layer.shards import DimSharding
 from fp8compile.parallel.fsdp2.sharded_pair import ShardedPair
 from fp8compile.parallel.fsdp2.sharded_stack import ShardedStack
@@ -147,16 +148,6 @@ def _what_is_gathered(reasons: Iterable[str | None], gathers: Gathers | None) ->
     return "; ".join(dict.fromkeys(codes if reason is None else f"param_dtype: {reason}" for reason in reasons))
 
 
-def _users_of_weights(model: nn.Module) -> dict[nn.Parameter, list[nn.Module]]:
-    """The modules that have each parameter."""
-    users: dict[nn.Parameter, list[nn.Module]] = {}
-    for module in model.modules():
-        for parameter in module._parameters.values():
-            if parameter is not None:
-                users.setdefault(parameter, []).append(module)
-    return users
-
-
 def _check_arguments(checkpointed: object, one_gather: object) -> None:
     if type(checkpointed) is not bool:
         raise TypeError(f"fsdp_float8_all_gather: checkpointed is {checkpointed!r}; it is True or False.")
@@ -202,7 +193,7 @@ def fsdp_float8_all_gather(model: nn.Module, *, checkpointed: bool = False, one_
     _check_arguments(checkpointed, one_gather)
     weights = _check_model(model)
     _compat.allow_group_in_subclass()
-    users = _users_of_weights(model)
+    users = users_of_parameters(model)
     reasons = {weight: _why_plain(weight, users[weight.parameter]) for weight in weights}
     chosen = [weight for weight, reason in reasons.items() if reason is None]
     pairs = [weight.parameter for weight in weights if isinstance(weight.parameter, QuantizedPairParameter)]

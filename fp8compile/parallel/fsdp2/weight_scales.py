@@ -56,30 +56,29 @@ class WeightScales:
         self._parameters: dict[tuple[nn.Module, str], _compat.FsdpParameter] = {}
         self._scales: dict[tuple[nn.Module, str], _Scales] = {}
 
-    def parameter(self, module: nn.Module, name: str) -> _compat.FsdpParameter:
-        """What FSDP2 knows of a weight."""
-        weight = module, name
+    def _known(self, weight: tuple[nn.Module, str]) -> dict[tuple[nn.Module, str], _compat.FsdpParameter]:
+        """What FSDP2 knows of the weights that it has sharded, of which this is one."""
         if weight not in self._parameters:
             found = {(p.module, p.name): p for p in _compat.fsdp_parameters()}
             self._parameters = {each: found[each] for each in self._weights if each in found}
-        return self._parameters[weight]
+        return self._parameters
 
     def of(self, module: nn.Module, name: str, slot: str) -> tuple[Tensor, Tensor]:
         """Multiplier and scale of all blocks of a weight for a slot of the recipe, in the grid of the whole weight."""
-        found = self._scales.get((module, name))
-        if found is None or not found.hold(self.parameter(module, name)):
-            self.parameter(module, name)
-            self._refresh()
-            found = self._scales[module, name]
+        weight = module, name
+        known, found = self._known(weight), self._scales.get(weight)
+        if found is None or not found.hold(known[weight]):
+            self._refresh(known)
+            found = self._scales[weight]
         return found.by_slot[slot]
 
     @torch.inference_mode(mode=False)  # training uses them too, until a weight changes
     @torch.no_grad()
-    def _refresh(self) -> None:
+    def _refresh(self, known: dict[tuple[nn.Module, str], _compat.FsdpParameter]) -> None:
         changed: list[tuple[tuple[nn.Module, str], str, Quantizer]] = []
         amaxes: list[Tensor] = []
         groups: list[tuple] = []
-        for weight, parameter in self._parameters.items():
+        for weight, parameter in known.items():
             found = self._scales.get(weight)
             if found is not None and found.hold(parameter):
                 continue

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, fx, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from fp8compile._compat import local_itself
 from fp8compile.nn import Linear
 from fp8compile.nn.experts import ConvertedExperts, stacks
 from fp8compile.quantizers import GEMMS
@@ -184,10 +185,7 @@ def _expected(model: nn.Module) -> int:
 
 
 def _local_bytes(model: nn.Module) -> int:
-    return sum(
-        local.numel() * local.element_size()
-        for local in (getattr(each, "_local_tensor", each) for each in model.parameters())
-    )
+    return sum(local.numel() * local.element_size() for local in map(local_itself, model.parameters()))
 
 
 def explain_mesh(

@@ -1,0 +1,17 @@
+"""Which modules have a parameter: several have a tied one."""
+
+from __future__ import annotations
+
+from torch import nn
+
+__all__ = ["users_of_parameters"]
+
+
+def users_of_parameters(model: nn.Module) -> dict[nn.Parameter, list[nn.Module]]:
+    """The modules of a model that have each of its parameters, in the order of ``model.modules()``."""
+    users: dict[nn.Parameter, list[nn.Module]] = {}
+    for module in model.modules():
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                users.setdefault(parameter, []).append(module)
+    return users
