@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from fp8compile import _compat, ops
-from fp8compile.ops.layer.linear import GRAD_INPUT, OUTPUT, as_read, layer_grad_input, layer_output
+from fp8compile.ops.layer.linear import GRAD_INPUT, OUTPUT, layer_grad_input, layer_output
 from fp8compile.ops.layer.local_shards import QuantizedShard
 from fp8compile.ops.layer.operands import Operands, Phase
 from fp8compile.quantizers import Gemm, Quantizer, Recipe
@@ -77,7 +77,7 @@ def _operands(weight: QuantizedTensor | QuantizedPair, recipe: Recipe, gemm: Gem
 
 def _linear(func: Any, x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe) -> Tensor:
     _check_weight("linear", x, weight, recipe)
-    return _compat.as_kernel(layer_output)(x, weight, as_read(bias), _operands(weight, recipe, OUTPUT))
+    return _compat.as_kernel(layer_output)(x, weight, bias, _operands(weight, recipe, OUTPUT))
 
 
 def _grad_input(func: Any, grad_output: Tensor, weight: Tensor, recipe: Recipe) -> Tensor:

@@ -16,7 +16,7 @@ from fp8compile import _compat, ops
 from fp8compile.ops.gemms.grouped.kernel import GroupedOperand
 from fp8compile.ops.layer.grouped_linear import grouped_output
 from fp8compile.ops.layer.grouped_operands import GroupedOperands
-from fp8compile.ops.layer.linear import GRAD_INPUT, OUTPUT, as_read
+from fp8compile.ops.layer.linear import GRAD_INPUT, OUTPUT
 from fp8compile.ops.layer.operands import Phase
 from fp8compile.quantizers import Gemm, Quantizer, Recipe
 from fp8compile.tensor.quantized import QuantizedTensor
@@ -153,7 +153,7 @@ def _operands(weight: Tensor, offsets: Tensor, recipe: Recipe, gemm: Gemm) -> Gr
 
 def _linear(x: Tensor, weight: Tensor, offsets: Tensor, bias: Tensor | None, recipe: Recipe) -> Tensor:
     operands = _operands(weight, offsets, recipe, OUTPUT)
-    return _compat.as_kernel(grouped_output)(x, weight, offsets, as_read(bias), operands)
+    return _compat.as_kernel(grouped_output)(x, weight, offsets, bias, operands)
 
 
 def _grad_input(grad_output: Tensor, weight: Tensor, offsets: Tensor, recipe: Recipe) -> Tensor:

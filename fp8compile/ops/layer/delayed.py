@@ -23,8 +23,9 @@ from fp8compile.ops.amax import amax
 from fp8compile.ops.collectives import all_reduce_amax
 from fp8compile.ops.inductor_hints import after, snapshot
 from fp8compile.ops.layer.linear import (
+    GRAD_INPUT,
+    GRAD_WEIGHT,
     OUTPUT,
-    as_read,
     grad_input_fake,
     grad_input_sharding,
     grad_weight_fake,
@@ -37,7 +38,7 @@ from fp8compile.ops.layer.linear import (
     sum_of_tokens,
 )
 from fp8compile.ops.layer.operands import Operands, Phase
-from fp8compile.ops.registry import register_op
+from fp8compile.ops.layer.register import register_product
 from fp8compile.ops.sharding import Cut, Split
 from fp8compile.quantizers import TENSORS, CurrentScaling, DelayedScaling, Recipe
 from fp8compile.quantizers.delayed_scaling import next_state
@@ -73,12 +74,8 @@ def next_layer_state(history: Tensor, multiplier: Tensor, amaxes: Tensor, recipe
 # ---------------------------------------------------------------------------------- gradients
 
 
-def _grad_input_kernel(grad_output: Tensor, weight: Tensor, multiplier: Tensor, recipe: Recipe) -> Tensor:
-    return layer_grad_input(grad_output, weight, Operands(recipe, multiplier=multiplier))
-
-
-def _grad_input_decompose(grad_output: Tensor, weight: Tensor, multiplier: Tensor, recipe: Recipe) -> Tensor:
-    return layer_grad_input(grad_output, weight, Operands(recipe, Phase.BACKWARD, multiplier))
+def _grad_input(phase: Phase, grad_output: Tensor, weight: Tensor, multiplier: Tensor, recipe: Recipe) -> Tensor:
+    return layer_grad_input(grad_output, weight, Operands(recipe, phase, multiplier))
 
 
 def _grad_input_samples() -> Iterator[tuple]:
@@ -86,23 +83,18 @@ def _grad_input_samples() -> Iterator[tuple]:
         yield sample_grad(x, weight), weight, multiplier, recipe
 
 
-delayed_grad_input = register_op(
-    "fp8compile::delayed_grad_input",
-    _grad_input_kernel,
+delayed_grad_input = register_product(
+    "delayed_grad_input",
+    GRAD_INPUT,
+    _grad_input,
     fake=grad_input_fake,
-    backward=None,
-    decompose=_grad_input_decompose,
     sharding=grad_input_sharding,
-    samples=lambda: _grad_input_samples(),
+    samples=_grad_input_samples,
 )
 
 
-def _grad_weight_kernel(grad_output: Tensor, x: Tensor, multiplier: Tensor, recipe: Recipe) -> Tensor:
-    return layer_grad_weight(grad_output, x, Operands(recipe, multiplier=multiplier))
-
-
-def _grad_weight_decompose(grad_output: Tensor, x: Tensor, multiplier: Tensor, recipe: Recipe) -> Tensor:
-    return layer_grad_weight(grad_output, x, Operands(recipe, Phase.BACKWARD, multiplier))
+def _grad_weight(phase: Phase, grad_output: Tensor, x: Tensor, multiplier: Tensor, recipe: Recipe) -> Tensor:
+    return layer_grad_weight(grad_output, x, Operands(recipe, phase, multiplier))
 
 
 def _grad_weight_samples() -> Iterator[tuple]:
@@ -110,14 +102,13 @@ def _grad_weight_samples() -> Iterator[tuple]:
         yield sample_grad(x, weight), x, multiplier, recipe
 
 
-delayed_grad_weight = register_op(
-    "fp8compile::delayed_grad_weight",
-    _grad_weight_kernel,
+delayed_grad_weight = register_product(
+    "delayed_grad_weight",
+    GRAD_WEIGHT,
+    _grad_weight,
     fake=grad_weight_fake,
-    backward=None,
-    decompose=_grad_weight_decompose,
     sharding=grad_weight_sharding,
-    samples=lambda: _grad_weight_samples(),
+    samples=_grad_weight_samples,
 )
 
 # ---------------------------------------------------------------------------------- the layer
@@ -139,16 +130,8 @@ def check_state(x: Tensor, amax_history: Tensor, multiplier: Tensor, recipe: Rec
             )
 
 
-def _layer(
-    x: Tensor, weight: Tensor, bias: Tensor | None, multiplier: Tensor, recipe: Recipe, phase: Phase
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    used = snapshot(multiplier)
-    amaxes = tuple(amax_of(tensor, each) for tensor, each in zip((x, weight), recipe.delayed(), strict=False))
-    operands = Operands(recipe, phase, used, waits_for=amaxes if phase is Phase.FORWARD else ())
-    return layer_output(x, weight, bias, operands), used, *amaxes
-
-
-def _kernel(
+def _delayed_linear(
+    phase: Phase,
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
@@ -158,19 +141,10 @@ def _kernel(
     recipe: Recipe,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     check_state(x, amax_history, multiplier, recipe)
-    return _layer(x, weight, bias, multiplier, recipe, Phase.EAGER)
-
-
-def _decompose(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    amax_history: Tensor,
-    multiplier: Tensor,
-    group: str | None,
-    recipe: Recipe,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return _layer(x, weight, as_read(bias), multiplier, recipe, Phase.compiled(OUTPUT))
+    used = snapshot(multiplier)
+    amaxes = tuple(amax_of(tensor, each) for tensor, each in zip((x, weight), recipe.delayed(), strict=False))
+    operands = Operands(recipe, phase, used, waits_for=amaxes if phase is Phase.FORWARD else ())
+    return layer_output(x, weight, bias, operands), used, *amaxes
 
 
 def _fake(
@@ -317,13 +291,13 @@ def delayed_samples() -> Iterator[tuple]:
     yield x, weight, None, *state, None, recipe
 
 
-delayed_linear = register_op(
-    "fp8compile::delayed_linear",
-    _kernel,
+delayed_linear = register_product(
+    "delayed_linear",
+    OUTPUT,
+    _delayed_linear,
     fake=_fake,
     setup_context=_setup_context,
     backward=_backward,
-    decompose=_decompose,
     sharding=_sharding,
     samples=delayed_samples,
     updates=("amax_history", "multiplier"),

@@ -32,8 +32,9 @@ from fp8compile.ops.layer.delayed import (
     update_state,
 )
 from fp8compile.ops.layer.fsdp_linear import fsdp_grad_input, fsdp_grad_weight, fsdp_output
-from fp8compile.ops.layer.linear import OUTPUT, as_read, sum_of_tokens
+from fp8compile.ops.layer.linear import OUTPUT, sum_of_tokens
 from fp8compile.ops.layer.operands import Operands, Phase
+from fp8compile.ops.layer.register import register_product
 from fp8compile.ops.layer.rows import Rows
 from fp8compile.ops.registry import register_op
 from fp8compile.quantizers import Recipe
@@ -127,25 +128,8 @@ fsdp_amaxes_together = register_op(
 # ---------------------------------------------------------------------------------- the layer
 
 
-def _layer(
-    x: Tensor,
-    shard: Tensor,
-    bias: Tensor | None,
-    amax: Tensor | None,
-    multiplier: Tensor,
-    rows: Rows,
-    recipe: Recipe,
+def _fsdp_delayed_linear(
     phase: Phase,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    used, shard = snapshot(multiplier), shard.to(x.dtype)
-    of_x, of_weight, _ = recipe.delayed()
-    amaxes = amax_of(x, of_x), amax_of(shard, of_weight)
-    waits_for = amaxes if phase is Phase.FORWARD else ()
-    operands = Operands(recipe, phase, used, waits_for=waits_for, weight_amax=amax, rows=rows)
-    return fsdp_output(x, shard, bias, operands), used, *amaxes
-
-
-def _kernel(
     x: Tensor,
     shard: Tensor,
     bias: Tensor | None,
@@ -157,12 +141,11 @@ def _kernel(
     rows: Rows,
     recipe: Recipe,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return _layer(x, shard, bias, amax, multiplier, rows, recipe, Phase.EAGER)
-
-
-def _decompose(x: Tensor, shard: Tensor, bias: Tensor | None, *rest: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    *_, amax, _, multiplier, rows, recipe = rest
-    return _layer(x, shard, as_read(bias), amax, multiplier, rows, recipe, Phase.compiled(OUTPUT))
+    used, shard = snapshot(multiplier), shard.to(x.dtype)
+    amaxes = tuple(amax_of(tensor, each) for tensor, each in zip((x, shard), recipe.delayed(), strict=False))
+    waits_for = amaxes if phase is Phase.FORWARD else ()
+    operands = Operands(recipe, phase, used, waits_for=waits_for, weight_amax=amax, rows=rows)
+    return fsdp_output(x, shard, bias, operands), used, *amaxes
 
 
 def _fake(x: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -216,13 +199,12 @@ def _samples() -> Iterator[tuple]:
         yield x, weight.float(), bias, *tokens, None, None, multiplier, Rows.alone(weight.shape[0]), recipe
 
 
-fsdp_delayed_linear = register_op(
-    "fp8compile::fsdp_delayed_linear",
-    _kernel,
+fsdp_delayed_linear = register_product(
+    "fsdp_delayed_linear",
+    OUTPUT,
+    _fsdp_delayed_linear,
     fake=_fake,
     setup_context=_setup_context,
     backward=_backward,
-    decompose=_decompose,
-    sharding=None,
     samples=_samples,
 )

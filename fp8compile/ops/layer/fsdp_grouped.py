@@ -18,32 +18,28 @@ import torch
 from torch import Tensor
 
 from fp8compile.ops.groups.grouped_mm import group_sum
-from fp8compile.ops.layer.fsdp_gather import reduced
-from fp8compile.ops.layer.grouped_linear import grouped_output, grouped_samples, sample_grad_of_groups
+from fp8compile.ops.layer.fsdp_linear import reduced_as_read
+from fp8compile.ops.layer.grouped_linear import (
+    grouped_grad_input_fake,
+    grouped_output,
+    grouped_samples,
+    sample_grad_of_groups,
+)
 from fp8compile.ops.layer.grouped_operands import GroupedOperands
-from fp8compile.ops.layer.linear import OUTPUT, as_read, for_gradients_of
+from fp8compile.ops.layer.linear import GRAD_INPUT, GRAD_WEIGHT, OUTPUT, for_gradients_of
 from fp8compile.ops.layer.operands import Phase
+from fp8compile.ops.layer.register import register_product
 from fp8compile.ops.layer.rows import Rows
-from fp8compile.ops.registry import register_op
 from fp8compile.quantizers import Recipe
 
 __all__ = ["fsdp_grouped_grad_input", "fsdp_grouped_grad_weight", "fsdp_grouped_linear"]
 
 
-def _grad_input(grad_output: Tensor, shard: Tensor, operands: GroupedOperands) -> Tensor:
+def _grad_input(
+    phase: Phase, grad_output: Tensor, shard: Tensor, offsets: Tensor, rows: Rows, recipe: Recipe
+) -> Tensor:
+    operands = GroupedOperands(recipe, offsets, phase, rows=rows)
     return operands.grad_input(grad_output, shard.to(grad_output.dtype))
-
-
-def _grad_input_kernel(grad_output: Tensor, shard: Tensor, offsets: Tensor, rows: Rows, recipe: Recipe) -> Tensor:
-    return _grad_input(grad_output, shard, GroupedOperands(recipe, offsets, rows=rows))
-
-
-def _grad_input_decompose(grad_output: Tensor, shard: Tensor, offsets: Tensor, rows: Rows, recipe: Recipe) -> Tensor:
-    return _grad_input(grad_output, shard, GroupedOperands(recipe, offsets, Phase.BACKWARD, rows=rows))
-
-
-def _grad_input_fake(grad_output: Tensor, shard: Tensor, offsets: Tensor, rows: Rows, recipe: Recipe) -> Tensor:
-    return grad_output.new_empty((grad_output.shape[0], shard.shape[2]))
 
 
 def _grad_input_samples() -> Iterator[tuple]:
@@ -51,31 +47,16 @@ def _grad_input_samples() -> Iterator[tuple]:
         yield sample_grad_of_groups(x, shard), shard, offsets, rows, recipe
 
 
-fsdp_grouped_grad_input = register_op(
-    "fp8compile::fsdp_grouped_grad_input",
-    _grad_input_kernel,
-    fake=_grad_input_fake,
-    backward=None,
-    decompose=_grad_input_decompose,
-    sharding=None,  # its tensors are this rank's
-    samples=lambda: _grad_input_samples(),
+fsdp_grouped_grad_input = register_product(
+    "fsdp_grouped_grad_input", GRAD_INPUT, _grad_input, fake=grouped_grad_input_fake, samples=_grad_input_samples
 )
 
 
-def _grad_weight_kernel(
-    grad_output: Tensor, x: Tensor, offsets: Tensor, dtype: torch.dtype, rows: Rows, recipe: Recipe
+def _grad_weight(
+    phase: Phase, grad_output: Tensor, x: Tensor, offsets: Tensor, dtype: torch.dtype, rows: Rows, recipe: Recipe
 ) -> Tensor:
-    grad_ENK = GroupedOperands(recipe, offsets).grad_weight(grad_output, x)
-    return reduced(grad_ENK, dtype, rows).contiguous()
-
-
-def _grad_weight_decompose(
-    grad_output: Tensor, x: Tensor, offsets: Tensor, dtype: torch.dtype, rows: Rows, recipe: Recipe
-) -> Tensor:
-    grad_ENK = GroupedOperands(recipe, offsets, Phase.BACKWARD).grad_weight(grad_output, x)
-    if grad_ENK.dtype != getattr(torch, rows.reduce_dtype):
-        grad_ENK = as_read(grad_ENK)  # rounded to its dtype before it is cast to another one, in fused code too
-    return reduced(grad_ENK, dtype, rows).contiguous()
+    grad_ENK = GroupedOperands(recipe, offsets, phase).grad_weight(grad_output, x)
+    return reduced_as_read(grad_ENK, dtype, rows, phase)
 
 
 def _grad_weight_fake(
@@ -89,26 +70,17 @@ def _grad_weight_samples() -> Iterator[tuple]:
         yield sample_grad_of_groups(x, shard), x, offsets, shard.dtype, rows, recipe
 
 
-fsdp_grouped_grad_weight = register_op(
-    "fp8compile::fsdp_grouped_grad_weight",
-    _grad_weight_kernel,
-    fake=_grad_weight_fake,
-    backward=None,
-    decompose=_grad_weight_decompose,
-    sharding=None,
-    samples=lambda: _grad_weight_samples(),
+fsdp_grouped_grad_weight = register_product(
+    "fsdp_grouped_grad_weight", GRAD_WEIGHT, _grad_weight, fake=_grad_weight_fake, samples=_grad_weight_samples
 )
 
 # ---------------------------------------------------------------------------------- the layer
 
 
-def _kernel(x: Tensor, shard: Tensor, offsets: Tensor, bias: Tensor | None, rows: Rows, recipe: Recipe) -> Tensor:
-    return grouped_output(x, shard.to(x.dtype), offsets, bias, GroupedOperands(recipe, offsets, rows=rows))
-
-
-def _decompose(x: Tensor, shard: Tensor, offsets: Tensor, bias: Tensor | None, rows: Rows, recipe: Recipe) -> Tensor:
-    operands = GroupedOperands(recipe, offsets, Phase.compiled(OUTPUT), rows=rows)
-    return grouped_output(x, shard.to(x.dtype), offsets, as_read(bias), operands)
+def _fsdp_grouped_linear(
+    phase: Phase, x: Tensor, shard: Tensor, offsets: Tensor, bias: Tensor | None, rows: Rows, recipe: Recipe
+) -> Tensor:
+    return grouped_output(x, shard.to(x.dtype), offsets, bias, GroupedOperands(recipe, offsets, phase, rows=rows))
 
 
 def _fake(x: Tensor, shard: Tensor, offsets: Tensor, bias: Tensor | None, rows: Rows, recipe: Recipe) -> Tensor:
@@ -141,13 +113,12 @@ def _samples() -> Iterator[tuple]:
         yield x, shard, offsets, bias, Rows.alone(weight.shape[0]), recipe
 
 
-fsdp_grouped_linear = register_op(
-    "fp8compile::fsdp_grouped_linear",
-    _kernel,
+fsdp_grouped_linear = register_product(
+    "fsdp_grouped_linear",
+    OUTPUT,
+    _fsdp_grouped_linear,
     fake=_fake,
     setup_context=_setup_context,
     backward=_backward,
-    decompose=_decompose,
-    sharding=None,
     samples=_samples,
 )

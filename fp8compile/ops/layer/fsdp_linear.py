@@ -23,6 +23,8 @@ from fp8compile import _compat
 from fp8compile.ops.amax import amax as amax_of
 from fp8compile.ops.layer.fsdp_gather import reduced
 from fp8compile.ops.layer.linear import (
+    GRAD_INPUT,
+    GRAD_WEIGHT,
     OUTPUT,
     as_read,
     for_gradients_of,
@@ -35,29 +37,24 @@ from fp8compile.ops.layer.linear import (
     sum_of_tokens,
 )
 from fp8compile.ops.layer.operands import Operands, Phase
+from fp8compile.ops.layer.register import register_product
 from fp8compile.ops.layer.rows import Rows
-from fp8compile.ops.registry import register_op
 from fp8compile.quantizers import Recipe
 
-__all__ = ["fsdp_grad_input", "fsdp_grad_weight", "fsdp_linear", "fsdp_output"]
+__all__ = ["fsdp_grad_input", "fsdp_grad_weight", "fsdp_linear", "fsdp_output", "reduced_as_read"]
 
 
-def _grad_input(grad_output: Tensor, shard: Tensor, operands: Operands) -> Tensor:
+def _grad_input(
+    phase: Phase,
+    grad_output: Tensor,
+    shard: Tensor,
+    amax: Tensor | None,
+    multiplier: Tensor | None,
+    rows: Rows,
+    recipe: Recipe,
+) -> Tensor:
+    operands = Operands(recipe, phase, multiplier, weight_amax=amax, rows=rows)
     return layer_grad_input(grad_output, shard.to(grad_output.dtype), operands)
-
-
-def _grad_input_kernel(
-    grad_output: Tensor, shard: Tensor, amax: Tensor | None, multiplier: Tensor | None, rows: Rows, recipe: Recipe
-) -> Tensor:
-    operands = Operands(recipe, multiplier=multiplier, weight_amax=amax, rows=rows)
-    return _grad_input(grad_output, shard, operands)
-
-
-def _grad_input_decompose(
-    grad_output: Tensor, shard: Tensor, amax: Tensor | None, multiplier: Tensor | None, rows: Rows, recipe: Recipe
-) -> Tensor:
-    operands = Operands(recipe, Phase.BACKWARD, multiplier, weight_amax=amax, rows=rows)
-    return _grad_input(grad_output, shard, operands)
 
 
 def _grad_input_samples() -> Iterator[tuple]:
@@ -65,31 +62,32 @@ def _grad_input_samples() -> Iterator[tuple]:
         yield sample_grad(x, shard), shard, amax, None, rows, recipe
 
 
-fsdp_grad_input = register_op(
-    "fp8compile::fsdp_grad_input",
-    _grad_input_kernel,
-    fake=grad_input_fake,
-    backward=None,
-    decompose=_grad_input_decompose,
-    sharding=None,  # its tensors are this rank's
-    samples=lambda: _grad_input_samples(),
+fsdp_grad_input = register_product(
+    "fsdp_grad_input", GRAD_INPUT, _grad_input, fake=grad_input_fake, samples=_grad_input_samples
 )
 
 
-def _grad_weight_kernel(
-    grad_output: Tensor, x: Tensor, multiplier: Tensor | None, dtype: torch.dtype, rows: Rows, recipe: Recipe
-) -> Tensor:
-    grad_NK = layer_grad_weight(grad_output, x, Operands(recipe, multiplier=multiplier))
-    return reduced(grad_NK, dtype, rows).contiguous()
+def reduced_as_read(grad: Tensor, dtype: torch.dtype, rows: Rows, phase: Phase) -> Tensor:
+    """This rank's part of the mean of a weight's gradient, `reduced`, in fused code too.
+
+    There it is rounded to its dtype before it is cast to that of the reduction.
+    """
+    if grad.dtype != getattr(torch, rows.reduce_dtype):
+        grad = as_read(grad, phase)
+    return reduced(grad, dtype, rows).contiguous()
 
 
-def _grad_weight_decompose(
-    grad_output: Tensor, x: Tensor, multiplier: Tensor | None, dtype: torch.dtype, rows: Rows, recipe: Recipe
+def _grad_weight(
+    phase: Phase,
+    grad_output: Tensor,
+    x: Tensor,
+    multiplier: Tensor | None,
+    dtype: torch.dtype,
+    rows: Rows,
+    recipe: Recipe,
 ) -> Tensor:
-    grad_NK = layer_grad_weight(grad_output, x, Operands(recipe, Phase.BACKWARD, multiplier))
-    if grad_NK.dtype != getattr(torch, rows.reduce_dtype):
-        grad_NK = as_read(grad_NK)  # rounded to its dtype before it is cast to another one, in fused code too
-    return reduced(grad_NK, dtype, rows).contiguous()
+    grad_NK = layer_grad_weight(grad_output, x, Operands(recipe, phase, multiplier))
+    return reduced_as_read(grad_NK, dtype, rows, phase)
 
 
 def _grad_weight_fake(
@@ -103,14 +101,8 @@ def _grad_weight_samples() -> Iterator[tuple]:
         yield sample_grad(x, shard), x, None, shard.dtype, rows, recipe
 
 
-fsdp_grad_weight = register_op(
-    "fp8compile::fsdp_grad_weight",
-    _grad_weight_kernel,
-    fake=_grad_weight_fake,
-    backward=None,
-    decompose=_grad_weight_decompose,
-    sharding=None,
-    samples=lambda: _grad_weight_samples(),
+fsdp_grad_weight = register_product(
+    "fsdp_grad_weight", GRAD_WEIGHT, _grad_weight, fake=_grad_weight_fake, samples=_grad_weight_samples
 )
 
 # ---------------------------------------------------------------------------------- the layer
@@ -130,7 +122,8 @@ def _check_no_delayed_scaling(recipe: Recipe) -> None:
         )
 
 
-def _kernel(
+def _fsdp_linear(
+    phase: Phase,
     x: Tensor,
     shard: Tensor,
     bias: Tensor | None,
@@ -140,21 +133,7 @@ def _kernel(
     recipe: Recipe,
 ) -> Tensor:
     _check_no_delayed_scaling(recipe)
-    return fsdp_output(x, shard, bias, Operands(recipe, weight_amax=amax, rows=rows))
-
-
-def _decompose(
-    x: Tensor,
-    shard: Tensor,
-    bias: Tensor | None,
-    amax: Tensor | None,
-    amax_for_grad_input: Tensor | None,
-    rows: Rows,
-    recipe: Recipe,
-) -> Tensor:
-    _check_no_delayed_scaling(recipe)
-    operands = Operands(recipe, Phase.compiled(OUTPUT), weight_amax=amax, rows=rows)
-    return fsdp_output(x, shard, as_read(bias), operands)
+    return fsdp_output(x, shard, bias, Operands(recipe, phase, weight_amax=amax, rows=rows))
 
 
 def _fake(
@@ -204,13 +183,6 @@ def _samples() -> Iterator[tuple]:
         yield x, shard, bias, *known, Rows.alone(weight.shape[0]), recipe
 
 
-fsdp_linear = register_op(
-    "fp8compile::fsdp_linear",
-    _kernel,
-    fake=_fake,
-    setup_context=_setup_context,
-    backward=_backward,
-    decompose=_decompose,
-    sharding=None,
-    samples=_samples,
+fsdp_linear = register_product(
+    "fsdp_linear", OUTPUT, _fsdp_linear, fake=_fake, setup_context=_setup_context, backward=_backward, samples=_samples
 )

@@ -17,29 +17,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp8compile import _compat
 from fp8compile.ops import samples
 from fp8compile.ops.groups.grouped_mm import group_sum
 from fp8compile.ops.groups.layout import group_to_read, zero_behind
 from fp8compile.ops.groups.scaled_grouped_mm import sample_offsets
 from fp8compile.ops.layer.grouped_operands import GroupedOperands, check_recipe_of_groups
-from fp8compile.ops.layer.linear import OUTPUT, as_read, for_gradients_of
+from fp8compile.ops.layer.linear import GRAD_INPUT, GRAD_WEIGHT, OUTPUT, as_read, for_gradients_of
 from fp8compile.ops.layer.operands import Phase
-from fp8compile.ops.registry import register_op
+from fp8compile.ops.layer.register import register_product
 from fp8compile.quantizers import Recipe
 
 __all__ = ["grouped_grad_input", "grouped_grad_weight", "grouped_linear", "grouped_output", "grouped_samples"]
 
 
-def _grad_input_kernel(grad_output: Tensor, weight: Tensor, offsets: Tensor, recipe: Recipe) -> Tensor:
-    return GroupedOperands(recipe, offsets).grad_input(grad_output, weight)
+def _grad_input(phase: Phase, grad_output: Tensor, weight: Tensor, offsets: Tensor, recipe: Recipe) -> Tensor:
+    return GroupedOperands(recipe, offsets, phase).grad_input(grad_output, weight)
 
 
-def _grad_input_decompose(grad_output: Tensor, weight: Tensor, offsets: Tensor, recipe: Recipe) -> Tensor:
-    return GroupedOperands(recipe, offsets, Phase.BACKWARD).grad_input(grad_output, weight)
-
-
-def _grad_input_fake(grad_output: Tensor, weight: Tensor, offsets: Tensor, recipe: Recipe) -> Tensor:
+def grouped_grad_input_fake(grad_output: Tensor, weight: Tensor, *_: Any) -> Tensor:
+    """An empty grad_input, for all families of grouped layers."""
     return grad_output.new_empty((grad_output.shape[0], weight.shape[2]))
 
 
@@ -48,26 +44,17 @@ def _grad_input_samples() -> Iterator[tuple]:
         yield sample_grad_of_groups(x, weight), weight, offsets, recipe
 
 
-grouped_grad_input = register_op(
-    "fp8compile::grouped_grad_input",
-    _grad_input_kernel,
-    fake=_grad_input_fake,
-    backward=None,
-    decompose=_grad_input_decompose,
-    sharding=None,  # where groups are cut is data
-    samples=lambda: _grad_input_samples(),
+grouped_grad_input = register_product(
+    "grouped_grad_input", GRAD_INPUT, _grad_input, fake=grouped_grad_input_fake, samples=_grad_input_samples
 )
 
 
-def _grad_weight_kernel(grad_output: Tensor, x: Tensor, offsets: Tensor, recipe: Recipe) -> Tensor:
-    return GroupedOperands(recipe, offsets).grad_weight(grad_output, x)
+def _grad_weight(phase: Phase, grad_output: Tensor, x: Tensor, offsets: Tensor, recipe: Recipe) -> Tensor:
+    return GroupedOperands(recipe, offsets, phase).grad_weight(grad_output, x)
 
 
-def _grad_weight_decompose(grad_output: Tensor, x: Tensor, offsets: Tensor, recipe: Recipe) -> Tensor:
-    return GroupedOperands(recipe, offsets, Phase.BACKWARD).grad_weight(grad_output, x)
-
-
-def _grad_weight_fake(grad_output: Tensor, x: Tensor, offsets: Tensor, recipe: Recipe) -> Tensor:
+def grouped_grad_weight_fake(grad_output: Tensor, x: Tensor, offsets: Tensor, *_: Any) -> Tensor:
+    """An empty grad_weight, for all families of grouped layers whose experts aren't cut by FSDP."""
     return grad_output.new_empty((offsets.shape[0], grad_output.shape[1], x.shape[1]))
 
 
@@ -76,43 +63,36 @@ def _grad_weight_samples() -> Iterator[tuple]:
         yield sample_grad_of_groups(x, weight), x, offsets, recipe
 
 
-grouped_grad_weight = register_op(
-    "fp8compile::grouped_grad_weight",
-    _grad_weight_kernel,
-    fake=_grad_weight_fake,
-    backward=None,
-    decompose=_grad_weight_decompose,
-    sharding=None,
-    samples=lambda: _grad_weight_samples(),
+grouped_grad_weight = register_product(
+    "grouped_grad_weight", GRAD_WEIGHT, _grad_weight, fake=grouped_grad_weight_fake, samples=_grad_weight_samples
 )
 
 # ---------------------------------------------------------------------------------- the layer
+
+
+def with_bias_of_groups(y: Tensor, bias: Tensor | None, offsets: Tensor, phase: Phase) -> Tensor:
+    """A grouped output and the bias (E, N) of each row's group; zeros behind the last group."""
+    if bias is None:
+        return y
+    return zero_behind(y + as_read(bias, phase)[group_to_read(offsets, y.shape[0])], offsets)
 
 
 def grouped_output(
     x: Tensor, weight: Tensor, offsets: Tensor, bias: Tensor | None, operands: GroupedOperands
 ) -> Tensor:
     """What `grouped_linear` computes, by given operands."""
-    if not _compat.is_stand_in(operands.recipe):
-        check_recipe_of_groups(operands.recipe)
-    y = operands.output(x, weight)
-    if bias is None:
-        return y
-    return zero_behind(y + bias[group_to_read(offsets, x.shape[0])], offsets)
+    check_recipe_of_groups(operands.recipe)
+    return with_bias_of_groups(operands.output(x, weight), bias, offsets, operands.phase)
 
 
-def _kernel(x: Tensor, weight: Tensor, offsets: Tensor, bias: Tensor | None, recipe: Recipe) -> Tensor:
-    return grouped_output(x, weight, offsets, bias, GroupedOperands(recipe, offsets))
-
-
-def _decompose(x: Tensor, weight: Tensor, offsets: Tensor, bias: Tensor | None, recipe: Recipe) -> Tensor:
-    operands = GroupedOperands(recipe, offsets, Phase.compiled(OUTPUT))
-    return grouped_output(x, weight, offsets, as_read(bias), operands)
+def _grouped_linear(
+    phase: Phase, x: Tensor, weight: Tensor, offsets: Tensor, bias: Tensor | None, recipe: Recipe
+) -> Tensor:
+    return grouped_output(x, weight, offsets, bias, GroupedOperands(recipe, offsets, phase))
 
 
 def _fake(x: Tensor, weight: Tensor, offsets: Tensor, bias: Tensor | None, recipe: Recipe) -> Tensor:
-    if not _compat.is_stand_in(recipe):
-        check_recipe_of_groups(recipe)
+    check_recipe_of_groups(recipe)
     return x.new_empty((x.shape[0], weight.shape[1]))
 
 
@@ -154,13 +134,12 @@ def grouped_samples() -> Iterator[tuple]:
     yield x[:0], weight, offsets, None, recipe
 
 
-grouped_linear = register_op(
-    "fp8compile::grouped_linear",
-    _kernel,
+grouped_linear = register_product(
+    "grouped_linear",
+    OUTPUT,
+    _grouped_linear,
     fake=_fake,
     setup_context=_setup_context,
     backward=_backward,
-    decompose=_decompose,
-    sharding=None,
     samples=grouped_samples,
 )

@@ -24,8 +24,8 @@ from fp8compile.ops import samples
 from fp8compile.ops.layer.local_shards import LocalShard
 from fp8compile.ops.layer.operands import Operands, Phase
 from fp8compile.ops.layer.products import multiply_shards
+from fp8compile.ops.layer.register import register_product
 from fp8compile.ops.quantize_both import is_pair
-from fp8compile.ops.registry import register_op
 from fp8compile.ops.rounding import rounded
 from fp8compile.ops.sharding import Cut, Split, grid_cuts
 from fp8compile.quantizers import GEMMS, DelayedScaling, Gemm, Quantizer, Recipe
@@ -72,12 +72,8 @@ def layer_grad_input(grad_output: Tensor, weight: Tensor, operands: Operands) ->
     return grad_MK.view(*grad_output.shape[:-1], weight.shape[1])
 
 
-def _grad_input_kernel(grad_output: Tensor, weight: Tensor, recipe: Recipe) -> Tensor:
-    return layer_grad_input(grad_output, weight, Operands(recipe))
-
-
-def _grad_input_decompose(grad_output: Tensor, weight: Tensor, recipe: Recipe) -> Tensor:
-    return layer_grad_input(grad_output, weight, Operands(recipe, Phase.BACKWARD))
+def _grad_input(phase: Phase, grad_output: Tensor, weight: Tensor, recipe: Recipe) -> Tensor:
+    return layer_grad_input(grad_output, weight, Operands(recipe, phase))
 
 
 def grad_input_fake(grad_output: Tensor, weight: Tensor, *_: Any) -> Tensor:
@@ -96,19 +92,13 @@ def grad_input_sharding(grad_output: Tensor, weight: Tensor, *others: Any) -> li
     ]
 
 
-def _grad_input_samples() -> Iterator[tuple]:
-    for x, weight, _, recipe in linear_samples():
-        yield sample_grad(x, weight), weight, recipe
-
-
-grad_input = register_op(
-    "fp8compile::grad_input",
-    _grad_input_kernel,
+grad_input = register_product(
+    "grad_input",
+    GRAD_INPUT,
+    _grad_input,
     fake=grad_input_fake,
-    backward=None,
-    decompose=_grad_input_decompose,
     sharding=grad_input_sharding,
-    samples=lambda: _grad_input_samples(),
+    samples=lambda: ((sample_grad(x, weight), weight, recipe) for x, weight, _, recipe in linear_samples()),
 )
 
 
@@ -117,12 +107,8 @@ def layer_grad_weight(grad_output: Tensor, x: Tensor, operands: Operands) -> Ten
     return product(as_matrix(grad_output), as_matrix(x), GRAD_WEIGHT, operands)
 
 
-def _grad_weight_kernel(grad_output: Tensor, x: Tensor, recipe: Recipe) -> Tensor:
-    return layer_grad_weight(grad_output, x, Operands(recipe))
-
-
-def _grad_weight_decompose(grad_output: Tensor, x: Tensor, recipe: Recipe) -> Tensor:
-    return layer_grad_weight(grad_output, x, Operands(recipe, Phase.BACKWARD))
+def _grad_weight(phase: Phase, grad_output: Tensor, x: Tensor, recipe: Recipe) -> Tensor:
+    return layer_grad_weight(grad_output, x, Operands(recipe, phase))
 
 
 def grad_weight_fake(grad_output: Tensor, x: Tensor, *_: Any) -> Tensor:
@@ -141,19 +127,13 @@ def grad_weight_sharding(grad_output: Tensor, x: Tensor, *others: Any) -> list[S
     ]
 
 
-def _grad_weight_samples() -> Iterator[tuple]:
-    for x, weight, _, recipe in linear_samples():
-        yield sample_grad(x, weight), x, recipe
-
-
-grad_weight = register_op(
-    "fp8compile::grad_weight",
-    _grad_weight_kernel,
+grad_weight = register_product(
+    "grad_weight",
+    GRAD_WEIGHT,
+    _grad_weight,
     fake=grad_weight_fake,
-    backward=None,
-    decompose=_grad_weight_decompose,
     sharding=grad_weight_sharding,
-    samples=lambda: _grad_weight_samples(),
+    samples=lambda: ((sample_grad(x, weight), x, recipe) for x, weight, _, recipe in linear_samples()),
 )
 
 # ---------------------------------------------------------------------------------- the layer
@@ -173,23 +153,18 @@ def layer_output(x: Tensor, weight: Tensor, bias: Tensor | None, operands: Opera
     """What `linear` computes, by given operands."""
     y_MN = product(as_matrix(x), weight, OUTPUT, operands)
     if bias is not None:
-        y_MN = y_MN + bias
+        y_MN = y_MN + as_read(bias, operands.phase)
     return y_MN.view(*x.shape[:-1], y_MN.shape[1])
 
 
-def as_read(bias: Tensor | None) -> Tensor | None:
-    """A bias for compiled code, which would else read what it was before it was rounded to its dtype."""
-    return None if bias is None else rounded(bias).to(bias.dtype)
+def as_read(tensor: Tensor, phase: Phase) -> Tensor:
+    """A tensor as eager mode reads it: compiled code may hold what it was before it was rounded to its dtype."""
+    return tensor if phase is Phase.EAGER else rounded(tensor).to(tensor.dtype)
 
 
-def _kernel(x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe) -> Tensor:
+def _linear(phase: Phase, x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe) -> Tensor:
     _check_needs_no_state(recipe)
-    return layer_output(x, weight, bias, Operands(recipe))
-
-
-def _decompose(x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe) -> Tensor:
-    _check_needs_no_state(recipe)
-    return layer_output(x, weight, as_read(bias), Operands(recipe, Phase.compiled(OUTPUT)))
+    return layer_output(x, weight, bias, Operands(recipe, phase))
 
 
 def _fake(x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe) -> Tensor:
@@ -255,13 +230,13 @@ def linear_samples() -> Iterator[tuple]:
     yield x, weight, None, recipe
 
 
-linear = register_op(
-    "fp8compile::linear",
-    _kernel,
+linear = register_product(
+    "linear",
+    OUTPUT,
+    _linear,
     fake=_fake,
     setup_context=_setup_context,
     backward=_backward,
-    decompose=_decompose,
     sharding=_sharding,
     samples=linear_samples,
 )

@@ -20,16 +20,20 @@ from typing import Any
 
 from torch import Tensor
 
-from fp8compile import _compat
 from fp8compile.ops.collectives import all_reduce_sum
 from fp8compile.ops.groups.grouped_mm import group_sum
-from fp8compile.ops.groups.layout import group_to_read, zero_behind
-from fp8compile.ops.layer.grouped_linear import grouped_samples, sample_grad_of_groups
+from fp8compile.ops.layer.grouped_linear import (
+    grouped_grad_input_fake,
+    grouped_grad_weight_fake,
+    grouped_samples,
+    sample_grad_of_groups,
+    with_bias_of_groups,
+)
 from fp8compile.ops.layer.grouped_operands import GroupedOperands, check_cut_of_groups, check_recipe_of_groups
-from fp8compile.ops.layer.linear import GRAD_INPUT, GRAD_WEIGHT, OUTPUT, as_read, for_gradients_of
+from fp8compile.ops.layer.linear import GRAD_INPUT, GRAD_WEIGHT, OUTPUT, for_gradients_of
 from fp8compile.ops.layer.operands import Phase
+from fp8compile.ops.layer.register import register_product
 from fp8compile.ops.layer.shards import DimSharding
-from fp8compile.ops.registry import register_op
 from fp8compile.quantizers import Recipe
 
 __all__ = ["sharded_grouped_grad_input", "sharded_grouped_grad_weight", "sharded_grouped_linear"]
@@ -49,7 +53,8 @@ def _sum(part: Tensor, cut: DimSharding | None) -> Tensor:
 # ---------------------------------------------------------------------------------- gradients
 
 
-def _grad_input_kernel(
+def _grad_input(
+    phase: Phase,
     grad_output: Tensor,
     weight: Tensor,
     offsets: Tensor,
@@ -60,13 +65,8 @@ def _grad_input_kernel(
     recipe: Recipe,
 ) -> Tensor:
     cut = _cut(weight_dim, feature_sizes, rank, group)
-    operands = GroupedOperands(recipe, offsets, Phase.of(GRAD_INPUT, grad_output), cut=cut)
-    found = operands.grad_input(grad_output, weight)
+    found = GroupedOperands(recipe, offsets, phase, cut=cut).grad_input(grad_output, weight)
     return _sum(found, cut) if weight_dim == OUT_FEATURES else found
-
-
-def _grad_input_fake(grad_output: Tensor, weight: Tensor, offsets: Tensor, *where: Any) -> Tensor:
-    return grad_output.new_empty((grad_output.shape[0], weight.shape[2]))
 
 
 def _grad_input_samples() -> Iterator[tuple]:
@@ -74,18 +74,13 @@ def _grad_input_samples() -> Iterator[tuple]:
         yield sample_grad_of_groups(x, weight), weight, offsets, *where
 
 
-sharded_grouped_grad_input = register_op(
-    "fp8compile::sharded_grouped_grad_input",
-    _grad_input_kernel,
-    fake=_grad_input_fake,
-    backward=None,
-    decompose=_grad_input_kernel,
-    sharding=None,  # its tensors are this rank's
-    samples=lambda: _grad_input_samples(),
+sharded_grouped_grad_input = register_product(
+    "sharded_grouped_grad_input", GRAD_INPUT, _grad_input, fake=grouped_grad_input_fake, samples=_grad_input_samples
 )
 
 
-def _grad_weight_kernel(
+def _grad_weight(
+    phase: Phase,
     grad_output: Tensor,
     x: Tensor,
     offsets: Tensor,
@@ -96,11 +91,7 @@ def _grad_weight_kernel(
     recipe: Recipe,
 ) -> Tensor:
     cut = _cut(weight_dim, feature_sizes, rank, group)
-    return GroupedOperands(recipe, offsets, Phase.of(GRAD_WEIGHT, x), cut=cut).grad_weight(grad_output, x)
-
-
-def _grad_weight_fake(grad_output: Tensor, x: Tensor, offsets: Tensor, *where: Any) -> Tensor:
-    return grad_output.new_empty((offsets.shape[0], grad_output.shape[1], x.shape[1]))
+    return GroupedOperands(recipe, offsets, phase, cut=cut).grad_weight(grad_output, x)
 
 
 def _grad_weight_samples() -> Iterator[tuple]:
@@ -108,20 +99,19 @@ def _grad_weight_samples() -> Iterator[tuple]:
         yield sample_grad_of_groups(x, weight), x, offsets, *where
 
 
-sharded_grouped_grad_weight = register_op(
-    "fp8compile::sharded_grouped_grad_weight",
-    _grad_weight_kernel,
-    fake=_grad_weight_fake,
-    backward=None,
-    decompose=_grad_weight_kernel,
-    sharding=None,
-    samples=lambda: _grad_weight_samples(),
+sharded_grouped_grad_weight = register_product(
+    "sharded_grouped_grad_weight",
+    GRAD_WEIGHT,
+    _grad_weight,
+    fake=grouped_grad_weight_fake,
+    samples=_grad_weight_samples,
 )
 
 # ---------------------------------------------------------------------------------- the layer
 
 
-def _kernel(
+def _sharded_grouped_linear(
+    phase: Phase,
     x: Tensor,
     weight: Tensor,
     offsets: Tensor,
@@ -133,18 +123,11 @@ def _kernel(
     recipe: Recipe,
 ) -> Tensor:
     cut = _cut(weight_dim, feature_sizes, rank, group)
-    if not _compat.is_stand_in(recipe):
-        check_recipe_of_groups(recipe)
-        check_cut_of_groups(recipe, cut)
-    y = GroupedOperands(recipe, offsets, Phase.of(OUTPUT, x), cut=cut).output(x, weight)
+    check_recipe_of_groups(recipe)
+    check_cut_of_groups(recipe, cut)
+    y = GroupedOperands(recipe, offsets, phase, cut=cut).output(x, weight)
     y = _sum(y, cut) if weight_dim == IN_FEATURES else y
-    if bias is None:
-        return y
-    return zero_behind(y + bias[group_to_read(offsets, x.shape[0])], offsets)
-
-
-def _decompose(x: Tensor, weight: Tensor, offsets: Tensor, bias: Tensor | None, *where: Any) -> Tensor:
-    return _kernel(x, weight, offsets, as_read(bias), *where)
+    return with_bias_of_groups(y, bias, offsets, phase)
 
 
 def _fake(
@@ -158,9 +141,8 @@ def _fake(
     group: str,
     recipe: Recipe,
 ) -> Tensor:
-    if not _compat.is_stand_in(recipe):
-        check_recipe_of_groups(recipe)
-        check_cut_of_groups(recipe, _cut(weight_dim, feature_sizes, rank, group))
+    check_recipe_of_groups(recipe)
+    check_cut_of_groups(recipe, _cut(weight_dim, feature_sizes, rank, group))
     return x.new_empty((x.shape[0], weight.shape[1]))
 
 
@@ -190,13 +172,12 @@ def _samples() -> Iterator[tuple]:
         yield x, weight, offsets, bias, weight_dim, [weight.shape[weight_dim]], 0, "", recipe
 
 
-sharded_grouped_linear = register_op(
-    "fp8compile::sharded_grouped_linear",
-    _kernel,
+sharded_grouped_linear = register_product(
+    "sharded_grouped_linear",
+    OUTPUT,
+    _sharded_grouped_linear,
     fake=_fake,
     setup_context=_setup_context,
     backward=_backward,
-    decompose=_decompose,
-    sharding=None,
     samples=_samples,
 )

@@ -38,8 +38,8 @@ from fp8compile.ops.layer.linear import (
 from fp8compile.ops.layer.local_shards import LocalShard
 from fp8compile.ops.layer.operands import Operands, Phase
 from fp8compile.ops.layer.products import Product, add_bias, multiply_shards
+from fp8compile.ops.layer.register import register_product
 from fp8compile.ops.layer.shards import DimSharding, Sharding
-from fp8compile.ops.registry import register_op
 from fp8compile.quantizers import Recipe
 
 __all__ = ["sharded_grad_input", "sharded_grad_weight", "sharded_linear"]
@@ -96,7 +96,8 @@ def _with_sequence(x: Tensor, sequence_dim: int | None, length: int, features: i
 # ---------------------------------------------------------------------------------- gradients
 
 
-def _grad_input_kernel(
+def _grad_input(
+    phase: Phase,
     grad_output: Tensor,
     weight: Tensor,
     weight_dim: int,
@@ -108,10 +109,8 @@ def _grad_input_kernel(
     recipe: Recipe,
 ) -> Tensor:
     layout = _layout(grad_output.ndim, weight_dim, feature_sizes, sequence_dim, sequence_sizes, rank, group)
-    operands = Operands(recipe, Phase.of(GRAD_INPUT, grad_output))
-    product = multiply_shards(
-        GRAD_INPUT, LocalShard(grad_output, layout.output), LocalShard(weight, layout.weight), operands
-    )
+    parts = LocalShard(grad_output, layout.output), LocalShard(weight, layout.weight)
+    product = multiply_shards(GRAD_INPUT, *parts, Operands(recipe, phase))
     return _whole_or_part(product, layout.input, group)
 
 
@@ -135,18 +134,13 @@ def _grad_input_samples() -> Iterator[tuple]:
         yield sample_grad(x, weight), weight, *where
 
 
-sharded_grad_input = register_op(
-    "fp8compile::sharded_grad_input",
-    _grad_input_kernel,
-    fake=_grad_input_fake,
-    backward=None,
-    decompose=_grad_input_kernel,
-    sharding=None,  # its tensors are this rank's
-    samples=lambda: _grad_input_samples(),
+sharded_grad_input = register_product(
+    "sharded_grad_input", GRAD_INPUT, _grad_input, fake=_grad_input_fake, samples=_grad_input_samples
 )
 
 
-def _grad_weight_kernel(
+def _grad_weight(
+    phase: Phase,
     grad_output: Tensor,
     x: Tensor,
     weight_dim: int,
@@ -158,10 +152,8 @@ def _grad_weight_kernel(
     recipe: Recipe,
 ) -> Tensor:
     layout = _layout(x.ndim, weight_dim, feature_sizes, sequence_dim, sequence_sizes, rank, group)
-    operands = Operands(recipe, Phase.of(GRAD_WEIGHT, x))
-    product = multiply_shards(
-        GRAD_WEIGHT, LocalShard(grad_output, layout.output), LocalShard(x, layout.input), operands
-    )
+    parts = LocalShard(grad_output, layout.output), LocalShard(x, layout.input)
+    product = multiply_shards(GRAD_WEIGHT, *parts, Operands(recipe, phase))
     return product.local.contiguous()
 
 
@@ -170,14 +162,8 @@ def _grad_weight_samples() -> Iterator[tuple]:
         yield sample_grad(x, weight), x, *where
 
 
-sharded_grad_weight = register_op(
-    "fp8compile::sharded_grad_weight",
-    _grad_weight_kernel,
-    fake=grad_weight_fake,
-    backward=None,
-    decompose=_grad_weight_kernel,
-    sharding=None,
-    samples=lambda: _grad_weight_samples(),
+sharded_grad_weight = register_product(
+    "sharded_grad_weight", GRAD_WEIGHT, _grad_weight, fake=grad_weight_fake, samples=_grad_weight_samples
 )
 
 # ---------------------------------------------------------------------------------- the layer
@@ -192,7 +178,8 @@ def _check_no_delayed_scaling(recipe: Recipe) -> None:
         )
 
 
-def _kernel(
+def _sharded_linear(
+    phase: Phase,
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
@@ -206,15 +193,12 @@ def _kernel(
 ) -> Tensor:
     _check_no_delayed_scaling(recipe)
     layout = _layout(x.ndim, weight_dim, feature_sizes, sequence_dim, sequence_sizes, rank, group)
-    operands = Operands(recipe, Phase.of(OUTPUT, x))
-    product = multiply_shards(OUTPUT, LocalShard(x, layout.input), LocalShard(weight, layout.weight), operands)
+    parts = LocalShard(x, layout.input), LocalShard(weight, layout.weight)
+    product = multiply_shards(OUTPUT, *parts, Operands(recipe, phase))
     if bias is not None:
-        product = replace(product, local=add_bias(product, LocalShard(bias, layout.bias), layout.weight))
+        own = LocalShard(as_read(bias, phase), layout.bias)
+        product = replace(product, local=add_bias(product, own, layout.weight))
     return _whole_or_part(product, layout.output, group)
-
-
-def _decompose(x: Tensor, weight: Tensor, bias: Tensor | None, *where: Any) -> Tensor:
-    return _kernel(x, weight, as_read(bias), *where)
 
 
 def _fake(
@@ -273,13 +257,12 @@ def _samples() -> Iterator[tuple]:
         yield x, weight, bias, weight_dim, [weight.shape[weight_dim]], None, [0], 0, "", recipe
 
 
-sharded_linear = register_op(
-    "fp8compile::sharded_linear",
-    _kernel,
+sharded_linear = register_product(
+    "sharded_linear",
+    OUTPUT,
+    _sharded_linear,
     fake=_fake,
     setup_context=_setup_context,
     backward=_backward,
-    decompose=_decompose,
-    sharding=None,
     samples=_samples,
 )
