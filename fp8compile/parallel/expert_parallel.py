@@ -31,20 +31,30 @@ class ExpertParallel(ParallelStyle):
         float8_dispatch: Whether rows travel as codes. Codes that come are rounded twice where a product makes others
             of them, such as grad_weight of ``rowwise``: then losses differ in the last digits from those without
             expert parallel. Off, they are the same.
+        same_tokens: A mesh of one dim whose ranks have the same tokens, as tensor parallel ranks of the attention
+            before do, and are all among those over which experts are cut. Each of them sends its share of the tokens,
+            and all get all results. None: each rank has tokens of its own. Ranks with the same tokens that are not
+            named here count each token several times in the gradients of experts.
 
     Raises:
         TypeError: When applied: the module is not one of experts that ``fp8compile.convert`` converted and that route
             tokens themselves.
-        ValueError: When applied: the mesh has more than one dim, or experts are no multiple of its ranks.
+        ValueError: When applied: a mesh has more than one dim, experts are no multiple of its ranks, or ranks with
+            the same tokens have other experts than those of the mesh.
     """
 
-    def __init__(self, *, capacity: int | None = None, float8_dispatch: bool = True) -> None:
+    def __init__(
+        self, *, capacity: int | None = None, float8_dispatch: bool = True, same_tokens: DeviceMesh | None = None
+    ) -> None:
         check_capacity("ExpertParallel", capacity)
+        if same_tokens is not None and not isinstance(same_tokens, DeviceMesh):
+            raise TypeError(f"ExpertParallel: same_tokens is a {type(same_tokens).__name__}; it is a DeviceMesh.")
         super().__init__()
-        self.options = DispatchOptions(capacity=capacity, codes=float8_dispatch)
+        self.options = DispatchOptions(capacity=capacity, codes=float8_dispatch, same_tokens=same_tokens)
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         _check(module, device_mesh)
+        _check_same_tokens(self.options.same_tokens, device_mesh)
         spread(module, device_mesh, src_data_rank=self.src_data_rank)
         module.dispatch_options = self.options
         if self.options.capacity is not None:
@@ -77,6 +87,22 @@ def _check(module: nn.Module, mesh: DeviceMesh) -> None:
         raise ValueError(
             f"ExpertParallel: the module has {num_experts(module)} experts and the mesh {mesh.size()} ranks; each "
             "rank has as many experts as the others."
+        )
+
+
+def _check_same_tokens(same: DeviceMesh | None, mesh: DeviceMesh) -> None:
+    if same is None:
+        return
+    if same.ndim != 1:
+        raise ValueError(
+            f"ExpertParallel: same_tokens has {same.ndim} dims, {same.mesh_dim_names}; take the one whose ranks have "
+            "the same tokens, mesh['tp'] for one."
+        )
+    if others := sorted({*same.mesh.tolist()} - {*mesh.mesh.tolist()}):
+        raise ValueError(
+            f"ExpertParallel: ranks {others} of same_tokens are not among those over which experts are cut, "
+            f"{mesh.mesh.tolist()}. Cut experts over all of them, by a flattened mesh for one, or leave same_tokens "
+            "out: then ranks with the same tokens and the same experts compute the same."
         )
 
 

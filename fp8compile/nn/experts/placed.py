@@ -24,10 +24,13 @@ class DispatchOptions:
     Attributes:
         capacity: How many rows a rank may send to another; None: as many as there are.
         codes: Whether codes of the recipe travel, where all products that read the rows take codes.
+        same_tokens: The mesh whose ranks have the same tokens, of which each sends a share; None: all ranks have
+            tokens of their own.
     """
 
     capacity: int | None = None
     codes: bool = True
+    same_tokens: DeviceMesh | None = None
 
 
 def spread(module: nn.Module, mesh: DeviceMesh, *, src_data_rank: int | None = 0) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from fp8compile.nn.experts.host import Host, code_of
 from fp8compile.nn.experts.placed import group_of_experts, local_stack
+from fp8compile.nn.experts.token_shares import all_shares, own_share
 from fp8compile.nn.grouped import grouped_linear
 from fp8compile.nn.routes import Routes, expert_routes
 from fp8compile.ops.groups.layout import sizes_of_groups
@@ -47,10 +48,7 @@ def _traveling(self: nn.Module) -> Recipe | None:
 
 
 def _forward(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """Rows sorted by expert, two grouped products, and the weighted sum of each token's results.
-
-    Rows of experts of other ranks have an index behind the last expert. They are sorted behind all groups, where
-    `grouped_linear` reads nothing and gives zeros, in gradients too.
+    """The experts' results for all tokens, or where other ranks have the same tokens, for a share and then for all.
 
     Args:
         self: The module.
@@ -60,6 +58,19 @@ def _forward(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_
 
     Returns:
         (tokens, hidden), the dtype of ``hidden_states``.
+    """
+    mesh = self.dispatch_options.same_tokens
+    if mesh is None:
+        return _by_experts(self, hidden_states, top_k_index, top_k_weights)
+    shares = (own_share(each, mesh) for each in (hidden_states, top_k_index, top_k_weights))
+    return all_shares(_by_experts(self, *shares), mesh, hidden_states.shape[0])
+
+
+def _by_experts(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """Rows sorted by expert, two grouped products, and the weighted sum of each token's results.
+
+    Rows of experts of other ranks have an index behind the last expert. They are sorted behind all groups, where
+    `grouped_linear` reads nothing and gives zeros, in gradients too.
     """
     tokens, top_k = top_k_index.shape
     # stable, so that rows of an expert are in one order wherever this runs: blocks along tokens depend on it
