@@ -14,7 +14,6 @@ from processes import process_context
 from torch import nn
 
 import fp8compile as f8
-from fp8compile import _compat
 from fp8compile.testing import assert_fullgraph, assert_no_recompile, graph_report
 
 RECIPES = ("tensorwise", "rowwise", "rowwise_bf16_wgrad", "blockwise", "mxfp8")
@@ -119,8 +118,6 @@ def test_meshes_of_any_size_send_the_same(elsewhere, recipe):
 
 
 WHOLE = BATCH * SEQUENCE * DIM  # elements of what is gathered: the input of gate and up, grad_output of down
-# from 2.15, fx_graph_cse leaves wait_tensor alone: two equal messages stay two, and what is made of them
-MERGES_WAITS = _compat.TORCH_VERSION < (2, 14)
 # Of both, codes along rows and codes along columns; tensorwise, they are the same.
 CODES_GATHERED = {"tensorwise": 2, "rowwise": 4, "blockwise": 4, "mxfp8": 4}
 
@@ -131,8 +128,7 @@ def test_codes_travel_and_at_most_0_55_of_bfloat16s_bytes(elsewhere, recipe):
     norm = [c for c in gathers if c.dtype == "float32" and c.bytes == 4 * BATCH * SEQUENCE and c.backward]
     codes = [c for c in gathers if c.dtype == "uint8" and c.bytes == WHOLE]
     scales = [c for c in gathers if c not in codes]
-    if MERGES_WAITS:
-        assert len(codes) == CODES_GATHERED[recipe], gathers
+    assert len(codes) == CODES_GATHERED[recipe], gathers
     assert "bfloat16" not in {c.dtype for c in gathers}
     assert sum(c.bytes for c in codes + scales) <= 0.55 * 2 * WHOLE * len(codes) + sum(c.bytes for c in norm), gathers
 
@@ -152,7 +148,6 @@ def test_stock_styles_gather_bfloat16(elsewhere):
     assert [c.bytes for c in gathers if c.dtype == "bfloat16"] == [2 * WHOLE] * 2, gathers
 
 
-@pytest.mark.xfail(not MERGES_WAITS, reason="PyTorch 2.15 merges no two waits, and so no two maxima over ranks")
 def test_gate_and_up_share_a_quantization_and_a_gather(elsewhere):
     report = elsewhere(report_of, "tensorwise", (4,))
     assert sum(c.bytes == WHOLE and not c.backward for c in report.collectives if "all_gather" in c.op) == 1

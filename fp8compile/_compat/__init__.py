@@ -36,6 +36,7 @@ from fp8compile._compat.partitioner import (
     left_in_forward,
     make_in_backward,
     never_recompute,
+    once_a_graph,
     recomputed,
 )
 from fp8compile._compat.tracing import (
@@ -118,6 +119,7 @@ __all__ = [
     "local_itself",
     "make_in_backward",
     "never_recompute",
+    "once_a_graph",
     "no_dispatch",
     "placement_of",
     "plain_alias",

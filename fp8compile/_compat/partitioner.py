@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from functools import wraps
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ __all__ = [
     "left_in_forward",
     "make_in_backward",
     "never_recompute",
+    "once_a_graph",
     "recomputed",
 ]
 
@@ -119,6 +121,63 @@ def left_in_backward() -> AbstractContextManager[None]:
     a message that another one sends in its backward.
     """
     return _marked(IN_BACKWARD)
+
+
+def once_a_graph(fn: Callable) -> Callable:
+    """A function whose equal calls in a graph that is being traced are one call.
+
+    PyTorch's partitioner merges equal nodes, and from 2.15 on not a node that only the forward needs with one of the
+    backward: the backward of a graph's last layer would compute the amaxes of its weight again.
+
+    Args:
+        fn: Of tensors and of values with a hash; its results are read only.
+    """
+
+    @wraps(fn)
+    def once(*args: Any) -> Any:
+        if torch.compiler.is_dynamo_compiling():
+            return fn(*args)  # to Dynamo, which can't trace the question, nothing stands in a graph yet
+        nodes = [_nodes_below(arg) for arg in args if isinstance(arg, torch.Tensor)]
+        if any(len(each) != 1 for each in nodes):
+            return fn(*args)  # nothing is being traced, or one tensor stands in several graphs
+        made = vars(nodes[0][0].graph).setdefault(RESULTS, {})
+        meanings = [_nodes_below(arg)[0] if isinstance(arg, torch.Tensor) else arg for arg in args]
+        key = (fn, _meaning(meanings), _marks(), type(args[0]))
+        if key not in made:
+            made[key] = fn(*args)
+        return made[key]
+
+    return once
+
+
+def _nodes_below(tensor: torch.Tensor) -> list[Any]:
+    """The nodes of a tensor, or of the value that a functional one has at the moment."""
+    from torch._subclasses.functional_tensor import FunctionalTensor
+
+    if isinstance(tensor, FunctionalTensor):
+        torch._sync(tensor)
+        tensor = torch._from_functional_tensor(tensor.elem)
+    return nodes_of(tensor)
+
+
+def _marks() -> tuple:
+    """What the partitioner is told of what is being traced: results that it treats unlike are not shared."""
+    from torch.fx import traceback
+
+    return tuple(traceback.current_meta.get(key) for key in ("partitioner_tag", "recompute", "ac_graph_id"))
+
+
+RESULTS = "_fp8compile_results"  # on a graph that is being traced
+PARTS = VIEWS | {torch.ops.aten.select.int}
+
+
+def _meaning(value: Any) -> Any:
+    """A node, or what it does to another one if it is a view of it or of a part: equal for equal views."""
+    if isinstance(value, (list, tuple)):
+        return tuple(map(_meaning, value))
+    if isinstance(value, torch.fx.Node) and value.op == "call_function" and value.target in PARTS:
+        return value.target, *map(_meaning, value.args), *value.kwargs.items()
+    return value
 
 
 def is_fusible(tensor: torch.Tensor) -> bool:

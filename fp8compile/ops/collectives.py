@@ -52,6 +52,7 @@ def _sent(collective: Callable[..., Tensor], *args: Any) -> Tensor:
     return result.wait() if isinstance(result, AsyncCollectiveTensor) else result
 
 
+@_compat.once_a_graph
 def all_reduce_amax(amax: Tensor, group: ProcessGroup | str) -> Tensor:
     """The largest amax over the ranks of a group; NaN where any rank has one.
 
@@ -158,6 +159,7 @@ def _along(dim: int, before: int, after: int, ndim: int) -> tuple[int, ...]:
     return (0, 0) * (ndim - 1 - dim) + (before, after)
 
 
+@_compat.once_a_graph
 def all_gather(x: Tensor, dim: int, sizes: Sequence[int], group: ProcessGroup | str) -> Tensor:
     """The parts of all ranks side by side.
 

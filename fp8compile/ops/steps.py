@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from fp8compile._compat import once_a_graph
 from fp8compile.ops.amax import amax
 from fp8compile.ops.cast import cast
 from fp8compile.ops.outer_scale import outer_amax, two_scales
@@ -34,5 +35,6 @@ class Steps:
     two_scales: Callable[[Tensor, Tensor, Quantizer], tuple[Tensor, Tensor, Tensor]]
 
 
-OPS_OF_STEPS = Steps(amax, scale, cast, outer_amax, two_scales)
+# the backward has the amaxes that the forward has computed, not others of its own
+OPS_OF_STEPS = Steps(*map(once_a_graph, (amax, scale, cast, outer_amax, two_scales)))
 PYTHON_OF_STEPS = Steps(*(OPS[op.name()].impl for op in (amax, scale, cast, outer_amax, two_scales)))

@@ -199,11 +199,10 @@ class Operands:
         """By kernels that read a tensor once for two purposes, where one does that and ranks need not talk first."""
         steps, recipe = self._steps(part, slot), self.recipe
         if slot == OUTPUT.b and _has_weight_kernel(part, recipe):
-            codes, scale, _ = quantize_weight(part.local, quantizer, recipe.weight_for_grad_input)
+            codes, scale, _ = _quantize_weight(part.local, quantizer, recipe.weight_for_grad_input)
             return QuantizedShard(codes, scale, quantizer, part.cuts)
         if slot == GRAD_INPUT.b and _has_weight_kernel(part, recipe):
-            # the forward's call, which compilers make once
-            _, _, amax = quantize_weight(part.local, recipe.weight, quantizer)
+            _, _, amax = _quantize_weight(part.local, recipe.weight, quantizer)
             return quantize_shard(part, quantizer, steps, local_amax=amax)
         if slot in (GRAD_INPUT.a, GRAD_WEIGHT.a) and _has_grad_kernel(part, recipe):
             return self._both_directions(part, slot)
@@ -219,16 +218,23 @@ class Operands:
         return QuantizedShard(codes.view(shape), scale.view(rows.scale_shape(shape)), rows, part.cuts)
 
     def _kept(self, part: LocalShard, quantizer: Quantizer, slot: str) -> QuantizedShard:
-        """Codes of a weight of which the forward makes a copy for grad_input.
-
-        Forward and backward both emit the copy; compilers merge the two.
-        """
+        """Codes of a weight of which the forward makes a copy for grad_input."""
         forward = replace(self, phase=Phase.FORWARD)._quantized(part, quantizer, OUTPUT.b)
-        turned = store(forward.local.t().contiguous())
+        turned = _turned(forward.local)
         _compat.never_recompute(turned)
         if slot == GRAD_INPUT.b:
             return replace(forward, local=turned.t())
         return replace(forward, scale=after(forward.scale, turned))
+
+
+# Forward and backward both ask for these, and have one of them.
+_quantize_weight = _compat.once_a_graph(quantize_weight)
+
+
+@_compat.once_a_graph
+def _turned(codes: Tensor) -> Tensor:
+    """Codes as the product reads them that reads them transposed."""
+    return store(codes.t().contiguous())
 
 
 def _on_gpu(tensor: Tensor) -> bool:
