@@ -27,7 +27,7 @@ from fp8compile.tensor.parameter import (
 )
 from fp8compile.tensor.quantized import HANDLERS, LAYERS, VIEWS, QuantizedTensor
 from fp8compile.tensor.saved import load_pair
-from fp8compile.tensor.steps import Pending
+from fp8compile.tensor.steps import Pending, check_outside_of_graph_of_step
 from fp8compile.tensor.writes import READS, UPDATES, compute, copy
 
 __all__ = ["QuantizedPairParameter", "is_quantized_parameter"]
@@ -120,16 +120,16 @@ class QuantizedPairParameter(QuantizedPair):
         return self.pending.given()
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple]:
-        in_step = self.pending is not None and self.pending.is_of(self)
-        return ["for_output", "for_grad_input", *(["values"] if in_step else [])], (in_step,)
+        place = None if self.pending is None else self.pending.place
+        return ["for_output", "for_grad_input", *([] if place is None else ["values"])], (place,)
 
     @staticmethod
     def __tensor_unflatten__(
         inner: dict, metadata: tuple, outer_size: Any, outer_stride: Any
     ) -> QuantizedPairParameter:
         found = QuantizedPairParameter(inner["for_output"], inner["for_grad_input"])
-        if metadata[0]:
-            found.pending = Pending(found, inner["values"], of_pair=True)
+        if metadata[0] is not None:
+            found.pending = Pending(metadata[0], values=inner["values"], of_pair=True)
         return found
 
     def __deepcopy__(self, memo: dict) -> QuantizedPairParameter:
@@ -144,6 +144,7 @@ class QuantizedPairParameter(QuantizedPair):
     def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
         if func in LAYERS:
+            check_outside_of_graph_of_step(args, func)
             return LAYERS[func](func, *args)
         with _compat.counting_versions():
             if func is aten.copy_.default:

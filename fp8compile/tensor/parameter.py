@@ -16,7 +16,7 @@ from fp8compile.tensor.attributes import moved
 from fp8compile.tensor.fsdp import FullyShardHooks
 from fp8compile.tensor.quantized import LAYERS, QuantizedTensor
 from fp8compile.tensor.saved import load_parameter
-from fp8compile.tensor.steps import Pending, listen_to_optimizers, settle
+from fp8compile.tensor.steps import Pending, check_outside_of_graph_of_step, listen_to_optimizers, settle
 from fp8compile.tensor.update import shared_with
 from fp8compile.tensor.writes import READS, UPDATES, compute, copy
 
@@ -198,27 +198,27 @@ class QuantizedParameter(FullyShardHooks, QuantizedTensor):
         return found
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple]:
-        in_step = self.pending is not None and self.pending.is_of(self)
-        if self.outer is not None and not in_step:
+        place = None if self.pending is None else self.pending.place
+        if self.outer is not None and place is None:
             raise TypeError(
                 "a shard of a QuantizedParameter that tensor parallel ranks have parts of too is no argument of a "
                 "compiled graph, which would forget these ranks. Leave what writes to it uncompiled, unless it is the "
                 "step of an optimizer."
             )
         (_, _, *others), metadata = super().__tensor_flatten__()
-        codes = ["_codes", "_scale"] if in_step else ["codes", "scale"]  # reading these would end the step
-        values = ["values"] if in_step and not self.pending.of_pair else []
-        return [*codes, *values, *others], (*metadata, self.extent, in_step)
+        codes = ["codes", "scale"] if place is None else ["_codes", "_scale"]  # reading those would round
+        values = [] if place is None or self.pending.of_pair else ["values"]
+        return [*codes, *values, *others], (*metadata, self.extent, place)
 
     @staticmethod
     def __tensor_unflatten__(inner: dict, metadata: tuple, outer_size: Any, outer_stride: Any) -> QuantizedParameter:
-        quantizer, dtype, identity, extent, in_step = metadata
+        quantizer, dtype, identity, extent, place = metadata
         shard = () if identity is None else (inner["group"], *identity[-2:])
-        codes, scale = (inner[f"_{name}" if in_step else name] for name in ("codes", "scale"))
+        codes, scale = (inner[name if place is None else f"_{name}"] for name in ("codes", "scale"))
         found = QuantizedParameter(codes, scale, quantizer, dtype, *shard)
         found.extent = extent
-        if in_step:
-            found.pending = Pending(found, inner.get("values"), of_pair="values" not in inner)
+        if place is not None:
+            found.pending = Pending(place, values=inner.get("values"), of_pair="values" not in inner)
         return found
 
     def __deepcopy__(self, memo: dict) -> QuantizedParameter:
@@ -268,6 +268,7 @@ class QuantizedParameter(FullyShardHooks, QuantizedTensor):
     def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
         if func in LAYERS:
+            check_outside_of_graph_of_step(args, func)
             return super().__torch_dispatch__(func, types, args, kwargs)
         with counting_versions():  # of codes and scale, which a compiled layer saves for its backward
             return cls._written_or_viewed(func, types, args, kwargs)

@@ -5,15 +5,15 @@ op in place      computes with these values, in the parameter's dtype; the first
 step ends        values of all parameters --one amax message--> codes, scales
 
 PyTorch's loops write to a parameter by several ops (AdamW: weight decay, then the update), and no op knows that
-another one follows. A hook on all optimizers knows when a step ends. Whoever reads codes before that, as the forward
-in a closure does, gets codes of the values so far: reading rounds. A compiled step gets the values beside the codes,
-so its graph is that of plain parameters: hooks run before and after it.
+another one follows. Hooks of all optimizers know when a step begins and ends. Whoever reads codes before that gets
+codes of the values so far: reading rounds. A closure is called outside of the step. A compiled step gets values beside
+the codes, so its graph is that of plain parameters: PyTorch calls hooks before and after it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from functools import cache
+from functools import cache, partial, wraps
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -33,31 +33,57 @@ if TYPE_CHECKING:
 
     Parameter = QuantizedParameter | QuantizedPairParameter
 
-__all__ = ["Pending", "computed_values", "listen_to_optimizers", "settle", "values_of", "write"]
+__all__ = [
+    "Pending",
+    "check_outside_of_graph_of_step",
+    "computed_values",
+    "listen_to_optimizers",
+    "settle",
+    "values_of",
+    "write",
+]
+
+IN_A_GRAPH = (
+    "{what} of a QuantizedParameter in a graph that was compiled while an optimizer's step runs: it has values there, "
+    "and stale codes. Only ops in place on the parameter itself go with that: leave this step uncompiled. If a step "
+    "has raised, and you caught it: call the optimizer's zero_grad() and step() once, which ends it."
+)
+Place = tuple[tuple[int, ...], tuple[int, ...], int]
+
+
+def place_of(tensor: Tensor) -> Place:
+    """Shape, strides and offset: where a view lies, among views of one memory."""
+    return tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset())
 
 
 class Pending:
     """What a parameter is during an optimizer's step.
 
     Attributes:
-        parameter: The tensor that the optimizer writes to, of one set of codes or of two.
+        place: Of the tensor that the optimizer writes to, among the views that have this.
+        parameter: That tensor, of one set of codes or of two; None in a graph, to which only values are given.
         values: Those of it, in its dtype; None as long as its codes are the truth.
         of_pair: Whether the parameter has two sets of codes, each of which has this too.
     """
 
-    def __init__(self, parameter: Parameter, values: Tensor | None = None, *, of_pair: bool = False) -> None:
+    def __init__(
+        self, place: Place, parameter: Parameter | None = None, values: Tensor | None = None, *, of_pair: bool
+    ) -> None:
+        self.place = place
         self.parameter = parameter
         self.values = values
         self.of_pair = of_pair
 
     def is_of(self, tensor: Parameter) -> bool:
-        """Whether a view of the parameter is all of it, as it lies."""
-        own = self.parameter
-        return (own.shape, own.stride(), own.storage_offset()) == (
-            tensor.shape,
-            tensor.stride(),
-            tensor.storage_offset(),
-        )
+        """Whether a view of the parameter is all of it, as it lies.
+
+        Raises:
+            TypeError: It is another one, in a graph.
+        """
+        same = place_of(tensor) == self.place
+        if not same and self.parameter is None:
+            raise TypeError(IN_A_GRAPH.format(what="an op on a view"))
+        return same
 
     def given(self) -> Tensor:
         """Its values, which a compiled step gets and writes to."""
@@ -99,7 +125,8 @@ def write(tensors: Sequence[Parameter], values: Sequence[Tensor]) -> None:
 
 def settle(parameters: Iterable[Parameter]) -> None:
     """Make codes of the values that a step has computed so far, of all these parameters with one message of amaxes."""
-    every = {id(pending): pending for each in parameters if (pending := each.pending) is not None}
+    found = (each.pending for each in parameters)
+    every = {id(pending): pending for pending in found if pending is not None and pending.parameter is not None}
     due = [(pending.parameter, pending.values) for pending in every.values() if pending.values is not None]
     for pending in every.values():
         pending.values = None  # first, for writing asks for codes
@@ -122,20 +149,53 @@ def _parameters(optimizer: Optimizer) -> list[Parameter]:
     return [each for each in every if hasattr(each, "check_writable")]
 
 
-@torch._disable_dynamo
-def _begin(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    parameters = _parameters(optimizer)
-    settle(parameters)  # what a step computed that raised
+def _open(parameters: Iterable[Parameter]) -> None:
     for each in parameters:
-        each.pending = Pending(each, of_pair=len(each.sets()) == 2)
+        each.pending = Pending(place_of(each), each, of_pair=len(each.sets()) == 2)
 
 
-@torch._disable_dynamo
-def _end(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    parameters = _parameters(optimizer)
+def _close(parameters: Sequence[Parameter]) -> None:
     settle(parameters)
     for each in parameters:
         each.pending = None
+
+
+def _outside(argument: Any, parameters: Sequence[Parameter]) -> Any:
+    """A closure that a step calls runs outside of it: it reads codes. Any other argument is as it was."""
+    if not callable(argument):
+        return argument
+
+    @wraps(argument)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        _close(parameters)
+        found = argument(*args, **kwargs)
+        _open(parameters)
+        return found
+
+    return call
+
+
+@torch._disable_dynamo
+def _begin(optimizer: Optimizer, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
+    if not (parameters := _parameters(optimizer)):
+        return None
+    _close(parameters)  # a step that raised
+    _open(parameters)
+    outside = partial(_outside, parameters=parameters)
+    return (args[0], *map(outside, args[1:])), {name: outside(value) for name, value in kwargs.items()}
+
+
+@torch._disable_dynamo
+def _end(optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
+    _close(_parameters(optimizer))
+
+
+def check_outside_of_graph_of_step(tensors: Iterable[object], what: object) -> None:
+    """Raise a TypeError if one of these is a parameter in the graph of a compiled step, to which codes are stale."""
+    for each in tensors:
+        pending = getattr(each, "pending", None)
+        if pending is not None and pending.parameter is None:
+            raise TypeError(IN_A_GRAPH.format(what=what))
 
 
 @cache
