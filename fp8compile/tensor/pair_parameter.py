@@ -21,16 +21,14 @@ from fp8compile.tensor.parameter import (
     MAKERS,
     NO_CAT,
     NO_MESSAGE,
-    READS,
-    UPDATES,
     QuantizedParameter,
     as_leaf,
-    compute,
-    copy,
     plain_like,
 )
 from fp8compile.tensor.quantized import HANDLERS, LAYERS, VIEWS, QuantizedTensor
 from fp8compile.tensor.saved import load_pair
+from fp8compile.tensor.steps import Pending, check_outside_of_graph_of_step
+from fp8compile.tensor.writes import READS, UPDATES, compute, copy
 
 __all__ = ["QuantizedPairParameter", "is_quantized_parameter"]
 
@@ -80,6 +78,16 @@ class QuantizedPairParameter(QuantizedPair):
             each.written = value
 
     @property
+    def pending(self) -> Pending | None:
+        """What it is during an optimizer's step, if one runs: the same for both sets."""
+        return self._for_output.pending
+
+    @pending.setter
+    def pending(self, value: Pending | None) -> None:
+        for each in self.sets():
+            each.pending = value
+
+    @property
     def initial(self) -> Tensor | None:
         """The values that both sets were made of, where they are kept."""
         return self._for_output.initial
@@ -106,11 +114,23 @@ class QuantizedPairParameter(QuantizedPair):
         """The values that the codes for the output stand for; gradients pass straight through."""
         return ops.straight_through(self._for_output.detach()._values(dtype or self.dtype), self, self.quantizer)
 
+    @property
+    def values(self) -> Tensor:
+        """Its values in an optimizer's step, for a compiled one."""
+        return self.pending.given()
+
+    def __tensor_flatten__(self) -> tuple[list[str], tuple]:
+        place = None if self.pending is None else self.pending.place
+        return ["for_output", "for_grad_input", *([] if place is None else ["values"])], (place,)
+
     @staticmethod
     def __tensor_unflatten__(
         inner: dict, metadata: tuple, outer_size: Any, outer_stride: Any
     ) -> QuantizedPairParameter:
-        return QuantizedPairParameter(inner["for_output"], inner["for_grad_input"])
+        found = QuantizedPairParameter(inner["for_output"], inner["for_grad_input"])
+        if metadata[0] is not None:
+            found.pending = Pending(metadata[0], values=inner["values"], of_pair=True)
+        return found
 
     def __deepcopy__(self, memo: dict) -> QuantizedPairParameter:
         found = as_leaf(self.clone().detach(), self.requires_grad, isinstance(self, torch.nn.Parameter))
@@ -124,6 +144,7 @@ class QuantizedPairParameter(QuantizedPair):
     def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
         if func in LAYERS:
+            check_outside_of_graph_of_step(args, func)
             return LAYERS[func](func, *args)
         with _compat.counting_versions():
             if func is aten.copy_.default:

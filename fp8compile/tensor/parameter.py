@@ -9,17 +9,16 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.utils._python_dispatch import return_and_correct_aliasing
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from fp8compile._compat import counting_versions
 from fp8compile.quantizers import Quantizer
-from fp8compile.tensor.arguments import SOURCE_DTYPES
 from fp8compile.tensor.attributes import moved
 from fp8compile.tensor.fsdp import FullyShardHooks
-from fp8compile.tensor.pair import QuantizedPair, has_codes
 from fp8compile.tensor.quantized import LAYERS, QuantizedTensor
 from fp8compile.tensor.saved import load_parameter
-from fp8compile.tensor.update import assign, count_write, shared_with
+from fp8compile.tensor.steps import Pending, check_outside_of_graph_of_step, listen_to_optimizers, settle
+from fp8compile.tensor.update import shared_with
+from fp8compile.tensor.writes import READS, UPDATES, compute, copy
 
 __all__ = ["QuantizedParameter"]
 
@@ -35,16 +34,17 @@ class _Shared:
         self.blank = False  # made by new_zeros, and nothing was written to it yet
         self.outer: ProcessGroup | None = None  # tensor parallel ranks, where FSDP2 has cut the part that each has
         self.initial: Tensor | None = None  # a flat one, in which a view's values lie as its codes in their memory
+        self.pending: Pending | None = None  # while an optimizer's step runs
 
 
 class QuantizedParameter(FullyShardHooks, QuantizedTensor):
     """A QuantizedTensor that optimizers write to.
 
     An op in place dequantizes it, computes in its dtype, and quantizes the result anew, by an amax over all ranks that
-    share its scale; a list of parameters (``foreach``) takes one message for all of them. So an optimizer that writes
-    to a parameter several times a step (AdamW's loops; not ``fused=True``, and not SGD) rounds as many times:
-    ``fp8compile.MasterWeights`` rounds once. Which ops there are is a list, ``UPDATES`` and ``READS``: what
-    ``torch.optim`` needs, and what fills a tensor. Any other op raises, as on a QuantizedTensor.
+    share its scale; a list of parameters (``foreach``) takes one message for all of them. While an optimizer's step
+    runs, ops compute with values, of which the end of the step makes codes, once (`Pending`). Which ops there are is a
+    list, ``UPDATES`` and ``READS``: what ``torch.optim`` needs, and what fills a tensor. Any other op raises, as on a
+    QuantizedTensor.
 
     A class of its own, for a tensor that stands for fixed numbers has no op that writes to it, and nothing reads its
     numbers but ``dequantize``: activations and gathered weights are such tensors, and a mistake there would be silent.
@@ -58,6 +58,8 @@ class QuantizedParameter(FullyShardHooks, QuantizedTensor):
 
     extent: str = WHOLE
     _shared: _Shared
+    _codes: Tensor
+    _scale: Tensor
     instead_of_cutting: str = (
         "leave this weight out of quantized_parameters. If this is fully_shard: each rank takes as many rows, rounded "
         "up; where that is no multiple of a block, and it is for columns, shard these, by shard_placement_fn="
@@ -65,13 +67,57 @@ class QuantizedParameter(FullyShardHooks, QuantizedTensor):
     )
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
         self._shared = _Shared()
+        super().__init__(*args, **kwargs)
+        listen_to_optimizers()
+
+    @property
+    def codes(self) -> Tensor:  # type: ignore[override]
+        """Its codes; in an optimizer's step, those of the values that it has computed so far."""
+        self._settle()
+        return self._codes
+
+    @codes.setter
+    def codes(self, codes: Tensor) -> None:
+        self._codes = codes
+
+    @property
+    def scale(self) -> Tensor:  # type: ignore[override]
+        """Its scale, which belongs to the codes."""
+        self._settle()
+        return self._scale
+
+    @scale.setter
+    def scale(self, scale: Tensor) -> None:
+        self._scale = scale
+
+    @property
+    def values(self) -> Tensor:
+        """Its values in an optimizer's step, for a compiled one."""
+        return self.pending.given()
+
+    def _settle(self) -> None:
+        if self._shared.pending is not None:
+            settle([self])
+
+    @property
+    def pending(self) -> Pending | None:
+        """What it is during an optimizer's step, if one runs."""
+        return self._shared.pending
+
+    @pending.setter
+    def pending(self, value: Pending | None) -> None:
+        self._shared.pending = value
 
     @property
     def ends_in_padding(self) -> bool:  # type: ignore[override]
         """Whether it is memory for a shard, of which FSDP2 takes the rows that there are."""
         return self.extent == BLANK
+
+    @property
+    def is_slice(self) -> bool:
+        """Whether elements outside of it have its scale too."""
+        return self.extent == SLICE
 
     @property
     def written(self) -> bool:
@@ -152,20 +198,27 @@ class QuantizedParameter(FullyShardHooks, QuantizedTensor):
         return found
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple]:
-        if self.outer is not None:
+        place = None if self.pending is None else self.pending.place
+        if self.outer is not None and place is None:
             raise TypeError(
                 "a shard of a QuantizedParameter that tensor parallel ranks have parts of too is no argument of a "
-                "compiled graph, which would forget these ranks. Leave the optimizer's step uncompiled."
+                "compiled graph, which would forget these ranks. Leave what writes to it uncompiled, unless it is the "
+                "step of an optimizer."
             )
-        names, metadata = super().__tensor_flatten__()
-        return names, (*metadata, self.extent)
+        (_, _, *others), metadata = super().__tensor_flatten__()
+        codes = ["codes", "scale"] if place is None else ["_codes", "_scale"]  # reading those would round
+        values = [] if place is None or self.pending.of_pair else ["values"]
+        return [*codes, *values, *others], (*metadata, self.extent, place)
 
     @staticmethod
     def __tensor_unflatten__(inner: dict, metadata: tuple, outer_size: Any, outer_stride: Any) -> QuantizedParameter:
-        quantizer, dtype, identity, extent = metadata
+        quantizer, dtype, identity, extent, place = metadata
         shard = () if identity is None else (inner["group"], *identity[-2:])
-        found = QuantizedParameter(inner["codes"], inner["scale"], quantizer, dtype, *shard)
+        codes, scale = (inner[name if place is None else f"_{name}"] for name in ("codes", "scale"))
+        found = QuantizedParameter(codes, scale, quantizer, dtype, *shard)
         found.extent = extent
+        if place is not None:
+            found.pending = Pending(place, values=inner.get("values"), of_pair="values" not in inner)
         return found
 
     def __deepcopy__(self, memo: dict) -> QuantizedParameter:
@@ -193,7 +246,7 @@ class QuantizedParameter(FullyShardHooks, QuantizedTensor):
     def check_writable(self, what: object) -> None:
         """Raise unless new values can be written to this tensor alone."""
         spans = -1 in self.quantizer.block
-        if self.extent == SLICE:
+        if self.is_slice:
             raise RuntimeError(
                 f"{what} of a part of a QuantizedParameter, whose scale the rest of it has too. Write to the whole "
                 "parameter."
@@ -215,6 +268,7 @@ class QuantizedParameter(FullyShardHooks, QuantizedTensor):
     def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
         if func in LAYERS:
+            check_outside_of_graph_of_step(args, func)
             return super().__torch_dispatch__(func, types, args, kwargs)
         with counting_versions():  # of codes and scale, which a compiled layer saves for its backward
             return cls._written_or_viewed(func, types, args, kwargs)
@@ -231,6 +285,9 @@ class QuantizedParameter(FullyShardHooks, QuantizedTensor):
             raise TypeError(NO_CAT)
         if func.namespace == "c10d":
             raise TypeError(f"{func} {NO_MESSAGE}")
+        if func in ALIASES:  # reads no codes: an optimizer may write to p.data
+            view = args[0]._like(func(args[0]._codes), func(args[0]._scale))
+            return moved(func, args[0], return_and_correct_aliasing(func, args, kwargs, view))
         if func in MAKERS:
             return moved(func, args[0], MAKERS[func](func, *args, **kwargs))
         result = super().__torch_dispatch__(func, types, args, kwargs)
@@ -247,6 +304,7 @@ def as_leaf(found: QuantizedParameter, requires_grad: bool, is_parameter: bool) 
     return found
 
 
+ALIASES = {aten.detach.default, aten.alias.default}
 COPIES = {aten.clone.default, aten._to_copy.default, aten._pin_memory.default}
 NO_MESSAGE = (
     "of a QuantizedParameter: what is sent are its codes and its scale. For a plan of tensor parallelism, take "
@@ -258,105 +316,6 @@ NO_CAT = (
     "DistributedDataParallel, which copies values of rank 0 in one message: call "
     "fp8compile.parallel.broadcast_parameters(model) and pass init_sync=False to it."
 )
-
-# ---------------------------------------------------------------------------------- values
-
-
-def _overloads(*names: str) -> set[Any]:
-    found = set()
-    for name in names:
-        packet = getattr(aten, name)
-        found |= {getattr(packet, overload) for overload in packet.overloads() if "out" not in overload}
-    return found
-
-
-ARITHMETIC = ("add", "sub", "mul", "div", "addcmul", "addcdiv", "lerp")
-FILLING = ("zero_", "fill_", "uniform_", "normal_")
-FUSED = ("_fused_adamw_", "_fused_adam_", "_fused_sgd_", "_fused_adagrad_")
-UPDATES = _overloads(
-    *(f"{name}_" for name in ARITHMETIC), *(f"_foreach_{name}_" for name in ARITHMETIC), *FILLING, *FUSED
-)
-# what weight decay, and averages of weights, read: out of place
-READS = _overloads("add", "sub", "_foreach_add", "_foreach_sub", "lerp", "norm", "linalg_vector_norm", "_foreach_norm")
-
-
-def _written(func: Any, args: tuple, kwargs: dict) -> list[Any]:
-    """Arguments, and entries of lists of them, that an op writes to."""
-    found = []
-    for index, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            found += tree_leaves(args[index] if index < len(args) else kwargs.get(argument.name))
-    return found
-
-
-def compute(func: Any, args: tuple, kwargs: dict) -> Any:
-    """An op on the values of parameters; those that it writes to are quantized anew, all at once."""
-    written = [each for each in _written(func, args, kwargs) if has_codes(each)]
-    for each in written:
-        if not hasattr(each, "check_writable"):
-            raise TypeError(f"{func} writes to a QuantizedTensor, which stands for fixed numbers.")
-        each.check_writable(func)
-    values: dict[int, Tensor] = {}
-
-    def value_of(x: QuantizedTensor | QuantizedPair) -> Tensor:
-        if not hasattr(x, "check_writable"):
-            raise TypeError(
-                f"{func} reads a QuantizedTensor, and nothing dequantizes in silence. Call .dequantize() first."
-            )
-        return values.setdefault(id(x), x.dequantize())
-
-    plain_args, plain_kwargs = tree_map_only((QuantizedTensor, QuantizedPair), value_of, (args, kwargs))
-    result = func(*plain_args, **plain_kwargs)
-    sets = [own for each in written for own in each.sets()]
-    assign(sets, [values[id(each)] for each in written for _ in each.sets()])
-    for each in written:
-        if isinstance(each, QuantizedPair):
-            count_write(each)
-        each.written = True
-        each.keep(values[id(each)])
-    if func in READS:
-        return result
-    return args[0] if func._schema.returns and isinstance(args[0], Tensor) else None
-
-
-def copy(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
-    """Values are quantized; codes are copied, with their scale."""
-    if not hasattr(target, "check_writable"):
-        raise TypeError(
-            "copy_ of a QuantizedParameter into a plain tensor: nothing dequantizes in silence. Copy .dequantize()."
-        )
-    if not has_codes(source):
-        return _copy_values(target, source)
-    own, given = target.sets(), source.sets()
-    if [each.quantizer for each in own] != [each.quantizer for each in given] or source.shape != target.shape:
-        raise TypeError(
-            f"copy_ into a QuantizedParameter of {target.quantizer!r}, shape {tuple(target.shape)}, from codes of "
-            f"{source.quantizer!r}, shape {tuple(source.shape)}. Copy .dequantize(), which quantizes them anew."
-        )
-    for each, codes in zip(own, given, strict=True):
-        if each.extent == SLICE and not torch.equal(each.scale, codes.scale.to(each.scale.device)):
-            each.check_writable("copy_")
-        each.codes.copy_(codes.codes)
-        each.scale.copy_(codes.scale)
-    count_write(target)
-    is_parameter = hasattr(source, "check_writable")
-    target.written = source.written if is_parameter and own[0]._shared.blank else True
-    initial = source.initial if is_parameter else None
-    target.keep(source if initial is None else initial)
-    return target
-
-
-def _copy_values(target: Tensor, source: Tensor) -> Tensor:
-    if source.dtype not in SOURCE_DTYPES:
-        raise TypeError(f"copy_ of {source.dtype} into a QuantizedParameter; it takes bfloat16, float16 and float32.")
-    target.check_writable("copy_")
-    sets = target.sets()
-    assign(sets, [source.to(target.device, target.dtype).expand(target.shape)] * len(sets))
-    count_write(target)
-    target.written = True
-    target.keep(source)
-    return target
-
 
 # ---------------------------------------------------------------------------------- tensors like it
 

@@ -170,7 +170,8 @@ class QuantizedTensor(Tensor):
         fields, and the salt.
         """
         names, (_, *metadata) = self.__tensor_flatten__()
-        inner = [(t.shape, t.stride(), t.dtype, t.device) for t in (self.codes, self.scale)]
+        tensors = [getattr(self, name) for name in names if name != "group"]
+        inner = [(t.shape, t.stride(), t.dtype, t.device) for t in tensors]
         values = (type(self).__name__, names, self.shape, self.requires_grad, self.quantizer.__fx_repr__()[0])
         return hashlib.blake2b(repr((*values, inner, metadata)).encode(), digest_size=16).hexdigest()
 

@@ -42,7 +42,14 @@ OPTIMIZERS = {
     "AdamW, masters": lambda p: f8.MasterWeights(torch.optim.AdamW, p, lr=0.02),
     "SGD, masters": lambda p: f8.MasterWeights(torch.optim.SGD, p, lr=0.1, momentum=0.9),
     "AdamW, masters in a step": lambda p: f8.MasterWeights(torch.optim.AdamW, p, lr=0.02, keep=False),
+    "AdamW, loop compiled": lambda p: compiled_step(torch.optim.AdamW(p, lr=0.02, weight_decay=0.5, foreach=False)),
+    "AdamW, foreach compiled": lambda p: compiled_step(torch.optim.AdamW(p, lr=0.02, foreach=True)),
 }
+
+
+def compiled_step(optimizer):
+    optimizer.step = torch.compile(optimizer.step, backend="aot_eager")
+    return optimizer
 
 
 @pytest.fixture(scope="session")
@@ -406,6 +413,8 @@ def bytes_of_shards():
         ("AdamW, masters", "all", 145, 20),
         ("SGD, masters", "pair", 145, 5),
         ("AdamW, masters in a step", "pair", 145, 5),
+        ("AdamW, loop compiled", "pair", 145, 3),
+        ("AdamW, foreach compiled", "all", 145, 3),
         ("AdamW, masters", "all", 5, 5),  # the last rank has no rows
     ],
 )
@@ -446,7 +455,13 @@ def test_shards_of_columns_have_the_bits_of_one_process(ranks, name, share):
 
 @pytest.mark.parametrize(
     ("optimizer", "expected"),
-    [("AdamW, masters", [4]), ("AdamW, fused", [4]), ("SGD, foreach", [4]), ("AdamW, foreach", [4, 4])],
+    [
+        ("AdamW, masters", [4]),
+        ("AdamW, fused", [4]),
+        ("SGD, foreach", [4]),
+        ("AdamW", [4]),
+        ("AdamW, foreach compiled", [4]),
+    ],
 )
 def test_a_step_takes_one_amax_message_for_all_weights(ranks, optimizer, expected):
     assert ranks.run(messages, optimizer, within="pair") == [expected] * 2

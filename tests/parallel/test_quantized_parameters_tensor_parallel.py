@@ -83,6 +83,34 @@ def steps_of(name, hidden, order, *, fsdp=False, backend=None, share=False):
     return losses[0] == losses[1], same, counters["stats"]["unique_graphs"]
 
 
+def compiled_steps_under_fsdp():
+    """Losses of the loop of AdamW, compiled, with codes and with values that are rounded by hand; and graphs."""
+    mesh, recipe, losses, graphs = mesh_2d("data", "tensor"), RECIPES["tensorwise"], [], []
+    for quantized_parameters in (True, False):
+        torch._dynamo.reset()
+        counters.clear()
+        options = {"quantized_parameters": quantized_parameters}
+        model = parallelized(plain_model(144), mesh["tensor"], recipe, "plan first", **options)
+        fully_shard(model, mesh=mesh["data"])
+        f8.parallel.share_scales(model)
+        optimizer = OPTIMIZERS["AdamW, loop compiled"](model.parameters())
+        own = []
+        for step in range(3):
+            if not quantized_parameters:
+                _round(model, recipe.weight)
+            own += train(model, optimizer, 1, step)
+        losses.append(own)
+        graphs.append(counters["stats"]["unique_graphs"])
+    return losses[0] == losses[1], graphs[0] == graphs[1]
+
+
+@torch.no_grad()
+def _round(model, quantizer):
+    for weight in (p for p in model.parameters() if p.ndim == 2):
+        values = f8.quantize(weight.full_tensor(), quantizer).dequantize()
+        weight.copy_(distribute_tensor(values, weight.device_mesh, weight.placements, src_data_rank=None))
+
+
 def _whole(tensor):
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
@@ -199,6 +227,10 @@ def under_fsdp(*args):
 )
 def test_parts_under_fsdp_have_the_bits_too(ranks, name, hidden, order, share):
     assert ranks.run(under_fsdp, name, hidden, order, share) == [(True, [True, True], 0)] * 4
+
+
+def test_a_compiled_step_of_parts_under_fsdp_rounds_once(ranks):
+    assert ranks.run(compiled_steps_under_fsdp) == [(True, True)] * 4
 
 
 @pytest.mark.parametrize("order", ["plan first", "convert first"])

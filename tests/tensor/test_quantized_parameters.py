@@ -15,7 +15,7 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 import fp8compile as f8
-from fp8compile.tensor import QuantizedParameter, QuantizedTensor, update
+from fp8compile.tensor import QuantizedPairParameter, QuantizedParameter, QuantizedTensor, update
 from fp8compile.testing.bits import difference
 
 TENSOR, TILE = f8.CurrentScaling(), f8.CurrentScaling(block=(128, 128))
@@ -70,8 +70,10 @@ ONCE_A_STEP = {
     "SGD": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}),
     "SGD, foreach": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True, "foreach": True}),
     "AdamW, fused": (torch.optim.AdamW, {"lr": 0.01, "fused": True}),
-    "AdamW, no decay": (torch.optim.AdamW, {"lr": 0.01, "weight_decay": 0.0, "foreach": False}),
-    "AdamW, no decay, foreach": (torch.optim.AdamW, {"lr": 0.01, "weight_decay": 0.0, "foreach": True}),
+    "AdamW, loop": (torch.optim.AdamW, {"lr": 0.05, "weight_decay": 0.1, "foreach": False}),
+    "AdamW, foreach": (torch.optim.AdamW, {"lr": 0.05, "weight_decay": 0.1, "foreach": True}),
+    "Adam, L2": (torch.optim.Adam, {"lr": 0.01, "weight_decay": 0.1, "amsgrad": True}),
+    "NAdam, decoupled": (torch.optim.NAdam, {"lr": 0.01, "weight_decay": 0.1, "decoupled_weight_decay": True}),
     "RMSprop": (torch.optim.RMSprop, {"lr": 0.001}),
 }
 
@@ -96,24 +98,116 @@ def test_optimizer_equals_a_reference_that_quantizes_after_each_step(name, quant
     assert not torch.equal(quantized.codes, before)
 
 
-def test_loop_and_foreach_of_adamw_round_after_each_op(assert_bits_equal):
-    options = {"lr": 0.05, "weight_decay": 0.1}
-    found = []
-    for foreach in (False, True):
+@pytest.mark.parametrize("sets", [1, 2])
+@pytest.mark.parametrize("name", ["AdamW, loop", "AdamW, foreach", "SGD", "SGD, foreach"])
+def test_a_compiled_step_is_the_graph_of_plain_parameters_and_rounds_once(name, sets, assert_bits_equal):
+    """PyTorch's compiled loops have other bits than eager ones, for plain parameters too: they correct in float32."""
+    kind, options = ONCE_A_STEP[name]
+    recipe, found, graphs = f8.recipes.rowwise(), [], []
+    quantizers = [recipe.weight, recipe.weight_for_grad_input][:sets]
+    for quantized in (True, False):
+        torch._dynamo.reset()
+        counters.clear()
+        weight = values(48, 32)
+        if quantized:
+            of = QuantizedParameter.of if sets == 1 else QuantizedPairParameter.of
+            weight = nn.Parameter(of(weight, *quantizers))
+        else:
+            weight = nn.Parameter(rounded(weight, recipe.weight))
+        optimizer = kind([weight], **options)
+        step = torch.compile(optimizer.step, backend="aot_eager")
+        for index in range(3):
+            weight.grad = values(48, 32, seed=index)
+            step()
+            latest = weight.detach().clone()
+            if not quantized:
+                weight.data.copy_(rounded(weight.detach(), recipe.weight))
+        graphs.append((counters["stats"]["unique_graphs"], counters["stats"]["calls_captured"]))
+        found.append(
+            [own.codes for own in latest.sets()] if quantized else [f8.quantize(latest, q) for q in quantizers]
+        )
+    assert graphs[0] == graphs[1]
+    for codes, expected in zip(*found, strict=True):
+        assert_bits_equal(codes, expected.codes)
+
+
+class Halved(torch.optim.Optimizer):
+    """An optimizer of somebody else: it writes through ``.data``, and to one half after the other."""
+
+    def __init__(self, params, lr):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.data.mul_(1 - group["lr"])
+                p.data.add_(p.grad, alpha=-group["lr"])
+
+
+class Nested(torch.optim.SGD):
+    """Its step runs that of another optimizer of the same parameters, and then its own: two steps."""
+
+    def step(self, closure=None):
+        torch.optim.SGD(self.param_groups[0]["params"], lr=0.1).step()
+        super().step(closure)
+
+
+def test_optimizers_of_others_round_once_a_step(assert_bits_equal):
+    for kind in (Halved, Nested):
         weight = parameter(48, 32)
-        optimizer = torch.optim.AdamW([weight], foreach=foreach, **options)
-        for step in range(5):
-            weight.grad = values(48, 32, seed=step)
-            optimizer.step()
-        found.append(weight)
-    assert_bits_equal(found[0].codes, found[1].codes)
-    # the first of the two ops of a step, which a rounding to FP8 undoes but for the scale
-    weight, other = parameter(48, 32), parameter(48, 32)
+        plain = nn.Parameter(weight.dequantize().detach())
+        for each in (weight, plain):
+            each.grad = values(48, 32, seed=1)
+            kind([each], lr=0.05).step()
+        if kind is Nested:
+            plain = nn.Parameter(
+                rounded(parameter(48, 32).dequantize().detach().add(values(48, 32, seed=1), alpha=-0.1))
+            )
+            plain.data.add_(values(48, 32, seed=1), alpha=-0.05)
+        assert_bits_equal(weight.codes, f8.quantize(plain.detach(), TENSOR).codes)
+
+
+def test_a_forward_in_a_closure_reads_what_the_step_has_written():
+    losses = []
+    for quantized in (True, False):
+        model = converted(quantized=quantized)
+        if not quantized:
+            for each in model.parameters():
+                each.data.copy_(rounded(each) if each.ndim == 2 else each)
+        optimizer = torch.optim.LBFGS(model.parameters(), lr=1.0, max_iter=3)
+        optimizer.step(lambda model=model: _closure(model, losses))
+    assert len(losses) == 6
+    assert losses[0] == losses[3]
+    assert len(set(losses[:3])) == 3  # each reads new codes
+
+
+def _closure(model, losses):
+    model.zero_grad()
+    losses.append(gradients(model, 0))
+    return torch.tensor(losses[-1])
+
+
+def test_a_step_that_raises_loses_nothing(assert_bits_equal):
+    class Fails(torch.optim.SGD):
+        def step(self, closure=None):
+            self.param_groups[0]["params"][0].mul_(0.7)
+            raise RuntimeError("in the middle")
+
+    weight = parameter(48, 32)
+    expected = weight.dequantize().detach() * 0.7
+    with torch.no_grad(), pytest.raises(RuntimeError, match="in the middle"):
+        Fails([weight], lr=0.1).step()
+    with torch.no_grad():
+        weight.add_(1.0)
+    assert_bits_equal(weight.codes, f8.quantize(expected + 1.0, TENSOR).codes)
     weight.grad = torch.zeros(48, 32, dtype=torch.bfloat16)
-    torch.optim.AdamW([weight], foreach=False, **options).step()
-    expected = f8.quantize(other.dequantize().mul(1 - 0.05 * 0.1), TENSOR)
-    assert_bits_equal(weight.codes, expected.codes)
-    assert_bits_equal(weight.scale, expected.scale)
+    torch.optim.SGD([weight], lr=0.1).step()
+    before = weight.codes.clone()
+    with torch.no_grad():
+        weight.mul_(0.5)  # after the step, at once
+    assert weight.pending is None
+    assert_bits_equal(weight.codes, before)  # by two, and so does the scale
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -310,7 +404,7 @@ def test_ops_that_optimizers_need_are_there(name):
 
 def test_foreach_quantizes_all_at_once(monkeypatch):
     calls, assign = [], update.assign
-    monkeypatch.setattr("fp8compile.tensor.parameter.assign", lambda *a: calls.append(len(a[0])) or assign(*a))
+    monkeypatch.setattr("fp8compile.tensor.steps.assign", lambda *a: calls.append(len(a[0])) or assign(*a))
     weights = [parameter(32, 48, seed=seed).detach() for seed in range(3)]
     torch._foreach_mul_([*weights, plain := torch.ones(2)], 0.5)
     assert calls == [3]

@@ -54,6 +54,9 @@ WRITERS = {
     "optimizer, loop": stepped(torch.optim.SGD, foreach=False),
     "optimizer, foreach": stepped(torch.optim.SGD, foreach=True),
     "optimizer, fused": stepped(torch.optim.AdamW, fused=True),
+    "optimizer, compiled": lambda model: torch.compile(
+        torch.optim.AdamW(model.parameters(), lr=0.5).step, backend="aot_eager"
+    )(),
     "MasterWeights": masters_stepped,
     "a view": lambda model: multiply([each.detach() for each in model.parameters()]),
     ".data": lambda model: multiply([each.data for each in model.parameters()]),

@@ -1,0 +1,205 @@
+"""One rounding a step: while an optimizer's step runs, its quantized parameters have values, and are codes after it.
+
+step begins      each parameter gets a `Pending` without values, which all its views have too
+op in place      computes with these values, in the parameter's dtype; the first one dequantizes
+step ends        values of all parameters --one amax message--> codes, scales
+
+PyTorch's loops write to a parameter by several ops (AdamW: weight decay, then the update), and no op knows that
+another one follows. Hooks of all optimizers know when a step begins and ends. Whoever reads codes before that gets
+codes of the values so far: reading rounds. A closure is called outside of the step. A compiled step gets values beside
+the codes, so its graph is that of plain parameters: PyTorch calls hooks before and after it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from functools import cache, partial, wraps
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import (
+    Optimizer,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from fp8compile._compat import local_itself
+from fp8compile.tensor.update import assign, count_write
+
+if TYPE_CHECKING:
+    from fp8compile.tensor.pair_parameter import QuantizedPairParameter
+    from fp8compile.tensor.parameter import QuantizedParameter
+
+    Parameter = QuantizedParameter | QuantizedPairParameter
+
+__all__ = [
+    "Pending",
+    "check_outside_of_graph_of_step",
+    "computed_values",
+    "listen_to_optimizers",
+    "settle",
+    "values_of",
+    "write",
+]
+
+IN_A_GRAPH = (
+    "{what} of a QuantizedParameter in a graph that was compiled while an optimizer's step runs: it has values there, "
+    "and stale codes. Only ops in place on the parameter itself go with that: leave this step uncompiled. If a step "
+    "has raised, and you caught it: call the optimizer's zero_grad() and step() once, which ends it."
+)
+Place = tuple[tuple[int, ...], tuple[int, ...], int]
+
+
+def place_of(tensor: Tensor) -> Place:
+    """Shape, strides and offset: where a view lies, among views of one memory."""
+    return tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset())
+
+
+class Pending:
+    """What a parameter is during an optimizer's step.
+
+    Attributes:
+        place: Of the tensor that the optimizer writes to, among the views that have this.
+        parameter: That tensor, of one set of codes or of two; None in a graph, to which only values are given.
+        values: Those of it, in its dtype; None as long as its codes are the truth.
+        of_pair: Whether the parameter has two sets of codes, each of which has this too.
+    """
+
+    def __init__(
+        self, place: Place, parameter: Parameter | None = None, values: Tensor | None = None, *, of_pair: bool
+    ) -> None:
+        self.place = place
+        self.parameter = parameter
+        self.values = values
+        self.of_pair = of_pair
+
+    def is_of(self, tensor: Parameter) -> bool:
+        """Whether a view of the parameter is all of it, as it lies.
+
+        Raises:
+            TypeError: It is another one, in a graph.
+        """
+        same = place_of(tensor) == self.place
+        if not same and self.parameter is None:
+            raise TypeError(IN_A_GRAPH.format(what="an op on a view"))
+        return same
+
+    def given(self) -> Tensor:
+        """Its values, which a compiled step gets and writes to."""
+        if self.values is None:
+            self.values = self.parameter.dequantize().detach()
+        return self.values
+
+    def take(self, values: Tensor) -> None:
+        """Have these values from now on; in the memory of those before, which a graph may have been given."""
+        if self.values is None:
+            self.values = values
+        elif self.values is not values:
+            self.values.copy_(values)
+
+
+def computed_values(tensor: Parameter) -> Tensor | None:
+    """What a step that runs has computed so far; None if nothing, and codes are the truth."""
+    pending = tensor.pending
+    return pending.values if pending is not None and pending.is_of(tensor) else None
+
+
+def values_of(tensor: Parameter) -> Tensor:
+    """What an op in place computes with: the values so far of a step that runs, else those of the codes."""
+    return tensor.dequantize() if (values := computed_values(tensor)) is None else values
+
+
+def write(tensors: Sequence[Parameter], values: Sequence[Tensor]) -> None:
+    """Give parameters, or views of them, values of their shape and dtype: at the end of a step that runs, else now."""
+    now = []
+    for tensor, value in zip(tensors, values, strict=True):
+        pending = tensor.pending
+        if pending is not None and pending.is_of(tensor):
+            pending.take(value)
+        else:
+            now.append((tensor, value))
+    if now:
+        _write_now(now)
+
+
+def settle(parameters: Iterable[Parameter]) -> None:
+    """Make codes of the values that a step has computed so far, of all these parameters with one message of amaxes."""
+    found = (each.pending for each in parameters)
+    every = {id(pending): pending for pending in found if pending is not None and pending.parameter is not None}
+    due = [(pending.parameter, pending.values) for pending in every.values() if pending.values is not None]
+    for pending in every.values():
+        pending.values = None  # first, for writing asks for codes
+    if due:
+        _write_now(due)
+
+
+@torch.no_grad()
+def _write_now(writes: Sequence[tuple[Parameter, Tensor]]) -> None:
+    sets = [(own, values) for tensor, values in writes for own in tensor.sets()]
+    assign([own for own, _ in sets], [values for _, values in sets])
+    for tensor, values in writes:
+        count_write(tensor)
+        tensor.written = True
+        tensor.keep(values)
+
+
+def _parameters(optimizer: Optimizer) -> list[Parameter]:
+    every = (local_itself(p) for group in optimizer.param_groups for p in group["params"])
+    return [each for each in every if hasattr(each, "check_writable")]
+
+
+def _open(parameters: Iterable[Parameter]) -> None:
+    for each in parameters:
+        each.pending = Pending(place_of(each), each, of_pair=len(each.sets()) == 2)
+
+
+def _close(parameters: Sequence[Parameter]) -> None:
+    settle(parameters)
+    for each in parameters:
+        each.pending = None
+
+
+def _outside(argument: Any, parameters: Sequence[Parameter]) -> Any:
+    """A closure that a step calls runs outside of it: it reads codes. Any other argument is as it was."""
+    if not callable(argument):
+        return argument
+
+    @wraps(argument)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        _close(parameters)
+        found = argument(*args, **kwargs)
+        _open(parameters)
+        return found
+
+    return call
+
+
+@torch._disable_dynamo
+def _begin(optimizer: Optimizer, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
+    if not (parameters := _parameters(optimizer)):
+        return None
+    _close(parameters)  # a step that raised
+    _open(parameters)
+    outside = partial(_outside, parameters=parameters)
+    return (args[0], *map(outside, args[1:])), {name: outside(value) for name, value in kwargs.items()}
+
+
+@torch._disable_dynamo
+def _end(optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
+    _close(_parameters(optimizer))
+
+
+def check_outside_of_graph_of_step(tensors: Iterable[object], what: object) -> None:
+    """Raise a TypeError if one of these is a parameter in the graph of a compiled step, to which codes are stale."""
+    for each in tensors:
+        pending = getattr(each, "pending", None)
+        if pending is not None and pending.parameter is None:
+            raise TypeError(IN_A_GRAPH.format(what=what))
+
+
+@cache
+def listen_to_optimizers() -> None:
+    """Have every optimizer's step say when it begins and ends. Called once there is a parameter that is codes."""
+    register_optimizer_step_pre_hook(_begin)
+    register_optimizer_step_post_hook(_end)

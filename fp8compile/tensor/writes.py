@@ -1,0 +1,115 @@
+"""Ops that write values to quantized parameters, and those that read them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from fp8compile.tensor.arguments import SOURCE_DTYPES
+from fp8compile.tensor.pair import QuantizedPair, has_codes
+from fp8compile.tensor.quantized import QuantizedTensor
+from fp8compile.tensor.steps import computed_values, values_of, write
+from fp8compile.tensor.update import count_write
+
+__all__ = ["READS", "UPDATES", "compute", "copy"]
+
+aten = torch.ops.aten
+
+
+def _overloads(*names: str) -> set[Any]:
+    found = set()
+    for name in names:
+        packet = getattr(aten, name)
+        found |= {getattr(packet, overload) for overload in packet.overloads() if "out" not in overload}
+    return found
+
+
+ARITHMETIC = ("add", "sub", "mul", "div", "addcmul", "addcdiv", "lerp")
+FILLING = ("zero_", "fill_", "uniform_", "normal_")
+FUSED = ("_fused_adamw_", "_fused_adam_", "_fused_sgd_", "_fused_adagrad_")
+UPDATES = _overloads(
+    *(f"{name}_" for name in ARITHMETIC), *(f"_foreach_{name}_" for name in ARITHMETIC), *FILLING, *FUSED
+)
+# what weight decay, and averages of weights, read: out of place
+READS = _overloads("add", "sub", "_foreach_add", "_foreach_sub", "lerp", "norm", "linalg_vector_norm", "_foreach_norm")
+
+
+def _written(func: Any, args: tuple, kwargs: dict) -> list[Any]:
+    """Arguments, and entries of lists of them, that an op writes to."""
+    found = []
+    for index, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            found += tree_leaves(args[index] if index < len(args) else kwargs.get(argument.name))
+    return found
+
+
+def compute(func: Any, args: tuple, kwargs: dict) -> Any:
+    """An op on the values of parameters; those that it writes to are quantized anew, all of them at once."""
+    written = [each for each in _written(func, args, kwargs) if has_codes(each)]
+    for each in written:
+        if not hasattr(each, "check_writable"):
+            raise TypeError(f"{func} writes to a QuantizedTensor, which stands for fixed numbers.")
+        each.check_writable(func)
+    values: dict[int, Tensor] = {}
+
+    def value_of(x: QuantizedTensor | QuantizedPair) -> Tensor:
+        if not hasattr(x, "check_writable"):
+            raise TypeError(
+                f"{func} reads a QuantizedTensor, and nothing dequantizes in silence. Call .dequantize() first."
+            )
+        if id(x) not in values:
+            values[id(x)] = values_of(x)
+        return values[id(x)]
+
+    plain_args, plain_kwargs = tree_map_only((QuantizedTensor, QuantizedPair), value_of, (args, kwargs))
+    result = func(*plain_args, **plain_kwargs)
+    write(written, [values[id(each)] for each in written])
+    if func in READS:
+        return result
+    return args[0] if func._schema.returns and isinstance(args[0], Tensor) else None
+
+
+def copy(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
+    """Values are quantized; codes are copied, with their scale."""
+    if not hasattr(target, "check_writable"):
+        raise TypeError(
+            "copy_ of a QuantizedParameter into a plain tensor: nothing dequantizes in silence. Copy .dequantize()."
+        )
+    if not has_codes(source):
+        return _copy_values(target, source)
+    if target.pending is not None and (values := _values_in_step(source)) is not None:
+        return _copy_values(target, values)
+    own, given = target.sets(), source.sets()
+    if [each.quantizer for each in own] != [each.quantizer for each in given] or source.shape != target.shape:
+        raise TypeError(
+            f"copy_ into a QuantizedParameter of {target.quantizer!r}, shape {tuple(target.shape)}, from codes of "
+            f"{source.quantizer!r}, shape {tuple(source.shape)}. Copy .dequantize(), which quantizes them anew."
+        )
+    for each, codes in zip(own, given, strict=True):
+        if each.is_slice and not torch.equal(each.scale, codes.scale.to(each.scale.device)):
+            each.check_writable("copy_")
+        each.codes.copy_(codes.codes)
+        each.scale.copy_(codes.scale)
+    count_write(target)
+    is_parameter = hasattr(source, "check_writable")
+    target.written = source.written if is_parameter and own[0]._shared.blank else True
+    initial = source.initial if is_parameter else None
+    target.keep(source if initial is None else initial)
+    return target
+
+
+def _values_in_step(source: Tensor) -> Tensor | None:
+    return computed_values(source) if hasattr(source, "check_writable") else None
+
+
+def _copy_values(target: Tensor, source: Tensor) -> Tensor:
+    if source.dtype not in SOURCE_DTYPES:
+        raise TypeError(f"copy_ of {source.dtype} into a QuantizedParameter; it takes bfloat16, float16 and float32.")
+    target.check_writable("copy_")
+    values = source.to(target.device, target.dtype).expand(target.shape)
+    write([target], [values if target.pending is None else values.clone()])  # the step will write to its values
+    target.keep(source)  # in all the digits that it has
+    return target
