@@ -13,6 +13,7 @@ from fp8compile.ops.layer.fsdp_grouped import (
 )
 from fp8compile.ops.layer.fsdp_linear import fsdp_grad_input, fsdp_grad_weight, fsdp_linear
 from fp8compile.ops.layer.grouped_linear import grouped_grad_input, grouped_grad_weight, grouped_linear
+from fp8compile.ops.layer.kept_input import grad_weight_of_codes
 from fp8compile.ops.layer.linear import GRAD_INPUT, GRAD_WEIGHT, OUTPUT, grad_input, grad_weight, linear
 from fp8compile.ops.layer.sharded_grouped import (
     sharded_grouped_grad_input,
@@ -29,6 +30,7 @@ LAYER_OPS = {
     linear: OUTPUT,
     grad_input: GRAD_INPUT,
     grad_weight: GRAD_WEIGHT,
+    grad_weight_of_codes: GRAD_WEIGHT,
     delayed_linear: OUTPUT,
     delayed_grad_input: GRAD_INPUT,
     delayed_grad_weight: GRAD_WEIGHT,

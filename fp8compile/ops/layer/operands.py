@@ -4,7 +4,7 @@
     the tensor's own amax   current scaling; ranks that share a block exchange its amax
     a multiplier            delayed scaling, which knows it before it sees the tensor
     an amax that is given   a weight over ranks, which exchange the amaxes of all layers at once
-    codes that are given    a weight that is quantized already
+    codes that are given    a weight that is quantized already, an input of which the forward kept codes
 
 Which steps are taken, and how, depends on who takes them:
 
@@ -101,6 +101,7 @@ class Operands:
         waits_for: Amaxes of input and weight, () each. Scales by multipliers depend on them artificially, which
             changes no value: the partitioner then computes an amax in the forward, fused with the cast. Otherwise the
             backward reads the tensor once more: 7.10 GB instead of 6.33 for the block of ``benchmarks.kernels``.
+        input: The input's codes for grad_weight, if the forward kept them.
         weight: The weight's codes, if it is quantized already.
         weight_in_turns: Whether their memory has the codes for the output in the forward and those for grad_input in
             the backward: then each pass has to read them itself.
@@ -112,6 +113,7 @@ class Operands:
     phase: Phase = Phase.EAGER
     multiplier: Tensor | None = None
     waits_for: tuple[Tensor, ...] = ()
+    input: QuantizedShard | None = None
     weight: QuantizedShard | None = None
     weight_in_turns: bool = False
     weight_amax: Tensor | None = None
@@ -128,6 +130,8 @@ class Operands:
             Its codes; of a weight under FSDP those of all rows.
         """
         quantizer = getattr(self.recipe, slot)
+        if slot == GRAD_WEIGHT.b and self.input is not None:
+            return self.input
         if slot not in WEIGHT_SLOTS:
             return self._quantized(part, quantizer, slot)
         if self.weight is not None:
