@@ -61,11 +61,6 @@ def check_recipe_of_groups(recipe: Recipe) -> None:
             "grouped_linear: the recipe has delayed scaling, which remembers one amax a tensor: groups would share a "
             "scale, and one without tokens has no amax. Take a recipe with current scaling."
         )
-    if recipe.keep_weight_codes:
-        raise ValueError(
-            "grouped_linear: the recipe has keep_weight_codes, and codes of grouped weights are made in each pass. "
-            "Leave it out."
-        )
     for gemm in GEMMS:
         if (pair := recipe.quantizers(gemm)) is None:
             continue
@@ -87,6 +82,11 @@ def check_recipe_of_groups(recipe: Recipe) -> None:
             elif slot in (OUTPUT.a, GRAD_INPUT.a):
                 is_allowed = rows == 1 or quantizer.block == (-1, -1)
                 _check_slot(slot, quantizer, is_allowed, "(-1, -1), (1, -1) or (1, n)")
+    if recipe.keep_weight_codes:
+        raise ValueError(
+            "grouped_linear: the recipe has keep_weight_codes, and codes of grouped weights are made in each pass. "
+            "Leave it out."
+        )
 
 
 def check_cut_of_groups(recipe: Recipe, cut: DimSharding | None) -> None:

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from fp8compile import _compat
+from fp8compile.formats import repack
 from fp8compile.ops.cast import cast_again
 from fp8compile.ops.gemm import PADDED_TO, Operand, multiply
 from fp8compile.ops.inductor_hints import after, store
@@ -36,7 +37,7 @@ from fp8compile.ops.layer.rows import Rows, rows_cut
 from fp8compile.ops.quantize_both import is_pair, quantize_both
 from fp8compile.ops.quantize_weight import is_weight_pair, quantize_weight
 from fp8compile.ops.scaled_mm import multiply_operands
-from fp8compile.quantizers import GEMMS, TENSORS, DelayedScaling, Gemm, Quantizer, Recipe
+from fp8compile.quantizers import GEMMS, TENSORS, DelayedScaling, Gemm, Quantizer, Recipe, TwoLevelScaling
 from fp8compile.quantizers.blocks import as_matrix
 from fp8compile.target import target_of
 
@@ -228,10 +229,11 @@ class Operands:
         Forward and backward both emit the copy; compilers merge the two.
         """
         forward = replace(self, phase=Phase.FORWARD)._quantized(part, quantizer, OUTPUT.b)
-        turned = store(forward.local.t().contiguous())
+        other = _packed_along_columns(forward)
+        turned = store(other.local.t().contiguous())
         _compat.never_recompute(turned)
         if slot == GRAD_INPUT.b:
-            return replace(forward, local=turned.t())
+            return replace(other, local=turned.t())
         return replace(forward, scale=after(forward.scale, turned))
 
 
@@ -247,6 +249,14 @@ def _is_aligned(codes: Tensor) -> bool:
 def _keeps_codes(recipe: Recipe, weight: LocalShard) -> bool:
     """Whether codes of this weight for grad_input are made in the forward and kept, as the recipe wants it."""
     return recipe.keep_weight_codes and _on_gpu(weight.local) and _is_aligned(weight.local)
+
+
+def _packed_along_columns(codes: QuantizedShard) -> QuantizedShard:
+    """Packed codes of a weight as grad_input sums over them; others as they are."""
+    quantizer = codes.quantizer
+    if type(quantizer) is not TwoLevelScaling or quantizer.packed != "rows":
+        return codes
+    return replace(codes, local=repack(codes.local), quantizer=replace(quantizer, packed="columns"))
 
 
 def _has_weight_kernel(weight: LocalShard, recipe: Recipe) -> bool:
