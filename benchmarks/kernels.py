@@ -3,7 +3,8 @@
 Inductor generates code for forward and backward on fake tensors; its own count of bytes read and written is added up,
 with what our opaque ops launch inside. The last column is a bound, no measurement: the time that the GPU needs at
 least, by its published peaks (benchmarks/roofline.py), for the products and, one after the other, for the bytes of all
-other kernels. The GPU is an H200, for MX formats a B200. Needs Triton; torchao is compared where it is installed.
+other kernels. The GPU is an H200, for MX formats and NVFP4 a B200. Needs Triton; torchao is compared where it is
+installed.
 
     python -m benchmarks.kernels [--json] [--m 8192] [--shape llama3-8b] [--block mlp] [--contenders rowwise ...]
 """
@@ -46,7 +47,7 @@ def _bound(codes: Sequence[GpuCode], model: torch.nn.Module, m: int, arch: str) 
 
 def arch_for(contender: str) -> str:
     """The GPU that a contender's code is made for: the first one that has its GEMM."""
-    return "b200" if contender.startswith("mx") else "h200"
+    return "b200" if contender.startswith(("mx", "nv")) else "h200"
 
 
 def launches_inside(code: GpuCode, model: torch.nn.Module) -> int:

@@ -246,6 +246,12 @@ def pack(codes: Tensor, dim: int) -> Tensor:
     return (last[..., ::2] | (last[..., 1::2] << 4)).movedim(-1, dim)
 
 
+def repack(packed: Tensor) -> Tensor:
+    """Codes of which two of a row share a byte, (M, K / 2), as those of which two of a column do, (M / 2, K)."""
+    first, second = packed[::2], packed[1::2]
+    return torch.stack([(first & 15) | (second << 4), (first >> 4) | (second & 240)], -1).flatten(-2)
+
+
 def unpack(packed: Tensor, dim: int) -> Tensor:
     """The codes that `pack` was given, one a byte."""
     last = packed.movedim(dim, -1)

@@ -228,9 +228,10 @@ def nvfp4(
 ) -> Recipe:
     """NVFP4: four-bit codes, an e4m3 scale for 16 values along the sum and a float32 scale of the tensor.
 
-    Weights have one scale for 16 x 16 values, so that forward and backward multiply the same codes. Both operands of
-    grad_weight are transformed along tokens before they are quantized, so that an outlier does not take the bits of
-    its neighbours; their outer scale is that of the transformed tensor.
+    Weights have one scale for 16 x 16 values, so that forward and backward multiply the same codes. Those are half a
+    byte an element, so compiled code keeps them (``keep_weight_codes``) and the backward reads no weight. Both
+    operands of grad_weight are transformed along tokens before they are quantized, so that an outlier does not take
+    the bits of its neighbours; their outer scale is that of the transformed tensor.
 
     Args:
         weight_block: (16, 16), or (1, 16) for a scale for each 16 values along the sum.
@@ -260,7 +261,9 @@ def nvfp4(
         "grad_output_for_grad_weight": replace(pillar, hadamard=hadamard, **gradient),
         "input_for_grad_weight": replace(pillar, hadamard=hadamard),
     }
-    return Recipe(input=line, weight=weight, emulate=emulate, **(gradients if backward == "nvfp4" else {}))
+    taken = gradients if backward == "nvfp4" else {}
+    keeps = taken.get("weight_for_grad_input") == weight
+    return Recipe(input=line, weight=weight, emulate=emulate, keep_weight_codes=keeps, **taken)
 
 
 def delayed(

@@ -46,7 +46,7 @@ def impl_autograd(
             forward_ad._set_fwd_grad_enabled(modes[1]),
         ):
             output = op.redispatch(keyset & torch._C._after_autograd_keyset, *args)
-        if setup_context is not None:
+        if setup_context is not None and modes[0]:  # else there is no backward, and nothing to keep for it
             setup_context(ctx, tuple(args), output)
         return output
 

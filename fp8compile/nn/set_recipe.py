@@ -10,6 +10,7 @@ from dataclasses import replace
 
 from torch import nn
 
+from fp8compile.nn.experts import ConvertedExperts, cannot_take_experts
 from fp8compile.nn.linear import Linear
 from fp8compile.quantizers import Recipe
 
@@ -21,14 +22,16 @@ def _with_forward(recipe: Recipe, forward: Recipe | None) -> Recipe:
     return replace(recipe, input=taken.input, weight=taken.weight, keep_weight_codes=False)
 
 
-def _cannot(layer: Linear, forward: Recipe | None) -> str | None:
+def _cannot(layer: Linear | ConvertedExperts, forward: Recipe | None) -> str | None:
     """Why a layer keeps its forward, or None."""
     if layer.recipe.history() or (forward is not None and forward.history()):
         return "delayed scaling keeps a state for each operand, which another forward would leave behind"
-    if layer.is_quantized():
+    if isinstance(layer, Linear) and layer.is_quantized():
         return "its weight is codes, which no other forward reads"
     if hasattr(layer, "graph_fsdp") or hasattr(layer, "weight_scales"):
         return "FSDP gathers what its first recipe multiplies"
+    if isinstance(layer, ConvertedExperts):
+        return cannot_take_experts(_with_forward(layer.recipe, forward))
     return None
 
 
@@ -38,7 +41,7 @@ def set_recipe(model: nn.Module, *, forward: Recipe | None) -> nn.Module:
     What is compiled compiles once more, at the next call. Weights, optimizers and saved states do not notice.
 
     Args:
-        model: Converted; compiled or not.
+        model: Converted, linears and experts; compiled or not.
         forward: Whose quantizers of ``input`` and ``weight`` outputs are made by; None for outputs in the dtype of
             the weights; the bias is added to the rounded product, as ever.
 
@@ -47,16 +50,19 @@ def set_recipe(model: nn.Module, *, forward: Recipe | None) -> nn.Module:
 
     Raises:
         TypeError: The model is no module, or ``forward`` no recipe.
-        ValueError: It has no ``fp8compile.Linear``, or one whose forward can't change: with delayed scaling, with
-            a quantized weight, or prepared for FSDP by this package. Nothing is changed then.
+        ValueError: It has nothing in FP8, or something whose forward can't change: a layer with delayed scaling, with
+            a quantized weight, or prepared for FSDP by this package, or experts, which do not take every recipe.
+            Nothing is changed then.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"set_recipe: model is a {type(model).__name__}; it is a torch.nn.Module.")
     if forward is not None and not isinstance(forward, Recipe):
         raise TypeError(f"set_recipe: forward is {forward!r}; it is a fp8compile.Recipe, or None for high precision.")
-    layers = {name: module for name, module in model.named_modules() if isinstance(module, Linear)}
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, (Linear, ConvertedExperts))}
     if not layers:
-        raise ValueError("set_recipe: the model has no fp8compile.Linear. Call fp8compile.convert first.")
+        raise ValueError(
+            "set_recipe: the model has no fp8compile.Linear and no experts in FP8. Call fp8compile.convert first."
+        )
     for name, layer in layers.items():
         if (reason := _cannot(layer, forward)) is not None:
             raise ValueError(f"set_recipe: {name or 'the model'} can't take another forward: {reason}.")

@@ -28,6 +28,7 @@ from fp8compile.ops.layer.fsdp_grouped import (
 )
 from fp8compile.ops.layer.fsdp_linear import fsdp_grad_input, fsdp_grad_weight, fsdp_linear
 from fp8compile.ops.layer.grouped_linear import grouped_grad_input, grouped_grad_weight, grouped_linear
+from fp8compile.ops.layer.kept_input import grad_weight_of_codes, kept_input
 from fp8compile.ops.layer.linear import grad_input, grad_weight, linear
 from fp8compile.ops.layer.sharded_grouped import (
     sharded_grouped_grad_input,
@@ -78,6 +79,7 @@ __all__ = [
     "fsdp_tokens",
     "grad_input",
     "grad_weight",
+    "grad_weight_of_codes",
     "group_amax",
     "group_cast",
     "group_quantize",
@@ -89,6 +91,7 @@ __all__ = [
     "grouped_grad_weight",
     "grouped_linear",
     "grouped_mm",
+    "kept_input",
     "linear",
     "nvfp4_mm",
     "outer_amax",

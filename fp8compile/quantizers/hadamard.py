@@ -66,18 +66,19 @@ def _sums(groups: Tensor, dim: int, places: Tensor, signs: tuple[int, ...]) -> T
     return total
 
 
-def random_hadamard(x: Tensor, dim: int, signs: tuple[int, ...]) -> Tensor:
+def random_hadamard(x: Tensor, dim: int, signs: tuple[int, ...], *, every: slice = slice(None)) -> Tensor:
     """Transform each sixteen neighbours of a matrix.
 
     Args:
         x: (M, K), float32.
         dim: 0, along its columns, or 1, along its rows.
         signs: 16 of 1 and -1.
+        every: Which of the sixteen sums are wanted.
 
     Returns:
         float32, the size along ``dim`` rounded up to a multiple of 16: missing neighbours count as zeros.
     """
-    return _sums(_groups(x, dim), dim, _places(dim, x.device), signs).flatten(dim, dim + 1)
+    return _sums(_groups(x, dim), dim, _places(dim, x.device)[every], signs).flatten(dim, dim + 1)
 
 
 def inverse_hadamard(y: Tensor, dim: int, signs: tuple[int, ...]) -> Tensor:

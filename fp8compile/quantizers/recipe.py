@@ -94,9 +94,9 @@ class Recipe(Constant):
         fast_accumulation_grad_weight: As above.
         keep_weight_codes: Whether compiled code on a GPU lays the codes of a weight down for grad_input too while it
             makes those for the output, and keeps them for the backward: a weight is read once instead of twice, for a
-            byte an element of memory in between. Codes are the same. None are kept of a weight whose sides are not
-            multiples of 32, of a ``Linear`` under FSDP, which frees weights in between, and of a
-            checkpointed region (PyTorch 2.11 keeps those).
+            byte an element of memory in between, half of one in four bits. Codes are the same. None are kept of a
+            weight whose sides are not multiples of 32, of a ``Linear`` under FSDP, which frees weights in between,
+            and of a checkpointed region (PyTorch 2.11 keeps those).
         emulate: Whether a GPU without a GEMM for these quantizers multiplies their exact values in float64, slowly,
             instead of raising. A CPU always does.
 

@@ -12,10 +12,12 @@ Learning with Limited Numerical Precision", arXiv:1502.02551, for stochastic rou
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
-__all__ = ["check_rounding", "noise"]
+__all__ = ["check_rounding", "noise", "positions"]
 
 MASK = 0xFFFFFFFF
 SEED_STEP = 0x9E3779B9  # 2**32 by the golden ratio: seeds 0, 1, 2, ... begin far apart
@@ -38,6 +40,11 @@ def _mixed(h: Tensor) -> Tensor:
     return h ^ (h >> 15)
 
 
+def positions(shape: Sequence[int], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Where rows and columns of a whole matrix are, as `noise` takes it."""
+    return torch.arange(shape[0], device=device) * shape[1], torch.arange(shape[1], device=device)
+
+
 def noise(values: Tensor, seed: int, rows: Tensor | None = None, columns: Tensor | None = None) -> Tensor:
     """A number in [0, 1) for each element.
 
@@ -51,8 +58,7 @@ def noise(values: Tensor, seed: int, rows: Tensor | None = None, columns: Tensor
         The same shape, float32.
     """
     if rows is None or columns is None:
-        columns = torch.arange(values.shape[1], device=values.device)
-        rows = torch.arange(values.shape[0], device=values.device) * values.shape[1]
+        rows, columns = positions(values.shape, values.device)
     position = rows.unsqueeze(1) + columns
     bits = values.contiguous().view(torch.int32).long() & MASK
     h = _mixed((position + (seed * SEED_STEP & MASK)) & MASK) ^ (position >> 32)

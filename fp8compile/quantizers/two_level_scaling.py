@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from fp8compile._compat import statically_true
-from fp8compile.formats import E4M3, Float8Format, pack, unpack
+from fp8compile.formats import E4M3, Float8Format, unpack
 from fp8compile.quantizers.blocks import as_matrix, expand_blocks, from_matrix, scaled
 from fp8compile.quantizers.hadamard import GROUP, inverse_hadamard, is_signs, random_hadamard
 from fp8compile.quantizers.quantizer import Quantizer
-from fp8compile.quantizers.stochastic import check_rounding, noise
+from fp8compile.quantizers.stochastic import check_rounding, noise, positions
 from fp8compile.quantizers.two_level_rules import TWO_LEVEL_RULES, TwoLevelRule
 
 __all__ = ["TwoLevelScaling"]
@@ -176,10 +176,12 @@ class TwoLevelScaling(Quantizer):
     def _rule(self) -> TwoLevelRule:
         return TWO_LEVEL_RULES[self.scale]
 
-    def _transformed(self, x: Tensor) -> Tensor:
-        """The matrix that is quantized, float32."""
+    def _transformed(self, x: Tensor, dim: int = 0, every: slice = slice(None)) -> Tensor:
+        """The matrix that is quantized, or every so many of its rows or columns; transformed in float32."""
         matrix = as_matrix(x)
-        return random_hadamard(matrix.float(), self._summed_dim(), self.hadamard) if self.hadamard else matrix
+        if self.hadamard:
+            return random_hadamard(matrix.float(), self._summed_dim(), self.hadamard, every=every)
+        return matrix[every] if dim == 0 else matrix[:, every]
 
     def amax(self, x: Tensor) -> Tensor:
         """The largest magnitude of each block of what is quantized, transformed or not."""
@@ -208,13 +210,30 @@ class TwoLevelScaling(Quantizer):
         return self._cast(x, multiplier, rows, columns)
 
     def _cast(self, x: Tensor, multiplier: Tensor, *where: Tensor) -> Tensor:
-        matrix = self._transformed(x)
-        values = scaled(matrix, multiplier, self.block)
+        if self.packed == "none":
+            codes = self._codes(self._transformed(x), multiplier, self.block, *where)
+        else:
+            first, second = (self._every_other(x, multiplier, start, *where) for start in (0, 1))
+            codes = first | (second << 4)
+        return from_matrix(codes, self.codes_shape(x.shape))
+
+    def _every_other(self, x: Tensor, multiplier: Tensor, start: int, *where: Tensor) -> Tensor:
+        """Of each two codes that share a byte one, from values of its own.
+
+        Were all codes made before, and taken apart then, compiled code would lay them down, or the values in float32.
+        """
+        dim, every = PAIRS[self.packed], slice(start, None, 2)
+        block = tuple(size // 2 if axis == dim else size for axis, size in enumerate(self.block))
+        if self.rounding == "stochastic":
+            rows, columns = where or positions(self._codes_matrix(x.shape), x.device)
+            where = (rows[every], columns) if dim == 0 else (rows, columns[every])
+        return self._codes(self._transformed(x, dim, every), multiplier, block, *where)
+
+    def _codes(self, matrix: Tensor, multiplier: Tensor, block: Sequence[int], *where: Tensor) -> Tensor:
+        values = scaled(matrix, multiplier, (block[0], block[1]))
         if self.scale == "transformer_engine":
             values = torch.where(matrix == 0, 0.0, values)  # zeros lose their sign there
-        codes = self._rounded(values, *where)
-        codes = codes if self.packed == "none" else pack(codes, PAIRS[self.packed])
-        return from_matrix(codes, self.codes_shape(x.shape))
+        return self._rounded(values, *where)
 
     def _rounded(self, values: Tensor, *where: Tensor) -> Tensor:
         fmt = self.element_format()

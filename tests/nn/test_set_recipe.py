@@ -48,6 +48,54 @@ def test_a_wrong_tail_says_what_is_allowed(arguments, says):
         f8.convert(stack(), FOUR, **arguments)
 
 
+class Mixture(torch.nn.Module):
+    """A linear, and experts as torchtitan writes them."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.experts = torch.nn.Linear(32, 32), Experts()
+
+    def forward(self, rows, offsets):
+        return self.experts(self.first(rows), offsets)
+
+
+class Experts(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up = torch.nn.Parameter(torch.randn(3, 48, 32) / 6)
+
+    def _grouped_mm(self, *, A, B_t, offs):
+        raise AssertionError("experts were not converted")
+
+    def forward(self, rows, offsets):
+        return self._grouped_mm(A=rows, B_t=self.up.transpose(-2, -1), offs=offsets)
+
+
+def test_experts_take_another_forward_too(assert_bits_equal):
+    before = f8.recipes.rowwise()
+    model = f8.convert(Mixture().bfloat16(), before, filter=lambda *_: True)
+    experts, rows = model.experts, torch.randn(20, 32).bfloat16()
+    offsets = torch.tensor([7, 7, 20], dtype=torch.int32)
+
+    def run_experts():
+        y = experts(rows, offsets)
+        return y.detach(), *torch.autograd.grad(y.sum(), experts.up)
+
+    in_fp8, gradient = run_experts()
+    f8.set_recipe(model, forward=None)
+    plain, same_gradient = run_experts()
+    parts = rows.split([7, 0, 13])
+    assert_bits_equal(plain, torch.cat([part @ up.t() for part, up in zip(parts, experts.up, strict=True)]).detach())
+    assert_bits_equal(same_gradient, gradient)
+    assert not torch.equal(plain, in_fp8)
+    with pytest.raises(ValueError, match=r"set_recipe: experts can't take another forward: .*two levels of scales"):
+        f8.set_recipe(model, forward=FOUR)
+    assert model.first.recipe == experts.recipe, "a refusal changed a layer"
+    f8.set_recipe(model, forward=before)
+    assert_bits_equal(run_experts()[0], in_fp8)
+
+
 def run(layer, x):
     y = layer(x)
     y.sum().backward()
@@ -77,7 +125,7 @@ def test_another_forward_changes_outputs_alone_and_costs_one_compile(assert_bits
 @pytest.mark.parametrize(
     ("model", "forward", "says"),
     [
-        (torch.nn.Linear(2, 2), None, r"has no fp8compile\.Linear"),
+        (torch.nn.Linear(2, 2), None, r"has no fp8compile\.Linear and no experts in FP8"),
         (f8.Linear(16, 16, recipe=f8.recipes.delayed()), None, "can't take another forward: delayed scaling"),
         (f8.Linear(16, 16, recipe=FOUR), "bf16", "forward is 'bf16'; it is a fp8compile.Recipe, or None"),
     ],

@@ -63,14 +63,14 @@ def check_recipe_of_groups(recipe: Recipe) -> None:
             "grouped_linear: the recipe has delayed scaling, which remembers one amax a tensor: groups would share a "
             "scale, and one without tokens has no amax. Take a recipe with current scaling."
         )
+    for gemm in GEMMS:
+        for slot, quantizer in zip((gemm.a, gemm.b), recipe.quantizers(gemm) or (), strict=False):
+            _check_quantizer_of_groups(gemm, slot, quantizer)
     if recipe.keep_weight_codes:
         raise ValueError(
             "grouped_linear: the recipe has keep_weight_codes, and codes of grouped weights are made in each pass. "
             "Leave it out."
         )
-    for gemm in GEMMS:
-        for slot, quantizer in zip((gemm.a, gemm.b), recipe.quantizers(gemm) or (), strict=False):
-            _check_quantizer_of_groups(gemm, slot, quantizer)
 
 
 def _check_quantizer_of_groups(gemm: Gemm, slot: str, quantizer: Quantizer) -> None:

@@ -12,6 +12,7 @@ from fp8compile.ops.layer import (
     fsdp_grouped,
     fsdp_linear,
     grouped_linear,
+    kept_input,
     linear,
     sharded_grouped,
     sharded_linear,
@@ -22,7 +23,17 @@ from fp8compile.quantizers import GEMMS
 
 __all__ = ["FAMILIES", "GEMM_OPS", "LAYER_OPS"]
 
-FAMILIES = (linear, delayed, sharded_linear, fsdp_linear, fsdp_delayed, grouped_linear, fsdp_grouped, sharded_grouped)
+FAMILIES = (
+    linear,
+    delayed,
+    sharded_linear,
+    fsdp_linear,
+    fsdp_delayed,
+    grouped_linear,
+    fsdp_grouped,
+    sharded_grouped,
+    kept_input,
+)
 
 # What a policy of selective activation checkpointing names to keep the products: where a plain model has aten.mm, a
 # converted one has fp8compile::linear or another of these, and never aten._scaled_mm.

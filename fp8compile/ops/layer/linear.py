@@ -7,7 +7,8 @@
 Each is taken apart into amax, scale, cast and scaled_mm: by its kernel in eager mode, by its decomposition under
 Inductor, and wherever else someone needs to look inside. Saved for backward are x and w as they came, and only if a
 gradient needs them: which codes the backward wants depends on the recipe, and under Inductor the two casts of one
-tensor become one read of it. The bias is added in the dtype of the output.
+tensor become one read of it. Of codes of four bits eager mode saves those in place of x (`kept_input`). The bias is
+added in the dtype of the output.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from torch import Tensor
 
 from fp8compile import _compat
 from fp8compile.ops import samples
+from fp8compile.ops.layer.kept_input import grad_weight_of_codes, keeps_codes, kept_input
 from fp8compile.ops.layer.local_shards import LocalShard
 from fp8compile.ops.layer.operands import Operands, Phase
 from fp8compile.ops.layer.products import multiply_shards
@@ -205,16 +207,20 @@ def _setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
     needs_x, needs_weight = ctx.needs_input_grad[:2]
     ctx.recipe = for_gradients_of(recipe, x=needs_x, weight=needs_weight)
     ctx.placements = _compat.placement_of(x)
-    ctx.save_for_backward(x if needs_weight else None, weight if needs_x else None)
+    kept: tuple[Tensor, ...] = (x,) if needs_weight else ()
+    if needs_weight and keeps_codes(x, recipe):
+        kept = kept_input(x, recipe.input_for_grad_weight)
+    ctx.save_for_backward(weight if needs_x else None, *kept)
 
 
 def _backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-    x, weight = ctx.saved_tensors
+    weight, *kept = ctx.saved_tensors
     needs_bias = ctx.needs_input_grad[2]
     grad_x = None if weight is None else grad_input(grad_output, weight, ctx.recipe)
+    by_input = grad_weight if len(kept) == 1 else grad_weight_of_codes
     return (
         _compat.scattered_like(grad_x, ctx.placements),
-        None if x is None else grad_weight(grad_output, x, ctx.recipe),
+        by_input(grad_output, *kept, ctx.recipe) if kept else None,
         sum_of_tokens(grad_output) if needs_bias else None,
         None,
     )

@@ -1,0 +1,117 @@
+"""What a layer in four bits keeps for its backward: codes, 0.3 of what bf16 keeps or less, compiled and not."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import fp8compile as f8
+from benchmarks.memory import saved_bytes
+from fp8compile.testing.gpu_graphs import gpu_graphs, kept_bytes
+from fp8compile.testing.gpus import gpu_called
+
+NVFP4 = f8.recipes.nvfp4()
+TOKENS, WIDTH = 512, 64
+LAYERS = 4
+
+
+def chain(recipe=None, layers=LAYERS):
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False, dtype=torch.bfloat16) for _ in range(layers)))
+    return model if recipe is None else f8.convert(model, recipe, filter="*")
+
+
+class Ops(TorchDispatchMode):
+    """The names of our ops that are called."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "fp8compile":
+            self.names.append(func._opname)
+        return func(*args, **(kwargs or {}))
+
+
+def test_eager_mode_keeps_codes_alone():
+    def kept(recipe):
+        model, x = chain(recipe), torch.randn(TOKENS, WIDTH).bfloat16().requires_grad_()
+        return saved_bytes(lambda x: model(x * 2), model, x)  # the product by a number is kept by the layer alone
+
+    assert kept(None) == LAYERS * 2 * TOKENS * WIDTH
+    assert kept(NVFP4) == LAYERS * (TOKENS * WIDTH // 2 + TOKENS * WIDTH // 16 + 4)
+    assert kept(NVFP4) <= 0.3 * kept(None)
+    # three layers that read one input would keep three bytes an element in place of two
+    assert kept(f8.recipes.mxfp8()) == kept(None)
+
+
+def test_compiled_code_for_a_b200_keeps_codes_of_all_that_bf16_keeps():
+    """Inputs of layers, and weights, which in bf16 are parameters and here are codes besides them."""
+
+    def kept(recipe):
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            model, x = chain(recipe), torch.randn(TOKENS, WIDTH, dtype=torch.bfloat16, requires_grad=True)
+            (forward, _) = gpu_graphs(model, (x,), gpu_called("b200"))
+        (outputs,) = forward.graph.graph.find_nodes(op="output")[0].args
+        saved = [node.meta["val"] for at, node in enumerate(outputs) if at not in forward.returned]
+        return kept_bytes(forward), [each for each in saved if each.dtype == torch.bfloat16]
+
+    of_bf16, _ = kept(None)
+    x_and_weights = 2 * TOKENS * WIDTH + LAYERS * 2 * WIDTH * WIDTH
+    found, in_bf16 = kept(NVFP4)
+    assert found <= 0.3 * (of_bf16 + x_and_weights)
+    assert not in_bf16, "the backward reads an input or a weight in bf16"
+
+
+@pytest.mark.parametrize("without", ["gradients", "gradient of the weight", "four bits"])
+def test_no_codes_are_made_where_none_are_kept(without):
+    recipe = f8.recipes.nvfp4(backward="bf16") if without == "four bits" else NVFP4
+    layer = f8.Linear.from_linear(nn.Linear(32, 48).bfloat16(), recipe)
+    layer.weight.requires_grad_(without != "gradient of the weight")
+    x = torch.randn(16, 32).bfloat16().requires_grad_()
+    with torch.set_grad_enabled(without != "gradients"), Ops() as called:
+        y = layer(x)
+    assert called.names == ["linear"]
+    assert y.requires_grad == (without != "gradients")
+
+
+def test_codes_do_not_notice_what_is_written_to_the_input(assert_bits_equal):
+    layer = f8.Linear.from_linear(nn.Linear(32, 48).bfloat16(), NVFP4)
+    x = torch.randn(37, 32).bfloat16()
+    layer(x).sum().backward()
+    before, layer.weight.grad = layer.weight.grad, None
+    with Ops() as called:
+        y = layer(x)
+        x.zero_()
+        y.sum().backward()
+    assert called.names == ["linear", "kept_input", "grad_weight_of_codes"]
+    assert_bits_equal(layer.weight.grad, before)
+
+
+def test_flops_are_those_of_bf16():
+    from torch.utils.flop_counter import FlopCounterMode
+
+    def flops(recipe):
+        with FlopCounterMode(display=False) as counter:
+            chain(recipe)(torch.randn(TOKENS, WIDTH).bfloat16()).sum().backward()
+        return counter.get_total_flops()
+
+    assert flops(NVFP4) == flops(None)
+
+
+def test_a_checkpointed_block_has_the_same_bits(assert_bits_equal):
+    def gradients(call):
+        model, x = chain(NVFP4, layers=2), torch.linspace(-3, 3, 48 * WIDTH).view(48, WIDTH).bfloat16()
+        x.requires_grad_()
+        call(model, x).float().square().sum().backward()
+        return [x.grad, *(parameter.grad for parameter in model.parameters())]
+
+    def checkpointed(model, x):
+        return torch.utils.checkpoint.checkpoint(model, x, use_reentrant=False)
+
+    for one, other in zip(gradients(lambda m, x: m(x)), gradients(checkpointed), strict=True):
+        assert_bits_equal(one, other)
