@@ -11,7 +11,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, get_type_hints
 
 import torch
 
@@ -26,19 +26,40 @@ __all__ = ["LAYER_OPS", "register_product"]
 LAYER_OPS: dict[torch._ops.OpOverload, Gemm] = {}
 
 
-def _in_phase(compute: Callable, phase: Callable[[], Phase]) -> Callable:
-    """A function of all arguments of ``compute`` but the first, which is the phase."""
+def _loose(function: Callable, *given: Callable[[], Any]) -> Callable:
+    """A function of loose arguments, as an op's schema has them.
+
+    Args:
+        function: Its first arguments are ``given``; an argument that is a NamedTuple stands for its fields.
+        given: Called at each call.
+    """
+    parameters = list(inspect.signature(function, eval_str=True).parameters.values())[len(given) :]
+    fields = [getattr(each.annotation, "_fields", None) for each in parameters]
 
     def run(*args: Any) -> Any:
-        return compute(phase(), *args)
+        if not any(fields):
+            return function(*(each() for each in given), *args)
+        loose = iter(args)
+        packed = [
+            next(loose) if names is None else each.annotation(*(next(loose) for _ in names))
+            for each, names in zip(parameters, fields, strict=True)
+        ]
+        return function(*(each() for each in given), *packed)
 
-    first, *others = inspect.signature(compute, eval_str=True).parameters.values()
-    result = inspect.get_annotations(compute, eval_str=True)["return"]
+    others: list[inspect.Parameter] = []
+    for each, names in zip(parameters, fields, strict=True):
+        hints = {each.name: each.annotation} if names is None else get_type_hints(each.annotation)
+        others += [inspect.Parameter(name, each.kind, annotation=hint) for name, hint in hints.items()]
+    result = inspect.get_annotations(function, eval_str=True)["return"]
     run.__signature__ = inspect.Signature(others, return_annotation=result)  # type: ignore[attr-defined]
     run.__annotations__ = {**{each.name: each.annotation for each in others}, "return": result}
-    run.__name__, run.__module__ = compute.__name__, compute.__module__
-    assert first.name == "phase"
+    run.__name__, run.__module__ = function.__name__, function.__module__
     return run
+
+
+def _loose_fake(fake: Callable) -> Callable:
+    hints = inspect.get_annotations(fake, eval_str=True).values()
+    return _loose(fake) if any(hasattr(each, "_fields") for each in hints) else fake
 
 
 def register_product(
@@ -58,7 +79,8 @@ def register_product(
     Args:
         name: Without namespace.
         gemm: Which of the layer's products it is.
-        compute: ``(phase, *arguments)``; the annotations of the arguments are the schema.
+        compute: ``(phase, *arguments)``; the annotations of the arguments are the schema. A NamedTuple stands for its
+            fields: sizes may be symbols, and a constant that traced code makes is a stand-in.
         fake: Same arguments without the phase.
         samples: As `register_op` takes them.
         sharding: As `register_op` takes it; None if the op's tensors are one rank's.
@@ -71,11 +93,11 @@ def register_product(
     """
     op = register_op(
         f"fp8compile::{name}",
-        _in_phase(compute, lambda: Phase.EAGER),
-        fake=fake,
+        _loose(compute, lambda: Phase.EAGER),
+        fake=_loose_fake(fake),
         setup_context=setup_context,
         backward=backward,
-        decompose=_in_phase(compute, partial(Phase.compiled, gemm)),
+        decompose=_loose(compute, partial(Phase.compiled, gemm)),
         sharding=sharding,
         samples=samples,
         updates=updates,

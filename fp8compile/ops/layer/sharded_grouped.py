@@ -16,7 +16,7 @@ sums of the output or of grad_input. A rank's part ends where a block ends, or b
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -41,9 +41,18 @@ __all__ = ["sharded_grouped_grad_input", "sharded_grouped_grad_weight", "sharded
 OUT_FEATURES, IN_FEATURES = 1, 2
 
 
-def _cut(weight_dim: int, feature_sizes: Sequence[int], rank: int, group: str) -> DimSharding | None:
-    """How ranks share each matrix; None in a group of one rank."""
-    return DimSharding(group, rank, weight_dim, tuple(feature_sizes)) if len(feature_sizes) > 1 else None
+class Part(NamedTuple):
+    """What this rank has of the matrices; the fields are arguments of the ops, see the head of this file."""
+
+    weight_dim: int
+    feature_sizes: Sequence[int]
+    rank: int
+    group: str
+
+    def cut(self) -> DimSharding | None:
+        """How ranks share each matrix; None in a group of one rank."""
+        sizes = tuple(self.feature_sizes)
+        return DimSharding(self.group, self.rank, self.weight_dim, sizes) if len(sizes) > 1 else None
 
 
 def _sum(part: Tensor, cut: DimSharding | None) -> Tensor:
@@ -54,19 +63,11 @@ def _sum(part: Tensor, cut: DimSharding | None) -> Tensor:
 
 
 def _grad_input(
-    phase: Phase,
-    grad_output: Tensor,
-    weight: Tensor,
-    offsets: Tensor,
-    weight_dim: int,
-    feature_sizes: Sequence[int],
-    rank: int,
-    group: str,
-    recipe: Recipe,
+    phase: Phase, grad_output: Tensor, weight: Tensor, offsets: Tensor, part: Part, recipe: Recipe
 ) -> Tensor:
-    cut = _cut(weight_dim, feature_sizes, rank, group)
+    cut = part.cut()
     found = GroupedOperands(recipe, offsets, phase, cut=cut).grad_input(grad_output, weight)
-    return _sum(found, cut) if weight_dim == OUT_FEATURES else found
+    return _sum(found, cut) if part.weight_dim == OUT_FEATURES else found
 
 
 def _grad_input_samples() -> Iterator[tuple]:
@@ -79,18 +80,8 @@ sharded_grouped_grad_input = register_product(
 )
 
 
-def _grad_weight(
-    phase: Phase,
-    grad_output: Tensor,
-    x: Tensor,
-    offsets: Tensor,
-    weight_dim: int,
-    feature_sizes: Sequence[int],
-    rank: int,
-    group: str,
-    recipe: Recipe,
-) -> Tensor:
-    cut = _cut(weight_dim, feature_sizes, rank, group)
+def _grad_weight(phase: Phase, grad_output: Tensor, x: Tensor, offsets: Tensor, part: Part, recipe: Recipe) -> Tensor:
+    cut = part.cut()
     return GroupedOperands(recipe, offsets, phase, cut=cut).grad_weight(grad_output, x)
 
 
@@ -111,38 +102,19 @@ sharded_grouped_grad_weight = register_product(
 
 
 def _sharded_grouped_linear(
-    phase: Phase,
-    x: Tensor,
-    weight: Tensor,
-    offsets: Tensor,
-    bias: Tensor | None,
-    weight_dim: int,
-    feature_sizes: Sequence[int],
-    rank: int,
-    group: str,
-    recipe: Recipe,
+    phase: Phase, x: Tensor, weight: Tensor, offsets: Tensor, bias: Tensor | None, part: Part, recipe: Recipe
 ) -> Tensor:
-    cut = _cut(weight_dim, feature_sizes, rank, group)
+    cut = part.cut()
     check_recipe_of_groups(recipe)
     check_cut_of_groups(recipe, cut)
     y = GroupedOperands(recipe, offsets, phase, cut=cut).output(x, weight)
-    y = _sum(y, cut) if weight_dim == IN_FEATURES else y
+    y = _sum(y, cut) if part.weight_dim == IN_FEATURES else y
     return with_bias_of_groups(y, bias, offsets, phase)
 
 
-def _fake(
-    x: Tensor,
-    weight: Tensor,
-    offsets: Tensor,
-    bias: Tensor | None,
-    weight_dim: int,
-    feature_sizes: Sequence[int],
-    rank: int,
-    group: str,
-    recipe: Recipe,
-) -> Tensor:
+def _fake(x: Tensor, weight: Tensor, offsets: Tensor, bias: Tensor | None, part: Part, recipe: Recipe) -> Tensor:
     check_recipe_of_groups(recipe)
-    check_cut_of_groups(recipe, _cut(weight_dim, feature_sizes, rank, group))
+    check_cut_of_groups(recipe, part.cut())
     return x.new_empty((x.shape[0], weight.shape[1]))
 
 

@@ -45,6 +45,37 @@ from fp8compile.quantizers import Recipe
 __all__ = ["sharded_grad_input", "sharded_grad_weight", "sharded_linear"]
 
 
+class Cut(NamedTuple):
+    """Where this rank's part of a layer lies; the fields are arguments of the ops, see the head of this file."""
+
+    weight_dim: int
+    feature_sizes: Sequence[int]
+    sequence_dim: int | None
+    sequence_sizes: Sequence[int]
+    rank: int
+    group: str
+
+    def layout(self, ndim: int) -> _Layout:
+        """Where each tensor is cut, for tokens of ``ndim`` dims, features included."""
+        if len(self.feature_sizes) == 1:
+            return _Layout((None,), (None,), (None,), (None,))
+        features = DimSharding(self.group, self.rank, ndim - 1, tuple(self.feature_sizes))
+        weight = replace(features, dim=self.weight_dim)
+        tokens = None
+        if self.sequence_dim is not None:
+            tokens = replace(features, dim=self.sequence_dim, sizes=tuple(self.sequence_sizes))
+        if self.weight_dim == 0:
+            return _Layout((tokens,), (weight,), (weight,), (features,))
+        return _Layout((features,), (weight,), (None,), (tokens,))
+
+    def empty(self, like: Tensor, features: int, *, all_tokens: bool) -> Tensor:
+        """An empty tensor of the shape of another one, but for its sequence and its features."""
+        shape = [*like.shape[:-1], features]
+        if self.sequence_dim is not None:
+            shape[self.sequence_dim] = sum(self.sequence_sizes) if all_tokens else self.sequence_sizes[self.rank]
+        return like.new_empty(shape)
+
+
 class _Layout(NamedTuple):
     """Where each tensor of the layer is cut; one group, so one entry each."""
 
@@ -52,26 +83,6 @@ class _Layout(NamedTuple):
     weight: Sharding
     bias: Sharding
     output: Sharding
-
-
-def _layout(
-    ndim: int,
-    weight_dim: int,
-    feature_sizes: Sequence[int],
-    sequence_dim: int | None,
-    sequence_sizes: Sequence[int],
-    rank: int,
-    group: str,
-) -> _Layout:
-    """The layout for tokens of ``ndim`` dims, features included."""
-    if len(feature_sizes) == 1:
-        return _Layout((None,), (None,), (None,), (None,))
-    features = DimSharding(group, rank, ndim - 1, tuple(feature_sizes))
-    weight = replace(features, dim=weight_dim)
-    tokens = None if sequence_dim is None else DimSharding(group, rank, sequence_dim, tuple(sequence_sizes))
-    if weight_dim == 0:
-        return _Layout((tokens,), (weight,), (weight,), (features,))
-    return _Layout((features,), (weight,), (None,), (tokens,))
 
 
 def _whole_or_part(product: Product, tokens: Sharding, group: str) -> Tensor:
@@ -85,48 +96,18 @@ def _whole_or_part(product: Product, tokens: Sharding, group: str) -> Tensor:
     return local.contiguous()
 
 
-def _with_sequence(x: Tensor, sequence_dim: int | None, length: int, features: int) -> Tensor:
-    """An empty tensor of the shape of ``x``, but for its sequence and its features."""
-    shape = [*x.shape[:-1], features]
-    if sequence_dim is not None:
-        shape[sequence_dim] = length
-    return x.new_empty(shape)
-
-
 # ---------------------------------------------------------------------------------- gradients
 
 
-def _grad_input(
-    phase: Phase,
-    grad_output: Tensor,
-    weight: Tensor,
-    weight_dim: int,
-    feature_sizes: Sequence[int],
-    sequence_dim: int | None,
-    sequence_sizes: Sequence[int],
-    rank: int,
-    group: str,
-    recipe: Recipe,
-) -> Tensor:
-    layout = _layout(grad_output.ndim, weight_dim, feature_sizes, sequence_dim, sequence_sizes, rank, group)
+def _grad_input(phase: Phase, grad_output: Tensor, weight: Tensor, cut: Cut, recipe: Recipe) -> Tensor:
+    layout = cut.layout(grad_output.ndim)
     parts = LocalShard(grad_output, layout.output), LocalShard(weight, layout.weight)
     product = multiply_shards(GRAD_INPUT, *parts, Operands(recipe, phase))
-    return _whole_or_part(product, layout.input, group)
+    return _whole_or_part(product, layout.input, cut.group)
 
 
-def _grad_input_fake(
-    grad_output: Tensor,
-    weight: Tensor,
-    weight_dim: int,
-    feature_sizes: Sequence[int],
-    sequence_dim: int | None,
-    sequence_sizes: Sequence[int],
-    rank: int,
-    group: str,
-    recipe: Recipe,
-) -> Tensor:
-    length = sequence_sizes[rank] if weight_dim == 0 else sum(sequence_sizes)
-    return _with_sequence(grad_output, sequence_dim, length, weight.shape[1])
+def _grad_input_fake(grad_output: Tensor, weight: Tensor, cut: Cut, recipe: Recipe) -> Tensor:
+    return cut.empty(grad_output, weight.shape[1], all_tokens=cut.weight_dim == 1)
 
 
 def _grad_input_samples() -> Iterator[tuple]:
@@ -139,19 +120,8 @@ sharded_grad_input = register_product(
 )
 
 
-def _grad_weight(
-    phase: Phase,
-    grad_output: Tensor,
-    x: Tensor,
-    weight_dim: int,
-    feature_sizes: Sequence[int],
-    sequence_dim: int | None,
-    sequence_sizes: Sequence[int],
-    rank: int,
-    group: str,
-    recipe: Recipe,
-) -> Tensor:
-    layout = _layout(x.ndim, weight_dim, feature_sizes, sequence_dim, sequence_sizes, rank, group)
+def _grad_weight(phase: Phase, grad_output: Tensor, x: Tensor, cut: Cut, recipe: Recipe) -> Tensor:
+    layout = cut.layout(x.ndim)
     parts = LocalShard(grad_output, layout.output), LocalShard(x, layout.input)
     product = multiply_shards(GRAD_WEIGHT, *parts, Operands(recipe, phase))
     return product.local.contiguous()
@@ -178,44 +148,20 @@ def _check_no_delayed_scaling(recipe: Recipe) -> None:
         )
 
 
-def _sharded_linear(
-    phase: Phase,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    weight_dim: int,
-    feature_sizes: Sequence[int],
-    sequence_dim: int | None,
-    sequence_sizes: Sequence[int],
-    rank: int,
-    group: str,
-    recipe: Recipe,
-) -> Tensor:
+def _sharded_linear(phase: Phase, x: Tensor, weight: Tensor, bias: Tensor | None, cut: Cut, recipe: Recipe) -> Tensor:
     _check_no_delayed_scaling(recipe)
-    layout = _layout(x.ndim, weight_dim, feature_sizes, sequence_dim, sequence_sizes, rank, group)
+    layout = cut.layout(x.ndim)
     parts = LocalShard(x, layout.input), LocalShard(weight, layout.weight)
     product = multiply_shards(OUTPUT, *parts, Operands(recipe, phase))
     if bias is not None:
         own = LocalShard(as_read(bias, phase), layout.bias)
         product = replace(product, local=add_bias(product, own, layout.weight))
-    return _whole_or_part(product, layout.output, group)
+    return _whole_or_part(product, layout.output, cut.group)
 
 
-def _fake(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    weight_dim: int,
-    feature_sizes: Sequence[int],
-    sequence_dim: int | None,
-    sequence_sizes: Sequence[int],
-    rank: int,
-    group: str,
-    recipe: Recipe,
-) -> Tensor:
+def _fake(x: Tensor, weight: Tensor, bias: Tensor | None, cut: Cut, recipe: Recipe) -> Tensor:
     _check_no_delayed_scaling(recipe)
-    length = sum(sequence_sizes) if weight_dim == 0 else sequence_sizes[rank]
-    return _with_sequence(x, sequence_dim, length, weight.shape[0])
+    return cut.empty(x, weight.shape[0], all_tokens=cut.weight_dim == 0)
 
 
 def _setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
@@ -224,20 +170,11 @@ def _setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
     ctx.save_for_backward(x if needs_weight else None, weight if needs_x else None)
 
 
-def _grad_bias(
-    grad_output: Tensor,
-    weight_dim: int,
-    feature_sizes: Sequence[int],
-    sequence_dim: int | None,
-    sequence_sizes: Sequence[int],
-    rank: int,
-    group: str,
-    recipe: Recipe,
-) -> Tensor:
+def _grad_bias(grad_output: Tensor, cut: Cut) -> Tensor:
     """The bias's gradient over all tokens, wherever they are."""
     own = sum_of_tokens(grad_output)
-    parts_of_tokens = weight_dim == 1 and sequence_dim is not None and len(feature_sizes) > 1
-    return all_reduce_sum(own, group) if parts_of_tokens else own
+    parts_of_tokens = cut.weight_dim == 1 and cut.sequence_dim is not None and len(cut.feature_sizes) > 1
+    return all_reduce_sum(own, cut.group) if parts_of_tokens else own
 
 
 def _backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
@@ -245,7 +182,7 @@ def _backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
     return (
         None if weight is None else sharded_grad_input(grad_output, weight, *ctx.where),
         None if x is None else sharded_grad_weight(grad_output, x, *ctx.where),
-        _grad_bias(grad_output, *ctx.where) if ctx.needs_input_grad[2] else None,
+        _grad_bias(grad_output, Cut(*ctx.where[:-1])) if ctx.needs_input_grad[2] else None,
         *(None for _ in ctx.where),
     )
 
