@@ -19,7 +19,8 @@ __all__ = ["set_recipe"]
 
 def _with_forward(recipe: Recipe, forward: Recipe | None) -> Recipe:
     taken = forward or Recipe()
-    return replace(recipe, input=taken.input, weight=taken.weight, keep_weight_codes=False)
+    keeps = taken.keep_weight_codes and taken.weight == recipe.weight_for_grad_input
+    return replace(recipe, input=taken.input, weight=taken.weight, keep_weight_codes=keeps)
 
 
 def _cannot(layer: Linear | ConvertedExperts, forward: Recipe | None) -> str | None:
