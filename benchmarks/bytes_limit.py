@@ -14,6 +14,8 @@ element of bf16, 1 a code. What it rests on:
 - Attention is a library call too, forward and backward. Heads of k and v are copied for it where several of q share
   them, and their gradients are summed by the kernel after it.
 - Scales, amaxes and statistics are left out.
+- Four bits: half a byte a code. The outer scale depends on all of a tensor, so each is read twice, once for the amaxes
+  of both directions and once for the codes of both. The forward makes those for the backward too.
 
     python -m benchmarks.bytes_limit [--json] [--m 8192] [--shape llama3-8b] [--block mlp] [--recipes rowwise ...]
 """
@@ -41,8 +43,52 @@ def _properties(recipe: str) -> tuple[bool, bool, bool, bool]:
     )
 
 
-def least_mlp(recipe: str, m: int, shape: Shape) -> dict[str, int]:
+TWICE = 2 + 2  # bytes of an element that is read for its amaxes, then for its codes
+BOTH = 1  # bytes of an element's codes in both directions, in four bits
+
+
+def _mlp_in_four_bits(m: int, shape: Shape) -> dict[str, float]:
+    tokens, hidden, weight = m * shape.d, m * shape.h, shape.d * shape.h
+    return {
+        "norm": (TWICE + BOTH) * tokens,
+        "activation": (2 * TWICE + BOTH) * hidden,
+        "weights": 3 * (TWICE + BOTH) * weight,
+        "residual": 6 * tokens,
+        "gradient of y": (TWICE + BOTH) * tokens,
+        "activation backward": (3 * TWICE + 2 * BOTH) * hidden,
+        "norm backward": 8 * tokens + 2 * tokens,
+        "output products": tokens + 1.5 * weight + 4 * hidden + 0.5 * hidden + 2 * tokens,
+        "grad_input products": 0.5 * tokens + 1.5 * weight + 2 * hidden + hidden + 4 * tokens,
+        "grad_weight products": 1.5 * (tokens + hidden) + 6 * weight,
+    }
+
+
+def _attention_in_four_bits(m: int, shape: Shape) -> dict[str, float]:
+    tokens, inner, kv = m * shape.d, m * shape.heads * shape.head_dim, m * shape.kv_heads * shape.head_dim
+    weights = 2 * shape.d * (shape.heads + shape.kv_heads) * shape.head_dim
+    shared = shape.heads != shape.kv_heads
+    return {
+        "norm": (TWICE + BOTH) * tokens,
+        "weights": (TWICE + BOTH) * weights,
+        "heads": (4 * kv + 4 * inner) * shared,
+        "attention": 6 * inner + 2 * inner,
+        "attended": (TWICE + BOTH) * inner,
+        "output products": 1.5 * tokens + 0.5 * weights + 2 * (inner + 2 * kv) + 0.5 * inner + 2 * tokens,
+        "residual": 6 * tokens,
+        "gradient of y": (TWICE + BOTH) * tokens,
+        "attention backward": 10 * inner + 6 * inner,
+        "gradient of q": (TWICE + BOTH) * inner,
+        "gradients of k and v": 2 * ((2 * inner if shared else 2 * kv) + (TWICE + BOTH) * kv),
+        "norm backward": 6 * tokens + 2 * tokens + 2 * tokens + 2 * tokens,
+        "grad_input products": 0.5 * tokens + 0.5 * weights + 2 * inner + 0.5 * inner + kv + 6 * tokens,
+        "grad_weight products": 2 * tokens + inner + kv + 2 * weights,
+    }
+
+
+def least_mlp(recipe: str, m: int, shape: Shape) -> dict[str, int] | dict[str, float]:
     """Bytes of the feed-forward block's parts, forward and backward."""
+    if recipe == "nvfp4":
+        return _mlp_in_four_bits(m, shape)
     tokens, hidden, weight = m * shape.d, m * shape.h, shape.d * shape.h  # elements
     bf16_wgrad, twice, twice_back, keeps = _properties(recipe)
     layers = 2 if recipe == "delayed" else 1  # gate and up have a scale each
@@ -65,8 +111,10 @@ def least_mlp(recipe: str, m: int, shape: Shape) -> dict[str, int]:
     }
 
 
-def least_attention(recipe: str, m: int, shape: Shape) -> dict[str, int]:
+def least_attention(recipe: str, m: int, shape: Shape) -> dict[str, int] | dict[str, float]:
     """Bytes of the attention block's parts, forward and backward."""
+    if recipe == "nvfp4":
+        return _attention_in_four_bits(m, shape)
     tokens, inner, kv = m * shape.d, m * shape.heads * shape.head_dim, m * shape.kv_heads * shape.head_dim
     of_q, of_k = shape.d * shape.heads * shape.head_dim, shape.d * shape.kv_heads * shape.head_dim  # weights
     weights = 2 * of_q + 2 * of_k
@@ -108,7 +156,8 @@ def main() -> None:
     parser.add_argument("--m", type=int, default=8192, help="tokens")
     parser.add_argument("--shape", choices=SHAPES, default="llama3-8b")
     parser.add_argument("--block", choices=LEAST, default="mlp")
-    parser.add_argument("--recipes", nargs="+", choices=f8.recipes.names(), default=f8.recipes.names())
+    names = (*f8.recipes.names(), "nvfp4")
+    parser.add_argument("--recipes", nargs="+", choices=names, default=names)
     args = parser.parse_args()
     rows: list[Row] = []
     for recipe in args.recipes:

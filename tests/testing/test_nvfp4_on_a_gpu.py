@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
+
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fp8compile as f8
 from fp8compile.ops.gemm import Operand, select_gemm
@@ -11,7 +14,7 @@ from fp8compile.ops.gemms.emulated import EMULATED
 from fp8compile.ops.gemms.nvfp4 import NVFP4
 from fp8compile.quantizers import GEMMS, GemmConfig
 from fp8compile.target import Target, pretend_target
-from fp8compile.testing import run_gpu_program
+from fp8compile.testing import gpu_kernels, run_gpu_program
 
 RECIPE = f8.recipes.nvfp4()
 
@@ -56,3 +59,17 @@ def test_a_block_in_four_bits_runs_on_a_b200_as_its_reference():
     run = run_gpu_program(model, torch.randn(48, 64).bfloat16().requires_grad_(), arch="b200")
     assert not run.differences, run.differences
     assert [product.name for product in run.products].count("nvfp4_mm") == 6
+
+
+@pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION is unset:UserWarning")  # Triton 3.9, once a process
+@pytest.mark.skipif(not importlib.util.find_spec("triton"), reason="needs Triton: Inductor prints its kernels with it")
+def test_codes_of_a_layer_are_made_without_values_laid_down_in_between():
+    m, k, n = 4096, 2048, 1024
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
+        layer = f8.Linear(k, n, bias=False, dtype=torch.bfloat16, recipe=RECIPE)
+        (code,) = gpu_kernels(layer, torch.randn(m, k, dtype=torch.bfloat16), arch="b200")
+    made = (2 + 2 + 0.5) * (m * k + n * k)  # read for amaxes, read for codes, written
+    product = 0.5 * (m * k + n * k) + 2 * m * n
+    # Amaxes, multipliers and scales of sixteen values are float32 between kernels: 1/8 of the input, written and read
+    # some four times. One pass of values in float32 would be 8 bytes an element more, a factor of 2.
+    assert code.bytes <= 1.25 * (made + product)
