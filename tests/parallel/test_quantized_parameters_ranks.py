@@ -392,7 +392,6 @@ def data_parallel():
 
 def bytes_of_shards():
     """Bytes of every living tensor, less those of bfloat16 shards: after sharding, and after a step."""
-    torch._dynamo.reset()  # lets go of the optimizers that it has compiled steps of
     mesh, start = DeviceMesh.from_group(GROUPS["pair"], "cpu"), live_bytes()
     model = sharded(converted(1024), mesh)
     found = [live_bytes() - start]
@@ -420,8 +419,6 @@ def bytes_of_shards():
         ("SGD, masters", "pair", 145, 5),
         ("AdamW, masters in a step", "pair", 145, 5),
         ("AdamW, stochastic", "pair", 145, 3),
-        ("AdamW, loop compiled", "pair", 145, 3),
-        ("AdamW, foreach compiled", "all", 145, 3),
         ("AdamW, masters", "all", 5, 5),  # the last rank has no rows
     ],
 )
@@ -436,7 +433,6 @@ def test_fsdp_has_the_bits_of_one_process(ranks, optimizer, group, hidden, steps
         ("AdamW, masters", "pair", 512),  # of the other layer, 64 rows, all ranks have a part of the one block
         ("AdamW, masters", "pair", 300),
         ("AdamW", "all", 301),  # 76 rows each: a rank has parts of two blocks, a block is of two or three ranks
-        ("AdamW, loop compiled", "pair", 145),
         ("AdamW, stochastic", "pair", 300),
         ("AdamW, masters in a step", "all", 5),  # the last rank has no rows
     ],
@@ -478,7 +474,6 @@ def test_shards_of_columns_have_the_bits_of_one_process(ranks, name, share):
         ("AdamW, fused", [4]),
         ("SGD, foreach", [4]),
         ("AdamW", [4]),
-        ("AdamW, foreach compiled", [4]),
     ],
 )
 def test_a_step_takes_one_amax_message_for_all_weights(ranks, optimizer, expected):
@@ -530,3 +525,23 @@ def test_shards_take_half_the_bytes(ranks):
     for shares, _ in ranks.run(bytes_of_shards):
         assert max(shares) <= 0.55
         assert min(shares) >= 0.5  # codes alone are half of it
+
+
+# last: PyTorch keeps what a compiled step wrote to for a while, and bytes are counted above
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "group", "hidden", "name"),
+    [
+        ("AdamW, loop compiled", "pair", 145, "tensorwise"),
+        ("AdamW, foreach compiled", "all", 145, "tensorwise"),
+        ("AdamW, loop compiled", "pair", 145, "blockwise"),
+    ],
+)
+def test_a_compiled_step_has_the_bits_of_one_process(ranks, optimizer, group, hidden, name):
+    answers = ranks.run(steps_of, optimizer, group, hidden, 3, name, within=group)
+    assert answers == [(True, [], True)] * len(answers)
+
+
+def test_a_compiled_step_takes_one_amax_message_for_all_weights(ranks):
+    assert ranks.run(messages, "AdamW, foreach compiled", within="pair") == [[4]] * 2
