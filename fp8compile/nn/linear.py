@@ -199,8 +199,8 @@ class Linear(nn.Linear):
         return self._scale_of(self._quantized_weight("weight_scale_for_grad_input", sets=2)[1])
 
     def _scale_of(self, own: QuantizedParameter) -> Tensor:
-        if own.quantizer.block[0] == -1 or not is_dtensor(self.weight):
-            return own.scale  # where blocks span rows, all ranks have it
+        if own.quantizer.block[0] == -1 or own.has_all_scales or not is_dtensor(self.weight):
+            return own.scale  # where blocks span rows, or are cut, all ranks have it
         mesh, placements = self.weight.device_mesh, self.weight.placements
         shape = own.quantizer.scale_shape(self.weight.shape)
         return type(self.weight).from_local(

@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 
 from fp8compile._compat import local_itself, set_local_itself
 from fp8compile.nn.local import wrapped_like
+from fp8compile.nn.placed_weights import sharding_of
 from fp8compile.quantizers import CurrentScaling, Quantizer
 from fp8compile.tensor import (
     QuantizedTensor,
@@ -28,6 +29,7 @@ from fp8compile.tensor import (
     count_write,
     is_quantized_parameter,
     quantized_anew,
+    share_scale_of_part,
     shown,
 )
 
@@ -52,8 +54,8 @@ class MasterWeights(Optimizer):
         params: Parameters, named or not, or groups of them, as ``torch.optim`` takes them.
         keep: Whether masters stay from step to step. If not, a step starts from what the codes stand for, and updates
             that are smaller than half a step between codes are lost, but for stochastic rounding.
-        rounding: Of masters to codes: ``"nearest"``, or ``"stochastic"``, by noise that is another one each step.
-            Shards of a weight get other noise than the whole.
+        rounding: Of masters to codes: ``"nearest"``, or ``"stochastic"``, by noise that is another one each step, and
+            for a shard that of the whole weight.
         seed: Of stochastic rounding.
         options: Of the optimizer.
 
@@ -95,6 +97,8 @@ class MasterWeights(Optimizer):
         others = [each.quantizer for each in local.sets() if not isinstance(each.quantizer, CurrentScaling)]
         if self._rounding == "stochastic" and others:
             raise ValueError(f"MasterWeights: {others[0]!r} has no stochastic rounding; CurrentScaling has.")
+        if any(each.has_all_scales for each in local.sets()):
+            share_scale_of_part(p)  # says which part it is
         initial, local.initial = local.initial, None
         values = local.detach().dequantize(torch.float32) if initial is None else initial
         values = values.to(local.device, torch.float32)
@@ -173,7 +177,8 @@ class MasterWeights(Optimizer):
         # as a copy of the master in the weight's dtype would be; noise is for the digits that such a copy loses
         dtypes = [w.dtype if self._rounding == "nearest" else torch.float32 for w in weights]
         values = [local_itself(self._masters[p]).detach() for _, p in every]
-        return weights, values, dtypes, [self._rounding_of(weight.quantizer) for weight in weights]
+        cuts = [sharding_of(p) for _, p in every]
+        return weights, values, dtypes, [self._rounding_of(weight.quantizer) for weight in weights], cuts
 
     def _take_over(self, params: list[Tensor]) -> None:
         """Weights that something else wrote to win: masters that are not theirs start from what they stand for.

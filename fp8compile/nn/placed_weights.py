@@ -13,11 +13,11 @@ from torch import Tensor, nn
 
 from fp8compile import _compat
 from fp8compile.nn.local import wrapped_like
-from fp8compile.ops.layer.shards import DimSharding, chunk_sizes, split_axes
+from fp8compile.ops.layer.shards import DimSharding, Sharding, chunk_sizes, split_axes
 from fp8compile.quantizers import Quantizer
 from fp8compile.tensor import QuantizedPairParameter, QuantizedParameter, in_place_of, quantize
 
-__all__ = ["not_placed", "place_codes", "quantized_part"]
+__all__ = ["not_placed", "place_codes", "quantized_part", "sharding_of"]
 
 
 def _sharded_dims(placements: Sequence[Any]) -> list[tuple[int, int]]:
@@ -38,6 +38,18 @@ def _why_not(shape: Sequence[int], mesh: Any, placements: Sequence[Any], quantiz
                 f"have a multiple of {block[dim]}"
             )
     return None
+
+
+def sharding_of(weight: Tensor) -> Sharding:
+    """How ranks cut a weight, if it is a DTensor: by tensor parallelism, and then by FSDP2, whose dims come first."""
+    if not _compat.is_dtensor(weight):
+        return ()
+    mesh, size, cuts = weight.device_mesh, list(weight.shape), []
+    for index, dim in reversed(_sharded_dims(weight.placements)):
+        sizes = chunk_sizes(size[dim], mesh.size(index))
+        cuts.append(DimSharding(mesh.get_group(index), mesh.get_local_rank(index), dim, sizes))
+        size[dim] = cuts[-1].length
+    return tuple(cuts)
 
 
 def not_placed(weight: Tensor, quantizer: Quantizer) -> str | None:
@@ -90,7 +102,7 @@ def place_codes(layer: nn.Linear, mesh: Any, placement: Any, source: int | None)
 
     scale = part(weight.scale, Replicate() if quantizer.block[dim] == -1 else placement)
     local = QuantizedParameter(part(weight.codes, placement), scale, quantizer, weight.dtype)
-    local.share_scale(mesh.get_group(), dim)
+    local.share_scale(mesh.get_group(), dim, weight.shape[dim])
     if weight.initial is not None:
         local.initial = part(weight.initial.to(weight.device), placement)
     whole = DTensor.from_local(local, mesh, [placement], run_check=False, shape=weight.shape, stride=weight.stride())

@@ -6,7 +6,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fp8compile._compat import local_itself
-from fp8compile.tensor import is_quantized_parameter
+from fp8compile.tensor import is_quantized_parameter, share_scale_of_part
 
 __all__ = ["share_scales"]
 
@@ -30,13 +30,6 @@ def share_scales(model: nn.Module) -> nn.Module:
     if not isinstance(model, nn.Module):
         raise TypeError(f"share_scales: model is a {type(model).__name__}; it is a torch.nn.Module.")
     for parameter in model.parameters():
-        local = local_itself(parameter)
-        if not isinstance(parameter, DTensor) or not is_quantized_parameter(local):
-            continue
-        if local.sets()[0].group is not None:  # of tensor parallelism alone, or since a forward
-            continue
-        # dims of FSDP2 come before that of tensor parallelism, and replicas before shards
-        dims = [dim for dim, placement in enumerate(parameter.placements) if not placement.is_replicate()]
-        if dims:
-            local.share_scale(parameter.device_mesh.get_group(dims[0]), parameter.placements[dims[0]].dim)
+        if isinstance(parameter, DTensor) and is_quantized_parameter(local_itself(parameter)):
+            share_scale_of_part(parameter)
     return model

@@ -25,6 +25,7 @@ from fp8compile.tensor import views as views  # fills the table that the class l
 from fp8compile.tensor.agreement import check_agreement
 from fp8compile.tensor.arguments import SOURCE_DTYPES, checked_sizes, not_dense, own_sizes, shown
 from fp8compile.tensor.attributes import attributes_of_others, in_place_of, moved
+from fp8compile.tensor.fsdp import share_scale_of_part
 from fp8compile.tensor.gathered_pair import Meaning, OwnCodes, as_sent, fill, made_of, sent_of
 from fp8compile.tensor.gathers import BOTH, GATHERED, OWN, PLAIN, Gathers
 from fp8compile.tensor.layer import check_serves, unserved
@@ -71,6 +72,7 @@ __all__ = [
     "quantize",
     "quantized_anew",
     "scaled_mm",
+    "share_scale_of_part",
     "shown",
     "unserved",
 ]

@@ -13,7 +13,19 @@ from fp8compile.ops.collectives import all_gather
 from fp8compile.ops.layer.shards import chunk_sizes
 from fp8compile.tensor.quantized import QuantizedTensor
 
-__all__ = ["FullyShardHooks"]
+__all__ = ["FullyShardHooks", "share_scale_of_part"]
+
+
+def share_scale_of_part(parameter: Any) -> None:
+    """Let a shard of a quantized parameter, a DTensor, know the ranks that have its scale too, if it does not yet."""
+    local = local_itself(parameter)
+    if local.sets()[0].group is not None:  # of tensor parallelism alone, or since a forward
+        return
+    # dims of FSDP2 come before that of tensor parallelism, and replicas before shards
+    dims = [dim for dim, placement in enumerate(parameter.placements) if not placement.is_replicate()]
+    if dims:
+        cut = parameter.placements[dims[0]].dim
+        local.share_scale(parameter.device_mesh.get_group(dims[0]), cut, parameter.shape[cut])
 
 
 class FullyShardHooks:
@@ -30,12 +42,12 @@ class FullyShardHooks:
         # a shard that stays on the CPU comes as a copy, and is what optimizers write to
         for shard in (self, *map(local_itself, module.parameters(recurse=False))):
             if isinstance(shard, FullyShardHooks):
-                shard.share_scale(mesh.get_group(), dim)
+                shard.share_scale(mesh.get_group(), dim, outer_size[dim])
         sizes = chunk_sizes(outer_size[dim], mesh.size())
         missing = sizes[0] - self.codes.shape[dim]  # of rows: FSDP2 cuts columns into equal parts only
         codes = pad(self.codes, (0, 0, 0, missing)) if missing else self.codes
         scale, block = self.scale, self.quantizer.block[dim]
-        if block != -1:
+        if block != -1 and not self.has_all_scales:
             scale = all_gather(scale, dim, [-(-each // block) for each in sizes], self.group)
         return (codes,), (scale, outer_size)
 

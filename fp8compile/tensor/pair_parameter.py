@@ -45,6 +45,11 @@ def is_quantized_parameter(tensor: object) -> bool:
     return isinstance(tensor, (QuantizedParameter, QuantizedPairParameter))
 
 
+def _is_of_all_ranks(own: QuantizedParameter) -> bool:
+    """Whether all ranks have its scales, of blocks that span them or that they cut."""
+    return own.quantizer.block[0] == -1 or own.has_all_scales
+
+
 class QuantizedPairParameter(QuantizedPair):
     """A `QuantizedPair` that optimizers write to: two `QuantizedParameter`s of one weight, always written together.
 
@@ -105,10 +110,10 @@ class QuantizedPairParameter(QuantizedPair):
         for each in self.sets():
             each.check_writable(what)
 
-    def share_scale(self, group: Any, shard_dim: int) -> None:
-        """Name the ranks whose shards are parts of one tensor with these, and the dim that was cut."""
+    def share_scale(self, group: Any, shard_dim: int, total: int) -> None:
+        """Name the ranks whose shards are parts of one tensor with these, the dim that was cut, and its size."""
         for each in self.sets():
-            each.share_scale(group, shard_dim)
+            each.share_scale(group, shard_dim, total)
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """The values that the codes for the output stand for; gradients pass straight through."""
@@ -193,12 +198,12 @@ class QuantizedPairParameter(QuantizedPair):
         # a shard that stays on the CPU comes as a copy, and is what optimizers write to
         for shard in (self, *map(_compat.local_itself, module.parameters(recurse=False))):
             if isinstance(shard, QuantizedPairParameter):
-                shard.share_scale(mesh.get_group(), 0)
+                shard.share_scale(mesh.get_group(), 0, outer_size[0])
         kind, gemms = self.gathers.now(module)
         shards = DimSharding(mesh.get_group(), mesh.get_local_rank(), 0, chunk_sizes(outer_size[0], mesh.size()))
         beside = shards.is_even() and mesh.size() > 1
         sets = tuple(self._codes(each, shards, beside=beside) for each in gemms)
-        own = [each.scale for each in self.sets() if each.quantizer.block[0] != -1]
+        own = [each.scale for each in self.sets() if not _is_of_all_ranks(each)]
         sizes = [scale.nbytes for scale in own]
         room = (sum(sizes) if kind == BOTH else max(sizes, default=0)) if beside else 0
         quantizers = self.quantizer, self.quantizer_for_grad_input
@@ -207,7 +212,7 @@ class QuantizedPairParameter(QuantizedPair):
 
     def _codes(self, gemm: Gemm, shards: DimSharding, *, beside: bool) -> OwnCodes:
         own = self._for_output if gemm is OUTPUT else self.for_grad_input
-        if own.quantizer.block[0] == -1:  # all ranks have it
+        if _is_of_all_ranks(own):
             return OwnCodes(gemm, own.codes, own.scale, travels=False)
         if beside:
             return OwnCodes(gemm, own.codes, own.scale, travels=True)

@@ -11,6 +11,7 @@ from torch.distributed import ProcessGroup
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
 from fp8compile._compat import counting_versions
+from fp8compile.ops.layer.shards import chunk_sizes
 from fp8compile.quantizers import Quantizer
 from fp8compile.tensor.attributes import moved
 from fp8compile.tensor.fsdp import FullyShardHooks
@@ -54,16 +55,19 @@ class QuantizedParameter(FullyShardHooks, QuantizedTensor):
             can't be written alone; ``"blank"``, zeros made by ``new_zeros``; or ``"shard"``, a view of such, which is
             how FSDP2 makes its shards, and whose other elements are padding. Where ranks share a scale, a shard has
             to know them before it is written to: from the first forward, or ``fp8compile.parallel.share_scales``.
+        has_all_scales: Whether it has the scales of all blocks of the weight, for it is a part whose rows begin or end
+            within a block, or memory for one. Once it knows its ranks, ``sizes`` says which rows it has.
     """
 
     extent: str = WHOLE
+    has_all_scales: bool = False
+    may_cut_rows = True
     _shared: _Shared
     _codes: Tensor
     _scale: Tensor
     instead_of_cutting: str = (
-        "leave this weight out of quantized_parameters. If this is fully_shard: each rank takes as many rows, rounded "
-        "up; where that is no multiple of a block, and it is for columns, shard these, by shard_placement_fn="
-        "lambda parameter: Shard(1) and reshard_after_forward=False, without which FSDP2 cuts rows too."
+        "leave this weight out of quantized_parameters. If this is fully_shard: shards of rows may cut blocks, of "
+        "columns they may not (leave out shard_placement_fn), nor of what tensor parallel ranks have parts of."
     )
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -173,7 +177,23 @@ class QuantizedParameter(FullyShardHooks, QuantizedTensor):
     def _like(self, codes: Tensor, scale: Tensor) -> QuantizedParameter:
         found = QuantizedParameter(codes, scale, self.quantizer, self.dtype, self.group, self.shard_dim, self.sizes)
         found.extent = SHARD if self.extent == BLANK else self.extent
+        found.has_all_scales = self.has_all_scales
         found._shared = self._shared
+        return found
+
+    def cut_by(self, first: int, last: int) -> bool:
+        """Whether these of its rows are part of blocks, or it has cut some already."""
+        block, rows = self.quantizer.block[0], self.shape[0]
+        if self.has_all_scales or block == -1 or self.extent != WHOLE or self.group is not None:
+            return self.has_all_scales
+        return bool(first % block or (last % block and last != rows))
+
+    def rows_cut(self, codes: Tensor) -> QuantizedParameter:
+        """The view with these codes, some of its rows, and the scales of all blocks."""
+        found = self._like(codes, aten.alias.default(self.scale))
+        found.has_all_scales = True
+        if self.extent != BLANK and codes.shape != self.codes.shape:
+            found.extent, found.group, found.shard_dim, found.sizes = SLICE, None, None, None
         return found
 
     def _unshared(self) -> QuantizedParameter:
@@ -188,12 +208,13 @@ class QuantizedParameter(FullyShardHooks, QuantizedTensor):
     ) -> QuantizedParameter:
         found = QuantizedParameter(codes, scale, quantizer or self.quantizer, self.dtype)
         if codes.numel() == self.codes.numel() or self.extent == BLANK:
-            found.group, found.shard_dim = self.group, shard_dim
+            found.group, found.shard_dim, found.sizes = self.group, shard_dim, self.sizes
             found.extent = SHARD if self.extent == BLANK else self.extent
         elif scale.numel() == self.scale.numel():
             found.extent = SLICE
         else:  # fewer scales: those of blocks that lie in this view
             found.extent = self.extent
+        found.has_all_scales = self.has_all_scales
         found._shared = self._shared
         return found
 
@@ -236,16 +257,32 @@ class QuantizedParameter(FullyShardHooks, QuantizedTensor):
         leaf = self.requires_grad, isinstance(self, torch.nn.Parameter)
         return load_parameter, (self.codes, self.scale, self.quantizer, self.dtype, kept, leaf)
 
-    def share_scale(self, group: ProcessGroup, shard_dim: int) -> None:
-        """Say whose shards these are parts of one tensor with: their scale is one from the next update on."""
+    def share_scale(self, group: ProcessGroup, shard_dim: int, total: int) -> None:
+        """Say whose shards these are parts of one tensor with: their scale is one from the next update on.
+
+        Args:
+            group: The ranks.
+            shard_dim: Along which they have parts.
+            total: Of all of them, along it.
+        """
         from fp8compile import _compat
 
         _compat.allow_group_in_subclass()
         self.group, self.shard_dim = group, shard_dim
+        if self.has_all_scales:
+            self.sizes = chunk_sizes(total, group.size())
+
+    def _values(self, dtype: torch.dtype) -> Tensor:
+        if self.has_all_scales and self.sizes is None:
+            raise RuntimeError(
+                "values of a part of a QuantizedParameter that cuts blocks, before it knows which part it is. Call "
+                "fp8compile.parallel.share_scales(model) after fully_shard, or run a forward first."
+            )
+        return super()._values(dtype)
 
     def check_writable(self, what: object) -> None:
         """Raise unless new values can be written to this tensor alone."""
-        spans = -1 in self.quantizer.block
+        spans = -1 in self.quantizer.block or self.has_all_scales
         if self.is_slice:
             raise RuntimeError(
                 f"{what} of a part of a QuantizedParameter, whose scale the rest of it has too. Write to the whole "
@@ -353,13 +390,29 @@ def plain_like(func: Any, x: QuantizedParameter, *args: Any, **kwargs: Any) -> T
     return func(torch.empty_like(x.codes, dtype=x.dtype, device="meta"), *args, **{"device": x.device, **kwargs})
 
 
+def _will_be_cut(x: QuantizedParameter, size: Sequence[int]) -> bool:
+    """Whether this is memory for some rows of a whole weight that end within a block: FSDP2 asks for it."""
+    block = x.quantizer.block[0]
+    is_rows = (
+        x.extent == WHOLE
+        and x.group is None
+        and len(size) == 2
+        and tuple(size[1:]) == tuple(x.shape[1:])
+        and size[0] < x.shape[0]
+    )
+    return is_rows and block not in (1, -1) and bool(size[0] % block)
+
+
 def _new_zeros(func: Any, x: QuantizedParameter, size: Sequence[int], **kwargs: Any) -> Tensor:
     """Zeros with a scale of their own: that of the whole, if it has one, for a rank without elements has it too."""
     if kwargs.pop("dtype", None) not in (None, x.dtype):
         raise TypeError(f"{func} of a QuantizedParameter in another dtype: use torch.zeros.")
     codes = x.codes.new_zeros(size, **kwargs)
     shape = x.quantizer.scale_shape(size)
-    if x.quantizer.block == (-1, -1) or (x.quantizer.block[0] == -1 and x.scale.shape == shape):
+    is_cut = x.has_all_scales or _will_be_cut(x, size)
+    if is_cut:
+        scale = x.scale.to(codes.device).clone()
+    elif x.quantizer.block == (-1, -1) or (x.quantizer.block[0] == -1 and x.scale.shape == shape):
         scale = x.scale.to(codes.device).clone().view(shape)
     else:
         scale = x.quantizer.scale_of(torch.ones(shape, device=codes.device))
@@ -368,6 +421,7 @@ def _new_zeros(func: Any, x: QuantizedParameter, size: Sequence[int], **kwargs: 
         found._shared.outer = shared_with(x)
     else:
         found.group, found.shard_dim, found._shared.outer = x.group, x.shard_dim, x.outer
+    found.has_all_scales, found.sizes = is_cut, x.sizes if is_cut else None
     found.extent, found.written, found._shared.blank = BLANK, x.written, True
     if x.initial is not None:
         found.initial = torch.zeros(())

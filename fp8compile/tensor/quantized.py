@@ -105,6 +105,7 @@ class QuantizedTensor(Tensor):
     outer_scale: Tensor | None
     instead_of_cutting = "call .dequantize() first."  # what errors advise
     ends_in_padding = False  # whether nothing is lost where a view ends within a block
+    may_cut_rows = False  # whether a view of rows may cut blocks
 
     @staticmethod
     def __new__(
@@ -213,7 +214,7 @@ class QuantizedTensor(Tensor):
             return ops.dequantize(self.codes, self.scale, self.quantizer, dtype, *outer)
         codes, scale = as_matrix(self.codes), self.scale.reshape(-1, self.scale.shape[-1])
         is_column = int(self.shard_dim == self.ndim - 1)
-        side = axis_blocks(self.shape, (self._shards(),), self.quantizer.block)[is_column]
+        side = axis_blocks(self.shape, (self.shards(),), self.quantizer.block)[is_column]
         window = side.embed(codes, is_column), side.window(scale, is_column)
         window = ops.dequantize(*window, self.quantizer, dtype, *outer)
         return side.extract(window, is_column).reshape(self.shape)
@@ -238,7 +239,8 @@ class QuantizedTensor(Tensor):
         """Whether its memory holds other codes in the backward than in the forward."""
         return False
 
-    def _shards(self) -> DimSharding:
+    def shards(self) -> DimSharding:
+        """How ranks cut the whole tensor, where ``sizes`` are known."""
         return DimSharding(self.group, self.group.rank(), self.shard_dim, self.sizes)
 
     def all_gather(self, dim: int, sizes: Sequence[int] | None = None) -> QuantizedTensor:

@@ -15,6 +15,9 @@ from torch.distributed import ProcessGroup
 from fp8compile import ops
 from fp8compile._compat import local_itself
 from fp8compile.ops.collectives import all_reduce_amaxes
+from fp8compile.ops.layer.local_shards import LocalShard
+from fp8compile.ops.layer.quantize_shard import cast_shard, positions, whole_amax
+from fp8compile.ops.layer.shards import Sharding
 from fp8compile.quantizers import Quantizer
 from fp8compile.tensor.quantized import QuantizedTensor
 
@@ -28,8 +31,28 @@ def shared_with(weight: QuantizedTensor) -> ProcessGroup | None:
     """The ranks that have elements of the same blocks, if there are any."""
     if weight.group is None or weight.shard_dim is None:
         return None
+    if weight.has_all_scales:
+        return weight.group
     block = weight.quantizer.block[int(weight.shard_dim == weight.ndim - 1)]
     return weight.group if block == -1 else None
+
+
+def _part(weight: QuantizedTensor, values: Tensor) -> LocalShard:
+    """Values of a weight, and how they lie among those of other ranks, if that cuts blocks."""
+    return LocalShard(values, (weight.shards(),) if weight.cuts_blocks() else ())
+
+
+def _amax(weight: QuantizedTensor, values: Tensor) -> Tensor:
+    """What this rank knows of the amaxes of all blocks that the weight has scales of."""
+    part = _part(weight, values)
+    return whole_amax(part, weight.quantizer) if part.cuts else ops.amax(values, weight.quantizer)
+
+
+def _cast(weight: QuantizedTensor, values: Tensor, multiplier: Tensor, quantizer: Quantizer, cuts: Sharding) -> Tensor:
+    part = _part(weight, values)
+    if part.cuts:
+        return cast_shard(part, multiplier, quantizer)
+    return ops.cast(values, multiplier, quantizer, *positions(LocalShard(values, cuts), quantizer))
 
 
 def quantized_anew(
@@ -37,17 +60,18 @@ def quantized_anew(
     values: Sequence[Tensor],
     dtypes: Sequence[torch.dtype] | None = None,
     rounding: Sequence[Quantizer] | None = None,
+    cuts: Sequence[Sharding] | None = None,
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Codes and scale of new values of each weight, one at a time; arguments as of `assign`."""
     quantizers = [weight.quantizer for weight in weights]
     dtypes = dtypes or [value.dtype for value in values]
-    amaxes = [ops.amax(v.to(dtype), q) for v, dtype, q in zip(values, dtypes, quantizers, strict=True)]
+    amaxes = [_amax(w, v.to(dtype)) for w, v, dtype in zip(weights, values, dtypes, strict=True)]
     for groups in ([shared_with(weight) for weight in weights], [weight.outer for weight in weights]):
         amaxes = all_reduce_amaxes(amaxes, [() if group is None else (group,) for group in groups])
-    casts = zip(values, dtypes, rounding or quantizers, strict=True)
-    for own, amax, (value, dtype, cast) in zip(quantizers, amaxes, casts, strict=True):
-        multiplier, scale = ops.scale(amax, own)
-        yield ops.cast(value.to(dtype), multiplier, cast), scale
+    casts = zip(values, dtypes, rounding or quantizers, cuts or [()] * len(quantizers), strict=True)
+    for weight, amax, (value, dtype, quantizer, cut) in zip(weights, amaxes, casts, strict=True):
+        multiplier, scale = ops.scale(amax, weight.quantizer)
+        yield _cast(weight, value.to(dtype), multiplier, quantizer, cut), scale
 
 
 def count_write(parameter: Tensor) -> None:
@@ -66,16 +90,18 @@ def assign(
     values: Sequence[Tensor],
     dtypes: Sequence[torch.dtype] | None = None,
     rounding: Sequence[Quantizer] | None = None,
+    cuts: Sequence[Sharding] | None = None,
 ) -> None:
     """Give weights new values, in place: codes and scales as if they were quantized anew.
 
     Args:
-        weights: None a shard that cuts blocks. Where ranks share their scales, all ranks call this with theirs.
+        weights: Where ranks share their scales, all ranks call this with theirs.
         values: Of each, the same shape, bfloat16, float16 or float32.
         dtypes: What values are rounded to first, one weight at a time; their own by default.
         rounding: What rounds values to codes, if not the weights' own quantizers: of the same format and block.
+        cuts: How ranks cut each weight, for rounding that depends on where in the whole a value stands.
     """
-    for weight, (codes, scale) in zip(weights, quantized_anew(weights, values, dtypes, rounding), strict=True):
+    for weight, (codes, scale) in zip(weights, quantized_anew(weights, values, dtypes, rounding, cuts), strict=True):
         weight.codes.copy_(codes)
         weight.scale.copy_(scale)
         count_write(weight)

@@ -164,8 +164,11 @@ def _slice(
     if not x.ndim:
         raise IndexError(f"{func} of a QuantizedTensor of 0 dims: there is nothing to cut.")
     dim %= x.ndim
+    size = x.shape[dim]
+    if x.may_cut_rows and dim == 0 and x.ndim == 2 and step == 1 and x.cut_by(*slice(start, end).indices(size)[:2]):
+        return x.rows_cut(func(x.codes, dim, start, end, step))
     _check_keeps_blocks(func, x)
-    size, block = x.shape[dim], _block_along(x, dim)
+    block = _block_along(x, dim)
     # blocks over several leading dims: the grid has two dims, whatever x has
     scale_dim = -1 if dim == x.ndim - 1 else dim
     codes = func(x.codes, dim, start, end, step)

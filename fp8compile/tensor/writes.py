@@ -92,7 +92,8 @@ def copy(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
         if each.is_slice and not torch.equal(each.scale, codes.scale.to(each.scale.device)):
             each.check_writable("copy_")
         each.codes.copy_(codes.codes)
-        each.scale.copy_(codes.scale)
+        if not (each.has_all_scales and each._shared.blank):  # made with the scales of all blocks
+            each.scale.copy_(codes.scale)
     count_write(target)
     is_parameter = hasattr(source, "check_writable")
     target.written = source.written if is_parameter and own[0]._shared.blank else True

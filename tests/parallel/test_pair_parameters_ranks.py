@@ -16,6 +16,7 @@ from torch import nn
 from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard
+from torch.distributed.tensor import Shard
 from torch.utils.checkpoint import checkpoint
 
 import fp8compile as f8
@@ -95,7 +96,11 @@ def differences(model, whole, rank, size):
             continue
         for own, all_of_it in zip(local_itself(mine).sets(), other.sets(), strict=True):
             block = own.quantizer.block[0]
-            blocks = slice(None) if block == -1 else slice(rows.start // block, -(-rows.stop // block))
+            blocks = (
+                slice(None)
+                if block == -1 or own.has_all_scales
+                else slice(rows.start // block, -(-rows.stop // block))
+            )
             found.append(difference(own.codes, all_of_it.codes[rows]))
             found.append(difference(own.scale, all_of_it.scale[blocks]))
     return [words for words in found if words is not None]
@@ -128,17 +133,23 @@ def test_fsdp_has_the_bits_of_one_process(ranks, case):
     assert answers == [(True, [])] * len(answers)
 
 
-def few_rows(recipe):
-    """Five rows on four ranks: the last one has none, and the scales of columns that all have."""
-    widths = (64, 5, 64)
-    mesh = DeviceMesh.from_group(GROUPS["all"], "cpu")
+def few_rows(recipe, group="all", widths=(64, 5, 64)):
+    """Five rows on four ranks, of which the last one has none, or other sizes."""
+    mesh = DeviceMesh.from_group(GROUPS[group], "cpu")
     whole, model = converted(recipe, widths=widths), sharded(converted(recipe, widths=widths), mesh)
     losses = [train(each, OPTIMIZERS["AdamW, masters"](each.parameters()), 5) for each in (whole, model)]
-    return losses[0] == losses[1], differences(model, whole, mesh.get_local_rank(), 4)
+    return losses[0] == losses[1], differences(model, whole, mesh.get_local_rank(), mesh.size())
 
 
-def test_a_rank_without_rows(ranks):
-    assert ranks.run(few_rows, "rowwise") == [(True, [])] * 4
+@pytest.mark.parametrize("recipe", ["rowwise", "mxfp8"])
+def test_a_rank_without_rows(ranks, recipe):
+    assert ranks.run(few_rows, recipe) == [(True, [])] * 4
+
+
+@pytest.mark.parametrize("widths", [(64, 160, 64), (64, 95, 64)], ids=["even", "uneven"])
+def test_shards_may_cut_blocks(ranks, widths):
+    """Rows of 80 and 80, or 48 and 47: the third block of 32, or the second, is of both ranks."""
+    assert ranks.run(few_rows, "mxfp8", "pair", widths, within="pair") == [(True, [])] * 2
 
 
 def accumulated(model, optimizer, steps):
@@ -266,32 +277,32 @@ def test_compiled_blocks_are_one_graph_each(ranks):
 # ---------------------------------------------------------------------------------- checkpoints
 
 
-def trained_and_resumed(folder):
+def trained_and_resumed(folder, widths):
     """MXFP8 weights with uneven last shards, AdamW: saved on two ranks; losses of who went on and who resumed.
 
     And on three ranks, of which the last one has less: what differs from one process.
     """
     rank, expected, losses = dist.get_rank(), None, None
-    whole = converted("mxfp8", keep_initial=True)
+    whole = converted("mxfp8", widths=widths, keep_initial=True)
     whole_optimizer = OPTIMIZERS["AdamW, masters"](whole.parameters())
     train(whole, whole_optimizer, 3)
     if rank < 2:
-        model = sharded(converted("mxfp8", keep_initial=True), pair())
+        model = sharded(converted("mxfp8", widths=widths, keep_initial=True), pair())
         optimizer = OPTIMIZERS["AdamW, masters"](model.parameters())
         train(model, optimizer, 3)
         state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
         dcp.save(state, checkpoint_id=folder, process_group=GROUPS["pair"])
         expected = train(model, optimizer, 3, first=3)
-        losses = train(*loaded_on("pair", folder), 3, first=3)
+        losses = train(*loaded_on("pair", folder, widths), 3, first=3)
     dist.barrier()
     if rank == 3:
         return True, []
-    model, _ = loaded_on("three", folder)
+    model, _ = loaded_on("three", folder, widths)
     return losses == expected, differences(model, whole, rank, 3)
 
 
-def loaded_on(group, folder):
-    model = sharded(converted("mxfp8", seed=7), DeviceMesh.from_group(GROUPS[group], "cpu"))
+def loaded_on(group, folder, widths):
+    model = sharded(converted("mxfp8", seed=7, widths=widths), DeviceMesh.from_group(GROUPS[group], "cpu"))
     optimizer = OPTIMIZERS["AdamW, masters"](model.parameters())
     train(model, optimizer, 1)  # makes the optimizer's state
     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
@@ -301,9 +312,10 @@ def loaded_on(group, folder):
     return model, optimizer
 
 
-def test_mxfp8_weights_resume_on_two_ranks_and_load_on_three(ranks, tmp_path):
+@pytest.mark.parametrize("widths", [WIDTHS, (64, 96, 96)], ids=["uneven", "two ranks cut blocks, three do not"])
+def test_mxfp8_weights_resume_on_two_ranks_and_load_on_three(ranks, tmp_path, widths):
     """What TransformerEngine's FSDP2 support was asked for: MXFP8 primary weights from start to checkpoint and on."""
-    assert ranks.run(trained_and_resumed, str(tmp_path / "checkpoint")) == [(True, [])] * 4
+    assert ranks.run(trained_and_resumed, str(tmp_path / "checkpoint"), widths) == [(True, [])] * 4
 
 
 # ---------------------------------------------------------------------------------- what raises
@@ -320,7 +332,8 @@ def complaints():
         except Exception as error:
             texts.append(str(error))
 
-    says(lambda: sharded(converted("mxfp8", widths=(64, 160)), pair()))
+    by_columns = {"shard_placement_fn": lambda p: Shard(1) if p.ndim == 2 else None}
+    says(lambda: sharded(converted("mxfp8", widths=(96, 160)), pair(), **by_columns))
     model = sharded(converted("rowwise"), pair())
     says(lambda: repeated(model, None, 1))
     again = f8.parallel.fsdp_float8_all_gather(converted("rowwise"), checkpointed=True)

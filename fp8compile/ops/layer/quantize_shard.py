@@ -24,6 +24,7 @@ __all__ = [
     "cast_shard",
     "is_aligned",
     "local_scales",
+    "positions",
     "quantize_shard",
     "shard_amax",
     "whole_amax",
@@ -86,6 +87,11 @@ def _window_and_amax(
     for group in dict.fromkeys(group for side in sides if side.kind != "aligned" for group in side.groups):
         found = found if group is None else all_reduce_amax(found, group)
     return window, found, sides
+
+
+def positions(part: LocalShard, quantizer: Quantizer) -> tuple[Tensor, ...]:
+    """Rows and columns of a part in the whole, as `fp8compile.ops.cast` takes them, if codes depend on them."""
+    return _where(axis_blocks(part.local.shape, part.cuts, quantizer.block), quantizer, part)
 
 
 def _where(sides: tuple[AxisBlocks, AxisBlocks], quantizer: Quantizer, part: LocalShard) -> tuple[Tensor, ...]:
