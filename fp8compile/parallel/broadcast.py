@@ -3,19 +3,29 @@
 from __future__ import annotations
 
 import torch
-from torch import distributed, nn
+from torch import Tensor, distributed, nn
 from torch.distributed import ProcessGroup
 
-from fp8compile.tensor import count_write, has_codes
+from fp8compile.tensor import count_write, has_codes, is_quantized_parameter
 
 __all__ = ["broadcast_parameters"]
+
+
+def _take_initial(parameter: Tensor, group: ProcessGroup | None, source: int) -> None:
+    """Have masters start from those of the rank that gives: from what its codes were made of, where that is kept."""
+    parameter.written = True
+    if parameter.initial is not None:
+        values = parameter.initial.to(parameter.device)
+        distributed.broadcast(values, group=group, group_src=source)
+        parameter.initial.copy_(values)
 
 
 def broadcast_parameters(model: nn.Module, *, group: ProcessGroup | None = None, source: int = 0) -> nn.Module:
     """Give all ranks one rank's parameters and buffers: of quantized ones, codes and scale as they are.
 
     ``DistributedDataParallel`` would put values of all parameters in one message, which quantized ones have not. After
-    this, tell it that they are the same: ``DistributedDataParallel(model, init_sync=False)``.
+    this, tell it that they are the same: ``DistributedDataParallel(model, init_sync=False)``. Make
+    optimizers afterwards: masters (``fp8compile.MasterWeights``) start from what the one rank has.
 
     Args:
         model: With the same parameters on all ranks; all of them call this.
@@ -39,4 +49,6 @@ def broadcast_parameters(model: nn.Module, *, group: ProcessGroup | None = None,
                 distributed.broadcast(part, group=group, group_src=source)
             if is_codes:
                 count_write(tensor)
+            if is_quantized_parameter(tensor):
+                _take_initial(tensor, group, source)
     return model

@@ -248,7 +248,7 @@ class QuantizedParameter(FullyShardHooks, QuantizedTensor):
         return found
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        if self.group is not None or self.outer is not None:
+        if self.group is not None or self.outer is not None or self.has_all_scales:
             raise TypeError(
                 "a QuantizedParameter whose scale ranks share can't be pickled: a group lives in one process. Save "
                 "its module's state_dict(), which has codes and scale as plain tensors."

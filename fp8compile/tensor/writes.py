@@ -92,7 +92,8 @@ def copy(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
         if each.is_slice and not torch.equal(each.scale, codes.scale.to(each.scale.device)):
             each.check_writable("copy_")
         each.codes.copy_(codes.codes)
-        if not (each.has_all_scales and each._shared.blank):  # made with the scales of all blocks
+        is_row_of_blocks = each.has_all_scales and each._shared.blank and each.scale.shape != codes.scale.shape
+        if not is_row_of_blocks:  # FSDP2 made the target of the same weight, with the scales of all its blocks
             each.scale.copy_(codes.scale)
     count_write(target)
     is_parameter = hasattr(source, "check_writable")

@@ -274,6 +274,20 @@ def test_compiled_blocks_are_one_graph_each(ranks):
     assert ranks.run(compiled_blocks, "mxfp8", within="pair") == [(True, [2, 2])] * 2  # the last two are alike
 
 
+def broadcast():
+    """Whether losses are those of the first rank's weights after they were sent to a rank that had others."""
+    group, losses = GROUPS["pair"], []
+    for seeds in ((0, 0), (0, 1)):
+        model = converted("mxfp8", seeds[group.rank()], keep_initial=True)
+        f8.parallel.broadcast_parameters(model, group=group)
+        losses.append(train(model, OPTIMIZERS["AdamW, masters"](model.parameters()), 3))
+    return losses[0] == losses[1]
+
+
+def test_a_broadcast_sends_both_sets_and_what_they_were_made_of(ranks):
+    assert ranks.run(broadcast, within="pair") == [True] * 2
+
+
 # ---------------------------------------------------------------------------------- checkpoints
 
 

@@ -113,6 +113,44 @@ def test_averages_and_fills_write_both_sets(assert_bits_equal):
         assert_bits_equal(found, part)
 
 
+def test_averages_of_models(assert_bits_equal):
+    averaged = torch.optim.swa_utils.AveragedModel
+    model, other = converted("rowwise"), converted("rowwise", seed=1)
+    average = averaged(model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.75))
+    average.update_parameters(model)  # the first copies
+    average.update_parameters(other)
+    for mine, one, two in zip(*map(weights_of, (average.module, model, other)), strict=True):
+        expected = made_of(one.dequantize().detach().lerp(two.dequantize().detach(), 0.25), mine)
+        for found, part in zip(parts(mine), expected, strict=True):
+            assert_bits_equal(found, part)
+    by_operators = averaged(model)
+    by_operators.update_parameters(model)
+    with pytest.raises(TypeError, match="no FP8 meaning for a weight that is two sets of codes"):
+        by_operators.update_parameters(other)
+
+
+def test_functional_calls_take_the_codes_of_other_parameters():
+    model, other, x = converted("rowwise"), converted("rowwise", seed=1), single.values(8, 64)
+
+    def loss(parameters):
+        return torch.func.functional_call(model, parameters, (x,)).float().square().sum()
+
+    expected = other(x).float().square().sum()
+    expected.backward()
+    parameters = dict(other.named_parameters())
+    assert torch.equal(loss(parameters), expected)
+    for name, grad in torch.func.grad(loss)(parameters).items():
+        assert torch.equal(grad, other.get_parameter(name).grad), name
+
+
+def test_merging_an_adapter_raises():
+    peft = pytest.importorskip("peft")
+    model = peft.get_peft_model(converted("rowwise"), peft.LoraConfig(target_modules=["0"], init_lora_weights=False))
+    model(single.values(8, 64))
+    with pytest.raises(TypeError, match="keep that layer's weight in high precision"):
+        model.merge_and_unload()
+
+
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("write", ["optimizer, fused", "MasterWeights", "codes", "state dict of values"])
 def test_a_write_between_forward_and_backward_is_noticed(write, compiled):
