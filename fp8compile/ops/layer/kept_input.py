@@ -3,7 +3,7 @@
     x_MK --cast along tokens, in the forward--> codes, scale, outer scale --kept--> grad_weight_of_codes
 
 A layer that saves its input for grad_weight keeps two bytes an element, which the backward would read for nothing but
-codes. Codes of four bits are made in the forward and kept in the input's place: 0.57 bytes with their scales. They are
+codes. Codes of four bits are made in the forward and kept in the input's place: 0.56 bytes with their scales. They are
 the same codes, so all bits stay. Three layers that read one input, such as q, k and v, each keep codes and are still
 below the input; with codes of eight bits they would not be, so those recipes keep the input.
 
