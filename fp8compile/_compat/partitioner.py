@@ -164,7 +164,9 @@ def _marks() -> tuple:
     """What the partitioner is told of what is being traced: results that it treats unlike are not shared."""
     from torch.fx import traceback
 
-    return tuple(traceback.current_meta.get(key) for key in ("partitioner_tag", "recompute", "ac_graph_id"))
+    place = traceback.current_meta.get("partitioner_tag")  # also says that a backward is traced, which is no order
+    asked = place if place in (IN_FORWARD["partitioner_tag"], IN_BACKWARD["partitioner_tag"]) else None
+    return asked, *(traceback.current_meta.get(key) for key in ("recompute", "ac_graph_id"))
 
 
 RESULTS = "_fp8compile_results"  # on a graph that is being traced

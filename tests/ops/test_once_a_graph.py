@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.fx import traceback
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fp8compile import _compat
@@ -54,6 +55,16 @@ def test_what_the_partitioner_treats_unlike_is_not_shared():
         return first + second
 
     assert calls(fn) == 2
+
+
+def test_a_backward_has_the_forwards():
+    def fn(x, y):
+        first = doubled(x, 2)
+        with traceback.preserve_node_meta():
+            traceback.current_meta["partitioner_tag"] = "is_backward"  # what AOTAutograd says while it traces one
+            return first + doubled(x, 2)
+
+    assert calls(fn) == 1
 
 
 def test_a_value_that_was_written_to_is_another():
