@@ -8,10 +8,17 @@ import torch
 from torch import nn
 
 
-def live_bytes():
+def living():
+    """The memory of every tensor that lives, by its address; as long as the answer is kept, all of it stays."""
     gc.collect()
-    storages = {}
+    found = {}
     for each in gc.get_objects():
         if type(each) in (torch.Tensor, nn.Parameter) and each.layout == torch.strided:  # other tests' may be sparse
-            storages[each.untyped_storage().data_ptr()] = each.untyped_storage().nbytes()
-    return sum(storages.values())
+            storage = each.untyped_storage()
+            found[storage.data_ptr()] = storage
+    return found
+
+
+def bytes_since(before):
+    """Bytes of the tensors that live and did not when `living` gave the answer; what died since does not count."""
+    return sum(storage.nbytes() for address, storage in living().items() if address not in before)

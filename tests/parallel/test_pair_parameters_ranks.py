@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from gloo_ranks import GROUPS, shared_ranks
-from living import live_bytes
+from living import bytes_since, living
 from test_fsdp_use import CountedAllGather, counted
 from test_quantized_parameters_ranks import ByHand
 from torch import nn
@@ -240,17 +240,17 @@ def test_each_pass_sends_a_byte_an_element_and_a_step_one_message(ranks, recipe,
 
 def bytes_of_shards(recipe):
     """Bytes of every living tensor beside those of a bfloat16 model: after sharding, and after a step."""
-    start = live_bytes()
+    start = living()
     model = sharded(converted(recipe, widths=(1024, 1024, 1024)), pair())
-    found = [live_bytes() - start]
+    found = [bytes_since(start)]
     optimizer = f8.MasterWeights(torch.optim.SGD, model.parameters(), lr=0.1, keep=False)
     model(torch.randn(16, 1024).bfloat16()).float().square().mean().backward()
     optimizer.step()
     optimizer.zero_grad()
-    found.append(live_bytes() - start)
-    start = live_bytes()
+    found.append(bytes_since(start))
+    start = living()
     plain = sharded(plain_model(widths=(1024, 1024, 1024)), pair())
-    return [each / (live_bytes() - start) for each in found], len(list(plain.parameters()))
+    return [each / bytes_since(start) for each in found], len(list(plain.parameters()))
 
 
 def test_two_sets_take_as_many_bytes_as_bfloat16(ranks):

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from gloo_ranks import GROUPS, shared_ranks
-from living import live_bytes
+from living import bytes_since, living
 from torch import nn
 from torch._dynamo.utils import counters
 from torch.distributed.checkpoint.state_dict import (
@@ -392,16 +392,16 @@ def data_parallel():
 
 def bytes_of_shards():
     """Bytes of every living tensor, less those of bfloat16 shards: after sharding, and after a step."""
-    mesh, start = DeviceMesh.from_group(GROUPS["pair"], "cpu"), live_bytes()
+    mesh, start = DeviceMesh.from_group(GROUPS["pair"], "cpu"), living()
     model = sharded(converted(1024), mesh)
-    found = [live_bytes() - start]
+    found = [bytes_since(start)]
     optimizer = f8.MasterWeights(torch.optim.SGD, model.parameters(), lr=0.1, keep=False)
     train(model, optimizer, 1)
-    found.append(live_bytes() - start)
+    found.append(bytes_since(start))
     del model, optimizer
-    start = live_bytes()
+    start = living()
     plain = sharded(plain_model(1024), mesh)
-    return [each / (live_bytes() - start) for each in found], len(list(plain.parameters()))
+    return [each / bytes_since(start) for each in found], len(list(plain.parameters()))
 
 
 # ---------------------------------------------------------------------------------- what they answer

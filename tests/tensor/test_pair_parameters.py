@@ -9,7 +9,7 @@ import pickle
 import pytest
 import test_quantized_parameters as single
 import torch
-from living import live_bytes
+from living import bytes_since, living
 from test_written_between import WRITERS
 from torch import nn
 from torch._dynamo.utils import counters
@@ -237,16 +237,16 @@ def test_start_on_the_meta_device(assert_bits_equal):
 
 def test_nothing_in_high_precision_stays_alive():
     """Two bytes an element and scales, as bfloat16 has: what is saved is the cast, and on the wire the half."""
-    start = live_bytes()
+    start = living()
     model = nn.Sequential(nn.Linear(1024, 1024, bias=False), nn.Linear(1024, 1024, bias=False)).bfloat16()
-    plain = live_bytes() - start
+    plain = bytes_since(start)
     f8.convert(model, RECIPES["mxfp8"], quantized_parameters=True)
-    assert plain < live_bytes() - start <= 1.04 * plain  # a byte for 32, in both sets
+    assert plain < bytes_since(start) <= 1.04 * plain  # a byte for 32, in both sets
     optimizer = f8.MasterWeights(torch.optim.SGD, model.parameters(), lr=0.1, keep=False)
     model(single.values(4, 1024)).sum().backward()
     optimizer.step()
     optimizer.zero_grad()
-    assert live_bytes() - start <= 1.04 * plain
+    assert bytes_since(start) <= 1.04 * plain
 
 
 def test_other_recipes_and_ops_raise():
