@@ -177,6 +177,8 @@ def _meaning(value: Any) -> Any:
     """A node, or what it does to another one if it is a view of it or of a part: equal for equal views."""
     if isinstance(value, (list, tuple)):
         return tuple(map(_meaning, value))
+    if isinstance(value, torch.SymInt):
+        return value.node.expr  # has no hash itself
     if isinstance(value, torch.fx.Node) and value.op == "call_function" and value.target in PARTS:
         return value.target, *map(_meaning, value.args), *value.kwargs.items()
     return value

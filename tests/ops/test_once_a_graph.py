@@ -80,6 +80,15 @@ def test_a_value_that_was_written_to_is_another():
     assert torch.equal(compiled(x, y), fn(x, y))
 
 
+def test_sizes_that_are_symbols_tell_calls_apart():
+    def fn(x, y):
+        return doubled(x, x.shape[0]) + doubled(x, x.shape[0]) + doubled(x, x.shape[1])
+
+    CALLS.clear()
+    make_fx(fn, tracing_mode="symbolic")(torch.ones(3, 4), torch.ones(4, 3))
+    assert len(CALLS) == 2
+
+
 def test_eager_mode_calls_each_time():
     CALLS.clear()
     x = torch.ones(2)
