@@ -7,8 +7,7 @@ VENV ?= .venv
 TORCH ?= torch==2.13.0
 # Its Triton, which a CPU build leaves out; for the generated GPU code. Empty with a CUDA build, which brings its own.
 TRITON ?= triton==3.7.1
-# of pytest; tests wait for processes of their own, and two workers leave cores idle
-WORKERS ?= 3
+WORKERS ?= 2
 
 BIN := $(VENV)/bin
 # The Python of `make gpu`: this one if it is installed, else the machine's.
