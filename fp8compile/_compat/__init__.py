@@ -50,6 +50,7 @@ from fp8compile._compat.tracing import (
     new_dynamic_size,
     no_dispatch,
     statically_true,
+    untraced,
 )
 from fp8compile._compat.versions import (
     KNOWN_VERSIONS,
@@ -138,6 +139,7 @@ __all__ = [
     "strided_shard",
     "tell_apart_by_local_tensors",
     "uncounted_write",
+    "untraced",
     "version_in_eager",
     "when_imported",
     "will_run",

@@ -130,22 +130,24 @@ def once_a_graph(fn: Callable) -> Callable:
     backward: the backward of a graph's last layer would compute the amaxes of its weight again.
 
     Args:
-        fn: Of tensors and of values with a hash; its results are read only.
+        fn: Takes tensors, the first argument among them, and values with a hash. Nobody writes to its results.
     """
 
     @wraps(fn)
     def once(*args: Any) -> Any:
         if torch.compiler.is_dynamo_compiling():
             return fn(*args)  # to Dynamo, which can't trace the question, nothing stands in a graph yet
-        nodes = [_nodes_below(arg) for arg in args if isinstance(arg, torch.Tensor)]
-        if any(len(each) != 1 for each in nodes):
+        found = [_nodes_below(arg) if isinstance(arg, torch.Tensor) else [arg] for arg in args]
+        if any(len(each) != 1 for each in found):
             return fn(*args)  # nothing is being traced, or one tensor stands in several graphs
-        made = vars(nodes[0][0].graph).setdefault(RESULTS, {})
-        meanings = [_nodes_below(arg)[0] if isinstance(arg, torch.Tensor) else arg for arg in args]
-        key = (fn, _meaning(meanings), _marks(), type(args[0]))
-        if key not in made:
-            made[key] = fn(*args)
-        return made[key]
+        values = [value for (value,) in found]
+        graph = next(value.graph for value in values if isinstance(value, torch.fx.Node))
+        results = vars(graph).setdefault(RESULTS, {})
+        # the type, since a functional tensor and the one below it have the same node
+        key = (fn, _meaning(values), _marks(), type(args[0]))
+        if key not in results:
+            results[key] = fn(*args)
+        return results[key]
 
     return once
 

@@ -21,6 +21,7 @@ __all__ = [
     "no_dispatch",
     "nodes_of",
     "statically_true",
+    "untraced",
 ]
 
 
@@ -118,3 +119,11 @@ def constant_when_traced(fn: Callable) -> Callable:
     """
     fn._dynamo_marked_constant = True
     return fn
+
+
+def untraced(fn: Callable) -> Callable:
+    """Let Dynamo break its graph at a call of ``fn``, which runs as it is.
+
+    This is `torch.compiler.disable` without its import of Dynamo, which costs a second.
+    """
+    return torch._disable_dynamo(fn)

@@ -3,8 +3,8 @@
 Where codes depend on the place of a value in the whole tensor, `rows` and `columns` say where a part of it lies: see
 `Quantizer.cast_at`.
 
-fp8compile::cast_again is the same op for the backward. Compilers merge equal calls and would keep codes of
-the forward that the backward reads as well, a byte an element; they compute the codes of cast_again anew.
+fp8compile::cast_again is the same op for the backward. Compilers merge equal calls, and would keep codes that the
+backward reads as well, a byte an element, from the forward on; they compute the codes of cast_again anew.
 """
 
 from __future__ import annotations

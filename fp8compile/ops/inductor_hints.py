@@ -1,11 +1,11 @@
-"""Ops that are a copy in eager mode and tell Inductor, in decompositions, how to lay values down.
+"""Hints to Inductor: each op here copies its input in eager mode, and tells Inductor how to store it in a graph.
 
     after      a tensor that counts as made after another one, which so becomes a part of the forward
     realize    a value that is computed once and stored, instead of once for each use
     snapshot   a copy that keeps its values when the tensor that it was made of is overwritten
     store      codes that are laid down once for all GEMMs that read them
 
-None of them changes a value. They stand in decompositions only, and Inductor lowers them to little or nothing.
+None of these ops changes a value. They appear in decompositions only, and Inductor lowers them to little or nothing.
 """
 
 from __future__ import annotations

@@ -218,9 +218,9 @@ class TwoLevelScaling(Quantizer):
         return from_matrix(codes, self.codes_shape(x.shape))
 
     def _every_other(self, x: Tensor, multiplier: Tensor, start: int, *where: Tensor) -> Tensor:
-        """Of each two codes that share a byte one, from values of its own.
+        """The first (``start`` 0) or second (1) of each two codes that share a byte, from their values alone.
 
-        Were all codes made before, and taken apart then, compiled code would lay them down, or the values in float32.
+        If all codes were computed first and split afterwards, compiled code would store them, or their float32 values.
         """
         dim, every = PAIRS[self.packed], slice(start, None, 2)
         block = tuple(size // 2 if axis == dim else size for axis, size in enumerate(self.block))

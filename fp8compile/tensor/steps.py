@@ -24,7 +24,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from fp8compile._compat import local_itself
+from fp8compile._compat import local_itself, untraced
 from fp8compile.tensor.update import assign, count_write
 
 if TYPE_CHECKING:
@@ -60,10 +60,10 @@ class Pending:
     """What a parameter is during an optimizer's step.
 
     Attributes:
-        place: Of the tensor that the optimizer writes to, among the views that have this.
-        parameter: That tensor, of one set of codes or of two; None in a graph, to which only values are given.
-        values: Those of it, in its dtype; None as long as its codes are the truth.
-        of_pair: Whether the parameter has two sets of codes, each of which has this too.
+        place: Shape, strides and offset of the tensor that the optimizer writes to.
+        parameter: That tensor, with one set of codes or with two; None in a graph, which is given values only.
+        values: Its values in its dtype; None as long as its codes are up to date.
+        of_pair: True if the parameter has two sets of codes; both then refer to this object.
     """
 
     def __init__(
@@ -75,10 +75,10 @@ class Pending:
         self.of_pair = of_pair
 
     def is_of(self, tensor: Parameter) -> bool:
-        """Whether a view of the parameter is all of it, as it lies.
+        """Return True if a view of the parameter has the shape, strides and offset of the whole.
 
         Raises:
-            TypeError: It is another one, in a graph.
+            TypeError: The view is a part, in a graph, where nobody else can write its values.
         """
         same = place_of(tensor) == self.place
         if not same and self.parameter is None:
@@ -86,13 +86,13 @@ class Pending:
         return same
 
     def given(self) -> Tensor:
-        """Its values, which a compiled step gets and writes to."""
+        """Return the values that a compiled step reads and writes; computed from the codes if there are none yet."""
         if self.values is None:
             self.values = self.parameter.dequantize().detach()
         return self.values
 
     def take(self, values: Tensor) -> None:
-        """Have these values from now on; in the memory of those before, which a graph may have been given."""
+        """Replace the values, in the memory of the previous ones if any: a graph may hold that memory."""
         if self.values is None:
             self.values = values
         elif self.values is not values:
@@ -100,13 +100,13 @@ class Pending:
 
 
 def computed_values(tensor: Parameter) -> Tensor | None:
-    """What a step that runs has computed so far; None if nothing, and codes are the truth."""
+    """Values that the running step has computed so far; None if the codes are up to date."""
     pending = tensor.pending
     return pending.values if pending is not None and pending.is_of(tensor) else None
 
 
 def values_of(tensor: Parameter) -> Tensor:
-    """What an op in place computes with: the values so far of a step that runs, else those of the codes."""
+    """Values that an in-place op reads: those that the running step has computed so far, else those of the codes."""
     return tensor.dequantize() if (values := computed_values(tensor)) is None else values
 
 
@@ -124,12 +124,12 @@ def write(tensors: Sequence[Parameter], values: Sequence[Tensor]) -> None:
 
 
 def settle(parameters: Iterable[Parameter]) -> None:
-    """Make codes of the values that a step has computed so far, of all these parameters with one message of amaxes."""
+    """Quantize what a step has computed so far, for all these parameters with one message of amaxes."""
     found = (each.pending for each in parameters)
     every = {id(pending): pending for pending in found if pending is not None and pending.parameter is not None}
     due = [(pending.parameter, pending.values) for pending in every.values() if pending.values is not None]
     for pending in every.values():
-        pending.values = None  # first, for writing asks for codes
+        pending.values = None  # before the writing below, which reads codes and would settle again
     if due:
         _write_now(due)
 
@@ -175,17 +175,17 @@ def _outside(argument: Any, parameters: Sequence[Parameter]) -> Any:
     return call
 
 
-@torch._disable_dynamo
+@untraced
 def _begin(optimizer: Optimizer, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
     if not (parameters := _parameters(optimizer)):
         return None
-    _close(parameters)  # a step that raised
+    _close(parameters)  # what a step that raised has left
     _open(parameters)
     outside = partial(_outside, parameters=parameters)
     return (args[0], *map(outside, args[1:])), {name: outside(value) for name, value in kwargs.items()}
 
 
-@torch._disable_dynamo
+@untraced
 def _end(optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
     _close(_parameters(optimizer))
 

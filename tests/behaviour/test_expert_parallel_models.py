@@ -147,7 +147,7 @@ MEAN = 60 * 2.0**-24
 def test_experts_trained_on_ranks_have_the_bits_of_one_process(ranks, model, recipe, sizes, options):
     for losses, expected, unlike, _ in ranks.run(beside_one_process, model, recipe, sizes, options, "experts", None):
         assert unlike == {}
-        assert_close(losses, expected, MEAN)
+        assert_close(losses, expected, MEAN)  # only the mean over ranks is summed in another order
 
 
 @pytest.mark.parametrize(
@@ -194,7 +194,9 @@ def refused_by_the_style():
     parallel.ExpertParallel()._apply(experts, wide["dp"])
     with pytest.raises(TypeError, match="DTensors already"):
         parallel.ExpertParallel()._apply(experts, wide["tp"])
+    return [each.device_mesh.size() for each in experts.parameters()]
 
 
 def test_what_the_style_can_not_spread_is_refused_and_left_as_it_was(ranks):
-    ranks.run(refused_by_the_style)
+    for sizes in ranks.run(refused_by_the_style):  # which asserts each refusal
+        assert sizes == [2, 2]  # and the first style that fitted is the one that is left
