@@ -43,6 +43,6 @@ scatter_sum = register_op(
     setup_context=_setup_context,
     backward=_backward,
     decompose=_kernel,
-    sharding=None,  # DTensor redistributes it: fp8compile.parallel.dtensor_linear
+    sharding=None,  # DTensor redistributes it: fp8compile.parallel.dtensor_layer
     samples=_samples,
 )

@@ -9,15 +9,14 @@ from torch.distributed.tensor import DTensor
 
 from fp8compile import _compat
 from fp8compile.ops.registry import Op, for_every_op
-from fp8compile.parallel.dtensor_linear import HANDLERS
+from fp8compile.parallel.dtensor_layer import HANDLERS
 from fp8compile.parallel.dtensor_ops import dispatch_by_rule
-from fp8compile.parallel.graph_fsdp.dtensor_fsdp import HANDLERS as FSDP_HANDLERS
 
 __all__ = ["register"]
 
 
 def _register(op: Op) -> None:
-    handler = HANDLERS.get(op.name) or FSDP_HANDLERS.get(op.name)
+    handler = HANDLERS.get(op.name)
 
     def dispatch(*call: Any) -> Any:
         args = call[-2]

@@ -1,0 +1,251 @@
+"""The linear layer on DTensors: one handler for the ops of every family.
+
+    left operand      this rank's part of a DTensor
+    right operand     its part of the weight, as values or codes; under FSDP in the graph, its rows of that part
+    product           codes, messages of codes, GEMM, and the sum over ranks if there is one (`ops.layer.products`)
+
+The placements of a result are those that a plain linear layer gives, so that stock plans work as they are. What ranks
+send on the way are codes, one byte an element, and scales.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from fp8compile.ops.inductor_hints import snapshot
+from fp8compile.ops.layer import delayed
+from fp8compile.ops.layer.fsdp_delayed import fsdp_tokens
+from fp8compile.ops.layer.fsdp_gather import reduced
+from fp8compile.ops.layer.linear import GRAD_INPUT, GRAD_WEIGHT, OUTPUT
+from fp8compile.ops.layer.local_shards import LocalShard, QuantizedShard
+from fp8compile.ops.layer.operands import Operands, Phase
+from fp8compile.ops.layer.products import add_bias, multiply_shards
+from fp8compile.ops.layer.quantize_shard import shard_amax
+from fp8compile.ops.layer.rows import Rows, placed_cuts
+from fp8compile.ops.layer.shards import axis_blocks, split_axes
+from fp8compile.parallel.placed import check_one_mesh, part_of, placements_of, whole_of
+from fp8compile.quantizers import DelayedScaling, Gemm, Recipe
+from fp8compile.tensor import check_serves, has_codes
+
+__all__ = ["HANDLERS"]
+
+
+@dataclass(frozen=True)
+class _Weight:
+    """The weight of a layer as the right operand of a product.
+
+    Attributes:
+        part: What this rank has of it, and how the whole is cut; under FSDP in the graph, its rows of that.
+        shape: (N, K), of the whole.
+        given: Where its codes come from, if not from the part alone: arguments of `Operands`.
+    """
+
+    part: LocalShard
+    shape: tuple[int, int]
+    given: dict[str, Any] = field(default_factory=dict)
+
+
+def _codes_of(gemm: Gemm, weight: LocalShard, recipe: Recipe) -> QuantizedShard:
+    """The codes of a weight whose part on this rank was quantized before: FSDP has gathered it so."""
+    function, local = gemm.name, weight.local
+    check_serves(function, local, recipe)
+    local = local.read_by(gemm)
+    sides = axis_blocks(local.shape, weight.cuts, local.quantizer.block)
+    whole = split_axes(local.shape, weight.cuts, local.quantizer.block)
+    shape = tuple(side.total if split else side.length for side, split in zip(sides, whole, strict=True))
+    if tuple(local.scale.shape) != local.quantizer.scale_shape(shape):
+        raise ValueError(
+            f"{function}: weight has a QuantizedTensor of shape {tuple(local.shape)} with scales "
+            f"{tuple(local.scale.shape)} on this rank; cut like this, blocks {local.quantizer.block} have scales "
+            f"{local.quantizer.scale_shape(shape)}. Quantize each rank's part by fp8compile.quantize with group=, "
+            "shard_dim= and sizes=."
+        )
+    return QuantizedShard(local.codes, local.scale, local.quantizer, weight.cuts, whole)
+
+
+def _placed(gemm: Gemm, weight: DTensor, recipe: Recipe) -> _Weight:
+    """A weight that is a DTensor, of values or of codes."""
+    part, (n, k) = part_of(gemm.name, weight), weight.shape
+    if not has_codes(part.local):
+        return _Weight(part, (n, k))
+    codes = _codes_of(gemm, part, recipe)
+    return _Weight(part, (n, k), {"weight": codes, "weight_in_turns": part.local.is_in_turns})
+
+
+def _rows_of(tokens: DTensor, shard: Tensor, amax: Tensor | None, rows: Rows) -> _Weight:
+    """A weight whose part on a tensor parallel rank is shared by FSDP: gathered, as codes, it is what the rank has."""
+    mesh = tokens.device_mesh
+    part = LocalShard(
+        shard.to(tokens.dtype), placed_cuts(rows.placed, [mesh.get_group(index) for index in range(mesh.ndim)])
+    )
+    shape = [sum(rows.sizes), shard.shape[1]]
+    for cut in reversed(part.cuts):
+        if cut is not None:
+            shape[cut.dim] = cut.total
+    return _Weight(part, (shape[0], shape[1]), {"weight_amax": amax, "rows": rows})
+
+
+def _product_of_tokens(
+    gemm: Gemm,
+    tokens: DTensor,
+    weight: _Weight,
+    recipe: Recipe,
+    multiplier: Tensor | None = None,
+    bias: DTensor | None = None,
+) -> DTensor:
+    """The output (..., N), or grad_input (..., K), of tokens (..., m)."""
+    a, mesh = part_of(gemm.name, tokens), tokens.device_mesh
+    operands = Operands(recipe, Phase.of(gemm, a.local), multiplier, **weight.given)
+    product = multiply_shards(gemm, a, weight.part, operands)
+    local = product.local if bias is None else add_bias(product, part_of(gemm.name, bias), weight.part.cuts)
+    shape = (*tokens.shape[:-1], weight.shape[0 if gemm is OUTPUT else 1])
+    rows = [None if cut is None else cut.dim for cut in product.cuts]
+    placements = placements_of(product.steps, {"m": rows, "n": [tokens.ndim - 1] * mesh.ndim})
+    return whole_of(local.view(*product.shape[:-1], local.shape[1]), mesh, placements, shape)
+
+
+# ---------------------------------------------------------------------------------- weights that are DTensors
+
+
+def _linear(
+    x: DTensor, weight: DTensor, bias: DTensor | None, recipe: Recipe, multiplier: Tensor | None = None
+) -> DTensor:
+    check_one_mesh("linear", {"x": x, "weight": weight, "bias": bias})
+    return _product_of_tokens(OUTPUT, x, _placed(OUTPUT, weight, recipe), recipe, multiplier, bias)
+
+
+def _grad_input(grad_output: DTensor, weight: DTensor, recipe: Recipe, multiplier: Tensor | None = None) -> DTensor:
+    check_one_mesh("grad_input", {"grad_output": grad_output, "weight": weight})
+    return _product_of_tokens(GRAD_INPUT, grad_output, _placed(GRAD_INPUT, weight, recipe), recipe, multiplier)
+
+
+def _grad_weight(grad_output: DTensor, x: DTensor, recipe: Recipe, multiplier: Tensor | None = None) -> DTensor:
+    mesh = check_one_mesh("grad_weight", {"grad_output": grad_output, "x": x})
+    a, b = part_of("grad_weight", grad_output), part_of("grad_weight", x)
+    product = multiply_shards(GRAD_WEIGHT, a, b, Operands(recipe, Phase.of(GRAD_WEIGHT, a.local), multiplier))
+    placements = placements_of(product.steps, {"m": [0] * mesh.ndim, "n": [1] * mesh.ndim})
+    return whole_of(product.local, mesh, placements, (grad_output.shape[-1], x.shape[-1]))
+
+
+def _amax_over_ranks(tensor: DTensor, quantizer: DelayedScaling | None, like: Tensor) -> Tensor:
+    """The amax of the whole, (), on every rank; 0 for a tensor without delayed scaling."""
+    return like.new_zeros(()) if quantizer is None else shard_amax(part_of("linear", tensor), quantizer).view(())
+
+
+def _state_of(multiplier: DTensor) -> Tensor:
+    part = part_of("linear", multiplier)
+    if any(part.cuts):
+        raise ValueError(
+            f"linear: the multiplier of the state has placements {multiplier.placements}; every rank has all of it, "
+            "Replicate()."
+        )
+    return part.local
+
+
+def _delayed_linear(
+    x: DTensor,
+    weight: DTensor,
+    bias: DTensor | None,
+    amax_history: DTensor,
+    multiplier: DTensor,
+    group: str | None,
+    recipe: Recipe,
+) -> tuple[DTensor, ...]:
+    state = {"amax_history": amax_history, "multiplier": multiplier}
+    mesh = check_one_mesh("linear", {"x": x, "weight": weight, "bias": bias, **state})
+    delayed.check_state(x, amax_history, multiplier, recipe)
+    used = snapshot(_state_of(multiplier))
+    y = _linear(x, weight, bias, recipe, used)
+    for_x, for_weight, _ = recipe.delayed()
+    amaxes = _amax_over_ranks(x, for_x, used), _amax_over_ranks(weight, for_weight, used)
+    everywhere = [Replicate()] * mesh.ndim
+    return y, *(whole_of(each, mesh, everywhere, each.shape) for each in (used, *amaxes))
+
+
+def _delayed_grad_input(grad_output: DTensor, weight: DTensor, multiplier: DTensor, recipe: Recipe) -> DTensor:
+    return _grad_input(grad_output, weight, recipe, _state_of(multiplier))
+
+
+def _delayed_grad_weight(grad_output: DTensor, x: DTensor, multiplier: DTensor, recipe: Recipe) -> DTensor:
+    return _grad_weight(grad_output, x, recipe, _state_of(multiplier))
+
+
+def _scatter_sum(x: DTensor, dim: int, recipe: Recipe) -> DTensor:
+    return x.redistribute(placements=[Shard(dim) if p.is_partial() else p for p in x.placements])
+
+
+# ---------------------------------------------------------------------------------- weights of FSDP in the graph
+
+
+def _fsdp_linear(
+    x: DTensor,
+    shard: Tensor,
+    bias: DTensor | None,
+    amax: Tensor | None,
+    amax_for_grad_input: Tensor | None,
+    rows: Rows,
+    recipe: Recipe,
+    multiplier: Tensor | None = None,
+) -> DTensor:
+    return _product_of_tokens(OUTPUT, x, _rows_of(x, shard, amax, rows), recipe, multiplier, bias)
+
+
+def _fsdp_delayed_linear(
+    x: DTensor,
+    shard: Tensor,
+    bias: DTensor | None,
+    of_activations: Tensor | None,
+    of_weight: Tensor | None,
+    amax: Tensor | None,
+    amax_for_grad_input: Tensor | None,
+    multiplier: Tensor,
+    rows: Rows,
+    recipe: Recipe,
+) -> tuple[DTensor, Tensor, Tensor, Tensor]:
+    used = snapshot(multiplier)
+    for_x, for_weight, _ = recipe.delayed()
+    # the ranks that share a layer's tokens tell each other, as they do without FSDP; rows of the weight are for later
+    amax_of_x = _amax_over_ranks(x, for_x, used)
+    y = _fsdp_linear(x, shard, bias, amax, amax_for_grad_input, rows, recipe, used)
+    return y, used, amax_of_x, delayed.amax_of(shard.to(x.dtype), for_weight)
+
+
+def _fsdp_grad_input(
+    grad_output: DTensor, shard: Tensor, amax: Tensor | None, multiplier: Tensor | None, rows: Rows, recipe: Recipe
+) -> DTensor:
+    weight = _rows_of(grad_output, shard, amax, rows)
+    return _product_of_tokens(GRAD_INPUT, grad_output, weight, recipe, multiplier)
+
+
+def _fsdp_grad_weight(
+    grad_output: DTensor, x: DTensor, multiplier: Tensor | None, dtype: torch.dtype, rows: Rows, recipe: Recipe
+) -> Tensor:
+    own = [Replicate() if cut is None else Shard(cut.dim) for cut in placed_cuts(rows.placed)]
+    grad = _grad_weight(grad_output, x, recipe, multiplier).redistribute(placements=own).to_local()
+    return reduced(grad, dtype, rows).contiguous()
+
+
+def _fsdp_tokens(origin: DTensor, amax_history: Tensor, multiplier: Tensor, recipe: Recipe) -> Sequence[Tensor]:
+    return fsdp_tokens(multiplier, amax_history, multiplier, recipe)  # of the origin only its gradient matters
+
+
+HANDLERS = {
+    "fp8compile::linear": _linear,
+    "fp8compile::grad_input": _grad_input,
+    "fp8compile::grad_weight": _grad_weight,
+    "fp8compile::delayed_linear": _delayed_linear,
+    "fp8compile::delayed_grad_input": _delayed_grad_input,
+    "fp8compile::delayed_grad_weight": _delayed_grad_weight,
+    "fp8compile::fsdp_linear": _fsdp_linear,
+    "fp8compile::fsdp_grad_input": _fsdp_grad_input,
+    "fp8compile::fsdp_grad_weight": _fsdp_grad_weight,
+    "fp8compile::fsdp_delayed_linear": _fsdp_delayed_linear,
+    "fp8compile::fsdp_tokens": _fsdp_tokens,
+    "fp8compile::scatter_sum": _scatter_sum,
+}
