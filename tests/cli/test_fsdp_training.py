@@ -47,18 +47,23 @@ def text_file(tmp_path):
 # -------------------------------------------------------------------- codes change no bit
 
 
-def losses(flags, path, *, codes, steps):
-    """Of the command's own trainer on the shared ranks, and what it says of the weights."""
+def trainer_of_ranks(flags, path, *, steps):
+    """The command's own trainer, on the shared ranks."""
     ranks = Ranks(rank=dist.get_rank(), size=dist.get_world_size())
     config = TrainConfig(**TINY, steps=steps, **flags)
     config = TrainConfig(**{**vars(config), "dp": layout_of(config, ranks).dp})
+    recipe = trainer.named_recipe(config.recipe)
+    arm = Arm(name=config.recipe, recipe=config.recipe, seed=0)
+    return trainer.Trainer(config, arm, load_text(path, batch=config.batch, seq=config.seq), recipe, ranks)
+
+
+def losses(flags, path, *, codes, steps):
+    """Losses of steps, and what the trainer says of the weights."""
     gather = fsdp.gather_codes
     if not codes:
         fsdp.gather_codes = lambda model, recipe: "bfloat16: told so"
     try:
-        recipe = trainer.named_recipe(config.recipe)
-        arm = Arm(name=config.recipe, recipe=config.recipe, seed=0)
-        made = trainer.Trainer(config, arm, load_text(path, batch=config.batch, seq=config.seq), recipe, ranks)
+        made = trainer_of_ranks(flags, path, steps=steps)
     finally:
         fsdp.gather_codes = gather
     found = []

@@ -107,7 +107,7 @@ class TrainConfig:
     @property
     def blocks_apart(self) -> bool:
         """Whether stock FSDP2 has the parameters, and blocks are compiled each by itself."""
-        return (self.fsdp or self.ep > 1) and not self.graph_fsdp
+        return (self.fsdp or self.ep > self.tp) and not self.graph_fsdp
 
     def __post_init__(self) -> None:
         """Check what needs no PyTorch."""
@@ -140,8 +140,11 @@ class TrainConfig:
                 f"--ep is {self.ep} and --experts {self.experts}; each process has as many experts, so make --experts "
                 f"a multiple of {self.ep}"
             )
-        if self.hsdp:
-            raise UserError("--ep doesn't go with --hsdp yet; take --fsdp, or leave one of them out")
+        if self.ep % self.tp:
+            raise UserError(
+                f"--ep is {self.ep} and --tp {self.tp}; experts are spread over all processes, of which as many as "
+                f"--tp have the same rows, so make --ep a multiple of {self.tp}"
+            )
 
     def _check_experts(self) -> None:
         self._check_ep()
@@ -156,8 +159,11 @@ class TrainConfig:
                 f"--top-k is {self.top_k}; it says to how many of --experts {self.experts} each byte goes, and has to "
                 f"be from 1 to {self.experts}"
             )
-        if self.tp > 1:
-            raise UserError(f"--experts doesn't go with --tp {self.tp} yet, which cuts linears; leave one of them out")
+        if self.tp > 1 and self.ep == 1:
+            raise UserError(
+                f"--tp {self.tp} cuts the attention, and no experts; add --ep {self.tp}, or a multiple of it, to "
+                "spread them over all processes"
+            )
         if self.quantized_parameters:
             raise UserError(
                 "--experts doesn't go with --quantized-parameters yet, which are those of linears; leave one of them "
@@ -176,7 +182,8 @@ class TrainConfig:
     def _check_cuts(self) -> None:
         if self.sp and self.tp == 1:
             raise UserError("--sp cuts the sequence over the processes of --tp; add --tp 2, or more")
-        for name in ("heads", "kv_heads", "hidden", *(("seq",) if self.sp else ())):
+        features = () if self.experts else ("hidden",)
+        for name in ("heads", "kv_heads", *features, *(("seq",) if self.sp else ())):
             if getattr(self, name) % self.tp:
                 raise UserError(
                     f"{_flag(name)} is {getattr(self, name)}, and each of --tp {self.tp} processes takes as many; it "

@@ -2,9 +2,9 @@
 
     each process: its rows of the batch --> router --dispatch--> its experts --combine--> its rows
 
-What is no expert all processes have, or with --fsdp a part of it. Gradients of an expert come from the rows of all
-processes, each of which has the loss of its own part of the batch: their sum, divided by the parts, is that of the
-mean loss.
+What is no expert all processes have, or with --fsdp a part of it. With --tp the processes that cut the attention have
+the same rows, and each sends its share of them. Gradients of an expert come from the rows of all processes, each of
+which has the loss of its own part of the batch: their sum, divided by the parts, is that of the mean loss.
 """
 
 from __future__ import annotations
@@ -24,16 +24,18 @@ if TYPE_CHECKING:
 __all__ = ["clip_gradients", "cut_experts", "divide_gradients", "expert_parameters"]
 
 
-def cut_experts(model: nn.Module, mesh: DeviceMesh) -> None:
+def cut_experts(model: nn.Module, mesh: DeviceMesh, same_tokens: DeviceMesh | None) -> None:
     """Give each rank some of the experts of every layer, in place, with the weights that the first rank has.
 
     Args:
         model: A ``ByteLlama``, converted or not.
         mesh: Of all ranks, one dim.
+        same_tokens: Of the ranks that have this one's rows, one dim; None if no other has.
     """
     for layer in model.modules():
         if isinstance(layer, MixtureOfExperts):
             spread(layer.experts, mesh)
+            layer.same_tokens = same_tokens
 
 
 def expert_parameters(model: nn.Module) -> set[nn.Parameter]:

@@ -14,14 +14,20 @@ Letters: M rows of x, R = M * k rows in groups, D model width, F width of an exp
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fp8compile import Recipe, grouped_mm
 from fp8compile.nn.experts.placed import group_of_experts, local_stack
+from fp8compile.nn.experts.token_shares import all_shares, own_share
 from fp8compile.nn.routes import expert_routes
 from fp8compile.ops.groups.layout import sizes_of_groups
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 __all__ = ["MixtureOfExperts"]
 
@@ -52,7 +58,13 @@ class MixtureOfExperts(nn.Module):
         hidden: Width of each expert.
         experts: How many there are.
         top_k: How many of them each row goes to.
+
+    Attributes:
+        same_tokens: The ranks that have the same rows of x, of which each sends a share to the experts; None if this
+            one's are its own.
     """
+
+    same_tokens: DeviceMesh | None = None
 
     def __init__(self, *, dim: int, hidden: int, experts: int, top_k: int) -> None:
         """Make the router and the experts, whose weights are not drawn yet."""
@@ -83,10 +95,16 @@ class MixtureOfExperts(nn.Module):
         x_MD = x.flatten(0, -2)
         share_Mk, expert_Mk = F.softmax(self.router(x_MD), dim=-1, dtype=torch.float32).topk(self.top_k, dim=-1)
         share_Mk = share_Mk / share_Mk.sum(dim=-1, keepdim=True)
+        if self.same_tokens is None:
+            return self._mixed(x_MD, share_Mk, expert_Mk).view_as(x)
+        shares = (own_share(each, self.same_tokens) for each in (x_MD, share_Mk, expert_Mk))
+        return all_shares(self._mixed(*shares), self.same_tokens, x_MD.shape[0]).view_as(x)
+
+    def _mixed(self, x_MD: Tensor, share_Mk: Tensor, expert_Mk: Tensor) -> Tensor:
         # stable, so that rows of an expert are in one order wherever this runs: blocks along tokens depend on it
         expert_R, place_R = expert_Mk.flatten().sort(stable=True)
-        every_E = torch.arange(self.router.out_features, device=x.device)
+        every_E = torch.arange(self.router.out_features, device=x_MD.device)
         offsets_E = torch.searchsorted(expert_R, every_E, right=True, out_int32=True)
         y_RD = self._by_experts(x_MD[place_R // self.top_k], offsets_E)
         y_MkD = y_RD[place_R.argsort()].unflatten(0, (-1, self.top_k))
-        return (y_MkD * share_Mk.unsqueeze(-1)).sum(dim=1).to(x.dtype).view_as(x)
+        return (y_MkD * share_Mk.unsqueeze(-1)).sum(dim=1).to(x_MD.dtype)

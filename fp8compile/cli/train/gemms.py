@@ -105,7 +105,8 @@ def _weights(model: nn.Module, tokens: int) -> Iterator[tuple[str, Tensor, int]]
         if isinstance(module, MixtureOfExperts):
             for stack in module.experts.parameters():
                 # rows that an expert's rank gets are data: as many as it sends, on average
-                yield f"{fqn}.experts", local(stack), tokens * module.top_k
+                senders = 1 if module.same_tokens is None else module.same_tokens.size()
+                yield f"{fqn}.experts", local(stack), tokens * module.top_k // senders
 
 
 def expected_gemms(model: nn.Module, recipe: Recipe | None, *, tokens: int, device: torch.device) -> GemmCount:

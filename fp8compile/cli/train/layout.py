@@ -3,8 +3,8 @@
     rank = (replica * shards + shard) * tp + part
 
 Ranks with one replica and one shard cut the model over `tp` parts and see the same rows. `shards` of them have a part
-of each parameter (FSDP), which `replicas` hold again (HSDP). With experts spread over ranks (EP), all of them share
-the batch, and what is no expert each has, as a replica, or with FSDP a part of it.
+of each parameter (FSDP), which `replicas` hold again (HSDP). Experts are spread over all ranks (EP); without FSDP the
+rest has a replica for each part of the batch.
 """
 
 from __future__ import annotations
@@ -149,17 +149,16 @@ def layout_of(config: TrainConfig, ranks: Ranks) -> Layout:
     Raises:
         UserError: There are more or fewer than it takes.
     """
-    if config.ep > 1:
-        if ranks.size != config.ep:
-            raise UserError(
-                f"--ep {config.ep} takes {config.ep} processes, and {_started(ranks.size)}; {_start_by(config.ep)}"
-            )
-        how = {"shards": config.ep} if config.fsdp else {"replicas": config.ep}
-        return Layout(rank=ranks.rank, **how)
+    if config.ep not in (1, ranks.size):
+        raise UserError(
+            f"--ep {config.ep} takes {config.ep} processes, and {_started(ranks.size)}; {_start_by(config.ep)}"
+        )
     if config.fsdp:
         replicas = REPLICAS if config.hsdp else 1
         shards = _data_parallel(config, ranks.size) // replicas
         return Layout(rank=ranks.rank, replicas=replicas, shards=shards, tp=config.tp)
+    if config.ep > 1:
+        return Layout(rank=ranks.rank, replicas=config.ep // config.tp, tp=config.tp)
     if config.tp == ranks.size:
         return Layout(rank=ranks.rank, tp=config.tp)
     if ranks.size == 1:

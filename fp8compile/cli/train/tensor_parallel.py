@@ -2,6 +2,7 @@
 
     tokens --embed--> x --norm--> query, key, value --> attention of a rank's own heads --> output --> + x
                       x --norm--> gate, up          --> a rank's own hidden features    --> down   --> + x
+                      x --norm--> router            --> experts, spread over all ranks             --> + x
                       x --norm--> head --> logits --> loss, the same on every rank
 
 Between the layers, x is a DTensor: whole on each rank, or with ``sp`` a rank's part of the sequence. Then the FP8
@@ -14,9 +15,18 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from torch import nn
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor, parallel
+from torch.distributed.tensor import (
+    DTensor,
+    Placement,
+    Replicate,
+    Shard,
+    distribute_module,
+    distribute_tensor,
+    parallel,
+)
 
 import fp8compile as f8
+from fp8compile.cli.train.experts import MixtureOfExperts
 from fp8compile.parallel import ColwiseParallel, RowwiseParallel
 
 if TYPE_CHECKING:
@@ -26,6 +36,21 @@ if TYPE_CHECKING:
 __all__ = ["parallelize", "place_gradients", "placed_like", "whole"]
 
 HEADS_DIM = 1  # of queries and keys as their norms see them: (batch, heads, sequence, width)
+
+
+def _of_experts(module: nn.Module, between: Placement) -> parallel.ParallelStyle:
+    """The style of a mixture of experts, which is given all tokens, and of its router, which sees them all."""
+    if isinstance(module, MixtureOfExperts):
+        return parallel.PrepareModuleInputOutput(
+            input_layouts=between,
+            desired_input_layouts=Replicate(),
+            use_local_input=True,
+            output_layouts=Replicate(),
+            desired_output_layouts=between,
+            use_local_output=False,
+        )
+    everywhere = {f"{way}_layouts": Replicate() for way in ("input", "desired_input", "output", "desired_output")}
+    return parallel.PrepareModuleInputOutput(**everywhere)
 
 
 def parallelize(model: nn.Module, mesh: DeviceMesh, *, sp: bool) -> None:
@@ -52,6 +77,8 @@ def parallelize(model: nn.Module, mesh: DeviceMesh, *, sp: bool) -> None:
             )
         if last == "head":
             return parallel.ColwiseParallel(input_layouts=between, output_layouts=Replicate())
+        if last == "router" or isinstance(module, MixtureOfExperts):
+            return _of_experts(module, between)
         if last in ("query_norm", "key_norm"):
             return parallel.SequenceParallel(sequence_dim=HEADS_DIM, use_local_output=True)
         if last in ("output", "down"):

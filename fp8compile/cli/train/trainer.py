@@ -160,10 +160,11 @@ class Trainer:
         if recipe is not None:
             self._convert(recipe)
         self.model.to(self._device)
-        if layout.tp > 1:
-            self._cut(layout.tp_mesh(self._device.type))
+        tp_mesh = layout.tp_mesh(self._device.type) if layout.tp > 1 else None
         if config.ep > 1:
-            cut_experts(self.model, layout.experts_mesh(self._device.type))
+            cut_experts(self.model, layout.experts_mesh(self._device.type), tp_mesh)
+        if tp_mesh is not None:
+            self._cut(tp_mesh)
         tokens = config.batch // layout.dp * config.seq
         self._expected = expected_gemms(self.model, recipe, tokens=tokens, device=self._device)
         self._gathered = None
