@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from processes import process_context
 
-__all__ = ["GROUPS", "Ranks", "shared_ranks"]
+__all__ = ["GROUPS", "MEMBERS", "Ranks", "shared_ranks"]
 
 WORLD_SIZE = 4
 # what each group is called, and its ranks; a rank knows the ones it is in

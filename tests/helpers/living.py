@@ -13,7 +13,9 @@ def living():
     gc.collect()
     found = {}
     for each in gc.get_objects():
-        if type(each) in (torch.Tensor, nn.Parameter) and each.layout == torch.strided:  # other tests' may be sparse
+        # other tests' may be sparse, or of a graph that a compiler has traced, and then have no memory
+        is_plain = type(each) in (torch.Tensor, nn.Parameter) and each.layout == torch.strided
+        if is_plain and not torch._is_functional_tensor(each):
             storage = each.untyped_storage()
             found[storage.data_ptr()] = storage
     return found

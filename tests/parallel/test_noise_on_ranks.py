@@ -121,7 +121,8 @@ def every_problem(name, size, backends):
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("name", RECIPES)
 def test_layers_on_ranks_have_the_codes_of_the_whole(ranks, name, size):
-    for found in ranks.run(every_problem, name, size, (None, "aot_eager") if "nvfp4" in name else (None,)):
+    backends = (None, "aot_eager") if "nvfp4" in name else (None,)
+    for found in ranks.run(every_problem, name, size, backends, within=GROUP_NAMES[size]):
         assert found == []
 
 
@@ -134,7 +135,7 @@ def test_dtensors_have_the_codes_of_the_whole(ranks, name, count):
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_weights_that_fsdp_gathers_in_a_graph_have_the_codes_of_the_whole(ranks, size):
-    for found in ranks.run(test_graph_fsdp.check_op, "nvfp4", size):
+    for found in ranks.run(test_graph_fsdp.check_op, "nvfp4", size, within=GROUP_NAMES[size]):
         assert found == []
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from gloo_ranks import GROUPS, shared_ranks
+from gloo_ranks import GROUPS, MEMBERS, shared_ranks
 from living import bytes_since, living
 from torch import nn
 from torch._dynamo.utils import counters
@@ -486,11 +486,11 @@ def test_compiled_blocks_are_one_graph_each(ranks, backend):
 
 
 def test_mixed_precision(ranks):
-    assert ranks.run(mixed_precision) == [(True, True, torch.float32)] * 4
+    assert ranks.run(mixed_precision, within="pair") == [(True, True, torch.float32)] * 2
 
 
 def test_start_on_the_meta_device(ranks):
-    for early, found, falls in ranks.run(from_meta):
+    for early, found, falls in ranks.run(from_meta, within="pair"):
         assert "before it knows the ranks that have its scale too. Call fp8compile.parallel.share_scales" in early
         assert all(found)
         assert len(found) == 4
@@ -501,7 +501,9 @@ def test_start_on_the_meta_device(ranks):
     ("group", "hidden", "name"), [("pair", 145, "tensorwise"), ("all", 5, "tensorwise"), ("pair", 512, "blockwise")]
 )
 def test_initial_values_follow_the_shards(ranks, group, hidden, name):
-    assert ranks.run(initial_values, group, hidden, name) == [(True, [], True, [])] * 4
+    assert ranks.run(initial_values, group, hidden, name, within=group) == [(True, [], True, [])] * len(
+        MEMBERS[group][0]
+    )
 
 
 def test_checkpoint_of_two_ranks_loads_on_three(ranks, tmp_path):
@@ -514,15 +516,15 @@ def test_checkpoint_of_two_ranks_loads_on_three(ranks, tmp_path):
 
 
 def test_states_by_name_resume_with_the_same_losses(ranks):
-    assert ranks.run(resumed_by_names) == [(True, True)] * 4
+    assert ranks.run(resumed_by_names, within="pair") == [(True, True)] * 2
 
 
 def test_ddp(ranks):
-    assert ranks.run(data_parallel) == [(True, True, [])] * 4
+    assert ranks.run(data_parallel, within="pair") == [(True, True, [])] * 2
 
 
 def test_shards_take_half_the_bytes(ranks):
-    for shares, _ in ranks.run(bytes_of_shards):
+    for shares, _ in ranks.run(bytes_of_shards, within="pair"):
         assert max(shares) <= 0.55
         assert min(shares) >= 0.5  # codes alone are half of it
 
