@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from fp8compile import _compat
 from fp8compile.ops.inductor_hints import snapshot
 from fp8compile.ops.layer import delayed
 from fp8compile.ops.layer.linear import GRAD_INPUT, GRAD_WEIGHT, OUTPUT
@@ -121,10 +122,10 @@ def _delayed_output(
     used = snapshot(_state_of(multiplier))
     y = _output(x, weight, bias, recipe, used)
     everywhere = [Replicate()] * mesh.ndim
-    amaxes = [
-        amax_over_ranks(tensor, quantizer, used)
-        for tensor, quantizer in zip((x, weight), recipe.delayed(), strict=False)
-    ]
+    of_input, of_weight, _ = recipe.delayed()
+    is_codes = of_weight is not None and has_codes(_compat.local_itself(weight))
+    kept = delayed.kept_amax(_state_of(amax_history)) if is_codes else amax_over_ranks(weight, of_weight, used)
+    amaxes = amax_over_ranks(x, of_input, used), kept
     return y, whole_of(used, mesh, everywhere, used.shape), *(whole_of(a, mesh, everywhere, ()) for a in amaxes)
 
 

@@ -12,7 +12,8 @@ import pytest
 import torch
 from fsdp_models import mesh_2d
 from gloo_ranks import GROUPS, shared_ranks
-from test_quantized_parameters_ranks import OPTIMIZERS, RECIPES, ByHand, quantized, train
+from masters import ByHand
+from test_quantized_parameters_ranks import OPTIMIZERS, RECIPES, quantized, train
 from torch import nn
 from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import DeviceMesh
