@@ -14,9 +14,10 @@ from torch.distributed import ProcessGroup
 
 from fp8compile._compat import is_dtensor, is_fsdp_managed, local_itself, rebind_load_hooks
 from fp8compile.nn.functional import check_recipe, linear
-from fp8compile.nn.local import placed_like, wrapped_like
-from fp8compile.nn.state import DelayedState, check_amax_group
-from fp8compile.quantizers import Recipe
+from fp8compile.nn.local import on_all_ranks_of, placed_like, wrapped_like
+from fp8compile.nn.placed_weights import placements_of_scale
+from fp8compile.nn.state import DelayedState, RowOfWeight, check_amax_group
+from fp8compile.quantizers import DelayedScaling, Recipe
 from fp8compile.recipes import describe
 from fp8compile.tensor import (
     SOURCE_DTYPES,
@@ -158,8 +159,8 @@ class Linear(nn.Linear):
 
     def reset_parameters(self) -> None:
         """As ``nn.Linear`` does; delayed scaling starts anew too."""
+        self._reset_state()  # first: codes of a weight are made by it
         super().reset_parameters()
-        self._reset_state()
 
     def _reset_state(self) -> None:
         if (state := self.delayed_state()) is not None:
@@ -173,8 +174,22 @@ class Linear(nn.Linear):
             if after.dtype != buffer.dtype:  # .half() is about values; the state is about their scale
                 self._buffers[name] = buffer.to(after.device)
         if any(buffer.is_meta and not self._buffers[name].is_meta for name, buffer in before.items()):
-            self._reset_state()  # to_empty() leaves memory as it was, which no one would notice in a scale
+            self.amax_history.zero_()  # to_empty() leaves memory as it was, which no one would notice in a scale
+            self._reset_state()
+        self.own_weight()
         return self
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.own_weight()
+
+    def own_weight(self) -> None:
+        """Let a weight that is codes by delayed scaling know whose state has its multiplier."""
+        if self._delays_codes():
+            local_itself(self.weight).belongs_to(RowOfWeight(self))
+
+    def _delays_codes(self) -> bool:
+        return self.is_quantized() and isinstance(self.recipe.weight, DelayedScaling)
 
     # ------------------------------------------------------------------ what a checkpoint has of it
 
@@ -199,12 +214,14 @@ class Linear(nn.Linear):
         return self._scale_of(self._quantized_weight("weight_scale_for_grad_input", sets=2)[1])
 
     def _scale_of(self, own: QuantizedParameter) -> Tensor:
-        if own.quantizer.block[0] == -1 or own.has_all_scales or not is_dtensor(self.weight):
+        if not is_dtensor(self.weight):
+            return own.scale
+        placements = placements_of_scale(self.weight, own)
+        if all(each.is_replicate() for each in placements):
             return own.scale  # where blocks span rows, or are cut, all ranks have it
-        mesh, placements = self.weight.device_mesh, self.weight.placements
         shape = own.quantizer.scale_shape(self.weight.shape)
         return type(self.weight).from_local(
-            own.scale, mesh, placements, run_check=False, shape=Size(shape), stride=(shape[1], 1)
+            own.scale, self.weight.device_mesh, placements, run_check=False, shape=Size(shape), stride=(shape[1], 1)
         )
 
     def _quantized_weight(self, what: str, sets: int = 1) -> tuple[QuantizedParameter, ...]:
@@ -288,6 +305,10 @@ class Linear(nn.Linear):
         if f"{prefix}weight" in state_dict and not any(key in state_dict for key in state_keys):
             self._reset_state()  # what is remembered is of other weights
             own_missing = [key for key in own_missing if key not in state_keys]
+        values = state_dict.get(f"{prefix}weight")
+        if self._delays_codes() and values is not None and values.shape == self.weight.shape:
+            with torch.no_grad():
+                self.weight.copy_(values)  # once more, by the multiplier that came with them
         missing_keys += own_missing
         unexpected_keys += own_unexpected
 
@@ -316,7 +337,7 @@ def become_float8(layer: Linear, recipe: Recipe, amax_group: ProcessGroup | None
         state = DelayedState.initial(recipe, device=layer.weight.device, group=amax_group)
         layer.amax_group = state.group
         for name in STATE:
-            layer.register_buffer(name, getattr(state, name))
+            layer.register_buffer(name, on_all_ranks_of(layer.weight, getattr(state, name)))
 
 
 def become_plain(layer: nn.Linear) -> None:

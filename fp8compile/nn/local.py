@@ -6,7 +6,7 @@ from torch import Tensor
 
 from fp8compile._compat import is_dtensor
 
-__all__ = ["placed_like", "wrapped_like"]
+__all__ = ["on_all_ranks_of", "placed_like", "wrapped_like"]
 
 
 def wrapped_like(local: Tensor, tensor: Tensor) -> Tensor:
@@ -27,3 +27,13 @@ def placed_like(whole: Tensor, tensor: Tensor) -> Tensor:
 
     mesh, placements = tensor.device_mesh, tensor.placements
     return distribute_tensor(whole.to(tensor.device), mesh, placements, src_data_rank=None)
+
+
+def on_all_ranks_of(weight: Tensor, tensor: Tensor) -> Tensor:
+    """A tensor as it is; beside a DTensor for a weight, as one that all ranks of its mesh have, as plans make it."""
+    if not is_dtensor(weight):
+        return tensor
+    from torch.distributed.tensor import Replicate
+
+    mesh = weight.device_mesh
+    return type(weight).from_local(tensor, mesh, [Replicate()] * mesh.ndim, run_check=False)

@@ -21,16 +21,15 @@ from torch.optim import Optimizer
 
 from fp8compile._compat import local_itself, set_local_itself
 from fp8compile.nn.local import wrapped_like
-from fp8compile.nn.placed_weights import sharding_of
 from fp8compile.quantizers import CurrentScaling, Quantizer
 from fp8compile.tensor import (
-    QuantizedTensor,
     assign,
     count_write,
     is_quantized_parameter,
-    quantized_anew,
+    sharding_of,
     share_scale_of_part,
     shown,
+    stand_for,
 )
 
 __all__ = ["MasterWeights"]
@@ -186,11 +185,11 @@ class MasterWeights(Optimizer):
         After a checkpoint was loaded masters are theirs, whichever of model and optimizer came first.
         """
         written = [p for p in params if self._keep and local_itself(p).written]
-        anew = quantized_anew(*self._as_written(written))
+        same = stand_for(*self._as_written(written))
         for p in written:
             local = local_itself(p)
-            same = [_is_same(own, *next(anew)) for own in local.sets()]
-            if not all(same):
+            answers = [next(same) for _ in local.sets()]
+            if not all(answers):
                 local_itself(self._masters[p]).copy_(local.dequantize(torch.float32))
 
     def _rounding_of(self, quantizer: Quantizer) -> Quantizer:
@@ -269,10 +268,6 @@ class MasterWeights(Optimizer):
 
 def _is_quantized(p: Tensor) -> bool:
     return is_quantized_parameter(local_itself(p))
-
-
-def _is_same(weight: QuantizedTensor, codes: Tensor, scale: Tensor) -> bool:
-    return torch.equal(codes, weight.codes) and torch.equal(scale, weight.scale)
 
 
 def _check_closure(optimizer: type[Optimizer]) -> None:

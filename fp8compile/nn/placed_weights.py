@@ -9,24 +9,28 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from fp8compile import _compat
 from fp8compile.nn.local import wrapped_like
-from fp8compile.ops.layer.shards import DimSharding, Sharding, chunk_sizes, split_axes
-from fp8compile.quantizers import Quantizer
-from fp8compile.tensor import QuantizedPairParameter, QuantizedParameter, in_place_of, quantize
+from fp8compile.ops.layer.shards import DimSharding, chunk_sizes, split_axes
+from fp8compile.quantizers import DelayedScaling, Quantizer
+from fp8compile.tensor import (
+    QuantizedPairParameter,
+    QuantizedParameter,
+    in_place_of,
+    is_quantized_parameter,
+    quantize,
+    sharded_dims,
+    sharding_of,
+)
 
-__all__ = ["not_placed", "place_codes", "quantized_part", "sharding_of"]
-
-
-def _sharded_dims(placements: Sequence[Any]) -> list[tuple[int, int]]:
-    """Dims of the mesh over which a matrix is cut, and along which of its own."""
-    return [(index, each.dim % 2) for index, each in enumerate(placements) if each.is_shard()]
+__all__ = ["not_placed", "place_codes", "placements_of_scale", "quantized_part", "unwritten"]
 
 
 def _why_not(shape: Sequence[int], mesh: Any, placements: Sequence[Any], quantizer: Quantizer) -> str | None:
-    dims = _sharded_dims(placements)
+    dims = sharded_dims(placements)
     if len(dims) > 1 or any(each.is_partial() for each in placements):
         return f"has placements {tuple(placements)}; codes are cut over one dim of a mesh"
     for index, dim in dims:
@@ -40,32 +44,50 @@ def _why_not(shape: Sequence[int], mesh: Any, placements: Sequence[Any], quantiz
     return None
 
 
-def sharding_of(weight: Tensor) -> Sharding:
-    """How ranks cut a weight, if it is a DTensor: by tensor parallelism, and then by FSDP2, whose dims come first."""
-    if not _compat.is_dtensor(weight):
-        return ()
-    mesh, size, cuts = weight.device_mesh, list(weight.shape), []
-    for index, dim in reversed(_sharded_dims(weight.placements)):
-        sizes = chunk_sizes(size[dim], mesh.size(index))
-        cuts.append(DimSharding(mesh.get_group(index), mesh.get_local_rank(index), dim, sizes))
-        size[dim] = cuts[-1].length
-    return tuple(cuts)
-
-
-def not_placed(weight: Tensor, quantizer: Quantizer) -> str | None:
+def not_placed(weight: Tensor, quantizers: Sequence[Quantizer]) -> str | None:
     """Why a DTensor can't become codes, its parts cutting blocks for one, or None if it can."""
-    return _why_not(weight.shape, weight.device_mesh, weight.placements, quantizer)
+    reasons = (_why_not(weight.shape, weight.device_mesh, weight.placements, each) for each in quantizers)
+    return next((reason for reason in reasons if reason is not None), None)
 
 
-def quantized_part(weight: Tensor, quantizer: Quantizer) -> Tensor:
-    """A DTensor of codes, of one of values whose parts cut no block; ranks that share a scale all call this."""
+def placements_of_scale(weight: Tensor, own: QuantizedParameter) -> list[Any]:
+    """How the scale of a set of codes of a DTensor lies on its mesh: where blocks span ranks, they all have it."""
+    from torch.distributed.tensor import Replicate
+
+    found, cut = list(weight.placements), sharded_dims(weight.placements)
+    for index, dim in cut:
+        # FSDP2, which may cut blocks, has the first dims of a mesh, and tensor parallelism, which may not, the last
+        if own.quantizer.block[dim] == -1 or (own.has_all_scales and index == cut[0][0]):
+            found[index] = Replicate()
+    return found
+
+
+def _of_sets(sets: Sequence[QuantizedParameter]) -> QuantizedParameter | QuantizedPairParameter:
+    return sets[0] if len(sets) == 1 else QuantizedPairParameter(*sets)
+
+
+def quantized_part(weight: Tensor, quantizers: Sequence[Quantizer]) -> Tensor:
+    """A DTensor of one set of codes or two, of one of values whose parts cut no block.
+
+    Ranks that share a scale all call this.
+    """
     local, mesh = _compat.local_itself(weight).detach(), weight.device_mesh
     options = {}
-    for index, dim in _sharded_dims(weight.placements):
+    for index, dim in sharded_dims(weight.placements):
         sizes = chunk_sizes(weight.shape[dim], mesh.size(index))
         options = {"group": mesh.get_group(index), "shard_dim": dim, "sizes": sizes}
-    q = quantize(local, quantizer, **options)
-    found = QuantizedParameter(q.codes, q.scale, quantizer, local.dtype, q.group, q.shard_dim)
+    made = [quantize(local, quantizer, **options) for quantizer in quantizers]
+    sets = [QuantizedParameter(q.codes, q.scale, q.quantizer, local.dtype, q.group, q.shard_dim) for q in made]
+    return wrapped_like(_of_sets(sets), weight)
+
+
+def unwritten(weight: Tensor, quantizer: DelayedScaling) -> Tensor:
+    """Memory for codes of a weight, or of what a rank has of a DTensor: the first write makes them."""
+    local, ones = _compat.local_itself(weight), torch.ones(quantizer.scale_shape(weight.shape), device=weight.device)
+    codes = torch.zeros(local.shape, dtype=torch.uint8, device=local.device)
+    found = QuantizedParameter(codes, quantizer.scale_of(ones), quantizer, local.dtype)
+    if cuts := sharding_of(weight):
+        found.share_scale(cuts[0].group, cuts[0].dim, cuts[0].total)
     return wrapped_like(found, weight)
 
 
@@ -83,25 +105,25 @@ def place_codes(layer: nn.Linear, mesh: Any, placement: Any, source: int | None)
     """
     from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
-    weight = layer.weight
-    if isinstance(weight, QuantizedPairParameter):
-        raise ValueError(
-            "tensor parallel: a quantized weight has two sets of codes, for the output and for grad_input, which only "
-            "FSDP2 cuts. Leave this layer out of quantized_parameters, or take recipes.tensorwise() or blockwise()."
-        )
-    if not isinstance(weight, QuantizedParameter):
+    weight, dim = layer.weight, placement.dim
+    if not is_quantized_parameter(weight):
         return
-    quantizer, dim = weight.quantizer, placement.dim
-    if (reason := _why_not(weight.shape, mesh, [placement], quantizer)) is not None:
-        raise ValueError(
-            f"tensor parallel: a quantized weight {reason}. Leave this layer out of quantized_parameters."
-        )
+    for own in weight.sets():
+        if (reason := _why_not(weight.shape, mesh, [placement], own.quantizer)) is not None:
+            raise ValueError(
+                f"tensor parallel: a quantized weight {reason}. Leave this layer out of quantized_parameters."
+            )
 
     def part(tensor: Tensor, where: Any) -> Tensor:
         return distribute_tensor(tensor, mesh, [where], src_data_rank=source).to_local()
 
-    scale = part(weight.scale, Replicate() if quantizer.block[dim] == -1 else placement)
-    local = QuantizedParameter(part(weight.codes, placement), scale, quantizer, weight.dtype)
+    sets = []
+    for own in weight.sets():
+        scale = part(own.scale, Replicate() if own.quantizer.block[dim] == -1 else placement)
+        sets.append(QuantizedParameter(part(own.codes, placement), scale, own.quantizer, weight.dtype))
+    local = _of_sets(sets)
+    if not isinstance(weight, QuantizedPairParameter):
+        local.belongs_to(weight.state)
     local.share_scale(mesh.get_group(), dim, weight.shape[dim])
     if weight.initial is not None:
         local.initial = part(weight.initial.to(weight.device), placement)

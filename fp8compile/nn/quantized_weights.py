@@ -8,10 +8,10 @@ from torch import Tensor, nn
 
 from fp8compile._compat import allow_group_in_subclass, is_dtensor, is_fsdp, local_itself
 from fp8compile.nn.linear import Linear
-from fp8compile.nn.placed_weights import not_placed, quantized_part
+from fp8compile.nn.placed_weights import not_placed, quantized_part, unwritten
 from fp8compile.nn.users import users_of_parameters
-from fp8compile.quantizers import Quantizer, Recipe
-from fp8compile.tensor import QuantizedPairParameter, QuantizedParameter, in_place_of
+from fp8compile.quantizers import DelayedScaling, Quantizer, Recipe
+from fp8compile.tensor import QuantizedPairParameter, QuantizedParameter, assign, in_place_of
 
 __all__ = ["check_weights", "quantize_weights"]
 
@@ -36,8 +36,8 @@ def _not_codes(recipe: Recipe) -> str | None:
         return "has two levels of scales, of which a parameter holds one"
     if recipe.shares_weight_codes():
         return None
-    if any(recipe.delayed()):
-        return "has delayed scaling, which takes the amax of the weight's values"
+    if recipe.delayed()[1] is not None:
+        return "has delayed scaling for one product of the weight, and not for the other"
     if None in _slots(recipe):
         return "leaves a product of the weight in high precision, which needs its values"
     if not all(quantizer.is_local() for quantizer in _slots(recipe)):
@@ -45,9 +45,16 @@ def _not_codes(recipe: Recipe) -> str | None:
     return None
 
 
+def _sets(recipe: Recipe) -> tuple[Quantizer, ...]:
+    """What makes the codes of a weight, one set or two."""
+    return _slots(recipe)[:1] if recipe.shares_weight_codes() else _slots(recipe)
+
+
 def _codes(weight: Tensor, recipe: Recipe) -> Tensor:
+    if isinstance(recipe.weight, DelayedScaling):
+        return unwritten(weight, recipe.weight)
     if is_dtensor(weight):
-        return quantized_part(weight, recipe.weight)
+        return quantized_part(weight, _sets(recipe))
     if recipe.shares_weight_codes():
         return QuantizedParameter.of(weight, recipe.weight)
     return QuantizedPairParameter.of(weight, *_slots(recipe))
@@ -65,13 +72,7 @@ def check_weights(model: nn.Module, recipes: Mapping[nn.Module, Recipe]) -> None
                 f"convert: quantized_parameters, and the recipe of {name} {reason}. Take another recipe, such as "
                 "fp8compile.recipes.rowwise(), mxfp8() or tensorwise(), or leave quantized_parameters out."
             )
-        if is_dtensor(module.weight) and not recipe.shares_weight_codes():
-            raise ValueError(
-                f"convert: quantized_parameters, and the weight of {name} is a DTensor, of which forward and backward "
-                "multiply different codes. Those are for FSDP2 alone: take a recipe whose weight codes serve both, "
-                "as fp8compile.recipes.tensorwise() and blockwise() are, or leave quantized_parameters out."
-            )
-        if is_dtensor(module.weight) and (reason := not_placed(module.weight, recipe.weight)) is not None:
+        if is_dtensor(module.weight) and (reason := not_placed(module.weight, _sets(recipe))) is not None:
             raise ValueError(
                 f"convert: quantized_parameters, and the weight of {name} {reason}. Leave that layer out by the "
                 "filter."
@@ -81,6 +82,11 @@ def check_weights(model: nn.Module, recipes: Mapping[nn.Module, Recipe]) -> None
             raise ValueError(
                 f"convert: quantized_parameters, and the weight of {name} is also that of {', '.join(others)}, which "
                 "needs its values. Leave that layer out by the filter."
+            )
+        if len(users[module.weight]) > 1 and isinstance(recipe.weight, DelayedScaling):
+            raise ValueError(
+                f"convert: quantized_parameters, and several layers share the weight of {name}, each of which has a "
+                "state of delayed scaling of its own. Leave them out by the filter, or take another recipe."
             )
         if _slots(recipes[module]) != _slots(recipes[users[module.weight][0]]):
             raise ValueError(f"convert: {name} shares its weight with a layer of another recipe. Give them the same.")
@@ -96,3 +102,6 @@ def quantize_weights(layers: Iterable[Linear], *, keep_initial: bool) -> None:
             if keep_initial:
                 local_itself(made[weight]).initial = local_itself(weight).detach()
         layer.weight = made[weight]
+        if isinstance(layer.recipe.weight, DelayedScaling):
+            layer.own_weight()
+            assign([local_itself(layer.weight)], [local_itself(weight).detach()])

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable
 from typing import NamedTuple, Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from fp8compile._compat import replicated
+from fp8compile.ops.layer.delayed import ROW_OF_WEIGHT
 from fp8compile.quantizers import TENSORS, Recipe
 from fp8compile.tensor import shown
 
-__all__ = ["DelayedState", "check_amax_group", "check_state", "group_name"]
+__all__ = ["DelayedState", "RowOfWeight", "check_amax_group", "check_state", "group_name"]
 
 
 class DelayedState(NamedTuple):
@@ -52,8 +55,22 @@ class DelayedState(NamedTuple):
     def reset(self) -> None:
         """Make it what it was before the first step, in place."""
         with torch.no_grad():
-            self.amax_history.zero_()
+            self.amax_history[:, 1:].zero_()  # at 0 is the amax of a weight that is codes, or 0
             self.multiplier.fill_(1.0)
+
+
+class RowOfWeight:
+    """Gives the part of a layer's state that is of its weight, whichever buffers the layer has by then."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        self._layer = weakref.ref(layer)
+
+    def __call__(self) -> tuple[Tensor, Tensor] | None:
+        """History (L,) and multiplier () of the weight, views of the buffers; None once the layer is gone."""
+        if (layer := self._layer()) is None:
+            return None
+        history, multiplier, _ = layer.delayed_state()
+        return replicated(history)[ROW_OF_WEIGHT], replicated(multiplier)[ROW_OF_WEIGHT]
 
 
 def group_name(function: str, group: object) -> str | None:

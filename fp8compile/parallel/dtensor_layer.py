@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from fp8compile import _compat
 from fp8compile.ops.inductor_hints import snapshot
 from fp8compile.ops.layer import delayed
 from fp8compile.ops.layer.fsdp_delayed import fsdp_tokens
@@ -163,7 +164,9 @@ def _delayed_linear(
     used = snapshot(_state_of(multiplier))
     y = _linear(x, weight, bias, recipe, used)
     for_x, for_weight, _ = recipe.delayed()
-    amaxes = _amax_over_ranks(x, for_x, used), _amax_over_ranks(weight, for_weight, used)
+    is_codes = for_weight is not None and has_codes(_compat.local_itself(weight))
+    kept = delayed.kept_amax(_state_of(amax_history)) if is_codes else _amax_over_ranks(weight, for_weight, used)
+    amaxes = _amax_over_ranks(x, for_x, used), kept
     everywhere = [Replicate()] * mesh.ndim
     return y, *(whole_of(each, mesh, everywhere, each.shape) for each in (used, *amaxes))
 

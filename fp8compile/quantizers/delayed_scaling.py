@@ -32,7 +32,8 @@ def next_state(
 ) -> tuple[Tensor, Tensor]:
     """Histories and multipliers after one more amax each.
 
-    The oldest amax of a history stands at 1, the newest at the end; entry 0 is 0, the place where an amax joins them.
+    The oldest amax of a history stands at 1, the newest at the end; entry 0 is the place where an amax joins them, and
+    stays as it is: 0, or the amax of what the codes of a weight were made of, where a parameter is these codes.
     A history keeps every amax, and one that is NaN or inf says nothing of the scale: the largest is that of the finite
     ones. Where it (or the newest) is 0, NaN or inf, the multiplier stays as it is.
 
@@ -55,7 +56,7 @@ def next_state(
     updated = (room / decides.double()).float().clamp(max=FLOAT32_MAX)  # as exact_quotient, a numerator each
     usable = decides.isfinite() & (decides > 0)
     rolled = torch.where(place == length - 1, newest, history.roll(-1, -1))
-    rolled = torch.where(place == 0, 0.0, rolled)
+    rolled = torch.where(place == 0, history, rolled)
     return rolled, torch.where(usable, updated, multiplier)
 
 

@@ -170,7 +170,7 @@ class Recipe(Constant):
     def shares_weight_codes(self) -> bool:
         """Whether the codes of a weight, made once, serve the output and, transposed, grad_input too."""
         quantizer = self.weight
-        return quantizer is not None and quantizer == self.weight_for_grad_input and not any(self.delayed())
+        return quantizer is not None and quantizer == self.weight_for_grad_input
 
     def _check_slot(self, slot: str) -> None:
         value = getattr(self, slot)

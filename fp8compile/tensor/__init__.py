@@ -25,7 +25,7 @@ from fp8compile.tensor import views as views  # fills the table that the class l
 from fp8compile.tensor.agreement import check_agreement
 from fp8compile.tensor.arguments import SOURCE_DTYPES, checked_sizes, not_dense, own_sizes, shown
 from fp8compile.tensor.attributes import attributes_of_others, in_place_of, moved
-from fp8compile.tensor.fsdp import share_scale_of_part
+from fp8compile.tensor.fsdp import sharded_dims, sharding_of, share_scale_of_part
 from fp8compile.tensor.gathered_pair import Meaning, OwnCodes, as_sent, fill, made_of, sent_of
 from fp8compile.tensor.gathers import BOTH, GATHERED, OWN, PLAIN, Gathers
 from fp8compile.tensor.layer import check_serves, unserved
@@ -36,7 +36,7 @@ from fp8compile.tensor.product import scaled_mm
 from fp8compile.tensor.quantize import quantize
 from fp8compile.tensor.quantized import QuantizedTensor
 from fp8compile.tensor.stack import QuantizedStack
-from fp8compile.tensor.update import assign, count_write, quantized_anew
+from fp8compile.tensor.update import assign, count_write, stand_for
 
 __all__ = [
     "BOTH",
@@ -70,9 +70,11 @@ __all__ = [
     "not_dense",
     "own_sizes",
     "quantize",
-    "quantized_anew",
     "scaled_mm",
     "share_scale_of_part",
+    "sharded_dims",
+    "sharding_of",
     "shown",
+    "stand_for",
     "unserved",
 ]

@@ -2,18 +2,38 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from fp8compile._compat import local_itself, uncounted_write
+from fp8compile._compat import is_dtensor, local_itself, uncounted_write
 from fp8compile.ops.collectives import all_gather
-from fp8compile.ops.layer.shards import chunk_sizes
+from fp8compile.ops.layer.shards import DimSharding, Sharding, chunk_sizes
 from fp8compile.tensor.quantized import QuantizedTensor
 
-__all__ = ["FullyShardHooks", "share_scale_of_part"]
+__all__ = ["FullyShardHooks", "share_scale_of_part", "sharded_dims", "sharding_of"]
+
+
+def sharded_dims(placements: Sequence[Any]) -> list[tuple[int, int]]:
+    """Dims of the mesh over which a matrix is cut, and along which of its own."""
+    # asked so, for what FSDP2 makes of rows that tensor parallelism has cut says that it is no Shard
+    cut = [index for index, each in enumerate(placements) if not (each.is_replicate() or each.is_partial())]
+    return [(index, placements[index].dim % 2) for index in cut]
+
+
+def sharding_of(weight: Tensor) -> Sharding:
+    """How ranks cut a weight, if it is a DTensor: by tensor parallelism, and then by FSDP2, whose dims come first."""
+    if not is_dtensor(weight):
+        return ()
+    mesh, size, cuts = weight.device_mesh, list(weight.shape), []
+    for index, dim in reversed(sharded_dims(weight.placements)):
+        sizes = chunk_sizes(size[dim], mesh.size(index))
+        cuts.append(DimSharding(mesh.get_group(index), mesh.get_local_rank(index), dim, sizes))
+        size[dim] = cuts[-1].length
+    return tuple(cuts)
 
 
 def share_scale_of_part(parameter: Any) -> None:
@@ -21,11 +41,8 @@ def share_scale_of_part(parameter: Any) -> None:
     local = local_itself(parameter)
     if local.sets()[0].group is not None:  # of tensor parallelism alone, or since a forward
         return
-    # dims of FSDP2 come before that of tensor parallelism, and replicas before shards
-    dims = [dim for dim, placement in enumerate(parameter.placements) if not placement.is_replicate()]
-    if dims:
-        cut = parameter.placements[dims[0]].dim
-        local.share_scale(parameter.device_mesh.get_group(dims[0]), cut, parameter.shape[cut])
+    if cuts := sharding_of(parameter):
+        local.share_scale(cuts[-1].group, cuts[-1].dim, cuts[-1].total)
 
 
 class FullyShardHooks:

@@ -5,11 +5,13 @@ A QuantizedPair has codes for each direction.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
 
 from fp8compile import _compat, ops
+from fp8compile.ops.layer.delayed import delayed_output
 from fp8compile.ops.layer.linear import GRAD_INPUT, OUTPUT, layer_grad_input, layer_output
 from fp8compile.ops.layer.local_shards import QuantizedShard
 from fp8compile.ops.layer.operands import Operands, Phase
@@ -30,7 +32,7 @@ def unserved(quantizer: Quantizer, recipe: Recipe, for_grad_input: Quantizer | N
         for_grad_input: What made those for grad_input, if they are others.
     """
     if for_grad_input is not None:
-        if (quantizer, for_grad_input) == (recipe.weight, recipe.weight_for_grad_input) and not any(recipe.delayed()):
+        if (quantizer, for_grad_input) == (recipe.weight, recipe.weight_for_grad_input):
             return None
         return (
             f"weight has codes of {quantizer!r} for the output and of {for_grad_input!r} for grad_input; the recipe "
@@ -42,7 +44,7 @@ def unserved(quantizer: Quantizer, recipe: Recipe, for_grad_input: Quantizer | N
     return (
         f"weight is a QuantizedTensor of {quantizer!r}; the recipe quantizes weights by {recipe.weight!r} for the "
         f"output and by {recipe.weight_for_grad_input!r} for grad_input. Codes serve a recipe that has their "
-        "quantizer in both places and no delayed scaling, as fp8compile.recipes.tensorwise() and blockwise() do. "
+        "quantizer in both places, as fp8compile.recipes.tensorwise() and blockwise() have theirs. "
         "Take such a recipe and quantize by its weight, or pass weight.dequantize()."
     )
 
@@ -85,16 +87,26 @@ def _grad_input(func: Any, grad_output: Tensor, weight: Tensor, recipe: Recipe) 
     return _compat.as_kernel(layer_grad_input)(grad_output, weight, _operands(weight, recipe, GRAD_INPUT))
 
 
-def _no_layer(func: Any, x: Tensor, weight: Tensor, *args: Any) -> Tensor:
-    _check_weight(func._schema.name.partition("::")[2], x, weight, args[-1])
-    raise AssertionError(f"{func} is of recipes with delayed scaling, which share no codes")
+def _delayed_linear(
+    func: Any, x: Tensor, weight: Tensor, bias: Tensor | None, history: Tensor, multiplier: Tensor, *others: Any
+) -> tuple[Tensor, ...]:
+    recipe = others[-1]
+    _check_weight("linear", x, weight, recipe)
+    operands = _operands(weight, recipe, OUTPUT)
+    return _compat.as_kernel(delayed_output)(x, weight, bias, history, multiplier, operands)
+
+
+def _delayed_grad_input(func: Any, grad_output: Tensor, weight: Tensor, multiplier: Tensor, recipe: Recipe) -> Tensor:
+    _check_weight("grad_input", grad_output, weight, recipe)
+    operands = replace(_operands(weight, recipe, GRAD_INPUT), multiplier=multiplier)
+    return _compat.as_kernel(layer_grad_input)(grad_output, weight, operands)
 
 
 LAYERS.update(
     {
         ops.linear: _linear,
         ops.grad_input: _grad_input,
-        ops.delayed_linear: _no_layer,
-        ops.delayed_grad_input: _no_layer,
+        ops.delayed_linear: _delayed_linear,
+        ops.delayed_grad_input: _delayed_grad_input,
     }
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -36,6 +36,7 @@ class _Shared:
         self.outer: ProcessGroup | None = None  # tensor parallel ranks, where FSDP2 has cut the part that each has
         self.initial: Tensor | None = None  # a flat one, in which a view's values lie as its codes in their memory
         self.pending: Pending | None = None  # while an optimizer's step runs
+        self.state: Callable[[], tuple[Tensor, Tensor] | None] = lambda: None  # of delayed scaling, in its layer
 
 
 class QuantizedParameter(FullyShardHooks, QuantizedTensor):
@@ -67,7 +68,7 @@ class QuantizedParameter(FullyShardHooks, QuantizedTensor):
     _scale: Tensor
     instead_of_cutting: str = (
         "leave this weight out of quantized_parameters. If this is fully_shard: shards of rows may cut blocks, of "
-        "columns they may not (leave out shard_placement_fn), nor of what tensor parallel ranks have parts of."
+        "columns they may not (leave out shard_placement_fn)."
     )
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -141,6 +142,29 @@ class QuantizedParameter(FullyShardHooks, QuantizedTensor):
         """Ranks that have its scale too, beside those of ``group``: of tensor parallelism, under FSDP2."""
         return self._shared.outer
 
+    def row(self) -> tuple[Tensor, Tensor]:
+        """What delayed scaling remembers of it, in its layer's state: history (L,) and multiplier (), float32.
+
+        Raises:
+            RuntimeError: It is of no layer.
+        """
+        if (found := self.state()) is None:
+            raise RuntimeError(
+                "values for a weight whose scale comes from the steps before (DelayedScaling), which its layer "
+                "remembers, and this tensor is no layer's weight: a copy of one. Write to the weight of the layer, or "
+                "to .dequantize() of the copy."
+            )
+        return found
+
+    @property
+    def state(self) -> Callable[[], tuple[Tensor, Tensor] | None]:
+        """What gives the row of delayed scaling that is its own, or None."""
+        return self._shared.state
+
+    def belongs_to(self, state: Callable[[], tuple[Tensor, Tensor] | None]) -> None:
+        """Name what gives that row."""
+        self._shared.state = state
+
     @property
     def initial(self) -> Tensor | None:
         """The values that its codes were made of, float32 on the CPU; None if they are not kept.
@@ -184,7 +208,7 @@ class QuantizedParameter(FullyShardHooks, QuantizedTensor):
     def cut_by(self, first: int, last: int) -> bool:
         """Whether these of its rows are part of blocks, or it has cut some already."""
         block, rows = self.quantizer.block[0], self.shape[0]
-        if self.has_all_scales or block == -1 or self.extent != WHOLE or self.group is not None:
+        if self.has_all_scales or block == -1 or self.extent != WHOLE:
             return self.has_all_scales
         return bool(first % block or (last % block and last != rows))
 
@@ -393,13 +417,7 @@ def plain_like(func: Any, x: QuantizedParameter, *args: Any, **kwargs: Any) -> T
 def _will_be_cut(x: QuantizedParameter, size: Sequence[int]) -> bool:
     """Whether this is memory for some rows of a whole weight that end within a block: FSDP2 asks for it."""
     block = x.quantizer.block[0]
-    is_rows = (
-        x.extent == WHOLE
-        and x.group is None
-        and len(size) == 2
-        and tuple(size[1:]) == tuple(x.shape[1:])
-        and size[0] < x.shape[0]
-    )
+    is_rows = x.extent == WHOLE and len(size) == 2 and tuple(size[1:]) == tuple(x.shape[1:]) and size[0] < x.shape[0]
     return is_rows and block not in (1, -1) and bool(size[0] % block)
 
 
@@ -423,6 +441,7 @@ def _new_zeros(func: Any, x: QuantizedParameter, size: Sequence[int], **kwargs: 
         found.group, found.shard_dim, found._shared.outer = x.group, x.shard_dim, x.outer
     found.has_all_scales, found.sizes = is_cut, x.sizes if is_cut else None
     found.extent, found.written, found._shared.blank = BLANK, x.written, True
+    found.belongs_to(x.state)
     if x.initial is not None:
         found.initial = torch.zeros(())
     return found

@@ -18,13 +18,13 @@ from fp8compile.ops.collectives import all_reduce_amaxes
 from fp8compile.ops.layer.local_shards import LocalShard
 from fp8compile.ops.layer.quantize_shard import cast_shard, positions, whole_amax
 from fp8compile.ops.layer.shards import Sharding
-from fp8compile.quantizers import Quantizer
+from fp8compile.quantizers import DelayedScaling, Quantizer
 from fp8compile.tensor.quantized import QuantizedTensor
 
 if TYPE_CHECKING:
     from fp8compile.tensor.parameter import QuantizedParameter
 
-__all__ = ["assign", "count_write", "quantized_anew", "shared_with"]
+__all__ = ["assign", "count_write", "shared_with", "stand_for"]
 
 
 def shared_with(weight: QuantizedTensor) -> ProcessGroup | None:
@@ -55,14 +55,23 @@ def _cast(weight: QuantizedTensor, values: Tensor, multiplier: Tensor, quantizer
     return ops.cast(values, multiplier, quantizer, *positions(LocalShard(values, cuts), quantizer))
 
 
+def _scales(weight: QuantizedParameter, amax: Tensor) -> tuple[Tensor, Tensor]:
+    """Multiplier and scale of all its blocks, of their amaxes; or, of delayed scaling, of those before."""
+    if not isinstance(weight.quantizer, DelayedScaling):
+        return ops.scale(amax, weight.quantizer)
+    _, multiplier = weight.row()
+    multiplier = multiplier.view(amax.shape)
+    return multiplier, weight.quantizer.scale_of(multiplier)
+
+
 def quantized_anew(
     weights: Sequence[QuantizedParameter],
     values: Sequence[Tensor],
     dtypes: Sequence[torch.dtype] | None = None,
     rounding: Sequence[Quantizer] | None = None,
     cuts: Sequence[Sharding] | None = None,
-) -> Iterator[tuple[Tensor, Tensor]]:
-    """Codes and scale of new values of each weight, one at a time; arguments as of `assign`."""
+) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Codes, scale and amaxes of new values of each weight, one at a time; arguments as of `assign`."""
     quantizers = [weight.quantizer for weight in weights]
     dtypes = dtypes or [value.dtype for value in values]
     amaxes = [_amax(w, v.to(dtype)) for w, v, dtype in zip(weights, values, dtypes, strict=True)]
@@ -70,8 +79,31 @@ def quantized_anew(
         amaxes = all_reduce_amaxes(amaxes, [() if group is None else (group,) for group in groups])
     casts = zip(values, dtypes, rounding or quantizers, cuts or [()] * len(quantizers), strict=True)
     for weight, amax, (value, dtype, quantizer, cut) in zip(weights, amaxes, casts, strict=True):
-        multiplier, scale = ops.scale(amax, weight.quantizer)
-        yield _cast(weight, value.to(dtype), multiplier, quantizer, cut), scale
+        multiplier, scale = _scales(weight, amax)
+        yield _cast(weight, value.to(dtype), multiplier, quantizer, cut), scale, amax
+
+
+def _made_by(scale: Tensor) -> tuple[Tensor, ...]:
+    """The multipliers one of which a scale was made of: by two roundings it is at most the next number to its own."""
+    near = (1.0 / scale.double()).float()
+    return near, *(torch.nextafter(near, torch.full_like(near, limit)) for limit in (0.0, torch.inf))
+
+
+def stand_for(
+    weights: Sequence[QuantizedParameter],
+    values: Sequence[Tensor],
+    dtypes: Sequence[torch.dtype],
+    rounding: Sequence[Quantizer],
+    cuts: Sequence[Sharding],
+) -> Iterator[bool]:
+    """Whether the codes of each weight are those of these values; arguments as of `assign`."""
+    anew = quantized_anew(weights, values, dtypes, rounding, cuts)
+    for weight, value, dtype, (codes, scale, _) in zip(weights, values, dtypes, anew, strict=True):
+        if isinstance(weight.quantizer, DelayedScaling):  # the multiplier is another one by now
+            every = (ops.cast(value.to(dtype), each, weight.quantizer) for each in _made_by(weight.scale))
+            yield any(torch.equal(each, weight.codes) for each in every)
+        else:
+            yield torch.equal(codes, weight.codes) and torch.equal(scale, weight.scale)
 
 
 def count_write(parameter: Tensor) -> None:
@@ -101,7 +133,11 @@ def assign(
         rounding: What rounds values to codes, if not the weights' own quantizers: of the same format and block.
         cuts: How ranks cut each weight, for rounding that depends on where in the whole a value stands.
     """
-    for weight, (codes, scale) in zip(weights, quantized_anew(weights, values, dtypes, rounding, cuts), strict=True):
+    anew = quantized_anew(weights, values, dtypes, rounding, cuts)
+    for weight, (codes, scale, amax) in zip(weights, anew, strict=True):
         weight.codes.copy_(codes)
         weight.scale.copy_(scale)
+        if isinstance(weight.quantizer, DelayedScaling):
+            history, _ = weight.row()
+            history[0].copy_(amax.view(()))  # for the next backward, which makes a multiplier of it
         count_write(weight)

@@ -438,13 +438,20 @@ def test_a_rank_with_an_empty_shard(ranks, recipe):
 # ---------------------------------------------------------------------------------- bad input
 
 
+def half_of(recipe):
+    """Without FP8 in grad_input."""
+    return replace(recipe, grad_output=None, weight_for_grad_input=None)
+
+
 def test_what_cannot_be_gathered_says_so():
     with pytest.raises(TypeError, match="model is a str"):
         fsdp_float8_all_gather("model")
     with pytest.raises(ValueError, match=r"no fp8compile.Linear and no experts in FP8. Call fp8compile.convert first"):
         fsdp_float8_all_gather(nn.Linear(16, 16))
-    half = replace(f8.recipes.rowwise(), grad_output=None, weight_for_grad_input=None)
-    for recipe, reason in ((f8.recipes.delayed(), "amax of the weight itself"), (half, "leaves grad_input in high")):
+    delayed, own = f8.recipes.delayed(keep_weight_codes=False), f8.CurrentScaling()
+    once = replace(delayed, grad_output=own, weight_for_grad_input=own)
+    half = half_of(f8.recipes.rowwise())
+    for recipe, reason in ((once, "of one product of the weight"), (half, "leaves grad_input in high precision")):
         model = f8.convert(nn.Sequential(nn.Linear(32, 32)), recipe, filter=lambda *_: True)
         with pytest.raises(ValueError, match=f"no weight of this model can be gathered as codes.*{reason}"):
             fsdp_float8_all_gather(model)
@@ -491,7 +498,7 @@ def mixed():
     """One layer's weight travels as codes, another one's as it is; the report says which and why."""
     model = models.model_of("even", recipe_of("tensorwise"))
     f8.revert(model.blocks[1])
-    f8.convert(model.blocks[1], f8.recipes.delayed())
+    f8.convert(model.blocks[1], half_of(f8.recipes.tensorwise()))
     fsdp_float8_all_gather(model)
     model = models.shard(model, models.mesh_1d("pair"), BF16)
     models.trained(model, 2, rank())
@@ -501,7 +508,7 @@ def mixed():
 def test_the_report_says_what_is_gathered(ranks):
     report = ranks.run(mixed)[0]
     assert "codes" in report
-    assert "param_dtype: delayed scaling takes the amax of the weight itself" in report
+    assert "param_dtype: the recipe leaves grad_input in high precision" in report
 
 
 # -------------------------------------------------------------------- why rowwise may need both sets of codes

@@ -10,8 +10,8 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from gloo_ranks import GROUPS, shared_ranks
 from living import bytes_since, living
+from masters import ByHand
 from test_fsdp_use import CountedAllGather, counted
-from test_quantized_parameters_ranks import ByHand
 from torch import nn
 from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh

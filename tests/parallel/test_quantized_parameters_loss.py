@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from test_quantized_parameters_ranks import ByHand, plain_model, train
+from masters import ByHand
+from test_quantized_parameters_ranks import plain_model, train
 
 import fp8compile as f8
 

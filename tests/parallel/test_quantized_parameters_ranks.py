@@ -93,23 +93,6 @@ def train(model, optimizer, steps, first=0):
     return losses
 
 
-class ByHand:
-    """AdamW over float32 masters of a model's matrices, which are their bfloat16 copies."""
-
-    def __init__(self, model, *, lr):
-        self.pairs = {p: p.detach().float().requires_grad_() for p in model.parameters() if p.ndim == 2}
-        self.zero_grad = model.zero_grad
-        self.inner = torch.optim.AdamW([self.pairs.get(p, p) for p in model.parameters()], lr=lr)
-
-    @torch.no_grad()
-    def step(self):
-        for weight, master in self.pairs.items():
-            master.grad = weight.grad.float()
-        self.inner.step()
-        for weight, master in self.pairs.items():
-            weight.copy_(master)
-
-
 def quantized(model):
     found = [local_itself(parameter) for parameter in model.parameters()]
     return [each for each in found if isinstance(each, QuantizedParameter)]

@@ -12,7 +12,8 @@ import pytest
 import torch
 from fsdp_models import mesh_2d
 from gloo_ranks import GROUPS, shared_ranks
-from test_quantized_parameters_ranks import OPTIMIZERS, RECIPES, ByHand, quantized, train
+from masters import ByHand
+from test_quantized_parameters_ranks import OPTIMIZERS, RECIPES, quantized, train
 from torch import nn
 from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import DeviceMesh
@@ -81,6 +82,23 @@ def steps_of(name, hidden, order, *, fsdp=False, backend=None, share=False):
         for layer, q in zip((model[0], model[2]), whole, strict=True)
     ]
     return losses[0] == losses[1], same, counters["stats"]["unique_graphs"]
+
+
+def of_any_recipe(name, order):
+    """Losses beside those of layers over copies of masters, and sets of codes that are not those of whole weights."""
+    mesh, recipe = DeviceMesh.from_group(GROUPS["pair"], "cpu"), f8.recipes.by_name(name)
+    model = parallelized(plain_model(128), mesh, recipe, order, quantized_parameters=True, keep_initial=True)
+    reference = parallelized(plain_model(128), mesh, recipe, order)
+    optimizer, by_hand = OPTIMIZERS["AdamW, masters"](model.parameters()), ByHand(reference, lr=0.02)
+    losses, found = (train(model, optimizer, 4), train(reference, by_hand, 4)), []
+    slots = () if name == "delayed" else (("", recipe.weight), ("_for_grad_input", recipe.weight_for_grad_input))
+    for index, weight in zip((0, 2), by_hand.pairs, strict=True):
+        for end, quantizer in slots:
+            q = f8.quantize(weight.detach().full_tensor(), quantizer)
+            for what, expected in (("codes", q.codes), ("scale", q.scale)):
+                own = _whole(getattr(model[index], f"weight_{what}{end}"))
+                found += [] if torch.equal(own, expected) else [f"{index} {what}{end}"]
+    return losses[0] == losses[1], found
 
 
 def compiled_steps_under_fsdp():
@@ -163,6 +181,26 @@ def resumed():
     return train(models[1], optimizers[1], 2, first=2) == expected
 
 
+def noise_over_both_dims():
+    """Codes after a step that rounds up or down by chance, beside those of one process."""
+    mesh, recipe, codes = mesh_2d("data", "tensor"), RECIPES["tensorwise"], []
+    for is_whole in (True, False):
+        model, options = plain_model(144), {"quantized_parameters": True}
+        if is_whole:
+            converted(model, recipe, **options)
+        else:
+            fully_shard(parallelized(model, mesh["tensor"], recipe, "plan first", **options), mesh=mesh["data"])
+            f8.parallel.share_scales(model)
+        optimizer = f8.MasterWeights(
+            torch.optim.SGD, model.parameters(), lr=0.1, weight_decay=0.5, rounding="stochastic"
+        )
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        optimizer.step()
+        codes.append([_whole(model[index].weight_codes) for index in (0, 2)])
+    return [torch.equal(*pair) for pair in zip(*codes, strict=True)]
+
+
 def refusals():
     mesh, pair = mesh_2d("data", "tensor"), DeviceMesh.from_group(GROUPS["pair"], "cpu")
     weight = quantized(converted(plain_model(144), RECIPES["tensorwise"], quantized_parameters=True))[0]
@@ -236,6 +274,19 @@ def test_a_compiled_step_of_parts_under_fsdp_rounds_once(ranks):
 @pytest.mark.parametrize("order", ["plan first", "convert first"])
 def test_a_layer_without_sums_has_the_bits_of_one_process(ranks, order):
     assert ranks.run(one_layer, order) == [(True, [True, True])] * 4
+
+
+def test_noise_is_that_of_the_place_in_the_whole_weight(ranks):
+    """Of the first layer both dims of the mesh cut the same rows."""
+    assert ranks.run(noise_over_both_dims) == [[True, True]] * 4
+
+
+@pytest.mark.parametrize(
+    ("name", "order"),
+    [("rowwise", "convert first"), ("mxfp8", "plan first"), ("mxfp8", "convert first"), ("delayed", "convert first")],
+)
+def test_both_sets_and_delayed_scaling_have_parts_in_both_orders(ranks, name, order):
+    assert ranks.run(of_any_recipe, name, order, within="pair") == [(True, [])] * 2
 
 
 def test_a_plan_sends_the_first_rank_s_codes(ranks):

@@ -568,10 +568,16 @@ def test_compiled_model_trains_as_eager_in_one_graph(backend):
     assert counters["stats"]["unique_graphs"] == 1
 
 
+OWN = f8.CurrentScaling()
+
+
 @pytest.mark.parametrize(
     ("recipe", "why"),
     [
-        (f8.recipes.delayed(), "has delayed scaling, which takes the amax of the weight's values"),
+        (
+            replace(f8.recipes.delayed(keep_weight_codes=False), grad_output=OWN, weight_for_grad_input=OWN),
+            "has delayed scaling for one product of the weight, and not for the other",
+        ),
         (
             replace(f8.recipes.rowwise(), grad_output=None, weight_for_grad_input=None),
             "leaves a product of the weight",

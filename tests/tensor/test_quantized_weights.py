@@ -120,15 +120,14 @@ def test_recipe_that_one_set_of_codes_does_not_serve_raises(recipe):
         f8.ops.linear(values(4, 64), quantized, None, recipe)
 
 
-def test_recipe_with_delayed_scaling_raises():
+def test_codes_by_their_own_amax_for_a_recipe_with_delayed_scaling_raise():
     recipe = f8.recipes.delayed()
-    assert not recipe.shares_weight_codes()
     quantized, state = f8.quantize(values(64, 64), f8.CurrentScaling()), f8.DelayedState.initial(recipe)
     for call in (
         lambda: f8.linear(values(4, 64), quantized, recipe=recipe, state=state),
         lambda: f8.ops.delayed_linear(values(4, 64), quantized, None, *state, recipe),
     ):
-        with pytest.raises(ValueError, match=r"linear: weight is a QuantizedTensor .* no delayed scaling"):
+        with pytest.raises(ValueError, match=r"linear: weight is a QuantizedTensor of .* by DelayedScaling"):
             call()
 
 

@@ -59,8 +59,6 @@ def gather_codes(model: ByteLlama, recipe: f8.Recipe | None) -> str:
     """
     if recipe is None:
         return NO_FP8
-    if any(recipe.delayed()):
-        return "bfloat16: delayed scaling takes the amax of a weight itself"
     with _refusals("--fsdp"):
         f8.parallel.fsdp_float8_all_gather(model)
     found = (row.gathered.replace("param_dtype", "bfloat16") for row in f8.conversion_report(model).rows)

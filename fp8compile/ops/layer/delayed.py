@@ -12,6 +12,7 @@ backward may have updated the state by the time that its own runs. A tensor with
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -44,12 +45,17 @@ from fp8compile.quantizers import TENSORS, CurrentScaling, DelayedScaling, Recip
 from fp8compile.quantizers.delayed_scaling import next_state
 
 __all__ = [
+    "ROW_OF_WEIGHT",
     "check_state",
     "delayed_grad_input",
     "delayed_grad_weight",
     "delayed_linear",
+    "delayed_output",
+    "kept_amax",
     "update_state",
 ]
+
+ROW_OF_WEIGHT = 1
 
 
 def amax_of(tensor: Tensor, quantizer: DelayedScaling | None) -> Tensor:
@@ -57,6 +63,11 @@ def amax_of(tensor: Tensor, quantizer: DelayedScaling | None) -> Tensor:
     if quantizer is None:
         return tensor.new_zeros((), dtype=torch.float32)
     return amax(tensor, quantizer).view(())
+
+
+def kept_amax(history: Tensor) -> Tensor:
+    """The amax, () float32, of what the codes of a weight were made of, which a parameter that is codes puts there."""
+    return snapshot(history[ROW_OF_WEIGHT, 0])
 
 
 def next_layer_state(history: Tensor, multiplier: Tensor, amaxes: Tensor, recipe: Recipe) -> tuple[Tensor, Tensor]:
@@ -130,6 +141,30 @@ def check_state(x: Tensor, amax_history: Tensor, multiplier: Tensor, recipe: Rec
             )
 
 
+def delayed_output(
+    x: Tensor, weight: Tensor, bias: Tensor | None, amax_history: Tensor, multiplier: Tensor, operands: Operands
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The output, the multipliers that it used, and the amaxes of input and weight.
+
+    Args:
+        x: The input.
+        weight: Of the layer, plain or codes, which ``operands`` then have.
+        bias: Of the layer, or None.
+        amax_history: Of the state.
+        multiplier: Of the state.
+        operands: Without multipliers yet.
+    """
+    recipe, is_codes = operands.recipe, operands.weight is not None
+    check_state(x, amax_history, multiplier, recipe)
+    used = snapshot(multiplier)
+    of_input, of_weight, _ = recipe.delayed()
+    is_kept = is_codes and of_weight is not None
+    amax_of_weight = kept_amax(amax_history) if is_kept else amax_of(x if is_codes else weight, of_weight)
+    amaxes = amax_of(x, of_input), amax_of_weight
+    operands = replace(operands, multiplier=used, waits_for=amaxes if operands.phase is Phase.FORWARD else ())
+    return layer_output(x, weight, bias, operands), used, *amaxes
+
+
 def _delayed_linear(
     phase: Phase,
     x: Tensor,
@@ -140,11 +175,7 @@ def _delayed_linear(
     group: str | None,
     recipe: Recipe,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    check_state(x, amax_history, multiplier, recipe)
-    used = snapshot(multiplier)
-    amaxes = tuple(amax_of(tensor, each) for tensor, each in zip((x, weight), recipe.delayed(), strict=False))
-    operands = Operands(recipe, phase, used, waits_for=amaxes if phase is Phase.FORWARD else ())
-    return layer_output(x, weight, bias, operands), used, *amaxes
+    return delayed_output(x, weight, bias, amax_history, multiplier, Operands(recipe, phase))
 
 
 def _fake(

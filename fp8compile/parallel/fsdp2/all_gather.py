@@ -26,7 +26,7 @@ from fp8compile.parallel.fsdp2.sharded_stack import ShardedStack
 from fp8compile.parallel.fsdp2.sharded_weight import ShardedWeight
 from fp8compile.parallel.fsdp2.weight_scales import WeightScales
 from fp8compile.parallel.placed import part_of
-from fp8compile.quantizers import GEMMS
+from fp8compile.quantizers import GEMMS, DelayedScaling
 from fp8compile.tensor import BOTH, GATHERED, PLAIN, Gathers, QuantizedPairParameter, QuantizedTensor, in_place_of
 
 __all__ = ["fsdp_float8_all_gather"]
@@ -53,7 +53,8 @@ class _Weight:
     def is_alone(self, users: list[nn.Module]) -> bool:
         """Whether all that is made of the parameter is products by the same codes, given the modules that have it."""
         if isinstance(self.module, Linear):
-            return all(isinstance(user, Linear) and user.recipe == self.module.recipe for user in users)
+            same = all(isinstance(user, Linear) and user.recipe == self.module.recipe for user in users)
+            return same and (len(users) == 1 or not isinstance(self.module.recipe.weight, DelayedScaling))
         return len(users) == 1
 
 
@@ -89,10 +90,10 @@ def _why_plain(weight: _Weight, users: list[nn.Module]) -> str | None:
     recipe = weight.module.recipe
     if isinstance(_compat.local_itself(weight.parameter), (QuantizedTensor, QuantizedPairParameter)):
         return "the parameter is quantized, and travels as codes without this"
-    if any(recipe.delayed()):
-        return "delayed scaling takes the amax of the weight itself"
     if (missing := next((gemm.name for gemm in PAIR if getattr(recipe, gemm.b) is None), None)) is not None:
         return f"the recipe leaves {missing} in high precision"
+    if not recipe.shares_weight_codes() and recipe.delayed()[1] is not None:
+        return "delayed scaling makes codes of one product of the weight, and not of the other"
     if not recipe.shares_weight_codes() and weight.parameter.ndim == 3:
         return "forward and backward multiply different codes of the weight"
     for quantizer in (recipe.weight, recipe.weight_for_grad_input):
@@ -164,8 +165,11 @@ def fsdp_float8_all_gather(model: nn.Module, *, checkpointed: bool = False, one_
     Where forward and backward multiply different codes (``recipes.rowwise``, ``rowwise_bf16_wgrad``, ``mxfp8``), each
     pass gathers its own, if FSDP2 frees the weight between the two. Where one gather serves both passes, because FSDP2
     keeps the weight (``reshard_after_forward=False``, what the root has) or the backward repeats the forward
-    (activation checkpointing), what it brings is ``one_gather``. Other weights (delayed scaling, experts by these
-    recipes) are gathered as ever, in ``param_dtype``. ``fp8compile.conversion_report`` says which and why.
+    (activation checkpointing), what it brings is ``one_gather``. Other weights (experts by these recipes) are gathered
+    as ever, in ``param_dtype``. ``fp8compile.conversion_report`` says which and why.
+
+    With delayed scaling (``recipes.delayed``) a gather casts by the multiplier that the layer has by then: that of the
+    layer itself, as long as each backward runs before the next forward.
 
     Weights are cast to ``mp_policy.param_dtype`` before they are quantized, and a scale is that of the whole weight,
     over the ranks of FSDP2 and of tensor parallelism: codes, scales and so outputs are those without this call, bit

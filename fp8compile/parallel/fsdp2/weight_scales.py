@@ -9,10 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from fp8compile import _compat
+from fp8compile.nn.state import RowOfWeight
 from fp8compile.ops import scale
 from fp8compile.ops.collectives import all_reduce_amaxes
 from fp8compile.parallel.fsdp2.sharded_weight import Edits, ShardedWeight, part_of_weight
-from fp8compile.quantizers import Quantizer
+from fp8compile.quantizers import DelayedScaling, Quantizer
 
 __all__ = ["WeightScales"]
 
@@ -70,7 +71,7 @@ class WeightScales:
         if found is None or not found.hold(known[weight]):
             self._refresh(known)
             found = self._scales[weight]
-        return found.by_slot[slot]
+        return found.by_slot[slot] if slot in found.by_slot else _of_steps_before(module, slot)
 
     @torch.inference_mode(mode=False)  # training uses them too, until a weight changes
     @torch.no_grad()
@@ -90,4 +91,15 @@ class WeightScales:
                 amaxes.append(shard.amax_of(part, quantizer).to(parameter.device))
                 groups.append(tuple(cut.group for cut in part.cuts))
         for (weight, slot, quantizer), amax in zip(changed, all_reduce_amaxes(amaxes, groups), strict=True):
-            self._scales[weight].by_slot[slot] = scale(amax, quantizer)
+            if isinstance(quantizer, DelayedScaling):
+                history, _ = RowOfWeight(weight[0])()
+                history[0].copy_(amax.view(()))  # for the next backward, which makes a multiplier of it
+            else:
+                self._scales[weight].by_slot[slot] = scale(amax, quantizer)
+
+
+def _of_steps_before(module: nn.Module, slot: str) -> tuple[Tensor, Tensor]:
+    """Multiplier and scale of a weight with delayed scaling, which each backward changes."""
+    _, multiplier = RowOfWeight(module)()
+    multiplier = multiplier.clone().view(1, 1)
+    return multiplier, getattr(module.recipe, slot).scale_of(multiplier)

@@ -1,0 +1,37 @@
+"""What MasterWeights does, by hand, for layers whose weights are values."""
+
+from __future__ import annotations
+
+import torch
+
+import fp8compile as f8
+
+__all__ = ["ByHand"]
+
+
+class ByHand:
+    """AdamW over float32 masters of the weights of a model's FP8 layers, which are their bfloat16 copies."""
+
+    def __init__(self, model, *, lr):
+        weights = [module.weight for module in model.modules() if isinstance(module, f8.Linear)]
+        self.pairs = {weight: weight.detach().float().requires_grad_() for weight in weights}
+        self.zero_grad = model.zero_grad
+        self.inner = torch.optim.AdamW([self.pairs.get(p, p) for p in model.parameters()], lr=lr)
+
+    @torch.no_grad()
+    def step(self):
+        for weight, master in self.pairs.items():
+            master.grad = None if weight.grad is None else weight.grad.float()
+        self.inner.step()
+        for weight, master in self.pairs.items():
+            weight.copy_(master)
+
+    def state_dict(self):
+        masters = {str(index): master.detach() for index, master in enumerate(self.pairs.values())}
+        return {"inner": self.inner.state_dict(), "masters": masters}
+
+    @torch.no_grad()
+    def load_state_dict(self, state):
+        self.inner.load_state_dict(state["inner"])
+        for master, given in zip(self.pairs.values(), state["masters"].values(), strict=True):
+            master.copy_(given)
