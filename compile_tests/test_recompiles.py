@@ -120,6 +120,19 @@ def test_an_equal_recipe_compiles_nothing_and_another_one_once():
     compiles.assert_new(0, "the first recipe again")
 
 
+@pytest.mark.parametrize("frozen", [False, True])
+def test_an_equal_recipe_compiles_no_experts_anew(frozen):
+    offsets = torch.tensor([8, 16], dtype=torch.int32)
+    x = torch.randn(16, 32, dtype=torch.bfloat16, requires_grad=True)
+    weight = torch.randn(2, 64, 32, dtype=torch.bfloat16, requires_grad=not frozen)
+    compiles = Compiles()
+    compiled = torch.compile(f8.grouped_linear, fullgraph=True, backend="aot_eager")
+    compiled(x, weight, offsets, recipe=f8.recipes.rowwise()).sum().backward()
+    compiles.assert_new(1, "the first recipe")
+    compiled(x, weight, offsets, recipe=f8.recipes.rowwise()).sum().backward()
+    compiles.assert_new(0, "an equal recipe")
+
+
 @pytest.mark.parametrize("shared", [True, False])
 def test_blocks_of_one_shape_and_recipe_share_one_graph(shared):
     compiles = Compiles()

@@ -29,8 +29,11 @@ def impl_autograd(
     op: torch._ops.OpOverload,
     setup_context: Callable | None,
     backward: Callable | None,
+    prepare: Callable | None = None,
 ) -> None:
     """Register the derivative of ``op``; without ``backward``, one that raises.
+
+    ``prepare(needs_input_grad, args)`` gives the arguments of the call below autograd, where gradients are recorded.
 
     `torch.library.register_autograd` would do, but breaks `torch.func.grad` and makes `torch.func.jvp` return zeros
     without a word. This form works with the first and raises with the second, and AOTAutograd caches it all the same.
@@ -45,7 +48,8 @@ def impl_autograd(
             torch.set_grad_enabled(modes[0]),
             forward_ad._set_fwd_grad_enabled(modes[1]),
         ):
-            output = op.redispatch(keyset & torch._C._after_autograd_keyset, *args)
+            own = args if prepare is None or not modes[0] else prepare(ctx.needs_input_grad, args)
+            output = op.redispatch(keyset & torch._C._after_autograd_keyset, *own)
         if setup_context is not None and modes[0]:  # else there is no backward, and nothing to keep for it
             setup_context(ctx, tuple(args), output)
         return output

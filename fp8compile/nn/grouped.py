@@ -6,13 +6,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
-from fp8compile._compat import constant_when_traced, is_dtensor
+from fp8compile._compat import is_dtensor
 from fp8compile.nn.functional import check_recipe, check_tensor, in_dtype_of_autocast
 from fp8compile.nn.ungathered import UngatheredStack
 from fp8compile.ops import fsdp_grouped_linear
@@ -101,12 +99,6 @@ def checked_groups(
     return x, weight, bias
 
 
-@constant_when_traced
-def _without_grad_weight(recipe: Recipe) -> Recipe:
-    """The recipe of a weight that is frozen: the forward makes no codes for a gradient that nobody takes."""
-    return replace(recipe, grad_output_for_grad_weight=None, input_for_grad_weight=None)
-
-
 def grouped_linear(
     x: Tensor,
     weight: Tensor,
@@ -160,10 +152,9 @@ def grouped_linear(
     if check_in_graph or not torch.compiler.is_compiling():
         # an op, so that tensors without data and those of vmap can be given
         offsets = checked_offsets(offsets, x.shape[0])
-    own = recipe if weight.requires_grad else _without_grad_weight(recipe)
     if isinstance(weight, UngatheredStack):
-        return fsdp_grouped_linear(x, weight.shard, offsets, bias, weight.rows, own)
-    return grouped_linear_op(x, weight, offsets, bias, own)
+        return fsdp_grouped_linear(x, weight.shard, offsets, bias, weight.rows, recipe)
+    return grouped_linear_op(x, weight, offsets, bias, recipe)
 
 
 def grouped_mm(

@@ -195,6 +195,7 @@ def register_op(
     sharding: Sharding | _Missing | None = MISSING,
     samples: Samples | _Missing = MISSING,
     setup_context: Callable | None = None,
+    prepare: Callable | None = None,
     updates: tuple[str, ...] = (),
     **unknown: Any,
 ) -> torch._ops.OpOverload:
@@ -215,6 +216,8 @@ def register_op(
         sharding: Same arguments; returns ``Split`` values, from shapes alone. None: the op needs whole tensors.
         samples: Returns argument tuples that cover the op, for the tests.
         setup_context: ``(ctx, inputs, output)``; keeps what ``backward`` needs, and is given exactly with it.
+        prepare: ``(needs_input_grad, args)``; the arguments with which ``impl`` or ``decompose`` runs where gradients
+            are recorded, such as a constant that leaves out what only a gradient needs that nobody asks for.
         updates: Names of arguments that ``backward`` writes to, such as a state that it carries on. It returns None
             for them; whatever else it does, it does to no argument.
         unknown: None is taken; a misspelled name is told which one it may be.
@@ -253,7 +256,7 @@ def register_op(
     lib.impl(op_name, _compat.as_kernel(impl), "CompositeExplicitAutograd")
     torch.library.register_fake(name, fake or impl, lib=lib)
     overload = getattr(getattr(torch.ops, namespace), op_name).default
-    _compat.impl_autograd(lib, overload, setup_context, backward)
+    _compat.impl_autograd(lib, overload, setup_context, backward, prepare)
     if decompose is not None:
         _compat.register_decomposition(overload, decompose)
     if compiled:

@@ -11,12 +11,14 @@ and are zeros in y and in dx.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from fp8compile import _compat
 from fp8compile.ops import samples
 from fp8compile.ops.groups.grouped_mm import group_sum
 from fp8compile.ops.groups.layout import group_to_read, zero_behind
@@ -85,6 +87,19 @@ def grouped_output(
     return with_bias_of_groups(operands.output(x, weight), bias, offsets, operands.phase)
 
 
+def for_trained_weight(needs_input_grad: Sequence[bool], args: Sequence[Any]) -> Sequence[Any]:
+    """Arguments of a layer of groups: the forward of a frozen weight makes no codes for a gradient that nobody takes.
+
+    Args:
+        needs_input_grad: Of each argument; the second is the weight.
+        args: Those of the op, the recipe last.
+    """
+    *others, recipe = args
+    if needs_input_grad[1] or _compat.is_stand_in(recipe):
+        return args
+    return *others, replace(recipe, grad_output_for_grad_weight=None, input_for_grad_weight=None)
+
+
 def _grouped_linear(
     phase: Phase, x: Tensor, weight: Tensor, offsets: Tensor, bias: Tensor | None, recipe: Recipe
 ) -> Tensor:
@@ -141,5 +156,6 @@ grouped_linear = register_product(
     fake=_fake,
     setup_context=_setup_context,
     backward=_backward,
+    prepare=for_trained_weight,
     samples=grouped_samples,
 )

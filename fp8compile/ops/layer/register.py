@@ -72,6 +72,7 @@ def register_product(
     sharding: Sharding | None = None,
     setup_context: Callable | None = None,
     backward: Callable | None = None,
+    prepare: Callable | None = None,
     updates: tuple[str, ...] = (),
 ) -> torch._ops.OpOverload:
     """Make the op of one product of a family of layers.
@@ -86,6 +87,7 @@ def register_product(
         sharding: As `register_op` takes it; None if the op's tensors are one rank's.
         setup_context: As `register_op` takes it.
         backward: As `register_op` takes it; None for gradients, which have no derivative.
+        prepare: As `register_op` takes it.
         updates: As `register_op` takes them.
 
     Returns:
@@ -97,6 +99,7 @@ def register_product(
         fake=_loose_fake(fake),
         setup_context=setup_context,
         backward=backward,
+        prepare=prepare,
         decompose=_loose(compute, partial(Phase.compiled, gemm)),
         sharding=sharding,
         samples=samples,
