@@ -154,6 +154,28 @@ def test_our_kernels_compute_exactly_and_store_words_of_codes(x_type, rule, n, e
         assert compiled.shared_bytes <= H200.shared_memory_per_block_optin
 
 
+@pytest.mark.parametrize("x_type", ["*bf16", "*fp32"])
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
+@pytest.mark.parametrize("scale", ["transformer_engine", pytest.param("torchao", marks=pytest.mark.slow)])
+def test_four_bit_codes_of_both_directions_are_computed_exactly_and_without_spills(x_type, rounding, scale):
+    from fp8compile.kernels import two_levels
+
+    recipe = f8.recipes.nvfp4(scale=scale, grad_rounding=rounding)
+    pair = recipe.grad_output, recipe.grad_output_for_grad_weight
+    kinds = {"x_ptr": x_type, "row_amax_ptr": "*fp32", "column_amax_ptr": "*fp32"}
+    for side in ("row", "column"):
+        kinds |= {f"{side}s_ptr": "*i64", f"{side}_scales_ptr": "*u8", f"{side}_outer_ptr": "*fp32"}
+    constants = two_levels.constants(*pair)
+    fn, gpu = two_levels.both_packed_kernel, GPUS["b200"]
+    compiled = compiled_jit(fn, kinds | SIZES, constants, num_warps=two_levels.WARPS, gpu=gpu)
+    found = kernel_ptx(compiled, range(3, len(kinds)))
+    assert not found.findings, "\n".join(map(str, found.findings))
+    resources = assembled(compiled, gpu)
+    assert not resources.spilled_bytes, resources
+    stores = [each.opcode for each in Ptx(compiled.ptx).instructions if each.opcode.startswith("st.global")]
+    assert any(each.endswith(("b64", "v2.b32", "v4.b32")) for each in stores), set(stores)
+
+
 # ---------------------------------------------------------------------------------- planted
 
 

@@ -39,6 +39,7 @@ from fp8compile._compat.partitioner import (
     once_a_graph,
     recomputed,
 )
+from fp8compile._compat.row_groups import lower_largest_of_sums
 from fp8compile._compat.tracing import (
     constant_when_traced,
     guard_or_false,
@@ -118,6 +119,7 @@ __all__ = [
     "left_in_backward",
     "left_in_forward",
     "local_itself",
+    "lower_largest_of_sums",
     "make_in_backward",
     "never_recompute",
     "once_a_graph",

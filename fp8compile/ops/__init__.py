@@ -37,8 +37,10 @@ from fp8compile.ops.layer.sharded_grouped import (
 )
 from fp8compile.ops.layer.sharded_linear import sharded_grad_input, sharded_grad_weight, sharded_linear
 from fp8compile.ops.nvfp4_mm import nvfp4_mm
+from fp8compile.ops.outer_amaxes import outer_amaxes
 from fp8compile.ops.outer_scale import outer_amax, two_scales
 from fp8compile.ops.quantize_both import quantize_both
+from fp8compile.ops.quantize_two_levels import quantize_two_levels
 from fp8compile.ops.quantize_weight import quantize_weight
 from fp8compile.ops.registry import OPS, Op, decompositions, register_op
 from fp8compile.ops.scale import scale
@@ -95,7 +97,9 @@ __all__ = [
     "linear",
     "nvfp4_mm",
     "outer_amax",
+    "outer_amaxes",
     "quantize_both",
+    "quantize_two_levels",
     "quantize_weight",
     "realize",
     "register_op",

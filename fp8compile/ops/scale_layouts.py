@@ -14,7 +14,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-__all__ = ["TILE_BLOCKS", "TILE_ROWS", "down_the_rows", "rows_of_fours", "swizzled", "tiled", "untiled"]
+__all__ = [
+    "TILE_BLOCKS", "TILE_ROWS", "down_the_rows", "rows_of_fours", "swizzled", "tiled", "tiles_numel", "untiled",
+]  # fmt: skip
 
 TILE_ROWS, TILE_BLOCKS, GROUP = 128, 4, 32
 
@@ -41,6 +43,12 @@ def tiled(scale: Tensor) -> Tensor:
     first = len(leading)
     order = (*range(first), *(first + dim for dim in (0, 3, 2, 1, 4)))
     return padded.view(*leading, *sides).permute(order)
+
+
+def tiles_numel(rows: int, blocks: int) -> int:
+    """How many bytes the tiles of scales (rows, blocks) have."""
+    down, along = (rows + TILE_ROWS - 1) // TILE_ROWS, (blocks + TILE_BLOCKS - 1) // TILE_BLOCKS
+    return down * along * TILE_ROWS * TILE_BLOCKS
 
 
 def untiled(tiles: Tensor, rows: int, blocks: int) -> Tensor:

@@ -20,7 +20,7 @@ from torch.nn.functional import pad
 
 from fp8compile._compat import statically_true
 
-__all__ = ["GROUP", "SIGNS", "inverse_hadamard", "is_signs", "random_hadamard"]
+__all__ = ["GROUP", "SIGNS", "factors", "inverse_hadamard", "is_signs", "random_hadamard"]
 
 GROUP = 16
 SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
@@ -43,6 +43,13 @@ def _sign_vector(signs: tuple[int, ...], places: Tensor) -> Tensor:
     """The signs as a tensor, computed of one number: a graph then holds no constant tensor."""
     negative = sum(1 << i for i, sign in enumerate(signs) if sign < 0)
     return (1 - 2 * ((negative >> places) & 1)).float()
+
+
+def factors(signs: tuple[int, ...]) -> tuple[tuple[float, ...], ...]:
+    """What the sixteen neighbours are multiplied by in each of the sixteen sums."""
+    return tuple(
+        tuple(0.25 * sign * (-1) ** (i & j).bit_count() for i, sign in enumerate(signs)) for j in range(GROUP)
+    )
 
 
 def _groups(x: Tensor, dim: int) -> Tensor:

@@ -24,6 +24,7 @@ INEXACT = {
 FLOAT64 = re.compile(r"^(?!mov|selp|ld|st).*\.f64")
 MEANT = {  # float64 instructions on a path, each with its reason
     "cvt.f64.f32": "an amax, or a multiplier, before the division",
+    "cvt.f64.f16": "an e4m3 scale, before the division",
     "div.rn.f64": "the multiplier and the scale: a float64 quotient rounded to float32 is the correctly rounded one",
     "cvt.rn.f32.f64": "that rounding",
     "setp.lt.f64": "the smaller of the quotient and the largest float32, or the larger of an amax and its floor",

@@ -42,7 +42,8 @@ KEEP_STRIDES = (
     "fp8compile::straight_through",
     "fp8compile::two_scales",
 )  # elementwise
-LAID_OUT = ("fp8compile::quantize_both", "fp8compile::group_quantize_both")  # as GEMMs read it
+# as GEMMs read it
+LAID_OUT = ("fp8compile::quantize_both", "fp8compile::quantize_two_levels", "fp8compile::group_quantize_both")
 OURS = sorted(name for name in OPS if name.startswith(NAMESPACE))
 every_op = pytest.mark.parametrize("name", OURS)
 

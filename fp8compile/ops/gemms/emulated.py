@@ -47,7 +47,7 @@ def _lacks(problem: GemmProblem) -> str | None:
 
 def _exact(operand: Operand) -> Tensor:
     # realized: PyTorch 2.11 drops the float32 rounding of a scale that float64 code reads next
-    return operand.quantizer.dequantize(operand.codes, realize(operand.scale), torch.float64)
+    return operand.quantizer.dequantize(operand.codes, realize(operand.grid()), torch.float64)
 
 
 def _multiply(a: Operand, b: Operand, out_dtype: torch.dtype, config: GemmConfig) -> Tensor:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fp8compile.ops.returned import shape_said
+from fp8compile.ops.scale_layouts import untiled
 from fp8compile.quantizers import GemmConfig, Quantizer
 from fp8compile.target import Target
 
@@ -27,7 +28,8 @@ class Operand:
 
     Attributes:
         codes: uint8, 2-D, ``quantizer.codes_shape`` of the matrix.
-        scale: Grid of the quantizer's blocks over ``codes``, 2-D.
+        scale: Grid of the quantizer's blocks over ``codes``, 2-D; or the same in tiles (`scale_layouts.tiled`), 1-D,
+            where what made them knew of a GEMM that reads tiles.
         quantizer: In the coordinates of ``codes``.
         outer_scale: Of the whole tensor, (1,) float32; None of a quantizer with one level of scales.
     """
@@ -41,6 +43,15 @@ class Operand:
     def shape(self) -> tuple[int, ...]:
         """Sizes of the matrix that the codes stand for; packed codes are fewer."""
         return shape_said(self.quantizer, "values_shape", self.codes.shape)
+
+    def grid(self) -> Tensor:
+        """The scales, 2-D."""
+        if self.scale.ndim == 2:
+            return self.scale
+        rows, columns = self.shape
+        if self.quantizer.block[0] == 1:
+            return untiled(self.scale, rows, columns // self.quantizer.block[1])
+        return untiled(self.scale, columns, rows // self.quantizer.block[0]).t()
 
     def t(self) -> Operand:
         """The transposed matrix; no data moves."""

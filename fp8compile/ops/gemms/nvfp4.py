@@ -45,6 +45,8 @@ def _rows_of_pairs(operand: Operand, rows_to: int) -> Tensor:
 def _tiled_scales(operand: Operand, rows: int, codes: Tensor) -> Tensor:
     """Scales of 1 x 16 codes in tiles, also of blocks of 16 x 16."""
     scale = operand.scale
+    if scale.ndim == 1:
+        return scale  # what codes are padded by ends within the last tiles
     if operand.quantizer.block[0] == NV_BLOCK:
         scale = scale.repeat_interleave(NV_BLOCK, 0)[:rows]
     blocks = codes.shape[1] * 2 // NV_BLOCK

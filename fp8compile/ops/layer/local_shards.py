@@ -83,7 +83,8 @@ class QuantizedShard:
 
     Attributes:
         local: Codes, uint8.
-        scale: Of the local blocks, or along rows or columns of the whole's.
+        scale: Of the local blocks, or along rows or columns of the whole's; of a whole matrix also in tiles, 1-D, as
+            an ``Operand`` has them.
         quantizer: What made them.
         cuts: As of a ``LocalShard``.
         whole: Whether rows and columns of ``scale`` are those of the whole tensor's grid.

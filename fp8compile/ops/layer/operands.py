@@ -32,13 +32,11 @@ from fp8compile.ops.gemm import PADDED_TO, Operand, multiply
 from fp8compile.ops.inductor_hints import after, store
 from fp8compile.ops.layer.fsdp_gather import gathered
 from fp8compile.ops.layer.local_shards import LocalShard, QuantizedShard
-from fp8compile.ops.layer.quantize_shard import OPS_OF_STEPS, PYTHON_OF_STEPS, Steps, is_aligned, quantize_shard
+from fp8compile.ops.layer.one_read import by_one_read
+from fp8compile.ops.layer.quantize_shard import OPS_OF_STEPS, PYTHON_OF_STEPS, Steps, quantize_shard
 from fp8compile.ops.layer.rows import Rows, rows_cut
-from fp8compile.ops.quantize_both import is_pair, quantize_both
-from fp8compile.ops.quantize_weight import is_weight_pair, quantize_weight
 from fp8compile.ops.scaled_mm import multiply_operands
 from fp8compile.quantizers import GEMMS, TENSORS, DelayedScaling, Gemm, Quantizer, Recipe, TwoLevelScaling
-from fp8compile.quantizers.blocks import as_matrix
 from fp8compile.target import target_of
 
 __all__ = ["Operands", "Phase"]
@@ -190,7 +188,7 @@ class Operands:
         if self.weight_amax is not None and slot in WEIGHT_SLOTS:
             return quantize_shard(part, quantizer, self._steps(part, slot), whole_amax=self.weight_amax)
         if self.phase in (Phase.FORWARD, Phase.BACKWARD) and _on_gpu(part.local):
-            return self._by_one_read(part, quantizer, slot)
+            return by_one_read(part, slot, self.recipe, self._steps(part, slot))
         return quantize_shard(part, quantizer, self._steps(part, slot))
 
     def _by_multiplier(self, part: LocalShard, quantizer: DelayedScaling, slot: str) -> QuantizedShard:
@@ -199,28 +197,6 @@ class Operands:
         if self.waits_for:
             scale = after(scale, self.waits_for[ROW[slot]])
         return QuantizedShard(self._steps(part, slot).cast(part.local, own, quantizer), scale, quantizer, part.cuts)
-
-    def _by_one_read(self, part: LocalShard, quantizer: Quantizer, slot: str) -> QuantizedShard:
-        """By kernels that read a tensor once for two purposes, where one does that and ranks need not talk first."""
-        steps, recipe = self._steps(part, slot), self.recipe
-        if slot == OUTPUT.b and _has_weight_kernel(part, recipe):
-            codes, scale, _ = _quantize_weight(part.local, quantizer, recipe.weight_for_grad_input)
-            return QuantizedShard(codes, scale, quantizer, part.cuts)
-        if slot == GRAD_INPUT.b and _has_weight_kernel(part, recipe):
-            _, _, amax = _quantize_weight(part.local, recipe.weight, quantizer)
-            return quantize_shard(part, quantizer, steps, local_amax=amax)
-        if slot in (GRAD_INPUT.a, GRAD_WEIGHT.a) and _has_grad_kernel(part, recipe):
-            return self._both_directions(part, slot)
-        return quantize_shard(part, quantizer, steps)
-
-    def _both_directions(self, part: LocalShard, slot: str) -> QuantizedShard:
-        """Codes of grad_output for one of the gradients, by a call that is the same for both."""
-        rows, columns = self.recipe.grad_output, self.recipe.grad_output_for_grad_weight
-        codes, scale, column_codes, column_scale = quantize_both(as_matrix(part.local), rows, columns)
-        if slot == GRAD_WEIGHT.a:
-            codes, scale, rows = column_codes, column_scale, columns
-        shape = part.local.shape
-        return QuantizedShard(codes.view(shape), scale.view(rows.scale_shape(shape)), rows, part.cuts)
 
     def _kept(self, part: LocalShard, quantizer: Quantizer, slot: str) -> QuantizedShard:
         """Codes of a weight of which the forward makes a copy for grad_input."""
@@ -233,10 +209,7 @@ class Operands:
         return replace(forward, scale=after(forward.scale, turned))
 
 
-# Forward and backward both ask for these, and have one of them.
-_quantize_weight = _compat.once_a_graph(quantize_weight)
-
-
+# forward and backward both ask for it, and have one of it
 @_compat.once_a_graph
 def _turned(codes: Tensor) -> Tensor:
     """Codes as the product reads them that reads them transposed."""
@@ -263,29 +236,6 @@ def _packed_along_columns(codes: QuantizedShard) -> QuantizedShard:
     if type(quantizer) is not TwoLevelScaling or quantizer.packed != "rows":
         return codes
     return replace(codes, local=repack(codes.local), quantizer=replace(quantizer, packed="columns"))
-
-
-def _has_weight_kernel(weight: LocalShard, recipe: Recipe) -> bool:
-    """Whether one kernel does it, and would read nothing that could have stayed in the kernel that makes it."""
-    first, again = recipe.weight, recipe.weight_for_grad_input
-    return (
-        is_weight_pair(first, again, weight.local.shape[1])
-        and is_aligned(weight, first)
-        and not _compat.is_fusible(weight.local)
-    )
-
-
-def _has_grad_kernel(grad_output: LocalShard, recipe: Recipe) -> bool:
-    """Whether one kernel quantizes a grad_output for both gradients.
-
-    One that Inductor makes, such as that of an activation, is quantized by the kernel that makes it.
-    """
-    pair = recipe.grad_output, recipe.grad_output_for_grad_weight
-    return (
-        is_pair(*pair)
-        and all(is_aligned(grad_output, each) for each in pair)
-        and not _compat.is_fusible(grad_output.local)
-    )
 
 
 def _gathered_rows(codes: QuantizedShard, *, in_backward: bool) -> QuantizedShard:

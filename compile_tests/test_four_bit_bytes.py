@@ -1,0 +1,51 @@
+"""What a block in four bits reads and writes on a B200, beside the least that `benchmarks.bytes_limit` counts."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+import torch
+from block_rows import LLAMA, TOKENS, row_of
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import fp8compile as f8
+from benchmarks.bytes_limit import LEAST
+from fp8compile.testing import gpu_kernels
+
+pytestmark = [
+    pytest.mark.skipif(
+        not importlib.util.find_spec("triton"), reason="needs Triton: Inductor prints its kernels with it"
+    ),
+    pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION is unset:UserWarning"),  # Triton 3.9, once a process
+]
+OPAQUE = "fp8compile.quantize_two_levels.default"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", LEAST)
+def test_a_block_is_within_a_tenth_of_the_least(kind):
+    least = sum(LEAST[kind]("nvfp4", TOKENS, LLAMA).values()) / 1e9
+    found = row_of("nvfp4", kind)["sum GB"]
+    assert found <= 1.10 * least, f"{found:.3f} GB, the least {least:.3f}: {found / least:.3f}"
+
+
+def test_an_activation_and_a_gradient_are_read_twice_each():
+    m, k, n = 4096, 2048, 1024
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        layer = f8.Linear(k, n, bias=False, dtype=torch.bfloat16, recipe=f8.recipes.nvfp4())
+        x = torch.empty(m, k, dtype=torch.bfloat16, requires_grad=True)
+        codes = gpu_kernels(lambda x: layer(torch.relu(x)), x, arch="b200")
+    launches = [launch for code in codes for launch in code.launches]
+    assert [launch.name for launch in launches if launch.kind == "opaque"] == [OPAQUE, OPAQUE]
+    of_x, of_grad = 2 * m * k, 2 * m * n  # bytes
+    by_size = [launch for launch in launches if launch.kind != "gemm" and launch.bytes_read >= of_grad]
+    # relu's result and its amaxes, the weight for its amax, gradients, then relu's backward
+    first = next(launch for launch in by_size if launch.kind == "triton" and launch.bytes_read == of_x)
+    assert first.bytes_written - of_x < 10_000, f"relu's result and two amaxes: {first}"
+    for launch, size in zip((each for each in launches if each.kind == "opaque"), (of_x, of_grad), strict=True):
+        assert launch.bytes_read - size < 10_000, launch
+        assert launch.bytes_written <= 0.6 * size, f"codes and scales of both directions: {launch}"
+    assert sum(launch.bytes_read for launch in by_size if launch.bytes_read in range(of_grad, of_grad + 10_000)) == (
+        pytest.approx(2 * of_grad, rel=0.01)
+    ), "a gradient is read for its amaxes and for its codes"

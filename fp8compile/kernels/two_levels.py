@@ -1,0 +1,325 @@
+"""One read of a matrix, its four-bit codes along rows and along columns: sixteen rows at a time, for groups of rows.
+
+    x_0 .. x_15  rows 0 to 15 of each group, a tile each
+     |   |
+     |   +-- sums of all sixteen, with signs --> amax --> scale, multiplier --> codes (K, M / 2), scales in tiles
+     +------ amax of sixteen in a row ---------> scale, multiplier ----------> codes (M, K / 2), scales in tiles
+
+Outer amaxes come before, from another read. Sixteen codes are one number of 64 bits, and a thread has the sixteen rows
+of a column, so neither sums nor codes go through shared memory. Scales go to where the GEMM reads them
+(`fp8compile.ops.scale_layouts`).
+
+Each step is that of `TwoLevelScaling`, in the same order and arithmetic, so codes and scales are the same bits.
+
+This module needs Triton; `fp8compile.ops.quantize_two_levels` imports it when a GPU asks.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fp8compile.formats import (
+    E2M1,
+    E4M3,
+    FLOAT32_BIAS,
+    FLOAT32_EXPONENT_MASK,
+    FLOAT32_MANTISSA_BITS,
+    FLOAT32_MAX,
+    FLOAT32_NAN,
+)
+from fp8compile.kernels.both_directions import _encode, _float
+from fp8compile.ops.scale_layouts import TILE_BLOCKS, TILE_ROWS
+from fp8compile.quantizers import TwoLevelScaling
+from fp8compile.quantizers.hadamard import GROUP
+from fp8compile.quantizers.stochastic import FRACTION_BITS, SEED_STEP
+
+__all__ = ["WARPS", "both_packed", "both_packed_kernel", "constants"]
+
+GROUPS, COLUMNS = 4, 128  # 64 rows by 128 columns a program
+WARPS = 8
+
+SIXTEEN = tl.constexpr(GROUP)
+MASK, NAN_BITS = tl.constexpr(0xFFFFFFFF), tl.constexpr(FLOAT32_NAN)
+LARGEST_CODE = tl.constexpr(E2M1.max)
+LARGEST_SCALE = tl.constexpr(E4M3.max)
+LARGEST = tl.constexpr(FLOAT32_MAX)
+SIXTH = tl.constexpr(float.fromhex("0x1.555556p-3"))  # 1 / 6 in float32
+SMALLEST_SCALE = tl.constexpr(2.0**-6)
+BIAS = tl.constexpr(FLOAT32_BIAS)
+MANTISSA_BITS = tl.constexpr(FLOAT32_MANTISSA_BITS)
+EXPONENT_MASK = tl.constexpr(FLOAT32_EXPONENT_MASK)
+STEP = tl.constexpr(SEED_STEP)
+DROPPED_BITS = tl.constexpr(32 - FRACTION_BITS)
+FRACTION = tl.constexpr(2.0**-FRACTION_BITS)
+ROWS_OF_TILE, BLOCKS_OF_TILE = tl.constexpr(TILE_ROWS), tl.constexpr(TILE_BLOCKS)
+
+
+@triton.jit
+def _bits(values):
+    return values.to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def _magnitude(values):
+    return _bits(values) & 0x7FFFFFFF
+
+
+@triton.jit
+def _quotient(a, b):
+    return (a.to(tl.float64) / b.to(tl.float64)).to(tl.float32)
+
+
+@triton.jit
+def _inverse(x):
+    return _quotient(tl.full(x.shape, 1.0, tl.float32), x)
+
+
+@triton.jit
+def _at_most(values, most):
+    """The smaller one; NaN stays."""
+    return tl.where(values > most, most, values)
+
+
+@triton.jit
+def _decoded(scale):
+    return scale.to(tl.float8e4nv, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def _outer_multiplier(outer_amax):
+    """Of TransformerEngine's rule."""
+    largest = tl.full(outer_amax.shape, LARGEST_CODE * LARGEST_SCALE, tl.float32)
+    found = _at_most(_quotient(largest, outer_amax), LARGEST)
+    return tl.where(_bits(outer_amax) < EXPONENT_MASK, found, _float(tl.full(outer_amax.shape, NAN_BITS, tl.int32)))
+
+
+@triton.jit
+def _outer_scale(outer_amax, IS_TE: tl.constexpr):
+    if IS_TE:
+        return _inverse(_outer_multiplier(outer_amax))
+    found = _quotient(outer_amax, tl.full(outer_amax.shape, LARGEST_CODE * LARGEST_SCALE, tl.float32))
+    found = tl.where(found == 0, 1.0, found)
+    return tl.where(_bits(outer_amax) < EXPONENT_MASK, found, _float(tl.full(outer_amax.shape, NAN_BITS, tl.int32)))
+
+
+@triton.jit
+def _scales(amax, outer, IS_TE: tl.constexpr):
+    """Multipliers of values and e4m3 scales of blocks, as `quantizers/two_level_rules.py` has them.
+
+    ``outer`` are the two numbers of the whole tensor that both take: see `_outer`.
+    """
+    first, second = outer
+    if IS_TE:
+        scale = _encode(amax * first, LARGEST_SCALE, IS_E4M3=True)
+        multiplier = _at_most(_inverse(_decoded(scale) * second), LARGEST)
+    else:
+        scaled = _quotient(_quotient(amax, tl.full(amax.shape, LARGEST_CODE, tl.float32)), first)
+        scale = _encode(tl.where(scaled < SMALLEST_SCALE, SMALLEST_SCALE, scaled), LARGEST_SCALE, IS_E4M3=True)
+        multiplier = _quotient(second, _decoded(scale))
+    return multiplier, scale
+
+
+@triton.jit
+def _outer(outer_amax, IS_TE: tl.constexpr):
+    """What scales of blocks take of the outer amax."""
+    outer_scale = _outer_scale(outer_amax, IS_TE)
+    if IS_TE:
+        return _outer_multiplier(outer_amax) * SIXTH, outer_scale
+    return outer_scale, _at_most(_inverse(outer_scale), LARGEST)
+
+
+@triton.jit
+def _mixed(h):
+    h = (h ^ (h >> 16)) * 0x21F0AAAD
+    h = (h ^ (h >> 15)) * 0x735A2D97
+    return h ^ (h >> 15)
+
+
+@triton.jit
+def _noise(values, position, SEED: tl.constexpr):
+    """As `quantizers/stochastic.py` has it, in 32 bits, which drop what that masks."""
+    start: tl.constexpr = (SEED * STEP) & MASK
+    low, high = position.to(tl.uint32), (position >> 32).to(tl.uint32)
+    h = _mixed(low + start) ^ high
+    h = _mixed(h ^ values.to(tl.uint32, bitcast=True))
+    return (h >> DROPPED_BITS).to(tl.int32).to(tl.float32) * FRACTION
+
+
+@triton.jit
+def _to_a_neighbour(values, noise):
+    """Values of one of the two codes around each value, as `formats.py` has it."""
+    saturated = tl.clamp(values, -LARGEST_CODE, LARGEST_CODE, propagate_nan=tl.PropagateNan.ALL)
+    field = (_bits(saturated) & EXPONENT_MASK) >> MANTISSA_BITS
+    exponent = tl.maximum(field, BIAS) - 1 - BIAS
+    per_unit, unit = _float((-exponent + BIAS) << MANTISSA_BITS), _float((exponent + BIAS) << MANTISSA_BITS)
+    in_units = _float(_magnitude(saturated)) * per_unit
+    lower = in_units.to(tl.int32).to(tl.float32)
+    rounded = (lower + (noise < in_units - lower).to(tl.float32)) * unit
+    return _float(_bits(rounded) | (_bits(saturated) & -0x80000000))
+
+
+@triton.jit
+def _codes(x, multiplier, position, IS_TE: tl.constexpr, STOCHASTIC: tl.constexpr, SEED: tl.constexpr):
+    """e2m1 codes of products, int32 of 0 to 15."""
+    values = x * multiplier
+    if IS_TE:
+        values = tl.where(x == 0, 0.0, values)
+    rounded = _to_a_neighbour(values, _noise(values, position, SEED)) if STOCHASTIC else values
+    magnitude = _at_most(_float(_magnitude(rounded)), LARGEST_CODE)
+    bits = _bits(magnitude)
+    large = ((bits + 0x1FFFFF + ((bits >> 22) & 1)) >> 22) - 252
+    small = (magnitude > 0.25).to(tl.int32) + (magnitude >= 0.75).to(tl.int32)
+    code = tl.where(magnitude < 1, small, large) | ((_bits(rounded) >> 28) & 8)
+    return tl.where(values == values, code, 0)
+
+
+@triton.jit
+def _place_in_tiles(row, block, blocks):
+    """Where the scale of a block lies, of ``blocks`` in each row."""
+    tile = (row // ROWS_OF_TILE) * tl.cdiv(blocks, BLOCKS_OF_TILE) + block // BLOCKS_OF_TILE
+    inside = (row % 32) * 16 + (row % ROWS_OF_TILE // 32) * 4 + block % BLOCKS_OF_TILE
+    return tile * (ROWS_OF_TILE * BLOCKS_OF_TILE) + inside
+
+
+@triton.jit
+def _is_negative(i: tl.constexpr, j: tl.constexpr, NEGATIVE: tl.constexpr):
+    """Whether term i of sum j is taken off."""
+    both = i & j
+    both = both ^ (both >> 2)
+    return ((both ^ (both >> 1)) & 1) ^ ((NEGATIVE >> i) & 1)
+
+
+@triton.jit
+def _sum(xs, j: tl.constexpr, TRANSFORM: tl.constexpr, NEGATIVE: tl.constexpr):
+    """One of the sixteen that rows become: sum j of the transform, term after term, or row j."""
+    if TRANSFORM:
+        total = xs[0] * (-0.25 if _is_negative(0, j, NEGATIVE) else 0.25)
+        for i in tl.static_range(1, SIXTEEN):
+            total += xs[i] * (-0.25 if _is_negative(i, j, NEGATIVE) else 0.25)
+        return total
+    return xs[j]
+
+
+@triton.jit
+def _quantized_rows(
+    x, m, k, M, K, codes_ptr, scales_ptr, outer,
+    COLUMNS: tl.constexpr, IS_TE: tl.constexpr, STOCHASTIC: tl.constexpr, SEED: tl.constexpr,
+):  # fmt: skip
+    """Quantize some rows along themselves; blocks behind M and K have zeros for scales."""
+    BLOCKS: tl.constexpr = COLUMNS // SIXTEEN
+    split: tl.constexpr = (x.shape[0], BLOCKS, SIXTEEN)
+    x, position = tl.reshape(x, split), tl.reshape(m[:, None] * K + k[None, :], split)
+    multiplier, scale = _scales(_float(tl.max(_magnitude(x), 2)), outer, IS_TE)
+    codes = _codes(x, multiplier[:, :, None], position, IS_TE, STOCHASTIC, SEED)
+    packed = tl.sum(codes.to(tl.int64) << (4 * tl.arange(0, SIXTEEN)[None, None, :].to(tl.int64)), 2)
+    block, blocks = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS), K // SIXTEEN
+    is_inside = (m[:, None] < M) & (block[None, :] < blocks)
+    tl.store(codes_ptr + m[:, None] * blocks + block[None, :], packed, is_inside)
+    _store_scales(scales_ptr, scale, m[:, None], block[None, :], M, blocks)
+
+
+@triton.jit
+def _store_scales(scales_ptr, scale, row, block, rows, blocks):
+    """Scales of blocks to where tiles have them; what fills the last tiles is 0."""
+    is_tile = (row < tl.cdiv(rows, ROWS_OF_TILE) * ROWS_OF_TILE) & (
+        block < tl.cdiv(blocks, BLOCKS_OF_TILE) * BLOCKS_OF_TILE
+    )
+    filled = tl.where((row < rows) & (block < blocks), scale, 0).to(tl.uint8)
+    tl.store(scales_ptr + _place_in_tiles(row, block, blocks), filled, is_tile)
+
+
+@triton.jit
+def _columns(
+    xs, group, k, M, K, codes_ptr, scales_ptr, outer,
+    GROUPS: tl.constexpr, COLUMNS: tl.constexpr, IS_TE: tl.constexpr, STOCHASTIC: tl.constexpr, SEED: tl.constexpr,
+    TRANSFORM: tl.constexpr, NEGATIVE: tl.constexpr,
+):  # fmt: skip
+    """Quantize sixteen rows of some groups along columns."""
+    amax = tl.zeros((GROUPS, COLUMNS), tl.int32)
+    for j in tl.static_range(SIXTEEN):
+        amax = tl.maximum(amax, _magnitude(_sum(xs, j, TRANSFORM, NEGATIVE)))
+    multiplier, scale = _scales(_float(amax), outer, IS_TE)
+    packed = tl.zeros((GROUPS, COLUMNS), tl.int64)
+    for j in tl.static_range(SIXTEEN):
+        position = (group * SIXTEEN + j)[:, None] * K + k[None, :]
+        codes = _codes(_sum(xs, j, TRANSFORM, NEGATIVE), multiplier, position, IS_TE, STOCHASTIC, SEED)
+        packed |= codes.to(tl.int64) << (4 * j)
+    groups = M // SIXTEEN
+    is_inside = (k[:, None] < K) & (group[None, :] < groups)
+    tl.store(codes_ptr + k[:, None] * groups + group[None, :], tl.trans(packed), is_inside)
+    _store_scales(scales_ptr, tl.trans(scale), k[:, None], group[None, :], K, groups)
+
+
+@triton.jit
+def both_packed_kernel(
+    x_ptr, row_amax_ptr, column_amax_ptr,
+    rows_ptr, row_scales_ptr, row_outer_ptr, columns_ptr, column_scales_ptr, column_outer_ptr, M, K,
+    GROUPS: tl.constexpr, COLUMNS: tl.constexpr, IS_TE: tl.constexpr,
+    R_STOCHASTIC: tl.constexpr, R_SEED: tl.constexpr,
+    C_STOCHASTIC: tl.constexpr, C_SEED: tl.constexpr, C_TRANSFORM: tl.constexpr, C_NEGATIVE: tl.constexpr,
+):  # fmt: skip
+    """One tile; M and K are multiples of 16, and what lies behind them is zeros."""
+    group = tl.program_id(0).to(tl.int64) * GROUPS + tl.arange(0, GROUPS)
+    k = tl.program_id(1).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
+    is_inside = (group[:, None] * SIXTEEN < M) & (k[None, :] < K)
+    at = x_ptr + group[:, None] * SIXTEEN * K + k[None, :]
+    xs = ()
+    for i in tl.static_range(SIXTEEN):
+        xs += (tl.load(at + i * K, is_inside, other=0.0).to(tl.float32),)
+    column_amax = tl.load(column_amax_ptr)
+    _columns(
+        xs, group, k, M, K, columns_ptr, column_scales_ptr, _outer(column_amax, IS_TE),
+        GROUPS, COLUMNS, IS_TE, C_STOCHASTIC, C_SEED, C_TRANSFORM, C_NEGATIVE,
+    )  # fmt: skip
+
+    row_amax = tl.load(row_amax_ptr)
+    outer = _outer(row_amax, IS_TE)
+    for i in range(SIXTEEN):  # not unrolled: these loads find the tile in the cache, and the code is a sixteenth
+        x = tl.load(at + i * K, is_inside, other=0.0).to(tl.float32)
+        _quantized_rows(
+            x, group * SIXTEEN + i, k, M, K, rows_ptr, row_scales_ptr, outer,
+            COLUMNS, IS_TE, R_STOCHASTIC, R_SEED,
+        )  # fmt: skip
+    if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
+        tl.store(row_outer_ptr, _outer_scale(row_amax, IS_TE))
+        tl.store(column_outer_ptr, _outer_scale(column_amax, IS_TE))
+
+
+def constants(rows: TwoLevelScaling, columns: TwoLevelScaling) -> dict[str, object]:
+    """What the kernel is compiled for."""
+    return {
+        "GROUPS": GROUPS,
+        "COLUMNS": COLUMNS,
+        "IS_TE": rows.scale == "transformer_engine",
+        "R_STOCHASTIC": rows.rounding == "stochastic",
+        "R_SEED": rows.seed,
+        "C_STOCHASTIC": columns.rounding == "stochastic",
+        "C_SEED": columns.seed,
+        "C_TRANSFORM": bool(columns.hadamard),
+        "C_NEGATIVE": sum(1 << i for i, sign in enumerate(columns.hadamard) if sign < 0),
+    }
+
+
+def both_packed(
+    x: Tensor,
+    outer_amaxes: tuple[Tensor, Tensor],
+    rows: TwoLevelScaling,
+    columns: TwoLevelScaling,
+    outputs: tuple[Tensor, ...],
+) -> None:
+    """Launch the kernel.
+
+    Args:
+        x: (M, K), contiguous, float32, bfloat16 or float16; both multiples of 16 and neither 0.
+        outer_amaxes: Of the matrix along rows and of what is quantized along columns, (1,) float32 each.
+        rows: Block (1, 16).
+        columns: Block (16, 1).
+        outputs: Codes, scales in tiles and outer scale of rows, then of columns, contiguous, codes as int64.
+    """
+    m, k = x.shape
+    # whole tiles of scales are written, of 128 rows and 4 blocks
+    rows_of_programs = TILE_ROWS // (GROUPS * GROUP)
+    grid = (triton.cdiv(m, TILE_ROWS) * rows_of_programs, triton.cdiv(k, COLUMNS))
+    both_packed_kernel[grid](x, *outer_amaxes, *outputs, m, k, **constants(rows, columns), num_warps=WARPS)

@@ -1,0 +1,76 @@
+"""fp8compile::outer_amaxes: the amaxes of a whole matrix as it is and as it is transformed, and the matrix laid down.
+
+Codes of two levels wait for the amax of the whole tensor, so it is read twice: this is the first read. On a GPU it is
+one kernel of Inductor's that also computes the matrix, such as an activation, and stores it for the second read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fp8compile import _compat
+from fp8compile.ops import samples
+from fp8compile.ops.registry import register_op
+from fp8compile.quantizers import Quantizer, TwoLevelScaling
+from fp8compile.quantizers.hadamard import GROUP, factors
+from fp8compile.target import target_of
+
+__all__ = ["outer_amaxes"]
+
+
+def _step_by_step(x: Tensor, rows: Quantizer, columns: Quantizer) -> tuple[Tensor, Tensor, Tensor]:
+    amaxes = (each.outer_amax(each.amax(x)).clone() for each in (rows, columns))
+    return x.clone(memory_format=torch.contiguous_format), *amaxes
+
+
+def _kernel(x: Tensor, rows: Quantizer, columns: Quantizer) -> tuple[Tensor, Tensor, Tensor]:
+    """The matrix itself and the outer amaxes, (1,) float32, of what each quantizer takes of it.
+
+    Args:
+        x: (M, K); on a GPU, M is a multiple of 16.
+        rows: Block (1, 16), without a transform.
+        columns: Block (16, 1).
+    """
+    return _step_by_step(x, rows, columns)
+
+
+def _fake(x: Tensor, rows: Quantizer, columns: Quantizer) -> tuple[Tensor, Tensor, Tensor]:
+    one = (1,)
+    return x.new_empty(x.shape), x.new_empty(one, dtype=torch.float32), x.new_empty(one, dtype=torch.float32)
+
+
+def _decompose(x: Tensor, rows: Quantizer, columns: Quantizer) -> tuple[Tensor, Tensor, Tensor]:
+    if target_of(x.device).type != "cpu":
+        return NotImplemented  # lowered
+    return _step_by_step(x, rows, columns)
+
+
+def _lower(x: Any, rows: TwoLevelScaling, columns: TwoLevelScaling) -> tuple[Any, Any, Any]:
+    kinds = [None, factors(columns.hadamard)] if columns.hadamard else [None]
+    whole, largest = _compat.lower_largest_of_sums(x, GROUP, kinds)
+    return whole, largest[0], largest[-1]
+
+
+def _samples() -> Iterator[tuple]:
+    row, pillar = TwoLevelScaling(), TwoLevelScaling(block=(16, 1), packed="columns")
+    turned = TwoLevelScaling(block=(16, 1), packed="columns", hadamard=(1, -1) * 8)
+    for x in samples.matrices():
+        if x.ndim == 2:
+            yield x, row, pillar
+            yield x, row, turned
+
+
+outer_amaxes = register_op(
+    "fp8compile::outer_amaxes",
+    _kernel,
+    fake=_fake,
+    backward=None,
+    decompose=_decompose,
+    sharding=None,  # ranks reduce outer amaxes, by steps
+    samples=_samples,
+)
+_compat.register_lowering(outer_amaxes, _lower)

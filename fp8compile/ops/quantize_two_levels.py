@@ -1,0 +1,114 @@
+"""fp8compile::quantize_two_levels: four-bit codes of a matrix along rows and along columns, from one read of it.
+
+What `fp8compile.ops.quantize_both` is to codes of eight bits. The outer amaxes are given, for codes wait for them
+(`fp8compile.ops.outer_amaxes`). Scales are in tiles, where the GEMM of a GPU reads them. On a GPU this op is one
+Triton kernel; on a CPU, and as the reference, it is the steps themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from fp8compile import _compat
+from fp8compile.ops.registry import register_op
+from fp8compile.ops.scale_layouts import tiled, tiles_numel
+from fp8compile.quantizers import Quantizer, TwoLevelScaling
+from fp8compile.quantizers.hadamard import GROUP
+from fp8compile.target import target_of
+
+__all__ = ["is_packed_pair", "quantize_two_levels"]
+
+Outputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
+
+
+def is_packed_pair(rows: Quantizer | None, columns: Quantizer | None) -> bool:
+    """Whether the kernel makes codes of these two: two levels by one rule, packed, blocks (1, 16) and (16, 1)."""
+    if type(rows) is not TwoLevelScaling or type(columns) is not TwoLevelScaling:
+        return False
+    if (rows.packed, columns.packed) != ("rows", "columns") or rows.scale != columns.scale:
+        return False
+    return (rows.block, columns.block) == ((1, GROUP), (GROUP, 1)) and not rows.hadamard
+
+
+def _empty_outputs(x: Tensor, row_amax: Tensor, column_amax: Tensor, rows: Quantizer, columns: Quantizer) -> Outputs:
+    m, k = x.shape
+    return (
+        x.new_empty((m, k // 2), dtype=torch.uint8),
+        x.new_empty((tiles_numel(m, k // GROUP),), dtype=torch.uint8),
+        torch.empty_like(row_amax),
+        x.new_empty((k, m // 2), dtype=torch.uint8).t(),
+        x.new_empty((tiles_numel(k, m // GROUP),), dtype=torch.uint8),
+        torch.empty_like(column_amax),
+    )
+
+
+def _direction(x: Tensor, outer_amax: Tensor, quantizer: Quantizer) -> tuple[Tensor, Tensor, Tensor]:
+    outer = quantizer.outer_scale(outer_amax)
+    scale = quantizer.block_scale(quantizer.amax(x), outer_amax)
+    codes = quantizer.cast(x, quantizer.block_multiplier(scale, outer))
+    along_rows = scale if quantizer.block[0] == 1 else scale.t()
+    return codes, tiled(along_rows).reshape(-1), outer
+
+
+def _step_by_step(x: Tensor, row_amax: Tensor, column_amax: Tensor, rows: Quantizer, columns: Quantizer) -> Outputs:
+    codes, *scales = _direction(x, row_amax, rows)
+    column_codes, *column_scales = _direction(x, column_amax, columns)
+    return codes.contiguous(), *scales, column_codes.t().contiguous().t(), *column_scales
+
+
+def _kernel(
+    x: Tensor, row_amax: Tensor, column_amax: Tensor, rows: Quantizer, columns: Quantizer
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Codes, scales in tiles and outer scale of rows, then of columns, whose codes are laid down column by column.
+
+    Args:
+        x: (M, K), both multiples of 16.
+        row_amax: Outer amax, (1,) float32.
+        column_amax: Likewise.
+        rows: Block (1, 16).
+        columns: Block (16, 1).
+    """
+    if target_of(x.device).type == "cpu" or _compat.guard_or_false(x.numel() == 0):
+        return _step_by_step(x, row_amax, column_amax, rows, columns)
+    from fp8compile.kernels.two_levels import both_packed
+
+    outputs = _empty_outputs(x, row_amax, column_amax, rows, columns)
+    codes, scale, outer, column_codes, *others = outputs
+    contiguous = codes.view(torch.int64), scale, outer, column_codes.t().view(torch.int64), *others
+    both_packed(x.contiguous(), (row_amax, column_amax), rows, columns, contiguous)
+    return outputs
+
+
+def _decompose(x: Tensor, row_amax: Tensor, column_amax: Tensor, rows: Quantizer, columns: Quantizer) -> Outputs:
+    if target_of(x.device).type != "cpu":
+        return NotImplemented  # stays one call, of the kernel
+    return _step_by_step(x, row_amax, column_amax, rows, columns)
+
+
+def _samples() -> Iterator[tuple]:
+    generator = torch.Generator().manual_seed(0)
+    noisy = {"rounding": "stochastic", "seed": 5}
+    for shape, dtype in (((16, 32), torch.bfloat16), ((48, 144), torch.float32), ((0, 16), torch.float16)):
+        x = torch.randn(shape[::-1], generator=generator).to(dtype).t()
+        for turned in (
+            TwoLevelScaling(block=(16, 1), packed="columns"),
+            TwoLevelScaling(block=(16, 1), packed="columns", hadamard=(1, -1) * 8, **noisy),
+        ):
+            rows = TwoLevelScaling(rounding=turned.rounding, seed=turned.seed)
+            amaxes = (each.outer_amax(each.amax(x)).clone() for each in (rows, turned))
+            yield x, *amaxes, rows, turned
+
+
+quantize_two_levels = register_op(
+    "fp8compile::quantize_two_levels",
+    _kernel,
+    fake=_empty_outputs,
+    backward=None,
+    decompose=_decompose,
+    sharding=None,  # its codes are packed, and ranks can't cut them
+    samples=_samples,
+)
+_compat.register_fallback(quantize_two_levels, contiguous=True)

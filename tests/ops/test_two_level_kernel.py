@@ -1,0 +1,112 @@
+"""fp8compile::quantize_two_levels: the Triton kernel is its PyTorch twin, bit for bit, and what it is asked for."""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import replace
+
+import pytest
+import torch
+
+import fp8compile as f8
+from fp8compile.ops import outer_amaxes, quantize_two_levels
+from fp8compile.ops.quantize_two_levels import is_packed_pair
+from fp8compile.ops.scale_layouts import untiled
+from fp8compile.quantizers.hadamard import SIGNS
+
+needs_triton = pytest.mark.skipif(not importlib.util.find_spec("triton"), reason="needs Triton: it is its interpreter")
+ROWS, COLUMNS = f8.TwoLevelScaling(), f8.TwoLevelScaling(block=(16, 1), packed="columns")
+NOISY = {"rounding": "stochastic", "seed": 3}
+PAIRS = {
+    "activations": (ROWS, replace(COLUMNS, hadamard=SIGNS)),
+    "gradients": (replace(ROWS, **NOISY), replace(COLUMNS, hadamard=SIGNS, **NOISY)),
+    "not transformed": (replace(ROWS, **NOISY), COLUMNS),
+    "torchao": (replace(ROWS, scale="torchao"), replace(COLUMNS, scale="torchao", hadamard=SIGNS)),
+}
+INPUTS = [((16, 16), torch.bfloat16, True), ((80, 48), torch.float32, False), ((16, 272), torch.float16, True)]
+
+
+def values(shape, dtype, *, finite):
+    """Magnitudes over many powers of two, zeros, and a NaN and an infinity where they need not be finite."""
+    from interpreted_kernels import values as special
+
+    x = special(shape, torch.float32)
+    return (x.nan_to_num(-3.0, 0.5, -0.5) if finite else x).to(dtype)
+
+
+def interpreted(x, rows, columns):
+    """What the kernel makes in Triton's interpreter, in the layout of the op's results."""
+    from fp8compile.kernels.two_levels import both_packed
+    from fp8compile.testing.gpu_program.arithmetic import Arithmetic
+    from fp8compile.testing.gpu_program.interpreter import Interpreter
+
+    _, *amaxes = outer_amaxes(x, rows, columns)
+    outputs = [torch.full_like(each, 77) for each in quantize_two_levels(x, *amaxes, rows, columns)]
+    codes, scale, outer, column_codes, *others = outputs
+    contiguous = codes.view(torch.int64), scale, outer, column_codes.t().view(torch.int64), *others
+    with Interpreter(Arithmetic()).active():
+        both_packed(x, tuple(amaxes), rows, columns, contiguous)
+    return outputs
+
+
+def differences(x, pair, expected_of):
+    from interpreted_kernels import differing
+
+    _, *amaxes = outer_amaxes(x, *expected_of)
+    expected = quantize_two_levels(x, *amaxes, *expected_of)
+    return list(map(differing, interpreted(x, *pair), expected))
+
+
+@needs_triton
+@pytest.mark.parametrize(("shape", "dtype", "finite"), INPUTS, ids=str)
+@pytest.mark.parametrize("pair", PAIRS)
+def test_the_kernel_is_its_twin_bit_for_bit(pair, shape, dtype, finite):
+    assert differences(values(shape, dtype, finite=finite), PAIRS[pair], PAIRS[pair]) == [0] * 6
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    ("planted", "differs"),
+    [
+        ((replace(ROWS, rounding="nearest"), PAIRS["gradients"][1]), [0]),
+        ((PAIRS["gradients"][0], replace(PAIRS["gradients"][1], seed=4)), [3]),
+        ((PAIRS["gradients"][0], replace(PAIRS["gradients"][1], hadamard=(1,) * 16)), [3, 4, 5]),
+    ],
+    ids=["other rounding", "other seed", "other signs"],
+)
+def test_another_quantizer_is_seen(planted, differs):
+    found = differences(torch.randn(32, 64).bfloat16(), PAIRS["gradients"], planted)
+    assert [i for i, count in enumerate(found) if count] == differs
+
+
+@pytest.mark.parametrize("pair", PAIRS)
+def test_the_op_is_two_quantizations(pair, assert_bits_equal):
+    x, (rows, columns) = torch.randn(144, 48).bfloat16(), PAIRS[pair]
+    laid_down, *amaxes = outer_amaxes(x, rows, columns)
+    assert_bits_equal(laid_down, x, "the matrix")
+    found = quantize_two_levels(x, *amaxes, rows, columns)
+    for quantizer, (codes, tiles, outer) in ((rows, found[:3]), (columns, found[3:])):
+        expected = f8.quantize(x, quantizer)
+        assert_bits_equal(codes.contiguous(), expected.codes, f"codes by {quantizer}")
+        assert_bits_equal(outer, expected.outer_scale, f"outer scale by {quantizer}")
+        along_rows = expected.scale if quantizer is rows else expected.scale.t()
+        assert_bits_equal(untiled(tiles, *along_rows.shape), along_rows.contiguous(), f"scales by {quantizer}")
+    assert found[3].stride() == (1, 72)
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns", "expected"),
+    [
+        *((*pair, True) for pair in PAIRS.values()),
+        (ROWS, None, False),
+        (COLUMNS, ROWS, False),
+        (ROWS, replace(COLUMNS, packed="none"), False),
+        (replace(ROWS, scale="torchao"), COLUMNS, False),
+        (replace(ROWS, hadamard=SIGNS), COLUMNS, False),
+        (f8.TwoLevelScaling(block=(16, 16)), COLUMNS, False),
+        (f8.CurrentScaling(block=(1, 16)), f8.CurrentScaling(block=(16, 1)), False),
+    ],
+    ids=str,
+)
+def test_which_pairs_the_kernel_takes(rows, columns, expected):
+    assert is_packed_pair(rows, columns) is expected
