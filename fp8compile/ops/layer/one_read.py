@@ -104,10 +104,8 @@ def _has_packed_kernel(part: LocalShard, rows: Quantizer | None, columns: Quanti
 
 @_compat.once_a_graph
 def _quantize_two_levels(x: Tensor, rows: Quantizer, columns: Quantizer) -> tuple[Tensor, ...]:
-    if _compat.is_fusible(
-        x
-    ):  # as eager mode reads it: the kernel that makes it holds what it was before it was rounded
-        x = rounded(x).to(x.dtype)
+    if _compat.is_fusible(x):
+        x = rounded(x).to(x.dtype)  # as eager mode reads it: the kernel that makes it holds more digits
     laid_down, *amaxes = outer_amaxes(x, rows, columns)
     return quantize_two_levels(laid_down, *amaxes, rows, columns)
 
