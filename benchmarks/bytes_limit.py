@@ -15,7 +15,9 @@ element of bf16, 1 a code. What it rests on:
   them, and their gradients are summed by the kernel after it.
 - Scales, amaxes and statistics are left out.
 - Four bits: half a byte a code. The outer scale depends on all of a tensor, so each is read twice, once for the amaxes
-  of both directions and once for the codes of both. The forward makes those for the backward too.
+  of both directions and once for the codes of both. What makes a tensor is computed in both reads, and the tensor not
+  stored; where it is made of two tensors, to store it in the first read comes to the same. The forward makes those
+  for the backward too.
 
     python -m benchmarks.bytes_limit [--json] [--m 8192] [--shape llama3-8b] [--block mlp] [--recipes rowwise ...]
 """
