@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-from functools import cache
 
 import pytest
 import torch
@@ -16,38 +15,25 @@ ROWS, COLUMNS = f8.CurrentScaling(block=(1, 128)), f8.CurrentScaling(block=(128,
 needs_triton = pytest.mark.skipif(not importlib.util.find_spec("triton"), reason="needs Triton: it is its interpreter")
 
 
-@cache
-def interpreted() -> dict[str, list[int]]:
-    """For each comparison of the interpreted kernel, how many elements of each output differ."""
+@needs_triton
+def test_the_kernels_are_their_twins_bit_for_bit_and_make_the_golden_vectors():
+    """One test, because the interpreted kernels take most of a minute and pytest's workers share nothing."""
     from interpreted_kernels import comparisons
 
     from fp8compile.testing.gpu_program.arithmetic import Arithmetic
     from fp8compile.testing.gpu_program.interpreter import Interpreter
 
     with Interpreter(Arithmetic()).active():
-        return dict(comparisons())
-
-
-@needs_triton
-def test_the_kernel_is_its_twin_bit_for_bit():
-    found = {case: counts for case, counts in interpreted().items() if not case.startswith("planted")}
-    wrong = {case: counts for case, counts in found.items() if any(counts)}
-    assert not wrong, wrong
-    assert sum(case.startswith("CurrentScaling") for case in found) == 24 * 4
-    assert sum(case.startswith("weight") for case in found) == 24 * 4
-    assert sum(case.startswith("every bfloat16") for case in found) == 2
-
-
-@needs_triton
-def test_the_kernel_makes_the_golden_vectors():
-    golden = [case for case in interpreted() if case.startswith("golden")]
-    assert len(golden) == 35 + 24 + 48 + 4, len(golden)  # 1x128, 128x1, MX 1x32, MX 32x1
-
-
-@needs_triton
-def test_another_rule_is_seen():
+        differing = dict(comparisons())  # for each case, how many elements of each output differ
     for case in ("planted", "planted in weights"):
-        assert all(interpreted()[case]), f"{case}: each output of another quantizer differs somewhere"
+        assert all(differing.pop(case)), f"{case}: each output of another quantizer differs somewhere"
+    wrong = {case: counts for case, counts in differing.items() if any(counts)}
+    assert not wrong, wrong
+    assert sum(case.startswith("CurrentScaling") for case in differing) == 24 * 4
+    assert sum(case.startswith("weight") for case in differing) == 24 * 4
+    assert sum(case.startswith("every bfloat16") for case in differing) == 2
+    golden = sum(case.startswith("golden") for case in differing)
+    assert golden == 35 + 24 + 48 + 4, golden  # 1x128, 128x1, MX 1x32, MX 32x1
 
 
 def test_the_op_is_two_casts_in_the_layouts_of_the_gemms(assert_bits_equal):
