@@ -15,7 +15,7 @@ from fp8compile.testing.gpu_graphs import gpu_graphs, kept_bytes
 from fp8compile.testing.gpus import gpu_called
 
 NVFP4 = f8.recipes.nvfp4()
-TOKENS, WIDTH = 512, 64
+TOKENS, WIDTH = 512, 128  # whole tiles of scales
 LAYERS = 4
 
 

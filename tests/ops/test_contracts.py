@@ -103,7 +103,8 @@ GROUPS = (
     *("routed_rows", "group_amax", "group_cast", "group_quantize", "group_quantize_both", "group_quantize_rows"),
     *("grouped_blockwise_mm", "scaled_grouped_mm", "grouped_mm", "group_sum", "checked_offsets"),
     *("dispatch", "combine", "exchange_rows"),  # of one rank, too
-    *("nvfp4_mm", "kept_input", "grad_weight_of_codes"),  # operands laid out for one GPU, and packed codes
+    # operands laid out for one GPU, and packed codes
+    *("nvfp4_mm", "outer_amaxes", "quantize_two_levels", "kept_input", "grad_weight_of_codes"),
     *(f"{kind}grouped_{op}" for kind in ("", "fsdp_", "sharded_") for op in LAYER),
 )
 NO_RULE = {f"fp8compile::{name}" for name in (*OF_ONE_RANK, *OTHERS, *TOKENS, *GROUPS)}
