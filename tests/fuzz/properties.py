@@ -23,6 +23,7 @@ from silence import (
     writes,
 )
 from torch import Tensor
+from two_levels import four_bit_layers, layer_is_made_of_its_four_bit_products, two_levels, two_levels_are_numpys
 
 import fp8compile as f8
 from fp8compile.quantizers import GEMMS, Gemm
@@ -383,6 +384,8 @@ class Property:
 
 PROPERTIES = {
     "quantize: numpy's codes and scales": Property(_quantized(), quantize_is_the_oracles, 0.125, 300),
+    "quantize in two levels: numpy's codes and scales": Property(two_levels(), two_levels_are_numpys, 0.05, 150),
+    "layer in four bits: its products": Property(four_bit_layers(), layer_is_made_of_its_four_bit_products, 0.03, 60),
     "views: values kept or refused": Property(_viewed(), views_keep_values_or_raise, 0.06, 300),
     "views: gradients pass": Property(_viewed(), gradients_pass_views, 0.04, 100),
     "layer: products of numpy's codes": Property(layers(), layer_is_made_of_its_products, 0.14, 200),
