@@ -60,7 +60,8 @@ class MasterWeights(Optimizer):
 
     Raises:
         TypeError: ``optimizer`` is no class of optimizers, or its step needs a closure, as that of LBFGS.
-        ValueError: ``rounding`` is none of the two, or stochastic for a quantizer that is no ``CurrentScaling``.
+        ValueError: ``rounding`` is none of the two, or stochastic for a quantizer that is no ``CurrentScaling``, or
+            for a part of a tensor parallel weight that begins or ends within a block.
     """
 
     def __init__(
@@ -98,6 +99,12 @@ class MasterWeights(Optimizer):
             raise ValueError(f"MasterWeights: {others[0]!r} has no stochastic rounding; CurrentScaling has.")
         if any(each.has_all_scales for each in local.sets()):
             share_scale_of_part(p)  # says which part it is
+            if self._rounding == "stochastic" and len(sharding_of(p)) > 1:
+                raise ValueError(
+                    "MasterWeights: stochastic rounding of a weight that tensor parallel ranks have parts of, whose "
+                    "blocks FSDP2 cuts: its noise would be that of other places. Take rounding='nearest', or shapes "
+                    f"of which each rank of FSDP2 has a multiple of {local.sets()[-1].quantizer.block[0]} rows."
+                )
         initial, local.initial = local.initial, None
         values = local.detach().dequantize(torch.float32) if initial is None else initial
         values = values.to(local.device, torch.float32)

@@ -191,11 +191,9 @@ def noise_over_both_dims():
         else:
             fully_shard(parallelized(model, mesh["tensor"], recipe, "plan first", **options), mesh=mesh["data"])
             f8.parallel.share_scales(model)
-        optimizer = f8.MasterWeights(
-            torch.optim.SGD, model.parameters(), lr=0.1, weight_decay=0.5, rounding="stochastic"
-        )
+        optimizer = f8.MasterWeights(torch.optim.SGD, model.parameters(), lr=0.01, rounding="stochastic")
         for parameter in model.parameters():
-            parameter.grad = torch.zeros_like(parameter)
+            parameter.grad = torch.ones_like(parameter)
         optimizer.step()
         codes.append([_whole(model[index].weight_codes) for index in (0, 2)])
     return [torch.equal(*pair) for pair in zip(*codes, strict=True)]

@@ -1,0 +1,152 @@
+"""How many bytes does a weight take, in memory and in the messages of each pass of stock FSDP2?
+
+Two linears of 1024 x 1024 without bias, a group of `fully_shard` each, on two gloo ranks, trained two steps by SGD.
+Counted in the second one, for an element of the rank's shards:
+
+    memory      bytes of all tensors that live after it
+    forward     bytes that a rank gives to FSDP2's all-gathers in the forward
+    backward    likewise in the backward
+    amaxes      bytes of the message of amaxes of weights
+
+`values` are gathered as ever; `gathered` are bfloat16 weights that are gathered as codes; `kept`, likewise, with
+`reshard_after_forward=False`, under which the gathered weights live until the backward; `parameters` are codes.
+
+    python -m benchmarks.weight_bytes [--json] [--recipes rowwise ...]
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import multiprocessing
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing.queues import SimpleQueue
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+import fp8compile as f8
+from benchmarks.table import Row, emit
+from fp8compile.ops import collectives
+
+__all__ = ["RECIPES", "WAYS", "weight_bytes"]
+
+RECIPES = ("tensorwise", "rowwise", "rowwise_bf16_wgrad", "blockwise", "mxfp8", "delayed")
+WAYS = ("gathered", "kept", "parameters")
+WIDTH, RANKS = 1024, 2
+
+
+def _living() -> dict[int, torch.UntypedStorage]:
+    """The memory of every tensor that lives, by its address."""
+    gc.collect()
+    tensors = (each for each in gc.get_objects() if isinstance(each, Tensor))
+    plain = (each for each in tensors if not is_traceable_wrapper_subclass(each))  # the inner ones of others are, too
+    storages = [each.untyped_storage() for each in plain]
+    return {each.data_ptr(): each for each in storages}
+
+
+class _Sent:
+    """FSDP2's all-gather, and the bytes that a rank gives to it."""
+
+    def __init__(self) -> None:
+        self.bytes = 0
+
+    def allocate(self, size: tuple[int, ...], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> dist.Work:
+        self.bytes += input_tensor.nbytes
+        return dist.all_gather_into_tensor(output_tensor, input_tensor, group=group, async_op=async_op)
+
+
+@contextmanager
+def _amaxes() -> Iterator[list[int]]:
+    """Bytes of each message of amaxes of weights that is sent inside."""
+    found, reduce = [], collectives.all_reduce_amax
+
+    def counted(amax: Tensor, group: object) -> Tensor:
+        found.append(amax.nbytes)
+        return reduce(amax, group)
+
+    with patch.object(collectives, "all_reduce_amax", counted):
+        yield found
+
+
+def _model(recipe: str | None, way: str, mesh: DeviceMesh) -> nn.Module:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(2))).bfloat16()
+    if recipe is not None:
+        delayed = {"amax_group": mesh.get_group()} if recipe == "delayed" else {}
+        f8.convert(model, f8.recipes.by_name(recipe), quantized_parameters=way == "parameters", **delayed)
+        if way in ("gathered", "kept"):
+            f8.parallel.fsdp_float8_all_gather(model)
+    for layer in model:
+        fully_shard(layer, mesh=mesh, reshard_after_forward=way != "kept")
+    return model
+
+
+def weight_bytes(recipe: str | None, way: str, mesh: DeviceMesh) -> Row:
+    """A row of the table; all ranks of the mesh call this.
+
+    Args:
+        recipe: By its name; None for a model without FP8.
+        way: One of ``WAYS``, or ``"values"``.
+        mesh: Of FSDP2, one dim.
+    """
+    before = _living()
+    model, sent = _model(recipe, way, mesh), _Sent()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for layer in model:
+        layer.set_custom_all_gather(sent)
+    with _amaxes() as messages:
+        for _ in range(2):
+            sent.bytes = 0
+            messages.clear()
+            loss = model(torch.ones(16, WIDTH, dtype=torch.bfloat16)).float().square().mean()
+            forward = sent.bytes
+            loss.backward()
+            backward = sent.bytes - forward
+            optimizer.step()
+            optimizer.zero_grad()
+            del loss
+    memory = sum(storage.nbytes() for address, storage in _living().items() if address not in before)
+    elements = 2 * WIDTH * WIDTH // mesh.size()
+    counted = {"memory": memory, "forward": forward, "backward": backward, "amaxes": sum(messages)}
+    return {"recipe": recipe or "bf16", "way": way, **{name: value / elements for name, value in counted.items()}}
+
+
+def _rank(rank: int, port: int, chosen: list[str], results: SimpleQueue) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=RANKS)
+    mesh = DeviceMesh.from_group(dist.group.WORLD, "cpu")
+    rows = [weight_bytes(None, "values", mesh)]
+    rows += [weight_bytes(recipe, way, mesh) for recipe in chosen for way in WAYS]
+    if rank == 0:
+        results.put(rows)
+    dist.destroy_process_group()
+
+
+def _rows(chosen: list[str]) -> list[Row]:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port = found.getsockname()[1]
+    results = multiprocessing.get_context("spawn").SimpleQueue()
+    torch.multiprocessing.spawn(_rank, (port, chosen, results), nprocs=RANKS)
+    return results.get()
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--recipes", nargs="+", default=list(RECIPES), choices=RECIPES)
+    args = parser.parse_args()
+    emit("Bytes for an element of a rank's shards", _rows(args.recipes), as_json=args.json)
