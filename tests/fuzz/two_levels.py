@@ -160,10 +160,9 @@ def four_bit_layers() -> st.SearchStrategy[Layer]:
 
 
 def _exact(x: Tensor, quantizer: f8.TwoLevelScaling) -> tuple[Tensor, Tensor]:
-    """The float64 values of an operand's codes without the outer scale, and that; zeros are put behind."""
+    """The float64 values of an operand's codes without the outer scale, and that; transformed, with zeros behind."""
     quantizer = quantizer.unpacked()
-    missing = [-size % 16 for size in x.shape]
-    padded = pad(x, (0, 0, 0, missing[0])) if quantizer.block[0] == 16 else x
+    padded = pad(x, (0, 0, 0, -x.shape[0] % 16)) if quantizer.hadamard else x
     q = f8.quantize(padded, quantizer)
     return quantizer.dequantize(q.codes, q.scale, torch.float64), q.outer_scale.double()
 
