@@ -30,7 +30,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 import fp8compile as f8
 from benchmarks.table import Row, emit
@@ -46,9 +45,9 @@ WIDTH, RANKS = 1024, 2
 def _living() -> dict[int, torch.UntypedStorage]:
     """The memory of every tensor that lives, by its address."""
     gc.collect()
-    tensors = (each for each in gc.get_objects() if isinstance(each, Tensor))
-    plain = (each for each in tensors if not is_traceable_wrapper_subclass(each))  # the inner ones of others are, too
-    storages = [each.untyped_storage() for each in plain]
+    # the inner tensors of subclasses are there too; those of a graph that a compiler has traced have no memory
+    plain = (each for each in gc.get_objects() if type(each) in (Tensor, torch.nn.Parameter))
+    storages = [each.untyped_storage() for each in plain if not torch._is_functional_tensor(each)]
     return {each.data_ptr(): each for each in storages}
 
 

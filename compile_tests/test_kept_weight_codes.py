@@ -33,8 +33,6 @@ MIXED = f8.Recipe(  # the state is of the input alone; weights by their own amax
     weight_for_grad_input=f8.CurrentScaling(),
     keep_weight_codes=True,
 )
-# from 2.15 on PyTorch merges no values of which the forward alone has one: those of the last layer are made again
-AGAIN = 1 if TORCH_VERSION >= (2, 15) else 0
 every_recipe = pytest.mark.parametrize("recipe", [*RECIPES.values(), MIXED], ids=[*RECIPES, "mixed"])
 
 
@@ -56,7 +54,7 @@ def kept_codes(model, x):
 
 @every_recipe
 def test_codes_of_each_weight_are_kept_once(recipe):
-    assert len(kept_codes(*layers(recipe))) == 3 - AGAIN
+    assert len(kept_codes(*layers(recipe))) == 3
 
 
 @every_recipe
@@ -66,7 +64,7 @@ def test_none_are_kept_unless_asked_for(recipe):
 
 @every_recipe
 def test_none_are_kept_for_an_input_without_a_gradient(recipe):
-    assert len(kept_codes(*layers(recipe, first_needs_grad=False))) == 2 - AGAIN
+    assert len(kept_codes(*layers(recipe, first_needs_grad=False))) == 2
 
 
 @every_recipe

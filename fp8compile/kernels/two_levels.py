@@ -7,7 +7,7 @@
 
 Outer amaxes come before, from another read. Sixteen codes are one number of 64 bits, and a thread has the sixteen rows
 of a column, so neither sums nor codes go through shared memory. Scales go to where the GEMM reads them
-(`fp8compile.ops.scale_layouts`).
+(`fp8compile.scale_layouts`).
 
 Each step is that of `TwoLevelScaling`, in the same order and arithmetic, so codes and scales are the same bits.
 
@@ -30,10 +30,10 @@ from fp8compile.formats import (
     FLOAT32_NAN,
 )
 from fp8compile.kernels.both_directions import _encode, _float
-from fp8compile.ops.scale_layouts import TILE_BLOCKS, TILE_ROWS
 from fp8compile.quantizers import TwoLevelScaling
 from fp8compile.quantizers.hadamard import GROUP
 from fp8compile.quantizers.stochastic import FRACTION_BITS, SEED_STEP
+from fp8compile.scale_layouts import TILE_BLOCKS, TILE_ROWS
 
 __all__ = ["WARPS", "both_packed", "both_packed_kernel", "constants"]
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from fp8compile import _compat
 from fp8compile.formats import E2M1, E4M3, pack, unpack
 from fp8compile.ops.registry import register_op
-from fp8compile.ops.scale_layouts import tiled, untiled
+from fp8compile.scale_layouts import tiled, untiled
 from fp8compile.target import target_of
 
 __all__ = ["NV_BLOCK", "nvfp4_mm"]

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from fp8compile import _compat
 from fp8compile.ops.registry import register_op
-from fp8compile.ops.scale_layouts import tiled, tiles_numel
 from fp8compile.quantizers import Quantizer, TwoLevelScaling
 from fp8compile.quantizers.hadamard import GROUP
+from fp8compile.scale_layouts import tiled, tiles_numel
 from fp8compile.target import target_of
 
 __all__ = ["is_packed_pair", "quantize_two_levels"]

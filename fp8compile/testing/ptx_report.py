@@ -29,6 +29,7 @@ MEANT = {  # float64 instructions on a path, each with its reason
     "cvt.rn.f32.f64": "that rounding",
     "setp.lt.f64": "the smaller of the quotient and the largest float32, or the larger of an amax and its floor",
     "setp.gt.f64": "likewise",
+    "setp.nan.f64": "whether one of these is NaN, which stays; from Triton 3.9 on",
 }
 CONVERSION = re.compile(r"^cvt\..*\.e[45]m[32]x2\.f32")
 

@@ -11,8 +11,8 @@ import torch
 import fp8compile as f8
 from fp8compile.ops import outer_amaxes, quantize_two_levels
 from fp8compile.ops.quantize_two_levels import is_packed_pair
-from fp8compile.ops.scale_layouts import untiled
 from fp8compile.quantizers.hadamard import SIGNS
+from fp8compile.scale_layouts import untiled
 
 needs_triton = pytest.mark.skipif(not importlib.util.find_spec("triton"), reason="needs Triton: it is its interpreter")
 ROWS, COLUMNS = f8.TwoLevelScaling(), f8.TwoLevelScaling(block=(16, 1), packed="columns")

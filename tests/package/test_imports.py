@@ -18,6 +18,7 @@ PACKAGE = Path(fp8compile.__file__).parent
 LAYERS = {
     "_compat": 0,
     "formats": 0,
+    "scale_layouts": 0,
     "target": 0,
     "quantizers": 1,
     "kernels": 2,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fp8compile.ops.scale_layouts import down_the_rows, rows_of_fours, swizzled
+from fp8compile.scale_layouts import down_the_rows, rows_of_fours, swizzled
 from fp8compile.testing.gpu_program.products import Products
 from fp8compile.testing.gpus import GPUS
 

@@ -7,8 +7,8 @@ from torch import Tensor
 
 from fp8compile.ops.gemms.float8 import ALIGNMENT, ASK, float8_kind, lacks_tensor_cores, padded, scaled_mm
 from fp8compile.ops.gemms.kernel import GemmKernel, GemmProblem, Operand
-from fp8compile.ops.scale_layouts import down_the_rows, rows_of_fours
 from fp8compile.quantizers import GemmConfig, Quantizer
+from fp8compile.scale_layouts import down_the_rows, rows_of_fours
 
 __all__ = ["BLOCK", "BLOCKWISE"]
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from fp8compile.ops.returned import shape_said
-from fp8compile.ops.scale_layouts import untiled
 from fp8compile.quantizers import GemmConfig, Quantizer
+from fp8compile.scale_layouts import untiled
 from fp8compile.target import Target
 
 __all__ = ["GemmKernel", "GemmProblem", "Operand"]

@@ -7,8 +7,8 @@ from torch import Tensor
 
 from fp8compile.ops.gemms.float8 import ALIGNMENT, ASK, float8_kind, lacks_tensor_cores, scaled_mm
 from fp8compile.ops.gemms.kernel import GemmKernel, GemmProblem, Operand
-from fp8compile.ops.scale_layouts import swizzled
 from fp8compile.quantizers import GemmConfig, Quantizer
+from fp8compile.scale_layouts import swizzled
 
 __all__ = ["MX", "MX_BLOCK", "is_mx"]
 

@@ -10,8 +10,8 @@ from fp8compile.formats import pack, unpack
 from fp8compile.ops.gemms.float8 import ALIGNMENT, ASK, padded
 from fp8compile.ops.gemms.kernel import GemmKernel, GemmProblem, Operand
 from fp8compile.ops.nvfp4_mm import NV_BLOCK, nvfp4_mm
-from fp8compile.ops.scale_layouts import tiled
 from fp8compile.quantizers import GemmConfig, Quantizer, TwoLevelScaling, gemm_kind
+from fp8compile.scale_layouts import tiled
 
 __all__ = ["NVFP4"]
 

@@ -1,6 +1,6 @@
 """Blackwell's grouped MX GEMM: `torch._scaled_grouped_mm` with a power of two, an E8M0 byte, for 32 values of the sum.
 
-Its scales lie in tiles of 128 rows by 4 blocks (`fp8compile.ops.scale_layouts`), and each group begins with a tile:
+Its scales lie in tiles of 128 rows by 4 blocks (`fp8compile.scale_layouts`), and each group begins with a tile:
 
     left of rows    rows of each group from the next multiple of 128
     outer           blocks of 32 tokens of each group from the next multiple of 4, all tiles of a group together
@@ -19,8 +19,8 @@ from fp8compile.ops.gemms.grouped.kernel import GroupedGemm, GroupedOperand
 from fp8compile.ops.gemms.kernel import GemmProblem
 from fp8compile.ops.gemms.mx import MX_BLOCK, is_mx
 from fp8compile.ops.groups.layout import alignment, padded_length, padded_offsets, row_of_columns
-from fp8compile.ops.scale_layouts import TILE_BLOCKS, TILE_ROWS, swizzled, tiled
 from fp8compile.quantizers import GemmConfig, Quantizer
+from fp8compile.scale_layouts import TILE_BLOCKS, TILE_ROWS, swizzled, tiled
 
 __all__ = ["MX"]
 
