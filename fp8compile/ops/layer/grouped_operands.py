@@ -66,6 +66,11 @@ def check_recipe_of_groups(recipe: Recipe) -> None:
             "grouped_linear: the recipe has delayed scaling, which remembers one amax a tensor: groups would share a "
             "scale, and one without tokens has no amax. Take a recipe with current scaling."
         )
+    if recipe.dequantized_gradients:
+        raise ValueError(
+            "grouped_linear: the recipe has dequantized_gradients, and gradients of groups that stay in high precision "
+            "multiply x and the weights themselves. Leave it out, as fp8compile.recipes.nvfp4(backward='bf16') does."
+        )
     for gemm in GEMMS:
         for slot, quantizer in zip((gemm.a, gemm.b), recipe.quantizers(gemm) or (), strict=False):
             _check_quantizer_of_groups(gemm, slot, quantizer)
