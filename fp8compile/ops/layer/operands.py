@@ -190,7 +190,9 @@ class Operands:
             return WEIGHT_IN_BACKWARD
         # codes that the forward gathered from other ranks serve the backward too: kept, they are not sent again
         gathers = slot == GRAD_WEIGHT.b and any(cut and cut.dim != part.local.ndim - 1 for cut in part.cuts)
-        return STEPS[Phase.FORWARD if gathers else Phase.BACKWARD]
+        # those of which the backward reads the values are the forward's, kept in place of the input
+        is_forwards = slot == GRAD_WEIGHT.b and self.recipe.is_dequantized(slot)
+        return STEPS[Phase.FORWARD if gathers or is_forwards else Phase.BACKWARD]
 
     def _quantized(self, part: LocalShard, quantizer: Quantizer, slot: str) -> QuantizedShard:
         if self.multiplier is not None and isinstance(quantizer, DelayedScaling):
