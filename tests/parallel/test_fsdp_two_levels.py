@@ -53,7 +53,14 @@ def test_one_process(ranks):
     assert ranks.run(against_one_process, within="pair") == [True] * 2
 
 
-@pytest.mark.parametrize(("mesh", "backend"), [("1-D", "inductor"), ("FSDP + TP", "aot_eager")])
+@pytest.mark.parametrize(
+    ("mesh", "backend"),
+    [
+        ("1-D", "aot_eager"),
+        pytest.param("1-D", "inductor", marks=pytest.mark.slow),
+        pytest.param("FSDP + TP", "aot_eager", marks=pytest.mark.slow),
+    ],
+)
 def test_a_compiled_block_has_one_graph(ranks, mesh, backend):
     found = ranks.run(compiled_once, "nvfp4", mesh, backend, {}, {}, within=models.WITHIN[mesh])
     assert found == [([], 2)] * len(found)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -187,7 +188,7 @@ class ShardedWeight(Tensor):
         part = part_of_weight(self, mesh, outer_size, mp_policy)
         codes = self.codes_of(part, multiplier.to(self.device), quantizer)
         scale = self.scale_of(scale, size, quantizer)
-        quantizer = _as_it_travels(quantizer, part.cuts[-1], size)
+        quantizer = _one_object(_as_it_travels(quantizer, part.cuts[-1], size))
         sent = as_sent(two_a_byte(codes, quantizer), part.cuts[-1])
         return (sent,), (scale, outer_scale, quantizer, size, mesh.get_group())
 
@@ -221,6 +222,12 @@ def _as_it_travels(quantizer: Quantizer, shards: DimSharding, size: tuple[int, .
     if quantizer.code_bits() == 4 and shards.is_even() and isinstance(quantizer, TwoLevelScaling):
         return quantizer.for_shape(size)
     return quantizer.unpacked() or quantizer
+
+
+@cache
+def _one_object(quantizer: Quantizer) -> Quantizer:
+    """Equal quantizers as one object: graphs are guarded by which it is."""
+    return quantizer
 
 
 def _written(func: Any, args: tuple, kwargs: dict) -> list[ShardedWeight]:

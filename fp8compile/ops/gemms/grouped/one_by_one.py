@@ -47,9 +47,7 @@ def _rows(a: GroupedOperand, b: GroupedOperand, offsets: Tensor, out_dtype: torc
         scale = a.scale[rows][:1] if is_one_block else a.scale[rows]
         outer, outer_of_matrix = (_outer_scale(each, group) for each in (a, b))
         left = Operand(codes=a.codes[rows], scale=scale, quantizer=a.quantizer, outer_scale=outer)
-        right = Operand(
-            codes=b.codes[group], scale=b.scale[group], quantizer=b.quantizer, outer_scale=outer_of_matrix
-        )
+        right = Operand(codes=b.codes[group], scale=b.scale[group], quantizer=b.quantizer, outer_scale=outer_of_matrix)
         product[rows] = multiply(left, right.t(), out_dtype, config)
     return product
 
