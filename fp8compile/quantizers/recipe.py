@@ -238,7 +238,7 @@ class Recipe(Constant):
         return None if a is None else (a, b)
 
     def quantizer_read(self, slot: str) -> Quantizer | None:
-        """The quantizer of what a product reads for a slot: of `dequantized_gradients`, that of the forward's codes."""
+        """The quantizer of what a product reads for a slot; of `dequantized_gradients`, that of the forward."""
         return getattr(self, FORWARD_SLOTS.get(slot, slot) if self.is_dequantized(slot) else slot)
 
     def is_dequantized(self, slot: str) -> bool:

@@ -25,9 +25,9 @@ def ranks():
 
 CASES = [
     ("bf16", "even", "1-D", {}),
-    ("fp32", "uneven", "HSDP", {}),
+    pytest.param(("fp32", "uneven", "HSDP", {}), marks=pytest.mark.slow),
     ("bf16", "uneven", "three", KEPT),
-    ("fp32", "even", "FSDP + TP", {}),
+    pytest.param(("fp32", "even", "FSDP + TP", {}), marks=pytest.mark.slow),
     ("bf16", "uneven", "FSDP + TP", {}),
 ]
 
@@ -56,7 +56,7 @@ def test_one_process(ranks):
 @pytest.mark.parametrize(
     ("mesh", "backend"),
     [
-        ("1-D", "aot_eager"),
+        pytest.param("1-D", "aot_eager", marks=pytest.mark.slow),
         pytest.param("1-D", "inductor", marks=pytest.mark.slow),
         pytest.param("FSDP + TP", "aot_eager", marks=pytest.mark.slow),
     ],

@@ -68,8 +68,8 @@ def check_recipe_of_groups(recipe: Recipe) -> None:
         )
     if recipe.dequantized_gradients:
         raise ValueError(
-            "grouped_linear: the recipe has dequantized_gradients, and gradients of groups that stay in high precision "
-            "multiply x and the weights themselves. Leave it out, as fp8compile.recipes.nvfp4(backward='bf16') does."
+            "grouped_linear: the recipe has dequantized_gradients, and gradients of groups in high precision multiply "
+            "x and the weights themselves. Leave it out, as fp8compile.recipes.nvfp4(backward='bf16') does."
         )
     for gemm in GEMMS:
         for slot, quantizer in zip((gemm.a, gemm.b), recipe.quantizers(gemm) or (), strict=False):

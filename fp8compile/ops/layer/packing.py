@@ -1,4 +1,4 @@
-"""Codes of four bits between two forms: two to a byte, as they rest and travel, and one a byte, which ranks can cut."""
+"""Codes of four bits between two forms: two to a byte, as they travel, and one a byte, which ranks can cut."""
 
 from __future__ import annotations
 
