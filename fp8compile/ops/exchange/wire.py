@@ -4,8 +4,8 @@
 
 Codes are those that the recipe has for the product that reads the rows. Where another product reads them in high
 precision, such as grad_weight of ``rowwise_bf16_wgrad``, rows travel as they are: codes beside them would only add
-bytes. Codes in two levels, which wait for the amax of an expert's rows from all ranks, are left out too. A product along
-tokens (grad_weight of ``rowwise``, ``blockwise``, ``mxfp8``) makes its codes of the values that came.
+bytes. So do those in two levels of scales, whose codes wait for the amax of an expert's rows from all ranks. A product
+along tokens (grad_weight of ``rowwise``, ``blockwise``, ``mxfp8``) makes its codes of the values that came.
 
 A tensorwise quantizer has one scale for the rows of an expert, wherever they are: their amax is the largest over the
 ranks, and the scale is sent along with each row.
