@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from fp8compile._compat.tracing import nodes_of
+from fp8compile._compat.versions import TORCH_VERSION
 
 __all__ = [
     "is_fusible",
@@ -17,6 +18,7 @@ __all__ = [
     "left_in_backward",
     "left_in_forward",
     "make_in_backward",
+    "message_once_a_graph",
     "never_recompute",
     "once_a_graph",
     "recomputed",
@@ -150,6 +152,14 @@ def once_a_graph(fn: Callable) -> Callable:
         return results[key]
 
     return once
+
+
+def message_once_a_graph(fn: Callable) -> Callable:
+    """`once_a_graph` for a function that sends a message: before PyTorch 2.15 alone.
+
+    From then on ranks with parts of other sizes sent other messages in the backward than each other, and one died.
+    """
+    return once_a_graph(fn) if TORCH_VERSION < (2, 15) else fn
 
 
 def _nodes_below(tensor: torch.Tensor) -> list[Any]:
