@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 from fp8compile._compat.tracing import nodes_of
-from fp8compile._compat.versions import TORCH_VERSION
 
 __all__ = [
     "is_fusible",
@@ -18,7 +17,6 @@ __all__ = [
     "left_in_backward",
     "left_in_forward",
     "make_in_backward",
-    "message_once_a_graph",
     "never_recompute",
     "once_a_graph",
     "recomputed",
@@ -154,14 +152,6 @@ def once_a_graph(fn: Callable) -> Callable:
     return once
 
 
-def message_once_a_graph(fn: Callable) -> Callable:
-    """`once_a_graph` for a function that sends a message: before PyTorch 2.15 alone.
-
-    From then on ranks with parts of other sizes sent other messages in the backward than each other, and one died.
-    """
-    return once_a_graph(fn) if TORCH_VERSION < (2, 15) else fn
-
-
 def _nodes_below(tensor: torch.Tensor) -> list[Any]:
     """The nodes of a tensor, or of the value that a functional one has at the moment."""
     from torch._subclasses.functional_tensor import FunctionalTensor
@@ -182,11 +172,12 @@ def _marks() -> tuple:
 
 
 RESULTS = "_fp8compile_results"  # on a graph that is being traced
-PARTS = VIEWS | {torch.ops.aten.select.int}
+# Padding too: of ranks whose parts begin elsewhere in a block some pad and others do not, and all have to send alike.
+PARTS = VIEWS | {torch.ops.aten.select.int, torch.ops.aten.constant_pad_nd.default, torch.ops.aten.clone.default}
 
 
 def _meaning(value: Any) -> Any:
-    """A node, or what it does to another one if it is a view of it or of a part: equal for equal views."""
+    """A node, or what it does to another one if it is a view, a part or a padded copy of it: equal for equal ones."""
     if isinstance(value, (list, tuple)):
         return tuple(map(_meaning, value))
     if isinstance(value, torch.SymInt):

@@ -52,7 +52,7 @@ def _sent(collective: Callable[..., Tensor], *args: Any) -> Tensor:
     return result.wait() if isinstance(result, AsyncCollectiveTensor) else result
 
 
-@_compat.message_once_a_graph
+@_compat.once_a_graph
 def all_reduce_amax(amax: Tensor, group: ProcessGroup | str) -> Tensor:
     """The largest amax over the ranks of a group; NaN where any rank has one.
 
