@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import is_dataclass
 from functools import wraps
 from typing import Any
 
@@ -182,9 +183,15 @@ def _meaning(value: Any) -> Any:
         return tuple(map(_meaning, value))
     if isinstance(value, torch.SymInt):
         return value.node.expr  # has no hash itself
+    if is_dataclass(value) and any(_has_symbol(each) for each in vars(value).values()):
+        return type(value), *map(_meaning, vars(value).values())
     if isinstance(value, torch.fx.Node) and value.op == "call_function" and value.target in PARTS:
         return value.target, *map(_meaning, value.args), *value.kwargs.items()
     return value
+
+
+def _has_symbol(value: Any) -> bool:
+    return isinstance(value, torch.SymInt) or (isinstance(value, tuple) and any(map(_has_symbol, value)))
 
 
 def is_fusible(tensor: torch.Tensor) -> bool:
