@@ -164,3 +164,15 @@ def test_a_quantized_parameter_does_not_lose_an_outer_scale_in_silence():
 
     with pytest.raises(TypeError, match="QuantizedParameter of TwoLevelScaling: outer_scale is None"):
         QuantizedParameter.of(torch.randn(32, 32), f8.TwoLevelScaling())
+
+
+def test_a_gpu_says_that_it_has_no_groups_in_two_levels():
+    from fp8compile.ops.gemms.grouped.one_by_one import ONE_BY_ONE
+    from fp8compile.ops.gemms.kernel import GemmProblem
+    from fp8compile.target import Target
+
+    recipe = f8.recipes.nvfp4()
+    pair = {"a": recipe.input, "b": recipe.weight.transposed(), "out_dtype": torch.bfloat16, "config": GemmConfig()}
+    lacks = ONE_BY_ONE.lacks(GemmProblem(target=Target("cuda", (10, 0)), **pair))
+    assert "no grouped product of two levels of scales on a GPU. Give experts another recipe" in lacks
+    assert ONE_BY_ONE.lacks(GemmProblem(target=Target("cpu"), **pair)) is None
