@@ -98,7 +98,7 @@ def _asker(
 
 
 def _plan(
-    model: nn.Module, recipe: Recipes, filter: Filter | None, keep_ends: int, *, quantized_parameters: bool
+    model: nn.Module, recipe: Recipes, filter: Filter | None, keep_ends: int
 ) -> tuple[dict[nn.Module, tuple[Recipe | None, str]], bool]:
     """For each layer that isn't converted yet: its recipe, or None and why it is left out.
 
@@ -123,7 +123,7 @@ def _plan(
             continue
         reason = ROUTER if layer in scoring else cannot_convert(layer) or _past_forward(layer, uses) or why_not
         if not reason and own is not None:
-            reason = cannot_take(layer, own, quantized_parameters=quantized_parameters)
+            reason = cannot_take(layer, own)
         plan[layer] = (None, reason) if reason else (own, "")
     return plan, again
 
@@ -200,7 +200,7 @@ def convert(
     _check_not_compiled(model)
     _check_not_frozen(model)
     recipe = with_tail(model, recipe, tail, tail_recipe)
-    plan, again = _plan(model, recipe, filter, keep_ends, quantized_parameters=quantized_parameters)
+    plan, again = _plan(model, recipe, filter, keep_ends)
     given = [own for own, _ in plan.values() if own is not None]
     check_amax_group("convert", given, amax_group, none_has="no layer gets")
     if keep_initial and not quantized_parameters:

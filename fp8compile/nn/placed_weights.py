@@ -26,7 +26,7 @@ from fp8compile.tensor import (
     sharding_of,
 )
 
-__all__ = ["not_placed", "place_codes", "placements_of_scale", "quantized_part", "unwritten"]
+__all__ = ["not_placed", "of_sets", "place_codes", "placements_of_scale", "quantized_part", "unwritten"]
 
 
 def _why_not(shape: Sequence[int], mesh: Any, placements: Sequence[Any], quantizer: Quantizer) -> str | None:
@@ -54,15 +54,15 @@ def placements_of_scale(weight: Tensor, own: QuantizedParameter) -> list[Any]:
     """How the scale of a set of codes of a DTensor lies on its mesh: where blocks span ranks, they all have it."""
     from torch.distributed.tensor import Replicate
 
-    found, cut = list(weight.placements), sharded_dims(weight.placements)
+    found, cut = list(weight.placements), sharded_dims(weight.placements, weight.ndim)
     for index, dim in cut:
         # FSDP2, which may cut blocks, has the first dims of a mesh, and tensor parallelism, which may not, the last
-        if own.quantizer.block[dim] == -1 or (own.has_all_scales and index == cut[0][0]):
+        if own.block_along(dim) == -1 or (own.has_all_scales and index == cut[0][0]):
             found[index] = Replicate()
     return found
 
 
-def _of_sets(sets: Sequence[QuantizedParameter]) -> QuantizedParameter | QuantizedPairParameter:
+def of_sets(sets: Sequence[QuantizedParameter]) -> QuantizedParameter | QuantizedPairParameter:
     return sets[0] if len(sets) == 1 else QuantizedPairParameter(*sets)
 
 
@@ -78,7 +78,7 @@ def quantized_part(weight: Tensor, quantizers: Sequence[Quantizer]) -> Tensor:
         options = {"group": mesh.get_group(index), "shard_dim": dim, "sizes": sizes}
     made = [quantize(local, quantizer, **options) for quantizer in quantizers]
     sets = [QuantizedParameter(q.codes, q.scale, q.quantizer, local.dtype, q.group, q.shard_dim) for q in made]
-    return wrapped_like(_of_sets(sets), weight)
+    return wrapped_like(of_sets(sets), weight)
 
 
 def unwritten(weight: Tensor, quantizer: DelayedScaling) -> Tensor:
@@ -121,7 +121,7 @@ def place_codes(layer: nn.Linear, mesh: Any, placement: Any, source: int | None)
     for own in weight.sets():
         scale = part(own.scale, Replicate() if own.quantizer.block[dim] == -1 else placement)
         sets.append(QuantizedParameter(part(own.codes, placement), scale, own.quantizer, weight.dtype))
-    local = _of_sets(sets)
+    local = of_sets(sets)
     if not isinstance(weight, QuantizedPairParameter):
         local.belongs_to(weight.state)
     local.share_scale(mesh.get_group(), dim, weight.shape[dim])

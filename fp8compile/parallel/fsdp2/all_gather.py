@@ -200,7 +200,8 @@ def fsdp_float8_all_gather(model: nn.Module, *, checkpointed: bool = False, one_
     users = users_of_parameters(model)
     reasons = {weight: _why_plain(weight, users[weight.parameter]) for weight in weights}
     chosen = [weight for weight, reason in reasons.items() if reason is None]
-    pairs = [weight.parameter for weight in weights if isinstance(weight.parameter, QuantizedPairParameter)]
+    every = [_compat.local_itself(weight.parameter) for weight in weights]
+    pairs = [each for each in every if isinstance(each, QuantizedPairParameter)]
     for parameter in pairs:
         _ask_pair(parameter, checkpointed, one_gather)
     if not chosen and not pairs:
