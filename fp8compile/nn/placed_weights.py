@@ -91,24 +91,25 @@ def unwritten(weight: Tensor, quantizer: DelayedScaling) -> Tensor:
     return wrapped_like(found, weight)
 
 
-def place_codes(layer: nn.Linear, mesh: Any, placement: Any, source: int | None) -> None:
+def place_codes(layer: nn.Module, mesh: Any, placement: Any, source: int | None, name: str = "weight") -> None:
     """Cut a layer's weight over the ranks of a mesh of one dim, if it is whole codes; else leave it as it is.
 
     Args:
-        layer: Of any kind.
+        layer: Of any kind; stacks of matrices are cut along their first dim.
         mesh: All its ranks call this.
         placement: Of the weight.
         source: The rank in the mesh whose weight it is; None if all have the same, and nothing has to be sent.
+        name: Of the weight in the layer.
 
     Raises:
         ValueError: A block would be cut.
     """
     from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
-    weight, dim = layer.weight, placement.dim
+    weight, dim = getattr(layer, name), placement.dim
     if not is_quantized_parameter(weight):
         return
-    for own in weight.sets():
+    for own in weight.sets() if weight.ndim == 2 else ():
         if (reason := _why_not(weight.shape, mesh, [placement], own.quantizer)) is not None:
             raise ValueError(
                 f"tensor parallel: a quantized weight {reason}. Leave this layer out of quantized_parameters."
@@ -119,13 +120,16 @@ def place_codes(layer: nn.Linear, mesh: Any, placement: Any, source: int | None)
 
     sets = []
     for own in weight.sets():
-        scale = part(own.scale, Replicate() if own.quantizer.block[dim] == -1 else placement)
-        sets.append(QuantizedParameter(part(own.codes, placement), scale, own.quantizer, weight.dtype))
+        scale = part(own.scale, Replicate() if own.block_along(dim) == -1 else placement)
+        sets.append(type(own)(part(own.codes, placement), scale, own.quantizer, weight.dtype))
     local = of_sets(sets)
-    if not isinstance(weight, QuantizedPairParameter):
+    if isinstance(weight, QuantizedPairParameter):
+        local.gathers = weight.gathers
+    else:
         local.belongs_to(weight.state)
-    local.share_scale(mesh.get_group(), dim, weight.shape[dim])
+    if weight.ndim == 2:  # nobody shares the scale of an expert
+        local.share_scale(mesh.get_group(), dim, weight.shape[dim])
     if weight.initial is not None:
         local.initial = part(weight.initial.to(weight.device), placement)
     whole = DTensor.from_local(local, mesh, [placement], run_check=False, shape=weight.shape, stride=weight.stride())
-    layer.weight = in_place_of(weight, whole)
+    setattr(layer, name, in_place_of(weight, whole))

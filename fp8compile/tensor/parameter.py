@@ -444,7 +444,7 @@ def flat(x: QuantizedParameter, codes: Tensor) -> QuantizedParameter:
 
     Blocks do not lie in rows, so this has no scale, and an op on its values raises.
     """
-    found = QuantizedParameter(codes, x.scale.new_empty(0), x.quantizer, x.dtype)
+    found = type(x)(codes, x.scale.new_empty(0), x.quantizer, x.dtype)
     found.extent = SLICE
     return found
 

@@ -49,7 +49,8 @@ class QuantizedStackParameter(QuantizedParameter):
         """Quantize each matrix of a stack, bfloat16, float16 or float32; on the meta device, only its shape."""
         part = LocalShard(x.detach())
         multiplier, scale = ops.scale(whole_amax_of_stack(part, quantizer), quantizer)
-        return QuantizedStackParameter(cast_stack(part, multiplier, quantizer), scale, quantizer, x.dtype)
+        codes = cast_stack(part, multiplier, quantizer).contiguous()  # else with room for the rest of blocks
+        return QuantizedStackParameter(codes, scale, quantizer, x.dtype)
 
     @staticmethod
     def __tensor_unflatten__(
