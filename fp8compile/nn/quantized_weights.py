@@ -20,7 +20,7 @@ from fp8compile.tensor import (
     in_place_of,
 )
 
-__all__ = ["check_weights", "quantize_weights"]
+__all__ = ["check_weights", "not_codes", "quantize_weights"]
 
 
 def _check_placed(names: Mapping[nn.Module, str], layers: Iterable[nn.Module]) -> None:
@@ -37,7 +37,7 @@ def _slots(recipe: Recipe) -> tuple[Quantizer | None, ...]:
     return recipe.weight, recipe.weight_for_grad_input
 
 
-def _not_codes(recipe: Recipe) -> str | None:
+def not_codes(recipe: Recipe) -> str | None:
     """Why weights of this recipe can't be codes, or None."""
     if any(quantizer is not None and quantizer.has_outer_scale() for quantizer in _slots(recipe)):
         return "has two levels of scales, of which a parameter holds one"
@@ -83,7 +83,7 @@ def check_weights(model: nn.Module, recipes: Mapping[nn.Module, Recipe]) -> None
     users = users_of_parameters(model)
     for module, weight_name in [(layer, each) for layer in recipes for each in weight_names(layer)]:
         name, recipe, weight = names[module] or "the model", recipes[module], getattr(module, weight_name)
-        if (reason := _not_codes(recipe)) is not None:
+        if (reason := not_codes(recipe)) is not None:
             raise ValueError(
                 f"convert: quantized_parameters, and the recipe of {name} {reason}. Take another recipe, such as "
                 "fp8compile.recipes.rowwise(), mxfp8() or tensorwise(), or leave quantized_parameters out."
