@@ -1,6 +1,6 @@
 """What a state dict has of weights that are codes: codes and scales, of one set or of two, in place of values.
 
-    weight    weight_codes, weight_scale,  and of two sets  weight_codes_for_grad_input, weight_scale_for_grad_input
+weight    weight_codes, weight_scale,  and of two sets  weight_codes_for_grad_input, weight_scale_for_grad_input
 """
 
 from __future__ import annotations

@@ -144,7 +144,12 @@ def _as_strided(func: Any, x: QuantizedStackParameter, *where: Any) -> Quantized
 
 
 def _slice(
-    func: Any, x: QuantizedStackParameter, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
+    func: Any,
+    x: QuantizedStackParameter,
+    dim: int = 0,
+    start: int | None = None,
+    end: int | None = None,
+    step: int = 1,
 ) -> QuantizedStackParameter | None:
     dim %= 3
     first, last, _ = slice(start, end).indices(x.shape[dim])

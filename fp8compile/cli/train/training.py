@@ -83,7 +83,9 @@ def resolved(config: TrainConfig, ranks: Ranks | None = None) -> TrainConfig:
     for arm in arms(config):
         recipe = named_recipe(arm.recipe)
         if config.quantized_parameters and recipe is not None and (reason := not_codes(recipe)) is not None:
-            raise UserError(f"--quantized-parameters with --recipe {arm.recipe}, which {reason}; leave one of them out")
+            raise UserError(
+                f"--quantized-parameters with --recipe {arm.recipe}, which {reason}; leave one of them out"
+            )
         if config.experts and recipe is not None and (reason := cannot_take_experts(recipe)) is not None:
             raise UserError(f"--experts {config.experts} with --recipe {arm.recipe}: {reason}")
     if config.compile:
