@@ -43,7 +43,7 @@ def codes_and_scales(name: str, weight: Tensor) -> dict[str, Tensor]:
 
 
 class CodesInState:
-    """A module whose state dict has codes and scales of its quantized parameters; values are quantized as they load."""
+    """A module whose state dict has codes and scales of its quantized parameters, and takes values for them too."""
 
     def _quantized_parameters(self) -> dict[str, Tensor]:
         """Parameters that are kept as codes and scales, by name."""

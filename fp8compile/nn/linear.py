@@ -9,10 +9,10 @@ from functools import cache
 from typing import Any, ClassVar, Self
 
 import torch
-from torch import Size, Tensor, nn
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from fp8compile._compat import is_dtensor, is_fsdp_managed, local_itself, rebind_load_hooks
+from fp8compile._compat import is_fsdp_managed, local_itself, rebind_load_hooks
 from fp8compile.nn.codes_in_state import CodesInState, scale_of
 from fp8compile.nn.functional import check_recipe, linear
 from fp8compile.nn.local import on_all_ranks_of, wrapped_like
@@ -22,7 +22,6 @@ from fp8compile.recipes import describe
 from fp8compile.tensor import (
     SOURCE_DTYPES,
     QuantizedParameter,
-    count_write,
     is_quantized_parameter,
     shown,
 )

@@ -63,6 +63,7 @@ def placements_of_scale(weight: Tensor, own: QuantizedParameter) -> list[Any]:
 
 
 def of_sets(sets: Sequence[QuantizedParameter]) -> QuantizedParameter | QuantizedPairParameter:
+    """The weight that has these sets of codes, one or two."""
     return sets[0] if len(sets) == 1 else QuantizedPairParameter(*sets)
 
 

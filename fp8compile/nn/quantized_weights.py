@@ -121,7 +121,7 @@ def check_weights(model: nn.Module, recipes: Mapping[nn.Module, Recipe]) -> None
 def quantize_weights(layers: Iterable[nn.Module], *, keep_initial: bool) -> None:
     """Make the layers' weights codes and scales; shared ones stay shared."""
     made: dict[Tensor, nn.Parameter] = {}
-    for layer, name in [(layer, name) for layer in layers for name in weight_names(layer)]:
+    for layer, name in [(each, name) for each in layers for name in weight_names(each)]:
         weight = getattr(layer, name)
         if weight not in made:
             made[weight] = in_place_of(weight, _codes(layer, weight.detach()))

@@ -440,7 +440,7 @@ NO_CAT = (
 
 
 def flat(x: QuantizedParameter, codes: Tensor) -> QuantizedParameter:
-    """Codes in one row, of a parameter or a part of one: FSDP2 keeps such a view of each shard, and reads it of plain parameters only.
+    """Codes in one row: FSDP2 keeps such a view of each shard, and reads it of plain parameters only.
 
     Blocks do not lie in rows, so this has no scale, and an op on its values raises.
     """

@@ -115,8 +115,8 @@ class QuantizedStackParameter(QuantizedParameter):
 
 def _no_view(func: object) -> str:
     return (
-        f"{func} of the weights of experts, whose matrices are codes with scales of their own: it keeps no matrix, and "
-        "nothing dequantizes in silence. Multiply by fp8compile.grouped_linear or grouped_mm, or call .dequantize()."
+        f"{func} of the weights of experts, whose matrices are codes with scales of their own: it keeps no matrix. "
+        "Nothing dequantizes in silence. Multiply by fp8compile.grouped_linear or grouped_mm, or call .dequantize()."
     )
 
 

@@ -63,9 +63,8 @@ def test_masters_equal_fp8_experts_over_bfloat16_copies_of_masters(kind, recipe,
     model, other = mixture(kind, recipe), mixture(kind, recipe, quantized=False)
     optimizers = f8.MasterWeights(torch.optim.AdamW, model.parameters(), lr=3e-3), ByHand(other, lr=3e-3)
     counters.clear()
-    calls = [
-        each if backend is None else torch.compile(each, fullgraph=True, backend=backend) for each in (model, other)
-    ]
+    both = [model, other]
+    calls = both if backend is None else [torch.compile(each, fullgraph=True, backend=backend) for each in both]
     losses = [models.trained(calls[0], 4, 0, optimizer=optimizers[0])]
     graphs = counters["stats"]["unique_graphs"]  # of four routings
     losses.append(models.trained(calls[1], 4, 0, optimizer=optimizers[1]))
@@ -113,7 +112,7 @@ def test_states_files_and_copies_have_the_codes(recipe):
             assert torch.equal(one.codes, two.codes)
             assert torch.equal(one.scale, two.scale)
     state["blocks.0.experts.down_proj_scale"] = torch.ones(1)
-    with pytest.raises(RuntimeError, match="experts.down_proj_scale has shape"):
+    with pytest.raises(RuntimeError, match=r"experts.down_proj_scale has shape"):
         other.load_state_dict(state)
 
 
@@ -125,7 +124,7 @@ def test_the_report_and_what_can_not_change_any_more():
         f8.revert(model)
     with pytest.raises(ValueError, match="its weight is codes, which no other forward reads"):
         f8.set_recipe(model, forward=None)
-    with pytest.raises(ValueError, match="recipe of blocks.0.experts leaves a product of the weight"):
+    with pytest.raises(ValueError, match=r"recipe of blocks.0.experts leaves a product of the weight"):
         f8.convert(
             expert_models.MixtureModel("torchtitan", 2), replace(f8.recipes.rowwise(), input=None, weight=None),
             filter=lambda _, fqn: fqn.endswith("experts"), quantized_parameters=True,
@@ -168,7 +167,7 @@ def test_a_part_of_each_matrix_takes_no_values():
 def test_codes_of_another_recipe_are_refused():
     weight = QuantizedStackParameter.of(torch.randn(2, 32, 64).bfloat16(), f8.recipes.blockwise().weight)
     x, offsets = torch.randn(4, 64).bfloat16(), torch.tensor([2, 4], dtype=torch.int32)
-    with pytest.raises(ValueError, match="grouped_linear: weight is a QuantizedTensor of .* the recipe quantizes"):
+    with pytest.raises(ValueError, match=r"grouped_linear: weight is a QuantizedTensor of .* the recipe quantizes"):
         f8.grouped_linear(x, weight, offsets, recipe=f8.recipes.tensorwise())
     plain = f8.quantize(torch.randn(2, 32, 64).bfloat16(), f8.recipes.tensorwise().weight)
     with pytest.raises(TypeError, match="only the weight may be quantized, as codes of each matrix by itself"):

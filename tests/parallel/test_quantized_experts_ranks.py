@@ -17,7 +17,6 @@ from masters import ByHand
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import parallelize_module
-from torch._dynamo.utils import counters
 
 import fp8compile as f8
 from fp8compile import parallel
@@ -92,7 +91,7 @@ def beside_the_reference(kind, count, recipe, where, backend):
     return found + [f"losses {losses[0]}, not {losses[1]}"] * (losses[0] != losses[1])
 
 
-# what FSDP2 cuts: rows of experts uneven, an expert for one rank alone, matrices within blocks (200 of 400, 100 of 200)
+# what FSDP2 cuts: experts unevenly, an expert for one rank alone, matrices within blocks (200 of 400, 100 of 200)
 CASES = [
     ("torchtitan", 3, "tensorwise", 0, None),
     ("torchtitan", 1, "blockwise", 0, None),
@@ -118,3 +117,47 @@ def test_experts_that_are_codes_have_the_bits_of_values(ranks, case):
     within = "all" if isinstance(case[3], str) else "pair"
     answers = ranks.run(beside_the_reference, *case, within=within)
     assert answers == [[]] * len(answers)
+
+
+# ---------------------------------------------------------------------------------- checkpoints
+
+
+def saved_on_two_and_loaded_on_three(recipe, folder):
+    """What differs: losses of the runs, and of one that was saved on two ranks and goes on on three."""
+    run, loaded = None, []
+    if dist.get_rank() < 2:
+        run = on_ranks("gpt-oss", 4, recipe, 0, quantized=True)
+        models.trained(run[0], 1, dist.get_rank(), optimizer=run[1])
+        dcp.save(run[0].state_dict(), checkpoint_id=folder, process_group=GROUPS["pair"])
+        loaded = [whole(each) for each in run[0].state_dict().values()]
+    dist.barrier(GROUPS["three"])
+    model = expert_models.mixture_of(
+        "gpt-oss", 4, f8.recipes.by_name(recipe), seed=1, dtype=torch.bfloat16, quantized_parameters=True
+    )
+    models.shard(model, models.mesh_1d("three"), MixedPrecisionPolicy())
+    parallel.share_scales(model)
+    state = model.state_dict()
+    dcp.load(state, checkpoint_id=folder, process_group=GROUPS["three"])
+    model.load_state_dict(state)
+    own = [whole(each) for each in model.state_dict().values()]
+    return [difference(one, other) for one, other in zip(loaded, own, strict=False)]
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "mxfp8"])
+def test_experts_that_two_ranks_saved_are_loaded_by_three(ranks, recipe, tmp_path):
+    answers = ranks.run(saved_on_two_and_loaded_on_three, recipe, str(tmp_path), within="three")
+    assert len(answers[0]) > 8
+    assert {words for answer in answers for words in answer} == {None}
+
+
+def drawn_by_chance():
+    model, _ = on_ranks("gpt-oss", 2, "tensorwise", 0, quantized=True)
+    try:
+        f8.MasterWeights(torch.optim.AdamW, model.parameters(), rounding="stochastic")
+    except ValueError as error:
+        return str(error)
+
+
+def test_stochastic_rounding_of_experts_on_ranks_is_refused(ranks):
+    for said in ranks.run(drawn_by_chance, within="pair"):
+        assert "stochastic rounding of experts that ranks share" in said

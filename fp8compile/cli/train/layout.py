@@ -3,8 +3,8 @@
     rank = (replica * shards + shard) * tp + part
 
 Ranks with one replica and one shard cut the model over `tp` parts and see the same rows. `shards` of them have a part
-of each parameter (FSDP), which `replicas` hold again (HSDP). Experts are spread over --ep ranks that follow one another
-(EP), and the next ones have them again; without FSDP the rest has a replica for each part of the batch.
+of each parameter (FSDP), which `replicas` hold again (HSDP). Experts are spread over --ep ranks that follow one
+another (EP), and the next ones have them again; without FSDP the rest has a replica for each part of the batch.
 """
 
 from __future__ import annotations
