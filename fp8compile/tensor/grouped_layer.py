@@ -16,7 +16,7 @@ from fp8compile.ops.layer.grouped_operands import GroupedOperands
 from fp8compile.ops.layer.linear import GRAD_INPUT, OUTPUT
 from fp8compile.ops.layer.operands import Phase
 from fp8compile.quantizers import Gemm, Recipe
-from fp8compile.tensor.layer import check_serves
+from fp8compile.tensor.layer import unserved
 from fp8compile.tensor.pair import QuantizedPair, has_codes
 from fp8compile.tensor.quantized import LAYERS
 from fp8compile.tensor.stack import QuantizedStack
@@ -37,7 +37,14 @@ def _operands(x: Tensor, weight: Tensor, offsets: Tensor, recipe: Recipe, gemm: 
             "grouped_linear: only the weight may be quantized, as codes of each matrix by itself; the layer quantizes "
             "its rows, and any other weight, itself. Pass .dequantize()."
         )
-    check_serves("grouped_linear", weight, recipe)
+    other = weight.quantizer_for_grad_input if isinstance(weight, QuantizedPair) else None
+    if unserved(weight.quantizer, recipe, other) is not None:
+        made = f"{weight.quantizer!r}" if other is None else f"{weight.quantizer!r} and {other!r}"
+        raise ValueError(
+            f"grouped_linear: the weight has codes of {made}; the recipe quantizes it by {recipe.weight!r} for the "
+            f"output and by {recipe.weight_for_grad_input!r} for grad_input. Set the recipe of experts before their "
+            "weights are made codes, or gathered as codes."
+        )
     own = weight.read_by(gemm)
     codes = GroupedOperand(codes=own.codes, scale=own.scale, quantizer=own.quantizer)
     phase = Phase.of(gemm, own.codes)

@@ -167,7 +167,7 @@ def test_a_part_of_each_matrix_takes_no_values():
 def test_codes_of_another_recipe_are_refused():
     weight = QuantizedStackParameter.of(torch.randn(2, 32, 64).bfloat16(), f8.recipes.blockwise().weight)
     x, offsets = torch.randn(4, 64).bfloat16(), torch.tensor([2, 4], dtype=torch.int32)
-    with pytest.raises(ValueError, match=r"grouped_linear: weight is a QuantizedTensor of .* the recipe quantizes"):
+    with pytest.raises(ValueError, match=r"grouped_linear: the weight has codes of .* the recipe quantizes"):
         f8.grouped_linear(x, weight, offsets, recipe=f8.recipes.tensorwise())
     plain = f8.quantize(torch.randn(2, 32, 64).bfloat16(), f8.recipes.tensorwise().weight)
     with pytest.raises(TypeError, match="only the weight may be quantized, as codes of each matrix by itself"):

@@ -37,11 +37,6 @@ def along(dim):
     return {"shard_placement_fn": lambda parameter: Shard(dim) if parameter.ndim == 3 else None} if dim else {}
 
 
-def gathers_codes(recipe):
-    """Whether FSDP2 can: forward and backward multiply the same ones."""
-    return recipe in ("tensorwise", "blockwise") and TORCH_VERSION >= (2, 12)
-
-
 def sharded(model, way, policy, dim=0, **options):
     """The model as the user shards it over two ranks."""
     mesh = models.mesh_1d("pair")
@@ -65,7 +60,7 @@ def ways_of_training(kind, count, recipe, policy, dim, steps):
 
     losses, weights = models.one_process(made(), policy, steps)
     assert len(set(losses)) == steps
-    ways = ["codes"] * gathers_codes(recipe) + ["stock"] + ["graph"] * (dim == 0)
+    ways = ["codes"] * (TORCH_VERSION >= (2, 12)) + ["stock"] + ["graph"] * (dim == 0)
     found = []
     for way in ways:
         model = sharded(made(), way, policy, dim)
@@ -86,6 +81,8 @@ CASES = [
     ("torchtitan", 3, "rowwise", "bf16", 0),
     ("gpt-oss", 3, "rowwise_bf16_wgrad", "bf16", 0),
     ("torchtitan", 1, "mxfp8", "fp32", 0),
+    ("gpt-oss", 3, "mxfp8", "bf16", 1),
+    ("torchtitan", 1, "rowwise", "bf16", 2),
     ("Qwen3-MoE", 4, "tensorwise", "bf16", 0),
     ("Qwen3-MoE", 3, "blockwise", "bf16", 1),
     ("Qwen3-MoE", 3, "rowwise", "bf16", 0),
@@ -119,7 +116,7 @@ def compiled_ways(kind, count, recipe, backend, steps):
     """
     model = expert_models.mixture_of(kind, count, f8.recipes.by_name(recipe))
     pairs = {"graph": lambda: models.one_process(model, "bf16", steps)}
-    if gathers_codes(recipe):
+    if TORCH_VERSION >= (2, 12):
         pairs["codes"] = lambda: compiled("stock", kind, count, recipe, backend, steps)
     found = []
     for way, expected in pairs.items():
