@@ -17,7 +17,6 @@ Counted in the second one, for an element of the rank's shards:
 from __future__ import annotations
 
 import argparse
-import gc
 import multiprocessing
 import socket
 from collections.abc import Iterator
@@ -32,6 +31,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
 import fp8compile as f8
+from benchmarks.living import bytes_since, living
 from benchmarks.table import Row, emit
 from fp8compile.ops import collectives
 
@@ -40,15 +40,6 @@ __all__ = ["RECIPES", "WAYS", "weight_bytes"]
 RECIPES = ("tensorwise", "rowwise", "rowwise_bf16_wgrad", "blockwise", "mxfp8", "delayed")
 WAYS = ("gathered", "kept", "parameters")
 WIDTH, RANKS = 1024, 2
-
-
-def _living() -> dict[int, torch.UntypedStorage]:
-    """The memory of every tensor that lives, by its address."""
-    gc.collect()
-    # the inner tensors of subclasses are there too; those of a graph that a compiler has traced have no memory
-    plain = (each for each in gc.get_objects() if type(each) in (Tensor, torch.nn.Parameter))
-    storages = [each.untyped_storage() for each in plain if not torch._is_functional_tensor(each)]
-    return {each.data_ptr(): each for each in storages}
 
 
 class _Sent:
@@ -101,7 +92,7 @@ def weight_bytes(recipe: str | None, way: str, mesh: DeviceMesh) -> Row:
         way: One of ``WAYS``, or ``"values"``.
         mesh: Of FSDP2, one dim.
     """
-    before = _living()
+    before = living()
     model, sent = _model(recipe, way, mesh), _Sent()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for layer in model:
@@ -117,7 +108,7 @@ def weight_bytes(recipe: str | None, way: str, mesh: DeviceMesh) -> Row:
             optimizer.step()
             optimizer.zero_grad()
             del loss
-    memory = sum(storage.nbytes() for address, storage in _living().items() if address not in before)
+    memory = bytes_since(before)
     elements = 2 * WIDTH * WIDTH // mesh.size()
     counted = {"memory": memory, "forward": forward, "backward": backward, "amaxes": sum(messages)}
     return {"recipe": recipe or "bf16", "way": way, **{name: value / elements for name, value in counted.items()}}

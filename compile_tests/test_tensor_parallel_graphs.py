@@ -14,7 +14,6 @@ from processes import process_context
 from torch import nn
 
 import fp8compile as f8
-from fp8compile._compat import TORCH_VERSION
 from fp8compile.testing import assert_fullgraph, assert_no_recompile, graph_report
 
 RECIPES = ("tensorwise", "rowwise", "rowwise_bf16_wgrad", "blockwise", "mxfp8")
@@ -123,15 +122,7 @@ WHOLE = BATCH * SEQUENCE * DIM  # elements of what is gathered: the input of gat
 CODES_GATHERED = {"tensorwise": 2, "rowwise": 4, "blockwise": 4, "mxfp8": 4}
 
 
-# What ranks told each other is shared within a pass there: shared by both passes, ranks with parts of other sizes sent
-# other messages, and one died (test_tensor_parallel.py, blockwise, SP to colwise, batches of tokens, compiled).
-SENT_AGAIN = pytest.mark.xfail(TORCH_VERSION >= (2, 15), strict=True, reason="PyTorch 2.15 merges no messages")
-
-
-@pytest.mark.parametrize(
-    "recipe",
-    [pytest.param(name, marks=SENT_AGAIN if name in ("tensorwise", "rowwise") else ()) for name in CODES_GATHERED],
-)
+@pytest.mark.parametrize("recipe", CODES_GATHERED)
 def test_codes_travel_and_at_most_0_55_of_bfloat16s_bytes(elsewhere, recipe):
     gathers = [c for c in elsewhere(report_of, recipe, (4,)).collectives if "all_gather" in c.op]
     norm = [c for c in gathers if c.dtype == "float32" and c.bytes == 4 * BATCH * SEQUENCE and c.backward]
@@ -157,7 +148,6 @@ def test_stock_styles_gather_bfloat16(elsewhere):
     assert [c.bytes for c in gathers if c.dtype == "bfloat16"] == [2 * WHOLE] * 2, gathers
 
 
-@SENT_AGAIN
 def test_gate_and_up_share_a_quantization_and_a_gather(elsewhere):
     report = elsewhere(report_of, "tensorwise", (4,))
     assert sum(c.bytes == WHOLE and not c.backward for c in report.collectives if "all_gather" in c.op) == 1

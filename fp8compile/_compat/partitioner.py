@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import is_dataclass
 from functools import wraps
 from typing import Any
 
@@ -172,18 +173,25 @@ def _marks() -> tuple:
 
 
 RESULTS = "_fp8compile_results"  # on a graph that is being traced
-PARTS = VIEWS | {torch.ops.aten.select.int}
+# Padding too: of ranks whose parts begin elsewhere in a block some pad and others do not, and all have to send alike.
+PARTS = VIEWS | {torch.ops.aten.select.int, torch.ops.aten.constant_pad_nd.default, torch.ops.aten.clone.default}
 
 
 def _meaning(value: Any) -> Any:
-    """A node, or what it does to another one if it is a view of it or of a part: equal for equal views."""
+    """A node, or what it does to another one if it is a view, a part or a padded copy of it: equal for equal ones."""
     if isinstance(value, (list, tuple)):
         return tuple(map(_meaning, value))
     if isinstance(value, torch.SymInt):
         return value.node.expr  # has no hash itself
+    if is_dataclass(value) and any(_has_symbol(each) for each in vars(value).values()):
+        return type(value), *map(_meaning, vars(value).values())
     if isinstance(value, torch.fx.Node) and value.op == "call_function" and value.target in PARTS:
         return value.target, *map(_meaning, value.args), *value.kwargs.items()
     return value
+
+
+def _has_symbol(value: Any) -> bool:
+    return isinstance(value, torch.SymInt) or (isinstance(value, tuple) and any(map(_has_symbol, value)))
 
 
 def is_fusible(tensor: torch.Tensor) -> bool:

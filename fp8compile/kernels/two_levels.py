@@ -89,7 +89,7 @@ def _decoded(scale):
 
 @triton.jit
 def _outer_multiplier(outer_amax):
-    """Of TransformerEngine's rule."""
+    """The multiplier of the whole tensor by TransformerEngine's rule: the largest number of codes, over its amax."""
     largest = tl.full(outer_amax.shape, LARGEST_CODE * LARGEST_SCALE, tl.float32)
     found = _at_most(_quotient(largest, outer_amax), LARGEST)
     return tl.where(_bits(outer_amax) < EXPONENT_MASK, found, _float(tl.full(outer_amax.shape, NAN_BITS, tl.int32)))

@@ -52,8 +52,7 @@ def _sent(collective: Callable[..., Tensor], *args: Any) -> Tensor:
     return result.wait() if isinstance(result, AsyncCollectiveTensor) else result
 
 
-# not from 2.15 on: ranks with parts of other sizes then sent other messages in the backward, and one died
-@(_compat.once_a_graph if _compat.TORCH_VERSION < (2, 15) else lambda fn: fn)
+@_compat.once_a_graph
 def all_reduce_amax(amax: Tensor, group: ProcessGroup | str) -> Tensor:
     """The largest amax over the ranks of a group; NaN where any rank has one.
 

@@ -1,4 +1,4 @@
-"""What MasterWeights does, by hand, for layers whose weights are values."""
+"""Steps of models whose weights are codes; what MasterWeights does, by hand, where weights are values."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 
 from fp8compile.nn.candidates import is_converted, weight_names
 
-__all__ = ["ByHand"]
+__all__ = ["ByHand", "train"]
 
 
 class ByHand:
@@ -36,3 +36,16 @@ class ByHand:
         self.inner.load_state_dict(state["inner"])
         for master, given in zip(self.pairs.values(), state["masters"].values(), strict=True):
             master.copy_(given)
+
+
+def train(model, optimizer, steps, first=0):
+    """Losses of steps of an autoencoder of 64 features, on batches by their number."""
+    losses = []
+    for step in range(first, first + steps):
+        x = torch.randn(16, 64, generator=torch.Generator().manual_seed(step)).bfloat16()
+        loss = (model(x).float() - x.float()).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses

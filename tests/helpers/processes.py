@@ -1,7 +1,7 @@
-"""Processes that tests start: each is forked from one that has imported the package, which alone takes seconds.
+"""Processes that tests start: each is forked from one that has imported the package and what compiles, for seconds.
 
 The process that is forked starts together with the first of them and keeps the environment of that moment. It has
-imported and computed nothing else.
+imported nothing else, and computed nothing.
 """
 
 from __future__ import annotations
@@ -15,11 +15,20 @@ from torch import multiprocessing
 
 __all__ = ["print_to", "process_context"]
 
+PRELOADED = [
+    "fp8compile",
+    "fp8compile.parallel",
+    "fp8compile.testing",
+    "torch._dynamo",
+    "torch._inductor.compile_fx",
+    "torch.distributed.checkpoint.state_dict",
+]
+
 
 def process_context() -> Any:
     """What `multiprocessing.get_context` gives, to make a Process, a Pipe or a ProcessPoolExecutor with."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["fp8compile", "fp8compile.parallel", "fp8compile.testing"])
+    context.set_forkserver_preload(PRELOADED)
     return context
 
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.fx import traceback
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn.functional import pad
 
 from fp8compile import _compat
 
@@ -36,12 +37,25 @@ def calls(fn):
         (lambda x, y: doubled(x.t(), 2) + doubled(x.t(), 2), 1),
         (lambda x, y: doubled(x.view(2, 6)[0], 2) + doubled(x.view(2, 6)[0], 2), 1),
         (lambda x, y: doubled(x.view(2, 6)[0], 2) + doubled(x.view(2, 6)[1], 2), 2),
+        (lambda x, y: doubled(pad(x, [1, 0]), 2) + doubled(pad(x, [1, 0]), 2), 1),
+        (lambda x, y: doubled(pad(x, [1, 0]), 2) + doubled(pad(x, [0, 1]), 2), 2),
         (lambda x, y: doubled(x.t(), 2) + doubled(x.reshape(4, 3), 2), 2),
         (lambda x, y: doubled(x, 2) + doubled(x, 3), 2),
         (lambda x, y: doubled(x.t(), 2) + doubled(y, 2), 2),
         (lambda x, y: doubled(x, 2) + doubled(x + 0, 2), 2),
     ],
-    ids=["equal", "views", "parts", "other parts", "other views", "other numbers", "other tensors", "other values"],
+    ids=[
+        "equal",
+        "views",
+        "parts",
+        "other parts",
+        "padded",
+        "other padding",
+        "other views",
+        "other numbers",
+        "other tensors",
+        "other values",
+    ],
 )
 def test_equal_calls_on_one_value_are_one(fn, times):
     assert calls(fn) == times

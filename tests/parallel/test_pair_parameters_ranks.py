@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from gloo_ranks import GROUPS, shared_ranks
-from living import bytes_since, living
 from masters import ByHand
 from test_fsdp_use import CountedAllGather, counted
 from torch import nn
@@ -20,6 +19,7 @@ from torch.distributed.tensor import Shard
 from torch.utils.checkpoint import checkpoint
 
 import fp8compile as f8
+from benchmarks.living import bytes_since, living
 from fp8compile import _compat
 from fp8compile._compat import local_itself
 from fp8compile.ops import collectives

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from gloo_ranks import GROUPS, MEMBERS, shared_ranks
-from living import bytes_since, living
+from masters import train
 from torch import nn
 from torch._dynamo.utils import counters
 from torch.distributed.checkpoint.state_dict import (
@@ -23,6 +23,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import fp8compile as f8
+from benchmarks.living import bytes_since, living
 from fp8compile import _compat
 from fp8compile._compat import local_itself
 from fp8compile.ops import collectives
@@ -79,18 +80,6 @@ def sharded(model, mesh, backend=None, **options):
             model[index] = torch.compile(block, fullgraph=True, backend=backend)
         fully_shard(model[index], mesh=mesh, **options)
     return fully_shard(model, mesh=mesh, **options)
-
-
-def train(model, optimizer, steps, first=0):
-    losses = []
-    for step in range(first, first + steps):
-        x = torch.randn(16, 64, generator=torch.Generator().manual_seed(step)).bfloat16()
-        loss = (model(x).float() - x.float()).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
 
 
 def quantized(model):

@@ -275,7 +275,7 @@ def test_a_layer_without_sums_has_the_bits_of_one_process(ranks, order):
 
 
 def test_noise_is_that_of_the_place_in_the_whole_weight(ranks):
-    """Of the first layer both dims of the mesh cut the same rows."""
+    """Both dims of the mesh cut the same rows of the first layer's weight."""
     assert ranks.run(noise_over_both_dims) == [[True, True]] * 4
 
 

@@ -7,7 +7,7 @@ import pickle
 
 import pytest
 import torch
-from masters import ByHand
+from masters import ByHand, train
 from torch import nn
 from torch._dynamo.utils import counters
 
@@ -27,18 +27,6 @@ def model_of(seed=0, recipe=RECIPE, **options):
 def codes_of(**options):
     model = model_of(quantized_parameters=True, keep_initial=True, **options)
     return model, f8.MasterWeights(torch.optim.AdamW, model.parameters(), lr=0.01)
-
-
-def train(model, optimizer, steps, first=0):
-    losses = []
-    for step in range(first, first + steps):
-        x = torch.randn(16, 64, generator=torch.Generator().manual_seed(step)).bfloat16()
-        loss = (model(x).float() - x.float()).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
 
 
 def states_of(model):

@@ -9,12 +9,12 @@ import pickle
 import pytest
 import test_quantized_parameters as single
 import torch
-from living import bytes_since, living
 from test_written_between import WRITERS
 from torch import nn
 from torch._dynamo.utils import counters
 
 import fp8compile as f8
+from benchmarks.living import bytes_since, living
 from fp8compile.tensor import QuantizedPairParameter
 from fp8compile.testing.bits import difference
 

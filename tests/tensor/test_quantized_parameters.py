@@ -10,11 +10,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from living import bytes_since, living
 from torch import nn
 from torch._dynamo.utils import counters
 
 import fp8compile as f8
+from benchmarks.living import bytes_since, living
 from fp8compile.tensor import QuantizedPairParameter, QuantizedParameter, QuantizedTensor, update
 from fp8compile.testing.bits import difference
 

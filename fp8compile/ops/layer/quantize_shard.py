@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
@@ -77,16 +77,25 @@ def _check_transform(part: LocalShard, quantizer: Quantizer) -> None:
 def _window_and_amax(
     part: LocalShard, quantizer: Quantizer, steps: Steps, local_amax: Tensor | None = None
 ) -> tuple[Tensor, Tensor, tuple[AxisBlocks, AxisBlocks]]:
-    sides = axis_blocks(part.local.shape, part.cuts, quantizer.block)
     _check_part(part, quantizer)
+    window, found = _window_and_amax_over_ranks(part.local, local_amax, part.cuts, quantizer, steps.amax)
+    return window, found, axis_blocks(part.local.shape, part.cuts, quantizer.block)
+
+
+# Ranks make their windows by other ops, or none. Shared as one, forward and backward send alike on all of them.
+@_compat.once_a_graph
+def _window_and_amax_over_ranks(
+    local: Tensor, local_amax: Tensor | None, cuts: Sharding, quantizer: Quantizer, amax: Callable[..., Tensor]
+) -> tuple[Tensor, Tensor]:
+    part, sides = LocalShard(local, cuts), axis_blocks(local.shape, cuts, quantizer.block)
     window = _window(part, sides)
-    found = steps.amax(window, quantizer) if local_amax is None else local_amax
-    if window is not part.local:
+    found = amax(window, quantizer) if local_amax is None else local_amax
+    if window is not local:
         for dim, side in enumerate(sides):
             found = side.widen(found, dim) if side.kind == "split" else found
     for group in dict.fromkeys(group for side in sides if side.kind != "aligned" for group in side.groups):
         found = found if group is None else all_reduce_amax(found, group)
-    return window, found, sides
+    return window, found
 
 
 def positions(part: LocalShard, quantizer: Quantizer) -> tuple[Tensor, ...]:

@@ -1,0 +1,188 @@
+"""Plant faults in the sources of the layer, one at a time, and see that `make test` finds each.
+
+    python tests/mutations.py [words of a fault's name ...]
+
+Each is planted in a copy of the tree, where the tests that look at that part run as CI runs them: without what is left
+to the full run. A fault that nothing finds is printed last, and the exit code is 1.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+LAYER = "fp8compile/ops/layer"
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """A fault.
+
+    Attributes:
+        name: What is wrong then.
+        file: Of the sources.
+        old: What the file has once.
+        new: What stands there instead.
+        tests: Files of which one has to fail.
+    """
+
+    name: str
+    file: str
+    old: str
+    new: str
+    tests: tuple[str, ...]
+
+
+MUTATIONS = (
+    Mutation(
+        "ranks that share blocks do not exchange amaxes",
+        f"{LAYER}/quantize_shard.py",
+        "found = found if group is None else all_reduce_amax(found, group)",
+        "found = found",
+        ("tests/parallel/test_tensor_parallel.py",),
+    ),
+    Mutation(
+        "the outer amax of two levels is each rank's own",
+        f"{LAYER}/quantize_shard.py",
+        "outer_amax = outer_amax if cut is None else all_reduce_amax(outer_amax, cut.group)",
+        "outer_amax = outer_amax",
+        ("tests/parallel",),
+    ),
+    Mutation(
+        "stochastic rounding on a rank takes the noise of other rows",
+        f"{LAYER}/quantize_shard.py",
+        "return rows * sides[1].total, columns",
+        "return rows * sides[1].length, columns",
+        ("tests/parallel/test_noise_on_ranks.py",),
+    ),
+    Mutation(
+        "a window's blocks begin one element late",
+        f"{LAYER}/shards.py",
+        "return window.narrow(dim, self.first % self.block, self.length)",
+        "return window.narrow(dim, max(self.first % self.block - 1, 0), self.length)",
+        ("tests/parallel/test_tensor_parallel.py",),
+    ),
+    Mutation(
+        "gathered codes of the input are sent again in the backward",
+        f"{LAYER}/operands.py",
+        "return STEPS[Phase.FORWARD if gathers else Phase.BACKWARD]",
+        "return STEPS[Phase.BACKWARD]",
+        ("compile_tests/test_tensor_parallel_graphs.py",),
+    ),
+    Mutation(
+        "codes that FSDP gathered are kept for the backward",
+        f"{LAYER}/operands.py",
+        "with _compat.recomputed(in_backward=True) if in_backward else _compat.left_in_forward():\n            codes",
+        "if True:\n            codes",
+        ("compile_tests/test_saved_bytes.py", "compile_tests/test_graph_fsdp_graphs.py"),
+    ),
+    Mutation(
+        "the backward casts a weight's codes of the forward anew",
+        f"{LAYER}/operands.py",
+        "        _compat.never_recompute(turned)\n",
+        "",
+        ("compile_tests/test_kept_weight_codes.py",),
+    ),
+    Mutation(
+        "layers that share an input each lay its codes out",
+        f"{LAYER}/operands.py",
+        "return replace(operand, codes=store(operand.codes))",
+        "return operand",
+        ("compile_tests/test_bytes.py", "compile_tests/test_gpu_kernels.py", "compile_tests/test_placements.py"),
+    ),
+    Mutation(
+        "a multiplier of delayed scaling is that of another tensor",
+        f"{LAYER}/operands.py",
+        "own = self.multiplier[ROW[slot]]",
+        "own = self.multiplier[2 - ROW[slot]]",
+        ("tests/nn/test_delayed.py",),
+    ),
+    Mutation(
+        "the state of delayed scaling follows one rank's amaxes",
+        f"{LAYER}/delayed.py",
+        "amaxes = all_reduce_amax(amaxes, ctx.group)",
+        "pass",
+        ("tests/parallel/test_delayed_groups.py", "tests/parallel/test_delayed_ranks.py"),
+    ),
+    Mutation(
+        "a layer without a gradient of x makes that of x alone",
+        f"{LAYER}/linear.py",
+        "return recipe if x and weight else _for_one_gradient(recipe, GRAD_INPUT if x else GRAD_WEIGHT)",
+        "return recipe if x and weight else _for_one_gradient(recipe, GRAD_WEIGHT if x else GRAD_INPUT)",
+        ("tests/nn/test_uses.py", "compile_tests/test_gpu_programs.py"),
+    ),
+    Mutation(
+        "the bias's gradient is summed over each rank's tokens alone",
+        f"{LAYER}/sharded_linear.py",
+        "return all_reduce_sum(own, cut.group) if parts_of_tokens else own",
+        "return own",
+        ("tests/parallel/test_explicit_groups.py",),
+    ),
+    Mutation(
+        "experts that ranks cut along K have scales of their own parts",
+        f"{LAYER}/grouped_operands.py",
+        "return all_reduce_amax(amaxes, self.cut.group) if spans else amaxes",
+        "return amaxes",
+        ("tests/parallel/test_grouped_functions.py", "tests/parallel/test_expert_parallel.py"),
+    ),
+    Mutation(
+        "gradients of the input take the weight's codes of the output",
+        f"{LAYER}/grouped_operands.py",
+        "quantizer=matrices.quantizer.transposed(),",
+        "quantizer=matrices.quantizer,",
+        ("tests/ops", "tests/nn/test_grouped_linear.py"),
+    ),
+    Mutation(
+        "calls are shared that the partitioner treats unlike",
+        "fp8compile/_compat/partitioner.py",
+        'return asked, *(traceback.current_meta.get(key) for key in ("recompute", "ac_graph_id"))',
+        "return ()",
+        ("tests/ops/test_once_a_graph.py",),
+    ),
+)
+
+
+def found(mutation: Mutation, tree: Path) -> str | None:
+    """The first test that fails for a fault; None if none does."""
+    source = tree / mutation.file
+    text = source.read_text()
+    if text.count(mutation.old) != 1:
+        raise ValueError(f"{mutation.file} has {text.count(mutation.old)} of: {mutation.old}")
+    source.write_text(text.replace(mutation.old, mutation.new))
+    try:
+        command = [sys.executable, "-m", "pytest", "-q", "-x", "-m", "not slow", "-p", "no:cacheprovider"]
+        env = {**os.environ, "PYTHONPATH": str(tree)}
+        run = subprocess.run(
+            [*command, *mutation.tests], cwd=tree, env=env, capture_output=True, text=True, check=False
+        )
+    finally:
+        source.write_text(text)
+    if run.returncode not in (0, 1):
+        raise RuntimeError(f"{mutation.name}: pytest itself failed\n{run.stdout[-3000:]}{run.stderr[-3000:]}")
+    failed = [line.split()[1] for line in run.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
+    return failed[0] if failed else None
+
+
+def main(words: list[str]) -> int:
+    """Run, print, and say by the exit code whether each was found."""
+    chosen = [each for each in MUTATIONS if all(word in each.name for word in words)]
+    missed = []
+    with tempfile.TemporaryDirectory() as folder:
+        tree = Path(folder) / "tree"
+        shutil.copytree(ROOT, tree, ignore=shutil.ignore_patterns(".*", "__pycache__"))
+        for mutation in chosen:
+            test = found(mutation, tree)
+            print(f"{mutation.name}\n    {test or 'NOT FOUND'}", flush=True)
+            missed += [] if test else [mutation.name]
+    print(f"{len(chosen) - len(missed)} of {len(chosen)} found" + "".join(f"\nnot found: {name}" for name in missed))
+    return 1 if missed or not chosen else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
