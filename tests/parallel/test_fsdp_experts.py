@@ -115,7 +115,8 @@ def compiled_ways(kind, count, recipe, backend, steps):
     From 2.15 on eager mode leaves the gradient of a norm in float32, which compiled blocks round.
     """
     model = expert_models.mixture_of(kind, count, f8.recipes.by_name(recipe))
-    pairs = {"graph": lambda: models.one_process(model, "bf16", steps)}
+    # Inductor rounds a norm and a gate once, eager mode each of their steps: it is held against itself
+    pairs = {} if backend == "inductor" else {"graph": lambda: models.one_process(model, "bf16", steps)}
     if TORCH_VERSION >= (2, 12):
         pairs["codes"] = lambda: compiled("stock", kind, count, recipe, backend, steps)
     found = []
