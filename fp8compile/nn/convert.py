@@ -24,9 +24,9 @@ from fp8compile.nn.candidates import (
 )
 from fp8compile.nn.experts import routers
 from fp8compile.nn.filters import Filter, resolve_filter
+from fp8compile.nn.parameter_uses import Uses, parameter_uses
 from fp8compile.nn.quantized_weights import check_weights, quantize_weights
 from fp8compile.nn.state import check_amax_group
-from fp8compile.nn.uses import Uses, parameter_uses
 from fp8compile.quantizers import Recipe
 
 __all__ = ["LEFT_OUT", "PAST_FORWARD", "ROUTER", "convert", "revert"]

@@ -10,7 +10,7 @@ from fp8compile._compat import allow_group_in_subclass, is_dtensor, is_fsdp, loc
 from fp8compile.nn.candidates import weight_names
 from fp8compile.nn.experts import is_transposed
 from fp8compile.nn.placed_weights import not_placed, of_sets, quantized_part, unwritten
-from fp8compile.nn.users import users_of_parameters
+from fp8compile.nn.users_of_parameters import users_of_parameters
 from fp8compile.quantizers import DelayedScaling, Quantizer, Recipe
 from fp8compile.tensor import (
     QuantizedPairParameter,

@@ -13,7 +13,7 @@ from fp8compile.nn.calls import called_layers
 from fp8compile.nn.candidates import is_converted, is_layer, matrices, weight_names
 from fp8compile.nn.convert import LEFT_OUT, PAST_FORWARD, ROUTER
 from fp8compile.nn.experts import num_experts, routers
-from fp8compile.nn.uses import Kind, Uses, parameter_uses
+from fp8compile.nn.parameter_uses import Kind, Uses, parameter_uses
 from fp8compile.quantizers import GEMMS, Recipe
 from fp8compile.tensor import GATHERED, shown
 

@@ -16,6 +16,7 @@ from fp8compile.tensor.attributes import moved
 from fp8compile.tensor.fsdp import cut_dim, gathered_scale, share_scales_of_shard
 from fp8compile.tensor.gathered_pair import Meaning, OwnCodes, fill, made_of, sent_of
 from fp8compile.tensor.gathers import BOTH, Gathers
+from fp8compile.tensor.optimizer_steps import Pending, check_outside_of_graph_of_step
 from fp8compile.tensor.pair import QuantizedPair, Turns, no_meaning
 from fp8compile.tensor.parameter import (
     MAKERS,
@@ -27,8 +28,7 @@ from fp8compile.tensor.parameter import (
 )
 from fp8compile.tensor.quantized import HANDLERS, LAYERS, VIEWS
 from fp8compile.tensor.saved import load_pair
-from fp8compile.tensor.steps import Pending, check_outside_of_graph_of_step
-from fp8compile.tensor.writes import READS, UPDATES, compute, copy
+from fp8compile.tensor.write_ops import READS, UPDATES, compute, copy
 
 __all__ = ["QuantizedPairParameter", "is_quantized_parameter"]
 

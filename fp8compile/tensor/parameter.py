@@ -18,11 +18,11 @@ from fp8compile.ops.layer.shards import Sharding, chunk_sizes
 from fp8compile.quantizers import Quantizer
 from fp8compile.tensor.attributes import moved
 from fp8compile.tensor.fsdp import FullyShardHooks
+from fp8compile.tensor.optimizer_steps import Pending, check_outside_of_graph_of_step, listen_to_optimizers, settle
 from fp8compile.tensor.quantized import LAYERS, QuantizedTensor
 from fp8compile.tensor.saved import load_parameter
-from fp8compile.tensor.steps import Pending, check_outside_of_graph_of_step, listen_to_optimizers, settle
 from fp8compile.tensor.update import shared_with
-from fp8compile.tensor.writes import READS, UPDATES, compute, copy
+from fp8compile.tensor.write_ops import READS, UPDATES, compute, copy
 
 __all__ = ["QuantizedParameter", "as_leaf", "flat", "plain_like"]
 

@@ -19,7 +19,7 @@ from fp8compile import _compat
 from fp8compile.nn import Linear
 from fp8compile.nn.experts import ConvertedExperts, stacks
 from fp8compile.nn.local import wrapped_like
-from fp8compile.nn.users import users_of_parameters
+from fp8compile.nn.users_of_parameters import users_of_parameters
 from fp8compile.ops.layer.shards import DimSharding
 from fp8compile.parallel.fsdp2.sharded_pair import ShardedPair
 from fp8compile.parallel.fsdp2.sharded_stack import ShardedStack, ShardedStackPair
