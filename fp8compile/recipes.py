@@ -239,7 +239,8 @@ def nvfp4(
         seed: Of stochastic rounding.
         hadamard: Sixteen signs of the transform of grad_weight's operands, TransformerEngine's by default; () for no
             transform.
-        backward: ``"nvfp4"``, or ``"bf16"`` for both gradients in the dtype of their operands.
+        backward: ``"nvfp4"``; ``"bf16"`` for both gradients in the dtype of their operands; or ``"dequantized"`` for
+            that too, of the values that the forward's codes stand for in place of x and the weight.
         scale: The rule of both scales, ``"transformer_engine"`` or ``"torchao"``.
         emulate: Whether a GPU multiplies the exact values in float64, slowly, instead of raising.
 
@@ -250,8 +251,8 @@ def nvfp4(
     """
     if weight_block not in (NV_TILE, NV_LINE):
         raise ValueError(f"nvfp4: weight_block is {weight_block!r}; it is (16, 16) or (1, 16).")
-    if backward not in ("nvfp4", "bf16"):
-        raise ValueError(f"nvfp4: backward is {backward!r}; it is 'nvfp4' or 'bf16'.")
+    if backward not in ("nvfp4", "bf16", "dequantized"):
+        raise ValueError(f"nvfp4: backward is {backward!r}; it is 'nvfp4', 'bf16' or 'dequantized'.")
     line, pillar = TwoLevelScaling(scale=scale), TwoLevelScaling(block=NV_PILLAR, packed="columns", scale=scale)
     weight = TwoLevelScaling(block=weight_block, scale=scale)
     gradient = {"rounding": grad_rounding, "seed": seed}
@@ -263,7 +264,8 @@ def nvfp4(
     }
     taken = gradients if backward == "nvfp4" else {}
     keeps = taken.get("weight_for_grad_input") == weight
-    return Recipe(input=line, weight=weight, emulate=emulate, keep_weight_codes=keeps, **taken)
+    switches = {"keep_weight_codes": keeps, "dequantized_gradients": backward == "dequantized"}
+    return Recipe(input=line, weight=weight, emulate=emulate, **switches, **taken)
 
 
 def delayed(
@@ -433,7 +435,8 @@ def _call(name: str, recipe: Recipe) -> str | None:
     defaults = {each.name: each.default for each in inspect.signature(function).parameters.values()}
     try:
         if "backward" in defaults and recipe.grad_output is None:
-            arguments = {"weight_block": recipe.weight.block, "scale": recipe.weight.scale, "backward": "bf16"}
+            arguments = {"weight_block": recipe.weight.block, "scale": recipe.weight.scale}
+            arguments |= {"backward": "dequantized" if recipe.dequantized_gradients else "bf16"}
             arguments |= {"emulate": recipe.emulate}
         else:
             arguments = {each: attrgetter(ARGUMENTS[each])(recipe) for each in defaults if each in ARGUMENTS}

@@ -72,6 +72,8 @@ def no_dispatch() -> AbstractContextManager[None]:
 
 def guard_or_false(condition: Any) -> bool:
     """Truth of a condition on sizes; False where a size is not known when compiling."""
+    if isinstance(condition, bool):
+        return condition  # an eager call asks five times, a microsecond each
     from torch.fx.experimental.symbolic_shapes import guard_or_false
 
     return guard_or_false(condition)

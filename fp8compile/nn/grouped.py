@@ -123,7 +123,7 @@ def grouped_linear(
             none: whatever they hold is never read by an amax or a product.
         bias: (groups, out_features), the dtype of ``x``, or None. Added in that dtype.
         recipe: Quantizers for the operands: ``rowwise_bf16_wgrad``, ``rowwise``, ``tensorwise``, ``blockwise``,
-            ``mxfp8``, or another whose blocks lie within a row, or along the tokens of one group.
+            ``mxfp8``, on a CPU ``nvfp4``, or another whose blocks lie within a row, or along the tokens of one group.
         check_in_graph: Whether compiled code looks at ``offsets`` too. Eager mode always does.
 
     Returns:
@@ -133,7 +133,8 @@ def grouped_linear(
     Raises:
         TypeError: The recipe is none, a dtype or layout is not taken, or dtypes differ.
         ValueError: Shapes or devices do not fit; offsets fall or end behind the rows (on a GPU an assertion on the
-            device); the recipe has delayed scaling, stochastic rounding, or blocks that hold tokens of two groups.
+            device); the recipe has delayed scaling, stochastic rounding by one level of scales, or blocks that hold
+            tokens of two groups.
         RuntimeError: This device has no grouped GEMM for the recipe, or torch.jit traces.
     """
     if has_torch_function((x, weight, offsets, bias)):

@@ -20,7 +20,11 @@ __all__ = ["set_recipe"]
 def _with_forward(recipe: Recipe, forward: Recipe | None) -> Recipe:
     taken = forward or Recipe()
     keeps = taken.keep_weight_codes and taken.weight == recipe.weight_for_grad_input
-    return replace(recipe, input=taken.input, weight=taken.weight, keep_weight_codes=keeps)
+    dequantized = (
+        recipe.dequantized_gradients and taken.input is not None
+    )  # of the forward's codes, whichever they are
+    forward_of = {"input": taken.input, "weight": taken.weight, "keep_weight_codes": keeps}
+    return replace(recipe, **forward_of, dequantized_gradients=dequantized)
 
 
 def _cannot(layer: Linear | ConvertedExperts, forward: Recipe | None) -> str | None:

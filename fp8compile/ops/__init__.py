@@ -11,6 +11,7 @@ from fp8compile.ops.groups.group_cast import group_cast
 from fp8compile.ops.groups.group_quantize import group_quantize
 from fp8compile.ops.groups.group_quantize_both import group_quantize_both
 from fp8compile.ops.groups.group_quantize_rows import group_quantize_rows
+from fp8compile.ops.groups.group_two_levels import group_two_levels
 from fp8compile.ops.groups.grouped_blockwise_mm import grouped_blockwise_mm
 from fp8compile.ops.groups.grouped_mm import group_sum, grouped_mm
 from fp8compile.ops.groups.scaled_grouped_mm import scaled_grouped_mm
@@ -88,6 +89,7 @@ __all__ = [
     "group_quantize_both",
     "group_quantize_rows",
     "group_sum",
+    "group_two_levels",
     "grouped_blockwise_mm",
     "grouped_grad_input",
     "grouped_grad_weight",

@@ -20,9 +20,13 @@ __all__ = ["could_be", "dtype_said", "returned", "shape_said"]
 
 def could_be(found: Sequence[Any], expected: Sequence[Any]) -> bool:
     """Whether two shapes are equal, as far as numbers tell."""
-    return len(found) == len(expected) and all(
-        a == b for a, b in zip(found, expected, strict=True) if type(a) is type(b) is int
-    )
+    if len(found) != len(expected):
+        return False
+    # `all` takes twice as long, and an eager call asks eight times
+    for a, b in zip(found, expected, strict=True):  # noqa: SIM110
+        if type(a) is type(b) is int and a != b:
+            return False
+    return True
 
 
 def returned(
@@ -62,7 +66,7 @@ def shape_said(quantizer: Quantizer, method: str, shape: Sequence[int]) -> tuple
         TypeError: It gives none.
     """
     found = getattr(quantizer, method)(shape)
-    if isinstance(found, Sequence) and all(isinstance(size, (int, torch.SymInt)) for size in found):
+    if isinstance(found, (tuple, Sequence)) and all(isinstance(size, (int, torch.SymInt)) for size in found):
         return tuple(found)
     raise TypeError(
         f"{type(quantizer).__name__}.{method} returned {found!r} for shape {tuple(shape)}; it returns a tuple of ints."

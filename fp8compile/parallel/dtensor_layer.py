@@ -26,6 +26,7 @@ from fp8compile.ops.layer.fsdp_gather import reduced
 from fp8compile.ops.layer.linear import GRAD_INPUT, GRAD_WEIGHT, OUTPUT
 from fp8compile.ops.layer.local_shards import LocalShard, QuantizedShard
 from fp8compile.ops.layer.operands import Operands, Phase
+from fp8compile.ops.layer.packing import one_a_byte
 from fp8compile.ops.layer.products import add_bias, multiply_shards
 from fp8compile.ops.layer.quantize_shard import shard_amax
 from fp8compile.ops.layer.rows import Rows, placed_cuts
@@ -67,7 +68,8 @@ def _codes_of(gemm: Gemm, weight: LocalShard, recipe: Recipe) -> QuantizedShard:
             f"{local.quantizer.scale_shape(shape)}. Quantize each rank's part by fp8compile.quantize with group=, "
             "shard_dim= and sizes=."
         )
-    return QuantizedShard(local.codes, local.scale, local.quantizer, weight.cuts, whole)
+    codes, quantizer = one_a_byte(local.codes, local.quantizer) if weight.cuts else (local.codes, local.quantizer)
+    return QuantizedShard(codes, local.scale, quantizer, weight.cuts, whole, local.outer_scale)
 
 
 def _placed(gemm: Gemm, weight: DTensor, recipe: Recipe) -> _Weight:

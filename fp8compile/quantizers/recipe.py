@@ -76,6 +76,10 @@ def gemm_kind(a: Block, b: Block) -> str | None:
     return None
 
 
+# slots of the gradients, and those of the forward in whose place they read the same tensor
+FORWARD_SLOTS = {"weight_for_grad_input": "weight", "input_for_grad_weight": "input"}
+
+
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Recipe(Constant):
     """A quantizer for each operand of the three GEMMs of a linear layer; None keeps an operand in high precision.
@@ -97,12 +101,16 @@ class Recipe(Constant):
             byte an element of memory in between, half of one in four bits. Codes are the same. None are kept of a
             weight whose sides are not multiples of 32, of a ``Linear`` under FSDP, which frees weights in between,
             and of a checkpointed region (PyTorch 2.11 keeps those).
+        dequantized_gradients: Whether gradients whose GEMM stays in high precision multiply the values of the codes
+            that the forward multiplied, rounded to the dtype of the layer, in place of x and w themselves: gradients
+            of what the forward computed.
         emulate: Whether a GPU without a GEMM for these quantizers multiplies their exact values in float64, slowly,
             instead of raising. A CPU always does.
 
     Raises:
         ValueError: Only one operand of a GEMM is quantized, no GEMM can multiply the two, two slots with delayed
-            scaling do not agree, or codes of a weight are to be kept that do not serve grad_input.
+            scaling do not agree, codes of a weight are to be kept that do not serve grad_input, or gradients are to
+            multiply values of codes that there are not.
         TypeError: A slot holds no quantizer, or a switch no bool.
     """
 
@@ -116,6 +124,7 @@ class Recipe(Constant):
     fast_accumulation_grad_input: bool = False
     fast_accumulation_grad_weight: bool = False
     keep_weight_codes: bool = False
+    dequantized_gradients: bool = False
     emulate: bool = False
 
     def __post_init__(self) -> None:
@@ -124,11 +133,13 @@ class Recipe(Constant):
             self._check_slot(gemm.a)
             self._check_slot(gemm.b)
             self._check_pair(gemm)
-        for switch in ("emulate", "keep_weight_codes", *(f"fast_accumulation_{gemm.name}" for gemm in GEMMS)):
+        switches = ("emulate", "keep_weight_codes", "dequantized_gradients")
+        for switch in (*switches, *(f"fast_accumulation_{gemm.name}" for gemm in GEMMS)):
             if type(getattr(self, switch)) is not bool:
                 raise TypeError(f"Recipe: {switch} is {getattr(self, switch)!r}; it is True or False.")
         self._check_delayed()
         self._check_kept()
+        self._check_dequantized()
 
     def _check_kept(self) -> None:
         if self.keep_weight_codes and (self.weight is None or self.weight != self.weight_for_grad_input):
@@ -137,6 +148,18 @@ class Recipe(Constant):
                 f"{self.weight_for_grad_input!r}: what the forward keeps would be other codes than grad_input takes. "
                 "Give both the same quantizer, one of a whole tensor or of square blocks, or leave keep_weight_codes "
                 "out."
+            )
+
+    def _check_dequantized(self) -> None:
+        if not self.dequantized_gradients:
+            return
+        in_high_precision = any(self.quantizers(gemm) is None for gemm in GEMMS[1:])
+        if self.input is None or not in_high_precision or self.history():
+            raise ValueError(
+                "Recipe: dequantized_gradients, which is of gradients in high precision behind an output of codes by "
+                f"current scaling; input is {self.input!r}, grad_output {self.grad_output!r} and "
+                f"grad_output_for_grad_weight {self.grad_output_for_grad_weight!r}. Give the output quantizers and a "
+                "gradient none, or leave dequantized_gradients out."
             )
 
     def _check_delayed(self) -> None:
@@ -213,6 +236,14 @@ class Recipe(Constant):
         """The quantizers of a GEMM's operands as the layer holds them, or None: the GEMM stays in high precision."""
         a, b = getattr(self, gemm.a), getattr(self, gemm.b)
         return None if a is None else (a, b)
+
+    def quantizer_read(self, slot: str) -> Quantizer | None:
+        """The quantizer of what a product reads for a slot; of `dequantized_gradients`, that of the forward."""
+        return getattr(self, FORWARD_SLOTS.get(slot, slot) if self.is_dequantized(slot) else slot)
+
+    def is_dequantized(self, slot: str) -> bool:
+        """Whether a product in high precision reads the values of the forward's codes for a slot."""
+        return self.dequantized_gradients and slot in FORWARD_SLOTS and getattr(self, slot) is None
 
     def gemm_config(self, gemm: Gemm) -> GemmConfig:
         """What a GEMM is allowed."""

@@ -15,6 +15,7 @@ from fp8compile.ops.layer.delayed import delayed_output
 from fp8compile.ops.layer.linear import GRAD_INPUT, OUTPUT, layer_grad_input, layer_output
 from fp8compile.ops.layer.local_shards import QuantizedShard
 from fp8compile.ops.layer.operands import Operands, Phase
+from fp8compile.ops.layer.packing import are_same_codes
 from fp8compile.quantizers import Gemm, Quantizer, Recipe
 from fp8compile.tensor.pair import QuantizedPair, has_codes
 from fp8compile.tensor.quantized import LAYERS, QuantizedTensor
@@ -39,7 +40,7 @@ def unserved(quantizer: Quantizer, recipe: Recipe, for_grad_input: Quantizer | N
             f"asks for {recipe.weight!r} and {recipe.weight_for_grad_input!r}. Set the recipe of a layer before its "
             "weight is made codes, or gathered as codes."
         )
-    if recipe.shares_weight_codes() and quantizer == recipe.weight:
+    if recipe.shares_weight_codes() and are_same_codes(quantizer, recipe.weight):
         return None
     return (
         f"weight is a QuantizedTensor of {quantizer!r}; the recipe quantizes weights by {recipe.weight!r} for the "
@@ -73,7 +74,7 @@ def _check_weight(function: str, x: Tensor, weight: QuantizedTensor | QuantizedP
 def _operands(weight: QuantizedTensor | QuantizedPair, recipe: Recipe, gemm: Gemm) -> Operands:
     """The weight's own codes; in a graph the other operand is quantized as its compiler would have it."""
     own = weight.read_by(gemm)
-    codes = QuantizedShard(own.codes, own.scale, own.quantizer, ())
+    codes = QuantizedShard(own.codes, own.scale, own.quantizer, (), outer_scale=own.outer_scale)
     return Operands(recipe, Phase.of(gemm, own.codes), weight=codes, weight_in_turns=weight.is_in_turns)
 
 

@@ -77,7 +77,7 @@ class QuantizedPair(Tensor):
             return Tensor._make_wrapper_subclass(
                 cls,
                 for_output.shape,
-                strides=codes.stride(),
+                strides=for_output.stride(),
                 storage_offset=codes.storage_offset(),
                 dtype=for_output.dtype,
                 device=codes.device,

@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import return_and_correct_aliasing
 
 from fp8compile import ops
 from fp8compile.ops.layer.local_shards import QuantizedShard
+from fp8compile.ops.layer.packing import one_a_byte
 from fp8compile.ops.layer.shards import DimSharding, axis_blocks, split_axes
 from fp8compile.quantizers import Gemm, Quantizer
 from fp8compile.quantizers.blocks import as_matrix
@@ -125,7 +126,7 @@ class QuantizedTensor(Tensor):
             return Tensor._make_wrapper_subclass(
                 cls,
                 quantizer.values_shape(codes.shape),
-                strides=codes.stride(),
+                strides=_strides_of_values(codes, quantizer.values_shape(codes.shape)),
                 storage_offset=codes.storage_offset(),
                 dtype=dtype,
                 device=codes.device,
@@ -212,11 +213,12 @@ class QuantizedTensor(Tensor):
         outer = self._outer_scales()
         if not self.cuts_blocks():
             return ops.dequantize(self.codes, self.scale, self.quantizer, dtype, *outer)
-        codes, scale = as_matrix(self.codes), self.scale.reshape(-1, self.scale.shape[-1])
+        codes, quantizer = one_a_byte(self.codes, self.quantizer)
+        codes, scale = as_matrix(codes), self.scale.reshape(-1, self.scale.shape[-1])
         is_column = int(self.shard_dim == self.ndim - 1)
         side = axis_blocks(self.shape, (self.shards(),), self.quantizer.block)[is_column]
         window = side.embed(codes, is_column), side.window(scale, is_column)
-        window = ops.dequantize(*window, self.quantizer, dtype, *outer)
+        window = ops.dequantize(*window, quantizer, dtype, *outer)
         return side.extract(window, is_column).reshape(self.shape)
 
     def cuts_blocks(self) -> bool:
@@ -335,6 +337,17 @@ class QuantizedTensor(Tensor):
         if func in VIEWS:
             return return_and_correct_aliasing(func, args, kwargs, result)
         return result
+
+
+def _strides_of_values(codes: Tensor, shape: Sequence[int]) -> tuple[int, ...]:
+    """Strides of the values that codes stand for: of those that share a byte, in the order of memory."""
+    if tuple(codes.shape) == tuple(shape):
+        return codes.stride()
+    order = sorted(range(codes.ndim), key=lambda dim: codes.stride(dim))
+    strides, inner = [0] * codes.ndim, 1
+    for dim in order:
+        strides[dim], inner = inner, inner * shape[dim]
+    return tuple(strides)
 
 
 def cuts_blocks(x: QuantizedTensor) -> bool:

@@ -99,6 +99,8 @@ def _reshaped(func: Any, x: QuantizedTensor, codes: Tensor) -> QuantizedTensor:
 
 
 def _view(func: Any, x: QuantizedTensor, *args: Any) -> QuantizedTensor:
+    if args and not isinstance(args[0], int) and tuple(args[0]) == tuple(x.shape):
+        return x._like(aten.alias.default(x.codes), aten.alias.default(x.scale))
     _check_not_packed(func, x)  # before PyTorch says of codes what holds of values
     return _reshaped(func, x, func(x.codes, *args))
 

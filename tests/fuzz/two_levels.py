@@ -149,7 +149,7 @@ def _recipes(draw: st.DrawFn) -> f8.Recipe:
         grad_rounding=draw(st.sampled_from(("nearest", "stochastic"))),
         seed=draw(st.integers(0, 3)),
         hadamard=draw(signs),
-        backward=draw(st.sampled_from(("nvfp4", "nvfp4", "bf16"))),
+        backward=draw(st.sampled_from(("nvfp4", "nvfp4", "bf16", "dequantized"))),
         scale=draw(st.sampled_from(RULES)),
     )
 
@@ -170,6 +170,9 @@ def _exact(x: Tensor, quantizer: f8.TwoLevelScaling) -> tuple[Tensor, Tensor]:
 def _product(a: Tensor, b: Tensor, gemm: object, recipe: f8.Recipe) -> Tensor:
     pair = recipe.quantizers(gemm)
     if pair is None:
+        if recipe.dequantized_gradients:
+            quantizer = recipe.quantizer_read(gemm.b)
+            b = f8.quantize(b, quantizer.for_shape(b.shape)).dequantize()
         return (a.t() if gemm.a_transposed else a) @ (b.t() if gemm.b_transposed else b)
     (left, left_outer), (right, right_outer) = (_exact(x, q) for x, q in zip((a, b), pair, strict=True))
     left, right = left.t() if gemm.a_transposed else left, right.t() if gemm.b_transposed else right

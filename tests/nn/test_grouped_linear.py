@@ -16,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import fp8compile as f8
 
-RECIPES = ("tensorwise", "rowwise", "rowwise_bf16_wgrad", "blockwise", "mxfp8")
+RECIPES = ("tensorwise", "rowwise", "rowwise_bf16_wgrad", "blockwise", "mxfp8", "nvfp4")
 ROWS, K, N = 200, 40, 72
 ENDS = {
     "even": (50, 100, 150, 200),

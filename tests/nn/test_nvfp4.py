@@ -18,6 +18,7 @@ RECIPES = {
     "default": f8.recipes.nvfp4(),
     "1x16, no transform, torchao": f8.recipes.nvfp4(weight_block=(1, 16), hadamard=(), scale="torchao", seed=5),
     "bf16 backward": f8.recipes.nvfp4(backward="bf16"),
+    "dequantized backward": f8.recipes.nvfp4(backward="dequantized"),
 }
 SHAPES = [(48, 64, 32), (37, 23, 19), (1, 16, 16), (5, 40, 24)]  # M, K, N
 
@@ -49,6 +50,9 @@ def oracle(x, weight, grad, recipe):
     for gemm in GEMMS:
         a, b = given[gemm.name]
         if recipe.quantizers(gemm) is None:
+            if recipe.dequantized_gradients:
+                quantizer = recipe.quantizer_read(gemm.b)
+                b = f8.quantize(b, quantizer.for_shape(b.shape)).dequantize()
             a, b = gemm.oriented(a, b)
             yield a @ b
             continue
@@ -116,15 +120,28 @@ def test_names_and_arguments():
         (f8.recipes.nvfp4(), "nvfp4"),
         (f8.recipes.nvfp4(hadamard=()), "nvfp4(hadamard=())"),
         (f8.recipes.nvfp4(backward="bf16"), "nvfp4(backward='bf16')"),
+        (f8.recipes.nvfp4(backward="dequantized"), "nvfp4(backward='dequantized')"),
     ):
         assert f8.recipes.describe(made) == said
     assert f8.recipes.nvfp4().shares_weight_codes()
     for fields, says in (
-        ({"backward": "dequantized"}, "backward is 'dequantized'; it is 'nvfp4' or 'bf16'"),
+        ({"backward": "fp8"}, "backward is 'fp8'; it is 'nvfp4', 'bf16' or 'dequantized'"),
         ({"weight_block": (1, 32)}, r"weight_block is \(1, 32\); it is \(16, 16\) or \(1, 16\)"),
     ):
         with pytest.raises(ValueError, match=says):
             f8.recipes.nvfp4(**fields)
+
+
+def test_dequantized_gradients_are_of_codes_that_there_are():
+    row = f8.CurrentScaling(block=(1, -1))
+    for fields in ({}, {"input": f8.recipes.delayed().input, "weight": f8.recipes.delayed().weight}):
+        with pytest.raises(ValueError, match="dequantized_gradients, which is of gradients in high precision behind"):
+            f8.Recipe(dequantized_gradients=True, **fields)
+    recipe = f8.Recipe(input=row, weight=row, dequantized_gradients=True)
+    assert recipe.quantizer_read("weight_for_grad_input") == recipe.quantizer_read("input_for_grad_weight") == row
+    layer = f8.convert(torch.nn.Sequential(torch.nn.Linear(32, 32)), RECIPES["dequantized backward"])
+    assert not f8.set_recipe(layer, forward=None)[0].recipe.dequantized_gradients
+    assert f8.recipes.by_name("nvfp4", backward="dequantized") == RECIPES["dequantized backward"]
 
 
 def test_a_product_of_a_transformed_and_another_operand_is_refused():
@@ -138,8 +155,8 @@ def test_who_has_no_place_for_an_outer_scale_says_so():
     with pytest.raises(ValueError, match="the recipe of 0 has two levels of scales"):
         f8.convert(model, f8.recipes.nvfp4(), quantized_parameters=True)
     x, weight, offsets = torch.randn(8, 32), torch.randn(2, 32, 32), torch.tensor([4, 8], dtype=torch.int32)
-    with pytest.raises(ValueError, match=r"grouped_linear: .* has two levels of scales"):
-        f8.grouped_linear(x, weight, offsets, recipe=f8.recipes.nvfp4(grad_rounding="nearest"))
+    with pytest.raises(ValueError, match=r"grouped_linear: .* dequantized_gradients.*backward='bf16'"):
+        f8.grouped_linear(x, weight, offsets, recipe=f8.recipes.nvfp4(backward="dequantized"))
 
 
 def test_a_quantized_parameter_does_not_lose_an_outer_scale_in_silence():

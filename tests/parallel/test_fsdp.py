@@ -130,7 +130,7 @@ def test_one_process(ranks, recipe, policy, sizes):
 
 # ---------------------------------------------------------------------------------- what users reported
 
-PLACES = {"all_reduce_amax": collectives, "part_of_weight": weight_scales, "scale": weight_scales}
+PLACES = {"all_reduce_amax": collectives, "part_of_weight": weight_scales, "scales_of": weight_scales}
 REAL = {name: getattr(module, name) for name, module in PLACES.items()}
 
 
@@ -155,8 +155,8 @@ WRONG = {
     ),
     # pytorch/ao 4300: the power of two ignored on the way to the gather
     "power of two dropped": (
-        "scale",
-        lambda amax, quantizer: REAL["scale"](amax, replace(quantizer, scale="fp32")),
+        "scales_of",
+        lambda amax, quantizer: REAL["scales_of"](amax, replace(quantizer, scale="fp32")),
         ("pow2", "fp32", "even", "1-D"),
     ),
 }

@@ -75,7 +75,9 @@ class OwnLevels(Quantizer):
         return torch.where(outer_amax.isfinite(), scale, torch.nan)
 
     def block_scale(self, amax: Tensor, outer_amax: Tensor) -> Tensor:
-        return E4M3.encode((amax.double() / 6 / self.outer_scale(outer_amax).double()).float().clamp(min=2.0**-6))
+        # in float32: PyTorch 2.11 drops the rounding of a float32 number that float64 code reads in the same kernel
+        to_e4m3 = torch.where(outer_amax > 0, exact_quotient(448.0, outer_amax).clamp(max=2.0**127), 1.0)
+        return E4M3.encode(torch.where(outer_amax.isfinite(), (amax * to_e4m3).clamp(min=2.0**-6), torch.nan))
 
     def block_multiplier(self, scale: Tensor, outer_scale: Tensor) -> Tensor:
         return exact_quotient(1.0, E4M3.decode(scale) * outer_scale)

@@ -4,8 +4,8 @@
 
 Codes are those that the recipe has for the product that reads the rows. Where another product reads them in high
 precision, such as grad_weight of ``rowwise_bf16_wgrad``, rows travel as they are: codes beside them would only add
-bytes. A product along tokens (grad_weight of ``rowwise``, ``blockwise``, ``mxfp8``) makes its codes of the values
-that came.
+bytes. So do those in two levels of scales, whose codes wait for the amax of an expert's rows from all ranks. A product
+along tokens (grad_weight of ``rowwise``, ``blockwise``, ``mxfp8``) makes its codes of the values that came.
 
 A tensorwise quantizer has one scale for the rows of an expert, wherever they are: their amax is the largest over the
 ranks, and the scale is sent along with each row.
@@ -35,7 +35,10 @@ def sent_as(recipe: Recipe, slot: str) -> Quantizer | None:
         slot: ``"input"`` or ``"grad_output"``.
     """
     (slots,) = (each for each in TENSORS.values() if slot in each)
-    return None if any(getattr(recipe, each) is None for each in slots) else getattr(recipe, slot)
+    quantizers = [getattr(recipe, each) for each in slots]
+    if any(each is None or each.has_outer_scale() for each in quantizers):
+        return None
+    return getattr(recipe, slot)
 
 
 def wire_width(features: int, quantizer: Quantizer) -> int:

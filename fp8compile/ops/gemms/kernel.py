@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
@@ -55,7 +55,12 @@ class Operand:
 
     def t(self) -> Operand:
         """The transposed matrix; no data moves."""
-        return replace(self, codes=self.codes.t(), scale=self.scale.t(), quantizer=_transposed(self.quantizer))
+        return Operand(
+            codes=self.codes.t(),
+            scale=self.scale.t(),
+            quantizer=_transposed(self.quantizer),
+            outer_scale=self.outer_scale,
+        )
 
     def scale_values(self) -> Tensor:
         """The scales as float32 numbers."""

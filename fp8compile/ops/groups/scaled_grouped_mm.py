@@ -41,10 +41,12 @@ def _kernel(
     b_quantizer: Quantizer,
     out_dtype: torch.dtype,
     config: GemmConfig,
+    a_outer_scale: Tensor | None = None,
+    b_outer_scale: Tensor | None = None,
 ) -> Tensor:
     gemm = _gemm(a, b, a_quantizer, b_quantizer, out_dtype, config)
-    left = GroupedOperand(codes=a, scale=a_scale, quantizer=a_quantizer)
-    right = GroupedOperand(codes=b, scale=b_scale, quantizer=b_quantizer)
+    left = GroupedOperand(codes=a, scale=a_scale, quantizer=a_quantizer, outer_scale=a_outer_scale)
+    right = GroupedOperand(codes=b, scale=b_scale, quantizer=b_quantizer, outer_scale=b_outer_scale)
     run = gemm.rows if b.ndim == 3 else gemm.outer
     return run(left, right, offsets, out_dtype, config).contiguous()
 
@@ -59,6 +61,8 @@ def _fake(
     b_quantizer: Quantizer,
     out_dtype: torch.dtype,
     config: GemmConfig,
+    a_outer_scale: Tensor | None = None,
+    b_outer_scale: Tensor | None = None,
 ) -> Tensor:
     return a.new_empty(product_shape(a, b, offsets), dtype=out_dtype)
 
@@ -73,10 +77,13 @@ def _decompose(
     b_quantizer: Quantizer,
     out_dtype: torch.dtype,
     config: GemmConfig,
+    a_outer_scale: Tensor | None = None,
+    b_outer_scale: Tensor | None = None,
 ) -> Tensor:
     if _gemm(a, b, a_quantizer, b_quantizer, out_dtype, config).is_opaque:
         return NotImplemented  # stays one call, which reads the sizes of the groups
-    return _kernel(a, b, a_scale, b_scale, offsets, a_quantizer, b_quantizer, out_dtype, config)
+    outer = a_outer_scale, b_outer_scale
+    return _kernel(a, b, a_scale, b_scale, offsets, a_quantizer, b_quantizer, out_dtype, config, *outer)
 
 
 def sample_offsets() -> Iterator[Tensor]:
@@ -133,4 +140,6 @@ def multiply_groups(
     a: GroupedOperand, b: GroupedOperand, offsets: Tensor, out_dtype: torch.dtype, config: GemmConfig
 ) -> Tensor:
     """The op, called with operands."""
-    return scaled_grouped_mm(a.codes, b.codes, a.scale, b.scale, offsets, a.quantizer, b.quantizer, out_dtype, config)
+    outer = () if a.outer_scale is None and b.outer_scale is None else (a.outer_scale, b.outer_scale)
+    how = a.quantizer, b.quantizer, out_dtype, config
+    return scaled_grouped_mm(a.codes, b.codes, a.scale, b.scale, offsets, *how, *outer)

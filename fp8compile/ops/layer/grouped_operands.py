@@ -14,11 +14,13 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from math import lcm
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fp8compile import _compat
+from fp8compile.formats import pack, unpack
 from fp8compile.ops.collectives import all_gather, all_reduce_amax
 from fp8compile.ops.gemms.grouped.kernel import GroupedOperand
 from fp8compile.ops.groups.group_amax import group_amax
@@ -26,6 +28,7 @@ from fp8compile.ops.groups.group_cast import group_cast
 from fp8compile.ops.groups.group_quantize import group_quantize
 from fp8compile.ops.groups.group_quantize_both import group_quantize_both, is_group_pair
 from fp8compile.ops.groups.group_quantize_rows import group_quantize_rows, is_row_pair
+from fp8compile.ops.groups.group_two_levels import group_two_levels
 from fp8compile.ops.groups.grouped_mm import grouped_mm
 from fp8compile.ops.groups.scaled_grouped_mm import multiply_groups
 from fp8compile.ops.inductor_hints import after
@@ -64,10 +67,16 @@ def check_recipe_of_groups(recipe: Recipe) -> None:
             "grouped_linear: the recipe has delayed scaling, which remembers one amax a tensor: groups would share a "
             "scale, and one without tokens has no amax. Take a recipe with current scaling."
         )
+    if recipe.dequantized_gradients:
+        raise ValueError(
+            "grouped_linear: the recipe has dequantized_gradients, and gradients of groups in high precision multiply "
+            "x and the weights themselves. Leave it out, as fp8compile.recipes.nvfp4(backward='bf16') does."
+        )
     for gemm in GEMMS:
         for slot, quantizer in zip((gemm.a, gemm.b), recipe.quantizers(gemm) or (), strict=False):
             _check_quantizer_of_groups(gemm, slot, quantizer)
-    if recipe.keep_weight_codes:
+    # of two levels a ready recipe has it: those codes are made in each pass too, to the same bits
+    if recipe.keep_weight_codes and not recipe.weight.has_outer_scale():
         raise ValueError(
             "grouped_linear: the recipe has keep_weight_codes, and codes of grouped weights are made in each pass. "
             "Leave it out."
@@ -75,12 +84,13 @@ def check_recipe_of_groups(recipe: Recipe) -> None:
 
 
 def _check_quantizer_of_groups(gemm: Gemm, slot: str, quantizer: Quantizer) -> None:
-    if quantizer.has_outer_scale():
+    if quantizer.unpacked() is None:
         raise ValueError(
-            f"grouped_linear: {slot} has two levels of scales, by {quantizer!r}, and grouped products have no "
-            "outer scale yet. Take a recipe with one level, such as fp8compile.recipes.mxfp8()."
+            f"grouped_linear: {slot} packs codes of several values in a byte, by {quantizer!r}, and groups begin "
+            "anywhere. Let its unpacked() return a quantizer of the same codes, one a byte."
         )
-    if getattr(quantizer, "rounding", "nearest") != "nearest":
+    # of two levels a group is quantized as if it were alone, noise and all
+    if getattr(quantizer, "rounding", "nearest") != "nearest" and not quantizer.has_outer_scale():
         raise ValueError(
             f"grouped_linear: {slot} rounds stochastically, by noise of an element's place, which "
             "depends on other groups. Take rounding='nearest'."
@@ -98,6 +108,12 @@ def check_cut_of_groups(recipe: Recipe, cut: DimSharding | None) -> None:
     """Raise a ValueError if ranks' parts of the matrices end within blocks that do not reach over all of them."""
     if cut is None or _compat.is_stand_in(recipe):
         return
+    if any(quantizer.has_outer_scale() for gemm in GEMMS for quantizer in recipe.quantizers(gemm) or ()):
+        raise ValueError(
+            "grouped_linear: ranks share each expert's matrix, and the recipe has two levels of scales, whose outer "
+            "one would be of several ranks. Spread whole experts over ranks (expert parallel), or take a recipe with "
+            "one level, such as fp8compile.recipes.mxfp8()."
+        )
     starts = [sum(cut.sizes[:rank]) for rank in range(len(cut.sizes))]
     for gemm in GEMMS:
         for slot, quantizer in zip((gemm.a, gemm.b), recipe.quantizers(gemm) or (), strict=False):
@@ -161,6 +177,7 @@ class GroupedOperands:
             codes=matrices.codes.transpose(-2, -1),
             scale=matrices.scale.transpose(-2, -1),
             quantizer=matrices.quantizer.transposed(),
+            outer_scale=matrices.outer_scale,
         )
         with _compat.left_in_backward() if self.weight_in_turns else nullcontext():
             return self._multiply(self._rows(grad_output, GRAD_INPUT), turned, grad_output, GRAD_INPUT)
@@ -195,6 +212,8 @@ class GroupedOperands:
     def _rows(self, x: Tensor, gemm: Gemm) -> GroupedOperand:
         quantizer, along_tokens = getattr(self.recipe, gemm.a), getattr(self.recipe, ALONG_TOKENS[gemm.a])
         steps = STEPS[self.phase]
+        if quantizer.has_outer_scale():
+            return _in_two_levels(x, self.offsets, quantizer)
         if self._reads_once(x) and is_group_pair(quantizer, along_tokens):
             codes, scale, _, _ = group_quantize_both(x, self.offsets, quantizer, along_tokens)
         elif self._reads_once(x) and is_row_pair(quantizer, along_tokens, x.shape[1]):
@@ -210,6 +229,8 @@ class GroupedOperands:
 
     def _tokens(self, x: Tensor, slot: str) -> GroupedOperand:
         quantizer, of_rows = getattr(self.recipe, slot), getattr(self.recipe, ALONG_ROWS[slot])
+        if quantizer.has_outer_scale():
+            return _in_two_levels(x, self.offsets, quantizer, along_tokens=True)
         if self._reads_once(x) and is_group_pair(of_rows, quantizer):
             _, _, codes, scale = group_quantize_both(x, self.offsets, of_rows, quantizer)
         elif quantizer.block[0] != -1:
@@ -237,7 +258,9 @@ class GroupedOperands:
         scale = found.scale if self.phase is Phase.EAGER else after(found.scale, found.codes)
         with _compat.recomputed(in_backward=True) if gemm is GRAD_INPUT else _compat.left_in_forward():
             where = 0, self.rows.sizes, self.rows.group
-            return replace(found, codes=all_gather(found.codes, *where), scale=all_gather(scale, *where))
+            outer = None if found.outer_scale is None else all_gather(found.outer_scale, *where)
+            codes = _gathered_codes(found, *where)
+            return replace(found, codes=codes, scale=all_gather(scale, *where), outer_scale=outer)
 
     def _quantized(self, weight: Tensor, gemm: Gemm) -> GroupedOperand:
         quantizer = getattr(self.recipe, gemm.b)
@@ -245,7 +268,11 @@ class GroupedOperands:
             return self._spanning(weight, quantizer)
         pair = [each for each in (self.recipe.weight, self.recipe.weight_for_grad_input) if each is not None]
         stack = in_whole_blocks(weight, lcm(*(each.block[0] for each in pair if each.block[0] > 0)))
-        if any(each.block[0] == -1 for each in pair):
+        outer = None
+        if quantizer.has_outer_scale():
+            found = _in_two_levels(stack.flatten(0, 1), _ends_of_matrices(stack), quantizer)
+            codes, scale, quantizer, outer = found.codes, found.scale, found.quantizer, found.outer_scale
+        elif any(each.block[0] == -1 for each in pair):
             codes, scale = self._whole_columns(stack, gemm)
         else:
             recipe = replace(self.recipe, **{GRAD_WEIGHT.a: None, GRAD_WEIGHT.b: None})
@@ -256,6 +283,7 @@ class GroupedOperands:
             codes=codes.view(stack.shape)[:, : weight.shape[1]],
             scale=scale.view(stack.shape[0], *all_blocks)[:, : blocks[0]],
             quantizer=quantizer,
+            outer_scale=outer,
         )
 
     def _spanning(self, weight: Tensor, quantizer: Quantizer) -> GroupedOperand:
@@ -268,12 +296,11 @@ class GroupedOperands:
 
     def _whole_columns(self, stack: Tensor, gemm: Gemm) -> tuple[Tensor, Tensor]:
         """Codes and scales of a stack of weights whose blocks may be whole columns, each of its own weight."""
-        first, again, (groups, rows, _) = self.recipe.weight, self.recipe.weight_for_grad_input, stack.shape
+        first, again, rows = self.recipe.weight, self.recipe.weight_for_grad_input, stack.shape[1]
         matrix = stack.flatten(0, 1)
         amaxes = None
         if self._reads_once(matrix) and is_row_pair(first, again, matrix.shape[1]) and not _compat.is_fusible(matrix):
-            ends = torch.arange(1, groups + 1, dtype=torch.int32, device=matrix.device) * rows
-            codes, scale, amaxes = group_quantize_rows(matrix, ends, first, again)
+            codes, scale, amaxes = group_quantize_rows(matrix, _ends_of_matrices(stack), first, again)
             if gemm is OUTPUT:
                 return codes, scale
         quantizer = getattr(self.recipe, gemm.b)
@@ -281,3 +308,22 @@ class GroupedOperands:
         own = replace(quantizer, block=block)
         found = quantize_shard(LocalShard(matrix), own, STEPS[self.phase], local_amax=amaxes)
         return found.local, found.scale
+
+
+def _ends_of_matrices(stack: Tensor) -> Tensor:
+    """Where each matrix of a stack (E, N, K) ends among the rows of all of them."""
+    return torch.arange(1, stack.shape[0] + 1, dtype=torch.int32, device=stack.device) * stack.shape[1]
+
+
+def _in_two_levels(x: Tensor, offsets: Tensor, quantizer: Quantizer, *, along_tokens: bool = False) -> GroupedOperand:
+    quantizer = quantizer.unpacked()
+    codes, scale, outer = group_two_levels(x, offsets, quantizer, along_tokens)
+    return GroupedOperand(codes=codes, scale=scale, quantizer=quantizer, outer_scale=outer)
+
+
+def _gathered_codes(found: GroupedOperand, *where: Any) -> Tensor:
+    """Codes of all ranks' matrices; those of four bits travel two to a byte."""
+    last = found.codes.ndim - 1
+    if found.quantizer.code_bits() == 4 and found.codes.shape[last] % 2 == 0:
+        return unpack(all_gather(pack(found.codes, last), *where), last)
+    return all_gather(found.codes, *where)

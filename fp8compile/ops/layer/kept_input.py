@@ -41,9 +41,11 @@ def keeps_codes(x: Tensor, recipe: Recipe) -> bool:
     """Whether a layer keeps codes of this input in its place: in eager mode, of a plain tensor, of four bits."""
     if _compat.is_stand_in(recipe):
         return False
-    quantizer = recipe.input_for_grad_weight
+    quantizer = recipe.quantizer_read(GRAD_WEIGHT.b)
     if quantizer is None or quantizer.code_bits() > BITS or not quantizer.has_outer_scale():
         return False
+    if quantizer.block[0] == 1 and x.shape[-1] % 2:
+        return False  # what two codes a byte stand for could be one column more
     is_plain = type(x) in (Tensor, torch.nn.Parameter)
     return is_plain and not _compat.is_traced(x) and not _compat.is_transformed(x)
 
@@ -99,7 +101,7 @@ def _grad_weight(
     phase: Phase, grad_output: Tensor, codes: Tensor, scale: Tensor, outer_scale: Tensor, recipe: Recipe
 ) -> Tensor:
     grad_MN = as_matrix(grad_output)
-    quantizer = recipe.input_for_grad_weight.for_shape((grad_MN.shape[0], codes.shape[1]))
+    quantizer = recipe.quantizer_read(GRAD_WEIGHT.b).for_shape((grad_MN.shape[0], _features(codes, recipe)))
     kept = QuantizedShard(codes, scale, quantizer, (), outer_scale=outer_scale)
     operands = Operands(recipe, phase, input=kept)
     return multiply_shards(GRAD_WEIGHT, LocalShard(grad_MN), LocalShard(codes), operands).local
@@ -108,7 +110,12 @@ def _grad_weight(
 def _grad_weight_fake(
     grad_output: Tensor, codes: Tensor, scale: Tensor, outer_scale: Tensor, recipe: Recipe
 ) -> Tensor:
-    return grad_output.new_empty((grad_output.shape[-1], codes.shape[1]))
+    return grad_output.new_empty((grad_output.shape[-1], _features(codes, recipe)))
+
+
+def _features(codes: Tensor, recipe: Recipe) -> int:
+    """Columns of the input that codes are of."""
+    return recipe.quantizer_read(GRAD_WEIGHT.b).values_shape(codes.shape)[1]
 
 
 def _grad_weight_samples() -> Iterator[tuple]:

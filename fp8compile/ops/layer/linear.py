@@ -209,7 +209,7 @@ def _setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
     ctx.placements = _compat.placement_of(x)
     kept: tuple[Tensor, ...] = (x,) if needs_weight else ()
     if needs_weight and keeps_codes(x, recipe):
-        kept = kept_input(x, recipe.input_for_grad_weight)
+        kept = kept_input(x, recipe.quantizer_read(GRAD_WEIGHT.b))
     ctx.save_for_backward(weight if needs_x else None, *kept)
 
 

@@ -19,6 +19,7 @@ from fp8compile import _compat
 from fp8compile.formats import pack, unpack
 from fp8compile.ops.async_tp import on_the_wire
 from fp8compile.ops.collectives import all_gather
+from fp8compile.ops.dequantize import dequantize
 from fp8compile.ops.gemm import Operand
 from fp8compile.ops.layer.shards import AxisBlocks, DimSharding, Sharding, axis_blocks
 from fp8compile.quantizers import Quantizer
@@ -163,6 +164,15 @@ class QuantizedShard:
                 codes, grid = side.embed(codes, dim), side.window(grid, dim)
                 windows[dim] = side
         return self._operand(codes, grid), windows[0], windows[1]
+
+    def dequantized(self, dtype: torch.dtype) -> LocalShard:
+        """The values that the codes stand for, rounded to a dtype."""
+        operand, *windows = self.operand()
+        outer = () if operand.outer_scale is None else (operand.outer_scale,)
+        values = dequantize(operand.codes, operand.scale, operand.quantizer, dtype, *outer)
+        for dim, window in enumerate(windows):
+            values = values if window is None else window.extract(values, dim)
+        return LocalShard(values.reshape(self.quantizer.values_shape(self.local.shape)), self.cuts)
 
     def _operand(self, codes: Tensor, scale: Tensor) -> Operand:
         return Operand(codes=codes, scale=scale, quantizer=self.quantizer, outer_scale=self.outer_scale)

@@ -128,7 +128,7 @@ class Operands:
         Returns:
             Its codes; of a weight under FSDP those of all rows.
         """
-        quantizer = getattr(self.recipe, slot)
+        quantizer = self.recipe.quantizer_read(slot)
         if slot == GRAD_WEIGHT.b and self.input is not None:
             return self.input
         if slot not in WEIGHT_SLOTS:
@@ -145,11 +145,21 @@ class Operands:
             return self._kept(part, quantizer, slot)
         return self._quantized(part, quantizer, slot)
 
-    def in_high_precision(self, weight: LocalShard, slot: str) -> LocalShard:
-        """A weight that the recipe leaves as it is, with all rows that FSDP cuts."""
-        if self.rows is None:
-            return weight
-        return LocalShard(gathered(weight.local, self.rows, in_backward=slot == GRAD_INPUT.b), weight.cuts)
+    def in_high_precision(self, part: LocalShard, slot: str, dtype: torch.dtype) -> LocalShard:
+        """A right operand of a product in high precision: as it is, of a weight all rows that FSDP cuts.
+
+        With ``dequantized_gradients`` it is the values of the codes that the forward multiplied.
+
+        Args:
+            part: Of the weight, or of the input for grad_weight.
+            slot: Its slot of the recipe.
+            dtype: Of the product.
+        """
+        if self.recipe.is_dequantized(slot):
+            return self.of(part, slot).dequantized(dtype)
+        if self.rows is None or slot not in WEIGHT_SLOTS:
+            return part
+        return LocalShard(gathered(part.local, self.rows, in_backward=slot == GRAD_INPUT.b), part.cuts)
 
     def laid_out(self, operand: Operand, slot: str) -> Operand:
         """An operand as its GEMM reads it, in memory once for all products that read it.
@@ -180,14 +190,17 @@ class Operands:
             return WEIGHT_IN_BACKWARD
         # codes that the forward gathered from other ranks serve the backward too: kept, they are not sent again
         gathers = slot == GRAD_WEIGHT.b and any(cut and cut.dim != part.local.ndim - 1 for cut in part.cuts)
-        return STEPS[Phase.FORWARD if gathers else Phase.BACKWARD]
+        # those of which the backward reads the values are the forward's, kept in place of the input
+        is_forwards = slot == GRAD_WEIGHT.b and self.recipe.is_dequantized(slot)
+        return STEPS[Phase.FORWARD if gathers or is_forwards else Phase.BACKWARD]
 
     def _quantized(self, part: LocalShard, quantizer: Quantizer, slot: str) -> QuantizedShard:
         if self.multiplier is not None and isinstance(quantizer, DelayedScaling):
             return self._by_multiplier(part, quantizer, slot)
         if self.weight_amax is not None and slot in WEIGHT_SLOTS:
             return quantize_shard(part, quantizer, self._steps(part, slot), whole_amax=self.weight_amax)
-        if self.phase in (Phase.FORWARD, Phase.BACKWARD) and _on_gpu(part.local):
+        is_compiled = self.phase in (Phase.FORWARD, Phase.BACKWARD)
+        if is_compiled and _on_gpu(part.local) and not self.recipe.is_dequantized(slot):
             return by_one_read(part, slot, self.recipe, self._steps(part, slot))
         return quantize_shard(part, quantizer, self._steps(part, slot))
 

@@ -187,7 +187,7 @@ def multiply_shards(gemm: Gemm, a: LocalShard, b: LocalShard, operands: Operands
 def _multiply_shards(gemm: Gemm, a: LocalShard, b: LocalShard, operands: Operands) -> Product:
     out_dtype = a.local.dtype
     if operands.recipe.quantizers(gemm) is None:
-        return _product_as_is(gemm, a, operands.in_high_precision(b, gemm.b))
+        return _product_as_is(gemm, a, operands.in_high_precision(b, gemm.b, out_dtype))
     a_codes, b_codes, steps = _prepared(gemm, operands.of(a, gemm.a), operands.of(b, gemm.b))
     product = _multiply_codes(gemm, a_codes, b_codes, steps, out_dtype, operands)
     return Product(product, steps, a_codes.cuts, a_codes.local.shape)

@@ -20,12 +20,14 @@ Scales = tuple[Tensor, Tensor, Tensor | None]  # multiplier, scale, and of two l
 __all__ = [
     "OPS_OF_STEPS",
     "PYTHON_OF_STEPS",
+    "Scales",
     "Steps",
     "cast_shard",
     "is_aligned",
     "local_scales",
     "positions",
     "quantize_shard",
+    "scales_of",
     "shard_amax",
     "whole_amax",
 ]
@@ -111,8 +113,15 @@ def _where(sides: tuple[AxisBlocks, AxisBlocks], quantizer: Quantizer, part: Loc
     return rows * sides[1].total, columns
 
 
-def _scales(found: Tensor, quantizer: Quantizer, steps: Steps, cuts: Sharding = ()) -> Scales:
-    """Scales from the amaxes of blocks; of two levels ranks whose amaxes are of parts reduce the outer one first."""
+def scales_of(found: Tensor, quantizer: Quantizer, steps: Steps = OPS_OF_STEPS, cuts: Sharding = ()) -> Scales:
+    """Multiplier, scale and outer scale from the amaxes of blocks.
+
+    Args:
+        found: ``quantizer.scale_shape`` of the whole matrix or of a part.
+        quantizer: How.
+        steps: By which steps.
+        cuts: Of the part: of two levels ranks reduce the outer amax first. () of a whole matrix.
+    """
     if not quantizer.has_outer_scale():
         return *steps.scale(found, quantizer), None
     outer_amax = steps.outer_amax(found, quantizer)
@@ -155,7 +164,7 @@ def quantize_shard(
         quantizer = quantizer.for_shape(part.local.shape)
         amax = whole_amax if whole_amax is not None else local_amax
         amax = steps.amax(part.local, quantizer) if amax is None else amax
-        multiplier, scales, outer = _scales(amax, quantizer, steps)
+        multiplier, scales, outer = scales_of(amax, quantizer, steps)
         codes = steps.cast(part.local, multiplier, quantizer)
         return QuantizedShard(codes, scales, quantizer, part.cuts, outer_scale=outer)
     quantizer = quantizer.unpacked() or quantizer
@@ -163,7 +172,7 @@ def quantize_shard(
     if whole_amax is not None:
         return _by_whole_amax(part, quantizer, steps, whole_amax)
     window, found, sides = _window_and_amax(part, quantizer, steps, local_amax)
-    multiplier, scales, outer = _scales(found, quantizer, steps, part.cuts)
+    multiplier, scales, outer = scales_of(found, quantizer, steps, part.cuts)
     for dim, side in enumerate(sides):
         multiplier = side.window(multiplier, dim) if side.kind == "split" else multiplier
     codes = _extracted(steps.cast(window, multiplier, quantizer, *_where(sides, quantizer, part)), part, sides)
@@ -189,7 +198,7 @@ def local_scales(scales: Tensor, shape: Sequence[int], cuts: Sharding, quantizer
 
 
 def _by_whole_amax(part: LocalShard, quantizer: Quantizer, steps: Steps, whole_amax: Tensor) -> QuantizedShard:
-    multiplier, scales, outer = _scales(whole_amax, quantizer, steps)
+    multiplier, scales, outer = scales_of(whole_amax, quantizer, steps)
     scales = local_scales(scales, part.local.shape, part.cuts, quantizer)
     codes = cast_shard(part, multiplier, quantizer, steps)
     return QuantizedShard(codes, scales, quantizer, part.cuts, _are_split(part, quantizer), outer)

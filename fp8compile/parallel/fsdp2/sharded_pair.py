@@ -112,7 +112,7 @@ class ShardedPair(ShardedWeight):
         quantizer, shards = self.quantizer_for(module, gemm), part.cuts[-1]
         size = part.whole_shape(len(part.cuts) - 1)
         if not self.is_own(part, quantizer):
-            multiplier, scale = module.weight_scales.of(module, self.name, gemm.b)
+            multiplier, scale, _ = module.weight_scales.of(module, self.name, gemm.b)
             codes = self.codes_of(part, multiplier.to(self.device), quantizer)
             return OwnCodes(gemm, codes, self.scale_of(scale, size, quantizer), travels=False)
         codes, scale = self.quantized(part, quantizer)

@@ -43,7 +43,13 @@ class _OfExperts(_Base):
         return cast_stack(part, multiplier, quantizer)
 
     def gathered(
-        self, codes: Tensor, scale: Tensor, quantizer: Quantizer, dtype: torch.dtype, group: ProcessGroup
+        self,
+        codes: Tensor,
+        scale: Tensor,
+        quantizer: Quantizer,
+        dtype: torch.dtype,
+        group: ProcessGroup,
+        outer_scale: Tensor | None = None,
     ) -> Tensor:
         """The weights that the experts see."""
         return QuantizedStack(codes, scale, quantizer, dtype)

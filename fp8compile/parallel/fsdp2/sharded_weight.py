@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,9 +16,10 @@ from torch.utils._pytree import tree_map_only
 
 from fp8compile import _compat
 from fp8compile.ops.layer.local_shards import LocalShard
+from fp8compile.ops.layer.packing import two_a_byte
 from fp8compile.ops.layer.quantize_shard import cast_shard, local_scales, whole_amax
 from fp8compile.ops.layer.shards import DimSharding, Sharding, chunk_sizes
-from fp8compile.quantizers import Quantizer
+from fp8compile.quantizers import Quantizer, TwoLevelScaling
 from fp8compile.tensor import QuantizedTensor, as_sent, attributes_of_others, in_place_of
 
 if TYPE_CHECKING:
@@ -150,11 +152,17 @@ class ShardedWeight(Tensor):
         return cast_shard(part, multiplier, quantizer)
 
     def gathered(
-        self, codes: Tensor, scale: Tensor, quantizer: Quantizer, dtype: torch.dtype, group: ProcessGroup
+        self,
+        codes: Tensor,
+        scale: Tensor,
+        quantizer: Quantizer,
+        dtype: torch.dtype,
+        group: ProcessGroup,
+        outer_scale: Tensor | None = None,
     ) -> Tensor:
         """The weight that the layer sees, of the codes that a group gathered."""
         group, shard_dim, sizes = (group, None, None) if not self.cuts else _described(self.cuts[0])
-        return QuantizedTensor(codes, scale, quantizer, dtype, group, shard_dim, sizes)
+        return QuantizedTensor(codes, scale, quantizer, dtype, group, shard_dim, sizes, outer_scale)
 
     def scale_of(self, scale: Tensor, size: tuple[int, ...], quantizer: Quantizer) -> Tensor:
         """Scales of what FSDP2 gathers, of those of the whole weight."""
@@ -175,12 +183,14 @@ class ShardedWeight(Tensor):
         mp_policy: MixedPrecisionPolicy,
     ) -> tuple[tuple[Tensor, ...], Any]:
         """This rank's codes, padded to the size that all ranks send, and what the gathered ones mean."""
-        quantizer = self.quantizer_of(module)
-        multiplier, scale = module.weight_scales.of(module, self.name, "weight")
+        size, quantizer = tuple(outer_size), self.quantizer_of(module)
+        multiplier, scale, outer_scale = module.weight_scales.of(module, self.name, "weight")
         part = part_of_weight(self, mesh, outer_size, mp_policy)
         codes = self.codes_of(part, multiplier.to(self.device), quantizer)
-        scale = self.scale_of(scale, tuple(outer_size), quantizer)
-        return (as_sent(codes, part.cuts[-1]),), (scale, quantizer, tuple(outer_size), mesh.get_group())
+        scale = self.scale_of(scale, size, quantizer)
+        quantizer = _one_object(_as_it_travels(quantizer, part.cuts[-1], size))
+        sent = as_sent(two_a_byte(codes, quantizer), part.cuts[-1])
+        return (sent,), (scale, outer_scale, quantizer, size, mesh.get_group())
 
     def fsdp_post_all_gather(
         self,
@@ -191,15 +201,33 @@ class ShardedWeight(Tensor):
         out: Tensor | None = None,
     ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
         """The weight that the layer sees, on the codes that were gathered."""
-        scale, quantizer, size, group = metadata
+        scale, outer_scale, quantizer, size, group = metadata
         (codes,) = all_gather_outputs
         if out is None:
             # FSDP2 laid the parts along the dim that it cut, and counts rows as if they were along the first
-            codes = codes.view(-1)[: math.prod(size)].view(size)
-            return self.gathered(codes, scale, quantizer, param_dtype, group), ()
+            shape = quantizer.codes_shape(size)
+            codes = codes.view(-1)[: math.prod(shape)].view(shape)
+            return self.gathered(codes, scale, quantizer, param_dtype, group, outer_scale), ()
         # FSDP2 gathered into the memory that its codes are a view of
-        _compat.local_itself(out).scale = scale
+        own = _compat.local_itself(out)
+        own.scale, own.outer_scale = scale, outer_scale
         return None
+
+
+def _as_it_travels(quantizer: Quantizer, shards: DimSharding, size: tuple[int, ...]) -> Quantizer:
+    """The quantizer of codes as ranks send them: of four bits two to a byte, but for uneven shards.
+
+    FSDP2 takes from a rank that pads its shard only tensors as large as the shard, an element each.
+    """
+    if quantizer.code_bits() == 4 and shards.is_even() and isinstance(quantizer, TwoLevelScaling):
+        return quantizer.for_shape(size)
+    return quantizer.unpacked() or quantizer
+
+
+@cache
+def _one_object(quantizer: Quantizer) -> Quantizer:
+    """Equal quantizers as one object: graphs are guarded by which it is."""
+    return quantizer
 
 
 def _written(func: Any, args: tuple, kwargs: dict) -> list[ShardedWeight]:

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from fp8compile import _compat
 from fp8compile.nn.state import RowOfWeight
-from fp8compile.ops import scale
 from fp8compile.ops.collectives import all_reduce_amaxes
+from fp8compile.ops.layer.quantize_shard import Scales, scales_of
 from fp8compile.parallel.fsdp2.sharded_weight import Edits, ShardedWeight, part_of_weight
 from fp8compile.quantizers import DelayedScaling, Quantizer
 
@@ -20,9 +20,9 @@ __all__ = ["WeightScales"]
 
 @dataclass(frozen=True)
 class _Scales:
-    """Multiplier and scale of one weight, by slot of the recipe, and what the weight was when they were computed."""
+    """Scales of one weight, by slot of the recipe, and what the weight was when they were computed."""
 
-    by_slot: dict[str, tuple[Tensor, Tensor]]
+    by_slot: dict[str, Scales]
     edits: Edits
     writes: tuple[int, ...]
 
@@ -64,8 +64,8 @@ class WeightScales:
             self._parameters = {each: found[each] for each in self._weights if each in found}
         return self._parameters
 
-    def of(self, module: nn.Module, name: str, slot: str) -> tuple[Tensor, Tensor]:
-        """Multiplier and scale of all blocks of a weight for a slot of the recipe, in the grid of the whole weight."""
+    def of(self, module: nn.Module, name: str, slot: str) -> Scales:
+        """Multiplier and scale of all blocks of a weight for a slot of the recipe, and the outer scale or None."""
         weight = module, name
         known, found = self._known(weight), self._scales.get(weight)
         if found is None or not found.hold(known[weight]):
@@ -95,11 +95,11 @@ class WeightScales:
                 history, _ = RowOfWeight(weight[0])()
                 history[0].copy_(amax.view(()))  # for the next backward, which makes a multiplier of it
             else:
-                self._scales[weight].by_slot[slot] = scale(amax, quantizer)
+                self._scales[weight].by_slot[slot] = scales_of(amax, quantizer)
 
 
-def _of_steps_before(module: nn.Module, slot: str) -> tuple[Tensor, Tensor]:
-    """Multiplier and scale of a weight with delayed scaling, which each backward changes."""
+def _of_steps_before(module: nn.Module, slot: str) -> Scales:
+    """Scales of a weight with delayed scaling, which each backward changes."""
     _, multiplier = RowOfWeight(module)()
     multiplier = multiplier.clone().view(1, 1)
-    return multiplier, getattr(module.recipe, slot).scale_of(multiplier)
+    return multiplier, getattr(module.recipe, slot).scale_of(multiplier), None

@@ -43,7 +43,7 @@ class SharedAmaxes:
 def shared_amaxes(layer: Linear, local: Tensor, where: Where) -> SharedAmaxes:
     """For a layer of which this rank has ``local``, cut by tensor parallel ranks if there are any, then by rows."""
     every = (*placed_cuts(where.rows.placed, where.tensor_parallel_groups()), rows_cut(where.rows))
-    same = layer.recipe.weight_for_grad_input == layer.recipe.weight
+    same = layer.recipe.quantizer_read("weight_for_grad_input") == layer.recipe.weight
     shard, grids = LocalShard(local, every), {}
     for slot in SLOTS:
         quantizer = getattr(layer.recipe, slot)

@@ -28,11 +28,13 @@ class GroupedOperand:
         scale: Of ``rows``: the grid of blocks of each row, (R, blocks), and of each matrix, (E, blocks, blocks). Of
             ``outer``: blocks of tokens by features, (C / block, N), or (E, N) and (E, 1) where a group is one block.
         quantizer: Over one group's matrix: (tokens, K) or (N, K) of ``rows``, (tokens, N) or (tokens, K) of ``outer``.
+        outer_scale: Of each group's rows or matrix, (E,) float32; None of a quantizer with one level of scales.
     """
 
     codes: Tensor
     scale: Tensor
     quantizer: Quantizer
+    outer_scale: Tensor | None = None
 
 
 def product_shape(a: Tensor, b: Tensor, offsets: Tensor) -> tuple[int, ...]:

@@ -14,6 +14,7 @@ from fp8compile.ops.gemm import Operand, multiply
 from fp8compile.ops.gemms.emulated import EMULATED
 from fp8compile.ops.gemms.grouped.kernel import GroupedGemm, GroupedOperand
 from fp8compile.ops.gemms.kernel import GemmProblem
+from fp8compile.ops.groups.group_two_levels import NO_GROUPS_OF_TWO_LEVELS, token_columns
 from fp8compile.ops.groups.layout import alignment
 from fp8compile.ops.groups.spans import spans
 from fp8compile.quantizers import GemmConfig, Quantizer
@@ -26,9 +27,15 @@ def _takes(a: Quantizer, b: Quantizer) -> bool:
 
 
 def _lacks(problem: GemmProblem) -> str | None:
+    if problem.target.type == "cuda" and problem.a.has_outer_scale():
+        return NO_GROUPS_OF_TWO_LEVELS
     if problem.target.type == "cuda" and problem.config.emulate:
         return "has no emulation of grouped products on a GPU. Multiply group by group with fp8compile.linear there."
     return EMULATED.lacks(problem)
+
+
+def _outer_scale(operand: GroupedOperand, group: int) -> Tensor | None:
+    return None if operand.outer_scale is None else operand.outer_scale[group : group + 1]
 
 
 def _rows(a: GroupedOperand, b: GroupedOperand, offsets: Tensor, out_dtype: torch.dtype, config: GemmConfig) -> Tensor:
@@ -38,8 +45,9 @@ def _rows(a: GroupedOperand, b: GroupedOperand, offsets: Tensor, out_dtype: torc
         if rows.start == rows.stop:
             continue
         scale = a.scale[rows][:1] if is_one_block else a.scale[rows]
-        left = Operand(codes=a.codes[rows], scale=scale, quantizer=a.quantizer)
-        right = Operand(codes=b.codes[group], scale=b.scale[group], quantizer=b.quantizer)
+        outer, outer_of_matrix = (_outer_scale(each, group) for each in (a, b))
+        left = Operand(codes=a.codes[rows], scale=scale, quantizer=a.quantizer, outer_scale=outer)
+        right = Operand(codes=b.codes[group], scale=b.scale[group], quantizer=b.quantizer, outer_scale=outer_of_matrix)
         product[rows] = multiply(left, right.t(), out_dtype, config)
     return product
 
@@ -48,9 +56,11 @@ def _tokens_of_groups(operand: GroupedOperand, offsets: Tensor) -> Iterator[Oper
     """Each group's codes as (tokens, features), in the layout that a layer without groups has them."""
     block = operand.quantizer.block[0]
     for group, (_, columns) in enumerate(spans(offsets, alignment(operand.quantizer))):
+        columns = token_columns(columns, operand.quantizer)
         codes = operand.codes[:, columns].t().contiguous()
         blocks = slice(group, group + 1) if block == -1 else slice(columns.start // block, -(-columns.stop // block))
-        yield Operand(codes=codes, scale=operand.scale[blocks], quantizer=operand.quantizer)
+        outer = _outer_scale(operand, group)
+        yield Operand(codes=codes, scale=operand.scale[blocks], quantizer=operand.quantizer, outer_scale=outer)
 
 
 def _outer(

@@ -1,0 +1,101 @@
+"""fp8compile::group_two_levels: codes and both levels of scales of each group's rows, as if it were alone.
+
+    quantizer of rows, or square    codes (R, K)     scales (R / block, ...)     a group's rows begin with a block
+    quantizer along tokens          codes (K, C)     scales (C / block, K)       at padded columns, as `group_quantize`
+
+Each group has an outer scale of its own, (E,). Codes are one a byte. Neighbours that are transformed together, and the
+noise of stochastic rounding, are those of the group. A CPU takes the quantizer's steps group by group; there is no
+kernel for a GPU, where no GEMM of ours multiplies such groups.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from fp8compile import _compat
+from fp8compile.ops.groups.group_quantize import empty_outputs
+from fp8compile.ops.groups.layout import alignment
+from fp8compile.ops.groups.spans import spans
+from fp8compile.ops.groups.token_samples import tokens
+from fp8compile.ops.registry import register_op
+from fp8compile.ops.steps import PYTHON_OF_STEPS
+from fp8compile.quantizers import Quantizer, TwoLevelScaling
+from fp8compile.target import target_of
+
+__all__ = ["NO_GROUPS_OF_TWO_LEVELS", "group_two_levels", "token_columns"]
+
+NO_GROUPS_OF_TWO_LEVELS = (
+    "has no grouped product of two levels of scales on a GPU. Give experts another recipe, such as "
+    "fp8compile.recipes.mxfp8(), or multiply group by group with fp8compile.linear."
+)
+
+
+def token_columns(columns: slice, quantizer: Quantizer) -> slice:
+    """Columns of a group's codes along tokens, of those of its tokens: a transform fills the last block of them."""
+    missing = (columns.start - columns.stop) % quantizer.block[0] if quantizer.transform() else 0
+    return slice(columns.start, columns.stop + missing)
+
+
+def _fake(x: Tensor, offsets: Tensor, quantizer: Quantizer, along_tokens: bool) -> tuple[Tensor, Tensor, Tensor]:
+    outer = x.new_empty(offsets.shape, dtype=torch.float32)
+    if along_tokens:
+        return *empty_outputs(x, offsets, quantizer), outer
+    scale = x.new_empty(quantizer.scale_shape(x.shape), dtype=quantizer.scale_dtype())
+    return x.new_empty(x.shape, dtype=torch.uint8), scale, outer
+
+
+def _kernel(x: Tensor, offsets: Tensor, quantizer: Quantizer, along_tokens: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes, scales of blocks and outer scales.
+
+    Args:
+        x: (R, K), sorted by group.
+        offsets: Ends of the groups, (E,) int32; multiples of the block's rows, but along tokens.
+        quantizer: Of two levels, one code a byte.
+        along_tokens: Whether codes are transposed, at padded columns.
+    """
+    if target_of(x.device).type != "cpu":
+        raise RuntimeError(f"fp8compile::group_two_levels: {quantizer!r} {NO_GROUPS_OF_TWO_LEVELS}")
+    codes, scales, outers = _fake(x, offsets, quantizer, along_tokens)
+    codes.zero_()
+    scales.zero_()
+    block = quantizer.block[0]
+    for group, (rows, columns) in enumerate(spans(offsets, alignment(quantizer))):
+        own = x[rows]
+        amax = PYTHON_OF_STEPS.amax(own, quantizer)
+        multiplier, scale, outers[group] = PYTHON_OF_STEPS.two_scales(
+            amax, PYTHON_OF_STEPS.outer_amax(amax, quantizer), quantizer
+        )
+        found = PYTHON_OF_STEPS.cast(own, multiplier, quantizer)
+        if along_tokens:
+            codes[:, token_columns(columns, quantizer)] = found.t()
+        else:
+            codes[rows] = found
+        first = (columns if along_tokens else rows).start // block
+        scales[first : first + scale.shape[0]] = scale
+    return codes, scales, outers
+
+
+def _samples() -> Iterator[tuple]:
+    noisy = {"rounding": "stochastic", "seed": 3}
+    for x, offsets in tokens():
+        yield x, offsets, TwoLevelScaling(packed="none", **noisy), False
+        yield x, offsets, TwoLevelScaling(block=(16, 1), packed="none", hadamard=(1, -1) * 8, **noisy), True
+        yield x, offsets, TwoLevelScaling(block=(16, 1), packed="none", scale="torchao"), True
+    stack = torch.randn(48, 24, generator=torch.Generator().manual_seed(0))
+    ends = torch.tensor([16, 48], dtype=torch.int32)
+    yield stack, ends, TwoLevelScaling(block=(16, 16), packed="none"), False
+
+
+group_two_levels = register_op(
+    "fp8compile::group_two_levels",
+    _kernel,
+    fake=_fake,
+    backward=None,
+    decompose=None,  # the loop over groups reads the offsets
+    sharding=None,  # groups are whole on a rank
+    samples=_samples,
+)
+_compat.register_fallback(group_two_levels)

@@ -1,0 +1,38 @@
+"""Codes of four bits between two forms: two to a byte, as they travel, and one a byte, which ranks can cut."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from fp8compile.formats import pack, unpack
+from fp8compile.quantizers import Quantizer, TwoLevelScaling
+
+__all__ = ["are_same_codes", "one_a_byte", "two_a_byte"]
+
+DIMS = {"rows": 1, "columns": 0}  # whose neighbours share a byte
+
+
+def one_a_byte(codes: Tensor, quantizer: Quantizer) -> tuple[Tensor, Quantizer]:
+    """Codes of a matrix as their ``unpacked`` quantizer lays them down, and that quantizer.
+
+    Args:
+        codes: uint8, ``quantizer.codes_shape`` of the matrix.
+        quantizer: What made them.
+    """
+    if not isinstance(quantizer, TwoLevelScaling) or quantizer.packed == "none":
+        return codes, quantizer
+    return unpack(codes, DIMS[quantizer.packed]), quantizer.unpacked()
+
+
+def two_a_byte(codes: Tensor, quantizer: Quantizer) -> Tensor:
+    """Codes of a matrix, one a byte, as a quantizer lays them down; as they are, if it packs none."""
+    if not isinstance(quantizer, TwoLevelScaling) or quantizer.packed == "none":
+        return codes
+    return pack(codes, DIMS[quantizer.packed])
+
+
+def are_same_codes(one: Quantizer | None, other: Quantizer | None) -> bool:
+    """Whether two quantizers make the same codes, however many of them share a byte."""
+    if one is None or other is None:
+        return one is other
+    return one == other or (one.unpacked() or one) == (other.unpacked() or other)
