@@ -7,6 +7,8 @@ import gc
 import torch
 from torch import nn
 
+from fp8compile.parallel.fsdp2.sharded_weight import ShardedWeight
+
 __all__ = ["bytes_since", "living"]
 
 
@@ -15,10 +17,10 @@ def living() -> dict[int, torch.UntypedStorage]:
     gc.collect()
     found = {}
     for each in gc.get_objects():
-        # inner tensors of subclasses are met too; others may be sparse, or of a graph that a compiler has traced, and
-        # then have no memory
-        is_plain = type(each) in (torch.Tensor, nn.Parameter) and each.layout == torch.strided
-        if is_plain and not torch._is_functional_tensor(each):
+        # inner tensors of subclasses are met too, and a `ShardedWeight` has none; others may be sparse, or of a graph
+        # that a compiler has traced, and then have no memory
+        is_plain = type(each) in (torch.Tensor, nn.Parameter) or isinstance(each, ShardedWeight)
+        if is_plain and each.layout == torch.strided and not torch._is_functional_tensor(each):
             storage = each.untyped_storage()
             found[storage.data_ptr()] = storage
     return found

@@ -21,7 +21,7 @@ from fp8compile.ops.gemms.grouped.kernel import GroupedGemm, GroupedOperand
 from fp8compile.ops.gemms.grouped.table import register_grouped_gemm
 from fp8compile.ops.gemms.kernel import GemmKernel, GemmProblem, Operand
 from fp8compile.ops.registry import OPS, Op, register_op
-from fp8compile.ops.rounding import rounded
+from fp8compile.ops.rounding_barrier import rounded
 from fp8compile.ops.sharding import Cut, Sharding, Split, along_every_dim, grid_cuts
 from fp8compile.quantizers import CurrentScaling, GemmConfig, Quantizer, Recipe, entry_points
 from fp8compile.quantizers.blocks import as_matrix, block_amax, expand_blocks, grid_shape

@@ -52,7 +52,7 @@ MUTATIONS = (
         f"{LAYER}/quantize_shard.py",
         "outer_amax = outer_amax if cut is None else all_reduce_amax(outer_amax, cut.group)",
         "outer_amax = outer_amax",
-        ("tests/parallel",),
+        ("tests/parallel/test_noise_on_ranks.py",),
     ),
     Mutation(
         "stochastic rounding on a rank takes the noise of other rows",
@@ -115,7 +115,7 @@ MUTATIONS = (
         f"{LAYER}/linear.py",
         "return recipe if x and weight else _for_one_gradient(recipe, GRAD_INPUT if x else GRAD_WEIGHT)",
         "return recipe if x and weight else _for_one_gradient(recipe, GRAD_WEIGHT if x else GRAD_INPUT)",
-        ("tests/nn/test_uses.py", "compile_tests/test_gpu_programs.py"),
+        ("tests/nn/test_parameter_uses.py", "compile_tests/test_gpu_programs.py"),
     ),
     Mutation(
         "the bias's gradient is summed over each rank's tokens alone",

@@ -18,7 +18,7 @@ from typing import NoReturn
 
 from fp8compile import __version__
 from fp8compile.cli.errors import Failed, Quiet, Stopped, UserError
-from fp8compile.cli.steps import steps_shown
+from fp8compile.cli.progress import steps_shown
 
 __all__ = ["main"]
 

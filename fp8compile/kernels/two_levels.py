@@ -32,7 +32,7 @@ from fp8compile.formats import (
 from fp8compile.kernels.both_directions import _encode, _float
 from fp8compile.quantizers import TwoLevelScaling
 from fp8compile.quantizers.hadamard import GROUP
-from fp8compile.quantizers.stochastic import FRACTION_BITS, SEED_STEP
+from fp8compile.quantizers.stochastic_rounding import FRACTION_BITS, SEED_STEP
 from fp8compile.scale_layouts import TILE_BLOCKS, TILE_ROWS
 
 __all__ = ["WARPS", "both_packed", "both_packed_kernel", "constants"]
@@ -139,7 +139,7 @@ def _mixed(h):
 
 @triton.jit
 def _noise(values, position, SEED: tl.constexpr):
-    """As `quantizers/stochastic.py` has it, in 32 bits, which drop what that masks."""
+    """As `quantizers/stochastic_rounding.py` has it, in 32 bits, which drop what that masks."""
     start: tl.constexpr = (SEED * STEP) & MASK
     low, high = position.to(tl.uint32), (position >> 32).to(tl.uint32)
     h = _mixed(low + start) ^ high

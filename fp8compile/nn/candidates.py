@@ -121,13 +121,9 @@ def cannot_convert(layer: nn.Module) -> str | None:
     return _cannot_convert_linear(layer) if isinstance(layer, nn.Linear) else cannot_convert_experts(layer)
 
 
-def cannot_take(layer: nn.Module, recipe: Recipe, *, quantized_parameters: bool) -> str | None:
-    """Why experts that can be in FP8 can't be with this recipe, or None; `check_weights` looks at linears."""
-    if isinstance(layer, nn.Linear):
-        return None
-    if quantized_parameters:
-        return "quantized_parameters: weights of experts are kept in high precision only"
-    return cannot_take_experts(recipe)
+def cannot_take(layer: nn.Module, recipe: Recipe) -> str | None:
+    """Why experts that can be in FP8 can't be with this recipe, or None."""
+    return None if isinstance(layer, nn.Linear) else cannot_take_experts(recipe)
 
 
 def converted_class(layer: nn.Module) -> type:

@@ -24,9 +24,9 @@ from fp8compile.nn.candidates import (
 )
 from fp8compile.nn.experts import routers
 from fp8compile.nn.filters import Filter, resolve_filter
+from fp8compile.nn.parameter_uses import Uses, parameter_uses
 from fp8compile.nn.quantized_weights import check_weights, quantize_weights
 from fp8compile.nn.state import check_amax_group
-from fp8compile.nn.uses import Uses, parameter_uses
 from fp8compile.quantizers import Recipe
 
 __all__ = ["LEFT_OUT", "PAST_FORWARD", "ROUTER", "convert", "revert"]
@@ -98,7 +98,7 @@ def _asker(
 
 
 def _plan(
-    model: nn.Module, recipe: Recipes, filter: Filter | None, keep_ends: int, *, quantized_parameters: bool
+    model: nn.Module, recipe: Recipes, filter: Filter | None, keep_ends: int
 ) -> tuple[dict[nn.Module, tuple[Recipe | None, str]], bool]:
     """For each layer that isn't converted yet: its recipe, or None and why it is left out.
 
@@ -123,7 +123,7 @@ def _plan(
             continue
         reason = ROUTER if layer in scoring else cannot_convert(layer) or _past_forward(layer, uses) or why_not
         if not reason and own is not None:
-            reason = cannot_take(layer, own, quantized_parameters=quantized_parameters)
+            reason = cannot_take(layer, own)
         plan[layer] = (None, reason) if reason else (own, "")
     return plan, again
 
@@ -177,8 +177,8 @@ def convert(
         tail_recipe: Of these layers, such as ``fp8compile.recipes.mxfp8()``; None for high precision.
         amax_group: Of delayed scaling: ranks whose amaxes become one, as ``fp8compile.Linear`` takes it.
         quantized_parameters: Whether the layers' weights themselves become codes and scales, with nothing in high
-            precision beside them; parameters are new objects then. Where forward and backward multiply different
-            codes (rowwise, MX), they have both sets. Not for delayed scaling; see ``docs/parameters.md``.
+            precision beside them, those of experts too; parameters are new objects then. Where forward and backward
+            multiply different codes (rowwise, MX), they have both sets; see ``docs/parameters.md``.
         keep_initial: With it, whether the values that weights had are kept on the CPU, until
             ``fp8compile.MasterWeights`` takes them. Under FSDP2 each rank keeps those of its shards; of weights on the
             meta device, what is written to them later.
@@ -191,16 +191,16 @@ def convert(
         TypeError: An argument is of another kind.
         ValueError: There is no linear, or with ``strict`` none that is converted; a pattern matches none, a layer has
             another recipe already, the model was compiled, scripted or exported, or a group is given for recipes
-            without delayed scaling; a recipe needs the values of a weight to be quantized, or two sets of codes of
-            one that is a DTensor; such a DTensor's parts cut blocks, or FSDP2 has sharded it, or a module that stays
-            as it is has the weight too. Nothing is changed then.
+            without delayed scaling; a recipe needs the values of a weight to be quantized; parts of a DTensor to be
+            quantized cut blocks, FSDP2 has sharded it, it is of experts, or a module that stays as it is has the
+            weight too, or experts share it. Nothing is changed then.
         RuntimeError: A weight to be quantized is a DTensor, on PyTorch 2.11.
     """
     _check_module("convert", model)
     _check_not_compiled(model)
     _check_not_frozen(model)
     recipe = with_tail(model, recipe, tail, tail_recipe)
-    plan, again = _plan(model, recipe, filter, keep_ends, quantized_parameters=quantized_parameters)
+    plan, again = _plan(model, recipe, filter, keep_ends)
     given = [own for own, _ in plan.values() if own is not None]
     check_amax_group("convert", given, amax_group, none_has="no layer gets")
     if keep_initial and not quantized_parameters:

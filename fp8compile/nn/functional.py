@@ -16,6 +16,9 @@ from fp8compile.tensor import SOURCE_DTYPES, check_serves, has_codes, not_dense,
 __all__ = ["check_recipe", "check_tensor", "checked_operands", "in_dtype_of_autocast", "linear"]
 
 
+TAKE_CODES = (("weight", "linear"), ("weight", "grouped_linear"))
+
+
 def check_recipe(function: str, recipe: object) -> None:
     """Raise a TypeError in the name of ``function`` if it was given something else than a recipe."""
     if not isinstance(recipe, Recipe):
@@ -29,7 +32,7 @@ def check_tensor(function: str, name: str, tensor: object, x: Tensor) -> None:
     """Raise in the name of ``function`` unless an operand is a dense tensor of the dtype and device of ``x``."""
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{function}: {name} is a {type(tensor).__name__}; it is a tensor.")
-    if has_codes(tensor) and (name, function) != ("weight", "linear"):
+    if has_codes(tensor) and (name, function) not in TAKE_CODES:
         raise TypeError(
             f"{function}: {name} is a QuantizedTensor; {function} quantizes its operands itself. Pass .dequantize(), "
             "or multiply quantized matrices by fp8compile.scaled_mm."

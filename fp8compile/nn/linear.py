@@ -9,20 +9,19 @@ from functools import cache
 from typing import Any, ClassVar, Self
 
 import torch
-from torch import Size, Tensor, nn
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from fp8compile._compat import is_dtensor, is_fsdp_managed, local_itself, rebind_load_hooks
+from fp8compile._compat import is_fsdp_managed, local_itself, rebind_load_hooks
+from fp8compile.nn.codes_in_state import CodesInState, scale_of
 from fp8compile.nn.functional import check_recipe, linear
-from fp8compile.nn.local import on_all_ranks_of, placed_like, wrapped_like
-from fp8compile.nn.placed_weights import placements_of_scale
+from fp8compile.nn.local import on_all_ranks_of, wrapped_like
 from fp8compile.nn.state import DelayedState, RowOfWeight, check_amax_group
 from fp8compile.quantizers import DelayedScaling, Recipe
 from fp8compile.recipes import describe
 from fp8compile.tensor import (
     SOURCE_DTYPES,
     QuantizedParameter,
-    count_write,
     is_quantized_parameter,
     shown,
 )
@@ -42,7 +41,7 @@ ONE_RANK = (
 )
 
 
-class Linear(nn.Linear):
+class Linear(CodesInState, nn.Linear):
     """A ``torch.nn.Linear`` whose GEMMs run in FP8.
 
     Parameters are plain ``nn.Parameter``, the state dict is that of ``nn.Linear``, and so is whatever else this module
@@ -214,15 +213,7 @@ class Linear(nn.Linear):
         return self._scale_of(self._quantized_weight("weight_scale_for_grad_input", sets=2)[1])
 
     def _scale_of(self, own: QuantizedParameter) -> Tensor:
-        if not is_dtensor(self.weight):
-            return own.scale
-        placements = placements_of_scale(self.weight, own)
-        if all(each.is_replicate() for each in placements):
-            return own.scale  # where blocks span rows, or are cut, all ranks have it
-        shape = own.quantizer.scale_shape(self.weight.shape)
-        return type(self.weight).from_local(
-            own.scale, self.weight.device_mesh, placements, run_check=False, shape=Size(shape), stride=(shape[1], 1)
-        )
+        return scale_of(self.weight, own)
 
     def _quantized_weight(self, what: str, sets: int = 1) -> tuple[QuantizedParameter, ...]:
         """Its sets of codes."""
@@ -245,10 +236,6 @@ class Linear(nn.Linear):
         super()._save_to_state_dict(destination, prefix, keep_vars)
         if self._state_is_of_one_rank():
             warnings.warn(ONE_RANK, stacklevel=2)
-        if self.is_quantized():
-            del destination[f"{prefix}weight"]
-            for name in self._names_of_codes():
-                destination[prefix + name] = getattr(self, name).detach()
 
     def _state_is_of_one_rank(self) -> bool:
         """Whether other ranks, which surely have this layer too, remember something else of it."""
@@ -256,21 +243,6 @@ class Linear(nn.Linear):
             return False
         is_sharded = is_fsdp_managed(self) or hasattr(self, "graph_fsdp")
         return is_sharded and torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1
-
-    def _load_codes(self, state_dict: Mapping[str, Any], prefix: str) -> None:
-        with torch.no_grad():
-            for name in self._names_of_codes():
-                own, given = getattr(self, name), state_dict[prefix + name]
-                if own.shape != given.shape or own.dtype != given.dtype:
-                    raise ValueError(
-                        f"load_state_dict: {prefix}{name} has shape {tuple(given.shape)}, {given.dtype}; here it is "
-                        f"{tuple(own.shape)}, {own.dtype}."
-                    )
-                own.copy_(placed_like(given, own))
-        count_write(self.weight)
-        local = local_itself(self.weight)
-        local.written = True
-        local.keep(local)
 
     def _load_from_state_dict(
         self,
@@ -282,25 +254,10 @@ class Linear(nn.Linear):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        if self.is_quantized() and local_metadata.get("assign_to_params_buffers", False):
-            error_msgs.append(
-                f"{prefix}weight is quantized and takes values or codes into its own memory: load without "
-                "assign=True, after to_empty() if it is on the meta device."
-            )
-            return
         own_missing: list[str] = []
-        own_unexpected: list[str] = []
         super()._load_from_state_dict(
-            state_dict, prefix, local_metadata, strict, own_missing, own_unexpected, error_msgs
+            state_dict, prefix, local_metadata, strict, own_missing, unexpected_keys, error_msgs
         )
-        codes = [prefix + name for name in self._names_of_codes()] if self.is_quantized() else []
-        if codes and all(key in state_dict for key in codes):
-            try:
-                self._load_codes(state_dict, prefix)
-            except ValueError as error:
-                error_msgs.append(str(error))
-            own_missing = [key for key in own_missing if key != f"{prefix}weight"]
-            own_unexpected = [key for key in own_unexpected if key not in codes]
         state_keys = [prefix + name for name in STATE]
         if f"{prefix}weight" in state_dict and not any(key in state_dict for key in state_keys):
             self._reset_state()  # what is remembered is of other weights
@@ -310,7 +267,6 @@ class Linear(nn.Linear):
             with torch.no_grad():
                 self.weight.copy_(values)  # once more, by the multiplier that came with them
         missing_keys += own_missing
-        unexpected_keys += own_unexpected
 
     def __prepare_scriptable__(self) -> Any:
         raise TypeError(

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from fp8compile._compat import local_itself, set_local_itself
+from fp8compile._compat import is_dtensor, local_itself, set_local_itself
 from fp8compile.nn.local import wrapped_like
 from fp8compile.quantizers import CurrentScaling, Quantizer
 from fp8compile.tensor import (
@@ -60,8 +60,8 @@ class MasterWeights(Optimizer):
 
     Raises:
         TypeError: ``optimizer`` is no class of optimizers, or its step needs a closure, as that of LBFGS.
-        ValueError: ``rounding`` is none of the two, or stochastic for a quantizer that is no ``CurrentScaling``, or
-            for a part of a tensor parallel weight that begins or ends within a block.
+        ValueError: ``rounding`` is none of the two, or stochastic for a quantizer that is no ``CurrentScaling``, for
+            a part of a tensor parallel weight that begins or ends within a block, or for experts that ranks share.
     """
 
     def __init__(
@@ -97,6 +97,11 @@ class MasterWeights(Optimizer):
         others = [each.quantizer for each in local.sets() if not isinstance(each.quantizer, CurrentScaling)]
         if self._rounding == "stochastic" and others:
             raise ValueError(f"MasterWeights: {others[0]!r} has no stochastic rounding; CurrentScaling has.")
+        if self._rounding == "stochastic" and p.ndim == 3 and is_dtensor(p):
+            raise ValueError(
+                "MasterWeights: stochastic rounding of experts that ranks share: its noise would be that of each "
+                "rank's own experts, and not that of one process. Take rounding='nearest'."
+            )
         if any(each.has_all_scales for each in local.sets()):
             share_scale_of_part(p)  # says which part it is
             if self._rounding == "stochastic" and len(sharding_of(p)) > 1:

@@ -26,7 +26,7 @@ from fp8compile.tensor import (
     sharding_of,
 )
 
-__all__ = ["not_placed", "place_codes", "placements_of_scale", "quantized_part", "unwritten"]
+__all__ = ["not_placed", "of_sets", "place_codes", "placements_of_scale", "quantized_part", "unwritten"]
 
 
 def _why_not(shape: Sequence[int], mesh: Any, placements: Sequence[Any], quantizer: Quantizer) -> str | None:
@@ -54,15 +54,16 @@ def placements_of_scale(weight: Tensor, own: QuantizedParameter) -> list[Any]:
     """How the scale of a set of codes of a DTensor lies on its mesh: where blocks span ranks, they all have it."""
     from torch.distributed.tensor import Replicate
 
-    found, cut = list(weight.placements), sharded_dims(weight.placements)
+    found, cut = list(weight.placements), sharded_dims(weight.placements, weight.ndim)
     for index, dim in cut:
         # FSDP2, which may cut blocks, has the first dims of a mesh, and tensor parallelism, which may not, the last
-        if own.quantizer.block[dim] == -1 or (own.has_all_scales and index == cut[0][0]):
+        if own.block_along(dim) == -1 or (own.has_all_scales and index == cut[0][0]):
             found[index] = Replicate()
     return found
 
 
-def _of_sets(sets: Sequence[QuantizedParameter]) -> QuantizedParameter | QuantizedPairParameter:
+def of_sets(sets: Sequence[QuantizedParameter]) -> QuantizedParameter | QuantizedPairParameter:
+    """The weight that has these sets of codes, one or two."""
     return sets[0] if len(sets) == 1 else QuantizedPairParameter(*sets)
 
 
@@ -78,7 +79,7 @@ def quantized_part(weight: Tensor, quantizers: Sequence[Quantizer]) -> Tensor:
         options = {"group": mesh.get_group(index), "shard_dim": dim, "sizes": sizes}
     made = [quantize(local, quantizer, **options) for quantizer in quantizers]
     sets = [QuantizedParameter(q.codes, q.scale, q.quantizer, local.dtype, q.group, q.shard_dim) for q in made]
-    return wrapped_like(_of_sets(sets), weight)
+    return wrapped_like(of_sets(sets), weight)
 
 
 def unwritten(weight: Tensor, quantizer: DelayedScaling) -> Tensor:
@@ -91,24 +92,25 @@ def unwritten(weight: Tensor, quantizer: DelayedScaling) -> Tensor:
     return wrapped_like(found, weight)
 
 
-def place_codes(layer: nn.Linear, mesh: Any, placement: Any, source: int | None) -> None:
+def place_codes(layer: nn.Module, mesh: Any, placement: Any, source: int | None, name: str = "weight") -> None:
     """Cut a layer's weight over the ranks of a mesh of one dim, if it is whole codes; else leave it as it is.
 
     Args:
-        layer: Of any kind.
+        layer: Of any kind; stacks of matrices are cut along their first dim.
         mesh: All its ranks call this.
         placement: Of the weight.
         source: The rank in the mesh whose weight it is; None if all have the same, and nothing has to be sent.
+        name: Of the weight in the layer.
 
     Raises:
         ValueError: A block would be cut.
     """
     from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
-    weight, dim = layer.weight, placement.dim
+    weight, dim = getattr(layer, name), placement.dim
     if not is_quantized_parameter(weight):
         return
-    for own in weight.sets():
+    for own in weight.sets() if weight.ndim == 2 else ():
         if (reason := _why_not(weight.shape, mesh, [placement], own.quantizer)) is not None:
             raise ValueError(
                 f"tensor parallel: a quantized weight {reason}. Leave this layer out of quantized_parameters."
@@ -119,13 +121,16 @@ def place_codes(layer: nn.Linear, mesh: Any, placement: Any, source: int | None)
 
     sets = []
     for own in weight.sets():
-        scale = part(own.scale, Replicate() if own.quantizer.block[dim] == -1 else placement)
-        sets.append(QuantizedParameter(part(own.codes, placement), scale, own.quantizer, weight.dtype))
-    local = _of_sets(sets)
-    if not isinstance(weight, QuantizedPairParameter):
+        scale = part(own.scale, Replicate() if own.block_along(dim) == -1 else placement)
+        sets.append(type(own)(part(own.codes, placement), scale, own.quantizer, weight.dtype))
+    local = of_sets(sets)
+    if isinstance(weight, QuantizedPairParameter):
+        local.gathers = weight.gathers
+    else:
         local.belongs_to(weight.state)
-    local.share_scale(mesh.get_group(), dim, weight.shape[dim])
+    if weight.ndim == 2:  # nobody shares the scale of an expert
+        local.share_scale(mesh.get_group(), dim, weight.shape[dim])
     if weight.initial is not None:
         local.initial = part(weight.initial.to(weight.device), placement)
     whole = DTensor.from_local(local, mesh, [placement], run_check=False, shape=weight.shape, stride=weight.stride())
-    layer.weight = in_place_of(weight, whole)
+    setattr(layer, name, in_place_of(weight, whole))

@@ -7,17 +7,24 @@ from collections.abc import Iterable, Mapping
 from torch import Tensor, nn
 
 from fp8compile._compat import allow_group_in_subclass, is_dtensor, is_fsdp, local_itself
-from fp8compile.nn.linear import Linear
-from fp8compile.nn.placed_weights import not_placed, quantized_part, unwritten
-from fp8compile.nn.users import users_of_parameters
+from fp8compile.nn.candidates import weight_names
+from fp8compile.nn.experts import is_transposed
+from fp8compile.nn.placed_weights import not_placed, of_sets, quantized_part, unwritten
+from fp8compile.nn.users_of_parameters import users_of_parameters
 from fp8compile.quantizers import DelayedScaling, Quantizer, Recipe
-from fp8compile.tensor import QuantizedPairParameter, QuantizedParameter, assign, in_place_of
+from fp8compile.tensor import (
+    QuantizedPairParameter,
+    QuantizedParameter,
+    QuantizedStackParameter,
+    assign,
+    in_place_of,
+)
 
-__all__ = ["check_weights", "quantize_weights"]
+__all__ = ["check_weights", "not_codes", "quantize_weights"]
 
 
 def _check_placed(names: Mapping[nn.Module, str], layers: Iterable[nn.Module]) -> None:
-    if not any(is_dtensor(layer.weight) for layer in layers):
+    if not any(is_dtensor(getattr(layer, name)) for layer in layers for name in weight_names(layer)):
         return
     allow_group_in_subclass()
     if sharded := [name or "the model" for module, name in names.items() if is_fsdp(module)]:
@@ -30,7 +37,7 @@ def _slots(recipe: Recipe) -> tuple[Quantizer | None, ...]:
     return recipe.weight, recipe.weight_for_grad_input
 
 
-def _not_codes(recipe: Recipe) -> str | None:
+def not_codes(recipe: Recipe) -> str | None:
     """Why weights of this recipe can't be codes, or None."""
     if any(quantizer is not None and quantizer.has_outer_scale() for quantizer in _slots(recipe)):
         return "has two levels of scales, of which a parameter holds one"
@@ -50,7 +57,16 @@ def _sets(recipe: Recipe) -> tuple[Quantizer, ...]:
     return _slots(recipe)[:1] if recipe.shares_weight_codes() else _slots(recipe)
 
 
-def _codes(weight: Tensor, recipe: Recipe) -> Tensor:
+def _codes_of_experts(layer: nn.Module, weight: Tensor) -> Tensor:
+    turned = is_transposed(layer)
+    quantizers = (each.transposed() if turned else each for each in _sets(layer.recipe))
+    return of_sets([QuantizedStackParameter.of(weight, each) for each in quantizers])
+
+
+def _codes(layer: nn.Module, weight: Tensor) -> Tensor:
+    recipe = layer.recipe
+    if not isinstance(layer, nn.Linear):
+        return _codes_of_experts(layer, weight)
     if isinstance(recipe.weight, DelayedScaling):
         return unwritten(weight, recipe.weight)
     if is_dtensor(weight):
@@ -65,43 +81,56 @@ def check_weights(model: nn.Module, recipes: Mapping[nn.Module, Recipe]) -> None
     names = {module: name for name, module in model.named_modules()}
     _check_placed(names, recipes)
     users = users_of_parameters(model)
-    for module, recipe in recipes.items():
-        name = names[module] or "the model"
-        if (reason := _not_codes(recipe)) is not None:
+    for module, weight_name in [(layer, each) for layer in recipes for each in weight_names(layer)]:
+        name, recipe, weight = names[module] or "the model", recipes[module], getattr(module, weight_name)
+        if (reason := not_codes(recipe)) is not None:
             raise ValueError(
                 f"convert: quantized_parameters, and the recipe of {name} {reason}. Take another recipe, such as "
                 "fp8compile.recipes.rowwise(), mxfp8() or tensorwise(), or leave quantized_parameters out."
             )
-        if is_dtensor(module.weight) and (reason := not_placed(module.weight, _sets(recipe))) is not None:
+        if is_dtensor(weight) and weight.ndim == 3:
+            raise ValueError(
+                f"convert: quantized_parameters, and {weight_name} of {name} is spread over ranks already. Convert "
+                "first, then spread the experts by fp8compile.parallel.ExpertParallel, or fully_shard."
+            )
+        if is_dtensor(weight) and (reason := not_placed(weight, _sets(recipe))) is not None:
             raise ValueError(
                 f"convert: quantized_parameters, and the weight of {name} {reason}. Leave that layer out by the "
                 "filter."
             )
-        others = [names[each] for each in users[module.weight] if each not in recipes]
+        others = [names[each] for each in users[weight] if each not in recipes]
         if others:
             raise ValueError(
                 f"convert: quantized_parameters, and the weight of {name} is also that of {', '.join(others)}, which "
                 "needs its values. Leave that layer out by the filter."
             )
-        if len(users[module.weight]) > 1 and isinstance(recipe.weight, DelayedScaling):
+        if len(users[weight]) > 1 and weight.ndim == 3:
+            raise ValueError(
+                f"convert: quantized_parameters, and {', '.join(names[each] for each in users[weight])} have the "
+                "weights of experts in common. Leave them out by the filter."
+            )
+        if len(users[weight]) > 1 and isinstance(recipe.weight, DelayedScaling):
             raise ValueError(
                 f"convert: quantized_parameters, and several layers share the weight of {name}, each of which has a "
                 "state of delayed scaling of its own. Leave them out by the filter, or take another recipe."
             )
-        if _slots(recipes[module]) != _slots(recipes[users[module.weight][0]]):
+        if _slots(recipe) != _slots(recipes[users[weight][0]]):
             raise ValueError(f"convert: {name} shares its weight with a layer of another recipe. Give them the same.")
 
 
-def quantize_weights(layers: Iterable[Linear], *, keep_initial: bool) -> None:
+def quantize_weights(layers: Iterable[nn.Module], *, keep_initial: bool) -> None:
     """Make the layers' weights codes and scales; shared ones stay shared."""
     made: dict[Tensor, nn.Parameter] = {}
-    for layer in layers:
-        weight = layer.weight
+    for layer, name in [(each, name) for each in layers for name in weight_names(each)]:
+        weight = getattr(layer, name)
         if weight not in made:
-            made[weight] = in_place_of(weight, _codes(weight.detach(), layer.recipe))
+            made[weight] = in_place_of(weight, _codes(layer, weight.detach()))
+            local = local_itself(made[weight])
             if keep_initial:
-                local_itself(made[weight]).initial = local_itself(weight).detach()
-        layer.weight = made[weight]
+                local.initial = local_itself(weight).detach()
+            if isinstance(local, QuantizedPairParameter):
+                local.gathers.name = name
+        setattr(layer, name, made[weight])
         if isinstance(layer.recipe.weight, DelayedScaling):
             layer.own_weight()
             assign([local_itself(layer.weight)], [local_itself(weight).detach()])

@@ -13,8 +13,7 @@ from fp8compile.nn.calls import called_layers
 from fp8compile.nn.candidates import is_converted, is_layer, matrices, weight_names
 from fp8compile.nn.convert import LEFT_OUT, PAST_FORWARD, ROUTER
 from fp8compile.nn.experts import num_experts, routers
-from fp8compile.nn.linear import Linear
-from fp8compile.nn.uses import Kind, Uses, parameter_uses
+from fp8compile.nn.parameter_uses import Kind, Uses, parameter_uses
 from fp8compile.quantizers import GEMMS, Recipe
 from fp8compile.tensor import GATHERED, shown
 
@@ -122,7 +121,7 @@ def _layer_row(fqn: str, module: nn.Module, uses: Uses, called: set[nn.Module] |
         experts=0 if is_linear else num_experts(module),
         matrices=tuple(sizes),
         gathered=getattr(module, GATHERED, ""),
-        quantized_weight=isinstance(module, Linear) and module.is_quantized(),
+        quantized_weight=converted and module.is_quantized(),
         past_forward=(uses.past_forward(module, weight_names(module)) or "") if converted else "",
         called=module in called if converted and called is not None else None,
     )

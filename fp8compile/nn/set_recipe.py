@@ -31,7 +31,7 @@ def _cannot(layer: Linear | ConvertedExperts, forward: Recipe | None) -> str | N
     """Why a layer keeps its forward, or None."""
     if layer.recipe.history() or (forward is not None and forward.history()):
         return "delayed scaling keeps a state for each operand, which another forward would leave behind"
-    if isinstance(layer, Linear) and layer.is_quantized():
+    if layer.is_quantized():
         return "its weight is codes, which no other forward reads"
     if hasattr(layer, "graph_fsdp") or hasattr(layer, "weight_scales"):
         return "FSDP gathers what its first recipe multiplies"

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from fp8compile.ops import samples
+from fp8compile.ops.check_returned import shape_said
 from fp8compile.ops.gemm import Operand, multiply, selected_gemm
 from fp8compile.ops.registry import register_op
-from fp8compile.ops.returned import shape_said
-from fp8compile.ops.rounding import rounded
+from fp8compile.ops.rounding_barrier import rounded
 from fp8compile.ops.sharding import Cut, Split
 from fp8compile.quantizers import GEMMS, GemmConfig, Quantizer
 

@@ -11,7 +11,7 @@ from fp8compile.formats import E8M0, FLOAT32_MAX
 from fp8compile.quantizers.blocks import scaled
 from fp8compile.quantizers.quantizer import Quantizer
 from fp8compile.quantizers.scale_rules import SCALE_RULES
-from fp8compile.quantizers.stochastic import check_rounding, noise
+from fp8compile.quantizers.stochastic_rounding import check_rounding, noise
 
 __all__ = ["CurrentScaling"]
 
@@ -28,7 +28,8 @@ class CurrentScaling(Quantizer):
             ``"e8m0_rceil"``, ``"e8m0_floor"``: a power of two stored as one byte, as in the MX formats.
         eps: Floor under the amax, 0 for none.
         rounding: Of values to codes: ``"nearest"``, ties to even, or ``"stochastic"``, up or down with the probability
-            of the distance, so that the expected error is 0: for gradients. See `fp8compile.quantizers.stochastic`.
+            of the distance, so that the expected error is 0: for gradients. See
+            `fp8compile.quantizers.stochastic_rounding`.
         seed: Of stochastic rounding.
 
     Raises:

@@ -20,7 +20,7 @@ from fp8compile.formats import E4M3, Float8Format, unpack
 from fp8compile.quantizers.blocks import as_matrix, expand_blocks, from_matrix, scaled
 from fp8compile.quantizers.hadamard import GROUP, inverse_hadamard, is_signs, random_hadamard
 from fp8compile.quantizers.quantizer import Quantizer
-from fp8compile.quantizers.stochastic import check_rounding, noise, positions
+from fp8compile.quantizers.stochastic_rounding import check_rounding, noise, positions
 from fp8compile.quantizers.two_level_rules import TWO_LEVEL_RULES, TwoLevelRule
 
 __all__ = ["TwoLevelScaling"]

@@ -6,10 +6,11 @@
     layer.py        as the weight of a layer
     pair.py         QuantizedPair: a weight as codes for the output and others for grad_input
     stack.py        QuantizedStack: many matrices, as the weight of experts
+    grouped_layer.py  such a stack as the weight of a grouped layer
     quantize.py     making one
     product.py      multiplying two
     parameter.py    one that is trained
-    pair_parameter.py  a pair that is trained
+    stack_parameter.py, pair_parameter.py  a stack that is trained, and a pair
     gathers.py, gathered_pair.py  what FSDP2 gathers of a pair, and what the layer sees of it
     update.py       new values for many of them
     saved.py        what a file has of one
@@ -28,6 +29,7 @@ from fp8compile.tensor.attributes import attributes_of_others, in_place_of, move
 from fp8compile.tensor.fsdp import sharded_dims, sharding_of, share_scale_of_part
 from fp8compile.tensor.gathered_pair import Meaning, OwnCodes, as_sent, fill, made_of, sent_of
 from fp8compile.tensor.gathers import BOTH, GATHERED, OWN, PLAIN, Gathers
+from fp8compile.tensor.grouped_layer import is_stack
 from fp8compile.tensor.layer import check_serves, unserved
 from fp8compile.tensor.pair import QuantizedPair, Turns, has_codes
 from fp8compile.tensor.pair_parameter import QuantizedPairParameter, is_quantized_parameter
@@ -36,6 +38,7 @@ from fp8compile.tensor.product import scaled_mm
 from fp8compile.tensor.quantize import quantize
 from fp8compile.tensor.quantized import QuantizedTensor
 from fp8compile.tensor.stack import QuantizedStack
+from fp8compile.tensor.stack_parameter import QuantizedStackParameter
 from fp8compile.tensor.update import assign, count_write, stand_for
 
 __all__ = [
@@ -55,6 +58,7 @@ __all__ = [
     "QuantizedPairParameter",
     "QuantizedParameter",
     "QuantizedStack",
+    "QuantizedStackParameter",
     "QuantizedTensor",
     "Turns",
     "assign",
@@ -66,6 +70,7 @@ __all__ = [
     "has_codes",
     "in_place_of",
     "is_quantized_parameter",
+    "is_stack",
     "moved",
     "not_dense",
     "own_sizes",

@@ -7,21 +7,41 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from fp8compile._compat import is_dtensor, local_itself, uncounted_write
 from fp8compile.ops.collectives import all_gather
 from fp8compile.ops.layer.shards import DimSharding, Sharding, chunk_sizes
-from fp8compile.tensor.quantized import QuantizedTensor
+from fp8compile.tensor.gathered_pair import as_sent
 
-__all__ = ["FullyShardHooks", "share_scale_of_part", "sharded_dims", "sharding_of"]
+__all__ = [
+    "FullyShardHooks",
+    "cut_dim",
+    "gathered_scale",
+    "share_scale_of_part",
+    "share_scales_of_shard",
+    "sharded_dims",
+    "sharding_of",
+]
 
 
-def sharded_dims(placements: Sequence[Any]) -> list[tuple[int, int]]:
-    """Dims of the mesh over which a matrix is cut, and along which of its own."""
+def sharded_dims(placements: Sequence[Any], ndim: int = 2) -> list[tuple[int, int]]:
+    """Dims of the mesh over which a tensor is cut, and along which of its own ``ndim`` dims."""
     # asked so, for what FSDP2 makes of rows that tensor parallelism has cut says that it is no Shard
     cut = [index for index, each in enumerate(placements) if not (each.is_replicate() or each.is_partial())]
-    return [(index, placements[index].dim % 2) for index in cut]
+    return [(index, placements[index].dim % ndim) for index in cut]
+
+
+def cut_dim(shard: Tensor, outer_size: Sequence[int]) -> int:
+    """The dim along which a shard has less than there is; 0 if it has all, of which other ranks then have nothing."""
+    return next((dim for dim in range(shard.ndim) if shard.shape[dim] != outer_size[dim]), 0)
+
+
+def share_scales_of_shard(shard: Tensor, mesh: Any, outer_size: Sequence[int], module: Any) -> None:
+    """Let a shard know the ranks that have its scale too; and that which it is a copy of, if it stays on the CPU."""
+    dim = cut_dim(shard, outer_size)
+    for each in (shard, *map(local_itself, module.parameters(recurse=False))):
+        if hasattr(each, "share_scale") and each.shape == shard.shape:
+            each.share_scale(mesh.get_group(), dim, outer_size[dim])
 
 
 def sharding_of(weight: Tensor) -> Sharding:
@@ -29,7 +49,7 @@ def sharding_of(weight: Tensor) -> Sharding:
     if not is_dtensor(weight):
         return ()
     mesh, size, cuts = weight.device_mesh, list(weight.shape), []
-    for index, dim in reversed(sharded_dims(weight.placements)):
+    for index, dim in reversed(sharded_dims(weight.placements, weight.ndim)):
         sizes = chunk_sizes(size[dim], mesh.size(index))
         cuts.append(DimSharding(mesh.get_group(index), mesh.get_local_rank(index), dim, sizes))
         size[dim] = cuts[-1].length
@@ -45,6 +65,14 @@ def share_scale_of_part(parameter: Any) -> None:
         local.share_scale(cuts[-1].group, cuts[-1].dim, cuts[-1].total)
 
 
+def gathered_scale(own: Any, shards: DimSharding) -> Tensor:
+    """The scale of all blocks, of a set of codes of which each rank has a shard."""
+    block = own.block_along(shards.dim)
+    if block == -1 or own.has_all_scales:
+        return own.scale
+    return all_gather(own.scale, shards.dim, [-(-each // block) for each in shards.sizes], shards.group)
+
+
 class FullyShardHooks:
     """The two methods that `torch.distributed.fsdp.fully_shard` calls around its all-gather.
 
@@ -55,22 +83,14 @@ class FullyShardHooks:
         self, mesh: Any, outer_size: torch.Size, outer_stride: tuple[int, ...], module: Any, mp_policy: Any
     ) -> tuple[tuple[Tensor, ...], Any]:
         """This rank's codes, as long as every rank's, and what the others have to know."""
-        dim = int(self.shape[1] != outer_size[1])
-        # a shard that stays on the CPU comes as a copy, and is what optimizers write to
-        for shard in (self, *map(local_itself, module.parameters(recurse=False))):
-            if isinstance(shard, FullyShardHooks):
-                shard.share_scale(mesh.get_group(), dim, outer_size[dim])
-        sizes = chunk_sizes(outer_size[dim], mesh.size())
-        missing = sizes[0] - self.codes.shape[dim]  # of rows: FSDP2 cuts columns into equal parts only
-        codes = pad(self.codes, (0, 0, 0, missing)) if missing else self.codes
-        scale, block = self.scale, self.quantizer.block[dim]
-        if block != -1 and not self.has_all_scales:
-            scale = all_gather(scale, dim, [-(-each // block) for each in sizes], self.group)
-        return (codes,), (scale, outer_size)
+        share_scales_of_shard(self, mesh, outer_size, module)
+        dim = cut_dim(self, outer_size)
+        shards = DimSharding(self.group, mesh.get_local_rank(), dim, chunk_sizes(outer_size[dim], mesh.size()))
+        return (as_sent(self.codes, shards),), (gathered_scale(self, shards), outer_size)
 
     def fsdp_post_all_gather(
         self, all_gather_outputs: tuple[Tensor, ...], metadata: Any, param_dtype: torch.dtype, *, out: Any = None
-    ) -> tuple[QuantizedTensor, tuple[Tensor, ...]] | None:
+    ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
         """The whole weight; with ``out``, that of the gather before, whose codes have been written to already."""
         (codes,), (scale, size) = all_gather_outputs, metadata
         if out is not None:
@@ -78,7 +98,7 @@ class FullyShardHooks:
             with uncounted_write(gathered.scale):
                 gathered.scale.copy_(scale)
             return None
-        whole = codes.view(-1, size[1])[: size[0]]
+        whole = codes.view(-1, *size[1:])[: size[0]]
         with torch.inference_mode(mode=False):  # later gathers write to it, under whatever mode
             scale = scale.clone()
-        return QuantizedTensor(whole, scale, self.quantizer, param_dtype), (codes,)
+        return self.gathered_as(whole, scale, self.quantizer, param_dtype), (codes,)

@@ -35,6 +35,7 @@ class Gathers:
         modules: That have the weight, and whose rows of a report say what is gathered.
         kind: ``OWN``, ``BOTH`` or ``PLAIN``, from the first gather on.
         turns: Whose codes are in memory, where each pass gathers its own.
+        name: Of the weight in its module, of a parameter that is codes.
     """
 
     for_both: str
@@ -42,6 +43,7 @@ class Gathers:
     modules: Sequence[nn.Module] = ()
     kind: str | None = None
     turns: Turns = field(default_factory=Turns)
+    name: str = "weight"
     _parameter: _compat.FsdpParameter | None = None
 
     def now(self, module: nn.Module, name: str = "weight") -> tuple[str, tuple[Gemm, ...]]:

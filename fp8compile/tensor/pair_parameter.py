@@ -10,12 +10,13 @@ from torch import Tensor
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
 from fp8compile import _compat, ops
-from fp8compile.ops.collectives import all_gather
 from fp8compile.ops.layer.shards import DimSharding, chunk_sizes
 from fp8compile.quantizers import GEMMS, Gemm, Quantizer
 from fp8compile.tensor.attributes import moved
+from fp8compile.tensor.fsdp import cut_dim, gathered_scale, share_scales_of_shard
 from fp8compile.tensor.gathered_pair import Meaning, OwnCodes, fill, made_of, sent_of
 from fp8compile.tensor.gathers import BOTH, Gathers
+from fp8compile.tensor.optimizer_steps import Pending, check_outside_of_graph_of_step
 from fp8compile.tensor.pair import QuantizedPair, Turns, no_meaning
 from fp8compile.tensor.parameter import (
     MAKERS,
@@ -25,10 +26,9 @@ from fp8compile.tensor.parameter import (
     as_leaf,
     plain_like,
 )
-from fp8compile.tensor.quantized import HANDLERS, LAYERS, VIEWS, QuantizedTensor
+from fp8compile.tensor.quantized import HANDLERS, LAYERS, VIEWS
 from fp8compile.tensor.saved import load_pair
-from fp8compile.tensor.steps import Pending, check_outside_of_graph_of_step
-from fp8compile.tensor.writes import READS, UPDATES, compute, copy
+from fp8compile.tensor.write_ops import READS, UPDATES, compute, copy
 
 __all__ = ["QuantizedPairParameter", "is_quantized_parameter"]
 
@@ -45,9 +45,9 @@ def is_quantized_parameter(tensor: object) -> bool:
     return isinstance(tensor, (QuantizedParameter, QuantizedPairParameter))
 
 
-def _is_of_all_ranks(own: QuantizedParameter) -> bool:
-    """Whether all ranks have its scales, of blocks that span them or that they cut."""
-    return own.quantizer.block[0] == -1 or own.has_all_scales
+def _is_of_all_ranks(own: QuantizedParameter, dim: int) -> bool:
+    """Whether all ranks have its scales, of blocks that span them along the dim that they cut, or that they cut."""
+    return own.block_along(dim) == -1 or own.has_all_scales
 
 
 class QuantizedPairParameter(QuantizedPair):
@@ -190,34 +190,30 @@ class QuantizedPairParameter(QuantizedPair):
         self, mesh: Any, outer_size: torch.Size, outer_stride: tuple[int, ...], module: Any, mp_policy: Any
     ) -> tuple[tuple[Tensor, ...], Any]:
         """This rank's codes for the pass that asks, or for both, and what the gathered ones mean."""
-        if self.shape[1] != outer_size[1]:
+        dim = cut_dim(self, outer_size)
+        if dim and self.ndim == 2:
             raise ValueError(
                 "quantized_parameters: a weight whose forward and backward multiply different codes is sharded along "
                 "dim 1. Leave out shard_placement_fn for it."
             )
-        # a shard that stays on the CPU comes as a copy, and is what optimizers write to
-        for shard in (self, *map(_compat.local_itself, module.parameters(recurse=False))):
-            if isinstance(shard, QuantizedPairParameter):
-                shard.share_scale(mesh.get_group(), 0, outer_size[0])
-        kind, gemms = self.gathers.now(module)
-        shards = DimSharding(mesh.get_group(), mesh.get_local_rank(), 0, chunk_sizes(outer_size[0], mesh.size()))
-        beside = shards.is_even() and mesh.size() > 1
+        share_scales_of_shard(self, mesh, outer_size, module)
+        kind, gemms = self.gathers.now(module, self.gathers.name)
+        shards = DimSharding(mesh.get_group(), mesh.get_local_rank(), dim, chunk_sizes(outer_size[dim], mesh.size()))
+        # of another dim, FSDP2 lays out all that arrives as it does the weight
+        beside = shards.is_even() and mesh.size() > 1 and dim == 0
         sets = tuple(self._codes(each, shards, beside=beside) for each in gemms)
-        own = [each.scale for each in self.sets() if not _is_of_all_ranks(each)]
+        own = [each.scale for each in self.sets() if not _is_of_all_ranks(each, dim)]
         sizes = [scale.nbytes for scale in own]
         room = (sum(sizes) if kind == BOTH else max(sizes, default=0)) if beside else 0
         quantizers = self.quantizer, self.quantizer_for_grad_input
-        shapes = tuple(each.scale_shape(outer_size) for each in quantizers)
+        shapes = tuple(each.scale_shape(outer_size) for each in self.sets())
         return sent_of(sets, shards, room), Meaning(sets, mesh.size(), tuple(outer_size), quantizers, shapes)
 
     def _codes(self, gemm: Gemm, shards: DimSharding, *, beside: bool) -> OwnCodes:
         own = self._for_output if gemm is OUTPUT else self.for_grad_input
-        if _is_of_all_ranks(own):
-            return OwnCodes(gemm, own.codes, own.scale, travels=False)
-        if beside:
+        if beside and not _is_of_all_ranks(own, shards.dim):
             return OwnCodes(gemm, own.codes, own.scale, travels=True)
-        counts = [own.quantizer.scale_shape((rows, own.shape[1]))[0] for rows in shards.sizes]
-        return OwnCodes(gemm, own.codes, all_gather(own.scale, 0, counts, shards.group), travels=False)
+        return OwnCodes(gemm, own.codes, gathered_scale(own, shards), travels=False)
 
     def fsdp_post_all_gather(
         self, all_gather_outputs: tuple[Tensor, ...], metadata: Any, param_dtype: torch.dtype, *, out: Any = None
@@ -226,7 +222,7 @@ class QuantizedPairParameter(QuantizedPair):
         if out is not None:
             fill(_compat.local_itself(out), all_gather_outputs, metadata)
             return None
-        wrap = partial(QuantizedTensor, dtype=param_dtype)
+        wrap = partial(self._for_output.gathered_as, dtype=param_dtype)
         pair, scales = made_of(all_gather_outputs, metadata, self.gathers.turns, wrap)
         fill(pair, all_gather_outputs, metadata)
         return pair, scales

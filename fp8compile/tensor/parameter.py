@@ -3,25 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
+from fp8compile import ops
 from fp8compile._compat import counting_versions
-from fp8compile.ops.layer.shards import chunk_sizes
+from fp8compile.ops.layer.local_shards import LocalShard
+from fp8compile.ops.layer.quantize_shard import cast_shard, positions, whole_amax
+from fp8compile.ops.layer.shards import Sharding, chunk_sizes
 from fp8compile.quantizers import Quantizer
 from fp8compile.tensor.attributes import moved
 from fp8compile.tensor.fsdp import FullyShardHooks
+from fp8compile.tensor.optimizer_steps import Pending, check_outside_of_graph_of_step, listen_to_optimizers, settle
 from fp8compile.tensor.quantized import LAYERS, QuantizedTensor
 from fp8compile.tensor.saved import load_parameter
-from fp8compile.tensor.steps import Pending, check_outside_of_graph_of_step, listen_to_optimizers, settle
 from fp8compile.tensor.update import shared_with
-from fp8compile.tensor.writes import READS, UPDATES, compute, copy
+from fp8compile.tensor.write_ops import READS, UPDATES, compute, copy
 
-__all__ = ["QuantizedParameter"]
+__all__ = ["QuantizedParameter", "as_leaf", "flat", "plain_like"]
 
 aten = torch.ops.aten
 EXTENTS = WHOLE, SLICE, SHARD, BLANK = ("whole", "slice", "shard", "blank")
@@ -114,6 +117,10 @@ class QuantizedParameter(FullyShardHooks, QuantizedTensor):
     def pending(self, value: Pending | None) -> None:
         self._shared.pending = value
 
+    def extent_of_zeros(self, size: Sequence[int]) -> str:
+        """What zeros of another size are, which FSDP2 makes its shards of."""
+        return BLANK
+
     @property
     def ends_in_padding(self) -> bool:  # type: ignore[override]
         """Whether it is memory for a shard, of which FSDP2 takes the rows that there are."""
@@ -199,11 +206,49 @@ class QuantizedParameter(FullyShardHooks, QuantizedTensor):
         return QuantizedParameter(q.codes, q.scale, quantizer, x.dtype)
 
     def _like(self, codes: Tensor, scale: Tensor) -> QuantizedParameter:
-        found = QuantizedParameter(codes, scale, self.quantizer, self.dtype, self.group, self.shard_dim, self.sizes)
+        found = type(self)(codes, scale, self.quantizer, self.dtype, self.group, self.shard_dim, self.sizes)
         found.extent = SHARD if self.extent == BLANK else self.extent
         found.has_all_scales = self.has_all_scales
         found._shared = self._shared
         return found
+
+    # ------------------------------------------------------------------ how its blocks lie
+
+    gathered_as: type[Tensor] = QuantizedTensor  # what FSDP2 makes of its codes
+
+    def block_along(self, dim: int) -> int:
+        """How many elements along a dim share a scale; -1 for all of them."""
+        return self.quantizer.block[int(dim == self.ndim - 1)]
+
+    def scale_shape(self, size: Sequence[int]) -> tuple[int, ...]:
+        """The shape of the scale of a weight of this size."""
+        return self.quantizer.scale_shape(size)
+
+    def part(self, values: Tensor) -> LocalShard:
+        """Values of this shape, and how they lie among those of other ranks, if that cuts blocks."""
+        return LocalShard(values, (self.shards(),) if self.cuts_blocks() else ())
+
+    def amax_of(self, values: Tensor) -> Tensor:
+        """What this rank knows of the amaxes of all blocks that this has scales of, if these were its values."""
+        part = self.part(values)
+        return whole_amax(part, self.quantizer) if part.cuts else ops.amax(values, self.quantizer)
+
+    def codes_of(self, values: Tensor, multiplier: Tensor, quantizer: Quantizer, cuts: Sharding) -> Tensor:
+        """Codes of values of this shape; arguments as of `fp8compile.tensor.update.assign`."""
+        part = self.part(values)
+        if part.cuts:
+            return cast_shard(part, multiplier, quantizer)
+        return ops.cast(values, multiplier, quantizer, *positions(LocalShard(values, cuts), quantizer))
+
+    def scale_of_zeros(self, size: Sequence[int], device: torch.device) -> tuple[Tensor, bool]:
+        """A scale for zeros of another size, and whether it is that of all blocks of the weight."""
+        is_cut = self.has_all_scales or _will_be_cut(self, size)
+        shape = self.scale_shape(size)
+        if is_cut:
+            return self.scale.to(device).clone(), True
+        if self.quantizer.block == (-1, -1) or (self.quantizer.block[0] == -1 and self.scale.shape == shape):
+            return self.scale.to(device).clone().view(shape), False
+        return self.quantizer.scale_of(torch.ones(shape, device=device)), False
 
     def cut_by(self, first: int, last: int) -> bool:
         """Whether these of its rows are part of blocks, or it has cut some already."""
@@ -257,14 +302,20 @@ class QuantizedParameter(FullyShardHooks, QuantizedTensor):
 
     @staticmethod
     def __tensor_unflatten__(inner: dict, metadata: tuple, outer_size: Any, outer_stride: Any) -> QuantizedParameter:
+        return QuantizedParameter._unflattened(inner, metadata)
+
+    @classmethod
+    def _unflattened(cls, inner: dict, metadata: tuple) -> Self:
         quantizer, dtype, identity, extent, place = metadata
         shard = () if identity is None else (inner["group"], *identity[-2:])
         codes, scale = (inner[name if place is None else f"_{name}"] for name in ("codes", "scale"))
-        found = QuantizedParameter(codes, scale, quantizer, dtype, *shard)
+        found = cls(codes, scale, quantizer, dtype, *shard)
         found.extent = extent
         if place is not None:
             found.pending = Pending(place, values=inner.get("values"), of_pair="values" not in inner)
         return found
+
+    _loader = staticmethod(load_parameter)  # what a pickle of it calls
 
     def __deepcopy__(self, memo: dict) -> QuantizedParameter:
         found = as_leaf(self.clone().detach(), self.requires_grad, isinstance(self, torch.nn.Parameter))
@@ -279,7 +330,7 @@ class QuantizedParameter(FullyShardHooks, QuantizedTensor):
             )
         kept = self.extent, self.written, self.initial
         leaf = self.requires_grad, isinstance(self, torch.nn.Parameter)
-        return load_parameter, (self.codes, self.scale, self.quantizer, self.dtype, kept, leaf)
+        return self._loader, (self.codes, self.scale, self.quantizer, self.dtype, kept, leaf)
 
     def share_scale(self, group: ProcessGroup, shard_dim: int, total: int) -> None:
         """Say whose shards these are parts of one tensor with: their scale is one from the next update on.
@@ -296,13 +347,20 @@ class QuantizedParameter(FullyShardHooks, QuantizedTensor):
         if self.has_all_scales:
             self.sizes = chunk_sizes(total, group.size())
 
-    def _values(self, dtype: torch.dtype) -> Tensor:
+    def _check_place(self) -> None:
         if self.has_all_scales and self.sizes is None:
             raise RuntimeError(
                 "values of a part of a QuantizedParameter that cuts blocks, before it knows which part it is. Call "
                 "fp8compile.parallel.share_scales(model) after fully_shard, or run a forward first."
             )
+
+    def _values(self, dtype: torch.dtype) -> Tensor:
+        self._check_place()
         return super()._values(dtype)
+
+    def _flattens_blocks(self, size: Sequence[int]) -> bool:
+        """Whether a view of this size is codes in one row, which blocks do not lie in."""
+        return self.extent in (SHARD, BLANK) and len(size) == 1 and self.quantizer.block != (-1, -1)
 
     def check_writable(self, what: object) -> None:
         """Raise unless new values can be written to this tensor alone."""
@@ -340,8 +398,8 @@ class QuantizedParameter(FullyShardHooks, QuantizedTensor):
             return copy(*args)
         if func in UPDATES or func in READS:
             return compute(func, args, kwargs)
-        if func is aten.view.default and _flattens_blocks(*args):
-            return return_and_correct_aliasing(func, args, kwargs, _flat(*args))
+        if func is aten.view.default and args[0]._flattens_blocks(args[1]):
+            return return_and_correct_aliasing(func, args, kwargs, flat(args[0], func(args[0].codes, args[1])))
         if func is aten.cat.default:
             raise TypeError(NO_CAT)
         if func.namespace == "c10d":
@@ -381,16 +439,12 @@ NO_CAT = (
 # ---------------------------------------------------------------------------------- tensors like it
 
 
-def _flattens_blocks(x: QuantizedParameter, size: Sequence[int]) -> bool:
-    return x.extent in (SHARD, BLANK) and len(size) == 1 and x.quantizer.block != (-1, -1)
-
-
-def _flat(x: QuantizedParameter, size: Sequence[int]) -> QuantizedParameter:
+def flat(x: QuantizedParameter, codes: Tensor) -> QuantizedParameter:
     """Codes in one row: FSDP2 keeps such a view of each shard, and reads it of plain parameters only.
 
     Blocks do not lie in rows, so this has no scale, and an op on its values raises.
     """
-    found = QuantizedParameter(x.codes.view(size), x.scale.new_empty(0), x.quantizer, x.dtype)
+    found = type(x)(codes, x.scale.new_empty(0), x.quantizer, x.dtype)
     found.extent = SLICE
     return found
 
@@ -426,21 +480,14 @@ def _new_zeros(func: Any, x: QuantizedParameter, size: Sequence[int], **kwargs: 
     if kwargs.pop("dtype", None) not in (None, x.dtype):
         raise TypeError(f"{func} of a QuantizedParameter in another dtype: use torch.zeros.")
     codes = x.codes.new_zeros(size, **kwargs)
-    shape = x.quantizer.scale_shape(size)
-    is_cut = x.has_all_scales or _will_be_cut(x, size)
-    if is_cut:
-        scale = x.scale.to(codes.device).clone()
-    elif x.quantizer.block == (-1, -1) or (x.quantizer.block[0] == -1 and x.scale.shape == shape):
-        scale = x.scale.to(codes.device).clone().view(shape)
-    else:
-        scale = x.quantizer.scale_of(torch.ones(shape, device=codes.device))
-    found = QuantizedParameter(codes, scale, x.quantizer, x.dtype)
+    scale, is_cut = x.scale_of_zeros(size, codes.device)
+    found = type(x)(codes, scale, x.quantizer, x.dtype)
     if x.extent == WHOLE:  # FSDP2 is about to cut it
         found._shared.outer = shared_with(x)
     else:
         found.group, found.shard_dim, found._shared.outer = x.group, x.shard_dim, x.outer
     found.has_all_scales, found.sizes = is_cut, x.sizes if is_cut else None
-    found.extent, found.written, found._shared.blank = BLANK, x.written, True
+    found.extent, found.written, found._shared.blank = x.extent_of_zeros(size), x.written, True
     found.belongs_to(x.state)
     if x.initial is not None:
         found.initial = torch.zeros(())

@@ -16,11 +16,11 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from fp8compile import _compat, ops
+from fp8compile.ops.check_returned import shape_said
 from fp8compile.ops.collectives import all_reduce_amax
 from fp8compile.ops.layer.local_shards import LocalShard
 from fp8compile.ops.layer.quantize_shard import quantize_shard
 from fp8compile.ops.layer.shards import DimSharding
-from fp8compile.ops.returned import shape_said
 from fp8compile.quantizers import Quantizer
 from fp8compile.tensor.arguments import SOURCE_DTYPES, not_dense, own_sizes, shown
 from fp8compile.tensor.quantized import QuantizedTensor

@@ -1,4 +1,4 @@
-"""What a file has of quantized tensors: codes, scale, quantizer, dtype, and one of three functions that take them.
+"""What a file has of quantized tensors: codes, scale, quantizer, dtype, and one of four functions that take them.
 
 ``torch.load(weights_only=True)`` calls nothing that it was not told of. It is told of these, which check what they
 are given, and of the classes of constants, which check theirs (`fp8compile.quantizers.constant`); of no tensor class,
@@ -20,11 +20,17 @@ if TYPE_CHECKING:
     from fp8compile.tensor.parameter import QuantizedParameter
     from fp8compile.tensor.quantized import QuantizedTensor
 
-__all__ = ["load_pair", "load_parameter", "load_tensor"]
+__all__ = ["load_pair", "load_parameter", "load_stack", "load_tensor"]
 
 
 def _check(
-    codes: Tensor, scale: Tensor, quantizer: Quantizer, dtype: torch.dtype, outer_scale: Tensor | None = None
+    codes: Tensor,
+    scale: Tensor,
+    quantizer: Quantizer,
+    dtype: torch.dtype,
+    outer_scale: Tensor | None = None,
+    *,
+    matrices: int | None = None,
 ) -> None:
     kinds = ((codes, Tensor), (scale, Tensor), (quantizer, Quantizer), (dtype, torch.dtype))
     if not all(isinstance(value, kind) for value, kind in kinds):
@@ -33,7 +39,7 @@ def _check(
     if dtype not in SOURCE_DTYPES:
         raise ValueError(f"load: the file has a quantized tensor of {dtype}; it is of bfloat16, float16 or float32.")
     shape = quantizer.values_shape(codes.shape)
-    expected = quantizer.scale_shape(shape)
+    expected = quantizer.scale_shape(shape) if matrices is None else (matrices, *quantizer.scale_shape(shape[1:]))
     if codes.dtype != torch.uint8 or scale.dtype != quantizer.scale_dtype() or scale.shape != expected:
         raise ValueError(
             f"load: the file has codes {tuple(codes.shape)}, {codes.dtype}, and a scale {tuple(scale.shape)}, "
@@ -62,10 +68,27 @@ def load_parameter(
     codes: Tensor, scale: Tensor, quantizer: Quantizer, dtype: torch.dtype, kept: tuple, leaf: tuple[bool, bool]
 ) -> QuantizedParameter:
     """What a pickle of a QuantizedParameter calls."""
-    from fp8compile.tensor.parameter import EXTENTS, QuantizedParameter, as_leaf
+    from fp8compile.tensor.parameter import QuantizedParameter
 
     _check(codes, scale, quantizer, dtype)
-    found = QuantizedParameter(codes, scale, quantizer, dtype)
+    return _with_kept(QuantizedParameter(codes, scale, quantizer, dtype), kept, leaf)
+
+
+def load_stack(
+    codes: Tensor, scale: Tensor, quantizer: Quantizer, dtype: torch.dtype, kept: tuple, leaf: tuple[bool, bool]
+) -> QuantizedParameter:
+    """What a pickle of a QuantizedStackParameter calls."""
+    from fp8compile.tensor.stack_parameter import QuantizedStackParameter
+
+    if not isinstance(codes, Tensor) or codes.ndim != 3:
+        raise ValueError("load: the weights of experts are codes of a stack of matrices, of three dims.")
+    _check(codes, scale, quantizer, dtype, matrices=codes.shape[0])
+    return _with_kept(QuantizedStackParameter(codes, scale, quantizer, dtype), kept, leaf)
+
+
+def _with_kept(found: QuantizedParameter, kept: tuple, leaf: tuple[bool, bool]) -> QuantizedParameter:
+    from fp8compile.tensor.parameter import EXTENTS, as_leaf
+
     extent, written, initial = kept
     if extent not in EXTENTS:
         raise ValueError(f"load: the file has a QuantizedParameter of extent {extent!r}; it is one of {EXTENTS}.")
@@ -87,4 +110,4 @@ def load_pair(sets: tuple, leaf: tuple[bool, bool]) -> QuantizedPairParameter:
     return as_leaf(QuantizedPairParameter(*sets), *map(bool, leaf))
 
 
-torch.serialization.add_safe_globals([load_tensor, load_parameter, load_pair])
+torch.serialization.add_safe_globals([load_tensor, load_parameter, load_stack, load_pair])

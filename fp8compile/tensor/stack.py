@@ -12,14 +12,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
-from fp8compile import _compat, ops
-from fp8compile.ops.gemms.grouped.kernel import GroupedOperand
-from fp8compile.ops.layer.grouped_linear import grouped_output
-from fp8compile.ops.layer.grouped_operands import GroupedOperands
-from fp8compile.ops.layer.linear import GRAD_INPUT, OUTPUT
-from fp8compile.ops.layer.operands import Phase
-from fp8compile.quantizers import Gemm, Quantizer, Recipe
-from fp8compile.tensor.quantized import QuantizedTensor
+from fp8compile.quantizers import Gemm, Quantizer
+from fp8compile.tensor.quantized import LAYERS, QuantizedTensor
 from fp8compile.tensor.refusals import refuse_operators
 
 __all__ = ["QuantizedStack"]
@@ -61,6 +55,16 @@ class QuantizedStack(Tensor):
     def __init__(self, codes: Tensor, scale: Tensor, quantizer: Quantizer, dtype: torch.dtype) -> None:
         self.codes, self.scale, self.quantizer = codes, scale, quantizer
 
+    is_in_turns = False  # whether its memory holds other codes in the backward than in the forward
+
+    def sets(self) -> tuple[QuantizedStack, ...]:
+        """All sets of codes that it has: this one. A `QuantizedPair` has two."""
+        return (self,)
+
+    def read_by(self, gemm: Gemm) -> QuantizedStack:
+        """The set of codes that a product of a layer multiplies: this one, whichever it is."""
+        return self
+
     def __tensor_flatten__(self) -> tuple[list[str], tuple]:
         return ["codes", "scale"], (self.quantizer, self.dtype)
 
@@ -82,7 +86,7 @@ class QuantizedStack(Tensor):
     def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
         if func in LAYERS:
-            return LAYERS[func](*args)
+            return LAYERS[func](func, *args)
         handler = HANDLERS.get(func)
         if handler is None and func._can_decompose():  # below autograd, composites come here before what they are of
             return func.decompose(*args, **kwargs)
@@ -132,32 +136,3 @@ HANDLERS = {
     aten.transpose.int: _transpose,
     aten.view.default: _whole_view,
 }
-
-# ---------------------------------------------------------------------------------- as the weight of a layer
-
-
-def _operands(weight: Tensor, offsets: Tensor, recipe: Recipe, gemm: Gemm) -> GroupedOperands:
-    if not isinstance(weight, QuantizedStack):
-        raise TypeError(
-            "grouped_linear: only the weight may be a QuantizedStack, the layer quantizes its rows itself."
-        )
-    if not recipe.shares_weight_codes() or weight.quantizer != recipe.weight:
-        raise ValueError(
-            f"grouped_linear: the weight was gathered as codes of {weight.quantizer!r}; the recipe quantizes it by "
-            f"{recipe.weight!r} for the output and by {recipe.weight_for_grad_input!r} for grad_input. Set the recipe "
-            "of experts before fp8compile.parallel.fsdp_float8_all_gather."
-        )
-    codes = GroupedOperand(codes=weight.codes, scale=weight.scale, quantizer=weight.quantizer)
-    return GroupedOperands(recipe, offsets, Phase.of(gemm, weight.codes), codes)
-
-
-def _linear(x: Tensor, weight: Tensor, offsets: Tensor, bias: Tensor | None, recipe: Recipe) -> Tensor:
-    operands = _operands(weight, offsets, recipe, OUTPUT)
-    return _compat.as_kernel(grouped_output)(x, weight, offsets, bias, operands)
-
-
-def _grad_input(grad_output: Tensor, weight: Tensor, offsets: Tensor, recipe: Recipe) -> Tensor:
-    return _compat.as_kernel(_operands(weight, offsets, recipe, GRAD_INPUT).grad_input)(grad_output, weight)
-
-
-LAYERS = {ops.grouped_linear: _linear, ops.grouped_grad_input: _grad_input}

@@ -15,11 +15,8 @@ from torch.distributed import ProcessGroup
 from fp8compile import ops
 from fp8compile._compat import local_itself
 from fp8compile.ops.collectives import all_reduce_amaxes
-from fp8compile.ops.layer.local_shards import LocalShard
-from fp8compile.ops.layer.quantize_shard import cast_shard, positions, whole_amax
 from fp8compile.ops.layer.shards import Sharding
 from fp8compile.quantizers import DelayedScaling, Quantizer
-from fp8compile.tensor.quantized import QuantizedTensor
 
 if TYPE_CHECKING:
     from fp8compile.tensor.parameter import QuantizedParameter
@@ -27,32 +24,11 @@ if TYPE_CHECKING:
 __all__ = ["assign", "count_write", "shared_with", "stand_for"]
 
 
-def shared_with(weight: QuantizedTensor) -> ProcessGroup | None:
+def shared_with(weight: QuantizedParameter) -> ProcessGroup | None:
     """The ranks that have elements of the same blocks, if there are any."""
     if weight.group is None or weight.shard_dim is None:
         return None
-    if weight.has_all_scales:
-        return weight.group
-    block = weight.quantizer.block[int(weight.shard_dim == weight.ndim - 1)]
-    return weight.group if block == -1 else None
-
-
-def _part(weight: QuantizedTensor, values: Tensor) -> LocalShard:
-    """Values of a weight, and how they lie among those of other ranks, if that cuts blocks."""
-    return LocalShard(values, (weight.shards(),) if weight.cuts_blocks() else ())
-
-
-def _amax(weight: QuantizedTensor, values: Tensor) -> Tensor:
-    """What this rank knows of the amaxes of all blocks that the weight has scales of."""
-    part = _part(weight, values)
-    return whole_amax(part, weight.quantizer) if part.cuts else ops.amax(values, weight.quantizer)
-
-
-def _cast(weight: QuantizedTensor, values: Tensor, multiplier: Tensor, quantizer: Quantizer, cuts: Sharding) -> Tensor:
-    part = _part(weight, values)
-    if part.cuts:
-        return cast_shard(part, multiplier, quantizer)
-    return ops.cast(values, multiplier, quantizer, *positions(LocalShard(values, cuts), quantizer))
+    return weight.group if weight.has_all_scales or weight.block_along(weight.shard_dim) == -1 else None
 
 
 def _scales(weight: QuantizedParameter, amax: Tensor) -> tuple[Tensor, Tensor]:
@@ -74,13 +50,13 @@ def quantized_anew(
     """Codes, scale and amaxes of new values of each weight, one at a time; arguments as of `assign`."""
     quantizers = [weight.quantizer for weight in weights]
     dtypes = dtypes or [value.dtype for value in values]
-    amaxes = [_amax(w, v.to(dtype)) for w, v, dtype in zip(weights, values, dtypes, strict=True)]
+    amaxes = [w.amax_of(v.to(dtype)) for w, v, dtype in zip(weights, values, dtypes, strict=True)]
     for groups in ([shared_with(weight) for weight in weights], [weight.outer for weight in weights]):
         amaxes = all_reduce_amaxes(amaxes, [() if group is None else (group,) for group in groups])
     casts = zip(values, dtypes, rounding or quantizers, cuts or [()] * len(quantizers), strict=True)
     for weight, amax, (value, dtype, quantizer, cut) in zip(weights, amaxes, casts, strict=True):
         multiplier, scale = _scales(weight, amax)
-        yield _cast(weight, value.to(dtype), multiplier, quantizer, cut), scale, amax
+        yield weight.codes_of(value.to(dtype), multiplier, quantizer, cut), scale, amax
 
 
 def _made_by(scale: Tensor) -> tuple[Tensor, ...]:

@@ -7,8 +7,8 @@
 The walk ends at loads from global memory and where a number is rounded to 16 bits (`cvt.rn.bf16.f32`, an addition in
 bfloat16): what lies before that rounding is the model's own function, which may be approximate, and what lies behind
 it is the arithmetic of scales and codes, which may not. Casts see rounded values on purpose
-(`fp8compile.ops.rounding`), so each activation has such a rounding or is loaded as 16 bits. In a model of float32
-nothing tells the two apart, and the walk goes through the model's functions too.
+(`fp8compile.ops.rounding_barrier`), so each activation has such a rounding or is loaded as 16 bits. In a model of
+float32 nothing tells the two apart, and the walk goes through the model's functions too.
 
 It takes more than is computed rather than less: a register has all values that are written to it anywhere, and what
 decides a branch counts. Shared memory is Triton's scratch: an operator (a reduction, a change of layout, a copy ahead)

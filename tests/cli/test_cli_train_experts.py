@@ -84,13 +84,24 @@ def test_only_convert_makes_experts_fp8_and_the_router_stays():
 # -------------------------------------------------------------------- training
 
 
-@pytest.mark.parametrize("recipe", ["bf16", "rowwise", "blockwise"])
-def test_steps_are_one_graph_and_resume_to_the_bit(text_file, tmp_path, recipe):
-    first = small_trainer(text_file, recipe=recipe, backend="aot_eager", **EXPERTS)
+@pytest.mark.parametrize(
+    ("recipe", "quantized"),
+    [
+        pytest.param("bf16", False, id="bf16"),
+        pytest.param("rowwise", False, id="rowwise"),
+        pytest.param("blockwise", False, id="blockwise"),
+        pytest.param("rowwise", True, id="rowwise codes"),
+        pytest.param("mxfp8", True, id="mxfp8 codes", marks=pytest.mark.slow),
+        pytest.param("tensorwise", True, id="tensorwise codes", marks=pytest.mark.slow),
+    ],
+)
+def test_steps_are_one_graph_and_resume_to_the_bit(text_file, tmp_path, recipe, quantized):
+    flags = {"recipe": recipe, "backend": "aot_eager", "quantized_parameters": quantized, **EXPERTS}
+    first = small_trainer(text_file, **flags)
     whole = steps_of(first, 3)
     first.save(tmp_path / "checkpoint.pt")
     whole += steps_of(first, 3)
-    second = small_trainer(text_file, recipe=recipe, backend="aot_eager", **EXPERTS)
+    second = small_trainer(text_file, **flags)
     second.load(tmp_path / "checkpoint.pt")
     assert len(set(whole)) == 6
     assert steps_of(second, 3) == whole[3:]
@@ -158,10 +169,6 @@ def test_experts_that_fall_back_to_bf16_are_not_counted_as_fp8(text_file, recipe
         (["--experts", "4", "--top-k", "1", "--recipe", "delayed"], "--experts 4 with --recipe delayed: experts"),
         (["--experts", "4", "--top-k", "1", "--compare", "delayed"], "--experts 4 with --recipe delayed: experts"),
         (["--experts", "4", "--top-k", "1", "--tp", "2"], "--tp 2 cuts the attention, and no experts; add --ep 2"),
-        (
-            ["--experts", "4", "--top-k", "1", "--recipe", "tensorwise", "--quantized-parameters"],
-            "--experts doesn't go with --quantized-parameters yet",
-        ),
     ],
 )
 def test_what_experts_do_not_go_with_is_one_line_and_leaves_nothing(text_file, tmp_path, capsys, flags, fragment):
@@ -259,12 +266,40 @@ def test_experts_spread_beside_every_other_cut_train_as_on_one(text_file):
         assert each[0][0] == pytest.approx(expected, rel=SUMS_OF_PARTS)
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(TORCH_VERSION < (2, 12), reason="a group as a part of a tensor needs PyTorch 2.12")
+def test_more_processes_than_experts_are_spread_over_have_them_again(text_file):
+    ways = [{"ep": 2}, {"ep": 2, "fsdp": True}, {"ep": 2, "tp": 2, "compile": False}]
+    results = shared_ranks().run(losses_of_ways, text_file, ways, seconds=600)
+    assert results == [results[0]] * 4
+    replicated, sharded, cut = results[0]
+    assert replicated[:2] == sharded[:2]  # where the rest lies changes no bit
+    expected = one_process(text_file).gradients()["loss"]
+    assert replicated[0][0] == pytest.approx(expected, rel=MEAN)
+    assert cut[0][0] == pytest.approx(expected, rel=SUMS_OF_PARTS)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(TORCH_VERSION < (2, 12), reason="a group as a part of a tensor needs PyTorch 2.12")
+def test_experts_that_are_codes_train_spread_over_ranks(text_file):
+    codes = {"quantized_parameters": True}
+    ways = [codes, {**codes, "fsdp": True}, {**codes, "ep": 1, "fsdp": True}, {**codes, "ep": 2, "recipe": "mxfp8"}]
+    results = shared_ranks().run(losses_of_ways, text_file, ways, seconds=600)
+    assert results == [results[0]] * 4
+    expected = one_process(text_file).gradients()["loss"]
+    assert results[0][0][:2] == results[0][1][:2]  # where the rest lies changes no bit
+    for found in results[0]:  # of linears that FSDP2 has, codes are those of float32 values: an eighth of some of them
+        assert found[0][0] == pytest.approx(expected, rel=0.01)
+    assert results[0][2][2] == "codes, which the parameters are"
+    assert all(each[3] == {"train": 1, "eval": 1} for each in results[0])
+
+
 @pytest.mark.parametrize(
     ("flags", "fragment"),
     [
         (["--ep", "2"], "--ep is 2 and --experts 0"),
         (["--ep", "3", "--experts", "4", "--top-k", "2"], "a multiple of 3"),
-        (["--ep", "2", "--experts", "4", "--top-k", "2"], "--ep 2 takes 2 processes, and this is one"),
+        (["--ep", "2", "--experts", "4", "--top-k", "2"], "--ep 2 takes 2 processes or a multiple of them, and this"),
         (["--ep", "3", "--experts", "6", "--top-k", "2", "--tp", "2"], "make --ep a multiple of 2"),
     ],
 )

@@ -165,6 +165,13 @@ def test_the_command_prints_each_line_once_and_says_what_is_gathered(text_file, 
         (2, ("--recipe", "tensorwise", "--fsdp")),
         pytest.param(2, ("--recipe", "tensorwise", "--fsdp", "--quantized-parameters"), marks=pytest.mark.slow),
         pytest.param(2, ("--recipe", "tensorwise", "--tp", 2, "--quantized-parameters"), marks=pytest.mark.slow),
+        pytest.param(2, ("--recipe", "rowwise", "--fsdp", "--quantized-parameters"), marks=pytest.mark.slow),
+        pytest.param(2, ("--recipe", "delayed", "--fsdp", "--quantized-parameters"), marks=pytest.mark.slow),
+        pytest.param(
+            2,
+            ("--recipe", "mxfp8", "--fsdp", "--ep", 2, "--experts", 4, "--top-k", 2, "--quantized-parameters"),
+            marks=pytest.mark.slow,
+        ),
         pytest.param(2, ("--recipe", "rowwise", "--graph-fsdp"), marks=pytest.mark.slow),
         pytest.param(2, ("--recipe", "delayed", "--graph-fsdp"), marks=pytest.mark.slow),
         pytest.param(4, ("--recipe", "delayed", "--hsdp"), marks=pytest.mark.slow),
@@ -271,7 +278,7 @@ def test_processes_that_do_not_fit_are_refused(flags, size, message):
     [
         ({"recipe": "bf16"}, "--quantized-parameters are those of FP8 layers, of which --recipe bf16 has none"),
         ({"graph_fsdp": True}, "--quantized-parameters doesn't go with --graph-fsdp, .* leave one of them out"),
-        ({"recipe": "rowwise"}, "such as tensorwise or blockwise; --recipe rowwise multiplies others in each"),
+        ({"recipe": "nvfp4"}, "--quantized-parameters with --recipe nvfp4, which has two levels of scales"),
     ],
 )
 def test_parameters_that_can_not_be_codes_are_refused(flags, message):

@@ -125,9 +125,10 @@ class Qwen3Moe(nn.Module):
         return self.model(input_ids=symbols, labels=symbols).loss
 
 
-def mixture_of(kind, count, recipe):
+def mixture_of(kind, count, recipe, *, seed=0, dtype=None, **options):
     """A model whose experts are in FP8; of the small ones nothing else is."""
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     if kind == "Qwen3-MoE":
-        return f8.convert(Qwen3Moe(count), recipe, filter=lambda *_: True)
-    return f8.convert(MixtureModel(kind, count), recipe, filter=lambda _, fqn: fqn.endswith("experts"))
+        return f8.convert(Qwen3Moe(count).to(dtype), recipe, filter=lambda *_: True, **options)
+    model = MixtureModel(kind, count).to(dtype)
+    return f8.convert(model, recipe, filter=lambda _, fqn: fqn.endswith("experts"), **options)

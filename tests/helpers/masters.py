@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-import fp8compile as f8
+from fp8compile.nn.candidates import is_converted, weight_names
 
 __all__ = ["ByHand", "train"]
 
@@ -13,7 +13,8 @@ class ByHand:
     """AdamW over float32 masters of the weights of a model's FP8 layers, which are their bfloat16 copies."""
 
     def __init__(self, model, *, lr):
-        weights = [module.weight for module in model.modules() if isinstance(module, f8.Linear)]
+        layers = [module for module in model.modules() if is_converted(module)]
+        weights = [getattr(layer, name) for layer in layers for name in weight_names(layer)]
         self.pairs = {weight: weight.detach().float().requires_grad_() for weight in weights}
         self.zero_grad = model.zero_grad
         self.inner = torch.optim.AdamW([self.pairs.get(p, p) for p in model.parameters()], lr=lr)

@@ -5,7 +5,6 @@ The noise of an element is a hash of its index in the whole tensor, the outer am
 
 from __future__ import annotations
 
-import fsdp_models
 import pytest
 import test_graph_fsdp
 import test_tensor_parallel as layers
@@ -137,29 +136,6 @@ def test_dtensors_have_the_codes_of_the_whole(ranks, name, count):
 def test_weights_that_fsdp_gathers_in_a_graph_have_the_codes_of_the_whole(ranks, size):
     for found in ranks.run(test_graph_fsdp.check_op, "nvfp4", size, within=GROUP_NAMES[size]):
         assert found == []
-
-
-def problems_of_fsdp2():
-    """What differs of FSDP2 from the steps of one process; what a gather of codes says, which it does not do yet."""
-    recipe, policy = f8.recipes.nvfp4(hadamard=()), "bf16"
-    expected, weights = fsdp_models.one_process(fsdp_models.model_of("even", recipe), policy, 3, 2)
-    model = fsdp_models.model_of("even", recipe)
-    try:
-        parallel.fsdp_float8_all_gather(model)
-        said = "nothing"
-    except ValueError as error:
-        said = str(error)
-    model = fsdp_models.shard(model, fsdp_models.mesh_1d("pair"), fsdp_models.POLICIES[policy])
-    losses = fsdp_models.trained(model, 3, torch.distributed.get_rank() % 2)
-    own = fsdp_models.weights_of(model)
-    return [name for name in weights if difference(own[name], weights[name])], losses == expected, said
-
-
-def test_fsdp2_trains_as_one_process_and_gathers_no_codes(ranks):
-    for found, same_losses, said in ranks.run(problems_of_fsdp2, within="pair"):
-        assert (found, same_losses) == ([], True)
-        assert "does not travel with codes yet" in said
-        assert "fp8compile.parallel.graph_fsdp, which gathers codes for every one" in said
 
 
 def refusal_of_tokens():

@@ -404,7 +404,7 @@ def test_ops_that_optimizers_need_are_there(name):
 
 def test_foreach_quantizes_all_at_once(monkeypatch):
     calls, assign = [], update.assign
-    monkeypatch.setattr("fp8compile.tensor.steps.assign", lambda *a: calls.append(len(a[0])) or assign(*a))
+    monkeypatch.setattr("fp8compile.tensor.optimizer_steps.assign", lambda *a: calls.append(len(a[0])) or assign(*a))
     weights = [parameter(32, 48, seed=seed).detach() for seed in range(3)]
     torch._foreach_mul_([*weights, plain := torch.ones(2)], 0.5)
     assert calls == [3]

@@ -59,7 +59,7 @@ class TrainConfig:
         threads: CPU threads; 0 is replaced by what PyTorch uses on its own.
         device: Device; "" is replaced by "cuda" where there is one, else "cpu".
         tp: Processes that the model is cut over.
-        ep: Processes that experts are spread over, which share the batch too.
+        ep: Processes that experts are spread over, which share the batch too; of more, each ep have all experts.
         sp: Whether they cut the sequence, too, between its matrix products.
         fsdp: Whether parameters and batch are sharded over processes.
         hsdp: Whether there are two replicas of these shards; implies ``fsdp``.
@@ -107,7 +107,7 @@ class TrainConfig:
     @property
     def blocks_apart(self) -> bool:
         """Whether stock FSDP2 has the parameters, and blocks are compiled each by itself."""
-        return (self.fsdp or self.ep > self.tp) and not self.graph_fsdp
+        return (self.fsdp or self.dp > 1) and not self.graph_fsdp
 
     def __post_init__(self) -> None:
         """Check what needs no PyTorch."""
@@ -142,8 +142,8 @@ class TrainConfig:
             )
         if self.ep % self.tp:
             raise UserError(
-                f"--ep is {self.ep} and --tp {self.tp}; experts are spread over all processes, of which as many as "
-                f"--tp have the same rows, so make --ep a multiple of {self.tp}"
+                f"--ep is {self.ep} and --tp {self.tp}; of the processes that experts are spread over as many as --tp "
+                f"have the same rows, so make --ep a multiple of {self.tp}"
             )
 
     def _check_experts(self) -> None:
@@ -162,12 +162,7 @@ class TrainConfig:
         if self.tp > 1 and self.ep == 1:
             raise UserError(
                 f"--tp {self.tp} cuts the attention, and no experts; add --ep {self.tp}, or a multiple of it, to "
-                "spread them over all processes"
-            )
-        if self.quantized_parameters:
-            raise UserError(
-                "--experts doesn't go with --quantized-parameters yet, which are those of linears; leave one of them "
-                "out"
+                "spread them over processes"
             )
 
     def _check_quantized_parameters(self) -> None:

@@ -4,7 +4,8 @@
 
 What is no expert all processes have, or with --fsdp a part of it. With --tp the processes that cut the attention have
 the same rows, and each sends its share of them. Gradients of an expert come from the rows of all processes, each of
-which has the loss of its own part of the batch: their sum, divided by the parts, is that of the mean loss.
+which has the loss of its own part of the batch: their sum, divided by the parts, is that of the mean loss. Of more
+processes than --ep, those with the same experts sum their gradients.
 """
 
 from __future__ import annotations
@@ -19,9 +20,10 @@ from fp8compile.cli.train.experts import MixtureOfExperts
 from fp8compile.nn.experts.placed import spread
 
 if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["clip_gradients", "cut_experts", "divide_gradients", "expert_parameters"]
+__all__ = ["clip_gradients", "cut_experts", "expert_parameters", "mean_gradients"]
 
 
 def cut_experts(model: nn.Module, mesh: DeviceMesh, same_tokens: DeviceMesh | None) -> None:
@@ -29,26 +31,38 @@ def cut_experts(model: nn.Module, mesh: DeviceMesh, same_tokens: DeviceMesh | No
 
     Args:
         model: A ``ByteLlama``, converted or not.
-        mesh: Of all ranks, one dim.
+        mesh: Of the ranks that have all experts together, one dim.
         same_tokens: Of the ranks that have this one's rows, one dim; None if no other has.
     """
-    for layer in model.modules():
-        if isinstance(layer, MixtureOfExperts):
-            spread(layer.experts, mesh)
-            layer.same_tokens = same_tokens
+    for layer in _mixtures(model):
+        spread(layer.experts, mesh)
+        layer.same_tokens = same_tokens
+
+
+def _mixtures(model: nn.Module) -> list[MixtureOfExperts]:
+    return [layer for layer in model.modules() if isinstance(layer, MixtureOfExperts)]
 
 
 def expert_parameters(model: nn.Module) -> set[nn.Parameter]:
     """The parameters of all experts."""
-    layers = (layer for layer in model.modules() if isinstance(layer, MixtureOfExperts))
-    return {stack for layer in layers for stack in layer.experts.parameters()}
+    return {stack for layer in _mixtures(model) for stack in layer.experts.parameters()}
 
 
-def divide_gradients(model: nn.Module, parts: int) -> None:
-    """Make gradients of experts those of the mean loss over the parts of the batch, as FSDP2 does for the others."""
-    for stack in expert_parameters(model):
-        if stack.grad is not None:
-            stack.grad /= parts
+def mean_gradients(model: nn.Module, parts: int, replicas: ProcessGroup | None) -> None:
+    """Make gradients of experts those of the mean loss over the parts of the batch, as FSDP2 does for the others.
+
+    Args:
+        model: With experts that are spread over ranks.
+        parts: Of the batch.
+        replicas: The ranks that have the same experts as this one; None if no other has.
+    """
+    stacks = [stack for layer in _mixtures(model) for stack in layer.experts.parameters()]
+    for stack in stacks:  # in one order on all ranks
+        if stack.grad is None:
+            continue
+        if replicas is not None:
+            torch.distributed.all_reduce(stack.grad.to_local(), group=replicas)
+        stack.grad /= parts
 
 
 def clip_gradients(model: nn.Module, most: float) -> None:

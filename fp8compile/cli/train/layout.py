@@ -3,8 +3,8 @@
     rank = (replica * shards + shard) * tp + part
 
 Ranks with one replica and one shard cut the model over `tp` parts and see the same rows. `shards` of them have a part
-of each parameter (FSDP), which `replicas` hold again (HSDP). Experts are spread over all ranks (EP); without FSDP the
-rest has a replica for each part of the batch.
+of each parameter (FSDP), which `replicas` hold again (HSDP). Experts are spread over --ep ranks that follow one
+another (EP), and the next ones have them again; without FSDP the rest has a replica for each part of the batch.
 """
 
 from __future__ import annotations
@@ -84,9 +84,13 @@ class Layout:
         mesh = _mesh(self, device_type)
         return mesh if names == self._names else mesh[names if len(names) > 1 else names[0]]
 
-    def experts_mesh(self, device_type: str) -> DeviceMesh:
-        """Return the ranks that experts are spread over: all of them."""
-        return _experts_mesh(self.size, device_type)
+    def experts_mesh(self, device_type: str, ep: int) -> DeviceMesh:
+        """Return the ranks that this one's experts are spread over, ``ep`` of them."""
+        return _experts_mesh(self.size, ep, device_type)["ep"]
+
+    def experts_replicas(self, device_type: str, ep: int) -> ProcessGroup | None:
+        """Return the ranks that have the same experts as this one, if experts are spread over fewer than all."""
+        return None if ep == self.size else _experts_mesh(self.size, ep, device_type).get_group("again")
 
     def data_group(self) -> ProcessGroup:
         """Return the ranks that see different rows and have the same part of the model."""
@@ -102,8 +106,9 @@ def _mesh(layout: Layout, device_type: str) -> DeviceMesh:
 
 
 @cache
-def _experts_mesh(size: int, device_type: str) -> DeviceMesh:
-    return torch.distributed.init_device_mesh(device_type, (size,), mesh_dim_names=("ep",))
+def _experts_mesh(size: int, ep: int, device_type: str) -> DeviceMesh:
+    names = ("again", "ep")
+    return torch.distributed.init_device_mesh(device_type, (size // ep, ep), mesh_dim_names=names)
 
 
 @cache
@@ -131,6 +136,11 @@ def _data_parallel(config: TrainConfig, size: int) -> int:
         takes = f"{unit} processes or a multiple of them" if least == unit else f"{least} processes or more"
         multiple = f", a multiple of {unit}" if least > unit > 1 else ""
         raise UserError(f"{flags} takes {takes}{multiple}, and {_started(size)}; {_start_by(least)}")
+    return _as_begun(config, size)
+
+
+def _as_begun(config: TrainConfig, size: int) -> int:
+    """Into how many parts the batch is cut, which is as many as when the run began."""
     if config.dp not in (0, size // config.tp):
         raise UserError(
             f"the run began with {config.dp * config.tp} processes and torchrun started {size}; other numbers of them "
@@ -149,16 +159,17 @@ def layout_of(config: TrainConfig, ranks: Ranks) -> Layout:
     Raises:
         UserError: There are more or fewer than it takes.
     """
-    if config.ep not in (1, ranks.size):
+    if ranks.size % config.ep:
         raise UserError(
-            f"--ep {config.ep} takes {config.ep} processes, and {_started(ranks.size)}; {_start_by(config.ep)}"
+            f"--ep {config.ep} takes {config.ep} processes or a multiple of them, and {_started(ranks.size)}; "
+            f"{_start_by(config.ep)}"
         )
     if config.fsdp:
         replicas = REPLICAS if config.hsdp else 1
         shards = _data_parallel(config, ranks.size) // replicas
         return Layout(rank=ranks.rank, replicas=replicas, shards=shards, tp=config.tp)
     if config.ep > 1:
-        return Layout(rank=ranks.rank, replicas=config.ep // config.tp, tp=config.tp)
+        return Layout(rank=ranks.rank, replicas=_as_begun(config, ranks.size), tp=config.tp)
     if config.tp == ranks.size:
         return Layout(rank=ranks.rank, tp=config.tp)
     if ranks.size == 1:

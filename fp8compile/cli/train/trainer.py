@@ -19,7 +19,7 @@ import fp8compile as f8
 from fp8compile.cli.errors import Failed, UserError
 from fp8compile.cli.train.checkpoint import load_checkpoint, save_checkpoint, whole_state
 from fp8compile.cli.train.config import BF16
-from fp8compile.cli.train.expert_parallel import clip_gradients, cut_experts, divide_gradients, expert_parameters
+from fp8compile.cli.train.expert_parallel import clip_gradients, cut_experts, expert_parameters, mean_gradients
 from fp8compile.cli.train.fsdp import shard
 from fp8compile.cli.train.gemms import expected_gemms, profiled_gemms
 from fp8compile.cli.train.graphs import CountedModel
@@ -29,6 +29,8 @@ from fp8compile.cli.train.model import ByteLlama, ModelShape
 from fp8compile.cli.train.ranks import Ranks
 from fp8compile.cli.train.tensor_parallel import parallelize, place_gradients
 from fp8compile.cli.train.text import held_out_batches, training_batch
+from fp8compile.nn.candidates import is_layer, weight_names
+from fp8compile.nn.experts import is_experts, routers
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -162,7 +164,7 @@ class Trainer:
         self.model.to(self._device)
         tp_mesh = layout.tp_mesh(self._device.type) if layout.tp > 1 else None
         if config.ep > 1:
-            cut_experts(self.model, layout.experts_mesh(self._device.type), tp_mesh)
+            cut_experts(self.model, layout.experts_mesh(self._device.type, config.ep), tp_mesh)
         if tp_mesh is not None:
             self._cut(tp_mesh)
         tokens = config.batch // layout.dp * config.seq
@@ -180,13 +182,19 @@ class Trainer:
 
     def _convert(self, recipe: f8.Recipe) -> None:
         # The head stays in bf16, as is usual: its errors go straight into the loss.
-        layers = {n: m for n, m in self.model.named_modules() if isinstance(m, torch.nn.Linear) and n != "head"}
-        drawn: dict[torch.nn.Linear, Tensor] = {}
-        if self._has_masters and self._layout.dp == 1:
-            # Codes are those of what autocast would round; FSDP2 takes one dtype for all parameters.
-            drawn = {layer: layer.weight.detach() for layer in layers.values()}
-        for layer, values in drawn.items():
-            layer.weight = torch.nn.Parameter(values.bfloat16())
+        scoring = routers(self.model)
+        layers = [
+            module
+            for name, module in self.model.named_modules()
+            if is_layer(module) and name != "head" and module not in scoring
+        ]
+        drawn: dict[tuple[torch.nn.Module, str], Tensor] = {}
+        if self._has_masters:
+            # Codes are those of what autocast would round; FSDP2 takes one dtype for all parameters that it has.
+            apart = [layer for layer in layers if self._layout.dp == 1 or (self._config.ep > 1 and is_experts(layer))]
+            drawn = {(each, name): getattr(each, name).detach() for each in apart for name in weight_names(each)}
+        for (layer, name), values in drawn.items():
+            setattr(layer, name, torch.nn.Parameter(values.bfloat16()))
         # Delayed scales that ranks with other rows find on their own would not be one state.
         group = self._layout.data_group() if recipe.history() and self._layout.dp > 1 else None
         f8.convert(
@@ -198,8 +206,8 @@ class Trainer:
             keep_initial=self._has_masters,
         )
         with torch.no_grad():
-            for layer, values in drawn.items():
-                layer.weight.copy_(values)  # rounded for the codes, as they are for the masters
+            for (layer, name), values in drawn.items():
+                getattr(layer, name).copy_(values)  # rounded for the codes, as they are for the masters
 
     def _cut(self, mesh: DeviceMesh) -> None:
         try:
@@ -253,7 +261,8 @@ class Trainer:
             group["lr"] = rate
         place_gradients(self.model)
         if self._config.ep > 1:
-            divide_gradients(self.model, self._layout.dp)
+            replicas = self._layout.experts_replicas(self._device.type, self._config.ep)
+            mean_gradients(self.model, self._layout.dp, replicas)
         clip_gradients(self.model, MAX_GRADIENT_NORM)
         return {"kind": "train", "arm": self._arm.name, "step": self.step + 1, "loss": value, "lr": rate}
 

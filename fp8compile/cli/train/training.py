@@ -37,6 +37,7 @@ from fp8compile.cli.train.summary import complaints, loss_picture, print_summary
 from fp8compile.cli.train.text import Text, load_text
 from fp8compile.cli.train.trainer import Trainer, model_shape, named_recipe, reproducible
 from fp8compile.nn.experts import cannot_take_experts
+from fp8compile.nn.quantized_weights import not_codes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -81,10 +82,9 @@ def resolved(config: TrainConfig, ranks: Ranks | None = None) -> TrainConfig:
     model_shape(config)
     for arm in arms(config):
         recipe = named_recipe(arm.recipe)
-        if config.quantized_parameters and recipe is not None and not recipe.shares_weight_codes():
+        if config.quantized_parameters and recipe is not None and (reason := not_codes(recipe)) is not None:
             raise UserError(
-                f"--quantized-parameters takes a recipe whose weight codes serve forward and backward, such as "
-                f"tensorwise or blockwise; --recipe {arm.recipe} multiplies others in each"
+                f"--quantized-parameters with --recipe {arm.recipe}, which {reason}; leave one of them out"
             )
         if config.experts and recipe is not None and (reason := cannot_take_experts(recipe)) is not None:
             raise UserError(f"--experts {config.experts} with --recipe {arm.recipe}: {reason}")

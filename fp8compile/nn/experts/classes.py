@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from fp8compile._compat import is_sharded_class
+from fp8compile.nn.codes_in_state import CodesInState
 from fp8compile.nn.experts.hosts import host_of, plain_class, stacks
 from fp8compile.nn.experts.placed import DispatchOptions
 from fp8compile.nn.functional import check_recipe
@@ -17,7 +18,7 @@ from fp8compile.nn.made_classes import MadeClass
 from fp8compile.ops.layer.grouped_operands import check_recipe_of_groups
 from fp8compile.quantizers import Recipe
 from fp8compile.recipes import describe
-from fp8compile.tensor import SOURCE_DTYPES, QuantizedTensor, not_dense, shown
+from fp8compile.tensor import SOURCE_DTYPES, has_codes, not_dense, shown
 
 __all__ = [
     "ConvertedExperts",
@@ -30,8 +31,10 @@ __all__ = [
 ]
 
 
-class ConvertedExperts(MadeClass):
+class ConvertedExperts(CodesInState, MadeClass):
     """What converted experts have beside their own class. Parameters and the state dict are as they were.
+
+    Only ``fp8compile.convert`` with ``quantized_parameters=True`` makes the weights codes and scales.
 
     Attributes:
         recipe: Quantizers for the operands of each grouped product; another may be set.
@@ -53,6 +56,10 @@ class ConvertedExperts(MadeClass):
         check_recipe_of_groups(recipe)
         self._recipe = recipe
 
+    def is_quantized(self) -> bool:
+        """Whether the weights are kept as codes and scales."""
+        return bool(self._quantized_parameters())
+
     def extra_repr(self) -> str:
         """What the class shows, and the recipe: its name if it has one."""
         name = describe(self.recipe)
@@ -66,7 +73,7 @@ class ConvertedExperts(MadeClass):
         )
 
 
-OWN_NAMES = frozenset({"recipe", "_recipe", "dispatch_options", "overflowed_rows"})
+OWN_NAMES = frozenset({"recipe", "_recipe", "dispatch_options", "overflowed_rows", "is_quantized"})
 
 
 @cache
@@ -107,7 +114,7 @@ def cannot_convert_experts(module: nn.Module) -> str | None:
     if taken:
         return f"it has an attribute {min(taken)} of its own, and so have FP8 experts"
     for name, weight in stacks(module).items():
-        if isinstance(weight, QuantizedTensor) or not_dense(weight) is not None:
+        if has_codes(weight) or not_dense(weight) is not None:
             return f"its {name} is no dense tensor; FP8 experts take one and quantize it themselves"
         if weight.dtype not in SOURCE_DTYPES:
             return f"its {name} is {weight.dtype}; FP8 layers take bfloat16, float16, float32"
@@ -127,6 +134,8 @@ def cannot_revert_experts(module: nn.Module) -> str | None:
     """Why converted experts can't become again what they were, or None."""
     if "_plain_experts" not in vars(type(module)):
         return f"this is a {type(module).__name__}, and its own methods would be lost. Undo that."
+    if module.is_quantized():
+        return "its weights are codes and scales, which no plain experts have. Put values there: weight.dequantize()."
     if "dispatch_options" in vars(module):
         return "ExpertParallel has spread it over ranks, of which its own methods know nothing. Make the model anew."
     if _bypassed(module) is not None or module._compiled_call_impl is not None:

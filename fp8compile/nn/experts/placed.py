@@ -9,7 +9,9 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from fp8compile._compat import is_dtensor
+from fp8compile.nn.placed_weights import place_codes
 from fp8compile.nn.ungathered import UngatheredStack
+from fp8compile.tensor import is_quantized_parameter
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -44,6 +46,9 @@ def spread(module: nn.Module, mesh: DeviceMesh, *, src_data_rank: int | None = 0
     from torch.distributed.tensor import Shard, distribute_tensor
 
     for name, stack in list(module.named_parameters(recurse=False)):
+        if is_quantized_parameter(stack):
+            place_codes(module, mesh, Shard(0), src_data_rank, name)
+            continue
         placed = distribute_tensor(stack.detach(), mesh, [Shard(0)], src_data_rank=src_data_rank)
         setattr(module, name, nn.Parameter(placed, requires_grad=stack.requires_grad))
 

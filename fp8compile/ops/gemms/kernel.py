@@ -9,7 +9,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from fp8compile.ops.returned import shape_said
+from fp8compile.ops.check_returned import shape_said
 from fp8compile.quantizers import GemmConfig, Quantizer
 from fp8compile.scale_layouts import untiled
 from fp8compile.target import Target

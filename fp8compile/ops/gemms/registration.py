@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fp8compile.ops.check_returned import could_be
 from fp8compile.ops.gemms.grouped.kernel import REGISTERED_GROUPED, GroupedGemm, GroupedOperand, product_shape
 from fp8compile.ops.gemms.kernel import GemmKernel, GemmProblem, Operand
 from fp8compile.ops.gemms.table import REGISTERED
-from fp8compile.ops.returned import could_be
 from fp8compile.quantizers import GemmConfig, Quantizer
 from fp8compile.quantizers.constant import salt_with
 

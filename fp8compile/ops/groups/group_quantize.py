@@ -20,8 +20,8 @@ from fp8compile.ops.groups.kernel_limits import check_has_kernel
 from fp8compile.ops.groups.layout import alignment, padded_length
 from fp8compile.ops.groups.spans import spans
 from fp8compile.ops.groups.token_samples import tokens
+from fp8compile.ops.quantization_steps import PYTHON_OF_STEPS
 from fp8compile.ops.registry import register_op
-from fp8compile.ops.steps import PYTHON_OF_STEPS
 from fp8compile.quantizers import CurrentScaling, Quantizer
 from fp8compile.target import target_of
 

@@ -17,9 +17,9 @@ from fp8compile.ops.groups.group_quantize import empty_outputs, group_quantize
 from fp8compile.ops.groups.kernel_limits import has_block_kernel
 from fp8compile.ops.groups.layout import alignment
 from fp8compile.ops.groups.token_samples import tokens
+from fp8compile.ops.quantization_steps import PYTHON_OF_STEPS
 from fp8compile.ops.quantize_both import is_pair
 from fp8compile.ops.registry import register_op
-from fp8compile.ops.steps import PYTHON_OF_STEPS
 from fp8compile.quantizers import CurrentScaling, Quantizer
 from fp8compile.target import target_of
 

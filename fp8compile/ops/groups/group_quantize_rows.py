@@ -16,9 +16,9 @@ from fp8compile import _compat
 from fp8compile.ops.groups.group_amax import group_amax
 from fp8compile.ops.groups.kernel_limits import has_group_kernel
 from fp8compile.ops.groups.token_samples import tokens
+from fp8compile.ops.quantization_steps import PYTHON_OF_STEPS
 from fp8compile.ops.quantize_weight import COLUMNS, ROWS, is_weight_pair
 from fp8compile.ops.registry import register_op
-from fp8compile.ops.steps import PYTHON_OF_STEPS
 from fp8compile.quantizers import CurrentScaling, Quantizer
 from fp8compile.target import target_of
 

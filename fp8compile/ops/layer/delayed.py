@@ -39,7 +39,7 @@ from fp8compile.ops.layer.linear import (
     sum_of_tokens,
 )
 from fp8compile.ops.layer.operands import Operands, Phase
-from fp8compile.ops.layer.register import register_product
+from fp8compile.ops.layer.register_product import register_product
 from fp8compile.ops.sharding import Cut, Split
 from fp8compile.quantizers import TENSORS, CurrentScaling, DelayedScaling, Recipe
 from fp8compile.quantizers.delayed_scaling import next_state

@@ -34,7 +34,7 @@ from fp8compile.ops.layer.delayed import (
 from fp8compile.ops.layer.fsdp_linear import fsdp_grad_input, fsdp_grad_weight, fsdp_output
 from fp8compile.ops.layer.linear import OUTPUT, sum_of_tokens
 from fp8compile.ops.layer.operands import Operands, Phase
-from fp8compile.ops.layer.register import register_product
+from fp8compile.ops.layer.register_product import register_product
 from fp8compile.ops.layer.rows import Rows
 from fp8compile.ops.registry import register_op
 from fp8compile.quantizers import Recipe

@@ -29,7 +29,7 @@ from fp8compile.ops.layer.grouped_linear import (
 from fp8compile.ops.layer.grouped_operands import GroupedOperands
 from fp8compile.ops.layer.linear import GRAD_INPUT, GRAD_WEIGHT, OUTPUT, for_gradients_of
 from fp8compile.ops.layer.operands import Phase
-from fp8compile.ops.layer.register import register_product
+from fp8compile.ops.layer.register_product import register_product
 from fp8compile.ops.layer.rows import Rows
 from fp8compile.quantizers import Recipe
 

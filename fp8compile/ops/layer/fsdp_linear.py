@@ -37,7 +37,7 @@ from fp8compile.ops.layer.linear import (
     sum_of_tokens,
 )
 from fp8compile.ops.layer.operands import Operands, Phase
-from fp8compile.ops.layer.register import register_product
+from fp8compile.ops.layer.register_product import register_product
 from fp8compile.ops.layer.rows import Rows
 from fp8compile.quantizers import Recipe
 

@@ -26,7 +26,7 @@ from fp8compile.ops.groups.scaled_grouped_mm import sample_offsets
 from fp8compile.ops.layer.grouped_operands import GroupedOperands, check_recipe_of_groups
 from fp8compile.ops.layer.linear import GRAD_INPUT, GRAD_WEIGHT, OUTPUT, as_read, for_gradients_of
 from fp8compile.ops.layer.operands import Phase
-from fp8compile.ops.layer.register import register_product
+from fp8compile.ops.layer.register_product import register_product
 from fp8compile.quantizers import Recipe
 
 __all__ = ["grouped_grad_input", "grouped_grad_weight", "grouped_linear", "grouped_output", "grouped_samples"]

@@ -10,6 +10,7 @@ cut over ranks, along N or along K, a block that has elements on several ranks h
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from math import lcm
@@ -143,6 +144,7 @@ class GroupedOperands:
         offsets: Ends of the groups among the rows, (E,) int32.
         phase: Who takes the steps, see `fp8compile.ops.layer.operands`.
         weight: The codes of the matrices, if they are quantized already.
+        weight_in_turns: Whether their memory has other codes in the backward: each pass then reads them itself.
         rows: Which matrices each rank of FSDP has, whose codes are gathered before the product; None if all.
         cut: How ranks share each matrix: N (dim 1 of the stack) or K (dim 2); None if each rank has whole ones.
     """
@@ -151,6 +153,7 @@ class GroupedOperands:
     offsets: Tensor
     phase: Phase = Phase.EAGER
     weight: GroupedOperand | None = None
+    weight_in_turns: bool = False
     rows: Rows | None = None
     cut: DimSharding | None = None
 
@@ -159,7 +162,10 @@ class GroupedOperands:
         if self.recipe.quantizers(OUTPUT) is None:
             return grouped_mm(x, self._in_high_precision(weight), self.offsets, self.recipe.gemm_config(OUTPUT))
         codes = Operands(self.recipe, self.phase).laid_out(self._rows(x, OUTPUT), OUTPUT.a)
-        return self._multiply(codes, self._matrices(weight, OUTPUT), x, OUTPUT)
+        product = self._multiply(codes, self._matrices(weight, OUTPUT), x, OUTPUT)
+        if self.weight_in_turns:
+            _compat.never_recompute(product)
+        return product
 
     def grad_input(self, grad_output: Tensor, weight: Tensor) -> Tensor:
         """dx_RK = dy_RN @ w_eNK, zeros behind the last group."""
@@ -173,7 +179,8 @@ class GroupedOperands:
             quantizer=matrices.quantizer.transposed(),
             outer_scale=matrices.outer_scale,
         )
-        return self._multiply(self._rows(grad_output, GRAD_INPUT), turned, grad_output, GRAD_INPUT)
+        with _compat.left_in_backward() if self.weight_in_turns else nullcontext():
+            return self._multiply(self._rows(grad_output, GRAD_INPUT), turned, grad_output, GRAD_INPUT)
 
     def grad_weight(self, grad_output: Tensor, x: Tensor) -> Tensor:
         """dw_eNK = dy_RN^T @ x_RK over the rows of each group; zeros for a group without."""

@@ -24,7 +24,7 @@ from fp8compile.ops.layer.local_shards import LocalShard, QuantizedShard
 from fp8compile.ops.layer.operands import Operands, Phase
 from fp8compile.ops.layer.products import multiply_shards
 from fp8compile.ops.layer.quantize_shard import OPS_OF_STEPS, PYTHON_OF_STEPS, Steps, quantize_shard
-from fp8compile.ops.layer.register import register_product
+from fp8compile.ops.layer.register_product import register_product
 from fp8compile.ops.registry import register_op
 from fp8compile.quantizers import GEMMS, Quantizer, Recipe, TwoLevelScaling
 from fp8compile.quantizers.blocks import as_matrix

@@ -17,7 +17,7 @@ from fp8compile.ops.layer import (
     sharded_grouped,
     sharded_linear,
 )
-from fp8compile.ops.layer.register import LAYER_OPS
+from fp8compile.ops.layer.register_product import LAYER_OPS
 from fp8compile.ops.scaled_mm import scaled_mm
 from fp8compile.quantizers import GEMMS
 

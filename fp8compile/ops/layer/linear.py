@@ -26,9 +26,9 @@ from fp8compile.ops.layer.kept_input import grad_weight_of_codes, keeps_codes, k
 from fp8compile.ops.layer.local_shards import LocalShard
 from fp8compile.ops.layer.operands import Operands, Phase
 from fp8compile.ops.layer.products import multiply_shards
-from fp8compile.ops.layer.register import register_product
+from fp8compile.ops.layer.register_product import register_product
 from fp8compile.ops.quantize_both import is_pair
-from fp8compile.ops.rounding import rounded
+from fp8compile.ops.rounding_barrier import rounded
 from fp8compile.ops.sharding import Cut, Split, grid_cuts
 from fp8compile.quantizers import GEMMS, DelayedScaling, Gemm, Quantizer, Recipe
 from fp8compile.quantizers.blocks import as_matrix

@@ -18,7 +18,7 @@ from fp8compile.ops.outer_amaxes import outer_amaxes
 from fp8compile.ops.quantize_both import is_pair, quantize_both
 from fp8compile.ops.quantize_two_levels import is_packed_pair, quantize_two_levels
 from fp8compile.ops.quantize_weight import is_weight_pair, quantize_weight
-from fp8compile.ops.rounding import rounded
+from fp8compile.ops.rounding_barrier import rounded
 from fp8compile.quantizers import GEMMS, Quantizer, Recipe
 from fp8compile.quantizers.blocks import as_matrix
 from fp8compile.quantizers.hadamard import GROUP

@@ -11,7 +11,7 @@ from fp8compile.ops.amax import amax
 from fp8compile.ops.collectives import all_reduce_amax
 from fp8compile.ops.layer.local_shards import LocalShard, QuantizedShard, check_not_packed
 from fp8compile.ops.layer.shards import AxisBlocks, Sharding, axis_blocks, split_axes
-from fp8compile.ops.steps import OPS_OF_STEPS, PYTHON_OF_STEPS, Steps
+from fp8compile.ops.quantization_steps import OPS_OF_STEPS, PYTHON_OF_STEPS, Steps
 from fp8compile.quantizers import Quantizer
 from fp8compile.quantizers.blocks import as_matrix
 

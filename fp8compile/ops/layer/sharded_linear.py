@@ -38,7 +38,7 @@ from fp8compile.ops.layer.linear import (
 from fp8compile.ops.layer.local_shards import LocalShard
 from fp8compile.ops.layer.operands import Operands, Phase
 from fp8compile.ops.layer.products import Product, add_bias, multiply_shards
-from fp8compile.ops.layer.register import register_product
+from fp8compile.ops.layer.register_product import register_product
 from fp8compile.ops.layer.shards import DimSharding, Sharding
 from fp8compile.quantizers import Recipe
 

@@ -10,18 +10,22 @@ one step, as one tall matrix, whose blocks end where theirs do.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
+import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from fp8compile.ops.amax import amax
 from fp8compile.ops.cast import cast
+from fp8compile.ops.dequantize import dequantize
 from fp8compile.ops.layer.local_shards import LocalShard, check_not_packed
 from fp8compile.ops.layer.shards import AxisBlocks, DimSharding, axis_blocks
 from fp8compile.quantizers import Quantizer
 
-__all__ = ["cast_stack", "in_whole_blocks", "whole_amax_of_stack"]
+__all__ = ["cast_stack", "dequantize_stack", "in_whole_blocks", "whole_amax_of_stack"]
 
 
 def in_whole_blocks(stack: Tensor, rows: int) -> Tensor:
@@ -93,14 +97,40 @@ def cast_stack(part: LocalShard, multiplier: Tensor, quantizer: Quantizer) -> Te
     """
     if (cut := _cut_of_experts(part)) is not None:
         multiplier = multiplier.narrow(0, cut.start, cut.length)
+    return _by_blocks(part, multiplier, quantizer, cast)
+
+
+def dequantize_stack(part: LocalShard, scale: Tensor, quantizer: Quantizer, dtype: torch.dtype) -> Tensor:
+    """Values of a part of a stack: codes times scale in float32, rounded once.
+
+    Args:
+        part: Codes of a stack, uint8.
+        scale: (E, blocks, blocks), of all blocks of each matrix that ranks share.
+        quantizer: Of each of its matrices.
+        dtype: Of the result.
+
+    Returns:
+        The shape of the part.
+    """
+    return _by_blocks(part, scale, quantizer, partial(_dequantized, dtype=dtype))
+
+
+def _dequantized(codes: Tensor, scale: Tensor, quantizer: Quantizer, dtype: torch.dtype) -> Tensor:
+    return dequantize(codes, scale, quantizer, dtype)
+
+
+def _by_blocks(
+    part: LocalShard, grid: Tensor, quantizer: Quantizer, compute: Callable[[Tensor, Tensor, Quantizer], Tensor]
+) -> Tensor:
+    """What is computed of each element and of the value of its block in a grid (E, blocks, blocks)."""
     sides = _sides(part, quantizer)
     for dim, side in enumerate(sides):
-        multiplier = multiplier if side.block == -1 else side.window(multiplier, dim + 1)
+        grid = grid if side.block == -1 else side.window(grid, dim + 1)
     window = _window(part, sides)
     tall, own = _tall(window, quantizer)
     matrix = tall.flatten(0, 1)
-    codes = cast(matrix, multiplier.reshape(own.scale_shape(matrix.shape)), own).view(tall.shape)
-    codes = codes[:, : window.shape[1]]
+    found = compute(matrix, grid.reshape(own.scale_shape(matrix.shape)), own).view(tall.shape)
+    found = found[:, : window.shape[1]]
     for dim, side in enumerate(sides):
-        codes = side.extract(codes, dim + 1)
-    return codes
+        found = side.extract(found, dim + 1)
+    return found

@@ -19,10 +19,10 @@ from fp8compile import _compat
 from fp8compile.nn import Linear
 from fp8compile.nn.experts import ConvertedExperts, stacks
 from fp8compile.nn.local import wrapped_like
-from fp8compile.nn.users import users_of_parameters
+from fp8compile.nn.users_of_parameters import users_of_parameters
 from fp8compile.ops.layer.shards import DimSharding
 from fp8compile.parallel.fsdp2.sharded_pair import ShardedPair
-from fp8compile.parallel.fsdp2.sharded_stack import ShardedStack
+from fp8compile.parallel.fsdp2.sharded_stack import ShardedStack, ShardedStackPair
 from fp8compile.parallel.fsdp2.sharded_weight import ShardedWeight
 from fp8compile.parallel.fsdp2.weight_scales import WeightScales
 from fp8compile.parallel.placed import part_of
@@ -94,8 +94,6 @@ def _why_plain(weight: _Weight, users: list[nn.Module]) -> str | None:
         return f"the recipe leaves {missing} in high precision"
     if not recipe.shares_weight_codes() and recipe.delayed()[1] is not None:
         return "delayed scaling makes codes of one product of the weight, and not of the other"
-    if not recipe.shares_weight_codes() and weight.parameter.ndim == 3:
-        return "forward and backward multiply different codes of the weight"
     for quantizer in (recipe.weight, recipe.weight_for_grad_input):
         if quantizer.has_outer_scale() and not (recipe.shares_weight_codes() and weight.parameter.ndim == 2):
             return f"the outer scale of {quantizer!r} does not travel with codes of {_what(weight)} yet"
@@ -122,7 +120,8 @@ def _cuts_of(weight: nn.Parameter) -> tuple[DimSharding, ...]:
 def _local_shard(weight: _Weight, local: Tensor, gathers: Gathers | None) -> ShardedWeight:
     """A local tensor that FSDP2 asks how to gather it."""
     if not isinstance(weight.module, Linear):
-        return ShardedStack(local, weight.name)  # ranks that have other experts have no part of these
+        # ranks that have other experts have no part of these
+        return ShardedStack(local, weight.name) if gathers is None else ShardedStackPair(local, weight.name, gathers)
     cuts = _cuts_of(weight.parameter)
     return ShardedWeight(local, cuts) if gathers is None else ShardedPair(local, gathers, cuts)
 
@@ -169,8 +168,8 @@ def fsdp_float8_all_gather(model: nn.Module, *, checkpointed: bool = False, one_
     Where forward and backward multiply different codes (``recipes.rowwise``, ``rowwise_bf16_wgrad``, ``mxfp8``), each
     pass gathers its own, if FSDP2 frees the weight between the two. Where one gather serves both passes, because FSDP2
     keeps the weight (``reshard_after_forward=False``, what the root has) or the backward repeats the forward
-    (activation checkpointing), what it brings is ``one_gather``. Other weights (experts by these recipes) are gathered
-    as ever, in ``param_dtype``. ``fp8compile.conversion_report`` says which and why.
+    (activation checkpointing), what it brings is ``one_gather``. Other weights are gathered as ever, in
+    ``param_dtype``. ``fp8compile.conversion_report`` says which and why.
 
     With delayed scaling (``recipes.delayed``) a gather casts by the multiplier that the layer has by then: that of the
     layer itself, as long as each backward runs before the next forward.
@@ -204,7 +203,8 @@ def fsdp_float8_all_gather(model: nn.Module, *, checkpointed: bool = False, one_
     users = users_of_parameters(model)
     reasons = {weight: _why_plain(weight, users[weight.parameter]) for weight in weights}
     chosen = [weight for weight, reason in reasons.items() if reason is None]
-    pairs = [weight.parameter for weight in weights if isinstance(weight.parameter, QuantizedPairParameter)]
+    every = [_compat.local_itself(weight.parameter) for weight in weights]
+    pairs = [each for each in every if isinstance(each, QuantizedPairParameter)]
     for parameter in pairs:
         _ask_pair(parameter, checkpointed, one_gather)
     if not chosen and not pairs:

@@ -61,8 +61,25 @@ class ShardedPair(ShardedWeight):
 
     def quantizers_over_ranks(self, module: nn.Module, part: LocalShard) -> dict[str, Quantizer]:
         """Those with blocks that have elements on several ranks."""
-        every = {gemm.b: getattr(module.recipe, gemm.b) for gemm in PAIR}
-        return {slot: quantizer for slot, quantizer in every.items() if not is_aligned(part, quantizer)}
+        every = {gemm.b: self.quantizer_for(module, gemm) for gemm in PAIR}
+        return {slot: quantizer for slot, quantizer in every.items() if not self.is_own(part, quantizer)}
+
+    def quantizer_for(self, module: nn.Module, gemm: Gemm) -> Quantizer:
+        """What makes the codes for a product, of the weight as it lies in memory."""
+        return getattr(module.recipe, gemm.b)
+
+    def is_own(self, part: LocalShard, quantizer: Quantizer) -> bool:
+        """Whether no other rank has elements of the blocks that a part has."""
+        return is_aligned(part, quantizer)
+
+    def quantized(self, part: LocalShard, quantizer: Quantizer) -> tuple[Tensor, Tensor]:
+        """Codes and scale of a part whose blocks are its own."""
+        found = quantize_shard(part, quantizer)
+        return found.local, found.scale
+
+    def shape_of_scale(self, size: tuple[int, ...], quantizer: Quantizer) -> tuple[int, ...]:
+        """The shape of the scale of a weight of this size."""
+        return quantizer.scale_shape(size)
 
     # ------------------------------------------------------------------ what FSDP2 asks
 
@@ -81,33 +98,36 @@ class ShardedPair(ShardedWeight):
         if kind == PLAIN:
             return (as_sent(part.local, shards),), size
         # FSDP2 takes tensors of another size beside the codes only if no rank pads, and none from a single rank
-        beside = shards.is_even() and len(shards.sizes) > 1
+        # nor of a weight that it cuts along another dim, by which it lays out all that arrives
+        beside = shards.is_even() and len(shards.sizes) > 1 and shards.dim == 0
         sets = tuple(self._codes(part, module, each, beside) for each in gemms)
-        quantizers = tuple(getattr(module.recipe, gemm.b) for gemm in PAIR)
-        room = _room(part, quantizers, together=kind == BOTH) if beside else 0
+        quantizers = tuple(self.quantizer_for(module, gemm) for gemm in PAIR)
+        room = self._room(part, quantizers, together=kind == BOTH) if beside else 0
         shapes = tuple(self._scale_shape(part, size, quantizer) for quantizer in quantizers)
         meaning = Meaning(sets, len(shards.sizes), size, quantizers, shapes)
         return sent_of(sets, shards, room), (meaning, mesh.get_group())
 
     def _codes(self, part: LocalShard, module: nn.Module, gemm: Gemm, beside: bool) -> OwnCodes:
         """This rank's codes for one product."""
-        quantizer, shards = getattr(module.recipe, gemm.b), part.cuts[-1]
+        quantizer, shards = self.quantizer_for(module, gemm), part.cuts[-1]
         size = part.whole_shape(len(part.cuts) - 1)
-        if not is_aligned(part, quantizer):
+        if not self.is_own(part, quantizer):
             multiplier, scale, _ = module.weight_scales.of(module, self.name, gemm.b)
             codes = self.codes_of(part, multiplier.to(self.device), quantizer)
             return OwnCodes(gemm, codes, self.scale_of(scale, size, quantizer), travels=False)
-        own = quantize_shard(part, quantizer)
+        codes, scale = self.quantized(part, quantizer)
         if beside:
-            return OwnCodes(gemm, own.local, own.scale, travels=True)
-        counts = [quantizer.scale_shape((rows, size[1]))[0] for rows in shards.sizes]
-        return OwnCodes(gemm, own.local, all_gather(own.scale, 0, counts, shards.group), travels=False)
+            return OwnCodes(gemm, codes, scale, travels=True)
+        dim = shards.dim
+        sizes = [(*size[:dim], each, *size[dim + 1 :]) for each in shards.sizes]
+        counts = [self.shape_of_scale(each, quantizer)[dim] for each in sizes]
+        return OwnCodes(gemm, codes, all_gather(scale, dim, counts, shards.group), travels=False)
 
     def _scale_shape(self, part: LocalShard, size: tuple[int, ...], quantizer: Quantizer) -> tuple[int, ...]:
         """The shape of the scales of what FSDP2 gathers."""
-        if is_aligned(part, quantizer):
-            return quantizer.scale_shape(size)
-        whole = torch.empty(quantizer.scale_shape(part.whole_shape()), device="meta")
+        if self.is_own(part, quantizer):
+            return self.shape_of_scale(size, quantizer)
+        whole = torch.empty(self.shape_of_scale(part.whole_shape(), quantizer), device="meta")
         return tuple(self.scale_of(whole, size, quantizer).shape)
 
     def fsdp_post_all_gather(
@@ -131,12 +151,11 @@ class ShardedPair(ShardedWeight):
         fill(pair, all_gather_outputs, meaning)
         return pair, scales
 
-
-def _room(part: LocalShard, quantizers: tuple[Quantizer, ...], *, together: bool) -> int:
-    """Bytes for the scales of a rank's own blocks, in the gathers of both passes or in the larger one of them."""
-    sizes = [
-        math.prod(each.scale_shape(part.local.shape)) * each.scale_dtype().itemsize
-        for each in quantizers
-        if is_aligned(part, each)
-    ]
-    return sum(sizes) if together else max(sizes, default=0)
+    def _room(self, part: LocalShard, quantizers: tuple[Quantizer, ...], *, together: bool) -> int:
+        """Bytes for the scales of a rank's own blocks, in the gathers of both passes or in the larger one of them."""
+        sizes = [
+            math.prod(self.shape_of_scale(tuple(part.local.shape), each)) * each.scale_dtype().itemsize
+            for each in quantizers
+            if self.is_own(part, each)
+        ]
+        return sum(sizes) if together else max(sizes, default=0)

@@ -6,40 +6,33 @@ own either way.
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from fp8compile.nn.experts import is_transposed
+from fp8compile.ops import scale as scale_op
 from fp8compile.ops.layer.local_shards import LocalShard
+from fp8compile.ops.layer.quantize_shard import is_aligned
 from fp8compile.ops.layer.stacks import cast_stack, whole_amax_of_stack
+from fp8compile.parallel.fsdp2.sharded_pair import ShardedPair
 from fp8compile.parallel.fsdp2.sharded_weight import Edits, ShardedWeight
-from fp8compile.quantizers import Quantizer
-from fp8compile.tensor import QuantizedStack
+from fp8compile.quantizers import Gemm, Quantizer
+from fp8compile.tensor import Gathers, QuantizedStack
 
-__all__ = ["ShardedStack"]
+if TYPE_CHECKING:
+    _Base = ShardedWeight
+else:
+    _Base = object
+
+__all__ = ["ShardedStack", "ShardedStackPair"]
 
 
-class ShardedStack(ShardedWeight):
-    """A `ShardedWeight` of experts."""
-
-    def __init__(self, plain: Tensor, name: str, edits: Edits | None = None) -> None:
-        super().__init__(plain, (), edits)
-        self.name = name
-
-    @staticmethod
-    def __new__(cls: type[ShardedStack], plain: Tensor, name: str, edits: Edits | None = None) -> ShardedStack:
-        """The same memory as another tensor; no copy."""
-        return ShardedWeight.__new__(cls, plain)
-
-    def like(self, plain: Tensor, edits: Edits | None = None) -> ShardedStack:
-        """Another tensor in this one's place: in the same memory, if it counts the same edits."""
-        return ShardedStack(plain, self.name, edits)
-
-    def quantizer_of(self, module: nn.Module) -> Quantizer:
-        """What quantizes each matrix, as it lies in memory."""
-        quantizer = module.recipe.weight
-        return quantizer.transposed() if is_transposed(module) else quantizer
+class _OfExperts(_Base):
+    """What the shard of a stack of matrices does otherwise than that of a matrix."""
 
     def amax_of(self, part: LocalShard, quantizer: Quantizer) -> Tensor:
         """What this rank knows of the amaxes of the whole stack."""
@@ -68,3 +61,64 @@ class ShardedStack(ShardedWeight):
     def shard_dim(self, size: torch.Size) -> int:
         """The dim of which this rank has less than there is; 0 where it has all, which others then have nothing of."""
         return next((dim for dim in range(self.ndim) if self.shape[dim] != size[dim]), 0)
+
+
+class ShardedStack(_OfExperts, ShardedWeight):
+    """A `ShardedWeight` of experts."""
+
+    def __init__(self, plain: Tensor, name: str, edits: Edits | None = None) -> None:
+        super().__init__(plain, (), edits)
+        self.name = name
+
+    @staticmethod
+    def __new__(cls: type[ShardedStack], plain: Tensor, name: str, edits: Edits | None = None) -> ShardedStack:
+        """The same memory as another tensor; no copy."""
+        return ShardedWeight.__new__(cls, plain)
+
+    def like(self, plain: Tensor, edits: Edits | None = None) -> ShardedStack:
+        """Another tensor in this one's place: in the same memory, if it counts the same edits."""
+        return ShardedStack(plain, self.name, edits)
+
+    def quantizer_of(self, module: nn.Module) -> Quantizer:
+        """What quantizes each matrix, as it lies in memory."""
+        quantizer = module.recipe.weight
+        return quantizer.transposed() if is_transposed(module) else quantizer
+
+
+class ShardedStackPair(_OfExperts, ShardedPair):
+    """A `ShardedPair` of experts."""
+
+    def __init__(self, plain: Tensor, name: str, gathers: Gathers, edits: Edits | None = None) -> None:
+        super().__init__(plain, gathers, (), edits)
+        self.name = name
+
+    @staticmethod
+    def __new__(
+        cls: type[ShardedStackPair], plain: Tensor, name: str, gathers: Gathers, edits: Edits | None = None
+    ) -> ShardedStackPair:
+        """The same memory as another tensor; no copy."""
+        return ShardedWeight.__new__(cls, plain)
+
+    def like(self, plain: Tensor, edits: Edits | None = None) -> ShardedStackPair:
+        """Another tensor in this one's place: in the same memory, if it counts the same edits."""
+        return ShardedStackPair(plain, self.name, self.gathers, edits)
+
+    def quantizer_for(self, module: nn.Module, gemm: Gemm) -> Quantizer:
+        """What makes the codes of each matrix for a product, as it lies in memory."""
+        quantizer = super().quantizer_for(module, gemm)
+        return quantizer.transposed() if is_transposed(module) else quantizer
+
+    def is_own(self, part: LocalShard, quantizer: Quantizer) -> bool:
+        """Whether no other rank has elements of the blocks that a part has: those that cut experts have none."""
+        cuts = tuple(replace(cut, dim=cut.dim - 1) for cut in part.cuts if cut.dim)
+        return is_aligned(LocalShard(part.local[0] if len(part.local) else part.local.sum(0), cuts), quantizer)
+
+    def quantized(self, part: LocalShard, quantizer: Quantizer) -> tuple[Tensor, Tensor]:
+        """Codes and scale of a part whose blocks are its own."""
+        own = LocalShard(part.local)
+        multiplier, scale = scale_op(whole_amax_of_stack(own, quantizer), quantizer)
+        return cast_stack(own, multiplier, quantizer).contiguous(), scale
+
+    def shape_of_scale(self, size: tuple[int, ...], quantizer: Quantizer) -> tuple[int, ...]:
+        """The shape of the scale of a stack of this size."""
+        return (size[0], *quantizer.scale_shape(size[1:]))

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 
 from fp8compile import ops
-from fp8compile.testing.explain.unfolded import SAME, Value
+from fp8compile.testing.explain.unfolded_graph import SAME, Value
 
 __all__ = ["LAYER_OPS", "PRODUCTS", "Form", "form_of", "is_elementwise", "takes_weight_and_data"]
 

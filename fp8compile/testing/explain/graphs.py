@@ -19,7 +19,7 @@ from fp8compile.testing.explain.called import Names
 from fp8compile.testing.explain.forms import LAYER_OPS, PRODUCTS
 from fp8compile.testing.explain.owners import Owners, Unknown
 from fp8compile.testing.explain.recorded import Recorded
-from fp8compile.testing.explain.unfolded import Value
+from fp8compile.testing.explain.unfolded_graph import Value
 from fp8compile.testing.recording import node_value, user_place
 
 __all__ = ["GraphGemm", "describe", "graph_gemms"]

@@ -25,7 +25,7 @@ from fp8compile.testing.explain.forms import (
     takes_weight_and_data,
 )
 from fp8compile.testing.explain.recorded import Recorded
-from fp8compile.testing.explain.unfolded import SAME, Value, unfold
+from fp8compile.testing.explain.unfolded_graph import SAME, Value, unfold
 from fp8compile.testing.recording import user_place
 
 __all__ = ["Owners", "Unknown"]

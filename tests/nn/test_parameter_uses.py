@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import fp8compile as f8
-from fp8compile.nn.uses import Kind, parameter_uses
+from fp8compile.nn.parameter_uses import Kind, parameter_uses
 
 RECIPE = f8.recipes.rowwise()
 PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::linear", "aten::mv")

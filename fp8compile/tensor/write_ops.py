@@ -9,9 +9,9 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from fp8compile.tensor.arguments import SOURCE_DTYPES
+from fp8compile.tensor.optimizer_steps import computed_values, values_of, write
 from fp8compile.tensor.pair import QuantizedPair, has_codes
 from fp8compile.tensor.quantized import QuantizedTensor
-from fp8compile.tensor.steps import computed_values, values_of, write
 from fp8compile.tensor.update import count_write
 
 __all__ = ["READS", "UPDATES", "compute", "copy"]

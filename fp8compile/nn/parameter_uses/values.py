@@ -23,7 +23,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from fp8compile.nn.uses.source import Code
+from fp8compile.nn.parameter_uses.source import Code
 
 __all__ = [
     "DATA", "NOTHING", "NO_NUMBERS", "UNKNOWN", "Computed", "Local", "Method", "Object", "Slot", "Super", "Value",

@@ -6,8 +6,8 @@ import ast
 from collections.abc import Iterable
 from typing import Any
 
-from fp8compile.nn.uses.expressions import Expressions
-from fp8compile.nn.uses.values import NOTHING, UNKNOWN
+from fp8compile.nn.parameter_uses.expressions import Expressions
+from fp8compile.nn.parameter_uses.values import NOTHING, UNKNOWN
 
 __all__ = ["Frame"]
 

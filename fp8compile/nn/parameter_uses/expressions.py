@@ -10,8 +10,8 @@ from typing import Any, Protocol
 
 from torch import nn
 
-from fp8compile.nn.uses.source import Code
-from fp8compile.nn.uses.values import (
+from fp8compile.nn.parameter_uses.source import Code
+from fp8compile.nn.parameter_uses.values import (
     DATA,
     NO_NUMBERS,
     NOTHING,

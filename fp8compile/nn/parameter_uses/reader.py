@@ -22,11 +22,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from fp8compile.nn.uses.expressions import Arguments, Where
-from fp8compile.nn.uses.frame import Frame
-from fp8compile.nn.uses.source import Code, code_of
-from fp8compile.nn.uses.uses import Kind, Use, Uses
-from fp8compile.nn.uses.values import (
+from fp8compile.nn.parameter_uses.expressions import Arguments, Where
+from fp8compile.nn.parameter_uses.frame import Frame
+from fp8compile.nn.parameter_uses.source import Code, code_of
+from fp8compile.nn.parameter_uses.uses import Kind, Use, Uses
+from fp8compile.nn.parameter_uses.values import (
     DATA,
     NO_NUMBERS,
     NOTHING,

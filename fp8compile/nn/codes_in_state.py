@@ -1,0 +1,108 @@
+"""What a state dict has of weights that are codes: codes and scales, of one set or of two, in place of values.
+
+weight    weight_codes, weight_scale,  and of two sets  weight_codes_for_grad_input, weight_scale_for_grad_input
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Size, Tensor
+
+from fp8compile._compat import is_dtensor, local_itself
+from fp8compile.nn.local import placed_like, wrapped_like
+from fp8compile.nn.placed_weights import placements_of_scale
+from fp8compile.tensor import QuantizedParameter, count_write, is_quantized_parameter
+
+__all__ = ["CodesInState", "codes_and_scales", "scale_of"]
+
+
+def scale_of(weight: Tensor, own: QuantizedParameter) -> Tensor:
+    """The scale of a set of codes of a weight: one for all ranks, or spread over them as the weight is."""
+    if not is_dtensor(weight):
+        return own.scale
+    placements = placements_of_scale(weight, own)
+    if all(each.is_replicate() for each in placements):
+        return own.scale  # where blocks span rows, or are cut, all ranks have it
+    shape = Size(own.scale_shape(weight.shape))
+    stride = torch.empty(shape, device="meta").stride()
+    return type(weight).from_local(
+        own.scale, weight.device_mesh, placements, run_check=False, shape=shape, stride=stride
+    )
+
+
+def codes_and_scales(name: str, weight: Tensor) -> dict[str, Tensor]:
+    """Codes and scales of a quantized parameter, by their names in a state dict."""
+    found = {}
+    for own, end in zip(local_itself(weight).sets(), ("", "_for_grad_input"), strict=False):
+        found[f"{name}_codes{end}"] = wrapped_like(own.codes, weight)
+        found[f"{name}_scale{end}"] = scale_of(weight, own)
+    return found
+
+
+class CodesInState:
+    """A module whose state dict has codes and scales of its quantized parameters, and takes values for them too."""
+
+    def _quantized_parameters(self) -> dict[str, Tensor]:
+        """Parameters that are kept as codes and scales, by name."""
+        own = {name: each for name, each in self._parameters.items() if each is not None}
+        return {name: each for name, each in own.items() if is_quantized_parameter(local_itself(each))}
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        for name, weight in self._quantized_parameters().items():
+            del destination[prefix + name]
+            for key, part in codes_and_scales(name, weight).items():
+                destination[prefix + key] = part.detach()
+
+    def _load_from_state_dict(
+        self,
+        state_dict: Mapping[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        quantized = self._quantized_parameters()
+        if quantized and local_metadata.get("assign_to_params_buffers", False):
+            error_msgs += [
+                f"{prefix}{name} is quantized and takes values or codes into its own memory: load without "
+                "assign=True, after to_empty() if it is on the meta device."
+                for name in quantized
+            ]
+            return
+        missing: list[str] = []
+        unexpected: list[str] = []
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing, unexpected, error_msgs)
+        for name, weight in quantized.items():
+            keys = {prefix + key for key in codes_and_scales(name, weight)}
+            if not keys <= state_dict.keys():
+                continue
+            try:
+                _take(name, weight, state_dict, prefix)
+            except ValueError as error:
+                error_msgs.append(str(error))
+            missing = [key for key in missing if key != prefix + name]
+            unexpected = [key for key in unexpected if key not in keys]
+        missing_keys += missing
+        unexpected_keys += unexpected
+
+
+def _take(name: str, weight: Tensor, state_dict: Mapping[str, Any], prefix: str) -> None:
+    with torch.no_grad():
+        for key, own in codes_and_scales(name, weight).items():
+            given = state_dict[prefix + key]
+            if own.shape != given.shape or own.dtype != given.dtype:
+                raise ValueError(
+                    f"load_state_dict: {prefix}{key} has shape {tuple(given.shape)}, {given.dtype}; here it is "
+                    f"{tuple(own.shape)}, {own.dtype}."
+                )
+            own.copy_(placed_like(given, own))
+    count_write(weight)
+    local = local_itself(weight)
+    local.written = True
+    local.keep(local)

@@ -1,0 +1,188 @@
+"""QuantizedStackParameter: the weights of experts, trained as codes and scales of each matrix.
+
+(E, N, K) codes, (E, blocks, blocks) scales. FSDP2 cuts them along E, and then nobody shares a scale; or along N or K,
+and then blocks that reach over ranks, or that ranks cut, have one scale on all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import return_and_correct_aliasing
+
+from fp8compile import ops
+from fp8compile.ops.layer.local_shards import LocalShard
+from fp8compile.ops.layer.shards import DimSharding, Sharding, split_axes
+from fp8compile.ops.layer.stacks import cast_stack, dequantize_stack, whole_amax_of_stack
+from fp8compile.quantizers import Quantizer
+from fp8compile.tensor.fsdp import cut_dim
+from fp8compile.tensor.parameter import ALIASES, BLANK, SHARD, SLICE, WHOLE, QuantizedParameter, flat
+from fp8compile.tensor.quantized import VIEWS
+from fp8compile.tensor.saved import load_stack
+from fp8compile.tensor.stack import QuantizedStack
+
+__all__ = ["QuantizedStackParameter"]
+
+aten = torch.ops.aten
+
+
+class QuantizedStackParameter(QuantizedParameter):
+    """A `QuantizedParameter` of several matrices, each quantized for itself, such as the weights of experts.
+
+    Its views are those that keep experts or matrices whole, parts of all matrices along one dim, and the stack of
+    transposed matrices; any other op raises.
+
+    Attributes:
+        codes: (E, N, K), uint8.
+        scale: (E, blocks, blocks): for each matrix, ``quantizer.scale_shape((N, K))``.
+        quantizer: Of each matrix, as it lies in memory.
+    """
+
+    gathered_as = QuantizedStack
+    _loader = staticmethod(load_stack)
+
+    @staticmethod
+    def of(x: Tensor, quantizer: Quantizer) -> QuantizedStackParameter:
+        """Quantize each matrix of a stack, bfloat16, float16 or float32; on the meta device, only its shape."""
+        part = LocalShard(x.detach())
+        multiplier, scale = ops.scale(whole_amax_of_stack(part, quantizer), quantizer)
+        codes = cast_stack(part, multiplier, quantizer).contiguous()  # else with room for the rest of blocks
+        return QuantizedStackParameter(codes, scale, quantizer, x.dtype)
+
+    @staticmethod
+    def __tensor_unflatten__(
+        inner: dict, metadata: tuple, outer_size: Any, outer_stride: Any
+    ) -> QuantizedStackParameter:
+        return QuantizedStackParameter._unflattened(inner, metadata)
+
+    # ------------------------------------------------------------------ how its blocks lie
+
+    def block_along(self, dim: int) -> int:
+        """How many elements along a dim share a scale; -1 for all of them."""
+        return 1 if dim == 0 else self.quantizer.block[dim - 1]
+
+    def scale_shape(self, size: Sequence[int]) -> tuple[int, ...]:
+        """The shape of the scale of a weight of this size."""
+        return (size[0], *self.quantizer.scale_shape(size[1:]))
+
+    def cuts_blocks(self) -> bool:
+        """Whether this is a shard with elements of blocks that other ranks have elements of."""
+        if self.sizes is None or not self.shard_dim:
+            return False
+        shards = DimSharding("", 0, self.shard_dim - 1, self.sizes)
+        return any(split_axes(self.shape[1:], (shards,), self.quantizer.block))
+
+    def amax_of(self, values: Tensor) -> Tensor:
+        """What this rank knows of the amaxes of all blocks that this has scales of, if these were its values."""
+        return whole_amax_of_stack(self.part(values), self.quantizer)
+
+    def codes_of(self, values: Tensor, multiplier: Tensor, quantizer: Quantizer, cuts: Sharding) -> Tensor:
+        """Codes of values of this shape. Stochastic noise is that of this rank's stack: see `MasterWeights`."""
+        return cast_stack(self.part(values), multiplier, quantizer)
+
+    def _values(self, dtype: torch.dtype) -> Tensor:
+        self._check_place()
+        return dequantize_stack(self.part(self.codes), self.scale, self.quantizer, dtype)
+
+    def scale_of_zeros(self, size: Sequence[int], device: torch.device) -> tuple[Tensor, bool]:
+        """A scale for zeros of another size, and whether it is that of all blocks of each matrix."""
+        dim = cut_dim(self, size)
+        block = self.block_along(dim)
+        if self.has_all_scales or block == -1 or (block > 1 and size[dim] % block):
+            return self.scale.to(device).clone(), self.has_all_scales or block != -1
+        return self.quantizer.scale_of(torch.ones(self.scale_shape(size), device=device)), False
+
+    def extent_of_zeros(self, size: Sequence[int]) -> str:
+        """Of experts, zeros are whole; of parts of matrices they are a blank."""
+        return BLANK if cut_dim(self, size) else WHOLE
+
+    # ------------------------------------------------------------------ views
+
+    @classmethod
+    def _written_or_viewed(cls, func: Any, types: Any, args: tuple, kwargs: dict) -> Any:
+        if func is aten.new_empty.default and len(args[1]) != 3:  # FSDP2, for a rank without elements
+            return flat(args[0], args[0].codes.new_empty(args[1], **kwargs))
+        if func in VIEWS and func not in ALIASES:
+            found = OWN_VIEWS[func](func, *args, **kwargs) if func in OWN_VIEWS else None
+            if found is None:
+                raise TypeError(_no_view(func))
+            return return_and_correct_aliasing(func, args, kwargs, found)
+        return super()._written_or_viewed(func, types, args, kwargs)
+
+
+def _no_view(func: object) -> str:
+    return (
+        f"{func} of the weights of experts, whose matrices are codes with scales of their own: it keeps no matrix. "
+        "Nothing dequantizes in silence. Multiply by fp8compile.grouped_linear or grouped_mm, or call .dequantize()."
+    )
+
+
+def _transpose(func: Any, x: QuantizedStackParameter, *dims: int) -> QuantizedStackParameter | None:
+    if {dim % 3 for dim in dims} != {1, 2}:
+        return None
+    found = x._like(func(x.codes, *dims), func(x.scale, *dims))
+    found.quantizer = x.quantizer.transposed()
+    found.shard_dim = 3 - x.shard_dim if x.shard_dim else x.shard_dim
+    return found
+
+
+def _view(func: Any, x: QuantizedStackParameter, size: Sequence[int]) -> QuantizedParameter | None:
+    codes = func(x.codes, size)
+    if codes.ndim == 1:
+        return flat(x, codes)
+    return x._like(codes, aten.alias.default(x.scale)) if codes.shape == x.codes.shape else None
+
+
+def _as_strided(func: Any, x: QuantizedStackParameter, *where: Any) -> QuantizedStackParameter | None:
+    """The view that shows what it is a view of: AOTAutograd asks for it."""
+    codes = func(x.codes, *where)
+    same = codes.shape == x.codes.shape and codes.stride() == x.codes.stride()
+    return x._like(codes, aten.alias.default(x.scale)) if same else None
+
+
+def _slice(
+    func: Any,
+    x: QuantizedStackParameter,
+    dim: int = 0,
+    start: int | None = None,
+    end: int | None = None,
+    step: int = 1,
+) -> QuantizedStackParameter | None:
+    dim %= 3
+    first, last, _ = slice(start, end).indices(x.shape[dim])
+    codes, block = aten.slice.Tensor(x.codes, dim, start, end, step), x.block_along(dim)
+    if step != 1:
+        return None
+    if dim == 0:
+        return x._like(codes, aten.slice.Tensor(x.scale, 0, start, end))
+    if codes.shape == x.codes.shape:
+        return x._like(codes, aten.alias.default(x.scale))
+    is_cut = x.has_all_scales or (block > 1 and (first % block or (last % block and last != x.shape[dim])))
+    if block != -1 and not is_cut:
+        return x._like(codes, aten.slice.Tensor(x.scale, dim, first // block, -(-last // block)))
+    found = x._like(codes, aten.alias.default(x.scale))
+    found.has_all_scales = bool(is_cut)
+    if found.extent != SHARD:
+        found.extent, found.group, found.shard_dim, found.sizes = SLICE, None, None, None
+    return found
+
+
+def _split(func: Any, x: QuantizedStackParameter, sizes: int | list[int], dim: int = 0) -> list | None:
+    total = x.shape[dim]
+    if isinstance(sizes, int):
+        sizes = [min(sizes, total - start) for start in range(0, max(total, 1), max(sizes, 1))]
+    ends = [sum(sizes[: index + 1]) for index in range(len(sizes))]
+    return [_slice(func, x, dim, end - size, end) for size, end in zip(sizes, ends, strict=True)]
+
+
+OWN_VIEWS = {
+    aten.as_strided.default: _as_strided,
+    aten.slice.Tensor: _slice,
+    aten.split.Tensor: _split,
+    aten.split_with_sizes.default: _split,
+    aten.transpose.int: _transpose,
+    aten.view.default: _view,
+}

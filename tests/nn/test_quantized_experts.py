@@ -1,0 +1,174 @@
+"""Experts whose weights are codes: each matrix quantized for itself, written once a step, saved and loaded."""
+
+from __future__ import annotations
+
+import copy
+import io
+from dataclasses import replace
+
+import expert_models
+import fsdp_models as models
+import pytest
+import torch
+from masters import ByHand
+from torch import nn
+from torch._dynamo.utils import counters
+
+import fp8compile as f8
+from fp8compile.nn.codes_in_state import codes_and_scales
+from fp8compile.tensor import QuantizedStackParameter
+from fp8compile.testing.bits import difference
+
+RECIPES = ("tensorwise", "rowwise", "rowwise_bf16_wgrad", "blockwise", "mxfp8")
+
+
+def mixture(kind, recipe, *, quantized=True, seed=0):
+    options = {"quantized_parameters": True, "keep_initial": True} if quantized else {}
+    return expert_models.mixture_of(kind, 3, f8.recipes.by_name(recipe), seed=seed, dtype=torch.bfloat16, **options)
+
+
+def stacks_of(model):
+    return {name: each for name, each in model.named_parameters() if each.ndim == 3}
+
+
+def codes_that_differ(model, weights):
+    """Which codes and scales are not those of other experts' values, each matrix quantized for itself."""
+    found = []
+    for (name, mine), other in zip(stacks_of(model).items(), weights.values(), strict=True):
+        for own, (key, part) in zip(mine.sets(), list(codes_and_scales(name, mine).items())[::2], strict=True):
+            for index, matrix in enumerate(other.detach()):
+                q = f8.quantize(matrix, own.quantizer)
+                found.append((f"{key} {index}", difference(part[index], q.codes)))
+                found.append((f"{key}'s scale {index}", difference(own.scale[index], q.scale)))
+    return [f"{name}: {words}" for name, words in found if words is not None]
+
+
+# 200 of 400 rows, and 200 columns, are no multiple of blocks; gpt-oss has its matrices transposed
+CASES = [
+    ("torchtitan", "tensorwise", None),
+    ("gpt-oss", "rowwise", None),
+    ("gpt-oss", "blockwise", "aot_eager"),
+    ("torchtitan", "mxfp8", "aot_eager"),
+]
+EVERYTHING = [
+    (kind, name, way) for kind in ("torchtitan", "gpt-oss") for name in RECIPES for way in (None, "aot_eager")
+]
+
+
+@pytest.mark.parametrize(
+    ("kind", "recipe", "backend"),
+    [pytest.param(*case, marks=() if case in CASES else pytest.mark.slow) for case in EVERYTHING],
+)
+def test_masters_equal_fp8_experts_over_bfloat16_copies_of_masters(kind, recipe, backend):
+    model, other = mixture(kind, recipe), mixture(kind, recipe, quantized=False)
+    optimizers = f8.MasterWeights(torch.optim.AdamW, model.parameters(), lr=3e-3), ByHand(other, lr=3e-3)
+    counters.clear()
+    both = [model, other]
+    calls = both if backend is None else [torch.compile(each, fullgraph=True, backend=backend) for each in both]
+    losses = [models.trained(calls[0], 4, 0, optimizer=optimizers[0])]
+    graphs = counters["stats"]["unique_graphs"]  # of four routings
+    losses.append(models.trained(calls[1], 4, 0, optimizer=optimizers[1]))
+    assert losses[0] == losses[1]
+    assert codes_that_differ(model, stacks_of(other)) == []
+    assert graphs == (backend is not None)
+
+
+@pytest.mark.parametrize("recipe", ["blockwise", "mxfp8"])
+def test_stock_optimizers_round_once_a_step(recipe, assert_bits_equal):
+    (weight, *_) = stacks_of(mixture("torchtitan", recipe)).values()
+    plain = nn.Parameter(weight.dequantize().detach())
+    optimizers = [torch.optim.AdamW([each], lr=0.01, foreach=False) for each in (weight, plain)]
+    for step in range(2):
+        gradient = torch.randn(weight.shape, generator=torch.Generator().manual_seed(step)).bfloat16()
+        weight.grad, plain.grad = gradient, gradient.clone()
+        for optimizer in optimizers:
+            optimizer.step()
+        for own in weight.sets():
+            expected = QuantizedStackParameter.of(plain.detach(), own.quantizer)
+            assert_bits_equal(own.codes, expected.codes)
+            assert_bits_equal(own.scale, expected.scale)
+        plain.data.copy_(weight.dequantize())
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+def test_states_files_and_copies_have_the_codes(recipe):
+    model, other = mixture("gpt-oss", recipe), mixture("gpt-oss", recipe, seed=1)
+    state, batch = model.state_dict(), models.batch(0, 0)
+    assert {type(each) for each in state.values()} == {torch.Tensor}
+    assert state["blocks.0.experts.gate_up_proj_codes"].dtype == torch.uint8
+    assert "blocks.0.experts.gate_up_proj" not in state
+    expected = model(batch)
+    other.load_state_dict(state)
+    assert torch.equal(other(batch), expected)
+    assert torch.equal(copy.deepcopy(model)(batch), expected)
+    plain = mixture("gpt-oss", recipe, quantized=False, seed=1)
+    other.load_state_dict(plain.state_dict())  # values
+    assert torch.equal(other(batch), plain(batch))
+    file = io.BytesIO()
+    torch.save(list(stacks_of(model).values()), file)
+    file.seek(0)
+    for mine, found in zip(stacks_of(model).values(), torch.load(file, weights_only=True), strict=True):
+        for one, two in zip(mine.sets(), found.sets(), strict=True):
+            assert torch.equal(one.codes, two.codes)
+            assert torch.equal(one.scale, two.scale)
+    state["blocks.0.experts.down_proj_scale"] = torch.ones(1)
+    with pytest.raises(RuntimeError, match=r"experts.down_proj_scale has shape"):
+        other.load_state_dict(state)
+
+
+def test_the_report_and_what_can_not_change_any_more():
+    model = mixture("torchtitan", "rowwise")
+    rows = {row.fqn: row for row in f8.conversion_report(model).rows}
+    assert rows["blocks.0.experts"].quantized_weight
+    with pytest.raises(TypeError, match="its weights are codes and scales"):
+        f8.revert(model)
+    with pytest.raises(ValueError, match="its weight is codes, which no other forward reads"):
+        f8.set_recipe(model, forward=None)
+    with pytest.raises(ValueError, match=r"recipe of blocks.0.experts leaves a product of the weight"):
+        f8.convert(
+            expert_models.MixtureModel("torchtitan", 2), replace(f8.recipes.rowwise(), input=None, weight=None),
+            filter=lambda _, fqn: fqn.endswith("experts"), quantized_parameters=True,
+        )  # fmt: skip
+    shared = expert_models.MixtureModel("torchtitan", 2)
+    shared.blocks[1].experts.down = shared.blocks[0].experts.down
+    with pytest.raises(ValueError, match="have the weights of experts in common"):
+        f8.convert(
+            shared, f8.recipes.rowwise(), filter=lambda _, fqn: fqn.endswith("experts"), quantized_parameters=True
+        )
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda weight: weight[0],
+        lambda weight: weight.flatten(0, 1),
+        lambda weight: weight.transpose(0, 1),
+        lambda weight: weight.permute(2, 0, 1),
+        lambda weight: weight[:, ::2],
+    ],
+)
+@pytest.mark.parametrize("recipe", ["tensorwise", "mxfp8"])
+def test_views_that_keep_no_matrix_raise(use, recipe):
+    (weight, *_) = stacks_of(mixture("torchtitan", recipe)).values()
+    with pytest.raises(TypeError, match="of the weights of experts, whose matrices are codes"):
+        use(weight.detach())
+
+
+def test_a_part_of_each_matrix_takes_no_values():
+    (weight, *_) = stacks_of(mixture("torchtitan", "tensorwise")).values()
+    with torch.no_grad():
+        weight[:1].zero_()  # an expert has a scale of its own
+        with pytest.raises(RuntimeError, match="whose scale the rest of it has too"):
+            weight[:, :200].zero_()
+    assert not weight.dequantize()[0].any()
+    assert weight.dequantize()[1].any()
+
+
+def test_codes_of_another_recipe_are_refused():
+    weight = QuantizedStackParameter.of(torch.randn(2, 32, 64).bfloat16(), f8.recipes.blockwise().weight)
+    x, offsets = torch.randn(4, 64).bfloat16(), torch.tensor([2, 4], dtype=torch.int32)
+    with pytest.raises(ValueError, match=r"grouped_linear: the weight has codes of .* the recipe quantizes"):
+        f8.grouped_linear(x, weight, offsets, recipe=f8.recipes.tensorwise())
+    plain = f8.quantize(torch.randn(2, 32, 64).bfloat16(), f8.recipes.tensorwise().weight)
+    with pytest.raises(TypeError, match="only the weight may be quantized, as codes of each matrix by itself"):
+        f8.grouped_linear(x, plain, offsets, recipe=f8.recipes.tensorwise())

@@ -1,0 +1,163 @@
+"""Experts whose weights are codes, on ranks: the bits of FP8 experts over bfloat16 copies of float32 masters.
+
+FSDP2 cuts them along experts, along N or along K; expert parallelism along experts, with FSDP2 beside it or not. The
+reference has the same ranks, so sums over them are in one order.
+"""
+
+from __future__ import annotations
+
+import expert_models
+import fsdp_models as models
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from gloo_ranks import GROUPS, shared_ranks
+from masters import ByHand
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor.parallel import parallelize_module
+
+import fp8compile as f8
+from fp8compile import parallel
+from fp8compile._compat import TORCH_VERSION, local_itself
+from fp8compile.nn.codes_in_state import codes_and_scales
+from fp8compile.tensor import QuantizedStackParameter, is_quantized_parameter
+from fp8compile.testing.bits import difference
+
+pytestmark = pytest.mark.skipif(
+    TORCH_VERSION < (2, 12), reason=f"a group as a part of a tensor needs PyTorch 2.12, this is {torch.__version__}"
+)
+STEPS = 3
+
+
+@pytest.fixture(scope="session")
+def ranks():
+    return shared_ranks()
+
+
+# ---------------------------------------------------------------------------------- in each rank
+
+
+def on_ranks(kind, count, recipe, where, backend=None, *, quantized, seed=0):
+    """A model and its optimizer; ``where`` is the dim that FSDP2 cuts on two ranks, or "EP", or "EP + FSDP"."""
+    options = {"quantized_parameters": True, "keep_initial": True} if quantized else {}
+    model = expert_models.mixture_of(
+        kind, count, f8.recipes.by_name(recipe), seed=seed, dtype=torch.bfloat16, **options
+    )
+    mesh, names = None, [name for name, _ in model.named_modules() if name.endswith("experts")]
+    if isinstance(where, str):
+        both = models.mesh_2d("fsdp", "ep")
+        plan = {name: parallel.ExpertParallel(float8_dispatch=False) for name in names}
+        parallelize_module(model, both["ep"], plan)
+        mesh = both["fsdp"] if where == "EP + FSDP" else None
+    if backend is not None:
+        for block in model.blocks:
+            block.compile(fullgraph=True, backend=backend)
+    if where == "EP + FSDP":
+        fully_shard(model, mesh=mesh, mp_policy=MixedPrecisionPolicy())
+    elif where != "EP":
+        place = {"shard_placement_fn": lambda p: Shard(where) if p.ndim == 3 else None} if where else {}
+        models.shard(model, models.mesh_1d("pair"), MixedPrecisionPolicy(), **place)
+    if not quantized:
+        return model, ByHand(model, lr=3e-3)
+    return model, f8.MasterWeights(torch.optim.AdamW, model.parameters(), lr=3e-3)
+
+
+def whole(tensor):
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def differing(model, reference):
+    """Which codes and scales are not those of the reference's weights."""
+    found = []
+    for (name, mine), other in zip(model.named_parameters(), reference.parameters(), strict=True):
+        if not is_quantized_parameter(local_itself(mine)):
+            found.append((name, difference(whole(mine.detach()), whole(other.detach()))))
+            continue
+        of = QuantizedStackParameter.of if mine.ndim == 3 else type(local_itself(mine).sets()[0]).of
+        sets = [of(whole(other.detach()), own.quantizer) for own in local_itself(mine).sets()]
+        parts = [part for own in sets for part in (own.codes, own.scale)]
+        for (key, part), expected in zip(codes_and_scales(name, mine).items(), parts, strict=True):
+            found.append((key, difference(whole(part.detach()), expected)))
+    return [f"{name}: {words}" for name, words in found if words is not None]
+
+
+def beside_the_reference(kind, count, recipe, where, backend):
+    rank = dist.get_rank() if isinstance(where, str) else dist.get_rank() % 2
+    runs = [on_ranks(kind, count, recipe, where, backend, quantized=each) for each in (True, False)]
+    losses = [models.trained(model, STEPS, rank, optimizer=optimizer) for model, optimizer in runs]
+    found = differing(runs[0][0], runs[1][0])
+    return found + [f"losses {losses[0]}, not {losses[1]}"] * (losses[0] != losses[1])
+
+
+# what FSDP2 cuts: experts unevenly, an expert for one rank alone, matrices within blocks (200 of 400, 100 of 200)
+CASES = [
+    ("torchtitan", 3, "tensorwise", 0, None),
+    ("torchtitan", 1, "blockwise", 0, None),
+    ("torchtitan", 2, "rowwise", 0, None),
+    ("gpt-oss", 3, "mxfp8", 0, None),
+    ("torchtitan", 1, "tensorwise", 1, None),
+    ("torchtitan", 1, "blockwise", 1, None),
+    ("gpt-oss", 1, "rowwise", 1, None),
+    ("torchtitan", 1, "mxfp8", 1, None),
+    ("gpt-oss", 1, "rowwise_bf16_wgrad", 2, None),
+    ("gpt-oss", 2, "blockwise", 2, None),
+    ("gpt-oss", 2, "tensorwise", "EP", None),
+    ("gpt-oss", 4, "rowwise", "EP + FSDP", None),
+    ("Qwen3-MoE", 4, "blockwise", "EP + FSDP", None),
+    ("gpt-oss", 3, "rowwise", 0, "aot_eager"),
+    ("torchtitan", 1, "tensorwise", 1, "aot_eager"),
+    ("gpt-oss", 4, "mxfp8", "EP + FSDP", "aot_eager"),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: " ".join(map(str, case)))
+def test_experts_that_are_codes_have_the_bits_of_values(ranks, case):
+    within = "all" if isinstance(case[3], str) else "pair"
+    answers = ranks.run(beside_the_reference, *case, within=within)
+    assert answers == [[]] * len(answers)
+
+
+# ---------------------------------------------------------------------------------- checkpoints
+
+
+def saved_on_two_and_loaded_on_three(recipe, folder):
+    """What differs: losses of the runs, and of one that was saved on two ranks and goes on on three."""
+    run, loaded = None, []
+    if dist.get_rank() < 2:
+        run = on_ranks("gpt-oss", 4, recipe, 0, quantized=True)
+        models.trained(run[0], 1, dist.get_rank(), optimizer=run[1])
+        dcp.save(run[0].state_dict(), checkpoint_id=folder, process_group=GROUPS["pair"])
+        loaded = [whole(each) for each in run[0].state_dict().values()]
+    dist.barrier(GROUPS["three"])
+    model = expert_models.mixture_of(
+        "gpt-oss", 4, f8.recipes.by_name(recipe), seed=1, dtype=torch.bfloat16, quantized_parameters=True
+    )
+    models.shard(model, models.mesh_1d("three"), MixedPrecisionPolicy())
+    parallel.share_scales(model)
+    state = model.state_dict()
+    dcp.load(state, checkpoint_id=folder, process_group=GROUPS["three"])
+    model.load_state_dict(state)
+    own = [whole(each) for each in model.state_dict().values()]
+    return [difference(one, other) for one, other in zip(loaded, own, strict=False)]
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "mxfp8"])
+def test_experts_that_two_ranks_saved_are_loaded_by_three(ranks, recipe, tmp_path):
+    answers = ranks.run(saved_on_two_and_loaded_on_three, recipe, str(tmp_path), within="three")
+    assert len(answers[0]) > 8
+    assert {words for answer in answers for words in answer} == {None}
+
+
+def drawn_by_chance():
+    model, _ = on_ranks("gpt-oss", 2, "tensorwise", 0, quantized=True)
+    try:
+        f8.MasterWeights(torch.optim.AdamW, model.parameters(), rounding="stochastic")
+    except ValueError as error:
+        return str(error)
+
+
+def test_stochastic_rounding_of_experts_on_ranks_is_refused(ranks):
+    for said in ranks.run(drawn_by_chance, within="pair"):
+        assert "stochastic rounding of experts that ranks share" in said
