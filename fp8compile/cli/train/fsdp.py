@@ -90,6 +90,7 @@ def shard(model: ByteLlama, mesh: DeviceMesh, config: TrainConfig, recipe: f8.Re
         gathered = NOTHING
     else:
         gathered = "codes, which the parameters are" if is_quantized else gather_codes(model, recipe)
+        spread = expert_parameters(model) if config.ep > 1 else set()  # gathers as codes make new parameters
     for index, block in enumerate(model.blocks):
         if config.compile:
             # What FSDP2 does before and after a block is then outside of its graph.
