@@ -38,17 +38,20 @@ __all__ = ["parallelize", "place_gradients", "placed_like", "whole"]
 HEADS_DIM = 1  # of queries and keys as their norms see them: (batch, heads, sequence, width)
 
 
-def _of_experts(module: nn.Module, between: Placement) -> parallel.ParallelStyle:
-    """The style of a mixture of experts, which is given all tokens, and of its router, which sees them all."""
-    if isinstance(module, MixtureOfExperts):
-        return parallel.PrepareModuleInputOutput(
-            input_layouts=between,
-            desired_input_layouts=Replicate(),
-            use_local_input=True,
-            output_layouts=Replicate(),
-            desired_output_layouts=between,
-            use_local_output=False,
-        )
+def _of_mixture(between: Placement) -> parallel.ParallelStyle:
+    """The style of a mixture of experts, which is given all tokens and returns them all."""
+    return parallel.PrepareModuleInputOutput(
+        input_layouts=between,
+        desired_input_layouts=Replicate(),
+        use_local_input=True,
+        output_layouts=Replicate(),
+        desired_output_layouts=between,
+        use_local_output=False,
+    )
+
+
+def _of_router() -> parallel.ParallelStyle:
+    """The style of a router: every rank scores all tokens."""
     everywhere = {f"{way}_layouts": Replicate() for way in ("input", "desired_input", "output", "desired_output")}
     return parallel.PrepareModuleInputOutput(**everywhere)
 
@@ -77,8 +80,10 @@ def parallelize(model: nn.Module, mesh: DeviceMesh, *, sp: bool) -> None:
             )
         if last == "head":
             return parallel.ColwiseParallel(input_layouts=between, output_layouts=Replicate())
-        if last == "router" or isinstance(module, MixtureOfExperts):
-            return _of_experts(module, between)
+        if last == "router":
+            return _of_router()
+        if isinstance(module, MixtureOfExperts):
+            return _of_mixture(between)
         if last in ("query_norm", "key_norm"):
             return parallel.SequenceParallel(sequence_dim=HEADS_DIM, use_local_output=True)
         if last in ("output", "down"):
