@@ -56,6 +56,36 @@ def _of_router() -> parallel.ParallelStyle:
     return parallel.PrepareModuleInputOutput(**everywhere)
 
 
+def _style_of(name: str, module: nn.Module, *, sp: bool) -> parallel.ParallelStyle | None:
+    """How a module of the model is cut; None for one that is left as it is."""
+    between = Shard(1) if sp else Replicate()
+    # PyTorch's styles know how to cut a plain weight, and gather a sequence in bfloat16
+    codes = isinstance(module, f8.Linear) and (sp or isinstance(module.weight, f8.QuantizedTensor))
+    last = name.rpartition(".")[2]
+    if last == "embed":
+        return parallel.PrepareModuleInputOutput(
+            input_layouts=Replicate(),
+            desired_input_layouts=Replicate(),
+            output_layouts=Replicate(),
+            desired_output_layouts=between,
+            use_local_output=False,
+        )
+    if last == "head":
+        return parallel.ColwiseParallel(input_layouts=between, output_layouts=Replicate())
+    if last == "router":
+        return _of_router()
+    if isinstance(module, MixtureOfExperts):
+        return _of_mixture(between)
+    if last in ("query_norm", "key_norm"):
+        return parallel.SequenceParallel(sequence_dim=HEADS_DIM, use_local_output=True)
+    if last in ("output", "down"):
+        kind = RowwiseParallel if codes else parallel.RowwiseParallel
+        return kind(output_layouts=between, use_local_output=False)
+    if isinstance(module, nn.Linear):
+        return (ColwiseParallel if codes else parallel.ColwiseParallel)(input_layouts=between)
+    return None
+
+
 def parallelize(model: nn.Module, mesh: DeviceMesh, *, sp: bool) -> None:
     """Cut a model over ranks, in place, with the weights that the first rank has.
 
@@ -64,36 +94,7 @@ def parallelize(model: nn.Module, mesh: DeviceMesh, *, sp: bool) -> None:
         mesh: Of all ranks, one dim.
         sp: Whether the sequence is cut where there is no product.
     """
-    between = Shard(1) if sp else Replicate()
-
-    def style(name: str, module: nn.Module) -> parallel.ParallelStyle | None:
-        # PyTorch's styles know how to cut a plain weight, and gather a sequence in bfloat16
-        codes = isinstance(module, f8.Linear) and (sp or isinstance(module.weight, f8.QuantizedTensor))
-        last = name.rpartition(".")[2]
-        if last == "embed":
-            return parallel.PrepareModuleInputOutput(
-                input_layouts=Replicate(),
-                desired_input_layouts=Replicate(),
-                output_layouts=Replicate(),
-                desired_output_layouts=between,
-                use_local_output=False,
-            )
-        if last == "head":
-            return parallel.ColwiseParallel(input_layouts=between, output_layouts=Replicate())
-        if last == "router":
-            return _of_router()
-        if isinstance(module, MixtureOfExperts):
-            return _of_mixture(between)
-        if last in ("query_norm", "key_norm"):
-            return parallel.SequenceParallel(sequence_dim=HEADS_DIM, use_local_output=True)
-        if last in ("output", "down"):
-            kind = RowwiseParallel if codes else parallel.RowwiseParallel
-            return kind(output_layouts=between, use_local_output=False)
-        if isinstance(module, nn.Linear):
-            return (ColwiseParallel if codes else parallel.ColwiseParallel)(input_layouts=between)
-        return None
-
-    styles = {name: style(name, module) for name, module in model.named_modules()}
+    styles = {name: _style_of(name, module, sp=sp) for name, module in model.named_modules()}
     parallel.parallelize_module(model, mesh, {name: chosen for name, chosen in styles.items() if chosen is not None})
     for module in model.modules():
         if any(not isinstance(parameter, DTensor) for parameter in module.parameters(recurse=False)):
