@@ -20,9 +20,8 @@ __all__ = ["set_recipe"]
 def _with_forward(recipe: Recipe, forward: Recipe | None) -> Recipe:
     taken = forward or Recipe()
     keeps = taken.keep_weight_codes and taken.weight == recipe.weight_for_grad_input
-    dequantized = (
-        recipe.dequantized_gradients and taken.input is not None
-    )  # of the forward's codes, whichever they are
+    # gradients of the codes that the forward has from now on, if it has any
+    dequantized = recipe.dequantized_gradients and taken.input is not None
     forward_of = {"input": taken.input, "weight": taken.weight, "keep_weight_codes": keeps}
     return replace(recipe, **forward_of, dequantized_gradients=dequantized)
 

@@ -1,6 +1,6 @@
 """Plant faults in the sources of the layer, one at a time, and see that `make test` finds each.
 
-    python tests/mutations.py [words of a fault's name ...]
+    python tests/helpers/mutations.py [words of a fault's name ...]
 
 Each is planted in a copy of the tree, where the tests that look at that part run as CI runs them: without what is left
 to the full run. A fault that nothing finds is printed last, and the exit code is 1.
@@ -16,7 +16,7 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 LAYER = "fp8compile/ops/layer"
 
 
@@ -71,8 +71,8 @@ MUTATIONS = (
     Mutation(
         "gathered codes of the input are sent again in the backward",
         f"{LAYER}/operands.py",
-        "return STEPS[Phase.FORWARD if gathers else Phase.BACKWARD]",
-        "return STEPS[Phase.BACKWARD]",
+        "return STEPS[Phase.FORWARD if gathers or is_forwards else Phase.BACKWARD]",
+        "return STEPS[Phase.FORWARD if is_forwards else Phase.BACKWARD]",
         ("compile_tests/test_tensor_parallel_graphs.py",),
     ),
     Mutation(
@@ -148,12 +148,19 @@ MUTATIONS = (
 )
 
 
+def stale(mutation: Mutation, tree: Path) -> str | None:
+    """Why a fault can't be planted in a tree any more, or None."""
+    count = (tree / mutation.file).read_text().count(mutation.old)
+    if count != 1:
+        return f"{mutation.file} has {count} of: {mutation.old}"
+    missing = [test for test in mutation.tests if not (tree / test).exists()]
+    return f"no {', '.join(missing)}" if missing else None
+
+
 def found(mutation: Mutation, tree: Path) -> str | None:
     """The first test that fails for a fault; None if none does."""
     source = tree / mutation.file
     text = source.read_text()
-    if text.count(mutation.old) != 1:
-        raise ValueError(f"{mutation.file} has {text.count(mutation.old)} of: {mutation.old}")
     source.write_text(text.replace(mutation.old, mutation.new))
     try:
         command = [sys.executable, "-m", "pytest", "-q", "-x", "-m", "not slow", "-p", "no:cacheprovider"]
@@ -172,6 +179,8 @@ def found(mutation: Mutation, tree: Path) -> str | None:
 def main(words: list[str]) -> int:
     """Run, print, and say by the exit code whether each was found."""
     chosen = [each for each in MUTATIONS if all(word in each.name for word in words)]
+    if old := [why for each in chosen if (why := stale(each, ROOT)) is not None]:
+        raise ValueError("\n".join(old))
     missed = []
     with tempfile.TemporaryDirectory() as folder:
         tree = Path(folder) / "tree"
