@@ -83,13 +83,6 @@ MUTATIONS = (
         ("compile_tests/test_saved_bytes.py", "compile_tests/test_graph_fsdp_graphs.py"),
     ),
     Mutation(
-        "the backward casts a weight's codes of the forward anew",
-        f"{LAYER}/operands.py",
-        "        _compat.never_recompute(turned)\n",
-        "",
-        ("compile_tests/test_kept_weight_codes.py",),
-    ),
-    Mutation(
         "layers that share an input each lay its codes out",
         f"{LAYER}/operands.py",
         "return replace(operand, codes=store(operand.codes))",
@@ -101,7 +94,7 @@ MUTATIONS = (
         f"{LAYER}/operands.py",
         "own = self.multiplier[ROW[slot]]",
         "own = self.multiplier[2 - ROW[slot]]",
-        ("tests/nn/test_delayed.py",),
+        ("tests/ops/test_shapes.py",),
     ),
     Mutation(
         "the state of delayed scaling follows one rank's amaxes",
