@@ -87,7 +87,7 @@ MUTATIONS = (
         f"{LAYER}/operands.py",
         "return replace(operand, codes=store(operand.codes))",
         "return operand",
-        ("compile_tests/test_bytes.py", "compile_tests/test_gpu_kernels.py", "compile_tests/test_placements.py"),
+        ("compile_tests/test_bytes.py",),
     ),
     Mutation(
         "a multiplier of delayed scaling is that of another tensor",
@@ -108,7 +108,7 @@ MUTATIONS = (
         f"{LAYER}/linear.py",
         "return recipe if x and weight else _for_one_gradient(recipe, GRAD_INPUT if x else GRAD_WEIGHT)",
         "return recipe if x and weight else _for_one_gradient(recipe, GRAD_WEIGHT if x else GRAD_INPUT)",
-        ("tests/nn/test_parameter_uses.py", "compile_tests/test_gpu_programs.py"),
+        ("tests/ops/test_both_directions.py",),
     ),
     Mutation(
         "the bias's gradient is summed over each rank's tokens alone",

@@ -9,6 +9,7 @@ import torch
 
 import fp8compile as f8
 from fp8compile.ops import quantize_both
+from fp8compile.ops.layer.linear import GRAD_INPUT, GRAD_WEIGHT, for_gradients_of
 from fp8compile.ops.quantize_both import is_pair
 
 ROWS, COLUMNS = f8.CurrentScaling(block=(1, 128)), f8.CurrentScaling(block=(128, 1))
@@ -65,3 +66,13 @@ def test_the_op_is_two_casts_in_the_layouts_of_the_gemms(assert_bits_equal):
 )
 def test_which_pairs_the_kernel_takes(rows, columns, expected):
     assert is_pair(rows, columns) is expected
+
+
+def test_a_backward_of_one_gradient_quantizes_for_that_alone():
+    recipe = f8.recipes.blockwise()
+    of_x, of_weight = (for_gradients_of(recipe, x=x, weight=not x) for x in (True, False))
+    assert of_x.quantizers(GRAD_INPUT) == recipe.quantizers(GRAD_INPUT)
+    assert of_weight.quantizers(GRAD_WEIGHT) == recipe.quantizers(GRAD_WEIGHT)
+    assert of_x.quantizers(GRAD_WEIGHT) is None
+    assert of_weight.quantizers(GRAD_INPUT) is None
+    assert for_gradients_of(recipe, x=True, weight=True) == recipe
