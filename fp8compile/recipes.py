@@ -435,9 +435,12 @@ def _call(name: str, recipe: Recipe) -> str | None:
     defaults = {each.name: each.default for each in inspect.signature(function).parameters.values()}
     try:
         if "backward" in defaults and recipe.grad_output is None:
-            arguments = {"weight_block": recipe.weight.block, "scale": recipe.weight.scale}
-            arguments |= {"backward": "dequantized" if recipe.dequantized_gradients else "bf16"}
-            arguments |= {"emulate": recipe.emulate}
+            arguments = {
+                "weight_block": recipe.weight.block,
+                "scale": recipe.weight.scale,
+                "backward": "dequantized" if recipe.dequantized_gradients else "bf16",
+                "emulate": recipe.emulate,
+            }
         else:
             arguments = {each: attrgetter(ARGUMENTS[each])(recipe) for each in defaults if each in ARGUMENTS}
         made = function(**arguments)

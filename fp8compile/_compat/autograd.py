@@ -31,7 +31,7 @@ def impl_autograd(
     backward: Callable | None,
     prepare: Callable | None = None,
 ) -> None:
-    """Register the derivative of ``op``; if ``backward`` is None, a backward pass through it raises.
+    """Register the derivative of an operator. Without ``backward``, a backward pass through it raises an error.
 
     ``prepare(needs_input_grad, args)`` gives the arguments of the call below autograd, where gradients are recorded.
 

@@ -1,4 +1,4 @@
-"""Hints to Inductor: ops that copy their input in eager mode and, in a graph, tell Inductor how to store it.
+"""Hints to Inductor. In eager mode each op copies its input; in a graph it says how Inductor is to store it.
 
     after      a tensor that counts as made after another one, which so becomes a part of the forward
     realize    a value that is computed once and stored, instead of once for each use

@@ -30,7 +30,7 @@ aten = torch.ops.aten
 
 
 class QuantizedStackParameter(QuantizedParameter):
-    """A `QuantizedParameter` of several matrices, each quantized for itself, such as the weights of experts.
+    """A parameter that holds several matrices, each with codes and scales of its own, such as the weights of experts.
 
     Its views are those that keep experts or matrices whole, parts of all matrices along one dim, and the stack of
     transposed matrices; any other op raises.
@@ -96,7 +96,7 @@ class QuantizedStackParameter(QuantizedParameter):
         return self.quantizer.scale_of(torch.ones(self.scale_shape(size), device=device)), False
 
     def extent_of_zeros(self, size: Sequence[int]) -> str:
-        """Of experts, zeros are whole; of parts of matrices they are a blank."""
+        """Whole if each rank has whole matrices; a blank, which FSDP2 fills, if it has parts of them."""
         return BLANK if cut_dim(self, size) else WHOLE
 
     # ------------------------------------------------------------------ views

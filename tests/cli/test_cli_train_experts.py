@@ -212,6 +212,9 @@ def one_process(path):
 MEAN = 128 * 2**-24
 # and with the attention cut, sums of two parts of a row in bfloat16, by which the router may choose another expert
 SUMS_OF_PARTS = 2**-8
+# codes of weights are made of float32 values where FSDP2 has them, and of bfloat16 ones in one process: where the two
+# lie on different sides of a boundary a code is the next one, an eighth away; 1 % of a loss at most, as under --fsdp
+MOVED_CODES = 0.01
 
 
 @pytest.mark.skipif(TORCH_VERSION < (2, 12), reason="a group as a part of a tensor needs PyTorch 2.12")
@@ -288,8 +291,8 @@ def test_experts_that_are_codes_train_spread_over_ranks(text_file):
     assert results == [results[0]] * 4
     expected = one_process(text_file).gradients()["loss"]
     assert results[0][0][:2] == results[0][1][:2]  # where the rest lies changes no bit
-    for found in results[0]:  # of linears that FSDP2 has, codes are those of float32 values: an eighth of some of them
-        assert found[0][0] == pytest.approx(expected, rel=0.01)
+    for found in results[0]:
+        assert found[0][0] == pytest.approx(expected, rel=MOVED_CODES)
     assert results[0][2][2] == "codes, which the parameters are"
     assert all(each[3] == {"train": 1, "eval": 1} for each in results[0])
 

@@ -80,15 +80,14 @@ def _window_and_amax(
     part: LocalShard, quantizer: Quantizer, steps: Steps, local_amax: Tensor | None = None
 ) -> tuple[Tensor, Tensor, tuple[AxisBlocks, AxisBlocks]]:
     _check_part(part, quantizer)
-    window, found = _window_and_amax_over_ranks(part.local, local_amax, part.cuts, quantizer, steps.amax)
-    return window, found, axis_blocks(part.local.shape, part.cuts, quantizer.block)
+    return _window_and_amax_over_ranks(part.local, local_amax, part.cuts, quantizer, steps.amax)
 
 
 # Ranks make their windows by other ops, or none. Shared as one, forward and backward send alike on all of them.
 @_compat.once_a_graph
 def _window_and_amax_over_ranks(
     local: Tensor, local_amax: Tensor | None, cuts: Sharding, quantizer: Quantizer, amax: Callable[..., Tensor]
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, tuple[AxisBlocks, AxisBlocks]]:
     part, sides = LocalShard(local, cuts), axis_blocks(local.shape, cuts, quantizer.block)
     window = _window(part, sides)
     found = amax(window, quantizer) if local_amax is None else local_amax
@@ -97,7 +96,7 @@ def _window_and_amax_over_ranks(
             found = side.widen(found, dim) if side.kind == "split" else found
     for group in dict.fromkeys(group for side in sides if side.kind != "aligned" for group in side.groups):
         found = found if group is None else all_reduce_amax(found, group)
-    return window, found
+    return window, found, sides
 
 
 def positions(part: LocalShard, quantizer: Quantizer) -> tuple[Tensor, ...]:

@@ -65,7 +65,7 @@ class ShardedPair(ShardedWeight):
         return {slot: quantizer for slot, quantizer in every.items() if not self.is_own(part, quantizer)}
 
     def quantizer_for(self, module: nn.Module, gemm: Gemm) -> Quantizer:
-        """What makes the codes for a product, of the weight as it lies in memory."""
+        """The quantizer that makes the weight's codes for a product, for the weight as it lies in memory."""
         return getattr(module.recipe, gemm.b)
 
     def is_own(self, part: LocalShard, quantizer: Quantizer) -> bool:

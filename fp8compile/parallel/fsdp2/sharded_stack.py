@@ -104,7 +104,7 @@ class ShardedStackPair(_OfExperts, ShardedPair):
         return ShardedStackPair(plain, self.name, self.gathers, edits)
 
     def quantizer_for(self, module: nn.Module, gemm: Gemm) -> Quantizer:
-        """What makes the codes of each matrix for a product, as it lies in memory."""
+        """The quantizer that makes each matrix's codes for a product, for the matrix as it lies in memory."""
         quantizer = super().quantizer_for(module, gemm)
         return quantizer.transposed() if is_transposed(module) else quantizer
 
