@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from cheap_compiles import make_compiles_cheap
 
 from fp8compile.testing.bits import difference
 
@@ -49,10 +50,8 @@ def fresh_compiler():
 
 
 def pytest_collection_finish():
-    """Have the garbage collector, a tenth of the time of tests that compile, look less often and not at what stays."""
     gc.collect()
-    gc.freeze()
-    gc.set_threshold(50_000, 20, 20)
+    make_compiles_cheap()
 
 
 FULL_ONLY = {

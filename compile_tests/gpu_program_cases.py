@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import time
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -24,7 +23,7 @@ from benchmarks.mlp import Mlp
 from fp8compile.testing import eager_run, run_gpu_program
 from fp8compile.testing.bits import bits
 
-__all__ = ["CASES", "Case", "Row", "check", "start_fake_group"]
+__all__ = ["CASES", "Case", "Row", "check"]
 
 RECIPES = ("tensorwise", "rowwise", "rowwise_bf16_wgrad", "blockwise", "mxfp8", "delayed")
 Made = tuple[Callable, tuple[torch.Tensor, ...]]  # a module or function, and its arguments
@@ -140,14 +139,6 @@ def _plain(tensor):
     from torch.distributed.tensor import DTensor
 
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def start_fake_group() -> None:
-    """A group of two ranks in this process, of which no other one is there."""
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    warnings.simplefilter("ignore")
-    torch.distributed.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
 
 
 # ---------------------------------------------------------------------------------- models

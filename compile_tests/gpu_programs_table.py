@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 import triton
 from foreign_functions import FOREIGN, has_package
-from gpu_program_cases import CASES, Case, Row, check, start_fake_group
+from gpu_program_cases import CASES, Case, Row, check
 from planted_faults import FAULTS, LIBRARY_FAULT, found, found_in_library
 
 PAGE = Path(__file__).parents[1] / "docs" / "results" / "gpu-programs.md"
@@ -137,6 +137,14 @@ def all_work(*, quick: bool, tables: Sequence[str], only: str) -> tuple[list[Wor
     ]
     apart = [work for name, work in models.items() if name in in_ranks]
     return [work for work in everything if work[0] in tables], [work for work in apart if work[0] in tables]
+
+
+def start_fake_group() -> None:
+    """Be one of two ranks, of which the other is not there."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    warnings.simplefilter("ignore")
+    torch.distributed.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
 
 
 def results(

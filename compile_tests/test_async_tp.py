@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from concurrent.futures import ProcessPoolExecutor
 from unittest import mock
 
 import pytest
 import torch
-from processes import process_context
-from test_tensor_parallel_graphs import mesh_of, start_fake_group
+from processes import fake_rank
+from test_tensor_parallel_graphs import mesh_of
 from torch import nn
 
 import fp8compile as f8
@@ -22,19 +21,15 @@ from fp8compile import _compat
 from fp8compile.target import Target, pretend_target
 
 
-def process():
-    return ProcessPoolExecutor(1, mp_context=process_context(), initializer=start_fake_group)
-
-
 @pytest.fixture(scope="module")
 def elsewhere():
     """`fused_of` in a process with a fake group; another one where DTensor's caches would still have a traced mesh."""
-    with process() as shared:
+    with fake_rank(0, 8) as shared:
 
         def found(recipe, dims, *, grouped=False, **options):
             if grouped or dims == 2:
                 return shared.submit(fused_of, recipe, dims, grouped=grouped, **options).result()
-            with process() as own:
+            with fake_rank(0, 8) as own:
                 return own.submit(fused_of, recipe, dims, **options).result()
 
         yield found

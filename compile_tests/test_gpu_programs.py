@@ -6,13 +6,12 @@
 from __future__ import annotations
 
 import importlib.util
-from concurrent.futures import ProcessPoolExecutor
 
 import pytest
 import torch
 from foreign_functions import FOREIGN, has_package
-from gpu_program_cases import CASES, check, start_fake_group
-from processes import process_context
+from gpu_program_cases import CASES, check
+from processes import fake_rank
 
 from fp8compile.testing import run_gpu_program
 
@@ -42,7 +41,7 @@ def parameters(*, in_ranks):
 @pytest.fixture(scope="module")
 def elsewhere():
     """Runs a function in a process with a group that isn't there: PyTorch keeps meshes beyond their group."""
-    with ProcessPoolExecutor(1, mp_context=process_context(), initializer=start_fake_group) as pool:
+    with fake_rank(0, 2) as pool:
         yield lambda function, *args: pool.submit(function, *args).result()
 
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import warnings
-from concurrent.futures import ProcessPoolExecutor
 from functools import cache
 
 import pytest
 import torch
-from processes import process_context
+from processes import fake_rank
 from test_graph_fsdp_graphs import DIM, compiled_model, elsewhere  # noqa: F401
 from torch import nn
 
@@ -75,17 +73,10 @@ def test_no_gathered_weight_is_kept_for_the_backward(elsewhere, recipe):  # noqa
     assert sum(size for _, size in sharded) - sum(size for _, size in alone) <= 2 * 4 * own, sharded
 
 
-def start_as_last_rank():
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    warnings.simplefilter("ignore")
-    torch.distributed.init_process_group("fake", rank=RANKS - 1, world_size=RANKS, store=FakeStore())
-
-
 @pytest.fixture(scope="module")
 def on_the_last_rank():
     """Runs a function in a process that is another rank."""
-    with ProcessPoolExecutor(1, mp_context=process_context(), initializer=start_as_last_rank) as pool:
+    with fake_rank(RANKS - 1, RANKS) as pool:
         yield lambda function, *args: pool.submit(function, *args).result()
 
 

@@ -6,9 +6,7 @@ group. Graphs are those that Inductor gets: decomposed, and cut into forward and
 
 from __future__ import annotations
 
-import warnings
 from collections import Counter
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import cache
 from math import prod
@@ -16,7 +14,7 @@ from math import prod
 import pytest
 import torch
 from expecttest import assert_expected_inline
-from processes import process_context
+from processes import fake_rank
 from torch import nn
 
 import fp8compile as f8
@@ -44,17 +42,10 @@ class Block(nn.Module):
         return x + self.down(nn.functional.silu(self.gate(hidden)) * self.up(hidden))
 
 
-def start_fake_group():
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    warnings.simplefilter("ignore")
-    torch.distributed.init_process_group("fake", rank=0, world_size=8, store=FakeStore())
-
-
 @pytest.fixture(scope="module")
 def elsewhere():
     """Runs a function in the process with the group."""
-    with ProcessPoolExecutor(1, mp_context=process_context(), initializer=start_fake_group) as pool:
+    with fake_rank(0, 8) as pool:
         yield lambda function, *args: pool.submit(function, *args).result()
 
 

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import itertools
-from concurrent.futures import ProcessPoolExecutor
 
 import pytest
-from gpu_program_cases import start_fake_group
-from processes import process_context
+from processes import fake_rank
 
 from benchmarks.placements import PLACEMENTS, RECIPES, WITHOUT, placement_row
 
@@ -35,7 +33,7 @@ CASES = [pair for pair in itertools.product(PLACEMENTS, RECIPES) if pair not in 
 @pytest.fixture(scope="module")
 def elsewhere():
     """Runs a function in a process with a group that isn't there: PyTorch keeps meshes beyond their group."""
-    with ProcessPoolExecutor(1, mp_context=process_context(), initializer=start_fake_group) as pool:
+    with fake_rank(0, 2) as pool:
         yield lambda function, *args: pool.submit(function, *args).result()
 
 

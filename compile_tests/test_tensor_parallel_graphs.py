@@ -6,11 +6,9 @@ group. The bfloat16 beside it is the same model under the stock styles.
 
 from __future__ import annotations
 
-from concurrent.futures import ProcessPoolExecutor
-
 import pytest
 import torch
-from processes import process_context
+from processes import fake_rank
 from torch import nn
 
 import fp8compile as f8
@@ -37,16 +35,10 @@ class Block(nn.Module):
         return x + self.down(nn.functional.silu(self.gate(hidden)) * self.up(hidden))
 
 
-def start_fake_group():
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    torch.distributed.init_process_group("fake", rank=0, world_size=8, store=FakeStore())
-
-
 @pytest.fixture(scope="module")
 def elsewhere():
     """Runs a function in the process with the group, once for each of its arguments."""
-    with ProcessPoolExecutor(1, mp_context=process_context(), initializer=start_fake_group) as pool:
+    with fake_rank(0, 8) as pool:
 
         def kept(function, *args):
             call = (function, args)

@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from cheap_compiles import make_compiles_cheap
 from processes import print_to, process_context
 
 from fp8compile.cli import main
@@ -22,6 +23,7 @@ __all__ = ["finished_on_ranks", "started"]
 def _serve(arguments, printed, environment):
     print_to(printed)
     os.environ.update(environment)
+    make_compiles_cheap()
     sys.exit(main(arguments))
 
 

@@ -8,12 +8,17 @@ from __future__ import annotations
 
 import os
 import sys
+import warnings
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import torch
+import torch.distributed as dist
+from cheap_compiles import make_compiles_cheap
 from torch import multiprocessing
 
-__all__ = ["print_to", "process_context"]
+__all__ = ["fake_rank", "print_to", "process_context"]
 
 PRELOADED = [
     "fp8compile",
@@ -30,6 +35,22 @@ def process_context() -> Any:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     return context
+
+
+def fake_rank(rank: int, world_size: int) -> ProcessPoolExecutor:
+    """A process that is one rank of a group of which no other is there: what it sends can be counted."""
+    return ProcessPoolExecutor(
+        1, mp_context=process_context(), initializer=_join_fake_group, initargs=(rank, world_size)
+    )
+
+
+def _join_fake_group(rank, world_size):
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    torch.set_num_threads(1)
+    make_compiles_cheap()
+    warnings.simplefilter("ignore")
+    dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
 
 
 def print_to(path: Path) -> None:

@@ -17,6 +17,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+from cheap_compiles import make_compiles_cheap
 from gloo_ranks import shared_ranks
 from processes import process_context
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -72,6 +73,7 @@ def own_process():
 def start_group():
     import_torchtitan()  # before anything imports it without
     torch.set_num_threads(1)
+    make_compiles_cheap()
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from cheap_compiles import make_compiles_cheap
 from own_arithmetic import Int8
 from processes import print_to, process_context
 
@@ -47,6 +48,7 @@ def run_script(script: Path, backend: str) -> None:
     print_to(script.with_suffix(".out"))
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
+    make_compiles_cheap()
     torch.compile.__kwdefaults__["backend"] = backend
     runpy.run_path(str(script), run_name="__main__")
 
