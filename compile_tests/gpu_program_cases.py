@@ -71,8 +71,8 @@ class Row:
 
     Attributes:
         case: Its name and recipe.
-        products: Of all steps.
-        kernels: Generated ones that were launched.
+        products: Of all steps; of the program as users get it, if that ran.
+        kernels: Generated ones that were launched, likewise.
         from_graph: Each difference from the graph.
         from_eager: For each output, gradient and buffer that differs from eager mode, how many elements do.
         seconds: Of a processor's time, for it all.
@@ -86,8 +86,8 @@ class Row:
     seconds: float
 
 
-def check(case: Case, *, with_casts: bool = True) -> Row:
-    """Run a case as users get it and, unless told not to, with precision casts beside eager mode."""
+def check(case: Case, *, as_users_get_it: bool = True, with_casts: bool = True) -> Row:
+    """Run a case as users get it, with precision casts beside eager mode, or both, each beside its graph."""
     started = time.process_time()
     torch.manual_seed(0)
     model, args = case.make(case.recipe)
@@ -97,18 +97,18 @@ def check(case: Case, *, with_casts: bool = True) -> Row:
     unlike: dict[str, int] = {}
     products = kernels = 0
     for _ in range(case.steps):
-        run = run_gpu_program(module, *args, arch=case.arch, **dict(case.options))
+        if with_casts:
+            run = run_gpu_program(model, *args, arch=case.arch, precision_casts=True)
+            differences += [f"precision casts: {each}" for each in run.differences]
+            expected = eager_run(eager, *args, arch=case.eager_as)
+            for name, (one, other) in _pairs(run, expected, model, eager).items():
+                if count := _unlike(one, other, is_exact=name not in case.rounded_once):
+                    unlike[name] = unlike.get(name, 0) + count
+        if as_users_get_it:
+            run = run_gpu_program(module, *args, arch=case.arch, **dict(case.options))
+            differences += map(str, run.differences)
         products += len(run.products)
         kernels += sum(len(graph.launches) for graph in run.graphs)
-        differences += map(str, run.differences)
-        if not with_casts:
-            continue
-        rounded = run_gpu_program(model, *args, arch=case.arch, precision_casts=True)
-        differences += [f"precision casts: {each}" for each in rounded.differences]
-        expected = eager_run(eager, *args, arch=case.eager_as)
-        for name, (one, other) in _pairs(rounded, expected, model, eager).items():
-            if count := _unlike(one, other, is_exact=name not in case.rounded_once):
-                unlike[name] = unlike.get(name, 0) + count
     return Row(
         case=str(case), products=products, kernels=kernels, from_graph=tuple(differences), from_eager=unlike,
         seconds=time.process_time() - started,

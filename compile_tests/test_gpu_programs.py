@@ -19,8 +19,8 @@ pytestmark = [
     pytest.mark.skipif(not importlib.util.find_spec("triton"), reason="needs Triton's interpreter"),
     pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION is unset:UserWarning"),  # Triton 3.9, once a process
 ]
-# A program as users get it shows what rounding Inductor drops. That it has the bits of eager mode where it keeps them
-# all, a quick case of the same or the nearest recipe shows for each of these; the slow tests, of these too.
+# A quick case is run in one of two ways: with every rounding kept, beside eager mode, or as users get it, which shows
+# what rounding Inductor drops. The slow tests run it, and all others, in both.
 AS_USERS_GET_IT = {
     *("stochastic rounding, tensorwise", "float32, rowwise", "dynamic tokens, rowwise_bf16_wgrad"),
     *("experts, empty ones, NaN behind, mxfp8", "one rank of two, FSDP in the graph, rowwise"),
@@ -29,13 +29,12 @@ AS_USERS_GET_IT = {
 
 
 def parameters(*, in_ranks):
-    """The number of a case, and whether it is run with every rounding kept, too: quick ones and, marked slow, all."""
+    """The number of a case, and whether it is run as users get it."""
     for number, case in enumerate(CASES):
-        ways = {True: not case.is_quick or str(case) in AS_USERS_GET_IT}
-        ways |= {False: False} if str(case) in AS_USERS_GET_IT else {}
-        for with_casts, is_slow in ways.items() if case.in_ranks is in_ranks else ():
-            name = str(case) if with_casts else f"{case}, as users get it"
-            yield pytest.param(number, with_casts, id=name, marks=[pytest.mark.slow] * is_slow)
+        for as_users in (False, True) if case.in_ranks is in_ranks else ():
+            is_slow = not case.is_quick or as_users is not (str(case) in AS_USERS_GET_IT)
+            name = f"{case}, as users get it" if as_users else str(case)
+            yield pytest.param(number, as_users, id=name, marks=[pytest.mark.slow] * is_slow)
 
 
 @pytest.fixture(scope="module")
@@ -45,18 +44,18 @@ def elsewhere():
         yield lambda function, *args: pool.submit(function, *args).result()
 
 
-def check_number(number, with_casts):
-    return check(CASES[number], with_casts=with_casts)
+def check_number(number, as_users):
+    return check(CASES[number], as_users_get_it=as_users, with_casts=not as_users)
 
 
-@pytest.mark.parametrize(("number", "with_casts"), parameters(in_ranks=False))
-def test_a_program_is_its_graph_and_with_every_rounding_kept_eager_mode(number, with_casts):
-    assert_same(check_number(number, with_casts))
+@pytest.mark.parametrize(("number", "as_users"), parameters(in_ranks=False))
+def test_a_program_is_its_graph_and_with_every_rounding_kept_eager_mode(number, as_users):
+    assert_same(check_number(number, as_users))
 
 
-@pytest.mark.parametrize(("number", "with_casts"), parameters(in_ranks=True))
-def test_one_ranks_part_is_its_graph_and_with_every_rounding_kept_eager_mode(number, with_casts, elsewhere):
-    assert_same(elsewhere(check_number, number, with_casts))
+@pytest.mark.parametrize(("number", "as_users"), parameters(in_ranks=True))
+def test_one_ranks_part_is_its_graph_and_with_every_rounding_kept_eager_mode(number, as_users, elsewhere):
+    assert_same(elsewhere(check_number, number, as_users))
 
 
 def test_what_runs_as_users_get_it_is_a_quick_case():
