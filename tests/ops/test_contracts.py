@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 import fp8compile as f8
+from fp8compile._compat import cpu_has_rowwise_gemm
 from fp8compile.library import Cut, Quantizer, Split, register_op
 from fp8compile.ops import OPS, registry
 from fp8compile.quantizers import constant
@@ -126,6 +127,8 @@ def test_each_contract_of_a_quantizer_has_something_that_breaks_it():
 
 @pytest.mark.parametrize("contract", QUANTIZER_CONTRACTS)
 def test_a_quantizer_that_breaks_a_contract_is_told_so(contract):
+    if contract == "products_are_those_of_dequantize" and not cpu_has_rowwise_gemm():
+        pytest.skip("PyTorch 2.11 has no FP8 GEMM on a CPU, and an emulated product is that of dequantize")
     broken = BROKEN[contract]()
     with pytest.raises(AssertionError) as caught:
         check_quantizer(broken, skip=others(QUANTIZER_CONTRACTS, contract))

