@@ -14,7 +14,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import fp8compile as f8
-from fp8compile._compat import TORCH_VERSION
 from fp8compile.cli.explain.ranks import pretended_ranks
 from fp8compile.target import Target, pretend_target
 from fp8compile.testing.gpu_graphs import gpu_graphs
@@ -103,13 +102,13 @@ def test_bits_are_those_of_codes_made_again(recipe):
 
 
 def test_a_checkpointed_block_keeps_none():
-    """Its backward repeats the forward, and has the codes at hand then. PyTorch 2.11 keeps what is to be kept."""
+    """Its backward repeats the forward, and has the codes at hand then."""
     model, x = layers(RECIPES["delayed"])
 
     def block(x):
         return torch.utils.checkpoint.checkpoint(model, x, use_reentrant=False)
 
-    assert len(kept_codes(block, x)) == (3 if TORCH_VERSION < (2, 13) else 0)
+    assert not kept_codes(block, x)
 
 
 def test_a_layer_under_fsdp_keeps_none():

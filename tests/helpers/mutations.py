@@ -83,6 +83,13 @@ MUTATIONS = (
         ("compile_tests/test_saved_bytes.py", "compile_tests/test_graph_fsdp_graphs.py"),
     ),
     Mutation(
+        "the forward does not wait for the weight's codes that it keeps",
+        f"{LAYER}/operands.py",
+        "return replace(forward, scale=after(forward.scale, turned))",
+        "return forward",
+        ("compile_tests/test_placements.py",),
+    ),
+    Mutation(
         "layers that share an input each lay its codes out",
         f"{LAYER}/operands.py",
         "return replace(operand, codes=store(operand.codes))",

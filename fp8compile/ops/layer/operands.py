@@ -215,10 +215,10 @@ class Operands:
         """Codes of a weight of which the forward makes a copy for grad_input."""
         forward = replace(self, phase=Phase.FORWARD)._quantized(part, quantizer, OUTPUT.b)
         other = _packed_along_columns(forward)
-        turned = _turned(other.local)
-        _compat.never_recompute(turned)
+        turned = _turned(other.local)  # stored, which no partitioner computes again
         if slot == GRAD_INPUT.b:
             return replace(other, local=turned.t())
+        # else the partitioner makes those of a DTensor in the backward: 1.6 % more bytes (benchmarks.placements)
         return replace(forward, scale=after(forward.scale, turned))
 
 
