@@ -4,7 +4,8 @@ Each is cut down to two layers, sequences of 64 and a global batch of 4 (tests/h
 are compiled. A row is one model on one layout of ranks; the losses of bf16 and of FP8 stand one above the other.
 
     python -m benchmarks.torchtitan_losses [--json] [--models llama3] [--cases fsdp2 tp2] [--backend inductor]
-        [--recipe rowwise] [--gather] [--spmd-backend partial_dtensor] [--without-checkpointing] [--steps 10]
+        [--recipe rowwise] [--gather] [--spmd-backend partial_dtensor] [--without-checkpointing] [--typechecked]
+        [--steps 10]
 """
 
 from __future__ import annotations
@@ -71,10 +72,12 @@ def main() -> None:
     parser.add_argument("--spmd-backend", default="partial_dtensor")
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--without-checkpointing", action="store_true", help="no activation checkpointing")
+    parser.add_argument("--typechecked", action="store_true", help="by spmd_types, in eager mode")
     given = parser.parse_args()
     backend = None if given.backend == "none" else given.backend
+    options = {"steps": given.steps, "backend": backend, "spmd_backend": given.spmd_backend}
     args = {
-        "options": {"steps": given.steps, "backend": backend, "spmd_backend": given.spmd_backend},
+        "options": {**options, "typechecked": given.typechecked},
         "gather": given.gather,
         "without_checkpointing": given.without_checkpointing,
     }

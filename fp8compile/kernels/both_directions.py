@@ -1,4 +1,4 @@
-"""One read of a matrix, its codes along rows and along columns: a tile of 128 x 128 a program.
+"""One read of a matrix, or of each of a stack, its codes along rows and along columns: a program has 128 x 128.
 
     x (M, K) --load once--> tile --amax of each row's blocks-----> multipliers --> codes (M, K), scales
                               |
@@ -96,29 +96,33 @@ def both_kernel(
     R_MAX: tl.constexpr, R_EXPONENT: tl.constexpr, R_E4M3: tl.constexpr, R_RULE: tl.constexpr, R_EPS: tl.constexpr,
     C_MAX: tl.constexpr, C_EXPONENT: tl.constexpr, C_E4M3: tl.constexpr, C_RULE: tl.constexpr, C_EPS: tl.constexpr,
 ):  # fmt: skip
-    """One tile; rows beyond M and columns beyond K are zeros, which never are the largest."""
+    """One tile of one matrix; rows beyond M and columns beyond K are zeros, which never are the largest."""
     BLOCKS: tl.constexpr = TILE // BLOCK
+    before = tl.program_id(2).to(tl.int64) * M  # rows of the matrices before
     first_m, first_k = tl.program_id(0).to(tl.int64) * TILE, tl.program_id(1).to(tl.int64) * TILE
     m, k = first_m + tl.arange(0, TILE), first_k + tl.arange(0, TILE)
     is_inside = (m[:, None] < M) & (k[None, :] < K)
-    x = tl.load(x_ptr + m[:, None] * K + k[None, :], is_inside, other=0.0).to(tl.float32)
+    at = (before + m)[:, None] * K + k[None, :]
+    x = tl.load(x_ptr + at, is_inside, other=0.0).to(tl.float32)
     magnitude = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
     row_amax = tl.max(tl.reshape(magnitude, (TILE, BLOCKS, BLOCK)), 2)
     multiplier, scale = _scales(row_amax, R_MAX, R_EXPONENT, R_RULE, R_EPS)
     spread = tl.reshape(tl.broadcast_to(multiplier[:, :, None], (TILE, BLOCKS, BLOCK)), (TILE, TILE))
-    tl.store(rows_ptr + m[:, None] * K + k[None, :], _encode(x * spread, R_MAX, R_E4M3), is_inside)
+    tl.store(rows_ptr + at, _encode(x * spread, R_MAX, R_E4M3), is_inside)
     block = first_k // BLOCK + tl.arange(0, BLOCKS)
     is_block = (m[:, None] < M) & (block[None, :] * BLOCK < K)
-    tl.store(row_scales_ptr + m[:, None] + block[None, :] * M, scale, is_block)
+    all_rows = M * tl.num_programs(2)
+    tl.store(row_scales_ptr + (before + m)[:, None] + block[None, :] * all_rows, scale, is_block)
 
     column_amax = tl.max(tl.reshape(magnitude, (BLOCKS, BLOCK, TILE)), 1)
     multiplier, scale = _scales(column_amax, C_MAX, C_EXPONENT, C_RULE, C_EPS)
     spread = tl.reshape(tl.broadcast_to(multiplier[:, None, :], (BLOCKS, BLOCK, TILE)), (TILE, TILE))
     codes = tl.trans(_encode(x * spread, C_MAX, C_E4M3))
-    tl.store(columns_ptr + k[:, None] * M + m[None, :], codes, (k[:, None] < K) & (m[None, :] < M))
+    tl.store(columns_ptr + before * K + k[:, None] * M + m[None, :], codes, (k[:, None] < K) & (m[None, :] < M))
     block = first_m // BLOCK + tl.arange(0, BLOCKS)
     is_block = (block[:, None] * BLOCK < M) & (k[None, :] < K)
+    block += tl.program_id(2).to(tl.int64) * tl.cdiv(M, BLOCK)
     tl.store(column_scales_ptr + block[:, None] * K + k[None, :], scale, is_block)
 
 
@@ -147,11 +151,11 @@ def both_directions(
     """Launch the kernel.
 
     Args:
-        x: (M, K), contiguous, float32, bfloat16 or float16; neither is 0.
+        x: (M, K), or a stack of such, (E, M, K), contiguous, float32, bfloat16 or float16; no size is 0.
         rows: Block (1, n), n a divisor of 128.
         columns: Block (n, 1).
         outputs: Codes and scales of rows, then of columns, in the layouts of `fp8compile.ops.quantize_both`.
     """
-    m, k = x.shape
-    grid = (triton.cdiv(m, TILE), triton.cdiv(k, TILE))
+    *matrices, m, k = x.shape
+    grid = (triton.cdiv(m, TILE), triton.cdiv(k, TILE), *matrices)
     both_kernel[grid](x, *outputs, m, k, **constants(rows, columns), num_warps=WARPS)

@@ -2,7 +2,8 @@
 
 A gradient is multiplied along its rows for grad_input and along its columns for grad_weight. With blocks along each,
 the two casts have nothing in common but their input, and Inductor reads that twice for each. On a GPU this op is one
-Triton kernel that reads it once; on a CPU, and as the reference, it is the two casts.
+Triton kernel that reads it once; on a CPU, and as the reference, it is the two casts. A stack (E, M, K) is quantized
+matrix by matrix: blocks along columns end with each.
 """
 
 from __future__ import annotations
@@ -41,18 +42,28 @@ def is_pair(rows: Quantizer | None, columns: Quantizer | None) -> bool:
 
 
 def empty_outputs(x: Tensor, rows: Quantizer, columns: Quantizer) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Results in the layouts of the GEMMs: scales of rows down the rows, codes of columns column by column."""
-    (m, k), row_blocks = x.shape, rows.scale_shape(x.shape)[1]
+    """Results in the layouts of the GEMMs: scales of rows down all rows, codes of columns column by column."""
+    *stack, m, k = x.shape
+    row_blocks, column_blocks = rows.scale_shape((m, k))[1], columns.scale_shape((m, k))[0]
     return (
-        x.new_empty((m, k), dtype=torch.uint8),
-        x.new_empty((row_blocks, m), dtype=rows.scale_dtype()).t(),
-        x.new_empty((k, m), dtype=torch.uint8).t(),
-        x.new_empty(columns.scale_shape(x.shape), dtype=columns.scale_dtype()),
+        x.new_empty(x.shape, dtype=torch.uint8),
+        x.new_empty((row_blocks, *stack, m), dtype=rows.scale_dtype()).movedim(0, -1),
+        x.new_empty((*stack, k, m), dtype=torch.uint8).transpose(-2, -1),
+        x.new_empty((*stack, column_blocks, k), dtype=columns.scale_dtype()),
     )
 
 
 def two_casts(x: Tensor, rows: Quantizer, columns: Quantizer) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The reference: one cast after the other, in the layouts of `empty_outputs`."""
+    if x.ndim == 3:
+        codes, scales, *along_columns = zip(*(two_casts(matrix, rows, columns) for matrix in x), strict=True)
+        turned, column_scales = along_columns
+        return (
+            torch.stack(codes),
+            torch.stack([each.t() for each in scales], dim=1).movedim(0, -1),
+            torch.stack([each.t() for each in turned]).transpose(-2, -1),
+            torch.stack(column_scales),
+        )
     row_multiplier, row_scale = scale(amax(x, rows), rows)
     column_multiplier, column_scale = scale(amax(x, columns), columns)
     return (
@@ -71,7 +82,8 @@ def _kernel(x: Tensor, rows: Quantizer, columns: Quantizer) -> tuple[Tensor, Ten
         from fp8compile.kernels.both_directions import both_directions
 
         codes, scale, column_codes, column_scale = outputs
-        both_directions(x.contiguous(), rows, columns, (codes, scale.t(), column_codes.t(), column_scale))
+        laid_out = codes, scale.movedim(-1, 0), column_codes.transpose(-2, -1), column_scale
+        both_directions(x.contiguous(), rows, columns, laid_out)
     return outputs
 
 
@@ -82,7 +94,8 @@ def _decompose(x: Tensor, rows: Quantizer, columns: Quantizer) -> tuple[Tensor, 
 
 
 def _sharding(x: Tensor, rows: Quantizer, columns: Quantizer) -> list[Split]:
-    return [Split((Cut(dim, rows.block[1]), None, None), (dim, dim, dim, dim)) for dim in (0, 1)]
+    units = (*[1] * (x.ndim - 2), rows.block[1], rows.block[1])
+    return [Split((Cut(dim, unit), None, None), (dim, dim, dim, dim)) for dim, unit in enumerate(units)]
 
 
 def _samples() -> Iterator[tuple]:
@@ -97,6 +110,7 @@ def _samples() -> Iterator[tuple]:
         if x.ndim == 2:
             for rows, columns in pairs:
                 yield x, rows, columns
+    yield torch.randn(3, 20, 40), *pairs[0]
 
 
 quantize_both = register_op(

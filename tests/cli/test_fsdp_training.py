@@ -60,7 +60,7 @@ def losses(flags, path, *, codes, steps):
     """Losses of steps, and what the trainer says of the weights."""
     gather = fsdp.gather_codes
     if not codes:
-        fsdp.gather_codes = lambda model, recipe: "bfloat16: told so"
+        fsdp.gather_codes = lambda model, recipe, ignored: "bfloat16: told so"
     try:
         made = trainer_of_ranks(flags, path, steps=steps)
     finally:

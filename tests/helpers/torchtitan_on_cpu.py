@@ -1,8 +1,9 @@
 """torchtitan's own Trainer and debug models on a CPU, unedited: what it has for GPUs only is given by its configs.
 
 torchtitan asks PyTorch for the machine's accelerator, once, when it is imported, and takes CUDA where there is none.
-`import_torchtitan` answers that the accelerator is the CPU. The rest are configs of torchtitan's own kind: attention
-that PyTorch can train on a CPU, a tokenizer and a dataset without files, and metrics that keep the losses.
+`import_torchtitan` answers that the accelerator is the CPU, and gives its spmd_types a way to send by gloo. The rest
+are configs of torchtitan's own kind: attention that PyTorch can train on a CPU, a tokenizer and a dataset without
+files, and metrics that keep the losses.
 """
 
 from __future__ import annotations
@@ -49,6 +50,21 @@ class _CpuModule(types.ModuleType):
         pass
 
 
+class _GlooModule(types.ModuleType):
+    """`torch.distributed` whose all_to_all takes tensors of any sizes: gloo has that for parts of one tensor only."""
+
+    def __getattr__(self, name):
+        return getattr(dist, name)
+
+    def all_to_all(self, outputs, inputs, group=None):
+        sizes = [[each.numel() for each in tensors] for tensors in (outputs, inputs)]
+        sent = torch.cat([each.flatten() for each in inputs])
+        received = sent.new_empty(sum(sizes[0]))
+        dist.all_to_all_single(received, sent, *sizes, group=group)
+        for output, part in zip(outputs, received.split(sizes[0]), strict=True):
+            output.copy_(part.view_as(output))
+
+
 @cache
 def import_torchtitan() -> None:
     """Import torchtitan on a machine whose accelerator is the CPU."""
@@ -63,6 +79,7 @@ def import_torchtitan() -> None:
     importlib.import_module("torchtitan.trainer")
     for name in hidden:
         del sys.modules[name]
+    importlib.import_module("spmd_types").set_dist(_GlooModule("torch.distributed"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,6 +149,7 @@ def debug_config(
     steps: int = 10,
     backend: str | None = "inductor",
     spmd_backend: str = "partial_dtensor",
+    typechecked: bool = False,
 ):
     """A debug model's config as torchtitan has it, cut down and fit for a CPU.
 
@@ -142,6 +160,7 @@ def debug_config(
         steps: How many.
         backend: Of torch.compile, None for eager mode.
         spmd_backend: The mechanism of torchtitan by which it spreads tensors over ranks.
+        typechecked: Whether spmd_types checks which ranks have which part of every tensor, in eager mode.
     """
     import_torchtitan()
     import torchtitan_parts as parts
@@ -158,6 +177,7 @@ def debug_config(
     config.optimizer.implementation = "for-loop"
     config.validator.enable = False
     config.debug.seed = 0
+    config.debug.spmd_typechecking = typechecked
     config.debug.enable_structured_logging = False
     config.comm.trace_buf_size = 0
     training, parallelism = config.training, config.parallelism

@@ -334,6 +334,20 @@ def test_the_report_says_what_is_gathered():
         fsdp_float8_all_gather(model)
 
 
+def test_parameters_that_fsdp_will_ignore_stay_the_objects_that_they_are():
+    model = mixture("rowwise", 2)
+    spread = set(model.blocks[0].experts.parameters())
+    before = dict(model.named_parameters())
+    fsdp_float8_all_gather(model, ignored_params=spread)
+    replaced = {name for name, each in model.named_parameters() if each is not before[name]}
+    assert replaced == {f"blocks.1.experts.{name}" for name in ("gate_up", "down")}
+    first, second = (row.gathered for row in f8.conversion_report(model).rows if row.experts)
+    assert (first, second[:6]) == ("", "codes,")
+    other = mixture("rowwise", 2)
+    with pytest.raises(ValueError, match="all FP8 weights of MixtureModel are in ignored_params"):
+        fsdp_float8_all_gather(other, ignored_params=list(other.parameters()))
+
+
 def used_otherwise():
     """What is raised where a module does something else with weights of experts than multiply rows by them."""
     uses = {

@@ -20,8 +20,9 @@ from fp8compile.cli.errors import UserError
 from fp8compile.cli.train.expert_parallel import expert_parameters
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Collection, Iterator
 
+    from torch import nn
     from torch.distributed.device_mesh import DeviceMesh
 
     from fp8compile.cli.train.config import TrainConfig
@@ -44,12 +45,13 @@ def _refusals(flag: str) -> Iterator[None]:
         raise UserError(f"{flag}: {error}") from error
 
 
-def gather_codes(model: ByteLlama, recipe: f8.Recipe | None) -> str:
+def gather_codes(model: ByteLlama, recipe: f8.Recipe | None, ignored: Collection[nn.Parameter] = ()) -> str:
     """Have FSDP2 gather codes of the FP8 layers' weights wherever that gives the same numbers.
 
     Args:
         model: Converted, not sharded yet.
         recipe: By which; None if it was not.
+        ignored: Parameters that FSDP2 leaves alone.
 
     Returns:
         What is gathered, and why where it is not codes.
@@ -60,7 +62,7 @@ def gather_codes(model: ByteLlama, recipe: f8.Recipe | None) -> str:
     if recipe is None:
         return NO_FP8
     with _refusals("--fsdp"):
-        f8.parallel.fsdp_float8_all_gather(model)
+        f8.parallel.fsdp_float8_all_gather(model, ignored_params=ignored)
     found = (row.gathered.replace("param_dtype", "bfloat16") for row in f8.conversion_report(model).rows)
     return "; ".join(dict.fromkeys(words for words in found if words))
 
@@ -89,8 +91,7 @@ def shard(model: ByteLlama, mesh: DeviceMesh, config: TrainConfig, recipe: f8.Re
     if config.ep > 1 and not config.fsdp:
         gathered = NOTHING
     else:
-        gathered = "codes, which the parameters are" if is_quantized else gather_codes(model, recipe)
-        spread = expert_parameters(model) if config.ep > 1 else set()  # gathers as codes make new parameters
+        gathered = "codes, which the parameters are" if is_quantized else gather_codes(model, recipe, spread)
     for index, block in enumerate(model.blocks):
         if config.compile:
             # What FSDP2 does before and after a block is then outside of its graph.

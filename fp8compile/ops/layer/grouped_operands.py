@@ -40,6 +40,7 @@ from fp8compile.ops.layer.rows import Rows
 from fp8compile.ops.layer.rows_of_groups import quantize_rows_of_groups
 from fp8compile.ops.layer.shards import DimSharding
 from fp8compile.ops.layer.stacks import cast_stack, in_whole_blocks, whole_amax_of_stack
+from fp8compile.ops.quantize_both import is_pair, quantize_both
 from fp8compile.quantizers import GEMMS, Gemm, Quantizer, Recipe
 from fp8compile.target import target_of
 
@@ -274,6 +275,9 @@ class GroupedOperands:
             codes, scale, quantizer, outer = found.codes, found.scale, found.quantizer, found.outer_scale
         elif any(each.block[0] == -1 for each in pair):
             codes, scale = self._whole_columns(stack, gemm)
+        elif self._quantizes_stacks_once(stack):
+            codes, scale, *turned = quantize_both(stack, self.recipe.weight, self.recipe.weight_for_grad_input)
+            codes, scale = (codes, scale) if gemm is OUTPUT else turned
         else:
             recipe = replace(self.recipe, **{GRAD_WEIGHT.a: None, GRAD_WEIGHT.b: None})
             found = Operands(recipe, self.phase).of(LocalShard(stack.flatten(0, 1)), gemm.b)
@@ -285,6 +289,11 @@ class GroupedOperands:
             quantizer=quantizer,
             outer_scale=outer,
         )
+
+    def _quantizes_stacks_once(self, stack: Tensor) -> bool:
+        """Whether the forward makes both products' codes of matrices, as their GEMMs read them, and keeps those."""
+        is_pair_of_blocks = is_pair(self.recipe.weight, self.recipe.weight_for_grad_input)
+        return is_pair_of_blocks and self.rows is None and self._reads_once(stack) and not _compat.is_fusible(stack)
 
     def _spanning(self, weight: Tensor, quantizer: Quantizer) -> GroupedOperand:
         """Matrices whose blocks reach over all ranks."""

@@ -8,7 +8,7 @@ The codes are those that the layer would have made of the gathered weight itself
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from functools import partial
 
@@ -68,8 +68,8 @@ def _weights(model: nn.Module) -> list[_Weight]:
     return found
 
 
-def _check_model(model: object) -> list[_Weight]:
-    """The weights of the FP8 layers of a model that is not sharded yet."""
+def _check_model(model: object, ignored: set[nn.Parameter]) -> list[_Weight]:
+    """The weights that FSDP2 shards of the FP8 layers of a model that is not sharded yet."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"fsdp_float8_all_gather: model is a {type(model).__name__}; it is a torch.nn.Module.")
     if sharded := [fqn or "the model" for fqn, module in model.named_modules() if _compat.is_fsdp(module)]:
@@ -82,7 +82,12 @@ def _check_model(model: object) -> list[_Weight]:
         )
     if any(isinstance(_compat.local_itself(weight.parameter), ShardedWeight) for weight in weights):
         raise ValueError("fsdp_float8_all_gather: it was called for this model already. Call it once.")
-    return weights
+    if not (shared := [weight for weight in weights if weight.parameter not in ignored]):
+        raise ValueError(
+            f"fsdp_float8_all_gather: all FP8 weights of {type(model).__name__} are in ignored_params, so that "
+            "fully_shard gathers none of them. Leave this call out."
+        )
+    return shared
 
 
 def _why_plain(weight: _Weight, users: list[nn.Module]) -> str | None:
@@ -159,7 +164,13 @@ def _check_arguments(checkpointed: object, one_gather: object) -> None:
         raise ValueError(f"fsdp_float8_all_gather: one_gather is {one_gather!r}; it is {BOTH!r} or {PLAIN!r}.")
 
 
-def fsdp_float8_all_gather(model: nn.Module, *, checkpointed: bool = False, one_gather: str = "codes") -> nn.Module:
+def fsdp_float8_all_gather(
+    model: nn.Module,
+    *,
+    checkpointed: bool = False,
+    one_gather: str = "codes",
+    ignored_params: Collection[nn.Parameter] = (),
+) -> nn.Module:
     """Have `fully_shard` gather the weights of FP8 layers as codes, one byte an element, instead of ``param_dtype``.
 
     Those of experts too: the parameters of a module of experts, cut along experts or, by ``shard_placement_fn``, along
@@ -187,18 +198,21 @@ def fsdp_float8_all_gather(model: nn.Module, *, checkpointed: bool = False, one_
             the codes of the backward raises.
         one_gather: What is gathered where one gather serves both passes: ``"codes"`` of both, two bytes an element, or
             ``"param_dtype"``.
+        ignored_params: Those that ``fully_shard`` will be given as ``ignored_params``, such as experts that
+            `ExpertParallel` has spread over the ranks of its mesh: they stay the objects that they are, and
+            ``conversion_report`` says nothing of a gather of them.
 
     Returns:
         The model. Optimizers are made afterwards: parameters of these layers are new objects.
 
     Raises:
         TypeError: The model is no module, or ``checkpointed`` no bool.
-        ValueError: There is nothing in FP8, none whose weight can be gathered as codes, or the model is sharded
-            already; or ``one_gather`` is neither of the two.
+        ValueError: There is nothing in FP8 that FSDP2 shards, none whose weight can be gathered as codes, or the model
+            is sharded already; or ``one_gather`` is neither of the two.
         RuntimeError: PyTorch 2.11.
     """
     _check_arguments(checkpointed, one_gather)
-    weights = _check_model(model)
+    weights = _check_model(model, set(ignored_params))
     _compat.allow_group_in_subclass()
     users = users_of_parameters(model)
     reasons = {weight: _why_plain(weight, users[weight.parameter]) for weight in weights}
