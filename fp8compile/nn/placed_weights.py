@@ -14,11 +14,13 @@ from torch import Tensor, nn
 
 from fp8compile import _compat
 from fp8compile.nn.local import wrapped_like
+from fp8compile.ops.layer.packing import two_a_byte
 from fp8compile.ops.layer.shards import DimSharding, chunk_sizes, split_axes
 from fp8compile.quantizers import DelayedScaling, Quantizer
 from fp8compile.tensor import (
     QuantizedPairParameter,
     QuantizedParameter,
+    QuantizedTensor,
     in_place_of,
     is_quantized_parameter,
     quantize,
@@ -78,8 +80,15 @@ def quantized_part(weight: Tensor, quantizers: Sequence[Quantizer]) -> Tensor:
         sizes = chunk_sizes(weight.shape[dim], mesh.size(index))
         options = {"group": mesh.get_group(index), "shard_dim": dim, "sizes": sizes}
     made = [quantize(local, quantizer, **options) for quantizer in quantizers]
-    sets = [QuantizedParameter(q.codes, q.scale, q.quantizer, local.dtype, q.group, q.shard_dim) for q in made]
+    sets = [_parameter_of(q, quantizer) for q, quantizer in zip(made, quantizers, strict=True)]
     return wrapped_like(of_sets(sets), weight)
+
+
+def _parameter_of(q: QuantizedTensor, quantizer: Quantizer) -> QuantizedParameter:
+    """A rank's part of a quantized weight as a parameter, of four bits with two codes to a byte where they can be."""
+    own = quantizer.for_shape(q.shape)
+    codes = q.codes if own == q.quantizer else two_a_byte(q.codes, own)
+    return QuantizedParameter(codes, q.scale, own, q.dtype, q.group, q.shard_dim, outer_scale=q.outer_scale)
 
 
 def unwritten(weight: Tensor, quantizer: DelayedScaling) -> Tensor:
@@ -122,7 +131,9 @@ def place_codes(layer: nn.Module, mesh: Any, placement: Any, source: int | None,
     sets = []
     for own in weight.sets():
         scale = part(own.scale, Replicate() if own.block_along(dim) == -1 else placement)
-        sets.append(type(own)(part(own.codes, placement), scale, own.quantizer, weight.dtype))
+        outer = None if own.outer_scale is None else part(own.outer_scale, Replicate())
+        codes = part(own.codes, placement)
+        sets.append(type(own)(codes, scale, own.quantizer, weight.dtype, outer_scale=outer))
     local = of_sets(sets)
     if isinstance(weight, QuantizedPairParameter):
         local.gathers = weight.gathers

@@ -65,13 +65,19 @@ def load_tensor(
 
 
 def load_parameter(
-    codes: Tensor, scale: Tensor, quantizer: Quantizer, dtype: torch.dtype, kept: tuple, leaf: tuple[bool, bool]
+    codes: Tensor,
+    scale: Tensor,
+    quantizer: Quantizer,
+    dtype: torch.dtype,
+    kept: tuple,
+    leaf: tuple[bool, bool],
+    outer_scale: Tensor | None = None,
 ) -> QuantizedParameter:
     """What a pickle of a QuantizedParameter calls."""
     from fp8compile.tensor.parameter import QuantizedParameter
 
-    _check(codes, scale, quantizer, dtype)
-    return _with_kept(QuantizedParameter(codes, scale, quantizer, dtype), kept, leaf)
+    _check(codes, scale, quantizer, dtype, outer_scale)
+    return _with_kept(QuantizedParameter(codes, scale, quantizer, dtype, outer_scale=outer_scale), kept, leaf)
 
 
 def load_stack(

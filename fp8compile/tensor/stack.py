@@ -61,6 +61,10 @@ class QuantizedStack(Tensor):
         """All sets of codes that it has: this one. A `QuantizedPair` has two."""
         return (self,)
 
+    def parts(self) -> tuple[Tensor, ...]:
+        """The plain tensors that it is made of."""
+        return self.codes, self.scale
+
     def read_by(self, gemm: Gemm) -> QuantizedStack:
         """The set of codes that a product of a layer multiplies: this one, whichever it is."""
         return self

@@ -22,6 +22,7 @@ from fp8compile.tensor.fsdp import cut_dim
 from fp8compile.tensor.parameter import ALIASES, BLANK, SHARD, SLICE, WHOLE, QuantizedParameter, flat
 from fp8compile.tensor.quantized import VIEWS
 from fp8compile.tensor.saved import load_stack
+from fp8compile.tensor.scale_without_values import scale_without_values
 from fp8compile.tensor.stack import QuantizedStack
 
 __all__ = ["QuantizedStackParameter"]
@@ -93,7 +94,7 @@ class QuantizedStackParameter(QuantizedParameter):
         block = self.block_along(dim)
         if self.has_all_scales or block == -1 or (block > 1 and size[dim] % block):
             return self.scale.to(device).clone(), self.has_all_scales or block != -1
-        return self.quantizer.scale_of(torch.ones(self.scale_shape(size), device=device)), False
+        return scale_without_values(self.quantizer, self.scale_shape(size), 1.0, device), False
 
     def extent_of_zeros(self, size: Sequence[int]) -> str:
         """Whole if each rank has whole matrices; a blank, which FSDP2 fills, if it has parts of them."""

@@ -82,7 +82,9 @@ def resolved(config: TrainConfig, ranks: Ranks | None = None) -> TrainConfig:
     model_shape(config)
     for arm in arms(config):
         recipe = named_recipe(arm.recipe)
-        if config.quantized_parameters and recipe is not None and (reason := not_codes(recipe)) is not None:
+        kinds = (False, True) if config.experts else (False,)
+        reasons = [not_codes(recipe, of_experts=each) for each in kinds if config.quantized_parameters and recipe]
+        if (reason := next(filter(None, reasons), None)) is not None:
             raise UserError(
                 f"--quantized-parameters with --recipe {arm.recipe}, which {reason}; leave one of them out"
             )

@@ -7,9 +7,14 @@ from torch import Tensor
 from fp8compile.formats import pack, unpack
 from fp8compile.quantizers import Quantizer, TwoLevelScaling
 
-__all__ = ["are_same_codes", "one_a_byte", "two_a_byte"]
+__all__ = ["are_same_codes", "one_a_byte", "packed_dim", "two_a_byte"]
 
 DIMS = {"rows": 1, "columns": 0}  # whose neighbours share a byte
+
+
+def packed_dim(quantizer: Quantizer) -> int | None:
+    """The dim of a matrix whose neighbouring codes share a byte; None of none, or of a class that is not ours."""
+    return DIMS.get(quantizer.packed) if isinstance(quantizer, TwoLevelScaling) else None
 
 
 def one_a_byte(codes: Tensor, quantizer: Quantizer) -> tuple[Tensor, Quantizer]:
@@ -19,16 +24,14 @@ def one_a_byte(codes: Tensor, quantizer: Quantizer) -> tuple[Tensor, Quantizer]:
         codes: uint8, ``quantizer.codes_shape`` of the matrix.
         quantizer: What made them.
     """
-    if not isinstance(quantizer, TwoLevelScaling) or quantizer.packed == "none":
+    if (dim := packed_dim(quantizer)) is None:
         return codes, quantizer
-    return unpack(codes, DIMS[quantizer.packed]), quantizer.unpacked()
+    return unpack(codes, dim), quantizer.unpacked()
 
 
 def two_a_byte(codes: Tensor, quantizer: Quantizer) -> Tensor:
     """Codes of a matrix, one a byte, as a quantizer lays them down; as they are, if it packs none."""
-    if not isinstance(quantizer, TwoLevelScaling) or quantizer.packed == "none":
-        return codes
-    return pack(codes, DIMS[quantizer.packed])
+    return codes if (dim := packed_dim(quantizer)) is None else pack(codes, dim)
 
 
 def are_same_codes(one: Quantizer | None, other: Quantizer | None) -> bool:
