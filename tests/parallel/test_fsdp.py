@@ -66,10 +66,11 @@ def sharded(model, mesh, policy, *, on, tp=False, **options):
         where = models.mesh_2d("replicate", "shard")
     if mesh == "FSDP + TP":
         both = models.mesh_2d("dp", "tp")
-        where = both["dp"]
+        where, tensor_parallel = both["dp"], both["tp"]  # once: graphs are guarded by which object a mesh is
         for block in model.blocks:
             plan = {f"inner.{name}": parallel.ColwiseParallel(use_local_output=False) for name in ("gate", "up")}
-            parallel.parallelize_module(block, both["tp"], plan | {"inner.down": parallel.RowwiseParallel()})
+            down = {"inner.down": parallel.RowwiseParallel()}
+            parallel.parallelize_module(block, tensor_parallel, plan | down)
     if on is not False:
         fsdp_float8_all_gather(model, **({} if on is True else on))
     return models.shard(model, where, policy, **options)
