@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -80,11 +81,13 @@ def gathered_scale(own: Any, shards: DimSharding) -> Tensor:
 def as_it_travels(quantizer: Quantizer, shards: DimSharding, size: Sequence[int]) -> Quantizer:
     """The quantizer of codes as FSDP2 sends them: of four bits two to a byte, but for uneven shards, or of columns.
 
-    Of a rank that pads its shard, FSDP2 takes only tensors as large as the shard, an element each.
+    Of a rank that pads its shard, FSDP2 takes only tensors as large as the shard, an element each. Two of a row share
+    a byte, also in a stack of matrices that lie transposed: with square blocks these are the same codes.
     """
-    if packed_dim(quantizer) is not None and shards.is_even() and shards.dim == 0:
-        return _one_object(quantizer.for_shape(size))
-    return _one_object(quantizer.unpacked() or quantizer)
+    if packed_dim(quantizer) is None or not shards.is_even() or shards.dim:
+        return _one_object(quantizer.unpacked() or quantizer)
+    is_square = quantizer.block[0] == quantizer.block[1]
+    return _one_object((replace(quantizer, packed="rows") if is_square else quantizer).for_shape(size))
 
 
 @cache

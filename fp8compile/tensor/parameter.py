@@ -501,7 +501,7 @@ def _will_be_cut(x: QuantizedParameter, size: Sequence[int]) -> bool:
 
 def _new_zeros(func: Any, x: QuantizedParameter, size: Sequence[int], **kwargs: Any) -> Tensor:
     """Zeros with a scale of their own: that of the whole, if it has one, for a rank without elements has it too."""
-    if packed_dim(x.quantizer) == 0:
+    if packed_dim(x.quantizer) == -2:
         raise TypeError(
             f"{func} of a QuantizedParameter whose codes share a byte with the next row's, by {x.quantizer!r}. If "
             "this is fully_shard: it gathers no such codes yet. Take fp8compile.recipes.nvfp4() with "

@@ -32,7 +32,7 @@ from fp8compile.tensor.arguments import own_sizes, shown
 from fp8compile.tensor.refusals import refuse_operators
 from fp8compile.tensor.saved import load_tensor
 
-__all__ = ["HANDLERS", "LAYERS", "VIEWS", "QuantizedTensor", "alias_of", "cuts_blocks"]
+__all__ = ["HANDLERS", "LAYERS", "VIEWS", "QuantizedTensor", "alias_of", "cuts_blocks", "place_of_values"]
 
 # What works on one: filled by the files that say how.
 HANDLERS: dict[Any, Callable] = {}  # ops of PyTorch whose first argument it is
@@ -124,7 +124,7 @@ class QuantizedTensor(Tensor):
         # views of a tensor that was made outside of inference mode have its version counter, inside of it too
         with torch.inference_mode(torch.is_inference_mode_enabled() and codes.is_inference()):
             shape = quantizer.values_shape(codes.shape)
-            strides, offset = _place_of_values(codes, shape)
+            strides, offset = place_of_values(codes, shape)
             return Tensor._make_wrapper_subclass(
                 cls,
                 shape,
@@ -347,7 +347,7 @@ def alias_of(tensor: Tensor | None) -> Tensor | None:
     return None if tensor is None else torch.ops.aten.alias.default(tensor)
 
 
-def _place_of_values(codes: Tensor, shape: Sequence[int]) -> tuple[tuple[int, ...], int]:
+def place_of_values(codes: Tensor, shape: Sequence[int]) -> tuple[tuple[int, ...], int]:
     """Strides and offset of the values that codes stand for, as if each value had a place in a memory of its own.
 
     Where several neighbours along one dim share a byte, that memory has as many times the places, in the same order.

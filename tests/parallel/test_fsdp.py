@@ -21,7 +21,7 @@ import fp8compile as f8
 from fp8compile._compat import TORCH_VERSION
 from fp8compile.ops import collectives
 from fp8compile.parallel import fsdp_float8_all_gather
-from fp8compile.parallel.fsdp2 import weight_scales
+from fp8compile.parallel.fsdp2 import sharded_weight, weight_scales
 from fp8compile.testing.bits import bits
 
 pytestmark = pytest.mark.skipif(
@@ -131,7 +131,7 @@ def test_one_process(ranks, recipe, policy, sizes):
 
 # ---------------------------------------------------------------------------------- what users reported
 
-PLACES = {"all_reduce_amax": collectives, "part_of_weight": weight_scales, "scales_of": weight_scales}
+PLACES = {"all_reduce_amax": collectives, "part_of_weight": weight_scales, "scales_of": sharded_weight}
 REAL = {name: getattr(module, name) for name, module in PLACES.items()}
 
 

@@ -9,19 +9,19 @@ from fp8compile.quantizers import Quantizer, TwoLevelScaling
 
 __all__ = ["are_same_codes", "one_a_byte", "packed_dim", "two_a_byte"]
 
-DIMS = {"rows": 1, "columns": 0}  # whose neighbours share a byte
+DIMS = {"rows": -1, "columns": -2}  # whose neighbours share a byte, of a matrix or of each in a stack
 
 
 def packed_dim(quantizer: Quantizer) -> int | None:
-    """The dim of a matrix whose neighbouring codes share a byte; None of none, or of a class that is not ours."""
+    """The dim of a matrix whose neighbouring codes share a byte, -1 or -2; None of none, or of another's class."""
     return DIMS.get(quantizer.packed) if isinstance(quantizer, TwoLevelScaling) else None
 
 
 def one_a_byte(codes: Tensor, quantizer: Quantizer) -> tuple[Tensor, Quantizer]:
-    """Codes of a matrix as their ``unpacked`` quantizer lays them down, and that quantizer.
+    """Codes of a matrix, or of a stack of them, as their ``unpacked`` quantizer lays them down, and that quantizer.
 
     Args:
-        codes: uint8, ``quantizer.codes_shape`` of the matrix.
+        codes: uint8, ``quantizer.codes_shape`` of the matrix, or a stack of such.
         quantizer: What made them.
     """
     if (dim := packed_dim(quantizer)) is None:

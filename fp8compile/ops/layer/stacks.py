@@ -22,10 +22,11 @@ from fp8compile.ops.amax import amax
 from fp8compile.ops.cast import cast
 from fp8compile.ops.dequantize import dequantize
 from fp8compile.ops.layer.local_shards import LocalShard, check_not_packed
+from fp8compile.ops.layer.quantize_shard import Scales, scales_of
 from fp8compile.ops.layer.shards import AxisBlocks, DimSharding, axis_blocks
 from fp8compile.quantizers import Quantizer
 
-__all__ = ["cast_stack", "dequantize_stack", "in_whole_blocks", "whole_amax_of_stack"]
+__all__ = ["cast_stack", "dequantize_stack", "in_whole_blocks", "scales_of_stack", "whole_amax_of_stack"]
 
 
 def in_whole_blocks(stack: Tensor, rows: int) -> Tensor:
@@ -73,6 +74,7 @@ def whole_amax_of_stack(part: LocalShard, quantizer: Quantizer) -> Tensor:
     Returns:
         (E, blocks, blocks) of the whole stack, float32; 0 where this rank has no element of a block.
     """
+    quantizer = quantizer.unpacked() or quantizer
     sides = _sides(part, quantizer)
     window = _window(part, sides)
     tall, own = _tall(window, quantizer)
@@ -82,6 +84,19 @@ def whole_amax_of_stack(part: LocalShard, quantizer: Quantizer) -> Tensor:
     if (cut := _cut_of_experts(part)) is not None:
         found = pad(found, (0, 0, 0, 0, cut.start, cut.total - cut.start - cut.length))
     return found
+
+
+def scales_of_stack(amaxes: Tensor, quantizer: Quantizer) -> Scales:
+    """Multipliers and scales of each matrix of a stack, of two levels with an outer scale of each, (E,).
+
+    Args:
+        amaxes: (E, blocks, blocks) of the whole stack, float32.
+        quantizer: Of each of its matrices.
+    """
+    if not quantizer.has_outer_scale():
+        return scales_of(amaxes, quantizer)
+    multipliers, scales, outer_scales = zip(*(scales_of(each, quantizer) for each in amaxes), strict=True)
+    return torch.stack(multipliers), torch.stack(scales), torch.cat(outer_scales)
 
 
 def cast_stack(part: LocalShard, multiplier: Tensor, quantizer: Quantizer) -> Tensor:
@@ -95,6 +110,7 @@ def cast_stack(part: LocalShard, multiplier: Tensor, quantizer: Quantizer) -> Te
     Returns:
         uint8, the shape of the part.
     """
+    quantizer = quantizer.unpacked() or quantizer
     if (cut := _cut_of_experts(part)) is not None:
         multiplier = multiplier.narrow(0, cut.start, cut.length)
     return _by_blocks(part, multiplier, quantizer, cast)

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_map_only
 from fp8compile import _compat
 from fp8compile.ops.layer.local_shards import LocalShard
 from fp8compile.ops.layer.packing import two_a_byte
-from fp8compile.ops.layer.quantize_shard import cast_shard, local_scales, whole_amax
+from fp8compile.ops.layer.quantize_shard import Scales, cast_shard, local_scales, scales_of, whole_amax
 from fp8compile.ops.layer.shards import DimSharding, Sharding, chunk_sizes
 from fp8compile.quantizers import Quantizer
 from fp8compile.tensor import QuantizedTensor, as_it_travels, as_sent, attributes_of_others, in_place_of
@@ -145,6 +145,10 @@ class ShardedWeight(Tensor):
     def amax_of(self, part: LocalShard, quantizer: Quantizer) -> Tensor:
         """What this rank knows of the amaxes of the whole weight, of which it has ``part``."""
         return whole_amax(part, quantizer)
+
+    def scales_from(self, amax: Tensor, quantizer: Quantizer) -> Scales:
+        """Multipliers and scales, of the amaxes of all blocks of the whole weight."""
+        return scales_of(amax, quantizer)
 
     def codes_of(self, part: LocalShard, multiplier: Tensor, quantizer: Quantizer) -> Tensor:
         """Codes of ``part``, by the multipliers of all blocks of the whole weight."""
