@@ -14,7 +14,7 @@ from torch import Size, Tensor
 
 from fp8compile._compat import is_dtensor, local_itself
 from fp8compile.nn.local import placed_like
-from fp8compile.nn.placed_weights import placements_of_scale
+from fp8compile.nn.placed_weights import placements_of_outer_scale, placements_of_scale
 from fp8compile.tensor import QuantizedParameter, count_write, is_quantized_parameter
 
 __all__ = ["CodesInState", "codes_and_scales", "codes_of", "scale_of"]
@@ -36,6 +36,16 @@ def scale_of(weight: Tensor, own: QuantizedParameter) -> Tensor:
     return _placed(weight, own.scale, placements, own.scale_shape(weight.shape))
 
 
+def outer_scale_of(weight: Tensor, own: QuantizedParameter) -> Tensor:
+    """The outer scale of a set of codes, which all ranks have; of a stack, spread over them as its matrices are."""
+    if not is_dtensor(weight):
+        return own.outer_scale
+    placements = placements_of_outer_scale(weight, own)
+    if all(each.is_replicate() for each in placements):
+        return own.outer_scale
+    return _placed(weight, own.outer_scale, placements, weight.shape[:1])
+
+
 def _placed(weight: Tensor, local: Tensor, placements: Sequence[Any], shape: Sequence[int]) -> Tensor:
     """A DTensor of this shape on the mesh of a weight."""
     stride = torch.empty(tuple(shape), device="meta").stride()
@@ -51,7 +61,7 @@ def codes_and_scales(name: str, weight: Tensor) -> dict[str, Tensor]:
         found[f"{name}_codes{end}"] = codes_of(weight, own)
         found[f"{name}_scale{end}"] = scale_of(weight, own)
         if own.outer_scale is not None:
-            found[f"{name}_outer_scale{end}"] = own.outer_scale  # all ranks have it
+            found[f"{name}_outer_scale{end}"] = outer_scale_of(weight, own)
     return found
 
 

@@ -28,7 +28,15 @@ from fp8compile.tensor import (
     sharding_of,
 )
 
-__all__ = ["not_placed", "of_sets", "place_codes", "placements_of_scale", "quantized_part", "unwritten"]
+__all__ = [
+    "not_placed",
+    "of_sets",
+    "place_codes",
+    "placements_of_outer_scale",
+    "placements_of_scale",
+    "quantized_part",
+    "unwritten",
+]
 
 
 def _why_not(shape: Sequence[int], mesh: Any, placements: Sequence[Any], quantizer: Quantizer) -> str | None:
@@ -61,6 +69,16 @@ def placements_of_scale(weight: Tensor, own: QuantizedParameter) -> list[Any]:
         # FSDP2, which may cut blocks, has the first dims of a mesh, and tensor parallelism, which may not, the last
         if own.block_along(dim) == -1 or (own.has_all_scales and index == cut[0][0]):
             found[index] = Replicate()
+    return found
+
+
+def placements_of_outer_scale(weight: Tensor, own: QuantizedParameter) -> list[Any]:
+    """How outer scales of a DTensor lie on its mesh: those of matrices of a stack as the stack is cut along them."""
+    from torch.distributed.tensor import Replicate
+
+    found = list(weight.placements)
+    for index, dim in sharded_dims(weight.placements, weight.ndim):
+        found[index] = found[index] if own.is_stacked_along(dim) else Replicate()
     return found
 
 
@@ -131,7 +149,8 @@ def place_codes(layer: nn.Module, mesh: Any, placement: Any, source: int | None,
     sets = []
     for own in weight.sets():
         scale = part(own.scale, Replicate() if own.block_along(dim) == -1 else placement)
-        outer = None if own.outer_scale is None else part(own.outer_scale, Replicate())
+        of_matrices = placement if own.is_stacked_along(dim) else Replicate()
+        outer = None if own.outer_scale is None else part(own.outer_scale, of_matrices)
         codes = part(own.codes, placement)
         sets.append(type(own)(codes, scale, own.quantizer, weight.dtype, outer_scale=outer))
     local = of_sets(sets)

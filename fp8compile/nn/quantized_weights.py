@@ -39,10 +39,10 @@ def _slots(recipe: Recipe) -> tuple[Quantizer | None, ...]:
 
 def not_codes(recipe: Recipe, *, of_experts: bool = False) -> str | None:
     """Why weights of this recipe, of linears or of experts, can't be codes, or None."""
-    if of_experts and any(quantizer is not None and quantizer.has_outer_scale() for quantizer in _slots(recipe)):
-        return "has two levels of scales, and the codes of experts have no place for the outer one of each matrix"
     if recipe.shares_weight_codes():
         return None
+    if of_experts and any(quantizer is not None and quantizer.has_outer_scale() for quantizer in _slots(recipe)):
+        return "has two levels of scales and blocks that are not square, of which experts have no two sets of codes"
     if recipe.delayed()[1] is not None:
         return "has delayed scaling for one product of the weight, and not for the other"
     if None in _slots(recipe):

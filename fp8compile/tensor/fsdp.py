@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -12,7 +11,7 @@ from torch import Tensor
 
 from fp8compile._compat import is_dtensor, local_itself, uncounted_write
 from fp8compile.ops.collectives import all_gather
-from fp8compile.ops.layer.packing import one_a_byte, packed_dim
+from fp8compile.ops.layer.packing import one_a_byte, packed_dim, packed_in_rows
 from fp8compile.ops.layer.shards import DimSharding, Sharding, chunk_sizes
 from fp8compile.quantizers import Quantizer
 from fp8compile.tensor.gathered_pair import as_sent
@@ -78,16 +77,21 @@ def gathered_scale(own: Any, shards: DimSharding) -> Tensor:
     return all_gather(own.scale, shards.dim, [-(-each // block) for each in shards.sizes], shards.group)
 
 
+def _gathered_outer_scale(own: Any, shards: DimSharding) -> Tensor | None:
+    """The outer scale of the whole weight, or those of all matrices of a stack, of which each rank has some."""
+    if own.outer_scale is None or not own.is_stacked_along(shards.dim):
+        return own.outer_scale
+    return all_gather(own.outer_scale, 0, shards.sizes, shards.group)
+
+
 def as_it_travels(quantizer: Quantizer, shards: DimSharding, size: Sequence[int]) -> Quantizer:
     """The quantizer of codes as FSDP2 sends them: of four bits two to a byte, but for uneven shards, or of columns.
 
-    Of a rank that pads its shard, FSDP2 takes only tensors as large as the shard, an element each. Two of a row share
-    a byte, also in a stack of matrices that lie transposed: with square blocks these are the same codes.
+    Of a rank that pads its shard, FSDP2 takes only tensors as large as the shard, an element each.
     """
     if packed_dim(quantizer) is None or not shards.is_even() or shards.dim:
         return _one_object(quantizer.unpacked() or quantizer)
-    is_square = quantizer.block[0] == quantizer.block[1]
-    return _one_object((replace(quantizer, packed="rows") if is_square else quantizer).for_shape(size))
+    return _one_object(packed_in_rows(quantizer, size))
 
 
 @cache
@@ -117,7 +121,7 @@ class FullyShardHooks:
         shards = DimSharding(self.group, mesh.get_local_rank(), dim, chunk_sizes(outer_size[dim], mesh.size()))
         quantizer = as_it_travels(self.quantizer, shards, outer_size)
         sent = as_sent(_codes_by(self, quantizer), shards)
-        return (sent,), (gathered_scale(self, shards), self.outer_scale, quantizer, outer_size)
+        return (sent,), (gathered_scale(self, shards), _gathered_outer_scale(self, shards), quantizer, outer_size)
 
     def fsdp_post_all_gather(
         self, all_gather_outputs: tuple[Tensor, ...], metadata: Any, param_dtype: torch.dtype, *, out: Any = None

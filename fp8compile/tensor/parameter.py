@@ -15,7 +15,7 @@ from fp8compile import ops
 from fp8compile._compat import counting_versions
 from fp8compile.ops.layer.local_shards import LocalShard
 from fp8compile.ops.layer.packing import packed_dim, two_a_byte
-from fp8compile.ops.layer.quantize_shard import cast_shard, positions, whole_amax
+from fp8compile.ops.layer.quantize_shard import Scales, cast_shard, positions, whole_amax
 from fp8compile.ops.layer.shards import Sharding, chunk_sizes
 from fp8compile.quantizers import Quantizer
 from fp8compile.tensor.attributes import moved
@@ -220,9 +220,9 @@ class QuantizedParameter(FullyShardHooks, QuantizedTensor):
         q = quantize(x, quantizer.for_shape(x.shape))
         return QuantizedParameter(q.codes, q.scale, q.quantizer, x.dtype, outer_scale=q.outer_scale)
 
-    def _like(self, codes: Tensor, scale: Tensor) -> QuantizedParameter:
-        outer = alias_of(self._outer_scale)
-        found = type(self)(codes, scale, self.quantizer, self.dtype, self.group, self.shard_dim, self.sizes, outer)
+    def _like(self, codes: Tensor, scale: Tensor, quantizer: Quantizer | None = None) -> QuantizedParameter:
+        shard = self.group, self.shard_dim, self.sizes
+        found = type(self)(codes, scale, quantizer or self.quantizer, self.dtype, *shard, alias_of(self._outer_scale))
         found.extent = SHARD if self.extent == BLANK else self.extent
         found.has_all_scales = self.has_all_scales
         found._shared = self._shared
@@ -239,6 +239,22 @@ class QuantizedParameter(FullyShardHooks, QuantizedTensor):
     def scale_shape(self, size: Sequence[int]) -> tuple[int, ...]:
         """The shape of the scale of a weight of this size."""
         return self.quantizer.scale_shape(size)
+
+    def is_stacked_along(self, dim: int) -> bool:
+        """Whether entries along a dim have no scale in common: matrices of a stack have none."""
+        return False
+
+    def outer_amax_of(self, amax: Tensor) -> Tensor:
+        """The amax that outer scales are made of, from those of blocks: (1,) float32, or one of each matrix."""
+        return ops.outer_amax(amax, self.quantizer)
+
+    def two_scales_of(self, amax: Tensor, outer_amax: Tensor) -> Scales:
+        """Multipliers and scales of both levels, of the amaxes of both."""
+        return ops.two_scales(amax, outer_amax, self.quantizer)
+
+    def outer_scale_of_zeros(self, size: Sequence[int], device: torch.device) -> Tensor | None:
+        """An outer scale for zeros of another size: that of the whole."""
+        return None if self.outer_scale is None else self.outer_scale.to(device).clone()
 
     def part(self, values: Tensor) -> LocalShard:
         """Values of this shape, and how they lie among those of other ranks, if that cuts blocks."""
@@ -478,7 +494,8 @@ def _empty_like(func: Any, x: QuantizedParameter, **kwargs: Any) -> Tensor:
         raise TypeError(f"{func} of a QuantizedParameter in another dtype: take that of .dequantize().")
     codes = func(x.codes, **kwargs)
     found = x._like(codes, scale_without_values(x.quantizer, x.scale.shape, torch.nan, codes.device))
-    found.outer_scale = None if x.outer_scale is None else torch.full((1,), torch.nan, device=codes.device)
+    outer = x.outer_scale
+    found.outer_scale = None if outer is None else torch.full(outer.shape, torch.nan, device=codes.device)
     found._shared = _Shared()
     found._shared.outer = x.outer
     if x.initial is not None:
@@ -511,7 +528,7 @@ def _new_zeros(func: Any, x: QuantizedParameter, size: Sequence[int], **kwargs: 
         raise TypeError(f"{func} of a QuantizedParameter in another dtype: use torch.zeros.")
     codes = x.codes.new_zeros(x.quantizer.codes_shape(size), **kwargs)
     scale, is_cut = x.scale_of_zeros(size, codes.device)
-    outer = None if x.outer_scale is None else x.outer_scale.to(codes.device).clone()
+    outer = x.outer_scale_of_zeros(size, codes.device)
     found = type(x)(codes, scale, x.quantizer, x.dtype, outer_scale=outer)
     if x.extent == WHOLE:  # FSDP2 is about to cut it
         found._shared.outer = shared_with(x)

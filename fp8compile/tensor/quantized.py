@@ -123,7 +123,7 @@ class QuantizedTensor(Tensor):
         """Wrap codes and scales that a quantizer made of a tensor of this dtype; ``quantize`` is the usual way."""
         # views of a tensor that was made outside of inference mode have its version counter, inside of it too
         with torch.inference_mode(torch.is_inference_mode_enabled() and codes.is_inference()):
-            shape = quantizer.values_shape(codes.shape)
+            shape = cls._values_shape(codes, quantizer)
             strides, offset = place_of_values(codes, shape)
             return Tensor._make_wrapper_subclass(
                 cls,
@@ -157,6 +157,11 @@ class QuantizedTensor(Tensor):
         self.shard_dim = shard_dim
         self.sizes = sizes
         self.outer_scale = outer_scale
+
+    @classmethod
+    def _values_shape(cls, codes: Tensor, quantizer: Quantizer) -> tuple[int, ...]:
+        """The shape of what codes stand for."""
+        return quantizer.values_shape(codes.shape)
 
     # ------------------------------------------------------------------ what torch.compile asks
 

@@ -28,19 +28,20 @@ __all__ = ["assign", "count_write", "shared_with", "stand_for"]
 
 def shared_with(weight: QuantizedParameter) -> ProcessGroup | None:
     """The ranks that have one of its scales too, if there are any: of a block, or of two levels the outer one."""
-    return _ranks_of(weight) if weight.quantizer.has_outer_scale() else _share_blocks(weight)
+    return _share_outer(weight) if weight.quantizer.has_outer_scale() else _share_blocks(weight)
 
 
-def _ranks_of(weight: QuantizedParameter) -> ProcessGroup | None:
-    return None if weight.shard_dim is None else weight.group
+def _share_outer(weight: QuantizedParameter) -> ProcessGroup | None:
+    """The ranks that have elements of the same matrix, if there are any."""
+    is_alone = weight.shard_dim is None or weight.is_stacked_along(weight.shard_dim)
+    return None if is_alone else weight.group
 
 
 def _share_blocks(weight: QuantizedParameter) -> ProcessGroup | None:
     """The ranks that have elements of the same blocks, if there are any."""
-    group = _ranks_of(weight)
-    if group is None:
+    if weight.group is None or weight.shard_dim is None:
         return None
-    return group if weight.has_all_scales or weight.block_along(weight.shard_dim) == -1 else None
+    return weight.group if weight.has_all_scales or weight.block_along(weight.shard_dim) == -1 else None
 
 
 def _over_ranks(
@@ -51,8 +52,8 @@ def _over_ranks(
     Tensor parallelism cuts no blocks of two levels, so of these its ranks send the amax of the whole weight alone.
     """
     two_levels = [index for index, weight in enumerate(weights) if weight.quantizer.has_outer_scale()]
-    found = [*amaxes, *(ops.outer_amax(amaxes[index], weights[index].quantizer) for index in two_levels)]
-    ranks = [*map(_share_blocks, weights), *(_ranks_of(weights[index]) for index in two_levels)]
+    found = [*amaxes, *(weights[index].outer_amax_of(amaxes[index]) for index in two_levels)]
+    ranks = [*map(_share_blocks, weights), *(_share_outer(weights[index]) for index in two_levels)]
     outer = [None if weight.quantizer.has_outer_scale() else weight.outer for weight in weights]
     for groups in (ranks, [*outer, *(weights[index].outer for index in two_levels)]):
         found = all_reduce_amaxes(found, [() if group is None else (group,) for group in groups])
@@ -63,7 +64,7 @@ def _over_ranks(
 def _scales(weight: QuantizedParameter, amax: Tensor, outer_amax: Tensor | None) -> Scales:
     """Multiplier and scales of all its blocks, of their amaxes; or, of delayed scaling, of those before."""
     if outer_amax is not None:
-        return ops.two_scales(amax, outer_amax, weight.quantizer)
+        return weight.two_scales_of(amax, outer_amax)
     if not isinstance(weight.quantizer, DelayedScaling):
         return *ops.scale(amax, weight.quantizer), None
     _, multiplier = weight.row()

@@ -171,7 +171,7 @@ def _slice(
     dim %= x.ndim
     size = x.shape[dim]
     if x.may_cut_rows and dim == 0 and x.ndim == 2 and step == 1 and x.cut_by(*slice(start, end).indices(size)[:2]):
-        return x.rows_cut(_codes_slice(func, x, dim, start, end, step))
+        return x.rows_cut(codes_slice(func, x, dim, start, end, step))
     _check_keeps_blocks(func, x, keeps_bytes=True)
     block = _block_along(x, dim)
     # blocks over several leading dims: the grid has two dims, whatever x has
@@ -187,11 +187,11 @@ def _slice(
             f"{func} [{first}:{last}:{step}] along dim {dim} of {size} cuts blocks of {block}. Cut at multiples of "
             f"{block}, or {x.instead_of_cutting}"
         )
-    codes = _codes_slice(func, x, dim, start, end, step)
+    codes = codes_slice(func, x, dim, start, end, step)
     return x._view(codes, func(x.scale, scale_dim, first // block, -(-last // block), 1), x.shard_dim)
 
 
-def _codes_slice(func: Any, x: QuantizedTensor, dim: int, start: int | None, end: int | None, step: int) -> Tensor:
+def codes_slice(func: Any, x: QuantizedTensor, dim: int, start: int | None, end: int | None, step: int) -> Tensor:
     """The codes of a slice along a dim; along the one whose neighbours share a byte, of whole bytes."""
     if x.codes.shape[dim] == x.shape[dim]:
         return func(x.codes, dim, start, end, step)

@@ -16,10 +16,11 @@ from commands import finished_on_ranks
 from gloo_ranks import shared_ranks
 from test_tensor_parallel_training import complaint, losses_of, rows_of, start, words
 
+import fp8compile as f8
 from fp8compile._compat import TORCH_VERSION
 from fp8compile.cli import main
 from fp8compile.cli.errors import UserError
-from fp8compile.cli.train import fsdp, trainer
+from fp8compile.cli.train import fsdp, trainer, training
 from fp8compile.cli.train.config import Arm, TrainConfig, extended
 from fp8compile.cli.train.layout import Layout, layout_of
 from fp8compile.cli.train.ranks import Ranks
@@ -279,15 +280,17 @@ def test_processes_that_do_not_fit_are_refused(flags, size, message):
     [
         ({"recipe": "bf16"}, "--quantized-parameters are those of FP8 layers, of which --recipe bf16 has none"),
         ({"graph_fsdp": True}, "--quantized-parameters doesn't go with --graph-fsdp, .* leave one of them out"),
-        (
-            {"recipe": "nvfp4", "experts": 4, "top_k": 2},
-            "--quantized-parameters with --recipe nvfp4, which has two levels of scales, and the codes of experts",
-        ),
     ],
 )
 def test_parameters_that_can_not_be_codes_are_refused(flags, message):
     with pytest.raises(UserError, match=message):
         resolved(TrainConfig(quantized_parameters=True, **{"recipe": "tensorwise", **flags}))
+
+
+def test_a_recipe_whose_weights_can_not_be_codes_is_refused(monkeypatch):
+    monkeypatch.setattr(training, "named_recipe", lambda name: f8.recipes.nvfp4(backward="bf16"))
+    with pytest.raises(UserError, match="--quantized-parameters with --recipe nvfp4, which leaves a product of the"):
+        resolved(TrainConfig(quantized_parameters=True, recipe="nvfp4"))
 
 
 def refusal(flags, path):

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+
 from torch import Tensor
 
 from fp8compile.formats import pack, unpack
 from fp8compile.quantizers import Quantizer, TwoLevelScaling
 
-__all__ = ["are_same_codes", "one_a_byte", "packed_dim", "two_a_byte"]
+__all__ = ["are_same_codes", "one_a_byte", "packed_dim", "packed_in_rows", "two_a_byte"]
 
 DIMS = {"rows": -1, "columns": -2}  # whose neighbours share a byte, of a matrix or of each in a stack
 
@@ -15,6 +18,20 @@ DIMS = {"rows": -1, "columns": -2}  # whose neighbours share a byte, of a matrix
 def packed_dim(quantizer: Quantizer) -> int | None:
     """The dim of a matrix whose neighbouring codes share a byte, -1 or -2; None of none, or of another's class."""
     return DIMS.get(quantizer.packed) if isinstance(quantizer, TwoLevelScaling) else None
+
+
+def packed_in_rows(quantizer: Quantizer, shape: Sequence[int]) -> Quantizer:
+    """The quantizer of the same codes, of which two of a row share a byte if they can.
+
+    With square blocks it doesn't matter to codes along which side of a matrix they are packed.
+
+    Args:
+        quantizer: Any.
+        shape: Of the matrix, or of a stack of matrices.
+    """
+    if packed_dim(quantizer) == DIMS["columns"] and quantizer.block[0] == quantizer.block[1]:
+        quantizer = replace(quantizer, packed="rows")
+    return quantizer.for_shape(shape)
 
 
 def one_a_byte(codes: Tensor, quantizer: Quantizer) -> tuple[Tensor, Quantizer]:
