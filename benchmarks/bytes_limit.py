@@ -158,7 +158,7 @@ def main() -> None:
     parser.add_argument("--m", type=int, default=8192, help="tokens")
     parser.add_argument("--shape", choices=SHAPES, default="llama3-8b")
     parser.add_argument("--block", choices=LEAST, default="mlp")
-    names = (*f8.recipes.names(), "nvfp4")
+    names = f8.recipes.names()
     parser.add_argument("--recipes", nargs="+", choices=names, default=names)
     args = parser.parse_args()
     rows: list[Row] = []

@@ -49,9 +49,8 @@ def _quantized(recipe: str) -> Callable[[nn.Module], nn.Module]:
 
 OURS = {name: _ours(name) for name in f8.recipes.names()}
 PEERS = {f"torchao {name}": _torchao(name) for name in ("tensorwise", "rowwise", "rowwise_with_gw_hp")}
-# four bits; recipes with the other choice of `keep_weight_codes`, and with FP8 parameters, which no forward casts
+# recipes with the other choice of `keep_weight_codes`, and with FP8 parameters, which no forward casts
 VARIANTS = {
-    "nvfp4": _ours("nvfp4"),
     "tensorwise_keeping": lambda model: f8.convert(
         model, replace(f8.recipes.tensorwise(), keep_weight_codes=True), filter="*"
     ),

@@ -37,7 +37,7 @@ from fp8compile.ops import collectives
 
 __all__ = ["RECIPES", "WAYS", "weight_bytes"]
 
-RECIPES = ("tensorwise", "rowwise", "rowwise_bf16_wgrad", "blockwise", "mxfp8", "delayed")
+RECIPES = ("tensorwise", "rowwise", "rowwise_bf16_wgrad", "blockwise", "mxfp8", "delayed", "nvfp4")
 WAYS = ("gathered", "kept", "parameters")
 WIDTH, RANKS = 1024, 2
 

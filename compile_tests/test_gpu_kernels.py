@@ -12,6 +12,7 @@ import expecttest
 import pytest
 import torch
 from block_rows import row_of
+from eight_bits import EIGHT_BITS
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fp8compile as f8
@@ -36,7 +37,7 @@ CODES = re.compile(r"'(\w+)': '\*(?:fp8\w+|u8)'")
 class TestTable(expecttest.TestCase):
     @pytest.mark.skipif(TORCH != "2.13", reason=f"the table is that of PyTorch 2.13, this is {TORCH}")
     def test_kernels_gemms_and_bytes_of_a_block(self):
-        rows = [row_of(name) for name in ("bf16", *f8.recipes.names())]
+        rows = [row_of(name) for name in ("bf16", *EIGHT_BITS)]
         self.assertExpectedInline(
             "\n".join(lines(rows)),
             """\
@@ -64,7 +65,7 @@ torchao rowwise_with_gw_hp  h200            5          3   2.651           10   
         )
 
 
-@pytest.mark.parametrize("recipe", f8.recipes.names())
+@pytest.mark.parametrize("recipe", EIGHT_BITS)
 def test_a_block_has_as_many_gemms_as_in_bf16(recipe):
     own, bf16 = row_of(recipe), row_of("bf16")
     assert (own["fwd GEMMs"], own["bwd GEMMs"]) == (bf16["fwd GEMMs"], bf16["bwd GEMMs"]) == (3, 6)

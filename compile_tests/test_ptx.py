@@ -13,6 +13,7 @@ from unittest import mock
 
 import pytest
 import torch
+from eight_bits import EIGHT_BITS
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.functional import silu
@@ -61,7 +62,7 @@ class Gated(nn.Module):
         return self.down(silu(gate) * up)
 
 
-@pytest.mark.parametrize("recipe", f8.recipes.names())
+@pytest.mark.parametrize("recipe", EIGHT_BITS)
 def test_scales_and_codes_are_computed_exactly(recipe):
     with FakeTensorMode():
         model = f8.convert(Gated(4096, 14336), f8.recipes.by_name(recipe), filter="*")
@@ -74,7 +75,7 @@ def test_scales_and_codes_are_computed_exactly(recipe):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recipe", f8.recipes.names())
+@pytest.mark.parametrize("recipe", EIGHT_BITS)
 def test_every_configuration_of_a_block_is_exact_and_one_of_each_stores_words_of_codes(recipe):
     with FakeTensorMode():
         kernels = ptx_of(*mlp(recipe, 8192, 4096, 14336), arch=arch_of(recipe), most=None)

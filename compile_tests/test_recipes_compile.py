@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from eight_bits import EIGHT_BITS
 from graphs import layer_op
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -11,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 import fp8compile as f8
 from fp8compile.testing import Call, assert_cacheable, assert_fullgraph, assert_no_recompile, assert_ops, graph_report
 
-pytestmark = pytest.mark.parametrize("recipe", f8.recipes.names())
+pytestmark = pytest.mark.parametrize("recipe", EIGHT_BITS)
 
 
 class Block(nn.Module):

@@ -9,6 +9,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+from eight_bits import EIGHT_BITS
 from torch import nn
 from torch._functorch import config as functorch_config
 from torch._inductor import config, metrics
@@ -131,7 +132,7 @@ def rows_of(*size):
 # ---------------------------------------------------------------------------------- one graph, one body, the same bits
 
 
-@pytest.mark.parametrize("recipe", f8.recipes.names())
+@pytest.mark.parametrize("recipe", EIGHT_BITS)
 def test_blocks_are_traced_once_and_have_the_bits_of_the_whole(recipe):
     (graph,) = assert_same_bits(stack, recipe)
     calls = [node for node in graph.graph.nodes if node.target is torch.ops.higher_order.invoke_subgraph]

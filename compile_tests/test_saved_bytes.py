@@ -6,8 +6,8 @@ import importlib.util
 
 import pytest
 import torch
+from eight_bits import EIGHT_BITS
 
-import fp8compile as f8
 from benchmarks.memory import saved_bytes, saved_row
 from benchmarks.mlp import mlp
 
@@ -22,7 +22,7 @@ PEERS = {
 }
 
 
-@pytest.mark.parametrize("recipe", f8.recipes.names())
+@pytest.mark.parametrize("recipe", EIGHT_BITS)
 def test_a_block_saves_two_bytes_for_each_of_two_hidden_activations(recipe):
     """The outputs of gate and up; the norm's statistics; with grad_weight in bf16 two operands more, as in bf16."""
     hidden = 2 * 2 * M * H

@@ -7,7 +7,7 @@ The ways to give scales to the three GEMMs of a linear layer:
     rowwise_bf16_wgrad   as rowwise, with grad_weight in high precision: the safest, two of three GEMMs in FP8
     blockwise            one scale for 128 values along the sum, of weights for 128 x 128: keeps outliers within blocks
     mxfp8                a power of two for 32 values along the sum: the tensor cores of Blackwell undo it
-    nvfp4                four-bit codes, an e4m3 scale for 16 of them and one of the tensor: not everywhere yet
+    nvfp4                four-bit codes, an e4m3 scale for 16 of them and one of the tensor: half the bytes again
     delayed              as tensorwise, by the amaxes of the steps before: no tensor is read twice; its state is kept
 """
 
@@ -331,24 +331,23 @@ def of_quantizer(quantizer: Quantizer) -> Recipe:
     )
 
 
-EVERYWHERE: dict[str, Callable[..., Recipe]] = {
+READY: dict[str, Callable[..., Recipe]] = {
     "tensorwise": tensorwise,
     "rowwise": rowwise,
     "rowwise_bf16_wgrad": rowwise_bf16_wgrad,
     "blockwise": blockwise,
     "mxfp8": mxfp8,
     "delayed": delayed,
+    "nvfp4": nvfp4,
 }
-# names() does not list nvfp4: experts and quantized parameters refuse it
-READY = {**EVERYWHERE, "nvfp4": nvfp4}
 
 
 def names() -> tuple[str, ...]:
-    """Names of the ready recipes that every part of this package takes; ``nvfp4`` is not among them yet.
+    """Names of the ready recipes.
 
     ``fp8compile.library.quantizers`` has what installed packages add to them.
     """
-    return tuple(EVERYWHERE)
+    return tuple(READY)
 
 
 @constant_when_traced

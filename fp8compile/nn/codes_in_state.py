@@ -1,22 +1,29 @@
 """What a state dict has of weights that are codes: codes and scales, of one set or of two, in place of values.
 
 weight    weight_codes, weight_scale,  and of two sets  weight_codes_for_grad_input, weight_scale_for_grad_input
+          of two levels of scales  weight_outer_scale, weight_outer_scale_for_grad_input
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Size, Tensor
 
 from fp8compile._compat import is_dtensor, local_itself
-from fp8compile.nn.local import placed_like, wrapped_like
-from fp8compile.nn.placed_weights import placements_of_scale
+from fp8compile.nn.local import placed_like
+from fp8compile.nn.placed_weights import placements_of_outer_scale, placements_of_scale
 from fp8compile.tensor import QuantizedParameter, count_write, is_quantized_parameter
 
-__all__ = ["CodesInState", "codes_and_scales", "scale_of"]
+__all__ = ["CodesInState", "codes_and_scales", "codes_of", "scale_of"]
+
+
+def codes_of(weight: Tensor, own: QuantizedParameter) -> Tensor:
+    """A set of codes of a weight, spread over ranks as the weight is."""
+    shape = weight.shape if own.codes.shape == own.shape else own.quantizer.codes_shape(weight.shape)
+    return _placed(weight, own.codes, weight.placements, shape) if is_dtensor(weight) else own.codes
 
 
 def scale_of(weight: Tensor, own: QuantizedParameter) -> Tensor:
@@ -26,10 +33,24 @@ def scale_of(weight: Tensor, own: QuantizedParameter) -> Tensor:
     placements = placements_of_scale(weight, own)
     if all(each.is_replicate() for each in placements):
         return own.scale  # where blocks span rows, or are cut, all ranks have it
-    shape = Size(own.scale_shape(weight.shape))
-    stride = torch.empty(shape, device="meta").stride()
+    return _placed(weight, own.scale, placements, own.scale_shape(weight.shape))
+
+
+def outer_scale_of(weight: Tensor, own: QuantizedParameter) -> Tensor:
+    """The outer scale of a set of codes, which all ranks have; of a stack, spread over them as its matrices are."""
+    if not is_dtensor(weight):
+        return own.outer_scale
+    placements = placements_of_outer_scale(weight, own)
+    if all(each.is_replicate() for each in placements):
+        return own.outer_scale
+    return _placed(weight, own.outer_scale, placements, weight.shape[:1])
+
+
+def _placed(weight: Tensor, local: Tensor, placements: Sequence[Any], shape: Sequence[int]) -> Tensor:
+    """A DTensor of this shape on the mesh of a weight."""
+    stride = torch.empty(tuple(shape), device="meta").stride()
     return type(weight).from_local(
-        own.scale, weight.device_mesh, placements, run_check=False, shape=shape, stride=stride
+        local, weight.device_mesh, placements, run_check=False, shape=Size(shape), stride=stride
     )
 
 
@@ -37,8 +58,10 @@ def codes_and_scales(name: str, weight: Tensor) -> dict[str, Tensor]:
     """Codes and scales of a quantized parameter, by their names in a state dict."""
     found = {}
     for own, end in zip(local_itself(weight).sets(), ("", "_for_grad_input"), strict=False):
-        found[f"{name}_codes{end}"] = wrapped_like(own.codes, weight)
+        found[f"{name}_codes{end}"] = codes_of(weight, own)
         found[f"{name}_scale{end}"] = scale_of(weight, own)
+        if own.outer_scale is not None:
+            found[f"{name}_outer_scale{end}"] = outer_scale_of(weight, own)
     return found
 
 

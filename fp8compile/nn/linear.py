@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from fp8compile._compat import is_fsdp_managed, local_itself, rebind_load_hooks
-from fp8compile.nn.codes_in_state import CodesInState, scale_of
+from fp8compile.nn.codes_in_state import CodesInState, codes_and_scales, codes_of, scale_of
 from fp8compile.nn.functional import check_recipe, linear
-from fp8compile.nn.local import on_all_ranks_of, wrapped_like
+from fp8compile.nn.local import on_all_ranks_of
 from fp8compile.nn.state import DelayedState, RowOfWeight, check_amax_group
 from fp8compile.quantizers import DelayedScaling, Recipe
 from fp8compile.recipes import describe
@@ -29,9 +29,6 @@ from fp8compile.tensor import (
 __all__ = ["Linear", "become_float8", "become_plain", "cannot_revert"]
 
 STATE = ("amax_history", "multiplier")  # buffers of delayed scaling
-CODES = ("weight_codes", "weight_scale")  # what a checkpoint has of a quantized weight
-AGAIN = ("weight_codes_for_grad_input", "weight_scale_for_grad_input")  # and of one with two sets of codes
-
 
 ONE_RANK = (
     "Linear: delayed scaling without amax_group: each rank has a state of its own (amax_history, multiplier), and a "
@@ -195,7 +192,7 @@ class Linear(CodesInState, nn.Linear):
     @property
     def weight_codes(self) -> Tensor:
         """The codes of a quantized weight, uint8: what its state dict holds beside ``weight_scale``."""
-        return wrapped_like(self._quantized_weight("weight_codes")[0].codes, self.weight)
+        return codes_of(self.weight, self._quantized_weight("weight_codes")[0])
 
     @property
     def weight_scale(self) -> Tensor:
@@ -203,17 +200,33 @@ class Linear(CodesInState, nn.Linear):
         return self._scale_of(self._quantized_weight("weight_scale")[0])
 
     @property
+    def weight_outer_scale(self) -> Tensor:
+        """The outer scale of a quantized weight whose quantizer has two levels of scales, (1,) float32."""
+        return self._outer_scale_of("weight_outer_scale", 0)
+
+    @property
     def weight_codes_for_grad_input(self) -> Tensor:
         """The second set of codes, of a weight that has others for grad_input than for the output."""
-        return wrapped_like(self._quantized_weight("weight_codes_for_grad_input", sets=2)[1].codes, self.weight)
+        return codes_of(self.weight, self._quantized_weight("weight_codes_for_grad_input", sets=2)[1])
 
     @property
     def weight_scale_for_grad_input(self) -> Tensor:
         """The scale of the second set."""
         return self._scale_of(self._quantized_weight("weight_scale_for_grad_input", sets=2)[1])
 
+    @property
+    def weight_outer_scale_for_grad_input(self) -> Tensor:
+        """The outer scale of the second set."""
+        return self._outer_scale_of("weight_outer_scale_for_grad_input", 1)
+
     def _scale_of(self, own: QuantizedParameter) -> Tensor:
         return scale_of(self.weight, own)
+
+    def _outer_scale_of(self, what: str, index: int) -> Tensor:
+        outer = self._quantized_weight(what, sets=index + 1)[index].outer_scale
+        if outer is None:
+            raise AttributeError(f"{what}: the weight of this Linear has one level of scales.")
+        return outer
 
     def _quantized_weight(self, what: str, sets: int = 1) -> tuple[QuantizedParameter, ...]:
         """Its sets of codes."""
@@ -225,7 +238,7 @@ class Linear(CodesInState, nn.Linear):
 
     def _names_of_codes(self) -> tuple[str, ...]:
         """What a checkpoint has in place of the weight."""
-        return CODES if len(self._quantized_weight("weight")) == 1 else (*CODES, *AGAIN)
+        return tuple(codes_and_scales("weight", self.weight))
 
     def is_quantized(self) -> bool:
         """Whether the weight is kept as codes and a scale."""

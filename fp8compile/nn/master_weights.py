@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 
 from fp8compile._compat import is_dtensor, local_itself, set_local_itself
 from fp8compile.nn.local import wrapped_like
-from fp8compile.quantizers import CurrentScaling, Quantizer
+from fp8compile.quantizers import CurrentScaling, Quantizer, TwoLevelScaling
 from fp8compile.tensor import (
     assign,
     count_write,
@@ -35,6 +35,7 @@ from fp8compile.tensor import (
 __all__ = ["MasterWeights"]
 
 MASTER = "master"  # its name in an optimizer's state
+STOCHASTIC = CurrentScaling, TwoLevelScaling  # quantizers that may round so
 
 
 class MasterWeights(Optimizer):
@@ -60,8 +61,8 @@ class MasterWeights(Optimizer):
 
     Raises:
         TypeError: ``optimizer`` is no class of optimizers, or its step needs a closure, as that of LBFGS.
-        ValueError: ``rounding`` is none of the two, or stochastic for a quantizer that is no ``CurrentScaling``, for
-            a part of a tensor parallel weight that begins or ends within a block, or for experts that ranks share.
+        ValueError: ``rounding`` is none of the two, or stochastic for a quantizer that can't round so, for a part of a
+            tensor parallel weight that begins or ends within a block, or for experts that ranks share.
     """
 
     def __init__(
@@ -94,9 +95,10 @@ class MasterWeights(Optimizer):
 
     def _master_of(self, p: Tensor) -> Tensor:
         local = local_itself(p)
-        others = [each.quantizer for each in local.sets() if not isinstance(each.quantizer, CurrentScaling)]
+        others = [each.quantizer for each in local.sets() if not isinstance(each.quantizer, STOCHASTIC)]
         if self._rounding == "stochastic" and others:
-            raise ValueError(f"MasterWeights: {others[0]!r} has no stochastic rounding; CurrentScaling has.")
+            names = " and ".join(each.__name__ for each in STOCHASTIC)
+            raise ValueError(f"MasterWeights: {others[0]!r} has no stochastic rounding; {names} have.")
         if self._rounding == "stochastic" and p.ndim == 3 and is_dtensor(p):
             raise ValueError(
                 "MasterWeights: stochastic rounding of experts that ranks share: its noise would be that of each "

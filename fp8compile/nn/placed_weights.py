@@ -14,11 +14,13 @@ from torch import Tensor, nn
 
 from fp8compile import _compat
 from fp8compile.nn.local import wrapped_like
+from fp8compile.ops.layer.packing import two_a_byte
 from fp8compile.ops.layer.shards import DimSharding, chunk_sizes, split_axes
 from fp8compile.quantizers import DelayedScaling, Quantizer
 from fp8compile.tensor import (
     QuantizedPairParameter,
     QuantizedParameter,
+    QuantizedTensor,
     in_place_of,
     is_quantized_parameter,
     quantize,
@@ -26,7 +28,15 @@ from fp8compile.tensor import (
     sharding_of,
 )
 
-__all__ = ["not_placed", "of_sets", "place_codes", "placements_of_scale", "quantized_part", "unwritten"]
+__all__ = [
+    "not_placed",
+    "of_sets",
+    "place_codes",
+    "placements_of_outer_scale",
+    "placements_of_scale",
+    "quantized_part",
+    "unwritten",
+]
 
 
 def _why_not(shape: Sequence[int], mesh: Any, placements: Sequence[Any], quantizer: Quantizer) -> str | None:
@@ -62,6 +72,16 @@ def placements_of_scale(weight: Tensor, own: QuantizedParameter) -> list[Any]:
     return found
 
 
+def placements_of_outer_scale(weight: Tensor, own: QuantizedParameter) -> list[Any]:
+    """How outer scales of a DTensor lie on its mesh: those of matrices of a stack as the stack is cut along them."""
+    from torch.distributed.tensor import Replicate
+
+    found = list(weight.placements)
+    for index, dim in sharded_dims(weight.placements, weight.ndim):
+        found[index] = found[index] if own.is_stacked_along(dim) else Replicate()
+    return found
+
+
 def of_sets(sets: Sequence[QuantizedParameter]) -> QuantizedParameter | QuantizedPairParameter:
     """The weight that has these sets of codes, one or two."""
     return sets[0] if len(sets) == 1 else QuantizedPairParameter(*sets)
@@ -78,8 +98,15 @@ def quantized_part(weight: Tensor, quantizers: Sequence[Quantizer]) -> Tensor:
         sizes = chunk_sizes(weight.shape[dim], mesh.size(index))
         options = {"group": mesh.get_group(index), "shard_dim": dim, "sizes": sizes}
     made = [quantize(local, quantizer, **options) for quantizer in quantizers]
-    sets = [QuantizedParameter(q.codes, q.scale, q.quantizer, local.dtype, q.group, q.shard_dim) for q in made]
+    sets = [_parameter_of(q, quantizer) for q, quantizer in zip(made, quantizers, strict=True)]
     return wrapped_like(of_sets(sets), weight)
+
+
+def _parameter_of(q: QuantizedTensor, quantizer: Quantizer) -> QuantizedParameter:
+    """A rank's part of a quantized weight as a parameter, of four bits with two codes to a byte where they can be."""
+    own = quantizer.for_shape(q.shape)
+    codes = q.codes if own == q.quantizer else two_a_byte(q.codes, own)
+    return QuantizedParameter(codes, q.scale, own, q.dtype, q.group, q.shard_dim, outer_scale=q.outer_scale)
 
 
 def unwritten(weight: Tensor, quantizer: DelayedScaling) -> Tensor:
@@ -122,7 +149,10 @@ def place_codes(layer: nn.Module, mesh: Any, placement: Any, source: int | None,
     sets = []
     for own in weight.sets():
         scale = part(own.scale, Replicate() if own.block_along(dim) == -1 else placement)
-        sets.append(type(own)(part(own.codes, placement), scale, own.quantizer, weight.dtype))
+        of_matrices = placement if own.is_stacked_along(dim) else Replicate()
+        outer = None if own.outer_scale is None else part(own.outer_scale, of_matrices)
+        codes = part(own.codes, placement)
+        sets.append(type(own)(codes, scale, own.quantizer, weight.dtype, outer_scale=outer))
     local = of_sets(sets)
     if isinstance(weight, QuantizedPairParameter):
         local.gathers = weight.gathers

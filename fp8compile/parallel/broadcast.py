@@ -44,7 +44,7 @@ def broadcast_parameters(model: nn.Module, *, group: ProcessGroup | None = None,
         for tensor in [*model.parameters(), *model.buffers()]:
             is_codes = has_codes(tensor)
             sets = tensor.sets() if is_codes else ()
-            parts = [part for own in sets for part in (own.codes, own.scale)] if is_codes else [tensor.detach()]
+            parts = [part for own in sets for part in own.parts()] if is_codes else [tensor.detach()]
             for part in parts:
                 distributed.broadcast(part, group=group, group_src=source)
             if is_codes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -10,11 +11,14 @@ from torch import Tensor
 
 from fp8compile._compat import is_dtensor, local_itself, uncounted_write
 from fp8compile.ops.collectives import all_gather
+from fp8compile.ops.layer.packing import one_a_byte, packed_dim, packed_in_rows
 from fp8compile.ops.layer.shards import DimSharding, Sharding, chunk_sizes
+from fp8compile.quantizers import Quantizer
 from fp8compile.tensor.gathered_pair import as_sent
 
 __all__ = [
     "FullyShardHooks",
+    "as_it_travels",
     "cut_dim",
     "gathered_scale",
     "share_scale_of_part",
@@ -73,10 +77,39 @@ def gathered_scale(own: Any, shards: DimSharding) -> Tensor:
     return all_gather(own.scale, shards.dim, [-(-each // block) for each in shards.sizes], shards.group)
 
 
+def _gathered_outer_scale(own: Any, shards: DimSharding) -> Tensor | None:
+    """The outer scale of the whole weight, or those of all matrices of a stack, of which each rank has some."""
+    if own.outer_scale is None or not own.is_stacked_along(shards.dim):
+        return own.outer_scale
+    return all_gather(own.outer_scale, 0, shards.sizes, shards.group)
+
+
+def as_it_travels(quantizer: Quantizer, shards: DimSharding, size: Sequence[int]) -> Quantizer:
+    """The quantizer of codes as FSDP2 sends them: of four bits two to a byte, but for uneven shards, or of columns.
+
+    Of a rank that pads its shard, FSDP2 takes only tensors as large as the shard, an element each.
+    """
+    if packed_dim(quantizer) is None or not shards.is_even() or shards.dim:
+        return _one_object(quantizer.unpacked() or quantizer)
+    return _one_object(packed_in_rows(quantizer, size))
+
+
+@cache
+def _one_object(quantizer: Quantizer) -> Quantizer:
+    """Equal quantizers as one object: graphs are guarded by which it is."""
+    return quantizer
+
+
+def _codes_by(own: Any, quantizer: Quantizer) -> Tensor:
+    """The codes of a shard as another quantizer of the same codes lays them down."""
+    return own.codes if own.quantizer == quantizer else one_a_byte(own.codes, own.quantizer)[0]
+
+
 class FullyShardHooks:
     """The two methods that `torch.distributed.fsdp.fully_shard` calls around its all-gather.
 
-    Codes travel, one byte an element. A scale that all ranks have does not; scales of blocks do, beside them.
+    Codes travel, one byte an element, of four bits half of one. A scale that all ranks have does not; scales of blocks
+    do, beside them.
     """
 
     def fsdp_pre_all_gather(
@@ -86,19 +119,24 @@ class FullyShardHooks:
         share_scales_of_shard(self, mesh, outer_size, module)
         dim = cut_dim(self, outer_size)
         shards = DimSharding(self.group, mesh.get_local_rank(), dim, chunk_sizes(outer_size[dim], mesh.size()))
-        return (as_sent(self.codes, shards),), (gathered_scale(self, shards), outer_size)
+        quantizer = as_it_travels(self.quantizer, shards, outer_size)
+        sent = as_sent(_codes_by(self, quantizer), shards)
+        return (sent,), (gathered_scale(self, shards), _gathered_outer_scale(self, shards), quantizer, outer_size)
 
     def fsdp_post_all_gather(
         self, all_gather_outputs: tuple[Tensor, ...], metadata: Any, param_dtype: torch.dtype, *, out: Any = None
     ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
         """The whole weight; with ``out``, that of the gather before, whose codes have been written to already."""
-        (codes,), (scale, size) = all_gather_outputs, metadata
+        (codes,), (scale, outer_scale, quantizer, size) = all_gather_outputs, metadata
+        scales = (scale,) if outer_scale is None else (scale, outer_scale)
         if out is not None:
-            gathered = local_itself(out)
-            with uncounted_write(gathered.scale):
-                gathered.scale.copy_(scale)
+            for memory, values in zip(local_itself(out).parts()[1:], scales, strict=True):
+                with uncounted_write(memory):
+                    memory.copy_(values)
             return None
-        whole = codes.view(-1, *size[1:])[: size[0]]
-        with torch.inference_mode(mode=False):  # later gathers write to it, under whatever mode
-            scale = scale.clone()
-        return self.gathered_as(whole, scale, self.quantizer, param_dtype), (codes,)
+        shape = quantizer.codes_shape(size)
+        whole = codes.view(-1, *shape[1:])[: shape[0]]
+        with torch.inference_mode(mode=False):  # later gathers write to them, under whatever mode
+            scale, *outer = own = [each.clone() for each in scales]
+        beside = {"outer_scale": outer[0]} if outer else {}
+        return self.gathered_as(whole, scale, quantizer, param_dtype, **beside), (codes, *own)  # FSDP2 frees these

@@ -19,6 +19,7 @@ from fp8compile.ops.layer.shards import DimSharding
 from fp8compile.quantizers import GEMMS, Gemm, Quantizer
 from fp8compile.tensor.pair import QuantizedPair, Turns
 from fp8compile.tensor.quantized import QuantizedTensor
+from fp8compile.tensor.scale_without_values import scale_without_values
 
 __all__ = ["Meaning", "OwnCodes", "as_sent", "fill", "made_of", "sent_of"]
 
@@ -103,8 +104,8 @@ def fill(pair: QuantizedPair, gathered: tuple[Tensor, ...], meaning: Meaning) ->
     if _is_alone_with_both(meaning):
         _write(pair.for_grad_input.codes, gathered[0].view(2, *meaning.size)[1])
     for gemm, own in zip(PAIR, pair.sets(), strict=True):
-        nan = torch.full((), torch.nan, device=own.scale.device)
-        scale = arrived[gemm].view(own.scale.shape) if gemm in arrived else own.quantizer.scale_of(nan)
+        nan = scale_without_values(own.quantizer, (), torch.nan, own.scale.device)
+        scale = arrived[gemm].view(own.scale.shape) if gemm in arrived else nan
         _write(own.scale, scale)
     if pair.turns is not None:
         pair.turns.gemm = meaning.sets[0].gemm.name

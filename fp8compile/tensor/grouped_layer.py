@@ -15,6 +15,7 @@ from fp8compile.ops.layer.grouped_linear import grouped_output
 from fp8compile.ops.layer.grouped_operands import GroupedOperands
 from fp8compile.ops.layer.linear import GRAD_INPUT, OUTPUT
 from fp8compile.ops.layer.operands import Phase
+from fp8compile.ops.layer.packing import one_a_byte
 from fp8compile.quantizers import Gemm, Recipe
 from fp8compile.tensor.layer import unserved
 from fp8compile.tensor.pair import QuantizedPair, has_codes
@@ -46,7 +47,8 @@ def _operands(x: Tensor, weight: Tensor, offsets: Tensor, recipe: Recipe, gemm: 
             "weights are made codes, or gathered as codes."
         )
     own = weight.read_by(gemm)
-    codes = GroupedOperand(codes=own.codes, scale=own.scale, quantizer=own.quantizer)
+    codes, quantizer = one_a_byte(own.codes, own.quantizer)
+    codes = GroupedOperand(codes=codes, scale=own.scale, quantizer=quantizer, outer_scale=own.outer_scale)
     phase = Phase.of(gemm, own.codes)
     return GroupedOperands(recipe, offsets, phase, codes, weight_in_turns=weight.is_in_turns)
 

@@ -33,7 +33,8 @@ def unserved(quantizer: Quantizer, recipe: Recipe, for_grad_input: Quantizer | N
         for_grad_input: What made those for grad_input, if they are others.
     """
     if for_grad_input is not None:
-        if (quantizer, for_grad_input) == (recipe.weight, recipe.weight_for_grad_input):
+        wanted = zip((quantizer, for_grad_input), (recipe.weight, recipe.weight_for_grad_input), strict=True)
+        if all(are_same_codes(*each) for each in wanted):
             return None
         return (
             f"weight has codes of {quantizer!r} for the output and of {for_grad_input!r} for grad_input; the recipe "

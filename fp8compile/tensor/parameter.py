@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, Self
 
@@ -13,14 +14,16 @@ from torch.utils._python_dispatch import return_and_correct_aliasing
 from fp8compile import ops
 from fp8compile._compat import counting_versions
 from fp8compile.ops.layer.local_shards import LocalShard
-from fp8compile.ops.layer.quantize_shard import cast_shard, positions, whole_amax
+from fp8compile.ops.layer.packing import packed_dim, two_a_byte
+from fp8compile.ops.layer.quantize_shard import Scales, cast_shard, positions, whole_amax
 from fp8compile.ops.layer.shards import Sharding, chunk_sizes
 from fp8compile.quantizers import Quantizer
 from fp8compile.tensor.attributes import moved
 from fp8compile.tensor.fsdp import FullyShardHooks
 from fp8compile.tensor.optimizer_steps import Pending, check_outside_of_graph_of_step, listen_to_optimizers, settle
-from fp8compile.tensor.quantized import LAYERS, QuantizedTensor
+from fp8compile.tensor.quantized import LAYERS, QuantizedTensor, alias_of
 from fp8compile.tensor.saved import load_parameter
+from fp8compile.tensor.scale_without_values import scale_without_values
 from fp8compile.tensor.update import shared_with
 from fp8compile.tensor.write_ops import READS, UPDATES, compute, copy
 
@@ -69,6 +72,7 @@ class QuantizedParameter(FullyShardHooks, QuantizedTensor):
     _shared: _Shared
     _codes: Tensor
     _scale: Tensor
+    _outer_scale: Tensor | None
     instead_of_cutting: str = (
         "leave this weight out of quantized_parameters. If this is fully_shard: shards of rows may cut blocks, of "
         "columns they may not (leave out shard_placement_fn)."
@@ -98,6 +102,16 @@ class QuantizedParameter(FullyShardHooks, QuantizedTensor):
     @scale.setter
     def scale(self, scale: Tensor) -> None:
         self._scale = scale
+
+    @property
+    def outer_scale(self) -> Tensor | None:  # type: ignore[override]
+        """Its outer scale, which belongs to the codes, if its quantizer has two levels of scales."""
+        self._settle()
+        return self._outer_scale
+
+    @outer_scale.setter
+    def outer_scale(self, outer_scale: Tensor | None) -> None:
+        self._outer_scale = outer_scale
 
     @property
     def values(self) -> Tensor:
@@ -181,14 +195,15 @@ class QuantizedParameter(FullyShardHooks, QuantizedTensor):
         """
         if self._shared.initial is None:
             return None
-        return self._shared.initial.as_strided(self.codes.shape, self.codes.stride(), self.codes.storage_offset())
+        return self._shared.initial.as_strided(self.shape, self.stride(), self.storage_offset())
 
     @initial.setter
     def initial(self, values: Tensor | None) -> None:
         self._shared.initial = None
         if values is not None:
             device = "meta" if self.codes.is_meta else "cpu"
-            size = self.codes.untyped_storage().nbytes()  # a code is a byte
+            per_byte = math.prod(self.quantizer.values_shape((2, 2))) // 4
+            size = self.codes.untyped_storage().nbytes() * per_byte
             self._shared.initial = torch.zeros(size, dtype=torch.float32, device=device)
             self.keep(values)
 
@@ -202,11 +217,12 @@ class QuantizedParameter(FullyShardHooks, QuantizedTensor):
         """Quantize a tensor, of any dtype that ``fp8compile.quantize`` takes; on the meta device, only its shape."""
         from fp8compile.tensor.quantize import quantize
 
-        q = quantize(x, quantizer)
-        return QuantizedParameter(q.codes, q.scale, quantizer, x.dtype)
+        q = quantize(x, quantizer.for_shape(x.shape))
+        return QuantizedParameter(q.codes, q.scale, q.quantizer, x.dtype, outer_scale=q.outer_scale)
 
-    def _like(self, codes: Tensor, scale: Tensor) -> QuantizedParameter:
-        found = type(self)(codes, scale, self.quantizer, self.dtype, self.group, self.shard_dim, self.sizes)
+    def _like(self, codes: Tensor, scale: Tensor, quantizer: Quantizer | None = None) -> QuantizedParameter:
+        shard = self.group, self.shard_dim, self.sizes
+        found = type(self)(codes, scale, quantizer or self.quantizer, self.dtype, *shard, alias_of(self._outer_scale))
         found.extent = SHARD if self.extent == BLANK else self.extent
         found.has_all_scales = self.has_all_scales
         found._shared = self._shared
@@ -224,6 +240,22 @@ class QuantizedParameter(FullyShardHooks, QuantizedTensor):
         """The shape of the scale of a weight of this size."""
         return self.quantizer.scale_shape(size)
 
+    def is_stacked_along(self, dim: int) -> bool:
+        """Whether entries along a dim have no scale in common: matrices of a stack have none."""
+        return False
+
+    def outer_amax_of(self, amax: Tensor) -> Tensor:
+        """The amax that outer scales are made of, from those of blocks: (1,) float32, or one of each matrix."""
+        return ops.outer_amax(amax, self.quantizer)
+
+    def two_scales_of(self, amax: Tensor, outer_amax: Tensor) -> Scales:
+        """Multipliers and scales of both levels, of the amaxes of both."""
+        return ops.two_scales(amax, outer_amax, self.quantizer)
+
+    def outer_scale_of_zeros(self, size: Sequence[int], device: torch.device) -> Tensor | None:
+        """An outer scale for zeros of another size: that of the whole."""
+        return None if self.outer_scale is None else self.outer_scale.to(device).clone()
+
     def part(self, values: Tensor) -> LocalShard:
         """Values of this shape, and how they lie among those of other ranks, if that cuts blocks."""
         return LocalShard(values, (self.shards(),) if self.cuts_blocks() else ())
@@ -237,7 +269,7 @@ class QuantizedParameter(FullyShardHooks, QuantizedTensor):
         """Codes of values of this shape; arguments as of `fp8compile.tensor.update.assign`."""
         part = self.part(values)
         if part.cuts:
-            return cast_shard(part, multiplier, quantizer)
+            return two_a_byte(cast_shard(part, multiplier, quantizer), quantizer)
         return ops.cast(values, multiplier, quantizer, *positions(LocalShard(values, cuts), quantizer))
 
     def scale_of_zeros(self, size: Sequence[int], device: torch.device) -> tuple[Tensor, bool]:
@@ -248,7 +280,7 @@ class QuantizedParameter(FullyShardHooks, QuantizedTensor):
             return self.scale.to(device).clone(), True
         if self.quantizer.block == (-1, -1) or (self.quantizer.block[0] == -1 and self.scale.shape == shape):
             return self.scale.to(device).clone().view(shape), False
-        return self.quantizer.scale_of(torch.ones(shape, device=device)), False
+        return scale_without_values(self.quantizer, shape, 1.0, device), False
 
     def cut_by(self, first: int, last: int) -> bool:
         """Whether these of its rows are part of blocks, or it has cut some already."""
@@ -275,11 +307,13 @@ class QuantizedParameter(FullyShardHooks, QuantizedTensor):
     def _view(
         self, codes: Tensor, scale: Tensor, shard_dim: int | None, quantizer: Quantizer | None = None
     ) -> QuantizedParameter:
-        found = QuantizedParameter(codes, scale, quantizer or self.quantizer, self.dtype)
+        found = QuantizedParameter(
+            codes, scale, quantizer or self.quantizer, self.dtype, outer_scale=alias_of(self._outer_scale)
+        )
         if codes.numel() == self.codes.numel() or self.extent == BLANK:
             found.group, found.shard_dim, found.sizes = self.group, shard_dim, self.sizes
             found.extent = SHARD if self.extent == BLANK else self.extent
-        elif scale.numel() == self.scale.numel():
+        elif scale.numel() == self.scale.numel() or found._outer_scale is not None:
             found.extent = SLICE
         else:  # fewer scales: those of blocks that lie in this view
             found.extent = self.extent
@@ -295,10 +329,12 @@ class QuantizedParameter(FullyShardHooks, QuantizedTensor):
                 "compiled graph, which would forget these ranks. Leave what writes to it uncompiled, unless it is the "
                 "step of an optimizer."
             )
-        (_, _, *others), metadata = super().__tensor_flatten__()
-        codes = ["codes", "scale"] if place is None else ["_codes", "_scale"]  # reading those would round
+        names, metadata = super().__tensor_flatten__()
+        group = [name for name in names if name == "group"]
+        codes = names[: len(names) - len(group)]
+        codes = codes if place is None else [f"_{name}" for name in codes]  # reading the others would round
         values = [] if place is None or self.pending.of_pair else ["values"]
-        return [*codes, *values, *others], (*metadata, self.extent, place)
+        return [*codes, *values, *group], (*metadata, self.extent, place)
 
     @staticmethod
     def __tensor_unflatten__(inner: dict, metadata: tuple, outer_size: Any, outer_stride: Any) -> QuantizedParameter:
@@ -308,8 +344,10 @@ class QuantizedParameter(FullyShardHooks, QuantizedTensor):
     def _unflattened(cls, inner: dict, metadata: tuple) -> Self:
         quantizer, dtype, identity, extent, place = metadata
         shard = () if identity is None else (inner["group"], *identity[-2:])
-        codes, scale = (inner[name if place is None else f"_{name}"] for name in ("codes", "scale"))
-        found = cls(codes, scale, quantizer, dtype, *shard)
+        codes, scale, outer = (
+            inner.get(name if place is None else f"_{name}") for name in ("codes", "scale", "outer_scale")
+        )
+        found = cls(codes, scale, quantizer, dtype, *shard, outer_scale=outer)
         found.extent = extent
         if place is not None:
             found.pending = Pending(place, values=inner.get("values"), of_pair="values" not in inner)
@@ -330,7 +368,8 @@ class QuantizedParameter(FullyShardHooks, QuantizedTensor):
             )
         kept = self.extent, self.written, self.initial
         leaf = self.requires_grad, isinstance(self, torch.nn.Parameter)
-        return self._loader, (self.codes, self.scale, self.quantizer, self.dtype, kept, leaf)
+        own = self.codes, self.scale, self.quantizer, self.dtype
+        return self._loader, (*own, kept, leaf, *self._outer_scales())
 
     def share_scale(self, group: ProcessGroup, shard_dim: int, total: int) -> None:
         """Say whose shards these are parts of one tensor with: their scale is one from the next update on.
@@ -364,7 +403,7 @@ class QuantizedParameter(FullyShardHooks, QuantizedTensor):
 
     def check_writable(self, what: object) -> None:
         """Raise unless new values can be written to this tensor alone."""
-        spans = -1 in self.quantizer.block or self.has_all_scales
+        spans = -1 in self.quantizer.block or self.has_all_scales or self.quantizer.has_outer_scale()
         if self.is_slice:
             raise RuntimeError(
                 f"{what} of a part of a QuantizedParameter, whose scale the rest of it has too. Write to the whole "
@@ -444,7 +483,7 @@ def flat(x: QuantizedParameter, codes: Tensor) -> QuantizedParameter:
 
     Blocks do not lie in rows, so this has no scale, and an op on its values raises.
     """
-    found = type(x)(codes, x.scale.new_empty(0), x.quantizer, x.dtype)
+    found = type(x)(codes, x.scale.new_empty(0), x.quantizer, x.dtype, outer_scale=alias_of(x._outer_scale))
     found.extent = SLICE
     return found
 
@@ -454,8 +493,9 @@ def _empty_like(func: Any, x: QuantizedParameter, **kwargs: Any) -> Tensor:
     if kwargs.pop("dtype", None) not in (None, x.dtype):
         raise TypeError(f"{func} of a QuantizedParameter in another dtype: take that of .dequantize().")
     codes = func(x.codes, **kwargs)
-    nan = torch.full(x.scale.shape, torch.nan, device=codes.device)
-    found = x._like(codes, x.quantizer.scale_of(nan))
+    found = x._like(codes, scale_without_values(x.quantizer, x.scale.shape, torch.nan, codes.device))
+    outer = x.outer_scale
+    found.outer_scale = None if outer is None else torch.full(outer.shape, torch.nan, device=codes.device)
     found._shared = _Shared()
     found._shared.outer = x.outer
     if x.initial is not None:
@@ -465,7 +505,8 @@ def _empty_like(func: Any, x: QuantizedParameter, **kwargs: Any) -> Tensor:
 
 def plain_like(func: Any, x: QuantizedParameter, *args: Any, **kwargs: Any) -> Tensor:
     """What optimizers keep of a parameter is in high precision."""
-    return func(torch.empty_like(x.codes, dtype=x.dtype, device="meta"), *args, **{"device": x.device, **kwargs})
+    values = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
+    return func(values, *args, **{"device": x.device, **kwargs})
 
 
 def _will_be_cut(x: QuantizedParameter, size: Sequence[int]) -> bool:
@@ -477,11 +518,18 @@ def _will_be_cut(x: QuantizedParameter, size: Sequence[int]) -> bool:
 
 def _new_zeros(func: Any, x: QuantizedParameter, size: Sequence[int], **kwargs: Any) -> Tensor:
     """Zeros with a scale of their own: that of the whole, if it has one, for a rank without elements has it too."""
+    if packed_dim(x.quantizer) == -2:
+        raise TypeError(
+            f"{func} of a QuantizedParameter whose codes share a byte with the next row's, by {x.quantizer!r}. If "
+            "this is fully_shard: it gathers no such codes yet. Take fp8compile.recipes.nvfp4() with "
+            "weight_block=(16, 16), or leave quantized_parameters out."
+        )
     if kwargs.pop("dtype", None) not in (None, x.dtype):
         raise TypeError(f"{func} of a QuantizedParameter in another dtype: use torch.zeros.")
-    codes = x.codes.new_zeros(size, **kwargs)
+    codes = x.codes.new_zeros(x.quantizer.codes_shape(size), **kwargs)
     scale, is_cut = x.scale_of_zeros(size, codes.device)
-    found = type(x)(codes, scale, x.quantizer, x.dtype)
+    outer = x.outer_scale_of_zeros(size, codes.device)
+    found = type(x)(codes, scale, x.quantizer, x.dtype, outer_scale=outer)
     if x.extent == WHOLE:  # FSDP2 is about to cut it
         found._shared.outer = shared_with(x)
     else:

@@ -32,7 +32,7 @@ from fp8compile.tensor.arguments import own_sizes, shown
 from fp8compile.tensor.refusals import refuse_operators
 from fp8compile.tensor.saved import load_tensor
 
-__all__ = ["HANDLERS", "LAYERS", "VIEWS", "QuantizedTensor", "cuts_blocks"]
+__all__ = ["HANDLERS", "LAYERS", "VIEWS", "QuantizedTensor", "alias_of", "cuts_blocks", "place_of_values"]
 
 # What works on one: filled by the files that say how.
 HANDLERS: dict[Any, Callable] = {}  # ops of PyTorch whose first argument it is
@@ -123,11 +123,13 @@ class QuantizedTensor(Tensor):
         """Wrap codes and scales that a quantizer made of a tensor of this dtype; ``quantize`` is the usual way."""
         # views of a tensor that was made outside of inference mode have its version counter, inside of it too
         with torch.inference_mode(torch.is_inference_mode_enabled() and codes.is_inference()):
+            shape = cls._values_shape(codes, quantizer)
+            strides, offset = place_of_values(codes, shape)
             return Tensor._make_wrapper_subclass(
                 cls,
-                quantizer.values_shape(codes.shape),
-                strides=_strides_of_values(codes, quantizer.values_shape(codes.shape)),
-                storage_offset=codes.storage_offset(),
+                shape,
+                strides=strides,
+                storage_offset=offset,
                 dtype=dtype,
                 device=codes.device,
             )
@@ -146,7 +148,7 @@ class QuantizedTensor(Tensor):
         if quantizer.has_outer_scale() != (outer_scale is not None):
             raise TypeError(
                 f"{type(self).__name__} of {type(quantizer).__name__}: outer_scale is {outer_scale!r}. A quantizer of "
-                "two levels of scales makes one, one of one level none; what keeps codes so has no place for it yet."
+                "two levels of scales makes one, one of one level none."
             )
         self.codes = codes
         self.scale = scale
@@ -156,10 +158,15 @@ class QuantizedTensor(Tensor):
         self.sizes = sizes
         self.outer_scale = outer_scale
 
+    @classmethod
+    def _values_shape(cls, codes: Tensor, quantizer: Quantizer) -> tuple[int, ...]:
+        """The shape of what codes stand for."""
+        return quantizer.values_shape(codes.shape)
+
     # ------------------------------------------------------------------ what torch.compile asks
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple]:
-        names = ["codes", "scale"] if self.outer_scale is None else ["codes", "scale", "outer_scale"]
+        names = ["codes", "scale", "outer_scale"] if self.quantizer.has_outer_scale() else ["codes", "scale"]
         if self.group is None:
             return names, (self.quantizer, self.dtype, None)
         identity = (self.group.group_name, self.group.size(), self.group.rank(), self.shard_dim, self.sizes)
@@ -231,6 +238,10 @@ class QuantizedTensor(Tensor):
     def sets(self) -> tuple[QuantizedTensor, ...]:
         """All sets of codes that it has: this one. A `QuantizedPair` has two."""
         return (self,)
+
+    def parts(self) -> tuple[Tensor, ...]:
+        """The plain tensors that it is made of: codes, scale, and of two levels the outer scale."""
+        return self.codes, self.scale, *self._outer_scales()
 
     def read_by(self, gemm: Gemm) -> QuantizedTensor:
         """The set of codes that a product of a layer multiplies: this one, whichever it is."""
@@ -305,11 +316,8 @@ class QuantizedTensor(Tensor):
     def _outer_scales(self) -> tuple[Tensor, ...]:
         return () if self.outer_scale is None else (self.outer_scale,)
 
-    def _outer_alias(self) -> Tensor | None:
-        return None if self.outer_scale is None else torch.ops.aten.alias.default(self.outer_scale)
-
     def _like(self, codes: Tensor, scale: Tensor) -> QuantizedTensor:
-        outer = self._outer_alias()
+        outer = alias_of(self.outer_scale)
         return QuantizedTensor(codes, scale, self.quantizer, self.dtype, self.group, self.shard_dim, self.sizes, outer)
 
     def _view(
@@ -318,7 +326,7 @@ class QuantizedTensor(Tensor):
         """A view whose ranks have parts along this dim of it; it keeps sizes where it has all of the dim."""
         whole_dim = shard_dim is not None and codes.shape[shard_dim] == self.codes.shape[self.shard_dim]
         sizes = self.sizes if whole_dim else None
-        quantizer, outer = quantizer or self.quantizer, self._outer_alias()
+        quantizer, outer = quantizer or self.quantizer, alias_of(self.outer_scale)
         return QuantizedTensor(codes, scale, quantizer, self.dtype, self.group, shard_dim, sizes, outer)
 
     __torch_function__ = torch._C._disabled_torch_function_impl
@@ -339,15 +347,26 @@ class QuantizedTensor(Tensor):
         return result
 
 
-def _strides_of_values(codes: Tensor, shape: Sequence[int]) -> tuple[int, ...]:
-    """Strides of the values that codes stand for: of those that share a byte, in the order of memory."""
-    if tuple(codes.shape) == tuple(shape):
-        return codes.stride()
-    order = sorted(range(codes.ndim), key=lambda dim: codes.stride(dim))
-    strides, inner = [0] * codes.ndim, 1
-    for dim in order:
-        strides[dim], inner = inner, inner * shape[dim]
-    return tuple(strides)
+def alias_of(tensor: Tensor | None) -> Tensor | None:
+    """A view of all of a tensor, if there is one. A function: of a method Dynamo makes a call in the graph."""
+    return None if tensor is None else torch.ops.aten.alias.default(tensor)
+
+
+def place_of_values(codes: Tensor, shape: Sequence[int]) -> tuple[tuple[int, ...], int]:
+    """Strides and offset of the values that codes stand for, as if each value had a place in a memory of its own.
+
+    Where several neighbours along one dim share a byte, that memory has as many times the places, in the same order.
+    """
+    shared = [dim for dim in range(codes.ndim) if codes.shape[dim] != shape[dim]]
+    if not shared:
+        return codes.stride(), codes.storage_offset()
+    if len(shared) > 1 or shape[shared[0]] % codes.shape[shared[0]]:
+        return torch.empty(shape, device="meta").stride(), 0  # no rule for such codes, and no view of a part
+    (dim,) = shared
+    per_byte, step, offset = shape[dim] // codes.shape[dim], codes.stride(dim) or 1, codes.storage_offset()
+    strides = [stride * per_byte if stride >= step else stride for stride in codes.stride()]
+    strides[dim] = step
+    return tuple(strides), offset // step * step * per_byte + offset % step
 
 
 def cuts_blocks(x: QuantizedTensor) -> bool:

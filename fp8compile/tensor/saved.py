@@ -46,11 +46,13 @@ def _check(
             f"{scale.dtype}. By {quantizer!r} codes are torch.uint8, and their scale is {tuple(expected)}, "
             f"{quantizer.scale_dtype()}."
         )
-    has_outer = isinstance(outer_scale, Tensor) and outer_scale.shape == (1,) and outer_scale.dtype == torch.float32
+    outer_shape = (matrices or 1,)
+    has_outer = isinstance(outer_scale, Tensor) and outer_scale.shape == outer_shape
+    has_outer = has_outer and outer_scale.dtype == torch.float32
     if has_outer != quantizer.has_outer_scale() or (outer_scale is not None and not has_outer):
         raise ValueError(
             f"load: the file has an outer scale {outer_scale!r}; by {quantizer!r} it is "
-            f"{'torch.float32 of shape (1,)' if quantizer.has_outer_scale() else 'None'}."
+            f"{f'torch.float32 of shape {outer_shape}' if quantizer.has_outer_scale() else 'None'}."
         )
 
 
@@ -65,25 +67,37 @@ def load_tensor(
 
 
 def load_parameter(
-    codes: Tensor, scale: Tensor, quantizer: Quantizer, dtype: torch.dtype, kept: tuple, leaf: tuple[bool, bool]
+    codes: Tensor,
+    scale: Tensor,
+    quantizer: Quantizer,
+    dtype: torch.dtype,
+    kept: tuple,
+    leaf: tuple[bool, bool],
+    outer_scale: Tensor | None = None,
 ) -> QuantizedParameter:
     """What a pickle of a QuantizedParameter calls."""
     from fp8compile.tensor.parameter import QuantizedParameter
 
-    _check(codes, scale, quantizer, dtype)
-    return _with_kept(QuantizedParameter(codes, scale, quantizer, dtype), kept, leaf)
+    _check(codes, scale, quantizer, dtype, outer_scale)
+    return _with_kept(QuantizedParameter(codes, scale, quantizer, dtype, outer_scale=outer_scale), kept, leaf)
 
 
 def load_stack(
-    codes: Tensor, scale: Tensor, quantizer: Quantizer, dtype: torch.dtype, kept: tuple, leaf: tuple[bool, bool]
+    codes: Tensor,
+    scale: Tensor,
+    quantizer: Quantizer,
+    dtype: torch.dtype,
+    kept: tuple,
+    leaf: tuple[bool, bool],
+    outer_scale: Tensor | None = None,
 ) -> QuantizedParameter:
     """What a pickle of a QuantizedStackParameter calls."""
     from fp8compile.tensor.stack_parameter import QuantizedStackParameter
 
     if not isinstance(codes, Tensor) or codes.ndim != 3:
         raise ValueError("load: the weights of experts are codes of a stack of matrices, of three dims.")
-    _check(codes, scale, quantizer, dtype, matrices=codes.shape[0])
-    return _with_kept(QuantizedStackParameter(codes, scale, quantizer, dtype), kept, leaf)
+    _check(codes, scale, quantizer, dtype, outer_scale, matrices=codes.shape[0])
+    return _with_kept(QuantizedStackParameter(codes, scale, quantizer, dtype, outer_scale=outer_scale), kept, leaf)
 
 
 def _with_kept(found: QuantizedParameter, kept: tuple, leaf: tuple[bool, bool]) -> QuantizedParameter:

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
 from fp8compile.quantizers import Gemm, Quantizer
-from fp8compile.tensor.quantized import LAYERS, QuantizedTensor
+from fp8compile.tensor.quantized import LAYERS, QuantizedTensor, alias_of, place_of_values
 from fp8compile.tensor.refusals import refuse_operators
 
 __all__ = ["QuantizedStack"]
@@ -28,32 +28,43 @@ class QuantizedStack(Tensor):
     ``fp8compile.grouped_linear`` and ``grouped_mm``. Any other op raises a TypeError.
 
     Attributes:
-        codes: (E, N, K), uint8.
+        codes: (E, N, K), uint8; of four bits two may share a byte.
         scale: (E, blocks, blocks): for each matrix, ``quantizer.scale_shape((N, K))``; float32, or uint8 for E8M0.
         quantizer: Of each of the matrices.
+        outer_scale: Of each matrix, (E,) float32, where the quantizer has two levels of scales; else None.
     """
 
     codes: Tensor
     scale: Tensor
     quantizer: Quantizer
+    outer_scale: Tensor | None
 
     @staticmethod
     def __new__(
-        cls: type[QuantizedStack], codes: Tensor, scale: Tensor, quantizer: Quantizer, dtype: torch.dtype
+        cls: type[QuantizedStack],
+        codes: Tensor,
+        scale: Tensor,
+        quantizer: Quantizer,
+        dtype: torch.dtype,
+        outer_scale: Tensor | None = None,
     ) -> QuantizedStack:
         """Wrap codes and scales that a quantizer made of matrices of this dtype."""
         with torch.inference_mode(torch.is_inference_mode_enabled() and codes.is_inference()):
+            shape = (codes.shape[0], *quantizer.values_shape(codes.shape[1:]))
+            strides, offset = place_of_values(codes, shape)
             return Tensor._make_wrapper_subclass(
-                cls,
-                codes.shape,
-                strides=codes.stride(),
-                storage_offset=codes.storage_offset(),
-                dtype=dtype,
-                device=codes.device,
+                cls, shape, strides=strides, storage_offset=offset, dtype=dtype, device=codes.device
             )
 
-    def __init__(self, codes: Tensor, scale: Tensor, quantizer: Quantizer, dtype: torch.dtype) -> None:
-        self.codes, self.scale, self.quantizer = codes, scale, quantizer
+    def __init__(
+        self,
+        codes: Tensor,
+        scale: Tensor,
+        quantizer: Quantizer,
+        dtype: torch.dtype,
+        outer_scale: Tensor | None = None,
+    ) -> None:
+        self.codes, self.scale, self.quantizer, self.outer_scale = codes, scale, quantizer, outer_scale
 
     is_in_turns = False  # whether its memory holds other codes in the backward than in the forward
 
@@ -61,16 +72,22 @@ class QuantizedStack(Tensor):
         """All sets of codes that it has: this one. A `QuantizedPair` has two."""
         return (self,)
 
+    def parts(self) -> tuple[Tensor, ...]:
+        """The plain tensors that it is made of."""
+        scales = (self.scale,) if self.outer_scale is None else (self.scale, self.outer_scale)
+        return self.codes, *scales
+
     def read_by(self, gemm: Gemm) -> QuantizedStack:
         """The set of codes that a product of a layer multiplies: this one, whichever it is."""
         return self
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple]:
-        return ["codes", "scale"], (self.quantizer, self.dtype)
+        names = ["codes", "scale"] if self.outer_scale is None else ["codes", "scale", "outer_scale"]
+        return names, (self.quantizer, self.dtype)
 
     @staticmethod
     def __tensor_unflatten__(inner: dict, metadata: tuple, outer_size: Any, outer_stride: Any) -> QuantizedStack:
-        return QuantizedStack(inner["codes"], inner["scale"], *metadata)
+        return QuantizedStack(inner["codes"], inner["scale"], *metadata, inner.get("outer_scale"))
 
     _stable_hash_for_caching = QuantizedTensor._stable_hash_for_caching
 
@@ -110,22 +127,26 @@ refuse_operators(QuantizedStack, _no_meaning)
 
 
 def _same(func: Any, x: QuantizedStack, **kwargs: Any) -> QuantizedStack:
-    return QuantizedStack(func(x.codes, **kwargs), func(x.scale), x.quantizer, x.dtype)
+    outer = None if x.outer_scale is None else func(x.outer_scale)
+    return QuantizedStack(func(x.codes, **kwargs), func(x.scale), x.quantizer, x.dtype, outer)
 
 
 def _transpose(func: Any, x: QuantizedStack, *dims: int) -> QuantizedStack | None:
     if {dim % x.ndim for dim in dims} != {1, 2}:
         return None
-    return QuantizedStack(func(x.codes, *dims), func(x.scale, *dims), x.quantizer.transposed(), x.dtype)
+    codes, scale, outer = func(x.codes, *dims), func(x.scale, *dims), alias_of(x.outer_scale)
+    return QuantizedStack(codes, scale, x.quantizer.transposed(), x.dtype, outer)
 
 
-def _whole_view(func: Any, x: QuantizedStack, size: Any, *where: Any, **kwargs: Any) -> QuantizedStack | None:
+def _whole_view(
+    func: Any, x: QuantizedStack, size: Any, stride: Any = None, storage_offset: int | None = None
+) -> QuantizedStack | None:
     """A view that shows what it is a view of: FSDP2 and AOTAutograd ask for it by ``as_strided``."""
-    codes = func(x.codes, size, *where, **kwargs)
-    same = codes.shape == x.codes.shape and codes.stride() == x.codes.stride()
-    if not same or codes.storage_offset() != x.codes.storage_offset():
+    whole = torch.empty(x.shape, device="meta").view(size).shape if func is aten.view.default else tuple(size)
+    strides = x.stride() if stride is None else tuple(stride)
+    if whole != x.shape or strides != x.stride() or storage_offset not in (None, x.storage_offset()):
         return None
-    return QuantizedStack(codes, aten.alias.default(x.scale), x.quantizer, x.dtype)
+    return _same(aten.alias.default, x)
 
 
 HANDLERS = {

@@ -13,16 +13,26 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
-from fp8compile import ops
 from fp8compile.ops.layer.local_shards import LocalShard
+from fp8compile.ops.layer.packing import one_a_byte, packed_in_rows, two_a_byte
+from fp8compile.ops.layer.quantize_shard import Scales
 from fp8compile.ops.layer.shards import DimSharding, Sharding, split_axes
-from fp8compile.ops.layer.stacks import cast_stack, dequantize_stack, whole_amax_of_stack
+from fp8compile.ops.layer.stacks import (
+    cast_stack,
+    dequantize_stack,
+    outer_amaxes_of_stack,
+    scales_of_stack,
+    two_scales_of_stack,
+    whole_amax_of_stack,
+)
 from fp8compile.quantizers import Quantizer
 from fp8compile.tensor.fsdp import cut_dim
 from fp8compile.tensor.parameter import ALIASES, BLANK, SHARD, SLICE, WHOLE, QuantizedParameter, flat
 from fp8compile.tensor.quantized import VIEWS
 from fp8compile.tensor.saved import load_stack
+from fp8compile.tensor.scale_without_values import scale_without_values
 from fp8compile.tensor.stack import QuantizedStack
+from fp8compile.tensor.views import codes_slice
 
 __all__ = ["QuantizedStackParameter"]
 
@@ -36,9 +46,10 @@ class QuantizedStackParameter(QuantizedParameter):
     transposed matrices; any other op raises.
 
     Attributes:
-        codes: (E, N, K), uint8.
+        codes: (E, N, K), uint8; of four bits two of a row share a byte.
         scale: (E, blocks, blocks): for each matrix, ``quantizer.scale_shape((N, K))``.
         quantizer: Of each matrix, as it lies in memory.
+        outer_scale: Of each matrix, (E,) float32, where the quantizer has two levels of scales.
     """
 
     gathered_as = QuantizedStack
@@ -47,10 +58,19 @@ class QuantizedStackParameter(QuantizedParameter):
     @staticmethod
     def of(x: Tensor, quantizer: Quantizer) -> QuantizedStackParameter:
         """Quantize each matrix of a stack, bfloat16, float16 or float32; on the meta device, only its shape."""
-        part = LocalShard(x.detach())
-        multiplier, scale = ops.scale(whole_amax_of_stack(part, quantizer), quantizer)
+        part, quantizer = LocalShard(x.detach()), packed_in_rows(quantizer, x.shape)
+        multiplier, scale, outer_scale = scales_of_stack(whole_amax_of_stack(part, quantizer), quantizer)
         codes = cast_stack(part, multiplier, quantizer).contiguous()  # else with room for the rest of blocks
-        return QuantizedStackParameter(codes, scale, quantizer, x.dtype)
+        return QuantizedStackParameter(
+            two_a_byte(codes, quantizer), scale, quantizer, x.dtype, outer_scale=outer_scale
+        )
+
+    @classmethod
+    def _values_shape(cls, codes: Tensor, quantizer: Quantizer) -> tuple[int, ...]:
+        """The shape of what codes stand for: of each matrix by itself."""
+        if codes.ndim != 3:
+            return super()._values_shape(codes, quantizer)
+        return (codes.shape[0], *quantizer.values_shape(codes.shape[1:]))
 
     @staticmethod
     def __tensor_unflatten__(
@@ -68,6 +88,24 @@ class QuantizedStackParameter(QuantizedParameter):
         """The shape of the scale of a weight of this size."""
         return (size[0], *self.quantizer.scale_shape(size[1:]))
 
+    def is_stacked_along(self, dim: int) -> bool:
+        """Whether entries along a dim have no scale in common."""
+        return dim == 0
+
+    def outer_amax_of(self, amax: Tensor) -> Tensor:
+        """The amax of each matrix, (E,) float32."""
+        return outer_amaxes_of_stack(amax, self.quantizer)
+
+    def two_scales_of(self, amax: Tensor, outer_amax: Tensor) -> Scales:
+        """Multipliers and scales of both levels of each matrix."""
+        return two_scales_of_stack(amax, outer_amax, self.quantizer)
+
+    def outer_scale_of_zeros(self, size: Sequence[int], device: torch.device) -> Tensor | None:
+        """Those of the matrices; of other matrices, ones."""
+        if self.outer_scale is None or size[0] == self.shape[0]:
+            return super().outer_scale_of_zeros(size, device)
+        return torch.ones(size[0], device=device)
+
     def cuts_blocks(self) -> bool:
         """Whether this is a shard with elements of blocks that other ranks have elements of."""
         if self.sizes is None or not self.shard_dim:
@@ -81,11 +119,12 @@ class QuantizedStackParameter(QuantizedParameter):
 
     def codes_of(self, values: Tensor, multiplier: Tensor, quantizer: Quantizer, cuts: Sharding) -> Tensor:
         """Codes of values of this shape. Stochastic noise is that of this rank's stack: see `MasterWeights`."""
-        return cast_stack(self.part(values), multiplier, quantizer)
+        return two_a_byte(cast_stack(self.part(values), multiplier, quantizer), quantizer)
 
     def _values(self, dtype: torch.dtype) -> Tensor:
         self._check_place()
-        return dequantize_stack(self.part(self.codes), self.scale, self.quantizer, dtype)
+        codes, quantizer = one_a_byte(self.codes, self.quantizer)
+        return dequantize_stack(self.part(codes), self.scale, quantizer, dtype, self.outer_scale)
 
     def scale_of_zeros(self, size: Sequence[int], device: torch.device) -> tuple[Tensor, bool]:
         """A scale for zeros of another size, and whether it is that of all blocks of each matrix."""
@@ -93,7 +132,7 @@ class QuantizedStackParameter(QuantizedParameter):
         block = self.block_along(dim)
         if self.has_all_scales or block == -1 or (block > 1 and size[dim] % block):
             return self.scale.to(device).clone(), self.has_all_scales or block != -1
-        return self.quantizer.scale_of(torch.ones(self.scale_shape(size), device=device)), False
+        return scale_without_values(self.quantizer, self.scale_shape(size), 1.0, device), False
 
     def extent_of_zeros(self, size: Sequence[int]) -> str:
         """Whole if each rank has whole matrices; a blank, which FSDP2 fills, if it has parts of them."""
@@ -123,24 +162,28 @@ def _no_view(func: object) -> str:
 def _transpose(func: Any, x: QuantizedStackParameter, *dims: int) -> QuantizedStackParameter | None:
     if {dim % 3 for dim in dims} != {1, 2}:
         return None
-    found = x._like(func(x.codes, *dims), func(x.scale, *dims))
-    found.quantizer = x.quantizer.transposed()
+    found = x._like(func(x.codes, *dims), func(x.scale, *dims), x.quantizer.transposed())
     found.shard_dim = 3 - x.shard_dim if x.shard_dim else x.shard_dim
     return found
 
 
 def _view(func: Any, x: QuantizedStackParameter, size: Sequence[int]) -> QuantizedParameter | None:
-    codes = func(x.codes, size)
-    if codes.ndim == 1:
-        return flat(x, codes)
-    return x._like(codes, aten.alias.default(x.scale)) if codes.shape == x.codes.shape else None
+    whole = torch.empty(x.shape, device="meta").view(size).shape
+    if len(whole) == 1:
+        return flat(x, func(x.codes, [-1]))
+    return _whole(x) if whole == x.shape else None
 
 
-def _as_strided(func: Any, x: QuantizedStackParameter, *where: Any) -> QuantizedStackParameter | None:
+def _whole(x: QuantizedStackParameter) -> QuantizedParameter:
+    return x._like(aten.alias.default(x.codes), aten.alias.default(x.scale))
+
+
+def _as_strided(
+    func: Any, x: QuantizedStackParameter, size: Sequence[int], stride: Sequence[int], offset: int | None = None
+) -> QuantizedParameter | None:
     """The view that shows what it is a view of: AOTAutograd asks for it."""
-    codes = func(x.codes, *where)
-    same = codes.shape == x.codes.shape and codes.stride() == x.codes.stride()
-    return x._like(codes, aten.alias.default(x.scale)) if same else None
+    same = tuple(size) == tuple(x.shape) and tuple(stride) == x.stride() and offset in (None, x.storage_offset())
+    return _whole(x) if same else None
 
 
 def _slice(
@@ -153,17 +196,23 @@ def _slice(
 ) -> QuantizedStackParameter | None:
     dim %= 3
     first, last, _ = slice(start, end).indices(x.shape[dim])
-    codes, block = aten.slice.Tensor(x.codes, dim, start, end, step), x.block_along(dim)
     if step != 1:
         return None
+    codes, block = codes_slice(aten.slice.Tensor, x, dim, start, end, step), x.block_along(dim)
     if dim == 0:
-        return x._like(codes, aten.slice.Tensor(x.scale, 0, start, end))
+        found = x._like(codes, aten.slice.Tensor(x.scale, 0, start, end))
+        if x.outer_scale is not None:
+            found.outer_scale = aten.slice.Tensor(x.outer_scale, 0, start, end)
+        return found
     if codes.shape == x.codes.shape:
         return x._like(codes, aten.alias.default(x.scale))
     is_cut = x.has_all_scales or (block > 1 and (first % block or (last % block and last != x.shape[dim])))
     if block != -1 and not is_cut:
-        return x._like(codes, aten.slice.Tensor(x.scale, dim, first // block, -(-last // block)))
-    found = x._like(codes, aten.alias.default(x.scale))
+        found = x._like(codes, aten.slice.Tensor(x.scale, dim, first // block, -(-last // block)))
+        if x.outer_scale is None:
+            return found
+    else:
+        found = x._like(codes, aten.alias.default(x.scale))
     found.has_all_scales = bool(is_cut)
     if found.extent != SHARD:
         found.extent, found.group, found.shard_dim, found.sizes = SLICE, None, None, None

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from fp8compile import _compat
+from fp8compile.ops.layer.packing import packed_dim
 from fp8compile.tensor.quantized import HANDLERS, VIEWS, QuantizedTensor
 
 aten = torch.ops.aten
@@ -37,8 +38,10 @@ def _check_not_packed(func: Any, x: QuantizedTensor) -> None:
         )
 
 
-def _check_keeps_blocks(func: Any, x: QuantizedTensor) -> None:
-    _check_not_packed(func, x)
+def _check_keeps_blocks(func: Any, x: QuantizedTensor, *, keeps_bytes: bool = False) -> None:
+    """Raise a TypeError if no view but the whole keeps the blocks of x, or the bytes that its codes share."""
+    if not keeps_bytes or packed_dim(x.quantizer) is None:
+        _check_not_packed(func, x)
     if x.cuts_blocks():
         raise TypeError(
             f"{func} of a QuantizedTensor whose first or last block lies on other ranks too, being a shard of sizes "
@@ -168,15 +171,15 @@ def _slice(
     dim %= x.ndim
     size = x.shape[dim]
     if x.may_cut_rows and dim == 0 and x.ndim == 2 and step == 1 and x.cut_by(*slice(start, end).indices(size)[:2]):
-        return x.rows_cut(func(x.codes, dim, start, end, step))
-    _check_keeps_blocks(func, x)
+        return x.rows_cut(codes_slice(func, x, dim, start, end, step))
+    _check_keeps_blocks(func, x, keeps_bytes=True)
     block = _block_along(x, dim)
     # blocks over several leading dims: the grid has two dims, whatever x has
     scale_dim = -1 if dim == x.ndim - 1 else dim
-    codes = func(x.codes, dim, start, end, step)
     if block == -1:
-        return x._view(codes, aten.alias.default(x.scale), x.shard_dim)
+        return x._view(func(x.codes, dim, start, end, step), aten.alias.default(x.scale), x.shard_dim)
     if block == 1:
+        codes = func(x.codes, dim, start, end, step)
         return x._view(codes, func(x.scale, scale_dim, start, end, step), x.shard_dim)
     first, last, _ = slice(start, end).indices(size)
     if step != 1 or first % block or (last % block and last != size and not x.ends_in_padding):
@@ -184,7 +187,22 @@ def _slice(
             f"{func} [{first}:{last}:{step}] along dim {dim} of {size} cuts blocks of {block}. Cut at multiples of "
             f"{block}, or {x.instead_of_cutting}"
         )
+    codes = codes_slice(func, x, dim, start, end, step)
     return x._view(codes, func(x.scale, scale_dim, first // block, -(-last // block), 1), x.shard_dim)
+
+
+def codes_slice(func: Any, x: QuantizedTensor, dim: int, start: int | None, end: int | None, step: int) -> Tensor:
+    """The codes of a slice along a dim; along the one whose neighbours share a byte, of whole bytes."""
+    if x.codes.shape[dim] == x.shape[dim]:
+        return func(x.codes, dim, start, end, step)
+    first, last, _ = slice(start, end).indices(x.shape[dim])
+    per_byte = x.shape[dim] // x.codes.shape[dim]
+    if step != 1 or first % per_byte or last % per_byte:
+        raise TypeError(
+            f"{func} [{first}:{last}:{step}] along dim {dim} of codes of which {per_byte} share a byte. Cut at even "
+            f"places, or {x.instead_of_cutting}"
+        )
+    return func(x.codes, dim, first // per_byte, last // per_byte, 1)
 
 
 def _select(func: Any, x: QuantizedTensor, dim: int, index: int) -> QuantizedTensor:

@@ -89,18 +89,25 @@ def copy(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
             f"{source.quantizer!r}, shape {tuple(source.shape)}. Copy .dequantize(), which quantizes them anew."
         )
     for each, codes in zip(own, given, strict=True):
-        if each.is_slice and not torch.equal(each.scale, codes.scale.to(each.scale.device)):
+        if each.is_slice and not _have_same_scales(each, codes):
             each.check_writable("copy_")
         each.codes.copy_(codes.codes)
         is_row_of_blocks = each.has_all_scales and each._shared.blank and each.scale.shape != codes.scale.shape
         if not is_row_of_blocks:  # FSDP2 made the target of the same weight, with the scales of all its blocks
             each.scale.copy_(codes.scale)
+        if each.outer_scale is not None:
+            each.outer_scale.copy_(codes.outer_scale)
     count_write(target)
     is_parameter = hasattr(source, "check_writable")
     target.written = source.written if is_parameter and own[0]._shared.blank else True
     initial = source.initial if is_parameter else None
     target.keep(source if initial is None else initial)
     return target
+
+
+def _have_same_scales(one: QuantizedTensor, other: QuantizedTensor) -> bool:
+    pairs = zip(one.parts()[1:], other.parts()[1:], strict=True)
+    return all(torch.equal(mine, theirs.to(mine.device)) for mine, theirs in pairs)
 
 
 def _values_in_step(source: Tensor) -> Tensor | None:

@@ -7,6 +7,7 @@ from functools import partial
 
 import pytest
 import torch
+from eight_bits import EIGHT_BITS
 from torch import nn
 from torch._dynamo import compiled_autograd
 from torch._dynamo.backends.common import aot_autograd
@@ -320,7 +321,7 @@ def test_compiled_autograd(way, assert_same):
 # ------------------------------------------------------------------------------- torch.func
 
 # A layer with delayed scaling writes its state in the backward, which no function of torch.func may do.
-EACH_RECIPE = [f8.recipes.by_name(name) for name in f8.recipes.names() if name != "delayed"]
+EACH_RECIPE = [f8.recipes.by_name(name) for name in EIGHT_BITS if name != "delayed"]
 
 
 def functional_loss(parameters, model, x):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
+from eight_bits import EIGHT_BITS
 from gloo_ranks import GROUPS, shared_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -157,6 +158,6 @@ def pipeline(compiled, schedule_name, recipe):
 
 @behaviour("Parallel", "pipeline stages, each compiled: GPipe and 1F1B")
 def test_pipelining(way):
-    current_scaling = [name for name in f8.recipes.names() if name != "delayed"]
+    current_scaling = [name for name in EIGHT_BITS if name != "delayed"]
     for schedule, recipe in [("ScheduleGPipe", "rowwise"), *(("Schedule1F1B", name) for name in current_scaling)]:
         assert all(shared_ranks().run(pipeline, way.compiled, schedule, recipe)), (schedule, recipe)

@@ -10,6 +10,7 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
+from eight_bits import EIGHT_BITS
 from torch import nn
 from torch._dynamo import compiled_autograd
 from torch.utils import checkpoint as ckpt
@@ -18,7 +19,7 @@ from ways import behaviour
 import fp8compile as f8
 
 RECIPE = f8.recipes.rowwise()
-EACH_RECIPE = [f8.recipes.by_name(name) for name in f8.recipes.names() if name != "delayed"]
+EACH_RECIPE = [f8.recipes.by_name(name) for name in EIGHT_BITS if name != "delayed"]
 
 
 class Experts(nn.Module):

@@ -18,14 +18,16 @@ EMULATED = "emulated in float64"
 NO_TENSOR_CORES = "needs a GPU with FP8 tensor cores, compute capability 8.9 or more"
 NO_BLOCKWISE = "needs a GPU of compute capability 9.0 (H100, H200)"
 NO_MX = "needs compute capability 10.0 (B200)"
+NO_NV = "needs a GPU of compute capability 10.0 (B200)"
+NATIVE_NV = "native, NVFP4 GEMM"
 CPU = "native, rowwise GEMM" if cpu_has_rowwise_gemm() else EMULATED
-# tensorwise and delayed, rowwise, blockwise, mxfp8
+# tensorwise and delayed, rowwise, blockwise, mxfp8, nvfp4
 WAYS = {
-    None: (CPU, CPU, EMULATED, EMULATED),
-    (8, 0): (NO_TENSOR_CORES,) * 4,
-    (8, 9): ("native, tensorwise GEMM", "native, scales applied after the GEMM", NO_BLOCKWISE, NO_MX),
-    (9, 0): ("native, tensorwise GEMM", "native, rowwise GEMM", "native, blockwise GEMM", NO_MX),
-    (10, 0): ("native, tensorwise GEMM", "native, rowwise GEMM", NO_BLOCKWISE, "native, MX GEMM"),
+    None: (CPU, CPU, EMULATED, EMULATED, EMULATED),
+    (8, 0): (*[NO_TENSOR_CORES] * 4, NO_NV),
+    (8, 9): ("native, tensorwise GEMM", "native, scales applied after the GEMM", NO_BLOCKWISE, NO_MX, NO_NV),
+    (9, 0): ("native, tensorwise GEMM", "native, rowwise GEMM", "native, blockwise GEMM", NO_MX, NO_NV),
+    (10, 0): ("native, tensorwise GEMM", "native, rowwise GEMM", NO_BLOCKWISE, "native, MX GEMM", NATIVE_NV),
 }
 
 
@@ -50,7 +52,7 @@ def pretended(monkeypatch):
 def test_each_recipe_on_each_device(capability, capsys, pretended):
     """Native by which GEMM, emulated, or which GPU it needs."""
     pretended(capability)
-    tensorwise, rowwise, blockwise, mxfp8 = WAYS[capability]
+    tensorwise, rowwise, blockwise, mxfp8, nvfp4 = WAYS[capability]
     expected = [
         ("tensorwise", ALL, tensorwise),
         ("rowwise", ALL, rowwise),
@@ -59,6 +61,7 @@ def test_each_recipe_on_each_device(capability, capsys, pretended):
         ("blockwise", ALL, blockwise),
         ("mxfp8", ALL, mxfp8),
         ("delayed", ALL, tensorwise),
+        ("nvfp4", ALL, nvfp4),
     ]
     assert {name for name, *_ in expected} == set(f8.recipes.names())
     merged = {}
@@ -66,7 +69,7 @@ def test_each_recipe_on_each_device(capability, capsys, pretended):
         if name.endswith(", experts"):
             continue
         assert way.startswith("can't run: ") == ("needs" in way)
-        short = next((w for w in (NO_TENSOR_CORES, NO_BLOCKWISE, NO_MX) if w in way), way)
+        short = next((w for w in (NO_TENSOR_CORES, NO_BLOCKWISE, NO_MX, NO_NV) if w in way), way)
         merged[name, short] = ", ".join(filter(None, [merged.get((name, short)), gemms]))
     assert merged == {(name, way): gemms for name, gemms, way in expected}
 

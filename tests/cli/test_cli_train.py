@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from commands import started
+from eight_bits import EIGHT_BITS
 
 import fp8compile as f8
 from fp8compile._compat import cpu_has_rowwise_gemm
@@ -356,7 +357,7 @@ def steps_of(trainer, count):
     return found
 
 
-@pytest.mark.parametrize("recipe", f8.recipes.names())
+@pytest.mark.parametrize("recipe", EIGHT_BITS)
 def test_twenty_steps_are_one_graph_and_resume_to_the_bit(text_file, tmp_path, recipe, assert_bits_equal):
     first = small_trainer(text_file, recipe=recipe, backend="aot_eager", steps=20)
     whole = steps_of(first, 11)
@@ -380,7 +381,7 @@ def has_cpu_kernel(recipe):
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("recipe", ["bf16", *f8.recipes.names()])
+@pytest.mark.parametrize("recipe", ["bf16", *EIGHT_BITS])
 def test_the_profiler_sees_the_gemms_that_the_recipe_asks_for_as_this_device_has_them(text_file, recipe, compiled):
     asked = {"bf16": 0, "rowwise_bf16_wgrad": 14}.get(recipe, 3 * NUM_LINEARS)
     fp8, emulated = (asked, 0) if has_cpu_kernel(recipe) else (0, asked)
@@ -413,7 +414,7 @@ def falls_back(monkeypatch):
 
 
 @pytest.mark.usefixtures("falls_back")
-@pytest.mark.parametrize("recipe", f8.recipes.names())
+@pytest.mark.parametrize("recipe", EIGHT_BITS)
 def test_a_layer_that_falls_back_to_bf16_is_not_counted_as_fp8(text_file, recipe):
     done = small_trainer(text_file, recipe=recipe, compile=False).summary()
     seen = GemmCount(**done["profiled_gemms"])

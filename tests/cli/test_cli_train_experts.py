@@ -7,6 +7,7 @@ import json
 import pytest
 import torch
 import torch.nn.functional as F
+from eight_bits import EIGHT_BITS
 from gloo_ranks import shared_ranks
 from test_cli_train import (
     has_cpu_kernel,
@@ -35,7 +36,7 @@ from fp8compile.cli.train.summary import complaints
 __all__ = ["text_file"]
 
 EXPERTS = {"experts": 4, "top_k": 2}
-RECIPES = [name for name in f8.recipes.names() if name != "delayed"]
+RECIPES = [name for name in EIGHT_BITS if name != "delayed"]
 NUM_FP8 = 4 + 2  # linears of attention, stacks of experts
 NUM_OTHER = 2  # the router and the head
 

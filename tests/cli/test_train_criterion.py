@@ -10,6 +10,7 @@ import math
 
 import pytest
 import torch
+from eight_bits import EIGHT_BITS
 
 import fp8compile as f8
 from fp8compile.cli import main
@@ -71,9 +72,7 @@ def test_bf16_itself_gets_below_the_level(reference):
 
 
 # rowwise_bf16_wgrad has rowwise's codes, and one of bf16's products
-NAMES = [
-    pytest.param(name, marks=pytest.mark.slow) if name == "rowwise_bf16_wgrad" else name for name in f8.recipes.names()
-]
+NAMES = [pytest.param(name, marks=pytest.mark.slow) if name == "rowwise_bf16_wgrad" else name for name in EIGHT_BITS]
 
 
 @pytest.mark.parametrize("name", NAMES)

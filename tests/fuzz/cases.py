@@ -224,8 +224,8 @@ def _custom_recipes(draw: st.DrawFn) -> f8.Recipe:
     return f8.Recipe(**slots)
 
 
-# delayed scaling needs a state, which these cases have none of: tests/nn/test_delayed.py
-CURRENT = [name for name in f8.recipes.names() if not f8.recipes.by_name(name).history()]
+# delayed scaling needs a state, which these cases have none of: tests/nn/test_delayed.py; nvfp4: two_levels.py
+CURRENT = ("tensorwise", "rowwise", "rowwise_bf16_wgrad", "blockwise", "mxfp8")
 
 
 @st.composite

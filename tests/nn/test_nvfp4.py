@@ -150,10 +150,7 @@ def test_a_product_of_a_transformed_and_another_operand_is_refused():
         replace(recipe, input_for_grad_weight=f8.recipes.nvfp4(hadamard=()).input_for_grad_weight)
 
 
-def test_who_has_no_place_for_an_outer_scale_says_so():
-    model = torch.nn.Sequential(torch.nn.Linear(32, 32)).bfloat16()
-    with pytest.raises(ValueError, match="the recipe of 0 has two levels of scales"):
-        f8.convert(model, f8.recipes.nvfp4(), quantized_parameters=True)
+def test_groups_refuse_gradients_of_dequantized_codes():
     x, weight, offsets = torch.randn(8, 32), torch.randn(2, 32, 32), torch.tensor([4, 8], dtype=torch.int32)
     with pytest.raises(ValueError, match=r"grouped_linear: .* dequantized_gradients.*backward='bf16'"):
         f8.grouped_linear(x, weight, offsets, recipe=f8.recipes.nvfp4(backward="dequantized"))
@@ -162,8 +159,9 @@ def test_who_has_no_place_for_an_outer_scale_says_so():
 def test_a_quantized_parameter_does_not_lose_an_outer_scale_in_silence():
     from fp8compile.tensor.parameter import QuantizedParameter
 
+    q = f8.quantize(torch.randn(32, 32), f8.TwoLevelScaling())
     with pytest.raises(TypeError, match="QuantizedParameter of TwoLevelScaling: outer_scale is None"):
-        QuantizedParameter.of(torch.randn(32, 32), f8.TwoLevelScaling())
+        QuantizedParameter(q.codes, q.scale, q.quantizer, q.dtype)
 
 
 def test_a_gpu_says_that_it_has_no_groups_in_two_levels():

@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from eight_bits import EIGHT_BITS
 from states import state_of
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -215,7 +216,7 @@ def test_backward_computes_only_the_gradients_asked_for(x_grad, weight_grad, cal
     assert (x.grad is not None, weight.grad is not None) == (x_grad, weight_grad)
 
 
-@pytest.mark.parametrize("recipe", f8.recipes.names())
+@pytest.mark.parametrize("recipe", EIGHT_BITS)  # in four bits codes of the input are kept: test_kept_input.py
 @pytest.mark.parametrize(
     ("x_grad", "weight_grad", "kept"), [(True, True, "xw"), (True, False, "w"), (False, True, "x"), (False, False, "")]
 )
@@ -231,7 +232,7 @@ def test_forward_saves_its_inputs_and_nothing_else(recipe, x_grad, weight_grad, 
     assert sorted(t.data_ptr() for t in saved) == sorted(pointers[name] for name in kept)
 
 
-@pytest.mark.parametrize("recipe", f8.recipes.names())
+@pytest.mark.parametrize("recipe", EIGHT_BITS)
 def test_codes_live_no_longer_than_the_gemm_that_reads_them(recipe, monkeypatch):
     name, recipe, storages, cast = recipe, f8.recipes.by_name(recipe), [], OPS["fp8compile::cast"].impl
 

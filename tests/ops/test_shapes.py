@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from eight_bits import EIGHT_BITS
 from states import MULTIPLIERS, state_of
 from torch import Tensor
 
@@ -27,7 +28,7 @@ def _blockwise() -> f8.Recipe:
     )
 
 
-RECIPES = {name: f8.recipes.by_name(name) for name in f8.recipes.names()} | {"custom_blockwise": _blockwise()}
+RECIPES = {name: f8.recipes.by_name(name) for name in EIGHT_BITS} | {"custom_blockwise": _blockwise()}
 every_recipe = pytest.mark.parametrize("name", RECIPES)
 
 

@@ -11,6 +11,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from eight_bits import EIGHT_BITS
 from golden_cases import BLOCKS, CASES
 from token_groups import GROUPS
 
@@ -260,7 +261,7 @@ def check_layer(name, device, dtype, shape, *, compiled):
 
 @pytest.mark.parametrize("shape", LAYER_SHAPES, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("recipe", f8.recipes.names())
+@pytest.mark.parametrize("recipe", EIGHT_BITS)
 @pytest.mark.parametrize("device", DEVICES)
 def test_layers_multiply_within_the_bound(device, recipe, dtype, shape):
     check_layer(recipe, device, dtype, shape, compiled=False)
@@ -269,7 +270,7 @@ def test_layers_multiply_within_the_bound(device, recipe, dtype, shape):
 @pytest.mark.gpu
 @pytest.mark.parametrize("shape", LAYER_SHAPES, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("recipe", f8.recipes.names())
+@pytest.mark.parametrize("recipe", EIGHT_BITS)
 def test_compiled_layers_multiply_within_the_bound(recipe, dtype, shape):
     """On a CPU: tests/ops/test_shapes.py."""
     check_layer(recipe, "cuda", dtype, shape, compiled=True)
@@ -322,7 +323,7 @@ def test_nan_and_inf_reach_the_output(device):
 
 
 @pytest.mark.parametrize("device", DEVICES[1:])  # on a CPU there are no CUDA graphs
-@pytest.mark.parametrize("recipe", f8.recipes.names())
+@pytest.mark.parametrize("recipe", EIGHT_BITS)
 def test_reduce_overhead_trains_with_the_same_bits(recipe, device, assert_bits_equal):
     """Replayed from CUDA graphs, five steps, delayed scaling's state included."""
     if any(gemm.kind == "none" for gemm in recipe_support(f8.recipes.by_name(recipe), torch.device(device))):

@@ -21,7 +21,7 @@ import fp8compile as f8
 from fp8compile._compat import TORCH_VERSION
 from fp8compile.ops import collectives
 from fp8compile.parallel import fsdp_float8_all_gather
-from fp8compile.parallel.fsdp2 import weight_scales
+from fp8compile.parallel.fsdp2 import sharded_weight, weight_scales
 from fp8compile.testing.bits import bits
 
 pytestmark = pytest.mark.skipif(
@@ -66,10 +66,11 @@ def sharded(model, mesh, policy, *, on, tp=False, **options):
         where = models.mesh_2d("replicate", "shard")
     if mesh == "FSDP + TP":
         both = models.mesh_2d("dp", "tp")
-        where = both["dp"]
+        where, tensor_parallel = both["dp"], both["tp"]  # once: graphs are guarded by which object a mesh is
         for block in model.blocks:
             plan = {f"inner.{name}": parallel.ColwiseParallel(use_local_output=False) for name in ("gate", "up")}
-            parallel.parallelize_module(block, both["tp"], plan | {"inner.down": parallel.RowwiseParallel()})
+            down = {"inner.down": parallel.RowwiseParallel()}
+            parallel.parallelize_module(block, tensor_parallel, plan | down)
     if on is not False:
         fsdp_float8_all_gather(model, **({} if on is True else on))
     return models.shard(model, where, policy, **options)
@@ -130,7 +131,7 @@ def test_one_process(ranks, recipe, policy, sizes):
 
 # ---------------------------------------------------------------------------------- what users reported
 
-PLACES = {"all_reduce_amax": collectives, "part_of_weight": weight_scales, "scales_of": weight_scales}
+PLACES = {"all_reduce_amax": collectives, "part_of_weight": weight_scales, "scales_of": sharded_weight}
 REAL = {name: getattr(module, name) for name, module in PLACES.items()}
 
 

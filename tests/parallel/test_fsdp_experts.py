@@ -86,10 +86,19 @@ CASES = [
     ("Qwen3-MoE", 4, "tensorwise", "bf16", 0),
     ("Qwen3-MoE", 3, "blockwise", "bf16", 1),
     ("Qwen3-MoE", 3, "rowwise", "bf16", 0),
+    ("gpt-oss", 2, "nvfp4", "bf16", 0),  # two codes to a byte, of matrices that lie transposed
+    ("torchtitan", 1, "nvfp4", "bf16", 1),
 ]
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: " ".join(map(str, case)))
+SLOW = [
+    ("torchtitan", 4, "nvfp4", "bf16", 0),
+    ("gpt-oss", 3, "nvfp4", "fp32", 0),  # the second rank has one expert
+]
+EVERY = [*CASES, *(pytest.param(case, marks=pytest.mark.slow) for case in SLOW)]
+
+
+@pytest.mark.parametrize("case", EVERY, ids=lambda case: " ".join(map(str, case)))
 def test_trains_as_one_process_does(ranks, case):
     assert ranks.run(ways_of_training, *case, 4, within="pair") == [[]] * 2
 
@@ -128,6 +137,7 @@ def compiled_ways(kind, count, recipe, backend, steps):
 
 
 GRAPHS = [
+    pytest.param(("torchtitan", 2, "nvfp4", "aot_eager"), marks=pytest.mark.slow),
     ("torchtitan", 1, "blockwise", "aot_eager"),  # the second rank has no expert
     ("gpt-oss", 3, "rowwise", "aot_eager"),
     pytest.param(("torchtitan", 1, "tensorwise", "inductor"), marks=pytest.mark.slow),

@@ -90,14 +90,15 @@ def bytes_of_three_steps(way, recipe, dim):
 SCALES = {  # bytes that a rank sends of the scales of its expert, 400 x 32 and 32 x 200, for both passes
     ("codes", "tensorwise", 0): 0,
     ("codes", "blockwise", 1): 0,
+    ("codes", "nvfp4", 0): 0,
     ("graph", "rowwise", 0): 4 * (400 + 32 + 32 + 200),
     ("graph", "mxfp8", 0): 400 * 1 + 32 * 7 + 13 * 32 + 1 * 200,
 }
-AMAXES = {"tensorwise": 1 + 1, "blockwise": 4 * 1 + 1 * 2}  # of an expert
+AMAXES = {"tensorwise": 1 + 1, "blockwise": 4 * 1 + 1 * 2, "nvfp4": 25 * 2 + 2 * 13}  # of an expert
 
 
 @pytest.mark.parametrize("case", SCALES, ids=lambda case: " ".join(map(str, case)))
-def test_a_gather_sends_a_byte_an_element(ranks, case):
+def test_a_gather_sends_a_byte_an_element_or_half_of_one(ranks, case):
     way, recipe, dim = case
     in_high_precision = ("stock", recipe, dim) if way == "codes" else ("graph", None, 0)
     reduced, sent = ranks.run(bytes_of_three_steps, *case, within="pair")[0]
@@ -105,7 +106,8 @@ def test_a_gather_sends_a_byte_an_element(ranks, case):
     gathers = 3 * 2  # steps, blocks
     elements = 400 * 32 + 32 * 200  # of two experts a rank has one, or half of both
     others = plain - gathers * 2 * 2 * elements  # two passes, two bytes an element
-    assert sent == others + gathers * (2 * elements + SCALES[case])
+    codes = elements // 2 if recipe == "nvfp4" else elements
+    assert sent == others + gathers * (2 * codes + SCALES[case])
     expected = [2 * 2 * AMAXES[recipe]] * 3 if way == "codes" else []
     assert (reduced, none) == (expected, []), "one message a step for all weights"
 

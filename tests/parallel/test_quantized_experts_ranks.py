@@ -77,7 +77,7 @@ def differing(model, reference):
             continue
         of = QuantizedStackParameter.of if mine.ndim == 3 else type(local_itself(mine).sets()[0]).of
         sets = [of(whole(other.detach()), own.quantizer) for own in local_itself(mine).sets()]
-        parts = [part for own in sets for part in (own.codes, own.scale)]
+        parts = [part for own in sets for part in own.parts()]
         for (key, part), expected in zip(codes_and_scales(name, mine).items(), parts, strict=True):
             found.append((key, difference(whole(part.detach()), expected)))
     return [f"{name}: {words}" for name, words in found if words is not None]
@@ -109,10 +109,20 @@ CASES = [
     ("gpt-oss", 3, "rowwise", 0, "aot_eager"),
     ("torchtitan", 1, "tensorwise", 1, "aot_eager"),
     ("gpt-oss", 4, "mxfp8", "EP + FSDP", "aot_eager"),
+    ("gpt-oss", 2, "nvfp4", 0, None),
+    ("torchtitan", 1, "nvfp4", 1, None),
 ]
+SLOW = [
+    ("gpt-oss", 4, "nvfp4", "EP + FSDP", None),
+    ("torchtitan", 3, "nvfp4", 0, None),
+    ("gpt-oss", 1, "nvfp4", 2, None),
+    ("gpt-oss", 2, "nvfp4", "EP", None),
+    ("gpt-oss", 2, "nvfp4", 0, "aot_eager"),
+]
+EVERY = [*CASES, *(pytest.param(case, marks=pytest.mark.slow) for case in SLOW)]
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: " ".join(map(str, case)))
+@pytest.mark.parametrize("case", EVERY, ids=lambda case: " ".join(map(str, case)))
 def test_experts_that_are_codes_have_the_bits_of_values(ranks, case):
     within = "all" if isinstance(case[3], str) else "pair"
     answers = ranks.run(beside_the_reference, *case, within=within)
@@ -143,7 +153,7 @@ def saved_on_two_and_loaded_on_three(recipe, folder):
     return [difference(one, other) for one, other in zip(loaded, own, strict=False)]
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise", "mxfp8"])
+@pytest.mark.parametrize("recipe", ["tensorwise", "mxfp8", "nvfp4"])
 def test_experts_that_two_ranks_saved_are_loaded_by_three(ranks, recipe, tmp_path):
     answers = ranks.run(saved_on_two_and_loaded_on_three, recipe, str(tmp_path), within="three")
     assert len(answers[0]) > 8

@@ -33,7 +33,7 @@ from fp8compile.testing.bits import difference
 pytestmark = pytest.mark.skipif(
     _compat.TORCH_VERSION < (2, 12), reason="a group as a part of a tensor needs PyTorch 2.12"
 )
-RECIPES = {"tensorwise": f8.recipes.tensorwise(), "blockwise": f8.recipes.blockwise()}
+RECIPES = {name: f8.recipes.by_name(name) for name in ("tensorwise", "blockwise", "nvfp4")}
 OPTIMIZERS = {
     "SGD": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.01),
     "SGD, foreach": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, foreach=True),
@@ -47,6 +47,9 @@ OPTIMIZERS = {
     "AdamW, loop compiled": lambda p: compiled_step(torch.optim.AdamW(p, lr=0.02, weight_decay=0.5, foreach=False)),
     "AdamW, foreach compiled": lambda p: compiled_step(torch.optim.AdamW(p, lr=0.02, foreach=True)),
 }
+
+
+HIDDEN = {"tensorwise": 145, "nvfp4": 144}  # of the models of which checkpoints are saved
 
 
 def compiled_step(optimizer):
@@ -106,6 +109,8 @@ def differences(model, whole, rank, size):
             else other.scale[rows.start // block : -(-rows.stop // block)]
         )
         found.append(difference(mine.scale, scale))
+        if other.outer_scale is not None:
+            found.append(difference(mine.outer_scale, other.outer_scale))
     return [words for words in found if words is not None]
 
 
@@ -179,10 +184,10 @@ def sharded_by_columns(name, share):
     return losses[0] == losses[1], [torch.equal(*pair) for pair in zip(*pairs, strict=True)]
 
 
-def messages(optimizer):
-    """Amax messages and weights of one step."""
+def messages(optimizer, name="tensorwise"):
+    """Sizes of the amax messages of one step."""
     mesh = DeviceMesh.from_group(GROUPS["pair"], "cpu")
-    model = sharded(converted(144), mesh)
+    model = sharded(converted(144, name), mesh)
     optimizer = OPTIMIZERS[optimizer](model.parameters())
     train(model, optimizer, 1)
     calls, reduce = [], collectives.all_reduce_amax
@@ -282,13 +287,13 @@ def initial_values(group, hidden, name):
     return same, found, kept[1:2] == kept[3:] == [padded], after
 
 
-def saved_and_loaded(folder):
+def saved_and_loaded(folder, name):
     """DCP: model and optimizer saved on two ranks, loaded on three; what differs, and the losses after it."""
     rank = dist.get_rank()
     options = StateDictOptions()
     if rank < 2:
         mesh = DeviceMesh.from_group(GROUPS["pair"], "cpu")
-        model = sharded(converted(145), mesh)
+        model = sharded(converted(HIDDEN[name], name), mesh)
         optimizer = OPTIMIZERS["AdamW, masters"](model.parameters())
         train(model, optimizer, 2)
         state = get_model_state_dict(model, options=options)
@@ -299,11 +304,11 @@ def saved_and_loaded(folder):
     dist.barrier()
     if rank == 3:
         return None
-    whole = converted(145)
+    whole = converted(HIDDEN[name], name)
     whole_optimizer = OPTIMIZERS["AdamW, masters"](whole.parameters())
     train(whole, whole_optimizer, 2)
     mesh = DeviceMesh.from_group(GROUPS["three"], "cpu")
-    model = sharded(converted(145, seed=7), mesh)
+    model = sharded(converted(HIDDEN[name], name, seed=7), mesh)
     optimizer = OPTIMIZERS["AdamW, masters"](model.parameters())
     train(model, optimizer, 1)  # makes the optimizer's state
     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
@@ -314,7 +319,7 @@ def saved_and_loaded(folder):
     groups = {each.group.group_name for each in quantized(model)} == {mesh.get_group().group_name}
     part = quantized(model)[0]
     try:
-        part[:4].mul_(2)
+        part[:16].mul_(2)
         groups = False
     except RuntimeError:
         pass
@@ -414,6 +419,21 @@ def test_fsdp_of_blocks_that_shards_cut_has_the_bits_of_one_process(ranks, optim
     assert answers == [(True, [], True)] * len(answers)
 
 
+@pytest.mark.parametrize(
+    ("optimizer", "group", "hidden"),
+    [
+        ("AdamW, masters", "pair", 128),  # rows that end between blocks, two codes to a byte on the way
+        ("AdamW", "pair", 144),  # 72 rows end within a block
+        ("AdamW, stochastic", "pair", 144),
+        ("AdamW, masters", "all", 145),  # uneven shards, and 145 columns that share no byte
+        ("AdamW, masters in a step", "all", 5),  # the last rank has no rows
+    ],
+)
+def test_fsdp_of_four_bit_codes_has_the_bits_of_one_process(ranks, optimizer, group, hidden):
+    answers = ranks.run(steps_of, optimizer, group, hidden, 3, "nvfp4", within=group)
+    assert answers == [(True, [], True)] * len(answers)
+
+
 def test_hsdp_has_the_bits_of_one_process(ranks):
     assert ranks.run(hybrid, 5) == [(True, [])] * 4
 
@@ -434,7 +454,7 @@ def test_shards_of_columns_that_cut_blocks_raise(ranks):
         assert "shards of rows may cut blocks, of columns they may not (leave out shard_placement_fn)" in text
 
 
-@pytest.mark.parametrize(("name", "share"), [("tensorwise", True), ("blockwise", False)])
+@pytest.mark.parametrize(("name", "share"), [("tensorwise", True), ("blockwise", False), ("nvfp4", True)])
 def test_shards_of_columns_have_the_bits_of_one_process(ranks, name, share):
     assert ranks.run(sharded_by_columns, name, share, within="pair") == [(True, [True, True])] * 2
 
@@ -450,6 +470,11 @@ def test_shards_of_columns_have_the_bits_of_one_process(ranks, name, share):
 )
 def test_a_step_takes_one_amax_message_for_all_weights(ranks, optimizer, expected):
     assert ranks.run(messages, optimizer, within="pair") == [expected] * 2
+
+
+def test_the_outer_amaxes_of_a_step_are_in_the_one_message(ranks):
+    """Of two weights the 9 x 4 blocks that ranks cut, of two others none, and one number of each."""
+    assert ranks.run(messages, "AdamW, masters", "nvfp4", within="pair") == [[2 * 9 * 4 + 4]] * 2
 
 
 @pytest.mark.parametrize("backend", ["aot_eager"])
@@ -478,8 +503,9 @@ def test_initial_values_follow_the_shards(ranks, group, hidden, name):
     )
 
 
-def test_checkpoint_of_two_ranks_loads_on_three(ranks, tmp_path):
-    for answer in ranks.run(saved_and_loaded, str(tmp_path / "checkpoint"))[:3]:
+@pytest.mark.parametrize("name", HIDDEN)
+def test_checkpoint_of_two_ranks_loads_on_three(ranks, tmp_path, name):
+    for answer in ranks.run(saved_and_loaded, str(tmp_path / "checkpoint"), name)[:3]:
         loaded, groups, losses, expected, types = answer
         assert not loaded
         assert groups

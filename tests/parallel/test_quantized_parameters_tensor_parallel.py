@@ -91,11 +91,13 @@ def of_any_recipe(name, order):
     reference = parallelized(plain_model(128), mesh, recipe, order)
     optimizer, by_hand = OPTIMIZERS["AdamW, masters"](model.parameters()), ByHand(reference, lr=0.02)
     losses, found = (train(model, optimizer, 4), train(reference, by_hand, 4)), []
-    slots = () if name == "delayed" else (("", recipe.weight), ("_for_grad_input", recipe.weight_for_grad_input))
+    slots = [] if name == "delayed" else [("", recipe.weight)]
+    slots += [] if recipe.shares_weight_codes() else [("_for_grad_input", recipe.weight_for_grad_input)]
     for index, weight in zip((0, 2), by_hand.pairs, strict=True):
         for end, quantizer in slots:
             q = f8.quantize(weight.detach().full_tensor(), quantizer)
-            for what, expected in (("codes", q.codes), ("scale", q.scale)):
+            parts = dict(zip(("codes", "scale", "outer_scale"), q.parts(), strict=False))
+            for what, expected in parts.items():
                 own = _whole(getattr(model[index], f"weight_{what}{end}"))
                 found += [] if torch.equal(own, expected) else [f"{index} {what}{end}"]
     return losses[0] == losses[1], found
@@ -259,7 +261,11 @@ def under_fsdp(*args):
 
 @pytest.mark.parametrize(
     ("name", "hidden", "order", "share"),
-    [("tensorwise", 144, "plan first", False), ("tensorwise", 144, "convert first", True)],
+    [
+        ("tensorwise", 144, "plan first", False),
+        ("tensorwise", 144, "convert first", True),
+        ("nvfp4", 96, "plan first", False),  # 24 rows of a rank, blocks of 16
+    ],
 )
 def test_parts_under_fsdp_have_the_bits_too(ranks, name, hidden, order, share):
     assert ranks.run(under_fsdp, name, hidden, order, share) == [(True, [True, True], 0)] * 4
@@ -281,7 +287,14 @@ def test_noise_is_that_of_the_place_in_the_whole_weight(ranks):
 
 @pytest.mark.parametrize(
     ("name", "order"),
-    [("rowwise", "convert first"), ("mxfp8", "plan first"), ("mxfp8", "convert first"), ("delayed", "convert first")],
+    [
+        ("rowwise", "convert first"),
+        ("mxfp8", "plan first"),
+        ("mxfp8", "convert first"),
+        ("delayed", "convert first"),
+        ("nvfp4", "plan first"),
+        ("nvfp4", "convert first"),
+    ],
 )
 def test_both_sets_and_delayed_scaling_have_parts_in_both_orders(ranks, name, order):
     assert ranks.run(of_any_recipe, name, order, within="pair") == [(True, [])] * 2

@@ -20,6 +20,7 @@ EXPECTED = {
     ("rowwise", "kept"): (None, 2 * CODES + ROW / 2 / ELEMENTS, 0.0),
     ("mxfp8", "parameters"): (2 * (CODES + MX), CODES + MX, CODES + MX),
     ("delayed", "gathered"): (None, CODES, CODES),
+    ("nvfp4", "parameters"): (CODES / 2 + 1 / 256, CODES / 2, CODES / 2),
 }
 
 

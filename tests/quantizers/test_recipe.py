@@ -11,7 +11,7 @@ import torch
 import torch._dynamo.testing
 
 import fp8compile as f8
-from fp8compile import CurrentScaling, DelayedScaling, Recipe
+from fp8compile import CurrentScaling, Recipe
 from fp8compile.quantizers import GEMMS, GemmConfig, gemm_kind
 
 TENSOR, ROW, COLUMN = (CurrentScaling(block=block) for block in ((-1, -1), (1, -1), (-1, 1)))
@@ -153,7 +153,7 @@ def test_a_recipe_survives_pickle_copy_repr_and_fx_repr(name):
         copy.copy(recipe),
         copy.deepcopy(recipe),
         replace(recipe),
-        eval(repr(recipe), {"Recipe": Recipe, "CurrentScaling": CurrentScaling, "DelayedScaling": DelayedScaling}),
+        eval(repr(recipe), vars(f8)),
         eval(text, dict(names)),
         f8.recipes.by_name(name),
     ):

@@ -12,8 +12,8 @@ from fp8compile.testing import run_gpu_program
 pytestmark = pytest.mark.skipif(TORCH_VERSION < (2, 13), reason="run_gpu_program needs PyTorch 2.13")
 
 
-@pytest.mark.parametrize("recipe", ["mxfp8", "rowwise"])
-def test_a_block_of_parameters_with_two_sets_runs_on_a_b200_as_its_reference(recipe, assert_bits_equal):
+@pytest.mark.parametrize("recipe", ["mxfp8", "rowwise", "nvfp4"])
+def test_a_block_of_parameters_that_are_codes_runs_on_a_b200_as_its_reference(recipe, assert_bits_equal):
     torch.manual_seed(0)
     layers = torch.nn.RMSNorm(64), torch.nn.Linear(64, 96), torch.nn.SiLU(), torch.nn.Linear(96, 64)
     plain = f8.convert(torch.nn.Sequential(*layers).bfloat16(), f8.recipes.by_name(recipe))

@@ -82,7 +82,8 @@ def resolved(config: TrainConfig, ranks: Ranks | None = None) -> TrainConfig:
     model_shape(config)
     for arm in arms(config):
         recipe = named_recipe(arm.recipe)
-        if config.quantized_parameters and recipe is not None and (reason := not_codes(recipe)) is not None:
+        is_quantized = config.quantized_parameters and recipe is not None
+        if is_quantized and (reason := not_codes(recipe, of_experts=bool(config.experts))) is not None:
             raise UserError(
                 f"--quantized-parameters with --recipe {arm.recipe}, which {reason}; leave one of them out"
             )

@@ -22,10 +22,20 @@ from fp8compile.ops.amax import amax
 from fp8compile.ops.cast import cast
 from fp8compile.ops.dequantize import dequantize
 from fp8compile.ops.layer.local_shards import LocalShard, check_not_packed
+from fp8compile.ops.layer.quantize_shard import Scales, scales_of
 from fp8compile.ops.layer.shards import AxisBlocks, DimSharding, axis_blocks
+from fp8compile.ops.outer_scale import outer_amax, two_scales
 from fp8compile.quantizers import Quantizer
 
-__all__ = ["cast_stack", "dequantize_stack", "in_whole_blocks", "whole_amax_of_stack"]
+__all__ = [
+    "cast_stack",
+    "dequantize_stack",
+    "in_whole_blocks",
+    "outer_amaxes_of_stack",
+    "scales_of_stack",
+    "two_scales_of_stack",
+    "whole_amax_of_stack",
+]
 
 
 def in_whole_blocks(stack: Tensor, rows: int) -> Tensor:
@@ -73,6 +83,7 @@ def whole_amax_of_stack(part: LocalShard, quantizer: Quantizer) -> Tensor:
     Returns:
         (E, blocks, blocks) of the whole stack, float32; 0 where this rank has no element of a block.
     """
+    quantizer = quantizer.unpacked() or quantizer
     sides = _sides(part, quantizer)
     window = _window(part, sides)
     tall, own = _tall(window, quantizer)
@@ -82,6 +93,32 @@ def whole_amax_of_stack(part: LocalShard, quantizer: Quantizer) -> Tensor:
     if (cut := _cut_of_experts(part)) is not None:
         found = pad(found, (0, 0, 0, 0, cut.start, cut.total - cut.start - cut.length))
     return found
+
+
+def scales_of_stack(amaxes: Tensor, quantizer: Quantizer) -> Scales:
+    """Multipliers and scales of each matrix of a stack, of two levels with an outer scale of each, (E,).
+
+    Args:
+        amaxes: (E, blocks, blocks) of the whole stack, float32.
+        quantizer: Of each of its matrices.
+    """
+    if not quantizer.has_outer_scale():
+        return scales_of(amaxes, quantizer)
+    return two_scales_of_stack(amaxes, outer_amaxes_of_stack(amaxes, quantizer), quantizer)
+
+
+def outer_amaxes_of_stack(amaxes: Tensor, quantizer: Quantizer) -> Tensor:
+    """The amax of each matrix of a stack, (E,) float32, from those of its blocks, (E, blocks, blocks)."""
+    return torch.cat([amaxes.new_empty(0), *(outer_amax(each, quantizer) for each in amaxes)])
+
+
+def two_scales_of_stack(amaxes: Tensor, outer_amaxes: Tensor, quantizer: Quantizer) -> Scales:
+    """Multipliers, scales and outer scales of a stack, from amaxes (E, blocks, blocks) and (E,)."""
+    if not len(amaxes):
+        return amaxes, amaxes.to(quantizer.scale_dtype()), outer_amaxes
+    pairs = zip(amaxes, outer_amaxes.split(1), strict=True)
+    multipliers, scales, outer_scales = zip(*(two_scales(*pair, quantizer) for pair in pairs), strict=True)
+    return torch.stack(multipliers), torch.stack(scales), torch.cat(outer_scales)
 
 
 def cast_stack(part: LocalShard, multiplier: Tensor, quantizer: Quantizer) -> Tensor:
@@ -95,28 +132,41 @@ def cast_stack(part: LocalShard, multiplier: Tensor, quantizer: Quantizer) -> Te
     Returns:
         uint8, the shape of the part.
     """
+    quantizer = quantizer.unpacked() or quantizer
     if (cut := _cut_of_experts(part)) is not None:
         multiplier = multiplier.narrow(0, cut.start, cut.length)
     return _by_blocks(part, multiplier, quantizer, cast)
 
 
-def dequantize_stack(part: LocalShard, scale: Tensor, quantizer: Quantizer, dtype: torch.dtype) -> Tensor:
-    """Values of a part of a stack: codes times scale in float32, rounded once.
+def dequantize_stack(
+    part: LocalShard, scale: Tensor, quantizer: Quantizer, dtype: torch.dtype, outer_scale: Tensor | None = None
+) -> Tensor:
+    """Values of a part of a stack: codes times scales in float32, rounded once.
 
     Args:
-        part: Codes of a stack, uint8.
+        part: Codes of a stack, uint8, one a byte.
         scale: (E, blocks, blocks), of all blocks of each matrix that ranks share.
         quantizer: Of each of its matrices.
         dtype: Of the result.
+        outer_scale: (E,), of a quantizer of two levels.
 
     Returns:
         The shape of the part.
     """
-    return _by_blocks(part, scale, quantizer, partial(_dequantized, dtype=dtype))
+    if outer_scale is None:
+        return _by_blocks(part, scale, quantizer, partial(_dequantized, dtype=dtype))
+    found = [part.local.new_empty((0, *part.local.shape[1:]), dtype=dtype)]
+    for each in zip(part.local.split(1), scale.split(1), outer_scale.split(1), strict=True):
+        codes, own, outer = each
+        compute = partial(_dequantized, dtype=dtype, outer_scale=outer)
+        found.append(_by_blocks(LocalShard(codes, part.cuts), own, quantizer, compute))
+    return torch.cat(found)
 
 
-def _dequantized(codes: Tensor, scale: Tensor, quantizer: Quantizer, dtype: torch.dtype) -> Tensor:
-    return dequantize(codes, scale, quantizer, dtype)
+def _dequantized(
+    codes: Tensor, scale: Tensor, quantizer: Quantizer, dtype: torch.dtype, outer_scale: Tensor | None = None
+) -> Tensor:
+    return dequantize(codes, scale, quantizer, dtype, *(() if outer_scale is None else (outer_scale,)))
 
 
 def _by_blocks(

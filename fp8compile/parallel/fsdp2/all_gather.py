@@ -100,8 +100,8 @@ def _why_plain(weight: _Weight, users: list[nn.Module]) -> str | None:
     if not recipe.shares_weight_codes() and recipe.delayed()[1] is not None:
         return "delayed scaling makes codes of one product of the weight, and not of the other"
     for quantizer in (recipe.weight, recipe.weight_for_grad_input):
-        if quantizer.has_outer_scale() and not (recipe.shares_weight_codes() and weight.parameter.ndim == 2):
-            return f"the outer scale of {quantizer!r} does not travel with codes of {_what(weight)} yet"
+        if quantizer.has_outer_scale() and not recipe.shares_weight_codes():
+            return f"the outer scale of {quantizer!r} does not travel with codes of two sets yet"
         if not quantizer.is_local():
             return f"codes of {quantizer!r} depend on where in the tensor a value stands"
     if not weight.is_alone(users):
@@ -109,10 +109,6 @@ def _why_plain(weight: _Weight, users: list[nn.Module]) -> str | None:
     if weight.parameter.ndim == 3 and any(cut.dim > 0 for cut in _cuts_of(weight.parameter)):
         return "tensor parallel ranks have parts of each expert's matrix"
     return None
-
-
-def _what(weight: _Weight) -> str:
-    return "experts" if weight.parameter.ndim == 3 else "two sets"
 
 
 def _cuts_of(weight: nn.Parameter) -> tuple[DimSharding, ...]:

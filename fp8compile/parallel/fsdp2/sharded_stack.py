@@ -16,8 +16,8 @@ from torch.distributed import ProcessGroup
 from fp8compile.nn.experts import is_transposed
 from fp8compile.ops import scale as scale_op
 from fp8compile.ops.layer.local_shards import LocalShard
-from fp8compile.ops.layer.quantize_shard import is_aligned
-from fp8compile.ops.layer.stacks import cast_stack, whole_amax_of_stack
+from fp8compile.ops.layer.quantize_shard import Scales, is_aligned
+from fp8compile.ops.layer.stacks import cast_stack, scales_of_stack, whole_amax_of_stack
 from fp8compile.parallel.fsdp2.sharded_pair import ShardedPair
 from fp8compile.parallel.fsdp2.sharded_weight import Edits, ShardedWeight
 from fp8compile.quantizers import Gemm, Quantizer
@@ -52,7 +52,11 @@ class _OfExperts(_Base):
         outer_scale: Tensor | None = None,
     ) -> Tensor:
         """The weights that the experts see."""
-        return QuantizedStack(codes, scale, quantizer, dtype)
+        return QuantizedStack(codes, scale, quantizer, dtype, outer_scale)
+
+    def scales_from(self, amax: Tensor, quantizer: Quantizer) -> Scales:
+        """Multipliers and scales of each matrix, of the amaxes of all blocks of the whole stack."""
+        return scales_of_stack(amax, quantizer)
 
     def scale_of(self, scale: Tensor, size: tuple[int, ...], quantizer: Quantizer) -> Tensor:
         """All of them."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,10 +16,10 @@ from torch.utils._pytree import tree_map_only
 from fp8compile import _compat
 from fp8compile.ops.layer.local_shards import LocalShard
 from fp8compile.ops.layer.packing import two_a_byte
-from fp8compile.ops.layer.quantize_shard import cast_shard, local_scales, whole_amax
+from fp8compile.ops.layer.quantize_shard import Scales, cast_shard, local_scales, scales_of, whole_amax
 from fp8compile.ops.layer.shards import DimSharding, Sharding, chunk_sizes
-from fp8compile.quantizers import Quantizer, TwoLevelScaling
-from fp8compile.tensor import QuantizedTensor, as_sent, attributes_of_others, in_place_of
+from fp8compile.quantizers import Quantizer
+from fp8compile.tensor import QuantizedTensor, as_it_travels, as_sent, attributes_of_others, in_place_of
 
 if TYPE_CHECKING:
     from torch import nn
@@ -147,6 +146,10 @@ class ShardedWeight(Tensor):
         """What this rank knows of the amaxes of the whole weight, of which it has ``part``."""
         return whole_amax(part, quantizer)
 
+    def scales_from(self, amax: Tensor, quantizer: Quantizer) -> Scales:
+        """Multipliers and scales, of the amaxes of all blocks of the whole weight."""
+        return scales_of(amax, quantizer)
+
     def codes_of(self, part: LocalShard, multiplier: Tensor, quantizer: Quantizer) -> Tensor:
         """Codes of ``part``, by the multipliers of all blocks of the whole weight."""
         return cast_shard(part, multiplier, quantizer)
@@ -188,7 +191,7 @@ class ShardedWeight(Tensor):
         part = part_of_weight(self, mesh, outer_size, mp_policy)
         codes = self.codes_of(part, multiplier.to(self.device), quantizer)
         scale = self.scale_of(scale, size, quantizer)
-        quantizer = _one_object(_as_it_travels(quantizer, part.cuts[-1], size))
+        quantizer = as_it_travels(quantizer, part.cuts[-1], size)
         sent = as_sent(two_a_byte(codes, quantizer), part.cuts[-1])
         return (sent,), (scale, outer_scale, quantizer, size, mesh.get_group())
 
@@ -212,22 +215,6 @@ class ShardedWeight(Tensor):
         own = _compat.local_itself(out)
         own.scale, own.outer_scale = scale, outer_scale
         return None
-
-
-def _as_it_travels(quantizer: Quantizer, shards: DimSharding, size: tuple[int, ...]) -> Quantizer:
-    """The quantizer of codes as ranks send them: of four bits two to a byte, but for uneven shards.
-
-    FSDP2 takes from a rank that pads its shard only tensors as large as the shard, an element each.
-    """
-    if quantizer.code_bits() == 4 and shards.is_even() and isinstance(quantizer, TwoLevelScaling):
-        return quantizer.for_shape(size)
-    return quantizer.unpacked() or quantizer
-
-
-@cache
-def _one_object(quantizer: Quantizer) -> Quantizer:
-    """Equal quantizers as one object: graphs are guarded by which it is."""
-    return quantizer
 
 
 def _written(func: Any, args: tuple, kwargs: dict) -> list[ShardedWeight]:

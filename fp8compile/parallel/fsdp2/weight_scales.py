@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from fp8compile import _compat
 from fp8compile.nn.state import RowOfWeight
 from fp8compile.ops.collectives import all_reduce_amaxes
-from fp8compile.ops.layer.quantize_shard import Scales, scales_of
+from fp8compile.ops.layer.quantize_shard import Scales
 from fp8compile.parallel.fsdp2.sharded_weight import Edits, ShardedWeight, part_of_weight
 from fp8compile.quantizers import DelayedScaling, Quantizer
 
@@ -95,7 +95,8 @@ class WeightScales:
                 history, _ = RowOfWeight(weight[0])()
                 history[0].copy_(amax.view(()))  # for the next backward, which makes a multiplier of it
             else:
-                self._scales[weight].by_slot[slot] = scales_of(amax, quantizer)
+                shard = _compat.local_itself(known[weight].sharded)
+                self._scales[weight].by_slot[slot] = shard.scales_from(amax, quantizer)
 
 
 def _of_steps_before(module: nn.Module, slot: str) -> Scales:
