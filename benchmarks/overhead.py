@@ -1,9 +1,10 @@
 """How much Python time does `f8.linear` cost a call in eager mode, over the same arithmetic by hand?
 
 By hand means the same tensor operators, called one after the other with what was worked out before. Sizes are tiny,
-gradients off, one thread: what remains is the time of calls. Contenders take turns; medians.
+gradients off, one thread: what remains is the time of calls. Contenders take turns, and of each
+its fastest round counts.
 
-    python -m benchmarks.overhead [--json] [--rounds 20] [--calls 100] [--profile]
+    python -m benchmarks.overhead [--json] [--rounds 200] [--calls 20] [--profile]
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from torch import Tensor
 
 import fp8compile as f8
 from benchmarks.table import Row, emit
-from benchmarks.timing import medians
+from benchmarks.timing import fastest
 from fp8compile.ops.gemm import Operand, multiply
 from fp8compile.quantizers import GEMMS, GemmConfig
 
@@ -56,8 +57,8 @@ def _profile(call: Callable[[], object], calls: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Python time of f8.linear in eager mode.")
     parser.add_argument("--json", action="store_true")
-    parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--calls", type=int, default=100)
+    parser.add_argument("--rounds", type=int, default=200)
+    parser.add_argument("--calls", type=int, default=20)
     parser.add_argument("--profile", action="store_true", help="where the time of the first recipe goes, to stderr")
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -74,7 +75,7 @@ def main() -> None:
             }
             if args.profile and not rows:
                 _profile(steps["function"], args.calls)
-            us = {which: 1e3 * ms for which, ms in medians(steps, args.rounds, args.calls).items()}
+            us = {which: 1e3 * ms for which, ms in fastest(steps, args.rounds, args.calls).items()}
             rows.append(
                 {
                     "recipe": name,

@@ -79,12 +79,22 @@ def impl_autograd(
     function = type(f"{op._opname}_backward", (_SingleLevelFunction,), members)
 
     def kernel(keyset: Any, *args: Any) -> Any:
+        if _records_nothing():
+            with torch._C._AutoDispatchBelowAutograd():
+                return op.redispatch(keyset & torch._C._after_autograd_keyset, *args)
         # also where no argument requires a gradient: it may carry a tangent of forward mode, which has to raise
         with enable_single_level_autograd_function():
             # the op's own arguments first: ctx.needs_input_grad counts from them
             return function.apply(*args, keyset, (torch.is_grad_enabled(), torch._C._is_fwd_grad_enabled()))
 
     lib.impl(op._opname, kernel, "Autograd", with_keyset=True)
+
+
+def _records_nothing() -> bool:
+    """Whether neither reverse nor forward mode nor a transform of `torch.func` can ask for a derivative of a call."""
+    if torch.is_grad_enabled() or forward_ad._current_level >= 0:
+        return False
+    return torch._C._functorch.peek_interpreter_stack() is None
 
 
 def counting_versions() -> AbstractContextManager[None]:

@@ -116,7 +116,9 @@ def checked_operands(
             f"{function}: torch.jit.trace has no type for a recipe. Use torch.compile or torch.export, or trace the "
             "model after fp8compile.revert."
         )
-    operands = {"x": x, "weight": weight} | ({} if bias is None else {"bias": bias})
+    operands = {"x": x, "weight": weight}
+    if bias is not None:
+        operands["bias"] = bias
     operands = in_dtype_of_autocast(function, operands)
     x, weight, bias = operands["x"], operands["weight"], operands.get("bias")
     for name, tensor in operands.items():

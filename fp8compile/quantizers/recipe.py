@@ -53,6 +53,7 @@ TENSORS = {
     "weight": ("weight", "weight_for_grad_input"),
     "grad_output": ("grad_output", "grad_output_for_grad_weight"),
 }
+SLOTS = tuple(slot for slots in TENSORS.values() for slot in slots)
 
 ALLOWED_PAIRS = (
     "(-1, -1) by (-1, -1) tensorwise; (1, -1) by (-1, 1) rowwise; (1, n) by (n, 1), (1, n) by (n, n) and (n, n) by "
@@ -188,7 +189,9 @@ class Recipe(Constant):
 
     def history(self) -> int:
         """How many amaxes of a tensor delayed scaling remembers; 0 for a recipe without it."""
-        return next((quantizer.history for quantizer in self.delayed() if quantizer is not None), 0)
+        # every eager call asks; `isinstance` of an opaque class takes twice as long
+        given = (getattr(self, slot) for slot in SLOTS)
+        return next((each.history for each in given if issubclass(type(each), DelayedScaling)), 0)
 
     def shares_weight_codes(self) -> bool:
         """Whether the codes of a weight, made once, serve the output and, transposed, grad_input too."""

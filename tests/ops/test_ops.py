@@ -13,6 +13,7 @@ import torch
 from eight_bits import EIGHT_BITS
 from states import state_of
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -185,6 +186,24 @@ def test_forward_mode_raises_instead_of_returning_zeros(x_grad, weight_grad):
         torch.func.jvp(lambda x: f8.linear(x, weight, recipe=RECIPE), (x,), (torch.ones_like(x),))
     with pytest.raises(RuntimeError, match=r"fp8compile::linear has no forward-mode derivative\. Use reverse mode"):
         torch.func.jvp(lambda w: f8.linear(x, w, recipe=RECIPE), (weight,), (torch.ones_like(weight),))
+
+
+def test_where_gradients_are_off_derivatives_are_as_elsewhere(assert_bits_equal):
+    """The call takes a shorter way there, unless it can be differentiated all the same."""
+    x, weight = _layer(x_grad=False, weight_grad=False)
+
+    def layer(x):
+        return f8.linear(x, weight, recipe=RECIPE)
+
+    gradient = torch.func.grad(lambda x: layer(x).float().sum())
+    expected = gradient(x)
+    assert expected.any()
+    with torch.no_grad():
+        assert_bits_equal(gradient(x), expected)
+        with pytest.raises(RuntimeError, match="has no forward-mode derivative"):
+            torch.func.jvp(layer, (x,), (torch.ones_like(x),))
+        with forward_ad.dual_level(), pytest.raises(RuntimeError, match="has no forward-mode derivative"):
+            layer(forward_ad.make_dual(x, torch.ones_like(x)))
 
 
 # ---------------------------------------------------------------------------------- what a layer calls and keeps

@@ -35,9 +35,10 @@ def _loose(function: Callable, *given: Callable[[], Any]) -> Callable:
     """
     parameters = list(inspect.signature(function, eval_str=True).parameters.values())[len(given) :]
     fields = [getattr(each.annotation, "_fields", None) for each in parameters]
+    is_loose = not any(fields)
 
     def run(*args: Any) -> Any:
-        if not any(fields):
+        if is_loose:
             return function(*(each() for each in given), *args)
         loose = iter(args)
         packed = [
