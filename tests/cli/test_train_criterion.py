@@ -7,6 +7,7 @@ whose level is that of byte pairs. What the words mean: fp8compile/cli/train/cri
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -84,6 +85,17 @@ def test_fp8_is_below_the_level_and_within_the_spread_of_bf16(name, config, text
 def test_a_planted_wrong_scale_fails(slot, config, text, reference):
     wrong = plant_wrong_scale(f8.recipes.by_name("rowwise"), slot)
     assert not judge(f"wrong scale of {slot}", wrong, config, text, reference).passed
+
+
+@pytest.mark.slow
+def test_experts_are_judged_likewise(config, text):
+    config = replace(config, hidden=96, experts=8, top_k=2)
+    reference, recipe = baseline(config, text, context=1), f8.recipes.by_name("rowwise")
+    print(reference)
+    assert max(reference.bf16_losses) < reference.level
+    assert judge("experts", recipe, config, text, reference).passed
+    wrong = plant_wrong_scale(recipe, "grad_output")
+    assert not judge("wrong scale of grad_output", wrong, config, text, reference).passed
 
 
 @pytest.mark.parametrize(

@@ -234,13 +234,14 @@ def test_a_recipe_without_quantizers_trains_to_the_bits_of_bf16(own_process):
 def test_experts_train_in_float8_near_bf16(own_process):
     in_float8, in_bf16 = (own_process(losses, "deepseek_v3", recipe, {}) for recipe in (f8.recipes.rowwise(), None))
     assert in_float8 != in_bf16
-    assert in_float8 == pytest.approx(in_bf16, rel=2.5e-3)  # less than twice the most, 0.14 %, in docs/results
+    assert in_float8 == pytest.approx(in_bf16, rel=2.5e-3)  # less than twice the most, 0.15 %, in docs/results
 
 
 def saved_and_loaded(model, folder, case="one"):
     """Names of parameters that are others in a bf16 model that loaded what one in FP8 saved."""
     config = config_of(model, f8.recipes.rowwise(), case=case, folder=folder)
     config.checkpoint.enable, config.checkpoint.last_save_model_only = True, True
+    config.checkpoint.export_dtype = "float32"  # that of qwen3_moe's own config is float16, which rounds
     trainer = train(config)
     trainer.checkpointer.close()
     other = config_of(model, case=case)
