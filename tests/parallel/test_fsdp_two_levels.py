@@ -42,15 +42,18 @@ def test_all_gather_on_and_off(ranks, case):
     assert not any(ranks.run(differ, *case, within=models.WITHIN[case[2]]))
 
 
-def against_one_process():
-    expected, weights = models.one_process(models.model_of("even", f8.recipes.nvfp4()), "bf16", 4, 2)
-    model = sharded(models.model_of("even", f8.recipes.nvfp4()), "1-D", models.BF16, on=True)
+def against_one_process(backward):
+    recipe = f8.recipes.nvfp4(backward=backward)
+    expected, weights = models.one_process(models.model_of("even", recipe), "bf16", 4, 2)
+    model = sharded(models.model_of("even", recipe), "1-D", models.BF16, on=True)
     losses = models.trained(model, 4, dist.get_rank() % 2)
     return losses == expected and not differing(weights, models.weights_of(model))
 
 
-def test_one_process(ranks):
-    assert ranks.run(against_one_process, within="pair") == [True] * 2
+@pytest.mark.parametrize("backward", ["nvfp4", "dequantized"])
+def test_one_process(ranks, backward):
+    """Gradients of what the forward's codes stand for need those codes alone."""
+    assert ranks.run(against_one_process, backward, within="pair") == [True] * 2
 
 
 @pytest.mark.parametrize(

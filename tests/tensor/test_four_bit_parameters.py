@@ -20,6 +20,8 @@ RECIPES = {
     "nvfp4": f8.recipes.nvfp4(),
     "torchao's rule, nearest": f8.recipes.nvfp4(scale="torchao", grad_rounding="nearest", hadamard=()),
     "1 x 16": f8.recipes.nvfp4(weight_block=(1, 16)),
+    "dequantized": f8.recipes.nvfp4(backward="dequantized"),  # one set of codes, whichever the blocks
+    "1 x 16, dequantized": f8.recipes.nvfp4(backward="dequantized", weight_block=(1, 16)),
 }
 TILE = RECIPES["nvfp4"].weight
 NAMES = ["weight_codes", "weight_scale", "weight_outer_scale"]
@@ -54,7 +56,7 @@ def differing(mine, expected):
 
 
 @pytest.mark.parametrize(
-    ("name", "hidden"), [("nvfp4", 144), ("nvfp4", 145), ("torchao's rule, nearest", 144), ("1 x 16", 144)]
+    ("name", "hidden"), [*((name, 144) for name in RECIPES), ("nvfp4", 145), ("dequantized", 145)]
 )
 def test_training_has_the_bits_of_layers_that_cast_masters_in_each_forward(name, hidden):
     model = converted(name, hidden=hidden, keep_initial=True)
