@@ -224,6 +224,6 @@ def test_experts_have_no_two_sets_of_codes_in_two_levels():
         expert_models.mixture_of("torchtitan", 3, recipe, seed=0, **options)
 
 
-def test_memory_for_shards_of_two_sets_is_refused():
+def test_memory_for_an_odd_number_of_rows_that_share_bytes_is_refused():
     with pytest.raises(TypeError, match=r"share a byte with the next row's.*fully_shard.*weight_block=\(16, 16\)"):
-        converted("1 x 16")[0].weight.new_zeros((32, 64))
+        converted("1 x 16")[0].weight.new_zeros((33, 64))
