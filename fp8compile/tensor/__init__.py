@@ -13,6 +13,7 @@
     stack_parameter.py, pair_parameter.py  a stack that is trained, and a pair
     gathers.py, gathered_pair.py  what FSDP2 gathers of a pair, and what the layer sees of it
     update.py       new values for many of them
+    scale_without_values.py  scales of codes that stand for no values yet
     saved.py        what a file has of one
     fsdp.py         what FSDP2 asks of a sharded one
     agreement.py    whether ranks say the same sizes
