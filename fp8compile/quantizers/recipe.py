@@ -194,9 +194,9 @@ class Recipe(Constant):
         return next((each.history for each in given if issubclass(type(each), DelayedScaling)), 0)
 
     def shares_weight_codes(self) -> bool:
-        """Whether the codes of a weight, made once, serve the output and, transposed, grad_input too."""
+        """Whether codes of a weight, made once, serve the output and grad_input too: as codes, or by their values."""
         quantizer = self.weight
-        return quantizer is not None and quantizer == self.weight_for_grad_input
+        return quantizer is not None and quantizer == self.quantizer_read("weight_for_grad_input")
 
     def _check_slot(self, slot: str) -> None:
         value = getattr(self, slot)

@@ -13,6 +13,7 @@
     stack_parameter.py, pair_parameter.py  a stack that is trained, and a pair
     gathers.py, gathered_pair.py  what FSDP2 gathers of a pair, and what the layer sees of it
     update.py       new values for many of them
+    scale_without_values.py  scales of codes that stand for no values yet
     saved.py        what a file has of one
     fsdp.py         what FSDP2 asks of a sharded one
     agreement.py    whether ranks say the same sizes
@@ -26,7 +27,7 @@ from fp8compile.tensor import views as views  # fills the table that the class l
 from fp8compile.tensor.agreement import check_agreement
 from fp8compile.tensor.arguments import SOURCE_DTYPES, checked_sizes, not_dense, own_sizes, shown
 from fp8compile.tensor.attributes import attributes_of_others, in_place_of, moved
-from fp8compile.tensor.fsdp import as_it_travels, sharded_dims, sharding_of, share_scale_of_part
+from fp8compile.tensor.fsdp import as_it_travels, as_pair_travels, sharded_dims, sharding_of, share_scale_of_part
 from fp8compile.tensor.gathered_pair import Meaning, OwnCodes, as_sent, fill, made_of, sent_of
 from fp8compile.tensor.gathers import BOTH, GATHERED, OWN, PLAIN, Gathers
 from fp8compile.tensor.grouped_layer import is_stack
@@ -50,6 +51,7 @@ __all__ = [
     "OwnCodes",
     "PLAIN",
     "as_it_travels",
+    "as_pair_travels",
     "as_sent",
     "fill",
     "made_of",

@@ -19,6 +19,8 @@ from fp8compile.tensor.gathered_pair import as_sent
 __all__ = [
     "FullyShardHooks",
     "as_it_travels",
+    "as_pair_travels",
+    "codes_by",
     "cut_dim",
     "gathered_scale",
     "share_scale_of_part",
@@ -89,9 +91,21 @@ def as_it_travels(quantizer: Quantizer, shards: DimSharding, size: Sequence[int]
 
     Of a rank that pads its shard, FSDP2 takes only tensors as large as the shard, an element each.
     """
-    if packed_dim(quantizer) is None or not shards.is_even() or shards.dim:
+    found = packed_in_rows(quantizer, size)
+    cuts_bytes = packed_dim(found) == -2 and shards.length % 2
+    if packed_dim(found) is None or not shards.is_even() or shards.dim or cuts_bytes:
         return _one_object(quantizer.unpacked() or quantizer)
-    return _one_object(packed_in_rows(quantizer, size))
+    return _one_object(found)
+
+
+def as_pair_travels(
+    quantizers: Sequence[Quantizer], shards: DimSharding, size: Sequence[int]
+) -> tuple[Quantizer, Quantizer]:
+    """Those of two sets of codes, of which either both have two codes to a byte or none: messages are as long."""
+    first, second = (as_it_travels(each, shards, size) for each in quantizers)
+    if packed_dim(first) is None or packed_dim(second) is None:
+        first, second = (_one_object(each.unpacked() or each) for each in quantizers)
+    return first, second
 
 
 @cache
@@ -100,7 +114,7 @@ def _one_object(quantizer: Quantizer) -> Quantizer:
     return quantizer
 
 
-def _codes_by(own: Any, quantizer: Quantizer) -> Tensor:
+def codes_by(own: Any, quantizer: Quantizer) -> Tensor:
     """The codes of a shard as another quantizer of the same codes lays them down."""
     return own.codes if own.quantizer == quantizer else one_a_byte(own.codes, own.quantizer)[0]
 
@@ -120,7 +134,7 @@ class FullyShardHooks:
         dim = cut_dim(self, outer_size)
         shards = DimSharding(self.group, mesh.get_local_rank(), dim, chunk_sizes(outer_size[dim], mesh.size()))
         quantizer = as_it_travels(self.quantizer, shards, outer_size)
-        sent = as_sent(_codes_by(self, quantizer), shards)
+        sent = as_sent(codes_by(self, quantizer), shards)
         return (sent,), (gathered_scale(self, shards), _gathered_outer_scale(self, shards), quantizer, outer_size)
 
     def fsdp_post_all_gather(

@@ -6,7 +6,6 @@ The scales of a set that was not gathered are NaN: whatever multiplied its codes
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -32,15 +31,17 @@ class OwnCodes:
 
     Attributes:
         gemm: The product that multiplies them.
-        codes: uint8, the shape of the shard.
+        codes: uint8, of the shard, as `Meaning.quantizers` lay them down.
         scale: Of all blocks; or of this rank's alone, if they travel beside the codes.
         travels: Whether they do.
+        outer_scale: Of the whole weight, where there are two levels of scales; else None.
     """
 
     gemm: Gemm
     codes: Tensor
     scale: Tensor
     travels: bool
+    outer_scale: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,7 @@ class Meaning:
         sets: What this rank sent.
         ranks: How many there are.
         size: Of the weight that they have together.
-        quantizers: Of the codes for the output and of those for grad_input.
+        quantizers: Of the codes for the output and of those for grad_input, as they travel.
         scale_shapes: Of the scales of all blocks, of each.
     """
 
@@ -78,7 +79,7 @@ def sent_of(sets: Sequence[OwnCodes], shards: DimSharding, room: int) -> tuple[T
         room: Bytes for scales in every gather, for FSDP2's buffers don't change; 0 if none travel.
     """
     sent = [as_sent(own.codes, shards) for own in sets]
-    sent = [torch.cat(sent)] if len(shards.sizes) == 1 else sent
+    sent = [torch.cat([each.flatten() for each in sent])] if len(shards.sizes) == 1 else sent
     if room:
         rows = [own.scale.contiguous().flatten().view(torch.uint8) for own in sets if own.travels]
         row = torch.cat([sent[0].new_empty(0), *rows])
@@ -102,11 +103,15 @@ def fill(pair: QuantizedPair, gathered: tuple[Tensor, ...], meaning: Meaning) ->
     """Give a weight the scales of the codes that were gathered into its memory."""
     arrived = _arrived(gathered, meaning)
     if _is_alone_with_both(meaning):
-        _write(pair.for_grad_input.codes, gathered[0].view(2, *meaning.size)[1])
+        codes = pair.for_grad_input.codes
+        _write(codes, gathered[0].view(2, -1)[1].view(codes.shape))
+    outer_scales = {own.gemm: own.outer_scale for own in meaning.sets}
     for gemm, own in zip(PAIR, pair.sets(), strict=True):
         nan = scale_without_values(own.quantizer, (), torch.nan, own.scale.device)
         scale = arrived[gemm].view(own.scale.shape) if gemm in arrived else nan
         _write(own.scale, scale)
+        if own.quantizer.has_outer_scale():
+            _write(own.outer_scale, outer_scales.get(gemm, torch.full((1,), torch.nan, device=own.scale.device)))
     if pair.turns is not None:
         pair.turns.gemm = meaning.sets[0].gemm.name
 
@@ -125,7 +130,7 @@ def _is_alone_with_both(meaning: Meaning) -> bool:
 def _memories(gathered: tuple[Tensor, ...], meaning: Meaning) -> tuple[Tensor, Tensor]:
     """Where the codes for the output are, and those for grad_input: memory that FSDP2 gathers into, if it can."""
     if _is_alone_with_both(meaning):  # FSDP2 makes no parameter of a view into the middle
-        return gathered[0].view(2, -1)[0], gathered[0].new_empty(math.prod(meaning.size))
+        return gathered[0].view(2, -1)[0], gathered[0].new_empty(gathered[0].numel() // 2)
     return gathered[0], gathered[len(meaning.sets) - 1]
 
 
@@ -138,14 +143,17 @@ def made_of(
         gathered: What FSDP2 gathered, and will gather into.
         meaning: Of it.
         turns: Says whose codes they are, where they are of one pass.
-        wrap: Makes one set of codes, scale and quantizer.
+        wrap: Makes one set of codes, scale, quantizer and, of two levels, ``outer_scale``.
     """
-    sets, own, rows = [], [], meaning.size[0]
+    sets, own = [], []
     with torch.inference_mode(mode=False):  # later gathers write to it, under whatever mode
         memories = _memories(gathered, meaning)
         own += [memories[1]] if _is_alone_with_both(meaning) else []
         for memory, quantizer, shape in zip(memories, meaning.quantizers, meaning.scale_shapes, strict=True):
-            own.append(torch.empty(shape, dtype=quantizer.scale_dtype(), device=memory.device))
-            codes = memory.view(-1, *meaning.size[1:])[:rows]  # behind the last row there may be padding
-            sets.append(wrap(codes, own[-1], quantizer))
+            scale = torch.empty(shape, dtype=quantizer.scale_dtype(), device=memory.device)
+            rows, *others = quantizer.codes_shape(meaning.size)
+            codes = memory.view(-1, *others)[:rows]  # behind the last row there may be padding
+            outer = [torch.empty(1, device=memory.device)] if quantizer.has_outer_scale() else []
+            sets.append(wrap(codes, scale, quantizer, **({"outer_scale": outer[0]} if outer else {})))
+            own += [scale, *outer]
     return QuantizedPair(*sets, turns if len(meaning.sets) == 1 else None), tuple(own)

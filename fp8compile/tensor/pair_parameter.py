@@ -13,7 +13,7 @@ from fp8compile import _compat, ops
 from fp8compile.ops.layer.shards import DimSharding, chunk_sizes
 from fp8compile.quantizers import GEMMS, Gemm, Quantizer
 from fp8compile.tensor.attributes import moved
-from fp8compile.tensor.fsdp import cut_dim, gathered_scale, share_scales_of_shard
+from fp8compile.tensor.fsdp import as_pair_travels, codes_by, cut_dim, gathered_scale, share_scales_of_shard
 from fp8compile.tensor.gathered_pair import Meaning, OwnCodes, fill, made_of, sent_of
 from fp8compile.tensor.gathers import BOTH, Gathers
 from fp8compile.tensor.optimizer_steps import Pending, check_outside_of_graph_of_step
@@ -201,19 +201,24 @@ class QuantizedPairParameter(QuantizedPair):
         shards = DimSharding(mesh.get_group(), mesh.get_local_rank(), dim, chunk_sizes(outer_size[dim], mesh.size()))
         # of another dim, FSDP2 lays out all that arrives as it does the weight
         beside = shards.is_even() and mesh.size() > 1 and dim == 0
-        sets = tuple(self._codes(each, shards, beside=beside) for each in gemms)
+        quantizers = self.quantizer, self.quantizer_for_grad_input
+        quantizers = as_pair_travels(quantizers, shards, outer_size)
+        sets = tuple(self._codes(each, shards, quantizers, beside=beside) for each in gemms)
         own = [each.scale for each in self.sets() if not _is_of_all_ranks(each, dim)]
         sizes = [scale.nbytes for scale in own]
         room = (sum(sizes) if kind == BOTH else max(sizes, default=0)) if beside else 0
-        quantizers = self.quantizer, self.quantizer_for_grad_input
         shapes = tuple(each.scale_shape(outer_size) for each in self.sets())
         return sent_of(sets, shards, room), Meaning(sets, mesh.size(), tuple(outer_size), quantizers, shapes)
 
-    def _codes(self, gemm: Gemm, shards: DimSharding, *, beside: bool) -> OwnCodes:
-        own = self._for_output if gemm is OUTPUT else self.for_grad_input
+    def _codes(
+        self, gemm: Gemm, shards: DimSharding, quantizers: tuple[Quantizer, Quantizer], *, beside: bool
+    ) -> OwnCodes:
+        index = PAIR.index(gemm)
+        own = self.sets()[index]
+        codes = codes_by(own, quantizers[index])
         if beside and not _is_of_all_ranks(own, shards.dim):
-            return OwnCodes(gemm, own.codes, own.scale, travels=True)
-        return OwnCodes(gemm, own.codes, gathered_scale(own, shards), travels=False)
+            return OwnCodes(gemm, codes, own.scale, travels=True, outer_scale=own.outer_scale)
+        return OwnCodes(gemm, codes, gathered_scale(own, shards), travels=False, outer_scale=own.outer_scale)
 
     def fsdp_post_all_gather(
         self, all_gather_outputs: tuple[Tensor, ...], metadata: Any, param_dtype: torch.dtype, *, out: Any = None

@@ -483,7 +483,8 @@ def flat(x: QuantizedParameter, codes: Tensor) -> QuantizedParameter:
 
     Blocks do not lie in rows, so this has no scale, and an op on its values raises.
     """
-    found = type(x)(codes, x.scale.new_empty(0), x.quantizer, x.dtype, outer_scale=alias_of(x._outer_scale))
+    quantizer = x.quantizer.transposed() if packed_dim(x.quantizer) == -2 else x.quantizer  # that packs along a row
+    found = type(x)(codes, x.scale.new_empty(0), quantizer, x.dtype, outer_scale=alias_of(x._outer_scale))
     found.extent = SLICE
     return found
 
@@ -518,11 +519,11 @@ def _will_be_cut(x: QuantizedParameter, size: Sequence[int]) -> bool:
 
 def _new_zeros(func: Any, x: QuantizedParameter, size: Sequence[int], **kwargs: Any) -> Tensor:
     """Zeros with a scale of their own: that of the whole, if it has one, for a rank without elements has it too."""
-    if packed_dim(x.quantizer) == -2:
+    if packed_dim(x.quantizer) == -2 and (len(size) < 2 or size[0] % 2):
         raise TypeError(
-            f"{func} of a QuantizedParameter whose codes share a byte with the next row's, by {x.quantizer!r}. If "
-            "this is fully_shard: it gathers no such codes yet. Take fp8compile.recipes.nvfp4() with "
-            "weight_block=(16, 16), or leave quantized_parameters out."
+            f"{func} {tuple(size)} of a QuantizedParameter whose codes share a byte with the next row's, by "
+            f"{x.quantizer!r}. If this is fully_shard: give each rank an even number of rows, take "
+            "fp8compile.recipes.nvfp4() with weight_block=(16, 16), or leave quantized_parameters out."
         )
     if kwargs.pop("dtype", None) not in (None, x.dtype):
         raise TypeError(f"{func} of a QuantizedParameter in another dtype: use torch.zeros.")

@@ -38,8 +38,15 @@ def graph_fsdp_and_one_process(name, sizes, backend):
     return differing(weights, models.weights_of(model)) + [f"losses {own}, not {losses}"] * (own != losses)
 
 
-@pytest.mark.parametrize("name", RECIPES)
-@pytest.mark.parametrize(("sizes", "backend"), [("uneven", None), ("even", "aot_eager")])
+@pytest.mark.parametrize(
+    ("name", "sizes", "backend"),
+    [
+        ("two sets", "uneven", None),
+        ("nvfp4", "uneven", None),
+        ("nvfp4", "even", "aot_eager"),
+        pytest.param("two sets", "even", "aot_eager", marks=pytest.mark.slow),
+    ],
+)
 def test_fsdp_in_the_graph(ranks, name, sizes, backend):
     assert ranks.run(graph_fsdp_and_one_process, name, sizes, backend, within="pair") == [[]] * 2
 

@@ -38,7 +38,7 @@ def on_and_off(recipe, policy, sizes, mesh, backend=None, arguments=(), use=None
     """What differs between gathers of codes and of values, in words."""
     found, weights = {}, {}
     for on in (False, True):
-        model = models.model_of(sizes, f8.recipes.by_name(recipe))
+        model = models.model_of(sizes, recipe if isinstance(recipe, f8.Recipe) else f8.recipes.by_name(recipe))
         model = sharded(
             model, mesh, models.POLICIES[policy], on=dict(arguments) if on else False, backend=backend, **options
         )

@@ -42,15 +42,45 @@ def test_all_gather_on_and_off(ranks, case):
     assert not any(ranks.run(differ, *case, within=models.WITHIN[case[2]]))
 
 
-def against_one_process():
-    expected, weights = models.one_process(models.model_of("even", f8.recipes.nvfp4()), "bf16", 4, 2)
-    model = sharded(models.model_of("even", f8.recipes.nvfp4()), "1-D", models.BF16, on=True)
+TWO_SETS = [
+    (("even", "FSDP + TP", None, {}), {}),
+    (("uneven", "1-D", "aot_eager", {"checkpointed": True}), {}),
+    (("even", "HSDP", None, {}), KEPT),
+    (("uneven", "three", None, {}), {}),
+]
+
+
+def two_sets_differ(case, options):
+    sizes, mesh, backend, arguments = case
+    recipe = f8.recipes.nvfp4(weight_block=(1, 16))
+    return on_and_off(recipe, "bf16", sizes, mesh, backend, arguments, **options)
+
+
+@pytest.mark.slow  # one process has the same bits: below
+@pytest.mark.parametrize(("case", "options"), TWO_SETS, ids=str)
+def test_two_sets_of_codes_on_and_off(ranks, case, options):
+    assert not any(ranks.run(two_sets_differ, case, options, within=models.WITHIN[case[1]]))
+
+
+def against_one_process(sizes, options):
+    recipe = f8.recipes.nvfp4(**options)
+    expected, weights = models.one_process(models.model_of(sizes, recipe), "bf16", 4, 2)
+    model = sharded(models.model_of(sizes, recipe), "1-D", models.BF16, on=True)
     losses = models.trained(model, 4, dist.get_rank() % 2)
     return losses == expected and not differing(weights, models.weights_of(model))
 
 
-def test_one_process(ranks):
-    assert ranks.run(against_one_process, within="pair") == [True] * 2
+OPTIONS = [
+    ("even", {}),
+    ("even", {"backward": "dequantized"}),  # which needs the forward's codes alone
+    ("even", {"weight_block": (1, 16)}),  # two sets of codes
+    ("uneven", {"weight_block": (1, 16)}),
+]
+
+
+@pytest.mark.parametrize(("sizes", "options"), OPTIONS, ids=str)
+def test_one_process(ranks, sizes, options):
+    assert ranks.run(against_one_process, sizes, options, within="pair") == [True] * 2
 
 
 @pytest.mark.parametrize(

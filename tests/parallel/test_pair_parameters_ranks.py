@@ -23,6 +23,7 @@ from benchmarks.living import bytes_since, living
 from fp8compile import _compat
 from fp8compile._compat import local_itself
 from fp8compile.ops import collectives
+from fp8compile.ops.layer.packing import one_a_byte
 from fp8compile.tensor import QuantizedPairParameter
 from fp8compile.testing.bits import difference
 
@@ -30,6 +31,7 @@ pytestmark = pytest.mark.skipif(
     _compat.TORCH_VERSION < (2, 12), reason="a group as a part of a tensor needs PyTorch 2.12"
 )
 RECIPES = ("rowwise", "rowwise_bf16_wgrad", "mxfp8")
+FOUR_BITS = "nvfp4, 1 x 16"
 # rows of 96 and 95 on two ranks, of 64, 64 and 63 on three: uneven, and blocks of 32 rows stay whole
 WIDTHS = (64, 191, 191, 191)
 OPTIMIZERS = {
@@ -54,7 +56,9 @@ def plain_model(seed=0, widths=WIDTHS):
 
 def converted(recipe, seed=0, *, widths=WIDTHS, **options):
     options = {"quantized_parameters": True, "filter": lambda *_: True, **options}
-    return f8.convert(plain_model(seed, widths), f8.recipes.by_name(recipe), **options)
+    in_four_bits = recipe == FOUR_BITS
+    made = f8.recipes.nvfp4(weight_block=(1, 16)) if in_four_bits else f8.recipes.by_name(recipe)
+    return f8.convert(plain_model(seed, widths), made, **options)
 
 
 def sharded(model, mesh, backend=None, **options):
@@ -101,8 +105,11 @@ def differences(model, whole, rank, size):
                 if block == -1 or own.has_all_scales
                 else slice(rows.start // block, -(-rows.stop // block))
             )
-            found.append(difference(own.codes, all_of_it.codes[rows]))
+            mine, codes = (one_a_byte(each.codes, each.quantizer)[0] for each in (own, all_of_it))
+            found.append(difference(mine, codes[rows]))
             found.append(difference(own.scale, all_of_it.scale[blocks]))
+            if own.outer_scale is not None:
+                found.append(difference(own.outer_scale, all_of_it.outer_scale))
     return [words for words in found if words is not None]
 
 
@@ -152,6 +159,12 @@ def test_shards_may_cut_blocks(ranks, widths):
     assert ranks.run(few_rows, "mxfp8", "pair", widths, within="pair") == [(True, [])] * 2
 
 
+@pytest.mark.parametrize("widths", [(64, 144, 64), (64, 191, 64)], ids=["even", "uneven"])
+def test_two_sets_of_four_bits(ranks, widths):
+    """Rows of 72 and 72, which cut blocks of 16, in bytes that two of a row or of a column share; or 96 and 95."""
+    assert ranks.run(few_rows, FOUR_BITS, "pair", widths, within="pair") == [(True, [])] * 2
+
+
 def accumulated(model, optimizer, steps):
     losses = []
     for step in range(2 * steps):
@@ -184,7 +197,10 @@ def in_this_way(recipe, name):
     return steps_of(recipe, "AdamW, masters", "pair", 3, use, **options)
 
 
-@pytest.mark.parametrize(("recipe", "name"), zip(("mxfp8", "rowwise", "mxfp8"), WAYS, strict=True))
+WAYS_OF_TRAINING = [*zip(("mxfp8", "rowwise", "mxfp8"), WAYS, strict=True), (FOUR_BITS, "kept after forward")]
+
+
+@pytest.mark.parametrize(("recipe", "name"), WAYS_OF_TRAINING)
 def test_ways_of_training(ranks, recipe, name):
     assert ranks.run(in_this_way, recipe, name, within="pair") == [(True, [])] * 2
 
@@ -228,12 +244,17 @@ def counted_step(recipe):
 
 @pytest.mark.parametrize(
     ("recipe", "scales", "amaxes"),
-    [("rowwise", 4 * (128 + 64) // 2, [64 + 128]), ("mxfp8", 2 * 64 * 128 // 32 // 2, [])],
+    [
+        ("rowwise", 4 * (128 + 64) // 2, [64 + 128]),
+        ("mxfp8", 2 * 64 * 128 // 32 // 2, []),
+        (FOUR_BITS, 2 * 64 * 128 // 16 // 2, [4]),  # an outer amax of each set
+    ],
 )
-def test_each_pass_sends_a_byte_an_element_and_a_step_one_message(ranks, recipe, scales, amaxes):
+def test_each_pass_sends_a_byte_an_element_or_half_of_one_and_a_step_one_message(ranks, recipe, scales, amaxes):
     passes, reduced, words = ranks.run(counted_step, recipe, within="pair")[0]
     elements, biases = 2 * 64 * 128 // 2, 2 * (128 + 64) // 2
-    assert passes == [elements + scales + biases] * 2
+    codes = elements // 2 if recipe == FOUR_BITS else elements
+    assert passes == [codes + scales + biases] * 2
     assert reduced == amaxes
     assert words == {"codes, each pass its own"}
 
@@ -356,13 +377,15 @@ def complaints():
     optimizers = [OPTIMIZERS["SGD"](each.parameters()) for each in (whole, again)]
     texts.append(train(whole, optimizers[0], 2) == repeated(again, optimizers[1], 2))
     says(lambda: f8.parallel.fsdp_float8_all_gather(converted("rowwise"), one_gather="param_dtype"))
+    says(lambda: sharded(converted(FOUR_BITS, widths=(64, 146)), pair()))
     return texts
 
 
 def test_what_cannot_be_says_what_to_do(ranks):
-    for cut, repeats, same, values in ranks.run(complaints, within="pair"):
+    for cut, repeats, same, values, odd in ranks.run(complaints, within="pair"):
         assert "cuts blocks of 32. Cut at multiples of 32, or leave this weight out of quantized_parameters" in cut
         assert "fsdp_float8_all_gather, which may cut blocks" in cut
         assert "pass checkpointed=True, so that gathers serve both" in repeats
         assert same
         assert "have no values to gather" in values
+        assert "Cut at even places, or leave this weight out of quantized_parameters" in odd

@@ -84,9 +84,13 @@ def steps_of(name, hidden, order, *, fsdp=False, backend=None, share=False):
     return losses[0] == losses[1], same, counters["stats"]["unique_graphs"]
 
 
+ANY = {name: f8.recipes.by_name(name) for name in ("rowwise", "mxfp8", "delayed", "nvfp4")}
+ANY["nvfp4, 1 x 16"] = f8.recipes.nvfp4(weight_block=(1, 16))
+
+
 def of_any_recipe(name, order):
     """Losses beside those of layers over copies of masters, and sets of codes that are not those of whole weights."""
-    mesh, recipe = DeviceMesh.from_group(GROUPS["pair"], "cpu"), f8.recipes.by_name(name)
+    mesh, recipe = DeviceMesh.from_group(GROUPS["pair"], "cpu"), ANY[name]
     model = parallelized(plain_model(128), mesh, recipe, order, quantized_parameters=True, keep_initial=True)
     reference = parallelized(plain_model(128), mesh, recipe, order)
     optimizer, by_hand = OPTIMIZERS["AdamW, masters"](model.parameters()), ByHand(reference, lr=0.02)
@@ -294,6 +298,8 @@ def test_noise_is_that_of_the_place_in_the_whole_weight(ranks):
         ("delayed", "convert first"),
         ("nvfp4", "plan first"),
         ("nvfp4", "convert first"),
+        ("nvfp4, 1 x 16", "plan first"),
+        ("nvfp4, 1 x 16", "convert first"),
     ],
 )
 def test_both_sets_and_delayed_scaling_have_parts_in_both_orders(ranks, name, order):

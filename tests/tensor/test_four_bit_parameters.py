@@ -20,6 +20,8 @@ RECIPES = {
     "nvfp4": f8.recipes.nvfp4(),
     "torchao's rule, nearest": f8.recipes.nvfp4(scale="torchao", grad_rounding="nearest", hadamard=()),
     "1 x 16": f8.recipes.nvfp4(weight_block=(1, 16)),
+    "dequantized": f8.recipes.nvfp4(backward="dequantized"),  # one set of codes, whichever the blocks
+    "1 x 16, dequantized": f8.recipes.nvfp4(backward="dequantized", weight_block=(1, 16)),
 }
 TILE = RECIPES["nvfp4"].weight
 NAMES = ["weight_codes", "weight_scale", "weight_outer_scale"]
@@ -54,7 +56,7 @@ def differing(mine, expected):
 
 
 @pytest.mark.parametrize(
-    ("name", "hidden"), [("nvfp4", 144), ("nvfp4", 145), ("torchao's rule, nearest", 144), ("1 x 16", 144)]
+    ("name", "hidden"), [*((name, 144) for name in RECIPES), ("nvfp4", 145), ("dequantized", 145)]
 )
 def test_training_has_the_bits_of_layers_that_cast_masters_in_each_forward(name, hidden):
     model = converted(name, hidden=hidden, keep_initial=True)
@@ -222,6 +224,6 @@ def test_experts_have_no_two_sets_of_codes_in_two_levels():
         expert_models.mixture_of("torchtitan", 3, recipe, seed=0, **options)
 
 
-def test_memory_for_shards_of_two_sets_is_refused():
+def test_memory_for_an_odd_number_of_rows_that_share_bytes_is_refused():
     with pytest.raises(TypeError, match=r"share a byte with the next row's.*fully_shard.*weight_block=\(16, 16\)"):
-        converted("1 x 16")[0].weight.new_zeros((32, 64))
+        converted("1 x 16")[0].weight.new_zeros((33, 64))

@@ -95,13 +95,13 @@ def _why_plain(weight: _Weight, users: list[nn.Module]) -> str | None:
     recipe = weight.module.recipe
     if isinstance(_compat.local_itself(weight.parameter), (QuantizedTensor, QuantizedPairParameter)):
         return "the parameter is quantized, and travels as codes without this"
-    if (missing := next((gemm.name for gemm in PAIR if getattr(recipe, gemm.b) is None), None)) is not None:
+    if (missing := next((gemm.name for gemm in PAIR if recipe.quantizer_read(gemm.b) is None), None)) is not None:
         return f"the recipe leaves {missing} in high precision"
     if not recipe.shares_weight_codes() and recipe.delayed()[1] is not None:
         return "delayed scaling makes codes of one product of the weight, and not of the other"
-    for quantizer in (recipe.weight, recipe.weight_for_grad_input):
-        if quantizer.has_outer_scale() and not recipe.shares_weight_codes():
-            return f"the outer scale of {quantizer!r} does not travel with codes of two sets yet"
+    for quantizer in (recipe.quantizer_read(gemm.b) for gemm in PAIR):
+        if quantizer.has_outer_scale() and not recipe.shares_weight_codes() and weight.parameter.ndim == 3:
+            return f"experts have no two sets of codes of two levels, as {quantizer!r} is one of"
         if not quantizer.is_local():
             return f"codes of {quantizer!r} depend on where in the tensor a value stands"
     if not weight.is_alone(users):

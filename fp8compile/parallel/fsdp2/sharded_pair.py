@@ -19,11 +19,23 @@ from torch import Tensor
 from fp8compile import _compat
 from fp8compile.ops.collectives import all_gather
 from fp8compile.ops.layer.local_shards import LocalShard
+from fp8compile.ops.layer.packing import two_a_byte
 from fp8compile.ops.layer.quantize_shard import is_aligned, quantize_shard
 from fp8compile.ops.layer.shards import Sharding
 from fp8compile.parallel.fsdp2.sharded_weight import Edits, ShardedWeight, part_of_weight
 from fp8compile.quantizers import GEMMS, Gemm, Quantizer
-from fp8compile.tensor import BOTH, PLAIN, Gathers, Meaning, OwnCodes, as_sent, fill, made_of, sent_of
+from fp8compile.tensor import (
+    BOTH,
+    PLAIN,
+    Gathers,
+    Meaning,
+    OwnCodes,
+    as_pair_travels,
+    as_sent,
+    fill,
+    made_of,
+    sent_of,
+)
 
 if TYPE_CHECKING:
     from torch import nn
@@ -69,8 +81,8 @@ class ShardedPair(ShardedWeight):
         return getattr(module.recipe, gemm.b)
 
     def is_own(self, part: LocalShard, quantizer: Quantizer) -> bool:
-        """Whether no other rank has elements of the blocks that a part has."""
-        return is_aligned(part, quantizer)
+        """Whether no other rank has a scale of a part: of its blocks, or of two levels the outer one."""
+        return is_aligned(part, quantizer) and not quantizer.has_outer_scale()
 
     def quantized(self, part: LocalShard, quantizer: Quantizer) -> tuple[Tensor, Tensor]:
         """Codes and scale of a part whose blocks are its own."""
@@ -100,21 +112,25 @@ class ShardedPair(ShardedWeight):
         # FSDP2 takes tensors of another size beside the codes only if no rank pads, and none from a single rank
         # nor of a weight that it cuts along another dim, by which it lays out all that arrives
         beside = shards.is_even() and len(shards.sizes) > 1 and shards.dim == 0
-        sets = tuple(self._codes(part, module, each, beside) for each in gemms)
         quantizers = tuple(self.quantizer_for(module, gemm) for gemm in PAIR)
+        quantizers = as_pair_travels(quantizers, shards, size)
+        sets = tuple(self._codes(part, module, each, quantizers, beside) for each in gemms)
         room = self._room(part, quantizers, together=kind == BOTH) if beside else 0
         shapes = tuple(self._scale_shape(part, size, quantizer) for quantizer in quantizers)
         meaning = Meaning(sets, len(shards.sizes), size, quantizers, shapes)
         return sent_of(sets, shards, room), (meaning, mesh.get_group())
 
-    def _codes(self, part: LocalShard, module: nn.Module, gemm: Gemm, beside: bool) -> OwnCodes:
-        """This rank's codes for one product."""
+    def _codes(
+        self, part: LocalShard, module: nn.Module, gemm: Gemm, quantizers: tuple[Quantizer, Quantizer], beside: bool
+    ) -> OwnCodes:
+        """This rank's codes for one product, as the quantizers lay them down."""
         quantizer, shards = self.quantizer_for(module, gemm), part.cuts[-1]
         size = part.whole_shape(len(part.cuts) - 1)
         if not self.is_own(part, quantizer):
-            multiplier, scale, _ = module.weight_scales.of(module, self.name, gemm.b)
+            multiplier, scale, outer_scale = module.weight_scales.of(module, self.name, gemm.b)
             codes = self.codes_of(part, multiplier.to(self.device), quantizer)
-            return OwnCodes(gemm, codes, self.scale_of(scale, size, quantizer), travels=False)
+            codes = two_a_byte(codes, quantizers[PAIR.index(gemm)])
+            return OwnCodes(gemm, codes, self.scale_of(scale, size, quantizer), travels=False, outer_scale=outer_scale)
         codes, scale = self.quantized(part, quantizer)
         if beside:
             return OwnCodes(gemm, codes, scale, travels=True)
