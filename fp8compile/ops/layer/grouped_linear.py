@@ -87,17 +87,20 @@ def grouped_output(
     return with_bias_of_groups(operands.output(x, weight), bias, offsets, operands.phase)
 
 
-def for_trained_weight(needs_input_grad: Sequence[bool], args: Sequence[Any]) -> Sequence[Any]:
-    """Arguments of a layer of groups: the forward of a frozen weight makes no codes for a gradient that nobody takes.
+def for_gradients_asked(needs_input_grad: Sequence[bool], args: Sequence[Any]) -> Sequence[Any]:
+    """Arguments of a layer of groups: its forward makes no codes for a gradient that nobody takes.
 
     Args:
-        needs_input_grad: Of each argument; the second is the weight.
+        needs_input_grad: Of each argument; x is the first, the weight the second.
         args: Those of the op, the recipe last.
     """
     *others, recipe = args
-    if needs_input_grad[1] or _compat.is_stand_in(recipe):
+    needs_x, needs_weight = needs_input_grad[:2]
+    if (needs_x and needs_weight) or _compat.is_stand_in(recipe):
         return args
-    return *others, replace(recipe, grad_output_for_grad_weight=None, input_for_grad_weight=None)
+    unasked = [gemm for gemm, needed in ((GRAD_INPUT, needs_x), (GRAD_WEIGHT, needs_weight)) if not needed]
+    slots = {slot: None for gemm in unasked for slot in (gemm.a, gemm.b)}
+    return *others, replace(recipe, **slots, keep_weight_codes=recipe.keep_weight_codes and needs_x)
 
 
 def _grouped_linear(
@@ -156,6 +159,6 @@ grouped_linear = register_product(
     fake=_fake,
     setup_context=_setup_context,
     backward=_backward,
-    prepare=for_trained_weight,
+    prepare=for_gradients_asked,
     samples=grouped_samples,
 )
