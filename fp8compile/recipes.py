@@ -16,7 +16,6 @@ from __future__ import annotations
 import difflib
 import inspect
 from collections.abc import Callable
-from dataclasses import replace
 from functools import cache
 from operator import attrgetter
 from typing import Any
@@ -139,12 +138,13 @@ def rowwise_bf16_wgrad(
         scale: Scale rule, see ``CurrentScaling``.
         eps: Floor under the amax.
     """
-    full = rowwise(format=format, grad_format=grad_format, grad_rounding=grad_rounding, scale=scale, eps=eps)
+    rule = {"scale": scale, "eps": eps}
+    value = CurrentScaling(format=format, block=ROW, **rule)
     return Recipe(
-        input=full.input,
-        weight=full.weight,
-        grad_output=full.grad_output,
-        weight_for_grad_input=full.weight_for_grad_input,
+        input=value,
+        weight=value,
+        grad_output=CurrentScaling(format=grad_format, block=ROW, rounding=grad_rounding, **rule),
+        weight_for_grad_input=CurrentScaling(format=format, block=COLUMN, **rule),
     )
 
 
@@ -253,17 +253,18 @@ def nvfp4(
         raise ValueError(f"nvfp4: weight_block is {weight_block!r}; it is (16, 16) or (1, 16).")
     if backward not in ("nvfp4", "bf16", "dequantized"):
         raise ValueError(f"nvfp4: backward is {backward!r}; it is 'nvfp4', 'bf16' or 'dequantized'.")
-    line, pillar = TwoLevelScaling(scale=scale), TwoLevelScaling(block=NV_PILLAR, packed="columns", scale=scale)
-    weight = TwoLevelScaling(block=weight_block, scale=scale)
+    # by constructors: Dynamo traces no `replace`, for a recipe that is made in the compiled function
+    line, weight = TwoLevelScaling(scale=scale), TwoLevelScaling(block=weight_block, scale=scale)
+    pillar = {"block": NV_PILLAR, "packed": "columns", "scale": scale}
     gradient = {"rounding": grad_rounding, "seed": seed}
     gradients = {
-        "grad_output": replace(line, **gradient),
-        "weight_for_grad_input": weight if weight_block == NV_TILE else pillar,
-        "grad_output_for_grad_weight": replace(pillar, hadamard=hadamard, **gradient),
-        "input_for_grad_weight": replace(pillar, hadamard=hadamard),
+        "grad_output": TwoLevelScaling(scale=scale, **gradient),
+        "weight_for_grad_input": weight if weight_block == NV_TILE else TwoLevelScaling(**pillar),
+        "grad_output_for_grad_weight": TwoLevelScaling(**pillar, **gradient, hadamard=hadamard),
+        "input_for_grad_weight": TwoLevelScaling(**pillar, hadamard=hadamard),
     }
     taken = gradients if backward == "nvfp4" else {}
-    keeps = taken.get("weight_for_grad_input") == weight
+    keeps = backward == "nvfp4" and weight_block == NV_TILE  # which both products of the weight read
     switches = {"keep_weight_codes": keeps, "dequantized_gradients": backward == "dequantized"}
     return Recipe(input=line, weight=weight, emulate=emulate, **switches, **taken)
 

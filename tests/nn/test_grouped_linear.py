@@ -85,6 +85,22 @@ def test_one_graph_serves_all_groups_with_the_bits_of_eager_mode(recipe, backend
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("backend", [None, "aot_eager"])
+@pytest.mark.parametrize("trained", [0, 1], ids=["x", "weight"])
+def test_a_gradient_alone_is_that_beside_the_other(recipe, backend, trained):
+    torch._dynamo.reset()
+    chosen = f8.recipes.by_name(recipe)
+    (x, weight), offsets, grad = tensors((50, 100, 150, 180), bias=False)
+    y, *gradients = results(ours, (x, weight), offsets, grad, chosen)
+    leaves = [x.detach(), weight.detach()]
+    leaves[trained].requires_grad_()
+    layer = ours if backend is None else torch.compile(ours, fullgraph=True, backend=backend)
+    alone = layer(*leaves, offsets, None, chosen)
+    assert torch.equal(alone, y)
+    assert torch.equal(torch.autograd.grad(alone, leaves[trained], grad)[0], gradients[trained])
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize(("k", "n"), [(128, 256), (129, 131), (1, 3), (48, 200)])
 def test_any_sizes_of_features(recipe, k, n):
     case, chosen = tensors((3, 60, 60, 90), k=k, n=n, rows=90), f8.recipes.by_name(recipe)

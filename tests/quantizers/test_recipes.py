@@ -7,6 +7,7 @@ import pickle
 from dataclasses import fields, replace
 
 import pytest
+import torch
 from eight_bits import EIGHT_BITS
 
 import fp8compile as f8
@@ -122,6 +123,17 @@ def test_recipe_is_a_value(name):
     assert hash(again) == hash(recipe)
     with pytest.raises(AttributeError, match="cannot assign to field 'input'"):
         recipe.input = None
+
+
+@pytest.mark.parametrize("name", [name for name in recipes.names() if name != "delayed"])  # which needs a state
+def test_a_recipe_may_be_made_in_the_compiled_function(name):
+    x, weight = torch.randn(16, 32).bfloat16(), torch.randn(32, 32).bfloat16()
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def layer(x):
+        return f8.linear(x, weight, recipe=recipes.by_name(name))
+
+    assert torch.equal(layer(x), f8.linear(x, weight, recipe=recipes.by_name(name)))
 
 
 @pytest.mark.parametrize("name", EIGHT_BITS)

@@ -98,9 +98,10 @@ def for_gradients_asked(needs_input_grad: Sequence[bool], args: Sequence[Any]) -
     needs_x, needs_weight = needs_input_grad[:2]
     if (needs_x and needs_weight) or _compat.is_stand_in(recipe):
         return args
-    unasked = [gemm for gemm, needed in ((GRAD_INPUT, needs_x), (GRAD_WEIGHT, needs_weight)) if not needed]
-    slots = {slot: None for gemm in unasked for slot in (gemm.a, gemm.b)}
-    return *others, replace(recipe, **slots, keep_weight_codes=recipe.keep_weight_codes and needs_x)
+    check_recipe_of_groups(recipe)  # as a whole, before a part of it is left out
+    unasked = GRAD_INPUT if needs_weight else GRAD_WEIGHT
+    keeps = recipe.keep_weight_codes and unasked is not GRAD_INPUT  # which are kept for that one
+    return *others, replace(recipe, **{unasked.a: None, unasked.b: None}, keep_weight_codes=keeps)
 
 
 def _grouped_linear(
