@@ -31,15 +31,12 @@ def test_bytes_of_experts(recipe):
     assert row["CUDA graph"] == "possible", row  # the host waits for no size of a group
 
 
-def launched(recipe, *, frozen=(), arch="h200"):
-    """Names of what is launched for experts of which some of x (0) and the weights (1, 2) take no gradient."""
+def launched(recipe, *, frozen):
     with FakeTensorMode():
         arguments = experts_arguments(1024, 256, 128, 8)
-        for index in frozen:
-            arguments[index].requires_grad_(requires_grad=False)
-        codes = gpu_kernels(
-            lambda *args: feed_forward(*args, recipe=f8.recipes.by_name(recipe)), *arguments, arch=arch
-        )
+        for each in arguments[1:3]:
+            each.requires_grad_(requires_grad=not frozen)
+        codes = gpu_kernels(lambda *args: feed_forward(*args, recipe=f8.recipes.by_name(recipe)), *arguments)
     torch._dynamo.reset()
     return [launch.name for code in codes for launch in code.launches]
 
@@ -47,19 +44,10 @@ def launched(recipe, *, frozen=(), arch="h200"):
 @pytest.mark.parametrize("recipe", ["rowwise", "blockwise"])
 def test_frozen_weights_cost_no_codes_along_tokens(recipe):
     along_tokens = ("group_cast", "group_amax", "group_quantize.", "group_quantize_both")
-    assert any(name in launch for launch in launched(recipe) for name in along_tokens)
-    found = launched(recipe, frozen=(1, 2))
+    assert any(name in launch for launch in launched(recipe, frozen=False) for name in along_tokens)
+    found = launched(recipe, frozen=True)
     assert not [launch for launch in found if any(name in launch for name in along_tokens)]
     assert sum("grouped" in launch for launch in found) == 4, found
-
-
-def test_an_input_without_a_gradient_costs_no_codes_of_weights_for_it():
-    """Of gate and up, which are one weight; the matrices of down are read once, for the codes of both products."""
-    counts = [
-        launched("mxfp8", frozen=frozen, arch="b200").count("fp8compile.quantize_both.default")
-        for frozen in ((), (0,))
-    ]
-    assert counts == [2, 1]
 
 
 def test_dynamic_rows_are_one_graph():

@@ -105,7 +105,8 @@ def test_the_machine_of_the_tests_is_in_order(capsys):
     assert main(["doctor", "--json"]) == 0
     out, err = capsys.readouterr()
     found = json.loads(out)
-    assert err.splitlines() == ["looking for devices ...", *(f"checking {name} ..." for name in checks.CHECKS)]
+    printed = [line for line in err.splitlines() if "CUDA_HOME" not in line]  # PyTorch's, of a build with CUDA
+    assert printed == ["looking for devices ...", *(f"checking {name} ..." for name in checks.CHECKS)]
     assert found["ok"]
     assert {check["name"] for check in found["checks"]} > {"operators", "constants", "scales"}
     assert [row["recipe"] for row in found["recipes"] if row["device"] == "cpu"] == list(f8.recipes.names())

@@ -20,7 +20,7 @@ from torch import Tensor
 from fp8compile.ops.groups.grouped_mm import group_sum
 from fp8compile.ops.layer.fsdp_linear import reduced_as_read
 from fp8compile.ops.layer.grouped_linear import (
-    for_gradients_asked,
+    for_trained_weight,
     grouped_grad_input_fake,
     grouped_output,
     grouped_samples,
@@ -121,6 +121,6 @@ fsdp_grouped_linear = register_product(
     fake=_fake,
     setup_context=_setup_context,
     backward=_backward,
-    prepare=for_gradients_asked,
+    prepare=for_trained_weight,
     samples=_samples,
 )

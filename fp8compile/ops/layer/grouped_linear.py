@@ -87,21 +87,17 @@ def grouped_output(
     return with_bias_of_groups(operands.output(x, weight), bias, offsets, operands.phase)
 
 
-def for_gradients_asked(needs_input_grad: Sequence[bool], args: Sequence[Any]) -> Sequence[Any]:
-    """Arguments of a layer of groups: its forward makes no codes for a gradient that nobody takes.
+def for_trained_weight(needs_input_grad: Sequence[bool], args: Sequence[Any]) -> Sequence[Any]:
+    """Arguments of a layer of groups: the forward of a frozen weight makes no codes for a gradient that nobody takes.
 
     Args:
-        needs_input_grad: Of each argument; x is the first, the weight the second.
+        needs_input_grad: Of each argument; the second is the weight.
         args: Those of the op, the recipe last.
     """
     *others, recipe = args
-    needs_x, needs_weight = needs_input_grad[:2]
-    if (needs_x and needs_weight) or _compat.is_stand_in(recipe):
+    if needs_input_grad[1] or _compat.is_stand_in(recipe):
         return args
-    check_recipe_of_groups(recipe)  # as a whole, before a part of it is left out
-    unasked = GRAD_INPUT if needs_weight else GRAD_WEIGHT
-    keeps = recipe.keep_weight_codes and unasked is not GRAD_INPUT  # which are kept for that one
-    return *others, replace(recipe, **{unasked.a: None, unasked.b: None}, keep_weight_codes=keeps)
+    return *others, replace(recipe, grad_output_for_grad_weight=None, input_for_grad_weight=None)
 
 
 def _grouped_linear(
@@ -160,6 +156,6 @@ grouped_linear = register_product(
     fake=_fake,
     setup_context=_setup_context,
     backward=_backward,
-    prepare=for_gradients_asked,
+    prepare=for_trained_weight,
     samples=grouped_samples,
 )

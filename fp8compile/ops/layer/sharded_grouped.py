@@ -23,7 +23,7 @@ from torch import Tensor
 from fp8compile.ops.collectives import all_reduce_sum
 from fp8compile.ops.groups.grouped_mm import group_sum
 from fp8compile.ops.layer.grouped_linear import (
-    for_gradients_asked,
+    for_trained_weight,
     grouped_grad_input_fake,
     grouped_grad_weight_fake,
     grouped_samples,
@@ -152,6 +152,6 @@ sharded_grouped_linear = register_product(
     fake=_fake,
     setup_context=_setup_context,
     backward=_backward,
-    prepare=for_gradients_asked,
+    prepare=for_trained_weight,
     samples=_samples,
 )
