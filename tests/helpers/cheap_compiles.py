@@ -1,4 +1,4 @@
-"""What PyTorch does after each compilation for production, and processes of tests do without."""
+"""Processes of tests do without what PyTorch does after each compilation for production's sake."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ __all__ = ["make_compiles_cheap"]
 
 
 def make_compiles_cheap() -> None:
-    """Have this process compile for less: some tenth of the time of tests that compile, and nothing in what they get.
+    """Have this process compile in less time, to the same code.
 
-    Guards are not timed with cold caches, which takes 30 ms a graph. Garbage is not collected after each graph, and
-    otherwise less often; never again looked at is what exists already.
+    Guards are not timed with cold caches, which takes 30 ms or more a graph. Garbage is not collected after each
+    graph; it is collected less often, and never looked for among the objects that exist now.
     """
     torch._dynamo.guards.profile_guard_manager = lambda *_: 0.0
     os.environ["TORCH_DYNAMO_RUN_GC_AFTER_COMPILE"] = "0"  # for processes that this one starts
