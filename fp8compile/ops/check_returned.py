@@ -22,11 +22,7 @@ def could_be(found: Sequence[Any], expected: Sequence[Any]) -> bool:
     """Whether two shapes are equal, as far as numbers tell."""
     if len(found) != len(expected):
         return False
-    # `all` takes twice as long, and an eager call asks eight times
-    for a, b in zip(found, expected, strict=True):  # noqa: SIM110
-        if type(a) is type(b) is int and a != b:
-            return False
-    return True
+    return not any(type(a) is type(b) is int and a != b for a, b in zip(found, expected, strict=True))
 
 
 def returned(

@@ -31,6 +31,8 @@ needs_torchtitan = pytest.mark.skipif(
     not find_spec("torchtitan"), reason="needs torchtitan 0.3.0 (the extra fp8compile[torchtitan] has it)"
 )
 INTEGRATION = "fp8compile.integrations.torchtitan"
+# of losses in FP8 from those in bf16: less than twice the most in docs/results/torchtitan.md, 0.15 %
+APART = 2.5e-3
 
 
 def integration():
@@ -234,7 +236,7 @@ def test_a_recipe_without_quantizers_trains_to_the_bits_of_bf16(own_process):
 def test_experts_train_in_float8_near_bf16(own_process):
     in_float8, in_bf16 = (own_process(losses, "deepseek_v3", recipe, {}) for recipe in (f8.recipes.rowwise(), None))
     assert in_float8 != in_bf16
-    assert in_float8 == pytest.approx(in_bf16, rel=2.5e-3)  # less than twice the most, 0.15 %, in docs/results
+    assert in_float8 == pytest.approx(in_bf16, rel=APART)
 
 
 def saved_and_loaded(model, folder, case="one"):
@@ -266,7 +268,7 @@ def test_a_checkpoint_of_a_float8_model_loads_into_that_in_bf16(own_process, tmp
 def test_models_train_with_fsdp_and_tensor_parallel(model):
     in_float8 = shared_ranks().run(losses, model, f8.recipes.rowwise(), {"case": "fsdp2_tp2"}, seconds=900)
     in_bf16 = shared_ranks().run(losses, model, None, {"case": "fsdp2_tp2"}, seconds=900)
-    assert in_float8[0] == pytest.approx(in_bf16[0], rel=2.5e-3)
+    assert in_float8[0] == pytest.approx(in_bf16[0], rel=APART)
 
 
 @needs_torchtitan
@@ -284,5 +286,5 @@ def test_experts_spread_over_ranks_train_and_are_typechecked_under_spmd_types():
     options = {"steps": 2, "backend": None, "spmd_backend": "spmd_types", "typechecked": True}
     args = {"options": options, "gather": False, "without_checkpointing": False}
     in_bf16, in_float8 = (row_of("ep2", "qwen3_moe", recipe, args) for recipe in ("bf16", "rowwise"))
-    assert [in_float8[step] for step in "12"] == pytest.approx([in_bf16[step] for step in "12"], rel=2.5e-3)
+    assert [in_float8[step] for step in "12"] == pytest.approx([in_bf16[step] for step in "12"], rel=APART)
     assert in_float8["1"] != in_bf16["1"]

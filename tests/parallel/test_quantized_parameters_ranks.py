@@ -473,7 +473,7 @@ def test_a_step_takes_one_amax_message_for_all_weights(ranks, optimizer, expecte
 
 
 def test_the_outer_amaxes_of_a_step_are_in_the_one_message(ranks):
-    """Of two weights the 9 x 4 blocks that ranks cut, of two others none, and one number of each."""
+    """It has the amaxes of 9 x 4 blocks for each of two weights that ranks cut, and one number for each of four."""
     assert ranks.run(messages, "AdamW, masters", "nvfp4", within="pair") == [[2 * 9 * 4 + 4]] * 2
 
 
