@@ -1,0 +1,242 @@
+"""Tokens in groups, their four-bit codes along rows and along tokens: sixteen rows at a time, for four times sixteen.
+
+    amaxes    tile of 64 tokens x 128 --largest, and largest sum of sixteen--> atomic maximum, a number a group each
+    codes     the same tile, with the outer amaxes of its group --> codes and scales of both directions
+
+Columns come in tiles of 128 that belong to one group (`fp8compile.ops.groups.tiles`), so a program has one group, and
+its two outer scales are two numbers. Scales go to where the grouped GEMM reads them. Every byte is written: what is
+behind a group, and rows behind the last one, are zeros, and the latter are never loaded. Offsets that are no ends of
+groups give wrong results, and no access outside of the tensors.
+
+Each step is that of `TwoLevelScaling` on the group alone, as in `fp8compile.kernels.two_levels`.
+
+This module needs Triton; `fp8compile.ops.groups.group_quantize_two_levels` imports it when a GPU asks.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fp8compile.kernels.both_directions import _float
+from fp8compile.kernels.groups import SEARCHED, _sizes
+from fp8compile.kernels.two_levels import (
+    COLUMNS,
+    GROUPS,
+    WARPS,
+    _codes,
+    _magnitude,
+    _outer,
+    _outer_scale,
+    _place_in_tiles,
+    _scales,
+    _sum,
+    constants,
+)
+from fp8compile.quantizers import TwoLevelScaling
+from fp8compile.quantizers.hadamard import GROUP
+from fp8compile.scale_layouts import TILE_BLOCKS, TILE_ROWS
+
+__all__ = ["WARPS", "amaxes_kernel", "codes_kernel", "group_constants", "groups_two_levels"]
+
+SIXTEEN, TILE = tl.constexpr(GROUP), tl.constexpr(TILE_ROWS)
+BLOCKS_OF_TILE = tl.constexpr(TILE_BLOCKS)
+TILE_BYTES = tl.constexpr(TILE_ROWS * TILE_BLOCKS)
+
+
+@triton.jit
+def _tiles(size, e, E):
+    """Tiles of columns of groups: one at least."""
+    return tl.where(e < E, tl.maximum(tl.cdiv(size, TILE), 1), 0)
+
+
+@triton.jit
+def _group_of(offsets_ptr, tile, E):
+    """The group of a tile of columns, E behind the last; the group's first tile; groups without tokens before it."""
+    group, first, empty, tiles = 0, 0, 0, 0
+    for first_e in range(0, E, SEARCHED):
+        e = first_e + tl.arange(0, SEARCHED)
+        size = _sizes(offsets_ptr, e, E)
+        own = _tiles(size, e, E)
+        is_before = (tiles + tl.cumsum(own, 0) <= tile) & (e < E)
+        group += tl.sum(is_before.to(tl.int32), 0)
+        first += tl.sum(tl.where(is_before, own, 0), 0)
+        empty += tl.sum((is_before & (size == 0)).to(tl.int32), 0)
+        tiles += tl.sum(own, 0)
+    return group, first, empty
+
+
+@triton.jit
+def _span(offsets_ptr, group, R, E):
+    """The first row of a group and the one behind its last; of what is behind the last group likewise."""
+    start = tl.load(offsets_ptr + group - 1, group > 0, other=0)
+    end = tl.load(offsets_ptr + group, group < E, other=R)
+    return tl.maximum(start, 0), tl.minimum(end, R)
+
+
+@triton.jit
+def _sixteen(x_ptr, row, end, k, K, stride_m, stride_k, is_group):
+    """Sixteen rows of each unit, zeros behind the group."""
+    xs = ()
+    for i in tl.static_range(SIXTEEN):
+        m = row + i
+        at = m.to(tl.int64)[:, None] * stride_m + k[None, :] * stride_k
+        is_token = (m < end)[:, None] & (k < K)[None, :] & is_group
+        xs += (tl.load(x_ptr + at, is_token, other=0.0).to(tl.float32),)
+    return xs
+
+
+@triton.jit
+def amaxes_kernel(
+    x_ptr, offsets_ptr, row_amax_ptr, column_amax_ptr, R, K, E, stride_m, stride_k,
+    GROUPS: tl.constexpr, COLUMNS: tl.constexpr, HAS_ROWS: tl.constexpr, HAS_COLUMNS: tl.constexpr,
+    C_TRANSFORM: tl.constexpr, C_NEGATIVE: tl.constexpr,
+):  # fmt: skip
+    """The largest magnitudes of one tile, to those of its group."""
+    SIZE: tl.constexpr = GROUPS * SIXTEEN
+    column = tl.program_id(0) * SIZE
+    group, first, _ = _group_of(offsets_ptr, column // TILE, E)
+    start, end = _span(offsets_ptr, group, R, E)
+    k = tl.program_id(1).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
+    row = start + column - first * TILE + tl.arange(0, GROUPS) * SIXTEEN
+    is_group = group < E
+    xs = _sixteen(x_ptr, row, end, k, K, stride_m, stride_k, is_group)
+    if HAS_ROWS:
+        largest = tl.zeros((GROUPS, COLUMNS), tl.int32)
+        for i in tl.static_range(SIXTEEN):
+            largest = tl.maximum(largest, _magnitude(xs[i]))
+        tl.atomic_max(row_amax_ptr + group, tl.max(tl.max(largest, 1), 0), is_group, sem="relaxed")
+    if HAS_COLUMNS:
+        largest = tl.zeros((GROUPS, COLUMNS), tl.int32)
+        for j in tl.static_range(SIXTEEN):
+            largest = tl.maximum(largest, _magnitude(_sum(xs, j, C_TRANSFORM, C_NEGATIVE)))
+        tl.atomic_max(column_amax_ptr + group, tl.max(tl.max(largest, 1), 0), is_group, sem="relaxed")
+
+
+@triton.jit
+def _store_outer_scales(amax_ptr, outer_ptr, E, IS_TE: tl.constexpr):
+    for first_e in range(0, E, SEARCHED):
+        e = first_e + tl.arange(0, SEARCHED)
+        amax = _float(tl.load(amax_ptr + e, e < E, other=0))
+        tl.store(outer_ptr + e, _outer_scale(amax, IS_TE), e < E)
+
+
+@triton.jit
+def codes_kernel(
+    x_ptr, offsets_ptr, row_amax_ptr, column_amax_ptr,
+    rows_ptr, row_scales_ptr, row_outer_ptr, columns_ptr, column_scales_ptr, column_outer_ptr,
+    R, K, E, C, stride_m, stride_k,
+    GROUPS: tl.constexpr, COLUMNS: tl.constexpr, IS_TE: tl.constexpr,
+    HAS_ROWS: tl.constexpr, R_STOCHASTIC: tl.constexpr, R_SEED: tl.constexpr,
+    HAS_COLUMNS: tl.constexpr, C_STOCHASTIC: tl.constexpr, C_SEED: tl.constexpr,
+    C_TRANSFORM: tl.constexpr, C_NEGATIVE: tl.constexpr,
+):  # fmt: skip
+    """One tile of both directions; columns have 64 bits for sixteen codes."""
+    SIZE: tl.constexpr = GROUPS * SIXTEEN
+    BLOCKS: tl.constexpr = COLUMNS // SIXTEEN
+    column = tl.program_id(0) * SIZE
+    tile = column // TILE
+    group, first, empty = _group_of(offsets_ptr, tile, E)
+    start, end = _span(offsets_ptr, group, R, E)
+    is_group, is_column = group < E, column < C
+    k = tl.program_id(1).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
+    inside = column - first * TILE + tl.arange(0, GROUPS) * SIXTEEN  # in the group
+    row = start + inside
+    amax_at = tl.minimum(group, E - 1)
+
+    if HAS_COLUMNS:
+        outer = _outer(_float(tl.load(column_amax_ptr + amax_at)), IS_TE)
+        xs = _sixteen(x_ptr, row, end, k, K, stride_m, stride_k, is_group)
+        largest = tl.zeros((GROUPS, COLUMNS), tl.int32)
+        for j in tl.static_range(SIXTEEN):
+            largest = tl.maximum(largest, _magnitude(_sum(xs, j, C_TRANSFORM, C_NEGATIVE)))
+        multiplier, scale = _scales(_float(largest), outer, IS_TE)
+        packed = tl.zeros((GROUPS, COLUMNS), tl.int64)
+        for j in tl.static_range(SIXTEEN):
+            position = (inside + j).to(tl.int64)[:, None] * K + k[None, :]
+            codes = _codes(_sum(xs, j, C_TRANSFORM, C_NEGATIVE), multiplier, position, IS_TE, C_STOCHASTIC, C_SEED)
+            packed |= codes.to(tl.int64) << (4 * j)
+        is_block = ((row < end) & is_group)[:, None]
+        packed, scale = tl.where(is_block, packed, 0), tl.where(is_block & (k < K)[None, :], scale, 0).to(tl.uint8)
+        unit = column // SIXTEEN + tl.arange(0, GROUPS)
+        at = columns_ptr + k[:, None] * (C // SIXTEEN) + unit[None, :]
+        tl.store(at, tl.trans(packed), (k < K)[:, None] & is_column)
+        # behind the last group each tile of columns is as a group of its own
+        size = end - start
+        own_first = tl.where(is_group, first, tile)
+        own_tiles = tl.where(is_group, tl.maximum(tl.cdiv(size, TILE), 1), 1)
+        block = unit - own_first * (TILE // SIXTEEN)
+        before = own_first.to(tl.int64) * (TILE // SIXTEEN) * tl.cdiv(K, TILE) * TILE
+        place = _place_in_tiles(k[:, None], block[None, :], own_tiles * (TILE // SIXTEEN))
+        tl.store(column_scales_ptr + before + place, tl.trans(scale), is_column & (k >= 0)[:, None])
+
+    if HAS_ROWS:
+        outer = _outer(_float(tl.load(row_amax_ptr + amax_at)), IS_TE)
+        words = tl.cdiv(K, 2 * SIXTEEN) * 2  # of 64 bits, whole 16 bytes
+        block = tl.program_id(1).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
+        wide = tl.cdiv(words, BLOCKS_OF_TILE) * BLOCKS_OF_TILE
+        is_empty = is_group & (end <= start)
+        # rows have no tile for a group without tokens: such a program fills one of those that are left over
+        tile_of_rows = tl.where(is_empty, C // TILE - 1 - empty, tile - empty)
+        split: tl.constexpr = (GROUPS, BLOCKS, SIXTEEN)
+        for i in range(SIXTEEN):  # not unrolled: these loads find the tile in the cache, and the code is a sixteenth
+            m = row + i
+            is_token = (m < end) & is_group
+            at = x_ptr + m.to(tl.int64)[:, None] * stride_m + k[None, :] * stride_k
+            x = tl.load(at, is_token[:, None] & (k < K)[None, :], other=0.0).to(tl.float32)
+            position = (inside + i).to(tl.int64)[:, None] * K + k[None, :]
+            x, position = tl.reshape(x, split), tl.reshape(position, split)
+            multiplier, scale = _scales(_float(tl.max(_magnitude(x), 2)), outer, IS_TE)
+            codes = _codes(x, multiplier[:, :, None], position, IS_TE, R_STOCHASTIC, R_SEED)
+            packed = tl.sum(codes.to(tl.int64) << (4 * tl.arange(0, SIXTEEN)[None, None, :].to(tl.int64)), 2)
+            packed = tl.where(is_token[:, None], packed, 0)
+            at = rows_ptr + m.to(tl.int64)[:, None] * words + block[None, :]
+            tl.store(at, packed, (m < end)[:, None] & (block < words)[None, :])
+            has_scale = is_token[:, None] & (block * SIXTEEN < K)[None, :]
+            scale_row = tile_of_rows.to(tl.int64) * TILE + column % TILE + tl.arange(0, GROUPS) * SIXTEEN + i
+            place = _place_in_tiles(scale_row[:, None], block[None, :], words)
+            is_tile = is_column & (tile_of_rows >= 0) & (block < wide)[None, :]
+            tl.store(row_scales_ptr + place, tl.where(has_scale, scale, 0).to(tl.uint8), is_tile)
+
+    if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
+        if HAS_ROWS:
+            _store_outer_scales(row_amax_ptr, row_outer_ptr, E, IS_TE)
+        if HAS_COLUMNS:
+            _store_outer_scales(column_amax_ptr, column_outer_ptr, E, IS_TE)
+
+
+def group_constants(rows: TwoLevelScaling | None, columns: TwoLevelScaling | None) -> dict[str, object]:
+    """What the kernel of codes is compiled for; that of amaxes has fewer of them."""
+    first, second = rows or columns, columns or rows
+    return {**constants(first, second), "HAS_ROWS": rows is not None, "HAS_COLUMNS": columns is not None}
+
+
+def groups_two_levels(
+    x: Tensor,
+    offsets: Tensor,
+    rows: TwoLevelScaling | None,
+    columns: TwoLevelScaling | None,
+    amaxes: Tensor,
+    outputs: tuple[Tensor, ...],
+) -> None:
+    """Launch both kernels.
+
+    Args:
+        x: (R, K), any strides, float32, bfloat16 or float16; K is not 0.
+        offsets: (E,), contiguous, int32; E is not 0.
+        rows: Block (1, 16), or None for no codes along rows.
+        columns: Block (16, 1), or None; not both are None.
+        amaxes: (2, E), contiguous, int32, zeros.
+        outputs: As of `fp8compile.ops.groups.group_quantize_two_levels`, contiguous, codes as int64.
+    """
+    (r, k), groups = x.shape, offsets.shape[0]
+    width = (r // TILE_ROWS + groups) * TILE_ROWS
+    chosen = group_constants(rows, columns)
+    of_amaxes = {name: value for name, value in chosen.items() if name in amaxes_kernel.arg_names}
+    # rows behind the last group need one tile more than there are columns
+    tiles, across = width // TILE_ROWS + 1, triton.cdiv(k, COLUMNS)
+    grid = (tiles * (TILE_ROWS // (GROUPS * GROUP)), across)
+    where = *x.stride(),
+    amaxes_kernel[grid](x, offsets, *amaxes, r, k, groups, *where, **of_amaxes, num_warps=WARPS)
+    codes_kernel[grid](x, offsets, *amaxes, *outputs, r, k, groups, width, *where, **chosen, num_warps=WARPS)

@@ -1,0 +1,45 @@
+"""Where groups lie in what a GPU's four-bit grouped product reads: each in whole tiles of 128 columns, one at least.
+
+    tokens (R)              a a a b b b b b . .       offsets (3, 3, 8): the second group has no tokens
+    columns (C), tiles of 4 a a a 0 0 0 0 0 b b b b b 0 0 0
+
+Codes of a group's tokens begin at a multiple of 128 columns: scales lie in tiles of 128 rows by 4 blocks of 16
+(`fp8compile.scale_layouts`), so a group has whole tiles both along its rows and along its tokens, and begins at
+multiples of 16 bytes as loads by TMA want it. A group without tokens has a tile of zeros, whose product is the zeros of
+its grad_weight: the GEMM skips a group whose sum is empty, and leaves its result unwritten. Scales of rows have no tile
+for such a group.
+
+Sources: `set_grouped_gemm_args_kernel` of MSLK, which PyTorch's product calls; `torchao.prototype.moe_training`, whose
+groups for NVFP4 are multiples of 128, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from fp8compile.ops.groups.layout import sizes_of_groups
+from fp8compile.scale_layouts import TILE_ROWS
+
+__all__ = ["tile_columns", "tile_ends", "tile_spans"]
+
+
+def tile_columns(rows: int, groups: int) -> int:
+    """Columns that any split of ``rows`` tokens into ``groups`` fits into."""
+    return (rows // TILE_ROWS + groups) * TILE_ROWS
+
+
+def tile_ends(offsets: Tensor) -> Tensor:
+    """Where each group ends among the columns, (E,) int32; it begins where the one before it ends."""
+    tiles = ((sizes_of_groups(offsets) + (TILE_ROWS - 1)) // TILE_ROWS).clamp(min=1)
+    return (tiles * TILE_ROWS).cumsum(0, dtype=torch.int32)
+
+
+def tile_spans(offsets: Tensor) -> Iterator[tuple[slice, slice]]:
+    """The rows of each group, and all of its columns; ``offsets`` are read on the host."""
+    start, column = 0, 0
+    for end, column_end in zip(offsets.tolist(), tile_ends(offsets).tolist(), strict=True):
+        yield slice(start, end), slice(column, column_end)
+        start, column = end, column_end
