@@ -123,6 +123,58 @@ def _store_outer_scales(amax_ptr, outer_ptr, E, IS_TE: tl.constexpr):
 
 
 @triton.jit
+def _along_tokens(
+    xs, codes_ptr, scales_ptr, outer, column, tile, first, size, inside, is_block, k, K, C,
+    GROUPS: tl.constexpr, COLUMNS: tl.constexpr, IS_TE: tl.constexpr, STOCHASTIC: tl.constexpr, SEED: tl.constexpr,
+    TRANSFORM: tl.constexpr, NEGATIVE: tl.constexpr,
+):  # fmt: skip
+    """Quantize sixteen rows of each unit along columns."""
+    BLOCKS: tl.constexpr = TILE // SIXTEEN
+    amax = tl.zeros((GROUPS, COLUMNS), tl.int32)
+    for j in tl.static_range(SIXTEEN):
+        amax = tl.maximum(amax, _magnitude(_sum(xs, j, TRANSFORM, NEGATIVE)))
+    multiplier, scale = _scales(_float(amax), outer, IS_TE)
+    packed = tl.zeros((GROUPS, COLUMNS), tl.int64)
+    for j in tl.static_range(SIXTEEN):
+        position = (inside + j).to(tl.int64)[:, None] * K + k[None, :]
+        codes = _codes(_sum(xs, j, TRANSFORM, NEGATIVE), multiplier, position, IS_TE, STOCHASTIC, SEED)
+        packed |= codes.to(tl.int64) << (4 * j)
+    packed = tl.where(is_block[:, None], packed, 0)
+    scale = tl.where(is_block[:, None] & (k < K)[None, :], scale, 0).to(tl.uint8)
+    unit = column // SIXTEEN + tl.arange(0, GROUPS)
+    is_column = column < C
+    tl.store(codes_ptr + k[:, None] * (C // SIXTEEN) + unit[None, :], tl.trans(packed), (k < K)[:, None] & is_column)
+    # a group's tiles lie together, those of all its features; behind the last group a tile is as a group of its own
+    is_own = size >= 0
+    first, tiles = tl.where(is_own, first, tile), tl.where(is_own, tl.maximum(tl.cdiv(size, TILE), 1), 1)
+    before = first.to(tl.int64) * BLOCKS * tl.cdiv(K, TILE) * TILE
+    place = _place_in_tiles(k[:, None], unit[None, :] - first * BLOCKS, tiles * BLOCKS)
+    tl.store(scales_ptr + before + place, tl.trans(scale), is_column & (k >= 0)[:, None])
+
+
+@triton.jit
+def _along_rows(
+    x, codes_ptr, scales_ptr, outer, m, end, is_group, inside, scale_row, is_tile, k, K,
+    GROUPS: tl.constexpr, COLUMNS: tl.constexpr, IS_TE: tl.constexpr, STOCHASTIC: tl.constexpr, SEED: tl.constexpr,
+):  # fmt: skip
+    """Quantize some rows along themselves; rows behind the last group have zeros."""
+    BLOCKS: tl.constexpr = COLUMNS // SIXTEEN
+    split: tl.constexpr = (GROUPS, BLOCKS, SIXTEEN)
+    x, position = tl.reshape(x, split), tl.reshape(inside.to(tl.int64)[:, None] * K + k[None, :], split)
+    multiplier, scale = _scales(_float(tl.max(_magnitude(x), 2)), outer, IS_TE)
+    codes = _codes(x, multiplier[:, :, None], position, IS_TE, STOCHASTIC, SEED)
+    packed = tl.sum(codes.to(tl.int64) << (4 * tl.arange(0, SIXTEEN)[None, None, :].to(tl.int64)), 2)
+    words = tl.cdiv(K, 2 * SIXTEEN) * 2  # of 64 bits, so that rows are multiples of 16 bytes
+    block, is_row = tl.program_id(1).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS), m < end
+    at = codes_ptr + m.to(tl.int64)[:, None] * words + block[None, :]
+    tl.store(at, tl.where(is_group, packed, 0), is_row[:, None] & (block < words)[None, :])
+    has_scale = is_row[:, None] & (block * SIXTEEN < K)[None, :] & is_group
+    is_tile = is_tile & (block < tl.cdiv(words, BLOCKS_OF_TILE) * BLOCKS_OF_TILE)[None, :]
+    place = _place_in_tiles(scale_row.to(tl.int64)[:, None], block[None, :], words)
+    tl.store(scales_ptr + place, tl.where(has_scale, scale, 0).to(tl.uint8), is_tile)
+
+
+@triton.jit
 def codes_kernel(
     x_ptr, offsets_ptr, row_amax_ptr, column_amax_ptr,
     rows_ptr, row_scales_ptr, row_outer_ptr, columns_ptr, column_scales_ptr, column_outer_ptr,
@@ -132,73 +184,38 @@ def codes_kernel(
     HAS_COLUMNS: tl.constexpr, C_STOCHASTIC: tl.constexpr, C_SEED: tl.constexpr,
     C_TRANSFORM: tl.constexpr, C_NEGATIVE: tl.constexpr,
 ):  # fmt: skip
-    """One tile of both directions; columns have 64 bits for sixteen codes."""
-    SIZE: tl.constexpr = GROUPS * SIXTEEN
-    BLOCKS: tl.constexpr = COLUMNS // SIXTEEN
-    column = tl.program_id(0) * SIZE
+    """One tile of both directions; sixteen codes are 64 bits."""
+    column = tl.program_id(0) * (GROUPS * SIXTEEN)
     tile = column // TILE
     group, first, empty = _group_of(offsets_ptr, tile, E)
     start, end = _span(offsets_ptr, group, R, E)
-    is_group, is_column = group < E, column < C
+    is_group, amax_at = group < E, tl.minimum(group, E - 1)
     k = tl.program_id(1).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
-    inside = column - first * TILE + tl.arange(0, GROUPS) * SIXTEEN  # in the group
+    inside = column - first * TILE + tl.arange(0, GROUPS) * SIXTEEN  # of the group
     row = start + inside
-    amax_at = tl.minimum(group, E - 1)
-
     if HAS_COLUMNS:
         outer = _outer(_float(tl.load(column_amax_ptr + amax_at)), IS_TE)
+        size = tl.where(is_group, tl.maximum(end - start, 0), -1)
         xs = _sixteen(x_ptr, row, end, k, K, stride_m, stride_k, is_group)
-        largest = tl.zeros((GROUPS, COLUMNS), tl.int32)
-        for j in tl.static_range(SIXTEEN):
-            largest = tl.maximum(largest, _magnitude(_sum(xs, j, C_TRANSFORM, C_NEGATIVE)))
-        multiplier, scale = _scales(_float(largest), outer, IS_TE)
-        packed = tl.zeros((GROUPS, COLUMNS), tl.int64)
-        for j in tl.static_range(SIXTEEN):
-            position = (inside + j).to(tl.int64)[:, None] * K + k[None, :]
-            codes = _codes(_sum(xs, j, C_TRANSFORM, C_NEGATIVE), multiplier, position, IS_TE, C_STOCHASTIC, C_SEED)
-            packed |= codes.to(tl.int64) << (4 * j)
-        is_block = ((row < end) & is_group)[:, None]
-        packed, scale = tl.where(is_block, packed, 0), tl.where(is_block & (k < K)[None, :], scale, 0).to(tl.uint8)
-        unit = column // SIXTEEN + tl.arange(0, GROUPS)
-        at = columns_ptr + k[:, None] * (C // SIXTEEN) + unit[None, :]
-        tl.store(at, tl.trans(packed), (k < K)[:, None] & is_column)
-        # behind the last group each tile of columns is as a group of its own
-        size = end - start
-        own_first = tl.where(is_group, first, tile)
-        own_tiles = tl.where(is_group, tl.maximum(tl.cdiv(size, TILE), 1), 1)
-        block = unit - own_first * (TILE // SIXTEEN)
-        before = own_first.to(tl.int64) * (TILE // SIXTEEN) * tl.cdiv(K, TILE) * TILE
-        place = _place_in_tiles(k[:, None], block[None, :], own_tiles * (TILE // SIXTEEN))
-        tl.store(column_scales_ptr + before + place, tl.trans(scale), is_column & (k >= 0)[:, None])
-
+        _along_tokens(
+            xs, columns_ptr, column_scales_ptr, outer, column, tile, first, size, inside, (row < end) & is_group,
+            k, K, C, GROUPS, COLUMNS, IS_TE, C_STOCHASTIC, C_SEED, C_TRANSFORM, C_NEGATIVE,
+        )  # fmt: skip
     if HAS_ROWS:
-        outer = _outer(_float(tl.load(row_amax_ptr + amax_at)), IS_TE)
-        words = tl.cdiv(K, 2 * SIXTEEN) * 2  # of 64 bits, whole 16 bytes
-        block = tl.program_id(1).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
-        wide = tl.cdiv(words, BLOCKS_OF_TILE) * BLOCKS_OF_TILE
+        row_outer = _outer(_float(tl.load(row_amax_ptr + amax_at)), IS_TE)
+        # rows have no tile for a group without tokens: its program fills one of those that are left over
         is_empty = is_group & (end <= start)
-        # rows have no tile for a group without tokens: such a program fills one of those that are left over
-        tile_of_rows = tl.where(is_empty, C // TILE - 1 - empty, tile - empty)
-        split: tl.constexpr = (GROUPS, BLOCKS, SIXTEEN)
+        scale_tile = tl.where(is_empty, C // TILE - 1 - empty, tile - empty)
+        scale_row = scale_tile * TILE + column % TILE + tl.arange(0, GROUPS) * SIXTEEN
+        is_tile = (column < C) & (scale_tile >= 0)
         for i in range(SIXTEEN):  # not unrolled: these loads find the tile in the cache, and the code is a sixteenth
             m = row + i
-            is_token = (m < end) & is_group
             at = x_ptr + m.to(tl.int64)[:, None] * stride_m + k[None, :] * stride_k
-            x = tl.load(at, is_token[:, None] & (k < K)[None, :], other=0.0).to(tl.float32)
-            position = (inside + i).to(tl.int64)[:, None] * K + k[None, :]
-            x, position = tl.reshape(x, split), tl.reshape(position, split)
-            multiplier, scale = _scales(_float(tl.max(_magnitude(x), 2)), outer, IS_TE)
-            codes = _codes(x, multiplier[:, :, None], position, IS_TE, R_STOCHASTIC, R_SEED)
-            packed = tl.sum(codes.to(tl.int64) << (4 * tl.arange(0, SIXTEEN)[None, None, :].to(tl.int64)), 2)
-            packed = tl.where(is_token[:, None], packed, 0)
-            at = rows_ptr + m.to(tl.int64)[:, None] * words + block[None, :]
-            tl.store(at, packed, (m < end)[:, None] & (block < words)[None, :])
-            has_scale = is_token[:, None] & (block * SIXTEEN < K)[None, :]
-            scale_row = tile_of_rows.to(tl.int64) * TILE + column % TILE + tl.arange(0, GROUPS) * SIXTEEN + i
-            place = _place_in_tiles(scale_row[:, None], block[None, :], words)
-            is_tile = is_column & (tile_of_rows >= 0) & (block < wide)[None, :]
-            tl.store(row_scales_ptr + place, tl.where(has_scale, scale, 0).to(tl.uint8), is_tile)
-
+            x = tl.load(at, (m < end)[:, None] & (k < K)[None, :] & is_group, other=0.0).to(tl.float32)
+            _along_rows(
+                x, rows_ptr, row_scales_ptr, row_outer, m, end, is_group, inside + i, scale_row + i, is_tile, k, K,
+                GROUPS, COLUMNS, IS_TE, R_STOCHASTIC, R_SEED,
+            )  # fmt: skip
     if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
         if HAS_ROWS:
             _store_outer_scales(row_amax_ptr, row_outer_ptr, E, IS_TE)
@@ -237,6 +254,6 @@ def groups_two_levels(
     # rows behind the last group need one tile more than there are columns
     tiles, across = width // TILE_ROWS + 1, triton.cdiv(k, COLUMNS)
     grid = (tiles * (TILE_ROWS // (GROUPS * GROUP)), across)
-    where = *x.stride(),
+    where = (*x.stride(),)
     amaxes_kernel[grid](x, offsets, *amaxes, r, k, groups, *where, **of_amaxes, num_warps=WARPS)
     codes_kernel[grid](x, offsets, *amaxes, *outputs, r, k, groups, width, *where, **chosen, num_warps=WARPS)

@@ -11,9 +11,11 @@ from fp8compile.ops.groups.group_cast import group_cast
 from fp8compile.ops.groups.group_quantize import group_quantize
 from fp8compile.ops.groups.group_quantize_both import group_quantize_both
 from fp8compile.ops.groups.group_quantize_rows import group_quantize_rows
+from fp8compile.ops.groups.group_quantize_two_levels import group_quantize_two_levels
 from fp8compile.ops.groups.group_two_levels import group_two_levels
 from fp8compile.ops.groups.grouped_blockwise_mm import grouped_blockwise_mm
 from fp8compile.ops.groups.grouped_mm import group_sum, grouped_mm
+from fp8compile.ops.groups.grouped_nvfp4_mm import grouped_nvfp4_mm
 from fp8compile.ops.groups.scaled_grouped_mm import scaled_grouped_mm
 from fp8compile.ops.inductor_hints import after, realize, snapshot, store
 from fp8compile.ops.layer import GEMM_OPS, LAYER_OPS
@@ -88,6 +90,7 @@ __all__ = [
     "group_quantize",
     "group_quantize_both",
     "group_quantize_rows",
+    "group_quantize_two_levels",
     "group_sum",
     "group_two_levels",
     "grouped_blockwise_mm",
@@ -95,6 +98,7 @@ __all__ = [
     "grouped_grad_weight",
     "grouped_linear",
     "grouped_mm",
+    "grouped_nvfp4_mm",
     "kept_input",
     "linear",
     "nvfp4_mm",

@@ -30,6 +30,7 @@ OTHER_CALLS = frozenset({"aten::mm", "aten::addmm", "mkldnn::_linear_pointwise"}
 RESULT_DIMS = {
     "fp8compile::scaled_grouped_mm": (0, 0),
     "fp8compile::grouped_blockwise_mm": (0, 0),
+    "fp8compile::grouped_nvfp4_mm": (0, 0),
     "fp8compile::grouped_mm": (1, 1),
     "aten::_scaled_grouped_mm": (0, 1),
     "aten::_grouped_mm": (0, 1),

@@ -28,7 +28,13 @@ from fp8compile.quantizers.hadamard import GROUP
 from fp8compile.scale_layouts import TILE_BLOCKS, TILE_ROWS, tiled
 from fp8compile.target import target_of
 
-__all__ = ["DIRECTIONS", "group_quantize_two_levels", "is_two_level_pair", "rows_of_two_levels", "tokens_of_two_levels"]
+__all__ = [
+    "DIRECTIONS",
+    "group_quantize_two_levels",
+    "is_two_level_pair",
+    "rows_of_two_levels",
+    "tokens_of_two_levels",
+]
 
 Outputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 DIRECTIONS = ("both", "rows", "tokens")

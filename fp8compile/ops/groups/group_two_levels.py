@@ -4,8 +4,8 @@
     quantizer along tokens          codes (K, C)     scales (C / block, K)       at padded columns, as `group_quantize`
 
 Each group has an outer scale of its own, (E,). Codes are one a byte. Neighbours that are transformed together, and the
-noise of stochastic rounding, are those of the group. A CPU takes the quantizer's steps group by group; there is no
-kernel for a GPU, where no GEMM of ours multiplies such groups.
+noise of stochastic rounding, are those of the group. A CPU takes the quantizer's steps group by group; a GPU has
+`group_quantize_two_levels`, for `TwoLevelScaling`.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from fp8compile.target import target_of
 __all__ = ["NO_GROUPS_OF_TWO_LEVELS", "group_two_levels", "token_columns"]
 
 NO_GROUPS_OF_TWO_LEVELS = (
-    "has no grouped product of two levels of scales on a GPU. Give experts another recipe, such as "
-    "fp8compile.recipes.mxfp8(), or multiply group by group with fp8compile.linear."
+    "has two levels of scales, and no grouped product on a GPU: those multiply codes of fp8compile.TwoLevelScaling. Give "
+    "experts another recipe, such as fp8compile.recipes.nvfp4(), or multiply group by group with fp8compile.linear."
 )
 
 

@@ -14,6 +14,7 @@ import torch
 
 from fp8compile import _compat
 from fp8compile.ops.groups.grouped_mm import grouped_mm
+from fp8compile.ops.groups.grouped_nvfp4_mm import grouped_nvfp4_mm
 from fp8compile.ops.groups.scaled_grouped_mm import scaled_grouped_mm
 from fp8compile.ops.layer.fsdp_delayed import fsdp_delayed_linear
 from fp8compile.ops.layer.fsdp_linear import fsdp_linear
@@ -48,6 +49,11 @@ def _grouped(a: Shape, b: Shape, *_: Any, **__: Any) -> int:
     return 2 * prod(a) * b[-2] if len(b) == 3 else 2 * prod(a) * b[0]
 
 
+def _grouped_in_pairs(a: Shape, b: Shape, *_: Any, **__: Any) -> int:
+    """Likewise, of two codes a byte."""
+    return 2 * _grouped(a, b)
+
+
 def _grouped_in_high_precision(a: Shape, b: Shape, *_: Any, **__: Any) -> int:
     return 2 * prod(a) * b[-2 if len(b) == 3 else -1]
 
@@ -78,6 +84,7 @@ FLOP_FORMULAS: dict[torch._ops.OpOverload, Callable[..., int]] = {
     **dict.fromkeys((fsdp_linear, fsdp_delayed_linear), _of_whole_weight),
     scaled_mm: _scaled_mm,
     scaled_grouped_mm: _grouped,
+    grouped_nvfp4_mm: _grouped_in_pairs,
     grouped_mm: _grouped_in_high_precision,
 }
 

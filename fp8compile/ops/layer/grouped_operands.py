@@ -28,6 +28,7 @@ from fp8compile.ops.groups.group_cast import group_cast
 from fp8compile.ops.groups.group_quantize import group_quantize
 from fp8compile.ops.groups.group_quantize_both import group_quantize_both, is_group_pair
 from fp8compile.ops.groups.group_quantize_rows import group_quantize_rows, is_row_pair
+from fp8compile.ops.groups.group_quantize_two_levels import group_quantize_two_levels, is_two_level_pair
 from fp8compile.ops.groups.group_two_levels import group_two_levels
 from fp8compile.ops.groups.grouped_mm import grouped_mm
 from fp8compile.ops.groups.scaled_grouped_mm import multiply_groups
@@ -35,13 +36,15 @@ from fp8compile.ops.inductor_hints import after
 from fp8compile.ops.layer.fsdp_gather import gathered
 from fp8compile.ops.layer.local_shards import LocalShard
 from fp8compile.ops.layer.operands import STEPS, Operands, Phase
+from fp8compile.ops.layer.packing import are_same_codes, packed_dim
 from fp8compile.ops.layer.quantize_shard import quantize_shard
 from fp8compile.ops.layer.rows import Rows
 from fp8compile.ops.layer.rows_of_groups import quantize_rows_of_groups
 from fp8compile.ops.layer.shards import DimSharding
 from fp8compile.ops.layer.stacks import cast_stack, in_whole_blocks, whole_amax_of_stack
+from fp8compile.ops.layer.stacks_two_levels import quantize_stack_in_two_levels, turned_stack
 from fp8compile.ops.quantize_both import is_pair, quantize_both
-from fp8compile.quantizers import GEMMS, Gemm, Quantizer, Recipe
+from fp8compile.quantizers import GEMMS, Gemm, Quantizer, Recipe, TwoLevelScaling
 from fp8compile.target import target_of
 
 __all__ = ["GroupedOperands", "check_cut_of_groups", "check_recipe_of_groups"]
@@ -214,7 +217,7 @@ class GroupedOperands:
         quantizer, along_tokens = getattr(self.recipe, gemm.a), getattr(self.recipe, ALONG_TOKENS[gemm.a])
         steps = STEPS[self.phase]
         if quantizer.has_outer_scale():
-            return _in_two_levels(x, self.offsets, quantizer)
+            return self._in_two_levels(x, gemm.a)
         if self._reads_once(x) and is_group_pair(quantizer, along_tokens):
             codes, scale, _, _ = group_quantize_both(x, self.offsets, quantizer, along_tokens)
         elif self._reads_once(x) and is_row_pair(quantizer, along_tokens, x.shape[1]):
@@ -231,7 +234,7 @@ class GroupedOperands:
     def _tokens(self, x: Tensor, slot: str) -> GroupedOperand:
         quantizer, of_rows = getattr(self.recipe, slot), getattr(self.recipe, ALONG_ROWS[slot])
         if quantizer.has_outer_scale():
-            return _in_two_levels(x, self.offsets, quantizer, along_tokens=True)
+            return self._in_two_levels(x, slot)
         if self._reads_once(x) and is_group_pair(of_rows, quantizer):
             _, _, codes, scale = group_quantize_both(x, self.offsets, of_rows, quantizer)
         elif quantizer.block[0] != -1:
@@ -245,6 +248,20 @@ class GroupedOperands:
             multiplier, scale = STEPS[self.phase].scale(amaxes, quantizer)
             codes = group_cast(x, self.offsets, multiplier, quantizer)
         return GroupedOperand(codes=codes, scale=scale, quantizer=quantizer)
+
+    def _in_two_levels(self, x: Tensor, slot: str) -> GroupedOperand:
+        quantizer, along_tokens = getattr(self.recipe, slot), slot in ALONG_ROWS
+        if not _is_four_bits_on_gpu(x, quantizer):
+            return _one_a_byte(x, self.offsets, quantizer, along_tokens=along_tokens)
+        pair = (ALONG_ROWS[slot], slot) if along_tokens else (slot, ALONG_TOKENS[slot])
+        rows, columns = (getattr(self.recipe, each) for each in pair)
+        directions = "both" if self._reads_once(x) and is_two_level_pair(rows, columns) else None
+        if directions is None:
+            rows, columns, directions = quantizer, quantizer, "tokens" if along_tokens else "rows"
+        found = group_quantize_two_levels(x, self.offsets, rows, columns, directions)
+        codes, scale, outer = found[3:] if along_tokens else found[:3]
+        packed = replace(quantizer, packed="columns" if along_tokens else "rows")
+        return GroupedOperand(codes=codes, scale=scale, quantizer=packed, outer_scale=outer)
 
     def _in_high_precision(self, weight: Tensor, *, in_backward: bool = False) -> Tensor:
         return weight if self.rows is None else gathered(weight, self.rows, in_backward=in_backward)
@@ -270,8 +287,10 @@ class GroupedOperands:
         pair = [each for each in (self.recipe.weight, self.recipe.weight_for_grad_input) if each is not None]
         stack = in_whole_blocks(weight, lcm(*(each.block[0] for each in pair if each.block[0] > 0)))
         outer = None
+        if _is_four_bits_on_gpu(stack, quantizer):
+            return self._in_four_bits(stack, weight.shape[1], gemm)
         if quantizer.has_outer_scale():
-            found = _in_two_levels(stack.flatten(0, 1), _ends_of_matrices(stack), quantizer)
+            found = _one_a_byte(stack.flatten(0, 1), _ends_of_matrices(stack), quantizer)
             codes, scale, quantizer, outer = found.codes, found.scale, found.quantizer, found.outer_scale
         elif any(each.block[0] == -1 for each in pair):
             codes, scale = self._whole_columns(stack, gemm)
@@ -289,6 +308,21 @@ class GroupedOperands:
             quantizer=quantizer,
             outer_scale=outer,
         )
+
+    def _in_four_bits(self, stack: Tensor, rows: int, gemm: Gemm) -> GroupedOperand:
+        """Matrices whose first so many rows are theirs; of the same codes for both products the forward makes both."""
+        again = self.recipe.weight_for_grad_input
+        keeps = self.rows is None and self.phase in (Phase.FORWARD, Phase.BACKWARD)
+        if keeps and stack.shape[2] % 2 == 0 and are_same_codes(self.recipe.weight, again):
+            found = quantize_stack_in_two_levels(stack, self.recipe.weight, STEPS[Phase.FORWARD])
+            turned = turned_stack(found.codes)  # before the output, so that the forward makes it
+            if gemm is GRAD_INPUT:
+                codes = turned.transpose(-2, -1)
+                return replace(found, codes=codes, quantizer=replace(found.quantizer, packed="columns"))
+        else:
+            found = quantize_stack_in_two_levels(stack, getattr(self.recipe, gemm.b), STEPS[self.phase])
+        is_packed_down = found.quantizer.packed == "columns"
+        return found if is_packed_down else replace(found, codes=found.codes[:, :rows])
 
     def _quantizes_stacks_once(self, stack: Tensor) -> bool:
         """Whether the forward makes both products' codes of matrices, as their GEMMs read them, and keeps those."""
@@ -324,7 +358,12 @@ def _ends_of_matrices(stack: Tensor) -> Tensor:
     return torch.arange(1, stack.shape[0] + 1, dtype=torch.int32, device=stack.device) * stack.shape[1]
 
 
-def _in_two_levels(x: Tensor, offsets: Tensor, quantizer: Quantizer, *, along_tokens: bool = False) -> GroupedOperand:
+def _is_four_bits_on_gpu(x: Tensor, quantizer: Quantizer) -> bool:
+    """Whether codes are made as a GPU's four-bit product reads them."""
+    return type(quantizer) is TwoLevelScaling and target_of(x.device).type == "cuda"
+
+
+def _one_a_byte(x: Tensor, offsets: Tensor, quantizer: Quantizer, *, along_tokens: bool = False) -> GroupedOperand:
     quantizer = quantizer.unpacked()
     codes, scale, outer = group_two_levels(x, offsets, quantizer, along_tokens)
     return GroupedOperand(codes=codes, scale=scale, quantizer=quantizer, outer_scale=outer)
@@ -333,6 +372,7 @@ def _in_two_levels(x: Tensor, offsets: Tensor, quantizer: Quantizer, *, along_to
 def _gathered_codes(found: GroupedOperand, *where: Any) -> Tensor:
     """Codes of all ranks' matrices; those of four bits travel two to a byte."""
     last = found.codes.ndim - 1
-    if found.quantizer.code_bits() == 4 and found.codes.shape[last] % 2 == 0:
+    is_packed = packed_dim(found.quantizer) is not None
+    if found.quantizer.code_bits() == 4 and not is_packed and found.codes.shape[last] % 2 == 0:
         return unpack(all_gather(pack(found.codes, last), *where), last)
     return all_gather(found.codes, *where)

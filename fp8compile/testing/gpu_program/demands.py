@@ -1,11 +1,13 @@
-"""What products of a GPU demand of their operands: the check, sizes that all of them know, tiles of MX scales."""
+"""What products of a GPU demand of their operands: the check, sizes that all of them know, tiles of scales."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-__all__ = ["ALIGNMENT", "E8M0", "MX_BLOCK", "TILE_BLOCKS", "TILE_ROWS", "demand", "tiled_values"]
+__all__ = [
+    "ALIGNMENT", "E8M0", "MX_BLOCK", "TILE_BLOCKS", "TILE_ROWS", "demand", "four_bit_values", "tiled_values",
+]  # fmt: skip
 
 ALIGNMENT = 16  # bytes, of rows of codes and of their first element
 MX_BLOCK = 32
@@ -26,3 +28,14 @@ def tiled_values(scale: Tensor, rows: int, blocks: int, dtype: torch.dtype = E8M
     tile = row // TILE_ROWS * along + block // TILE_BLOCKS
     at = tile * 512 + row % 32 * 16 + row % TILE_ROWS // 32 * 4 + block % TILE_BLOCKS
     return scale.reshape(-1).view(torch.uint8)[at].view(dtype).double()
+
+
+def four_bit_values(codes: Tensor, scale: Tensor, product: str) -> Tensor:
+    """Numbers of e2m1 codes (rows, sum / 2), two of a row a byte, of an e4m3 scale in tiles for each 16 of them."""
+    rows, blocks = codes.shape[0], codes.shape[1] // 8
+    needed = -(-rows // TILE_ROWS) * TILE_ROWS * (-(-blocks // TILE_BLOCKS) * TILE_BLOCKS)
+    laid = scale.dtype == torch.uint8 and scale.is_contiguous() and scale.numel() == needed
+    demand(laid, product, f"{needed} bytes of scales in tiles, one after the other.")
+    table = torch.tensor([0.0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], dtype=torch.float64)
+    numbers = table[torch.stack([codes & 15, codes >> 4], -1).flatten(1).long()]
+    return numbers * tiled_values(scale, rows, blocks, torch.float8_e4m3fn).repeat_interleave(16, 1)

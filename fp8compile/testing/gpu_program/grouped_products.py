@@ -3,8 +3,9 @@
 Rows behind the last group, and groups' columns of padding, are not read. What PyTorch leaves unwritten is NaN here, so
 that whatever reads it shows.
 
-Source of the demands: PyTorch's checks in `_grouped_mm` and `_scaled_grouped_mm`
-(aten/src/ATen/native/cuda/GroupedBlas.cpp, aten/src/ATen/native/GroupedMMUtils.h).
+Sources of the demands: PyTorch's checks in `_grouped_mm` and `_scaled_grouped_mm`
+(aten/src/ATen/native/cuda/GroupedBlas.cpp, aten/src/ATen/native/GroupedMMUtils.h); for four bits also the arguments that
+MSLK's kernel makes of them (include/mslk/gemm/cutlass/grouped_common.cuh).
 """
 
 from __future__ import annotations
@@ -23,11 +24,12 @@ from fp8compile.testing.gpu_program.demands import (
     TILE_BLOCKS,
     TILE_ROWS,
     demand,
+    four_bit_values,
     tiled_values,
 )
 from fp8compile.testing.gpus import Gpu
 
-__all__ = ["grouped_blockwise_mm", "grouped_mm", "scaled_grouped_mm"]
+__all__ = ["grouped_blockwise_mm", "grouped_mm", "grouped_nvfp4_mm", "scaled_grouped_mm"]
 
 
 def _spans(offs: Tensor, total: int, name: str) -> Iterator[tuple[int, int, int]]:
@@ -168,3 +170,72 @@ def grouped_blockwise_mm(
         pass
     with pretend_target(Target("cpu")):
         return OPS["fp8compile::grouped_blockwise_mm"].impl(a, b, a_scale, b_scale, offsets, *rest)
+
+
+def _round_up(size: int, multiple: int) -> int:
+    return -(-size // multiple) * multiple
+
+
+def _own_tiles(codes: Tensor, scale: Tensor, first: int, name: str) -> tuple[Tensor, int]:
+    """The numbers of one group's codes, by tiles from a place on; and where those of the next group begin."""
+    size = _round_up(codes.shape[0], TILE_ROWS) * _round_up(codes.shape[1] // 8, TILE_BLOCKS)
+    demand(first + size <= scale.numel(), name, f"scales of all groups in whole tiles, {first + size} bytes and more.")
+    return four_bit_values(codes, scale.view(-1)[first : first + size], name), first + size
+
+
+def grouped_nvfp4_mm(
+    gpu: Gpu, a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, a_outer: Tensor, b_outer: Tensor, offs: Tensor,
+    out_dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
+    """`torch._scaled_grouped_mm_v2` of four-bit codes, as `fp8compile::grouped_nvfp4_mm` calls it, demands checked.
+
+    A group whose sum is empty is skipped: its result stays unwritten, and is NaN here.
+    """
+    name, groups, half = f"grouped_nvfp4_mm {tuple(a.shape)} x {tuple(b.shape)}", offs.shape[0], a.shape[1]
+    demand(gpu.major == 10, name, "compute capability 10.0.")
+    demand(out_dtype == torch.bfloat16, name, f"bfloat16 as its result, not {out_dtype}.")
+    demand(half == b.shape[-1] and half % ALIGNMENT == 0, name, f"rows of one length, in {ALIGNMENT} bytes.")
+    demand(b.shape[-2] % ALIGNMENT == 0, name, f"columns of the result in multiples of {ALIGNMENT}.")
+    for each in (a, b, a_scale, b_scale):
+        laid = each.dtype == torch.uint8 and each.is_contiguous() and each.data_ptr() % ALIGNMENT == 0
+        demand(laid, name, f"contiguous bytes from an address of a multiple of {ALIGNMENT} on.")
+    for outer in (a_outer, b_outer):
+        laid = outer.dtype == torch.float32 and outer.is_contiguous() and tuple(outer.shape) == (groups,)
+        demand(laid, name, "a float32 scale of each group.")
+    demand(groups <= 1024, name, "1024 groups at most.")
+    outer = a_outer.double() * b_outer.double()
+    multiply = _four_bit_rows if b.ndim == 3 else _four_bit_tokens
+    return multiply(a, b, a_scale, b_scale, outer, offs, out_dtype, name)
+
+
+def _four_bit_rows(
+    a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, outer: Tensor, offs: Tensor, dtype: torch.dtype, name: str
+) -> Tensor:
+    _, n, half = b.shape
+    width = _round_up(half // 8, TILE_BLOCKS)
+    demand(a_scale.ndim == 2 and a_scale.shape[1] == width, name, f"scales of rows in {width} columns of tiles.")
+    demand(a_scale.shape[0] >= a.shape[0], name, "scales of as many rows as there are, or more.")
+    shape = (b.shape[0], _round_up(n, TILE_ROWS) * width)
+    demand(tuple(b_scale.shape) == shape, name, f"scales of matrices in shape {shape}.")
+    result, first = torch.full((a.shape[0], n), torch.nan, dtype=dtype), 0
+    for group, start, end in _spans(offs, a.shape[0], name):
+        left, first = _own_tiles(a[start:end], a_scale, first, name)
+        right = four_bit_values(b[group], b_scale[group], name)
+        result[start:end] = ((left @ right.t()) * outer[group]).to(dtype)
+    return result
+
+
+def _four_bit_tokens(
+    a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, outer: Tensor, offs: Tensor, dtype: torch.dtype, name: str
+) -> Tensor:
+    for codes, scale in ((a, a_scale), (b, b_scale)):
+        demand(scale.ndim == 2 and scale.shape[0] >= codes.shape[0], name, "scales of all features, in two dims.")
+    result = torch.full((offs.shape[0], a.shape[0], b.shape[0]), torch.nan, dtype=dtype)
+    left_first = right_first = 0
+    for group, start, end in _spans(offs, a.shape[1] * 2, name):
+        demand((end - start) % (2 * ALIGNMENT) == 0, name, f"groups of multiples of {2 * ALIGNMENT} columns.")
+        left, left_first = _own_tiles(a[:, start // 2 : end // 2], a_scale, left_first, name)
+        right, right_first = _own_tiles(b[:, start // 2 : end // 2], b_scale, right_first, name)
+        if end > start:
+            result[group] = ((left @ right.t()) * outer[group]).to(dtype)
+    return result

@@ -24,9 +24,15 @@ from fp8compile.testing.gpu_program.demands import (
     TILE_BLOCKS,
     TILE_ROWS,
     demand,
+    four_bit_values,
     tiled_values,
 )
-from fp8compile.testing.gpu_program.grouped_products import grouped_blockwise_mm, grouped_mm, scaled_grouped_mm
+from fp8compile.testing.gpu_program.grouped_products import (
+    grouped_blockwise_mm,
+    grouped_mm,
+    grouped_nvfp4_mm,
+    scaled_grouped_mm,
+)
 from fp8compile.testing.gpus import Gpu
 
 __all__ = ["PRODUCTS", "Product", "Products", "is_product"]
@@ -150,18 +156,8 @@ def nvfp4_mm(
     demand(half % ALIGNMENT == 0 and n % ALIGNMENT == 0, name, f"rows of {ALIGNMENT} bytes, columns in as many.")
     for outer in (a_outer, b_outer):
         demand(outer.dtype == torch.float32 and outer.numel() == 1, name, "one float32 scale of each tensor.")
-    sides = [_four_bit_values(codes, scale, name) for codes, scale in ((a, a_scale), (b, b_scale))]
+    sides = [four_bit_values(codes, scale, name) for codes, scale in ((a, a_scale), (b, b_scale))]
     return ((sides[0] @ sides[1].t()) * (a_outer.double() * b_outer.double())).to(out_dtype)
-
-
-def _four_bit_values(codes: Tensor, scale: Tensor, name: str) -> Tensor:
-    rows, blocks = codes.shape[0], codes.shape[1] // 8
-    needed = -(-rows // TILE_ROWS) * TILE_ROWS * (-(-blocks // TILE_BLOCKS) * TILE_BLOCKS)
-    laid = scale.dtype == torch.uint8 and scale.is_contiguous() and scale.numel() == needed
-    demand(laid, name, f"{needed} bytes of scales in tiles, one after the other.")
-    table = torch.tensor([0.0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], dtype=torch.float64)
-    numbers = table[torch.stack([codes & 15, codes >> 4], -1).flatten(1).long()]
-    return numbers * tiled_values(scale, rows, blocks, torch.float8_e4m3fn).repeat_interleave(16, 1)
 
 
 # ---------------------------------------------------------------------------------- plain products
@@ -196,6 +192,7 @@ PRODUCTS: dict[str, Callable[..., Tensor]] = {
     "_scaled_mm": scaled_mm, "_int_mm": int_mm, "mm": mm, "bmm": mm, "addmm": addmm, "bias_addmm": addmm,
     "baddbmm": addmm, "_grouped_mm": grouped_mm, "_scaled_grouped_mm": scaled_grouped_mm,
     "grouped_blockwise_mm": grouped_blockwise_mm, "nvfp4_mm": nvfp4_mm,
+    "grouped_nvfp4_mm": grouped_nvfp4_mm,
 }  # fmt: skip
 
 

@@ -1,0 +1,89 @@
+"""Blackwell's grouped NVFP4 GEMM: four-bit codes, an e4m3 scale for 16 values of the sum, a float32 scale of a group.
+
+Codes of tokens come as `fp8compile.ops.groups.group_quantize_two_levels` makes them, their scales in tiles; those of
+matrices are laid out here.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fp8compile.formats import pack, unpack
+from fp8compile.ops.gemms.float8 import ALIGNMENT, ASK
+from fp8compile.ops.gemms.grouped.float8 import padded_features
+from fp8compile.ops.gemms.grouped.kernel import GroupedGemm, GroupedOperand
+from fp8compile.ops.gemms.kernel import GemmProblem
+from fp8compile.ops.gemms.nvfp4 import NVFP4 as UNGROUPED
+from fp8compile.ops.gemms.nvfp4 import SUM_TO
+from fp8compile.ops.groups.grouped_nvfp4_mm import grouped_nvfp4_mm
+from fp8compile.ops.groups.layout import zero_behind
+from fp8compile.ops.groups.tiles import tile_ends
+from fp8compile.ops.nvfp4_mm import NV_BLOCK
+from fp8compile.quantizers import GemmConfig
+from fp8compile.scale_layouts import tiled
+
+__all__ = ["NVFP4"]
+
+
+def _lacks(problem: GemmProblem) -> str | None:
+    target = problem.target
+    if target.type != "cuda" or target.capability[0] != 10:
+        return f"is NVFP4 in groups, which needs a GPU of compute capability 10.0 (B200). {ASK}"
+    if problem.out_dtype != torch.bfloat16:
+        return f"gives bfloat16 only in a grouped GEMM, and {problem.out_dtype} is asked for. Cast x and weight."
+    return None
+
+
+def _check_laid_out(operand: GroupedOperand) -> None:
+    if operand.quantizer.packed == "none":
+        raise ValueError(
+            "fp8compile::scaled_grouped_mm: codes of tokens are one a byte, and a GPU reads two, with scales in tiles. "
+            "Make them with fp8compile::group_quantize_two_levels."
+        )
+
+
+def _codes_of_matrices(operand: GroupedOperand) -> Tensor:
+    """(E, N, K / 2), two codes of a row a byte, padded with zeros as the GEMM wants them."""
+    codes, packed = operand.codes, operand.quantizer.packed
+    if packed == "columns":
+        codes = unpack(codes, -2)
+    if packed == "rows":
+        return padded_features(codes, (ALIGNMENT, SUM_TO // 2)).contiguous()
+    return pack(padded_features(codes, (ALIGNMENT, SUM_TO)), -1).contiguous()
+
+
+def _scales_of_matrices(operand: GroupedOperand) -> Tensor:
+    """(E, bytes), the tiles of 1 x 16 codes, also of blocks of 16 x 16."""
+    scale = operand.scale
+    if operand.quantizer.block[0] == NV_BLOCK:
+        scale = scale.repeat_interleave(NV_BLOCK, 1)[:, : operand.codes.shape[1]]
+    return tiled(scale).flatten(1)
+
+
+def _rows(a: GroupedOperand, b: GroupedOperand, offsets: Tensor, out_dtype: torch.dtype, config: GemmConfig) -> Tensor:
+    _check_laid_out(a)
+    scales = a.scale, _scales_of_matrices(b), a.outer_scale, b.outer_scale
+    product = grouped_nvfp4_mm(a.codes, _codes_of_matrices(b), *scales, offsets, out_dtype)
+    return zero_behind(product[:, : b.codes.shape[1]], offsets)
+
+
+def _outer(
+    a: GroupedOperand, b: GroupedOperand, offsets: Tensor, out_dtype: torch.dtype, config: GemmConfig
+) -> Tensor:
+    _check_laid_out(a)
+    codes = (padded_features(each.codes, (ALIGNMENT, 1)) for each in (a, b))
+    scales = a.scale, b.scale, a.outer_scale, b.outer_scale
+    product = grouped_nvfp4_mm(*codes, *scales, tile_ends(offsets), out_dtype)
+    return product[:, : a.codes.shape[0], : b.codes.shape[0]]
+
+
+NVFP4 = GroupedGemm(
+    name="nvfp4",
+    detail="native, NVFP4 grouped GEMM",
+    takes=UNGROUPED.takes,
+    lacks=_lacks,
+    rows=_rows,
+    outer=_outer,
+    calls=("grouped_nvfp4_mm",),
+)

@@ -1,0 +1,148 @@
+"""fp8compile::grouped_nvfp4_mm: products of four-bit codes group by group, as Blackwell's tensor cores multiply them.
+
+    b (E, N, K / 2)    y_RN  = a_RK @ b_e,NK^T    each row by the matrix of its group
+    b (K, C / 2)       d_eNK = a_NC @ b_KC^T      over the columns of each group
+
+One call of `torch._scaled_grouped_mm_v2`, for which PyTorch 2.13 has no shapes without data and no version has a lowering;
+so the op stays one call. On a CPU it multiplies the same operands exactly, for tests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from fp8compile import _compat
+from fp8compile.formats import E2M1, E4M3, unpack
+from fp8compile.ops.gemms.grouped.kernel import product_shape
+from fp8compile.ops.groups.group_quantize_two_levels import group_quantize_two_levels
+from fp8compile.ops.groups.tiles import tile_ends
+from fp8compile.ops.groups.token_samples import tokens
+from fp8compile.ops.nvfp4_mm import BLOCK_1X16, NO_SWIZZLE, NV_BLOCK, SWIZZLE_32_4_4, TENSOR_WISE
+from fp8compile.ops.registry import register_op
+from fp8compile.quantizers import TwoLevelScaling
+from fp8compile.scale_layouts import TILE_ROWS, tiles_numel, untiled
+from fp8compile.target import target_of
+
+__all__ = ["grouped_nvfp4_mm"]
+
+MOST_GROUPS = 1024  # one block of threads prepares all of them
+
+
+def _values(codes: Tensor, tiles: Tensor) -> Tensor:
+    """Numbers (rows, sum) of packed codes and of as many tiles of scales as these have."""
+    numbers = E2M1.decode(unpack(codes, 1)).double()
+    blocks = untiled(tiles, numbers.shape[0], numbers.shape[1] // NV_BLOCK)
+    return numbers * E4M3.decode(blocks).double().repeat_interleave(NV_BLOCK, 1)
+
+
+def _groups_of(codes: Tensor, tiles: Tensor, offsets: Tensor, *, over_tokens: bool) -> Iterator[Tensor]:
+    """Each group's numbers, of its rows or of its columns; its tiles lie behind those of the group before."""
+    flat, start, at = tiles.contiguous().view(-1), 0, 0
+    for end in offsets.tolist():
+        own = codes[:, start // 2 : end // 2] if over_tokens else codes[start:end]
+        size = tiles_numel(own.shape[0], own.shape[1] * 2 // NV_BLOCK)
+        yield _values(own, flat[at : at + size])
+        start, at = end, at + size
+
+
+def _exact(
+    a: Tensor, b: Tensor, scales: tuple[Tensor, Tensor], outer_scales: tuple[Tensor, Tensor], offsets: Tensor,
+    out_dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
+    product = a.new_zeros(product_shape(a, b, offsets), dtype=out_dtype)
+    outer = outer_scales[0].double() * outer_scales[1].double()
+    left = _groups_of(a, scales[0], offsets, over_tokens=b.ndim == 2)
+    if b.ndim == 2:
+        for group, sides in enumerate(zip(left, _groups_of(b, scales[1], offsets, over_tokens=True), strict=True)):
+            product[group] = ((sides[0] @ sides[1].t()) * outer[group]).to(out_dtype)
+        return product
+    start = 0
+    for group, (rows, end) in enumerate(zip(left, offsets.tolist(), strict=True)):
+        product[start:end] = ((rows @ _values(b[group], scales[1][group]).t()) * outer[group]).to(out_dtype)
+        start = end
+    return product
+
+
+def _kernel(
+    a: Tensor,
+    b: Tensor,
+    a_scale: Tensor,
+    b_scale: Tensor,
+    a_outer_scale: Tensor,
+    b_outer_scale: Tensor,
+    offsets: Tensor,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    """A product for each group; a GPU leaves rows behind the last group unwritten.
+
+    Args:
+        a: (R, K / 2) uint8, two codes of a row a byte, K a multiple of 32; or (N, C / 2).
+        b: (E, N, K / 2) uint8, N a multiple of 16; or (K, C / 2), K a multiple of 16.
+        a_scale: e4m3 bytes of 1 x 16 codes in tiles: (rows in tiles, blocks of a row in fours) of rows, each group
+            from a tile on; or (N in tiles, C / 16), a group's tiles together.
+        b_scale: (E, bytes of a matrix's tiles), or (K in tiles, C / 16).
+        a_outer_scale: (E,) float32, a number for each group.
+        b_outer_scale: Likewise.
+        offsets: Ends of the groups, (E,) int32: among the rows, or among C columns, of which each has whole tiles.
+        out_dtype: Of the product; bfloat16 on a GPU.
+    """
+    scales, outer_scales = (a_scale, b_scale), (a_outer_scale, b_outer_scale)
+    if target_of(a.device).type == "cpu":
+        return _exact(a, b, scales, outer_scales, offsets, out_dtype)
+    if offsets.shape[0] > MOST_GROUPS:
+        raise ValueError(
+            f"fp8compile::grouped_nvfp4_mm: there are {offsets.shape[0]} groups, and a GPU multiplies at most "
+            f"{MOST_GROUPS} in one call. Split the layer's experts."
+        )
+    four = torch.float4_e2m1fn_x2
+    kinds, order = [BLOCK_1X16, TENSOR_WISE], [SWIZZLE_32_4_4, NO_SWIZZLE]
+    left, right = (
+        [scale.contiguous().view(E4M3.dtype), outer] for scale, outer in zip(scales, outer_scales, strict=True)
+    )
+    codes = a.contiguous().view(four), b.contiguous().view(four).transpose(-2, -1)
+    return torch.ops.aten._scaled_grouped_mm_v2(
+        *codes, left, kinds, order, right, kinds, order, offsets.contiguous(), None, out_dtype
+    )
+
+
+def _fake(
+    a: Tensor,
+    b: Tensor,
+    a_scale: Tensor,
+    b_scale: Tensor,
+    a_outer_scale: Tensor,
+    b_outer_scale: Tensor,
+    offsets: Tensor,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    return a.new_empty(product_shape(a, b, offsets), dtype=out_dtype)
+
+
+def _samples() -> Iterator[tuple]:
+    line, pillar = TwoLevelScaling(), TwoLevelScaling(block=(NV_BLOCK, 1), packed="columns")
+    generator = torch.Generator().manual_seed(0)
+    for x, offsets in tokens():
+        codes, scale, outer, *turned = group_quantize_two_levels(x, offsets, line, pillar, "both")
+        groups, (features, row_bytes) = offsets.shape[0], (16, codes.shape[1])
+        matrices = torch.randint(256, (groups, row_bytes, features), generator=generator, dtype=torch.uint8)
+        size = tiles_numel(features, row_bytes * 2 // NV_BLOCK)
+        scales = torch.randint(120, (groups, size), generator=generator, dtype=torch.uint8)
+        yield codes, matrices.transpose(1, 2), scale, scales, outer, torch.rand(groups), offsets, torch.bfloat16
+        half = features // 2  # of a matrix whose tiles are those of more rows
+        of_half = turned[0][:half], turned[1][:TILE_ROWS]
+        yield of_half[0], turned[0], of_half[1], turned[1], turned[2], turned[2], tile_ends(offsets), torch.float32
+
+
+grouped_nvfp4_mm = register_op(
+    "fp8compile::grouped_nvfp4_mm",
+    _kernel,
+    fake=_fake,
+    backward=None,
+    decompose=None,  # one call on every device
+    sharding=None,  # its operands are laid out for one GPU
+    samples=_samples,
+)
+_compat.register_fallback(grouped_nvfp4_mm, contiguous=True)
