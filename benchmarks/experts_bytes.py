@@ -6,6 +6,8 @@ here; besides:
 
 - x is given, so its codes are made by a kernel of their own, along rows and along tokens from one read; along tokens a
   rowwise or tensorwise scale depends on a whole group, whose amax comes first.
+- Four bits: outer amaxes of a group come before its codes, so whatever is cast is read, or computed, twice, and a code
+  has its sixteenth of an e4m3 scale. Weights are read in the forward alone, which writes the codes of both products.
 - Rows behind the last group are zeros in dx: a kernel reads it and writes it. Where a model gathers x, that is part of
   the kernel that adds up the gradients of the tokens. The masks of y are part of the kernels behind it.
 
@@ -31,12 +33,15 @@ from fp8compile.testing import gpu_kernels
 __all__ = ["CONTENDERS", "SIZES", "experts_row", "least_experts"]
 
 SIZES = {"rows": 65536, "dim": 2048, "hidden": 768, "experts": 16}
-RECIPES = ("rowwise_bf16_wgrad", "rowwise", "tensorwise", "blockwise", "mxfp8")
+RECIPES = ("rowwise_bf16_wgrad", "rowwise", "tensorwise", "blockwise", "mxfp8", "nvfp4")
+ON_B200 = ("mxfp8", "nvfp4")
 
 
-def least_experts(recipe: str, *, rows: int, dim: int, hidden: int, experts: int) -> dict[str, int]:
+def least_experts(recipe: str, *, rows: int, dim: int, hidden: int, experts: int) -> dict[str, float]:
     """Bytes of the block's parts, forward and backward; ``"bf16"`` is a recipe, too."""
     x, h, w = rows * dim, rows * hidden, 3 * experts * dim * hidden  # elements
+    if recipe == "nvfp4":
+        return _least_in_four_bits(x, h, w)
     in_bf16, bf16_wgrad = recipe == "bf16", recipe in ("bf16", "rowwise_bf16_wgrad")
     again = recipe in ("tensorwise", "rowwise")  # what is cast along tokens is read once more, behind its amax
     codes = 0 if in_bf16 else 1 if bf16_wgrad else 2  # of a tensor: along rows, and along tokens
@@ -54,6 +59,23 @@ def least_experts(recipe: str, *, rows: int, dim: int, hidden: int, experts: int
         "output products": row * (x + h + w) + 4 * h + 2 * x,
         "grad_input products": row * (x + 2 * h + w) + 2 * h + 2 * x,
         "grad_weight products": token * (2 * x + 3 * h) + 2 * w,
+    }
+
+
+def _least_in_four_bits(x: int, h: int, w: int) -> dict[str, float]:
+    """Likewise, of elements of x, of the activation and of the weights."""
+    code = 1 / 2 + 1 / 16  # bytes of a code and of its share of a scale
+    return {
+        "x": 4 * x + 2 * code * x,
+        "activation": 8 * h + 2 * code * h,
+        "weights": 4 * w + 2 * code * w,
+        "weights of the router": 4 * x,
+        "gradient of y": 6 * x + 2 * code * x,
+        "activation backward": 12 * h + 4 * code * h,
+        "tail of dx": 4 * x,
+        "output products": code * (x + h + w) + 4 * h + 2 * x,
+        "grad_input products": code * (x + 2 * h + w) + 2 * h + 2 * x,
+        "grad_weight products": code * (2 * x + 3 * h) + 2 * w,
     }
 
 
@@ -80,7 +102,7 @@ def experts_row(name: str, **sizes: int) -> Row:
     torch._dynamo.reset()
     with FakeTensorMode():
         arguments = experts_arguments(*sizes.values())
-        arch = "b200" if name == "mxfp8" else "h200"
+        arch = "b200" if name in ON_B200 else "h200"
         codes = gpu_kernels(CONTENDERS[name](), *arguments, arch=arch)
     generated, least = sum(code.bytes for code in codes) / 1e9, sum(least_experts(name, **sizes).values()) / 1e9
     return {

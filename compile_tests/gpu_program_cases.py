@@ -62,7 +62,7 @@ class Case:
     @property
     def arch(self) -> str:
         """The GPU that has the recipe's products."""
-        return "b200" if self.recipe == "mxfp8" else "h200"
+        return "b200" if self.recipe in ("mxfp8", "nvfp4") else "h200"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -272,7 +272,7 @@ def _of_dtype(dtype: torch.dtype, *, quick: str = "") -> list[Case]:
     ]
 
 
-GROUPED = tuple(each for each in RECIPES if each != "delayed")  # which has one amax a tensor
+GROUPED = (*(each for each in RECIPES if each != "delayed"), "nvfp4")  # delayed has one amax a tensor
 EVERY_WAY = (("orders", ("backwards", "shuffled")), ("configurations", "all"))
 STOCHASTIC = (("grad_rounding", "stochastic"),)
 SCALED_BY_TENSOR = tuple(each for each in RECIPES if each != "delayed")  # delayed: exchanged on a group that is given

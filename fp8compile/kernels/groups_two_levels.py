@@ -10,11 +10,13 @@ groups give wrong results, and no access outside of the tensors.
 
 Each step is that of `TwoLevelScaling` on the group alone, as in `fp8compile.kernels.two_levels`.
 
-This module needs Triton; `fp8compile.ops.groups.group_quantize_two_levels` imports it when a GPU asks.
+This module needs Triton; `fp8compile.ops.groups.group_outer_amaxes` and `group_quantize_two_levels` import it when a
+GPU asks.
 """
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -38,7 +40,15 @@ from fp8compile.quantizers import TwoLevelScaling
 from fp8compile.quantizers.hadamard import GROUP
 from fp8compile.scale_layouts import TILE_BLOCKS, TILE_ROWS
 
-__all__ = ["WARPS", "amaxes_kernel", "codes_kernel", "group_constants", "groups_two_levels"]
+__all__ = [
+    "WARPS",
+    "amax_constants",
+    "amaxes_kernel",
+    "amaxes_of_groups",
+    "code_constants",
+    "codes_kernel",
+    "codes_of_groups",
+]
 
 SIXTEEN, TILE = tl.constexpr(GROUP), tl.constexpr(TILE_ROWS)
 BLOCKS_OF_TILE = tl.constexpr(TILE_BLOCKS)
@@ -118,7 +128,7 @@ def amaxes_kernel(
 def _store_outer_scales(amax_ptr, outer_ptr, E, IS_TE: tl.constexpr):
     for first_e in range(0, E, SEARCHED):
         e = first_e + tl.arange(0, SEARCHED)
-        amax = _float(tl.load(amax_ptr + e, e < E, other=0))
+        amax = tl.load(amax_ptr + e, e < E, other=0.0)
         tl.store(outer_ptr + e, _outer_scale(amax, IS_TE), e < E)
 
 
@@ -194,7 +204,7 @@ def codes_kernel(
     inside = column - first * TILE + tl.arange(0, GROUPS) * SIXTEEN  # of the group
     row = start + inside
     if HAS_COLUMNS:
-        outer = _outer(_float(tl.load(column_amax_ptr + amax_at)), IS_TE)
+        outer = _outer(tl.load(column_amax_ptr + amax_at), IS_TE)
         size = tl.where(is_group, tl.maximum(end - start, 0), -1)
         xs = _sixteen(x_ptr, row, end, k, K, stride_m, stride_k, is_group)
         _along_tokens(
@@ -202,7 +212,7 @@ def codes_kernel(
             k, K, C, GROUPS, COLUMNS, IS_TE, C_STOCHASTIC, C_SEED, C_TRANSFORM, C_NEGATIVE,
         )  # fmt: skip
     if HAS_ROWS:
-        row_outer = _outer(_float(tl.load(row_amax_ptr + amax_at)), IS_TE)
+        row_outer = _outer(tl.load(row_amax_ptr + amax_at), IS_TE)
         # rows have no tile for a group without tokens: its program fills one of those that are left over
         is_empty = is_group & (end <= start)
         scale_tile = tl.where(is_empty, C // TILE - 1 - empty, tile - empty)
@@ -223,37 +233,62 @@ def codes_kernel(
             _store_outer_scales(column_amax_ptr, column_outer_ptr, E, IS_TE)
 
 
-def group_constants(rows: TwoLevelScaling | None, columns: TwoLevelScaling | None) -> dict[str, object]:
-    """What the kernel of codes is compiled for; that of amaxes has fewer of them."""
+def amax_constants(rows: TwoLevelScaling | None, columns: TwoLevelScaling | None) -> dict[str, object]:
+    """What the kernel of amaxes is compiled for."""
+    return {name: value for name, value in code_constants(rows, columns).items() if name in amaxes_kernel.arg_names}
+
+
+def code_constants(rows: TwoLevelScaling | None, columns: TwoLevelScaling | None) -> dict[str, object]:
+    """What the kernel of codes is compiled for."""
     first, second = rows or columns, columns or rows
     return {**constants(first, second), "HAS_ROWS": rows is not None, "HAS_COLUMNS": columns is not None}
 
 
-def groups_two_levels(
+def _grid(rows: int, columns: int, groups: int) -> tuple[int, int]:
+    """Programs: rows behind the last group need one tile more than there are columns of codes."""
+    tiles = rows // TILE_ROWS + groups + 1
+    return tiles * (TILE_ROWS // (GROUPS * GROUP)), triton.cdiv(columns, COLUMNS)
+
+
+def amaxes_of_groups(
+    x: Tensor, offsets: Tensor, rows: TwoLevelScaling | None, columns: TwoLevelScaling | None, amaxes: Tensor
+) -> None:
+    """The largest magnitudes of each group.
+
+    Args:
+        x: (R, K), any strides, float32, bfloat16 or float16; neither is 0.
+        offsets: (E,), contiguous, int32; E is not 0.
+        rows: Block (1, 16), or None for none along rows.
+        columns: Block (16, 1), or None; not both are None.
+        amaxes: (2, E), contiguous, float32, zeros.
+    """
+    (r, k), groups = x.shape, offsets.shape[0]
+    chosen = amax_constants(rows, columns)
+    bits = amaxes.view(torch.int32)
+    amaxes_kernel[_grid(r, k, groups)](x, offsets, *bits, r, k, groups, *x.stride(), **chosen, num_warps=WARPS)
+
+
+def codes_of_groups(
     x: Tensor,
     offsets: Tensor,
+    amaxes: Tensor,
     rows: TwoLevelScaling | None,
     columns: TwoLevelScaling | None,
-    amaxes: Tensor,
     outputs: tuple[Tensor, ...],
 ) -> None:
-    """Launch both kernels.
+    """Codes, scales in tiles and outer scales.
 
     Args:
         x: (R, K), any strides, float32, bfloat16 or float16; K is not 0.
         offsets: (E,), contiguous, int32; E is not 0.
+        amaxes: (2, E), contiguous, float32.
         rows: Block (1, 16), or None for no codes along rows.
         columns: Block (16, 1), or None; not both are None.
-        amaxes: (2, E), contiguous, int32, zeros.
         outputs: As of `fp8compile.ops.groups.group_quantize_two_levels`, contiguous, codes as int64.
     """
     (r, k), groups = x.shape, offsets.shape[0]
     width = (r // TILE_ROWS + groups) * TILE_ROWS
-    chosen = group_constants(rows, columns)
-    of_amaxes = {name: value for name, value in chosen.items() if name in amaxes_kernel.arg_names}
-    # rows behind the last group need one tile more than there are columns
-    tiles, across = width // TILE_ROWS + 1, triton.cdiv(k, COLUMNS)
-    grid = (tiles * (TILE_ROWS // (GROUPS * GROUP)), across)
-    where = (*x.stride(),)
-    amaxes_kernel[grid](x, offsets, *amaxes, r, k, groups, *where, **of_amaxes, num_warps=WARPS)
-    codes_kernel[grid](x, offsets, *amaxes, *outputs, r, k, groups, width, *where, **chosen, num_warps=WARPS)
+    chosen = code_constants(rows, columns)
+    codes_kernel[_grid(r, k, groups)](
+        x, offsets, *amaxes, *outputs, r, k, groups, width, *x.stride(), **chosen, num_warps=WARPS
+    )

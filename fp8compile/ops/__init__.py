@@ -8,6 +8,7 @@ from fp8compile.ops.exchange.exchange_rows import exchange_rows
 from fp8compile.ops.groups.checked_offsets import checked_offsets
 from fp8compile.ops.groups.group_amax import group_amax
 from fp8compile.ops.groups.group_cast import group_cast
+from fp8compile.ops.groups.group_outer_amaxes import group_outer_amaxes
 from fp8compile.ops.groups.group_quantize import group_quantize
 from fp8compile.ops.groups.group_quantize_both import group_quantize_both
 from fp8compile.ops.groups.group_quantize_rows import group_quantize_rows
@@ -87,6 +88,7 @@ __all__ = [
     "grad_weight_of_codes",
     "group_amax",
     "group_cast",
+    "group_outer_amaxes",
     "group_quantize",
     "group_quantize_both",
     "group_quantize_rows",

@@ -102,7 +102,7 @@ TOKENS = ("fsdp_tokens", "fsdp_amaxes_together")
 # where rows of groups are cut is data
 GROUPS = (
     *("routed_rows", "group_amax", "group_cast", "group_quantize", "group_quantize_both", "group_quantize_rows"),
-    "group_two_levels",
+    *("group_two_levels", "group_outer_amaxes", "group_quantize_two_levels", "grouped_nvfp4_mm"),
     *("grouped_blockwise_mm", "scaled_grouped_mm", "grouped_mm", "group_sum", "checked_offsets"),
     *("dispatch", "combine", "exchange_rows"),  # of one rank, too
     # operands laid out for one GPU, and packed codes

@@ -28,8 +28,9 @@ from fp8compile.target import target_of
 __all__ = ["NO_GROUPS_OF_TWO_LEVELS", "group_two_levels", "token_columns"]
 
 NO_GROUPS_OF_TWO_LEVELS = (
-    "has two levels of scales, and no grouped product on a GPU: those multiply codes of fp8compile.TwoLevelScaling. Give "
-    "experts another recipe, such as fp8compile.recipes.nvfp4(), or multiply group by group with fp8compile.linear."
+    "has two levels of scales, and no grouped product on a GPU: those multiply codes of fp8compile.TwoLevelScaling. "
+    "Give experts another recipe, such as fp8compile.recipes.nvfp4(), or multiply group by group with "
+    "fp8compile.linear."
 )
 
 

@@ -3,8 +3,8 @@
     b (E, N, K / 2)    y_RN  = a_RK @ b_e,NK^T    each row by the matrix of its group
     b (K, C / 2)       d_eNK = a_NC @ b_KC^T      over the columns of each group
 
-One call of `torch._scaled_grouped_mm_v2`, for which PyTorch 2.13 has no shapes without data and no version has a lowering;
-so the op stays one call. On a CPU it multiplies the same operands exactly, for tests.
+One call of `torch._scaled_grouped_mm_v2`, for which PyTorch 2.13 has no shapes without data, and no version a
+lowering; so the op stays one call. On a CPU it multiplies the same operands exactly, for tests.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 from fp8compile import _compat
 from fp8compile.formats import E2M1, E4M3, unpack
 from fp8compile.ops.gemms.grouped.kernel import product_shape
-from fp8compile.ops.groups.group_quantize_two_levels import group_quantize_two_levels
+from fp8compile.ops.groups.group_quantize_two_levels import quantize_groups_in_two_levels
 from fp8compile.ops.groups.tiles import tile_ends
 from fp8compile.ops.groups.token_samples import tokens
 from fp8compile.ops.nvfp4_mm import BLOCK_1X16, NO_SWIZZLE, NV_BLOCK, SWIZZLE_32_4_4, TENSOR_WISE
@@ -125,7 +125,7 @@ def _samples() -> Iterator[tuple]:
     line, pillar = TwoLevelScaling(), TwoLevelScaling(block=(NV_BLOCK, 1), packed="columns")
     generator = torch.Generator().manual_seed(0)
     for x, offsets in tokens():
-        codes, scale, outer, *turned = group_quantize_two_levels(x, offsets, line, pillar, "both")
+        codes, scale, outer, *turned = quantize_groups_in_two_levels(x, offsets, line, pillar, "both")
         groups, (features, row_bytes) = offsets.shape[0], (16, codes.shape[1])
         matrices = torch.randint(256, (groups, row_bytes, features), generator=generator, dtype=torch.uint8)
         size = tiles_numel(features, row_bytes * 2 // NV_BLOCK)

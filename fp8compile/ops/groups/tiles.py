@@ -5,9 +5,9 @@
 
 Codes of a group's tokens begin at a multiple of 128 columns: scales lie in tiles of 128 rows by 4 blocks of 16
 (`fp8compile.scale_layouts`), so a group has whole tiles both along its rows and along its tokens, and begins at
-multiples of 16 bytes as loads by TMA want it. A group without tokens has a tile of zeros, whose product is the zeros of
-its grad_weight: the GEMM skips a group whose sum is empty, and leaves its result unwritten. Scales of rows have no tile
-for such a group.
+multiples of 16 bytes, as loads by TMA want it. A group without tokens has a tile of zeros, whose product is the zeros
+of its grad_weight: the GEMM skips a group whose sum is empty, and leaves its result unwritten. Scales of rows have no
+tile for such a group.
 
 Sources: `set_grouped_gemm_args_kernel` of MSLK, which PyTorch's product calls; `torchao.prototype.moe_training`, whose
 groups for NVFP4 are multiples of 128, too.

@@ -25,10 +25,11 @@ from fp8compile.ops.collectives import all_gather, all_reduce_amax
 from fp8compile.ops.gemms.grouped.kernel import GroupedOperand
 from fp8compile.ops.groups.group_amax import group_amax
 from fp8compile.ops.groups.group_cast import group_cast
+from fp8compile.ops.groups.group_outer_amaxes import is_two_level_pair
 from fp8compile.ops.groups.group_quantize import group_quantize
 from fp8compile.ops.groups.group_quantize_both import group_quantize_both, is_group_pair
 from fp8compile.ops.groups.group_quantize_rows import group_quantize_rows, is_row_pair
-from fp8compile.ops.groups.group_quantize_two_levels import group_quantize_two_levels, is_two_level_pair
+from fp8compile.ops.groups.group_quantize_two_levels import quantize_groups_in_two_levels
 from fp8compile.ops.groups.group_two_levels import group_two_levels
 from fp8compile.ops.groups.grouped_mm import grouped_mm
 from fp8compile.ops.groups.scaled_grouped_mm import multiply_groups
@@ -258,7 +259,7 @@ class GroupedOperands:
         directions = "both" if self._reads_once(x) and is_two_level_pair(rows, columns) else None
         if directions is None:
             rows, columns, directions = quantizer, quantizer, "tokens" if along_tokens else "rows"
-        found = group_quantize_two_levels(x, self.offsets, rows, columns, directions)
+        found = quantize_groups_in_two_levels(x, self.offsets, rows, columns, directions)
         codes, scale, outer = found[3:] if along_tokens else found[:3]
         packed = replace(quantizer, packed="columns" if along_tokens else "rows")
         return GroupedOperand(codes=codes, scale=scale, quantizer=packed, outer_scale=outer)
@@ -310,19 +311,21 @@ class GroupedOperands:
         )
 
     def _in_four_bits(self, stack: Tensor, rows: int, gemm: Gemm) -> GroupedOperand:
-        """Matrices whose first so many rows are theirs; of the same codes for both products the forward makes both."""
-        again = self.recipe.weight_for_grad_input
-        keeps = self.rows is None and self.phase in (Phase.FORWARD, Phase.BACKWARD)
-        if keeps and stack.shape[2] % 2 == 0 and are_same_codes(self.recipe.weight, again):
-            found = quantize_stack_in_two_levels(stack, self.recipe.weight, STEPS[Phase.FORWARD])
-            turned = turned_stack(found.codes)  # before the output, so that the forward makes it
+        """Matrices of which so many rows are theirs, two codes a byte along the sum of the product.
+
+        With the same codes for both products the forward makes both layouts, and the backward reads no weight.
+        """
+        first, again = self.recipe.weight, self.recipe.weight_for_grad_input
+        keeps = self.rows is None and self.phase in (Phase.FORWARD, Phase.BACKWARD) and are_same_codes(first, again)
+        if keeps and stack.shape[2] % 2 == 0:
+            found = quantize_stack_in_two_levels(stack, replace(first, packed="rows"), STEPS[Phase.FORWARD])
+            turned = turned_stack(found.codes).transpose(-2, -1)
             if gemm is GRAD_INPUT:
-                codes = turned.transpose(-2, -1)
-                return replace(found, codes=codes, quantizer=replace(found.quantizer, packed="columns"))
+                return replace(found, codes=turned, quantizer=replace(first, packed="columns"))
         else:
-            found = quantize_stack_in_two_levels(stack, getattr(self.recipe, gemm.b), STEPS[self.phase])
-        is_packed_down = found.quantizer.packed == "columns"
-        return found if is_packed_down else replace(found, codes=found.codes[:, :rows])
+            packed = replace(getattr(self.recipe, gemm.b), packed="columns" if gemm is GRAD_INPUT else "rows")
+            found = quantize_stack_in_two_levels(stack, packed, STEPS[self.phase])
+        return replace(found, codes=found.codes[:, :rows]) if gemm is OUTPUT else found
 
     def _quantizes_stacks_once(self, stack: Tensor) -> bool:
         """Whether the forward makes both products' codes of matrices, as their GEMMs read them, and keeps those."""

@@ -4,8 +4,8 @@ Rows behind the last group, and groups' columns of padding, are not read. What P
 that whatever reads it shows.
 
 Sources of the demands: PyTorch's checks in `_grouped_mm` and `_scaled_grouped_mm`
-(aten/src/ATen/native/cuda/GroupedBlas.cpp, aten/src/ATen/native/GroupedMMUtils.h); for four bits also the arguments that
-MSLK's kernel makes of them (include/mslk/gemm/cutlass/grouped_common.cuh).
+(aten/src/ATen/native/cuda/GroupedBlas.cpp, aten/src/ATen/native/GroupedMMUtils.h); for four bits also the arguments
+that MSLK's kernel makes of them (include/mslk/gemm/cutlass/grouped_common.cuh).
 """
 
 from __future__ import annotations

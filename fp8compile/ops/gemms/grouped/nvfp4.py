@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fp8compile.formats import pack, unpack
+from fp8compile.formats import pack
 from fp8compile.ops.gemms.float8 import ALIGNMENT, ASK
 from fp8compile.ops.gemms.grouped.float8 import padded_features
 from fp8compile.ops.gemms.grouped.kernel import GroupedGemm, GroupedOperand
@@ -35,22 +35,20 @@ def _lacks(problem: GemmProblem) -> str | None:
     return None
 
 
-def _check_laid_out(operand: GroupedOperand) -> None:
-    if operand.quantizer.packed == "none":
+def _check_laid_out(operand: GroupedOperand, *packed: str) -> None:
+    if operand.quantizer.packed not in packed:
         raise ValueError(
-            "fp8compile::scaled_grouped_mm: codes of tokens are one a byte, and a GPU reads two, with scales in tiles. "
-            "Make them with fp8compile::group_quantize_two_levels."
+            f"fp8compile::scaled_grouped_mm: codes by {operand.quantizer!r} are not packed as a GPU reads them. Those "
+            "of tokens are made by fp8compile::group_quantize_two_levels, with scales in tiles; those of matrices are "
+            "one a byte, or two along the sum."
         )
 
 
 def _codes_of_matrices(operand: GroupedOperand) -> Tensor:
     """(E, N, K / 2), two codes of a row a byte, padded with zeros as the GEMM wants them."""
-    codes, packed = operand.codes, operand.quantizer.packed
-    if packed == "columns":
-        codes = unpack(codes, -2)
-    if packed == "rows":
-        return padded_features(codes, (ALIGNMENT, SUM_TO // 2)).contiguous()
-    return pack(padded_features(codes, (ALIGNMENT, SUM_TO)), -1).contiguous()
+    if operand.quantizer.packed == "rows":
+        return padded_features(operand.codes, (ALIGNMENT, SUM_TO // 2)).contiguous()
+    return pack(padded_features(operand.codes, (ALIGNMENT, SUM_TO)), -1).contiguous()
 
 
 def _scales_of_matrices(operand: GroupedOperand) -> Tensor:
@@ -62,7 +60,8 @@ def _scales_of_matrices(operand: GroupedOperand) -> Tensor:
 
 
 def _rows(a: GroupedOperand, b: GroupedOperand, offsets: Tensor, out_dtype: torch.dtype, config: GemmConfig) -> Tensor:
-    _check_laid_out(a)
+    _check_laid_out(a, "rows")
+    _check_laid_out(b, "rows", "none")
     scales = a.scale, _scales_of_matrices(b), a.outer_scale, b.outer_scale
     product = grouped_nvfp4_mm(a.codes, _codes_of_matrices(b), *scales, offsets, out_dtype)
     return zero_behind(product[:, : b.codes.shape[1]], offsets)
@@ -71,7 +70,8 @@ def _rows(a: GroupedOperand, b: GroupedOperand, offsets: Tensor, out_dtype: torc
 def _outer(
     a: GroupedOperand, b: GroupedOperand, offsets: Tensor, out_dtype: torch.dtype, config: GemmConfig
 ) -> Tensor:
-    _check_laid_out(a)
+    for each in (a, b):
+        _check_laid_out(each, "columns")
     codes = (padded_features(each.codes, (ALIGNMENT, 1)) for each in (a, b))
     scales = a.scale, b.scale, a.outer_scale, b.outer_scale
     product = grouped_nvfp4_mm(*codes, *scales, tile_ends(offsets), out_dtype)

@@ -1,0 +1,116 @@
+"""fp8compile::group_outer_amaxes: the amax of each group's tokens, as they are and as they are transformed.
+
+Codes of two levels wait for the amax of their whole group, so tokens are read twice: this is the first read, for codes
+along rows and for those along tokens. On a GPU it is one Triton kernel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from fp8compile import _compat
+from fp8compile.ops.groups.spans import spans
+from fp8compile.ops.groups.token_samples import tokens
+from fp8compile.ops.quantization_steps import PYTHON_OF_STEPS
+from fp8compile.ops.registry import register_op
+from fp8compile.quantizers import Quantizer, TwoLevelScaling
+from fp8compile.quantizers.hadamard import GROUP
+from fp8compile.target import target_of
+
+__all__ = ["check_directions", "group_outer_amaxes", "is_two_level_pair", "two_level_samples"]
+
+DIRECTIONS = ("both", "rows", "tokens")
+
+
+def rows_of_two_levels(quantizer: Quantizer | None) -> bool:
+    """Whether the kernel makes its codes along rows."""
+    return type(quantizer) is TwoLevelScaling and quantizer.block == (1, GROUP) and not quantizer.hadamard
+
+
+def tokens_of_two_levels(quantizer: Quantizer | None) -> bool:
+    """Whether the kernel makes its codes along tokens."""
+    return type(quantizer) is TwoLevelScaling and quantizer.block == (GROUP, 1)
+
+
+def is_two_level_pair(rows: Quantizer | None, columns: Quantizer | None) -> bool:
+    """Whether the kernel makes codes of both at once: by one rule of scales."""
+    return rows_of_two_levels(rows) and tokens_of_two_levels(columns) and rows.scale == columns.scale
+
+
+def check_directions(op: str, rows: Quantizer, columns: Quantizer, directions: str) -> None:
+    """Raise a ValueError unless the kernels make codes of these in these directions.
+
+    Args:
+        op: Its name.
+        rows: Given to it.
+        columns: Likewise.
+        directions: Likewise.
+    """
+    allowed = {
+        "both": is_two_level_pair(rows, columns),
+        "rows": rows_of_two_levels(rows),
+        "tokens": tokens_of_two_levels(columns),
+    }
+    if not allowed.get(directions):
+        raise ValueError(
+            f"fp8compile::{op}: quantizers are {rows!r} and {columns!r} for directions "
+            f"{directions!r}. It is 'rows', 'tokens' or 'both', of a TwoLevelScaling with block (1, 16) and no "
+            "transform along rows, one with block (16, 1) along tokens, and for both at once with the same rule of "
+            "scales. Choose them as fp8compile.recipes.nvfp4() does."
+        )
+
+
+def _fake(x: Tensor, offsets: Tensor, rows: Quantizer, columns: Quantizer, directions: str) -> Tensor:
+    check_directions("group_outer_amaxes", rows, columns, directions)
+    return x.new_empty((2, offsets.shape[0]), dtype=torch.float32)
+
+
+def _kernel(x: Tensor, offsets: Tensor, rows: Quantizer, columns: Quantizer, directions: str) -> Tensor:
+    """Outer amaxes along rows, then along tokens, (2, E) float32; zeros of a direction that is left out.
+
+    Args:
+        x: (R, K), sorted by group; rows behind the last group are not read.
+        offsets: Ends of the groups, (E,) int32.
+        rows: Block (1, 16), no transform.
+        columns: Block (16, 1).
+        directions: ``"both"``, ``"rows"`` or ``"tokens"``.
+    """
+    amaxes = torch.zeros_like(_fake(x, offsets, rows, columns, directions))
+    wanted = (rows if directions != "tokens" else None, columns if directions != "rows" else None)
+    if target_of(x.device).type != "cpu":
+        if x.numel() and amaxes.numel():
+            from fp8compile.kernels.groups_two_levels import amaxes_of_groups
+
+            amaxes_of_groups(x, offsets.contiguous(), *wanted, amaxes)
+        return amaxes
+    for own, quantizer in zip(amaxes, wanted, strict=True):
+        for group, (tokens_of_group, _) in enumerate(spans(offsets, 1) if quantizer else ()):
+            amax = PYTHON_OF_STEPS.amax(x[tokens_of_group], quantizer.unpacked())
+            own[group : group + 1] = PYTHON_OF_STEPS.outer_amax(amax, quantizer.unpacked())
+    return amaxes
+
+
+def two_level_samples() -> Iterator[tuple]:
+    """Arguments of the op, for tests of it and of that which makes codes."""
+    noisy = {"rounding": "stochastic", "seed": 3}
+    line, pillar = TwoLevelScaling(**noisy), TwoLevelScaling(block=(GROUP, 1), packed="columns")
+    for number, (x, offsets) in enumerate(tokens()):
+        transformed = replace(pillar, hadamard=(1, -1) * 8, **noisy)
+        yield x, offsets, line, transformed, DIRECTIONS[number % 3]
+        yield x, offsets, *(replace(each, scale="torchao") for each in (line, pillar)), "both"
+
+
+group_outer_amaxes = register_op(
+    "fp8compile::group_outer_amaxes",
+    _kernel,
+    fake=_fake,
+    backward=None,
+    decompose=None,  # on a CPU the loop over groups reads the offsets
+    sharding=None,  # groups are whole on a rank
+    samples=two_level_samples,
+)
+_compat.register_fallback(group_outer_amaxes)
