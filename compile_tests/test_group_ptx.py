@@ -12,7 +12,7 @@ from fp8compile.testing.ptx_report import kernel_ptx
 
 pytest.importorskip("triton", reason="needs Triton: it compiles to PTX")
 
-from fp8compile.kernels import grouped_blockwise, groups, groups_both_directions, groups_rows
+from fp8compile.kernels import grouped_blockwise, groups, groups_both_directions, groups_rows, groups_two_levels
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:TRITON_DEFAULT_FP_FUSION is unset:UserWarning"  # Triton 3.9, once a process
@@ -69,6 +69,25 @@ def test_rows(arch, x_type, k):
     assert_good(
         groups_rows.group_rows_kernel, kinds, constants, groups_rows.ROW_WARPS, GPUS[arch], codes=["codes_ptr"]
     )
+
+
+@pytest.mark.parametrize(
+    ("directions", "rounding"), [("both", "stochastic"), ("rows", "nearest"), ("tokens", "nearest")], ids=str
+)
+def test_two_levels(directions, rounding):
+    recipe, gpu, warps = f8.recipes.nvfp4(grad_rounding=rounding), GPUS["b200"], groups_two_levels.WARPS
+    rows = None if directions == "tokens" else recipe.grad_output
+    columns = None if directions == "rows" else recipe.grad_output_for_grad_weight
+    constants = groups_two_levels.amax_constants(rows, columns) | CONTIGUOUS
+    kinds = TOKENS | {"x_ptr": "*bf16", "row_amax_ptr": "*i32", "column_amax_ptr": "*i32"}
+    assert_good(groups_two_levels.amaxes_kernel, kinds, constants, warps, gpu)
+    kinds = TOKENS | {"x_ptr": "*bf16", "C": "i32"}
+    for side in ("row", "column"):
+        kinds |= {f"{side}_amax_ptr": "*fp32", f"{side}s_ptr": "*i64"}
+        kinds |= {f"{side}_scales_ptr": "*u8", f"{side}_outer_ptr": "*fp32"}
+    codes = [f"{side}s_ptr" for side, way in (("row", rows), ("column", columns)) if way is not None]
+    constants = groups_two_levels.code_constants(rows, columns) | CONTIGUOUS
+    assert_good(groups_two_levels.codes_kernel, kinds, constants, warps, gpu, codes=codes)
 
 
 # ---------------------------------------------------------------------------------- products

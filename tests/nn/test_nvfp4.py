@@ -164,7 +164,8 @@ def test_a_quantized_parameter_does_not_lose_an_outer_scale_in_silence():
         QuantizedParameter(q.codes, q.scale, q.quantizer, q.dtype)
 
 
-def test_a_gpu_says_that_it_has_no_groups_in_two_levels():
+def test_a_gpu_says_which_groups_in_two_levels_it_has():
+    from fp8compile.ops.gemms.grouped.nvfp4 import NVFP4
     from fp8compile.ops.gemms.grouped.one_by_one import ONE_BY_ONE
     from fp8compile.ops.gemms.kernel import GemmProblem
     from fp8compile.target import Target
@@ -172,5 +173,9 @@ def test_a_gpu_says_that_it_has_no_groups_in_two_levels():
     recipe = f8.recipes.nvfp4()
     pair = {"a": recipe.input, "b": recipe.weight.transposed(), "out_dtype": torch.bfloat16, "config": GemmConfig()}
     lacks = ONE_BY_ONE.lacks(GemmProblem(target=Target("cuda", (10, 0)), **pair))
-    assert "no grouped product of two levels of scales on a GPU. Give experts another recipe" in lacks
+    assert "no grouped product on a GPU: those multiply codes of fp8compile.TwoLevelScaling" in lacks
     assert ONE_BY_ONE.lacks(GemmProblem(target=Target("cpu"), **pair)) is None
+    assert NVFP4.lacks(GemmProblem(target=Target("cuda", (10, 0)), **pair)) is None
+    assert "needs compute capability 10.0" in NVFP4.lacks(GemmProblem(target=Target("cuda", (9, 0)), **pair))
+    pair["out_dtype"] = torch.float32
+    assert "gives bfloat16 only" in NVFP4.lacks(GemmProblem(target=Target("cuda", (10, 0)), **pair))

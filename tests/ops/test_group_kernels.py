@@ -15,6 +15,8 @@ from fp8compile.ops import (
     group_quantize_rows,
     grouped_blockwise_mm,
 )
+from fp8compile.ops.groups.group_quantize_two_levels import quantize_groups_in_two_levels
+from fp8compile.quantizers.hadamard import SIGNS
 
 pytest.importorskip("triton", reason="needs Triton: it is its interpreter")
 
@@ -101,6 +103,31 @@ def test_codes_of_rows_and_amaxes_of_groups_are_their_twins(groups, assert_bits_
         assert_bits_equal(found[0], alone.codes, "codes of rows")
 
 
+NOISY = {"rounding": "stochastic", "seed": 3}
+FOUR_BITS = (
+    ("both", NOISY, SIGNS),
+    ("rows", {"scale": "torchao", **NOISY}, ()),
+    ("tokens", {"scale": "torchao"}, SIGNS),
+    ("both", {}, ()),
+)
+
+
+@every_groups
+def test_codes_in_two_levels_are_their_twins(groups, assert_bits_equal):
+    number = GROUPS.index(groups)
+    directions, options, signs = FOUR_BITS[number % len(FOUR_BITS)]
+    rows = f8.TwoLevelScaling(**options)
+    columns = f8.TwoLevelScaling(block=(16, 1), packed="columns", hadamard=signs, **options)
+    x = laid_out(groups.tokens((40, COLUMNS)[number % 2], DTYPES[number % 3]), number)
+    arguments = x, groups.offsets(), rows, columns, directions
+    expected = quantize_groups_in_two_levels(*arguments)
+    with on_a_gpu(("forwards", "backwards", "shuffled")[number % 3]):
+        found = quantize_groups_in_two_levels(*arguments)
+    names = [f"{name} along {way}" for way in ("rows", "tokens") for name in ("codes", "scales", "outer scales")]
+    for name, got, wanted in zip(names, found, expected, strict=True):
+        assert_bits_equal(got, wanted, f"{name} of {groups}")
+
+
 @pytest.mark.parametrize("ends", [(90, 20, 50), (200, 300, 400), (-5, 40, 1 << 20)], ids=str)
 def test_offsets_that_are_no_ends_of_groups_reach_no_other_memory(ends):
     """The interpreter raises where a program would access what is outside of its tensors."""
@@ -116,6 +143,8 @@ def test_offsets_that_are_no_ends_of_groups_reach_no_other_memory(ends):
         grouped_blockwise_mm(codes, matrices[0], scale, matrices[1], *rest)
         grouped_blockwise_mm(transposed[0], transposed[0], transposed[1], transposed[1], *rest)
         group_quantize(x, offsets, pillar)
+        four = f8.TwoLevelScaling(), f8.TwoLevelScaling(block=(16, 1), packed="columns")
+        quantize_groups_in_two_levels(x, offsets, *four, "both")
 
 
 def test_another_rule_is_seen(assert_bits_equal):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,10 +12,15 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import fp8compile as f8
 from fp8compile.ops.gemm import Operand, select_gemm
 from fp8compile.ops.gemms.emulated import EMULATED
+from fp8compile.ops.gemms.grouped import table
+from fp8compile.ops.gemms.grouped.nvfp4 import NVFP4 as GROUPED
 from fp8compile.ops.gemms.nvfp4 import NVFP4
+from fp8compile.ops.groups.group_outer_amaxes import group_outer_amaxes
+from fp8compile.ops.layer import grouped_operands
+from fp8compile.ops.layer.grouped_operands import GroupedOperands
 from fp8compile.quantizers import GEMMS, GemmConfig
 from fp8compile.target import Target, pretend_target
-from fp8compile.testing import gpu_kernels, run_gpu_program
+from fp8compile.testing import eager_run, gpu_kernels, run_gpu_program
 
 RECIPE = f8.recipes.nvfp4()
 
@@ -59,6 +65,60 @@ def test_a_block_in_four_bits_runs_on_a_b200_as_its_reference():
     run = run_gpu_program(model, torch.randn(48, 64).bfloat16().requires_grad_(), arch="b200")
     assert not run.differences, run.differences
     assert [product.name for product in run.products].count("nvfp4_mm") == 6
+
+
+def _groups(gemm, features, ends):
+    """What quantizes and multiplies groups, and two tensors for a product; NaN behind the last group."""
+    offsets, (n, k) = torch.tensor(ends, dtype=torch.int32), features
+    x, grad, weight = torch.randn(ends[-1] + 9, k), torch.randn(ends[-1] + 9, n), torch.randn(len(ends), n, k)
+    x[ends[-1] :] = grad[ends[-1] :] = torch.nan
+    tensors = {"output": (x, weight), "grad_input": (grad, weight), "grad_weight": (grad, x)}
+    return GroupedOperands(RECIPE, offsets), [each.bfloat16() for each in tensors[gemm.name]]
+
+
+@pytest.mark.parametrize("ends", [(40, 40, 200), (0, 3, 3), (130, 258, 259)], ids=str)
+@pytest.mark.parametrize("features", [(64, 96), (19, 23), (150, 34)], ids=str)
+@pytest.mark.parametrize("gemm", GEMMS, ids=lambda gemm: gemm.name)
+def test_groups_in_the_layout_of_a_gpu_multiply_to_the_same_bits(gemm, features, ends, assert_bits_equal, monkeypatch):
+    operands, (a, b) = _groups(gemm, features, ends)
+    product = getattr(operands, gemm.name)
+    expected = product(a, b)
+    monkeypatch.setattr(grouped_operands, "_is_four_bits_on_gpu", lambda x, quantizer: True)
+    monkeypatch.setattr(table, "_tiers", lambda: ((replace(GROUPED, lacks=lambda problem: None),),))
+    table._selected.cache_clear()
+    try:
+        assert_bits_equal(product(a, b), expected)
+    finally:
+        table._selected.cache_clear()
+
+
+def test_which_groups_of_quantizers_the_kernels_take():
+    offsets, line = torch.tensor([3, 8], dtype=torch.int32), f8.TwoLevelScaling()
+    pillar = f8.TwoLevelScaling(block=(16, 1), packed="columns", scale="torchao")
+    for rows, columns, directions in ((pillar, pillar, "rows"), (line, line, "tokens"), (line, pillar, "both")):
+        with pytest.raises(
+            ValueError, match=r"group_outer_amaxes: .* Choose them as fp8compile.recipes.nvfp4\(\) does"
+        ):
+            group_outer_amaxes(torch.randn(8, 32), offsets, rows, columns, directions)
+
+
+@pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION is unset:UserWarning")  # Triton 3.9, once a process
+@pytest.mark.skipif(not importlib.util.find_spec("triton"), reason="needs Triton's interpreter")
+def test_experts_in_four_bits_run_on_a_b200_as_their_reference():
+    """Two experts, of which one has no tokens, NaN behind them."""
+    x, weight = torch.randn(40, 32).bfloat16(), torch.randn(2, 48, 32).bfloat16()
+    x[33:] = torch.nan
+    offsets = torch.tensor([0, 33], dtype=torch.int32)
+    leaves = x.requires_grad_(), weight.requires_grad_()
+
+    def experts(x, weight, offsets):
+        return f8.grouped_linear(x, weight, offsets, recipe=RECIPE)
+
+    run, eager = run_gpu_program(experts, *leaves, offsets, arch="b200"), eager_run(experts, *leaves, offsets)
+    assert not run.differences, run.differences
+    assert [product.name for product in run.products] == ["grouped_nvfp4_mm"] * 3
+    assert all(map(torch.equal, run.outputs, eager.outputs))
+    assert all(torch.equal(grad, eager.gradients[name]) for name, grad in run.gradients.items())
 
 
 @pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION is unset:UserWarning")  # Triton 3.9, once a process

@@ -29,6 +29,10 @@ class GroupedOperand:
             ``outer``: blocks of tokens by features, (C / block, N), or (E, N) and (E, 1) where a group is one block.
         quantizer: Over one group's matrix: (tokens, K) or (N, K) of ``rows``, (tokens, N) or (tokens, K) of ``outer``.
         outer_scale: Of each group's rows or matrix, (E,) float32; None of a quantizer with one level of scales.
+
+    On a GPU codes and scales of tokens by `TwoLevelScaling` are laid out for its product, as
+    `fp8compile.ops.groups.group_quantize_two_levels` says: two codes a byte, scales in tiles, and groups in tiles of
+    columns.
     """
 
     codes: Tensor

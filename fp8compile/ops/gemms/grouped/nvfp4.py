@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fp8compile.formats import pack
-from fp8compile.ops.gemms.float8 import ALIGNMENT, ASK
+from fp8compile.ops.gemms.float8 import ALIGNMENT
 from fp8compile.ops.gemms.grouped.float8 import padded_features
 from fp8compile.ops.gemms.grouped.kernel import GroupedGemm, GroupedOperand
 from fp8compile.ops.gemms.kernel import GemmProblem
@@ -29,7 +29,7 @@ __all__ = ["NVFP4"]
 def _lacks(problem: GemmProblem) -> str | None:
     target = problem.target
     if target.type != "cuda" or target.capability[0] != 10:
-        return f"is NVFP4 in groups, which needs a GPU of compute capability 10.0 (B200). {ASK}"
+        return "is NVFP4 in groups, which needs compute capability 10.0 (B200). Take a recipe that this GPU has."
     if problem.out_dtype != torch.bfloat16:
         return f"gives bfloat16 only in a grouped GEMM, and {problem.out_dtype} is asked for. Cast x and weight."
     return None
