@@ -63,8 +63,8 @@ def _tiles(size, e, E):
 
 @triton.jit
 def _group_of(offsets_ptr, tile, E):
-    """The group of a tile of columns, E behind the last; the group's first tile; groups without tokens before it."""
-    group, first, empty, tiles = 0, 0, 0, 0
+    """The group of a tile of columns, E behind the last; its first tile and row; groups without tokens before it."""
+    group, first, start, empty, tiles = 0, 0, 0, 0, 0
     for first_e in range(0, E, SEARCHED):
         e = first_e + tl.arange(0, SEARCHED)
         size = _sizes(offsets_ptr, e, E)
@@ -72,17 +72,16 @@ def _group_of(offsets_ptr, tile, E):
         is_before = (tiles + tl.cumsum(own, 0) <= tile) & (e < E)
         group += tl.sum(is_before.to(tl.int32), 0)
         first += tl.sum(tl.where(is_before, own, 0), 0)
+        start += tl.sum(tl.where(is_before, size, 0), 0)
         empty += tl.sum((is_before & (size == 0)).to(tl.int32), 0)
         tiles += tl.sum(own, 0)
-    return group, first, empty
+    return group, first, start, empty
 
 
 @triton.jit
-def _span(offsets_ptr, group, R, E):
-    """The first row of a group and the one behind its last; of what is behind the last group likewise."""
-    start = tl.load(offsets_ptr + group - 1, group > 0, other=0)
-    end = tl.load(offsets_ptr + group, group < E, other=R)
-    return tl.maximum(start, 0), tl.minimum(end, R)
+def _end(offsets_ptr, group, R, E):
+    """The row behind the last one of a group, or of what is behind the last group."""
+    return tl.minimum(tl.load(offsets_ptr + group, group < E, other=R), R)
 
 
 @triton.jit
@@ -106,8 +105,8 @@ def amaxes_kernel(
     """The largest magnitudes of one tile, to those of its group."""
     SIZE: tl.constexpr = GROUPS * SIXTEEN
     column = tl.program_id(0) * SIZE
-    group, first, _ = _group_of(offsets_ptr, column // TILE, E)
-    start, end = _span(offsets_ptr, group, R, E)
+    group, first, start, _ = _group_of(offsets_ptr, column // TILE, E)
+    end = _end(offsets_ptr, group, R, E)
     k = tl.program_id(1).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
     row = start + column - first * TILE + tl.arange(0, GROUPS) * SIXTEEN
     is_group = group < E
@@ -197,8 +196,8 @@ def codes_kernel(
     """One tile of both directions; sixteen codes are 64 bits."""
     column = tl.program_id(0) * (GROUPS * SIXTEEN)
     tile = column // TILE
-    group, first, empty = _group_of(offsets_ptr, tile, E)
-    start, end = _span(offsets_ptr, group, R, E)
+    group, first, start, empty = _group_of(offsets_ptr, tile, E)
+    end = _end(offsets_ptr, group, R, E)
     is_group, amax_at = group < E, tl.minimum(group, E - 1)
     k = tl.program_id(1).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
     inside = column - first * TILE + tl.arange(0, GROUPS) * SIXTEEN  # of the group
