@@ -231,7 +231,8 @@ def nvfp4(
     Weights have one scale for 16 x 16 values, so that forward and backward multiply the same codes. Those are half a
     byte an element, so compiled code keeps them (``keep_weight_codes``) and the backward reads no weight. Both
     operands of grad_weight are transformed along tokens before they are quantized, so that an outlier does not take
-    the bits of its neighbours; their outer scale is that of the transformed tensor.
+    the bits of its neighbours; their outer scale is that of the transformed tensor. Each expert has the codes and
+    scales that its tokens and its weight have alone.
 
     Args:
         weight_block: (16, 16), or (1, 16) for a scale for each 16 values along the sum.

@@ -24,6 +24,7 @@ from fp8compile.ops import (
     group_quantize_rows,
     quantize_both,
 )
+from fp8compile.ops.groups.group_quantize_two_levels import quantize_groups_in_two_levels
 from fp8compile.ops.quantize_both import two_casts
 from fp8compile.ops.support import recipe_support
 from fp8compile.quantizers import GEMMS
@@ -192,6 +193,9 @@ def quantized_groups(x, offsets):
         yield from group_quantize(x, offsets, quantizer)
     yield from group_quantize_both(x, offsets, tall, pillar)
     yield from group_quantize_rows(x, offsets, line, column)
+    recipe = f8.recipes.nvfp4()
+    pair = recipe.grad_output, recipe.grad_output_for_grad_weight
+    yield from quantize_groups_in_two_levels(x, offsets, *pair, "both")
 
 
 @pytest.mark.parametrize("groups", GROUPS, ids=str)
