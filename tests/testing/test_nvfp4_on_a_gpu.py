@@ -13,15 +13,20 @@ import fp8compile as f8
 from fp8compile.ops.gemm import Operand, select_gemm
 from fp8compile.ops.gemms.emulated import EMULATED
 from fp8compile.ops.gemms.grouped import table
+from fp8compile.ops.gemms.grouped.kernel import GroupedOperand
 from fp8compile.ops.gemms.grouped.nvfp4 import NVFP4 as GROUPED
 from fp8compile.ops.gemms.nvfp4 import NVFP4
 from fp8compile.ops.groups.group_outer_amaxes import group_outer_amaxes
+from fp8compile.ops.groups.grouped_nvfp4_mm import grouped_nvfp4_mm
 from fp8compile.ops.layer import grouped_operands
 from fp8compile.ops.layer.grouped_operands import GroupedOperands
 from fp8compile.quantizers import GEMMS, GemmConfig
 from fp8compile.target import Target, pretend_target
 from fp8compile.testing import eager_run, gpu_kernels, run_gpu_program
 
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:TRITON_DEFAULT_FP_FUSION is unset:UserWarning"  # Triton 3.9, once a process
+)
 RECIPE = f8.recipes.nvfp4()
 
 
@@ -102,7 +107,21 @@ def test_which_groups_of_quantizers_the_kernels_take():
             group_outer_amaxes(torch.randn(8, 32), offsets, rows, columns, directions)
 
 
-@pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION is unset:UserWarning")  # Triton 3.9, once a process
+def test_what_a_gpus_grouped_product_does_not_take():
+    groups, line = 1025, f8.TwoLevelScaling(packed="none")
+    codes, matrices = torch.zeros(8, 16, dtype=torch.uint8), torch.zeros(groups, 16, 16, dtype=torch.uint8)
+    scales = torch.zeros(128, 4, dtype=torch.uint8), torch.zeros(groups, 512, dtype=torch.uint8)
+    offsets, ones = torch.zeros(groups, dtype=torch.int32), torch.ones(groups)
+    with pretend_target(Target("cuda", (10, 0))), pytest.raises(ValueError, match=r"1025 groups, .* at most 1024"):
+        grouped_nvfp4_mm(codes, matrices, *scales, ones, ones, offsets, torch.bfloat16)
+    a, b = (
+        GroupedOperand(codes=each, scale=scale, quantizer=line, outer_scale=ones)
+        for each, scale in zip((codes, matrices), scales, strict=True)
+    )
+    with pytest.raises(ValueError, match="not packed as a GPU reads them"):
+        GROUPED.rows(a, b, offsets, torch.bfloat16, GemmConfig())
+
+
 @pytest.mark.skipif(not importlib.util.find_spec("triton"), reason="needs Triton's interpreter")
 def test_experts_in_four_bits_run_on_a_b200_as_their_reference():
     """Two experts, of which one has no tokens, NaN behind them."""
@@ -121,7 +140,6 @@ def test_experts_in_four_bits_run_on_a_b200_as_their_reference():
     assert all(torch.equal(grad, eager.gradients[name]) for name, grad in run.gradients.items())
 
 
-@pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION is unset:UserWarning")  # Triton 3.9, once a process
 @pytest.mark.skipif(not importlib.util.find_spec("triton"), reason="needs Triton: Inductor prints its kernels with it")
 def test_codes_of_a_layer_are_made_without_values_laid_down_in_between():
     m, k, n = 4096, 2048, 1024
