@@ -256,10 +256,10 @@ class GroupedOperands:
             return _one_a_byte(x, self.offsets, quantizer, along_tokens=along_tokens)
         pair = (ALONG_ROWS[slot], slot) if along_tokens else (slot, ALONG_TOKENS[slot])
         rows, columns = (getattr(self.recipe, each) for each in pair)
-        directions = "both" if self._reads_once(x) and is_two_level_pair(rows, columns) else None
-        if directions is None:
-            rows, columns, directions = quantizer, quantizer, "tokens" if along_tokens else "rows"
-        found = quantize_groups_in_two_levels(x, self.offsets, rows, columns, directions)
+        how = quantizer, quantizer, "tokens" if along_tokens else "rows"
+        if self._reads_once(x) and is_two_level_pair(rows, columns):
+            how = rows, columns, "both"
+        found = quantize_groups_in_two_levels(x, self.offsets, *how)
         codes, scale, outer = found[3:] if along_tokens else found[:3]
         packed = replace(quantizer, packed="columns" if along_tokens else "rows")
         return GroupedOperand(codes=codes, scale=scale, quantizer=packed, outer_scale=outer)
