@@ -101,21 +101,41 @@ def _units(offsets_ptr, first, E, ALIGN: tl.constexpr, UNITS: tl.constexpr):
 
 
 @triton.jit
-def _tokens(x_ptr, row, end, k, R, K, stride_m, stride_k, ALIGN: tl.constexpr, TILE: tl.constexpr):
-    """Values of the tokens that TILE columns hold, 0 where a column is padding; and where it is not."""
+def _rows(row, end, R, ALIGN: tl.constexpr, TILE: tl.constexpr):
+    """The rows that TILE columns of codes hold; and where a column holds one, not padding."""
     m = row[:, None] + tl.arange(0, ALIGN)[None, :]
-    is_token = tl.reshape((m < end[:, None]) & (m < R), (TILE,))
-    at = tl.reshape(m, (TILE,)).to(tl.int64)[:, None] * stride_m + k[None, :] * stride_k
-    x = tl.load(x_ptr + at, is_token[:, None] & (k[None, :] < K), other=0.0)
-    return x.to(tl.float32), is_token
+    is_row = tl.reshape((m < end[:, None]) & (m < R), (TILE,))
+    return tl.reshape(m, (TILE,)).to(tl.int64), is_row
 
 
 @triton.jit
-def _store_transposed(codes_ptr, codes, is_token, column, k, C, K):
-    """Store codes as (K, C), 0 where a column is padding: a multiplier of NaN would make NaN of it."""
-    codes = tl.trans(tl.where(is_token[:, None], codes, 0).to(tl.uint8))
-    at = k[:, None] * C + column[None, :]
-    tl.store(codes_ptr + at, codes, (k[:, None] < K) & (column[None, :] < C))
+def tokens_places(offsets_ptr, R, K, E, TILE: tl.constexpr, ALIGN: tl.constexpr):
+    """Tokens and columns of the tile that a program's columns of codes hold, where there are; the units' groups."""
+    group, row, end = _units(offsets_ptr, tl.program_id(0) * TILE, E, ALIGN, TILE // ALIGN)
+    m, is_token = _rows(row, end, R, ALIGN, TILE)
+    k = tl.program_id(1).to(tl.int64) * TILE + tl.arange(0, TILE)[None, :]
+    return m[:, None], k, is_token[:, None] & (k < K), is_token[:, None], group
+
+
+@triton.jit
+def _transposed(codes, is_token, k, K, C, TILE: tl.constexpr):
+    """Where codes lie in (K, C), and the codes, 0 where a column is padding: a multiplier of NaN would make NaN."""
+    codes = tl.trans(tl.where(is_token, codes, 0).to(tl.uint8))
+    at, column = tl.trans(k), tl.program_id(0) * TILE + tl.arange(0, TILE)[None, :]
+    return at, column, codes, (at < K) & (column < C)
+
+
+@triton.jit
+def cast_store(
+    x, k, is_token, group, multiplier_ptr, K, E, C, multiplier_stride_m, multiplier_stride_k,
+    TILE: tl.constexpr, ALIGN: tl.constexpr, Q_MAX: tl.constexpr, Q_E4M3: tl.constexpr,
+):  # fmt: skip
+    """Codes by multipliers of groups."""
+    UNITS: tl.constexpr = TILE // ALIGN
+    at = group.to(tl.int64)[:, None] * multiplier_stride_m + k * multiplier_stride_k
+    multiplier = tl.load(multiplier_ptr + at, (group[:, None] < E) & (k < K), other=0.0)
+    spread = tl.reshape(tl.broadcast_to(multiplier[:, None, :], (UNITS, ALIGN, TILE)), (TILE, TILE))
+    return _transposed(_encode(x * spread, Q_MAX, Q_E4M3), is_token, k, K, C, TILE)
 
 
 @triton.jit
@@ -126,16 +146,29 @@ def cast_kernel(
     Q_MAX: tl.constexpr, Q_E4M3: tl.constexpr,
 ):  # fmt: skip
     """One tile of codes, by multipliers of groups."""
-    UNITS: tl.constexpr = TILE // ALIGN
-    first = tl.program_id(0) * TILE
-    k = tl.program_id(1).to(tl.int64) * TILE + tl.arange(0, TILE)
-    group, row, end = _units(offsets_ptr, first, E, ALIGN, UNITS)
-    x, is_token = _tokens(x_ptr, row, end, k, R, K, stride_m, stride_k, ALIGN, TILE)
-    at = group.to(tl.int64)[:, None] * multiplier_stride_m + k[None, :] * multiplier_stride_k
-    multiplier = tl.load(multiplier_ptr + at, (group[:, None] < E) & (k[None, :] < K), other=0.0)
-    spread = tl.reshape(tl.broadcast_to(multiplier[:, None, :], (UNITS, ALIGN, TILE)), (TILE, TILE))
-    codes = _encode(x * spread, Q_MAX, Q_E4M3)
-    _store_transposed(codes_ptr, codes, is_token, first + tl.arange(0, TILE), k, C, K)
+    m, k, is_inside, is_token, group = tokens_places(offsets_ptr, R, K, E, TILE, ALIGN)
+    x = tl.load(x_ptr + m * stride_m + k * stride_k, is_inside, other=0.0).to(tl.float32)
+    at, column, codes, is_stored = cast_store(
+        x, k, is_token, group, multiplier_ptr, K, E, C, multiplier_stride_m, multiplier_stride_k,
+        TILE, ALIGN, Q_MAX, Q_E4M3,
+    )  # fmt: skip
+    tl.store(codes_ptr + at * C + column, codes, is_stored)
+
+
+@triton.jit
+def quantize_store(
+    x, k, is_token, scales_ptr, K, C, TILE: tl.constexpr, BLOCK: tl.constexpr,
+    Q_MAX: tl.constexpr, Q_EXPONENT: tl.constexpr, Q_E4M3: tl.constexpr, Q_RULE: tl.constexpr, Q_EPS: tl.constexpr,
+):  # fmt: skip
+    """Codes, whose blocks' scales are stored; `x` is 0 where there is no token, which never is the largest."""
+    BLOCKS: tl.constexpr = TILE // BLOCK
+    magnitude = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    amax = tl.max(tl.reshape(magnitude, (BLOCKS, BLOCK, TILE)), 1)
+    multiplier, scale = _scales(amax, Q_MAX, Q_EXPONENT, Q_RULE, Q_EPS)
+    spread = tl.reshape(tl.broadcast_to(multiplier[:, None, :], (BLOCKS, BLOCK, TILE)), (TILE, TILE))
+    block = tl.program_id(0) * BLOCKS + tl.arange(0, BLOCKS).to(tl.int64)[:, None]
+    tl.store(scales_ptr + block * K + k, scale, (block * BLOCK < C) & (k < K))
+    return _transposed(_encode(x * spread, Q_MAX, Q_E4M3), is_token, k, K, C, TILE)
 
 
 @triton.jit
@@ -145,20 +178,12 @@ def quantize_kernel(
     Q_MAX: tl.constexpr, Q_EXPONENT: tl.constexpr, Q_E4M3: tl.constexpr, Q_RULE: tl.constexpr, Q_EPS: tl.constexpr,
 ):  # fmt: skip
     """One tile of codes, and the scales of its blocks."""
-    BLOCKS: tl.constexpr = TILE // BLOCK
-    first = tl.program_id(0) * TILE
-    k = tl.program_id(1).to(tl.int64) * TILE + tl.arange(0, TILE)
-    _, row, end = _units(offsets_ptr, first, E, ALIGN, TILE // ALIGN)
-    x, is_token = _tokens(x_ptr, row, end, k, R, K, stride_m, stride_k, ALIGN, TILE)
-    magnitude = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-    amax = tl.max(tl.reshape(magnitude, (BLOCKS, BLOCK, TILE)), 1)
-    multiplier, scale = _scales(amax, Q_MAX, Q_EXPONENT, Q_RULE, Q_EPS)
-    spread = tl.reshape(tl.broadcast_to(multiplier[:, None, :], (BLOCKS, BLOCK, TILE)), (TILE, TILE))
-    codes = _encode(x * spread, Q_MAX, Q_E4M3)
-    _store_transposed(codes_ptr, codes, is_token, first + tl.arange(0, TILE), k, C, K)
-    block = first // BLOCK + tl.arange(0, BLOCKS)
-    at = block.to(tl.int64)[:, None] * K + k[None, :]
-    tl.store(scales_ptr + at, scale, (block[:, None] * BLOCK < C) & (k[None, :] < K))
+    m, k, is_inside, is_token, _ = tokens_places(offsets_ptr, R, K, E, TILE, ALIGN)
+    x = tl.load(x_ptr + m * stride_m + k * stride_k, is_inside, other=0.0).to(tl.float32)
+    at, column, codes, is_stored = quantize_store(
+        x, k, is_token, scales_ptr, K, C, TILE, BLOCK, Q_MAX, Q_EXPONENT, Q_E4M3, Q_RULE, Q_EPS
+    )
+    tl.store(codes_ptr + at * C + column, codes, is_stored)
 
 
 def amax_constants(quantizer: CurrentScaling) -> dict[str, object]:
