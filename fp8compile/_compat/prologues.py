@@ -1,12 +1,16 @@
 """Hand-written Triton kernels that compute their input: the pointwise code before them becomes a part of them.
 
-    Inductor's kernel: y = silu(gate) * up --memory--> our kernel: codes of y      what any library's kernel gets
-    our kernel, made a template: gate, up --> y, a tile at a time --> codes of y   what this file makes of it
+    as an op           y = silu(gate) * up --memory--> kernel: codes of y         what any library's kernel gets
+    as a template      gate, up --> kernel: y, a tile at a time, codes of y       what this file makes of it
 
-Inductor does the same to its matrix products (prologue fusion), with templates that have one output and an input of
-at most their prologue's bytes. A kernel of tiles is two functions under ``triton.jit``: one says where the elements of
-a program's tile lie, the other is given their values. Between them its own kernel loads, and the template computes.
-Values are rounded to the input's dtype, as in memory, so both have the same bits.
+Inductor does the same to its matrix products (prologue fusion), for inputs that are not larger than the prologue's
+result, and kernels with one output. Here the template is the kernel's own source. Two of its lines are replaced:
+
+    x = values(x_ptr, m, k, is_inside, stride_m, stride_k)     the code that makes these elements
+    write(codes_ptr, m, k, codes, is_inside, stride)           Inductor's store of the template's output
+
+Values are rounded to the input's dtype, as in memory, so the op and the template have the same bits. Where others read
+the input too, the template writes it, and they read that.
 
 Inductor's templates are no public API. What is used of them is the same from 2.11 to 2.15: a subclass of the kernel
 that prints one part of the template, one of the buffer that says what the kernel reads.
@@ -14,7 +18,8 @@ that prints one part of the template, one of the buffer that says what the kerne
 
 from __future__ import annotations
 
-import importlib
+import inspect
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -26,34 +31,30 @@ from fp8compile._compat.inductor import register_fallback, when_imported
 
 __all__ = ["TileKernel", "TileLaunch", "register_tile_kernel"]
 
-TILE = ("TILE", "TILE")  # the shape of a program's tile, by the names of its constants
-ROW, COLUMN = "tmp_row", "tmp_column"  # Inductor gives any other name a meaning
+VALUES = re.compile(r"( +)x = values\(x_ptr, (\w+), (\w+), (\w+), stride_m, stride_k\)\n")
+WRITE = re.compile(r"( +)write\((\w+), (\w+), (\w+), (\w+), (\w+), \w+\)\n")
+ROW, COLUMN = "tmp_row", "tmp_column"  # Inductor gives names that begin with other letters a meaning
 
 
 @dataclass(frozen=True)
 class TileKernel:
-    """Two functions under ``triton.jit``, whose parameters are named as below or as ``places`` names its results.
+    """A kernel under ``triton.jit`` that reads a matrix by `values`, a tile at a time.
 
     Attributes:
-        module: The module that both are in.
-        places: The name of the function that says which elements a program has.
-        placed: What it returns, by name: first the rows, (TILE, 1) int64, the columns, (1, TILE) int64, and whether
-            the tensor has such an element, (TILE, TILE).
-        store: The name of the function that is given ``x``, (TILE, TILE) float32, 0 where there is no element. It
-            returns where the tile of the first output lies, as two indices, and the tile, and where it is stored; all
-            other outputs it stores itself.
+        function: The kernel. Its first parameter is ``x_ptr``; it returns nothing.
         inputs: Names of pointers to the op's tensors but the first one.
-        outputs: Names of pointers to the op's results but the first one.
+        outputs: Names of pointers to the op's results but the first one, which it stores by `write`.
         sizes: Names of numbers that are known when it is launched.
+        tile: Names of the constants that are a tile's rows and columns.
+        is_whole: Whether every element of the matrix is in a tile, and `write` stores it where it was.
     """
 
-    module: str
-    places: str
-    placed: tuple[str, ...]
-    store: str
+    function: Any
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
     sizes: tuple[str, ...]
+    tile: tuple[str, str] = ("TILE", "TILE")
+    is_whole: bool = True
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,7 @@ class TileLaunch:
         kernel: Which one.
         grid: Numbers of programs, three.
         sizes: Of ``TileKernel.sizes``; int or SymInt, as those of the grid.
-        constants: What it is compiled for, TILE among them.
+        constants: What it is compiled for.
         warps: Of 32 threads each.
     """
 
@@ -73,6 +74,13 @@ class TileLaunch:
     sizes: Mapping[str, Any]
     constants: Mapping[str, Any]
     warps: int
+
+    def __call__(self, x: torch.Tensor, *tensors: torch.Tensor) -> None:
+        """Launch the kernel as it is, on the input, the other inputs and the outputs."""
+        self.kernel.function[self.grid](
+            x, *tensors, **self.sizes, **self.constants, stride_m=x.stride(0), stride_k=x.stride(1),
+            num_warps=self.warps,
+        )  # fmt: skip
 
 
 def register_tile_kernel(op: torch._ops.OpOverload, launch: Callable[..., TileLaunch | None]) -> None:
@@ -87,13 +95,17 @@ def register_tile_kernel(op: torch._ops.OpOverload, launch: Callable[..., TileLa
 
     def register() -> None:
         from torch._inductor import lowering
+        from torch._inductor.virtualized import V
 
         call = lowering.lowerings[op]
 
         def lower(x: Any, *args: Any) -> Any:
             computed = _computed(x)
             found = launch(*_fake_arguments()) if computed is not None else None
-            return call(x, *args) if found is None else _lower(found, computed, args)
+            is_read_again = len(V.graph.current_node.args[0].users) > 1
+            if found is None or (is_read_again and not found.kernel.is_whole):
+                return call(x, *args)
+            return _lower(found, x, computed, args, is_read_again=is_read_again)
 
         lowering.register_lowering(op, type_promotion_kind=None)(lower)
 
@@ -104,17 +116,18 @@ def register_tile_kernel(op: torch._ops.OpOverload, launch: Callable[..., TileLa
 
 
 def _computed(x: Any) -> Any:
-    """The pointwise code whose result a matrix is, if a GPU computes it for the node that is lowered alone."""
+    """The pointwise code whose result a matrix is, if a GPU is to compute it and nobody has asked for it before."""
     from torch._inductor import ir
     from torch._inductor.virtualized import V
 
-    if x.get_device().type != "cuda" or len(x.get_size()) != 2:
+    if x.get_device().type != "cuda" or len(x.get_size()) != 2 or not isinstance(x.data, ir.StorageBox):
         return None
-    if len(V.graph.current_node.args[0].users) != 1:
-        return None  # it is written for the others
-    data = x.data.data if isinstance(x.data, ir.StorageBox) else None
+    node = V.graph.current_node
+    if any(user in V.graph.env for user in node.args[0].users):
+        return None
+    data = x.data.data
     if isinstance(data, ir.ComputedBuffer) and not _reads_changed(data):
-        data = data.data  # written because it is long; nobody reads it then, and Inductor drops it
+        data = data.data  # to be written because it is long; nobody reads it then, and Inductor drops it
     return data if type(data) is ir.Pointwise else None
 
 
@@ -133,24 +146,25 @@ def _fake_arguments() -> list[Any]:
 # ---------------------------------------------------------------------------------- the template
 
 
-def _lower(launch: TileLaunch, computed: Any, args: tuple[Any, ...]) -> Any:
-    from torch._inductor import ir, lowering
+def _lower(launch: TileLaunch, x: Any, computed: Any, args: tuple[Any, ...], *, is_read_again: bool) -> Any:
+    from torch._inductor import ir
     from torch._inductor.virtualized import V
 
     device, kernel = computed.get_device(), launch.kernel
+    fake_x, *fake_args = _fake_arguments()
     results = V.graph.current_node.meta["val"]
     first, *others = results if isinstance(results, (tuple, list)) else (results,)
     inputs = [
         ir.ExternKernel.require_exact_strides(each, _exprs(fake.stride()))
-        for each, fake in zip(args, _fake_arguments()[1:], strict=True)
+        for each, fake in zip(args, fake_args, strict=True)
         if isinstance(each, ir.TensorBox)
     ]
-    outputs = [lowering.empty_strided(_exprs(each.shape), _exprs(each.stride()), dtype=each.dtype, device=device)
-               for each in others]  # fmt: skip
-    choice = _template(kernel).generate(
-        input_nodes=tuple([*inputs, *outputs]),
+    outputs = [_allocated(each) for each in others]
+    values = [_allocated(torch.empty_like(fake_x).contiguous())] if is_read_again else []
+    choice = _template(kernel, is_read_again).generate(
+        input_nodes=tuple([*inputs, *outputs, *values]),
         layout=ir.FixedLayout(device, first.dtype, _exprs(first.shape), _exprs(first.stride())),
-        mutated_inputs=outputs,
+        mutated_inputs=[*outputs, *values],
         subgraphs=[
             ir.ComputedBuffer(
                 name="computed", layout=ir.FlexibleLayout(device, computed.dtype, computed.ranges), data=computed
@@ -162,8 +176,18 @@ def _lower(launch: TileLaunch, computed: Any, args: tuple[Any, ...]) -> Any:
         **launch.constants,
     )
     result = _buffer_class()(choice, computed)
+    for written in values:
+        x.data.data = written.data.data  # whoever reads it from now on
     boxes = (ir.TensorBox.create(result), *outputs)
     return boxes if isinstance(results, (tuple, list)) else boxes[0]
+
+
+def _allocated(like: torch.Tensor) -> Any:
+    from torch._inductor import lowering
+
+    return lowering.empty_strided(
+        _exprs(like.shape), _exprs(like.stride()), dtype=like.dtype, device=torch.device("cuda", like.device.index)
+    )
 
 
 def _exprs(sizes: Any) -> list[Any]:
@@ -174,42 +198,50 @@ def _exprs(sizes: Any) -> list[Any]:
 
 
 @cache
-def _template(kernel: TileKernel) -> Any:
+def _template(kernel: TileKernel, writes_values: bool) -> Any:
     from torch._inductor.select_algorithm import SymbolicGridFn, TritonTemplate
 
     def grid(x: Any, y: Any, z: Any, *rest: Any) -> tuple[Any, Any, Any]:
         return x, y, z
 
     class Template(TritonTemplate):
-        kernel_type = _kernel_class(kernel)
+        kernel_type = _kernel_class(kernel, writes_values)
 
-    return Template(kernel.places.removesuffix("_places"), SymbolicGridFn(grid), _source(kernel))
+    name = kernel.function.__name__ + "_and_values" * writes_values
+    return Template(name, SymbolicGridFn(grid), _source(kernel, writes_values))
 
 
-def _source(kernel: TileKernel) -> str:
-    """The template: sizes, places, values, and what is stored."""
-    module = importlib.import_module(kernel.module)
-    names = {kernel.placed[0]: ROW, kernel.placed[1]: COLUMN}
+def _source(kernel: TileKernel, writes_values: bool) -> str:
+    """The template: the kernel's source with its two lines replaced."""
+    source = inspect.cleandoc("\n" + inspect.getsource(kernel.function.fn))
+    body = source[re.search(r"\):.*\n(?=    )", source).end() :]
 
-    def called(function: str) -> str:
-        arguments = (names.get(name, name) for name in getattr(module, function).arg_names)
-        return f"{function}({', '.join(arguments)})"
+    def computed(line: re.Match) -> str:
+        indent, m, k, is_inside = line.groups()
+        return f'{indent}{ROW}, {COLUMN} = {m}, {k}\n{indent}{{{{computed("{is_inside}", {len(indent)})}}}}\n'
 
-    placed = ", ".join(names.get(name, name) for name in kernel.placed)
-    pointers = ", ".join(f'"{name}"' for name in (*kernel.inputs, *kernel.outputs))
-    lines = [
-        f"{{{{def_kernel({pointers})}}}}",
-        *(f'    {name} = {{{{size_called("{name}")}}}}' for name in kernel.sizes),
-        f"    {placed} = {called(kernel.places)}",
-        f'    {{{{computed("{kernel.placed[2]}")}}}}',
-        f"    tmp_i, tmp_j, stored, is_stored = {called(kernel.store)}",
-        f'    {{{{store_output(("tmp_i", "tmp_j"), "stored", "is_stored", val_shape={TILE})}}}}',
-    ]
-    return "\n".join(lines) + "\n"
+    def written(line: re.Match) -> str:
+        indent, _, i, j, codes, is_stored = line.groups()
+        store = f'store_output(("tmp_i", "tmp_j"), "{codes}", "{is_stored}", {len(indent)}, {kernel.tile})'
+        return f"{indent}tmp_i, tmp_j = {i}, {j}\n{indent}{{{{{store}}}}}\n"
+
+    body, values_found = VALUES.subn(computed, body)
+    body, writes_found = WRITE.subn(written, body)
+    assert values_found == writes_found == 1, f"{kernel.function.__name__}: {values_found} values, {writes_found} writes"
+    pointers = (*kernel.inputs, *kernel.outputs, *(["values_ptr"] if writes_values else []))
+    named = ", ".join(f'"{name}"' for name in pointers)
+    sizes = "".join(f'    {name} = {{{{size_called("{name}")}}}}\n' for name in kernel.sizes)
+    return f"{{{{def_kernel({named})}}}}\n{sizes}{body}\n"
+
+
+def _imports(function: Any) -> str:
+    """What a kernel's source calls, from its module."""
+    names = [name for name in function.fn.__code__.co_names if name in function.fn.__globals__ and name != "tl"]
+    return f"from {function.fn.__module__} import {', '.join(names)}\n"
 
 
 @cache
-def _kernel_class(described: TileKernel) -> type:
+def _kernel_class(described: TileKernel, writes_values: bool) -> type:
     from torch._inductor.select_algorithm import TritonTemplateKernel
     from torch._inductor.utils import sympy_index_symbol
     from torch._inductor.virtualized import V
@@ -223,26 +255,28 @@ def _kernel_class(described: TileKernel) -> type:
 
         @classmethod
         def gen_common_triton_imports(cls) -> str:
-            names = f"{described.places}, {described.store}"
-            return f"{super().gen_common_triton_imports()}\nfrom {described.module} import {names}\n"
+            return f"{super().gen_common_triton_imports()}\n{_imports(described.function)}"
 
         def size_called(self, name: str) -> str:
             """A size, as text."""
             return self.kexpr(self.rename_indexing(self.call_sizes[3 + described.sizes.index(name)]))
 
-        def computed(self, is_inside: str) -> str:
+        def computed(self, is_inside: str, indent: int) -> str:
             """Lines that make ``x``."""
             (buffer,) = self.subgraphs
             with self.create_subgraph_body("computed"):
-                handler = _handler_class()(self, is_inside)
+                handler = _handler_class()(self, is_inside, described.tile)
                 with V.set_ops_handler(handler):
                     _loop_body(buffer.data)([sympy_index_symbol(ROW), sympy_index_symbol(COLUMN)])
                 self.codegen_body()
                 self.body.writeline(f"x = ({handler.stored}){_rounding(buffer.data.dtype)}")
                 self.body.writeline(f"x = tl.where({is_inside}, x, 0.0)")
+                if writes_values:
+                    width = self.kexpr(self.rename_indexing(buffer.data.ranges[1]))
+                    self.body.writeline(f"tl.store(values_ptr + {ROW} * {width} + {COLUMN}, x, {is_inside})")
                 text = self.body.getvalue()
                 self.cse.invalidate(set())
-            return text.strip().replace("\n", "\n    ")
+            return text.strip().replace("\n", "\n" + " " * indent)
 
     return Kernel
 
@@ -275,9 +309,9 @@ def _handler_class() -> type:
     class Handler(WrapperHandler):
         """Loads a tile, where there is one; arithmetic is Inductor's."""
 
-        def __init__(self, kernel: Any, is_inside: str) -> None:
+        def __init__(self, kernel: Any, is_inside: str, tile: tuple[str, str]) -> None:
             super().__init__(V.ops)
-            self.kernel, self.is_inside, self.stored = kernel, is_inside, None
+            self.kernel, self.is_inside, self.tile, self.stored = kernel, is_inside, tile, None
 
         def _made(self, line: str, dtype: torch.dtype, shape: tuple[str, ...]) -> Any:
             return self.kernel.cse.generate(self.kernel.compute, line, dtype=dtype, shape=shape)
@@ -297,11 +331,11 @@ def _handler_class() -> type:
                 line, dtype = f"{line}.to(tl.float32)", torch.float32
             elif dtype == torch.bool:
                 line = f"{line}.to(tl.int1)"
-            return self._made(line, dtype, () if is_one else TILE)
+            return self._made(line, dtype, () if is_one else self.tile)
 
         def index_expr(self, expr: Any, dtype: torch.dtype) -> Any:
-            tile = f"tl.broadcast_to({self._index(expr)}, [{', '.join(TILE)}])"
-            return self._made(f"{tile}.to({triton_type(dtype)})", dtype, TILE)
+            tile = f"tl.broadcast_to({self._index(expr)}, [{', '.join(self.tile)}])"
+            return self._made(f"{tile}.to({triton_type(dtype)})", dtype, self.tile)
 
         def indirect_indexing(self, index: Any, size: Any, check: bool = True, wrap_neg: bool = True) -> Any:
             """Places from memory are as the model's own kernel would use them, wrapped where they count from the end."""

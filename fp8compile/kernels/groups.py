@@ -22,6 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fp8compile.kernels.both_directions import TILE, _encode, _of_direction, _scales
+from fp8compile.kernels.values import values, write
 from fp8compile.quantizers import CurrentScaling
 
 __all__ = [
@@ -102,40 +103,17 @@ def _units(offsets_ptr, first, E, ALIGN: tl.constexpr, UNITS: tl.constexpr):
 
 @triton.jit
 def _rows(row, end, R, ALIGN: tl.constexpr, TILE: tl.constexpr):
-    """The rows that TILE columns of codes hold; and where a column holds one, not padding."""
+    """The rows that TILE columns of codes hold, (TILE, 1), and where a column holds one and is not padding."""
     m = row[:, None] + tl.arange(0, ALIGN)[None, :]
-    is_row = tl.reshape((m < end[:, None]) & (m < R), (TILE,))
-    return tl.reshape(m, (TILE,)).to(tl.int64), is_row
+    is_row = tl.reshape((m < end[:, None]) & (m < R), (TILE, 1))
+    return tl.reshape(m, (TILE, 1)).to(tl.int64), is_row
 
 
 @triton.jit
-def tokens_places(offsets_ptr, R, K, E, TILE: tl.constexpr, ALIGN: tl.constexpr):
-    """Tokens and columns of the tile that a program's columns of codes hold, where there are; the units' groups."""
-    group, row, end = _units(offsets_ptr, tl.program_id(0) * TILE, E, ALIGN, TILE // ALIGN)
-    m, is_token = _rows(row, end, R, ALIGN, TILE)
-    k = tl.program_id(1).to(tl.int64) * TILE + tl.arange(0, TILE)[None, :]
-    return m[:, None], k, is_token[:, None] & (k < K), is_token[:, None], group
-
-
-@triton.jit
-def _transposed(codes, is_token, k, K, C, TILE: tl.constexpr):
-    """Where codes lie in (K, C), and the codes, 0 where a column is padding: a multiplier of NaN would make NaN."""
-    codes = tl.trans(tl.where(is_token, codes, 0).to(tl.uint8))
-    at, column = tl.trans(k), tl.program_id(0) * TILE + tl.arange(0, TILE)[None, :]
-    return at, column, codes, (at < K) & (column < C)
-
-
-@triton.jit
-def cast_store(
-    x, k, is_token, group, multiplier_ptr, K, E, C, multiplier_stride_m, multiplier_stride_k,
-    TILE: tl.constexpr, ALIGN: tl.constexpr, Q_MAX: tl.constexpr, Q_E4M3: tl.constexpr,
-):  # fmt: skip
-    """Codes by multipliers of groups."""
-    UNITS: tl.constexpr = TILE // ALIGN
-    at = group.to(tl.int64)[:, None] * multiplier_stride_m + k * multiplier_stride_k
-    multiplier = tl.load(multiplier_ptr + at, (group[:, None] < E) & (k < K), other=0.0)
-    spread = tl.reshape(tl.broadcast_to(multiplier[:, None, :], (UNITS, ALIGN, TILE)), (TILE, TILE))
-    return _transposed(_encode(x * spread, Q_MAX, Q_E4M3), is_token, k, K, C, TILE)
+def _transposed(codes, is_token, first, k, K, C, TILE: tl.constexpr):
+    """Where codes lie in (K, C), and the codes, 0 where a column is padding: a multiplier of NaN would make NaN of it."""
+    at, column = tl.trans(k), first + tl.arange(0, TILE)[None, :]
+    return at, column, tl.trans(tl.where(is_token, codes, 0).to(tl.uint8)), (at < K) & (column < C)
 
 
 @triton.jit
@@ -146,29 +124,19 @@ def cast_kernel(
     Q_MAX: tl.constexpr, Q_E4M3: tl.constexpr,
 ):  # fmt: skip
     """One tile of codes, by multipliers of groups."""
-    m, k, is_inside, is_token, group = tokens_places(offsets_ptr, R, K, E, TILE, ALIGN)
-    x = tl.load(x_ptr + m * stride_m + k * stride_k, is_inside, other=0.0).to(tl.float32)
-    at, column, codes, is_stored = cast_store(
-        x, k, is_token, group, multiplier_ptr, K, E, C, multiplier_stride_m, multiplier_stride_k,
-        TILE, ALIGN, Q_MAX, Q_E4M3,
-    )  # fmt: skip
-    tl.store(codes_ptr + at * C + column, codes, is_stored)
-
-
-@triton.jit
-def quantize_store(
-    x, k, is_token, scales_ptr, K, C, TILE: tl.constexpr, BLOCK: tl.constexpr,
-    Q_MAX: tl.constexpr, Q_EXPONENT: tl.constexpr, Q_E4M3: tl.constexpr, Q_RULE: tl.constexpr, Q_EPS: tl.constexpr,
-):  # fmt: skip
-    """Codes, whose blocks' scales are stored; `x` is 0 where there is no token, which never is the largest."""
-    BLOCKS: tl.constexpr = TILE // BLOCK
-    magnitude = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-    amax = tl.max(tl.reshape(magnitude, (BLOCKS, BLOCK, TILE)), 1)
-    multiplier, scale = _scales(amax, Q_MAX, Q_EXPONENT, Q_RULE, Q_EPS)
-    spread = tl.reshape(tl.broadcast_to(multiplier[:, None, :], (BLOCKS, BLOCK, TILE)), (TILE, TILE))
-    block = tl.program_id(0) * BLOCKS + tl.arange(0, BLOCKS).to(tl.int64)[:, None]
-    tl.store(scales_ptr + block * K + k, scale, (block * BLOCK < C) & (k < K))
-    return _transposed(_encode(x * spread, Q_MAX, Q_E4M3), is_token, k, K, C, TILE)
+    UNITS: tl.constexpr = TILE // ALIGN
+    first = tl.program_id(0) * TILE
+    k = tl.program_id(1).to(tl.int64) * TILE + tl.arange(0, TILE)[None, :]
+    group, row, end = _units(offsets_ptr, first, E, ALIGN, UNITS)
+    m, is_token = _rows(row, end, R, ALIGN, TILE)
+    is_inside = is_token & (k < K)
+    x = values(x_ptr, m, k, is_inside, stride_m, stride_k)
+    of_group = group.to(tl.int64)[:, None] * multiplier_stride_m + k * multiplier_stride_k
+    multiplier = tl.load(multiplier_ptr + of_group, (group[:, None] < E) & (k < K), other=0.0)
+    spread = tl.reshape(tl.broadcast_to(multiplier[:, None, :], (UNITS, ALIGN, TILE)), (TILE, TILE))
+    encoded = _encode(x * spread, Q_MAX, Q_E4M3)
+    at, column, codes, is_stored = _transposed(encoded, is_token, first, k, K, C, TILE)
+    write(codes_ptr, at, column, codes, is_stored, C)
 
 
 @triton.jit
@@ -178,12 +146,22 @@ def quantize_kernel(
     Q_MAX: tl.constexpr, Q_EXPONENT: tl.constexpr, Q_E4M3: tl.constexpr, Q_RULE: tl.constexpr, Q_EPS: tl.constexpr,
 ):  # fmt: skip
     """One tile of codes, and the scales of its blocks."""
-    m, k, is_inside, is_token, _ = tokens_places(offsets_ptr, R, K, E, TILE, ALIGN)
-    x = tl.load(x_ptr + m * stride_m + k * stride_k, is_inside, other=0.0).to(tl.float32)
-    at, column, codes, is_stored = quantize_store(
-        x, k, is_token, scales_ptr, K, C, TILE, BLOCK, Q_MAX, Q_EXPONENT, Q_E4M3, Q_RULE, Q_EPS
-    )
-    tl.store(codes_ptr + at * C + column, codes, is_stored)
+    BLOCKS: tl.constexpr = TILE // BLOCK
+    first = tl.program_id(0) * TILE
+    k = tl.program_id(1).to(tl.int64) * TILE + tl.arange(0, TILE)[None, :]
+    _, row, end = _units(offsets_ptr, first, E, ALIGN, TILE // ALIGN)
+    m, is_token = _rows(row, end, R, ALIGN, TILE)
+    is_inside = is_token & (k < K)
+    x = values(x_ptr, m, k, is_inside, stride_m, stride_k)
+    magnitude = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    amax = tl.max(tl.reshape(magnitude, (BLOCKS, BLOCK, TILE)), 1)
+    multiplier, scale = _scales(amax, Q_MAX, Q_EXPONENT, Q_RULE, Q_EPS)
+    spread = tl.reshape(tl.broadcast_to(multiplier[:, None, :], (BLOCKS, BLOCK, TILE)), (TILE, TILE))
+    block = first // BLOCK + tl.arange(0, BLOCKS).to(tl.int64)[:, None]
+    tl.store(scales_ptr + block * K + k, scale, (block * BLOCK < C) & (k < K))
+    encoded = _encode(x * spread, Q_MAX, Q_E4M3)
+    at, column, codes, is_stored = _transposed(encoded, is_token, first, k, K, C, TILE)
+    write(codes_ptr, at, column, codes, is_stored, C)
 
 
 def amax_constants(quantizer: CurrentScaling) -> dict[str, object]:

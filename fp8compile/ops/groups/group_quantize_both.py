@@ -50,11 +50,11 @@ def _two_casts(
 
 
 def _launch(x: Tensor, offsets: Tensor, rows: Quantizer, columns: Quantizer) -> TileLaunch:
-    from fp8compile.kernels.groups_both_directions import groups_both_launch
+    from fp8compile.kernels.groups_both_directions import groups_both_directions
 
     align = alignment(columns)
     length = padded_length(x.shape[0], offsets.shape[0], align)
-    return groups_both_launch(x, offsets, length, rows, columns, align)
+    return groups_both_directions(x, offsets, length, rows, columns, align)
 
 
 def _kernel(x: Tensor, offsets: Tensor, rows: Quantizer, columns: Quantizer) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -68,10 +68,8 @@ def _kernel(x: Tensor, offsets: Tensor, rows: Quantizer, columns: Quantizer) -> 
         )
     codes, scale, token_codes, token_scale = outputs = _fake(x, offsets, rows, columns)
     if codes.numel() or token_codes.numel():
-        from fp8compile.kernels.groups_both_directions import groups_both_directions
-
         contiguous = codes, scale.t(), token_codes, token_scale
-        groups_both_directions(x, offsets.contiguous(), contiguous, _launch(x, offsets, rows, columns))
+        _launch(x, offsets, rows, columns)(x, offsets.contiguous(), *contiguous)
     return outputs
 
 
