@@ -46,6 +46,7 @@ class TileKernel:
         outputs: Names of pointers to the op's results but the first one, which it stores by `write`.
         sizes: Names of numbers that are known when it is launched.
         tile: Names of the constants that are a tile's rows and columns.
+        added_to: Names of pointers among the outputs that have to begin as zeros.
         is_whole: Whether every element of the matrix is in a tile, and `write` stores it where it was.
     """
 
@@ -54,6 +55,7 @@ class TileKernel:
     outputs: tuple[str, ...]
     sizes: tuple[str, ...]
     tile: tuple[str, str] = ("TILE", "TILE")
+    added_to: tuple[str, ...] = ()
     is_whole: bool = True
 
 
@@ -159,8 +161,10 @@ def _lower(launch: TileLaunch, x: Any, computed: Any, args: tuple[Any, ...], *, 
         for each, fake in zip(args, fake_args, strict=True)
         if isinstance(each, ir.TensorBox)
     ]
-    outputs = [_allocated(each) for each in others]
-    values = [_allocated(torch.empty_like(fake_x).contiguous())] if is_read_again else []
+    outputs = [
+        _allocated(each, zero=name in kernel.added_to) for name, each in zip(kernel.outputs, others, strict=True)
+    ]
+    values = [_allocated(fake_x.contiguous())] if is_read_again else []
     choice = _template(kernel, is_read_again).generate(
         input_nodes=tuple([*inputs, *outputs, *values]),
         layout=ir.FixedLayout(device, first.dtype, _exprs(first.shape), _exprs(first.stride())),
@@ -182,12 +186,15 @@ def _lower(launch: TileLaunch, x: Any, computed: Any, args: tuple[Any, ...], *, 
     return boxes if isinstance(results, (tuple, list)) else boxes[0]
 
 
-def _allocated(like: torch.Tensor) -> Any:
+def _allocated(like: torch.Tensor, *, zero: bool = False) -> Any:
     from torch._inductor import lowering
 
-    return lowering.empty_strided(
-        _exprs(like.shape), _exprs(like.stride()), dtype=like.dtype, device=torch.device("cuda", like.device.index)
-    )
+    place = {"dtype": like.dtype, "device": like.device}
+    if not zero:
+        return lowering.empty_strided(_exprs(like.shape), _exprs(like.stride()), **place)
+    zeros = lowering.full(_exprs(like.shape), 0, **place)
+    zeros.realize()
+    return zeros
 
 
 def _exprs(sizes: Any) -> list[Any]:
