@@ -125,18 +125,19 @@ def _computed(x: Any) -> Any:
     if x.get_device().type != "cuda" or len(x.get_size()) != 2 or not isinstance(x.data, ir.StorageBox):
         return None
     node = V.graph.current_node
-    if any(user in V.graph.env for user in node.args[0].users):
+    if any(user < node for user in node.args[0].users):
         return None
     data = x.data.data
-    if isinstance(data, ir.ComputedBuffer) and not _reads_changed(data):
+    if isinstance(data, ir.ComputedBuffer) and not _is_changed(data):
         data = data.data  # to be written because it is long; nobody reads it then, and Inductor drops it
     return data if type(data) is ir.Pointwise else None
 
 
-def _reads_changed(buffer: Any) -> bool:
+def _is_changed(buffer: Any) -> bool:
+    """Whether a buffer, or one that its code reads, was written to since."""
     from torch._inductor.virtualized import V
 
-    return any(name in V.graph.mutated_buffers for name in buffer.get_read_names())
+    return any(name in V.graph.mutated_buffers for name in (buffer.get_name(), *buffer.get_read_names()))
 
 
 def _fake_arguments() -> list[Any]:
@@ -165,15 +166,18 @@ def _lower(launch: TileLaunch, x: Any, computed: Any, args: tuple[Any, ...], *, 
         _allocated(each, zero=name in kernel.added_to) for name, each in zip(kernel.outputs, others, strict=True)
     ]
     values = [_allocated(fake_x.contiguous())] if is_read_again else []
+    code = ir.ComputedBuffer(
+        name="computed", layout=ir.FlexibleLayout(device, computed.dtype, computed.ranges), data=computed
+    )
+    for name in code.get_read_names():
+        buffer = V.graph.name_to_buffer.get(name)  # not those of graph inputs, whose layouts are known
+        if buffer is not None:
+            buffer.decide_layout()  # the template is printed now
     choice = _template(kernel, is_read_again).generate(
         input_nodes=tuple([*inputs, *outputs, *values]),
         layout=ir.FixedLayout(device, first.dtype, _exprs(first.shape), _exprs(first.stride())),
         mutated_inputs=[*outputs, *values],
-        subgraphs=[
-            ir.ComputedBuffer(
-                name="computed", layout=ir.FlexibleLayout(device, computed.dtype, computed.ranges), data=computed
-            )
-        ],
+        subgraphs=[code],
         call_sizes=[*_exprs(launch.grid), *_exprs(launch.sizes[name] for name in kernel.sizes)],
         num_stages=1,
         num_warps=launch.warps,
@@ -181,7 +185,8 @@ def _lower(launch: TileLaunch, x: Any, computed: Any, args: tuple[Any, ...], *, 
     )
     result = _buffer_class()(choice, computed)
     for written in values:
-        x.data.data = written.data.data  # whoever reads it from now on
+        x.data.data = written.data.data  # what is read from now on
+        x.data.data.data._post_init_setattr("origin_node", V.graph.current_node.args[0])
     boxes = (ir.TensorBox.create(result), *outputs)
     return boxes if isinstance(results, (tuple, list)) else boxes[0]
 
@@ -234,7 +239,9 @@ def _source(kernel: TileKernel, writes_values: bool) -> str:
 
     body, values_found = VALUES.subn(computed, body)
     body, writes_found = WRITE.subn(written, body)
-    assert values_found == writes_found == 1, f"{kernel.function.__name__}: {values_found} values, {writes_found} writes"
+    assert values_found == writes_found == 1, (
+        f"{kernel.function.__name__}: {values_found} values, {writes_found} writes"
+    )
     pointers = (*kernel.inputs, *kernel.outputs, *(["values_ptr"] if writes_values else []))
     named = ", ".join(f'"{name}"' for name in pointers)
     sizes = "".join(f'    {name} = {{{{size_called("{name}")}}}}\n' for name in kernel.sizes)
