@@ -22,10 +22,10 @@ pytestmark = [
 # to the least of benchmarks.experts_bytes; docs/benchmarks.md says what holds the gaps
 MOST = {
     "rowwise_bf16_wgrad": 1.005,
-    "rowwise": 1.145,
+    "rowwise": 1.1,
     "tensorwise": 1.24,
-    "blockwise": 1.24,
-    "mxfp8": 1.215,
+    "blockwise": 1.07,
+    "mxfp8": 1.055,
     "nvfp4": 1.18,
 }
 
@@ -45,7 +45,7 @@ def launched(recipe, *, frozen):
             each.requires_grad_(requires_grad=not frozen)
         codes = gpu_kernels(lambda *args: feed_forward(*args, recipe=f8.recipes.by_name(recipe)), *arguments)
     torch._dynamo.reset()
-    return [launch.name for code in codes for launch in code.launches]
+    return [f"{launch.name} {' '.join(launch.ops)}" for code in codes for launch in code.launches]
 
 
 @pytest.mark.parametrize("recipe", ["rowwise", "blockwise"])
@@ -54,7 +54,7 @@ def test_frozen_weights_cost_no_codes_along_tokens(recipe):
     assert any(name in launch for launch in launched(recipe, frozen=False) for name in along_tokens)
     found = launched(recipe, frozen=True)
     assert not [launch for launch in found if any(name in launch for name in along_tokens)]
-    assert sum("grouped" in launch for launch in found) == 4, found
+    assert sum("grouped" in launch.split()[0] for launch in found) == 4, found
 
 
 def test_dynamic_rows_are_one_graph():

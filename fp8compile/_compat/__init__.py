@@ -39,6 +39,7 @@ from fp8compile._compat.partitioner import (
     once_a_graph,
     recomputed,
 )
+from fp8compile._compat.prologues import TileKernel, TileLaunch, register_tile_kernel
 from fp8compile._compat.row_groups import lower_largest_of_sums
 from fp8compile._compat.tracing import (
     constant_when_traced,
@@ -85,6 +86,8 @@ __all__ = [
     "FsdpParameter",
     "OpaqueBase",
     "TORCH_VERSION",
+    "TileKernel",
+    "TileLaunch",
     "all_gather_single",
     "allow_group_in_subclass",
     "as_kernel",
@@ -134,6 +137,7 @@ __all__ = [
     "register_decomposition",
     "register_fallback",
     "register_lowering",
+    "register_tile_kernel",
     "replicated",
     "scattered_like",
     "set_local_itself",

@@ -22,6 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fp8compile.kernels.both_directions import TILE, _encode, _of_direction, _scales
+from fp8compile.kernels.values import values, write
 from fp8compile.quantizers import CurrentScaling
 
 __all__ = [
@@ -101,21 +102,18 @@ def _units(offsets_ptr, first, E, ALIGN: tl.constexpr, UNITS: tl.constexpr):
 
 
 @triton.jit
-def _tokens(x_ptr, row, end, k, R, K, stride_m, stride_k, ALIGN: tl.constexpr, TILE: tl.constexpr):
-    """Values of the tokens that TILE columns hold, 0 where a column is padding; and where it is not."""
+def _rows(row, end, R, ALIGN: tl.constexpr, TILE: tl.constexpr):
+    """The rows that TILE columns of codes hold, (TILE, 1), and where a column holds one and is not padding."""
     m = row[:, None] + tl.arange(0, ALIGN)[None, :]
-    is_token = tl.reshape((m < end[:, None]) & (m < R), (TILE,))
-    at = tl.reshape(m, (TILE,)).to(tl.int64)[:, None] * stride_m + k[None, :] * stride_k
-    x = tl.load(x_ptr + at, is_token[:, None] & (k[None, :] < K), other=0.0)
-    return x.to(tl.float32), is_token
+    is_row = tl.reshape((m < end[:, None]) & (m < R), (TILE, 1))
+    return tl.reshape(m, (TILE, 1)).to(tl.int64), is_row
 
 
 @triton.jit
-def _store_transposed(codes_ptr, codes, is_token, column, k, C, K):
-    """Store codes as (K, C), 0 where a column is padding: a multiplier of NaN would make NaN of it."""
-    codes = tl.trans(tl.where(is_token[:, None], codes, 0).to(tl.uint8))
-    at = k[:, None] * C + column[None, :]
-    tl.store(codes_ptr + at, codes, (k[:, None] < K) & (column[None, :] < C))
+def _transposed(codes, is_token, first, k, K, C, TILE: tl.constexpr):
+    """Where codes lie in (K, C), and the codes, 0 where a column is padding: there a multiplier of NaN makes NaN."""
+    at, column = tl.trans(k), first + tl.arange(0, TILE)[None, :]
+    return at, column, tl.trans(tl.where(is_token, codes, 0).to(tl.uint8)), (at < K) & (column < C)
 
 
 @triton.jit
@@ -128,14 +126,17 @@ def cast_kernel(
     """One tile of codes, by multipliers of groups."""
     UNITS: tl.constexpr = TILE // ALIGN
     first = tl.program_id(0) * TILE
-    k = tl.program_id(1).to(tl.int64) * TILE + tl.arange(0, TILE)
+    k = tl.program_id(1).to(tl.int64) * TILE + tl.arange(0, TILE)[None, :]
     group, row, end = _units(offsets_ptr, first, E, ALIGN, UNITS)
-    x, is_token = _tokens(x_ptr, row, end, k, R, K, stride_m, stride_k, ALIGN, TILE)
-    at = group.to(tl.int64)[:, None] * multiplier_stride_m + k[None, :] * multiplier_stride_k
-    multiplier = tl.load(multiplier_ptr + at, (group[:, None] < E) & (k[None, :] < K), other=0.0)
+    m, is_token = _rows(row, end, R, ALIGN, TILE)
+    is_inside = is_token & (k < K)
+    x = values(x_ptr, m, k, is_inside, stride_m, stride_k)
+    of_group = group.to(tl.int64)[:, None] * multiplier_stride_m + k * multiplier_stride_k
+    multiplier = tl.load(multiplier_ptr + of_group, (group[:, None] < E) & (k < K), other=0.0)
     spread = tl.reshape(tl.broadcast_to(multiplier[:, None, :], (UNITS, ALIGN, TILE)), (TILE, TILE))
-    codes = _encode(x * spread, Q_MAX, Q_E4M3)
-    _store_transposed(codes_ptr, codes, is_token, first + tl.arange(0, TILE), k, C, K)
+    encoded = _encode(x * spread, Q_MAX, Q_E4M3)
+    at, column, codes, is_stored = _transposed(encoded, is_token, first, k, K, C, TILE)
+    write(codes_ptr, at, column, codes, is_stored, C)
 
 
 @triton.jit
@@ -147,18 +148,20 @@ def quantize_kernel(
     """One tile of codes, and the scales of its blocks."""
     BLOCKS: tl.constexpr = TILE // BLOCK
     first = tl.program_id(0) * TILE
-    k = tl.program_id(1).to(tl.int64) * TILE + tl.arange(0, TILE)
+    k = tl.program_id(1).to(tl.int64) * TILE + tl.arange(0, TILE)[None, :]
     _, row, end = _units(offsets_ptr, first, E, ALIGN, TILE // ALIGN)
-    x, is_token = _tokens(x_ptr, row, end, k, R, K, stride_m, stride_k, ALIGN, TILE)
+    m, is_token = _rows(row, end, R, ALIGN, TILE)
+    is_inside = is_token & (k < K)
+    x = values(x_ptr, m, k, is_inside, stride_m, stride_k)
     magnitude = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     amax = tl.max(tl.reshape(magnitude, (BLOCKS, BLOCK, TILE)), 1)
     multiplier, scale = _scales(amax, Q_MAX, Q_EXPONENT, Q_RULE, Q_EPS)
     spread = tl.reshape(tl.broadcast_to(multiplier[:, None, :], (BLOCKS, BLOCK, TILE)), (TILE, TILE))
-    codes = _encode(x * spread, Q_MAX, Q_E4M3)
-    _store_transposed(codes_ptr, codes, is_token, first + tl.arange(0, TILE), k, C, K)
-    block = first // BLOCK + tl.arange(0, BLOCKS)
-    at = block.to(tl.int64)[:, None] * K + k[None, :]
-    tl.store(scales_ptr + at, scale, (block[:, None] * BLOCK < C) & (k[None, :] < K))
+    block = first // BLOCK + tl.arange(0, BLOCKS).to(tl.int64)[:, None]
+    tl.store(scales_ptr + block * K + k, scale, (block * BLOCK < C) & (k < K))
+    encoded = _encode(x * spread, Q_MAX, Q_E4M3)
+    at, column, codes, is_stored = _transposed(encoded, is_token, first, k, K, C, TILE)
+    write(codes_ptr, at, column, codes, is_stored, C)
 
 
 def amax_constants(quantizer: CurrentScaling) -> dict[str, object]:

@@ -16,11 +16,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fp8compile._compat import TileKernel, TileLaunch
 from fp8compile.kernels.both_directions import TILE, WARPS, _encode, _scales, constants
-from fp8compile.kernels.groups import _store_transposed, _tokens, _units
+from fp8compile.kernels.groups import _rows, _transposed, _units
+from fp8compile.kernels.values import values, write
 from fp8compile.quantizers import CurrentScaling
 
-__all__ = ["WARPS", "group_constants", "groups_both_directions", "groups_both_kernel"]
+__all__ = ["GROUPS_BOTH", "WARPS", "group_constants", "groups_both_directions", "groups_both_kernel"]
 
 
 @triton.jit
@@ -34,32 +36,39 @@ def groups_both_kernel(
     BLOCKS: tl.constexpr = TILE // BLOCK
     UNITS: tl.constexpr = TILE // ALIGN
     first, first_k = tl.program_id(0) * TILE, tl.program_id(1).to(tl.int64) * TILE
-    k = first_k + tl.arange(0, TILE)
+    k = first_k + tl.arange(0, TILE)[None, :]
     group, row, end = _units(offsets_ptr, first, E, ALIGN, UNITS)
     is_group = group < E
-    x, is_row = _tokens(x_ptr, row, tl.where(is_group, end, R), k, R, K, stride_m, stride_k, ALIGN, TILE)
-    is_token = is_row & tl.reshape(tl.broadcast_to(is_group[:, None], (UNITS, ALIGN)), (TILE,))
+    m, is_row = _rows(row, tl.where(is_group, end, R), R, ALIGN, TILE)
+    is_token = is_row & tl.reshape(tl.broadcast_to(is_group[:, None], (UNITS, ALIGN)), (TILE, 1))
+    is_inside = is_row & (k < K)
+    x = values(x_ptr, m, k, is_inside, stride_m, stride_k)
     magnitude = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
     row_amax = tl.max(tl.reshape(magnitude, (TILE, BLOCKS, BLOCK)), 2)
     multiplier, scale = _scales(row_amax, R_MAX, R_EXPONENT, R_RULE, R_EPS)
     spread = tl.reshape(tl.broadcast_to(multiplier[:, :, None], (TILE, BLOCKS, BLOCK)), (TILE, TILE))
-    m = tl.reshape(row[:, None] + tl.arange(0, ALIGN)[None, :], (TILE,)).to(tl.int64)
-    is_inside = is_row[:, None] & (k[None, :] < K)
-    tl.store(rows_ptr + m[:, None] * K + k[None, :], _encode(x * spread, R_MAX, R_E4M3), is_inside)
-    block = first_k // BLOCK + tl.arange(0, BLOCKS)
-    is_block = is_row[:, None] & (block[None, :] * BLOCK < K)
-    tl.store(row_scales_ptr + m[:, None] + block[None, :] * R, scale, is_block)
+    codes = _encode(x * spread, R_MAX, R_E4M3)
+    write(rows_ptr, m, k, codes, is_inside, K)
+    block = first_k // BLOCK + tl.arange(0, BLOCKS)[None, :]
+    tl.store(row_scales_ptr + m + block * R, scale, is_row & (block * BLOCK < K))
 
-    of_tokens = tl.where(is_token[:, None], magnitude, 0)
-    column_amax = tl.max(tl.reshape(of_tokens, (BLOCKS, BLOCK, TILE)), 1)
+    column_amax = tl.max(tl.reshape(tl.where(is_token, magnitude, 0), (BLOCKS, BLOCK, TILE)), 1)
     multiplier, scale = _scales(column_amax, C_MAX, C_EXPONENT, C_RULE, C_EPS)
     spread = tl.reshape(tl.broadcast_to(multiplier[:, None, :], (BLOCKS, BLOCK, TILE)), (TILE, TILE))
-    codes = _encode(x * spread, C_MAX, C_E4M3)
-    _store_transposed(columns_ptr, codes, is_token, first + tl.arange(0, TILE), k, C, K)
-    block = first // BLOCK + tl.arange(0, BLOCKS)
-    at = block.to(tl.int64)[:, None] * K + k[None, :]
-    tl.store(column_scales_ptr + at, scale, (block[:, None] * BLOCK < C) & (k[None, :] < K))
+    encoded = _encode(x * spread, C_MAX, C_E4M3)
+    at, column, turned, is_stored = _transposed(encoded, is_token, first, k, K, C, TILE)
+    tl.store(columns_ptr + at * C + column, turned, is_stored)
+    block = first // BLOCK + tl.arange(0, BLOCKS).to(tl.int64)[:, None]
+    tl.store(column_scales_ptr + block * K + k, scale, (block * BLOCK < C) & (k < K))
+
+
+GROUPS_BOTH = TileKernel(
+    groups_both_kernel,
+    inputs=("offsets_ptr",),
+    outputs=("row_scales_ptr", "columns_ptr", "column_scales_ptr"),
+    sizes=("R", "K", "E", "C"),
+)
 
 
 def group_constants(rows: CurrentScaling, columns: CurrentScaling, align: int) -> dict[str, object]:
@@ -68,28 +77,23 @@ def group_constants(rows: CurrentScaling, columns: CurrentScaling, align: int) -
 
 
 def groups_both_directions(
-    x: Tensor,
-    offsets: Tensor,
-    rows: CurrentScaling,
-    columns: CurrentScaling,
-    align: int,
-    outputs: tuple[Tensor, Tensor, Tensor, Tensor],
-) -> None:
-    """Launch the kernel.
+    x: Tensor, offsets: Tensor, length: int, rows: CurrentScaling, columns: CurrentScaling, align: int
+) -> TileLaunch:
+    """How the kernel is launched: on x, the offsets and the outputs.
+
+    These are contiguous: codes (R, K) and scales (ceil(K / n), R) of rows, codes (K, C) and scales (C / n, K) of
+    tokens.
 
     Args:
         x: (R, K), any strides, float32, bfloat16 or float16; K is not 0.
         offsets: (E,), contiguous, int32.
+        length: C, the columns of codes along tokens.
         rows: Block (1, n), n a divisor of 128.
         columns: Block (n, 1).
         align: What a group's first column is a multiple of, a divisor of 128 and a multiple of n.
-        outputs: Contiguous: codes (R, K) and scales (ceil(K / n), R) of rows, codes (K, C) and scales (C / n, K) of
-            tokens.
     """
-    (size, k), groups, length = x.shape, offsets.shape[0], outputs[2].shape[1]
+    (size, k), groups = x.shape, offsets.shape[0]
     # groups, padded, and the rows behind them have at most so many columns, which may be more than there are
-    grid = (triton.cdiv(size + groups * (align - 1), TILE), triton.cdiv(k, TILE))
-    groups_both_kernel[grid](
-        x, offsets, *outputs, size, k, groups, length, *x.stride(), **group_constants(rows, columns, align),
-        num_warps=WARPS,
-    )  # fmt: skip
+    grid = (triton.cdiv(size + groups * (align - 1), TILE), triton.cdiv(k, TILE), 1)
+    sizes = {"R": size, "K": k, "E": groups, "C": length}
+    return TileLaunch(GROUPS_BOTH, grid, sizes, group_constants(rows, columns, align), WARPS)

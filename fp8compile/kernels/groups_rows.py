@@ -8,16 +8,17 @@ This module needs Triton; `fp8compile.ops.groups.group_quantize_rows` imports it
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from fp8compile._compat import TileKernel, TileLaunch
 from fp8compile.kernels.groups import _groups_ended
+from fp8compile.kernels.values import values, write
 from fp8compile.kernels.weights import PROGRAMS, ROW_WARPS, _quantized_rows, row_constants
 from fp8compile.quantizers import CurrentScaling
 
-__all__ = ["group_row_constants", "group_rows_kernel", "rows_of_groups"]
+__all__ = ["GROUP_ROWS", "group_row_constants", "group_rows_kernel", "rows_of_groups"]
 
 BATCH = 8192  # values at once: 16 a thread
 
@@ -37,13 +38,14 @@ def group_rows_kernel(
         end = tl.minimum(last, tl.load(offsets_ptr + group, group < E, other=R))
         largest = tl.zeros((1, WIDTH), tl.int32)
         for row in range(start, end, BATCH):
-            m = (row + tl.arange(0, BATCH)).to(tl.int64)
-            of_rows = _quantized_rows(
-                x_ptr, codes_ptr, scales_ptr, m, m < end, k, K, stride_m, stride_k,
-                R_MAX, R_EXPONENT, R_E4M3, R_RULE, R_EPS,
-            )  # fmt: skip
+            m = (row + tl.arange(0, BATCH)[:, None]).to(tl.int64)
+            is_inside = (m < end) & (k < K)
+            x = values(x_ptr, m, k, is_inside, stride_m, stride_k)
+            codes, of_rows = _quantized_rows(x, scales_ptr, m, m < end, R_MAX, R_EXPONENT, R_E4M3, R_RULE, R_EPS)
+            write(codes_ptr, m, k, codes, is_inside, K)
             largest = tl.maximum(largest, of_rows)
-        tl.atomic_max(amax_ptr + group * K + k, largest, (k < K) & (group < E) & (start < end), sem="relaxed")
+        bits_ptr = amax_ptr.to(tl.pointer_type(tl.int32), bitcast=True)  # float32, whose bits order as integers
+        tl.atomic_max(bits_ptr + group * K + k, largest, (k < K) & (group < E) & (start < end), sem="relaxed")
 
 
 def group_row_constants(quantizer: CurrentScaling, k: int) -> dict[str, object]:
@@ -52,23 +54,28 @@ def group_row_constants(quantizer: CurrentScaling, k: int) -> dict[str, object]:
     return {**constants, "BATCH": max(1, BATCH // constants["WIDTH"])}
 
 
-def rows_of_groups(
-    x: Tensor, offsets: Tensor, quantizer: CurrentScaling, codes: Tensor, scale: Tensor, amax: Tensor
-) -> None:
-    """Codes and scales of rows, and the amax of each column of each group.
+GROUP_ROWS = TileKernel(
+    group_rows_kernel,
+    inputs=("offsets_ptr",),
+    outputs=("scales_ptr", "amax_ptr"),
+    sizes=("R", "K", "E", "ROWS"),
+    tile=("BATCH", "WIDTH"),
+    added_to=("amax_ptr",),
+)
+
+
+def rows_of_groups(x: Tensor, offsets: Tensor, quantizer: CurrentScaling) -> TileLaunch:
+    """How the kernel is launched: on x, the offsets, and the outputs, which are contiguous.
+
+    These are codes (R, K) uint8, their scales (R, 1), and the amax of each column of each group, (E, K) float32,
+    zeros.
 
     Args:
         x: (R, K), any strides, float32, bfloat16 or float16; neither is 0.
         offsets: (E,), contiguous, int32.
         quantizer: Block (1, -1).
-        codes: (R, K), contiguous, uint8.
-        scale: (R, 1), contiguous.
-        amax: (E, K), contiguous, float32, zeros.
     """
     (size, k), groups = x.shape, offsets.shape[0]
     rows = triton.cdiv(size, PROGRAMS)
-    grid, bits = (triton.cdiv(size, rows),), amax.view(torch.int32)
-    group_rows_kernel[grid](
-        x, offsets, codes, scale, bits, size, k, groups, rows, *x.stride(), **group_row_constants(quantizer, k),
-        num_warps=ROW_WARPS,
-    )  # fmt: skip
+    sizes = {"R": size, "K": k, "E": groups, "ROWS": rows}
+    return TileLaunch(GROUP_ROWS, (triton.cdiv(size, rows), 1, 1), sizes, group_row_constants(quantizer, k), ROW_WARPS)

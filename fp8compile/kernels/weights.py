@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fp8compile.kernels.both_directions import TILE, _encode, _of_direction, _scales
+from fp8compile.kernels.values import values, write
 from fp8compile.quantizers import CurrentScaling
 
 __all__ = ["row_constants", "rows_and_columns", "rows_kernel", "square_blocks", "tile_constants", "tiles_kernel"]
@@ -28,20 +29,17 @@ TILE_WARPS = 16
 
 @triton.jit
 def _quantized_rows(
-    x_ptr, codes_ptr, scales_ptr, m, is_row, k, K, stride_m, stride_k,
+    x, scales_ptr, m, is_row,
     R_MAX: tl.constexpr, R_EXPONENT: tl.constexpr, R_E4M3: tl.constexpr, R_RULE: tl.constexpr, R_EPS: tl.constexpr,
 ):  # fmt: skip
-    """Quantize whole rows, a scale each; columns beyond K are zeros, which never are the largest.
+    """Quantize whole rows, and store the scale of each; columns beyond K are zeros, which never are the largest.
 
-    Returns the bits of the largest magnitude of each column among these rows.
+    Returns codes, and the bits of the largest magnitude of each column among these rows.
     """
-    is_inside = is_row[:, None] & (k < K)
-    x = tl.load(x_ptr + m[:, None] * stride_m + k * stride_k, is_inside, other=0.0).to(tl.float32)
     magnitude = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-    multiplier, scale = _scales(tl.max(magnitude, 1), R_MAX, R_EXPONENT, R_RULE, R_EPS)
-    tl.store(codes_ptr + m[:, None] * K + k, _encode(x * multiplier[:, None], R_MAX, R_E4M3), is_inside)
+    multiplier, scale = _scales(tl.max(magnitude, 1)[:, None], R_MAX, R_EXPONENT, R_RULE, R_EPS)
     tl.store(scales_ptr + m, scale, is_row)
-    return tl.max(magnitude, 0)[None, :]
+    return _encode(x * multiplier, R_MAX, R_E4M3), tl.max(magnitude, 0)[None, :]
 
 
 @triton.jit
@@ -55,10 +53,11 @@ def rows_kernel(
     largest = tl.zeros((1, WIDTH), tl.int32)
     first = tl.program_id(0) * ROWS
     for row in range(first, tl.minimum(first + ROWS, M)):
-        m = tl.full((1,), row, tl.int64)
-        of_row = _quantized_rows(
-            x_ptr, codes_ptr, scales_ptr, m, m < M, k, K, K, 1, R_MAX, R_EXPONENT, R_E4M3, R_RULE, R_EPS
-        )
+        m = tl.full((1, 1), row, tl.int64)
+        is_inside = (m < M) & (k < K)
+        x = values(x_ptr, m, k, is_inside, K, 1)
+        codes, of_row = _quantized_rows(x, scales_ptr, m, m < M, R_MAX, R_EXPONENT, R_E4M3, R_RULE, R_EPS)
+        write(codes_ptr, m, k, codes, is_inside, K)
         largest = tl.maximum(largest, of_row)
     tl.atomic_max(column_amax_ptr + k, largest, k < K)
 

@@ -171,11 +171,17 @@ def _reads(parts: Sequence[Any], made: dict[str, Any]) -> Iterator[str]:
 
 
 def _launch(node: Any, call: dict[str, str]) -> ScheduledLaunch:
+    from torch._inductor.virtualized import V
+
     name = call["triton"] or call["extern"] or call["op"]
     is_product = "mm" in name.rpartition(".")[2] or "mm." in name
     total, written = node.get_read_write_buffers_sizes(), node.get_write_buffer_sizes()
     parts = list(node.get_nodes())
-    made = {part.node.get_name(): _node_of(part.node) for part in parts}
+    # results of a template but the first one are buffers that it is given to write to
+    names = [each.get_name() for part in parts for each in getattr(part.node, "mutated_inputs", None) or ()]
+    given = [V.graph.name_to_buffer[name] for name in names]
+    made = {buffer.get_name(): _node_of(buffer) for buffer in (*(part.node for part in parts), *given)}
+    written += sum(_bytes(buffer) for buffer in given)
     return ScheduledLaunch(
         name=name,
         kind="triton" if call["triton"] else "gemm" if is_product else "opaque",
@@ -184,6 +190,12 @@ def _launch(node: Any, call: dict[str, str]) -> ScheduledLaunch:
         made=made,
         read=tuple(_reads(parts, made)),
     )
+
+
+def _bytes(buffer: Any) -> int:
+    from torch._inductor.virtualized import V
+
+    return V.graph.sizevars.optimization_hint(buffer.get_numel(), fallback=0) * buffer.get_dtype().itemsize
 
 
 def _is_called(node: Any) -> bool:

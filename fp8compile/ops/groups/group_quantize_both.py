@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from fp8compile import _compat
+from fp8compile._compat import TileLaunch
 from fp8compile.ops.groups.group_quantize import empty_outputs, group_quantize
 from fp8compile.ops.groups.kernel_limits import has_block_kernel
-from fp8compile.ops.groups.layout import alignment
+from fp8compile.ops.groups.layout import alignment, padded_length
 from fp8compile.ops.groups.token_samples import tokens
 from fp8compile.ops.quantization_steps import PYTHON_OF_STEPS
 from fp8compile.ops.quantize_both import is_pair
@@ -48,6 +49,14 @@ def _two_casts(
     return codes, scale.t().contiguous().t(), *group_quantize(x, offsets, columns)
 
 
+def _launch(x: Tensor, offsets: Tensor, rows: Quantizer, columns: Quantizer) -> TileLaunch:
+    from fp8compile.kernels.groups_both_directions import groups_both_directions
+
+    align = alignment(columns)
+    length = padded_length(x.shape[0], offsets.shape[0], align)
+    return groups_both_directions(x, offsets, length, rows, columns, align)
+
+
 def _kernel(x: Tensor, offsets: Tensor, rows: Quantizer, columns: Quantizer) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     if target_of(x.device).type == "cpu":
         return _two_casts(x, offsets, rows, columns)
@@ -59,10 +68,8 @@ def _kernel(x: Tensor, offsets: Tensor, rows: Quantizer, columns: Quantizer) -> 
         )
     codes, scale, token_codes, token_scale = outputs = _fake(x, offsets, rows, columns)
     if codes.numel() or token_codes.numel():
-        from fp8compile.kernels.groups_both_directions import groups_both_directions
-
         contiguous = codes, scale.t(), token_codes, token_scale
-        groups_both_directions(x, offsets.contiguous(), rows, columns, alignment(columns), contiguous)
+        _launch(x, offsets, rows, columns)(x, offsets.contiguous(), *contiguous)
     return outputs
 
 
@@ -82,4 +89,11 @@ group_quantize_both = register_op(
     sharding=None,  # groups are whole on a rank
     samples=_samples,
 )
-_compat.register_fallback(group_quantize_both)
+
+
+def _launch_in_graph(x: Tensor, offsets: Tensor, rows: Quantizer, columns: Quantizer) -> TileLaunch | None:
+    is_known = is_group_pair(rows, columns) and offsets.is_contiguous() and _compat.statically_true(x.numel() > 0)
+    return _launch(x, offsets, rows, columns) if is_known else None
+
+
+_compat.register_tile_kernel(group_quantize_both, _launch_in_graph)

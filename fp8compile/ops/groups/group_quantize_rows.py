@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from fp8compile import _compat
+from fp8compile._compat import TileLaunch
 from fp8compile.ops.groups.group_amax import group_amax
 from fp8compile.ops.groups.kernel_limits import has_group_kernel
 from fp8compile.ops.groups.token_samples import tokens
@@ -49,6 +50,12 @@ def _step_by_step(x: Tensor, offsets: Tensor, rows: Quantizer, columns: Quantize
     return PYTHON_OF_STEPS.cast(x, multiplier, rows), scale, group_amax(x, offsets, columns)
 
 
+def _launch(x: Tensor, offsets: Tensor, rows: Quantizer, columns: Quantizer) -> TileLaunch:
+    from fp8compile.kernels.groups_rows import rows_of_groups
+
+    return rows_of_groups(x, offsets, rows)
+
+
 def _kernel(x: Tensor, offsets: Tensor, rows: Quantizer, columns: Quantizer) -> tuple[Tensor, Tensor, Tensor]:
     if target_of(x.device).type == "cpu":
         return _step_by_step(x, offsets, rows, columns)
@@ -61,9 +68,7 @@ def _kernel(x: Tensor, offsets: Tensor, rows: Quantizer, columns: Quantizer) -> 
     codes, scale, amax = outputs = _fake(x, offsets, rows, columns)
     amax.zero_()
     if x.numel():
-        from fp8compile.kernels.groups_rows import rows_of_groups
-
-        rows_of_groups(x, offsets.contiguous(), rows, codes, scale, amax)
+        _launch(x, offsets, rows, columns)(x, offsets.contiguous(), codes, scale, amax)
     return outputs
 
 
@@ -83,4 +88,12 @@ group_quantize_rows = register_op(
     sharding=None,  # groups are whole on a rank
     samples=_samples,
 )
-_compat.register_fallback(group_quantize_rows)
+
+
+def _launch_in_graph(x: Tensor, offsets: Tensor, rows: Quantizer, columns: Quantizer) -> TileLaunch | None:
+    if not is_row_pair(rows, columns, x.shape[1]) or not offsets.is_contiguous():
+        return None
+    return _launch(x, offsets, rows, columns) if _compat.statically_true(x.numel() > 0) else None
+
+
+_compat.register_tile_kernel(group_quantize_rows, _launch_in_graph)

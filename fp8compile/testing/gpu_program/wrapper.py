@@ -108,6 +108,7 @@ class Kernel:
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
         self._program, self._name, self._tuner = program, name, getattr(module, name)
+        self._multiplies = "tl.dot(" in source
         program.configurations = max(program.configurations, len(self._tuner.configs))
 
     def run(self, *args: Any, stream: Any, **kwargs: Any) -> None:
@@ -115,17 +116,19 @@ class Kernel:
         if kwargs:
             raise NotImplementedError(f"run_gpu_program: {self._name} is launched with {', '.join(kwargs)}.")
         tuner, program = self._tuner, self._program
-        if tuner.inductor_meta.get("extra_launcher_args"):
+        if self._multiplies:
             raise NotImplementedError(
                 f"run_gpu_program: {self._name} is made from one of Inductor's templates (flex attention, autotuned "
                 "products), which multiplies parts of matrices: its sums have an order that no reference has."
             )
         names = [name for name in tuner.fn.arg_names if name not in tuner.configs[0].kwargs]
+        names += tuner.inductor_meta.get("extra_launcher_args", ())  # a template's grid is known before it is launched
         given = dict(zip(names, args, strict=True))
         grids = self._grids(given)
         number = program.way.choose(grids)
         config, grid = tuner.configs[number], grids[number]
         blocks = {name: value for name, value in config.kwargs.items() if name in tuner.fn.arg_names}
+        given = {name: value for name, value in given.items() if name in tuner.fn.arg_names}
         program.interpreter.launch(self._name, tuner.fn.fn, grid, given | blocks)
         program.launches.append(KernelLaunch(self._name, tuple(grid), blocks, len(tuner.configs)))
 
