@@ -167,7 +167,7 @@ def test_inductor_gives_blocks_the_bits_of_the_whole_where_it_keeps_every_roundi
 
 
 def test_twice_the_blocks_are_no_kernel_more():
-    kernels = []
+    counts = []
     for blocks in (BLOCKS, 2 * BLOCKS):
         torch._dynamo.reset()
         metrics.reset()
