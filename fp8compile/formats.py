@@ -16,8 +16,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fp8compile._compat import constant
-
 __all__ = ["E2M1", "E4M3", "E5M2", "E8M0", "Float8Format", "element_format", "pack", "unpack"]
 
 FLOAT32_EXPONENT_MASK = 0x7F800000
@@ -79,9 +77,7 @@ class Float8Format:
         saturated = self._saturated(values)
         # of NaN it doesn't hold; `isnan` on a GPU would first take a magnitude with subnormals flushed
         is_number = saturated <= self.max
-        return torch.where(
-            is_number, saturated.to(self.dtype).view(torch.uint8), constant(NAN_CODE, torch.uint8, values)
-        )
+        return torch.where(is_number, saturated.to(self.dtype).view(torch.uint8), NAN_CODE)
 
     def encode_numbers(self, values: Tensor) -> Tensor:
         """As ``encode``, for who knows where values are NaN: there its codes are some NaN."""
