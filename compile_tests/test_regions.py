@@ -167,7 +167,7 @@ def test_inductor_gives_blocks_the_bits_of_the_whole_where_it_keeps_every_roundi
 
 
 def test_twice_the_blocks_are_no_kernel_more():
-    kernels = []
+    counts = []
     for blocks in (BLOCKS, 2 * BLOCKS):
         torch._dynamo.reset()
         metrics.reset()
@@ -175,8 +175,28 @@ def test_twice_the_blocks_are_no_kernel_more():
         # code that came out of a cache would not be counted; what the C++ compiler made of it may come from there
         with config.patch(fx_graph_cache=False), functorch_config.patch(enable_autograd_cache=False):
             f8.compile(model)(rows_of(24, 32)).sum().backward()
-        kernels.append(metrics.generated_kernel_count)
-    assert kernels[0] == kernels[1] > 0
+        counts.append((metrics.ir_nodes_pre_fusion, metrics.generated_kernel_count))
+    (nodes, kernels), (nodes_of_twice, kernels_of_twice) = counts
+    assert kernels == kernels_of_twice
+    assert nodes < nodes_of_twice  # a call is a node
+    assert (nodes <= 75, kernels <= 43) == (True, True), counts  # as on 2.11 and on 2.13
+
+
+class Experts(nn.Module):
+    def __init__(self, dim, _):
+        super().__init__()
+        self.before = nn.Identity()
+        self.weight = nn.Parameter(torch.randn(2, dim, dim, dtype=torch.bfloat16))
+        self.register_buffer("offsets", torch.tensor([10, 24], dtype=torch.int32))
+
+    def forward(self, x):
+        return x + f8.grouped_linear(self.before(x), self.weight, self.offsets, recipe=f8.recipes.rowwise())
+
+
+def test_a_call_inside_of_a_region_finds_the_class_of_its_quantizer():
+    model, x = stack(Experts, 2), rows_of(24, 32).detach()
+    with torch.no_grad():
+        assert torch.equal(f8.compile(model)(x), model(x))
 
 
 # ---------------------------------------------------------------------------------- the module stays what it was

@@ -30,6 +30,7 @@ from fp8compile._compat.inductor import (
 )
 from fp8compile._compat.modules import keep_through_inference, rebind_load_hooks
 from fp8compile._compat.partitioner import (
+    constant,
     is_fusible,
     is_repeated_in_backward,
     left_in_backward,
@@ -94,6 +95,7 @@ __all__ = [
     "as_region",
     "async_tp",
     "concatenated",
+    "constant",
     "constant_when_traced",
     "counting_versions",
     "cpu_has_rowwise_gemm",

@@ -160,6 +160,27 @@ def register_fallback(op: torch._ops.OpOverload, *, contiguous: bool = False) ->
     when_imported("torch._inductor.lowering", register)
 
 
+def _share_constant_types() -> None:
+    """Let a file of generated code know the classes of constants that regions in it name.
+
+    A call of an op with a quantizer names the quantizer's class. PyTorch (2.11 to 2.15) hands a file those that its
+    outermost graph names: a call inside of a region is a NameError when it runs.
+    """
+    from torch._inductor.graph import SubgraphLowering
+
+    plain = SubgraphLowering.__init__
+
+    @functools.wraps(plain)
+    def with_types_of_parent(self: Any, parent: Any, *args: Any, **kwargs: Any) -> None:
+        plain(self, parent, *args, **kwargs)
+        self.opaque_value_type_classes = parent.opaque_value_type_classes
+
+    SubgraphLowering.__init__ = with_types_of_parent
+
+
+when_imported("torch._inductor.graph", _share_constant_types)
+
+
 def async_tp() -> bool:
     """Whether Inductor is asked to fuse products with the messages beside them (a private option to 2.15)."""
     config = sys.modules.get("torch._inductor.config")

@@ -13,6 +13,7 @@ import torch
 from fp8compile._compat.tracing import nodes_of
 
 __all__ = [
+    "constant",
     "is_fusible",
     "is_repeated_in_backward",
     "left_in_backward",
@@ -143,14 +144,38 @@ def once_a_graph(fn: Callable) -> Callable:
             return fn(*args)  # nothing is being traced, or one tensor stands in several graphs
         values = [value for (value,) in found]
         graph = next(value.graph for value in values if isinstance(value, torch.fx.Node))
-        results = vars(graph).setdefault(RESULTS, {})
         # the type, since a functional tensor and the one below it have the same node
         key = (fn, _meaning(values), _marks(), type(args[0]))
-        if key not in results:
-            results[key] = fn(*args)
-        return results[key]
+        return _remembered(graph, key, lambda: fn(*args))
 
     return once
+
+
+def constant(number: float, dtype: torch.dtype, like: torch.Tensor, shape: tuple[int, ...] = ()) -> torch.Tensor:
+    """A number as a tensor, one for all of a graph that is being traced: made anew, each is a millisecond of tracing.
+
+    Args:
+        number: What all elements are.
+        dtype: Of the tensor.
+        like: A tensor on whose device it is, and in whose graph.
+        shape: Of the tensor. Nobody writes to it.
+    """
+
+    def make() -> torch.Tensor:
+        return torch.full(shape, number, dtype=dtype, device=like.device)
+
+    if torch.compiler.is_dynamo_compiling() or len(found := _nodes_below(like)) != 1:
+        return make()
+    key = (constant, number, dtype, like.device, shape, _marks(), type(like))
+    return _remembered(found[0].graph, key, make)
+
+
+def _remembered(graph: torch.fx.Graph, key: tuple, make: Callable[[], Any]) -> Any:
+    """What ``make`` has returned for this key while this graph was traced."""
+    results = vars(graph).setdefault(RESULTS, {})
+    if key not in results:
+        results[key] = make()
+    return results[key]
 
 
 def _nodes_below(tensor: torch.Tensor) -> list[Any]:

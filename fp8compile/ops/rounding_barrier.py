@@ -13,6 +13,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from fp8compile._compat import once_a_graph
+
 __all__ = ["rounded"]
 
 
@@ -25,6 +27,11 @@ def rounded(x: Tensor, *, apart: bool = False) -> Tensor:
             the backward needs in another layout than the forward has are as cheap to make again as to turn around,
             and kept for it, all activations and weights would stand in memory once more.
     """
+    return _rounded(x, apart)
+
+
+@once_a_graph  # the amax and the cast of a tensor both ask
+def _rounded(x: Tensor, apart: bool) -> Tensor:
     if x.dtype == torch.float32:
         return (x.view(torch.int32) ^ 0).view(x.dtype) if apart else x
     bits = x.view(torch.int16)

@@ -55,7 +55,7 @@ def _rows_columns(shape: Sequence[int]) -> tuple[int, int]:
 
 def as_matrix(x: Tensor) -> Tensor:
     """The (M, K) view of a tensor of any rank (a copy where its strides allow no view)."""
-    return x.reshape(_rows_columns(x.shape))
+    return x if x.ndim == 2 else x.reshape(_rows_columns(x.shape))
 
 
 def from_matrix(matrix: Tensor, shape: Sequence[int]) -> Tensor:

@@ -21,6 +21,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from fp8compile._compat import constant, once_a_graph
 from fp8compile.formats import (
     E8M0,
     FLOAT32_EXPONENT_MASK,
@@ -40,19 +41,24 @@ MANTISSA_MASK = (1 << FLOAT32_MANTISSA_BITS) - 1
 
 def exact_quotient(number: float, x: Tensor) -> Tensor:
     """``number / x``, correctly rounded to float32; ``x`` float32 or float64, ``number`` any float."""
-    numerator = torch.full((), number, dtype=torch.float64, device=x.device)
-    return (numerator / x.double()).float()
+    # of as many dims as x: a float64 of none would leave the division in float32
+    return (constant(number, torch.float64, x, (1,) * x.ndim) / x).float()
 
 
 def _floored(amax: Tensor, eps: float) -> Tensor:
-    """Amax with its floor, in float64: eps is a Python float, and most have no float32 equal."""
-    return amax.double().clamp(min=eps) if eps else amax.double()
+    """Amax with its floor, which is made in float64: eps is a Python float, and most have no float32 equal."""
+    return amax.double().clamp(min=eps) if eps else amax
+
+
+@once_a_graph
+def _by_bits(bits: Tensor) -> Tensor:
+    return bits.view(torch.float32)
 
 
 def nan_where_not_finite(amax: Tensor, multiplier: Tensor) -> Tensor:
     """A multiplier or scale, NaN where the amax that it was made of is NaN or infinite."""
     finite = amax < torch.inf  # a magnitude, or NaN, of which it doesn't hold: `isfinite` would be four operations
-    return torch.where(finite, multiplier.view(torch.int32), FLOAT32_NAN).view(torch.float32)
+    return torch.where(finite, multiplier, _by_bits(constant(FLOAT32_NAN, torch.int32, amax)))
 
 
 def _quotient(amax: Tensor, fmt: Float8Format | Float4Format, eps: float) -> Tensor:
@@ -64,7 +70,7 @@ def _clear_mantissa(x: Tensor) -> Tensor:
 
 
 def _one_where_empty(amax: Tensor, multiplier: Tensor, eps: float) -> Tensor:
-    return multiplier if eps else torch.where(amax <= 0, 1.0, multiplier)
+    return multiplier if eps else torch.where(amax <= 0, constant(1.0, torch.float32, amax), multiplier)
 
 
 def fp32(amax: Tensor, fmt: Float8Format | Float4Format, eps: float) -> Tensor:

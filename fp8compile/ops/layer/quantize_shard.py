@@ -91,9 +91,8 @@ def _window_and_amax_over_ranks(
     part, sides = LocalShard(local, cuts), axis_blocks(local.shape, cuts, quantizer.block)
     window = _window(part, sides)
     found = amax(window, quantizer) if local_amax is None else local_amax
-    if window is not local:
-        for dim, side in enumerate(sides):
-            found = side.widen(found, dim) if side.kind == "split" else found
+    for dim, side in enumerate(sides):
+        found = side.widen(found, dim) if side.kind == "split" else found
     for group in dict.fromkeys(group for side in sides if side.kind != "aligned" for group in side.groups):
         found = found if group is None else all_reduce_amax(found, group)
     return window, found, sides
