@@ -55,6 +55,9 @@ ALONG_TOKENS = {OUTPUT.a: GRAD_WEIGHT.b, GRAD_INPUT.a: GRAD_WEIGHT.a}  # the sam
 INPUTS = (OUTPUT.a, GRAD_WEIGHT.b)  # slots of the layer's input, whose features are K
 ALONG_ROWS = {along_tokens: rows for rows, along_tokens in ALONG_TOKENS.items()}
 
+_both_directions = _compat.once_a_graph(group_quantize_both)
+_rows_and_amaxes = _compat.once_a_graph(group_quantize_rows)
+
 
 def _check_slot(slot: str, quantizer: Quantizer, allowed: bool, blocks: str) -> None:
     if not allowed:
@@ -208,7 +211,7 @@ class GroupedOperands:
     def _reads_once(self, x: Tensor) -> bool:
         """Whether kernels that read a tensor once for two purposes may be called: in compiled code for a GPU.
 
-        Both products emit the same call, and compilers merge the two. The forward makes codes of x along tokens, and
+        Both products ask for the same call, of which a graph has one. The forward makes codes of x along tokens, and
         the backward keeps them, a byte an element, in place of x.
         """
         is_compiled = self.phase in (Phase.FORWARD, Phase.BACKWARD)
@@ -220,9 +223,9 @@ class GroupedOperands:
         if quantizer.has_outer_scale():
             return self._in_two_levels(x, gemm.a)
         if self._reads_once(x) and is_group_pair(quantizer, along_tokens):
-            codes, scale, _, _ = group_quantize_both(x, self.offsets, quantizer, along_tokens)
+            codes, scale, _, _ = _both_directions(x, self.offsets, quantizer, along_tokens)
         elif self._reads_once(x) and is_row_pair(quantizer, along_tokens, x.shape[1]):
-            codes, scale, _ = group_quantize_rows(x, self.offsets, quantizer, along_tokens)
+            codes, scale, _ = _rows_and_amaxes(x, self.offsets, quantizer, along_tokens)
         elif quantizer.block[0] == 1:
             cuts = (replace(self.cut, dim=1),) if self._is_cut(gemm.a) else ()
             found = quantize_shard(LocalShard(x, cuts), quantizer, steps)
@@ -237,12 +240,12 @@ class GroupedOperands:
         if quantizer.has_outer_scale():
             return self._in_two_levels(x, slot)
         if self._reads_once(x) and is_group_pair(of_rows, quantizer):
-            _, _, codes, scale = group_quantize_both(x, self.offsets, of_rows, quantizer)
+            _, _, codes, scale = _both_directions(x, self.offsets, of_rows, quantizer)
         elif quantizer.block[0] != -1:
             codes, scale = group_quantize(x, self.offsets, quantizer)
         else:
             if self._reads_once(x) and is_row_pair(of_rows, quantizer, x.shape[1]):
-                _, _, amaxes = group_quantize_rows(x, self.offsets, of_rows, quantizer)
+                _, _, amaxes = _rows_and_amaxes(x, self.offsets, of_rows, quantizer)
             else:
                 spans = self._is_cut(slot) and quantizer.block[1] == -1
                 amaxes = self._of_all_ranks(group_amax(x, self.offsets, quantizer), spans=spans)
