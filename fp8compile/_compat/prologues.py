@@ -28,7 +28,7 @@ __all__ = ["TileKernel", "TileLaunch", "register_tile_kernel"]
 
 @dataclass(frozen=True)
 class TileKernel:
-    """A kernel under ``triton.jit`` that reads a matrix by `values`, a tile at a time.
+    """A kernel under ``triton.jit`` that reads a matrix by `values`, a tile at a time, and all of it.
 
     Attributes:
         function: The kernel. Its first parameter is ``x_ptr``; it returns nothing.
@@ -37,7 +37,6 @@ class TileKernel:
         sizes: Names of numbers that are known when it is launched.
         tile: Names of the constants that are a tile's rows and columns.
         added_to: Names of pointers among the outputs that have to begin as zeros.
-        is_whole: Whether every element of the matrix is in a tile, and `write` stores it where it was.
     """
 
     function: Any
@@ -46,7 +45,6 @@ class TileKernel:
     sizes: tuple[str, ...]
     tile: tuple[str, str] = ("TILE", "TILE")
     added_to: tuple[str, ...] = ()
-    is_whole: bool = True
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fp8compile import _compat
 from fp8compile.ops.gemms.grouped.float8 import padded_features
-from fp8compile.ops.groups.layout import zero_behind
+from fp8compile.ops.groups.layout import zero_behind, zero_where_empty
 from fp8compile.ops.groups.scaled_grouped_mm import sample_offsets
 from fp8compile.ops.groups.spans import spans
 from fp8compile.ops.registry import register_op
@@ -52,8 +52,8 @@ def _by_torch(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
         product = torch.ops.aten._grouped_mm(left, right.transpose(-2, -1), offsets)
         return zero_behind(product[:, : b.shape[1]], offsets)
     left, right = padded_features(a, (ALIGNMENT,)), padded_features(b, (ALIGNMENT,))
-    # of a group without rows, PyTorch's products over rows write zeros
-    return torch.ops.aten._grouped_mm(left.t(), right, offsets)[:, : a.shape[1], : b.shape[1]]
+    product = torch.ops.aten._grouped_mm(left.t(), right, offsets)
+    return zero_where_empty(product[:, : a.shape[1], : b.shape[1]], offsets)
 
 
 def _kernel(a: Tensor, b: Tensor, offsets: Tensor, config: GemmConfig) -> Tensor:

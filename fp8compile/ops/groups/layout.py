@@ -20,6 +20,7 @@ from torch import Tensor
 
 from fp8compile import _compat
 from fp8compile.quantizers import Quantizer
+from fp8compile.target import target_of
 
 __all__ = [
     "TOKEN_ALIGNMENT",
@@ -31,6 +32,7 @@ __all__ = [
     "row_of_columns",
     "sizes_of_groups",
     "zero_behind",
+    "zero_where_empty",
 ]
 
 TOKEN_ALIGNMENT = 16  # bytes, so codes: where a grouped GEMM may begin to read along tokens
@@ -96,3 +98,19 @@ def zero_behind(rows: Tensor, offsets: Tensor) -> Tensor:
     with _compat.recomputed():
         row = torch.arange(rows.shape[0], dtype=torch.int32, device=rows.device)
         return torch.where((row < offsets[-1]).unsqueeze(1), rows, 0)
+
+
+def zero_where_empty(matrices: Tensor, ends: Tensor) -> Tensor:
+    """Products over the rows of each group, and zeros for a group without rows.
+
+    PyTorch's grouped products write them on compute capability 9.0. From 10.0 on they skip such a group and leave
+    what was in memory (pytorch#172439).
+
+    Args:
+        matrices: (E, ...), one a group.
+        ends: Where each group ends, (E,) int32.
+    """
+    if target_of(matrices.device).capability < (10, 0):
+        return matrices
+    is_empty = (sizes_of_groups(ends) == 0).view(-1, *[1] * (matrices.ndim - 1))
+    return torch.where(is_empty, 0, matrices)

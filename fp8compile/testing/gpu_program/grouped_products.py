@@ -49,19 +49,19 @@ def _check_strides(x: Tensor, name: str) -> None:
     demand(aligned, name, f"rows that begin at multiples of {ALIGNMENT} bytes, not strides {x.stride()} of {x.dtype}.")
 
 
-def _multiplied(a: Tensor, b: Tensor, offs: Tensor, dtype: torch.dtype, name: str) -> Tensor:
-    """Products in float64, rounded once."""
+def _multiplied(gpu: Gpu, a: Tensor, b: Tensor, offs: Tensor, dtype: torch.dtype, name: str) -> Tensor:
+    """Products in float64, rounded once; what the GPU leaves unwritten is NaN."""
     a, b = a.double(), b.double()
     if b.ndim == 3:
         result = torch.full((a.shape[0], b.shape[2]), torch.nan, dtype=dtype)
         for group, start, end in _spans(offs, a.shape[0], name):
             result[start:end] = (a[start:end].contiguous() @ b[group].contiguous()).to(dtype)
         return result
-    products = [
-        (a[:, start:end].contiguous() @ b[start:end].contiguous()).to(dtype)
-        for _, start, end in _spans(offs, b.shape[0], name)
-    ]
-    return torch.stack(products)
+    result = torch.full((offs.shape[0], a.shape[0], b.shape[1]), torch.nan, dtype=dtype)
+    for group, start, end in _spans(offs, b.shape[0], name):
+        if end > start or gpu.major < 10:
+            result[group] = (a[:, start:end].contiguous() @ b[start:end].contiguous()).to(dtype)
+    return result
 
 
 def grouped_mm(
@@ -73,7 +73,7 @@ def grouped_mm(
     demand(a.dtype == b.dtype == torch.bfloat16, name, f"bfloat16, not {a.dtype} and {b.dtype}.")
     for each in (a, b):
         _check_strides(each, name)
-    return _multiplied(a, b, offs, out_dtype or a.dtype, name)
+    return _multiplied(gpu, a, b, offs, out_dtype or a.dtype, name)
 
 
 def _mx_rows(scale: Tensor, rows: int, k: int, offs: Tensor, name: str) -> Tensor:
@@ -157,7 +157,7 @@ def scaled_grouped_mm(
     turned = b.transpose(-2, -1)
     left = a.double() * values(scale_a, a.shape, offs, over_tokens=over_tokens, name=name)
     right = turned.double() * values(scale_b, turned.shape, offs, over_tokens=over_tokens, name=name)
-    return _multiplied(left, right.transpose(-2, -1), offs, out_dtype, name)
+    return _multiplied(gpu, left, right.transpose(-2, -1), offs, out_dtype, name)
 
 
 def grouped_blockwise_mm(

@@ -15,7 +15,7 @@ from fp8compile.formats import E4M3
 from fp8compile.ops.gemms.float8 import ALIGNMENT, lacks_tensor_cores
 from fp8compile.ops.gemms.grouped.kernel import GroupedOperand
 from fp8compile.ops.gemms.kernel import GemmProblem
-from fp8compile.ops.groups.layout import zero_behind
+from fp8compile.ops.groups.layout import zero_behind, zero_where_empty
 from fp8compile.quantizers import Quantizer
 
 __all__ = ["lacks_grouped", "padded_features", "scaled_outer", "scaled_rows"]
@@ -94,7 +94,7 @@ def scaled_outer(
     *,
     fast_accumulation: bool = False,
 ) -> Tensor:
-    """The product over the tokens of each group; of a group without tokens, PyTorch's products write zeros.
+    """The product over the tokens of each group, zeros for a group without tokens.
 
     Args:
         a: (N, C), float8 codes.
@@ -117,4 +117,4 @@ def scaled_outer(
         out_dtype=out_dtype,
         use_fast_accum=fast_accumulation,
     )
-    return product[:, : a.codes.shape[0], : b.codes.shape[0]]
+    return zero_where_empty(product[:, : a.codes.shape[0], : b.codes.shape[0]], ends)
