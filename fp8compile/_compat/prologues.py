@@ -74,7 +74,7 @@ class TileLaunch:
 
 
 def register_tile_kernel(op: torch._ops.OpOverload, launch: Callable[..., TileLaunch | None]) -> None:
-    """Let Inductor call ``op``, and on a GPU make the code before it a part of its kernel where nobody else reads it.
+    """Let Inductor call ``op``, and on a GPU make the pointwise code that its matrix comes from a part of its kernel.
 
     Args:
         op: The operator. Its first argument is the matrix that it reads, its results are one or several tensors.
