@@ -23,7 +23,6 @@ from fp8compile.ops.dequantize import dequantize
 from fp8compile.ops.gemm import Operand
 from fp8compile.ops.layer.shards import AxisBlocks, DimSharding, Sharding, axis_blocks
 from fp8compile.quantizers import Quantizer
-from fp8compile.quantizers.blocks import as_matrix
 
 __all__ = ["LocalShard", "QuantizedShard", "check_not_packed"]
 
@@ -155,7 +154,9 @@ class QuantizedShard:
         """The matrix that a GEMM takes, and the sides along which it is a window."""
         if not self.cuts:
             return self._operand(self.local, self.scale), None, None
-        codes = as_matrix(self.local)
+        # a matrix is reshaped too: PyTorch's async tensor parallelism takes scales of blocks right behind a gather for
+        # those of rows
+        codes = self.local.reshape(self.local.shape[:-1].numel(), self.local.shape[-1])
         grid = self.scale.reshape(self.scale.shape[:-1].numel(), self.scale.shape[-1])
         windows: list[AxisBlocks | None] = [None, None]
         sides = axis_blocks(self.local.shape, self.cuts, self.quantizer.block)
