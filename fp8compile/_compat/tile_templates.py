@@ -66,7 +66,6 @@ def _is_changed(buffer: Any) -> bool:
 
 
 def _fake_arguments() -> list[Any]:
-
     return torch.fx.map_arg(list(V.graph.current_node.args), lambda node: node.meta["val"])
 
 
@@ -74,7 +73,6 @@ def _fake_arguments() -> list[Any]:
 
 
 def _lower(launch: TileLaunch, x: Any, computed: Any, args: tuple[Any, ...]) -> Any:
-
     device, kernel = computed.get_device(), launch.kernel
     fake_x, *fake_args = _fake_arguments()
     node = V.graph.current_node
@@ -87,9 +85,10 @@ def _lower(launch: TileLaunch, x: Any, computed: Any, args: tuple[Any, ...]) -> 
         if isinstance(each, ir.TensorBox)
     ]
     outputs = [
-        _allocated(each, zero=name in kernel.added_to) for name, each in zip(kernel.outputs, others, strict=True)
+        _allocated(each, device, zero=name in kernel.added_to)
+        for name, each in zip(kernel.outputs, others, strict=True)
     ]
-    values = [_allocated(fake_x.contiguous())] if is_read_again else []
+    values = [_allocated(fake_x.contiguous(), device)] if is_read_again else []
     code = ir.ComputedBuffer(
         name="computed", layout=ir.FlexibleLayout(device, computed.dtype, computed.ranges), data=computed
     )
@@ -115,9 +114,8 @@ def _lower(launch: TileLaunch, x: Any, computed: Any, args: tuple[Any, ...]) -> 
     return boxes if isinstance(results, (tuple, list)) else boxes[0]
 
 
-def _allocated(like: torch.Tensor, *, zero: bool = False) -> Any:
-
-    place = {"dtype": like.dtype, "device": like.device}
+def _allocated(like: torch.Tensor, device: torch.device, *, zero: bool = False) -> Any:
+    place = {"dtype": like.dtype, "device": device}
     if not zero:
         return lowering.empty_strided(_exprs(like.shape), _exprs(like.stride()), **place)
     zeros = lowering.full(_exprs(like.shape), 0, **place)
@@ -132,7 +130,6 @@ def _exprs(sizes: Any) -> list[Any]:
 
 @cache
 def _template(kernel: TileKernel, writes_values: bool) -> Any:
-
     def grid(x: Any, y: Any, z: Any, *rest: Any) -> tuple[Any, Any, Any]:
         return x, y, z
 
