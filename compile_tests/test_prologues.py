@@ -51,6 +51,14 @@ def transposed(x, weight, other, recipe):
     return multiplied((x.reshape(WIDTH, ROWS) * 2).t(), weight, recipe)
 
 
+def normalized(x, weight, other, recipe):
+    return multiplied(torch.nn.functional.rms_norm(x, (WIDTH,)) * other, weight, recipe)
+
+
+def padded(x, weight, other, recipe):
+    return multiplied(torch.nn.functional.pad(x[:, 4:-4] * 2, (3, 5)), weight, recipe)
+
+
 def long(x, weight, other, recipe):
     for step in range(8):
         x = torch.tanh(x + step) * other - step
@@ -87,7 +95,9 @@ def assert_same(fn, args):
 
 @pytest.mark.parametrize("recipe", ["blockwise", "rowwise"])
 @pytest.mark.parametrize(
-    "fn", [product, scaled_rows, gathered, joined, numbered, long, read_again], ids=lambda fn: fn.__name__
+    "fn",
+    [product, scaled_rows, gathered, joined, numbered, normalized, padded, long, read_again],
+    ids=lambda fn: fn.__name__,
 )
 def test_bits_of_the_reference(fn, recipe):
     assert assert_same(partial(fn, recipe=recipe), arguments(torch.bfloat16))
