@@ -208,6 +208,23 @@ def test_codes_of_groups_are_those_of_a_cpu(device, groups, assert_bits_equal):
             assert_bits_equal(actual.cpu(), wanted, f"result {number} of {groups}, {dtype}")
 
 
+@pytest.mark.parametrize("device", DEVICES)
+def test_kernels_that_compute_their_input_give_the_bits_of_those_that_read_it(device, assert_bits_equal):
+    """Compiled for a GPU, what comes before the casts is a part of their kernels; nothing in it is rounded."""
+    line, tall, pillar, column = (f8.CurrentScaling(block=block) for block in ((1, -1), (1, 128), (128, 1), (-1, 1)))
+
+    def cast(x, other, offsets):
+        doubled, larger = x.abs() * 2, torch.where(x > other, x, other)
+        both = group_quantize_both(doubled, offsets, tall, pillar)
+        return *both, *group_quantize_rows(larger, offsets, line, column), larger + 0
+
+    x, offsets = GROUPS[0].tokens(256, torch.bfloat16).to(device), GROUPS[0].offsets().to(device)
+    arguments = x, x.roll(1, 1), offsets
+    found = torch.compile(cast, fullgraph=True)(*arguments)
+    for number, (actual, wanted) in enumerate(zip(found, cast(*arguments), strict=True)):
+        assert_bits_equal(actual, wanted, f"result {number}")
+
+
 # ---------------------------------------------------------------------------------- products
 
 
