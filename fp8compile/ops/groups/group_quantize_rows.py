@@ -50,7 +50,7 @@ def _step_by_step(x: Tensor, offsets: Tensor, rows: Quantizer, columns: Quantize
     return PYTHON_OF_STEPS.cast(x, multiplier, rows), scale, group_amax(x, offsets, columns)
 
 
-def _launch(x: Tensor, offsets: Tensor, rows: Quantizer, columns: Quantizer) -> TileLaunch:
+def _launch(x: Tensor, offsets: Tensor, rows: Quantizer) -> TileLaunch:
     from fp8compile.kernels.groups_rows import rows_of_groups
 
     return rows_of_groups(x, offsets, rows)
@@ -68,7 +68,7 @@ def _kernel(x: Tensor, offsets: Tensor, rows: Quantizer, columns: Quantizer) -> 
     codes, scale, amax = outputs = _fake(x, offsets, rows, columns)
     amax.zero_()
     if x.numel():
-        _launch(x, offsets, rows, columns)(x, offsets.contiguous(), codes, scale, amax)
+        _launch(x, offsets, rows)(x, offsets.contiguous(), codes, scale, amax)
     return outputs
 
 
@@ -93,7 +93,7 @@ group_quantize_rows = register_op(
 def _launch_in_graph(x: Tensor, offsets: Tensor, rows: Quantizer, columns: Quantizer) -> TileLaunch | None:
     if not is_row_pair(rows, columns, x.shape[1]) or not offsets.is_contiguous():
         return None
-    return _launch(x, offsets, rows, columns) if _compat.statically_true(x.numel() > 0) else None
+    return _launch(x, offsets, rows) if _compat.statically_true(x.numel() > 0) else None
 
 
 _compat.register_tile_kernel(group_quantize_rows, _launch_in_graph)
