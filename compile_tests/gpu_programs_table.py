@@ -29,7 +29,8 @@ HEAD = """# Programs for a GPU, run without one
 
 Written by `python compile_tests/gpu_programs_table.py`.
 
-Models are compiled for an H200 (mxfp8 and nvfp4: a B200) and run forward and backward by `run_gpu_program`, twice.
+Models are compiled for an H200 (mxfp8 and nvfp4: a B200) and run forward and backward by
+`run_gpu_program`, twice.
 "Graph": as users get it, every product's operands and every output of each graph against the same
 graph, operator by operator; the number of tensors that differ. "Eager": with Inductor's
 `emulate_precision_casts`, outputs, gradients and buffers against eager mode on the CPU; the number of

@@ -77,9 +77,9 @@ def register_tile_kernel(op: torch._ops.OpOverload, launch: Callable[..., TileLa
     """Let Inductor call ``op``, and on a GPU make the pointwise code that its matrix comes from a part of its kernel.
 
     Args:
-        op: The operator. Its first argument is the matrix that it reads, its results are one or several tensors.
-        launch: How its kernel is launched for the operator's arguments, fake tensors among them; None where there is
-            none. The other tensors have the strides that they have there.
+        op: The operator. Its first argument is the matrix that it reads, its results are several tensors.
+        launch: How its kernel is launched for the operator's arguments, fake tensors among them, of which the matrix
+            is not empty and the others will be contiguous; None where there is none.
     """
     register_fallback(op)
 

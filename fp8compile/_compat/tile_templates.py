@@ -23,11 +23,12 @@ from torch._inductor.utils import sympy_index_symbol, triton_type
 from torch._inductor.virtualized import V, ops
 
 from fp8compile._compat.prologues import TileKernel, TileLaunch
+from fp8compile._compat.tracing import statically_true
 
 __all__ = ["lower_computing"]
 
 VALUES = re.compile(r"( +)x = values\(x_ptr, (\w+), (\w+), (\w+), stride_m, stride_k\)\n")
-WRITE = re.compile(r"( +)write\((\w+), (\w+), (\w+), (\w+), (\w+), \w+\)\n")
+WRITE = re.compile(r"( +)write\(\w+, (\w+), (\w+), (\w+), (\w+), \w+\)\n")
 ROW, COLUMN = "tmp_row", "tmp_column"  # Inductor gives names that begin with other letters a meaning
 
 
@@ -39,9 +40,10 @@ def lower_computing(launch: Callable[..., TileLaunch | None], x: Any, *args: Any
         x: The matrix that the op reads, in Inductor's IR.
         args: The op's other arguments.
     """
-    computed = _computed(x)
-    found = launch(*_fake_arguments()) if computed is not None else None
-    return None if found is None else _lower(found, x, computed, args)
+    fakes = torch.fx.map_arg(list(V.graph.current_node.args), lambda node: node.meta["val"])
+    computed = _computed(x) if statically_true(fakes[0].numel() > 0) else None
+    found = launch(*fakes) if computed is not None else None
+    return None if found is None else _lower(found, x, fakes[0], computed, args)
 
 
 # ---------------------------------------------------------------------------------- what is computed
@@ -65,25 +67,14 @@ def _is_changed(buffer: Any) -> bool:
     return any(name in V.graph.mutated_buffers for name in (buffer.get_name(), *buffer.get_read_names()))
 
 
-def _fake_arguments() -> list[Any]:
-    return torch.fx.map_arg(list(V.graph.current_node.args), lambda node: node.meta["val"])
-
-
 # ---------------------------------------------------------------------------------- the template
 
 
-def _lower(launch: TileLaunch, x: Any, computed: Any, args: tuple[Any, ...]) -> Any:
-    device, kernel = computed.get_device(), launch.kernel
-    fake_x, *fake_args = _fake_arguments()
-    node = V.graph.current_node
+def _lower(launch: TileLaunch, x: Any, fake_x: torch.Tensor, computed: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    device, kernel, node = computed.get_device(), launch.kernel, V.graph.current_node
     is_read_again = len(node.args[0].users) > 1
-    results = node.meta["val"]
-    first, *others = results if isinstance(results, (tuple, list)) else (results,)
-    inputs = [
-        ir.ExternKernel.require_exact_strides(each, _exprs(fake.stride()))
-        for each, fake in zip(args, fake_args, strict=True)
-        if isinstance(each, ir.TensorBox)
-    ]
+    first, *others = node.meta["val"]
+    inputs = [ir.ExternKernel.require_contiguous(each) for each in args if isinstance(each, ir.TensorBox)]
     outputs = [
         _allocated(each, device, zero=name in kernel.added_to)
         for name, each in zip(kernel.outputs, others, strict=True)
@@ -110,8 +101,7 @@ def _lower(launch: TileLaunch, x: Any, computed: Any, args: tuple[Any, ...]) -> 
     for written in values:
         x.data.data = written.data.data  # what is read from now on
         x.data.data.data._post_init_setattr("origin_node", node.args[0])
-    boxes = (ir.TensorBox.create(result), *outputs)
-    return boxes if isinstance(results, (tuple, list)) else boxes[0]
+    return ir.TensorBox.create(result), *outputs
 
 
 def _allocated(like: torch.Tensor, device: torch.device, *, zero: bool = False) -> Any:
@@ -150,7 +140,7 @@ def _source(kernel: TileKernel, writes_values: bool) -> str:
         return f'{indent}{ROW}, {COLUMN} = {m}, {k}\n{indent}{{{{computed("{is_inside}", {len(indent)})}}}}\n'
 
     def written(line: re.Match) -> str:
-        indent, _, i, j, codes, is_stored = line.groups()
+        indent, i, j, codes, is_stored = line.groups()
         store = f'store_output(("tmp_i", "tmp_j"), "{codes}", "{is_stored}", {len(indent)}, {kernel.tile})'
         return f"{indent}tmp_i, tmp_j = {i}, {j}\n{indent}{{{{{store}}}}}\n"
 

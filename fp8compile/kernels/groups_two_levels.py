@@ -31,6 +31,7 @@ from fp8compile.kernels.two_levels import (
     _magnitude,
     _outer,
     _outer_scale,
+    _packed_columns,
     _place_in_tiles,
     _scales,
     _sum,
@@ -139,15 +140,9 @@ def _along_tokens(
 ):  # fmt: skip
     """Quantize sixteen rows of each unit along columns."""
     BLOCKS: tl.constexpr = TILE // SIXTEEN
-    amax = tl.zeros((GROUPS, COLUMNS), tl.int32)
-    for j in tl.static_range(SIXTEEN):
-        amax = tl.maximum(amax, _magnitude(_sum(xs, j, TRANSFORM, NEGATIVE)))
-    multiplier, scale = _scales(_float(amax), outer, IS_TE)
-    packed = tl.zeros((GROUPS, COLUMNS), tl.int64)
-    for j in tl.static_range(SIXTEEN):
-        position = (inside + j).to(tl.int64)[:, None] * K + k[None, :]
-        codes = _codes(_sum(xs, j, TRANSFORM, NEGATIVE), multiplier, position, IS_TE, STOCHASTIC, SEED)
-        packed |= codes.to(tl.int64) << (4 * j)
+    packed, scale = _packed_columns(
+        xs, inside, k, K, outer, GROUPS, COLUMNS, IS_TE, STOCHASTIC, SEED, TRANSFORM, NEGATIVE
+    )
     packed = tl.where(is_block[:, None], packed, 0)
     scale = tl.where(is_block[:, None] & (k < K)[None, :], scale, 0).to(tl.uint8)
     unit = column // SIXTEEN + tl.arange(0, GROUPS)

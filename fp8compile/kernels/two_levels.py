@@ -231,21 +231,34 @@ def _store_scales(scales_ptr, scale, row, block, rows, blocks):
 
 
 @triton.jit
-def _columns(
-    xs, group, k, M, K, codes_ptr, scales_ptr, outer,
+def _packed_columns(
+    xs, row, k, K, outer,
     GROUPS: tl.constexpr, COLUMNS: tl.constexpr, IS_TE: tl.constexpr, STOCHASTIC: tl.constexpr, SEED: tl.constexpr,
     TRANSFORM: tl.constexpr, NEGATIVE: tl.constexpr,
 ):  # fmt: skip
-    """Quantize sixteen rows of some groups along columns."""
+    """Codes of sixteen rows of each group along columns, the first of them at `row`, in 64 bits; and their scales."""
     amax = tl.zeros((GROUPS, COLUMNS), tl.int32)
     for j in tl.static_range(SIXTEEN):
         amax = tl.maximum(amax, _magnitude(_sum(xs, j, TRANSFORM, NEGATIVE)))
     multiplier, scale = _scales(_float(amax), outer, IS_TE)
     packed = tl.zeros((GROUPS, COLUMNS), tl.int64)
     for j in tl.static_range(SIXTEEN):
-        position = (group * SIXTEEN + j)[:, None] * K + k[None, :]
+        position = (row + j).to(tl.int64)[:, None] * K + k[None, :]
         codes = _codes(_sum(xs, j, TRANSFORM, NEGATIVE), multiplier, position, IS_TE, STOCHASTIC, SEED)
         packed |= codes.to(tl.int64) << (4 * j)
+    return packed, scale
+
+
+@triton.jit
+def _columns(
+    xs, group, k, M, K, codes_ptr, scales_ptr, outer,
+    GROUPS: tl.constexpr, COLUMNS: tl.constexpr, IS_TE: tl.constexpr, STOCHASTIC: tl.constexpr, SEED: tl.constexpr,
+    TRANSFORM: tl.constexpr, NEGATIVE: tl.constexpr,
+):  # fmt: skip
+    """Quantize sixteen rows of some groups along columns."""
+    packed, scale = _packed_columns(
+        xs, group * SIXTEEN, k, K, outer, GROUPS, COLUMNS, IS_TE, STOCHASTIC, SEED, TRANSFORM, NEGATIVE
+    )
     groups = M // SIXTEEN
     is_inside = (k[:, None] < K) & (group[None, :] < groups)
     tl.store(codes_ptr + k[:, None] * groups + group[None, :], tl.trans(packed), is_inside)

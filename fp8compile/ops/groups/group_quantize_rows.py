@@ -91,9 +91,7 @@ group_quantize_rows = register_op(
 
 
 def _launch_in_graph(x: Tensor, offsets: Tensor, rows: Quantizer, columns: Quantizer) -> TileLaunch | None:
-    if not is_row_pair(rows, columns, x.shape[1]) or not offsets.is_contiguous():
-        return None
-    return _launch(x, offsets, rows) if _compat.statically_true(x.numel() > 0) else None
+    return _launch(x, offsets, rows) if is_row_pair(rows, columns, x.shape[1]) else None
 
 
 _compat.register_tile_kernel(group_quantize_rows, _launch_in_graph)
