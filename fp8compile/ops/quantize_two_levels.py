@@ -92,11 +92,12 @@ def _samples() -> Iterator[tuple]:
     generator = torch.Generator().manual_seed(0)
     noisy = {"rounding": "stochastic", "seed": 5}
     for shape, dtype in (((16, 32), torch.bfloat16), ((48, 144), torch.float32), ((0, 16), torch.float16)):
-        x = torch.randn(shape[::-1], generator=generator).to(dtype).t()
         for turned in (
             TwoLevelScaling(block=(16, 1), packed="columns"),
             TwoLevelScaling(block=(16, 1), packed="columns", hadamard=(1, -1) * 8, **noisy),
         ):
+            # a matrix each: two maxima of one, compiled for a CPU, are an error of Inductor's (docs/upstream.md)
+            x = torch.randn(shape[::-1], generator=generator).to(dtype).t()
             rows = TwoLevelScaling(rounding=turned.rounding, seed=turned.seed)
             amaxes = (each.outer_amax(each.amax(x)).clone() for each in (rows, turned))
             yield x, *amaxes, rows, turned
