@@ -156,7 +156,7 @@ def test_our_kernels_compute_exactly_and_store_words_of_codes(x_type, rule, n, e
 
 
 @pytest.mark.parametrize("x_type", ["*bf16", "*fp32"])
-@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic", "stochastic_hardware"])
 @pytest.mark.parametrize("scale", ["transformer_engine", pytest.param("torchao", marks=pytest.mark.slow)])
 def test_four_bit_codes_of_both_directions_are_computed_exactly_and_without_spills(x_type, rounding, scale):
     from fp8compile.kernels import two_levels
@@ -166,7 +166,7 @@ def test_four_bit_codes_of_both_directions_are_computed_exactly_and_without_spil
     kinds = {"x_ptr": x_type, "row_amax_ptr": "*fp32", "column_amax_ptr": "*fp32"}
     for side in ("row", "column"):
         kinds |= {f"{side}s_ptr": "*i64", f"{side}_scales_ptr": "*u8", f"{side}_outer_ptr": "*fp32"}
-    constants = two_levels.constants(*pair)
+    constants = two_levels.constants(*pair, GPUS["b200"].target)
     fn, gpu = two_levels.both_packed_kernel, GPUS["b200"]
     compiled = compiled_jit(fn, kinds | SIZES, constants, num_warps=two_levels.WARPS, gpu=gpu)
     found = kernel_ptx(compiled, range(3, len(kinds)))
@@ -175,6 +175,7 @@ def test_four_bit_codes_of_both_directions_are_computed_exactly_and_without_spil
     assert not resources.spilled_bytes, resources
     stores = [each.opcode for each in Ptx(compiled.ptx).instructions if each.opcode.startswith("st.global")]
     assert any(each.endswith(("b64", "v2.b32", "v4.b32")) for each in stores), set(stores)
+    assert ("cvt.rs.satfinite.e2m1x4.f32" in compiled.ptx) == (rounding == "stochastic_hardware")
 
 
 # ---------------------------------------------------------------------------------- planted

@@ -236,7 +236,8 @@ def nvfp4(
 
     Args:
         weight_block: (16, 16), or (1, 16) for a scale for each 16 values along the sum.
-        grad_rounding: Of gradients to codes, ``"stochastic"`` or ``"nearest"``.
+        grad_rounding: Of gradients to codes, ``"stochastic"``, ``"nearest"``, or ``"stochastic_hardware"``: the
+            instruction that a B200 has for it, faster and with other bits, see ``fp8compile.TwoLevelScaling``.
         seed: Of stochastic rounding.
         hadamard: Sixteen signs of the transform of grad_weight's operands, TransformerEngine's by default; () for no
             transform.

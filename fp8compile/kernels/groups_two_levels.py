@@ -8,7 +8,7 @@ its two outer scales are two numbers. Scales go to where the grouped GEMM reads 
 behind a group, and rows behind the last one, are zeros, and the latter are never loaded. Offsets that are no ends of
 groups give wrong results, and no access outside of the tensors.
 
-Each step is that of `TwoLevelScaling` on the group alone, as in `fp8compile.kernels.two_levels`.
+Each step is that of `TwoLevelScaling` on the group alone, as in `fp8compile.kernels.two_levels`, the roundings too.
 
 This module needs Triton; `fp8compile.ops.groups.group_outer_amaxes` and `group_quantize_two_levels` import it when a
 GPU asks.
@@ -21,25 +21,24 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fp8compile.kernels.both_directions import _float
 from fp8compile.kernels.groups import SEARCHED, _sizes
 from fp8compile.kernels.two_levels import (
     COLUMNS,
     GROUPS,
     WARPS,
-    _codes,
     _magnitude,
     _outer,
     _outer_scale,
     _packed_columns,
+    _packed_rows,
     _place_in_tiles,
-    _scales,
     _sum,
     constants,
 )
 from fp8compile.quantizers import TwoLevelScaling
 from fp8compile.quantizers.hadamard import GROUP
 from fp8compile.scale_layouts import TILE_BLOCKS, TILE_ROWS
+from fp8compile.target import Target, target_of
 
 __all__ = [
     "WARPS",
@@ -135,13 +134,13 @@ def _store_outer_scales(amax_ptr, outer_ptr, E, IS_TE: tl.constexpr):
 @triton.jit
 def _along_tokens(
     xs, codes_ptr, scales_ptr, outer, column, tile, first, size, inside, is_block, k, K, C,
-    GROUPS: tl.constexpr, COLUMNS: tl.constexpr, IS_TE: tl.constexpr, STOCHASTIC: tl.constexpr, SEED: tl.constexpr,
+    GROUPS: tl.constexpr, COLUMNS: tl.constexpr, IS_TE: tl.constexpr, ROUNDING: tl.constexpr, SEED: tl.constexpr,
     TRANSFORM: tl.constexpr, NEGATIVE: tl.constexpr,
 ):  # fmt: skip
     """Quantize sixteen rows of each unit along columns."""
     BLOCKS: tl.constexpr = TILE // SIXTEEN
     packed, scale = _packed_columns(
-        xs, inside, k, K, outer, GROUPS, COLUMNS, IS_TE, STOCHASTIC, SEED, TRANSFORM, NEGATIVE
+        xs, inside, k, K, outer, GROUPS, COLUMNS, IS_TE, ROUNDING, SEED, TRANSFORM, NEGATIVE
     )
     packed = tl.where(is_block[:, None], packed, 0)
     scale = tl.where(is_block[:, None] & (k < K)[None, :], scale, 0).to(tl.uint8)
@@ -159,15 +158,13 @@ def _along_tokens(
 @triton.jit
 def _along_rows(
     x, codes_ptr, scales_ptr, outer, m, end, is_group, inside, scale_row, is_tile, k, K,
-    GROUPS: tl.constexpr, COLUMNS: tl.constexpr, IS_TE: tl.constexpr, STOCHASTIC: tl.constexpr, SEED: tl.constexpr,
+    GROUPS: tl.constexpr, COLUMNS: tl.constexpr, IS_TE: tl.constexpr, ROUNDING: tl.constexpr, SEED: tl.constexpr,
 ):  # fmt: skip
     """Quantize some rows along themselves; rows behind the last group have zeros."""
     BLOCKS: tl.constexpr = COLUMNS // SIXTEEN
     split: tl.constexpr = (GROUPS, BLOCKS, SIXTEEN)
     x, position = tl.reshape(x, split), tl.reshape(inside.to(tl.int64)[:, None] * K + k[None, :], split)
-    multiplier, scale = _scales(_float(tl.max(_magnitude(x), 2)), outer, IS_TE)
-    codes = _codes(x, multiplier[:, :, None], position, IS_TE, STOCHASTIC, SEED)
-    packed = tl.sum(codes.to(tl.int64) << (4 * tl.arange(0, SIXTEEN)[None, None, :].to(tl.int64)), 2)
+    packed, scale = _packed_rows(x, position, outer, IS_TE, ROUNDING, SEED)
     words = tl.cdiv(K, 2 * SIXTEEN) * 2  # of 64 bits, so that rows are multiples of 16 bytes
     block, is_row = tl.program_id(1).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS), m < end
     at = codes_ptr + m.to(tl.int64)[:, None] * words + block[None, :]
@@ -184,8 +181,8 @@ def codes_kernel(
     rows_ptr, row_scales_ptr, row_outer_ptr, columns_ptr, column_scales_ptr, column_outer_ptr,
     R, K, E, C, stride_m, stride_k,
     GROUPS: tl.constexpr, COLUMNS: tl.constexpr, IS_TE: tl.constexpr,
-    HAS_ROWS: tl.constexpr, R_STOCHASTIC: tl.constexpr, R_SEED: tl.constexpr,
-    HAS_COLUMNS: tl.constexpr, C_STOCHASTIC: tl.constexpr, C_SEED: tl.constexpr,
+    HAS_ROWS: tl.constexpr, R_ROUNDING: tl.constexpr, R_SEED: tl.constexpr,
+    HAS_COLUMNS: tl.constexpr, C_ROUNDING: tl.constexpr, C_SEED: tl.constexpr,
     C_TRANSFORM: tl.constexpr, C_NEGATIVE: tl.constexpr,
 ):  # fmt: skip
     """One tile of both directions; sixteen codes are 64 bits."""
@@ -203,7 +200,7 @@ def codes_kernel(
         xs = _sixteen(x_ptr, row, end, k, K, stride_m, stride_k, is_group)
         _along_tokens(
             xs, columns_ptr, column_scales_ptr, outer, column, tile, first, size, inside, (row < end) & is_group,
-            k, K, C, GROUPS, COLUMNS, IS_TE, C_STOCHASTIC, C_SEED, C_TRANSFORM, C_NEGATIVE,
+            k, K, C, GROUPS, COLUMNS, IS_TE, C_ROUNDING, C_SEED, C_TRANSFORM, C_NEGATIVE,
         )  # fmt: skip
     if HAS_ROWS:
         row_outer = _outer(tl.load(row_amax_ptr + amax_at), IS_TE)
@@ -218,7 +215,7 @@ def codes_kernel(
             x = tl.load(at, (m < end)[:, None] & (k < K)[None, :] & is_group, other=0.0).to(tl.float32)
             _along_rows(
                 x, rows_ptr, row_scales_ptr, row_outer, m, end, is_group, inside + i, scale_row + i, is_tile, k, K,
-                GROUPS, COLUMNS, IS_TE, R_STOCHASTIC, R_SEED,
+                GROUPS, COLUMNS, IS_TE, R_ROUNDING, R_SEED,
             )  # fmt: skip
     if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
         if HAS_ROWS:
@@ -227,15 +224,16 @@ def codes_kernel(
             _store_outer_scales(column_amax_ptr, column_outer_ptr, E, IS_TE)
 
 
-def amax_constants(rows: TwoLevelScaling | None, columns: TwoLevelScaling | None) -> dict[str, object]:
+def amax_constants(rows: TwoLevelScaling | None, columns: TwoLevelScaling | None, target: Target) -> dict[str, object]:
     """What the kernel of amaxes is compiled for."""
-    return {name: value for name, value in code_constants(rows, columns).items() if name in amaxes_kernel.arg_names}
+    chosen = code_constants(rows, columns, target)
+    return {name: value for name, value in chosen.items() if name in amaxes_kernel.arg_names}
 
 
-def code_constants(rows: TwoLevelScaling | None, columns: TwoLevelScaling | None) -> dict[str, object]:
+def code_constants(rows: TwoLevelScaling | None, columns: TwoLevelScaling | None, target: Target) -> dict[str, object]:
     """What the kernel of codes is compiled for."""
     first, second = rows or columns, columns or rows
-    return {**constants(first, second), "HAS_ROWS": rows is not None, "HAS_COLUMNS": columns is not None}
+    return {**constants(first, second, target), "HAS_ROWS": rows is not None, "HAS_COLUMNS": columns is not None}
 
 
 def _grid(rows: int, columns: int, groups: int) -> tuple[int, int]:
@@ -257,7 +255,7 @@ def amaxes_of_groups(
         amaxes: (2, E), contiguous, float32, zeros.
     """
     (r, k), groups = x.shape, offsets.shape[0]
-    chosen = amax_constants(rows, columns)
+    chosen = amax_constants(rows, columns, target_of(x.device))
     bits = amaxes.view(torch.int32)
     amaxes_kernel[_grid(r, k, groups)](x, offsets, *bits, r, k, groups, *x.stride(), **chosen, num_warps=WARPS)
 
@@ -282,7 +280,7 @@ def codes_of_groups(
     """
     (r, k), groups = x.shape, offsets.shape[0]
     width = (r // TILE_ROWS + groups) * TILE_ROWS
-    chosen = code_constants(rows, columns)
+    chosen = code_constants(rows, columns, target_of(x.device))
     codes_kernel[_grid(r, k, groups)](
         x, offsets, *amaxes, *outputs, r, k, groups, width, *x.stride(), **chosen, num_warps=WARPS
     )

@@ -9,7 +9,8 @@ Outer amaxes come before, from another read. Sixteen codes are one number of 64 
 of a column, so neither sums nor codes go through shared memory. Scales go to where the GEMM reads them
 (`fp8compile.scale_layouts`).
 
-Each step is that of `TwoLevelScaling`, in the same order and arithmetic, so codes and scales are the same bits.
+Each step is that of `TwoLevelScaling`, in the same order and arithmetic, so codes and scales are the same bits; codes
+that a GPU's own instruction rounds stochastically are others (`fp8compile.kernels.stochastic_cvt`).
 
 This module needs Triton; `fp8compile.ops.quantize_two_levels` imports it when a GPU asks.
 """
@@ -30,10 +31,12 @@ from fp8compile.formats import (
     FLOAT32_NAN,
 )
 from fp8compile.kernels.both_directions import _encode, _float
+from fp8compile.kernels.stochastic_cvt import BY_HASH, BY_INSTRUCTION, _four_codes, _in_fours, rounding_of
 from fp8compile.quantizers import TwoLevelScaling
 from fp8compile.quantizers.hadamard import GROUP
 from fp8compile.quantizers.stochastic_rounding import FRACTION_BITS, SEED_STEP
 from fp8compile.scale_layouts import TILE_BLOCKS, TILE_ROWS
+from fp8compile.target import Target, target_of
 
 __all__ = ["WARPS", "both_packed", "both_packed_kernel", "constants"]
 
@@ -140,11 +143,26 @@ def _mixed(h):
 @triton.jit
 def _noise(values, position, SEED: tl.constexpr):
     """As `quantizers/stochastic_rounding.py` has it, in 32 bits, which drop what that masks."""
+    h = _word(values.to(tl.uint32, bitcast=True), position, SEED)
+    return (h >> DROPPED_BITS).to(tl.int32).to(tl.float32) * FRACTION
+
+
+@triton.jit
+def _word(bits, position, SEED: tl.constexpr):
+    """A hash of 32 bits."""
     start: tl.constexpr = (SEED * STEP) & MASK
     low, high = position.to(tl.uint32), (position >> 32).to(tl.uint32)
-    h = _mixed(low + start) ^ high
-    h = _mixed(h ^ values.to(tl.uint32, bitcast=True))
-    return (h >> DROPPED_BITS).to(tl.int32).to(tl.float32) * FRACTION
+    return _mixed(_mixed(low + start) ^ high ^ bits)
+
+
+@triton.jit
+def _four_rounded(a, b, c, d, position, SEED: tl.constexpr):
+    """Sixteen bits of codes of four neighbours, the first of them at `position`, by the instruction for it."""
+    bits = a.to(tl.uint32, bitcast=True)  # those of all four, each in its place
+    bits = bits * 3 + b.to(tl.uint32, bitcast=True)
+    bits = bits * 3 + c.to(tl.uint32, bitcast=True)
+    bits = bits * 3 + d.to(tl.uint32, bitcast=True)
+    return _four_codes(a, b, c, d, _word(bits, position, SEED)).to(tl.int64) & 0xFFFF
 
 
 @triton.jit
@@ -161,12 +179,18 @@ def _to_a_neighbour(values, noise):
 
 
 @triton.jit
-def _codes(x, multiplier, position, IS_TE: tl.constexpr, STOCHASTIC: tl.constexpr, SEED: tl.constexpr):
-    """e2m1 codes of products, int32 of 0 to 15."""
+def _products(x, multiplier, IS_TE: tl.constexpr):
+    """What is rounded to codes."""
     values = x * multiplier
     if IS_TE:
         values = tl.where(x == 0, 0.0, values)
-    rounded = _to_a_neighbour(values, _noise(values, position, SEED)) if STOCHASTIC else values
+    return values
+
+
+@triton.jit
+def _codes(values, position, ROUNDING: tl.constexpr, SEED: tl.constexpr):
+    """e2m1 codes, int32 of 0 to 15."""
+    rounded = _to_a_neighbour(values, _noise(values, position, SEED)) if ROUNDING == BY_HASH else values
     magnitude = _at_most(_float(_magnitude(rounded)), LARGEST_CODE)
     bits = _bits(magnitude)
     large = ((bits + 0x1FFFFF + ((bits >> 22) & 1)) >> 22) - 252
@@ -203,17 +227,29 @@ def _sum(xs, j: tl.constexpr, TRANSFORM: tl.constexpr, NEGATIVE: tl.constexpr):
 
 
 @triton.jit
+def _packed_rows(x, position, outer, IS_TE: tl.constexpr, ROUNDING: tl.constexpr, SEED: tl.constexpr):
+    """Codes of sixteen neighbours in a row, the last of three dims, in 64 bits; and their scales."""
+    multiplier, scale = _scales(_float(tl.max(_magnitude(x), 2)), outer, IS_TE)
+    values = _products(x, multiplier[:, :, None], IS_TE)
+    if ROUNDING == BY_INSTRUCTION:
+        a, b, c, d = _in_fours(values)
+        first, _, _, _ = _in_fours(position)
+        codes = _four_rounded(a, b, c, d, first, SEED)
+        return tl.sum(codes << (16 * tl.arange(0, 4)[None, None, :].to(tl.int64)), 2), scale
+    codes = _codes(values, position, ROUNDING, SEED).to(tl.int64)
+    return tl.sum(codes << (4 * tl.arange(0, SIXTEEN)[None, None, :].to(tl.int64)), 2), scale
+
+
+@triton.jit
 def _quantized_rows(
     x, m, k, M, K, codes_ptr, scales_ptr, outer,
-    COLUMNS: tl.constexpr, IS_TE: tl.constexpr, STOCHASTIC: tl.constexpr, SEED: tl.constexpr,
+    COLUMNS: tl.constexpr, IS_TE: tl.constexpr, ROUNDING: tl.constexpr, SEED: tl.constexpr,
 ):  # fmt: skip
     """Quantize some rows along themselves; blocks behind M and K have zeros for scales."""
     BLOCKS: tl.constexpr = COLUMNS // SIXTEEN
     split: tl.constexpr = (x.shape[0], BLOCKS, SIXTEEN)
     x, position = tl.reshape(x, split), tl.reshape(m[:, None] * K + k[None, :], split)
-    multiplier, scale = _scales(_float(tl.max(_magnitude(x), 2)), outer, IS_TE)
-    codes = _codes(x, multiplier[:, :, None], position, IS_TE, STOCHASTIC, SEED)
-    packed = tl.sum(codes.to(tl.int64) << (4 * tl.arange(0, SIXTEEN)[None, None, :].to(tl.int64)), 2)
+    packed, scale = _packed_rows(x, position, outer, IS_TE, ROUNDING, SEED)
     block, blocks = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS), K // SIXTEEN
     is_inside = (m[:, None] < M) & (block[None, :] < blocks)
     tl.store(codes_ptr + m[:, None] * blocks + block[None, :], packed, is_inside)
@@ -233,7 +269,7 @@ def _store_scales(scales_ptr, scale, row, block, rows, blocks):
 @triton.jit
 def _packed_columns(
     xs, row, k, K, outer,
-    GROUPS: tl.constexpr, COLUMNS: tl.constexpr, IS_TE: tl.constexpr, STOCHASTIC: tl.constexpr, SEED: tl.constexpr,
+    GROUPS: tl.constexpr, COLUMNS: tl.constexpr, IS_TE: tl.constexpr, ROUNDING: tl.constexpr, SEED: tl.constexpr,
     TRANSFORM: tl.constexpr, NEGATIVE: tl.constexpr,
 ):  # fmt: skip
     """Codes of sixteen rows of each group along columns, the first of them at `row`, in 64 bits; and their scales."""
@@ -242,22 +278,31 @@ def _packed_columns(
         amax = tl.maximum(amax, _magnitude(_sum(xs, j, TRANSFORM, NEGATIVE)))
     multiplier, scale = _scales(_float(amax), outer, IS_TE)
     packed = tl.zeros((GROUPS, COLUMNS), tl.int64)
-    for j in tl.static_range(SIXTEEN):
-        position = (row + j).to(tl.int64)[:, None] * K + k[None, :]
-        codes = _codes(_sum(xs, j, TRANSFORM, NEGATIVE), multiplier, position, IS_TE, STOCHASTIC, SEED)
-        packed |= codes.to(tl.int64) << (4 * j)
+    if ROUNDING == BY_INSTRUCTION:
+        for j in tl.static_range(0, SIXTEEN, 4):
+            a = _products(_sum(xs, j, TRANSFORM, NEGATIVE), multiplier, IS_TE)
+            b = _products(_sum(xs, j + 1, TRANSFORM, NEGATIVE), multiplier, IS_TE)
+            c = _products(_sum(xs, j + 2, TRANSFORM, NEGATIVE), multiplier, IS_TE)
+            d = _products(_sum(xs, j + 3, TRANSFORM, NEGATIVE), multiplier, IS_TE)
+            position = (row + j).to(tl.int64)[:, None] * K + k[None, :]
+            packed |= _four_rounded(a, b, c, d, position, SEED) << (4 * j)
+    else:
+        for j in tl.static_range(SIXTEEN):
+            position = (row + j).to(tl.int64)[:, None] * K + k[None, :]
+            values = _products(_sum(xs, j, TRANSFORM, NEGATIVE), multiplier, IS_TE)
+            packed |= _codes(values, position, ROUNDING, SEED).to(tl.int64) << (4 * j)
     return packed, scale
 
 
 @triton.jit
 def _columns(
     xs, group, k, M, K, codes_ptr, scales_ptr, outer,
-    GROUPS: tl.constexpr, COLUMNS: tl.constexpr, IS_TE: tl.constexpr, STOCHASTIC: tl.constexpr, SEED: tl.constexpr,
+    GROUPS: tl.constexpr, COLUMNS: tl.constexpr, IS_TE: tl.constexpr, ROUNDING: tl.constexpr, SEED: tl.constexpr,
     TRANSFORM: tl.constexpr, NEGATIVE: tl.constexpr,
 ):  # fmt: skip
     """Quantize sixteen rows of some groups along columns."""
     packed, scale = _packed_columns(
-        xs, group * SIXTEEN, k, K, outer, GROUPS, COLUMNS, IS_TE, STOCHASTIC, SEED, TRANSFORM, NEGATIVE
+        xs, group * SIXTEEN, k, K, outer, GROUPS, COLUMNS, IS_TE, ROUNDING, SEED, TRANSFORM, NEGATIVE
     )
     groups = M // SIXTEEN
     is_inside = (k[:, None] < K) & (group[None, :] < groups)
@@ -270,8 +315,8 @@ def both_packed_kernel(
     x_ptr, row_amax_ptr, column_amax_ptr,
     rows_ptr, row_scales_ptr, row_outer_ptr, columns_ptr, column_scales_ptr, column_outer_ptr, M, K,
     GROUPS: tl.constexpr, COLUMNS: tl.constexpr, IS_TE: tl.constexpr,
-    R_STOCHASTIC: tl.constexpr, R_SEED: tl.constexpr,
-    C_STOCHASTIC: tl.constexpr, C_SEED: tl.constexpr, C_TRANSFORM: tl.constexpr, C_NEGATIVE: tl.constexpr,
+    R_ROUNDING: tl.constexpr, R_SEED: tl.constexpr,
+    C_ROUNDING: tl.constexpr, C_SEED: tl.constexpr, C_TRANSFORM: tl.constexpr, C_NEGATIVE: tl.constexpr,
 ):  # fmt: skip
     """One tile; M and K are multiples of 16, and what lies behind them is zeros."""
     group = tl.program_id(0).to(tl.int64) * GROUPS + tl.arange(0, GROUPS)
@@ -284,7 +329,7 @@ def both_packed_kernel(
     column_amax = tl.load(column_amax_ptr)
     _columns(
         xs, group, k, M, K, columns_ptr, column_scales_ptr, _outer(column_amax, IS_TE),
-        GROUPS, COLUMNS, IS_TE, C_STOCHASTIC, C_SEED, C_TRANSFORM, C_NEGATIVE,
+        GROUPS, COLUMNS, IS_TE, C_ROUNDING, C_SEED, C_TRANSFORM, C_NEGATIVE,
     )  # fmt: skip
 
     row_amax = tl.load(row_amax_ptr)
@@ -293,22 +338,22 @@ def both_packed_kernel(
         x = tl.load(at + i * K, is_inside, other=0.0).to(tl.float32)
         _quantized_rows(
             x, group * SIXTEEN + i, k, M, K, rows_ptr, row_scales_ptr, outer,
-            COLUMNS, IS_TE, R_STOCHASTIC, R_SEED,
+            COLUMNS, IS_TE, R_ROUNDING, R_SEED,
         )  # fmt: skip
     if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
         tl.store(row_outer_ptr, _outer_scale(row_amax, IS_TE))
         tl.store(column_outer_ptr, _outer_scale(column_amax, IS_TE))
 
 
-def constants(rows: TwoLevelScaling, columns: TwoLevelScaling) -> dict[str, object]:
+def constants(rows: TwoLevelScaling, columns: TwoLevelScaling, target: Target) -> dict[str, object]:
     """What the kernel is compiled for."""
     return {
         "GROUPS": GROUPS,
         "COLUMNS": COLUMNS,
         "IS_TE": rows.scale == "transformer_engine",
-        "R_STOCHASTIC": rows.rounding == "stochastic",
+        "R_ROUNDING": rounding_of(rows, target),
         "R_SEED": rows.seed,
-        "C_STOCHASTIC": columns.rounding == "stochastic",
+        "C_ROUNDING": rounding_of(columns, target),
         "C_SEED": columns.seed,
         "C_TRANSFORM": bool(columns.hadamard),
         "C_NEGATIVE": sum(1 << i for i, sign in enumerate(columns.hadamard) if sign < 0),
@@ -335,4 +380,5 @@ def both_packed(
     # whole tiles of scales are written, of 128 rows and 4 blocks
     rows_of_programs = TILE_ROWS // (GROUPS * GROUP)
     grid = (triton.cdiv(m, TILE_ROWS) * rows_of_programs, triton.cdiv(k, COLUMNS))
-    both_packed_kernel[grid](x, *outer_amaxes, *outputs, m, k, **constants(rows, columns), num_warps=WARPS)
+    chosen = constants(rows, columns, target_of(x.device))
+    both_packed_kernel[grid](x, *outer_amaxes, *outputs, m, k, **chosen, num_warps=WARPS)

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["check_rounding", "noise", "positions"]
+__all__ = ["ROUNDINGS", "check_rounding", "noise", "positions"]
 
 MASK = 0xFFFFFFFF
 SEED_STEP = 0x9E3779B9  # 2**32 by the golden ratio: seeds 0, 1, 2, ... begin far apart
@@ -25,10 +25,13 @@ FRACTION_BITS = 24
 LARGEST_SEED = (1 << 31) - 1
 
 
-def check_rounding(owner: str, rounding: object, seed: object) -> None:
+ROUNDINGS = ("nearest", "stochastic")
+
+
+def check_rounding(owner: str, rounding: object, seed: object, allowed: Sequence[str] = ROUNDINGS) -> None:
     """Raise a ValueError unless a quantizer's fields of these names have allowed values."""
-    if rounding not in ("nearest", "stochastic"):
-        raise ValueError(f"{owner}: rounding is {rounding!r}; it is 'nearest' or 'stochastic'.")
+    if rounding not in allowed:
+        raise ValueError(f"{owner}: rounding is {rounding!r}; it is {' or '.join(map(repr, allowed))}.")
     if type(seed) is not int or not 0 <= seed <= LARGEST_SEED:
         raise ValueError(f"{owner}: seed is {seed!r}; it is an int from 0 to {LARGEST_SEED}.")
 

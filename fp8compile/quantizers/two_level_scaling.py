@@ -20,7 +20,7 @@ from fp8compile.formats import E4M3, Float8Format, unpack
 from fp8compile.quantizers.blocks import as_matrix, expand_blocks, from_matrix, scaled
 from fp8compile.quantizers.hadamard import GROUP, inverse_hadamard, is_signs, random_hadamard
 from fp8compile.quantizers.quantizer import Quantizer
-from fp8compile.quantizers.stochastic_rounding import check_rounding, noise, positions
+from fp8compile.quantizers.stochastic_rounding import ROUNDINGS, check_rounding, noise, positions
 from fp8compile.quantizers.two_level_rules import TWO_LEVEL_RULES, TwoLevelRule
 
 __all__ = ["TwoLevelScaling"]
@@ -40,7 +40,9 @@ class TwoLevelScaling(Quantizer):
         packed: Which neighbours share a byte: ``"rows"``, those in a row, ``"columns"``, those in a column, or
             ``"none"``, a byte for each code. It changes no value.
         scale: The rule of both scales, ``"transformer_engine"`` or ``"torchao"``.
-        rounding: Of values to codes, ``"nearest"`` or ``"stochastic"``, as ``CurrentScaling`` has it.
+        rounding: Of values to codes, ``"nearest"`` or ``"stochastic"``, as ``CurrentScaling`` has it; or
+            ``"stochastic_hardware"``, which is ``"stochastic"``, but that kernels for compute capability 10.x round by
+            the GPU's instruction. That is faster, and draws other bits: its codes aren't those of a CPU.
         seed: Of stochastic rounding.
         hadamard: Sixteen of 1 and -1, the signs of a random Hadamard transform along the block's sixteen values; empty
             for none. Blocks are (1, 16) or (16, 1) then.
@@ -74,7 +76,7 @@ class TwoLevelScaling(Quantizer):
             raise ValueError(
                 f"TwoLevelScaling: scale is {self.scale!r}; it is one of {', '.join(map(repr, TWO_LEVEL_RULES))}."
             )
-        check_rounding("TwoLevelScaling", self.rounding, self.seed)
+        check_rounding("TwoLevelScaling", self.rounding, self.seed, (*ROUNDINGS, "stochastic_hardware"))
         if self.hadamard and (not is_signs(self.hadamard) or self.block == SQUARE):
             raise ValueError(
                 f"TwoLevelScaling: hadamard is {self.hadamard!r} with block {self.block}; it is a tuple of sixteen of "
@@ -224,7 +226,7 @@ class TwoLevelScaling(Quantizer):
         """
         dim, every = PAIRS[self.packed], slice(start, None, 2)
         block = tuple(size // 2 if axis == dim else size for axis, size in enumerate(self.block))
-        if self.rounding == "stochastic":
+        if self.rounding != "nearest":
             rows, columns = where or positions(self._codes_matrix(x.shape), x.device)
             where = (rows[every], columns) if dim == 0 else (rows, columns[every])
         return self._codes(self._transformed(x, dim, every), multiplier, block, *where)

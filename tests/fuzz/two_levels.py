@@ -146,7 +146,7 @@ def two_levels_are_numpys(case: TwoLevels, same: Same) -> tuple[str, ...]:
 def _recipes(draw: st.DrawFn) -> f8.Recipe:
     return f8.recipes.nvfp4(
         weight_block=draw(st.sampled_from(((16, 16), (1, 16)))),
-        grad_rounding=draw(st.sampled_from(("nearest", "stochastic"))),
+        grad_rounding=draw(st.sampled_from(("nearest", "stochastic", "stochastic_hardware"))),
         seed=draw(st.integers(0, 3)),
         hadamard=draw(signs),
         backward=draw(st.sampled_from(("nvfp4", "nvfp4", "bf16", "dequantized"))),

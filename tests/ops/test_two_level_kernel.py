@@ -9,10 +9,12 @@ import pytest
 import torch
 
 import fp8compile as f8
+from fp8compile.formats import unpack
 from fp8compile.ops import outer_amaxes, quantize_two_levels
 from fp8compile.ops.quantize_two_levels import is_packed_pair
 from fp8compile.quantizers.hadamard import SIGNS
 from fp8compile.scale_layouts import untiled
+from fp8compile.target import pretend_target
 
 needs_triton = pytest.mark.skipif(not importlib.util.find_spec("triton"), reason="needs Triton: it is its interpreter")
 ROWS, COLUMNS = f8.TwoLevelScaling(), f8.TwoLevelScaling(block=(16, 1), packed="columns")
@@ -34,17 +36,18 @@ def values(shape, dtype, *, finite):
     return (x.nan_to_num(-3.0, 0.5, -0.5) if finite else x).to(dtype)
 
 
-def interpreted(x, rows, columns):
+def interpreted(x, rows, columns, arch="h200"):
     """What the kernel makes in Triton's interpreter, in the layout of the op's results."""
     from fp8compile.kernels.two_levels import both_packed
     from fp8compile.testing.gpu_program.arithmetic import Arithmetic
     from fp8compile.testing.gpu_program.interpreter import Interpreter
+    from fp8compile.testing.gpus import GPUS
 
     _, *amaxes = outer_amaxes(x, rows, columns)
     outputs = [torch.full_like(each, 77) for each in quantize_two_levels(x, *amaxes, rows, columns)]
     codes, scale, outer, column_codes, *others = outputs
     contiguous = codes.view(torch.int64), scale, outer, column_codes.t().view(torch.int64), *others
-    with Interpreter(Arithmetic()).active():
+    with Interpreter(Arithmetic()).active(), pretend_target(GPUS[arch].target):
         both_packed(x, tuple(amaxes), rows, columns, contiguous)
     return outputs
 
@@ -77,6 +80,57 @@ def test_the_kernel_is_its_twin_bit_for_bit(pair, shape, dtype, finite):
 def test_another_quantizer_is_seen(planted, differs):
     found = differences(torch.randn(32, 64).bfloat16(), PAIRS["gradients"], planted)
     assert [i for i, count in enumerate(found) if count] == differs
+
+
+def by_hardware(pair):
+    return tuple(replace(each, rounding="stochastic_hardware") for each in pair)
+
+
+@needs_triton
+def test_a_gpu_without_the_instruction_draws_the_bits_of_a_cpu():
+    x, pair = values((80, 48), torch.float32, finite=True), PAIRS["gradients"]
+    assert differences(x, by_hardware(pair), pair) == [0] * 6
+    assert differences(x, pair, by_hardware(pair)) == [0] * 6, "on a CPU both are the same"
+
+
+@needs_triton
+def test_the_instruction_rounds_to_a_neighbour_without_bias():
+    """As the PTX ISA has it: no GPU has run it here, and other bits than ours are what it promises."""
+    pair = by_hardware((ROWS, replace(COLUMNS, seed=7)))
+    x = torch.rand(64, 128, generator=torch.Generator().manual_seed(2)) * 12 - 6
+    x[:, ::16] = x[::16] = 6  # the amax of every block, so that multipliers are the same
+    found, exact = interpreted(x, *pair, arch="b200"), interpreted(x, ROWS, COLUMNS)
+    hashed = interpreted(x, *pair)
+    for at, quantizer in ((0, ROWS), (3, COLUMNS)):
+        assert torch.equal(found[at + 1], exact[at + 1])
+        assert torch.equal(found[at + 2], exact[at + 2])
+        assert not torch.equal(found[at], hashed[at])
+        numbers = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
+        dim = 1 if quantizer is ROWS else 0
+        got = numbers[unpack(found[at].contiguous(), dim).long()].double()
+        magnitude = x.abs().double()
+        unit = torch.where(magnitude < 2, 0.5, torch.where(magnitude < 4, 1.0, 2.0))
+        share = (got - x).abs() / unit
+        assert share.max() < 1, "another neighbour"
+        assert (got * x >= 0).all(), "another sign"
+        # up where 8 bits of noise carry: with the probability rounded down to 1 / 256
+        fraction = magnitude / unit % 1
+        probability = (fraction * 256).floor() / 256
+        went_up = (got.abs() > magnitude) | (fraction == 0)
+        surplus = (went_up.double() - probability)[fraction > 0]
+        sigma = (probability * (1 - probability))[fraction > 0].sum().sqrt()
+        assert surplus.sum().abs() < 4 * sigma
+
+
+@needs_triton
+def test_equal_neighbours_draw_different_noise_from_the_instruction():
+    x = torch.full((64, 128), 2.5)
+    x[:, ::16] = x[::16] = 6
+    codes = interpreted(x, *by_hardware((ROWS, COLUMNS)), arch="b200")[0]
+    found = unpack(codes, 1).view(64, 8, 16)[:, :, 1:][torch.arange(64) % 16 != 0]
+    for place in range(15):
+        share = (found[:, :, place] == 5).double().mean()  # 3 in place of 2
+        assert abs(share - 0.5) < 4 * 0.5 / found[:, :, place].numel() ** 0.5, place
 
 
 @pytest.mark.parametrize("pair", PAIRS)

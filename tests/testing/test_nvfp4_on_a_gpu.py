@@ -62,12 +62,24 @@ def test_a_b200_has_the_gemm_and_an_h200_says_what_has():
         assert select_gemm(*arguments, GemmConfig(emulate=True)) == "emulated"
 
 
-def test_a_block_in_four_bits_runs_on_a_b200_as_its_reference():
+def _run_of_a_block(recipe):
     model = torch.nn.Sequential(
         torch.nn.RMSNorm(64), torch.nn.Linear(64, 96), torch.nn.SiLU(), torch.nn.Linear(96, 64)
     )
-    model = f8.convert(model.bfloat16(), RECIPE)
-    run = run_gpu_program(model, torch.randn(48, 64).bfloat16().requires_grad_(), arch="b200")
+    model = f8.convert(model.bfloat16(), recipe)
+    return run_gpu_program(model, torch.randn(48, 64).bfloat16().requires_grad_(), arch="b200")
+
+
+def test_a_block_whose_gradients_the_hardware_rounds_differs_in_their_codes_and_what_comes_of_them():
+    run = _run_of_a_block(f8.recipes.nvfp4(grad_rounding="stochastic_hardware"))
+    assert run.differences, "other noise"
+    assert all(str(each).startswith("backward") for each in run.differences)
+    (first,) = [str(each) for each in run.differences if "product 0" in str(each)]
+    assert "left operand" in first, "codes of the first gradient, and not their scales"
+
+
+def test_a_block_in_four_bits_runs_on_a_b200_as_its_reference():
+    run = _run_of_a_block(RECIPE)
     assert not run.differences, run.differences
     assert [product.name for product in run.products].count("nvfp4_mm") == 6
 

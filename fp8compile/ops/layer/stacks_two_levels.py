@@ -39,7 +39,7 @@ def quantize_stack_in_two_levels(stack: Tensor, quantizer: TwoLevelScaling, step
     scale = quantizer.block_scale(amax, largest)
     multiplier = realize(quantizer.block_multiplier(scale, outer)).view(-1, grid[1])
     where = ()
-    if quantizer.rounding == "stochastic":  # noise is that of a place in its own matrix
+    if quantizer.rounding != "nearest":  # noise is that of a place in its own matrix
         place = torch.arange(groups * rows, device=stack.device) % rows * columns
         where = place, torch.arange(columns, device=stack.device)
     codes = steps.cast(matrix, multiplier, quantizer, *where)

@@ -37,6 +37,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from triton.language.extra import libdevice
 
 from fp8compile.testing.gpu_program import arithmetic as gpu
+from fp8compile.testing.gpu_program.assembly import inline_assembly
 from fp8compile.testing.gpu_program.functions import libdevice_functions, reductions, unknown
 from fp8compile.testing.gpu_program.memory import Access
 
@@ -166,6 +167,7 @@ class Interpreter:
         yield Builder, "create_masked_store", watched("store", Builder.create_masked_store, 2)
         yield Builder, "create_atomic_rmw", watched("atomic", Builder.create_atomic_rmw, 3)
         yield Builder, "create_atomic_cas", unknown("atomic_cas")
+        yield Builder, "create_inline_asm", inline_assembly
 
     def _floats(self) -> Iterator[tuple]:
         yield (

@@ -1,0 +1,55 @@
+"""Stochastic rounding to e2m1 by the instruction of compute capability 10.x: four values and one word of noise.
+
+    values a, b, c, d --cvt.rs--> codes d c b a of four bits each; one goes up where its 8 bits of the word carry
+
+The word is a hash, as everywhere, so a run draws the same again; but it is one for four values, and each value has 8
+bits of it in place of 24, so codes are others than those of `fp8compile.quantizers.stochastic_rounding`.
+
+Source: NVIDIA, PTX ISA 8.7, ``cvt`` with ``.rs``.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from fp8compile.quantizers import TwoLevelScaling
+from fp8compile.target import Target
+
+__all__ = ["BY_HASH", "BY_INSTRUCTION", "NEAREST", "rounding_of"]
+
+# how values become codes, as kernels are told
+NEAREST, BY_HASH, BY_INSTRUCTION = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+
+
+def rounding_of(quantizer: TwoLevelScaling, target: Target) -> int:
+    """How a kernel for this GPU rounds.
+
+    Compute capability 12.x has no such instruction: ptxas refuses it for ``sm_120a``.
+    """
+    if quantizer.rounding == "nearest":
+        return NEAREST.value
+    by_instruction = quantizer.rounding == "stochastic_hardware" and target.capability[0] == 10
+    return BY_INSTRUCTION.value if by_instruction else BY_HASH.value
+
+
+@triton.jit
+def _four_codes(a, b, c, d, word):
+    """Codes of four values of float32, the first in the lowest bits, int32; a NaN has the largest code."""
+    return tl.inline_asm_elementwise(
+        "{ .reg .b16 codes; cvt.rs.satfinite.e2m1x4.f32 codes, {$4, $3, $2, $1}, $5; cvt.u32.u16 $0, codes; }",
+        "=r,r,r,r,r,r",
+        [a, b, c, d, word],
+        dtype=tl.int32,
+        is_pure=True,
+        pack=1,
+    )
+
+
+@triton.jit
+def _in_fours(values):
+    """(R, B, 16) as four tensors of (R, B, 4): the first, second, third and last of each four neighbours."""
+    even, odd = tl.split(tl.reshape(values, (values.shape[0], values.shape[1], 4, 2, 2)))
+    first, third = tl.split(even)
+    second, last = tl.split(odd)
+    return first, second, third, last

@@ -1,0 +1,62 @@
+"""Inline assembly of our kernels, as the PTX ISA describes its instructions; what isn't known raises."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import triton.runtime.interpreter as interpreter
+
+from fp8compile.formats import E2M1
+
+__all__ = ["inline_assembly"]
+
+# {a, b, e, f}: the last one is in the lowest bits
+CVT_RS = re.compile(r"cvt\.rs\.satfinite\.e2m1x4\.f32 \w+, \{\$4, \$3, \$2, \$1\}, \$5;")
+BYTES = (
+    0,
+    16,
+    8,
+    24,
+)  # where the word has the noise of each, from the last one: low bytes of both halves, then high ones
+
+
+def _to_a_neighbour(values: np.ndarray, noise: np.ndarray) -> np.ndarray:
+    """Codes of e2m1: a carry of 8 bits of noise and the first 8 that are dropped takes a magnitude up."""
+    magnitude = np.minimum(np.abs(values), np.float32(E2M1.max))  # a NaN passes, and is the largest below
+    unit = np.select([magnitude < 2, magnitude < 4], [0.5, 1.0], 2.0)
+    in_units = magnitude / unit
+    lower = np.floor(in_units)
+    rounded = (lower + (np.floor((in_units - lower) * 256) + noise >= 256)) * unit
+    numbers = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    code = np.minimum(np.searchsorted(numbers, np.where(np.isnan(rounded), E2M1.max, rounded)), 7)
+    return code.astype(np.int32) | (np.signbit(values).astype(np.int32) << 3)
+
+
+def _cvt_rs(*operands: np.ndarray) -> np.ndarray:
+    *values, word = operands
+    codes = np.zeros(word.shape, np.int32)
+    for i, (value, shift) in enumerate(zip(values, BYTES, strict=True)):
+        codes |= _to_a_neighbour(value, word.astype(np.uint32) >> np.uint32(shift) & np.uint32(0xFF)) << (4 * i)
+    return codes
+
+
+KNOWN: dict[re.Pattern, Callable[..., np.ndarray]] = {CVT_RS: _cvt_rs}
+
+
+def inline_assembly(
+    builder: Any, text: str, constraints: str, values: Sequence[Any], kinds: Sequence[Any], is_pure: bool, pack: int
+) -> SimpleNamespace:
+    """In place of what the interpreter has for ``tl.inline_asm_elementwise``: one result, an element at a time.
+
+    Raises:
+        NotImplementedError: The instruction isn't known, or takes several elements at once.
+    """
+    found = next((function for pattern, function in KNOWN.items() if pattern.search(text)), None)
+    if found is None or pack != 1 or len(kinds) != 1:
+        raise NotImplementedError(f"run_gpu_program: a kernel has inline assembly that is not known here: {text}")
+    result = interpreter.TensorHandle(found(*(each.data for each in values)), kinds[0].scalar)
+    return SimpleNamespace(get_result=lambda index: result)
