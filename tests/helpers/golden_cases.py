@@ -62,3 +62,42 @@ def _load(entry: dict) -> Case:
 
 
 CASES = [_load(entry) for entry in json.loads((GOLDEN / "manifest.json").read_text())["cases"] if entry["promised"]]
+
+
+# ---------------------------------------------------------------------------------- two levels of scales
+
+TWO_LEVEL_BLOCKS = {"nvfp4_1x16": (1, 16), "nvfp4_16x16": (16, 16)}
+TWO_LEVEL_RULES = {"te": "transformer_engine", "ao": "torchao"}
+
+
+class TwoLevelCase(NamedTuple):
+    """One golden case in four bits: codes are two to a byte, and a block of rows has its scale once."""
+
+    name: str
+    x: Tensor
+    quantizer: f8.TwoLevelScaling
+    codes: Tensor
+    scale: Tensor
+    outer_scale: Tensor
+
+    def wanted(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self.codes, self.scale, self.outer_scale
+
+
+def two_level_cases(source: str) -> list[TwoLevelCase]:
+    """All finite cases of TransformerEngine's rule ("te") or torchao's ("ao") that have two levels."""
+    found = []
+    for entry in json.loads((GOLDEN / "manifest.json").read_text())["cases"]:
+        wanted = entry["kind"] in TWO_LEVEL_BLOCKS and not entry["nonfinite_input"] and "2lvl" in entry["name"]
+        if not wanted or not entry["name"].endswith(source):
+            continue
+        arrays, block = dict(np.load(GOLDEN / entry["file"])), TWO_LEVEL_BLOCKS[entry["kind"]]
+        if arrays["x"].dtype == np.uint16:  # bits of bfloat16
+            arrays["x"] = (arrays["x"].astype(np.uint32) << 16).view(np.float32)
+        x, codes, scale, outer = (
+            torch.from_numpy(arrays[name]) for name in ("x", "packed", "scale_e4m3", "global_scale")
+        )
+        quantizer = f8.TwoLevelScaling(block=block, scale=TWO_LEVEL_RULES[source])
+        given = x.bfloat16() if "_bf16_" in entry["name"] else x
+        found.append(TwoLevelCase(entry["name"], given, quantizer, codes, scale[:: block[0]], outer))
+    return found

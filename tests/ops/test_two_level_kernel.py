@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from golden_cases import two_level_cases
 
 import fp8compile as f8
 from fp8compile.formats import unpack
@@ -80,6 +81,24 @@ def test_the_kernel_is_its_twin_bit_for_bit(pair, shape, dtype, finite):
 def test_another_quantizer_is_seen(planted, differs):
     found = differences(torch.randn(32, 64).bfloat16(), PAIRS["gradients"], planted)
     assert [i for i, count in enumerate(found) if count] == differs
+
+
+@needs_triton
+@pytest.mark.parametrize(("source", "count"), [("te", 20), ("ao", 6)])
+def test_the_kernel_has_the_codes_and_scales_of_the_references(source, count, assert_bits_equal):
+    """Golden cases with whole blocks along rows; transposed, along columns; zeros fill sixteen of the other dim."""
+    cases = [case for case in two_level_cases(source) if case.quantizer.block == (1, 16) and case.x.shape[1] % 16 == 0]
+    assert len(cases) == count
+    for case in cases:
+        m, k = case.x.shape
+        filled = torch.cat([case.x, case.x.new_zeros(-m % 16, k)])
+        columns = replace(COLUMNS, scale=case.quantizer.scale)
+        along_rows = interpreted(filled, case.quantizer, columns)[:3]
+        turned, *scales = interpreted(filled.t().contiguous(), case.quantizer, columns)[3:]
+        for what, (codes, tiles, outer) in (("rows", along_rows), ("columns", (turned.t(), *scales))):
+            assert_bits_equal(codes[:m].contiguous(), case.codes, f"codes of {what} of {case.name}")
+            assert_bits_equal(untiled(tiles, len(filled), k // 16)[:m], case.scale, f"scales of {what} of {case.name}")
+            assert_bits_equal(outer, case.outer_scale, f"outer scale of {what} of {case.name}")
 
 
 def by_hardware(pair):

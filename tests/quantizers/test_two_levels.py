@@ -2,46 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import dataclass, replace
 
-import numpy as np
 import pytest
 import torch
-from golden_cases import GOLDEN
+from golden_cases import two_level_cases
 from torch import Tensor
 
 import fp8compile as f8
 from fp8compile.formats import E2M1, E4M3, pack, unpack
 from fp8compile.library import Quantizer, exact_quotient
 from fp8compile.quantizers.hadamard import SIGNS, inverse_hadamard, random_hadamard
+from fp8compile.quantizers.stochastic_rounding import noise
 from fp8compile.testing import check_quantizer
-
-SOURCES = {"te": "transformer_engine", "ao": "torchao"}
-BLOCKS = {"nvfp4_1x16": (1, 16), "nvfp4_16x16": (16, 16)}
-
-
-def _cases(source):
-    """(name, x, quantizer, packed codes, scales of blocks, outer scale) of all finite cases of two levels."""
-    for entry in json.loads((GOLDEN / "manifest.json").read_text())["cases"]:
-        wanted = entry["kind"] in BLOCKS and not entry["nonfinite_input"] and "2lvl" in entry["name"]
-        if wanted and entry["name"].endswith(source):
-            arrays = {name: torch.from_numpy(array) for name, array in _arrays(entry).items()}
-            scale = arrays["scale_e4m3"][:: BLOCKS[entry["kind"]][0]]
-            quantizer = f8.TwoLevelScaling(block=BLOCKS[entry["kind"]], scale=SOURCES[source])
-            yield entry["name"], arrays["x"], quantizer, arrays["packed"], scale, arrays["global_scale"]
-
-
-def _arrays(entry):
-    found = dict(np.load(GOLDEN / entry["file"]))
-    if found["x"].dtype == np.uint16:  # bits of bfloat16
-        found["x"] = (found["x"].astype(np.uint32) << 16).view(np.float32)
-    return found
-
-
-def _as_given(name, x):
-    return x.bfloat16() if "_bf16_" in name else x
 
 
 def _quantize_all(xs: list[Tensor], quantizers: tuple):
@@ -52,15 +26,15 @@ def _quantize_all(xs: list[Tensor], quantizers: tuple):
 @pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
 @pytest.mark.parametrize(("source", "count"), [("te", 26), ("ao", 6)])
 def test_codes_and_both_scales_are_the_references(source, count, backend, assert_bits_equal):
-    cases = list(_cases(source))
+    cases = two_level_cases(source)
     assert len(cases) == count
     quantize = _quantize_all
     if backend != "eager":
         quantize = torch.compile(_quantize_all, fullgraph=True, dynamic=False, backend=backend)
-    found = quantize([_as_given(name, x) for name, x, *_ in cases], tuple(case[2] for case in cases))
-    for (name, _, _, *wanted), got in zip(cases, found, strict=True):
-        for what, a, b in zip(("codes", "scale", "outer_scale"), got, wanted, strict=True):
-            assert_bits_equal(a, b, f"{what} of {name}")
+    found = quantize([case.x for case in cases], tuple(case.quantizer for case in cases))
+    for case, got in zip(cases, found, strict=True):
+        for what, a, b in zip(("codes", "scale", "outer_scale"), got, case.wanted(), strict=True):
+            assert_bits_equal(a, b, f"{what} of {case.name}")
 
 
 @dataclass(frozen=True, repr=False)
@@ -134,10 +108,13 @@ def test_e2m1_rounds_every_bfloat16_and_its_neighbours_to_the_nearest_code():
     assert torch.equal(E2M1.decode(E2M1.encode(values)).abs(), table[expected & 7].float())
 
 
-def test_stochastic_e2m1_is_right_on_average_over_every_bfloat16():
+@pytest.mark.parametrize("drawn", ["independent", "by the hash"])
+def test_stochastic_e2m1_is_right_on_average_over_every_bfloat16(drawn):
     values = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16).float()
     values = values[values.abs() <= 6]
-    tries = torch.stack([E2M1.encode_stochastic(values, torch.rand(values.shape)) for _ in range(64)])
+    by_seed = (noise(values.unsqueeze(0), seed).squeeze(0) for seed in range(64))
+    numbers = by_seed if drawn == "by the hash" else (torch.rand(values.shape) for _ in range(64))
+    tries = torch.stack([E2M1.encode_stochastic(values, each) for each in numbers])
     found = E2M1.decode(tries).double()
     step = torch.where(values.abs() < 2, 0.5, torch.where(values.abs() < 4, 1.0, 2.0)).double()
     error = (found - values.double()) / step
