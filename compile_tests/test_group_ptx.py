@@ -77,19 +77,19 @@ def test_rows(arch, x_type, k):
     ids=str,
 )
 def test_two_levels(directions, rounding):
-    recipe, gpu, warps = f8.recipes.nvfp4(grad_rounding=rounding), GPUS["b200"], groups_two_levels.WARPS
+    recipe, gpu = f8.recipes.nvfp4(grad_rounding=rounding), GPUS["b200"]
     rows = None if directions == "tokens" else recipe.grad_output
     columns = None if directions == "rows" else recipe.grad_output_for_grad_weight
     constants = groups_two_levels.amax_constants(rows, columns, gpu.target) | CONTIGUOUS
-    kinds = TOKENS | {"x_ptr": "*bf16", "row_amax_ptr": "*i32", "column_amax_ptr": "*i32"}
-    assert_good(groups_two_levels.amaxes_kernel, kinds, constants, warps, gpu)
+    kinds = TOKENS | {"x_ptr": "*bf16", "amaxes_ptr": "*fp32"}
+    assert_good(groups_two_levels.amaxes_kernel, kinds, constants, groups_two_levels.AMAX_WARPS, gpu)
     kinds = TOKENS | {"x_ptr": "*bf16", "C": "i32"}
     for side in ("row", "column"):
         kinds |= {f"{side}_amax_ptr": "*fp32", f"{side}s_ptr": "*i64"}
         kinds |= {f"{side}_scales_ptr": "*u8", f"{side}_outer_ptr": "*fp32"}
     codes = [f"{side}s_ptr" for side, way in (("row", rows), ("column", columns)) if way is not None]
     constants = groups_two_levels.code_constants(rows, columns, gpu.target) | CONTIGUOUS
-    assert_good(groups_two_levels.codes_kernel, kinds, constants, warps, gpu, codes=codes)
+    assert_good(groups_two_levels.codes_kernel, kinds, constants, groups_two_levels.WARPS, gpu, codes=codes)
 
 
 # ---------------------------------------------------------------------------------- products

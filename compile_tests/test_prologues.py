@@ -87,24 +87,25 @@ def computing(run):
     return [launch.name for graph in run.graphs for launch in graph.launches if launch.name.startswith("triton_tem")]
 
 
-def assert_same(fn, args):
-    run = run_gpu_program(fn, *args, orders=("forwards", "shuffled"))
+def assert_same(fn, args, *, arch="h200"):
+    run = run_gpu_program(fn, *args, orders=("forwards", "shuffled"), arch=arch)
     assert not run.differences, str(run.differences)
     return computing(run)
 
 
-@pytest.mark.parametrize("recipe", ["blockwise", "rowwise"])
+@pytest.mark.parametrize(("recipe", "arch"), [("blockwise", "h200"), ("rowwise", "h200"), ("nvfp4", "b200")])
 @pytest.mark.parametrize(
     "fn",
     [product, scaled_rows, gathered, joined, numbered, normalized, padded, long, read_again],
     ids=lambda fn: fn.__name__,
 )
-def test_bits_of_the_reference(fn, recipe):
-    assert assert_same(partial(fn, recipe=recipe), arguments(torch.bfloat16))
+def test_bits_of_the_reference(fn, recipe, arch):
+    assert assert_same(partial(fn, recipe=recipe), arguments(torch.bfloat16), arch=arch)
 
 
-def test_a_view_is_written():
-    assert not assert_same(partial(transposed, recipe="blockwise"), arguments(torch.bfloat16))
+@pytest.mark.parametrize(("recipe", "arch"), [("blockwise", "h200"), ("nvfp4", "b200")])
+def test_a_view_is_written(recipe, arch):
+    assert not assert_same(partial(transposed, recipe=recipe), arguments(torch.bfloat16), arch=arch)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
@@ -112,10 +113,11 @@ def test_values_are_rounded_to_the_input_dtype(dtype):
     assert assert_same(partial(product, recipe="blockwise"), arguments(dtype))
 
 
-def test_a_tensor_that_is_written_to_later():
+@pytest.mark.parametrize(("recipe", "arch"), [("blockwise", "h200"), ("nvfp4", "b200")])
+def test_a_tensor_that_is_written_to_later(recipe, arch):
     torch.manual_seed(0)
     x, weight, other = arguments(torch.bfloat16, needs_grad=False)
-    run = run_gpu_program(partial(behind_a_change, recipe="blockwise"), x, weight, other)
+    run = run_gpu_program(partial(behind_a_change, recipe=recipe), x, weight, other, arch=arch)
     assert not run.differences, str(run.differences)
 
 
@@ -127,8 +129,19 @@ def test_the_input_is_in_memory_only_if_others_read_it(recipe, writes):
     assert ("tl.store(values_ptr" in code.kernel(kernel)) == writes
 
 
-def test_dynamic_rows():
+def test_amaxes_in_four_bits_store_what_they_are_of():
+    """Codes wait for an expert's amax, so the matrix is read again: the template's output is the matrix."""
+    x, weight, other = arguments(torch.bfloat16, needs_grad=False)
+    (code,) = gpu_kernels(partial(product, recipe="nvfp4"), x, weight.requires_grad_(), other, arch="b200")[:1]
+    (launch,) = (each for each in code.launches if each.name.startswith("triton_tem"))
+    amaxes = 2 * 4 * 4  # of rows and of tokens, four experts, bytes each
+    assert launch.bytes_written == 2 * x.numel() + amaxes
+    assert launch.bytes_read == 2 * (2 * x.numel()) + 4 * 4, "x, other and the ends of experts"
+
+
+@pytest.mark.parametrize(("recipe", "arch"), [("blockwise", "h200"), ("nvfp4", "b200")])
+def test_dynamic_rows(recipe, arch):
     x, weight, other = arguments(torch.bfloat16)
     for each in (x, other):
         torch._dynamo.mark_dynamic(each, 0)
-    assert assert_same(partial(product, recipe="blockwise"), (x, weight, other))
+    assert assert_same(partial(product, recipe=recipe), (x, weight, other), arch=arch)

@@ -10,7 +10,8 @@ result, and kernels with one output. Here the template is the kernel's own sourc
     write(codes_ptr, m, k, codes, is_inside, stride)           Inductor's store of the template's output
 
 Values are rounded to the input's dtype, as in memory, so the op and the template have the same bits. Where others read
-the input too, the template writes it, and they read that. `fp8compile._compat.tile_templates` does it.
+the input too, the template writes it, and they read that: it is the template's output where a kernel has no `write`,
+such as one that finds amaxes. `fp8compile._compat.tile_templates` does it.
 """
 
 from __future__ import annotations
@@ -33,10 +34,11 @@ class TileKernel:
     Attributes:
         function: The kernel. Its first parameter is ``x_ptr``; it returns nothing.
         inputs: Names of pointers to the op's tensors but the first one.
-        outputs: Names of pointers to the op's results but the first one, which it stores by `write`.
+        outputs: Names of pointers to the op's results, but the first one where that is stored by `write`.
         sizes: Names of numbers that are known when it is launched.
         tile: Names of the constants that are a tile's rows and columns.
         added_to: Names of pointers among the outputs that have to begin as zeros.
+        writes: Whether it stores its first result by `write`. If not, others read the matrix too.
     """
 
     function: Any
@@ -45,6 +47,7 @@ class TileKernel:
     sizes: tuple[str, ...]
     tile: tuple[str, str] = ("TILE", "TILE")
     added_to: tuple[str, ...] = ()
+    writes: bool = True
 
 
 @dataclass(frozen=True)
@@ -77,7 +80,7 @@ def register_tile_kernel(op: torch._ops.OpOverload, launch: Callable[..., TileLa
     """Let Inductor call ``op``, and on a GPU make the pointwise code that its matrix comes from a part of its kernel.
 
     Args:
-        op: The operator. Its first argument is the matrix that it reads, its results are several tensors.
+        op: The operator. Its first argument is the matrix that it reads, its results are one tensor or several.
         launch: How its kernel is launched for the operator's arguments, fake tensors among them, of which the matrix
             is not empty and the others will be contiguous; None where there is none.
     """

@@ -72,14 +72,15 @@ def _is_changed(buffer: Any) -> bool:
 
 def _lower(launch: TileLaunch, x: Any, fake_x: torch.Tensor, computed: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
     device, kernel, node = computed.get_device(), launch.kernel, V.graph.current_node
-    is_read_again = len(node.args[0].users) > 1
-    first, *others = node.meta["val"]
+    results = node.meta["val"] if isinstance(node.meta["val"], tuple) else (node.meta["val"],)
+    first, *others = results if kernel.writes else (fake_x.contiguous(), *results)
+    writes_beside = kernel.writes and len(node.args[0].users) > 1
     inputs = [ir.ExternKernel.require_contiguous(each) for each in args if isinstance(each, ir.TensorBox)]
     outputs = [
         _allocated(each, device, zero=name in kernel.added_to)
         for name, each in zip(kernel.outputs, others, strict=True)
     ]
-    values = [_allocated(fake_x.contiguous(), device)] if is_read_again else []
+    values = [_allocated(fake_x.contiguous(), device)] if writes_beside else []
     code = ir.ComputedBuffer(
         name="computed", layout=ir.FlexibleLayout(device, computed.dtype, computed.ranges), data=computed
     )
@@ -87,7 +88,7 @@ def _lower(launch: TileLaunch, x: Any, fake_x: torch.Tensor, computed: Any, args
         buffer = V.graph.name_to_buffer.get(name)  # not those of graph inputs, whose layouts are known
         if buffer is not None:
             buffer.decide_layout()  # the template is printed now
-    choice = _template(kernel, is_read_again).generate(
+    choice = _template(kernel, writes_beside).generate(
         input_nodes=(*inputs, *outputs, *values),
         layout=ir.FixedLayout(device, first.dtype, _exprs(first.shape), _exprs(first.stride())),
         mutated_inputs=[*outputs, *values],
@@ -97,11 +98,13 @@ def _lower(launch: TileLaunch, x: Any, fake_x: torch.Tensor, computed: Any, args
         num_warps=launch.warps,
         **launch.constants,
     )
-    result = _Computing(choice, computed)
+    result = ir.TensorBox.create(_Computing(choice, computed))
     for written in values:
+        written.data.data.data._post_init_setattr("origin_node", node.args[0])
+    for written in values if kernel.writes else [result]:
         x.data.data = written.data.data  # what is read from now on
-        x.data.data.data._post_init_setattr("origin_node", node.args[0])
-    return ir.TensorBox.create(result), *outputs
+    found = (result, *outputs) if kernel.writes else tuple(outputs)
+    return found if isinstance(node.meta["val"], tuple) else found[0]
 
 
 def _allocated(like: torch.Tensor, device: torch.device, *, zero: bool = False) -> Any:
@@ -135,18 +138,19 @@ def _source(kernel: TileKernel, writes_values: bool) -> str:
     source = inspect.cleandoc("\n" + inspect.getsource(kernel.function.fn))
     body = source[re.search(r"\):.*\n(?=    )", source).end() :]
 
-    def computed(line: re.Match) -> str:
-        indent, m, k, is_inside = line.groups()
-        return f'{indent}{ROW}, {COLUMN} = {m}, {k}\n{indent}{{{{computed("{is_inside}", {len(indent)})}}}}\n'
-
-    def written(line: re.Match) -> str:
-        indent, i, j, codes, is_stored = line.groups()
-        store = f'store_output(("tmp_i", "tmp_j"), "{codes}", "{is_stored}", {len(indent)}, {kernel.tile})'
+    def stored(indent: str, i: str, j: str, values: str, is_stored: str) -> str:
+        store = f'store_output(("tmp_i", "tmp_j"), "{values}", "{is_stored}", {len(indent)}, {kernel.tile})'
         return f"{indent}tmp_i, tmp_j = {i}, {j}\n{indent}{{{{{store}}}}}\n"
 
+    def computed(line: re.Match) -> str:
+        indent, m, k, is_inside = line.groups()
+        made = f'{indent}{ROW}, {COLUMN} = {m}, {k}\n{indent}{{{{computed("{is_inside}", {len(indent)})}}}}\n'
+        return made if kernel.writes else made + stored(indent, m, k, "x", is_inside)
+
     body, values_found = VALUES.subn(computed, body)
-    body, writes_found = WRITE.subn(written, body)
-    assert values_found == writes_found == 1, f"{kernel.function}: {values_found} values, {writes_found} writes"
+    body, writes_found = WRITE.subn(lambda line: stored(*line.groups()), body)
+    counts = values_found, writes_found
+    assert counts == (1, int(kernel.writes)), f"{kernel.function}: {values_found} values, {writes_found} writes"
     pointers = (*kernel.inputs, *kernel.outputs, *(["values_ptr"] if writes_values else []))
     named = ", ".join(f'"{name}"' for name in pointers)
     sizes = "".join(f'    {name} = {{{{size_called("{name}")}}}}\n' for name in kernel.sizes)

@@ -5,8 +5,8 @@
 
 Columns come in tiles of 128 that belong to one group (`fp8compile.ops.groups.tiles`), so a program has one group, and
 its two outer scales are two numbers. Scales go to where the grouped GEMM reads them. Every byte is written: what is
-behind a group, and rows behind the last one, are zeros, and the latter are never loaded. Offsets that are no ends of
-groups give wrong results, and no access outside of the tensors.
+behind a group, and rows behind the last one, are zeros, whatever the latter hold. Offsets that are no ends of groups
+give wrong results, and no access outside of the tensors.
 
 Each step is that of `TwoLevelScaling` on the group alone, as in `fp8compile.kernels.two_levels`, the roundings too.
 
@@ -16,11 +16,11 @@ GPU asks.
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from fp8compile._compat import TileKernel, TileLaunch
 from fp8compile.kernels.groups import SEARCHED, _sizes
 from fp8compile.kernels.two_levels import (
     COLUMNS,
@@ -35,12 +35,15 @@ from fp8compile.kernels.two_levels import (
     _sum,
     constants,
 )
+from fp8compile.kernels.values import values
 from fp8compile.quantizers import TwoLevelScaling
 from fp8compile.quantizers.hadamard import GROUP
 from fp8compile.scale_layouts import TILE_BLOCKS, TILE_ROWS
 from fp8compile.target import Target, target_of
 
 __all__ = [
+    "AMAXES",
+    "AMAX_WARPS",
     "WARPS",
     "amax_constants",
     "amaxes_kernel",
@@ -49,6 +52,8 @@ __all__ = [
     "codes_kernel",
     "codes_of_groups",
 ]
+
+AMAX_WARPS = 4  # 8 bytes of bfloat16 a load; with 8 warps ptxas spills where each row has a factor
 
 SIXTEEN, TILE = tl.constexpr(GROUP), tl.constexpr(TILE_ROWS)
 BLOCKS_OF_TILE = tl.constexpr(TILE_BLOCKS)
@@ -98,29 +103,33 @@ def _sixteen(x_ptr, row, end, k, K, stride_m, stride_k, is_group):
 
 @triton.jit
 def amaxes_kernel(
-    x_ptr, offsets_ptr, row_amax_ptr, column_amax_ptr, R, K, E, stride_m, stride_k,
+    x_ptr, offsets_ptr, amaxes_ptr, R, K, E, stride_m, stride_k,
     GROUPS: tl.constexpr, COLUMNS: tl.constexpr, HAS_ROWS: tl.constexpr, HAS_COLUMNS: tl.constexpr,
     C_TRANSFORM: tl.constexpr, C_NEGATIVE: tl.constexpr,
 ):  # fmt: skip
-    """The largest magnitudes of one tile, to those of its group."""
-    SIZE: tl.constexpr = GROUPS * SIXTEEN
-    column = tl.program_id(0) * SIZE
+    """The largest magnitudes of one tile, to those of its group; rows behind the last group are read, and in none."""
+    column = tl.program_id(0) * (GROUPS * SIXTEEN)
     group, first, start, _ = _group_of(offsets_ptr, column // TILE, E)
     end = _end(offsets_ptr, group, R, E)
-    k = tl.program_id(1).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
+    k = (tl.program_id(1).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS))[None, :]
     row = start + column - first * TILE + tl.arange(0, GROUPS) * SIXTEEN
-    is_group = group < E
-    xs = _sixteen(x_ptr, row, end, k, K, stride_m, stride_k, is_group)
+    xs = ()
+    for i in tl.static_range(SIXTEEN):
+        m = (row + i).to(tl.int64)[:, None]
+        is_inside = (row + i < end)[:, None] & (k < K)
+        x = values(x_ptr, m, k, is_inside, stride_m, stride_k)
+        xs += (x,)
+    bits_ptr = amaxes_ptr.to(tl.pointer_type(tl.int32), bitcast=True)  # float32, whose bits order as integers
     if HAS_ROWS:
         largest = tl.zeros((GROUPS, COLUMNS), tl.int32)
         for i in tl.static_range(SIXTEEN):
             largest = tl.maximum(largest, _magnitude(xs[i]))
-        tl.atomic_max(row_amax_ptr + group, tl.max(tl.max(largest, 1), 0), is_group, sem="relaxed")
+        tl.atomic_max(bits_ptr + group, tl.max(tl.max(largest, 1), 0), group < E, sem="relaxed")
     if HAS_COLUMNS:
         largest = tl.zeros((GROUPS, COLUMNS), tl.int32)
         for j in tl.static_range(SIXTEEN):
             largest = tl.maximum(largest, _magnitude(_sum(xs, j, C_TRANSFORM, C_NEGATIVE)))
-        tl.atomic_max(column_amax_ptr + group, tl.max(tl.max(largest, 1), 0), is_group, sem="relaxed")
+        tl.atomic_max(bits_ptr + E + group, tl.max(tl.max(largest, 1), 0), group < E, sem="relaxed")
 
 
 @triton.jit
@@ -242,22 +251,31 @@ def _grid(rows: int, columns: int, groups: int) -> tuple[int, int]:
     return tiles * (TILE_ROWS // (GROUPS * GROUP)), triton.cdiv(columns, COLUMNS)
 
 
+AMAXES = TileKernel(
+    amaxes_kernel,
+    inputs=("offsets_ptr",),
+    outputs=("amaxes_ptr",),
+    sizes=("R", "K", "E"),
+    tile=("GROUPS", "COLUMNS"),
+    added_to=("amaxes_ptr",),
+    writes=False,
+)
+
+
 def amaxes_of_groups(
-    x: Tensor, offsets: Tensor, rows: TwoLevelScaling | None, columns: TwoLevelScaling | None, amaxes: Tensor
-) -> None:
-    """The largest magnitudes of each group.
+    x: Tensor, offsets: Tensor, rows: TwoLevelScaling | None, columns: TwoLevelScaling | None
+) -> TileLaunch:
+    """How the largest magnitudes of each group are found: on x, the offsets and the amaxes, (2, E) float32, zeros.
 
     Args:
         x: (R, K), any strides, float32, bfloat16 or float16; neither is 0.
         offsets: (E,), contiguous, int32; E is not 0.
         rows: Block (1, 16), or None for none along rows.
         columns: Block (16, 1), or None; not both are None.
-        amaxes: (2, E), contiguous, float32, zeros.
     """
     (r, k), groups = x.shape, offsets.shape[0]
     chosen = amax_constants(rows, columns, target_of(x.device))
-    bits = amaxes.view(torch.int32)
-    amaxes_kernel[_grid(r, k, groups)](x, offsets, *bits, r, k, groups, *x.stride(), **chosen, num_warps=WARPS)
+    return TileLaunch(AMAXES, (*_grid(r, k, groups), 1), {"R": r, "K": k, "E": groups}, chosen, AMAX_WARPS)
 
 
 def codes_of_groups(

@@ -1,7 +1,7 @@
 """fp8compile::group_outer_amaxes: the amax of each group's tokens, as they are and as they are transformed.
 
 Codes of two levels wait for the amax of their whole group, so tokens are read twice: this is the first read, for codes
-along rows and for those along tokens. On a GPU it is one Triton kernel.
+along rows and for those along tokens. On a GPU it is one Triton kernel, that in a graph computes the tokens too.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from fp8compile import _compat
+from fp8compile._compat import TileLaunch
 from fp8compile.ops.groups.spans import spans
 from fp8compile.ops.groups.token_samples import tokens
 from fp8compile.ops.quantization_steps import PYTHON_OF_STEPS
@@ -69,25 +70,35 @@ def _fake(x: Tensor, offsets: Tensor, rows: Quantizer, columns: Quantizer, direc
     return x.new_empty((2, offsets.shape[0]), dtype=torch.float32)
 
 
+def _launch(x: Tensor, offsets: Tensor, rows: Quantizer, columns: Quantizer, directions: str) -> TileLaunch | None:
+    if not x.numel() or not offsets.shape[0]:
+        return None
+    from fp8compile.kernels.groups_two_levels import amaxes_of_groups
+
+    return amaxes_of_groups(x, offsets, *_wanted(rows, columns, directions))
+
+
+def _wanted(rows: Quantizer, columns: Quantizer, directions: str) -> tuple[Quantizer | None, Quantizer | None]:
+    return rows if directions != "tokens" else None, columns if directions != "rows" else None
+
+
 def _kernel(x: Tensor, offsets: Tensor, rows: Quantizer, columns: Quantizer, directions: str) -> Tensor:
     """Outer amaxes along rows, then along tokens, (2, E) float32; zeros of a direction that is left out.
 
     Args:
-        x: (R, K), sorted by group; rows behind the last group are not read.
+        x: (R, K), sorted by group; rows behind the last group are in no amax.
         offsets: Ends of the groups, (E,) int32.
         rows: Block (1, 16), no transform.
         columns: Block (16, 1).
         directions: ``"both"``, ``"rows"`` or ``"tokens"``.
     """
     amaxes = torch.zeros_like(_fake(x, offsets, rows, columns, directions))
-    wanted = (rows if directions != "tokens" else None, columns if directions != "rows" else None)
     if target_of(x.device).type != "cpu":
-        if x.numel() and amaxes.numel():
-            from fp8compile.kernels.groups_two_levels import amaxes_of_groups
-
-            amaxes_of_groups(x, offsets.contiguous(), *wanted, amaxes)
+        launch = _launch(x, offsets, rows, columns, directions)
+        if launch is not None:
+            launch(x, offsets.contiguous(), amaxes)
         return amaxes
-    for own, quantizer in zip(amaxes, wanted, strict=True):
+    for own, quantizer in zip(amaxes, _wanted(rows, columns, directions), strict=True):
         for group, (tokens_of_group, _) in enumerate(spans(offsets, 1) if quantizer else ()):
             amax = PYTHON_OF_STEPS.amax(x[tokens_of_group], quantizer.unpacked())
             own[group : group + 1] = PYTHON_OF_STEPS.outer_amax(amax, quantizer.unpacked())
@@ -113,4 +124,4 @@ group_outer_amaxes = register_op(
     sharding=None,  # groups are whole on a rank
     samples=two_level_samples,
 )
-_compat.register_fallback(group_outer_amaxes)
+_compat.register_tile_kernel(group_outer_amaxes, _launch)
