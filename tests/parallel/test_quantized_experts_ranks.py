@@ -42,9 +42,7 @@ def ranks():
 def on_ranks(kind, count, recipe, where, backend=None, *, quantized, seed=0):
     """A model and its optimizer; ``where`` is the dim that FSDP2 cuts on two ranks, or "EP", or "EP + FSDP"."""
     options = {"quantized_parameters": True, "keep_initial": True} if quantized else {}
-    model = expert_models.mixture_of(
-        kind, count, f8.recipes.by_name(recipe), seed=seed, dtype=torch.bfloat16, **options
-    )
+    model = expert_models.mixture_of(kind, count, models.recipe_of(recipe), seed=seed, dtype=torch.bfloat16, **options)
     mesh, names = None, [name for name, _ in model.named_modules() if name.endswith("experts")]
     if isinstance(where, str):
         both = models.mesh_2d("fsdp", "ep")
@@ -111,6 +109,11 @@ CASES = [
     ("gpt-oss", 4, "mxfp8", "EP + FSDP", "aot_eager"),
     ("gpt-oss", 2, "nvfp4", 0, None),
     ("torchtitan", 1, "nvfp4", 1, None),
+    ("torchtitan", 2, models.FOUR_BITS, 0, None),
+    ("gpt-oss", 3, models.FOUR_BITS, 0, None),
+    ("gpt-oss", 1, models.FOUR_BITS, 1, None),
+    ("gpt-oss", 4, models.FOUR_BITS, "EP + FSDP", None),
+    ("gpt-oss", 3, models.FOUR_BITS, 0, "aot_eager"),
 ]
 SLOW = [
     ("gpt-oss", 4, "nvfp4", "EP + FSDP", None),
@@ -118,6 +121,10 @@ SLOW = [
     ("gpt-oss", 1, "nvfp4", 2, None),
     ("gpt-oss", 2, "nvfp4", "EP", None),
     ("gpt-oss", 2, "nvfp4", 0, "aot_eager"),
+    ("torchtitan", 1, models.FOUR_BITS, 0, None),
+    ("torchtitan", 1, models.FOUR_BITS, 2, None),
+    ("gpt-oss", 2, models.FOUR_BITS, "EP", None),
+    ("torchtitan", 1, models.FOUR_BITS, 1, "aot_eager"),
 ]
 EVERY = [*CASES, *(pytest.param(case, marks=pytest.mark.slow) for case in SLOW)]
 
@@ -142,7 +149,7 @@ def saved_on_two_and_loaded_on_three(recipe, folder):
         loaded = [whole(each) for each in run[0].state_dict().values()]
     dist.barrier(GROUPS["three"])
     model = expert_models.mixture_of(
-        "gpt-oss", 4, f8.recipes.by_name(recipe), seed=1, dtype=torch.bfloat16, quantized_parameters=True
+        "gpt-oss", 4, models.recipe_of(recipe), seed=1, dtype=torch.bfloat16, quantized_parameters=True
     )
     models.shard(model, models.mesh_1d("three"), MixedPrecisionPolicy())
     parallel.share_scales(model)
@@ -153,7 +160,7 @@ def saved_on_two_and_loaded_on_three(recipe, folder):
     return [difference(one, other) for one, other in zip(loaded, own, strict=False)]
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise", "mxfp8", "nvfp4"])
+@pytest.mark.parametrize("recipe", ["tensorwise", "mxfp8", "nvfp4", models.FOUR_BITS])
 def test_experts_that_two_ranks_saved_are_loaded_by_three(ranks, recipe, tmp_path):
     answers = ranks.run(saved_on_two_and_loaded_on_three, recipe, str(tmp_path), within="three")
     assert len(answers[0]) > 8

@@ -100,8 +100,6 @@ def _why_plain(weight: _Weight, users: list[nn.Module]) -> str | None:
     if not recipe.shares_weight_codes() and recipe.delayed()[1] is not None:
         return "delayed scaling makes codes of one product of the weight, and not of the other"
     for quantizer in (recipe.quantizer_read(gemm.b) for gemm in PAIR):
-        if quantizer.has_outer_scale() and not recipe.shares_weight_codes() and weight.parameter.ndim == 3:
-            return f"experts have no two sets of codes of two levels, as {quantizer!r} is one of"
         if not quantizer.is_local():
             return f"codes of {quantizer!r} depend on where in the tensor a value stands"
     if not weight.is_alone(users):
