@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import expert_models
 import fsdp_models as models
@@ -186,6 +186,36 @@ def test_codes_share_a_byte_where_a_matrix_has_an_even_number_of_them(size):
         turned = weight.transpose(1, 2)
         assert (turned.shape, turned.stride()) == (values.mT.shape, values.mT.stride())
         assert difference(turned.dequantize(), weight.dequantize().mT) is None
+
+
+@dataclass(frozen=True, repr=False)
+class _OfOneMatrix(f8.TwoLevelScaling):
+    """As another package may write it, by rules that know the amax of one tensor alone."""
+
+    def block_scale(self, amax, outer_amax):
+        assert outer_amax.shape == (1,)
+        return super().block_scale(amax, outer_amax)
+
+
+@pytest.mark.parametrize("kind", [f8.TwoLevelScaling, _OfOneMatrix])
+@pytest.mark.parametrize("scale", ["transformer_engine", "torchao"])
+@pytest.mark.parametrize("block", [(1, 16), (16, 16)])
+def test_each_matrix_has_the_scales_that_it_has_alone(kind, scale, block):
+    """Of zeros, of values that are not finite, of the smallest and of the largest ones."""
+    values = torch.randn(6, 32, 48)
+    values[1] = 0
+    values[2, 3, 5], values[3, 3, 5] = torch.nan, torch.inf
+    values[4] *= 1e-44
+    values[5, 17] *= 3e37
+    for dtype in (torch.float32, torch.bfloat16):
+        quantizer, own = kind(block=block, scale=scale), values.to(dtype)
+        weight = QuantizedStackParameter.of(own, quantizer)
+        expected = [f8.quantize(matrix, quantizer).parts() for matrix in own]
+        for mine, right in zip(weight.parts(), zip(*expected, strict=True), strict=True):
+            right = torch.cat(right) if mine.ndim == 1 else torch.stack(right)
+            assert difference(mine, right) is None
+    none = QuantizedStackParameter.of(values[:0], quantizer)
+    assert [tuple(each.shape) for each in none.parts()[::2]] == [(0, 32, 24), (0,)]
 
 
 def test_codes_of_another_recipe_are_refused():

@@ -130,17 +130,22 @@ class ShardedPair(ShardedWeight):
     ) -> OwnCodes:
         """This rank's codes for one product, as the quantizers lay them down."""
         quantizer = self.quantizer_for(module, gemm)
-        if self.is_own(part, quantizer):
-            codes, *scales = self.quantized(part, quantizer)
-            scales = scales if beside else _scales_of_all_ranks(scales, part, quantizer)
-        else:
-            size = part.whole_shape(len(part.cuts) - 1)
-            multiplier, scale, outer_scale = module.weight_scales.of(module, self.name, gemm.b)
-            codes = self.codes_of(part, multiplier.to(self.device), quantizer)
-            scales = [self.scale_of(scale, size, quantizer), *([] if outer_scale is None else [outer_scale])]
-            beside = False
+        is_own = self.is_own(part, quantizer)
+        codes, *scales = self.quantized(part, quantizer) if is_own else self._by_known_scales(part, module, gemm)
+        if is_own and not beside:
+            scales = _scales_of_all_ranks(scales, part, quantizer)
         codes = two_a_byte(codes, quantizers[PAIR.index(gemm)])
-        return OwnCodes(gemm, codes, tuple(OwnScale(each, travels=beside) for each in scales))
+        return OwnCodes(gemm, codes, tuple(OwnScale(each, travels=is_own and beside) for each in scales))
+
+    def _by_known_scales(self, part: LocalShard, module: nn.Module, gemm: Gemm) -> tuple[Tensor, ...]:
+        """Codes of a part, one a byte, and all levels of scales of the whole weight, which all ranks know."""
+        quantizer, size = self.quantizer_for(module, gemm), part.whole_shape(len(part.cuts) - 1)
+        multiplier, scale, outer_scale = module.weight_scales.of(module, self.name, gemm.b)
+        codes, scale = (
+            self.codes_of(part, multiplier.to(self.device), quantizer),
+            self.scale_of(scale, size, quantizer),
+        )
+        return (codes, scale) if outer_scale is None else (codes, scale, outer_scale)
 
     def _scale_shapes(
         self, part: LocalShard, size: tuple[int, ...], quantizer: Quantizer
