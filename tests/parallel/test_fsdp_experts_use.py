@@ -23,7 +23,9 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 import fp8compile as f8
 from fp8compile import _compat
 from fp8compile.ops import collectives
+from fp8compile.ops.layer.packing import one_a_byte
 from fp8compile.parallel import fsdp_float8_all_gather, graph_fsdp
+from fp8compile.testing.bits import difference
 
 pytestmark = needs_groups
 
@@ -114,6 +116,32 @@ def test_a_gather_sends_a_byte_an_element_or_half_of_one(ranks, case):
     assert sent == others + gathers * (2 * codes + SCALES[case])
     expected = [2 * 2 * AMAXES[recipe]] * 3 if way == "codes" and AMAXES[recipe] else []
     assert (reduced, none) == (expected, []), "one message a step for all weights"
+
+
+def parts_that_differ(count, dim):
+    """Where what experts see of both sets of codes is not that of each whole matrix by itself."""
+    model, found = mixture(models.FOUR_BITS, count), []
+    recipe, whole = models.recipe_of(models.FOUR_BITS), dict(model.blocks[0].experts.named_parameters())
+    whole = {name: stack.detach().bfloat16() for name, stack in whole.items()}
+    model = sharded(model, "codes", "bf16", dim, reshard_after_forward=False)
+
+    def compare(experts, _):
+        for name, quantizer in itertools.product(whole, (recipe.weight, recipe.weight_for_grad_input)):
+            own = getattr(experts, name).sets()[quantizer is recipe.weight_for_grad_input]
+            expected = zip(*(f8.quantize(matrix, quantizer.unpacked()).parts() for matrix in whole[name]), strict=True)
+            codes, scale, outer_scale = map(torch.stack, expected)
+            found.append(difference(one_a_byte(own.codes, own.quantizer)[0], codes))
+            found.append(difference(own.scale, scale))
+            found.append(difference(own.outer_scale, outer_scale.flatten()))
+
+    model.blocks[0].experts.register_forward_pre_hook(compare)
+    model(models.batch(0, rank()))
+    return len(found), [words for words in found if words is not None]
+
+
+@pytest.mark.parametrize(("count", "dim"), [(2, 0), (3, 0), (2, 2)])
+def test_experts_see_the_codes_and_scales_of_whole_matrices(ranks, count, dim):
+    assert ranks.run(parts_that_differ, count, dim, within="pair") == [(2 * 2 * 3, [])] * 2
 
 
 # ---------------------------------------------------------------------------------- ways of training
