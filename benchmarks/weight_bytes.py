@@ -1,7 +1,7 @@
 """How many bytes does a weight take, in memory and in the messages of each pass of stock FSDP2?
 
-Two linears of 1024 x 1024 without bias, a group of `fully_shard` each, on two gloo ranks, trained two steps by SGD.
-Counted in the second one, for an element of the rank's shards:
+Two linears of 1024 x 1024 without bias, or two modules of four experts of 512 x 512, a group of `fully_shard` each, on
+two gloo ranks, trained two steps by SGD. Counted in the second one, for an element of the rank's shards:
 
     memory      bytes of all tensors that live after it
     forward     bytes that a rank gives to FSDP2's all-gathers in the forward
@@ -11,7 +11,7 @@ Counted in the second one, for an element of the rank's shards:
 `values` are gathered as ever; `gathered` are bfloat16 weights that are gathered as codes; `kept`, likewise, with
 `reshard_after_forward=False`, under which the gathered weights live until the backward; `parameters` are codes.
 
-    python -m benchmarks.weight_bytes [--json] [--recipes rowwise ...]
+    python -m benchmarks.weight_bytes [--json] [--recipes rowwise ...] [--layers experts]
 """
 
 from __future__ import annotations
@@ -35,11 +35,12 @@ from benchmarks.living import bytes_since, living
 from benchmarks.table import Row, emit
 from fp8compile.ops import collectives
 
-__all__ = ["RECIPES", "WAYS", "weight_bytes"]
+__all__ = ["LAYERS", "RECIPES", "WAYS", "weight_bytes"]
 
-RECIPES = ("tensorwise", "rowwise", "rowwise_bf16_wgrad", "blockwise", "mxfp8", "delayed", "nvfp4")
+TWO_SETS = "nvfp4 1x16"  # each pass multiplies codes of its own, of blocks of 16 along its sum
+RECIPES = ("tensorwise", "rowwise", "rowwise_bf16_wgrad", "blockwise", "mxfp8", "delayed", "nvfp4", TWO_SETS)
 WAYS = ("gathered", "kept", "parameters")
-WIDTH, RANKS = 1024, 2
+WIDTH, EXPERTS, RANKS = 1024, 4, 2
 
 
 class _Sent:
@@ -71,32 +72,57 @@ def _amaxes() -> Iterator[list[int]]:
         yield found
 
 
-def _model(recipe: str | None, way: str, mesh: DeviceMesh) -> nn.Module:
+class _Experts(nn.Module):
+    """As many elements as a linear has; each expert multiplies as many rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(EXPERTS, WIDTH // 2, WIDTH // 2) / 32)
+
+    def _grouped_mm(self, *, A: Tensor, B_t: Tensor, offs: Tensor) -> Tensor:
+        return torch.nn.functional.grouped_mm(A, B_t, offs=offs)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.view(-1, WIDTH // 2)
+        ends = torch.arange(1, EXPERTS + 1, dtype=torch.int32) * (len(rows) // EXPERTS)
+        y = self._grouped_mm(A=rows, B_t=self.weight.mT, offs=ends)
+        return y.view(x.shape).clone()  # FSDP2 warns of views
+
+
+LAYERS = {"linear": lambda: nn.Linear(WIDTH, WIDTH, bias=False), "experts": _Experts}
+
+
+def _recipe(name: str) -> f8.Recipe:
+    return f8.recipes.nvfp4(weight_block=(1, 16)) if name == TWO_SETS else f8.recipes.by_name(name)
+
+
+def _model(recipe: str | None, way: str, mesh: DeviceMesh, layer: str) -> nn.Module:
     torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(2))).bfloat16()
+    model = nn.Sequential(*(LAYERS[layer]() for _ in range(2))).bfloat16()
     if recipe is not None:
         delayed = {"amax_group": mesh.get_group()} if recipe == "delayed" else {}
-        f8.convert(model, f8.recipes.by_name(recipe), quantized_parameters=way == "parameters", **delayed)
+        f8.convert(model, _recipe(recipe), quantized_parameters=way == "parameters", **delayed)
         if way in ("gathered", "kept"):
             f8.parallel.fsdp_float8_all_gather(model)
-    for layer in model:
-        fully_shard(layer, mesh=mesh, reshard_after_forward=way != "kept")
+    for block in model:
+        fully_shard(block, mesh=mesh, reshard_after_forward=way != "kept")
     return model
 
 
-def weight_bytes(recipe: str | None, way: str, mesh: DeviceMesh) -> Row:
+def weight_bytes(recipe: str | None, way: str, mesh: DeviceMesh, layer: str = "linear") -> Row:
     """A row of the table; all ranks of the mesh call this.
 
     Args:
-        recipe: By its name; None for a model without FP8.
+        recipe: One of ``RECIPES``; None for a model without FP8.
         way: One of ``WAYS``, or ``"values"``.
         mesh: Of FSDP2, one dim.
+        layer: One of ``LAYERS``.
     """
     before = living()
-    model, sent = _model(recipe, way, mesh), _Sent()
+    model, sent = _model(recipe, way, mesh, layer), _Sent()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for layer in model:
-        layer.set_custom_all_gather(sent)
+    for block in model:
+        block.set_custom_all_gather(sent)
     with _amaxes() as messages:
         for _ in range(2):
             sent.bytes = 0
@@ -111,26 +137,30 @@ def weight_bytes(recipe: str | None, way: str, mesh: DeviceMesh) -> Row:
     memory = bytes_since(before)
     elements = 2 * WIDTH * WIDTH // mesh.size()
     counted = {"memory": memory, "forward": forward, "backward": backward, "amaxes": sum(messages)}
-    return {"recipe": recipe or "bf16", "way": way, **{name: value / elements for name, value in counted.items()}}
+    found = {name: value / elements for name, value in counted.items()}
+    return {"layer": layer, "recipe": recipe or "bf16", "way": way, **found}
 
 
-def _rank(rank: int, port: int, chosen: list[str], results: SimpleQueue) -> None:
+def _rank(rank: int, port: int, chosen: list[str], layers: list[str], results: SimpleQueue) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=RANKS)
     mesh = DeviceMesh.from_group(dist.group.WORLD, "cpu")
-    rows = [weight_bytes(None, "values", mesh)]
-    rows += [weight_bytes(recipe, way, mesh) for recipe in chosen for way in WAYS]
+    rows = []
+    for layer in layers:
+        takes = [recipe for recipe in chosen if layer == "linear" or recipe != "delayed"]
+        rows.append(weight_bytes(None, "values", mesh, layer))
+        rows += [weight_bytes(recipe, way, mesh, layer) for recipe in takes for way in WAYS]
     if rank == 0:
         results.put(rows)
     dist.destroy_process_group()
 
 
-def _rows(chosen: list[str]) -> list[Row]:
+def _rows(chosen: list[str], layers: list[str]) -> list[Row]:
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         port = found.getsockname()[1]
     results = multiprocessing.get_context("spawn").SimpleQueue()
-    torch.multiprocessing.spawn(_rank, (port, chosen, results), nprocs=RANKS)
+    torch.multiprocessing.spawn(_rank, (port, chosen, layers, results), nprocs=RANKS)
     return results.get()
 
 
@@ -138,5 +168,6 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--recipes", nargs="+", default=list(RECIPES), choices=RECIPES)
+    parser.add_argument("--layers", nargs="+", default=list(LAYERS), choices=LAYERS)
     args = parser.parse_args()
-    emit("Bytes for an element of a rank's shards", _rows(args.recipes), as_json=args.json)
+    emit("Bytes for an element of a rank's shards", _rows(args.recipes, args.layers), as_json=args.json)

@@ -22,8 +22,9 @@ __all__ = ["CodesInState", "codes_and_scales", "codes_of", "scale_of"]
 
 def codes_of(weight: Tensor, own: QuantizedParameter) -> Tensor:
     """A set of codes of a weight, spread over ranks as the weight is."""
-    shape = weight.shape if own.codes.shape == own.shape else own.quantizer.codes_shape(weight.shape)
-    return _placed(weight, own.codes, weight.placements, shape) if is_dtensor(weight) else own.codes
+    if not is_dtensor(weight):
+        return own.codes
+    return _placed(weight, own.codes, weight.placements, own.codes_shape(weight.shape))
 
 
 def scale_of(weight: Tensor, own: QuantizedParameter) -> Tensor:

@@ -37,12 +37,10 @@ def _slots(recipe: Recipe) -> tuple[Quantizer | None, ...]:
     return recipe.weight, recipe.weight_for_grad_input
 
 
-def not_codes(recipe: Recipe, *, of_experts: bool = False) -> str | None:
-    """Why weights of this recipe, of linears or of experts, can't be codes, or None."""
+def not_codes(recipe: Recipe) -> str | None:
+    """Why weights of this recipe can't be codes, or None."""
     if recipe.shares_weight_codes():
         return None
-    if of_experts and any(quantizer is not None and quantizer.has_outer_scale() for quantizer in _slots(recipe)):
-        return "has two levels of scales and blocks that are not square, of which experts have no two sets of codes"
     if recipe.delayed()[1] is not None:
         return "has delayed scaling for one product of the weight, and not for the other"
     if None in _slots(recipe):
@@ -83,7 +81,7 @@ def check_weights(model: nn.Module, recipes: Mapping[nn.Module, Recipe]) -> None
     users = users_of_parameters(model)
     for module, weight_name in [(layer, each) for layer in recipes for each in weight_names(layer)]:
         name, recipe, weight = names[module] or "the model", recipes[module], getattr(module, weight_name)
-        if (reason := not_codes(recipe, of_experts=weight.ndim == 3)) is not None:
+        if (reason := not_codes(recipe)) is not None:
             raise ValueError(
                 f"convert: quantized_parameters, and the recipe of {name} {reason}. Take another recipe, such as "
                 "fp8compile.recipes.rowwise(), mxfp8() or tensorwise(), or leave quantized_parameters out."

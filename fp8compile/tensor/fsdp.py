@@ -13,6 +13,7 @@ from fp8compile._compat import is_dtensor, local_itself, uncounted_write
 from fp8compile.ops.collectives import all_gather
 from fp8compile.ops.layer.packing import one_a_byte, packed_dim, packed_in_rows
 from fp8compile.ops.layer.shards import DimSharding, Sharding, chunk_sizes
+from fp8compile.ops.layer.weight_shapes import codes_shape
 from fp8compile.quantizers import Quantizer
 from fp8compile.tensor.gathered_pair import as_sent
 
@@ -22,7 +23,8 @@ __all__ = [
     "as_pair_travels",
     "codes_by",
     "cut_dim",
-    "gathered_scale",
+    "levels_of",
+    "scale_of_all_ranks",
     "share_scale_of_part",
     "share_scales_of_shard",
     "sharded_dims",
@@ -71,19 +73,24 @@ def share_scale_of_part(parameter: Any) -> None:
         local.share_scale(cuts[-1].group, cuts[-1].dim, cuts[-1].total)
 
 
-def gathered_scale(own: Any, shards: DimSharding) -> Tensor:
-    """The scale of all blocks, of a set of codes of which each rank has a shard."""
-    block = own.block_along(shards.dim)
-    if block == -1 or own.has_all_scales:
-        return own.scale
-    return all_gather(own.scale, shards.dim, [-(-each // block) for each in shards.sizes], shards.group)
+def levels_of(own: Any, dim: int) -> list[tuple[Tensor, int | None]]:
+    """All levels of scales of a set of codes, of which ranks have shards along a dim.
+
+    Returns:
+        Of each level its scales, and how many elements along the dim have one; None if all ranks have these scales.
+    """
+    block = own.block_along(dim)
+    levels = [(own.scale, None if block == -1 or own.has_all_scales else block)]
+    if own.outer_scale is not None:
+        levels.append((own.outer_scale, 1 if own.is_stacked_along(dim) else None))
+    return levels
 
 
-def _gathered_outer_scale(own: Any, shards: DimSharding) -> Tensor | None:
-    """The outer scale of the whole weight, or those of all matrices of a stack, of which each rank has some."""
-    if own.outer_scale is None or not own.is_stacked_along(shards.dim):
-        return own.outer_scale
-    return all_gather(own.outer_scale, 0, shards.sizes, shards.group)
+def scale_of_all_ranks(scale: Tensor, block: int | None, shards: DimSharding) -> Tensor:
+    """The scales of the whole weight, of one level as `levels_of` has it."""
+    if block is None:
+        return scale
+    return all_gather(scale, shards.dim, [-(-each // block) for each in shards.sizes], shards.group)
 
 
 def as_it_travels(quantizer: Quantizer, shards: DimSharding, size: Sequence[int]) -> Quantizer:
@@ -92,10 +99,11 @@ def as_it_travels(quantizer: Quantizer, shards: DimSharding, size: Sequence[int]
     Of a rank that pads its shard, FSDP2 takes only tensors as large as the shard, an element each.
     """
     found = packed_in_rows(quantizer, size)
-    cuts_bytes = packed_dim(found) == -2 and shards.length % 2
-    if packed_dim(found) is None or not shards.is_even() or shards.dim or cuts_bytes:
+    along = packed_dim(found)
+    if along is None or not shards.is_even() or shards.dim:
         return _one_object(quantizer.unpacked() or quantizer)
-    return _one_object(found)
+    cuts_bytes = len(size) + along == shards.dim and shards.length % 2
+    return _one_object(quantizer.unpacked() if cuts_bytes else found)
 
 
 def as_pair_travels(
@@ -135,20 +143,20 @@ class FullyShardHooks:
         shards = DimSharding(self.group, mesh.get_local_rank(), dim, chunk_sizes(outer_size[dim], mesh.size()))
         quantizer = as_it_travels(self.quantizer, shards, outer_size)
         sent = as_sent(codes_by(self, quantizer), shards)
-        return (sent,), (gathered_scale(self, shards), _gathered_outer_scale(self, shards), quantizer, outer_size)
+        scales = [scale_of_all_ranks(*level, shards) for level in levels_of(self, dim)]
+        return (sent,), (scales, quantizer, outer_size)
 
     def fsdp_post_all_gather(
         self, all_gather_outputs: tuple[Tensor, ...], metadata: Any, param_dtype: torch.dtype, *, out: Any = None
     ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
         """The whole weight; with ``out``, that of the gather before, whose codes have been written to already."""
-        (codes,), (scale, outer_scale, quantizer, size) = all_gather_outputs, metadata
-        scales = (scale,) if outer_scale is None else (scale, outer_scale)
+        (codes,), (scales, quantizer, size) = all_gather_outputs, metadata
         if out is not None:
             for memory, values in zip(local_itself(out).parts()[1:], scales, strict=True):
                 with uncounted_write(memory):
                     memory.copy_(values)
             return None
-        shape = quantizer.codes_shape(size)
+        shape = codes_shape(size, quantizer)
         whole = codes.view(-1, *shape[1:])[: shape[0]]
         with torch.inference_mode(mode=False):  # later gathers write to them, under whatever mode
             scale, *outer = own = [each.clone() for each in scales]

@@ -6,7 +6,7 @@ The scales of a set that was not gathered are NaN: whatever multiplied its codes
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,14 +15,29 @@ from torch.nn.functional import pad
 
 from fp8compile import _compat
 from fp8compile.ops.layer.shards import DimSharding
+from fp8compile.ops.layer.weight_shapes import codes_shape
 from fp8compile.quantizers import GEMMS, Gemm, Quantizer
 from fp8compile.tensor.pair import QuantizedPair, Turns
 from fp8compile.tensor.quantized import QuantizedTensor
 from fp8compile.tensor.scale_without_values import scale_without_values
 
-__all__ = ["Meaning", "OwnCodes", "as_sent", "fill", "made_of", "sent_of"]
+__all__ = ["Meaning", "OwnCodes", "OwnScale", "as_sent", "fill", "made_of", "room_for", "sent_of"]
 
+Shapes = tuple[tuple[int, ...], ...]
 PAIR = GEMMS[:2]  # output and grad_input
+
+
+@dataclass(frozen=True)
+class OwnScale:
+    """One level of the scales of a rank's codes: of blocks, or the outer ones.
+
+    Attributes:
+        values: Of the whole weight; or of this rank's shard alone, if they travel beside the codes.
+        travels: Whether they do.
+    """
+
+    values: Tensor
+    travels: bool
 
 
 @dataclass(frozen=True)
@@ -32,16 +47,16 @@ class OwnCodes:
     Attributes:
         gemm: The product that multiplies them.
         codes: uint8, of the shard, as `Meaning.quantizers` lay them down.
-        scale: Of all blocks; or of this rank's alone, if they travel beside the codes.
-        travels: Whether they do.
-        outer_scale: Of the whole weight, where there are two levels of scales; else None.
+        scales: Of blocks, and where there are two levels the outer ones.
     """
 
     gemm: Gemm
     codes: Tensor
-    scale: Tensor
-    travels: bool
-    outer_scale: Tensor | None = None
+    scales: tuple[OwnScale, ...]
+
+    def row(self) -> Iterable[Tensor]:
+        """Bytes of the scales that travel."""
+        return (each.values.contiguous().flatten().view(torch.uint8) for each in self.scales if each.travels)
 
 
 @dataclass(frozen=True)
@@ -53,14 +68,14 @@ class Meaning:
         ranks: How many there are.
         size: Of the weight that they have together.
         quantizers: Of the codes for the output and of those for grad_input, as they travel.
-        scale_shapes: Of the scales of all blocks, of each.
+        scale_shapes: Of the scales of the whole weight, of each set those of all levels.
     """
 
     sets: tuple[OwnCodes, ...]
     ranks: int
     size: tuple[int, ...]
     quantizers: tuple[Quantizer, Quantizer]
-    scale_shapes: tuple[tuple[int, ...], tuple[int, ...]]
+    scale_shapes: tuple[Shapes, Shapes]
 
 
 def as_sent(local: Tensor, shards: DimSharding) -> Tensor:
@@ -68,6 +83,16 @@ def as_sent(local: Tensor, shards: DimSharding) -> Tensor:
     padding = max(shards.sizes) - shards.length  # of rows alone: FSDP2 cuts other dims into equal parts
     local = pad(local, (*(0, 0) * (local.ndim - 1), 0, padding)) if padding else local
     return local.contiguous()
+
+
+def room_for(sizes: Iterable[int], *, together: bool) -> int:
+    """Bytes for the scales that travel in a gather, of both sets or of the one that has more of them.
+
+    Args:
+        sizes: Bytes of those of each set.
+        together: Whether both sets travel in one gather.
+    """
+    return sum(sizes) if together else max(sizes, default=0)
 
 
 def sent_of(sets: Sequence[OwnCodes], shards: DimSharding, room: int) -> tuple[Tensor, ...]:
@@ -81,22 +106,33 @@ def sent_of(sets: Sequence[OwnCodes], shards: DimSharding, room: int) -> tuple[T
     sent = [as_sent(own.codes, shards) for own in sets]
     sent = [torch.cat([each.flatten() for each in sent])] if len(shards.sizes) == 1 else sent
     if room:
-        rows = [own.scale.contiguous().flatten().view(torch.uint8) for own in sets if own.travels]
-        row = torch.cat([sent[0].new_empty(0), *rows])
+        row = torch.cat([sent[0].new_empty(0), *(each for own in sets for each in own.row())])
         sent.append(pad(row, (0, room - row.numel())))
     return tuple(sent)
 
 
-def _arrived(gathered: tuple[Tensor, ...], meaning: Meaning) -> dict[Gemm, Tensor]:
-    """Scales of all blocks of the sets that were gathered."""
-    found, start = {}, 0
+def _arrived(gathered: tuple[Tensor, ...], meaning: Meaning) -> dict[Gemm, list[Tensor]]:
+    """Scales of the whole weight, of all levels, of the sets that were gathered."""
+    found: dict[Gemm, list[Tensor]] = {}
+    start = 0
     for own in meaning.sets:
-        found[own.gemm] = own.scale
-        if own.travels:
-            rows = gathered[-1].view(meaning.ranks, -1)[:, start : start + own.scale.nbytes]
-            start += own.scale.nbytes
-            found[own.gemm] = rows.clone(memory_format=torch.contiguous_format).view(own.scale.dtype)
+        found[own.gemm] = []
+        for scale in own.scales:
+            values = scale.values
+            if scale.travels:
+                rows = gathered[-1].view(meaning.ranks, -1)[:, start : start + values.nbytes]
+                start += values.nbytes
+                values = rows.clone(memory_format=torch.contiguous_format).view(values.dtype)
+            found[own.gemm].append(values)
     return found
+
+
+def _without_values(own: QuantizedTensor) -> list[Tensor]:
+    """NaN for scales of all levels of a set whose codes were not gathered."""
+    _, *scales = own.parts()
+    device = own.scale.device
+    levels = scale_without_values(own.quantizer, (), torch.nan, device), torch.full((), torch.nan, device=device)
+    return [level.expand(scale.shape) for level, scale in zip(levels, scales, strict=False)]
 
 
 def fill(pair: QuantizedPair, gathered: tuple[Tensor, ...], meaning: Meaning) -> None:
@@ -105,13 +141,11 @@ def fill(pair: QuantizedPair, gathered: tuple[Tensor, ...], meaning: Meaning) ->
     if _is_alone_with_both(meaning):
         codes = pair.for_grad_input.codes
         _write(codes, gathered[0].view(2, -1)[1].view(codes.shape))
-    outer_scales = {own.gemm: own.outer_scale for own in meaning.sets}
     for gemm, own in zip(PAIR, pair.sets(), strict=True):
-        nan = scale_without_values(own.quantizer, (), torch.nan, own.scale.device)
-        scale = arrived[gemm].view(own.scale.shape) if gemm in arrived else nan
-        _write(own.scale, scale)
-        if own.quantizer.has_outer_scale():
-            _write(own.outer_scale, outer_scales.get(gemm, torch.full((1,), torch.nan, device=own.scale.device)))
+        _, *memories = own.parts()
+        values = arrived[gemm] if gemm in arrived else _without_values(own)
+        for memory, each in zip(memories, values, strict=True):
+            _write(memory, each.view(memory.shape))
     if pair.turns is not None:
         pair.turns.gemm = meaning.sets[0].gemm.name
 
@@ -143,17 +177,17 @@ def made_of(
         gathered: What FSDP2 gathered, and will gather into.
         meaning: Of it.
         turns: Says whose codes they are, where they are of one pass.
-        wrap: Makes one set of codes, scale, quantizer and, of two levels, ``outer_scale``.
+        wrap: Makes one set of codes, scale, quantizer and ``outer_scale``, None of one level.
     """
     sets, own = [], []
     with torch.inference_mode(mode=False):  # later gathers write to it, under whatever mode
         memories = _memories(gathered, meaning)
         own += [memories[1]] if _is_alone_with_both(meaning) else []
-        for memory, quantizer, shape in zip(memories, meaning.quantizers, meaning.scale_shapes, strict=True):
+        for memory, quantizer, (shape, *outer) in zip(memories, meaning.quantizers, meaning.scale_shapes, strict=True):
             scale = torch.empty(shape, dtype=quantizer.scale_dtype(), device=memory.device)
-            rows, *others = quantizer.codes_shape(meaning.size)
+            outer_scale = torch.empty(outer[0], device=memory.device) if outer else None
+            rows, *others = codes_shape(meaning.size, quantizer)
             codes = memory.view(-1, *others)[:rows]  # behind the last row there may be padding
-            outer = [torch.empty(1, device=memory.device)] if quantizer.has_outer_scale() else []
-            sets.append(wrap(codes, scale, quantizer, **({"outer_scale": outer[0]} if outer else {})))
-            own += [scale, *outer]
+            sets.append(wrap(codes, scale, quantizer, outer_scale=outer_scale))
+            own += [scale] if outer_scale is None else [scale, outer_scale]
     return QuantizedPair(*sets, turns if len(meaning.sets) == 1 else None), tuple(own)

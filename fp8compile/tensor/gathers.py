@@ -20,7 +20,7 @@ PAIR = OUTPUT, GRAD_INPUT = GEMMS[:2]
 OWN, BOTH, PLAIN = "own", "codes", "param_dtype"
 IN_WORDS = {
     OWN: "codes, each pass its own",
-    BOTH: "codes of both passes at once, two bytes an element",
+    BOTH: "codes of both passes at once",
     PLAIN: "param_dtype: one gather serves both passes, which multiply different codes",
 }
 

@@ -11,10 +11,18 @@ from torch.utils._python_dispatch import return_and_correct_aliasing
 
 from fp8compile import _compat, ops
 from fp8compile.ops.layer.shards import DimSharding, chunk_sizes
+from fp8compile.ops.layer.weight_shapes import scale_shapes
 from fp8compile.quantizers import GEMMS, Gemm, Quantizer
 from fp8compile.tensor.attributes import moved
-from fp8compile.tensor.fsdp import as_pair_travels, codes_by, cut_dim, gathered_scale, share_scales_of_shard
-from fp8compile.tensor.gathered_pair import Meaning, OwnCodes, fill, made_of, sent_of
+from fp8compile.tensor.fsdp import (
+    as_pair_travels,
+    codes_by,
+    cut_dim,
+    levels_of,
+    scale_of_all_ranks,
+    share_scales_of_shard,
+)
+from fp8compile.tensor.gathered_pair import Meaning, OwnCodes, OwnScale, fill, made_of, room_for, sent_of
 from fp8compile.tensor.gathers import BOTH, Gathers
 from fp8compile.tensor.optimizer_steps import Pending, check_outside_of_graph_of_step
 from fp8compile.tensor.pair import QuantizedPair, Turns, no_meaning
@@ -45,9 +53,9 @@ def is_quantized_parameter(tensor: object) -> bool:
     return isinstance(tensor, (QuantizedParameter, QuantizedPairParameter))
 
 
-def _is_of_all_ranks(own: QuantizedParameter, dim: int) -> bool:
-    """Whether all ranks have its scales, of blocks that span them along the dim that they cut, or that they cut."""
-    return own.block_along(dim) == -1 or own.has_all_scales
+def _bytes_of_own_scales(own: QuantizedParameter, dim: int) -> int:
+    """Bytes of the scales that other ranks don't have."""
+    return sum(scale.nbytes for scale, block in levels_of(own, dim) if block is not None)
 
 
 class QuantizedPairParameter(QuantizedPair):
@@ -204,10 +212,9 @@ class QuantizedPairParameter(QuantizedPair):
         quantizers = self.quantizer, self.quantizer_for_grad_input
         quantizers = as_pair_travels(quantizers, shards, outer_size)
         sets = tuple(self._codes(each, shards, quantizers, beside=beside) for each in gemms)
-        own = [each.scale for each in self.sets() if not _is_of_all_ranks(each, dim)]
-        sizes = [scale.nbytes for scale in own]
-        room = (sum(sizes) if kind == BOTH else max(sizes, default=0)) if beside else 0
-        shapes = tuple(each.scale_shape(outer_size) for each in self.sets())
+        own = [_bytes_of_own_scales(each, dim) for each in self.sets()]
+        room = room_for(own, together=kind == BOTH) if beside else 0
+        shapes = tuple(scale_shapes(outer_size, each) for each in quantizers)
         return sent_of(sets, shards, room), Meaning(sets, mesh.size(), tuple(outer_size), quantizers, shapes)
 
     def _codes(
@@ -215,10 +222,11 @@ class QuantizedPairParameter(QuantizedPair):
     ) -> OwnCodes:
         index = PAIR.index(gemm)
         own = self.sets()[index]
-        codes = codes_by(own, quantizers[index])
-        if beside and not _is_of_all_ranks(own, shards.dim):
-            return OwnCodes(gemm, codes, own.scale, travels=True, outer_scale=own.outer_scale)
-        return OwnCodes(gemm, codes, gathered_scale(own, shards), travels=False, outer_scale=own.outer_scale)
+        scales = []
+        for scale, block in levels_of(own, shards.dim):
+            travels = beside and block is not None
+            scales.append(OwnScale(scale if travels else scale_of_all_ranks(scale, block, shards), travels))
+        return OwnCodes(gemm, codes_by(own, quantizers[index]), tuple(scales))
 
     def fsdp_post_all_gather(
         self, all_gather_outputs: tuple[Tensor, ...], metadata: Any, param_dtype: torch.dtype, *, out: Any = None

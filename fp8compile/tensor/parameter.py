@@ -236,6 +236,10 @@ class QuantizedParameter(FullyShardHooks, QuantizedTensor):
         """How many elements along a dim share a scale; -1 for all of them."""
         return self.quantizer.block[int(dim == self.ndim - 1)]
 
+    def codes_shape(self, size: Sequence[int]) -> tuple[int, ...]:
+        """The shape of the codes of a weight of this size."""
+        return self.quantizer.codes_shape(size)
+
     def scale_shape(self, size: Sequence[int]) -> tuple[int, ...]:
         """The shape of the scale of a weight of this size."""
         return self.quantizer.scale_shape(size)
@@ -519,7 +523,7 @@ def _will_be_cut(x: QuantizedParameter, size: Sequence[int]) -> bool:
 
 def _new_zeros(func: Any, x: QuantizedParameter, size: Sequence[int], **kwargs: Any) -> Tensor:
     """Zeros with a scale of their own: that of the whole, if it has one, for a rank without elements has it too."""
-    if packed_dim(x.quantizer) == -2 and (len(size) < 2 or size[0] % 2):
+    if packed_dim(x.quantizer) == -2 and (len(size) < 2 or size[-2] % 2):
         raise TypeError(
             f"{func} {tuple(size)} of a QuantizedParameter whose codes share a byte with the next row's, by "
             f"{x.quantizer!r}. If this is fully_shard: give each rank an even number of rows, take "
@@ -527,7 +531,7 @@ def _new_zeros(func: Any, x: QuantizedParameter, size: Sequence[int], **kwargs: 
         )
     if kwargs.pop("dtype", None) not in (None, x.dtype):
         raise TypeError(f"{func} of a QuantizedParameter in another dtype: use torch.zeros.")
-    codes = x.codes.new_zeros(x.quantizer.codes_shape(size), **kwargs)
+    codes = x.codes.new_zeros(x.codes_shape(size), **kwargs)
     scale, is_cut = x.scale_of_zeros(size, codes.device)
     outer = x.outer_scale_of_zeros(size, codes.device)
     found = type(x)(codes, scale, x.quantizer, x.dtype, outer_scale=outer)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from fp8compile.ops.layer.weight_shapes import scale_shape, values_shape
 from fp8compile.quantizers import Quantizer
 from fp8compile.tensor.arguments import SOURCE_DTYPES
 
@@ -38,8 +39,10 @@ def _check(
         raise TypeError(f"load: a quantized tensor is codes, a scale, a quantizer and a dtype; the file has {found}.")
     if dtype not in SOURCE_DTYPES:
         raise ValueError(f"load: the file has a quantized tensor of {dtype}; it is of bfloat16, float16 or float32.")
-    shape = quantizer.values_shape(codes.shape)
-    expected = quantizer.scale_shape(shape) if matrices is None else (matrices, *quantizer.scale_shape(shape[1:]))
+    if matrices is None:
+        expected = quantizer.scale_shape(quantizer.values_shape(codes.shape))
+    else:
+        expected = scale_shape(values_shape(codes.shape, quantizer), quantizer)
     if codes.dtype != torch.uint8 or scale.dtype != quantizer.scale_dtype() or scale.shape != expected:
         raise ValueError(
             f"load: the file has codes {tuple(codes.shape)}, {codes.dtype}, and a scale {tuple(scale.shape)}, "

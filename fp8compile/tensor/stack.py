@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
+from fp8compile.ops.layer.weight_shapes import values_shape
 from fp8compile.quantizers import Gemm, Quantizer
 from fp8compile.tensor.quantized import LAYERS, QuantizedTensor, alias_of, place_of_values
 from fp8compile.tensor.refusals import refuse_operators
@@ -50,7 +51,7 @@ class QuantizedStack(Tensor):
     ) -> QuantizedStack:
         """Wrap codes and scales that a quantizer made of matrices of this dtype."""
         with torch.inference_mode(torch.is_inference_mode_enabled() and codes.is_inference()):
-            shape = (codes.shape[0], *quantizer.values_shape(codes.shape[1:]))
+            shape = values_shape(codes.shape, quantizer)
             strides, offset = place_of_values(codes, shape)
             return Tensor._make_wrapper_subclass(
                 cls, shape, strides=strides, storage_offset=offset, dtype=dtype, device=codes.device

@@ -25,6 +25,7 @@ from fp8compile.ops.layer.stacks import (
     two_scales_of_stack,
     whole_amax_of_stack,
 )
+from fp8compile.ops.layer.weight_shapes import codes_shape, scale_shape, values_shape
 from fp8compile.quantizers import Quantizer
 from fp8compile.tensor.fsdp import cut_dim
 from fp8compile.tensor.parameter import ALIASES, BLANK, SHARD, SLICE, WHOLE, QuantizedParameter, flat
@@ -46,7 +47,7 @@ class QuantizedStackParameter(QuantizedParameter):
     transposed matrices; any other op raises.
 
     Attributes:
-        codes: (E, N, K), uint8; of four bits two of a row share a byte.
+        codes: (E, N, K), uint8; of four bits two of a row share a byte, or two of a column.
         scale: (E, blocks, blocks): for each matrix, ``quantizer.scale_shape((N, K))``.
         quantizer: Of each matrix, as it lies in memory.
         outer_scale: Of each matrix, (E,) float32, where the quantizer has two levels of scales.
@@ -67,10 +68,8 @@ class QuantizedStackParameter(QuantizedParameter):
 
     @classmethod
     def _values_shape(cls, codes: Tensor, quantizer: Quantizer) -> tuple[int, ...]:
-        """The shape of what codes stand for: of each matrix by itself."""
-        if codes.ndim != 3:
-            return super()._values_shape(codes, quantizer)
-        return (codes.shape[0], *quantizer.values_shape(codes.shape[1:]))
+        """The shape of what codes stand for: of each matrix by itself, or of codes in one row."""
+        return values_shape(codes.shape, quantizer)
 
     @staticmethod
     def __tensor_unflatten__(
@@ -84,9 +83,13 @@ class QuantizedStackParameter(QuantizedParameter):
         """How many elements along a dim share a scale; -1 for all of them."""
         return 1 if dim == 0 else self.quantizer.block[dim - 1]
 
+    def codes_shape(self, size: Sequence[int]) -> tuple[int, ...]:
+        """The shape of the codes of a weight of this size."""
+        return codes_shape(size, self.quantizer)
+
     def scale_shape(self, size: Sequence[int]) -> tuple[int, ...]:
         """The shape of the scale of a weight of this size."""
-        return (size[0], *self.quantizer.scale_shape(size[1:]))
+        return scale_shape(size, self.quantizer)
 
     def is_stacked_along(self, dim: int) -> bool:
         """Whether entries along a dim have no scale in common."""

@@ -23,6 +23,14 @@ WITHIN = {"1-D": "pair", "three": "three", "HSDP": "all", "FSDP + TP": "all"}  #
 POLICIES = {"fp32": MixedPrecisionPolicy(), "bf16": BF16}
 
 
+FOUR_BITS = "nvfp4, 1 x 16"  # of which forward and backward multiply other codes of a weight
+
+
+def recipe_of(name):
+    """A ready recipe by its name, or by what these tests call it."""
+    return f8.recipes.nvfp4(weight_block=(1, 16)) if name == FOUR_BITS else f8.recipes.by_name(name)
+
+
 class FeedForward(nn.Module):
     """RMSNorm and SwiGLU, and the input added."""
 

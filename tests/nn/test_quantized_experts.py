@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import expert_models
 import fsdp_models as models
@@ -19,12 +19,12 @@ from fp8compile.nn.codes_in_state import codes_and_scales
 from fp8compile.tensor import QuantizedStackParameter
 from fp8compile.testing.bits import difference
 
-RECIPES = ("tensorwise", "rowwise", "rowwise_bf16_wgrad", "blockwise", "mxfp8", "nvfp4")
+RECIPES = ("tensorwise", "rowwise", "rowwise_bf16_wgrad", "blockwise", "mxfp8", "nvfp4", models.FOUR_BITS)
 
 
 def mixture(kind, recipe, *, quantized=True, seed=0):
     options = {"quantized_parameters": True, "keep_initial": True} if quantized else {}
-    return expert_models.mixture_of(kind, 3, f8.recipes.by_name(recipe), seed=seed, dtype=torch.bfloat16, **options)
+    return expert_models.mixture_of(kind, 3, models.recipe_of(recipe), seed=seed, dtype=torch.bfloat16, **options)
 
 
 def stacks_of(model):
@@ -40,7 +40,7 @@ def codes_that_differ(model, weights):
             expected = [f8.quantize(matrix, own.quantizer).parts() for matrix in other.detach()]
             for parts in zip(*expected, strict=True):
                 key, part = next(state)
-                rows = part.split(1) if key.endswith("outer_scale") else part
+                rows = part.split(1) if "outer_scale" in key else part
                 found += [
                     (f"{key} {index}", difference(mine, right))
                     for index, (mine, right) in enumerate(zip(rows, parts, strict=True))
@@ -55,6 +55,7 @@ CASES = [
     ("gpt-oss", "blockwise", "aot_eager"),
     ("torchtitan", "mxfp8", "aot_eager"),
     ("gpt-oss", "nvfp4", None),
+    ("gpt-oss", models.FOUR_BITS, "aot_eager"),
 ]
 EVERYTHING = [
     (kind, name, way) for kind in ("torchtitan", "gpt-oss") for name in RECIPES for way in (None, "aot_eager")
@@ -79,7 +80,7 @@ def test_masters_equal_fp8_experts_over_bfloat16_copies_of_masters(kind, recipe,
     assert graphs == (backend is not None)
 
 
-@pytest.mark.parametrize("recipe", ["blockwise", "mxfp8", "nvfp4"])
+@pytest.mark.parametrize("recipe", ["blockwise", "mxfp8", "nvfp4", models.FOUR_BITS])
 def test_stock_optimizers_round_once_a_step(recipe, assert_bits_equal):
     (weight, *_) = stacks_of(mixture("torchtitan", recipe)).values()
     plain = nn.Parameter(weight.dequantize().detach())
@@ -96,7 +97,7 @@ def test_stock_optimizers_round_once_a_step(recipe, assert_bits_equal):
         plain.data.copy_(weight.dequantize())
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "nvfp4"])
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "nvfp4", models.FOUR_BITS])
 def test_states_files_and_copies_have_the_codes(recipe):
     model, other = mixture("gpt-oss", recipe), mixture("gpt-oss", recipe, seed=1)
     state, batch = model.state_dict(), models.batch(0, 0)
@@ -152,14 +153,14 @@ def test_the_report_and_what_can_not_change_any_more():
         lambda weight: weight[:, ::2],
     ],
 )
-@pytest.mark.parametrize("recipe", ["tensorwise", "mxfp8"])
+@pytest.mark.parametrize("recipe", ["tensorwise", "mxfp8", models.FOUR_BITS])
 def test_views_that_keep_no_matrix_raise(use, recipe):
     (weight, *_) = stacks_of(mixture("torchtitan", recipe)).values()
     with pytest.raises(TypeError, match="of the weights of experts, whose matrices are codes"):
         use(weight.detach())
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise", "nvfp4"])
+@pytest.mark.parametrize("recipe", ["tensorwise", "nvfp4", models.FOUR_BITS])
 def test_a_part_of_each_matrix_takes_no_values(recipe):
     (weight, *_) = stacks_of(mixture("torchtitan", recipe)).values()
     with torch.no_grad():
@@ -168,6 +169,53 @@ def test_a_part_of_each_matrix_takes_no_values(recipe):
             weight[:, :192].zero_()
     assert not weight.dequantize()[0].any()
     assert weight.dequantize()[1].any()
+
+
+@pytest.mark.parametrize("size", [(2, 5, 6), (2, 6, 5), (3, 32, 48)], ids=str)
+def test_codes_share_a_byte_where_a_matrix_has_an_even_number_of_them(size):
+    """Ten rows of two matrices of five are no reason for two codes of a column to share one."""
+    values, recipe = torch.randn(size).bfloat16(), models.recipe_of(models.FOUR_BITS)
+    for quantizer in (recipe.weight, recipe.weight_for_grad_input):
+        weight = QuantizedStackParameter.of(values, quantizer)
+        expected = [f8.quantize(matrix, quantizer.for_shape(matrix.shape)) for matrix in values]
+        assert weight.shape == size
+        assert weight.stride() == values.stride()
+        assert difference(weight.codes, torch.stack([each.codes for each in expected])) is None
+        assert difference(weight.dequantize(), torch.stack([each.dequantize() for each in expected])) is None
+        assert difference(weight.outer_scale, torch.cat([each.outer_scale for each in expected])) is None
+        turned = weight.transpose(1, 2)
+        assert (turned.shape, turned.stride()) == (values.mT.shape, values.mT.stride())
+        assert difference(turned.dequantize(), weight.dequantize().mT) is None
+
+
+@dataclass(frozen=True, repr=False)
+class _OfOneMatrix(f8.TwoLevelScaling):
+    """As another package may write it, by rules that know the amax of one tensor alone."""
+
+    def block_scale(self, amax, outer_amax):
+        assert outer_amax.shape == (1,)
+        return super().block_scale(amax, outer_amax)
+
+
+@pytest.mark.parametrize("kind", [f8.TwoLevelScaling, _OfOneMatrix])
+@pytest.mark.parametrize("scale", ["transformer_engine", "torchao"])
+@pytest.mark.parametrize("block", [(1, 16), (16, 16)])
+def test_each_matrix_has_the_scales_that_it_has_alone(kind, scale, block):
+    """Of zeros, of values that are not finite, of the smallest and of the largest ones."""
+    values = torch.randn(6, 32, 48)
+    values[1] = 0
+    values[2, 3, 5], values[3, 3, 5] = torch.nan, torch.inf
+    values[4] *= 1e-44
+    values[5, 17] *= 3e37
+    for dtype in (torch.float32, torch.bfloat16):
+        quantizer, own = kind(block=block, scale=scale), values.to(dtype)
+        weight = QuantizedStackParameter.of(own, quantizer)
+        expected = [f8.quantize(matrix, quantizer).parts() for matrix in own]
+        for mine, right in zip(weight.parts(), zip(*expected, strict=True), strict=True):
+            right = torch.cat(right) if mine.ndim == 1 else torch.stack(right)
+            assert difference(mine, right) is None
+    none = QuantizedStackParameter.of(values[:0], quantizer)
+    assert [tuple(each.shape) for each in none.parts()[::2]] == [(0, 32, 24), (0,)]
 
 
 def test_codes_of_another_recipe_are_refused():

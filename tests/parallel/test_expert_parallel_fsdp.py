@@ -29,16 +29,17 @@ def ranks():
 # ---------------------------------------------------------------------------------- in each rank
 
 
-def spread(kind, recipe, policy, *, in_graph, **options):
+def spread(kind, recipe, policy, *, in_graph=False, as_codes=False, **options):
     """A mixture whose experts are cut over two ranks, and whose parameters over two others."""
     mesh = models.mesh_2d("fsdp", "ep")
-    model = expert_models.mixture_of(kind, 4, f8.recipes.by_name(recipe))
+    model = expert_models.mixture_of(kind, 4, models.recipe_of(recipe))
     plan = {name: parallel.ExpertParallel(**options) for name, _ in model.named_modules() if name.endswith("experts")}
     assert plan
     parallelize_module(model, mesh["ep"], plan)
     if in_graph:
         return parallel.graph_fsdp(model, mesh["fsdp"], mp_policy=models.POLICIES[policy])
-    return fully_shard(model, mesh=mesh["fsdp"], mp_policy=models.POLICIES[policy])
+    model = parallel.fsdp_float8_all_gather(model) if as_codes else model
+    return fully_shard(model, mesh=mesh["fsdp"], mp_policy=models.POLICIES[policy], reshard_after_forward=True)
 
 
 def in_the_graph_and_not(kind, recipe, policy, options, backend):
@@ -68,6 +69,28 @@ def test_the_graph_trains_as_fully_shard_does(ranks, kind, recipe, policy, optio
     for losses, expected, unlike in ranks.run(in_the_graph_and_not, kind, recipe, policy, options, backend):
         assert losses == expected
         assert unlike == []
+
+
+def as_codes_and_not(kind, recipe):
+    """Losses and this rank's weights, of a gather of codes and of one of values, and what the report says of both."""
+    found, said = [], []
+    for as_codes in (False, True):
+        model = spread(kind, recipe, "bf16", as_codes=as_codes)
+        losses = models.trained(model, 3, dist.get_rank())
+        found.append((losses, *(bits(p.to_local().detach()).tolist() for p in model.parameters())))
+        said += {row.gathered for row in f8.conversion_report(model).rows if row.experts}
+    return found[0] == found[1], said
+
+
+@pytest.mark.parametrize(
+    ("recipe", "said"),
+    [
+        (models.FOUR_BITS, "codes, each pass its own"),
+        pytest.param("blockwise", "codes", marks=pytest.mark.slow),
+    ],
+)
+def test_experts_of_each_rank_are_gathered_as_codes(ranks, recipe, said):
+    assert ranks.run(as_codes_and_not, "gpt-oss", recipe) == [(True, ["", said])] * 4
 
 
 def grouped_directly():

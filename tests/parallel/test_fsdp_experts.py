@@ -6,6 +6,8 @@ does as well, so all of these are equal bit for bit.
 
 from __future__ import annotations
 
+from unittest.mock import patch
+
 import expert_models
 import fsdp_models as models
 import pytest
@@ -14,7 +16,6 @@ import torch.distributed as dist
 from gloo_ranks import shared_ranks
 from torch.distributed.tensor import Shard
 
-import fp8compile as f8
 from fp8compile._compat import TORCH_VERSION
 from fp8compile.parallel import fsdp_float8_all_gather, graph_fsdp
 from fp8compile.testing.bits import bits
@@ -37,13 +38,13 @@ def along(dim):
     return {"shard_placement_fn": lambda parameter: Shard(dim) if parameter.ndim == 3 else None} if dim else {}
 
 
-def sharded(model, way, policy, dim=0, **options):
-    """The model as the user shards it over two ranks."""
+def sharded(model, way, policy, dim=0, arguments=(), **options):
+    """The model as the user shards it over two ranks; ``arguments`` are those of a gather of codes."""
     mesh = models.mesh_1d("pair")
     if way == "graph":
         return graph_fsdp(model, mesh, mp_policy=models.POLICIES[policy])
     if way == "codes":
-        fsdp_float8_all_gather(model)
+        fsdp_float8_all_gather(model, **dict(arguments))
     return models.shard(model, mesh, models.POLICIES[policy], **along(dim), **options)
 
 
@@ -56,7 +57,7 @@ def ways_of_training(kind, count, recipe, policy, dim, steps):
     """What differs from one process, in words, of each way."""
 
     def made():
-        return expert_models.mixture_of(kind, count, f8.recipes.by_name(recipe))
+        return expert_models.mixture_of(kind, count, models.recipe_of(recipe))
 
     losses, weights = models.one_process(made(), policy, steps)
     assert len(set(losses)) == steps
@@ -87,6 +88,9 @@ CASES = [
     ("Qwen3-MoE", 3, "blockwise", "bf16", 1),
     ("Qwen3-MoE", 3, "rowwise", "bf16", 0),
     ("torchtitan", 1, "nvfp4", "bf16", 1),
+    ("torchtitan", 4, models.FOUR_BITS, "bf16", 0),
+    ("gpt-oss", 3, models.FOUR_BITS, "bf16", 0),
+    ("torchtitan", 1, models.FOUR_BITS, "bf16", 2),  # within blocks, and outer scales are of both ranks
 ]
 
 
@@ -94,6 +98,9 @@ SLOW = [
     ("gpt-oss", 2, "nvfp4", "bf16", 0),  # two codes to a byte, of matrices that lie transposed
     ("torchtitan", 4, "nvfp4", "bf16", 0),
     ("gpt-oss", 3, "nvfp4", "fp32", 0),  # the second rank has one expert
+    ("torchtitan", 1, models.FOUR_BITS, "fp32", 0),
+    ("gpt-oss", 2, models.FOUR_BITS, "bf16", 1),
+    ("Qwen3-MoE", 3, models.FOUR_BITS, "bf16", 0),
 ]
 EVERY = [*CASES, *(pytest.param(case, marks=pytest.mark.slow) for case in SLOW)]
 
@@ -103,12 +110,24 @@ def test_trains_as_one_process_does(ranks, case):
     assert ranks.run(ways_of_training, *case, 4, within="pair") == [[]] * 2
 
 
+def of_an_odd_size(*case):
+    with patch.object(expert_models, "INNER", 201):
+        return ways_of_training(*case)
+
+
+@pytest.mark.parametrize(("count", "dim"), [(2, 0), pytest.param(3, 1, marks=pytest.mark.slow)])
+def test_codes_of_four_bits_of_matrices_of_an_odd_size(ranks, count, dim):
+    """Down has 201 columns, of which the codes for the output share no bytes, nor then do those for grad_input."""
+    case = "torchtitan", count, models.FOUR_BITS, "bf16", dim, 3
+    assert ranks.run(of_an_odd_size, *case, within="pair") == [[]] * 2
+
+
 # ---------------------------------------------------------------------------------- compiled
 
 
 def compiled(way, kind, count, recipe, backend, steps):
     """Losses and weights of a model whose blocks, or with `graph_fsdp` all of it, are one graph."""
-    model = expert_models.mixture_of(kind, count, f8.recipes.by_name(recipe))
+    model = expert_models.mixture_of(kind, count, models.recipe_of(recipe))
     if way == "graph":
         model = sharded(model, way, "bf16")
         run = torch.compile(model, fullgraph=True, backend=backend)
@@ -123,7 +142,7 @@ def compiled_ways(kind, count, recipe, backend, steps):
 
     From 2.15 on eager mode leaves the gradient of a norm in float32, which compiled blocks round.
     """
-    model = expert_models.mixture_of(kind, count, f8.recipes.by_name(recipe))
+    model = expert_models.mixture_of(kind, count, models.recipe_of(recipe))
     # Inductor rounds a norm and a gate once, eager mode each of their steps: it is held against itself
     pairs = {} if backend == "inductor" else {"graph": lambda: models.one_process(model, "bf16", steps)}
     if TORCH_VERSION >= (2, 12):
@@ -140,6 +159,8 @@ GRAPHS = [
     pytest.param(("torchtitan", 2, "nvfp4", "aot_eager"), marks=pytest.mark.slow),
     ("torchtitan", 1, "blockwise", "aot_eager"),  # the second rank has no expert
     ("gpt-oss", 3, "rowwise", "aot_eager"),
+    ("gpt-oss", 3, models.FOUR_BITS, "aot_eager"),
+    pytest.param(("torchtitan", 2, models.FOUR_BITS, "aot_eager"), marks=pytest.mark.slow),
     pytest.param(("torchtitan", 1, "tensorwise", "inductor"), marks=pytest.mark.slow),
     pytest.param(("torchtitan", 3, "rowwise", "inductor"), marks=pytest.mark.slow),
 ]

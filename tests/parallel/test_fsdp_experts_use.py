@@ -23,7 +23,9 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 import fp8compile as f8
 from fp8compile import _compat
 from fp8compile.ops import collectives
+from fp8compile.ops.layer.packing import one_a_byte
 from fp8compile.parallel import fsdp_float8_all_gather, graph_fsdp
+from fp8compile.testing.bits import difference
 
 pytestmark = needs_groups
 
@@ -41,14 +43,14 @@ def rank():
 
 
 def mixture(recipe="tensorwise", count=3, kind="torchtitan"):
-    return expert_models.mixture_of(kind, count, f8.recipes.by_name(recipe) if recipe else f8.Recipe())
+    return expert_models.mixture_of(kind, count, models.recipe_of(recipe) if recipe else f8.Recipe())
 
 
-def same_as_stock(use, ways=("codes",), change=lambda model: None, **options):
+def same_as_stock(use, ways=("codes",), change=lambda model: None, recipe="tensorwise", **options):
     """What differs in what ``use(model)`` returns, and in the weights afterwards, from stock `fully_shard`."""
     found, weights = {}, {}
     for way in ("stock", *ways):
-        model = mixture()
+        model = mixture(recipe)
         change(model)
         model = sharded(model, way, "bf16", **(options if way != "graph" else {}))
         found[way] = use(model)
@@ -93,8 +95,12 @@ SCALES = {  # bytes that a rank sends of the scales of its expert, 400 x 32 and 
     ("codes", "nvfp4", 0): 0,
     ("graph", "rowwise", 0): 4 * (400 + 32 + 32 + 200),
     ("graph", "mxfp8", 0): 400 * 1 + 32 * 7 + 13 * 32 + 1 * 200,
+    # a byte for 16 and four for a matrix; what FSDP2 gathers is as long in both passes, 13 blocks of 200 in each
+    ("codes", models.FOUR_BITS, 0): 2 * (400 * 2 + 32 * 13 + 2 * 4),
+    ("graph", models.FOUR_BITS, 0): 400 * 2 + 32 * 13 + 25 * 32 + 2 * 200 + 4 * 4,
 }
-AMAXES = {"tensorwise": 1 + 1, "blockwise": 4 * 1 + 1 * 2, "nvfp4": 25 * 2 + 2 * 13}  # of an expert
+# of an expert; ranks share no amaxes where each has the scales of its own experts
+AMAXES = {"tensorwise": 1 + 1, "blockwise": 4 * 1 + 1 * 2, "nvfp4": 25 * 2 + 2 * 13, models.FOUR_BITS: 0}
 
 
 @pytest.mark.parametrize("case", SCALES, ids=lambda case: " ".join(map(str, case)))
@@ -106,10 +112,36 @@ def test_a_gather_sends_a_byte_an_element_or_half_of_one(ranks, case):
     gathers = 3 * 2  # steps, blocks
     elements = 400 * 32 + 32 * 200  # of two experts a rank has one, or half of both
     others = plain - gathers * 2 * 2 * elements  # two passes, two bytes an element
-    codes = elements // 2 if recipe == "nvfp4" else elements
+    codes = elements // 2 if recipe in ("nvfp4", models.FOUR_BITS) else elements
     assert sent == others + gathers * (2 * codes + SCALES[case])
-    expected = [2 * 2 * AMAXES[recipe]] * 3 if way == "codes" else []
+    expected = [2 * 2 * AMAXES[recipe]] * 3 if way == "codes" and AMAXES[recipe] else []
     assert (reduced, none) == (expected, []), "one message a step for all weights"
+
+
+def parts_that_differ(count, dim):
+    """Where what experts see of both sets of codes is not that of each whole matrix by itself."""
+    model, found = mixture(models.FOUR_BITS, count), []
+    recipe, whole = models.recipe_of(models.FOUR_BITS), dict(model.blocks[0].experts.named_parameters())
+    whole = {name: stack.detach().bfloat16() for name, stack in whole.items()}
+    model = sharded(model, "codes", "bf16", dim, reshard_after_forward=False)
+
+    def compare(experts, _):
+        for name, quantizer in itertools.product(whole, (recipe.weight, recipe.weight_for_grad_input)):
+            own = getattr(experts, name).sets()[quantizer is recipe.weight_for_grad_input]
+            expected = zip(*(f8.quantize(matrix, quantizer.unpacked()).parts() for matrix in whole[name]), strict=True)
+            codes, scale, outer_scale = map(torch.stack, expected)
+            found.append(difference(one_a_byte(own.codes, own.quantizer)[0], codes))
+            found.append(difference(own.scale, scale))
+            found.append(difference(own.outer_scale, outer_scale.flatten()))
+
+    model.blocks[0].experts.register_forward_pre_hook(compare)
+    model(models.batch(0, rank()))
+    return len(found), [words for words in found if words is not None]
+
+
+@pytest.mark.parametrize(("count", "dim"), [(2, 0), (3, 0), (2, 2)])
+def test_experts_see_the_codes_and_scales_of_whole_matrices(ranks, count, dim):
+    assert ranks.run(parts_that_differ, count, dim, within="pair") == [(2 * 2 * 3, [])] * 2
 
 
 # ---------------------------------------------------------------------------------- ways of training
@@ -150,13 +182,28 @@ TRAINED = {
 }
 
 
-def trained_alike(name):
-    return same_as_stock(**TRAINED[name])
+def trained_alike(name, recipe="tensorwise", arguments=()):
+    return same_as_stock(**TRAINED[name], recipe=recipe, arguments=arguments)
 
 
 @pytest.mark.parametrize("name", TRAINED)
 def test_ways_of_training(ranks, name):
     assert ranks.run(trained_alike, name, within="pair") == [[]] * 2
+
+
+TWO_SETS = [
+    ("checkpointed", {"checkpointed": True}),
+    ("kept after forward", {}),  # both sets in one gather
+    pytest.param("accumulated", {}, marks=pytest.mark.slow),
+    pytest.param("frozen", {}, marks=pytest.mark.slow),
+    pytest.param("offloaded", {}, marks=pytest.mark.slow),
+    pytest.param("kept after forward", {"one_gather": "param_dtype"}, marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize(("name", "arguments"), TWO_SETS, ids=str)
+def test_ways_of_training_with_two_sets_of_codes(ranks, name, arguments):
+    assert ranks.run(trained_alike, name, models.FOUR_BITS, arguments, within="pair") == [[]] * 2
 
 
 def from_meta():
@@ -182,7 +229,7 @@ def test_meta_device_init(ranks):
 def on_three_ranks():
     """What differs where the last of three ranks has no expert, and where one that has none comes before it."""
     found = []
-    for recipe, count in (("blockwise", 4), ("tensorwise", 1)):
+    for recipe, count in (("blockwise", 4), ("tensorwise", 1), (models.FOUR_BITS, 4)):
         losses = {}
         for way in ("stock", *BOTH):
             model = mixture(recipe, count)
@@ -221,7 +268,7 @@ def on_a_mesh_of_two_dims(recipe, dim):
     """What differs where FSDP cuts a rank's own experts, and what is said of matrices that ranks have parts of."""
     mesh, trained = models.mesh_2d("dp", "ep"), {}
     for way in ("stock", "codes"):
-        model = f8.convert(Spread(mesh["ep"], Shard(0)), f8.recipes.by_name(recipe))
+        model = f8.convert(Spread(mesh["ep"], Shard(0)), models.recipe_of(recipe))
         model = fsdp_float8_all_gather(model) if way == "codes" else model
         fully_shard(model, mesh=mesh["dp"], mp_policy=models.BF16, **along(dim))
         optimizer, losses = models.adamw(model), []
@@ -235,13 +282,15 @@ def on_a_mesh_of_two_dims(recipe, dim):
         trained[way] = losses, models.weights_of(model)
     (losses, weights), (own, found) = trained.values()
     try:
-        fsdp_float8_all_gather(f8.convert(Spread(mesh["ep"], Shard(1)), f8.recipes.by_name(recipe)))
+        fsdp_float8_all_gather(f8.convert(Spread(mesh["ep"], Shard(1)), models.recipe_of(recipe)))
     except ValueError as error:
         return [*differing(weights, found), own == losses, "parts of each expert's matrix" in str(error)]
     return ["no error"]
 
 
-@pytest.mark.parametrize("case", [("tensorwise", 0), ("blockwise", 1)], ids=lambda case: " ".join(map(str, case)))
+@pytest.mark.parametrize(
+    "case", [("tensorwise", 0), ("blockwise", 1), (models.FOUR_BITS, 0)], ids=lambda case: " ".join(map(str, case))
+)
 def test_experts_that_other_ranks_have_others_of(ranks, case):
     assert ranks.run(on_a_mesh_of_two_dims, *case) == [[True, True]] * 4
 

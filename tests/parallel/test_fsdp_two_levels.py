@@ -52,7 +52,7 @@ TWO_SETS = [
 
 def two_sets_differ(case, options):
     sizes, mesh, backend, arguments = case
-    recipe = f8.recipes.nvfp4(weight_block=(1, 16))
+    recipe = models.recipe_of(models.FOUR_BITS)
     return on_and_off(recipe, "bf16", sizes, mesh, backend, arguments, **options)
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from fsdp_models import FOUR_BITS, recipe_of
 from gloo_ranks import GROUPS, shared_ranks
 from masters import ByHand
 from test_fsdp_use import CountedAllGather, counted
@@ -31,7 +32,6 @@ pytestmark = pytest.mark.skipif(
     _compat.TORCH_VERSION < (2, 12), reason="a group as a part of a tensor needs PyTorch 2.12"
 )
 RECIPES = ("rowwise", "rowwise_bf16_wgrad", "mxfp8")
-FOUR_BITS = "nvfp4, 1 x 16"
 # rows of 96 and 95 on two ranks, of 64, 64 and 63 on three: uneven, and blocks of 32 rows stay whole
 WIDTHS = (64, 191, 191, 191)
 OPTIMIZERS = {
@@ -56,9 +56,7 @@ def plain_model(seed=0, widths=WIDTHS):
 
 def converted(recipe, seed=0, *, widths=WIDTHS, **options):
     options = {"quantized_parameters": True, "filter": lambda *_: True, **options}
-    in_four_bits = recipe == FOUR_BITS
-    made = f8.recipes.nvfp4(weight_block=(1, 16)) if in_four_bits else f8.recipes.by_name(recipe)
-    return f8.convert(plain_model(seed, widths), made, **options)
+    return f8.convert(plain_model(seed, widths), recipe_of(recipe), **options)
 
 
 def sharded(model, mesh, backend=None, **options):

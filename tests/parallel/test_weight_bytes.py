@@ -12,6 +12,7 @@ pytestmark = pytest.mark.skipif(TORCH_VERSION < (2, 12), reason="a group as a pa
 ELEMENTS = 1024 * 1024  # of two weights' shards on one of two ranks
 ROW = COLUMN = 4 * 2 * 1024  # a float32 a row of both weights, or a column
 AS_BFLOAT16, CODES, MX = 2.0, 1.0, 1 / 32
+FOUR_BITS = CODES / 2 + 1 / 16 + 4 / 512**2  # of experts: codes, a scale for 16, and one of each matrix
 EXPECTED = {
     # memory, forward, backward
     (None, "values"): (AS_BFLOAT16, AS_BFLOAT16, AS_BFLOAT16),
@@ -21,6 +22,9 @@ EXPECTED = {
     ("mxfp8", "parameters"): (2 * (CODES + MX), CODES + MX, CODES + MX),
     ("delayed", "gathered"): (None, CODES, CODES),
     ("nvfp4", "parameters"): (CODES / 2 + 1 / 256, CODES / 2, CODES / 2),
+    ("nvfp4 1x16", "parameters", "experts"): (2 * FOUR_BITS, FOUR_BITS, FOUR_BITS),
+    ("nvfp4 1x16", "gathered", "experts"): (AS_BFLOAT16, FOUR_BITS, FOUR_BITS),
+    ("nvfp4 1x16", "kept", "experts"): (None, 2 * FOUR_BITS, 0.0),
 }
 
 
@@ -32,7 +36,8 @@ def ranks():
 def counted(case):
     from benchmarks.weight_bytes import weight_bytes
 
-    row = weight_bytes(*case, DeviceMesh.from_group(GROUPS["pair"], "cpu"))
+    recipe, way, *layer = case
+    row = weight_bytes(recipe, way, DeviceMesh.from_group(GROUPS["pair"], "cpu"), *layer)
     return row["memory"], row["forward"], row["backward"]
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import io
 
-import expert_models
 import pytest
 import torch
 from masters import ByHand, train
@@ -216,12 +215,6 @@ def test_a_part_is_not_written_to_for_the_rest_has_its_outer_scale():
 
 
 # ---------------------------------------------------------------------------------- what can't be
-
-
-def test_experts_have_no_two_sets_of_codes_in_two_levels():
-    recipe, options = RECIPES["1 x 16"], {"dtype": torch.bfloat16, "quantized_parameters": True}
-    with pytest.raises(ValueError, match=r"has two levels of scales and blocks that are not square"):
-        expert_models.mixture_of("torchtitan", 3, recipe, seed=0, **options)
 
 
 def test_memory_for_an_odd_number_of_rows_that_share_bytes_is_refused():

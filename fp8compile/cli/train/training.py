@@ -83,7 +83,7 @@ def resolved(config: TrainConfig, ranks: Ranks | None = None) -> TrainConfig:
     for arm in arms(config):
         recipe = named_recipe(arm.recipe)
         is_quantized = config.quantized_parameters and recipe is not None
-        if is_quantized and (reason := not_codes(recipe, of_experts=bool(config.experts))) is not None:
+        if is_quantized and (reason := not_codes(recipe)) is not None:
             raise UserError(
                 f"--quantized-parameters with --recipe {arm.recipe}, which {reason}; leave one of them out"
             )

@@ -31,7 +31,7 @@ def packed_in_rows(quantizer: Quantizer, shape: Sequence[int]) -> Quantizer:
     """
     if packed_dim(quantizer) == DIMS["columns"] and quantizer.block[0] == quantizer.block[1]:
         quantizer = replace(quantizer, packed="rows")
-    return quantizer.for_shape(shape)
+    return quantizer.for_shape(shape[-2:])
 
 
 def one_a_byte(codes: Tensor, quantizer: Quantizer) -> tuple[Tensor, Quantizer]:
@@ -47,7 +47,7 @@ def one_a_byte(codes: Tensor, quantizer: Quantizer) -> tuple[Tensor, Quantizer]:
 
 
 def two_a_byte(codes: Tensor, quantizer: Quantizer) -> Tensor:
-    """Codes of a matrix, one a byte, as a quantizer lays them down; as they are, if it packs none."""
+    """Codes of a matrix or of a stack, one a byte, as a quantizer lays them down; as they are, if it packs none."""
     return codes if (dim := packed_dim(quantizer)) is None else pack(codes, dim)
 
 

@@ -25,7 +25,7 @@ from fp8compile.ops.layer.local_shards import LocalShard, check_not_packed
 from fp8compile.ops.layer.quantize_shard import Scales, scales_of
 from fp8compile.ops.layer.shards import AxisBlocks, DimSharding, axis_blocks
 from fp8compile.ops.outer_scale import outer_amax, two_scales
-from fp8compile.quantizers import Quantizer
+from fp8compile.quantizers import Quantizer, TwoLevelScaling
 
 __all__ = [
     "cast_stack",
@@ -107,8 +107,15 @@ def scales_of_stack(amaxes: Tensor, quantizer: Quantizer) -> Scales:
     return two_scales_of_stack(amaxes, outer_amaxes_of_stack(amaxes, quantizer), quantizer)
 
 
+def _is_elementwise(quantizer: Quantizer) -> bool:
+    """Whether the rules of its two levels take an outer amax for each matrix; another package's take that of one."""
+    return type(quantizer) is TwoLevelScaling
+
+
 def outer_amaxes_of_stack(amaxes: Tensor, quantizer: Quantizer) -> Tensor:
     """The amax of each matrix of a stack, (E,) float32, from those of its blocks, (E, blocks, blocks)."""
+    if _is_elementwise(quantizer) and amaxes.numel():
+        return amaxes.amax((1, 2))
     return torch.cat([amaxes.new_empty(0), *(outer_amax(each, quantizer) for each in amaxes)])
 
 
@@ -116,6 +123,10 @@ def two_scales_of_stack(amaxes: Tensor, outer_amaxes: Tensor, quantizer: Quantiz
     """Multipliers, scales and outer scales of a stack, from amaxes (E, blocks, blocks) and (E,)."""
     if not len(amaxes):
         return amaxes, amaxes.to(quantizer.scale_dtype()), outer_amaxes
+    if _is_elementwise(quantizer):
+        outer_amax = outer_amaxes.view(-1, 1, 1)
+        outer_scale, scale = quantizer.outer_scale(outer_amax), quantizer.block_scale(amaxes, outer_amax)
+        return quantizer.block_multiplier(scale, outer_scale), scale, outer_scale.flatten()
     pairs = zip(amaxes, outer_amaxes.split(1), strict=True)
     multipliers, scales, outer_scales = zip(*(two_scales(*pair, quantizer) for pair in pairs), strict=True)
     return torch.stack(multipliers), torch.stack(scales), torch.cat(outer_scales)

@@ -100,8 +100,6 @@ def _why_plain(weight: _Weight, users: list[nn.Module]) -> str | None:
     if not recipe.shares_weight_codes() and recipe.delayed()[1] is not None:
         return "delayed scaling makes codes of one product of the weight, and not of the other"
     for quantizer in (recipe.quantizer_read(gemm.b) for gemm in PAIR):
-        if quantizer.has_outer_scale() and not recipe.shares_weight_codes() and weight.parameter.ndim == 3:
-            return f"experts have no two sets of codes of two levels, as {quantizer!r} is one of"
         if not quantizer.is_local():
             return f"codes of {quantizer!r} depend on where in the tensor a value stands"
     if not weight.is_alone(users):
@@ -172,11 +170,11 @@ def fsdp_float8_all_gather(
     Those of experts too: the parameters of a module of experts, cut along experts or, by ``shard_placement_fn``, along
     another dim. Each expert has scales of its own.
 
-    Where forward and backward multiply different codes (``recipes.rowwise``, ``rowwise_bf16_wgrad``, ``mxfp8``), each
-    pass gathers its own, if FSDP2 frees the weight between the two. Where one gather serves both passes, because FSDP2
-    keeps the weight (``reshard_after_forward=False``, what the root has) or the backward repeats the forward
-    (activation checkpointing), what it brings is ``one_gather``. Other weights are gathered as ever, in
-    ``param_dtype``. ``fp8compile.conversion_report`` says which and why.
+    Where forward and backward multiply different codes (``recipes.rowwise``, ``rowwise_bf16_wgrad``, ``mxfp8``, and
+    ``nvfp4`` with ``weight_block=(1, 16)``), each pass gathers its own, if FSDP2 frees the weight between the two.
+    Where one gather serves both passes, because FSDP2 keeps the weight (``reshard_after_forward=False``, what the root
+    has) or the backward repeats the forward (activation checkpointing), what it brings is ``one_gather``. Other
+    weights are gathered as ever, in ``param_dtype``. ``fp8compile.conversion_report`` says which and why.
 
     With delayed scaling (``recipes.delayed``) a gather casts by the multiplier that the layer has by then: that of the
     layer itself, as long as each backward runs before the next forward.
@@ -192,8 +190,8 @@ def fsdp_float8_all_gather(
         model: Converted, not sharded yet.
         checkpointed: Whether the backward repeats forwards (``torch.utils.checkpoint``). A repeated forward that finds
             the codes of the backward raises.
-        one_gather: What is gathered where one gather serves both passes: ``"codes"`` of both, two bytes an element, or
-            ``"param_dtype"``.
+        one_gather: What is gathered where one gather serves both passes: ``"codes"`` of both, two bytes an element
+            (of four bits, one), or ``"param_dtype"``.
         ignored_params: Those that ``fully_shard`` will be given as ``ignored_params``, such as experts that
             `ExpertParallel` has spread over the ranks of its mesh: they stay the objects that they are, and
             ``conversion_report`` says nothing of a gather of them.

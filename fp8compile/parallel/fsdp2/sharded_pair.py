@@ -10,6 +10,7 @@ to all by the one message of amaxes. Where one gather has to serve both passes, 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +23,7 @@ from fp8compile.ops.layer.local_shards import LocalShard
 from fp8compile.ops.layer.packing import two_a_byte
 from fp8compile.ops.layer.quantize_shard import is_aligned, quantize_shard
 from fp8compile.ops.layer.shards import Sharding
+from fp8compile.ops.layer.weight_shapes import scale_shape, scale_shapes
 from fp8compile.parallel.fsdp2.sharded_weight import Edits, ShardedWeight, part_of_weight
 from fp8compile.quantizers import GEMMS, Gemm, Quantizer
 from fp8compile.tensor import (
@@ -30,10 +32,12 @@ from fp8compile.tensor import (
     Gathers,
     Meaning,
     OwnCodes,
+    OwnScale,
     as_pair_travels,
     as_sent,
     fill,
     made_of,
+    room_for,
     sent_of,
 )
 
@@ -81,17 +85,18 @@ class ShardedPair(ShardedWeight):
         return getattr(module.recipe, gemm.b)
 
     def is_own(self, part: LocalShard, quantizer: Quantizer) -> bool:
-        """Whether no other rank has a scale of a part: of its blocks, or of two levels the outer one."""
-        return is_aligned(part, quantizer) and not quantizer.has_outer_scale()
+        """Whether no other rank has a scale of a part: of its blocks, or of two levels the outer one of a matrix."""
+        part = self.of_a_matrix(part)
+        return is_aligned(part, quantizer) and not (quantizer.has_outer_scale() and any(part.cuts))
 
-    def quantized(self, part: LocalShard, quantizer: Quantizer) -> tuple[Tensor, Tensor]:
-        """Codes and scale of a part whose blocks are its own."""
+    def of_a_matrix(self, part: LocalShard) -> LocalShard:
+        """A part as one of the matrix whose scales no other matrix has."""
+        return part
+
+    def quantized(self, part: LocalShard, quantizer: Quantizer) -> tuple[Tensor, ...]:
+        """Codes, one a byte, and all levels of scales of a part that are its own."""
         found = quantize_shard(part, quantizer)
         return found.local, found.scale
-
-    def shape_of_scale(self, size: tuple[int, ...], quantizer: Quantizer) -> tuple[int, ...]:
-        """The shape of the scale of a weight of this size."""
-        return quantizer.scale_shape(size)
 
     # ------------------------------------------------------------------ what FSDP2 asks
 
@@ -116,7 +121,7 @@ class ShardedPair(ShardedWeight):
         quantizers = as_pair_travels(quantizers, shards, size)
         sets = tuple(self._codes(part, module, each, quantizers, beside) for each in gemms)
         room = self._room(part, quantizers, together=kind == BOTH) if beside else 0
-        shapes = tuple(self._scale_shape(part, size, quantizer) for quantizer in quantizers)
+        shapes = tuple(self._scale_shapes(part, size, quantizer) for quantizer in quantizers)
         meaning = Meaning(sets, len(shards.sizes), size, quantizers, shapes)
         return sent_of(sets, shards, room), (meaning, mesh.get_group())
 
@@ -124,27 +129,33 @@ class ShardedPair(ShardedWeight):
         self, part: LocalShard, module: nn.Module, gemm: Gemm, quantizers: tuple[Quantizer, Quantizer], beside: bool
     ) -> OwnCodes:
         """This rank's codes for one product, as the quantizers lay them down."""
-        quantizer, shards = self.quantizer_for(module, gemm), part.cuts[-1]
-        size = part.whole_shape(len(part.cuts) - 1)
-        if not self.is_own(part, quantizer):
-            multiplier, scale, outer_scale = module.weight_scales.of(module, self.name, gemm.b)
-            codes = self.codes_of(part, multiplier.to(self.device), quantizer)
-            codes = two_a_byte(codes, quantizers[PAIR.index(gemm)])
-            return OwnCodes(gemm, codes, self.scale_of(scale, size, quantizer), travels=False, outer_scale=outer_scale)
-        codes, scale = self.quantized(part, quantizer)
-        if beside:
-            return OwnCodes(gemm, codes, scale, travels=True)
-        dim = shards.dim
-        sizes = [(*size[:dim], each, *size[dim + 1 :]) for each in shards.sizes]
-        counts = [self.shape_of_scale(each, quantizer)[dim] for each in sizes]
-        return OwnCodes(gemm, codes, all_gather(scale, dim, counts, shards.group), travels=False)
+        quantizer = self.quantizer_for(module, gemm)
+        is_own = self.is_own(part, quantizer)
+        codes, *scales = self.quantized(part, quantizer) if is_own else self._by_known_scales(part, module, gemm)
+        if is_own and not beside:
+            scales = _scales_of_all_ranks(scales, part, quantizer)
+        codes = two_a_byte(codes, quantizers[PAIR.index(gemm)])
+        return OwnCodes(gemm, codes, tuple(OwnScale(each, travels=is_own and beside) for each in scales))
 
-    def _scale_shape(self, part: LocalShard, size: tuple[int, ...], quantizer: Quantizer) -> tuple[int, ...]:
-        """The shape of the scales of what FSDP2 gathers."""
-        if self.is_own(part, quantizer):
-            return self.shape_of_scale(size, quantizer)
-        whole = torch.empty(self.shape_of_scale(part.whole_shape(), quantizer), device="meta")
-        return tuple(self.scale_of(whole, size, quantizer).shape)
+    def _by_known_scales(self, part: LocalShard, module: nn.Module, gemm: Gemm) -> tuple[Tensor, ...]:
+        """Codes of a part, one a byte, and all levels of scales of the whole weight, which all ranks know."""
+        quantizer, size = self.quantizer_for(module, gemm), part.whole_shape(len(part.cuts) - 1)
+        multiplier, scale, outer_scale = module.weight_scales.of(module, self.name, gemm.b)
+        codes, scale = (
+            self.codes_of(part, multiplier.to(self.device), quantizer),
+            self.scale_of(scale, size, quantizer),
+        )
+        return (codes, scale) if outer_scale is None else (codes, scale, outer_scale)
+
+    def _scale_shapes(
+        self, part: LocalShard, size: tuple[int, ...], quantizer: Quantizer
+    ) -> tuple[tuple[int, ...], ...]:
+        """The shapes of the scales of what FSDP2 gathers."""
+        own, *outer = scale_shapes(size, quantizer)
+        if not self.is_own(part, quantizer):
+            whole = torch.empty(scale_shape(part.whole_shape(), quantizer), device="meta")
+            own = tuple(self.scale_of(whole, size, quantizer).shape)
+        return own, *outer
 
     def fsdp_post_all_gather(
         self,
@@ -169,9 +180,21 @@ class ShardedPair(ShardedWeight):
 
     def _room(self, part: LocalShard, quantizers: tuple[Quantizer, ...], *, together: bool) -> int:
         """Bytes for the scales of a rank's own blocks, in the gathers of both passes or in the larger one of them."""
-        sizes = [
-            math.prod(self.shape_of_scale(tuple(part.local.shape), each)) * each.scale_dtype().itemsize
-            for each in quantizers
-            if self.is_own(part, each)
-        ]
-        return sum(sizes) if together else max(sizes, default=0)
+        own = (_bytes_of_scales(part.local.shape, each) for each in quantizers if self.is_own(part, each))
+        return room_for(own, together=together)
+
+
+def _bytes_of_scales(size: Sequence[int], quantizer: Quantizer) -> int:
+    """Bytes of all levels of scales of a weight of this size."""
+    dtypes = quantizer.scale_dtype(), torch.float32
+    levels = zip(scale_shapes(size, quantizer), dtypes, strict=False)
+    return sum(math.prod(shape) * dtype.itemsize for shape, dtype in levels)
+
+
+def _scales_of_all_ranks(scales: Sequence[Tensor], part: LocalShard, quantizer: Quantizer) -> list[Tensor]:
+    """All levels of scales of a weight, of those of each rank's part, by messages of their own."""
+    shards, size = part.cuts[-1], part.whole_shape(len(part.cuts) - 1)
+    dim = shards.dim
+    shapes = [scale_shapes((*size[:dim], each, *size[dim + 1 :]), quantizer) for each in shards.sizes]
+    counts = [[shape[dim] for shape in level] for level in zip(*shapes, strict=True)]
+    return [all_gather(scale, dim, own, shards.group) for scale, own in zip(scales, counts, strict=True)]

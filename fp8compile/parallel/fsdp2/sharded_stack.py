@@ -14,9 +14,8 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from fp8compile.nn.experts import is_transposed
-from fp8compile.ops import scale as scale_op
 from fp8compile.ops.layer.local_shards import LocalShard
-from fp8compile.ops.layer.quantize_shard import Scales, is_aligned
+from fp8compile.ops.layer.quantize_shard import Scales
 from fp8compile.ops.layer.stacks import cast_stack, scales_of_stack, whole_amax_of_stack
 from fp8compile.parallel.fsdp2.sharded_pair import ShardedPair
 from fp8compile.parallel.fsdp2.sharded_weight import Edits, ShardedWeight
@@ -112,17 +111,14 @@ class ShardedStackPair(_OfExperts, ShardedPair):
         quantizer = super().quantizer_for(module, gemm)
         return quantizer.transposed() if is_transposed(module) else quantizer
 
-    def is_own(self, part: LocalShard, quantizer: Quantizer) -> bool:
-        """Whether no other rank has elements of the blocks that a part has: those that cut experts have none."""
+    def of_a_matrix(self, part: LocalShard) -> LocalShard:
+        """What a rank has of any matrix of the stack: all of it where ranks have other experts."""
         cuts = tuple(replace(cut, dim=cut.dim - 1) for cut in part.cuts if cut.dim)
-        return is_aligned(LocalShard(part.local[0] if len(part.local) else part.local.sum(0), cuts), quantizer)
+        return LocalShard(part.local[0] if len(part.local) else part.local.sum(0), cuts)
 
-    def quantized(self, part: LocalShard, quantizer: Quantizer) -> tuple[Tensor, Tensor]:
-        """Codes and scale of a part whose blocks are its own."""
+    def quantized(self, part: LocalShard, quantizer: Quantizer) -> tuple[Tensor, ...]:
+        """Codes, one a byte, and all levels of scales of matrices that are its own, or of parts with own blocks."""
         own = LocalShard(part.local)
-        multiplier, scale = scale_op(whole_amax_of_stack(own, quantizer), quantizer)
-        return cast_stack(own, multiplier, quantizer).contiguous(), scale
-
-    def shape_of_scale(self, size: tuple[int, ...], quantizer: Quantizer) -> tuple[int, ...]:
-        """The shape of the scale of a stack of this size."""
-        return (size[0], *quantizer.scale_shape(size[1:]))
+        multiplier, scale, outer_scale = scales_of_stack(whole_amax_of_stack(own, quantizer), quantizer)
+        codes = cast_stack(own, multiplier, quantizer).contiguous()
+        return (codes, scale) if outer_scale is None else (codes, scale, outer_scale)

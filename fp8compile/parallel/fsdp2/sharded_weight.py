@@ -18,6 +18,7 @@ from fp8compile.ops.layer.local_shards import LocalShard
 from fp8compile.ops.layer.packing import two_a_byte
 from fp8compile.ops.layer.quantize_shard import Scales, cast_shard, local_scales, scales_of, whole_amax
 from fp8compile.ops.layer.shards import DimSharding, Sharding, chunk_sizes
+from fp8compile.ops.layer.weight_shapes import codes_shape
 from fp8compile.quantizers import Quantizer
 from fp8compile.tensor import QuantizedTensor, as_it_travels, as_sent, attributes_of_others, in_place_of
 
@@ -208,7 +209,7 @@ class ShardedWeight(Tensor):
         (codes,) = all_gather_outputs
         if out is None:
             # FSDP2 laid the parts along the dim that it cut, and counts rows as if they were along the first
-            shape = quantizer.codes_shape(size)
+            shape = codes_shape(size, quantizer)
             codes = codes.view(-1)[: math.prod(shape)].view(shape)
             return self.gathered(codes, scale, quantizer, param_dtype, group, outer_scale), ()
         # FSDP2 gathered into the memory that its codes are a view of

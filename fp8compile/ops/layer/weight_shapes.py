@@ -1,0 +1,35 @@
+"""Shapes of the codes and scales of a weight: of a matrix, or of a stack of matrices, each quantized for itself.
+
+weight       codes                      scale                  outer scale, of two levels
+(N, K)       quantizer.codes_shape      quantizer.scale_shape  (1,)
+(E, N, K)    E times that of a matrix   likewise               (E,)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from fp8compile.quantizers import Quantizer
+
+__all__ = ["codes_shape", "scale_shape", "scale_shapes", "values_shape"]
+
+
+def codes_shape(size: Sequence[int], quantizer: Quantizer) -> tuple[int, ...]:
+    """The shape of the codes of a weight of this size."""
+    return (*size[:-2], *quantizer.codes_shape(size[-2:]))
+
+
+def values_shape(codes: Sequence[int], quantizer: Quantizer) -> tuple[int, ...]:
+    """The size of the weight whose codes have this shape."""
+    return (*codes[:-2], *quantizer.values_shape(codes[-2:]))
+
+
+def scale_shape(size: Sequence[int], quantizer: Quantizer) -> tuple[int, ...]:
+    """The shape of the scales of the blocks of a weight of this size."""
+    return (*size[:-2], *quantizer.scale_shape(size[-2:]))
+
+
+def scale_shapes(size: Sequence[int], quantizer: Quantizer) -> tuple[tuple[int, ...], ...]:
+    """The shapes of all levels of scales of a weight of this size: those of blocks, then the outer ones."""
+    blocks = scale_shape(size, quantizer)
+    return (blocks, tuple(size[:-2]) or (1,)) if quantizer.has_outer_scale() else (blocks,)
