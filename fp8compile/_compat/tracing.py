@@ -30,6 +30,8 @@ def is_traced(tensor: torch.Tensor) -> bool:
     from torch._subclasses import FakeTensor
     from torch._subclasses.functional_tensor import FunctionalTensor
 
+    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):  # PyTorch knows no node of the wrapper
+        tensor = torch._C._functorch.get_unwrapped(tensor)
     return isinstance(tensor, (FakeTensor, FunctionalTensor)) or bool(nodes_of(tensor))
 
 

@@ -188,7 +188,7 @@ def quantize(
     Raises:
         TypeError: ``x`` is no dense tensor of these dtypes, the quantizer none, the group none, or sizes no ints.
         ValueError: ``group`` without ``shard_dim`` or the reverse; sizes that do not fit, or are missing where a
-            shard boundary cuts a block; sizes for a quantizer that packs codes.
+            shard boundary cuts a block; sizes for a quantizer that packs codes and has no ``unpacked``.
         RuntimeError: A group, on PyTorch 2.11; ``x`` inside a transform of ``torch.func`` or forward-mode
                 autograd.
     """
@@ -197,7 +197,8 @@ def quantize(
     if group is not None:
         _compat.allow_group_in_subclass()
         shard_dim %= x.ndim
-    _check_fits(x, quantizer)
+    if sizes is None:  # else all ranks take codes apart, and raise together, whatever each of them has
+        _check_fits(x, quantizer)
     found = _quantized(x.detach(), quantizer, group, shard_dim, sizes)
     if sizes is None and found.shape != x.shape:
         raise ValueError(_not_fitting(x, found.shape))

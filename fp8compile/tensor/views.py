@@ -71,9 +71,10 @@ def _transpose(func: Any, x: QuantizedTensor, *dims: int) -> QuantizedTensor:
 
 
 def _permute(func: Any, x: QuantizedTensor, dims: list[int]) -> QuantizedTensor:
-    if x.ndim == 2 and dims[0] % 2 != dims[1] % 2:
-        return _transpose(aten.t.default, x)
-    return _transpose(func, x)  # raises: more dims than a matrix has
+    codes = func(x.codes, dims)  # raises where these are no permutation
+    if [dim % x.ndim for dim in dims] == list(range(x.ndim)):
+        return x._like(codes, aten.alias.default(x.scale))
+    return _transpose(aten.t.default if x.ndim == 2 else func, x)  # raises if there are more dims than a matrix has
 
 
 def _dim_after(dim: int | None, before: Sequence[int], after: Sequence[int]) -> int | None:

@@ -13,6 +13,9 @@ from gloo_ranks import GROUPS, shared_ranks
 
 import fp8compile as f8
 from fp8compile import parallel
+from fp8compile.ops.layer.local_shards import LocalShard
+from fp8compile.ops.layer.quantize_shard import quantize_shard
+from fp8compile.ops.layer.shards import DimSharding
 from fp8compile.testing.bits import difference, sum_difference
 
 LAYERS = {"column": parallel.column_parallel_linear, "row": parallel.row_parallel_linear}
@@ -175,3 +178,23 @@ def test_a_quantized_shard_has_the_noise_of_the_whole(ranks):
     for differs, said in ranks.run(shard_and_whole, (25, 15)):
         assert differs is None
         assert "say how much each of them has: sizes=" in said
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_ranks_refuse_together_what_one_of_them_cannot_transform(rank):
+    """If only the rank with 17 tokens raised, the other one would wait for its amaxes."""
+    cut = DimSharding(None, rank, 0, (32, 17))
+    with pytest.raises(ValueError, match=f"transforms tokens 16 at a time, and this rank has {cut.length} of 49"):
+        quantize_shard(LocalShard(torch.ones(cut.length, 8), (cut,)), RECIPES["nvfp4"].input_for_grad_weight)
+
+
+def packed_shard_and_whole(sizes):
+    x, quantizer = torch.randn(64, 24, generator=torch.Generator().manual_seed(0)), f8.recipes.nvfp4(hadamard=())
+    quantizer, group = quantizer.input_for_grad_weight, GROUPS["pair"]
+    found = f8.quantize(x.split(sizes)[group.rank()], quantizer, group=group, shard_dim=0, sizes=sizes)
+    return difference(found.all_gather(0).dequantize(), f8.quantize(x, quantizer).dequantize())
+
+
+@pytest.mark.parametrize("sizes", [(31, 33), (40, 24)], ids=str)
+def test_a_shard_of_any_size_has_the_codes_of_a_whole_that_is_packed(ranks, sizes):
+    assert ranks.run(packed_shard_and_whole, sizes, within="pair") == [None] * 2

@@ -75,6 +75,8 @@ VIEWS = {
     "t contiguous": (lambda x: x.t().contiguous(), at_most_2d),
     "transpose": (lambda x: x.transpose(-2, -1), is_matrix),
     "transpose same dim": (lambda x: x.transpose(1, -1), is_matrix),
+    "permute": (lambda x: x.permute(*reversed(range(x.ndim))), at_most_2d),
+    "permute in order": (lambda x: x.permute(*range(-x.ndim, 0)), always),
     "unsqueeze 0": (lambda x: x.unsqueeze(0), always),
     "view split": (lambda x: x.view(2, -1, *x.shape[1:]), keeps_last_dim),
     "view flat leading": (lambda x: x.view(-1, x.shape[-1]), always),

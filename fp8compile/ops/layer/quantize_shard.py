@@ -68,7 +68,7 @@ def _check_transform(part: LocalShard, quantizer: Quantizer) -> None:
         return
     tokens = quantizer.block[0] == group
     side = axis_blocks(part.local.shape, part.cuts, quantizer.block)[0 if tokens else 1]
-    if side.kind == "split" or not _compat.statically_true(side.length % group == 0):
+    if side.kind == "split" or not _compat.statically_true(side.total % group == 0):  # on all ranks or on none
         raise ValueError(
             f"a layer on ranks transforms {'tokens' if tokens else 'features'} {group} at a time, and this rank has "
             f"{side.length} of {side.total}. Let each rank have multiples of {group}, or take a recipe without a "
