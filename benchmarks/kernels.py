@@ -12,6 +12,7 @@ installed.
 from __future__ import annotations
 
 import argparse
+from collections import Counter
 from collections.abc import Sequence
 from functools import cache
 
@@ -31,18 +32,24 @@ __all__ = ["kernel_row", "launches_inside"]
 FILLS = "fp8compile.quantize_weight.default"
 
 
-def _operations(code: GpuCode, model: torch.nn.Module, m: int) -> tuple[float, float]:
-    """Operations of a graph's products in FP8 and in bf16. Each layer has as many of either as each other layer."""
+def _unit(gemm: str) -> str:
+    """Which units of a GPU do a product: the name of their peak."""
+    return "fp4" if gemm == "nvfp4_mm" else "fp8" if "scaled" in gemm else "bf16"
+
+
+def _operations(codes: Sequence[GpuCode], model: torch.nn.Module, m: int) -> Counter[str]:
+    """Operations by unit. Each layer has as many products of a unit as each other layer."""
     shapes = [layer.weight.shape for layer in model.modules() if isinstance(layer, torch.nn.Linear)]
-    in_fp8 = sum("scaled" in name for name in code.gemms) / len(shapes)
-    operations = sum(2.0 * m * rows * columns for rows, columns in shapes)
-    return operations * in_fp8, operations * (len(code.gemms) / len(shapes) - in_fp8)
+    of_all_layers = sum(2.0 * m * rows * columns for rows, columns in shapes)
+    found: Counter[str] = Counter()
+    for gemm in (gemm for code in codes for gemm in code.gemms):
+        found[_unit(gemm)] += of_all_layers / len(shapes)
+    return found
 
 
 def _bound(codes: Sequence[GpuCode], model: torch.nn.Module, m: int, arch: str) -> float:
     beside = sum(each.bytes_read + each.bytes_written for c in codes for each in c.launches if each.kind != "gemm")
-    fp8, bf16 = map(sum, zip(*(_operations(code, model, m) for code in codes), strict=True))
-    return bound_ms(beside, fp8, bf16, arch)
+    return bound_ms(beside, _operations(codes, model, m), arch)
 
 
 def arch_for(contender: str) -> str:

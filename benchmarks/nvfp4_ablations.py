@@ -1,30 +1,35 @@
 """What does each part of the four-bit recipe do for the loss?
 
-    python -m benchmarks.nvfp4_ablations [--json] [--steps 160 --dim 64 --layers 2 --seeds 3] [--only NAME ...]
+    python -m benchmarks.nvfp4_ablations [--json] [--steps 200 --layers 2 --seeds 3] [--out DIR] [--only NAME ...]
 
-The byte model of `fp8compile train`, uncompiled, on the same data and from the same initial weights: NVFP4 as
-`fp8compile.recipes.nvfp4()` gives it, with one part left out, with NVIDIA's additions for large models (the last
-blocks in MXFP8; a forward in high precision at the end), and other recipes. A CPU multiplies the codes exactly, so
-the losses are those of the numerics. The spread of bf16 over its seeds says which differences mean something.
+The byte model of `benchmarks.loss_curves`, compiled, on one thread: NVFP4 as `fp8compile.recipes.nvfp4()` gives it,
+with one part left out, with NVIDIA's additions for large models (the last blocks in MXFP8; a forward in high precision
+at the end), and other recipes. Trainings of one seed have the same initial weights and batches, so a row is told from
+another by the differences of its pairs: their mean, and the standard error of that mean. A CPU multiplies the codes
+exactly, so the losses are those of the numerics. Each training that ended is kept below --out, and not done again.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import math
 import statistics
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import fp8compile as f8
 from benchmarks.table import Row, emit
 from fp8compile.cli.train.config import BF16, Arm, TrainConfig
+from fp8compile.cli.train.run_folder import write_atomically
 from fp8compile.cli.train.text import Text, load_text
 from fp8compile.cli.train.trainer import Trainer, reproducible
 from fp8compile.cli.train.training import resolved
 
-NUM_SMOOTHED = 50  # train losses in a mean: one batch alone is noise
+REFERENCE = "nvfp4"
 FINISH = 0.8  # share of the steps after which the forward leaves four bits
 
 
@@ -38,6 +43,7 @@ class Variant:
 
 
 VARIANTS = {
+    BF16: Variant(recipe=None),
     "nvfp4": Variant(),
     "no transform": Variant(recipe=lambda: f8.recipes.nvfp4(hadamard=())),
     "no stochastic rounding": Variant(recipe=lambda: f8.recipes.nvfp4(grad_rounding="nearest")),
@@ -52,55 +58,74 @@ VARIANTS = {
 }
 
 
-def trained(variant: Variant, config: TrainConfig, text: Text, name: str) -> Row:
-    """The losses at the end of a training."""
-    arm = Arm(name=name, recipe=BF16, seed=config.seed)
-    trainer = Trainer(config, arm, text, None)
+def held_out(variant: Variant, config: TrainConfig, text: Text) -> float:
+    """The loss at the end of a training, in nats a byte."""
+    trainer = Trainer(config, Arm(name=BF16, recipe=BF16, seed=config.seed), text, None)
     if variant.recipe is not None:
         f8.convert(trainer.model, variant.recipe(), filter="!head", **variant.options)
-    losses = []
     for step in range(config.steps):
         if variant.finish and step == int(FINISH * config.steps):
             f8.set_recipe(trainer.model, forward=None)
-        losses.append(trainer.gradients()["loss"])
+        trainer.gradients()
         trainer.update()
-    row = {
-        "training": name,
-        "held out": trainer.evaluate()["loss"],
-        f"train, mean of {NUM_SMOOTHED}": statistics.fmean(losses[-NUM_SMOOTHED:]),
-    }
-    print(row, file=sys.stderr, flush=True)  # a training takes minutes
-    return row
+    return trainer.evaluate()["loss"]
+
+
+def kept(name: str, config: TrainConfig, text: Text, out: Path) -> float:
+    """The loss at the end of a training, done here unless an earlier run of this script has ended it."""
+    path = out / f"{name.replace(' ', '-')}-{config.seed}-{config.layers}-layers-{config.steps}-steps.json"
+    if not path.exists():
+        loss = held_out(VARIANTS[name], config, text)
+        out.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, json.dumps(loss).encode())
+        print(f"{name}, seed {config.seed}: {loss:.4f}", file=sys.stderr, flush=True)  # a training takes minutes
+    return json.loads(path.read_text())
+
+
+def paired(losses: Sequence[float], others: Sequence[float]) -> tuple[float, float | None]:
+    """The mean of the differences, seed by seed, and its standard error, which one pair does not have."""
+    differences = [loss - other for loss, other in zip(losses, others, strict=True)]
+    error = statistics.stdev(differences) / math.sqrt(len(differences)) if len(differences) > 1 else None
+    return statistics.fmean(differences), error
+
+
+def table(losses: dict[str, list[float]]) -> list[Row]:
+    """A row a variant: the mean over its seeds, and its distances from bf16 and from the whole recipe."""
+    rows = []
+    for name, of_seeds in losses.items():
+        row: Row = {"training": name, "held out": statistics.fmean(of_seeds)}
+        for other in (BF16, REFERENCE):
+            row[f"minus {other}"], row[f"+- ({other})"] = paired(of_seeds, losses[other])
+        rows.append(row)
+    return rows
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="The parts of the four-bit recipe, by their losses.")
     parser.add_argument("--json", action="store_true")
-    parser.add_argument("--steps", type=int, default=160)
-    parser.add_argument("--dim", type=int, default=64)
+    parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--layers", type=int, default=2)
-    parser.add_argument("--seeds", type=int, default=3, help="trainings of bf16, whose distance is the yardstick")
+    parser.add_argument("--seeds", type=int, default=3, help="trainings of each, whose pairs are compared")
+    parser.add_argument("--out", type=Path, default=Path("runs/nvfp4-ablations"), help="folder of ended trainings")
     parser.add_argument("--only", nargs="+", choices=VARIANTS, default=list(VARIANTS))
     args = parser.parse_args()
-    sizes = {"dim": args.dim, "hidden": 3 * args.dim, "layers": args.layers, "heads": 2, "kv_heads": 1}
-    batches = {"batch": 8, "seq": 64, "steps": args.steps, "eval_sequences": 128}
-    config = resolved(TrainConfig(recipe=BF16, compile=False, threads=1, device="cpu", **sizes, **batches))
-    text = load_text(None, batch=config.batch, seq=config.seq)
-    with reproducible(threads=config.threads):
-        plain = Variant(recipe=None)
-        rows = [
-            trained(plain, replace(config, seed=seed), text, f"bf16, seed {seed}" if seed else BF16)
-            for seed in range(args.seeds)
-        ]
-        rows += [trained(VARIANTS[name], config, text, name) for name in args.only]
-    held_out = [row["held out"] for row in rows[: args.seeds]]
-    for row in rows:
-        row["minus bf16"] = row["held out"] - held_out[0]
+    names = [name for name in VARIANTS if name in (BF16, REFERENCE, *args.only)]
+    configs = [
+        resolved(TrainConfig(recipe=BF16, layers=args.layers, steps=args.steps, seed=seed, threads=1, device="cpu"))
+        for seed in range(args.seeds)
+    ]
+    text = load_text(None, batch=configs[0].batch, seq=configs[0].seq)
+    losses: dict[str, list[float]] = {name: [] for name in names}
+    with reproducible(threads=1):
+        for config in configs:  # all of a seed before the next: what an hour cut short has done can be compared
+            for name in names:
+                losses[name].append(kept(name, config, text, args.out))
+    size = configs[0].batch * configs[0].seq
     title = (
-        f"Losses in nats a byte after {args.steps} steps of {config.batch * config.seq} bytes, {args.layers} layers "
-        f"of width {args.dim}; bf16 over {args.seeds} seeds: spread {max(held_out) - min(held_out):.4f}"
+        f"Losses in nats a byte after {args.steps} steps of {size:,} bytes, {args.layers} layers of width "
+        f"{configs[0].dim}; means over {args.seeds} seeds, differences of pairs with their standard errors"
     )
-    emit(title, rows, as_json=args.json, digits=4)
+    emit(title, table(losses), as_json=args.json, digits=4)
 
 
 if __name__ == "__main__":

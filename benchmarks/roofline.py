@@ -16,6 +16,8 @@ on top, and only a GPU tells.
 from __future__ import annotations
 
 import argparse
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from benchmarks.table import Row, emit
@@ -27,6 +29,7 @@ __all__ = ["PEAKS", "Peak", "bound_ms", "smallest_side"]
 class Peak:
     """Published peaks, without sparsity, of one GPU: operations and bytes a second."""
 
+    fp4: float
     fp8: float
     bf16: float
     memory: float
@@ -34,16 +37,19 @@ class Peak:
 
 # Source: data sheets of NVIDIA H200 Tensor Core GPU (SXM) and of NVIDIA HGX B200 (an eighth); dense is half of sparse.
 PEAKS = {
-    "h200": Peak(fp8=1979e12, bf16=989.5e12, memory=4.8e12),
-    "b200": Peak(fp8=4500e12, bf16=2250e12, memory=8e12),
+    "h200": Peak(fp4=math.nan, fp8=1979e12, bf16=989.5e12, memory=4.8e12),
+    "b200": Peak(fp4=9000e12, fp8=4500e12, bf16=2250e12, memory=8e12),
 }
 CASTS = {"casts alone": 6, "casts fused": 2}  # bytes an element of x and of the gradient of y
 
 
-def bound_ms(moved: int, fp8: float, bf16: float, arch: str) -> float:
-    """Milliseconds below which a GPU can't move these bytes and do these operations, one after the other."""
+def bound_ms(moved: int, operations: Mapping[str, float], arch: str) -> float:
+    """Milliseconds below which a GPU can't move these bytes and do these operations, one after the other.
+
+    Operations are by the units that do them, which are fields of `Peak`.
+    """
     peak = PEAKS[arch]
-    return 1e3 * (moved / peak.memory + fp8 / peak.fp8 + bf16 / peak.bf16)
+    return 1e3 * (moved / peak.memory + sum(count / getattr(peak, unit) for unit, count in operations.items()))
 
 
 def smallest_side(peak: Peak, cast_bytes: int) -> float:

@@ -13,6 +13,8 @@ from torch.utils.flop_counter import FlopCounterMode
 import fp8compile as f8
 from fp8compile._compat import TORCH_VERSION
 from fp8compile.testing.gemm_share import GemmShare, gemm_share
+from fp8compile.testing.gpu_graphs import gpu_graphs
+from fp8compile.testing.gpus import GPUS
 
 TOKENS, K, H = 24, 32, 48
 ONE = 2 * TOKENS * K * H  # flops of a GEMM of either layer of `mlp`
@@ -126,14 +128,22 @@ def test_a_grouped_product_counts_each_token_once(a, b, groups, flops):
     assert (share.fp8, share.linear, share.total, share.flops) == (0, 0, 1, flops)
 
 
-def test_quantized_matrices_count_as_fp8():
-    rows = f8.CurrentScaling(block=(1, -1))
-
+# in four bits two codes share a byte, and count as two
+@pytest.mark.parametrize("quantizer", [f8.CurrentScaling(block=(1, -1)), f8.TwoLevelScaling()], ids=["rows", "nvfp4"])
+def test_quantized_matrices_count_as_fp8(quantizer):
     def product(a, b):
-        return f8.scaled_mm(f8.quantize(a, rows), f8.quantize(b, rows).t(), out_dtype=torch.bfloat16)
+        return f8.scaled_mm(f8.quantize(a, quantizer), f8.quantize(b, quantizer).t(), out_dtype=torch.bfloat16)
 
     share = gemm_share(*step_graphs(product, *(batch(TOKENS, K).detach() for _ in range(2))))
     assert (share.fp8, share.linear, share.flops) == (1, 1, 2 * TOKENS * TOKENS * K)
+
+
+def test_products_in_a_gpus_layout_count_as_what_they_multiply():
+    layer = f8.Linear(64, 96, bias=False, recipe=f8.recipes.nvfp4(), dtype=torch.bfloat16)
+    rows = torch.randn(32, 64, dtype=torch.bfloat16, requires_grad=True)
+    graphs = [each.graph for each in gpu_graphs(layer, (rows,), GPUS["b200"])]
+    share = gemm_share(*graphs)
+    assert (share.fp8, share.linear, share.total, share.flops) == (3, 3, 3, 3 * 2 * 32 * 64 * 96)
 
 
 def test_pytorchs_own_fp8_product_counts_by_the_dtype_of_its_operands():

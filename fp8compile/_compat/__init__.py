@@ -10,6 +10,7 @@ from fp8compile._compat.autograd import (
     will_run,
 )
 from fp8compile._compat.dtensor import (
+    forget_meshes,
     is_dtensor,
     local_itself,
     placement_of,
@@ -102,6 +103,7 @@ __all__ = [
     "declare_grad_dtype",
     "default_reduce_dtype",
     "dtypes_of_calls",
+    "forget_meshes",
     "fsdp_parameters",
     "guard_or_false",
     "impl_autograd",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 __all__ = [
+    "forget_meshes",
     "is_dtensor",
     "local_itself",
     "placement_of",
@@ -37,6 +38,17 @@ def tell_apart_by_local_tensors() -> None:
         return original(self) if local is None else f"{original(self)}-{local()}"
 
     DTensor._stable_hash_for_caching = key
+
+
+def forget_meshes() -> None:
+    """Drop the placements of results that DTensor remembers, with the mesh that they were found on.
+
+    Meshes of the same ranks are equal, so a mesh that is made after groups were destroyed finds results of the mesh
+    before it, whose groups are gone.
+    """
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+    _clear_sharding_prop_cache()
 
 
 def local_itself(tensor: torch.Tensor) -> torch.Tensor:

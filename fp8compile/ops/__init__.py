@@ -21,7 +21,7 @@ from fp8compile.ops.groups.scaled_grouped_mm import scaled_grouped_mm
 from fp8compile.ops.inductor_hints import after, realize, snapshot, store
 from fp8compile.ops.layer import GEMM_OPS, LAYER_OPS
 from fp8compile.ops.layer.delayed import delayed_grad_input, delayed_grad_weight, delayed_linear
-from fp8compile.ops.layer.flops import FLOP_FORMULAS
+from fp8compile.ops.layer.flops import FLOP_FORMULAS, FOUR_BIT_PRODUCTS
 from fp8compile.ops.layer.fsdp_amax import fsdp_amax
 from fp8compile.ops.layer.fsdp_delayed import fsdp_amaxes_together, fsdp_delayed_linear, fsdp_tokens
 from fp8compile.ops.layer.fsdp_gather import fsdp_gather, fsdp_reduce
@@ -54,6 +54,7 @@ from fp8compile.ops.straight_through import straight_through
 
 __all__ = [
     "FLOP_FORMULAS",
+    "FOUR_BIT_PRODUCTS",
     "GEMM_OPS",
     "LAYER_OPS",
     "OPS",

@@ -19,12 +19,12 @@ from torch import Tensor, fx
 
 from fp8compile import ops
 from fp8compile.formats import ELEMENT_FORMATS, Float8Format
-from fp8compile.quantizers import Quantizer
 from fp8compile.testing.recording import node_value, op_name
 
 __all__ = ["GemmShare", "LOOKS_LIKE_PRODUCT", "flop_formulas", "gemm_share"]
 
 FLOAT8 = frozenset(f.dtype for f in ELEMENT_FORMATS.values() if isinstance(f, Float8Format))
+CODE_PRODUCTS = frozenset(op.name() for op in (ops.scaled_mm, ops.scaled_grouped_mm, *ops.FOUR_BIT_PRODUCTS))
 LAYER_GEMMS = {op.name(): gemm for op, gemm in ops.LAYER_OPS.items()}
 # products of two matrices: attention, stacked experts and convolutions come batched, grouped or fused
 MATRIX_OPS = frozenset({
@@ -37,10 +37,10 @@ LOOKS_LIKE_PRODUCT = re.compile(r"(mm|mv|dot|matmul|linear)(_|$)|attention|convo
 
 @dataclass(frozen=True, kw_only=True)
 class GemmShare:
-    """Matrix products in graphs, and which of them have FP8 operands; printed, one line.
+    """Matrix products in graphs, and which of them have FP8 or FP4 operands; printed, one line.
 
     Attributes:
-        fp8: How many have FP8 operands.
+        fp8: How many multiply codes, of eight bits or of four.
         linear: How many are products of two matrices: linear layers of any kind, converted or not, also those without
             a ``nn.Linear`` (``Conv1D``, routers).
         total: How many there are: these, and attention, stacked experts, convolutions.
@@ -120,9 +120,8 @@ def _is_fp8(name: str, args: Sequence[Any]) -> bool:
     namespace, _, op = name.partition("::")
     if namespace != "fp8compile":
         return "scaled" in op and all(getattr(a, "dtype", None) in FLOAT8 for a in args[:2])
-    if op in ("scaled_mm", "scaled_grouped_mm"):
-        quantizers = [each for each in args if isinstance(each, Quantizer)]
-        return all(isinstance(quantizer.element_format(), Float8Format) for quantizer in quantizers)
+    if name in CODE_PRODUCTS:
+        return True
     if op == "grouped_mm":
         return False
     return args[-1].quantizers(LAYER_GEMMS[name]) is not None

@@ -351,6 +351,38 @@ def test_least_times_are_the_larger_of_operations_and_bytes():
     assert bound.ratio == pytest.approx(bf16 / (fp8 + casts))
 
 
+@triton_warns
+def test_codes_of_four_bits_are_half_a_byte_and_have_a_peak_of_their_own():
+    model = f8.Linear(64, 96, bias=False, recipe=f8.recipes.nvfp4(), dtype=torch.bfloat16)
+    rows = torch.randn(32, 64, dtype=torch.bfloat16, requires_grad=True)
+    bound = explain(model, (rows,), gpu="b200").roofline
+    m, k, n, bandwidth = 32, 64, 96, 8e12
+    products = (
+        ((m * k + k * n) / 2 + m * n * 2) + ((m * n + n * k) / 2 + m * k * 2) + ((n * m + m * k) / 2 + n * k * 2)
+    )
+    # the weight, 16 x 16, is read and written in both graphs; input and gradient in both directions, of other codes
+    casts = 2 * n * k * (2 + 0.5) + (m * k + m * n) / 2 * 2
+    assert bound.gemm_seconds == pytest.approx(products / bandwidth)
+    assert bound.cast_seconds == pytest.approx(casts / bandwidth)
+    large = GraphGemm(
+        layer="a", gemm="output", op="fp8compile::linear", runs="", is_fp8=True, m=8192, k=8192, n=8192, in_bytes=2,
+        out_bytes=2, code_bits=4,
+    )  # fmt: skip
+    assert roofline([large], PEAKS["b200"]).seconds == pytest.approx(2 * 8192**3 / 9e15)
+
+
+@pytest.mark.parametrize("name", ["mxfp8", "nvfp4"])
+def test_sums_are_padded_to_32_where_a_gpu_takes_no_less(name):
+    layer = nn.Linear(48, 40, bias=False, dtype=torch.bfloat16)
+    found = explain(
+        f8.convert(nn.Sequential(layer), f8.recipes.by_name(name)),
+        (torch.randn(16, 48, dtype=torch.bfloat16),),
+        gpu=None,
+    )
+    output = gemms_of(found, "0")["output"]
+    assert (output.k, output.n, output.padded_k, output.padded_n) == (48, 40, 64, 48)
+
+
 def test_large_gemms_are_bound_by_the_published_peaks():
     size = 8192
     fp8 = GraphGemm(

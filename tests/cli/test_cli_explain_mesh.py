@@ -53,12 +53,25 @@ def patched(mesh):
     return model, torch.zeros(32, 64, requires_grad=True).bfloat16()
 
 
+def rows_apart(mesh, recipe):
+    model = nn.Sequential(nn.Linear(64, 128, bias=False)).bfloat16()
+    model = f8.convert(model, f8.Recipe() if recipe is None else recipe)
+    parallelize_module(model, mesh, {"0": ColwiseParallel()})
+    return model, torch.zeros(32, 64, dtype=torch.bfloat16, requires_grad=True)
+
+
 def nothing():
     return None
 
 
 table = {"not": "a function"}
 """
+
+
+IN_CODES = {
+    "rowwise": ("rowwise", "h200", "aten::_scaled_mm", 8),
+    "nvfp4": ("nvfp4", "b200", "fp8compile::nvfp4_mm", 4),
+}
 
 
 def explained(tmp_path, name, *flags):
@@ -92,6 +105,16 @@ def test_a_rank_sends_codes_of_rows_and_of_weights(tmp_path):
     rows = 64 * 3
     assert sent["fp8", "all_to_all_single", "uint8", 4] == 2 * rows * (64 + 4)
     assert sent["plain", "all_to_all_single", "bfloat16", 4] == 4 * rows * 64 * 2
+
+
+@pytest.mark.parametrize(("recipe", "gpu", "op", "bits"), IN_CODES.values(), ids=IN_CODES)
+def test_products_of_a_dense_layer_over_ranks_are_counted_by_what_they_multiply(recipe, gpu, op, bits, tmp_path):
+    code, printed = explained(tmp_path, "rows_apart", "--mesh", "tp=2", "--recipe", recipe, "--gpu", gpu, "--json")
+    assert code == 0, printed
+    found = json.loads(printed.splitlines()[-1])
+    products, plain = found[recipe]["products"], found["without FP8"]["products"]
+    assert [(each["op"], each["code_bits"]) for each in products] == [(op, bits)] * 3
+    assert [each["flops"] for each in products] == [each["flops"] for each in plain] == [2 * 32 * 64 * 64] * 3
 
 
 def test_the_terminal_shows_both_columns(tmp_path):

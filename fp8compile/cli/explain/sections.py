@@ -96,7 +96,7 @@ def _padding(found: Explanation) -> Section:
         if _padded(gemm)
     )
     if not rows:
-        return Section(title="padding", lines=("no FP8 GEMM is padded: sums and columns are multiples of 16",))
+        return Section(title="padding", lines=("no FP8 GEMM is padded: sums and columns are what it takes",))
     return Section(title="padding", columns=("layer", "GEMM", "m x k x n", "padded to", "more flops"), rows=rows)
 
 

@@ -21,9 +21,10 @@ from fp8compile.ops.layer.fsdp_linear import fsdp_linear
 from fp8compile.ops.layer.layer_ops import LAYER_OPS
 from fp8compile.ops.layer.linear import GRAD_INPUT, GRAD_WEIGHT, OUTPUT
 from fp8compile.ops.layer.sharded_linear import sharded_grad_input, sharded_grad_weight, sharded_linear
+from fp8compile.ops.nvfp4_mm import nvfp4_mm
 from fp8compile.ops.scaled_mm import scaled_mm
 
-__all__ = ["FLOP_FORMULAS"]
+__all__ = ["FLOP_FORMULAS", "FOUR_BIT_PRODUCTS"]
 
 Shape = Sequence[int]
 
@@ -40,8 +41,10 @@ def _grad_weight(grad_output: Shape, x: Shape, *_: Any, **__: Any) -> int:
     return 2 * prod(grad_output) * x[-1]
 
 
-def _scaled_mm(a: Shape, b: Shape, *_: Any, **__: Any) -> int:
-    return 2 * prod(a) * b[1]
+def _scaled_mm(a: Shape, b: Shape, *rest: Any, **__: Any) -> int:
+    """The product of what codes stand for, of which two may share a byte."""
+    _, _, a_quantizer, b_quantizer, *_ = rest
+    return 2 * prod(a_quantizer.values_shape(a)) * b_quantizer.values_shape(b)[1]
 
 
 def _grouped(a: Shape, b: Shape, *_: Any, **__: Any) -> int:
@@ -49,8 +52,8 @@ def _grouped(a: Shape, b: Shape, *_: Any, **__: Any) -> int:
     return 2 * prod(a) * b[-2] if len(b) == 3 else 2 * prod(a) * b[0]
 
 
-def _grouped_in_pairs(a: Shape, b: Shape, *_: Any, **__: Any) -> int:
-    """Likewise, of two codes a byte."""
+def _in_pairs(a: Shape, b: Shape, *_: Any, **__: Any) -> int:
+    """The product of two matrices, or of groups, with two codes in a byte along what is summed over."""
     return 2 * _grouped(a, b)
 
 
@@ -77,6 +80,7 @@ def _of_whole_weight(x: Shape, shard: Shape, *where: Any, **__: Any) -> int:
     return 2 * prod(x) * sum(rows.sizes)
 
 
+FOUR_BIT_PRODUCTS = (nvfp4_mm, grouped_nvfp4_mm)
 SHARDED = (sharded_linear, sharded_grad_input, sharded_grad_weight)
 OF_GEMM = {OUTPUT: _linear, GRAD_INPUT: _grad_input, GRAD_WEIGHT: _grad_weight}
 FLOP_FORMULAS: dict[torch._ops.OpOverload, Callable[..., int]] = {
@@ -84,7 +88,7 @@ FLOP_FORMULAS: dict[torch._ops.OpOverload, Callable[..., int]] = {
     **dict.fromkeys((fsdp_linear, fsdp_delayed_linear), _of_whole_weight),
     scaled_mm: _scaled_mm,
     scaled_grouped_mm: _grouped,
-    grouped_nvfp4_mm: _grouped_in_pairs,
+    **dict.fromkeys(FOUR_BIT_PRODUCTS, _in_pairs),
     grouped_mm: _grouped_in_high_precision,
 }
 

@@ -14,6 +14,8 @@ from typing import Any
 
 from torch import Tensor, fx
 
+from fp8compile.ops.gemms.float8 import ALIGNMENT
+from fp8compile.ops.gemms.mx import MX_BLOCK, is_mx
 from fp8compile.quantizers import GEMMS, Gemm, Quantizer, Recipe, gemm_kind
 from fp8compile.testing.explain.called import Names
 from fp8compile.testing.explain.forms import LAYER_OPS, PRODUCTS
@@ -36,12 +38,14 @@ class GraphGemm:
         gemm: "output", "grad_input" or "grad_weight".
         op: The operator.
         runs: Operands' formats and scales as `describe` says them, or their dtype.
-        is_fp8: Whether both operands are FP8.
+        is_fp8: Whether both operands are codes, of FP8 or FP4.
         m: Rows of the result.
         k: What is summed over.
         n: Columns of the result.
         in_bytes: Of an element of each operand before it is quantized.
         out_bytes: Of an element of the result.
+        code_bits: Of a code of the operands, where they are codes; of two formats, the larger.
+        sum_to: What a GPU pads ``k`` to a multiple of, where they are.
         casts: One key for each operand that is quantized: equal keys are one cast.
         parameters: For each of ``casts``, whether it is of a parameter.
         shared_by: Layers whose weights are multiplied at once.
@@ -59,6 +63,8 @@ class GraphGemm:
     n: int
     in_bytes: int
     out_bytes: int
+    code_bits: int = 8
+    sum_to: int = ALIGNMENT
     casts: tuple[tuple[Any, ...], ...] = ()
     parameters: tuple[bool, ...] = ()
     shared_by: int = 1
@@ -85,6 +91,12 @@ def describe(recipe: Recipe, gemm: Gemm) -> str | None:
     return _described(a.transposed() if gemm.a_transposed else a, b.transposed() if gemm.b_transposed else b)
 
 
+def _codes(a: Quantizer, b: Quantizer) -> dict[str, int]:
+    """What a GPU's product makes of operands' codes: how large they are, and to what it pads the sum."""
+    bits = max(a.code_bits(), b.code_bits())
+    return {"code_bits": bits, "sum_to": MX_BLOCK if is_mx(a) and is_mx(b) else ALIGNMENT * 8 // bits}
+
+
 def _sizes(gemm: str, operands: Sequence[Tensor], result: Tensor | Sequence[Tensor]) -> tuple[int, int, int]:
     """(m, k, n) of a layer op's product, from the tensors as the layer holds them."""
     a, b = operands
@@ -103,8 +115,9 @@ def _layer_gemm(value: Value, owners: Owners) -> dict[str, Any]:
     a, b, *_, recipe = fx.map_arg(node.args, node_value)
     runs, quantizers = describe(recipe, gemm), recipe.quantizers(gemm)
     m, k, n = _sizes(gemm.name, (a, b), node_value(node))
-    casts, parameters = (), ()
+    casts, parameters, codes = (), (), {}
     if quantizers is not None:
+        codes = _codes(*quantizers)
         operands = [value.operand(0), value.operand(1)]
         casts = tuple(
             (owners.source(operand), quantizer, tensor.numel())
@@ -119,6 +132,7 @@ def _layer_gemm(value: Value, owners: Owners) -> dict[str, Any]:
         "n": n,
         "in_bytes": a.element_size(),
         "out_bytes": a.element_size(),  # the result has the dtype of its operands
+        **codes,
         "casts": casts,
         "parameters": parameters,
     }
@@ -131,16 +145,21 @@ def _other_gemm(value: Value, operands: Sequence[Value]) -> dict[str, Any]:
     is_fp8 = "scaled" in value.op and all("float8" in dtype for dtype in dtypes)
     if is_fp8:
         runs = f"{runs} by {value.op}"
+    codes, left, right = {}, a.shape, b.shape
     if value.op == "fp8compile::scaled_mm":  # a layer op that was taken apart, as on DTensors: it names its quantizers
-        is_fp8, runs = True, _described(*value.node.args[4:6])
+        quantizers = value.node.args[4:6]
+        is_fp8, runs, codes = True, _described(*quantizers), _codes(*quantizers)
+        # two codes may share a byte
+        left, right = (each.values_shape(shape) for each, shape in zip(quantizers, (left, right), strict=True))
     return {
         "runs": runs,
         "is_fp8": is_fp8,
-        "m": prod(a.shape[:-1]),
-        "k": a.shape[-1],
-        "n": b.shape[-1] if b.dim() > 1 else 1,
+        "m": prod(left[:-1]),
+        "k": left[-1],
+        "n": right[-1] if len(right) > 1 else 1,
         "in_bytes": a.element_size(),
         "out_bytes": node_value(value.node).element_size(),
+        **codes,
     }
 
 

@@ -19,7 +19,8 @@ import torch.distributed as dist
 from torch import Tensor, fx, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from fp8compile._compat import local_itself
+from fp8compile import ops
+from fp8compile._compat import forget_meshes, local_itself
 from fp8compile.nn import Linear
 from fp8compile.nn.experts import ConvertedExperts, stacks
 from fp8compile.quantizers import GEMMS
@@ -33,6 +34,7 @@ from fp8compile.testing.recording import node_value, op_name
 
 __all__ = ["MeshExplanation", "Product", "explain_mesh", "pretended_mesh"]
 
+FOUR_BITS = frozenset(op.name() for op in ops.FOUR_BIT_PRODUCTS)
 CODES = (torch.uint8, torch.int8, torch.float8_e4m3fn, torch.float8_e5m2)
 
 
@@ -43,6 +45,7 @@ class Product:
     Attributes:
         op: Its operator.
         fp8: Whether it multiplies codes.
+        code_bits: Of such a code.
         flops: Its operations.
         bytes: Its operands and its result.
         backward: Whether it is in the backward.
@@ -53,10 +56,12 @@ class Product:
     flops: int
     bytes: int
     backward: bool
+    code_bits: int = 8
 
     def seconds(self, peaks: Peaks) -> float:
         """The least time for it."""
-        return max(self.flops / (peaks.fp8 if self.fp8 else peaks.bf16), self.bytes / peaks.bandwidth)
+        peak = peaks.of_codes(self.code_bits) if self.fp8 else peaks.bf16
+        return max(self.flops / peak, self.bytes / peaks.bandwidth)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,6 +149,7 @@ def pretended_mesh(sizes: Mapping[str, int]) -> Iterator[DeviceMesh]:
     try:
         yield init_device_mesh("cpu", dims, mesh_dim_names=tuple(sizes))
     finally:
+        forget_meshes()
         dist.destroy_process_group()
 
 
@@ -171,6 +177,7 @@ def _products(graph: GpuGraph, *, backward: bool) -> Iterator[Product]:
             flops=int(formulas[name](*args, **kwargs, out_val=node_value(node))),
             bytes=_bytes(args) + _bytes(node_value(node)),
             backward=backward,
+            code_bits=4 if name in FOUR_BITS else 8,
         )
 
 

@@ -24,6 +24,7 @@ class Peaks:
     Attributes:
         name: Its full name.
         capability: Its compute capability.
+        fp4: Operations a second of FP4 tensor cores; of a GPU without them, of those that it has instead.
         fp8: Operations a second of FP8 tensor cores.
         bf16: Of bfloat16 and float16 tensor cores.
         fp32: Of float32 arithmetic, without TF32.
@@ -34,6 +35,7 @@ class Peaks:
 
     name: str
     capability: tuple[int, int]
+    fp4: float
     fp8: float
     bf16: float
     fp32: float
@@ -41,19 +43,23 @@ class Peaks:
     nvlink: float
     network: float
 
+    def of_codes(self, bits: int) -> float:
+        """Operations a second of the tensor cores that multiply codes of so many bits, 4 or 8."""
+        return self.fp4 if bits == 4 else self.fp8
+
 
 # Source: NVIDIA H200 Tensor Core GPU data sheet, H200 SXM. Its tensor core figures (FP8 3,958 TFLOPS, BF16 1,979) are
-# "with sparsity"; dense ones are half of them. NVIDIA HGX B200 data sheet, one GPU: FP8 9 PFLOPS and BF16 4.5
+# "with sparsity"; dense ones are half of them. NVIDIA HGX B200 data sheet, one GPU: FP4 18 PFLOPS, FP8 9 and BF16 4.5
 # with sparsity, FP32 75 TFLOPS, 8 TB/s (later editions: 7.7). NVLink's figures there, 900 GB/s and 1.8 TB/s, are of
 # both directions. DGX H200 and DGX B200 data sheets: one adapter of 400 Gb/s for each GPU.
 PEAKS = {
     "h200": Peaks(
         name="NVIDIA H200 SXM", capability=(9, 0),
-        fp8=1979e12, bf16=989e12, fp32=67e12, bandwidth=4.8e12, nvlink=450e9, network=50e9,
+        fp4=1979e12, fp8=1979e12, bf16=989e12, fp32=67e12, bandwidth=4.8e12, nvlink=450e9, network=50e9,
     ),
     "b200": Peaks(
         name="NVIDIA B200 SXM", capability=(10, 0),
-        fp8=4500e12, bf16=2250e12, fp32=75e12, bandwidth=8e12, nvlink=900e9, network=50e9,
+        fp4=9000e12, fp8=4500e12, bf16=2250e12, fp32=75e12, bandwidth=8e12, nvlink=900e9, network=50e9,
     ),
 }  # fmt: skip
 
@@ -84,13 +90,13 @@ class Roofline:
 
 
 def padding(gemm: GraphGemm) -> tuple[int, int]:
-    """What the sum and the columns of an FP8 product are padded to on a GPU: (k, n), multiples of 16."""
+    """What the sum and the columns of a product of codes are padded to on a GPU: (k, n)."""
     if not gemm.is_fp8:
         return gemm.k, gemm.n
-    return gemm.k + -gemm.k % ALIGNMENT, gemm.n + -gemm.n % ALIGNMENT
+    return gemm.k + -gemm.k % gemm.sum_to, gemm.n + -gemm.n % ALIGNMENT
 
 
-def _seconds(m: int, k: int, n: int, in_bytes: int, out_bytes: int, peak: float, peaks: Peaks) -> float:
+def _seconds(m: int, k: int, n: int, in_bytes: float, out_bytes: int, peak: float, peaks: Peaks) -> float:
     moved = (m * k + k * n) * in_bytes + m * n * out_bytes
     return max(2 * m * k * n / peak, moved / peaks.bandwidth)
 
@@ -99,7 +105,8 @@ def gemm_seconds(gemm: GraphGemm, peaks: Peaks) -> float:
     """The least time of a product as it runs, padding included; of one that layers share, a layer's part."""
     k, n = padding(gemm)
     if gemm.is_fp8:
-        return _seconds(gemm.m, k, n, 1, gemm.out_bytes, peaks.fp8, peaks) / gemm.shared_by
+        peak = peaks.of_codes(gemm.code_bits)
+        return _seconds(gemm.m, k, n, gemm.code_bits / 8, gemm.out_bytes, peak, peaks) / gemm.shared_by
     peak = peaks.bf16 if gemm.in_bytes == 2 else peaks.fp32
     return _seconds(gemm.m, k, n, gemm.in_bytes, gemm.out_bytes, peak, peaks) / gemm.shared_by
 
@@ -109,12 +116,15 @@ def bf16_seconds(gemm: GraphGemm, peaks: Peaks) -> float:
     return _seconds(gemm.m, gemm.k, gemm.n, 2, 2, peaks.bf16, peaks) / gemm.shared_by
 
 
-def _cast_bytes(gemms: Iterable[GraphGemm]) -> int:
-    casts: dict[tuple, int] = {}
+def _cast_bytes(gemms: Iterable[GraphGemm]) -> float:
+    casts: dict[tuple, float] = {}
     for gemm in gemms:
         for cast, is_parameter in zip(gemm.casts, gemm.parameters, strict=True):
             # an equal cast of a tensor is done once in a graph; two graphs do it twice
-            casts[(gemm.gemm == "output", *cast)] = cast[-1] * (1 + (gemm.in_bytes if is_parameter else 0))
+            _, quantizer, size = cast
+            casts[(gemm.gemm == "output", *cast)] = size * (
+                quantizer.code_bits() / 8 + (gemm.in_bytes if is_parameter else 0)
+            )
     return sum(casts.values())
 
 
