@@ -142,7 +142,7 @@ def test_a_rank_with_an_empty_shard(ranks, recipe):
 
 def sent(recipe, sizes, on, options):
     """Bytes of FSDP2's gathers in each pass, messages of amaxes, and the report: of the second of two steps."""
-    model = models.model_of(sizes, f8.recipes.by_name(recipe))
+    model = models.model_of(sizes, models.recipe_of(recipe))
     model = sharded(model, "1-D", models.BF16, on=False if on is None else on, **options)
     models.trained(model, 1, dist.get_rank())
     for module in model.modules():

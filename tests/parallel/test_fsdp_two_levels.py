@@ -9,9 +9,13 @@ import torch.distributed as dist
 from gloo_ranks import shared_ranks
 from test_fsdp import differing, sharded
 from test_fsdp_passes import KEPT, compiled_once, on_and_off, sent
+from torch import nn
+from torch.distributed.fsdp import fully_shard
 
 import fp8compile as f8
 from fp8compile._compat import TORCH_VERSION
+from fp8compile.ops.layer.packing import one_a_byte
+from fp8compile.testing.bits import difference
 
 pytestmark = pytest.mark.skipif(
     TORCH_VERSION < (2, 12), reason=f"a group as a part of a tensor needs PyTorch 2.12, this is {torch.__version__}"
@@ -110,3 +114,61 @@ def test_half_a_byte_an_element_and_one_message_of_amaxes(ranks, options):
     assert saved == [WEIGHTS * 3 // 2] * gathers + [0] * (2 - gathers), "two bytes an element became half a byte"
     assert (messages, none) == ([2 * WEIGHTS // 256], [])
     assert set(report) == {"codes"}
+
+
+def blocks_along_columns(sizes):
+    """Of both blocks' weights, each block of 16 x 1."""
+    dim, hidden = models.SIZES[sizes]
+    return 2 * (2 * -(-hidden // 16) * dim + -(-dim // 16) * hidden)
+
+
+@pytest.mark.parametrize("options", [{}, KEPT], ids=["freed", "kept"])
+def test_scales_of_two_sets_travel_beside_their_codes(ranks, options):
+    """Ranks exchange the outer amax of each set alone; a byte for 16 elements travels with codes, in each pass."""
+    (codes, messages, report), *_ = ranks.run(sent, models.FOUR_BITS, "even", {}, options, within="pair")
+    (values, *_), *_ = ranks.run(sent, models.FOUR_BITS, "even", None, options, within="pair")
+    saved = [every - own for every, own in zip(values, codes, strict=True)]
+    a_set = WEIGHTS // 2 + WEIGHTS // 16
+    assert saved == ([2 * WEIGHTS - 2 * a_set, 0] if options else [2 * WEIGHTS - a_set] * 2)
+    assert messages == [2 * 3 * 2], "two blocks, three weights, two sets"
+    assert set(report) == {"codes of both passes at once" if options else "codes, each pass its own"}
+
+
+def test_of_blocks_that_shards_cut_all_amaxes_are_in_the_message(ranks):
+    """All rows of a rank are its own; each second rank begins within a block of 16 x 1."""
+    found = ranks.run(sent, models.FOUR_BITS, "uneven", {}, {}, within="pair")
+    assert [messages for _, messages, _ in found] == [[2 * 3 + blocks_along_columns("uneven")]] * 2
+
+
+def parts_that_differ(shapes, group, spoiled):
+    """Where what layers see of both sets of codes is not that of each whole weight by itself."""
+    recipe, found = models.recipe_of(models.FOUR_BITS), []
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(columns, rows, bias=False) for rows, columns in shapes)).bfloat16()
+    with torch.no_grad():
+        for layer in model:
+            layer.weight[-1, -1] = spoiled  # on the last rank that has a part
+    whole = [layer.weight.detach().clone() for layer in model]
+    f8.convert(model, recipe, filter=lambda *_: True)
+    f8.parallel.fsdp_float8_all_gather(model)
+    for layer in model:
+        fully_shard(layer, mesh=models.mesh_1d(group), reshard_after_forward=False)
+        layer.unshard()
+    for layer, weight in zip(model, whole, strict=True):
+        for own, quantizer in zip(layer.weight.sets(), (recipe.weight, recipe.weight_for_grad_input), strict=True):
+            expected = f8.quantize(weight, quantizer.unpacked()).parts()
+            parts = one_a_byte(own.codes, own.quantizer)[0], own.scale, own.outer_scale
+            found += [difference(*both) for both in zip(parts, expected, strict=True)]
+    return len(found), [words for words in found if words is not None]
+
+
+# of two ranks: 31 rows are cut behind 16, 48 and 16 in the middle of a block; of 1 row the other rank has none
+SHAPES = [(64, 48), (31, 48), (48, 40), (16, 33), (33, 16), (1, 32)]
+
+
+@pytest.mark.parametrize("spoiled", [3.0, float("nan"), float("inf")])
+@pytest.mark.parametrize("group", ["pair", "three"])
+def test_layers_see_the_codes_and_scales_of_whole_weights(ranks, group, spoiled):
+    count = len(SHAPES) * 2 * 3
+    found = ranks.run(parts_that_differ, SHAPES, group, spoiled, within=group)
+    assert found == [(count, [])] * len(found)
