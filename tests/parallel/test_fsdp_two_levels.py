@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import fsdp_models as models
 import pytest
 import torch
@@ -9,6 +11,7 @@ import torch.distributed as dist
 from gloo_ranks import shared_ranks
 from test_fsdp import differing, sharded
 from test_fsdp_passes import KEPT, compiled_once, on_and_off, sent
+from test_fsdp_use import TRAINED
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
@@ -66,6 +69,46 @@ def test_two_sets_of_codes_on_and_off(ranks, case, options):
     assert not any(ranks.run(two_sets_differ, case, options, within=models.WITHIN[case[1]]))
 
 
+def resumed(model):
+    """Losses of four steps, and of the last two again, from the weights and the optimizer's state before them."""
+    optimizer, rank = models.adamw(model), dist.get_rank()
+    losses = models.trained(model, 2, rank, optimizer=optimizer)
+    weights = {name: values.clone() for name, values in model.state_dict().items()}
+    saved = weights, copy.deepcopy(optimizer.state_dict())
+    losses += models.trained(model, 2, rank, optimizer=optimizer, start=2)
+    for each, state in zip((model, optimizer), saved, strict=True):
+        each.load_state_dict(state)
+    again = models.trained(model, 2, rank, optimizer=optimizer, start=2)
+    assert again == losses[2:]
+    return losses
+
+
+def frozen_in_part(model):
+    model.blocks[0].inner["gate"].requires_grad_(requires_grad=False)
+    return models.trained(model, 3, dist.get_rank())
+
+
+WAYS = TRAINED | {"resumed": (resumed, {}), "frozen": (frozen_in_part, {})}
+
+
+def trained_so(name, sizes):
+    use, options = WAYS[name]
+    arguments = {"checkpointed": name == "checkpointed"}
+    return on_and_off(models.recipe_of(models.FOUR_BITS), "bf16", sizes, "1-D", None, arguments, use, **options)
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_ways_of_training_with_two_sets_of_codes(ranks, name):
+    """Even sizes: ranks have their blocks to themselves. The slow ones cut blocks of one set and pad its shards."""
+    assert ranks.run(trained_so, name, "even", within="pair") == [[]] * 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", WAYS)
+def test_ways_of_training_with_two_sets_of_codes_in_uneven_shards(ranks, name):
+    assert ranks.run(trained_so, name, "uneven", within="pair") == [[]] * 2
+
+
 def against_one_process(sizes, options):
     recipe = f8.recipes.nvfp4(**options)
     expected, weights = models.one_process(models.model_of(sizes, recipe), "bf16", 4, 2)
@@ -88,15 +131,18 @@ def test_one_process(ranks, sizes, options):
 
 
 @pytest.mark.parametrize(
-    ("mesh", "backend"),
+    ("recipe", "sizes", "mesh", "backend"),
     [
-        pytest.param("1-D", "aot_eager", marks=pytest.mark.slow),
-        pytest.param("1-D", "inductor", marks=pytest.mark.slow),
-        pytest.param("FSDP + TP", "aot_eager", marks=pytest.mark.slow),
+        (models.FOUR_BITS, "even", "1-D", "aot_eager"),
+        pytest.param("nvfp4", "uneven", "1-D", "aot_eager", marks=pytest.mark.slow),
+        pytest.param("nvfp4", "uneven", "1-D", "inductor", marks=pytest.mark.slow),
+        pytest.param("nvfp4", "uneven", "FSDP + TP", "aot_eager", marks=pytest.mark.slow),
+        pytest.param(models.FOUR_BITS, "even", "FSDP + TP", "aot_eager", marks=pytest.mark.slow),
+        pytest.param(models.FOUR_BITS, "uneven", "three", "aot_eager", marks=pytest.mark.slow),
     ],
 )
-def test_a_compiled_block_has_one_graph(ranks, mesh, backend):
-    found = ranks.run(compiled_once, "nvfp4", mesh, backend, {}, {}, within=models.WITHIN[mesh])
+def test_a_compiled_block_has_one_graph(ranks, recipe, sizes, mesh, backend):
+    found = ranks.run(compiled_once, recipe, mesh, backend, {}, {}, sizes, within=models.WITHIN[mesh])
     assert found == [([], 2)] * len(found)
 
 
