@@ -38,7 +38,7 @@ def on_and_off(recipe, policy, sizes, mesh, backend=None, arguments=(), use=None
     """What differs between gathers of codes and of values, in words."""
     found, weights = {}, {}
     for on in (False, True):
-        model = models.model_of(sizes, recipe if isinstance(recipe, f8.Recipe) else f8.recipes.by_name(recipe))
+        model = models.model_of(sizes, recipe if isinstance(recipe, f8.Recipe) else models.recipe_of(recipe))
         model = sharded(
             model, mesh, models.POLICIES[policy], on=dict(arguments) if on else False, backend=backend, **options
         )
@@ -98,9 +98,9 @@ def test_prefetching_gathers_what_the_pass_needs(ranks):
     assert ranks.run(with_prefetch, within="pair") == [[]] * 2
 
 
-def compiled_once(recipe, mesh, backend, arguments, options):
+def compiled_once(recipe, mesh, backend, arguments, options, sizes="uneven"):
     """What differs, and how often blocks were compiled."""
-    differ = on_and_off(recipe, "bf16", "uneven", mesh, backend, arguments, **options)
+    differ = on_and_off(recipe, "bf16", sizes, mesh, backend, arguments, **options)
     return differ, torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 
@@ -142,7 +142,7 @@ def test_a_rank_with_an_empty_shard(ranks, recipe):
 
 def sent(recipe, sizes, on, options):
     """Bytes of FSDP2's gathers in each pass, messages of amaxes, and the report: of the second of two steps."""
-    model = models.model_of(sizes, f8.recipes.by_name(recipe))
+    model = models.model_of(sizes, models.recipe_of(recipe))
     model = sharded(model, "1-D", models.BF16, on=False if on is None else on, **options)
     models.trained(model, 1, dist.get_rank())
     for module in model.modules():

@@ -12,7 +12,8 @@ pytestmark = pytest.mark.skipif(TORCH_VERSION < (2, 12), reason="a group as a pa
 ELEMENTS = 1024 * 1024  # of two weights' shards on one of two ranks
 ROW = COLUMN = 4 * 2 * 1024  # a float32 a row of both weights, or a column
 AS_BFLOAT16, CODES, MX = 2.0, 1.0, 1 / 32
-FOUR_BITS = CODES / 2 + 1 / 16 + 4 / 512**2  # of experts: codes, a scale for 16, and one of each matrix
+FOUR_BITS = CODES / 2 + 1 / 16  # codes, and a scale for 16
+OF_EXPERTS = FOUR_BITS + 4 / 512**2  # and one of each matrix
 EXPECTED = {
     # memory, forward, backward
     (None, "values"): (AS_BFLOAT16, AS_BFLOAT16, AS_BFLOAT16),
@@ -22,9 +23,12 @@ EXPECTED = {
     ("mxfp8", "parameters"): (2 * (CODES + MX), CODES + MX, CODES + MX),
     ("delayed", "gathered"): (None, CODES, CODES),
     ("nvfp4", "parameters"): (CODES / 2 + 1 / 256, CODES / 2, CODES / 2),
-    ("nvfp4 1x16", "parameters", "experts"): (2 * FOUR_BITS, FOUR_BITS, FOUR_BITS),
-    ("nvfp4 1x16", "gathered", "experts"): (AS_BFLOAT16, FOUR_BITS, FOUR_BITS),
-    ("nvfp4 1x16", "kept", "experts"): (None, 2 * FOUR_BITS, 0.0),
+    ("nvfp4 1x16", "parameters"): (2 * FOUR_BITS, FOUR_BITS, FOUR_BITS),
+    ("nvfp4 1x16", "gathered"): (AS_BFLOAT16, FOUR_BITS, FOUR_BITS),
+    ("nvfp4 1x16", "kept"): (AS_BFLOAT16, 2 * FOUR_BITS, 0.0),
+    ("nvfp4 1x16", "parameters", "experts"): (2 * OF_EXPERTS, OF_EXPERTS, OF_EXPERTS),
+    ("nvfp4 1x16", "gathered", "experts"): (AS_BFLOAT16, OF_EXPERTS, OF_EXPERTS),
+    ("nvfp4 1x16", "kept", "experts"): (None, 2 * OF_EXPERTS, 0.0),
 }
 
 
@@ -38,13 +42,15 @@ def counted(case):
 
     recipe, way, *layer = case
     row = weight_bytes(recipe, way, DeviceMesh.from_group(GROUPS["pair"], "cpu"), *layer)
-    return row["memory"], row["forward"], row["backward"]
+    return row["memory"], row["forward"], row["backward"], row["amaxes"]
 
 
 @pytest.mark.parametrize("case", EXPECTED, ids=lambda case: " ".join(map(str, case)))
 def test_bytes_are_those_of_codes_and_scales(ranks, case):
     memory, *passes = EXPECTED[case]
-    for found in ranks.run(counted, case, within="pair"):
-        assert list(found[1:]) == passes
+    for *found, amaxes in ranks.run(counted, case, within="pair"):
+        assert found[1:] == passes
+        if case[0] == "nvfp4 1x16":  # of linears the outer amax of each set of both weights
+            assert amaxes == (0 if "experts" in case else 4 * 2 * 2 / ELEMENTS)
         # scalars beside it: a scale of the whole, what a step counts
         assert memory is None or memory <= found[0] < memory + 1e-3

@@ -111,7 +111,13 @@ def _where(sides: tuple[AxisBlocks, AxisBlocks], quantizer: Quantizer, part: Loc
     return rows * sides[1].total, columns
 
 
-def scales_of(found: Tensor, quantizer: Quantizer, steps: Steps = OPS_OF_STEPS, cuts: Sharding = ()) -> Scales:
+def scales_of(
+    found: Tensor,
+    quantizer: Quantizer,
+    steps: Steps = OPS_OF_STEPS,
+    cuts: Sharding = (),
+    outer_amax: Tensor | None = None,
+) -> Scales:
     """Multiplier, scale and outer scale from the amaxes of blocks.
 
     Args:
@@ -119,12 +125,14 @@ def scales_of(found: Tensor, quantizer: Quantizer, steps: Steps = OPS_OF_STEPS, 
         quantizer: How.
         steps: By which steps.
         cuts: Of the part: of two levels ranks reduce the outer amax first. () of a whole matrix.
+        outer_amax: Of the whole, if ranks know it already: then they reduce none.
     """
     if not quantizer.has_outer_scale():
         return *steps.scale(found, quantizer), None
-    outer_amax = steps.outer_amax(found, quantizer)
-    for cut in cuts:
-        outer_amax = outer_amax if cut is None else all_reduce_amax(outer_amax, cut.group)
+    if outer_amax is None:
+        outer_amax = steps.outer_amax(found, quantizer)
+        for cut in cuts:
+            outer_amax = outer_amax if cut is None else all_reduce_amax(outer_amax, cut.group)
     return steps.two_scales(found, outer_amax, quantizer)
 
 

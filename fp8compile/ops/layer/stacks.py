@@ -95,16 +95,19 @@ def whole_amax_of_stack(part: LocalShard, quantizer: Quantizer) -> Tensor:
     return found
 
 
-def scales_of_stack(amaxes: Tensor, quantizer: Quantizer) -> Scales:
+def scales_of_stack(amaxes: Tensor, quantizer: Quantizer, outer_amaxes: Tensor | None = None) -> Scales:
     """Multipliers and scales of each matrix of a stack, of two levels with an outer scale of each, (E,).
 
     Args:
         amaxes: (E, blocks, blocks) of the whole stack, float32.
         quantizer: Of each of its matrices.
+        outer_amaxes: Of each matrix, (E,), if others have parts of it; else they are those of these blocks.
     """
     if not quantizer.has_outer_scale():
         return scales_of(amaxes, quantizer)
-    return two_scales_of_stack(amaxes, outer_amaxes_of_stack(amaxes, quantizer), quantizer)
+    if outer_amaxes is None:
+        outer_amaxes = outer_amaxes_of_stack(amaxes, quantizer)
+    return two_scales_of_stack(amaxes, outer_amaxes, quantizer)
 
 
 def _is_elementwise(quantizer: Quantizer) -> bool:

@@ -4,7 +4,8 @@
     backward    codes for grad_input      --FSDP2's all-gather--> the same memory: FSDP2 freed it between
 
 A scale whose block lies on one rank travels beside the codes; one whose block has elements on several ranks is known
-to all by the one message of amaxes. Where one gather has to serve both passes, both sets travel, or plain values.
+to all by the one message of amaxes, and so is the outer scale of two levels. Where one gather has to serve both
+passes, both sets travel, or plain values.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from fp8compile import _compat
 from fp8compile.ops.collectives import all_gather
 from fp8compile.ops.layer.local_shards import LocalShard
 from fp8compile.ops.layer.packing import two_a_byte
-from fp8compile.ops.layer.quantize_shard import is_aligned, quantize_shard
+from fp8compile.ops.layer.quantize_shard import is_aligned
 from fp8compile.ops.layer.shards import Sharding
 from fp8compile.ops.layer.weight_shapes import scale_shape, scale_shapes
 from fp8compile.parallel.fsdp2.sharded_weight import Edits, ShardedWeight, part_of_weight
@@ -76,27 +77,27 @@ class ShardedPair(ShardedWeight):
         return ShardedPair(plain, self.gathers, self.cuts, edits)
 
     def quantizers_over_ranks(self, module: nn.Module, part: LocalShard) -> dict[str, Quantizer]:
-        """Those with blocks that have elements on several ranks."""
+        """Those with a scale of elements on several ranks."""
         every = {gemm.b: self.quantizer_for(module, gemm) for gemm in PAIR}
-        return {slot: quantizer for slot, quantizer in every.items() if not self.is_own(part, quantizer)}
+        return {slot: quantizer for slot, quantizer in every.items() if not all(self.own_levels(part, quantizer))}
 
     def quantizer_for(self, module: nn.Module, gemm: Gemm) -> Quantizer:
         """The quantizer that makes the weight's codes for a product, for the weight as it lies in memory."""
         return getattr(module.recipe, gemm.b)
 
-    def is_own(self, part: LocalShard, quantizer: Quantizer) -> bool:
-        """Whether no other rank has a scale of a part: of its blocks, or of two levels the outer one of a matrix."""
+    def own_levels(self, part: LocalShard, quantizer: Quantizer) -> tuple[bool, ...]:
+        """Of each level of scales of a part, whether no other rank has them: of its blocks, and of whole matrices."""
         part = self.of_a_matrix(part)
-        return is_aligned(part, quantizer) and not (quantizer.has_outer_scale() and any(part.cuts))
+        blocks = is_aligned(part, quantizer)
+        return (blocks, not any(part.cuts)) if quantizer.has_outer_scale() else (blocks,)
+
+    def has_own_blocks(self, part: LocalShard, quantizer: Quantizer) -> bool:
+        """Whether a rank keeps the scales of its blocks to itself until a gather, and exchanges no amaxes of them."""
+        return self.own_levels(part, quantizer)[0]
 
     def of_a_matrix(self, part: LocalShard) -> LocalShard:
         """A part as one of the matrix whose scales no other matrix has."""
         return part
-
-    def quantized(self, part: LocalShard, quantizer: Quantizer) -> tuple[Tensor, ...]:
-        """Codes, one a byte, and all levels of scales of a part that are its own."""
-        found = quantize_shard(part, quantizer)
-        return found.local, found.scale
 
     # ------------------------------------------------------------------ what FSDP2 asks
 
@@ -130,12 +131,23 @@ class ShardedPair(ShardedWeight):
     ) -> OwnCodes:
         """This rank's codes for one product, as the quantizers lay them down."""
         quantizer = self.quantizer_for(module, gemm)
-        is_own = self.is_own(part, quantizer)
-        codes, *scales = self.quantized(part, quantizer) if is_own else self._by_known_scales(part, module, gemm)
-        if is_own and not beside:
-            scales = _scales_of_all_ranks(scales, part, quantizer)
+        own = self.own_levels(part, quantizer)
+        quantized = self._by_own_blocks if own[0] else self._by_known_scales
+        codes, *scales = quantized(part, module, gemm)
+        if not beside:
+            scales = _scales_of_all_ranks(scales, part, quantizer, own)
         codes = two_a_byte(codes, quantizers[PAIR.index(gemm)])
-        return OwnCodes(gemm, codes, tuple(OwnScale(each, travels=is_own and beside) for each in scales))
+        levels = zip(scales, own, strict=True)
+        return OwnCodes(gemm, codes, tuple(OwnScale(each, travels=is_own and beside) for each, is_own in levels))
+
+    def _by_own_blocks(self, part: LocalShard, module: nn.Module, gemm: Gemm) -> tuple[Tensor, ...]:
+        """Codes of a part, one a byte, and all levels of its scales: no other rank has elements of its blocks."""
+        quantizer, own, outer_amax = self.quantizer_for(module, gemm), LocalShard(part.local), None
+        if not all(self.own_levels(part, quantizer)):
+            outer_amax = module.weight_scales.outer_amax(module, self.name, gemm.b).to(self.device)
+        multiplier, scale, outer_scale = self.scales_from(self.amax_of(own, quantizer), quantizer, outer_amax)
+        codes = self.codes_of(own, multiplier, quantizer).contiguous()
+        return (codes, scale) if outer_scale is None else (codes, scale, outer_scale)
 
     def _by_known_scales(self, part: LocalShard, module: nn.Module, gemm: Gemm) -> tuple[Tensor, ...]:
         """Codes of a part, one a byte, and all levels of scales of the whole weight, which all ranks know."""
@@ -152,7 +164,7 @@ class ShardedPair(ShardedWeight):
     ) -> tuple[tuple[int, ...], ...]:
         """The shapes of the scales of what FSDP2 gathers."""
         own, *outer = scale_shapes(size, quantizer)
-        if not self.is_own(part, quantizer):
+        if not self.has_own_blocks(part, quantizer):
             whole = torch.empty(scale_shape(part.whole_shape(), quantizer), device="meta")
             own = tuple(self.scale_of(whole, size, quantizer).shape)
         return own, *outer
@@ -179,22 +191,25 @@ class ShardedPair(ShardedWeight):
         return pair, scales
 
     def _room(self, part: LocalShard, quantizers: tuple[Quantizer, ...], *, together: bool) -> int:
-        """Bytes for the scales of a rank's own blocks, in the gathers of both passes or in the larger one of them."""
-        own = (_bytes_of_scales(part.local.shape, each) for each in quantizers if self.is_own(part, each))
+        """Bytes for the scales that are a rank's own, in the gathers of both passes or in the larger one of them."""
+        own = (_bytes_of_scales(part.local.shape, each, self.own_levels(part, each)) for each in quantizers)
         return room_for(own, together=together)
 
 
-def _bytes_of_scales(size: Sequence[int], quantizer: Quantizer) -> int:
-    """Bytes of all levels of scales of a weight of this size."""
+def _bytes_of_scales(size: Sequence[int], quantizer: Quantizer, own: Sequence[bool]) -> int:
+    """Bytes of the levels of scales that are a rank's own, of a weight of this size."""
     dtypes = quantizer.scale_dtype(), torch.float32
-    levels = zip(scale_shapes(size, quantizer), dtypes, strict=False)
-    return sum(math.prod(shape) * dtype.itemsize for shape, dtype in levels)
+    levels = zip(scale_shapes(size, quantizer), dtypes, own, strict=False)
+    return sum(math.prod(shape) * dtype.itemsize for shape, dtype, is_own in levels if is_own)
 
 
-def _scales_of_all_ranks(scales: Sequence[Tensor], part: LocalShard, quantizer: Quantizer) -> list[Tensor]:
-    """All levels of scales of a weight, of those of each rank's part, by messages of their own."""
+def _scales_of_all_ranks(
+    scales: Sequence[Tensor], part: LocalShard, quantizer: Quantizer, own: Sequence[bool]
+) -> list[Tensor]:
+    """All levels of scales of a weight: of those that are each rank's own, by messages of their own."""
     shards, size = part.cuts[-1], part.whole_shape(len(part.cuts) - 1)
-    dim = shards.dim
+    dim, found = shards.dim, []
     shapes = [scale_shapes((*size[:dim], each, *size[dim + 1 :]), quantizer) for each in shards.sizes]
-    counts = [[shape[dim] for shape in level] for level in zip(*shapes, strict=True)]
-    return [all_gather(scale, dim, own, shards.group) for scale, own in zip(scales, counts, strict=True)]
+    for scale, is_own, level in zip(scales, own, zip(*shapes, strict=True), strict=True):
+        found.append(all_gather(scale, dim, [each[dim] for each in level], shards.group) if is_own else scale)
+    return found

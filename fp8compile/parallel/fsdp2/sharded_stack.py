@@ -16,7 +16,7 @@ from torch.distributed import ProcessGroup
 from fp8compile.nn.experts import is_transposed
 from fp8compile.ops.layer.local_shards import LocalShard
 from fp8compile.ops.layer.quantize_shard import Scales
-from fp8compile.ops.layer.stacks import cast_stack, scales_of_stack, whole_amax_of_stack
+from fp8compile.ops.layer.stacks import cast_stack, outer_amaxes_of_stack, scales_of_stack, whole_amax_of_stack
 from fp8compile.parallel.fsdp2.sharded_pair import ShardedPair
 from fp8compile.parallel.fsdp2.sharded_weight import Edits, ShardedWeight
 from fp8compile.quantizers import Gemm, Quantizer
@@ -53,9 +53,13 @@ class _OfExperts(_Base):
         """The weights that the experts see."""
         return QuantizedStack(codes, scale, quantizer, dtype, outer_scale)
 
-    def scales_from(self, amax: Tensor, quantizer: Quantizer) -> Scales:
-        """Multipliers and scales of each matrix, of the amaxes of all blocks of the whole stack."""
-        return scales_of_stack(amax, quantizer)
+    def outer_amax_of(self, amax: Tensor, quantizer: Quantizer) -> Tensor:
+        """The amax of each matrix, (E,) float32."""
+        return outer_amaxes_of_stack(amax, quantizer)
+
+    def scales_from(self, amax: Tensor, quantizer: Quantizer, outer_amax: Tensor | None = None) -> Scales:
+        """Multipliers and scales of each matrix, of the amaxes of all blocks of the whole stack, or of a part."""
+        return scales_of_stack(amax, quantizer, outer_amax)
 
     def scale_of(self, scale: Tensor, size: tuple[int, ...], quantizer: Quantizer) -> Tensor:
         """All of them."""
@@ -115,10 +119,3 @@ class ShardedStackPair(_OfExperts, ShardedPair):
         """What a rank has of any matrix of the stack: all of it where ranks have other experts."""
         cuts = tuple(replace(cut, dim=cut.dim - 1) for cut in part.cuts if cut.dim)
         return LocalShard(part.local[0] if len(part.local) else part.local.sum(0), cuts)
-
-    def quantized(self, part: LocalShard, quantizer: Quantizer) -> tuple[Tensor, ...]:
-        """Codes, one a byte, and all levels of scales of matrices that are its own, or of parts with own blocks."""
-        own = LocalShard(part.local)
-        multiplier, scale, outer_scale = scales_of_stack(whole_amax_of_stack(own, quantizer), quantizer)
-        codes = cast_stack(own, multiplier, quantizer).contiguous()
-        return (codes, scale) if outer_scale is None else (codes, scale, outer_scale)

@@ -19,6 +19,7 @@ from fp8compile.ops.layer.packing import two_a_byte
 from fp8compile.ops.layer.quantize_shard import Scales, cast_shard, local_scales, scales_of, whole_amax
 from fp8compile.ops.layer.shards import DimSharding, Sharding, chunk_sizes
 from fp8compile.ops.layer.weight_shapes import codes_shape
+from fp8compile.ops.outer_scale import outer_amax
 from fp8compile.quantizers import Quantizer
 from fp8compile.tensor import QuantizedTensor, as_it_travels, as_sent, attributes_of_others, in_place_of
 
@@ -143,13 +144,21 @@ class ShardedWeight(Tensor):
         """Quantizers whose amaxes ranks exchange before a gather, by slot of the recipe."""
         return {"weight": self.quantizer_of(module)}
 
+    def has_own_blocks(self, part: LocalShard, quantizer: Quantizer) -> bool:
+        """Whether a rank keeps the scales of its blocks to itself until a gather, and exchanges no amaxes of them."""
+        return False
+
     def amax_of(self, part: LocalShard, quantizer: Quantizer) -> Tensor:
         """What this rank knows of the amaxes of the whole weight, of which it has ``part``."""
         return whole_amax(part, quantizer)
 
-    def scales_from(self, amax: Tensor, quantizer: Quantizer) -> Scales:
-        """Multipliers and scales, of the amaxes of all blocks of the whole weight."""
-        return scales_of(amax, quantizer)
+    def outer_amax_of(self, amax: Tensor, quantizer: Quantizer) -> Tensor:
+        """The amax that an outer scale is made of, from those of blocks."""
+        return outer_amax(amax, quantizer)
+
+    def scales_from(self, amax: Tensor, quantizer: Quantizer, outer_amax: Tensor | None = None) -> Scales:
+        """Multipliers and scales, of the amaxes of all blocks; those of a part, with the outer amax of the whole."""
+        return scales_of(amax, quantizer, outer_amax=outer_amax)
 
     def codes_of(self, part: LocalShard, multiplier: Tensor, quantizer: Quantizer) -> Tensor:
         """Codes of ``part``, by the multipliers of all blocks of the whole weight."""

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from fp8compile import _compat
 from fp8compile.nn.state import RowOfWeight
 from fp8compile.ops.collectives import all_reduce_amaxes
+from fp8compile.ops.layer.local_shards import LocalShard
 from fp8compile.ops.layer.quantize_shard import Scales
 from fp8compile.parallel.fsdp2.sharded_weight import Edits, ShardedWeight, part_of_weight
 from fp8compile.quantizers import DelayedScaling, Quantizer
@@ -20,9 +21,13 @@ __all__ = ["WeightScales"]
 
 @dataclass(frozen=True)
 class _Scales:
-    """Scales of one weight, by slot of the recipe, and what the weight was when they were computed."""
+    """Scales of one weight, by slot of the recipe, and what the weight was when they were computed.
+
+    Where ranks keep the scales of their blocks to themselves, it is the outer amax alone.
+    """
 
     by_slot: dict[str, Scales]
+    outer_amaxes: dict[str, Tensor]
     edits: Edits
     writes: tuple[int, ...]
 
@@ -66,34 +71,47 @@ class WeightScales:
 
     def of(self, module: nn.Module, name: str, slot: str) -> Scales:
         """Multiplier and scale of all blocks of a weight for a slot of the recipe, and the outer scale or None."""
+        found = self._of_now(module, name)
+        return found.by_slot[slot] if slot in found.by_slot else _of_steps_before(module, slot)
+
+    def outer_amax(self, module: nn.Module, name: str, slot: str) -> Tensor:
+        """The outer amax of a weight for a slot of the recipe, where each rank makes the scales of its own blocks."""
+        return self._of_now(module, name).outer_amaxes[slot]
+
+    def _of_now(self, module: nn.Module, name: str) -> _Scales:
         weight = module, name
         known, found = self._known(weight), self._scales.get(weight)
         if found is None or not found.hold(known[weight]):
             self._refresh(known)
             found = self._scales[weight]
-        return found.by_slot[slot] if slot in found.by_slot else _of_steps_before(module, slot)
+        return found
 
     @torch.inference_mode(mode=False)  # training uses them too, until a weight changes
     @torch.no_grad()
     def _refresh(self, known: dict[tuple[nn.Module, str], _compat.FsdpParameter]) -> None:
-        changed: list[tuple[tuple[nn.Module, str], str, Quantizer]] = []
+        changed: list[tuple[tuple[nn.Module, str], str, Quantizer, bool]] = []
         amaxes: list[Tensor] = []
         groups: list[tuple] = []
         for weight, parameter in known.items():
             found = self._scales.get(weight)
             if found is not None and found.hold(parameter):
                 continue
-            self._scales[weight] = _Scales({}, *_writes(parameter))
+            self._scales[weight] = _Scales({}, {}, *_writes(parameter))
             shard = _compat.local_itself(parameter.sharded)
             part = part_of_weight(shard, parameter.mesh, parameter.size, parameter.mp_policy)
             for slot, quantizer in shard.quantizers_over_ranks(parameter.module, part).items():
-                changed.append((weight, slot, quantizer))
-                amaxes.append(shard.amax_of(part, quantizer).to(parameter.device))
+                is_outer = shard.has_own_blocks(part, quantizer)
+                own = shard.amax_of(LocalShard(part.local) if is_outer else part, quantizer)
+                own = shard.outer_amax_of(own, quantizer) if is_outer else own
+                changed.append((weight, slot, quantizer, is_outer))
+                amaxes.append(own.to(parameter.device))
                 groups.append(tuple(cut.group for cut in part.cuts))
-        for (weight, slot, quantizer), amax in zip(changed, all_reduce_amaxes(amaxes, groups), strict=True):
+        for (weight, slot, quantizer, is_outer), amax in zip(changed, all_reduce_amaxes(amaxes, groups), strict=True):
             if isinstance(quantizer, DelayedScaling):
                 history, _ = RowOfWeight(weight[0])()
                 history[0].copy_(amax.view(()))  # for the next backward, which makes a multiplier of it
+            elif is_outer:
+                self._scales[weight].outer_amaxes[slot] = amax.clone()  # what it is a view of is freed
             else:
                 shard = _compat.local_itself(known[weight].sharded)
                 self._scales[weight].by_slot[slot] = shard.scales_from(amax, quantizer)
