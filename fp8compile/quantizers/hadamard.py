@@ -31,12 +31,18 @@ def is_signs(signs: object) -> bool:
     return isinstance(signs, tuple) and len(signs) == GROUP and all(type(s) is int and abs(s) == 1 for s in signs)
 
 
-def _parity_signs(i: int, places: Tensor) -> Tensor:
-    """(-1)**popcount(i & j) for each place j, float32."""
-    bits = places & i
-    bits = bits ^ (bits >> 2)
-    bits = bits ^ (bits >> 1)
-    return (1 - 2 * (bits & 1)).float()
+def _parity_quarters(places: Tensor, dtype: torch.dtype) -> dict[int, Tensor]:
+    """A quarter of (-1)**popcount(i & j) for each place j, of each i but 0, where it is a quarter.
+
+    Each is the product of that without the highest bit of i and of the sign of this bit: a graph holds one node for
+    each i, where counting bits would take eight.
+    """
+    quarters: dict[int, Tensor] = {}
+    for bit in range(GROUP.bit_length() - 1):
+        sign = (1 - 2 * ((places >> bit) & 1)).to(dtype)
+        with_bit = {below | 1 << bit: quarter * sign for below, quarter in quarters.items()}
+        quarters |= {1 << bit: 0.25 * sign, **with_bit}
+    return quarters
 
 
 def _sign_vector(signs: tuple[int, ...], places: Tensor) -> Tensor:
@@ -66,10 +72,10 @@ def _places(dim: int, device: torch.device) -> Tensor:
 
 
 def _sums(groups: Tensor, dim: int, places: Tensor, signs: tuple[int, ...]) -> Tensor:
-    inside, total = dim + 1, None
-    for i, sign in enumerate(signs):
-        term = groups.narrow(inside, i, 1) * (_parity_signs(i, places) * (sign * 0.25)).to(groups.dtype)
-        total = term if total is None else total + term
+    inside, quarters = dim + 1, _parity_quarters(places, groups.dtype)
+    total = groups.narrow(inside, 0, 1) * (0.25 * signs[0])
+    for i in range(1, GROUP):
+        total = total + groups.narrow(inside, i, 1) * (quarters[i] * signs[i])
     return total
 
 
