@@ -40,6 +40,11 @@ class FsdpParameter:
         return self._parameter._module_info.module
 
     @property
+    def modules(self) -> list[torch.nn.Module]:
+        """All modules that have it."""
+        return [self.module, *self._parameter._module_info.shared_modules]
+
+    @property
     def name(self) -> str:
         """Its name there."""
         return self._parameter._module_info.param_name

@@ -12,7 +12,7 @@ from torch import nn
 
 from fp8compile.nn.experts import ConvertedExperts, cannot_take_experts
 from fp8compile.nn.linear import Linear
-from fp8compile.quantizers import Recipe
+from fp8compile.quantizers import GEMMS, Recipe
 
 __all__ = ["set_recipe"]
 
@@ -20,10 +20,24 @@ __all__ = ["set_recipe"]
 def _with_forward(recipe: Recipe, forward: Recipe | None) -> Recipe:
     taken = forward or Recipe()
     keeps = taken.keep_weight_codes and taken.weight == recipe.weight_for_grad_input
-    # gradients of the codes that the forward has from now on, if it has any
-    dequantized = recipe.dequantized_gradients and taken.input is not None
-    forward_of = {"input": taken.input, "weight": taken.weight, "keep_weight_codes": keeps}
-    return replace(recipe, **forward_of, dequantized_gradients=dequantized)
+    return replace(
+        recipe,
+        input=taken.input,
+        weight=taken.weight,
+        keep_weight_codes=keeps,
+        fast_accumulation_output=taken.fast_accumulation_output,
+        dequantized_gradients=taken.input is not None and _dequantizes(recipe, taken),
+    )
+
+
+def _dequantizes(recipe: Recipe, forward: Recipe) -> bool:
+    """Whether gradients multiply the values of the codes that the forward has from now on.
+
+    As they did before; after a forward in high precision, which has no codes, as the recipe of the new one says.
+    """
+    if recipe.input is not None:
+        return recipe.dequantized_gradients
+    return forward.dequantized_gradients and any(recipe.quantizers(gemm) is None for gemm in GEMMS[1:])
 
 
 def _cannot(layer: Linear | ConvertedExperts, forward: Recipe | None) -> str | None:
@@ -46,8 +60,10 @@ def set_recipe(model: nn.Module, *, forward: Recipe | None) -> nn.Module:
 
     Args:
         model: Converted, linears and experts; compiled or not.
-        forward: Whose quantizers of ``input`` and ``weight`` outputs are made by; None for outputs in the dtype of
-            the weights; the bias is added to the rounded product, as ever.
+        forward: Whose quantizers of ``input`` and ``weight`` outputs are made by, with its
+            ``fast_accumulation_output``; None for outputs in the dtype of the weights; the bias is added to the
+            rounded product, as ever. Gradients by ``dequantized_gradients`` are those of the codes that there are:
+            with None, of the weights themselves, until another forward that has it gives codes again.
 
     Returns:
         The model.

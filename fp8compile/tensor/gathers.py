@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from fp8compile import _compat
 from fp8compile.quantizers import GEMMS, Gemm
@@ -32,7 +31,6 @@ class Gathers:
     Attributes:
         for_both: What is gathered where one gather serves both passes, ``"codes"`` or ``"param_dtype"``.
         checkpointed: Whether the backward repeats the forward.
-        modules: That have the weight, and whose rows of a report say what is gathered.
         kind: ``OWN``, ``BOTH`` or ``PLAIN``, from the first gather on.
         turns: Whose codes are in memory, where each pass gathers its own.
         name: Of the weight in its module, of a parameter that is codes.
@@ -40,16 +38,18 @@ class Gathers:
 
     for_both: str
     checkpointed: bool
-    modules: Sequence[nn.Module] = ()
     kind: str | None = None
     turns: Turns = field(default_factory=Turns)
     name: str = "weight"
     _parameter: _compat.FsdpParameter | None = None
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Gathers:
+        """What a copied weight starts with: FSDP2 has not gathered it, and modules and groups are the original's."""
+        return Gathers(self.for_both, self.checkpointed, name=self.name)
+
     def now(self, module: nn.Module, name: str = "weight") -> tuple[str, tuple[Gemm, ...]]:
         """What a gather that is about to start brings: its kind, and the products whose codes it brings."""
         if self._parameter is None:
-            self.modules = self.modules or [module]
             self._parameter = next(
                 each for each in _compat.fsdp_parameters() if (each.module, each.name) == (module, name)
             )
@@ -66,7 +66,7 @@ class Gathers:
         kind = self.for_both if self.checkpointed or parameter.stays_after_forward else OWN
         if self.kind is None:
             self.kind = kind
-            for module in self.modules:
+            for module in parameter.modules:
                 setattr(module, GATHERED, IN_WORDS[kind])
         if self.kind == OWN != kind:
             raise RuntimeError(

@@ -175,7 +175,7 @@ def quantize(
     Gradients pass straight through: that of the result, a plain tensor, is that of ``x``, as if nothing was rounded.
 
     Args:
-        x: Any shape, bfloat16, float16 or float32.
+        x: Any shape, bfloat16, float16 or float32; with a quantizer of two levels of scales, of one dim or more.
         quantizer: How.
         group: Ranks that a tensor is spread over, ``x`` being this rank's shard. All of them call this.
         shard_dim: The dim that the tensor is cut along; needed with ``group``.
@@ -194,6 +194,11 @@ def quantize(
     """
     _check_source(x, quantizer)
     _check_shard(x, group, shard_dim, sizes)
+    if x.ndim == 0 and _has_outer_scale(quantizer):
+        raise ValueError(
+            "quantize: x has shape (), and this quantizer has scales of blocks beside one of the tensor. Give it a "
+            "dim: x.reshape(1)."
+        )
     if group is not None:
         _compat.allow_group_in_subclass()
         shard_dim %= x.ndim

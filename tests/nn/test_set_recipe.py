@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch._dynamo.utils import counters
@@ -121,6 +123,31 @@ def test_another_forward_changes_outputs_alone_and_costs_one_compile(assert_bits
     f8.set_recipe(layer, forward=before)
     assert layer.recipe == before
     assert_bits_equal(run(compiled, x)[0], y)
+
+
+@pytest.mark.parametrize("name", ["tensorwise", "rowwise", "mxfp8", "nvfp4", "dequantized", "slow sums"])
+def test_the_way_back_from_a_forward_in_high_precision(name, assert_bits_equal):
+    """Gradients of codes have none to be of while outputs are in high precision; they are those of codes again."""
+    others = {
+        "dequantized": f8.recipes.nvfp4(backward="dequantized"),
+        "slow sums": replace(f8.recipes.rowwise(), fast_accumulation_output=False),
+    }
+    recipe = others[name] if name in others else f8.recipes.by_name(name)
+    layer, x = f8.Linear(32, 48, recipe=recipe), torch.randn(16, 32)
+    before = run(layer, x)
+    f8.set_recipe(f8.set_recipe(layer, forward=None), forward=recipe)
+    assert layer.recipe == recipe
+    for found, expected in zip(run(layer, x), before, strict=True):
+        assert_bits_equal(found, expected)
+
+
+@pytest.mark.parametrize(("backward", "of_codes"), [("nvfp4", False), ("bf16", True)])
+def test_gradients_of_codes_are_of_gradients_in_high_precision(backward, of_codes):
+    layer = f8.Linear(32, 48, recipe=f8.recipes.nvfp4(backward=backward))
+    f8.set_recipe(layer, forward=f8.recipes.nvfp4(backward="dequantized"))
+    assert not layer.recipe.dequantized_gradients, "gradients stay as they were"
+    f8.set_recipe(f8.set_recipe(layer, forward=None), forward=f8.recipes.nvfp4(backward="dequantized"))
+    assert layer.recipe.dequantized_gradients is of_codes
 
 
 @pytest.mark.parametrize(

@@ -249,12 +249,13 @@ def saved_while_training(folder, kind):
     mesh = models.mesh_1d("all")
 
     def make():
-        model = models.model_of("uneven", f8.recipes.tensorwise())
-        if kind == "gathered":
+        model = models.model_of("uneven", models.recipe_of("tensorwise" if kind == "plain" else kind))
+        if kind != "plain":
             fsdp_float8_all_gather(model)
         return fully_shard(model, mesh=mesh, mp_policy=models.BF16)
 
     model = make()
+    model(models.batch(0, dist.get_rank())).backward()  # weights now know FSDP2's groups, which no copy takes
     expected = models.weights_of(model)
     future = dcp.async_save(model.state_dict(), checkpoint_id=folder, process_group=GROUPS["all"])
     with torch.no_grad():
@@ -270,9 +271,22 @@ def saved_while_training(folder, kind):
     return [name for name in expected if not torch.equal(bits(expected[name]), bits(found[name]))]
 
 
-@pytest.mark.parametrize("kind", ["gathered", "plain"])
+@pytest.mark.parametrize("kind", ["tensorwise", "rowwise", models.FOUR_BITS, "plain"])
 def test_async_save_has_the_weights_at_the_call(ranks, tmp_path, kind):
     assert ranks.run(saved_while_training, str(tmp_path), kind) == [[]] * 4
+
+
+@pytest.mark.parametrize("name", ["tensorwise", "rowwise"])
+def test_a_deep_copy_before_fully_shard_has_gathers_of_its_own_and_keeps_ties(name):
+    first, second = nn.Linear(32, 32), nn.Linear(32, 32)
+    second.weight = first.weight
+    model = f8.convert(nn.Sequential(first, second), f8.recipes.by_name(name))
+    fsdp_float8_all_gather(model, checkpointed=True)
+    copied = copy.deepcopy(model)
+    assert copied[0].weight is copied[1].weight
+    if name == "rowwise":
+        assert copied[0].weight.gathers is not model[0].weight.gathers
+        assert copied[0].weight.gathers.checkpointed
 
 
 def state_dict_in_files():

@@ -197,6 +197,9 @@ def test_sizes_that_do_not_fit_are_refused_where_there_is_no_layer_to_pad_them()
     with pytest.raises(ValueError, match=r"lays two codes of a row into one byte.* has 9"):
         f8.quantize(torch.randn(4, 9), f8.TwoLevelScaling())
     turned = f8.TwoLevelScaling(hadamard=SIGNS)
+    for quantizer in (f8.TwoLevelScaling(), f8.TwoLevelScaling(packed="none"), turned):
+        with pytest.raises(ValueError, match=r"x has shape \(\), .* Give it a dim: x\.reshape\(1\)"):
+            f8.quantize(torch.tensor(3.0), quantizer)
     with pytest.raises(ValueError, match=r"its codes by this quantizer would stand for shape \(4, 48\)"):
         f8.quantize(torch.randn(4, 40), turned)
     assert math.isfinite(

@@ -222,7 +222,7 @@ def fsdp_float8_all_gather(
             "as recipes.rowwise or tensorwise, or fp8compile.parallel.graph_fsdp, which gathers codes for every one."
         )
     gathers = {
-        weight.parameter: Gathers(one_gather, checkpointed, users[weight.parameter])
+        weight.parameter: Gathers(one_gather, checkpointed)
         for weight in chosen
         if not weight.module.recipe.shares_weight_codes()
     }
