@@ -116,7 +116,8 @@ def test_install_brings_the_package_alone(installed):
 def test_installed_package_imports_from_there_with_the_torch_that_is_there(installed, tmp_path):
     program = """
 import json, torch, fp8compile as f8
-y = f8.linear(torch.ones(2, 32), torch.ones(16, 32), recipe=f8.recipes.rowwise())
+ones = torch.ones(16, 32, dtype=torch.bfloat16)
+y = f8.linear(ones[:2], ones, recipe=f8.recipes.rowwise())
 print(json.dumps([f8.__file__, f8.__version__, torch.__file__, torch.__version__, y.sum().item()]))
 """
     environment = os.environ | {"PYTHONPATH": str(installed)}
