@@ -16,7 +16,6 @@ on top, and only a GPU tells.
 from __future__ import annotations
 
 import argparse
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -27,7 +26,7 @@ __all__ = ["PEAKS", "Peak", "bound_ms", "smallest_side"]
 
 @dataclass(frozen=True)
 class Peak:
-    """Published peaks, without sparsity, of one GPU: operations and bytes a second."""
+    """Published peaks, without sparsity, of one GPU: operations and bytes a second; FP8's for FP4 where it has none."""
 
     fp4: float
     fp8: float
@@ -37,7 +36,7 @@ class Peak:
 
 # Source: data sheets of NVIDIA H200 Tensor Core GPU (SXM) and of NVIDIA HGX B200 (an eighth); dense is half of sparse.
 PEAKS = {
-    "h200": Peak(fp4=math.nan, fp8=1979e12, bf16=989.5e12, memory=4.8e12),
+    "h200": Peak(fp4=1979e12, fp8=1979e12, bf16=989.5e12, memory=4.8e12),
     "b200": Peak(fp4=9000e12, fp8=4500e12, bf16=2250e12, memory=8e12),
 }
 CASTS = {"casts alone": 6, "casts fused": 2}  # bytes an element of x and of the gradient of y

@@ -46,7 +46,7 @@ class GraphGemm:
         out_bytes: Of an element of the result.
         code_bits: Of a code of the operands, where they are codes; of two formats, the larger.
         sum_to: What a GPU pads ``k`` to a multiple of, where they are.
-        casts: One key for each operand that is quantized: equal keys are one cast.
+        casts: Of each operand that is quantized its source, quantizer and number of elements; equal ones are one cast.
         parameters: For each of ``casts``, whether it is of a parameter.
         shared_by: Layers whose weights are multiplied at once.
         file: Of the line that it comes from; empty where it isn't known.
@@ -65,7 +65,7 @@ class GraphGemm:
     out_bytes: int
     code_bits: int = 8
     sum_to: int = ALIGNMENT
-    casts: tuple[tuple[Any, ...], ...] = ()
+    casts: tuple[tuple[Any, Quantizer, int], ...] = ()
     parameters: tuple[bool, ...] = ()
     shared_by: int = 1
     file: str = ""
@@ -91,7 +91,7 @@ def describe(recipe: Recipe, gemm: Gemm) -> str | None:
     return _described(a.transposed() if gemm.a_transposed else a, b.transposed() if gemm.b_transposed else b)
 
 
-def _codes(a: Quantizer, b: Quantizer) -> dict[str, int]:
+def _code_sizes(a: Quantizer, b: Quantizer) -> dict[str, int]:
     """What a GPU's product makes of operands' codes: how large they are, and to what it pads the sum."""
     bits = max(a.code_bits(), b.code_bits())
     return {"code_bits": bits, "sum_to": MX_BLOCK if is_mx(a) and is_mx(b) else ALIGNMENT * 8 // bits}
@@ -117,7 +117,7 @@ def _layer_gemm(value: Value, owners: Owners) -> dict[str, Any]:
     m, k, n = _sizes(gemm.name, (a, b), node_value(node))
     casts, parameters, codes = (), (), {}
     if quantizers is not None:
-        codes = _codes(*quantizers)
+        codes = _code_sizes(*quantizers)
         operands = [value.operand(0), value.operand(1)]
         casts = tuple(
             (owners.source(operand), quantizer, tensor.numel())
@@ -148,7 +148,7 @@ def _other_gemm(value: Value, operands: Sequence[Value]) -> dict[str, Any]:
     codes, left, right = {}, a.shape, b.shape
     if value.op == "fp8compile::scaled_mm":  # a layer op that was taken apart, as on DTensors: it names its quantizers
         quantizers = value.node.args[4:6]
-        is_fp8, runs, codes = True, _described(*quantizers), _codes(*quantizers)
+        is_fp8, runs, codes = True, _described(*quantizers), _code_sizes(*quantizers)
         # two codes may share a byte
         left, right = (each.values_shape(shape) for each, shape in zip(quantizers, (left, right), strict=True))
     return {
