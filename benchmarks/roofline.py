@@ -26,7 +26,7 @@ __all__ = ["PEAKS", "Peak", "bound_ms", "smallest_side"]
 
 @dataclass(frozen=True)
 class Peak:
-    """Published peaks, without sparsity, of one GPU: operations and bytes a second; FP8's for FP4 where it has none."""
+    """Published peaks of one GPU, without sparsity: operations and bytes a second; where it has no FP4, those of FP8."""
 
     fp4: float
     fp8: float
