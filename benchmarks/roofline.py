@@ -26,7 +26,7 @@ __all__ = ["PEAKS", "Peak", "bound_ms", "smallest_side"]
 
 @dataclass(frozen=True)
 class Peak:
-    """Published peaks of one GPU, without sparsity: operations and bytes a second; where it has no FP4, those of FP8."""
+    """Published peaks of one GPU, without sparsity: operations and bytes a second; FP4 as FP8 where it has no FP4."""
 
     fp4: float
     fp8: float
