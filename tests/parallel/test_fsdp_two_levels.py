@@ -163,7 +163,7 @@ def test_half_a_byte_an_element_and_one_message_of_amaxes(ranks, options):
 
 
 def blocks_along_columns(sizes):
-    """Of both blocks' weights, each block of 16 x 1."""
+    """The number of blocks of 16 x 1 in the weights of both blocks of the model."""
     dim, hidden = models.SIZES[sizes]
     return 2 * (2 * -(-hidden // 16) * dim + -(-dim // 16) * hidden)
 

@@ -85,8 +85,8 @@ class ShardedPair(ShardedWeight):
         """The quantizer that makes the weight's codes for a product, for the weight as it lies in memory."""
         return getattr(module.recipe, gemm.b)
 
-        """Whether this rank alone has the scales of a part, for each level of them: of blocks, and of whole matrices."""
-        """Of each level of scales of a part, whether no other rank has them: of its blocks, and of whole matrices."""
+    def own_levels(self, part: LocalShard, quantizer: Quantizer) -> tuple[bool, ...]:
+        """Whether this rank alone has the scales of a part, for each level: those of blocks, those of matrices."""
         part = self.of_a_matrix(part)
         blocks = is_aligned(part, quantizer)
         return (blocks, not any(part.cuts)) if quantizer.has_outer_scale() else (blocks,)
