@@ -48,6 +48,8 @@ def _cannot(layer: Linear | ConvertedExperts, forward: Recipe | None) -> str | N
         return "its weight is codes, which no other forward reads"
     if hasattr(layer, "graph_fsdp") or hasattr(layer, "weight_scales"):
         return "FSDP gathers what its first recipe multiplies"
+    if forward is not None and forward.emulate and not layer.recipe.emulate:
+        return "emulate=True holds for all products of a layer, and its own recipe has not; convert with emulate=True"
     if isinstance(layer, ConvertedExperts):
         return cannot_take_experts(_with_forward(layer.recipe, forward))
     return None
@@ -71,7 +73,8 @@ def set_recipe(model: nn.Module, *, forward: Recipe | None) -> nn.Module:
     Raises:
         TypeError: The model is no module, or ``forward`` no recipe.
         ValueError: It has nothing in FP8, or something whose forward can't change: a layer with delayed scaling, with
-            a quantized weight, or prepared for FSDP by this package, or experts, which do not take every recipe.
+            a quantized weight, or prepared for FSDP by this package, or experts, which do not take every recipe; or
+            ``forward`` emulates and a layer's recipe does not.
             Nothing is changed then.
     """
     if not isinstance(model, nn.Module):

@@ -156,6 +156,7 @@ def test_gradients_of_codes_are_of_gradients_in_high_precision(backward, of_code
         (torch.nn.Linear(2, 2), None, r"has no fp8compile\.Linear and no experts in FP8"),
         (f8.Linear(16, 16, recipe=f8.recipes.delayed()), None, "can't take another forward: delayed scaling"),
         (f8.Linear(16, 16, recipe=FOUR), "bf16", "forward is 'bf16'; it is a fp8compile.Recipe, or None"),
+        (f8.Linear(16, 16, recipe=FOUR), f8.recipes.nvfp4(emulate=True), "has not; convert with emulate=True"),
     ],
     ids=str,
 )
