@@ -3,6 +3,8 @@
     Quantizer       subclass it as a frozen dataclass: subclassing registers it with torch.compile
     CurrentScaling  a quantizer with scale rules, to derive from
     register_op     one call makes an operator: schema, kernel, fake, derivative, decomposition, sharding, samples
+    register_linear_like, register_experts
+                    have convert take modules that are a linear by another name, or hold experts in a way of their own
     register_gemm   one call adds a GEMM for codes that no other one reads; register_grouped_gemm, one for experts
     Split, Cut      how an op runs on shards
     rounded         in a decomposition: the value as eager mode would have stored it
@@ -16,6 +18,8 @@ from __future__ import annotations
 
 from fp8compile import recipes
 from fp8compile.formats import E2M1, E4M3, E5M2, E8M0
+from fp8compile.nn.experts import register_experts, register_linear_like
+from fp8compile.nn.experts.host import Layout
 from fp8compile.ops.gemm import register_gemm
 from fp8compile.ops.gemms.grouped.kernel import GroupedGemm, GroupedOperand
 from fp8compile.ops.gemms.grouped.table import register_grouped_gemm
@@ -39,6 +43,9 @@ __all__ = [
     "register_op",
     "register_gemm",
     "register_grouped_gemm",
+    "register_linear_like",
+    "register_experts",
+    "Layout",
     "GemmKernel",
     "GemmProblem",
     "GemmConfig",

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fp8compile.nn.candidates import is_converted, method_that_multiplies
+from fp8compile.nn.candidates import is_converted, method_of
 
 __all__ = ["called_layers"]
 
@@ -17,7 +17,7 @@ __all__ = ["called_layers"]
 @contextmanager
 def _recorded(layer: nn.Module, called: set[nn.Module]) -> Iterator[None]:
     """Note each call of the method that multiplies, also one that goes past ``__call__`` and its hooks."""
-    name = method_that_multiplies(layer)
+    name = method_of(layer)
     method, own = getattr(layer, name), vars(layer).get(name)
 
     def noted(*args: Any, **kwargs: Any) -> Any:

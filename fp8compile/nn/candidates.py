@@ -1,8 +1,9 @@
-"""Which modules `convert` may put in FP8, linears and modules of experts, and what differs between the two."""
+"""Which modules `convert` may put in FP8: a ``nn.Linear``, or one that it knows by its host, such as experts."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from operator import attrgetter
 
 import torch
 from torch import nn
@@ -12,17 +13,16 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from fp8compile._compat import is_sharded_class
 from fp8compile.nn.experts import (
-    ConvertedExperts,
-    become_float8_experts,
-    become_plain_experts,
-    cannot_convert_experts,
-    cannot_revert_experts,
-    cannot_take_experts,
-    experts_class,
-    is_experts,
-    matrices_of_experts,
-    method_of_experts,
-    stacks,
+    ConvertedModule,
+    become_float8_hosted,
+    become_plain_hosted,
+    cannot_convert_hosted,
+    cannot_revert_hosted,
+    cannot_take_hosted,
+    hosted_class,
+    is_hosted,
+    layout_of,
+    method_that_multiplies,
 )
 from fp8compile.nn.linear import Linear, become_float8, become_plain, cannot_revert
 from fp8compile.nn.subclasses import float8_class, names_taken
@@ -40,24 +40,24 @@ __all__ = [
     "is_layer",
     "layers",
     "matrices",
-    "method_that_multiplies",
+    "method_of",
     "put_in_float8",
     "weight_names",
 ]
 
 
 def is_layer(module: nn.Module) -> bool:
-    """Whether a module is one that `convert` is asked about: a linear, or one of experts."""
-    return isinstance(module, nn.Linear) or is_experts(module)
+    """Whether a module is one that `convert` is asked about: a linear, one by another name, or one of experts."""
+    return isinstance(module, nn.Linear) or is_hosted(module)
 
 
 def is_converted(module: nn.Module) -> bool:
     """Whether a module is in FP8."""
-    return isinstance(module, (Linear, ConvertedExperts))
+    return isinstance(module, (Linear, ConvertedModule))
 
 
 def layers(model: nn.Module) -> Iterator[tuple[nn.Module, list[str]]]:
-    """All linears, subclasses too, and all experts of a model, each with all names that it has there."""
+    """All linears, by other names too, and all experts of a model, each with all names that it has there."""
     names: dict[nn.Module, list[str]] = {}
     for fqn, module in model.named_modules(remove_duplicate=False):
         if is_layer(module):
@@ -66,23 +66,25 @@ def layers(model: nn.Module) -> Iterator[tuple[nn.Module, list[str]]]:
 
 
 def weight_names(layer: nn.Module) -> tuple[str, ...]:
-    """The parameters that a layer multiplies by."""
-    return ("weight",) if isinstance(layer, nn.Linear) else tuple(stacks(layer))
+    """The parameters that a layer multiplies by; ``"mlp.w1"`` is one of a child."""
+    return ("weight",) if isinstance(layer, nn.Linear) else tuple(layout_of(layer).weights)
 
 
 def matrices(layer: nn.Module) -> list[tuple[int, int]]:
     """(out_features, in_features) of each matrix that a row meets: a linear has one, an expert several."""
-    return [(layer.out_features, layer.in_features)] if isinstance(layer, nn.Linear) else matrices_of_experts(layer)
+    if isinstance(layer, nn.Linear):
+        return [(layer.out_features, layer.in_features)]
+    return list(layout_of(layer).matrices)
 
 
-def method_that_multiplies(layer: nn.Module) -> str:
+def method_of(layer: nn.Module) -> str:
     """The name of a layer's method in which its products are: experts may have a forward that calls it or not."""
-    return "forward" if isinstance(layer, nn.Linear) else method_of_experts(layer)
+    return "forward" if isinstance(layer, nn.Linear) else method_that_multiplies(layer)
 
 
 def device_of(layer: nn.Module) -> torch.device:
     """Where a layer's weights are."""
-    return getattr(layer, weight_names(layer)[0]).device
+    return attrgetter(weight_names(layer)[0])(layer).device
 
 
 def _cannot_keep_class(module: nn.Linear) -> str | None:
@@ -118,17 +120,17 @@ def _cannot_convert_linear(module: nn.Linear) -> str | None:
 
 def cannot_convert(layer: nn.Module) -> str | None:
     """Why a layer can't be in FP8 whatever the recipe, or None."""
-    return _cannot_convert_linear(layer) if isinstance(layer, nn.Linear) else cannot_convert_experts(layer)
+    return _cannot_convert_linear(layer) if isinstance(layer, nn.Linear) else cannot_convert_hosted(layer)
 
 
 def cannot_take(layer: nn.Module, recipe: Recipe) -> str | None:
-    """Why experts that can be in FP8 can't be with this recipe, or None."""
-    return None if isinstance(layer, nn.Linear) else cannot_take_experts(recipe)
+    """Why a layer that can be in FP8 can't be with this recipe, or None."""
+    return None if isinstance(layer, nn.Linear) else cannot_take_hosted(layer, recipe)
 
 
 def converted_class(layer: nn.Module) -> type:
     """The class that a layer gets when it is converted; made here, so that nothing is changed if it can't be."""
-    return float8_class(type(layer)) if isinstance(layer, nn.Linear) else experts_class(type(layer))
+    return float8_class(type(layer)) if isinstance(layer, nn.Linear) else hosted_class(type(layer))
 
 
 def put_in_float8(layer: nn.Module, recipe: Recipe, amax_group: ProcessGroup | None) -> None:
@@ -137,12 +139,12 @@ def put_in_float8(layer: nn.Module, recipe: Recipe, amax_group: ProcessGroup | N
         layer.__class__ = float8_class(type(layer))
         become_float8(layer, recipe, amax_group if recipe.history() else None)
     else:
-        become_float8_experts(layer, recipe)
+        become_float8_hosted(layer, recipe)
 
 
 def cannot_go_back(layer: nn.Module) -> str | None:
     """Why a converted layer can't become again what it was, or None."""
-    return cannot_revert(layer) if isinstance(layer, Linear) else cannot_revert_experts(layer)
+    return cannot_revert(layer) if isinstance(layer, Linear) else cannot_revert_hosted(layer)
 
 
 def go_back(layer: nn.Module) -> None:
@@ -151,4 +153,4 @@ def go_back(layer: nn.Module) -> None:
         become_plain(layer)
         layer.__class__ = layer._plain
     else:
-        become_plain_experts(layer)
+        become_plain_hosted(layer)

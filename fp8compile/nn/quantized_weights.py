@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from operator import attrgetter
 
 from torch import Tensor, nn
 
 from fp8compile._compat import allow_group_in_subclass, is_dtensor, is_fsdp, local_itself
 from fp8compile.nn.candidates import weight_names
-from fp8compile.nn.experts import is_transposed
+from fp8compile.nn.experts import holds_no_stacks, is_transposed
 from fp8compile.nn.placed_weights import not_placed, of_sets, quantized_part, unwritten
 from fp8compile.nn.users_of_parameters import users_of_parameters
 from fp8compile.quantizers import DelayedScaling, Quantizer, Recipe
@@ -24,13 +25,20 @@ __all__ = ["check_weights", "not_codes", "quantize_weights"]
 
 
 def _check_placed(names: Mapping[nn.Module, str], layers: Iterable[nn.Module]) -> None:
-    if not any(is_dtensor(getattr(layer, name)) for layer in layers for name in weight_names(layer)):
+    if not any(is_dtensor(attrgetter(name)(layer)) for layer in layers for name in weight_names(layer)):
         return
     allow_group_in_subclass()
     if sharded := [name or "the model" for module, name in names.items() if is_fsdp(module)]:
         raise ValueError(
             f"convert: quantized_parameters, and fully_shard was called for {', '.join(sharded)}. Convert before that."
         )
+
+
+def _check_held(names: Mapping[nn.Module, str], layers: Iterable[nn.Module]) -> None:
+    for layer in layers:
+        if (reason := holds_no_stacks(layer)) is not None:
+            name = names[layer] or "the model"
+            raise ValueError(f"convert: quantized_parameters, and {name} {reason}. Leave it out by the filter.")
 
 
 def _slots(recipe: Recipe) -> tuple[Quantizer | None, ...]:
@@ -55,23 +63,22 @@ def _sets(recipe: Recipe) -> tuple[Quantizer, ...]:
     return _slots(recipe)[:1] if recipe.shares_weight_codes() else _slots(recipe)
 
 
-def _codes_of_experts(layer: nn.Module, weight: Tensor) -> Tensor:
-    turned = is_transposed(layer)
-    quantizers = (each.transposed() if turned else each for each in _sets(layer.recipe))
-    return of_sets([QuantizedStackParameter.of(weight, each) for each in quantizers])
+def _sets_as_it_lies(layer: nn.Module, recipe: Recipe) -> tuple[Quantizer, ...]:
+    """What makes the codes of a layer's weight as it lies in memory, which may be transposed."""
+    return tuple(each.transposed() for each in _sets(recipe)) if is_transposed(layer) else _sets(recipe)
 
 
 def _codes(layer: nn.Module, weight: Tensor) -> Tensor:
-    recipe = layer.recipe
-    if not isinstance(layer, nn.Linear):
-        return _codes_of_experts(layer, weight)
-    if isinstance(recipe.weight, DelayedScaling):
-        return unwritten(weight, recipe.weight)
+    sets = _sets_as_it_lies(layer, layer.recipe)
+    if weight.ndim == 3:
+        return of_sets([QuantizedStackParameter.of(weight, each) for each in sets])
+    if isinstance(layer.recipe.weight, DelayedScaling):
+        return unwritten(weight, layer.recipe.weight)
     if is_dtensor(weight):
-        return quantized_part(weight, _sets(recipe))
-    if recipe.shares_weight_codes():
-        return QuantizedParameter.of(weight, recipe.weight)
-    return QuantizedPairParameter.of(weight, *_slots(recipe))
+        return quantized_part(weight, sets)
+    if len(sets) == 1:
+        return QuantizedParameter.of(weight, *sets)
+    return QuantizedPairParameter.of(weight, *sets)
 
 
 def check_weights(model: nn.Module, recipes: Mapping[nn.Module, Recipe]) -> None:
@@ -79,6 +86,7 @@ def check_weights(model: nn.Module, recipes: Mapping[nn.Module, Recipe]) -> None
     names = {module: name for name, module in model.named_modules()}
     _check_placed(names, recipes)
     users = users_of_parameters(model)
+    _check_held(names, recipes)
     for module, weight_name in [(layer, each) for layer in recipes for each in weight_names(layer)]:
         name, recipe, weight = names[module] or "the model", recipes[module], getattr(module, weight_name)
         if (reason := not_codes(recipe)) is not None:
@@ -91,7 +99,7 @@ def check_weights(model: nn.Module, recipes: Mapping[nn.Module, Recipe]) -> None
                 f"convert: quantized_parameters, and {weight_name} of {name} is spread over ranks already. Convert "
                 "first, then spread the experts by fp8compile.parallel.ExpertParallel, or fully_shard."
             )
-        if is_dtensor(weight) and (reason := not_placed(weight, _sets(recipe))) is not None:
+        if is_dtensor(weight) and (reason := not_placed(weight, _sets_as_it_lies(module, recipe))) is not None:
             raise ValueError(
                 f"convert: quantized_parameters, and the weight of {name} {reason}. Leave that layer out by the "
                 "filter."

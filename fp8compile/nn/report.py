@@ -12,7 +12,7 @@ from fp8compile import recipes
 from fp8compile.nn.calls import called_layers
 from fp8compile.nn.candidates import is_converted, is_layer, matrices, weight_names
 from fp8compile.nn.convert import LEFT_OUT, PAST_FORWARD, ROUTER
-from fp8compile.nn.experts import num_experts, routers
+from fp8compile.nn.experts import layout_of, routers
 from fp8compile.nn.parameter_uses import Kind, Uses, parameter_uses
 from fp8compile.quantizers import GEMMS, Recipe
 from fp8compile.tensor import GATHERED, shown
@@ -118,7 +118,7 @@ def _layer_row(fqn: str, module: nn.Module, uses: Uses, called: set[nn.Module] |
         recipe=module.recipe if converted else None,
         in_features=sizes[0][1],
         out_features=sizes[0][0],
-        experts=0 if is_linear else num_experts(module),
+        experts=0 if is_linear else layout_of(module).num_experts,
         matrices=tuple(sizes),
         gathered=getattr(module, GATHERED, ""),
         quantized_weight=converted and module.is_quantized(),
@@ -148,16 +148,29 @@ def _not_linear(kind: Kind | None, module: nn.Module, name: str, parameter: nn.P
     return (EXPERTS if is_stack else NO_LINEAR) if is_multiplied else None
 
 
-def _weight_rows(fqn: str, module: nn.Module, uses: Uses, *, is_router: bool) -> list[ConversionRow]:
-    """Matrices that are multiplied outside of layers: unknown experts, routers, attention's, GPT-2's Conv1D."""
+def _slots_of(layer: nn.Module) -> list[tuple[nn.Module, str]]:
+    """Where the weights of a layer are: each time a module, the layer or one in it, and a name there."""
+    paths = (name.rpartition(".") for name in weight_names(layer))
+    return [(layer.get_submodule(path), name) for path, _, name in paths]
+
+
+def _weight_rows(
+    fqn: str, module: nn.Module, uses: Uses, own: set[tuple[nn.Module, str]], *, is_router: bool
+) -> list[ConversionRow]:
+    """Matrices that are multiplied outside of layers: unknown experts, routers, attention's.
+
+    Args:
+        fqn: The module's name.
+        module: Any module.
+        uses: What forwards do with parameters.
+        own: The weights of layers: the module that has it and its name there.
+        is_router: Whether it scores experts.
+    """
     rows = []
-    own = weight_names(module) if is_layer(module) else ()
     for name, parameter in module.named_parameters(recurse=False):
-        if name in own or (reason := _not_linear(uses.kind(module, name), module, name, parameter)) is None:
+        if (module, name) in own or (reason := _not_linear(uses.kind(module, name), module, name, parameter)) is None:
             continue
         *_, out_features, in_features = parameter.shape
-        if type(module).__name__ == "Conv1D":  # keeps its weight as (in, out)
-            in_features, out_features = out_features, in_features
         rows.append(
             ConversionRow(
                 fqn=f"{fqn}.{name}" if fqn else name,
@@ -206,9 +219,10 @@ def conversion_report(model: nn.Module, *, forward: Callable[[], object] | None 
         )
     uses, called = parameter_uses(model), None if forward is None else called_layers(model, forward)
     rows: list[ConversionRow] = []
+    own = {slot for module in model.modules() if is_layer(module) for slot in _slots_of(module)}
     scoring = routers(model)
     for fqn, module in model.named_modules():
         if is_layer(module):
             rows.append(_layer_row(fqn, module, uses, called))
-        rows += _weight_rows(fqn, module, uses, is_router=module in scoring)
+        rows += _weight_rows(fqn, module, uses, own, is_router=module in scoring)
     return ConversionReport(rows=tuple(rows))

@@ -10,7 +10,8 @@ from dataclasses import replace
 
 from torch import nn
 
-from fp8compile.nn.experts import ConvertedExperts, cannot_take_experts
+from fp8compile.nn.candidates import cannot_take, is_converted
+from fp8compile.nn.experts import ConvertedModule
 from fp8compile.nn.linear import Linear
 from fp8compile.quantizers import GEMMS, Recipe
 
@@ -40,7 +41,7 @@ def _dequantizes(recipe: Recipe, forward: Recipe) -> bool:
     return forward.dequantized_gradients and any(recipe.quantizers(gemm) is None for gemm in GEMMS[1:])
 
 
-def _cannot(layer: Linear | ConvertedExperts, forward: Recipe | None) -> str | None:
+def _cannot(layer: Linear | ConvertedModule, forward: Recipe | None) -> str | None:
     """Why a layer keeps its forward, or None."""
     if layer.recipe.history() or (forward is not None and forward.history()):
         return "delayed scaling keeps a state for each operand, which another forward would leave behind"
@@ -50,9 +51,7 @@ def _cannot(layer: Linear | ConvertedExperts, forward: Recipe | None) -> str | N
         return "FSDP gathers what its first recipe multiplies"
     if forward is not None and forward.emulate and not layer.recipe.emulate:
         return "emulate=True holds for all products of a layer, and its own recipe has not; convert with emulate=True"
-    if isinstance(layer, ConvertedExperts):
-        return cannot_take_experts(_with_forward(layer.recipe, forward))
-    return None
+    return cannot_take(layer, _with_forward(layer.recipe, forward))
 
 
 def set_recipe(model: nn.Module, *, forward: Recipe | None) -> nn.Module:
@@ -83,7 +82,7 @@ def set_recipe(model: nn.Module, *, forward: Recipe | None) -> nn.Module:
         raise TypeError(f"set_recipe: model is a {type(model).__name__}; it is a torch.nn.Module.")
     if forward is not None and not isinstance(forward, Recipe):
         raise TypeError(f"set_recipe: forward is {forward!r}; it is a fp8compile.Recipe, or None for high precision.")
-    layers = {name: module for name, module in model.named_modules() if isinstance(module, (Linear, ConvertedExperts))}
+    layers = {name: module for name, module in model.named_modules() if is_converted(module)}
     if not layers:
         raise ValueError(
             "set_recipe: the model has no fp8compile.Linear and no experts in FP8. Call fp8compile.convert first."

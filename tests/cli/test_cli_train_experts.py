@@ -148,7 +148,7 @@ def test_the_profiler_sees_a_gemm_for_each_stack(text_file, recipe, compiled, ex
 def test_experts_that_fall_back_to_bf16_are_not_counted_as_fp8(text_file, recipe, monkeypatch):
     trainer = small_trainer(text_file, recipe=recipe, compile=False, **EXPERTS)
     experts = trainer.model.blocks[0].feed_forward.experts
-    monkeypatch.setattr(type(experts), "_grouped_mm", type(experts)._plain_experts._grouped_mm)
+    monkeypatch.setattr(type(experts), "_grouped_mm", type(experts)._plain_class._grouped_mm)
     (complaint,) = complaints([trainer.summary()], [Arm(name=recipe, recipe=recipe, seed=0)])
     assert f"{recipe}: the recipe asks for FP8 in {3 * NUM_FP8} of 24" in complaint
     assert f"{3 * (NUM_FP8 - 2)} " in complaint.split("what ran is")[1]

@@ -1,37 +1,50 @@
-"""Modules of experts, as other libraries write them: which ones there are, and their classes in FP8."""
+"""Modules that convert knows by the way in which another library writes them: experts, and linears by another name."""
 
 from fp8compile.nn.experts.classes import (
     ConvertedExperts,
-    become_float8_experts,
-    become_plain_experts,
-    cannot_convert_experts,
-    cannot_revert_experts,
+    ConvertedLinearLike,
+    ConvertedModule,
+    become_float8_hosted,
+    become_plain_hosted,
+    cannot_convert_hosted,
+    cannot_revert_hosted,
     cannot_take_experts,
-    experts_class,
+    cannot_take_hosted,
+    hosted_class,
 )
 from fp8compile.nn.experts.hosts import (
+    holds_no_stacks,
     is_experts,
+    is_hosted,
     is_transposed,
-    matrices_of_experts,
-    method_of_experts,
+    layout_of,
+    method_that_multiplies,
     num_experts,
     stacks,
 )
+from fp8compile.nn.experts.registration import register_experts, register_linear_like
 from fp8compile.nn.experts.routers import routers
 
 __all__ = [
     "ConvertedExperts",
-    "become_float8_experts",
-    "become_plain_experts",
-    "cannot_convert_experts",
-    "cannot_revert_experts",
+    "ConvertedLinearLike",
+    "ConvertedModule",
+    "become_float8_hosted",
+    "become_plain_hosted",
+    "cannot_convert_hosted",
+    "cannot_revert_hosted",
     "cannot_take_experts",
-    "experts_class",
+    "cannot_take_hosted",
+    "holds_no_stacks",
+    "hosted_class",
     "is_experts",
+    "is_hosted",
     "is_transposed",
-    "matrices_of_experts",
-    "method_of_experts",
+    "layout_of",
+    "method_that_multiplies",
     "num_experts",
+    "register_experts",
+    "register_linear_like",
     "routers",
     "stacks",
 ]

@@ -1,4 +1,4 @@
-"""The class of converted experts: their own, with the method that multiplies in FP8."""
+"""The class of a converted module of another library: its own, with the method that multiplies in FP8."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ from functools import cache
 from typing import Any, ClassVar
 
 from torch import nn
+from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import is_parametrized
 
 from fp8compile._compat import is_sharded_class
 from fp8compile.nn.codes_in_state import CodesInState
-from fp8compile.nn.experts.hosts import host_of, plain_class, stacks
+from fp8compile.nn.experts.hosts import host_of, is_experts, layout_of, plain_class
 from fp8compile.nn.experts.placed import DispatchOptions
 from fp8compile.nn.functional import check_recipe
 from fp8compile.nn.made_classes import MadeClass
@@ -22,38 +23,45 @@ from fp8compile.tensor import SOURCE_DTYPES, has_codes, not_dense, shown
 
 __all__ = [
     "ConvertedExperts",
-    "become_float8_experts",
-    "become_plain_experts",
-    "cannot_convert_experts",
-    "cannot_revert_experts",
+    "ConvertedLinearLike",
+    "ConvertedModule",
+    "become_float8_hosted",
+    "become_plain_hosted",
+    "cannot_convert_hosted",
+    "cannot_revert_hosted",
     "cannot_take_experts",
+    "cannot_take_hosted",
     "experts_class",
+    "hosted_class",
 ]
 
 
-class ConvertedExperts(CodesInState, MadeClass):
-    """What converted experts have beside their own class. Parameters and the state dict are as they were.
+class ConvertedModule(CodesInState, MadeClass):
+    """What a converted module has beside its own class. Parameters and the state dict are as they were.
 
     Only ``fp8compile.convert`` with ``quantized_parameters=True`` makes the weights codes and scales.
 
     Attributes:
-        recipe: Quantizers for the operands of each grouped product; another may be set.
-        dispatch_options: How rows travel, where ranks have different experts.
+        recipe: Quantizers for the operands of each product; another may be set.
     """
 
-    dispatch_options: DispatchOptions = DispatchOptions()
-    _plain_experts: ClassVar[type[nn.Module]]  # what `revert` makes of it
+    _plain_class: ClassVar[type[nn.Module]]  # what `revert` makes of it
     _recipe: Recipe
+
+    @staticmethod
+    def check_takes(recipe: Recipe) -> None:
+        """Raise a ValueError if no module of this kind can have the recipe."""
+        raise NotImplementedError
 
     @property
     def recipe(self) -> Recipe:
-        """Quantizers for the operands of each grouped product; another may be set."""
+        """Quantizers for the operands of each product; another may be set."""
         return self._recipe
 
     @recipe.setter
     def recipe(self, recipe: Recipe) -> None:
         check_recipe("recipe", recipe)
-        check_recipe_of_groups(recipe)
+        self.check_takes(recipe)
         self._recipe = recipe
 
     def is_quantized(self) -> bool:
@@ -73,12 +81,46 @@ class ConvertedExperts(CodesInState, MadeClass):
         )
 
 
-OWN_NAMES = frozenset({"recipe", "_recipe", "dispatch_options", "overflowed_rows", "is_quantized"})
+class ConvertedExperts(ConvertedModule):
+    """What converted experts have beside their own class.
+
+    Attributes:
+        dispatch_options: How rows travel, where ranks have different experts.
+    """
+
+    dispatch_options: DispatchOptions = DispatchOptions()
+
+    @staticmethod
+    def check_takes(recipe: Recipe) -> None:
+        """Raise a ValueError if experts take no such recipe."""
+        check_recipe_of_groups(recipe)
+
+
+class ConvertedLinearLike(ConvertedModule):
+    """What a converted linear by another name has beside its own class."""
+
+    @staticmethod
+    def check_takes(recipe: Recipe) -> None:
+        """Raise a ValueError if the recipe has delayed scaling, whose state a ``fp8compile.Linear`` keeps."""
+        if recipe.history():
+            raise ValueError(
+                "recipe: delayed scaling keeps its state in a fp8compile.Linear, and this is a linear of another "
+                "class. Take a recipe that scales by the values at hand, such as fp8compile.recipes.tensorwise()."
+            )
+
+
+OWN_NAMES = frozenset({"recipe", "_recipe", "dispatch_options", "overflowed_rows", "is_quantized", "check_takes"})
+
+
+def _base(plain: type[nn.Module]) -> type[ConvertedModule]:
+    host = host_of(plain)
+    assert host is not None
+    return ConvertedLinearLike if host.is_linear else ConvertedExperts
 
 
 @cache
-def experts_class(plain: type[nn.Module]) -> type[ConvertedExperts]:
-    """The class that experts of a class get when they are converted.
+def hosted_class(plain: type[nn.Module]) -> type[ConvertedModule]:
+    """The class that modules of a class get when they are converted.
 
     Args:
         plain: A class that a host takes.
@@ -89,11 +131,14 @@ def experts_class(plain: type[nn.Module]) -> type[ConvertedExperts]:
         "__module__": __name__,
         "__qualname__": plain.__qualname__,
         "__doc__": plain.__doc__,
-        "_plain_experts": plain,
-        "made_by": (experts_class, plain),
+        "_plain_class": plain,
+        "made_by": (hosted_class, plain),
         host.method: host.replacement,
     }
-    return types.new_class(plain.__name__, (ConvertedExperts, plain), exec_body=lambda space: space.update(names))
+    return types.new_class(plain.__name__, (_base(plain), plain), exec_body=lambda space: space.update(names))
+
+
+experts_class = hosted_class  # the name in modules that were pickled before there were other hosts
 
 
 def _bypassed(module: nn.Module) -> str | None:
@@ -102,8 +147,8 @@ def _bypassed(module: nn.Module) -> str | None:
     return host.method if host is not None and host.method in vars(module) else None
 
 
-def cannot_convert_experts(module: nn.Module) -> str | None:
-    """Why experts can't be in FP8, whatever the recipe, or None."""
+def cannot_convert_hosted(module: nn.Module) -> str | None:
+    """Why a module can't be in FP8, whatever the recipe, or None."""
     if is_parametrized(module):
         return "a weight is parametrized; convert first and parametrize what convert returns"
     if is_sharded_class(type(module)):
@@ -112,10 +157,12 @@ def cannot_convert_experts(module: nn.Module) -> str | None:
         return f"its {name} was replaced on the instance (a hook of another library?) and would be lost"
     taken = OWN_NAMES & set(vars(module)).union(*map(vars, type(module).__mro__))
     if taken:
-        return f"it has an attribute {min(taken)} of its own, and so have FP8 experts"
-    for name, weight in stacks(module).items():
+        return f"it has an attribute {min(taken)} of its own, and so has what is converted"
+    for name, weight in layout_of(module).weights.items():
+        if is_lazy(weight):
+            return f"its {name} has no shape before the first call; call the model, then convert"
         if has_codes(weight) or not_dense(weight) is not None:
-            return f"its {name} is no dense tensor; FP8 experts take one and quantize it themselves"
+            return f"its {name} is no dense tensor; FP8 layers take one and quantize it themselves"
         if weight.dtype not in SOURCE_DTYPES:
             return f"its {name} is {weight.dtype}; FP8 layers take bfloat16, float16, float32"
     return None
@@ -130,12 +177,23 @@ def cannot_take_experts(recipe: Recipe) -> str | None:
     return None
 
 
-def cannot_revert_experts(module: nn.Module) -> str | None:
-    """Why converted experts can't become again what they were, or None."""
-    if "_plain_experts" not in vars(type(module)):
+def cannot_take_hosted(module: nn.Module, recipe: Recipe) -> str | None:
+    """Why a module that can be in FP8 can't be with this recipe, or None."""
+    if is_experts(module):
+        return cannot_take_experts(recipe)
+    try:
+        ConvertedLinearLike.check_takes(recipe)
+    except ValueError as error:
+        return str(error).removeprefix("recipe: ")
+    return None
+
+
+def cannot_revert_hosted(module: nn.Module) -> str | None:
+    """Why a converted module can't become again what it was, or None."""
+    if "_plain_class" not in vars(type(module)):
         return f"this is a {type(module).__name__}, and its own methods would be lost. Undo that."
     if module.is_quantized():
-        return "its weights are codes and scales, which no plain experts have. Put values there: weight.dequantize()."
+        return "its weights are codes and scales, which no plain module has. Put values there: weight.dequantize()."
     if "dispatch_options" in vars(module):
         return "ExpertParallel has spread it over ranks, of which its own methods know nothing. Make the model anew."
     if _bypassed(module) is not None or module._compiled_call_impl is not None:
@@ -143,13 +201,13 @@ def cannot_revert_experts(module: nn.Module) -> str | None:
     return None
 
 
-def become_float8_experts(module: nn.Module, recipe: Recipe) -> None:
-    """Swap the class of experts for the one in FP8, in place."""
-    module.__class__ = experts_class(type(module))
+def become_float8_hosted(module: nn.Module, recipe: Recipe) -> None:
+    """Swap the class of a module for the one in FP8, in place."""
+    module.__class__ = hosted_class(type(module))
     module.recipe = recipe
 
 
-def become_plain_experts(module: nn.Module) -> None:
-    """Undo `become_float8_experts`."""
+def become_plain_hosted(module: nn.Module) -> None:
+    """Undo `become_float8_hosted`."""
     vars(module).pop("_recipe", None)
-    module.__class__ = type(module)._plain_experts
+    module.__class__ = type(module)._plain_class

@@ -1,74 +1,103 @@
-"""Which modules are experts, and what matrices they have."""
+"""Which modules of other libraries convert knows, and what matrices they have."""
 
 from __future__ import annotations
 
 from functools import cache
 
 from torch import nn
-from torch.nn.parameter import is_lazy
 
 from fp8compile.nn.experts.dense import DENSE
-from fp8compile.nn.experts.host import Host
+from fp8compile.nn.experts.host import Host, Layout, own_stacks
+from fp8compile.nn.experts.linear_like import CONV1D
 from fp8compile.nn.experts.method import METHOD
 from fp8compile.nn.experts.routed import ROUTED
 
 __all__ = [
+    "add_host",
+    "holds_no_stacks",
     "host_of",
     "is_experts",
+    "is_hosted",
     "is_transposed",
-    "matrices_of_experts",
-    "method_of_experts",
+    "layout_of",
+    "method_that_multiplies",
     "num_experts",
     "plain_class",
     "stacks",
 ]
 
-HOSTS = (ROUTED, DENSE, METHOD)
+HOSTS = [ROUTED, DENSE, METHOD, CONV1D]
 
 
 @cache
 def host_of(plain: type[nn.Module]) -> Host | None:
-    """The library in whose way a class of experts is written; None if it is no class of experts."""
+    """In whose way a class is written; None if convert knows of none."""
     return next((host for host in HOSTS if host.takes(plain)), None)
+
+
+def add_host(host: Host) -> None:
+    """Let convert know another way to write modules; it is asked before those that are known."""
+    HOSTS.insert(0, host)
+    host_of.cache_clear()
 
 
 def plain_class(module: nn.Module) -> type[nn.Module]:
     """The class of a module as it was before it was converted."""
-    return getattr(type(module), "_plain_experts", type(module))
+    return getattr(type(module), "_plain_class", type(module))
+
+
+def is_hosted(module: nn.Module) -> bool:
+    """Whether a module, converted or not, is one that convert knows by its host."""
+    host = host_of(plain_class(module))
+    return host is not None and (host.layout is not None or bool(own_stacks(module)))
 
 
 def is_experts(module: nn.Module) -> bool:
     """Whether a module is one of experts, converted or not, that `convert` knows how to convert."""
-    return host_of(plain_class(module)) is not None and bool(stacks(module))
+    return is_hosted(module) and not _host(module).is_linear
+
+
+def _host(module: nn.Module) -> Host:
+    host = host_of(plain_class(module))
+    assert host is not None
+    return host
+
+
+def holds_no_stacks(module: nn.Module) -> str | None:
+    """Why the weights of experts can be no codes outside of a product, for FSDP or as parameters; or None."""
+    host = host_of(plain_class(module))
+    if host is None or host.layout is None or host.is_linear:
+        return None
+    return "holds its experts in no 3-D parameters of its own, (experts, out_features, in_features)"
 
 
 def stacks(module: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters of experts that are stacks of matrices, by name; of a parametrized one, its original."""
-    own = dict(module.named_parameters(recurse=False))
-    for name, computed in getattr(module, "parametrizations", {}).items():
-        own.update((name, original) for original in computed.parameters(recurse=False))
-    return {name: each for name, each in own.items() if not is_lazy(each) and each.ndim == 3}
+    """The module's own parameters that are stacks of matrices, (experts, matrix), by name."""
+    return own_stacks(module)
 
 
 def is_transposed(module: nn.Module) -> bool:
-    """Whether experts keep their matrices as (in_features, out_features)."""
+    """Whether a module keeps its matrices as (in_features, out_features)."""
     host = host_of(plain_class(module))
     return host is not None and host.is_transposed(module)
 
 
+def layout_of(module: nn.Module) -> Layout:
+    """What a module that `is_hosted` multiplies by."""
+    host = _host(module)
+    if host.layout is not None:
+        return host.layout(module)
+    own = own_stacks(module)
+    shapes = [tuple(each.shape[1:]) for each in own.values()]
+    matrices = tuple(shape[::-1] if host.is_transposed(module) else shape for shape in shapes)
+    return Layout(weights=own, matrices=matrices, num_experts=next(iter(own.values())).shape[0])
+
+
 def num_experts(module: nn.Module) -> int:
-    """How many experts a module of them has."""
-    return next(iter(stacks(module).values())).shape[0]
+    """How many experts a module has."""
+    return layout_of(module).num_experts
 
 
-def method_of_experts(module: nn.Module) -> str:
-    """The name of the method of experts that multiplies."""
-    host = host_of(plain_class(module))
-    assert host is not None
-    return host.method
-
-
-def matrices_of_experts(module: nn.Module) -> list[tuple[int, int]]:
-    """(out_features, in_features) of each matrix of one expert."""
-    shapes = [tuple(each.shape[1:]) for each in stacks(module).values()]
-    return [shape[::-1] for shape in shapes] if is_transposed(module) else shapes
+def method_that_multiplies(module: nn.Module) -> str:
+    """The name of the method that multiplies."""
+    return _host(module).method

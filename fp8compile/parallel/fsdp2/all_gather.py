@@ -11,13 +11,15 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from functools import partial
+from operator import attrgetter
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fp8compile import _compat
 from fp8compile.nn import Linear
-from fp8compile.nn.experts import ConvertedExperts, stacks
+from fp8compile.nn.candidates import is_converted, weight_names
+from fp8compile.nn.experts import holds_no_stacks
 from fp8compile.nn.local import wrapped_like
 from fp8compile.nn.users_of_parameters import users_of_parameters
 from fp8compile.ops.layer.shards import DimSharding
@@ -48,12 +50,13 @@ class _Weight:
 
     @property
     def parameter(self) -> nn.Parameter:
-        return getattr(self.module, self.name)
+        return attrgetter(self.name)(self.module)
 
     def is_alone(self, users: list[nn.Module]) -> bool:
         """Whether all that is made of the parameter is products by the same codes, given the modules that have it."""
-        if isinstance(self.module, Linear):
-            same = all(isinstance(user, Linear) and user.recipe == self.module.recipe for user in users)
+        if self.parameter.ndim == 2:
+            kind = Linear if isinstance(self.module, Linear) else type(self.module)
+            same = all(isinstance(user, kind) and user.recipe == self.module.recipe for user in users)
             return same and (len(users) == 1 or not isinstance(self.module.recipe.weight, DelayedScaling))
         return len(users) == 1
 
@@ -61,10 +64,8 @@ class _Weight:
 def _weights(model: nn.Module) -> list[_Weight]:
     found: list[_Weight] = []
     for module in model.modules():
-        if isinstance(module, Linear):
-            found.append(_Weight(module, "weight"))
-        elif isinstance(module, ConvertedExperts):
-            found += [_Weight(module, name) for name in stacks(module)]
+        if is_converted(module):
+            found += [_Weight(module, name) for name in weight_names(module)]
     return found
 
 
@@ -93,6 +94,8 @@ def _check_model(model: object, ignored: set[nn.Parameter]) -> list[_Weight]:
 def _why_plain(weight: _Weight, users: list[nn.Module]) -> str | None:
     """Why a weight is gathered in its own dtype, or None."""
     recipe = weight.module.recipe
+    if (missing := holds_no_stacks(weight.module)) is not None:
+        return f"the module {missing}"
     if isinstance(_compat.local_itself(weight.parameter), (QuantizedTensor, QuantizedPairParameter)):
         return "the parameter is quantized, and travels as codes without this"
     if (missing := next((gemm.name for gemm in PAIR if recipe.quantizer_read(gemm.b) is None), None)) is not None:
@@ -118,7 +121,7 @@ def _cuts_of(weight: nn.Parameter) -> tuple[DimSharding, ...]:
 
 def _local_shard(weight: _Weight, local: Tensor, gathers: Gathers | None) -> ShardedWeight:
     """A local tensor that FSDP2 asks how to gather it."""
-    if not isinstance(weight.module, Linear):
+    if weight.parameter.ndim == 3:
         # ranks that have other experts have no part of these
         return ShardedStack(local, weight.name) if gathers is None else ShardedStackPair(local, weight.name, gathers)
     cuts = _cuts_of(weight.parameter)

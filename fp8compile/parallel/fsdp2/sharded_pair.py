@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from fp8compile import _compat
+from fp8compile.nn.experts import is_transposed
 from fp8compile.ops.collectives import all_gather
 from fp8compile.ops.layer.local_shards import LocalShard
 from fp8compile.ops.layer.packing import two_a_byte
@@ -83,7 +84,8 @@ class ShardedPair(ShardedWeight):
 
     def quantizer_for(self, module: nn.Module, gemm: Gemm) -> Quantizer:
         """The quantizer that makes the weight's codes for a product, for the weight as it lies in memory."""
-        return getattr(module.recipe, gemm.b)
+        quantizer = getattr(module.recipe, gemm.b)
+        return quantizer.transposed() if is_transposed(module) else quantizer
 
     def own_levels(self, part: LocalShard, quantizer: Quantizer) -> tuple[bool, ...]:
         """Whether this rank alone has the scales of a part, for each level: those of blocks, those of matrices."""

@@ -10,16 +10,15 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from fp8compile.nn.experts import is_transposed
 from fp8compile.ops.layer.local_shards import LocalShard
 from fp8compile.ops.layer.quantize_shard import Scales
 from fp8compile.ops.layer.stacks import cast_stack, outer_amaxes_of_stack, scales_of_stack, whole_amax_of_stack
 from fp8compile.parallel.fsdp2.sharded_pair import ShardedPair
 from fp8compile.parallel.fsdp2.sharded_weight import Edits, ShardedWeight
-from fp8compile.quantizers import Gemm, Quantizer
+from fp8compile.quantizers import Quantizer
 from fp8compile.tensor import Gathers, QuantizedStack
 
 if TYPE_CHECKING:
@@ -86,11 +85,6 @@ class ShardedStack(_OfExperts, ShardedWeight):
         """Another tensor in this one's place: in the same memory, if it counts the same edits."""
         return ShardedStack(plain, self.name, edits)
 
-    def quantizer_of(self, module: nn.Module) -> Quantizer:
-        """What quantizes each matrix, as it lies in memory."""
-        quantizer = module.recipe.weight
-        return quantizer.transposed() if is_transposed(module) else quantizer
-
 
 class ShardedStackPair(_OfExperts, ShardedPair):
     """A `ShardedPair` of experts."""
@@ -109,11 +103,6 @@ class ShardedStackPair(_OfExperts, ShardedPair):
     def like(self, plain: Tensor, edits: Edits | None = None) -> ShardedStackPair:
         """Another tensor in this one's place: in the same memory, if it counts the same edits."""
         return ShardedStackPair(plain, self.name, self.gathers, edits)
-
-    def quantizer_for(self, module: nn.Module, gemm: Gemm) -> Quantizer:
-        """The quantizer that makes each matrix's codes for a product, for the matrix as it lies in memory."""
-        quantizer = super().quantizer_for(module, gemm)
-        return quantizer.transposed() if is_transposed(module) else quantizer
 
     def of_a_matrix(self, part: LocalShard) -> LocalShard:
         """What a rank has of any matrix of the stack: all of it where ranks have other experts."""

@@ -12,8 +12,9 @@ import torch
 from torch import nn
 
 from fp8compile import ops
-from fp8compile.nn import Linear, revert
-from fp8compile.nn.experts import ConvertedExperts, stacks
+from fp8compile.nn import revert
+from fp8compile.nn.candidates import is_converted
+from fp8compile.nn.experts import ConvertedExperts, layout_of
 from fp8compile.ops.gemms.grouped.table import grouped_calls
 from fp8compile.ops.gemms.table import multiplying_calls
 from fp8compile.ops.support import GemmSupport, recipe_support
@@ -107,20 +108,20 @@ class GpuExplanation:
 
 def _support(model: nn.Module, gpu: Gpu) -> list[tuple[str, GemmSupport]]:
     """How a GPU would run each product of each converted layer, by the layer's name."""
-    layers = [(name, layer) for name, layer in model.named_modules() if isinstance(layer, (Linear, ConvertedExperts))]
+    layers = [(name, layer) for name, layer in model.named_modules() if is_converted(layer)]
     with pretend_target(gpu.target):
         return [
             (name or "the model", each) for name, layer in layers for each in _support_of(layer, torch.device("cuda"))
         ]
 
 
-def _support_of(layer: Linear | ConvertedExperts, device: torch.device) -> list[GemmSupport]:
+def _support_of(layer: nn.Module, device: torch.device) -> list[GemmSupport]:
     """How each product of a layer would run; of experts, those of each of their weights."""
-    if isinstance(layer, Linear):
+    if not isinstance(layer, ConvertedExperts):
         return list(recipe_support(layer.recipe, device, layer.weight.dtype))
     found = recipe_support(layer.recipe, device, next(layer.parameters()).dtype, grouped=True)
     named = [each if each.kind == "none" else replace(each, kind=f"{each.kind}, grouped") for each in found]
-    return named * len(stacks(layer))
+    return named * len(layout_of(layer).weights)
 
 
 def missing_gemm(model: nn.Module, gpu: Gpu) -> str:
@@ -201,7 +202,7 @@ def _said(error: Exception) -> str:
 def _unconverted(
     model: nn.Module, args: tuple, kwargs: dict, names: Names, gpu: Gpu
 ) -> tuple[tuple[GraphCost, ...], str]:
-    if not any(isinstance(module, (Linear, ConvertedExperts)) for module in model.modules()):
+    if not any(is_converted(module) for module in model.modules()):
         return (), ""
     try:
         plain = revert(copy.deepcopy(model))

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from torch import nn
 
 from fp8compile import recipes
-from fp8compile.nn.experts import stacks
+from fp8compile.nn.experts import layout_of
 from fp8compile.nn.filters import LEAST_GAINING, size_of_gain
 from fp8compile.nn.report import ConversionRow, conversion_report
 from fp8compile.quantizers import GEMMS, Gemm
@@ -122,7 +122,7 @@ class LayerExplanation:
 def _weight_parameters(module: nn.Module) -> list[nn.Parameter]:
     """The parameters that a layer's weights are, or those that a linear's is computed from."""
     if not isinstance(module, nn.Linear):
-        return list(stacks(module).values())
+        return list(layout_of(module).weights.values())
     weight = module._parameters.get("weight")  # an attribute may be a tensor of the moment
     if weight is not None:
         return [weight]

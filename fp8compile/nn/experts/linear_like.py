@@ -1,0 +1,49 @@
+"""Linears by another name: ``weight``, perhaps transposed, and ``bias``, in a class that is no ``nn.Linear``.
+
+The Conv1D of transformers is one, which GPT-2 is made of. Others are registered: ``fp8compile.library``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from fp8compile.nn.experts.host import Host, Layout, code_of
+from fp8compile.nn.functional import linear
+
+__all__ = ["CONV1D", "linear_host"]
+
+FORWARD = ("transformers.pytorch_utils", "Conv1D.forward")
+
+
+def linear_host(takes: Callable[[type[nn.Module]], bool], *, is_transposed: bool) -> Host:
+    """A class whose forward is ``x @ weight.T + bias`` and nothing else; transposed, ``x @ weight + bias``."""
+
+    def layout(module: nn.Module) -> Layout:
+        weight = module.weight
+        size = tuple(weight.shape) if not is_lazy(weight) and weight.ndim == 2 else (0, 0)
+        return Layout(weights={"weight": weight}, matrices=(size[::-1] if is_transposed else size,))
+
+    return Host(
+        takes=takes,
+        method="forward",
+        replacement=_transposed_forward if is_transposed else _forward,
+        is_transposed=lambda module: is_transposed,
+        layout=layout,
+        is_linear=True,
+    )
+
+
+def _forward(self: nn.Module, x: Tensor) -> Tensor:
+    """(..., in_features) to (..., out_features), in the dtype of x."""
+    return linear(x, self.weight, getattr(self, "bias", None), recipe=self.recipe)
+
+
+def _transposed_forward(self: nn.Module, x: Tensor) -> Tensor:
+    """(..., in_features) to (..., out_features), in the dtype of x."""
+    return linear(x, self.weight.t(), getattr(self, "bias", None), recipe=self.recipe)
+
+
+CONV1D = linear_host(lambda cls: code_of(cls) == FORWARD, is_transposed=True)

@@ -1,0 +1,162 @@
+"""Linears by another name: the Conv1D of transformers, and classes that others register."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+import transformers
+from torch import nn
+from torch.nn.functional import linear
+from transformers.pytorch_utils import Conv1D
+
+import fp8compile as f8
+from fp8compile.nn.experts import hosts
+from fp8compile.testing import Recording, gemm_share
+from fp8compile.testing.bits import bits
+
+EVERY = {"filter": lambda *_: True}
+RECIPES = [name for name in f8.recipes.names() if name != "delayed"]
+
+
+def conv_and_linear(recipe, **options):
+    """The same layer as a Conv1D and as a linear, both converted."""
+    torch.manual_seed(0)
+    conv, dense = nn.Sequential(Conv1D(96, 64)).bfloat16(), nn.Sequential(nn.Linear(64, 96)).bfloat16()
+    with torch.no_grad():
+        dense[0].weight.copy_(conv[0].weight.t())
+        dense[0].bias.normal_()
+        conv[0].bias.copy_(dense[0].bias)
+    return [f8.convert(model, recipe, **EVERY, **options) for model in (conv, dense)]
+
+
+def trained_once(model):
+    """The output and all gradients of one step, the weight's as (out, in)."""
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(3, 17, 64, generator=generator).bfloat16().requires_grad_()
+    y = model(x)
+    y.backward(torch.randn(y.shape, generator=generator).bfloat16())
+    grad = model[0].weight.grad
+    return [y, x.grad, model[0].bias.grad, grad.t() if grad.shape == (64, 96) else grad]
+
+
+@pytest.mark.parametrize("backend", [None, "aot_eager"])
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_conv1d_has_the_bits_of_a_linear(name, backend):
+    found = []
+    for model in conv_and_linear(f8.recipes.by_name(name)):
+        torch._dynamo.reset()
+        if backend is not None:
+            model.compile(fullgraph=True, backend=backend)
+        found.append(trained_once(model))
+    assert all(torch.equal(bits(a), bits(b)) for a, b in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("name", ["tensorwise", "rowwise", "blockwise", "mxfp8", "nvfp4"])
+def test_weights_that_are_codes(name):
+    conv, dense = conv_and_linear(f8.recipes.by_name(name), quantized_parameters=True)
+    found = [trained_once(conv)[:3], trained_once(dense)[:3]]
+    assert all(torch.equal(bits(a), bits(b)) for a, b in zip(*found, strict=True))
+    assert conv[0].is_quantized()
+    state = {name: each.clone() for name, each in conv.state_dict().items()}
+    assert state.keys() == dense.state_dict().keys()
+    for model in (conv, dense):
+        optimizer = f8.MasterWeights(torch.optim.SGD, model.parameters(), lr=0.5)
+        optimizer.step()
+    assert torch.equal(conv[0].weight.dequantize().t(), dense[0].weight.dequantize())
+    conv.load_state_dict(state)
+    assert all(torch.equal(bits(a), bits(b)) for a, b in zip(trained_once(conv)[:2], found[0][:2], strict=True))
+
+
+def test_all_of_gpt2_is_in_fp8():
+    """3.7 % of the operations of its products were, when Conv1D was left out."""
+    config = transformers.GPT2Config(vocab_size=64, n_embd=32, n_layer=1, n_head=2, n_positions=16, bos_token_id=0)
+    model = transformers.GPT2LMHeadModel(config).bfloat16()
+    f8.convert(model, f8.recipes.rowwise())
+    assert all(row.converted for row in f8.conversion_report(model).rows)
+    torch._dynamo.reset()
+    recording = Recording()
+    compiled = torch.compile(model, fullgraph=True, backend=recording)
+    compiled(input_ids=torch.zeros(1, 16, dtype=torch.int64), use_cache=False).logits.float().sum().backward()
+    assert gemm_share(*recording.traced).linear_share == 1
+
+
+def test_it_stays_what_it_was_to_others():
+    (conv, _), plain = conv_and_linear(f8.recipes.rowwise()), Conv1D(96, 64)
+    layer = conv[0]
+    assert isinstance(layer, Conv1D)
+    assert layer.state_dict().keys() == plain.state_dict().keys()
+    assert layer.recipe == f8.recipes.rowwise()
+    for again in (copy.deepcopy(conv), pickle.loads(pickle.dumps(conv))):
+        assert all(torch.equal(bits(a), bits(b)) for a, b in zip(trained_once(again), trained_once(conv), strict=True))
+        conv.zero_grad()
+    f8.set_recipe(conv, forward=f8.recipes.tensorwise())
+    assert layer.recipe.input == f8.recipes.tensorwise().input
+    assert type(f8.revert(conv)[0]) is Conv1D
+    assert "_recipe" not in vars(layer)
+
+
+def test_delayed_scaling_is_for_linears():
+    model = nn.Sequential(Conv1D(96, 64), nn.Linear(96, 64)).bfloat16()
+    report = f8.conversion_report(f8.convert(model, f8.recipes.delayed(), **EVERY))
+    assert [row.converted for row in report.rows] == [False, True]
+    assert report.rows[0].reason.startswith("delayed scaling keeps its state in a fp8compile.Linear")
+    layer = f8.convert(nn.Sequential(Conv1D(96, 64)), f8.recipes.rowwise(), **EVERY)[0]
+    with pytest.raises(ValueError, match="a linear of another class. Take a recipe that scales by the values at hand"):
+        layer.recipe = f8.recipes.delayed()
+
+
+# ---------------------------------------------------------------------------------- registered by others
+
+
+class Projection(nn.Module):
+    """A linear in somebody's class, without a bias."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(48, 32) / 6)
+
+    def forward(self, x):
+        return linear(x, self.weight)
+
+
+class Scaled(Projection):
+    """Does more than it inherits."""
+
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+@pytest.fixture
+def registered(monkeypatch):
+    monkeypatch.setattr(hosts, "HOSTS", list(hosts.HOSTS))
+    hosts.host_of.cache_clear()
+    yield f8.library.register_linear_like(Projection)
+    hosts.host_of.cache_clear()
+
+
+def test_a_registered_class_is_converted_and_a_subclass_with_its_own_forward_is_not(registered):
+    torch.manual_seed(0)
+    model = nn.Sequential(registered(), nn.SiLU(), nn.Linear(48, 32), Scaled()).bfloat16()
+    before = f8.conversion_report(model)
+    assert [row.fqn for row in before.rows] == ["0", "2", "3.weight"]
+    f8.convert(model, f8.recipes.rowwise(), **EVERY)
+    assert [row.converted for row in f8.conversion_report(model).rows] == [True, True, False]
+    x = torch.randn(8, 32).bfloat16()
+    assert torch.equal(model[0](x), f8.linear(x, model[0].weight, recipe=f8.recipes.rowwise()))
+    assert "recipe=rowwise" in repr(model[0])
+
+
+@pytest.mark.parametrize(
+    ("cls", "text"),
+    [
+        (nn.Linear, "is a nn.Linear, which convert takes as it is"),
+        (nn.Module, "has no method forward that multiplies"),
+        ("Projection", "takes a class of modules"),
+    ],
+)
+def test_what_is_no_class_to_register(cls, text):
+    with pytest.raises(TypeError, match=text):
+        f8.library.register_linear_like(cls)
