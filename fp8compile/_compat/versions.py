@@ -25,6 +25,7 @@ __all__ = [
     "allow_group_in_subclass",
     "as_region",
     "concatenated",
+    "cpu_multiplies_bfloat16",
     "cpu_has_rowwise_gemm",
     "declare_grad_dtype",
     "default_reduce_dtype",
@@ -45,6 +46,11 @@ except ImportError:
 
 KNOWN_VERSIONS = ((2, 11), (2, 13), (2, 15))  # those that the tests run on
 TORCH_VERSION = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
+
+
+def cpu_multiplies_bfloat16() -> bool:
+    """Whether this CPU has instructions for products of bfloat16; PyTorch multiplies them one by one otherwise."""
+    return torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
 def register_constant_type(cls: type) -> None:

@@ -104,7 +104,7 @@ def test_delayed_scaling_is_for_linears():
     assert [row.converted for row in report.rows] == [False, True]
     assert report.rows[0].reason.startswith("delayed scaling keeps its state in a fp8compile.Linear")
     layer = f8.convert(nn.Sequential(Conv1D(96, 64)), f8.recipes.rowwise(), **EVERY)[0]
-    with pytest.raises(ValueError, match="a linear of another class. Take a recipe that scales by the values at hand"):
+    with pytest.raises(ValueError, match=r"a linear of another class\. Take a recipe"):
         layer.recipe = f8.recipes.delayed()
 
 

@@ -11,6 +11,7 @@ from fp8compile.nn.experts.host import Host, Layout, own_stacks
 from fp8compile.nn.experts.linear_like import CONV1D
 from fp8compile.nn.experts.method import METHOD
 from fp8compile.nn.experts.routed import ROUTED
+from fp8compile.nn.experts.sized import SIZED
 
 __all__ = [
     "add_host",
@@ -26,7 +27,7 @@ __all__ = [
     "stacks",
 ]
 
-HOSTS = [ROUTED, DENSE, METHOD, CONV1D]
+HOSTS = [ROUTED, DENSE, SIZED, METHOD, CONV1D]
 
 
 @cache

@@ -1,0 +1,30 @@
+"""Experts of transformers' JetMoE: one product a module, of rows that are sorted by expert, and how many each gets."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+import torch
+from torch import Tensor, nn
+
+from fp8compile.nn.experts.host import Host, code_of
+from fp8compile.nn.grouped import grouped_linear
+
+__all__ = ["SIZED"]
+
+JETMOE = ("transformers.models.jetmoe.modeling_jetmoe", "JetMoeParallelExperts.forward")
+
+
+def _forward(self: nn.Module, inputs: Tensor, expert_size: Sequence[int]) -> Tensor:
+    """(rows, in_features) to (rows, out_features): the first ``expert_size[0]`` rows are those of the first expert."""
+    ends = torch.tensor(list(accumulate(expert_size)), dtype=torch.int32, device=inputs.device)
+    return grouped_linear(inputs, self.weight, ends, recipe=self.recipe)
+
+
+SIZED = Host(
+    takes=lambda cls: code_of(cls) == JETMOE,
+    method="forward",
+    replacement=_forward,
+    is_transposed=lambda module: False,
+)
