@@ -7,8 +7,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
+from torch.distributed.distributed_c10d import _resolve_process_group
 
 from fp8compile import _compat
+from fp8compile.nn.found_by_one import FOUND, raise_on_all
 from fp8compile.nn.state import group_name
 from fp8compile.ops.collectives import all_reduce_extreme, all_to_all
 from fp8compile.ops.exchange.dispatch import combine, dispatch
@@ -97,15 +99,22 @@ def _check(counts: object, ranks: int, capacity: object) -> None:
     check_capacity("expert_routes", capacity)
 
 
-def _overflow(sent: Tensor, capacity: int, group: str) -> Tensor:
+def _is_read(counts: Tensor) -> bool:
+    """Whether the host looks at numbers: in eager mode, if there are any."""
+    return not torch.compiler.is_compiling() and not _compat.is_fake(counts)
+
+
+def _overflow(sent: Tensor, received: Tensor, capacity: int, error: Exception | None, group: str) -> Tensor:
     """How many rows do not fit. In eager mode it raises where there are any, on all ranks: none waits for another."""
     found = sent.sum() - fitting(sent, capacity).sum()
-    if torch.compiler.is_compiling() or _compat.is_fake(found):
+    if not _is_read(found):
         return found
     most = sent.sum(1).max()
     if sent.shape[0] > 1:
         most = all_reduce_extreme(most, "max", group)
-    if (rows := int(most)) > capacity:
+    rows, least = torch.stack((most, received.min())).tolist()
+    _raise_found(least, error, group)
+    if rows > capacity:
         raise ValueError(
             f"expert_routes: a rank has {rows} rows for the experts of another, and capacity is {capacity}. Give "
             "more, or leave capacity out, so that the host reads how many there are."
@@ -113,7 +122,22 @@ def _overflow(sent: Tensor, capacity: int, group: str) -> Tensor:
     return found
 
 
-def expert_routes(counts: Tensor, *, group: ProcessGroup, capacity: int | None = None) -> Routes:
+def _sizes(sent: Tensor, received: Tensor, error: Exception | None, group: str) -> Tensor:
+    """How many rows go to each rank, and come from each, on the host: (2, R)."""
+    sizes = torch.stack((sent.sum(1), received.sum(1))).cpu()
+    if _is_read(sizes):
+        _raise_found(int(sizes.min()), error, group)
+    return sizes
+
+
+def _raise_found(least: int, error: Exception | None, group: str) -> None:
+    if least < 0 and torch.distributed.get_backend(_resolve_process_group(group)) != "fake":  # which sends nothing
+        raise_on_all("expert_routes", error, group)
+
+
+def expert_routes(
+    counts: Tensor, *, group: ProcessGroup, capacity: int | None = None, error: Exception | None = None
+) -> Routes:
     """Exchange how many rows each rank has for each expert. All ranks of the group call it.
 
     Without a capacity, messages are as long as rows are many: the host reads the numbers, once, and waits for the
@@ -126,6 +150,8 @@ def expert_routes(counts: Tensor, *, group: ProcessGroup, capacity: int | None =
         capacity: How many rows fit in the message of one rank to another. Rows that do not fit raise in eager mode.
             In compiled code the last ones of a message stay behind, `combine` gives zeros for them, and ``overflow``
             counts them.
+        error: What this rank found wrong with its rows, in eager mode. It travels in the place of ``counts``, of which
+            the shape alone is read, and all ranks of the group raise it: none waits for rows that do not come.
 
     Returns:
         The routes, for one call of `Routes.dispatch`.
@@ -133,6 +159,8 @@ def expert_routes(counts: Tensor, *, group: ProcessGroup, capacity: int | None =
     Raises:
         TypeError: ``counts`` is no tensor of integers, or the group none.
         ValueError: Experts are no multiple of ranks, the capacity is none, or, in eager mode, rows do not fit.
+        RuntimeError: A rank has given an ``error``; with the texts of all that did. Where all have given the same one,
+            it is raised itself.
     """
     name = group_name("expert_routes", group)
     if name is None:
@@ -140,12 +168,13 @@ def expert_routes(counts: Tensor, *, group: ProcessGroup, capacity: int | None =
     ranks = group.size()
     _check(counts, ranks, capacity)
     sent = counts.to(torch.int64).view(ranks, -1)
+    sent = sent if error is None else torch.full_like(sent, FOUND)
     received = all_to_all(sent, None, None, name) if ranks > 1 else sent
     fits = received if capacity is None else fitting(received, capacity)
-    sizes = torch.stack((sent.sum(1), received.sum(1))).cpu() if capacity is None else None
+    sizes = _sizes(sent, received, error, name) if capacity is None else None
     return Routes(
         offsets=fits.sum(0).cumsum(0, dtype=torch.int32),
-        overflow=sent.new_zeros(()) if capacity is None else _overflow(sent, capacity, name),
+        overflow=sent.new_zeros(()) if capacity is None else _overflow(sent, received, capacity, error, name),
         sent=sent,
         received=received,
         sizes=sizes,

@@ -7,17 +7,21 @@ forward takes the place of the latter, in one module, and reads the same flags.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from fp8compile.nn.experts.host import Host, code_of
 from fp8compile.nn.experts.placed import group_of_experts, local_stack
 from fp8compile.nn.experts.token_shares import all_shares, own_share
+from fp8compile.nn.found_by_one import noted, tried
 from fp8compile.nn.grouped import grouped_linear
-from fp8compile.nn.routes import Routes, expert_routes
+from fp8compile.nn.routes import expert_routes
+from fp8compile.ops.check_returned import could_be
 from fp8compile.ops.groups.layout import sizes_of_groups
 from fp8compile.ops.groups.routed_rows import routed_rows
-from fp8compile.quantizers import Recipe
 
 __all__ = ["ROUTED"]
 
@@ -31,20 +35,105 @@ def _project(self: nn.Module, x: Tensor, offsets: Tensor, name: str) -> Tensor:
     return grouped_linear(x.to(weight.dtype), matrices, offsets, bias, recipe=self.recipe)
 
 
-def _routes(self: nn.Module, offsets: Tensor) -> Routes | None:
-    """How rows reach the ranks that have their experts; None where this rank has all of them."""
-    group = group_of_experts(self.down_proj)
-    if group is None:
-        return None
-    routes = expert_routes(sizes_of_groups(offsets), group=group, capacity=self.dispatch_options.capacity)
-    if routes.capacity is not None:
+def _check_given(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> None:
+    """Raise unless the tokens and their routing fit one another and the experts."""
+    what = f"{type(self).__name__}:"
+    weight = getattr(self, "gate_up_proj" if getattr(self, "has_gate", True) else "up_proj")
+    features = weight.shape[-2 if self.is_transposed else -1]
+    if hidden_states.ndim != 2 or not could_be(hidden_states.shape[1:], (features,)):
+        raise ValueError(
+            f"{what} hidden_states has shape {tuple(hidden_states.shape)}; it is (tokens, {features}), as the experts "
+            "take it."
+        )
+    if not hidden_states.is_floating_point():
+        raise TypeError(f"{what} hidden_states is {hidden_states.dtype}; it is of a floating dtype.")
+    if top_k_index.ndim != 2 or not could_be(top_k_index.shape[:1], hidden_states.shape[:1]):
+        raise ValueError(
+            f"{what} top_k_index has shape {tuple(top_k_index.shape)} and hidden_states "
+            f"{tuple(hidden_states.shape)}; it is (tokens, top_k), which experts each token goes to."
+        )
+    if not could_be((top_k_weights.numel(),), (top_k_index.numel(),)):
+        raise ValueError(
+            f"{what} top_k_weights has shape {tuple(top_k_weights.shape)} and top_k_index "
+            f"{tuple(top_k_index.shape)}; each expert of a token has a weight."
+        )
+    for name, each in (("hidden_states", hidden_states), ("top_k_index", top_k_index), ("top_k_weights", top_k_weights)):
+        if each.device != weight.device:
+            raise ValueError(f"{what} {name} is on {each.device} and the experts on {weight.device}; move one of them.")
+
+
+class _Rows(NamedTuple):
+    """Rows of tokens, sorted by expert.
+
+    Attributes:
+        x: (R, hidden).
+        weights: (R, 1): what each result is multiplied by.
+        pairs: (R,): which pair of a token and an expert comes where.
+        places: (R,): where each pair went.
+        offsets: (E,), int32: where each expert's rows end.
+        shape: (tokens, top_k).
+    """
+
+    x: Tensor
+    weights: Tensor
+    pairs: Tensor
+    places: Tensor
+    offsets: Tensor
+    shape: tuple[int, int]
+
+
+def _rows(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> _Rows:
+    """Rows sorted by expert, of all tokens or of this rank's share; what is found wrong here, no rank has sent yet.
+
+    Rows of experts of other ranks have an index behind the last expert. They are sorted behind all groups, where
+    `grouped_linear` reads nothing and gives zeros, in gradients too.
+    """
+    given = hidden_states, top_k_index, top_k_weights
+    _check_given(self, *given)
+    if (mesh := self.dispatch_options.same_tokens) is not None:
+        given = tuple(own_share(each, mesh) for each in given)
+    hidden_states, top_k_index, top_k_weights = given
+    # stable, so that rows of an expert are in one order wherever this runs: blocks along tokens depend on it
+    experts, pairs = torch.sort(top_k_index.reshape(-1), stable=True)
+    every = torch.arange(self.down_proj.shape[0], device=experts.device, dtype=experts.dtype)
+    offsets = torch.searchsorted(experts, every, right=True, out_int32=True)
+    places = torch.empty_like(pairs)
+    places[pairs] = torch.arange(pairs.shape[0], device=pairs.device)  # scatter_ would be no code of Inductor's own
+    x = routed_rows(hidden_states, pairs, places, self.recipe)
+    weights = routed_rows(top_k_weights.reshape(-1, 1), pairs, places, self.recipe)
+    return _Rows(x, weights, pairs, places, offsets, tuple(top_k_index.shape))
+
+
+def _products(self: nn.Module, x: Tensor, offsets: Tensor) -> Tensor:
+    """What experts make of their rows."""
+    has_gate, has_norm = getattr(self, "has_gate", True), getattr(self, "has_post_expert_norm", False)  # not in 5.0
+    inner = _project(self, x, offsets, "gate_up_proj" if has_gate else "up_proj")
+    inner = self._apply_gate(inner) if has_gate else self.act_fn(inner)
+    y = _project(self, inner, offsets, "down_proj")
+    return self.post_expert_norm(y) if has_norm else y
+
+
+def _summed(self: nn.Module, y: Tensor, rows: _Rows) -> Tensor:
+    """The weighted sum of each token's results, (tokens, hidden)."""
+    y = routed_rows(y * rows.weights, rows.places, rows.pairs, self.recipe)
+    return y.view(*rows.shape, y.shape[-1]).sum(dim=1)
+
+
+def _on_ranks(self: nn.Module, rows: _Rows | None, error: Exception | None, group: ProcessGroup) -> Tensor:
+    """The sums, of rows that go to the ranks of their experts and come back."""
+    experts, capacity = self.down_proj.shape[0], self.dispatch_options.capacity
+    if error is None:
+        counts = sizes_of_groups(rows.offsets)
+    else:
+        counts = torch.zeros(experts, dtype=torch.int64, device=self.down_proj.device)
+    routes = expert_routes(counts, group=group, capacity=capacity, error=error)
+    if capacity is not None:
         self.overflowed_rows += routes.overflow
-    return routes
-
-
-def _traveling(self: nn.Module) -> Recipe | None:
-    """The recipe whose codes travel, or None: rows travel as they are."""
-    return self.recipe if self.dispatch_options.codes else None
+    traveling = self.recipe if self.dispatch_options.codes else None
+    with noted():
+        y = _products(self, routes.dispatch(rows.x, recipe=traveling), routes.offsets)
+        y = routes.combine(y, rows.x.shape[0], recipe=traveling)
+    return _summed(self, y, rows)
 
 
 def _forward(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -59,40 +148,14 @@ def _forward(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_
     Returns:
         (tokens, hidden), the dtype of ``hidden_states``.
     """
-    mesh = self.dispatch_options.same_tokens
-    if mesh is None:
-        return _by_experts(self, hidden_states, top_k_index, top_k_weights)
-    shares = (own_share(each, mesh) for each in (hidden_states, top_k_index, top_k_weights))
-    return all_shares(_by_experts(self, *shares), mesh, hidden_states.shape[0])
-
-
-def _by_experts(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """Rows sorted by expert, two grouped products, and the weighted sum of each token's results.
-
-    Rows of experts of other ranks have an index behind the last expert. They are sorted behind all groups, where
-    `grouped_linear` reads nothing and gives zeros, in gradients too.
-    """
-    tokens, top_k = top_k_index.shape
-    # stable, so that rows of an expert are in one order wherever this runs: blocks along tokens depend on it
-    experts, pairs = torch.sort(top_k_index.reshape(-1), stable=True)
-    every = torch.arange(self.down_proj.shape[0], device=experts.device, dtype=experts.dtype)
-    offsets = torch.searchsorted(experts, every, right=True, out_int32=True)
-    places = torch.empty_like(pairs)
-    places[pairs] = torch.arange(pairs.shape[0], device=pairs.device)  # scatter_ would be no code of Inductor's own
-
-    has_gate, has_norm = getattr(self, "has_gate", True), getattr(self, "has_post_expert_norm", False)  # not in 5.0
-    x = routed_rows(hidden_states, pairs, places, self.recipe)
-    routes = _routes(self, offsets)
-    if routes is not None:
-        x, offsets = routes.dispatch(x, recipe=_traveling(self)), routes.offsets
-    inner = _project(self, x, offsets, "gate_up_proj" if has_gate else "up_proj")
-    inner = self._apply_gate(inner) if has_gate else self.act_fn(inner)
-    y = _project(self, inner, offsets, "down_proj")
-    y = self.post_expert_norm(y) if has_norm else y
-    if routes is not None:
-        y = routes.combine(y, pairs.shape[0], recipe=_traveling(self))
-    y = y * routed_rows(top_k_weights.reshape(-1, 1), pairs, places, self.recipe)
-    return routed_rows(y, places, pairs, self.recipe).view(tokens, top_k, -1).sum(dim=1).to(hidden_states.dtype)
+    given = hidden_states, top_k_index, top_k_weights
+    group, mesh = group_of_experts(self.down_proj), self.dispatch_options.same_tokens
+    if group is None:
+        rows = _rows(self, *given)
+        return _summed(self, _products(self, rows.x, rows.offsets), rows).to(hidden_states.dtype)
+    rows, error = tried(_rows, self, *given)
+    y = _on_ranks(self, rows, error, group).to(hidden_states.dtype)
+    return y if mesh is None else all_shares(y, mesh, hidden_states.shape[0])
 
 
 ROUTED = Host(

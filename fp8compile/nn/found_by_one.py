@@ -1,0 +1,68 @@
+"""What one rank finds wrong, all ranks raise: it travels with the first message, so that nobody waits for a later one.
+
+    rank 0   rows are right   --its counts-->     the host reads counts that are negative   --> both raise the text
+    rank 1   rows are wrong   --FOUND, FOUND-->   the host reads its own                    -->
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _resolve_process_group
+
+__all__ = ["FOUND", "noted", "raise_on_all", "tried"]
+
+FOUND = -1  # stands for a number of rows: this rank has none to send, because it found something wrong
+
+WAITING = (
+    "Raised between the messages of expert parallelism: the other ranks wait for this one, until it ends or the "
+    "timeout of their process group is over."
+)
+
+
+def tried(function: Callable[..., Any], *args: Any) -> tuple[Any, Exception | None]:
+    """The result of a function and no error, or no result and its error; a compiler's errors are raised at once."""
+    if torch.compiler.is_compiling():
+        return function(*args), None
+    try:
+        return function(*args), None
+    except Exception as error:
+        return None, error
+
+
+@contextmanager
+def noted() -> Iterator[None]:
+    """Say of an error inside that other ranks wait."""
+    try:
+        yield
+    except Exception as error:
+        error.add_note(WAITING)
+        raise
+
+
+def raise_on_all(function: str, error: Exception | None, group: str) -> None:
+    """Raise what ranks of a group found; each calls it, once it knows that one of them found something.
+
+    Args:
+        function: In whose name.
+        error: What this rank found, or None.
+        group: The name of the group.
+
+    Raises:
+        Exception: The rank's own error, if all ranks found the same.
+        RuntimeError: Else, one text on all ranks.
+    """
+    ranks = _resolve_process_group(group)
+    found: list[str | None] = [None] * ranks.size()
+    dist.all_gather_object(found, None if error is None else f"{type(error).__name__}: {error}", group=ranks)
+    if error is not None and len({*found}) == 1:
+        raise error
+    texts = [f"rank {dist.get_global_rank(ranks, index)}: {text}" for index, text in enumerate(found) if text]
+    raise RuntimeError(
+        f"{function}: {len(texts)} of {len(found)} ranks found an error before they sent a row, so all ranks stop. "
+        f"{' | '.join(texts)}"
+    ) from error
