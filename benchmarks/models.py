@@ -26,13 +26,13 @@ from fp8compile.testing import GemmShare, Recording, gemm_share
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "behaviour"))
 
-from mixtures import MIXTURES
+from mixtures import HELD_OTHERWISE, MIXTURES
 from zoo import STEPS, ZOO, Zoo, bf16_model, tail, train
 
 __all__ = ["model_row"]
 
 SEEDS = (0, 1, 2)
-MODELS = ZOO | MIXTURES
+MODELS = ZOO | MIXTURES | HELD_OTHERWISE
 
 
 def share_of(zoo: Zoo, model: nn.Module) -> GemmShare:

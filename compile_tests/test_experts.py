@@ -16,7 +16,7 @@ from fp8compile.testing.explain import explain
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "behaviour"))
 
-from mixtures import EXPERTS, MIXTURES
+from mixtures import EXPERTS, HELD_OTHERWISE, MIXTURES
 from zoo import bf16_model, tail, train
 
 RECIPE = f8.recipes.rowwise()
@@ -58,6 +58,19 @@ def test_a_model_is_one_graph_whatever_its_routing_and_nearly_all_of_it_in_fp8(n
         compiles.assert_new(0 if step else 1, f"batch {step}")
     assert not torch._dynamo.utils.counters["graph_break"]
     assert all(parameter.grad is not None for parameter in model.parameters())
+    assert gemm_share(*recording.traced).linear_share > 0.9
+
+
+@pytest.mark.parametrize("name", HELD_OTHERWISE)
+def test_a_model_that_holds_its_experts_otherwise_is_one_graph_too(name):
+    zoo = HELD_OTHERWISE[name]
+    model = f8.convert(bf16_model(zoo), RECIPE)
+    compiles, recording = Compiles(), Recording()
+    call = torch.compile(model, fullgraph=True, backend=recording)
+    for step in range(2):
+        call(**zoo.batch(step)).loss.backward()
+        compiles.assert_new(0 if step else 1, f"batch {step}")
+    assert not torch._dynamo.utils.counters["graph_break"]
     assert gemm_share(*recording.traced).linear_share > 0.9
 
 

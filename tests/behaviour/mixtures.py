@@ -8,7 +8,7 @@ import transformers
 from torch import nn
 from zoo import DECODER, ZOO, Zoo
 
-__all__ = ["EXPERTS", "MIXTURES"]
+__all__ = ["EXPERTS", "HELD_OTHERWISE", "MIXTURES"]
 
 EXPERTS = 8  # of each model here that ZOO has not
 
@@ -86,6 +86,33 @@ def qwen3_next(**options: Any) -> nn.Module:
     return transformers.Qwen3NextForCausalLM(config)
 
 
+def dbrx(**options: Any) -> nn.Module:
+    """Matrices of all experts below one another, in 2-D parameters of a child of the module of experts."""
+    ffn = {"ffn_hidden_size": 64, "hidden_size": 64, "moe_num_experts": EXPERTS, "moe_top_k": 2}
+    attention = {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0}
+    special = {name: DECODER[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id", "use_cache")}
+    config = transformers.DbrxConfig(
+        vocab_size=DECODER["vocab_size"],
+        d_model=64,
+        n_layers=2,
+        n_heads=4,
+        max_seq_len=64,
+        ffn_config=ffn,
+        attn_config=attention,
+        **special,
+        **options,
+    )
+    return transformers.DbrxForCausalLM(config)
+
+
+def jetmoe(**options: Any) -> nn.Module:
+    """Experts in the attention too; each module is one product, of rows that others sort."""
+    config = transformers.JetMoeConfig(
+        **DECODER, kv_channels=16, num_local_experts=EXPERTS, num_experts_per_tok=2, **options
+    )
+    return transformers.JetMoeForCausalLM(config)
+
+
 MIXTURES = {
     zoo.name: zoo
     for zoo in (
@@ -98,3 +125,5 @@ MIXTURES = {
         Zoo(name="Qwen3-Next", build=qwen3_next),
     )
 }
+# their experts are neither 3-D parameters of one module nor called with the routing
+HELD_OTHERWISE = {zoo.name: zoo for zoo in (Zoo(name="DBRX", build=dbrx), Zoo(name="JetMoE", build=jetmoe))}

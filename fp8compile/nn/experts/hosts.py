@@ -6,6 +6,7 @@ from functools import cache
 
 from torch import nn
 
+from fp8compile.nn.experts.dbrx import DBRX
 from fp8compile.nn.experts.dense import DENSE
 from fp8compile.nn.experts.host import Host, Layout, own_stacks
 from fp8compile.nn.experts.linear_like import CONV1D
@@ -27,7 +28,7 @@ __all__ = [
     "stacks",
 ]
 
-HOSTS = [ROUTED, DENSE, SIZED, METHOD, CONV1D]
+HOSTS = [ROUTED, DENSE, DBRX, SIZED, METHOD, CONV1D]
 
 
 @cache

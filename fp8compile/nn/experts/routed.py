@@ -7,21 +7,19 @@ forward takes the place of the latter, in one module, and reads the same flags.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from fp8compile.nn.experts.host import Host, code_of
 from fp8compile.nn.experts.placed import group_of_experts, local_stack
+from fp8compile.nn.experts.sorted_rows import SortedRows, sorted_rows, summed
 from fp8compile.nn.experts.token_shares import all_shares, own_share
 from fp8compile.nn.found_by_one import noted, tried
 from fp8compile.nn.grouped import grouped_linear
 from fp8compile.nn.routes import expert_routes
 from fp8compile.ops.check_returned import could_be
 from fp8compile.ops.groups.layout import sizes_of_groups
-from fp8compile.ops.groups.routed_rows import routed_rows
 
 __all__ = ["ROUTED"]
 
@@ -57,51 +55,24 @@ def _check_given(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, to
             f"{what} top_k_weights has shape {tuple(top_k_weights.shape)} and top_k_index "
             f"{tuple(top_k_index.shape)}; each expert of a token has a weight."
         )
-    for name, each in (("hidden_states", hidden_states), ("top_k_index", top_k_index), ("top_k_weights", top_k_weights)):
+    for name, each in (
+        ("hidden_states", hidden_states),
+        ("top_k_index", top_k_index),
+        ("top_k_weights", top_k_weights),
+    ):
         if each.device != weight.device:
-            raise ValueError(f"{what} {name} is on {each.device} and the experts on {weight.device}; move one of them.")
+            raise ValueError(
+                f"{what} {name} is on {each.device} and the experts on {weight.device}; move one of them."
+            )
 
 
-class _Rows(NamedTuple):
-    """Rows of tokens, sorted by expert.
-
-    Attributes:
-        x: (R, hidden).
-        weights: (R, 1): what each result is multiplied by.
-        pairs: (R,): which pair of a token and an expert comes where.
-        places: (R,): where each pair went.
-        offsets: (E,), int32: where each expert's rows end.
-        shape: (tokens, top_k).
-    """
-
-    x: Tensor
-    weights: Tensor
-    pairs: Tensor
-    places: Tensor
-    offsets: Tensor
-    shape: tuple[int, int]
-
-
-def _rows(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> _Rows:
-    """Rows sorted by expert, of all tokens or of this rank's share; what is found wrong here, no rank has sent yet.
-
-    Rows of experts of other ranks have an index behind the last expert. They are sorted behind all groups, where
-    `grouped_linear` reads nothing and gives zeros, in gradients too.
-    """
+def _rows(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> SortedRows:
+    """Rows of all tokens or of this rank's share; what is found wrong here, no rank has sent yet."""
     given = hidden_states, top_k_index, top_k_weights
     _check_given(self, *given)
     if (mesh := self.dispatch_options.same_tokens) is not None:
         given = tuple(own_share(each, mesh) for each in given)
-    hidden_states, top_k_index, top_k_weights = given
-    # stable, so that rows of an expert are in one order wherever this runs: blocks along tokens depend on it
-    experts, pairs = torch.sort(top_k_index.reshape(-1), stable=True)
-    every = torch.arange(self.down_proj.shape[0], device=experts.device, dtype=experts.dtype)
-    offsets = torch.searchsorted(experts, every, right=True, out_int32=True)
-    places = torch.empty_like(pairs)
-    places[pairs] = torch.arange(pairs.shape[0], device=pairs.device)  # scatter_ would be no code of Inductor's own
-    x = routed_rows(hidden_states, pairs, places, self.recipe)
-    weights = routed_rows(top_k_weights.reshape(-1, 1), pairs, places, self.recipe)
-    return _Rows(x, weights, pairs, places, offsets, tuple(top_k_index.shape))
+    return sorted_rows(*given, num_experts=self.down_proj.shape[0], recipe=self.recipe)
 
 
 def _products(self: nn.Module, x: Tensor, offsets: Tensor) -> Tensor:
@@ -113,13 +84,7 @@ def _products(self: nn.Module, x: Tensor, offsets: Tensor) -> Tensor:
     return self.post_expert_norm(y) if has_norm else y
 
 
-def _summed(self: nn.Module, y: Tensor, rows: _Rows) -> Tensor:
-    """The weighted sum of each token's results, (tokens, hidden)."""
-    y = routed_rows(y * rows.weights, rows.places, rows.pairs, self.recipe)
-    return y.view(*rows.shape, y.shape[-1]).sum(dim=1)
-
-
-def _on_ranks(self: nn.Module, rows: _Rows | None, error: Exception | None, group: ProcessGroup) -> Tensor:
+def _on_ranks(self: nn.Module, rows: SortedRows | None, error: Exception | None, group: ProcessGroup) -> Tensor:
     """The sums, of rows that go to the ranks of their experts and come back."""
     experts, capacity = self.down_proj.shape[0], self.dispatch_options.capacity
     if error is None:
@@ -133,7 +98,7 @@ def _on_ranks(self: nn.Module, rows: _Rows | None, error: Exception | None, grou
     with noted():
         y = _products(self, routes.dispatch(rows.x, recipe=traveling), routes.offsets)
         y = routes.combine(y, rows.x.shape[0], recipe=traveling)
-    return _summed(self, y, rows)
+    return summed(y, rows, self.recipe)
 
 
 def _forward(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -152,7 +117,7 @@ def _forward(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_
     group, mesh = group_of_experts(self.down_proj), self.dispatch_options.same_tokens
     if group is None:
         rows = _rows(self, *given)
-        return _summed(self, _products(self, rows.x, rows.offsets), rows).to(hidden_states.dtype)
+        return summed(_products(self, rows.x, rows.offsets), rows, self.recipe).to(hidden_states.dtype)
     rows, error = tried(_rows, self, *given)
     y = _on_ranks(self, rows, error, group).to(hidden_states.dtype)
     return y if mesh is None else all_shares(y, mesh, hidden_states.shape[0])

@@ -1,0 +1,71 @@
+"""Tokens as rows that are sorted by expert, and the weighted sum of what experts make of them."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fp8compile.ops.groups.routed_rows import routed_rows
+from fp8compile.quantizers import Recipe
+
+__all__ = ["SortedRows", "sorted_rows", "summed"]
+
+
+class SortedRows(NamedTuple):
+    """Rows of tokens, sorted by expert.
+
+    Attributes:
+        x: (R, hidden).
+        weights: (R, 1): what each result is multiplied by.
+        pairs: (R,): which pair of a token and an expert comes where.
+        places: (R,): where each pair went.
+        offsets: (E,), int32: where each expert's rows end.
+        shape: (tokens, top_k).
+    """
+
+    x: Tensor
+    weights: Tensor
+    pairs: Tensor
+    places: Tensor
+    offsets: Tensor
+    shape: tuple[int, int]
+
+
+def sorted_rows(
+    hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, *, num_experts: int, recipe: Recipe
+) -> SortedRows:
+    """A row for each pair of a token and an expert that it goes to, sorted by expert.
+
+    Rows of experts of other ranks, or of none, have an index behind the last expert. They are sorted behind all
+    groups, where `grouped_linear` reads nothing and gives zeros, in gradients too.
+
+    Args:
+        hidden_states: (tokens, hidden).
+        top_k_index: (tokens, top_k): which experts.
+        top_k_weights: (tokens, top_k): what each result is multiplied by.
+        num_experts: Those that this rank has.
+        recipe: By which rows are multiplied.
+    """
+    # stable, so that rows of an expert are in one order wherever this runs: blocks along tokens depend on it
+    experts, pairs = torch.sort(top_k_index.reshape(-1), stable=True)
+    every = torch.arange(num_experts, device=experts.device, dtype=experts.dtype)
+    offsets = torch.searchsorted(experts, every, right=True, out_int32=True)
+    places = torch.empty_like(pairs)
+    places[pairs] = torch.arange(pairs.shape[0], device=pairs.device)  # scatter_ would be no code of Inductor's own
+    x = routed_rows(hidden_states, pairs, places, recipe)
+    weights = routed_rows(top_k_weights.reshape(-1, 1), pairs, places, recipe)
+    return SortedRows(x, weights, pairs, places, offsets, tuple(top_k_index.shape))
+
+
+def summed(y: Tensor, rows: SortedRows, recipe: Recipe) -> Tensor:
+    """The weighted sum of each token's results, (tokens, hidden).
+
+    Args:
+        y: (R, hidden): what experts made of the rows.
+        rows: The rows.
+        recipe: By which they were multiplied.
+    """
+    y = routed_rows(y * rows.weights, rows.places, rows.pairs, recipe)
+    return y.view(*rows.shape, y.shape[-1]).sum(dim=1)

@@ -1,0 +1,184 @@
+"""Experts that are no 3-D parameters of one module with the routing: DBRX's, JetMoE's, and registered ones."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import transformers
+from torch import nn
+from transformers.models.dbrx.modeling_dbrx import DbrxExperts
+from transformers.models.jetmoe.modeling_jetmoe import JetMoeParallelExperts
+
+import fp8compile as f8
+from fp8compile.nn.experts import hosts
+
+EVERY = {"filter": lambda *_: True}
+COUNT, WIDTH, INNER, TOKENS = 4, 64, 48, 24
+RECIPES = ["rowwise", "tensorwise", "blockwise", "mxfp8", "nvfp4"]
+ENDS = torch.tensor([5, 5, 20, 22], dtype=torch.int32)
+
+
+def drawn(module):
+    torch.manual_seed(0)
+    for parameter in module.parameters():
+        nn.init.normal_(parameter, std=0.1)
+    return nn.ModuleDict({"experts": module.bfloat16()})
+
+
+def dbrx():
+    sizes = {"ffn_hidden_size": INNER, "hidden_size": WIDTH, "moe_num_experts": COUNT, "moe_top_k": 2}
+    config = transformers.DbrxConfig(d_model=WIDTH, ffn_config=sizes).ffn_config
+    config.hidden_size = WIDTH
+    return drawn(DbrxExperts(config))
+
+
+def given():
+    """Tokens, which experts they go to, of which the last has none, and weights."""
+    generator = torch.Generator().manual_seed(1)
+    scores = torch.rand(TOKENS, COUNT, generator=generator)
+    scores[:, -1] = 0
+    weights, index = scores.topk(2)
+    x = torch.randn(TOKENS, WIDTH, generator=generator).bfloat16().requires_grad_()
+    return x, index, weights.bfloat16().requires_grad_()
+
+
+def gradients(y, tensors):
+    grad = torch.randn(y.shape, generator=torch.Generator().manual_seed(2)).to(y.dtype)
+    return torch.autograd.grad(y, tensors, grad)
+
+
+def expert_by_expert(module, recipe, x, index, weights):
+    """`f8.linear` for the rows of each expert, weighted and summed as converted experts do."""
+    w1, v1, w2 = (each.unflatten(0, (COUNT, -1)).unbind() for each in (module.mlp.w1, module.mlp.v1, module.mlp.w2))
+    chosen, order = index.flatten().sort(stable=True)
+    sizes = [int((chosen == expert).sum()) for expert in range(COUNT)]
+    rows, y = x.unsqueeze(1).expand(-1, 2, -1).flatten(0, 1)[order], []
+    for expert, own in enumerate(rows.split(sizes)):
+        gate, up = (f8.linear(own, each[expert], recipe=recipe) for each in (w1, v1))
+        y.append(f8.linear(module.mlp.activation_fn(gate) * up, w2[expert].t(), recipe=recipe))
+    y = (torch.cat(y) * weights.flatten()[order].unsqueeze(-1))[order.argsort()]
+    return y.unflatten(0, (-1, 2)).sum(1).unsqueeze(1)  # (batch, tokens of a batch, hidden), as DBRX gives it
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_experts_of_dbrx_are_linears_expert_by_expert(name, assert_bits_equal):
+    recipe, model = f8.recipes.by_name(name), dbrx()
+    f8.convert(model, recipe, **EVERY)
+    found = []
+    for call in (model.experts, lambda *args: expert_by_expert(model.experts, recipe, *args)):
+        args = given()
+        y = call(*args)
+        found.append([y, *gradients(y, [args[0], args[2], *model.parameters()])])
+    for actual, expected in zip(*found, strict=True):
+        assert_bits_equal(actual, expected)
+
+
+def test_experts_of_dbrx_in_high_precision_are_those_of_transformers(assert_bits_equal):
+    model = dbrx()
+    plain = copy.deepcopy(model)
+    f8.convert(model, f8.Recipe(), **EVERY)
+    assert_bits_equal(model.experts(*given()), plain.experts(*given()))
+    assert type(f8.revert(model).experts) is DbrxExperts
+
+
+def test_the_report_has_one_row_for_experts_of_dbrx():
+    model = f8.convert(dbrx(), f8.recipes.rowwise(), **EVERY)
+    (row,) = f8.conversion_report(model, forward=lambda: model.experts(*given())).rows
+    assert (row.fqn, row.experts, row.called) == ("experts", COUNT, True)
+    assert row.matrices == ((INNER, WIDTH), (INNER, WIDTH), (WIDTH, INNER))
+    assert row.past_forward == ""
+
+
+NO_STACKS = r"holds its experts in no 3-D parameters of its own, \(experts, out_features, in_features\)"
+
+
+def test_what_needs_stacks_says_so():
+    with pytest.raises(ValueError, match=f"quantized_parameters, and experts {NO_STACKS}"):
+        f8.convert(dbrx(), f8.recipes.rowwise(), quantized_parameters=True, **EVERY)
+    model = f8.convert(nn.ModuleList([dbrx(), nn.Linear(32, 32)]), f8.recipes.rowwise(), **EVERY)
+    f8.parallel.fsdp_float8_all_gather(model)
+    experts, dense = f8.conversion_report(model).rows
+    assert experts.gathered.startswith("param_dtype: the module holds its experts in no 3-D parameters")
+    assert dense.converted
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_experts_of_jetmoe_are_grouped_linears(name, assert_bits_equal):
+    recipe, model = f8.recipes.by_name(name), drawn(JetMoeParallelExperts(COUNT, WIDTH, INNER))
+    plain = copy.deepcopy(model)
+    f8.convert(model, recipe, **EVERY)
+    x = given()[0]
+    sizes = [5, 0, 15, TOKENS - 20]
+    ends = torch.tensor([5, 5, 20, TOKENS], dtype=torch.int32)
+    y, expected = model.experts(x, sizes), f8.grouped_linear(x, plain.experts.weight, ends, recipe=recipe)
+    assert_bits_equal(y, expected)
+    grads = [gradients(y, [x, model.experts.weight]), gradients(expected, [x, plain.experts.weight])]
+    for actual, other in zip(*grads, strict=True):
+        assert_bits_equal(actual, other)
+    assert_bits_equal(f8.revert(model).experts(x, sizes), plain.experts(x, sizes))
+
+
+# ---------------------------------------------------------------------------------- registered by others
+
+
+class Branches(nn.Module):
+    """Somebody's experts: stacks of their own, and a method of their own that multiplies."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Parameter(torch.empty(COUNT, WIDTH, INNER))
+        self.second = nn.Parameter(torch.empty(COUNT, INNER, WIDTH))
+
+    def mix(self, rows, ends):
+        raise AssertionError("the loop over experts ran")
+
+    def forward(self, rows, ends):
+        return self.mix(rows, ends)
+
+
+def mix(self, rows, ends):
+    inner = f8.grouped_mm(rows, self.first, offs=ends, recipe=self.recipe)
+    return f8.grouped_mm(inner.relu(), self.second, offs=ends, recipe=self.recipe)
+
+
+@pytest.fixture
+def registry(monkeypatch):
+    monkeypatch.setattr(hosts, "HOSTS", list(hosts.HOSTS))
+    hosts.host_of.cache_clear()
+    yield
+    hosts.host_of.cache_clear()
+
+
+@pytest.mark.parametrize("quantized", [False, True])
+def test_registered_experts_are_converted(registry, quantized, assert_bits_equal):
+    f8.library.register_experts(Branches, method="mix", replacement=mix, is_transposed=True)
+    model, recipe = drawn(Branches()), f8.recipes.rowwise()
+    weights = model.experts.first.detach(), model.experts.second.detach()
+    f8.convert(model, recipe, quantized_parameters=quantized, **EVERY)
+    (row,) = f8.conversion_report(model).rows
+    assert (row.converted, row.experts, row.quantized_weight) == (True, COUNT, quantized)
+    assert row.matrices == ((INNER, WIDTH), (WIDTH, INNER))
+    x = given()[0]
+    inner = f8.grouped_mm(x, weights[0], offs=ENDS, recipe=recipe).relu()
+    assert_bits_equal(model.experts(x, ENDS), f8.grouped_mm(inner, weights[1], offs=ENDS, recipe=recipe))
+
+
+def test_without_a_registration_the_report_lists_what_they_hold():
+    model = drawn(Branches())
+    assert [row.reason for row in f8.conversion_report(model).rows] == ["a 3-D parameter (experts?), no nn.Linear"] * 2
+
+
+@pytest.mark.parametrize(
+    ("cls", "options", "text"),
+    [
+        (nn.Linear, {"method": "forward", "replacement": mix}, "is a nn.Linear"),
+        (Branches, {"method": "mixed", "replacement": mix}, "has no method mixed that multiplies"),
+        (Branches, {"method": "mix", "replacement": 3}, "replacement is 3; it is the method in FP8"),
+        ("Branches", {"method": "mix", "replacement": mix}, "takes a class of modules"),
+    ],
+)
+def test_what_can_not_be_registered(cls, options, text):
+    with pytest.raises(TypeError, match=text):
+        f8.library.register_experts(cls, **options)
