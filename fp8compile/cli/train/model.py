@@ -28,7 +28,7 @@ from fp8compile.cli.train.experts import MixtureOfExperts
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["ByteLlama", "ModelShape"]
+__all__ = ["Attention", "ByteLlama", "ModelShape"]
 
 NUM_BYTES = 256
 ROPE_BASE = 10000.0  # Su et al. 2021, arXiv:2104.09864
@@ -111,7 +111,14 @@ class _Norm(nn.Module):
         return (scaled * self.weight).to(x.dtype)
 
 
-class _Attention(nn.Module):
+def _attend(query_BHTE: Tensor, key_BGTE: Tensor, value_BGTE: Tensor) -> Tensor:
+    """(B, H, T, E): what each position reads of those before it."""
+    return F.scaled_dot_product_attention(query_BHTE, key_BGTE, value_BGTE, is_causal=True, enable_gqa=True)
+
+
+class Attention(nn.Module):
+    """Causal attention with rotary positions; ``attend`` may be another function of query, key and value."""
+
     def __init__(self, shape: ModelShape) -> None:
         super().__init__()
         self.head_dim = shape.dim // shape.heads
@@ -120,6 +127,7 @@ class _Attention(nn.Module):
         self.key = nn.Linear(shape.dim, kv_width, bias=False)
         self.value = nn.Linear(shape.dim, kv_width, bias=False)
         self.output = nn.Linear(shape.dim, shape.dim, bias=False)
+        self.attend = _attend
         # Dehghani et al. 2023, arXiv:2302.05442
         self.query_norm = _Norm(self.head_dim) if shape.qk_norm else None
         self.key_norm = _Norm(self.head_dim) if shape.qk_norm else None
@@ -129,11 +137,10 @@ class _Attention(nn.Module):
         return x_BHTE if norm is None else norm(x_BHTE)
 
     def forward(self, x_BTD: Tensor, cos_TE: Tensor, sin_TE: Tensor) -> Tensor:
+        """(B, T, D) to the same."""
         query_BHTE = _rotate(self._heads(self.query(x_BTD), self.query_norm), cos_TE, sin_TE)
         key_BGTE = _rotate(self._heads(self.key(x_BTD), self.key_norm), cos_TE, sin_TE)
-        mixed_BHTE = F.scaled_dot_product_attention(
-            query_BHTE, key_BGTE, self._heads(self.value(x_BTD)), is_causal=True, enable_gqa=True
-        )
+        mixed_BHTE = self.attend(query_BHTE, key_BGTE, self._heads(self.value(x_BTD)))
         return self.output(mixed_BHTE.transpose(1, 2).flatten(-2))
 
 
@@ -158,7 +165,7 @@ class _Block(nn.Module):
     def __init__(self, shape: ModelShape) -> None:
         super().__init__()
         self.attention_norm = _Norm(shape.dim)
-        self.attention = _Attention(shape)
+        self.attention = Attention(shape)
         self.feed_forward_norm = _Norm(shape.dim)
         self.feed_forward = _feed_forward(shape)
 

@@ -29,7 +29,7 @@ from fp8compile.cli.train.model import ByteLlama, ModelShape
 from fp8compile.cli.train.ranks import Ranks
 from fp8compile.cli.train.tensor_parallel import parallelize, place_gradients
 from fp8compile.cli.train.text import held_out_batches, training_batch
-from fp8compile.cli.train.wide_linears import widen_linears
+from fp8compile.cli.train.wide_products import widen_products
 from fp8compile.nn.candidates import is_layer, weight_names
 from fp8compile.nn.experts import is_experts, routers
 
@@ -162,7 +162,7 @@ class Trainer:
         self._has_masters = config.quantized_parameters and recipe is not None
         if recipe is not None:
             self._convert(recipe)
-        widen_linears(self.model, self._device)
+        widen_products(self.model, self._device)
         self.model.to(self._device)
         tp_mesh = layout.tp_mesh(self._device.type) if layout.tp > 1 else None
         if config.ep > 1:
