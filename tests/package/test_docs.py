@@ -90,6 +90,17 @@ def test_files_named_in_a_document_exist(document):
     assert not missing
 
 
+def test_files_that_the_architecture_names_exist():
+    """It names them as the package has them: from its root, or by what ends their path."""
+    document = (ROOT / "docs" / "architecture.md").read_text()
+    named = {name.rstrip("/") for name in re.findall(r"`([a-z_]+(?:/[a-z_]+)*(?:\.py|/))`", document)}
+    package = ROOT / "fp8compile"
+    there = [str(path.relative_to(ROOT)) for path in (*package.rglob("*"), ROOT / "tests", ROOT / "compile_tests")]
+    tops = {path.name for path in ROOT.iterdir()}
+    missing = sorted(name for name in named if not any(f"/{each}".endswith(f"/{name}") for each in there))
+    assert [name for name in missing if name.split("/")[0] not in tops] == []
+
+
 WRITTEN = [each for each in DOCUMENTS if each.parent.name != "results"]
 
 
