@@ -1,7 +1,7 @@
 """What one rank finds wrong, all ranks raise: it travels with the first message, so that nobody waits for a later one.
 
-    rank 0   rows are right   --its counts-->     the host reads counts that are negative   --> both raise the text
-    rank 1   rows are wrong   --FOUND, FOUND-->   the host reads its own                    -->
+rank 0   rows are right   --its counts-->     the host reads counts that are negative   --> both raise the text
+rank 1   rows are wrong   --FOUND, FOUND-->   the host reads its own                    -->
 """
 
 from __future__ import annotations

@@ -57,9 +57,10 @@ def _check_given(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, to
             f"{what} top_k_weights has shape {tuple(top_k_weights.shape)} and top_k_index "
             f"{tuple(top_k_index.shape)}; each expert of a token has a weight."
         )
-    for name, each in (("hidden_states", hidden_states), ("top_k_index", top_k_index), ("top_k_weights", top_k_weights)):
+    given = {"hidden_states": hidden_states, "top_k_index": top_k_index, "top_k_weights": top_k_weights}
+    for name, each in given.items():
         if each.device != weight.device:
-            raise ValueError(f"{what} {name} is on {each.device} and the experts on {weight.device}; move one of them.")
+            raise ValueError(f"{what} {name} is on {each.device} and the experts on {weight.device}; move one.")
 
 
 class _Rows(NamedTuple):
