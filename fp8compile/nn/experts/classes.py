@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import types
+from collections.abc import Callable
 from functools import cache
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from fp8compile._compat import is_sharded_class
 from fp8compile.nn.codes_in_state import CodesInState
 from fp8compile.nn.experts.hosts import host_of, plain_class, stacks
+from fp8compile.nn.experts.overflow import NAME, place_counter
 from fp8compile.nn.experts.placed import DispatchOptions
 from fp8compile.nn.functional import check_recipe
 from fp8compile.nn.made_classes import MadeClass
@@ -56,6 +58,15 @@ class ConvertedExperts(CodesInState, MadeClass):
         check_recipe_of_groups(recipe)
         self._recipe = recipe
 
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        super()._apply(fn, recurse)  # type: ignore[misc]
+        place_counter(self)
+        return self
+
+    def _load_from_state_dict(self, *args: Any) -> None:
+        super()._load_from_state_dict(*args)
+        place_counter(self)  # assign=True brings parameters on another device
+
     def is_quantized(self) -> bool:
         """Whether the weights are kept as codes and scales."""
         return bool(self._quantized_parameters())
@@ -73,7 +84,7 @@ class ConvertedExperts(CodesInState, MadeClass):
         )
 
 
-OWN_NAMES = frozenset({"recipe", "_recipe", "dispatch_options", "overflowed_rows", "is_quantized"})
+OWN_NAMES = frozenset({"recipe", "_recipe", "dispatch_options", NAME, "is_quantized"})
 
 
 @cache

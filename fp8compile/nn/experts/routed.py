@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from fp8compile.nn.experts.host import Host, code_of
+from fp8compile.nn.experts.overflow import count
 from fp8compile.nn.experts.placed import group_of_experts, local_stack
 from fp8compile.nn.experts.token_shares import all_shares, own_share
 from fp8compile.nn.found_by_one import noted, tried
@@ -129,7 +130,7 @@ def _on_ranks(self: nn.Module, rows: _Rows | None, error: Exception | None, grou
         counts = torch.zeros(experts, dtype=torch.int64, device=self.down_proj.device)
     routes = expert_routes(counts, group=group, capacity=capacity, error=error)
     if capacity is not None:
-        self.overflowed_rows += routes.overflow
+        count(self, routes.overflow)
     traveling = self.recipe if self.dispatch_options.codes else None
     with noted():
         y = _products(self, routes.dispatch(rows.x, recipe=traveling), routes.offsets)
