@@ -5,6 +5,7 @@ from fp8compile._compat.autograd import (
     impl_autograd,
     keep_grad_dtype,
     plain_alias,
+    runs_in_backward,
     uncounted_write,
     version_in_eager,
     will_run,
@@ -29,7 +30,7 @@ from fp8compile._compat.inductor import (
     register_lowering,
     when_imported,
 )
-from fp8compile._compat.modules import keep_through_inference, rebind_load_hooks
+from fp8compile._compat.modules import keep_address, keep_through_inference, rebind_load_hooks
 from fp8compile._compat.partitioner import (
     constant,
     is_fusible,
@@ -123,6 +124,7 @@ __all__ = [
     "is_traced",
     "is_transformed",
     "is_unbacked",
+    "keep_address",
     "keep_grad_dtype",
     "keep_through_inference",
     "left_in_backward",
@@ -145,6 +147,7 @@ __all__ = [
     "register_lowering",
     "register_tile_kernel",
     "replicated",
+    "runs_in_backward",
     "scattered_like",
     "set_local_itself",
     "statically_true",

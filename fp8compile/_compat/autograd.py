@@ -18,6 +18,7 @@ __all__ = [
     "impl_autograd",
     "keep_grad_dtype",
     "plain_alias",
+    "runs_in_backward",
     "uncounted_write",
     "version_in_eager",
     "will_run",
@@ -114,6 +115,11 @@ def uncounted_write(memory: torch.Tensor) -> AbstractContextManager[None]:
 def version_in_eager(tensor: torch.Tensor) -> int | None:
     """How often a tensor was written to; None for one that stands in a graph, whose writes have an order there."""
     return tensor._version if type(tensor) is torch.Tensor else None
+
+
+def runs_in_backward() -> bool:
+    """Whether the autograd engine calls what runs here: a backward, or a forward that checkpointing repeats."""
+    return torch._C._current_graph_task_id() != -1
 
 
 def will_run(ctx: Any, place: int) -> bool:

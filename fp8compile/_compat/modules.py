@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["keep_through_inference", "rebind_load_hooks"]
+__all__ = ["keep_address", "keep_through_inference", "rebind_load_hooks"]
 
 
 def rebind_load_hooks(module: torch.nn.Module) -> None:
@@ -20,6 +20,15 @@ def rebind_load_hooks(module: torch.nn.Module) -> None:
     for key, hook in hooks.items():
         if getattr(hook, "with_module", False):
             hooks[key] = type(hook)(hook.hook, module)
+
+
+def keep_address(tensor: torch.Tensor) -> torch.Tensor:
+    """Mark a tensor that compiled code may write to without another reason to record a CUDA graph, as it may buffers.
+
+    ``torch._dynamo.mark_static_address`` without importing the compiler.
+    """
+    tensor._dynamo_static_input_type = "unguarded"
+    return tensor
 
 
 def keep_through_inference(tensors_of: Callable[[torch.nn.Module], list[torch.Tensor]]) -> None:

@@ -17,7 +17,7 @@ from fp8compile.nn.local import placed_like
 from fp8compile.nn.placed_weights import placements_of_outer_scale, placements_of_scale
 from fp8compile.tensor import QuantizedParameter, count_write, is_quantized_parameter
 
-__all__ = ["CodesInState", "codes_and_scales", "codes_of", "scale_of"]
+__all__ = ["CodesInState", "codes_and_scales", "reach_codes"]
 
 
 def codes_of(weight: Tensor, own: QuantizedParameter) -> Tensor:
@@ -55,15 +55,61 @@ def _placed(weight: Tensor, local: Tensor, placements: Sequence[Any], shape: Seq
     )
 
 
+PARTS = {"codes": codes_of, "scale": scale_of, "outer_scale": outer_scale_of}
+ENDS = ("", "_for_grad_input")  # of the first set of codes, and of the second
+
+
+def _part(weight: Tensor, part: str, index: int) -> Tensor | None:
+    """A part of one of the sets of codes of a quantized parameter, or None: it has none."""
+    sets = local_itself(weight).sets()
+    if index >= len(sets) or (part == "outer_scale" and sets[index].outer_scale is None):
+        return None
+    return PARTS[part](weight, sets[index])
+
+
 def codes_and_scales(name: str, weight: Tensor) -> dict[str, Tensor]:
     """Codes and scales of a quantized parameter, by their names in a state dict."""
     found = {}
-    for own, end in zip(local_itself(weight).sets(), ("", "_for_grad_input"), strict=False):
-        found[f"{name}_codes{end}"] = codes_of(weight, own)
-        found[f"{name}_scale{end}"] = scale_of(weight, own)
-        if own.outer_scale is not None:
-            found[f"{name}_outer_scale{end}"] = outer_scale_of(weight, own)
+    for index, end in enumerate(ENDS):
+        for part in PARTS:
+            if (tensor := _part(weight, part, index)) is not None:
+                found[f"{name}_{part}{end}"] = tensor
     return found
+
+
+class PartOfCodes:
+    """A key that a state dict has in place of a parameter, as an attribute of the parameter's module.
+
+    PyTorch's checkpoints reach each key of a state dict by ``getattr``. A module whose parameter is no codes, or has
+    no such part, has no such attribute. (A ``__getattr__`` would be traced for each parameter of compiled code.)
+
+    Args:
+        parameter: Its name.
+        part: ``"codes"``, ``"scale"`` or ``"outer_scale"``.
+        index: 0, or 1 for the second set of codes.
+    """
+
+    def __init__(self, parameter: str, part: str, index: int) -> None:
+        self._where = parameter, part, index
+        self.__doc__ = f"The {part} of a quantized ``{parameter}``{', for grad_input' * index}, as its state dict has."
+
+    def __get__(self, module: CodesInState | None, owner: type | None = None) -> Any:
+        if module is None:
+            return self
+        parameter, part, index = self._where
+        weight = module._quantized_parameters().get(parameter)
+        found = None if weight is None else _part(weight, part, index)
+        if found is None:
+            raise AttributeError(f"{type(module).__name__}: {parameter} has no {part}{ENDS[index]}.")
+        return found
+
+
+def reach_codes(cls: type[CodesInState], parameter: str) -> None:
+    """Make whatever a state dict has in place of a parameter an attribute of a class of modules."""
+    for index, end in enumerate(ENDS):
+        for part in PARTS:
+            if not hasattr(cls, f"{parameter}_{part}{end}"):
+                setattr(cls, f"{parameter}_{part}{end}", PartOfCodes(parameter, part, index))
 
 
 class CodesInState:
@@ -73,6 +119,15 @@ class CodesInState:
         """Parameters that are kept as codes and scales, by name."""
         own = {name: each for name, each in self._parameters.items() if each is not None}
         return {name: each for name, each in own.items() if is_quantized_parameter(local_itself(each))}
+
+    def reach_codes(self) -> None:
+        """Make the keys of this module's state dict its attributes."""
+        for name in self._quantized_parameters():
+            reach_codes(type(self), name)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.reach_codes()
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)

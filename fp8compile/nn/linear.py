@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from fp8compile._compat import is_fsdp_managed, local_itself, rebind_load_hooks
-from fp8compile.nn.codes_in_state import CodesInState, codes_and_scales, codes_of, scale_of
+from fp8compile.nn.codes_in_state import CodesInState, codes_and_scales, reach_codes
 from fp8compile.nn.functional import check_recipe, linear
 from fp8compile.nn.local import on_all_ranks_of
 from fp8compile.nn.state import DelayedState, RowOfWeight, check_amax_group
@@ -21,7 +21,6 @@ from fp8compile.quantizers import DelayedScaling, Recipe
 from fp8compile.recipes import describe
 from fp8compile.tensor import (
     SOURCE_DTYPES,
-    QuantizedParameter,
     is_quantized_parameter,
     shown,
 )
@@ -189,53 +188,6 @@ class Linear(CodesInState, nn.Linear):
 
     # ------------------------------------------------------------------ what a checkpoint has of it
 
-    @property
-    def weight_codes(self) -> Tensor:
-        """The codes of a quantized weight, uint8: what its state dict holds beside ``weight_scale``."""
-        return codes_of(self.weight, self._quantized_weight("weight_codes")[0])
-
-    @property
-    def weight_scale(self) -> Tensor:
-        """The scale of a quantized weight: one for all ranks, or spread over them as the weight is."""
-        return self._scale_of(self._quantized_weight("weight_scale")[0])
-
-    @property
-    def weight_outer_scale(self) -> Tensor:
-        """The outer scale of a quantized weight whose quantizer has two levels of scales, (1,) float32."""
-        return self._outer_scale_of("weight_outer_scale", 0)
-
-    @property
-    def weight_codes_for_grad_input(self) -> Tensor:
-        """The second set of codes, of a weight that has others for grad_input than for the output."""
-        return codes_of(self.weight, self._quantized_weight("weight_codes_for_grad_input", sets=2)[1])
-
-    @property
-    def weight_scale_for_grad_input(self) -> Tensor:
-        """The scale of the second set."""
-        return self._scale_of(self._quantized_weight("weight_scale_for_grad_input", sets=2)[1])
-
-    @property
-    def weight_outer_scale_for_grad_input(self) -> Tensor:
-        """The outer scale of the second set."""
-        return self._outer_scale_of("weight_outer_scale_for_grad_input", 1)
-
-    def _scale_of(self, own: QuantizedParameter) -> Tensor:
-        return scale_of(self.weight, own)
-
-    def _outer_scale_of(self, what: str, index: int) -> Tensor:
-        outer = self._quantized_weight(what, sets=index + 1)[index].outer_scale
-        if outer is None:
-            raise AttributeError(f"{what}: the weight of this Linear has one level of scales.")
-        return outer
-
-    def _quantized_weight(self, what: str, sets: int = 1) -> tuple[QuantizedParameter, ...]:
-        """Its sets of codes."""
-        found = local_itself(self.weight).sets() if self.is_quantized() else ()
-        if len(found) < sets:
-            has = "has one set of codes" if found else "is not quantized; its values are in .weight"
-            raise AttributeError(f"{what}: the weight of this Linear {has}.")
-        return found
-
     def _names_of_codes(self) -> tuple[str, ...]:
         """What a checkpoint has in place of the weight."""
         return tuple(codes_and_scales("weight", self.weight))
@@ -291,6 +243,9 @@ class Linear(CodesInState, nn.Linear):
         """What ``nn.Linear`` shows, and the recipe: its name if it has one."""
         name = describe(self.recipe)
         return f"{super().extra_repr()}, recipe={shown(self.recipe) if name == 'custom' else name}"
+
+
+reach_codes(Linear, "weight")
 
 
 @cache  # one object for all layers: graphs are guarded by which one it is

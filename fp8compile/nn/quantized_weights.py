@@ -137,6 +137,7 @@ def quantize_weights(layers: Iterable[nn.Module], *, keep_initial: bool) -> None
             if isinstance(local, QuantizedPairParameter):
                 local.gathers.name = name
         setattr(layer, name, made[weight])
+        layer.reach_codes()
         if isinstance(layer.recipe.weight, DelayedScaling):
             layer.own_weight()
             assign([local_itself(layer.weight)], [local_itself(weight).detach()])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -10,6 +9,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from fp8compile.nn.experts.classes import ConvertedExperts
 from fp8compile.nn.experts.hosts import host_of, num_experts, plain_class
+from fp8compile.nn.experts.overflow import counter_of, start_counting
 from fp8compile.nn.experts.placed import DispatchOptions, spread
 from fp8compile.nn.experts.routed import ROUTED
 from fp8compile.nn.routes import check_capacity
@@ -58,8 +58,7 @@ class ExpertParallel(ParallelStyle):
         spread(module, device_mesh, src_data_rank=self.src_data_rank)
         module.dispatch_options = self.options
         if self.options.capacity is not None:
-            counter = torch.zeros((), dtype=torch.int64, device=module.down_proj.device)
-            module.register_buffer("overflowed_rows", counter, persistent=False)
+            start_counting(module)
         return module
 
 
@@ -116,7 +115,7 @@ def overflowed_rows(model: nn.Module) -> dict[str, int]:
         By name of the module. Zeros say that nothing was dropped.
     """
     return {
-        name: int(module.overflowed_rows)
+        name: int(counter_of(module))
         for name, module in model.named_modules()
-        if isinstance(module, ConvertedExperts) and "overflowed_rows" in module._buffers
+        if isinstance(module, ConvertedExperts) and counter_of(module) is not None
     }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import pickle
 from dataclasses import dataclass, replace
 
 import expert_models
@@ -13,9 +14,11 @@ import torch
 from masters import ByHand
 from torch import nn
 from torch._dynamo.utils import counters
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 
 import fp8compile as f8
 from fp8compile.nn.codes_in_state import codes_and_scales
+from fp8compile.nn.experts import experts_class
 from fp8compile.tensor import QuantizedStackParameter
 from fp8compile.testing.bits import difference
 
@@ -226,3 +229,24 @@ def test_codes_of_another_recipe_are_refused():
     plain = f8.quantize(torch.randn(2, 32, 64).bfloat16(), f8.recipes.tensorwise().weight)
     with pytest.raises(TypeError, match="only the weight may be quantized, as codes of each matrix by itself"):
         f8.grouped_linear(x, plain, offsets, recipe=f8.recipes.tensorwise())
+
+
+@pytest.mark.parametrize(
+    ("kind", "recipe"), [("torchtitan", "tensorwise"), ("gpt-oss", "rowwise"), ("gpt-oss", "nvfp4")]
+)
+def test_checkpoints_of_pytorch_reach_each_key_of_a_state_dict(kind, recipe):
+    options = StateDictOptions(full_state_dict=True)
+    model, other = mixture(kind, recipe), mixture(kind, recipe, seed=1)
+    state = get_model_state_dict(model, options=options)
+    set_model_state_dict(other, dict(state), options=options)
+    own, loaded = model.state_dict(), other.state_dict()
+    assert state.keys() == own.keys() == loaded.keys()
+    assert [name for name in own if difference(own[name], loaded[name])] == []
+    assert [name for name in own if difference(own[name], state[name])] == []
+
+    experts_class.cache_clear()  # as in another process, which has no such class yet
+    copied = pickle.loads(pickle.dumps(model.blocks[0].experts))
+    for name, part in model.blocks[0].experts.state_dict().items():
+        assert difference(getattr(copied, name), part) is None
+    plain = mixture(kind, recipe, quantized=False).blocks[0].experts
+    assert not [name for name in copied.state_dict() if name.endswith("_codes") and hasattr(plain, name)]

@@ -16,6 +16,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from gloo_ranks import GROUPS, shared_ranks
 from masters import ByHand
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import parallelize_module
@@ -214,6 +215,29 @@ def test_experts_that_two_ranks_saved_are_loaded_by_three(ranks, recipe, tmp_pat
     answers = ranks.run(saved_on_two_and_loaded_on_three, recipe, str(tmp_path), within="three")
     assert len(answers[0]) > 8
     assert {words for answer in answers for words in answer} == {None}
+
+
+def reached(where, recipe):
+    """Which keys PyTorch's checkpoints lose, or bring back with other bits, of whole tensors and of shards."""
+    found = []
+    for options in (StateDictOptions(full_state_dict=True), StateDictOptions()):
+        model, other = (on_ranks("Qwen3-MoE", 4, recipe, where, quantized=True, seed=seed)[0] for seed in (0, 1))
+        for each in (model, other) if where == 0 else ():
+            parallel.share_scales(each)
+        state = get_model_state_dict(model, options=options)
+        set_model_state_dict(other, dict(state), options=options)
+        own, loaded = model.state_dict(), other.state_dict()
+        assert any(name.endswith("down_proj_codes") for name in state)
+        assert state.keys() == own.keys() == loaded.keys()
+        found += [difference(whole(own[name]), whole(loaded[name])) for name in own]
+    return found
+
+
+@pytest.mark.parametrize(("where", "recipe"), [("EP", "rowwise"), (0, "tensorwise"), ("EP + FSDP", "nvfp4")])
+def test_checkpoints_of_pytorch_reach_experts_on_ranks(ranks, where, recipe):
+    for found in ranks.run(reached, where, recipe, within="all" if isinstance(where, str) else "pair"):
+        assert len(found) > 20
+        assert {*found} == {None}
 
 
 def drawn_by_chance():

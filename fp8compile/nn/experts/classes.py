@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import types
+from collections.abc import Callable
 from functools import cache
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import is_parametrized
 
 from fp8compile._compat import is_sharded_class
 from fp8compile.nn.codes_in_state import CodesInState
 from fp8compile.nn.experts.hosts import host_of, is_experts, layout_of, plain_class
+from fp8compile.nn.experts.overflow import NAME, place_counter
 from fp8compile.nn.experts.placed import DispatchOptions
 from fp8compile.nn.functional import check_recipe
 from fp8compile.nn.made_classes import MadeClass
@@ -95,6 +97,15 @@ class ConvertedExperts(ConvertedModule):
         """Raise a ValueError if experts take no such recipe."""
         check_recipe_of_groups(recipe)
 
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        super()._apply(fn, recurse)  # type: ignore[misc]
+        place_counter(self)
+        return self
+
+    def _load_from_state_dict(self, *args: Any) -> None:
+        super()._load_from_state_dict(*args)
+        place_counter(self)  # assign=True brings parameters on another device
+
 
 class ConvertedLinearLike(ConvertedModule):
     """What a converted linear by another name has beside its own class."""
@@ -109,7 +120,7 @@ class ConvertedLinearLike(ConvertedModule):
             )
 
 
-OWN_NAMES = frozenset({"recipe", "_recipe", "dispatch_options", "overflowed_rows", "is_quantized", "check_takes"})
+OWN_NAMES = frozenset({"recipe", "_recipe", "dispatch_options", NAME, "is_quantized", "check_takes"})
 
 
 def _base(plain: type[nn.Module]) -> type[ConvertedModule]:

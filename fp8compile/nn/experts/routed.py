@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from fp8compile.nn.experts.host import Host, code_of
+from fp8compile.nn.experts.overflow import count
 from fp8compile.nn.experts.placed import group_of_experts, local_stack
 from fp8compile.nn.experts.sorted_rows import SortedRows, sorted_rows, summed
 from fp8compile.nn.experts.token_shares import all_shares, own_share
@@ -55,15 +56,10 @@ def _check_given(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, to
             f"{what} top_k_weights has shape {tuple(top_k_weights.shape)} and top_k_index "
             f"{tuple(top_k_index.shape)}; each expert of a token has a weight."
         )
-    for name, each in (
-        ("hidden_states", hidden_states),
-        ("top_k_index", top_k_index),
-        ("top_k_weights", top_k_weights),
-    ):
+    given = {"hidden_states": hidden_states, "top_k_index": top_k_index, "top_k_weights": top_k_weights}
+    for name, each in given.items():
         if each.device != weight.device:
-            raise ValueError(
-                f"{what} {name} is on {each.device} and the experts on {weight.device}; move one of them."
-            )
+            raise ValueError(f"{what} {name} is on {each.device} and the experts on {weight.device}; move one.")
 
 
 def _rows(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> SortedRows:
@@ -93,7 +89,7 @@ def _on_ranks(self: nn.Module, rows: SortedRows | None, error: Exception | None,
         counts = torch.zeros(experts, dtype=torch.int64, device=self.down_proj.device)
     routes = expert_routes(counts, group=group, capacity=capacity, error=error)
     if capacity is not None:
-        self.overflowed_rows += routes.overflow
+        count(self, routes.overflow)
     traveling = self.recipe if self.dispatch_options.codes else None
     with noted():
         y = _products(self, routes.dispatch(rows.x, recipe=traveling), routes.offsets)

@@ -1,0 +1,38 @@
+"""fp8compile::counted: a counter and what comes to it, unless a backward repeats the forward that counted it already.
+
+Activation checkpointing runs a forward twice, the second time in a backward, whether it is compiled or not. What is
+counted in a forward is counted once: this op looks, while it runs, whether it does so in a backward. Where the
+checkpoint is inside of a graph, the counter is written by the forward alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from fp8compile import _compat
+from fp8compile.ops.registry import register_op
+
+__all__ = ["counted"]
+
+
+def _kernel(counter: Tensor, more: Tensor) -> Tensor:
+    return counter.clone() if _compat.runs_in_backward() else counter + more
+
+
+def _samples() -> Iterator[tuple]:
+    yield torch.tensor(3), torch.tensor(4)
+    yield torch.tensor([3, 5]), torch.tensor([0, -1])
+
+
+counted = register_op(
+    "fp8compile::counted",
+    _kernel,
+    fake=lambda counter, more: torch.empty_like(counter),
+    backward=None,
+    decompose=None,  # when it runs decides
+    sharding=None,
+    samples=_samples,
+)
