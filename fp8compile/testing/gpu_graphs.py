@@ -8,7 +8,7 @@ Our ops, while they are traced, choose as they do on the GPU.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -39,11 +39,14 @@ class GpuGraph:
         inputs: Its arguments.
         returned: Positions of the outputs that a caller gets, whose strides Inductor leaves alone. It may pad the
             strides of the others, which are saved for backward.
+        called_with: Of a forward, the tensors that were passed, before subclasses are taken apart: by these a
+            parameter is found again. Empty of a backward.
     """
 
     graph: fx.GraphModule
     inputs: list[Any]
     returned: tuple[int, ...]
+    called_with: tuple[Any, ...] = ()
 
 
 def all_outputs(graph: fx.GraphModule) -> tuple[int, ...]:
@@ -127,10 +130,20 @@ def gpu_graphs(fn: Callable, args: Sequence[Any], gpu: Gpu) -> list[GpuGraph]:
         fw_compiler=forward_compiler, inference_compiler=inference_compiler,
         decompositions=compile_fx.select_decomp_table(), partition_fn=keep_backward,
     )  # fmt: skip
+
+    def watched(graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable:
+        run = backend(graph, inputs)
+
+        def call(*given: Any) -> Any:
+            forwards[-1] = replace(forwards[-1], called_with=given)
+            return run(*given)
+
+        return call
+
     torch._dynamo.reset()
     # what a buffer is changed to is not computed here either
     with kept_state(fn, args), pretend_target(gpu.target):
-        torch.compile(fn, fullgraph=True, backend=backend)(*args)
+        torch.compile(fn, fullgraph=True, backend=watched)(*args)
     torch._dynamo.reset()
     for each in forwards + backwards:
         check_has_no_region(each.graph)

@@ -128,7 +128,7 @@ def test_the_terminal_shows_both_columns(tmp_path):
 REFUSED = {
     "a size that is data": ("sizes_are_data", ["--mesh", "fsdp=2,ep=4"], 2, "Give experts a capacity"),
     "no FP8": ("unconverted", ["--mesh", "tp=2"], 1, "no product multiplies codes"),
-    "a layer that fell back": ("patched", ["--mesh", "tp=2"], 1, "3 products multiply codes"),
+    "a layer that fell back": ("patched", ["--mesh", "tp=2"], 1, "1: output fell back to bfloat16"),
     "no name": ("block", ["--mesh", "8"], 2, "write it as fsdp=8,ep=8"),
     "a name twice": ("block", ["--mesh", "ep=2,ep=2"], 2, "each name once"),
     "one rank": ("block", ["--mesh", "ep=1"], 2, "2 ranks or more"),

@@ -9,6 +9,7 @@ import pytest
 import torch
 import transformers
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.nn.functional import linear
 from transformers.pytorch_utils import Conv1D
 
@@ -60,7 +61,7 @@ def test_weights_that_are_codes(name):
     found = [trained_once(conv)[:3], trained_once(dense)[:3]]
     assert all(torch.equal(bits(a), bits(b)) for a, b in zip(*found, strict=True))
     assert conv[0].is_quantized()
-    state = {name: each.clone() for name, each in conv.state_dict().items()}
+    state = {name: each.clone() for name, each in get_model_state_dict(conv).items()}
     assert state.keys() == dense.state_dict().keys()
     for model in (conv, dense):
         optimizer = f8.MasterWeights(torch.optim.SGD, model.parameters(), lr=0.5)

@@ -28,6 +28,7 @@ PRODUCTS = {
     "aten::_grouped_mm": (0, 1), "aten::_scaled_grouped_mm": (0, 1), "aten::_scaled_grouped_mm_v2": (0, 1),
     "aten::_scaled_mm": (0, 1), "aten::_scaled_mm_v2": (0, 1), "fp8compile::scaled_mm": (0, 1),
     "aten::_int_mm": (0, 1), "fp8compile::scaled_grouped_mm": (0, 1), "fp8compile::grouped_mm": (0, 1),
+    **dict.fromkeys((op.name() for op in ops.FOUR_BIT_PRODUCTS), (0, 1)),
 }  # fmt: skip
 LOOKUPS = frozenset({"aten::embedding", "aten::_embedding_bag", "aten::_embedding_bag_forward_only"})
 JOINS = frozenset({"aten::cat", "aten::stack", "aten::copy", "aten::slice_scatter", "aten::select_scatter"})

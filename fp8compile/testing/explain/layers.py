@@ -17,7 +17,17 @@ from fp8compile.testing.explain.owners import Unknown
 from fp8compile.testing.explain.roofline import Peaks, bf16_seconds, gemm_seconds, padding
 from fp8compile.testing.report import GraphReport, place_text
 
-__all__ = ["ABSENT", "FELL_BACK", "FP8", "HIGH", "UNPROVEN", "GemmExplanation", "LayerExplanation", "layer_weights"]
+__all__ = [
+    "ABSENT",
+    "FELL_BACK",
+    "FP8",
+    "HIGH",
+    "UNPROVEN",
+    "GemmExplanation",
+    "LayerExplanation",
+    "layer_weights",
+    "weight_parameters",
+]
 
 FP8 = "fp8"
 HIGH = "high precision"
@@ -119,7 +129,7 @@ class LayerExplanation:
         return any(gemm.status != ABSENT for gemm in self.gemms)
 
 
-def _weight_parameters(module: nn.Module) -> list[nn.Parameter]:
+def weight_parameters(module: nn.Module) -> list[nn.Parameter]:
     """The parameters that a layer's weights are, or those that a linear's is computed from."""
     if not isinstance(module, nn.Linear):
         return list(layout_of(module).weights.values())
@@ -136,7 +146,7 @@ def layer_weights(model: nn.Module) -> dict[int, list[str]]:
     weights: dict[int, list[str]] = {}
     for row in conversion_report(model).rows:
         module = modules.get(row.fqn)
-        own = [parameters[row.fqn]] if module is None else _weight_parameters(module)
+        own = [parameters[row.fqn]] if module is None else weight_parameters(module)
         for parameter in own:
             weights.setdefault(id(parameter), []).append(row.fqn)
     return weights

@@ -25,6 +25,7 @@ from fp8compile.nn import Linear
 from fp8compile.nn.experts import ConvertedExperts, stacks
 from fp8compile.quantizers import GEMMS
 from fp8compile.testing.explain.gpu import missing_gemm
+from fp8compile.testing.explain.mesh_layers import CODE_DTYPES, layers_astray
 from fp8compile.testing.explain.messages import Message, messages, seconds
 from fp8compile.testing.explain.roofline import PEAKS, Peaks
 from fp8compile.testing.gemm_share import LOOKS_LIKE_PRODUCT, flop_formulas
@@ -35,7 +36,7 @@ from fp8compile.testing.recording import node_value, op_name
 __all__ = ["MeshExplanation", "Product", "explain_mesh", "pretended_mesh"]
 
 FOUR_BITS = frozenset(op.name() for op in ops.FOUR_BIT_PRODUCTS)
-CODES = (torch.uint8, torch.int8, torch.float8_e4m3fn, torch.float8_e5m2)
+NAMED = 3  # so many layers are named in a problem
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +74,8 @@ class MeshExplanation:
         mesh: Sizes by name.
         graphs: How many graphs there are: forward and backward.
         products: The matrix products.
-        expected_fp8: How many products the recipes of converted layers have in FP8.
+        expected_fp8: How many products the recipes of converted layers have in FP8, if each is called once.
+        astray: A line for each converted layer with a product that its recipe has in FP8 and the graphs have not.
         messages: What is sent.
         kept_bytes: What the forward keeps for the backward, beside its arguments.
         parameter_bytes: This rank's part of the parameters.
@@ -87,6 +89,7 @@ class MeshExplanation:
     graphs: int
     products: tuple[Product, ...]
     expected_fp8: int
+    astray: tuple[str, ...]
     messages: tuple[Message, ...]
     kept_bytes: int
     parameter_bytes: int
@@ -122,12 +125,8 @@ class MeshExplanation:
             return f"{self.gpu} has no GEMM for {self.no_gemm}"
         if not self.fp8_products:
             return "no product multiplies codes"
-        if self.fp8_products < self.expected_fp8:
-            return (
-                f"{self.fp8_products} products multiply codes, and the recipes of the converted layers ask for "
-                f"{self.expected_fp8}: a layer is not called, fell back, or needs no gradient"
-            )
-        return ""
+        more = len(self.astray) - NAMED
+        return "; ".join(self.astray[:NAMED]) + (f"; and {more} layers more" if more > 0 else "")
 
 
 @contextmanager
@@ -173,7 +172,7 @@ def _products(graph: GpuGraph, *, backward: bool) -> Iterator[Product]:
         operands = [each for each in args if isinstance(each, Tensor)][:2]
         yield Product(
             op=name,
-            fp8=all(each.dtype in CODES for each in operands),
+            fp8=all(each.dtype in CODE_DTYPES for each in operands),
             flops=int(formulas[name](*args, **kwargs, out_val=node_value(node))),
             bytes=_bytes(args) + _bytes(node_value(node)),
             backward=backward,
@@ -227,6 +226,7 @@ def explain_mesh(
             graphs=len(graphs),
             products=tuple(products),
             expected_fp8=_expected(model),
+            astray=layers_astray(model, graphs),
             messages=tuple(sent),
             kept_bytes=kept_bytes(graphs[0]),
             parameter_bytes=_local_bytes(model),

@@ -75,6 +75,7 @@ class Owners:
     Attributes:
         forward: Values of the forward graph.
         backward: Of the backward graph; empty if there is none.
+        needs_grad: Values of the forward that depend on what requires grad.
     """
 
     def __init__(
@@ -105,6 +106,10 @@ class Owners:
                 if index is not None and index < len(self.weights) and self.weights[index]:
                     self.gradients[value] = self.weights[index]
             self._add(backward.values)
+        self.needs_grad: set[Value] = set()
+        for value in self.forward:
+            if self._asks_for_grad(value, recorded.inputs):
+                self.needs_grad.add(value)
         self.by_sequence: dict[int, list[Value]] = {}
         for value in self.forward:
             if value.op not in ("", SAME) and (number := value.node.meta.get("seq_nr")) is not None:
@@ -123,7 +128,14 @@ class Owners:
         weights = self.weights[index]
         return Form(frozenset([weights] if weights else []), is_data=not self.constants[index])
 
-    def _operands(self, value: Value) -> list[Value]:
+    def _asks_for_grad(self, value: Value, inputs: Sequence[Any]) -> bool:
+        """Whether a value of the forward depends on something that requires grad; those it is made of are known."""
+        if value.op and value.op != "aten::detach":
+            return not self.needs_grad.isdisjoint(value.inputs)
+        index = None if value.op else _input_index(value.node.meta.get("desc"))
+        return index is not None and index < len(inputs) and getattr(inputs[index], "requires_grad", False)
+
+    def operands(self, value: Value) -> list[Value]:
         """What a product may multiply data by: one of two, or a layer op's weight."""
         if LAYER_OPS.get(value.op) in (OUTPUT, GRAD_INPUT):
             return [value.operand(1)]
@@ -136,7 +148,7 @@ class Owners:
     def _own_call(self, value: Value) -> str | None:
         """The layer whose call a product of parameters alone is made in, such as of learned queries."""
         of_layer = [
-            {layer for weight in self.forms[operand].weights for layer in weight} for operand in self._operands(value)
+            {layer for weight in self.forms[operand].weights for layer in weight} for operand in self.operands(value)
         ]
         called = layer_of_stack(value.node, self.names)
         return called if sum(called in layers for layers in of_layer) == 1 else None
@@ -201,7 +213,7 @@ class Owners:
 
     def whose(self, value: Value, *, backward: bool) -> tuple[list[str | None], str]:
         """Layers and GEMM of a product."""
-        node, operands = value.node, self._operands(value)
+        node, operands = value.node, self.operands(value)
         weights = self._weights(operands)
         gemm = OUTPUT.name
         if not backward:
@@ -215,7 +227,7 @@ class Owners:
         elif weights:
             gemm = GRAD_INPUT.name
         else:
-            weights = self._weights(each for product in self._of_forward(value) for each in self._operands(product))
+            weights = self._weights(each for product in self._of_forward(value) for each in self.operands(product))
             gemm = GRAD_WEIGHT.name if weights else GRAD_INPUT.name
         if weights:
             return [self._one_of(weight, node) for weight in sorted(weights)], gemm

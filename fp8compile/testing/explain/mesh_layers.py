@@ -1,0 +1,123 @@
+"""Converted layers on a mesh whose graphs don't have the products that their recipes have in FP8.
+
+Each layer is judged by its own weight: a forward that checkpointing repeats, or a second call, is one more product of
+the same layer, and stands for no other one.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from fp8compile.nn import Linear
+from fp8compile.nn.experts import ConvertedExperts, stacks
+from fp8compile.quantizers import GEMMS, Recipe
+from fp8compile.testing.explain.called import Names
+from fp8compile.testing.explain.forms import PRODUCTS
+from fp8compile.testing.explain.layers import layer_weights, weight_parameters
+from fp8compile.testing.explain.owners import Owners, Unknown
+from fp8compile.testing.explain.recorded import Recorded
+from fp8compile.testing.gpu_graphs import GpuGraph
+from fp8compile.testing.recording import KeptGraph
+from fp8compile.testing.report import place_text
+
+__all__ = ["CODE_DTYPES", "layers_astray"]
+
+CODE_DTYPES = (torch.uint8, torch.int8, torch.float8_e4m3fn, torch.float8_e5m2)
+OUTPUT, GRAD_INPUT, GRAD_WEIGHT = GEMMS
+
+
+@dataclass
+class _Weight:
+    """A weight of a converted layer, and what the graphs multiply of it.
+
+    Attributes:
+        recipe: The layer's.
+        is_frozen: Whether it needs no gradient.
+        dtypes: For each GEMM, the operands' dtypes in each of its products.
+        input_needs_grad: Whether what it is multiplied with in the forward does.
+        unknown: Operators that take it and data, and of which no graph tells what they do.
+    """
+
+    recipe: Recipe
+    is_frozen: bool
+    dtypes: defaultdict[str, list[tuple[torch.dtype, ...]]] = field(default_factory=lambda: defaultdict(list))
+    input_needs_grad: bool = False
+    unknown: list[Unknown] = field(default_factory=list)
+
+    def problems(self) -> Iterator[str]:
+        """What isn't as the recipe says."""
+        yield from (f"{each.op} at {place_text(each.file, each.line)} takes it, unseen" for each in self.unknown)
+        in_codes = [gemm for gemm in GEMMS if self.recipe.quantizers(gemm) is not None]
+        if in_codes and not self.dtypes[OUTPUT.name]:
+            yield "it is not called"
+            return
+        for gemm in in_codes:
+            found = self.dtypes[gemm.name]
+            other = {dtype for dtypes in found if not set(dtypes) <= set(CODE_DTYPES) for dtype in dtypes}
+            if other:
+                names = " x ".join(sorted(str(dtype).removeprefix("torch.") for dtype in other))
+                yield f"{gemm.name} fell back to {names}"
+            elif not found and self._needs(gemm.name):
+                yield f"{gemm.name} is in no graph"
+
+    def _needs(self, gemm: str) -> bool:
+        if gemm == GRAD_INPUT.name:
+            return self.input_needs_grad
+        return gemm == OUTPUT.name or not self.is_frozen
+
+
+def _converted(model: nn.Module) -> tuple[dict[str, _Weight], dict[int, list[str]]]:
+    """Weights of converted layers by name, each stack of experts by its own; names by identity of a parameter."""
+    weights: dict[str, _Weight] = {}
+    names = layer_weights(model)
+    for fqn, layer in model.named_modules():
+        if isinstance(layer, Linear):
+            frozen = not any(each.requires_grad for each in weight_parameters(layer))
+            weights[fqn] = _Weight(layer.recipe, frozen)
+        elif isinstance(layer, ConvertedExperts):
+            for name, stack in stacks(layer).items():
+                whole = f"{fqn}.{name}" if fqn else name
+                weights[whole] = _Weight(layer.recipe, not stack.requires_grad)
+                names[id(stack)] = [whole]
+    return weights, names
+
+
+def _note_products(owners: Owners, weights: Mapping[str, _Weight]) -> None:
+    for values, is_backward in ((owners.forward, False), (owners.backward, True)):
+        for value in values:
+            backward = is_backward and not owners.is_recomputed(value)
+            if value.op not in PRODUCTS:
+                for each in owners.unknown(value, backward=backward):
+                    if each.layer in weights:
+                        weights[each.layer].unknown.append(each)
+                continue
+            layers, gemm = owners.whose(value, backward=backward)
+            operands = owners.operands(value)
+            for weight in (weights[layer] for layer in layers if layer in weights):
+                weight.dtypes[gemm].append(tuple(each.tensors[0].dtype for each in operands))
+                if gemm == OUTPUT.name:
+                    data = (each for each in operands if owners.forms[each].is_data)
+                    weight.input_needs_grad |= any(each in owners.needs_grad for each in data)
+
+
+def layers_astray(model: nn.Module, graphs: Sequence[GpuGraph]) -> tuple[str, ...]:
+    """A line for each weight of a converted layer with a product that its recipe has in FP8 and the graphs have not.
+
+    A frozen weight needs no grad_weight, and an input that nothing before needs the gradient of no grad_input.
+
+    Args:
+        model: The model.
+        graphs: Of `gpu_graphs`.
+    """
+    weights, names = _converted(model)
+    forward, backward = graphs[0].graph, graphs[1].graph if len(graphs) > 1 else None
+    kept = KeptGraph("", forward, forward, backward)
+    buffers = set(map(id, model.buffers()))
+    _note_products(Owners(Recorded(kept, graphs[0].called_with), names, buffers, Names.of(model)), weights)
+    found = {name or "the model": ", ".join(dict.fromkeys(weight.problems())) for name, weight in weights.items()}
+    return tuple(f"{name}: {problems}" for name, problems in found.items() if problems)
