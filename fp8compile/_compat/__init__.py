@@ -21,6 +21,7 @@ from fp8compile._compat.dtensor import (
     tell_apart_by_local_tensors,
 )
 from fp8compile._compat.fsdp import FsdpParameter, fsdp_parameters, is_fsdp, is_fsdp_managed, is_sharded_class
+from fp8compile._compat.fsdp_fewer_ranks import keeps_parts_after_forward
 from fp8compile._compat.inductor import (
     as_kernel,
     async_tp,
@@ -127,6 +128,7 @@ __all__ = [
     "keep_address",
     "keep_grad_dtype",
     "keep_through_inference",
+    "keeps_parts_after_forward",
     "left_in_backward",
     "left_in_forward",
     "local_itself",

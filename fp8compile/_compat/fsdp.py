@@ -71,8 +71,8 @@ class FsdpParameter:
 
     @property
     def stays_after_forward(self) -> bool:
-        """Whether what was gathered for the forward is there in the backward too, which gathers nothing then."""
-        return not self._group._reshard_after_forward
+        """Whether the backward has what was gathered for the forward: all of it, or put together of kept parts."""
+        return not self._group._reshard_after_forward or self._group._use_post_forward_mesh
 
     @property
     def is_in_backward(self) -> bool:

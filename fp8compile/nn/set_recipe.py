@@ -62,11 +62,9 @@ def set_recipe(model: nn.Module, *, forward: Recipe | None) -> nn.Module:
     Args:
         model: Converted, linears and experts; compiled or not.
         forward: Whose quantizers of ``input`` and ``weight`` outputs are made by, with its
-            ``fast_accumulation_output``; None for outputs in the dtype of the weights. The bias is then added to the
-            rounded product in eager mode, and Inductor may fuse both into one rounding, that of ``torch.addmm``;
-            codes of the layers behind see the difference. Gradients by ``dequantized_gradients`` are those of the
-            codes that there are: with None, of the weights themselves, until another forward that has it gives codes
-            again.
+            ``fast_accumulation_output``; None for outputs in the dtype of the weights: those of the
+            reverted model, bit for bit. Gradients by ``dequantized_gradients`` are those of the codes that there are:
+            with None, of the weights themselves, until another forward that has it gives codes again.
 
     Returns:
         The model.

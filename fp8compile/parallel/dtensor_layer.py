@@ -27,7 +27,7 @@ from fp8compile.ops.layer.linear import GRAD_INPUT, GRAD_WEIGHT, OUTPUT
 from fp8compile.ops.layer.local_shards import LocalShard, QuantizedShard
 from fp8compile.ops.layer.operands import Operands, Phase
 from fp8compile.ops.layer.packing import one_a_byte
-from fp8compile.ops.layer.products import add_bias, multiply_shards
+from fp8compile.ops.layer.products import multiply_shards
 from fp8compile.ops.layer.quantize_shard import shard_amax
 from fp8compile.ops.layer.rows import Rows, placed_cuts
 from fp8compile.ops.layer.shards import axis_blocks, split_axes
@@ -105,12 +105,12 @@ def _product_of_tokens(
     """The output (..., N), or grad_input (..., K), of tokens (..., m)."""
     a, mesh = part_of(gemm.name, tokens), tokens.device_mesh
     operands = Operands(recipe, Phase.of(gemm, a.local), multiplier, **weight.given)
-    product = multiply_shards(gemm, a, weight.part, operands)
-    local = product.local if bias is None else add_bias(product, part_of(gemm.name, bias), weight.part.cuts)
+    own = None if bias is None else part_of(gemm.name, bias)
+    product = multiply_shards(gemm, a, weight.part, operands, own)
     shape = (*tokens.shape[:-1], weight.shape[0 if gemm is OUTPUT else 1])
     rows = [None if cut is None else cut.dim for cut in product.cuts]
     placements = placements_of(product.steps, {"m": rows, "n": [tokens.ndim - 1] * mesh.ndim})
-    return whole_of(local.view(*product.shape[:-1], local.shape[1]), mesh, placements, shape)
+    return whole_of(product.local.view(*product.shape[:-1], product.local.shape[1]), mesh, placements, shape)
 
 
 # ---------------------------------------------------------------------------------- weights that are DTensors

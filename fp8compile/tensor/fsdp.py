@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp8compile._compat import is_dtensor, local_itself, uncounted_write
+from fp8compile._compat import is_dtensor, keeps_parts_after_forward, local_itself, uncounted_write
 from fp8compile.ops.collectives import all_gather
 from fp8compile.ops.layer.packing import one_a_byte, packed_dim, packed_in_rows
 from fp8compile.ops.layer.shards import DimSharding, Sharding, chunk_sizes
@@ -127,6 +127,7 @@ def codes_by(own: Any, quantizer: Quantizer) -> Tensor:
     return own.codes if own.quantizer == quantizer else one_a_byte(own.codes, own.quantizer)[0]
 
 
+@keeps_parts_after_forward
 class FullyShardHooks:
     """The two methods that `torch.distributed.fsdp.fully_shard` calls around its all-gather.
 

@@ -58,6 +58,7 @@ def _bytes_of_own_scales(own: QuantizedParameter, dim: int) -> int:
     return sum(scale.nbytes for scale, block in levels_of(own, dim) if block is not None)
 
 
+@_compat.keeps_parts_after_forward
 class QuantizedPairParameter(QuantizedPair):
     """A `QuantizedPair` that optimizers write to: two `QuantizedParameter`s of one weight, always written together.
 

@@ -322,11 +322,11 @@ class Tied(nn.Module):
         return nn.functional.cross_entropy(logits.flatten(0, 1).float(), symbols[:, 1:].flatten())
 
 
-def tied_problems(backend):
+def tied_problems(backend, recipe, head_in_fp8):
     losses, weights = {}, {}
     for function in (models.fully_shard, graph_fsdp):
         torch.manual_seed(0)
-        model = f8.convert(Tied(), f8.recipes.rowwise(), filter=lambda _, fqn: fqn != "head")
+        model = f8.convert(Tied(), f8.recipes.by_name(recipe), filter=lambda _, fqn: head_in_fp8 or fqn != "head")
         model = function(model, mesh=models.mesh_1d("pair"), mp_policy=models.BF16)
         run = torch.compile(model, fullgraph=True, backend=backend) if backend and function is graph_fsdp else model
         losses[function] = models.trained(run, 5, dist.get_rank(), optimizer=models.adamw(model))
@@ -338,9 +338,18 @@ def tied_problems(backend):
     return found if one == other else [*found, f"losses {losses}"]
 
 
-@pytest.mark.parametrize("backend", [None, "aot_eager"])
-def test_tied_frozen_and_shared_parameters(ranks, backend):
-    assert ranks.run(tied_problems, backend, within="pair") == [[]] * 2
+@pytest.mark.parametrize(
+    ("backend", "recipe", "head_in_fp8"),
+    [
+        (None, "rowwise", False),
+        ("aot_eager", "rowwise", False),
+        (None, "rowwise", True),
+        (None, "delayed", True),
+        ("aot_eager", "tensorwise", True),
+    ],
+)
+def test_tied_frozen_and_shared_parameters(ranks, backend, recipe, head_in_fp8):
+    assert ranks.run(tied_problems, backend, recipe, head_in_fp8, within="pair") == [[]] * 2
 
 
 def repeated_problems(backend):

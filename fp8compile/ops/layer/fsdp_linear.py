@@ -26,7 +26,6 @@ from fp8compile.ops.layer.linear import (
     GRAD_INPUT,
     GRAD_WEIGHT,
     OUTPUT,
-    as_read,
     for_gradients_of,
     grad_input_fake,
     layer_grad_input,
@@ -37,6 +36,7 @@ from fp8compile.ops.layer.linear import (
     sum_of_tokens,
 )
 from fp8compile.ops.layer.operands import Operands, Phase
+from fp8compile.ops.layer.products import as_read
 from fp8compile.ops.layer.register_product import register_product
 from fp8compile.ops.layer.rows import Rows
 from fp8compile.quantizers import Recipe

@@ -24,8 +24,9 @@ from fp8compile.ops.groups.grouped_mm import group_sum
 from fp8compile.ops.groups.layout import group_to_read, zero_behind
 from fp8compile.ops.groups.scaled_grouped_mm import sample_offsets
 from fp8compile.ops.layer.grouped_operands import GroupedOperands, check_recipe_of_groups
-from fp8compile.ops.layer.linear import GRAD_INPUT, GRAD_WEIGHT, OUTPUT, as_read, for_gradients_of
+from fp8compile.ops.layer.linear import GRAD_INPUT, GRAD_WEIGHT, OUTPUT, for_gradients_of
 from fp8compile.ops.layer.operands import Phase
+from fp8compile.ops.layer.products import as_read
 from fp8compile.ops.layer.register_product import register_product
 from fp8compile.quantizers import Recipe
 

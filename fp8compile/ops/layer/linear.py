@@ -8,7 +8,7 @@ Each is taken apart into amax, scale, cast and scaled_mm: by its kernel in eager
 Inductor, and wherever else someone needs to look inside. Saved for backward are x and w as they came, and only if a
 gradient needs them: which codes the backward wants depends on the recipe, and under Inductor the two casts of one
 tensor become one read of it. Of codes of four bits eager mode saves those in place of x (`kept_input`). The bias is
-added in the dtype of the output.
+added in the dtype of the output; where the output stays in high precision, by `torch.addmm`, as ``nn.Linear`` does.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ from fp8compile.ops.layer.operands import Operands, Phase
 from fp8compile.ops.layer.products import multiply_shards
 from fp8compile.ops.layer.register_product import register_product
 from fp8compile.ops.quantize_both import is_pair
-from fp8compile.ops.rounding_barrier import rounded
 from fp8compile.ops.sharding import Cut, Split, grid_cuts
 from fp8compile.quantizers import GEMMS, DelayedScaling, Gemm, Quantizer, Recipe
 from fp8compile.quantizers.blocks import as_matrix
@@ -38,9 +37,10 @@ __all__ = ["grad_input", "grad_weight", "linear", "linear_samples"]
 OUTPUT, GRAD_INPUT, GRAD_WEIGHT = GEMMS
 
 
-def product(a: Tensor, b: Tensor, gemm: Gemm, operands: Operands) -> Tensor:
+def product(a: Tensor, b: Tensor, gemm: Gemm, operands: Operands, bias: Tensor | None = None) -> Tensor:
     """One GEMM of the layer on matrices as the layer holds them, in the dtype of ``a``."""
-    return multiply_shards(gemm, LocalShard(a), LocalShard(b), operands).local
+    added = None if bias is None else LocalShard(bias)
+    return multiply_shards(gemm, LocalShard(a), LocalShard(b), operands, added).local
 
 
 # ---------------------------------------------------------------------------------- sharding
@@ -153,15 +153,8 @@ def _check_needs_no_state(recipe: Recipe) -> None:
 
 def layer_output(x: Tensor, weight: Tensor, bias: Tensor | None, operands: Operands) -> Tensor:
     """What `linear` computes, by given operands."""
-    y_MN = product(as_matrix(x), weight, OUTPUT, operands)
-    if bias is not None:
-        y_MN = y_MN + as_read(bias, operands.phase)
+    y_MN = product(as_matrix(x), weight, OUTPUT, operands, bias)
     return y_MN.view(*x.shape[:-1], y_MN.shape[1])
-
-
-def as_read(tensor: Tensor, phase: Phase) -> Tensor:
-    """A tensor as eager mode reads it: compiled code may hold what it was before it was rounded to its dtype."""
-    return tensor if phase is Phase.EAGER else rounded(tensor).to(tensor.dtype)
 
 
 def _linear(phase: Phase, x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe) -> Tensor:

@@ -25,12 +25,13 @@ from torch import Tensor
 from fp8compile import _compat
 from fp8compile.ops.collectives import sent_in_backward
 from fp8compile.ops.layer.local_shards import LocalShard, QuantizedShard
-from fp8compile.ops.layer.operands import Operands
+from fp8compile.ops.layer.operands import Operands, Phase
 from fp8compile.ops.layer.shards import DimSharding, Sharding
+from fp8compile.ops.rounding_barrier import rounded
 from fp8compile.quantizers import GEMMS, Gemm
 from fp8compile.quantizers.blocks import as_matrix
 
-__all__ = ["Product", "Step", "add_bias", "multiply_shards", "steps_of"]
+__all__ = ["Product", "Step", "as_read", "multiply_shards", "steps_of"]
 
 OUTPUT, GRAD_INPUT, GRAD_WEIGHT = GEMMS
 
@@ -152,14 +153,19 @@ def _multiply_codes(
     return product
 
 
-def _product_as_is(gemm: Gemm, a: LocalShard, b: LocalShard) -> Product:
-    """A product in the operands' own dtype."""
+def _product_as_is(gemm: Gemm, a: LocalShard, b: LocalShard, bias: LocalShard | None = None) -> Product:
+    """A product in the operands' own dtype; with a bias the one op that ``nn.Linear`` makes, which rounds once."""
+    weight = b.cuts
     a, b, steps = _prepared(gemm, a, b)
     left, right = gemm.oriented(as_matrix(a.local), as_matrix(b.local))
-    return Product(left @ right, steps, a.cuts, a.local.shape)
+    added = None if bias is None else _bias_of_columns(bias, steps, a.cuts, weight)
+    local = left @ right if added is None else torch.addmm(added, left, right)
+    return Product(local, steps, a.cuts, a.local.shape)
 
 
-def multiply_shards(gemm: Gemm, a: LocalShard, b: LocalShard, operands: Operands) -> Product:
+def multiply_shards(
+    gemm: Gemm, a: LocalShard, b: LocalShard, operands: Operands, bias: LocalShard | None = None
+) -> Product:
     """One GEMM of the layer, from its operands as the layer holds them, in the dtype of ``a``.
 
     Args:
@@ -168,9 +174,10 @@ def multiply_shards(gemm: Gemm, a: LocalShard, b: LocalShard, operands: Operands
         b: Its right operand.
         operands: What quantizes and multiplies them; a GEMM without quantizers stays in the operands' dtype, and that
             is what is gathered.
+        bias: Of the output: cut as the weight's rows are, or not at all. Added to the rounded product of codes.
     """
     if a.local.is_meta:
-        return _product_as_is(gemm, a, b)  # there are no data: only the shape and the steps are asked
+        return _product_as_is(gemm, a, b, bias)  # there are no data: only the shape and the steps are asked
     # These collectives stay in the backward. If the partitioner hoists them, a gather that two layers share is sent in
     # both passes, and ranks of different sizes hoist different ones and wait for each other.
     in_backward = gemm is not OUTPUT and any((*a.cuts, *b.cuts))
@@ -178,33 +185,43 @@ def multiply_shards(gemm: Gemm, a: LocalShard, b: LocalShard, operands: Operands
         sent_in_backward() if in_backward else nullcontext(),
         _compat.left_in_backward() if operands.weight_in_turns and gemm is GRAD_INPUT else nullcontext(),
     ):
-        product = _multiply_shards(gemm, a, b, operands)
+        product = _multiply_shards(gemm, a, b, operands, bias)
     if operands.weight_in_turns and gemm is OUTPUT:
         _compat.never_recompute(product.local)
     return product
 
 
-def _multiply_shards(gemm: Gemm, a: LocalShard, b: LocalShard, operands: Operands) -> Product:
+def _multiply_shards(
+    gemm: Gemm, a: LocalShard, b: LocalShard, operands: Operands, bias: LocalShard | None
+) -> Product:
     out_dtype = a.local.dtype
     if operands.recipe.quantizers(gemm) is None:
-        return _product_as_is(gemm, a, operands.in_high_precision(b, gemm.b, out_dtype))
+        return _product_as_is(gemm, a, operands.in_high_precision(b, gemm.b, out_dtype), bias)
     a_codes, b_codes, steps = _prepared(gemm, operands.of(a, gemm.a), operands.of(b, gemm.b))
     product = _multiply_codes(gemm, a_codes, b_codes, steps, out_dtype, operands)
+    if bias is not None and (added := _bias_of_columns(bias, steps, a_codes.cuts, b.cuts)) is not None:
+        product = product + as_read(added, operands.phase)
     return Product(product, steps, a_codes.cuts, a_codes.local.shape)
 
 
-def add_bias(product: Product, bias: LocalShard, weight: Sharding) -> Tensor:
-    """A product's local result with the bias of its columns; of summands, the first rank's gets it.
+def as_read(tensor: Tensor, phase: Phase) -> Tensor:
+    """A tensor as eager mode reads it: compiled code may hold what it was before it was rounded to its dtype."""
+    return tensor if phase is Phase.EAGER else rounded(tensor).to(tensor.dtype)
+
+
+def _bias_of_columns(bias: LocalShard, steps: list[Step], a: Sharding, weight: Sharding) -> Tensor | None:
+    """The bias of the columns that a rank has; of summands the first rank alone adds it.
 
     Args:
-        product: Of the output.
         bias: Cut as the weight's rows are, or not at all.
+        steps: Of the output.
+        a: Cuts of the left operand as it was multiplied.
         weight: Cuts of the weight.
     """
-    for index, step in enumerate(product.steps):
+    for index, step in enumerate(steps):
         if step.out == "n" and bias.cuts[index] is None:
             bias = bias.narrow(index, replace(weight[index], dim=0))
         elif step.out != "n" and bias.cuts[index] is not None:
             bias = bias.gather(index)
-    summands = [cut for cut, step in zip(product.cuts, product.steps, strict=True) if step.out == "sum"]
-    return product.local if any(cut.rank for cut in summands) else product.local + bias.local
+    summands = [cut for cut, step in zip(a, steps, strict=True) if step.out == "sum"]
+    return None if any(cut.rank for cut in summands) else bias.local

@@ -29,7 +29,6 @@ from fp8compile.ops.layer.linear import (
     GRAD_INPUT,
     GRAD_WEIGHT,
     OUTPUT,
-    as_read,
     grad_weight_fake,
     linear_samples,
     sample_grad,
@@ -37,7 +36,7 @@ from fp8compile.ops.layer.linear import (
 )
 from fp8compile.ops.layer.local_shards import LocalShard
 from fp8compile.ops.layer.operands import Operands, Phase
-from fp8compile.ops.layer.products import Product, add_bias, multiply_shards
+from fp8compile.ops.layer.products import Product, multiply_shards
 from fp8compile.ops.layer.register_product import register_product
 from fp8compile.ops.layer.shards import DimSharding, Sharding
 from fp8compile.quantizers import Recipe
@@ -152,10 +151,8 @@ def _sharded_linear(phase: Phase, x: Tensor, weight: Tensor, bias: Tensor | None
     _check_no_delayed_scaling(recipe)
     layout = cut.layout(x.ndim)
     parts = LocalShard(x, layout.input), LocalShard(weight, layout.weight)
-    product = multiply_shards(OUTPUT, *parts, Operands(recipe, phase))
-    if bias is not None:
-        own = LocalShard(as_read(bias, phase), layout.bias)
-        product = replace(product, local=add_bias(product, own, layout.weight))
+    own = None if bias is None else LocalShard(bias, layout.bias)
+    product = multiply_shards(OUTPUT, *parts, Operands(recipe, phase), own)
     return _whole_or_part(product, layout.output, cut.group)
 
 

@@ -40,6 +40,7 @@ class Edits:
         self.count = 0
 
 
+@_compat.keeps_parts_after_forward
 class ShardedWeight(Tensor):
     """A plain tensor that FSDP2 gathers as codes; to all else it is that tensor, in the same memory.
 

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from fp8compile import _compat
 from fp8compile.nn import Linear
 from fp8compile.nn.experts import ConvertedExperts, stacks
+from fp8compile.nn.users_of_parameters import users_of_parameters
 from fp8compile.parallel.graph_fsdp.amaxes import shared_amaxes
 from fp8compile.parallel.graph_fsdp.delayed import later_amaxes
 from fp8compile.parallel.graph_fsdp.modules import Forward, Sharded, become_sharded, is_sharded
@@ -101,12 +102,18 @@ def _stacks_of_whole_experts(module: nn.Module, state: Sharded) -> frozenset[str
     return frozenset(name for name in sharded if is_cut_by_experts(state.where[name].shared))
 
 
+def _gathers_codes(module: nn.Module, users: dict[nn.Parameter, list[nn.Module]]) -> bool:
+    """Whether ops gather the weight of a module, as codes: it and all others that have the weight are FP8 layers."""
+    weight = module._parameters.get("weight") if isinstance(module, Linear) else None
+    return weight is not None and all(isinstance(user, Linear) for user in users[weight])
+
+
 def _tie(model: nn.Module) -> None:
     """Have parameters that several modules gather be gathered once; weights of FP8 layers are gathered by ops."""
     owners: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
     for module in filter(is_sharded, model.modules()):
         for name, parameter in module._parameters.items():
-            if parameter is not None and not (isinstance(module, Linear) and name == "weight"):
+            if parameter is not None and not (module.graph_fsdp.shared_amaxes is not None and name == "weight"):
                 owners.setdefault(parameter, []).append((module, name))
     tied = [every for every in owners.values() if len(every) > 1]
     for place, every in enumerate(tied):
@@ -155,6 +162,8 @@ def graph_fsdp(
     _check_arguments(model, mesh, mp_policy)
     modules, ignored = dict(model.named_modules()), set(ignored_params)
     _check_model(model, mesh, ignored)
+    users = users_of_parameters(model)
+    by_ops = {module for module in modules.values() if _gathers_codes(module, users)}
     forward, done, layers = Forward(), {}, []
     for module in modules.values():
         own = {name: each for name, each in module._parameters.items() if each is not None and each not in ignored}
@@ -167,7 +176,7 @@ def graph_fsdp(
         state = Sharded(forward, {name: done[parameter][1] for name, parameter in own.items()})
         if isinstance(module, ConvertedExperts):
             state.stacks = _stacks_of_whole_experts(module, state)
-        if isinstance(module, Linear) and "weight" in own:
+        if module in by_ops and "weight" in own:
             shard, where = done[own["weight"]]
             state.shared_amaxes = shared_amaxes(module, shard.detach().to_local(), where)
             state.later = later_amaxes(module, where)

@@ -202,9 +202,9 @@ class _ShardedLinear(_ShardedModule):
 
 
 @cache
-def _class_of(cls: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]:
-    """``cls`` with these parameters as properties."""
-    base = _ShardedLinear if issubclass(cls, Linear) and "weight" in names else _ShardedModule
+def _class_of(cls: type[nn.Module], names: tuple[str, ...], *, gathers_codes: bool) -> type[nn.Module]:
+    """``cls`` with these parameters as properties, but for the weight of an FP8 layer that its op gathers."""
+    base = _ShardedLinear if gathers_codes else _ShardedModule
     members = {name: property(lambda self, name=name: self._parameter(name)) for name in names}
     return type(f"GraphFSDP{cls.__name__}", (base, cls), {**members, "__module__": cls.__module__})
 
@@ -217,4 +217,4 @@ def is_sharded(module: nn.Module) -> bool:
 def become_sharded(module: nn.Module, state: Sharded, names: Sequence[str]) -> None:
     """Give a module, whose parameters of these names are shards already, the class that gathers them."""
     module.graph_fsdp = state
-    module.__class__ = _class_of(type(module), tuple(names))
+    module.__class__ = _class_of(type(module), tuple(names), gathers_codes=state.shared_amaxes is not None)

@@ -1,0 +1,72 @@
+"""FSDP2's ``reshard_after_forward=N`` for tensors that say themselves what they gather.
+
+    forward     shards of all ranks  --all-gather--> what arrived --each of N ranks keeps a part-->
+    backward    parts of N ranks     --all-gather--> what had arrived
+
+FSDP2 has this for plain tensors, and raises a NotImplementedError without a text for those with hooks. What arrived is
+bytes, whatever they mean, so parts of it are kept and put together again.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+
+from fp8compile._compat.inductor import when_imported
+
+__all__ = ["keeps_parts_after_forward"]
+
+_MARK = "_fp8compile_keeps_parts"
+
+
+def keeps_parts_after_forward(cls: type) -> type:
+    """Let FSDP2 keep parts of what tensors of a class have gathered, where it is told to reshard to fewer ranks."""
+    setattr(cls, _MARK, True)
+    when_imported("torch.distributed.fsdp._fully_shard._fsdp_param", _extend)
+    return cls
+
+
+def _is_marked(parameter: Any) -> bool:
+    """Whether FSDP2 reshards this parameter to fewer ranks, and its class lets it."""
+    fewer = parameter.post_forward_mesh_info
+    return fewer not in (None, parameter.mesh_info) and hasattr(parameter._sharded_local_tensor, _MARK)
+
+
+@functools.cache
+def _extend() -> None:
+    """Have FSDP2's parameters keep and gather parts."""
+    from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, ShardedState
+
+    def to_sharded_post_forward(self: Any) -> None:
+        if self.is_dtensor or not _is_marked(self):  # of tensor parallelism FSDP2 takes no parameter here
+            return theirs_to_sharded(self)
+        fewer = self.post_forward_mesh_info
+        # where FSDP2 has the part of a plain tensor, which it frees in the backward
+        self._sharded_post_forward_param_data = [
+            arrived.chunk(fewer.shard_mesh_size)[fewer.shard_mesh_rank].clone() for arrived in self.all_gather_outputs
+        ]
+        self.to_sharded()
+        self.sharded_state = ShardedState.SHARDED_POST_FORWARD
+        return None
+
+    def init_unsharded_param(self: Any) -> None:
+        extensions = getattr(self, "_extensions_data", None)
+        if extensions is not None and _is_marked(self):
+            if self.sharded_state == ShardedState.SHARDED:
+                self._arrived = extensions.all_gather_metadata, extensions.all_gather_input_sizes
+            else:
+                extensions.all_gather_metadata, extensions.all_gather_input_sizes = self._arrived
+        theirs_init(self)
+
+    def all_gather_inputs(self: Any) -> list[torch.Tensor]:
+        if self.sharded_state == ShardedState.SHARDED_POST_FORWARD and _is_marked(self):
+            return self._sharded_post_forward_param_data
+        return theirs_inputs(self)
+
+    theirs_to_sharded, theirs_init = FSDPParam.to_sharded_post_forward, FSDPParam.init_unsharded_param
+    theirs_inputs = FSDPParam.all_gather_inputs.fget
+    FSDPParam.to_sharded_post_forward = to_sharded_post_forward
+    FSDPParam.init_unsharded_param = init_unsharded_param
+    FSDPParam.all_gather_inputs = property(all_gather_inputs)
