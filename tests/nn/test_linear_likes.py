@@ -17,6 +17,7 @@ import fp8compile as f8
 from fp8compile.nn.experts import hosts
 from fp8compile.testing import Recording, gemm_share
 from fp8compile.testing.bits import bits
+from fp8compile.testing.explain import explain, explain_mesh
 
 EVERY = {"filter": lambda *_: True}
 RECIPES = [name for name in f8.recipes.names() if name != "delayed"]
@@ -161,3 +162,34 @@ def test_a_registered_class_is_converted_and_a_subclass_with_its_own_forward_is_
 def test_what_is_no_class_to_register(cls, text):
     with pytest.raises(TypeError, match=text):
         f8.library.register_linear_like(cls)
+
+
+# ---------------------------------------------------------------------------------- what explain says
+
+
+class Half(nn.Module):
+    """A Conv1D and a linear, of which a caller may make the first multiply past its forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = Conv1D(128, 64), nn.Linear(128, 64, bias=False)
+        self.bypasses = False
+
+    def forward(self, x):
+        y = x @ self.up.weight if self.bypasses else self.up(x)
+        return self.down(y.relu())
+
+
+@pytest.mark.parametrize("bypasses", [False, True])
+def test_explain_judges_a_conv1d_by_its_own_weight(bypasses):
+    def build(mesh):
+        model = f8.convert(Half().bfloat16(), f8.recipes.rowwise(), **EVERY)
+        model.bypasses = bypasses
+        return model, (torch.randn(32, 64).bfloat16().requires_grad_(),)
+
+    found = explain_mesh(build, {"fsdp": 2})
+    assert bool(found.problem) == bypasses
+    assert not bypasses or "up" in found.problem
+    up, down = explain(*build(None), gpu=None).layers
+    assert [gemm.status for gemm in down.gemms] == ["fp8"] * 3
+    assert all(gemm.status == "fp8" for gemm in up.gemms) != bypasses

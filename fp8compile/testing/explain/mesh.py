@@ -21,8 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fp8compile import ops
 from fp8compile._compat import forget_meshes, local_itself
-from fp8compile.nn import Linear
-from fp8compile.nn.experts import ConvertedExperts, stacks
+from fp8compile.nn.candidates import is_converted, weight_names
 from fp8compile.quantizers import GEMMS
 from fp8compile.testing.explain.gpu import missing_gemm
 from fp8compile.testing.explain.mesh_layers import CODE_DTYPES, layers_astray
@@ -184,9 +183,8 @@ def _expected(model: nn.Module) -> int:
     """Products in FP8 of all converted layers, if each is called once and all its tensors need gradients."""
     found = 0
     for layer in model.modules():
-        if isinstance(layer, (Linear, ConvertedExperts)):
-            calls = len(stacks(layer)) if isinstance(layer, ConvertedExperts) else 1
-            found += calls * sum(layer.recipe.quantizers(gemm) is not None for gemm in GEMMS)
+        if is_converted(layer):
+            found += len(weight_names(layer)) * sum(layer.recipe.quantizers(gemm) is not None for gemm in GEMMS)
     return found
 
 

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from fp8compile.nn import Linear
-from fp8compile.nn.experts import ConvertedExperts, stacks
+from fp8compile.nn.candidates import is_converted
+from fp8compile.nn.experts import ConvertedExperts, layout_of
 from fp8compile.quantizers import GEMMS, Recipe
 from fp8compile.testing.explain.called import Names
 from fp8compile.testing.explain.forms import PRODUCTS
@@ -76,14 +76,14 @@ def _converted(model: nn.Module) -> tuple[dict[str, _Weight], dict[int, list[str
     weights: dict[str, _Weight] = {}
     names = layer_weights(model)
     for fqn, layer in model.named_modules():
-        if isinstance(layer, Linear):
-            frozen = not any(each.requires_grad for each in weight_parameters(layer))
-            weights[fqn] = _Weight(layer.recipe, frozen)
-        elif isinstance(layer, ConvertedExperts):
-            for name, stack in stacks(layer).items():
+        if isinstance(layer, ConvertedExperts):
+            for name, stack in layout_of(layer).weights.items():
                 whole = f"{fqn}.{name}" if fqn else name
                 weights[whole] = _Weight(layer.recipe, not stack.requires_grad)
                 names[id(stack)] = [whole]
+        elif is_converted(layer):
+            frozen = not any(each.requires_grad for each in weight_parameters(layer))
+            weights[fqn] = _Weight(layer.recipe, frozen)
     return weights, names
 
 
