@@ -30,6 +30,15 @@ ROWS, COLUMNS = (1, -1), (-1, 1)
 LONGEST = (2**31 - 1) // 127**2  # sum that int32 holds, whatever the codes
 
 
+def _cpu_multiplies_int8() -> bool:
+    """Whether `torch._int_mm` of this CPU is exact: without VNNI instructions it clamps sums of two to 16 bits."""
+    largest = torch.full((16, 16), 127, dtype=torch.int8)
+    return bool((torch._int_mm(largest, largest) == 16 * 127**2).all())
+
+
+CPU_IS_EXACT = _cpu_multiplies_int8()
+
+
 @dataclass(frozen=True, repr=False)
 class Int8(Quantizer):
     """Symmetric int8, a scale a row: amax is 127."""
@@ -79,7 +88,10 @@ def _multiply(a: Operand, b: Operand, out_dtype: torch.dtype, config: GemmConfig
     torch._check_value(k <= LONGEST, lambda: f"int8_rowwise: the sum is over {k} products; int32 holds {LONGEST}.")
     # both with the sum along their rows, the right one turned: what cuBLASLt multiplies without a copy
     rows, columns = _padded(a.codes.view(torch.int8), 24), _padded(b.codes.view(torch.int8).t(), 8)
-    total = torch._int_mm(rows, columns.t())[:m, :n]
+    if rows.device.type == "cpu" and not CPU_IS_EXACT:
+        total = (rows.double() @ columns.t().double())[:m, :n]
+    else:
+        total = torch._int_mm(rows, columns.t())[:m, :n]
     return (total.float() * a.scale * b.scale).to(out_dtype)
 
 

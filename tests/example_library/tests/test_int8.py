@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from swiglu8 import Int8, int8_rowwise
+from swiglu8 import Int8, int8, int8_rowwise
 from swiglu8.int8 import LONGEST
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -66,6 +66,16 @@ def test_a_sum_that_int32_may_not_hold_is_refused():
     operand = Operand(codes=codes, scale=torch.ones(1, 1), quantizer=Int8())
     with pytest.raises(ValueError, match=r"the sum is over 133145 products; int32 holds 133144"):
         int8_rowwise.multiply(operand, operand.t(), torch.float32, GemmConfig())
+
+
+def test_a_cpu_whose_int_mm_clamps_multiplies_in_float64(monkeypatch):
+    codes = torch.full((24, 40), 127, dtype=torch.int8).view(torch.uint8)
+    a = Operand(codes=codes, scale=torch.ones(24, 1), quantizer=Int8())
+    b = Operand(codes=codes[:8].t(), scale=torch.ones(1, 8), quantizer=Int8().transposed())
+    monkeypatch.setattr(int8, "CPU_IS_EXACT", False)
+    monkeypatch.setattr(torch, "_int_mm", None)
+    found = int8_rowwise.multiply(a, b, torch.float32, GemmConfig())
+    assert torch.equal(found, torch.full((24, 8), 40.0 * 127**2))
 
 
 def trained(*, backend):
