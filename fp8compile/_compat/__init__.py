@@ -78,6 +78,7 @@ from fp8compile._compat.versions import (
     is_stand_in,
     reduce_scatter_single,
     register_constant_type,
+    root_mesh,
     strided_shard,
     traces_no_constant,
 )
@@ -153,6 +154,7 @@ __all__ = [
     "scattered_like",
     "set_local_itself",
     "statically_true",
+    "root_mesh",
     "strided_shard",
     "tell_apart_by_local_tensors",
     "uncounted_write",

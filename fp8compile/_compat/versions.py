@@ -35,6 +35,7 @@ __all__ = [
     "is_stand_in",
     "reduce_scatter_single",
     "register_constant_type",
+    "root_mesh",
     "strided_shard",
 ]
 
@@ -168,6 +169,11 @@ def concatenated(first: Any, second: Any) -> Any:
     from torch.distributed.device_mesh import DeviceMesh
 
     return DeviceMesh._concatenate([first, second])
+
+
+def root_mesh(mesh: Any) -> Any:
+    """The mesh that a mesh is a part of, or itself."""
+    return mesh._get_root_mesh()
 
 
 def strided_shard(dim: int, parts: int) -> Any:

@@ -70,6 +70,7 @@ outer_amaxes = register_op(
     fake=_fake,
     backward=None,
     decompose=_decompose,
+    portable=_step_by_step,
     sharding=None,  # ranks reduce outer amaxes, by steps
     samples=_samples,
 )

@@ -119,6 +119,7 @@ quantize_both = register_op(
     fake=empty_outputs,
     backward=None,
     decompose=_decompose,
+    portable=two_casts,
     sharding=_sharding,
     samples=_samples,
 )

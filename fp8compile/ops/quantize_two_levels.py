@@ -109,6 +109,7 @@ quantize_two_levels = register_op(
     fake=_empty_outputs,
     backward=None,
     decompose=_decompose,
+    portable=_step_by_step,
     sharding=None,  # its codes are packed, and ranks can't cut them
     samples=_samples,
 )

@@ -94,6 +94,7 @@ quantize_weight = register_op(
     fake=_fake,
     backward=None,
     decompose=_decompose,
+    portable=step_by_step,
     sharding=None,  # a weight that is spread over ranks is taken apart before
     samples=_samples,
 )

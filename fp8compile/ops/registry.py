@@ -6,6 +6,7 @@ What it takes, and what each part is for:
     fake        shapes, dtypes and strides of the result, for tracing; None: impl is run on tensors without data
     backward    derivative; None: a backward pass that reaches the op raises
     decompose   what Inductor sees in place of the op, so that it fuses; None: the op stays as it is
+    portable    what a program that leaves this package has in place of it, if that is neither of decompose and impl
     sharding    how the op runs on shards; None: on whole tensors only
     samples     inputs that the tests run the op on
 
@@ -15,6 +16,7 @@ Each is to be given, None too: what is left out by mistake raises, and says what
 from __future__ import annotations
 
 import difflib
+import functools
 import inspect
 import keyword
 from collections.abc import Callable, Iterable
@@ -65,6 +67,7 @@ class Op:
         fake: What tracing runs; ``impl`` where it was derived.
         backward: The derivative, or None.
         decompose: What Inductor sees, or None.
+        portable: What an exported program has, or why there is nothing; None: what Inductor sees, or ``impl``.
         sharding: The sharding rule, or None.
         samples: Argument tuples for tests.
         updates: Names of the arguments that the backward writes to; they have no gradient.
@@ -79,6 +82,7 @@ class Op:
     sharding: Sharding | None
     samples: Samples
     updates: tuple[str, ...] = ()
+    portable: Callable | str | None = None
 
 
 OPS: dict[str, Op] = {}
@@ -197,6 +201,7 @@ def register_op(
     setup_context: Callable | None = None,
     prepare: Callable | None = None,
     updates: tuple[str, ...] = (),
+    portable: Callable | str | None = None,
     **unknown: Any,
 ) -> torch._ops.OpOverload:
     """Make an operator that torch.compile, Inductor and autograd know.
@@ -220,6 +225,9 @@ def register_op(
             are recorded, such as a constant that leaves out what only a gradient needs that nobody asks for.
         updates: Names of arguments that ``backward`` writes to, such as a state that it carries on. It returns None
             for them; whatever else it does, it does to no argument.
+        portable: Same arguments; plain PyTorch that reads no data and calls no kernel of yours, on any device: what
+            `decompositions` puts in the op's place, where ``decompose`` and ``impl`` can't be. A text says why there
+            is none, and is raised.
         unknown: None is taken; a misspelled name is told which one it may be.
 
     Returns:
@@ -271,6 +279,7 @@ def register_op(
         sharding=sharding,
         samples=samples,
         updates=updates,
+        portable=portable,
     )
     for listener in LISTENERS:
         listener(op)
@@ -284,9 +293,32 @@ def for_every_op(listener: Callable[[Op], None]) -> None:
         listener(op)
 
 
+def _portable(op: Op) -> Callable:
+    """What stands in the place of an op in a program that leaves this package; raises where nothing can."""
+    if callable(op.portable):
+        return op.portable
+
+    @functools.wraps(op.impl)
+    def taken_apart(*args: Any) -> Any:
+        found = NotImplemented if op.portable is not None else (op.decompose or op.impl)(*args)
+        if found is NotImplemented:
+            why = op.portable or f"its decomposition is for other arguments or another device than {_device(args)}"
+            raise RuntimeError(f"decompositions: {op.name} can't be taken apart into operators of PyTorch: {why}.")
+        return found
+
+    return taken_apart
+
+
+def _device(args: Iterable[Any]) -> str:
+    return next((str(each.device) for each in args if isinstance(each, torch.Tensor)), "this one")
+
+
 def decompositions() -> dict[torch._ops.OpOverload, Callable]:
     """Every registered operator in terms of PyTorch's own, as ``ExportedProgram.run_decompositions`` takes it.
 
-    What is left of a program then runs, and is saved and loaded, without this package.
+    What is left of a program then runs, and is saved and loaded, without this package. What can't be said in PyTorch's
+    operators raises a RuntimeError there, and stays in no program: messages of expert parallelism, kernels for groups
+    of rows on a GPU, and products over the tokens of groups, which backwards have. Experts run one after the other
+    over all rows, since a program does not read how many rows each has.
     """
-    return {op.overload: op.decompose or op.impl for op in OPS.values()}
+    return {op.overload: _portable(op) for op in OPS.values()}

@@ -17,7 +17,6 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import fp8compile as f8
 from fp8compile.cli.errors import UserError
-from fp8compile.cli.train.expert_parallel import expert_parameters
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
@@ -82,7 +81,7 @@ def shard(model: ByteLlama, mesh: DeviceMesh, config: TrainConfig, recipe: f8.Re
     Raises:
         UserError: This PyTorch can't, or not with this recipe.
     """
-    spread = expert_parameters(model) if config.ep > 1 else set()
+    spread = f8.parallel.expert_parameters(model)
     if config.graph_fsdp:
         with _refusals("--graph-fsdp"):
             f8.parallel.graph_fsdp(model, mesh, mp_policy=POLICY, ignored_params=spread)

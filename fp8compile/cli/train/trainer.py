@@ -19,7 +19,7 @@ import fp8compile as f8
 from fp8compile.cli.errors import Failed, UserError
 from fp8compile.cli.train.checkpoint import load_checkpoint, save_checkpoint, whole_state
 from fp8compile.cli.train.config import BF16
-from fp8compile.cli.train.expert_parallel import clip_gradients, cut_experts, expert_parameters, mean_gradients
+from fp8compile.cli.train.expert_parallel import cut_experts, parameters_of_mixtures
 from fp8compile.cli.train.fsdp import shard
 from fp8compile.cli.train.gemms import expected_gemms, profiled_gemms
 from fp8compile.cli.train.graphs import CountedModel
@@ -120,7 +120,7 @@ def _learning_rate(step: int, peak: float) -> float:
 
 
 def _optimizer(model: torch.nn.Module, *, has_masters: bool) -> torch.optim.Optimizer:
-    experts = expert_parameters(model)
+    experts = parameters_of_mixtures(model)
     parameters = [parameter for parameter in model.parameters() if parameter not in experts]
     groups = [
         {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": WEIGHT_DECAY},
@@ -264,8 +264,8 @@ class Trainer:
         place_gradients(self.model)
         if self._config.ep > 1:
             replicas = self._layout.experts_replicas(self._device.type, self._config.ep)
-            mean_gradients(self.model, self._layout.dp, replicas)
-        clip_gradients(self.model, MAX_GRADIENT_NORM)
+            f8.parallel.average_expert_gradients(self.model, self._layout.dp, replicas=replicas)
+        f8.parallel.clip_grad_norm_(self.model, MAX_GRADIENT_NORM)
         return {"kind": "train", "arm": self._arm.name, "step": self.step + 1, "loss": value, "lr": rate}
 
     def update(self) -> None:

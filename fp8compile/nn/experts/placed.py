@@ -16,7 +16,9 @@ from fp8compile.tensor import is_quantized_parameter
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["DispatchOptions", "group_of_experts", "local_stack", "spread"]
+__all__ = ["DispatchOptions", "group_of_experts", "is_spread", "local_stack", "spread"]
+
+SPREAD = "_experts_are_spread"  # an attribute of a module whose parameters were given to ranks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +53,12 @@ def spread(module: nn.Module, mesh: DeviceMesh, *, src_data_rank: int | None = 0
             continue
         placed = distribute_tensor(stack.detach(), mesh, [Shard(0)], src_data_rank=src_data_rank)
         setattr(module, name, nn.Parameter(placed, requires_grad=stack.requires_grad))
+    setattr(module, SPREAD, True)
+
+
+def is_spread(module: nn.Module) -> bool:
+    """Whether `spread` gave each rank some of a module's experts."""
+    return SPREAD in vars(module)
 
 
 def group_of_experts(stack: Tensor | UngatheredStack) -> ProcessGroup | None:

@@ -25,6 +25,8 @@ def _kernel(counter: Tensor, more: Tensor) -> Tensor:
 def _samples() -> Iterator[tuple]:
     yield torch.tensor(3), torch.tensor(4)
     yield torch.tensor([3, 5]), torch.tensor([0, -1])
+    yield torch.arange(6).view(2, 3).t(), torch.ones(2, 3, dtype=torch.int64).t()
+    yield torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=torch.int64)
 
 
 counted = register_op(

@@ -52,6 +52,7 @@ exchange_rows = register_op(
     fake=_fake,
     backward=None,
     decompose=None,
+    portable="rows travel between ranks, as many as the data says. Export a model whose experts are all on one rank",
     sharding=None,  # its rows are this rank's
     samples=_samples,
 )

@@ -30,6 +30,12 @@ def _kernel(offsets: Tensor, rows: int) -> Tensor:
     return offsets.clone()
 
 
+def _portable(offsets: Tensor, rows: int) -> Tensor:
+    is_right = (sizes_of_groups(offsets) >= 0).all() & (offsets[-1:] <= rows).all()
+    torch.ops.aten._assert_async.msg(is_right, f"grouped_linear: {RULE}.")
+    return offsets.clone()
+
+
 def _fake(offsets: Tensor, rows: int) -> Tensor:
     return torch.empty_like(offsets)
 
@@ -47,6 +53,7 @@ checked_offsets = register_op(
     fake=_fake,
     backward=None,
     decompose=None,
+    portable=_portable,
     sharding=None,
     samples=_samples,
 )

@@ -14,6 +14,7 @@ from torch import Tensor
 from fp8compile import _compat
 from fp8compile.ops.groups.kernel_limits import check_has_kernel
 from fp8compile.ops.groups.layout import alignment
+from fp8compile.ops.groups.portable import masks_of_groups
 from fp8compile.ops.groups.spans import spans
 from fp8compile.ops.groups.token_samples import tokens
 from fp8compile.ops.quantization_steps import PYTHON_OF_STEPS
@@ -34,6 +35,11 @@ def _group_by_group(x: Tensor, offsets: Tensor, quantizer: Quantizer) -> Tensor:
     for group, (rows, _) in enumerate(spans(offsets, alignment(quantizer))):
         found[group] = PYTHON_OF_STEPS.amax(x[rows], quantizer)[0]
     return found
+
+
+def _portable(x: Tensor, offsets: Tensor, quantizer: Quantizer) -> Tensor:
+    masks = masks_of_groups(offsets, x.shape[0])
+    return torch.cat([PYTHON_OF_STEPS.amax(torch.where(own, x, 0), quantizer) for own in masks])
 
 
 def _kernel(x: Tensor, offsets: Tensor, quantizer: Quantizer) -> Tensor:
@@ -60,6 +66,7 @@ group_amax = register_op(
     fake=_fake,
     backward=None,
     decompose=None,  # on a CPU the loop over groups reads the offsets
+    portable=_portable,
     sharding=None,  # groups are whole on a rank
     samples=_samples,
 )

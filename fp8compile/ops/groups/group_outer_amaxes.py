@@ -14,6 +14,7 @@ from torch import Tensor
 
 from fp8compile import _compat
 from fp8compile._compat import TileLaunch
+from fp8compile.ops.groups.portable import ON_GPU
 from fp8compile.ops.groups.spans import spans
 from fp8compile.ops.groups.token_samples import tokens
 from fp8compile.ops.quantization_steps import PYTHON_OF_STEPS
@@ -121,6 +122,7 @@ group_outer_amaxes = register_op(
     fake=_fake,
     backward=None,
     decompose=None,  # on a CPU the loop over groups reads the offsets
+    portable=ON_GPU,
     sharding=None,  # groups are whole on a rank
     samples=two_level_samples,
 )

@@ -18,6 +18,7 @@ from torch import Tensor
 from fp8compile import _compat
 from fp8compile.ops.groups.kernel_limits import check_has_kernel
 from fp8compile.ops.groups.layout import alignment, padded_length
+from fp8compile.ops.groups.portable import OF_BACKWARD
 from fp8compile.ops.groups.spans import spans
 from fp8compile.ops.groups.token_samples import tokens
 from fp8compile.ops.quantization_steps import PYTHON_OF_STEPS
@@ -75,6 +76,7 @@ group_quantize = register_op(
     fake=empty_outputs,
     backward=None,
     decompose=None,  # on a CPU the loop over groups reads the offsets
+    portable=OF_BACKWARD,
     sharding=None,  # groups are whole on a rank
     samples=_samples,
 )

@@ -17,6 +17,7 @@ from fp8compile._compat import TileLaunch
 from fp8compile.ops.groups.group_quantize import empty_outputs, group_quantize
 from fp8compile.ops.groups.kernel_limits import has_block_kernel
 from fp8compile.ops.groups.layout import alignment, padded_length
+from fp8compile.ops.groups.portable import ON_GPU
 from fp8compile.ops.groups.token_samples import tokens
 from fp8compile.ops.quantization_steps import PYTHON_OF_STEPS
 from fp8compile.ops.quantize_both import is_pair
@@ -86,6 +87,7 @@ group_quantize_both = register_op(
     fake=_fake,
     backward=None,
     decompose=None,  # on a CPU the loop over groups reads the offsets
+    portable=ON_GPU,
     sharding=None,  # groups are whole on a rank
     samples=_samples,
 )

@@ -16,6 +16,7 @@ from fp8compile import _compat
 from fp8compile._compat import TileLaunch
 from fp8compile.ops.groups.group_amax import group_amax
 from fp8compile.ops.groups.kernel_limits import has_group_kernel
+from fp8compile.ops.groups.portable import ON_GPU
 from fp8compile.ops.groups.token_samples import tokens
 from fp8compile.ops.quantization_steps import PYTHON_OF_STEPS
 from fp8compile.ops.quantize_weight import COLUMNS, ROWS, is_weight_pair
@@ -85,6 +86,7 @@ group_quantize_rows = register_op(
     fake=_fake,
     backward=None,
     decompose=None,  # on a CPU the loop over groups reads the offsets
+    portable=ON_GPU,
     sharding=None,  # groups are whole on a rank
     samples=_samples,
 )

@@ -25,6 +25,7 @@ from fp8compile.ops.groups.group_outer_amaxes import (
     group_outer_amaxes,
     two_level_samples,
 )
+from fp8compile.ops.groups.portable import ON_GPU
 from fp8compile.ops.groups.tiles import tile_columns, tile_spans
 from fp8compile.ops.quantization_steps import PYTHON_OF_STEPS
 from fp8compile.ops.registry import register_op
@@ -154,6 +155,7 @@ group_quantize_two_levels = register_op(
     fake=_empty_outputs,
     backward=None,
     decompose=None,  # on a CPU the loop over groups reads the offsets
+    portable=ON_GPU,
     sharding=None,  # groups are whole on a rank
     samples=_samples,
 )

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from fp8compile import _compat
 from fp8compile.ops.groups.group_quantize import empty_outputs
-from fp8compile.ops.groups.layout import alignment
+from fp8compile.ops.groups.layout import alignment, group_to_read, zero_behind
+from fp8compile.ops.groups.portable import OF_BACKWARD, masks_of_groups
 from fp8compile.ops.groups.spans import spans
 from fp8compile.ops.groups.token_samples import tokens
 from fp8compile.ops.quantization_steps import PYTHON_OF_STEPS
@@ -79,6 +80,23 @@ def _kernel(x: Tensor, offsets: Tensor, quantizer: Quantizer, along_tokens: bool
     return codes, scales, outers
 
 
+def _portable(x: Tensor, offsets: Tensor, quantizer: Quantizer, along_tokens: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """The rules of `TwoLevelScaling` are elementwise, so each row of blocks takes the outer amax of its group."""
+    if along_tokens or type(quantizer) is not TwoLevelScaling or quantizer.rounding != "nearest":
+        why = OF_BACKWARD if along_tokens else f"{quantizer!r} is no TwoLevelScaling that rounds to nearest"
+        raise RuntimeError(f"decompositions: fp8compile::group_two_levels can't be taken apart: {why}.")
+    block = quantizer.block[0]
+    amax = PYTHON_OF_STEPS.amax(x, quantizer)
+    ends, rows = offsets // block, amax.shape[0]
+    masks = masks_of_groups(ends, rows)
+    largest = torch.cat([PYTHON_OF_STEPS.outer_amax(torch.where(own, amax, 0), quantizer).view(1) for own in masks])
+    own = largest[group_to_read(ends, rows)].unsqueeze(1)
+    scale = quantizer.block_scale(amax, own)
+    multiplier = quantizer.block_multiplier(scale, quantizer.outer_scale(own))
+    codes = PYTHON_OF_STEPS.cast(x, multiplier, quantizer)
+    return zero_behind(codes, offsets), zero_behind(scale, ends), quantizer.outer_scale(largest)
+
+
 def _samples() -> Iterator[tuple]:
     noisy = {"rounding": "stochastic", "seed": 3}
     for x, offsets in tokens():
@@ -96,6 +114,7 @@ group_two_levels = register_op(
     fake=_fake,
     backward=None,
     decompose=None,  # the loop over groups reads the offsets
+    portable=_portable,
     sharding=None,  # groups are whole on a rank
     samples=_samples,
 )

@@ -19,6 +19,7 @@ from fp8compile.formats import element_format
 from fp8compile.ops.gemms.grouped.kernel import GroupedOperand, product_shape
 from fp8compile.ops.gemms.grouped.one_by_one import ONE_BY_ONE
 from fp8compile.ops.groups.group_quantize import group_quantize
+from fp8compile.ops.groups.portable import ON_GPU
 from fp8compile.ops.groups.token_samples import tokens
 from fp8compile.ops.registry import register_op
 from fp8compile.quantizers import CurrentScaling, GemmConfig
@@ -103,6 +104,7 @@ grouped_blockwise_mm = register_op(
     fake=_fake,
     backward=None,
     decompose=None,  # on a CPU the loop over groups reads the offsets
+    portable=ON_GPU,
     sharding=None,  # groups are whole on a rank
     samples=_samples,
 )

@@ -18,6 +18,7 @@ from torch import Tensor
 from fp8compile import _compat
 from fp8compile.ops.gemms.grouped.float8 import padded_features
 from fp8compile.ops.groups.layout import zero_behind, zero_where_empty
+from fp8compile.ops.groups.portable import OF_BACKWARD, masks_of_groups
 from fp8compile.ops.groups.scaled_grouped_mm import sample_offsets
 from fp8compile.ops.groups.spans import spans
 from fp8compile.ops.registry import register_op
@@ -71,6 +72,17 @@ def _decompose(a: Tensor, b: Tensor, offsets: Tensor, config: GemmConfig) -> Ten
     return _kernel(a, b, offsets, config)
 
 
+def _portable(a: Tensor, b: Tensor, offsets: Tensor, config: GemmConfig) -> Tensor:
+    if target_of(a.device).type != "cpu":
+        return _kernel(a, b, offsets, config)
+    if b.ndim == 2:
+        raise RuntimeError(f"decompositions: fp8compile::grouped_mm can't be taken apart: {OF_BACKWARD}.")
+    product = a.new_zeros((a.shape[0], b.shape[1]))
+    for group, own in enumerate(masks_of_groups(offsets, a.shape[0])):
+        product = torch.where(own, a @ b[group].t(), product)
+    return product
+
+
 def _samples() -> Iterator[tuple]:
     for offsets in sample_offsets():
         for dtype in (torch.bfloat16, torch.float32):
@@ -88,6 +100,7 @@ grouped_mm = register_op(
     fake=_fake,
     backward=None,
     decompose=_decompose,
+    portable=_portable,
     sharding=None,
     samples=_samples,
 )
@@ -123,6 +136,7 @@ group_sum = register_op(
     fake=_sum_fake,
     backward=None,
     decompose=_sum_decompose,
+    portable=OF_BACKWARD,
     sharding=None,
     samples=_sum_samples,
 )

@@ -18,6 +18,7 @@ from fp8compile import _compat
 from fp8compile.formats import E2M1, E4M3, unpack
 from fp8compile.ops.gemms.grouped.kernel import product_shape
 from fp8compile.ops.groups.group_quantize_two_levels import quantize_groups_in_two_levels
+from fp8compile.ops.groups.portable import ON_GPU
 from fp8compile.ops.groups.tiles import tile_ends
 from fp8compile.ops.groups.token_samples import tokens
 from fp8compile.ops.nvfp4_mm import BLOCK_1X16, NO_SWIZZLE, NV_BLOCK, SWIZZLE_32_4_4, TENSOR_WISE
@@ -142,6 +143,7 @@ grouped_nvfp4_mm = register_op(
     fake=_fake,
     backward=None,
     decompose=None,  # one call on every device
+    portable=ON_GPU,
     sharding=None,  # its operands are laid out for one GPU
     samples=_samples,
 )

@@ -16,8 +16,10 @@ from torch import Tensor
 
 from fp8compile import _compat
 from fp8compile.ops.gemms.grouped.kernel import GroupedGemm, GroupedOperand, product_shape
+from fp8compile.ops.gemms.grouped.one_by_one import ONE_BY_ONE, every_row
 from fp8compile.ops.gemms.grouped.table import selected_grouped_gemm
 from fp8compile.ops.groups.layout import padded_length
+from fp8compile.ops.groups.portable import OF_BACKWARD
 from fp8compile.ops.registry import register_op
 from fp8compile.quantizers import CurrentScaling, GemmConfig, Quantizer
 
@@ -86,6 +88,31 @@ def _decompose(
     return _kernel(a, b, a_scale, b_scale, offsets, a_quantizer, b_quantizer, out_dtype, config, *outer)
 
 
+def _portable(
+    a: Tensor,
+    b: Tensor,
+    a_scale: Tensor,
+    b_scale: Tensor,
+    offsets: Tensor,
+    a_quantizer: Quantizer,
+    b_quantizer: Quantizer,
+    out_dtype: torch.dtype,
+    config: GemmConfig,
+    a_outer_scale: Tensor | None = None,
+    b_outer_scale: Tensor | None = None,
+) -> Tensor:
+    outer = a_outer_scale, b_outer_scale
+    gemm = _gemm(a, b, a_quantizer, b_quantizer, out_dtype, config)
+    if not gemm.is_opaque:
+        return _kernel(a, b, a_scale, b_scale, offsets, a_quantizer, b_quantizer, out_dtype, config, *outer)
+    if gemm is not ONE_BY_ONE or b.ndim == 2:
+        why = OF_BACKWARD if b.ndim == 2 else f"the GEMM {gemm.name} reads how many rows each group has"
+        raise RuntimeError(f"decompositions: fp8compile::scaled_grouped_mm can't be taken apart: {why}.")
+    left = GroupedOperand(codes=a, scale=a_scale, quantizer=a_quantizer, outer_scale=a_outer_scale)
+    right = GroupedOperand(codes=b, scale=b_scale, quantizer=b_quantizer, outer_scale=b_outer_scale)
+    return every_row(left, right, offsets, out_dtype, config)
+
+
 def sample_offsets() -> Iterator[Tensor]:
     """Ends of three groups of at most 12 rows: even, skewed with rows behind, empty ones, none at all."""
     for ends in ((4, 8, 12), (1, 1, 9), (0, 12, 12), (0, 0, 0)):
@@ -130,6 +157,7 @@ scaled_grouped_mm = register_op(
     fake=_fake,
     backward=None,
     decompose=_decompose,
+    portable=_portable,
     sharding=None,
     samples=_samples,
 )

@@ -23,6 +23,7 @@ from fp8compile.nn.experts import holds_no_stacks
 from fp8compile.nn.local import wrapped_like
 from fp8compile.nn.users_of_parameters import users_of_parameters
 from fp8compile.ops.layer.shards import DimSharding
+from fp8compile.parallel.expert_gradients import check_meshes
 from fp8compile.parallel.fsdp2.sharded_pair import ShardedPair
 from fp8compile.parallel.fsdp2.sharded_stack import ShardedStack, ShardedStackPair
 from fp8compile.parallel.fsdp2.sharded_weight import ShardedWeight
@@ -210,6 +211,7 @@ def fsdp_float8_all_gather(
     """
     _check_arguments(checkpointed, one_gather)
     weights = _check_model(model, set(ignored_params))
+    check_meshes("fsdp_float8_all_gather", model, set(ignored_params))
     _compat.allow_group_in_subclass()
     users = users_of_parameters(model)
     reasons = {weight: _why_plain(weight, users[weight.parameter]) for weight in weights}

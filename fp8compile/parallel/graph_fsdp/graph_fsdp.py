@@ -13,6 +13,7 @@ from fp8compile import _compat
 from fp8compile.nn import Linear
 from fp8compile.nn.experts import ConvertedExperts, stacks
 from fp8compile.nn.users_of_parameters import users_of_parameters
+from fp8compile.parallel.expert_gradients import check_meshes
 from fp8compile.parallel.graph_fsdp.amaxes import shared_amaxes
 from fp8compile.parallel.graph_fsdp.delayed import later_amaxes
 from fp8compile.parallel.graph_fsdp.modules import Forward, Sharded, become_sharded, is_sharded
@@ -161,6 +162,7 @@ def graph_fsdp(
     mp_policy = MixedPrecisionPolicy() if mp_policy is None else mp_policy
     _check_arguments(model, mesh, mp_policy)
     modules, ignored = dict(model.named_modules()), set(ignored_params)
+    check_meshes("graph_fsdp", model, ignored, mesh)
     _check_model(model, mesh, ignored)
     users = users_of_parameters(model)
     by_ops = {module for module in modules.values() if _gathers_codes(module, users)}

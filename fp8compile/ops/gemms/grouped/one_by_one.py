@@ -10,16 +10,18 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from fp8compile._compat import guard_or_false
 from fp8compile.ops.gemm import Operand, multiply
 from fp8compile.ops.gemms.emulated import EMULATED
 from fp8compile.ops.gemms.grouped.kernel import GroupedGemm, GroupedOperand
 from fp8compile.ops.gemms.kernel import GemmProblem
 from fp8compile.ops.groups.group_two_levels import NO_GROUPS_OF_TWO_LEVELS, token_columns
 from fp8compile.ops.groups.layout import alignment
+from fp8compile.ops.groups.portable import masks_of_groups
 from fp8compile.ops.groups.spans import spans
 from fp8compile.quantizers import GemmConfig, Quantizer
 
-__all__ = ["ONE_BY_ONE"]
+__all__ = ["ONE_BY_ONE", "every_row"]
 
 
 def _takes(a: Quantizer, b: Quantizer) -> bool:
@@ -49,6 +51,25 @@ def _rows(a: GroupedOperand, b: GroupedOperand, offsets: Tensor, out_dtype: torc
         left = Operand(codes=a.codes[rows], scale=scale, quantizer=a.quantizer, outer_scale=outer)
         right = Operand(codes=b.codes[group], scale=b.scale[group], quantizer=b.quantizer, outer_scale=outer_of_matrix)
         product[rows] = multiply(left, right.t(), out_dtype, config)
+    return product
+
+
+def every_row(
+    a: GroupedOperand, b: GroupedOperand, offsets: Tensor, out_dtype: torch.dtype, config: GemmConfig
+) -> Tensor:
+    """As `ONE_BY_ONE` multiplies rows, without reading where groups end: all by each matrix, and some are taken."""
+    count = a.codes.shape[0]
+    product = a.codes.new_zeros((count, b.codes.shape[1]), dtype=out_dtype)
+    if guard_or_false(count == 0):
+        return product
+    first = (torch.cat((offsets.new_zeros(1), offsets[:-1])) if offsets.shape[0] else offsets).clamp(max=count - 1)
+    is_one_block = a.quantizer.block[0] == -1
+    for group, own in enumerate(masks_of_groups(offsets, count)):
+        scale = a.scale.index_select(0, first[group : group + 1]) if is_one_block else a.scale
+        outer, outer_of_matrix = (_outer_scale(each, group) for each in (a, b))
+        left = Operand(codes=a.codes, scale=scale, quantizer=a.quantizer, outer_scale=outer)
+        right = Operand(codes=b.codes[group], scale=b.scale[group], quantizer=b.quantizer, outer_scale=outer_of_matrix)
+        product = torch.where(own, multiply(left, right.t(), out_dtype, config), product)
     return product
 
 

@@ -1,0 +1,114 @@
+"""Parameters of experts that are spread over ranks: what FSDP over these ranks leaves alone, and their gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+
+import torch
+from torch import nn
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from fp8compile._compat import root_mesh
+from fp8compile.nn.experts.placed import is_spread
+from fp8compile.tensor import shown
+
+__all__ = ["average_expert_gradients", "check_meshes", "expert_parameters", "has_no_other_ranks"]
+
+
+def _named(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Parameters of spread experts by name, in the order of the model: the same on all ranks."""
+    return {
+        f"{prefix}.{name}".strip("."): parameter
+        for prefix, module in model.named_modules()
+        if is_spread(module)
+        for name, parameter in module.named_parameters(recurse=False)
+    }
+
+
+def expert_parameters(model: nn.Module) -> set[nn.Parameter]:
+    """The parameters that `ExpertParallel` placed.
+
+    Where FSDP is over the ranks that experts are spread over, they are what ``fsdp_float8_all_gather``,
+    ``fully_shard`` and ``graph_fsdp`` each take as ``ignored_params``. Call it once they are placed.
+
+    Args:
+        model: A model; one without expert parallelism has none.
+    """
+    return set(_named(model).values())
+
+
+def average_expert_gradients(model: nn.Module, parts: int, *, replicas: ProcessGroup | None = None) -> None:
+    """Make the gradients of spread experts those of the mean loss over the whole batch, in place.
+
+    An expert's gradient is a sum over the rows that all ranks sent it, of which each comes from the mean loss of its
+    own part of the batch: divided by the parts, it is that of the mean. Call it after each backward that ends a step.
+
+    Args:
+        model: With experts that `ExpertParallel` has placed; gradients of other parameters stay.
+        parts: Into how many parts of one size the batch was cut for the ranks whose gradients are summed: those that
+            experts are spread over, without those that have the same tokens, times ``replicas``. FSDP takes the mean
+            over its own ranks: leave those out if it shards the experts.
+        replicas: Ranks that have the same experts and other tokens, whose gradients are summed first; None: FSDP sums
+            them, or no other rank has these experts.
+
+    Raises:
+        ValueError: ``parts`` is no positive int.
+    """
+    if type(parts) is not int or parts < 1:
+        raise ValueError(f"average_expert_gradients: parts is {shown(parts)}; it is an int of at least 1.")
+    for parameter in _named(model).values():
+        if parameter.grad is None:
+            continue
+        if replicas is not None:
+            torch.distributed.all_reduce(parameter.grad.to_local(), group=replicas)
+        parameter.grad /= parts
+
+
+def has_no_other_ranks(mesh: DeviceMesh) -> bool:
+    """Whether a mesh takes all ranks of the mesh that it is a part of, so that no dim is left for FSDP."""
+    root = root_mesh(mesh)
+    own = set(mesh.mesh_dim_names or ())
+    others = [size for name, size in zip(root.mesh_dim_names or (), root.mesh.shape, strict=False) if name not in own]
+    return mesh.size() == root.size() and (root.ndim == mesh.ndim or 1 not in others)
+
+
+def _ranks_of(parameter: nn.Parameter) -> set[int]:
+    return set(parameter.device_mesh.mesh.flatten().tolist()) if isinstance(parameter, DTensor) else set()
+
+
+def check_meshes(
+    function: str, model: nn.Module, ignored: Collection[nn.Parameter], mesh: DeviceMesh | None = None
+) -> None:
+    """Raise if FSDP would shard experts over ranks that they are spread over already.
+
+    Args:
+        function: In whose name.
+        model: Not sharded yet.
+        ignored: Parameters that FSDP leaves alone.
+        mesh: Of FSDP; None: not known, and each that there can be has ranks of the experts.
+    """
+
+    def overlaps(parameter: nn.Parameter) -> bool:
+        if not isinstance(parameter, DTensor) or parameter in ignored:
+            return False
+        own = parameter.device_mesh
+        if mesh is None:
+            return has_no_other_ranks(own)
+        return len(_ranks_of(parameter) & set(mesh.mesh.flatten().tolist())) > 1 or own == mesh
+
+    if names := [name for name, parameter in _named(model).items() if overlaps(parameter)]:
+        raise ValueError(
+            f"{function}: {_shown_names(names)} {'is' if len(names) == 1 else 'are'} spread over ranks by "
+            "ExpertParallel, and FSDP would shard over the same ones. Leave experts alone: pass "
+            "ignored_params=fp8compile.parallel.expert_parameters(model) here and to each fully_shard, and divide "
+            "their gradients by fp8compile.parallel.average_expert_gradients. Or shard them over another dim of the "
+            "mesh that ExpertParallel has one of: mesh['fsdp'] of init_device_mesh(..., mesh_dim_names=('fsdp', "
+            "'ep'))."
+        )
+
+
+def _shown_names(names: Iterable[str]) -> str:
+    first, *others = names
+    return f"{first} and {len(others)} more parameters" if len(others) > 1 else " and ".join((first, *others))

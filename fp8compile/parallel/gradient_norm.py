@@ -1,0 +1,139 @@
+"""The norm of all gradients of a model whose parameters lie on several meshes, or on none.
+
+    parameters of one mesh, cut over the same dims of it   --each rank: the norm of its parts-->   one message a dim
+    parameters that each rank has                          --each rank: their norm-->              none
+
+No operator of DTensor takes two meshes, so `torch.nn.utils.clip_grad_norm_` raises there; and it raises for the
+infinity norm where a rank has nothing of a parameter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import reduce
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
+
+from fp8compile.ops.collectives import all_reduce, all_reduce_extreme
+from fp8compile.tensor import shown
+
+__all__ = ["clip_grad_norm_"]
+
+Place = tuple[DeviceMesh, tuple[int, ...]]  # a mesh, and over which of its dims a parameter is cut
+
+
+def _place(parameter: nn.Parameter) -> Place | None:
+    """Where a parameter lies; None: each rank has it."""
+    if not isinstance(parameter, DTensor):
+        return None
+    cut = (index for index, each in enumerate(parameter.placements) if not each.is_replicate())
+    return parameter.device_mesh, tuple(cut)
+
+
+def _local(grad: Tensor, parameter: nn.Parameter) -> Tensor:
+    """This rank's part of a gradient; what is still to be summed over ranks is summed first."""
+    if not isinstance(grad, DTensor):
+        return grad
+    if any(each.is_partial() for each in grad.placements):
+        grad = grad.redistribute(placements=[Replicate() if each.is_partial() else each for each in grad.placements])
+    if grad.placements != parameter.placements:
+        grad = grad.redistribute(placements=parameter.placements)
+    return grad.to_local()
+
+
+def _norm(parts: Sequence[Tensor], norm_type: float, foreach: bool | None, device: torch.device) -> Tensor:
+    """The norm of what a rank has. An empty part has none: PyTorch raises for its largest element."""
+    parts = [part for part in parts if part.numel()]
+    if not parts:
+        return torch.zeros((), device=device)
+    return nn.utils.get_total_norm(parts, norm_type, foreach=foreach)
+
+
+def _over_ranks(norm: Tensor, place: Place, norm_type: float) -> Tensor:
+    """The norm of what all ranks have together, from each one's."""
+    mesh, dims = place
+    groups = [mesh.get_group(index) for index in dims]
+    if norm_type == torch.inf:
+        for group in groups:
+            norm = all_reduce_extreme(norm, "max", group)
+        return norm
+    power = norm.double() ** norm_type
+    for group in groups:
+        power = all_reduce(power, "sum", group)
+    return power ** (1 / norm_type)
+
+
+def _check(model: object, max_norm: object, norm_type: object) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"clip_grad_norm_: model is {shown(model)}; it is a torch.nn.Module.")
+    if not isinstance(max_norm, (int, float)) or not max_norm >= 0:
+        raise ValueError(f"clip_grad_norm_: max_norm is {shown(max_norm)}; it is a number of at least 0.")
+    if not isinstance(norm_type, (int, float)) or not norm_type > 0:
+        raise ValueError(
+            f"clip_grad_norm_: norm_type is {shown(norm_type)}; it is a number above 0, such as 2.0 or float('inf')."
+        )
+
+
+@torch.no_grad()
+def clip_grad_norm_(
+    model: nn.Module,
+    max_norm: float,
+    norm_type: float = 2.0,
+    *,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+) -> Tensor:
+    """Scale the gradients of a model so that their norm is at most ``max_norm``, over all ranks and meshes.
+
+    It is ``torch.nn.utils.clip_grad_norm_`` of a whole model in one process: for plain parameters to the bit. With
+    tensor, expert and data parallel ranks, in any combination, each element counts once. All ranks call it, after
+    gradients that ranks share are summed: see `average_expert_gradients` for those of experts.
+
+    Args:
+        model: Its parameters are plain, or DTensors on as many meshes as there are.
+        max_norm: The largest norm that gradients may have.
+        norm_type: Above 0; ``float("inf")`` is the largest magnitude.
+        error_if_nonfinite: Whether a norm that is infinite or NaN raises; else gradients are scaled by it.
+        foreach: As PyTorch's function takes it.
+
+    Returns:
+        The norm before, (), on all ranks the same, in the dtype that gradients have.
+
+    Raises:
+        TypeError: The model is no module.
+        ValueError: ``max_norm`` or ``norm_type`` is none.
+        RuntimeError: The norm is not finite, and ``error_if_nonfinite``.
+    """
+    _check(model, max_norm, norm_type)
+    by_place: dict[Place | None, list[nn.Parameter]] = {}
+    for parameter in model.parameters():
+        if parameter.requires_grad:  # one without a gradient too: whether it has one may differ between ranks
+            by_place.setdefault(_place(parameter), []).append(parameter)
+    grads = [parameter.grad for own in by_place.values() for parameter in own if parameter.grad is not None]
+    norms = []
+    for place, own in by_place.items():
+        parts = [_local(parameter.grad, parameter) for parameter in own if parameter.grad is not None]
+        norm = _norm(parts, norm_type, foreach, own[0].device)
+        norms.append(norm if place is None else _over_ranks(norm, place, norm_type))
+    total = _total(norms, norm_type, grads)
+    if error_if_nonfinite and not total.isfinite():
+        raise RuntimeError(
+            f"clip_grad_norm_: the norm of order {norm_type} of all gradients is {total.item()}. Leave "
+            "error_if_nonfinite out to scale gradients by it anyway."
+        )
+    for own in by_place.values():  # one mesh at a time
+        nn.utils.clip_grads_with_norm_(own, max_norm, total, foreach)
+    return total
+
+
+def _total(norms: Sequence[Tensor], norm_type: float, grads: Sequence[Tensor]) -> Tensor:
+    """The norm of parts from theirs, in the dtype of what they are norms of."""
+    if not norms:
+        return torch.tensor(0.0)
+    first, *others = norms
+    if others:
+        first = torch.linalg.vector_norm(torch.stack([norm.to(first.device).double() for norm in norms]), norm_type)
+    return first.to(reduce(torch.promote_types, {grad.dtype for grad in grads})) if grads else first
