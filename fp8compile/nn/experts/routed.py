@@ -14,6 +14,7 @@ from fp8compile.nn.experts.host import Host, code_of
 from fp8compile.nn.experts.placed import group_of_experts, local_stack
 from fp8compile.nn.experts.token_shares import all_shares, own_share
 from fp8compile.nn.grouped import grouped_linear
+from fp8compile.nn.not_sharded import warn_if_not_sharded
 from fp8compile.nn.routes import Routes, expert_routes
 from fp8compile.ops.groups.layout import sizes_of_groups
 from fp8compile.ops.groups.routed_rows import routed_rows
@@ -25,6 +26,7 @@ DISPATCH = ("transformers.integrations.moe", "use_experts_implementation.<locals
 
 
 def _project(self: nn.Module, x: Tensor, offsets: Tensor, name: str) -> Tensor:
+    warn_if_not_sharded(self)
     weight = local_stack(self, name)
     bias = local_stack(self, f"{name}_bias") if self.has_bias else None
     matrices = weight.transpose(-2, -1) if self.is_transposed else weight
