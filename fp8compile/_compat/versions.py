@@ -8,7 +8,6 @@ rowwise CPU GEMM       `torch._scaled_mm` takes a scale a row from 2.13
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 import torch
@@ -46,6 +45,7 @@ except ImportError:
 
 
 KNOWN_VERSIONS = ((2, 11), (2, 13), (2, 15))  # those that the tests run on
+GROUPS_ALLOWED: list[bool] = []  # not empty once PyTorch takes them
 TORCH_VERSION = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
 
 
@@ -141,13 +141,14 @@ def default_reduce_dtype(own: torch.dtype, used: torch.dtype) -> torch.dtype:
     return own if TORCH_VERSION >= (2, 15) else used
 
 
-@cache
 def allow_group_in_subclass() -> None:
     """Make a ProcessGroup acceptable as an inner value of a tensor subclass.
 
     Raises:
         RuntimeError: This PyTorch takes every inner value for a tensor.
     """
+    if GROUPS_ALLOWED:
+        return
     if TORCH_VERSION < (2, 12):
         raise RuntimeError(
             f"a process group on a QuantizedTensor needs PyTorch 2.12 or later, this is {torch.__version__}. "
@@ -157,6 +158,11 @@ def allow_group_in_subclass() -> None:
 
     if hasattr(device_mesh, "_register_distributed_opaque_types"):  # 2.13; at import in 2.15
         device_mesh._register_distributed_opaque_types()
+    GROUPS_ALLOWED.append(True)
+
+
+# Dynamo runs it while it traces: it warns of a cache, and would guard a list that it sees written to
+allow_group_in_subclass._dynamo_marked_constant = True
 
 
 def has_groups(mesh: Any) -> bool:

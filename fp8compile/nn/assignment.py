@@ -14,7 +14,7 @@ from fnmatch import fnmatchcase
 
 from torch import nn
 
-from fp8compile.nn.candidates import is_layer
+from fp8compile.nn.candidates import is_layer, layers
 from fp8compile.nn.filters import check_pattern_matches
 from fp8compile.nn.functional import check_recipe
 from fp8compile.quantizers import Recipe
@@ -116,12 +116,14 @@ def with_tail(model: nn.Module, recipe: Recipes, share: float, tail_recipe: Reci
     if not every:
         return recipe  # convert says what is wrong
     blocks = _blocks(model) or [module for _, module in every]
-    first = {module for block in blocks[: len(blocks) - math.ceil(share * len(blocks))] for module in block.modules()}
+    count = max(1, math.ceil(round(share * len(blocks), 9)))  # 0.07 * 100 is 7.000000000000001
+    first = {module for block in blocks[: len(blocks) - count] for module in block.modules()}
     stack = {module for block in blocks for module in block.modules()}
     start = next(place for place, (_, module) in enumerate(every) if module in stack)
     tail = {module for _, module in every[start:]} - first
-    assign = assigner(recipe, [name for name, _ in every])
-    return lambda module, name: tail_recipe if module in tail else assign(module, [name])
+    names = dict(layers(model))
+    assign = assigner(recipe, [name for each in names.values() for name in each])
+    return lambda module, _: tail_recipe if module in tail else assign(module, names[module])
 
 
 def ends(model: nn.Module, count: int) -> set[nn.Module]:

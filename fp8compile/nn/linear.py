@@ -16,6 +16,7 @@ from fp8compile._compat import is_fsdp_managed, local_itself, rebind_load_hooks
 from fp8compile.nn.codes_in_state import CodesInState, codes_and_scales, reach_codes
 from fp8compile.nn.functional import check_recipe, linear
 from fp8compile.nn.local import on_all_ranks_of
+from fp8compile.nn.not_sharded import warn_if_not_sharded
 from fp8compile.nn.state import DelayedState, RowOfWeight, check_amax_group
 from fp8compile.quantizers import DelayedScaling, Recipe
 from fp8compile.recipes import describe
@@ -144,6 +145,7 @@ class Linear(CodesInState, nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         """``input @ weight.T + bias``; (..., in_features) to (..., out_features), in the dtype of the input."""
         recipe = self._recipe_under_fsdp if is_fsdp_managed(self) else self.recipe
+        warn_if_not_sharded(self)
         return linear(input, self.weight, self.bias, recipe=recipe, state=self.delayed_state())
 
     def delayed_state(self) -> DelayedState | None:

@@ -9,13 +9,14 @@ from torch import nn
 from torch.nn.utils.parametrize import ParametrizationList
 
 from fp8compile import recipes
+from fp8compile._compat import is_fsdp_managed
 from fp8compile.nn.calls import called_layers
 from fp8compile.nn.candidates import is_converted, is_layer, matrices, weight_names
 from fp8compile.nn.convert import LEFT_OUT, PAST_FORWARD, ROUTER
 from fp8compile.nn.experts import layout_of, routers
 from fp8compile.nn.parameter_uses import Kind, Uses, parameter_uses
 from fp8compile.quantizers import GEMMS, Recipe
-from fp8compile.tensor import GATHERED, shown
+from fp8compile.tensor import GATHERED, PLAIN, shown
 
 __all__ = ["ConversionReport", "ConversionRow", "aligned", "conversion_report"]
 
@@ -43,6 +44,7 @@ class ConversionRow:
         matrices: (out_features, in_features) of each matrix that a row is multiplied by: of experts, of those of one.
         gathered: What of its weight FSDP2 gathers, after ``fp8compile.parallel.fsdp_float8_all_gather``: ``"codes"``,
             or ``"param_dtype: "`` and why; empty before.
+        sharded: Whether ``fully_shard`` was called for it; before, ``gathered`` says what it will gather.
         quantized_weight: Whether its weight is kept as codes: ``quantized_parameters=True`` of ``fp8compile.convert``.
         past_forward: Of a converted layer, the method that reads its weight itself, which is not in FP8; empty if the
             source of the model's forwards shows none.
@@ -60,6 +62,7 @@ class ConversionRow:
     experts: int = 0
     matrices: tuple[tuple[int, int], ...] = ()
     gathered: str = ""
+    sharded: bool = False
     quantized_weight: bool = False
     past_forward: str = ""
     called: bool | None = None
@@ -73,6 +76,13 @@ class ConversionRow:
         if not self.experts:
             return f"{self.out_features} x {self.in_features}"
         return f"{self.experts} x ({', '.join(f'{n} x {k}' for n, k in self.matrices)})"
+
+    def _gathered_in_words(self) -> str:
+        """What FSDP2 gathers; of what is not sharded yet, why it will gather no codes."""
+        if self.sharded or not self.gathered:
+            return self.gathered
+        plain = [words for words in self.gathered.split("; ") if words.startswith(f"{PLAIN}:")]
+        return "; then ".join([NOT_SHARDED, *plain])
 
     def _in_words(self) -> str:
         """Its GEMMs in FP8, or why there are none."""
@@ -97,7 +107,9 @@ class ConversionReport:
         cells = [("layer", "module", "out x in", "recipe", "GEMMs in FP8 or why not", "FSDP2 gathers")]
         for row in self.rows:
             name = recipes.describe(row.recipe) if row.recipe else "-"
-            cells.append((row.fqn or "(the model)", row.module, row._size(), name, row._in_words(), row.gathered))
+            cells.append(
+                (row.fqn or "(the model)", row.module, row._size(), name, row._in_words(), row._gathered_in_words())
+            )
         known = any(row.gathered for row in self.rows)
         lines = aligned(cells if known else [row[:-1] for row in cells])
         converted = sum(row.converted for row in self.rows)
@@ -121,12 +133,14 @@ def _layer_row(fqn: str, module: nn.Module, uses: Uses, called: set[nn.Module] |
         experts=0 if is_linear else layout_of(module).num_experts,
         matrices=tuple(sizes),
         gathered=getattr(module, GATHERED, ""),
+        sharded=is_fsdp_managed(module),
         quantized_weight=converted and module.is_quantized(),
         past_forward=(uses.past_forward(module, weight_names(module)) or "") if converted else "",
         called=module in called if converted and called is not None else None,
     )
 
 
+NOT_SHARDED = "not sharded yet"
 EXPERTS = "a 3-D parameter (experts?), no nn.Linear"
 NO_LINEAR = "no nn.Linear"
 # looked up, moved over an input, or what a weight is computed from

@@ -144,11 +144,17 @@ class TwoLevelScaling(Quantizer):
 
     def transposed(self) -> TwoLevelScaling:
         """The quantizer of the transposed matrix."""
-        return replace(self, block=self.block[::-1], packed=OTHER[self.packed])
+        return self._laid(self.block[::-1], OTHER[self.packed])
 
     def unpacked(self) -> TwoLevelScaling:
         """The quantizer of the same codes, one a byte."""
-        return replace(self, packed="none")
+        return self._laid(self.block, "none")
+
+    def _laid(self, block: tuple[int, int], packed: str) -> TwoLevelScaling:
+        if type(self) is not TwoLevelScaling:  # which may have more fields
+            return replace(self, block=block, packed=packed)
+        # by the constructor: Dynamo of PyTorch 2.13 traces no `replace` of a constant
+        return TwoLevelScaling(self.format, block, packed, self.scale, self.rounding, self.seed, self.hadamard)
 
     def code_bits(self) -> int:
         """4."""

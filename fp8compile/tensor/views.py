@@ -87,26 +87,37 @@ def _dim_after(dim: int | None, before: Sequence[int], after: Sequence[int]) -> 
     return next(iter([*same, *found]), None)
 
 
-def _reshaped(func: Any, x: QuantizedTensor, codes: Tensor) -> QuantizedTensor:
+def _reshaped(func: Any, x: QuantizedTensor, codes: Tensor, shape: torch.Size) -> QuantizedTensor:
+    """The view whose values have this shape."""
     if codes.shape == x.codes.shape:
         return x._like(codes, aten.alias.default(x.scale))
-    _check_keeps_blocks(func, x)
+    _check_keeps_blocks(func, x, keeps_bytes=True)
     tensorwise = x.quantizer.block == (-1, -1)
-    keeps_last_dim = x.ndim > 0 and codes.ndim > 0 and codes.shape[-1] == x.shape[-1]
+    keeps_last_dim = x.ndim > 0 and len(shape) > 0 and shape[-1] == x.shape[-1]
     if not (tensorwise or keeps_last_dim):
         raise TypeError(
-            f"{func} from {tuple(x.shape)} to {tuple(codes.shape)} moves elements between blocks "
+            f"{func} from {tuple(x.shape)} to {tuple(shape)} moves elements between blocks "
             f"{x.quantizer.block}. Keep the last dim as it is, or call .dequantize() first."
         )
-    shard_dim = _dim_after(x.shard_dim, x.shape, codes.shape) if keeps_last_dim else None
-    return x._view(codes, x.scale.view(x.quantizer.scale_shape(codes.shape)), shard_dim)
+    shard_dim = _dim_after(x.shard_dim, x.shape, shape) if keeps_last_dim else None
+    return x._view(codes, x.scale.view(x.quantizer.scale_shape(shape)), shard_dim)
 
 
 def _view(func: Any, x: QuantizedTensor, *args: Any) -> QuantizedTensor:
     if args and not isinstance(args[0], int) and tuple(args[0]) == tuple(x.shape):
         return x._like(aten.alias.default(x.codes), aten.alias.default(x.scale))
-    _check_not_packed(func, x)  # before PyTorch says of codes what holds of values
-    return _reshaped(func, x, func(x.codes, *args))
+    if x.codes.shape != x.shape:
+        return _view_of_bytes(func, x, *args)
+    codes = func(x.codes, *args)
+    return _reshaped(func, x, codes, codes.shape)
+
+
+def _view_of_bytes(func: Any, x: QuantizedTensor, *args: Any) -> QuantizedTensor:
+    """A view of codes that share bytes along rows, which have to stay whole: PyTorch is asked of values, not codes."""
+    shape = func(torch.empty(x.shape, device="meta"), *args).shape
+    if packed_dim(x.quantizer) != -1 or not shape or shape[-1] != x.shape[-1]:
+        _check_not_packed(func, x)
+    return _reshaped(func, x, x.codes.view(*shape[:-1], x.codes.shape[-1]), shape)
 
 
 def _as_strided(

@@ -31,6 +31,25 @@ def test_the_last_share_of_blocks_and_what_is_behind_them_have_another_recipe(ta
     assert recipes_of(model) == expected
 
 
+@pytest.mark.parametrize(
+    ("tail", "blocks", "last"),
+    [(0.07, 100, 7), (0.28, 25, 7), (5 / 9, 9, 5), (0.071, 100, 8), (1e-12, 4, 1)],
+)
+def test_a_share_of_blocks_is_rounded_up_from_what_was_meant_and_not_from_a_float(tail, blocks, last):
+    model = stack(blocks)["blocks"]
+    f8.convert(model, FOUR, filter=lambda *_: True, tail=tail, tail_recipe=EIGHT)
+    assert recipes_of(model).count(EIGHT) == last
+
+
+def test_each_name_of_a_shared_layer_is_found_with_a_tail_too():
+    model = stack(4)
+    model["alias"] = torch.nn.ModuleDict({"first": model["blocks"][0][0]})
+    recipes = {"alias.*": EIGHT, "*": FOUR}
+    f8.convert(model, recipes, filter=lambda *_: True, tail=0.25)
+    assert model["blocks"][0][0].recipe == EIGHT
+    assert model["blocks"][1][0].recipe == FOUR
+
+
 def test_a_tail_without_a_recipe_stays_in_high_precision_and_keeps_patterns():
     model = f8.convert(stack(), {"blocks.0.*": EIGHT, "*": FOUR}, filter=lambda *_: True, tail=0.5)
     assert recipes_of(model) == [EIGHT, FOUR, FOUR]

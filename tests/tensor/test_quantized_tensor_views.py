@@ -218,3 +218,55 @@ def test_random_sequences_of_views(quantizer, assert_bits_equal):
             q, plain, taken = q_view, view(plain), taken + 1
             assert_stands_for(q, plain, assert_bits_equal, f"seed {seed}, {shape}")
     assert taken > 300, "most views of most sequences are refused: this test shows nothing"
+
+
+# ---------------------------------------------------------------------------------- codes that share bytes
+
+WHOLE_BYTES = {
+    "view": ((1, 32, 64), lambda q: q.view(32, 64)),
+    "view with a size left open": ((2, 16, 64), lambda q: q.view(-1, 64)),
+    "reshape": ((2, 16, 64), lambda q: q.reshape(4, 8, 64)),
+    "flatten": ((2, 16, 64), lambda q: q.flatten(0, 1)),
+    "unflatten": ((32, 64), lambda q: q.unflatten(0, (2, 16))),
+    "unsqueeze": ((32, 64), lambda q: q.unsqueeze(0)),
+    "one row": ((64,), lambda q: q.view(1, 64)),
+}
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("name", WHOLE_BYTES)
+def test_a_view_that_keeps_rows_keeps_the_bytes_that_codes_of_a_row_share(name, compiled):
+    shape, view = WHOLE_BYTES[name]
+    x = torch.randn(shape, dtype=torch.bfloat16, generator=torch.Generator().manual_seed(0))
+    quantizer = f8.TwoLevelScaling()
+
+    def viewed(x):
+        return view(f8.quantize(x, quantizer)).dequantize()
+
+    torch._dynamo.reset()
+    found = (torch.compile(viewed, fullgraph=True, backend="aot_eager") if compiled else viewed)(x)
+    assert torch.equal(found, view(f8.quantize(x, quantizer).dequantize()))
+    q = f8.quantize(x, quantizer)
+    assert view(q).codes.untyped_storage().data_ptr() == q.codes.untyped_storage().data_ptr()
+
+
+def test_a_packed_view_that_leaves_a_compiled_graph_is_that_view():
+    x = torch.randn(2, 16, 64, dtype=torch.bfloat16)
+    q = f8.quantize(x, f8.TwoLevelScaling())
+    torch._dynamo.reset()
+    view = torch.compile(lambda q: q.view(32, 64), fullgraph=True, backend="aot_eager")(q)
+    assert tuple(view.shape) == (32, 64)
+    assert torch.equal(view.dequantize(), q.dequantize().view(32, 64))
+
+
+@pytest.mark.parametrize(
+    "view", [lambda q: q.view(64, 32), lambda q: q.unsqueeze(-1), lambda q: q.t().unsqueeze(0)], ids=[0, 1, 2]
+)
+def test_a_view_that_would_cut_bytes_raises(view):
+    with pytest.raises(TypeError, match=r"packs several values in a byte.*\.dequantize\(\) first"):
+        view(f8.quantize(torch.randn(32, 64), f8.TwoLevelScaling()))
+
+
+def test_a_packed_view_of_another_size_says_what_pytorch_says_of_values():
+    with pytest.raises(RuntimeError, match=r"\[16, 64\].*is invalid for input of size 2048"):
+        f8.quantize(torch.randn(32, 64), f8.TwoLevelScaling()).view(16, 64)

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from functools import partial
+from itertools import count
 from operator import attrgetter
 
 from torch import Tensor, nn
@@ -21,6 +22,7 @@ from fp8compile.nn import Linear
 from fp8compile.nn.candidates import is_converted, weight_names
 from fp8compile.nn.experts import holds_no_stacks
 from fp8compile.nn.local import wrapped_like
+from fp8compile.nn.not_sharded import MARK
 from fp8compile.nn.users_of_parameters import users_of_parameters
 from fp8compile.ops.layer.shards import DimSharding
 from fp8compile.parallel.expert_gradients import check_meshes
@@ -34,6 +36,7 @@ from fp8compile.tensor import BOTH, GATHERED, PLAIN, Gathers, QuantizedPairParam
 
 __all__ = ["fsdp_float8_all_gather"]
 
+CALLS = count()  # each call's number
 PAIR = GEMMS[:2]  # the products that read a weight
 
 ORDER = (
@@ -251,11 +254,12 @@ def _ask_pair(parameter: QuantizedPairParameter, checkpointed: bool, one_gather:
 
 def _wrap_all(chosen: list[_Weight], gathers: dict[nn.Parameter, Gathers]) -> None:
     """Put parameters that FSDP2 asks how to gather them in the place of the chosen ones."""
-    scales = WeightScales((weight.module, weight.name) for weight in chosen)
+    number, scales = next(CALLS), WeightScales((weight.module, weight.name) for weight in chosen)
     wrapped: dict[nn.Parameter, nn.Parameter] = {}
     for weight in chosen:
         if weight.parameter not in wrapped:
             wrapped[weight.parameter] = _wrapped(weight, gathers.get(weight.parameter))
         setattr(weight.module, weight.name, wrapped[weight.parameter])
         weight.module.weight_scales = scales
+        setattr(weight.module, MARK, number)
         weight.module.register_load_state_dict_pre_hook(partial(_wrap_loaded, weight.name))
