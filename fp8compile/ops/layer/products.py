@@ -191,9 +191,7 @@ def multiply_shards(
     return product
 
 
-def _multiply_shards(
-    gemm: Gemm, a: LocalShard, b: LocalShard, operands: Operands, bias: LocalShard | None
-) -> Product:
+def _multiply_shards(gemm: Gemm, a: LocalShard, b: LocalShard, operands: Operands, bias: LocalShard | None) -> Product:
     out_dtype = a.local.dtype
     if operands.recipe.quantizers(gemm) is None:
         return _product_as_is(gemm, a, operands.in_high_precision(b, gemm.b, out_dtype), bias)
