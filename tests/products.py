@@ -1,6 +1,6 @@
 """Write the tables of the full products into docs, each from a run of it.
 
-    python tests/products.py [tensor-parallel] [fsdp] [--minutes N] [--continue]
+    python tests/products.py [tensor-parallel] [fsdp] [pairs] [--minutes N] [--continue]
 
 Within so many minutes a product, the columns from left to right: what the run did not get to is not in the table,
 which says so. Another run can continue with that.
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,6 +22,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent / "helpers"))
 sys.path.insert(0, str(Path(__file__).parent / "parallel"))
+sys.path.insert(0, str(Path(__file__).parent / "pairs"))
+import table_of_pairs as pairs
 import test_fsdp
 import test_graph_fsdp
 import test_tensor_parallel as layers
@@ -40,6 +43,7 @@ class Product:
         columns: By the values of a column, its heading.
         cases: Rows and columns that there are.
         outcome: Of one, in words, and whether it is as it has to be.
+        file: The document, where it has another name than the product.
     """
 
     head: str
@@ -47,6 +51,7 @@ class Product:
     columns: dict[Any, str]
     cases: list[tuple[tuple[str, ...], Any]]
     outcome: Callable[[tuple[str, ...], Any], tuple[str, bool]]
+    file: str | None = None
 
     def read(self, page: str) -> dict[tuple, tuple[str, bool]]:
         """Outcomes that a document has."""
@@ -150,6 +155,36 @@ def _trained(row: tuple[str, ...], column: tuple[str, str]) -> tuple[str, bool]:
     return (wrong, False) if wrong else ("same bits", True)
 
 
+# ---------------------------------------------------------------------------------- pairs
+
+NOTES = "\n".join(f"{index}. {reason}" for index, reason in enumerate(pairs.REASONS, 1))
+ELSE = "\n".join(f"- {row}, {column}: {reason}." for (row, column), reason in pairs.OTHERWISE.items())
+PAIRS = f"""# Pairs of features
+
+Written by `tests/products.py pairs`, from `tests/pairs/`. A row is what users put together, a column a recipe. Under
+FSDP a model is trained, and losses and weights are compared, bit for bit, with stock `fully_shard` that gathers values
+and has the same feature; elsewhere outputs and gradients with those of one process. *int8* has a GEMM that another
+library registers; *packed* is a quantizer of another library with two codes a byte, *cuttable* if its `unpacked()` names
+those of a byte each. "four ranks" also has a `MixedPrecisionPolicy` each, in turn.
+
+- *alike*: the same bits. Under tensor and sequence parallelism sums over ranks round nothing there
+  (`tests/helpers/exact_sums.py`); recipes that have no such sums are within 2**-16 of an output's norm, and have the
+  same bits with checkpointing as without.
+- *refused (n)*: an error says what to do, for the reason n.
+- *not run*: the run ended before.
+
+{NOTES}
+
+Empty, because they are not alike for a reason that the documents give:
+
+{ELSE}"""
+
+
+def _pair(row: tuple[str, ...], column: str) -> tuple[str, bool]:
+    with tempfile.TemporaryDirectory() as folder:
+        return pairs.outcome(*row, column, folder)
+
+
 PRODUCTS = {
     "tensor-parallel": Product(
         head=TENSOR_PARALLEL,
@@ -170,6 +205,14 @@ PRODUCTS = {
         cases=[(case[:4], (way, case[4])) for way, (_, cases) in WAYS.items() for case in cases],
         outcome=_trained,
     ),
+    "pairs": Product(
+        head=PAIRS,
+        keys=("pair",),
+        columns={name: name for name in pairs.COLUMNS},
+        cases=[((row,), column) for row, column in pairs.CELLS if not pairs.is_left_out(row, column)],
+        outcome=_pair,
+        file="pairs.md",
+    ),
 }
 
 
@@ -181,7 +224,7 @@ if __name__ == "__main__":
     args = parser.parse_args()
     failed = False
     for name in args.products or PRODUCTS:
-        product, page = PRODUCTS[name], RESULTS / f"product-{name}.md"
+        product, page = PRODUCTS[name], RESULTS / (PRODUCTS[name].file or f"product-{name}.md")
         outcomes = product.run(args.minutes, product.read(page.read_text()) if args.goes_on and page.exists() else {})
         page.write_text(product.page(outcomes))
         failed |= any(not is_right for _, is_right in outcomes.values())

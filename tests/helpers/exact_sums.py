@@ -1,7 +1,7 @@
 """A model whose sums over ranks round nothing, so that ranks have the bits of one process in all that they compute.
 
     codes       E4M3 with scales that are powers of two: multiples of 2**-9 of a scale, below 2**9 of it
-    weights     1 and -1 times a power of two: a product is a code of the other operand, a sum of 32 of them below 2**14
+    weights     1 and -1 times a power of two: a product is a code of the other operand, a sum of 32 below 2**14
     dtype       float32, which has 24 bits: 2**14 in steps of 2**-9 are 23
 
 What is left of tensor parallelism is then what it decides: which scale, which code, which operand, whose gradient.
@@ -9,11 +9,9 @@ What is left of tensor parallelism is then what it decides: which scale, which c
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 from torch import nn
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.parallel import SequenceParallel, parallelize_module
 from torch.nn.functional import silu
 from torch.utils.checkpoint import checkpoint
@@ -21,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 import fp8compile as f8
 from fp8compile import parallel
 
-__all__ = ["RECIPES", "Blocks", "gradients", "made", "spread"]
+__all__ = ["DIM", "RECIPES", "Blocks", "cut_tokens", "gradients", "made", "spread"]
 
 DIM, HIDDEN = 16, 32
 RECIPES = {
@@ -92,10 +90,21 @@ def whole(tensor):
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
-def gradients(model, x):
-    """The output, and the gradients of the input and of all parameters, whole and by name."""
+def cut_tokens(x, mesh):
+    """A sequence, of which each rank has a part."""
+    return distribute_tensor(x, mesh, [Shard(1)], src_data_rank=None)
+
+
+def gradients(model, x, *, run=None):
+    """The output, and the gradients of the input and of all parameters, whole and by name.
+
+    Args:
+        model: What has the parameters.
+        x: The input.
+        run: What is called, if not the model.
+    """
     x = x.detach().requires_grad_()
-    y = model(x)
+    y = (model if run is None else run)(x)
     weights = torch.linspace(-1, 1, y.shape[-1], dtype=y.dtype)
     (whole(y) * weights).square().sum().backward()
     found = {"y": whole(y).detach(), "x": whole(x.grad)}

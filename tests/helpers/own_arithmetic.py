@@ -76,6 +76,14 @@ class Packed(FourBits):
 
 
 @dataclass(frozen=True, repr=False)
+class Cuttable(Packed):
+    """Packed, and says which codes these are, one a byte, so that ranks can cut them anywhere."""
+
+    def unpacked(self) -> FourBits:
+        return FourBits(block=self.block)
+
+
+@dataclass(frozen=True, repr=False)
 class SameFloat8(Quantizer):
     """This class has its own dequantize, computes what the inherited one does, and declares it."""
 

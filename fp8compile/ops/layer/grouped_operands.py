@@ -37,7 +37,7 @@ from fp8compile.ops.inductor_hints import after
 from fp8compile.ops.layer.fsdp_gather import gathered
 from fp8compile.ops.layer.local_shards import LocalShard
 from fp8compile.ops.layer.operands import STEPS, Operands, Phase
-from fp8compile.ops.layer.packing import are_same_codes, packed_dim
+from fp8compile.ops.layer.packing import are_same_codes, packed_dim, with_a_code_a_byte
 from fp8compile.ops.layer.quantize_shard import quantize_shard
 from fp8compile.ops.layer.rows import Rows
 from fp8compile.ops.layer.rows_of_groups import quantize_rows_of_groups
@@ -148,7 +148,8 @@ class GroupedOperands:
     """What quantizes and multiplies the operands of one product of a grouped layer.
 
     Attributes:
-        recipe: Quantizers by slot, each over one group's matrix.
+        recipe: Quantizers by slot, each over one group's matrix; of one level they lay down a code a byte, for groups
+            begin anywhere.
         offsets: Ends of the groups among the rows, (E,) int32.
         phase: Who takes the steps, see `fp8compile.ops.layer.operands`.
         weight: The codes of the matrices, if they are quantized already.
@@ -164,6 +165,9 @@ class GroupedOperands:
     weight_in_turns: bool = False
     rows: Rows | None = None
     cut: DimSharding | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "recipe", with_a_code_a_byte(self.recipe))
 
     def output(self, x: Tensor, weight: Tensor) -> Tensor:
         """y_RN = x_RK @ w_eNK^T, zeros behind the last group."""

@@ -184,5 +184,6 @@ def check_not_packed(quantizer: Quantizer, codes: Sequence[int], values: Sequenc
     if tuple(codes) != tuple(values):
         raise ValueError(
             f"{quantizer!r} packs codes of several values in a byte, and the tensor, or one that it is multiplied by, "
-            "is spread over ranks, which it has no rule for. Quantize and multiply whole tensors with it."
+            "is spread over ranks, which it has no rule for. Let its unpacked() return a quantizer of the same codes, "
+            "one a byte, or quantize and multiply whole tensors with it."
         )

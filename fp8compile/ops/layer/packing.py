@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cache
 
 from torch import Tensor
 
 from fp8compile.formats import pack, unpack
-from fp8compile.quantizers import Quantizer, TwoLevelScaling
+from fp8compile.quantizers import GEMMS, Quantizer, Recipe, TwoLevelScaling
 
-__all__ = ["are_same_codes", "one_a_byte", "packed_dim", "packed_in_rows", "two_a_byte"]
+__all__ = ["are_same_codes", "one_a_byte", "packed_dim", "packed_in_rows", "two_a_byte", "with_a_code_a_byte"]
 
 DIMS = {"rows": -1, "columns": -2}  # whose neighbours share a byte, of a matrix or of each in a stack
 
@@ -56,3 +57,12 @@ def are_same_codes(one: Quantizer | None, other: Quantizer | None) -> bool:
     if one is None or other is None:
         return one is other
     return one == other or (one.unpacked() or one) == (other.unpacked() or other)
+
+
+@cache
+def with_a_code_a_byte(recipe: Recipe) -> Recipe:
+    """A recipe whose quantizers of one level are their ``unpacked`` ones, for steps that may begin within a byte."""
+    slots = {slot: getattr(recipe, slot) for gemm in GEMMS for slot in (gemm.a, gemm.b)}
+    packs = {slot: each for slot, each in slots.items() if each is not None and not each.has_outer_scale()}
+    changed = {slot: own for slot, each in packs.items() if (own := each.unpacked()) is not None and own != each}
+    return replace(recipe, **changed) if changed else recipe

@@ -109,6 +109,8 @@ def _why_plain(weight: _Weight, users: list[nn.Module]) -> str | None:
     for quantizer in (recipe.quantizer_read(gemm.b) for gemm in PAIR):
         if not quantizer.is_local():
             return f"codes of {quantizer!r} depend on where in the tensor a value stands"
+        if quantizer.unpacked() is None:
+            return f"{quantizer!r} packs codes, and its unpacked() returns no quantizer of one a byte, which ranks cut"
     if not weight.is_alone(users):
         return "another module reads the weight too (tied), in high precision or by another recipe"
     if weight.parameter.ndim == 3 and any(cut.dim > 0 for cut in _cuts_of(weight.parameter)):
