@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import types
 from collections.abc import Callable
-from functools import cache
+from functools import cache, wraps
 from typing import Any, ClassVar, Self
 
 from torch import Tensor, nn
@@ -18,6 +18,7 @@ from fp8compile.nn.experts.overflow import NAME, place_counter
 from fp8compile.nn.experts.placed import DispatchOptions
 from fp8compile.nn.functional import check_recipe
 from fp8compile.nn.made_classes import MadeClass
+from fp8compile.nn.not_sharded import warn_if_not_sharded
 from fp8compile.ops.layer.grouped_operands import check_recipe_of_groups
 from fp8compile.quantizers import Recipe
 from fp8compile.recipes import describe
@@ -129,6 +130,17 @@ def _base(plain: type[nn.Module]) -> type[ConvertedModule]:
     return ConvertedLinearLike if host.is_linear else ConvertedExperts
 
 
+def _multiplying(replacement: Callable[..., Any]) -> Callable[..., Any]:
+    """The method that multiplies in FP8, after a look at whether FSDP has what it was to have."""
+
+    @wraps(replacement)
+    def method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        warn_if_not_sharded(self)
+        return replacement(self, *args, **kwargs)
+
+    return method
+
+
 @cache
 def hosted_class(plain: type[nn.Module]) -> type[ConvertedModule]:
     """The class that modules of a class get when they are converted.
@@ -144,7 +156,7 @@ def hosted_class(plain: type[nn.Module]) -> type[ConvertedModule]:
         "__doc__": plain.__doc__,
         "_plain_class": plain,
         "made_by": (hosted_class, plain),
-        host.method: host.replacement,
+        host.method: _multiplying(host.replacement),
     }
     return types.new_class(plain.__name__, (_base(plain), plain), exec_body=lambda space: space.update(names))
 

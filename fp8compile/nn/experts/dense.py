@@ -7,7 +7,6 @@ from torch import Tensor, nn
 
 from fp8compile.nn.experts.host import Host, code_of
 from fp8compile.nn.grouped import grouped_linear
-from fp8compile.nn.not_sharded import warn_if_not_sharded
 
 __all__ = ["DENSE"]
 
@@ -16,7 +15,6 @@ LLAMA4 = ("transformers.models.llama4.modeling_llama4", "Llama4TextExperts.forwa
 
 def _forward(self: nn.Module, hidden_states: Tensor) -> Tensor:
     """(experts * tokens, hidden) to the same shape: the tokens of the first expert, then those of the second."""
-    warn_if_not_sharded(self)
     experts, hidden, _ = self.gate_up_proj.shape
     tokens = hidden_states.view(experts, -1, hidden).shape[1]
     offsets = torch.arange(1, experts + 1, device=hidden_states.device, dtype=torch.int32) * tokens

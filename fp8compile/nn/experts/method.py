@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from fp8compile.nn.experts.host import Host
 from fp8compile.nn.grouped import grouped_mm
-from fp8compile.nn.not_sharded import warn_if_not_sharded
 
 __all__ = ["METHOD"]
 
@@ -27,7 +26,6 @@ def _has_the_method(cls: type[nn.Module]) -> bool:
 
 
 def _grouped_mm(self: nn.Module, *, A: Tensor, B_t: Tensor, offs: Tensor) -> Tensor:
-    warn_if_not_sharded(self)
     return grouped_mm(A, B_t, offs=offs, recipe=self.recipe)
 
 

@@ -18,7 +18,6 @@ from fp8compile.nn.experts.sorted_rows import SortedRows, sorted_rows, summed
 from fp8compile.nn.experts.token_shares import all_shares, own_share
 from fp8compile.nn.found_by_one import noted, tried
 from fp8compile.nn.grouped import grouped_linear
-from fp8compile.nn.not_sharded import warn_if_not_sharded
 from fp8compile.nn.routes import expert_routes
 from fp8compile.ops.check_returned import could_be
 from fp8compile.ops.groups.layout import sizes_of_groups
@@ -29,7 +28,6 @@ DISPATCH = ("transformers.integrations.moe", "use_experts_implementation.<locals
 
 
 def _project(self: nn.Module, x: Tensor, offsets: Tensor, name: str) -> Tensor:
-    warn_if_not_sharded(self)
     weight = local_stack(self, name)
     bias = local_stack(self, f"{name}_bias") if self.has_bias else None
     matrices = weight.transpose(-2, -1) if self.is_transposed else weight
