@@ -23,10 +23,13 @@ class Target:
     Attributes:
         type: "cpu", "cuda" or another device type.
         capability: Compute capability of a GPU, such as (9, 0); (0, 0) for any other device.
+        hip: Version of ROCm, whose GPUs are "cuda" to PyTorch and have capabilities like those of NVIDIA's; None for
+            every other device.
     """
 
     type: str
     capability: tuple[int, int] = (0, 0)
+    hip: str | None = None
 
 
 _PRETENDED: ContextVar[Target | None] = ContextVar("pretended target", default=None)
@@ -37,8 +40,9 @@ def target_of(device: torch.device) -> Target:
     pretended = _PRETENDED.get()
     if pretended is not None:
         return pretended
-    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
-    return Target(device.type, capability)
+    if device.type != "cuda":
+        return Target(device.type)
+    return Target(device.type, torch.cuda.get_device_capability(device), torch.version.hip)
 
 
 @contextmanager

@@ -37,7 +37,8 @@ def _devices() -> list[dict[str, Any]]:
     for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
         major, minor = torch.cuda.get_device_capability(index)
         name = torch.cuda.get_device_name(index)
-        devices.append({"device": f"cuda:{index}", "name": name, "capability": f"{major}.{minor}"})
+        rocm = {} if torch.version.hip is None else {"rocm": torch.version.hip}
+        devices.append({"device": f"cuda:{index}", "name": name, "capability": f"{major}.{minor}", **rocm})
     return devices
 
 
@@ -143,7 +144,7 @@ def _print(findings: dict[str, Any]) -> None:
     for warning in findings["warnings"]:
         print(f"  WARNING: {warning}")
     print("\ndevices")
-    keys = ("device", "name", "capability", "threads")
+    keys = ("device", "name", "capability", "rocm", "threads")
     _print_table([tuple(str(d.get(key, "")) for key in keys) for d in findings["devices"]])
     print("\nrecipes, and how their GEMMs run")
     _print_table([line for row in findings["recipes"] for line in _recipe_lines(row)])

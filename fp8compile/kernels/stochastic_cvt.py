@@ -29,7 +29,7 @@ def rounding_of(quantizer: TwoLevelScaling, target: Target) -> int:
     """
     if quantizer.rounding == "nearest":
         return NEAREST.value
-    by_instruction = quantizer.rounding == "stochastic_hardware" and target.capability[0] == 10
+    by_instruction = quantizer.rounding == "stochastic_hardware" and target.capability[0] == 10 and not target.hip
     return BY_INSTRUCTION.value if by_instruction else BY_HASH.value
 
 

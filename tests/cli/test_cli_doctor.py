@@ -81,7 +81,7 @@ EXPERTS = {
     None: ("group by group",) * 3,
     (8, 9): (NONE, NONE, NONE),
     (9, 0): (GROUPED, "native, blockwise grouped GEMM in Triton", NONE),
-    (10, 0): (GROUPED, NONE, "native, MX grouped GEMM"),
+    (10, 0): (NONE, NONE, "native, MX grouped GEMM"),
 }
 
 

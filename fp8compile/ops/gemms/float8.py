@@ -18,7 +18,7 @@ from fp8compile.ops.gemms.kernel import GemmProblem, Operand
 from fp8compile.quantizers import Quantizer, gemm_kind
 from fp8compile.target import target_of
 
-__all__ = ["ALIGNMENT", "ASK", "float8_kind", "lacks_tensor_cores", "padded", "scaled_mm"]
+__all__ = ["ALIGNMENT", "ASK", "float8_kind", "lacks_nvidia", "lacks_tensor_cores", "padded", "scaled_mm"]
 
 ALIGNMENT = 16  # cuBLASLt: rows of codes are multiples of 16 bytes; Inductor's CPU code: for M = 1 as well
 ASK = "Take a recipe that this GPU has, or ask for emulation in float64 (emulate=True), right and slow."
@@ -30,11 +30,24 @@ def float8_kind(a: Quantizer, b: Quantizer) -> str | None:
     return gemm_kind(a.block, b.block) if is_float8 else None
 
 
+def lacks_nvidia(problem: GemmProblem) -> str | None:
+    """Why a device is no NVIDIA GPU; None if it is. Those of AMD have capabilities that look like NVIDIA's."""
+    target = problem.target
+    if target.type != "cuda":
+        return f"has no FP8 GEMM on device {target.type!r}; it runs on 'cuda' and 'cpu'."
+    if target.hip is not None:
+        return (
+            "has no FP8 or FP4 GEMM on AMD GPUs: those here are made for NVIDIA's. Leave the model in bfloat16, or "
+            "ask for emulation in float64 (emulate=True), right and slow."
+        )
+    return None
+
+
 def lacks_tensor_cores(problem: GemmProblem) -> str | None:
     """Why a device has no tensor cores for float8 codes of these formats; None if it has."""
     target, formats = problem.target, (problem.a.gemm_format(), problem.b.gemm_format())
-    if target.type != "cuda":
-        return f"has no FP8 GEMM on device {target.type!r}; it runs on 'cuda' and 'cpu'."
+    if (lacking := lacks_nvidia(problem)) is not None:
+        return lacking
     if target.capability < (8, 9):
         return (
             "needs a GPU with FP8 tensor cores, compute capability 8.9 or more (L4, RTX 40, H100, B200). Leave the "

@@ -148,6 +148,7 @@ def scaled_grouped_mm(
         _check_strides(each, name)
     over_tokens, is_mx = b.ndim == 2, scale_a.dtype == scale_b.dtype == E8M0
     demand(not is_mx or gpu.major == 10, name, "MX scales from compute capability 10.0 on.")
+    demand(is_mx or gpu.major == 9, name, "scales of rows on compute capability 9.0 only: its kernel traps on others.")
     if over_tokens:
         demand(all(end % ALIGNMENT == 0 for end in offs.tolist()), name, f"groups from multiples of {ALIGNMENT}.")
     demand(

@@ -26,7 +26,10 @@ def lacks_grouped(problem: GemmProblem) -> str | None:
     if (lacking := lacks_tensor_cores(problem)) is not None:
         return lacking
     if problem.target.capability[0] not in (9, 10):
-        return "needs a grouped GEMM, which GPUs of compute capability 9.0 and 10.0 have (H100, H200, B200)."
+        return (
+            "needs a grouped GEMM, which GPUs of compute capability 9.0 and 10.x have (H100, H200, B200). Convert "
+            "linears alone, and leave experts in bfloat16 here."
+        )
     if problem.out_dtype != torch.bfloat16:
         return f"gives bfloat16 only in a grouped GEMM, and {problem.out_dtype} is asked for. Cast x and weight."
     if {problem.a.gemm_format(), problem.b.gemm_format()} != {E4M3}:

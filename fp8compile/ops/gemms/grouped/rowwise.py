@@ -1,6 +1,9 @@
 """The rowwise grouped GEMM: `torch._scaled_grouped_mm` with a scale a row and a column.
 
 It takes tensorwise operands too, whose one scale a group is spread over its rows and columns.
+
+PyTorch's check lets it run on compute capability 10.x, and its kernel is built for 9.0 alone: on others it traps, and
+the process loses its CUDA context. So it is refused there before it is called.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ from torch import Tensor
 from fp8compile.ops.gemms.float8 import ALIGNMENT, float8_kind
 from fp8compile.ops.gemms.grouped.float8 import lacks_grouped, padded_features, scaled_outer, scaled_rows
 from fp8compile.ops.gemms.grouped.kernel import GroupedGemm, GroupedOperand
+from fp8compile.ops.gemms.kernel import GemmProblem
 from fp8compile.ops.groups.layout import alignment, padded_offsets
 from fp8compile.quantizers import GemmConfig, Quantizer
 
@@ -19,6 +23,17 @@ __all__ = ["ROWWISE"]
 
 def _takes(a: Quantizer, b: Quantizer) -> bool:
     return float8_kind(a, b) in ("tensorwise", "rowwise")
+
+
+def _lacks(problem: GemmProblem) -> str | None:
+    if (lacking := lacks_grouped(problem)) is not None:
+        return lacking
+    if problem.target.capability[0] != 9:
+        return (
+            "needs a grouped GEMM with scales of rows, which PyTorch has for compute capability 9.0 alone (H100, "
+            "H200). Take fp8compile.recipes.mxfp8() or nvfp4() for experts here, or leave them in bfloat16."
+        )
+    return None
 
 
 def _feature_scales(operand: GroupedOperand, scale: Tensor, features: int) -> Tensor:
@@ -46,7 +61,7 @@ ROWWISE = GroupedGemm(
     name="rowwise",
     detail="native, rowwise grouped GEMM",
     takes=_takes,
-    lacks=lacks_grouped,
+    lacks=_lacks,
     rows=_rows,
     outer=_outer,
     calls=("_scaled_grouped_mm",),
