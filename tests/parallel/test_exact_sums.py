@@ -124,7 +124,7 @@ def first_difference(name):
 
 @pytest.mark.parametrize("name", ["tensorwise", "rowwise", "blockwise", "delayed"])
 def test_codes_differ_only_behind_a_sum_that_was_rounded_by_rank(ranks, name):
-    """Operands of the step: of gate, up, down of the first block, then what reads the first sum: gate of the second."""
+    """Operands of gate, up and down of the first block, then what reads the first sum: gate of the second."""
     for first, same_values_other_codes, is_near, differs in ranks.run(first_difference, name, within="pair"):
         assert first == 6
         assert same_values_other_codes == []
