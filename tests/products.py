@@ -164,7 +164,7 @@ PAIRS = f"""# Pairs of features
 Written by `tests/products.py pairs`, from `tests/pairs/`. A row is what users put together, a column a recipe. Under
 FSDP a model is trained, and losses and weights are compared, bit for bit, with stock `fully_shard` that gathers values
 and has the same feature; elsewhere outputs and gradients with those of one process. *int8* has a GEMM that another
-library registers; *packed* is a quantizer of another library with two codes a byte, *cuttable* if its `unpacked()` names
+library registers; *packed* is a quantizer of another library with two codes a byte, *cuttable* if `unpacked()` names
 those of a byte each. "four ranks" also has a `MixedPrecisionPolicy` each, in turn.
 
 - *alike*: the same bits. Under tensor and sequence parallelism sums over ranks round nothing there

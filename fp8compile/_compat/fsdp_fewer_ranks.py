@@ -34,6 +34,34 @@ def _is_marked(parameter: Any) -> bool:
     return fewer not in (None, parameter.mesh_info) and hasattr(parameter._sharded_local_tensor, _MARK)
 
 
+def _check_dim(parameter: Any) -> None:
+    """Raise unless rows are what ranks have."""
+    if dim := parameter.fsdp_placement.dim:
+        name = parameter._module_info.param_name
+        raise ValueError(
+            f"reshard_after_forward={parameter.post_forward_mesh_info.shard_mesh_size}: {name} is sharded along dim "
+            f"{dim}, and FSDP2 puts parts together along dim 0 alone. Pass True or False for its module, or leave "
+            "shard_placement_fn out."
+        )
+
+
+def _writes(parameter: Any) -> tuple[int, ...]:
+    """How often a parameter was written to."""
+    local = parameter._sharded_local_tensor
+    edits = getattr(local, "edits", None)
+    return parameter.sharded_param._version, local._version, 0 if edits is None else edits.count
+
+
+def _check_not_written(parameter: Any) -> None:
+    """Raise if what is kept is of values that are no more: FSDP2 forgets it in a backward, and there was none."""
+    if _writes(parameter) != parameter._writes_when_kept:
+        raise RuntimeError(
+            f"reshard_after_forward={parameter.post_forward_mesh_info.shard_mesh_size}: "
+            f"{parameter._module_info.param_name} was written to after a forward that no backward followed, and the "
+            "ranks have kept parts of what it was. Call reshard() of the FSDP modules before you change weights."
+        )
+
+
 @functools.cache
 def _extend() -> None:
     """Have FSDP2's parameters keep and gather parts."""
@@ -42,7 +70,8 @@ def _extend() -> None:
     def to_sharded_post_forward(self: Any) -> None:
         if self.is_dtensor or not _is_marked(self):  # of tensor parallelism FSDP2 takes no parameter here
             return theirs_to_sharded(self)
-        fewer = self.post_forward_mesh_info
+        _check_dim(self)
+        fewer, self._writes_when_kept = self.post_forward_mesh_info, _writes(self)
         # where FSDP2 has the part of a plain tensor, which it frees in the backward
         self._sharded_post_forward_param_data = [
             arrived.chunk(fewer.shard_mesh_size)[fewer.shard_mesh_rank].clone() for arrived in self.all_gather_outputs
@@ -62,6 +91,7 @@ def _extend() -> None:
 
     def all_gather_inputs(self: Any) -> list[torch.Tensor]:
         if self.sharded_state == ShardedState.SHARDED_POST_FORWARD and _is_marked(self):
+            _check_not_written(self)
             return self._sharded_post_forward_param_data
         return theirs_inputs(self)
 

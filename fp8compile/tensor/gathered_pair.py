@@ -7,7 +7,7 @@ The scales of a set that was not gathered are NaN: whatever multiplied its codes
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -64,7 +64,7 @@ class Meaning:
     """What the tensors that arrive mean.
 
     Attributes:
-        sets: What this rank sent.
+        sets: What this rank sent, without the codes.
         ranks: How many there are.
         size: Of the weight that they have together.
         quantizers: Of the codes for the output and of those for grad_input, as they travel.
@@ -76,6 +76,10 @@ class Meaning:
     size: tuple[int, ...]
     quantizers: tuple[Quantizer, Quantizer]
     scale_shapes: tuple[Shapes, Shapes]
+
+    def __post_init__(self) -> None:
+        # it may be kept until the backward, and codes are a byte an element
+        object.__setattr__(self, "sets", tuple(replace(own, codes=own.codes.new_empty(0)) for own in self.sets))
 
 
 def as_sent(local: Tensor, shards: DimSharding) -> Tensor:

@@ -42,30 +42,36 @@ def whole_of(model):
     return {name: each.full_tensor() if hasattr(each, "full_tensor") else each for name, each in state.items()}
 
 
+def save(recipe, folder, hidden):
+    """Train and save, and put down what was saved and what comes of it."""
+    model = made(recipe, "three", 0, hidden)
+    optimizer = f8.MasterWeights(torch.optim.AdamW, model.parameters(), lr=0.02)
+    for _ in range(2):
+        model(batch()).float().square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    dcp.save(get_model_state_dict(model), checkpoint_id=f"{folder}/saved", process_group=GROUPS["three"])
+    y, state = model(batch()).detach(), whole_of(model)
+    if dist.get_rank() == 0:
+        torch.save({"y": y, **state}, f"{folder}/whole.pt")
+
+
 def alike(recipe, row, folder):
     """What differs in the codes, scales and outputs of what was loaded from what was saved, in words."""
     hidden = 144 if "nvfp4" in recipe or "packed" in recipe else 145  # pairs of codes; rows of three ranks are uneven
     recipe = recipe_of(recipe)
-    file = f"{folder}/whole.pt"
-    if GROUPS.get("three") is not None:
-        model = made(recipe, "three", 0, hidden)
-        optimizer = f8.MasterWeights(torch.optim.AdamW, model.parameters(), lr=0.02)
-        for _ in range(2):
-            model(batch()).float().square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        dcp.save(get_model_state_dict(model), checkpoint_id=f"{folder}/saved", process_group=GROUPS["three"])
-        y, state = model(batch()).detach(), whole_of(model)
-        if dist.get_rank() == 0:
-            torch.save({"y": y, **state}, file)
-    dist.barrier()
+    try:
+        if GROUPS.get("three") is not None:
+            save(recipe, folder, hidden)
+    finally:
+        dist.barrier()  # after an error too: the fourth rank waits
     if GROUPS.get(ROWS[row]) is None or (ROWS[row] == "pair" and dist.get_rank() > 1):
         return []
     other = made(recipe, ROWS[row], 5, hidden)
     state = get_model_state_dict(other)
     dcp.load(state, checkpoint_id=f"{folder}/saved", process_group=GROUPS[ROWS[row]])
     set_model_state_dict(other, state)
-    right = torch.load(file)
+    right = torch.load(f"{folder}/whole.pt")
     found = {"y": other(batch()).detach(), **whole_of(other)}
     if found.keys() != right.keys():
         return [f"keys {sorted(found.keys() ^ right.keys())}"]

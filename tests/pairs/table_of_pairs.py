@@ -142,6 +142,7 @@ CHEAP = {
     ("fsdp_float8_all_gather, HSDP: experts, checkpointed", models.FOUR_BITS),
     ("fsdp_float8_all_gather, HSDP: a tied FP8 head", "rowwise"),
     ("fsdp_float8_all_gather, two ranks: a rank without tokens", "int8"),
+    ("fsdp_float8_all_gather, three ranks: a rank without rows", "packed"),
     ("fsdp_float8_all_gather, four ranks: reshard to 2", "nvfp4"),
     ("fsdp_float8_all_gather, four ranks: reshard to 2, checkpointed, offloaded", "mxfp8"),
     ("fsdp_float8_all_gather, four ranks: reshard to 2, checkpointed, offloaded, experts", "rowwise"),
