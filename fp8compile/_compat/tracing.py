@@ -16,6 +16,7 @@ __all__ = [
     "is_fake",
     "is_static",
     "is_traced",
+    "is_traced_as_subgraph",
     "is_transformed",
     "is_unbacked",
     "no_dispatch",
@@ -40,6 +41,14 @@ def nodes_of(tensor: torch.Tensor) -> list[Any]:
     from torch.fx.experimental.proxy_tensor import _get_proxies
 
     return [proxy.node for proxy in _get_proxies(tensor)]
+
+
+def is_traced_as_subgraph() -> bool:
+    """Whether what is being traced is a graph inside of another one, such as a region's."""
+    from torch.fx.experimental import proxy_tensor
+
+    tracer = proxy_tensor._CURRENT_MAKE_FX_TRACER
+    return tracer is not None and tracer.parent_tracer is not None
 
 
 def statically_true(condition: Any) -> bool:

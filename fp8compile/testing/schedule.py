@@ -41,7 +41,7 @@ class ScheduledLaunch:
         name: Of the Triton kernel, or of the operator that is called.
         kind: "triton", "gemm" or "opaque".
         bytes_read: Each buffer once.
-        bytes_written: Each buffer once.
+        bytes_written: Each buffer once, also those that nobody reads.
         made: The buffers that it makes, and the node of the lowered graph whose value each holds. Of a buffer that a
             product asked for, in the layout it wants, no node is known here.
         read: The buffers that it reads; a product's operands in their order.
@@ -61,7 +61,8 @@ class Schedule:
 
     Attributes:
         source: The Python file with Triton kernels and the calls.
-        bytes: Read and written, as Inductor counts: each buffer once a kernel.
+        bytes: Read and written, as Inductor counts: each buffer once a kernel; and what an operator writes that nobody
+            reads.
         launches: In their order.
         sources: Nodes of the graph that was given, by name.
         placed: Buffers that no launch makes as a whole, and the node whose value each holds: one of several results
@@ -182,14 +183,25 @@ def _launch(node: Any, call: dict[str, str]) -> ScheduledLaunch:
     given = [V.graph.name_to_buffer[name] for name in names]
     made = {buffer.get_name(): _node_of(buffer) for buffer in (*(part.node for part in parts), *given)}
     written += sum(_bytes(buffer) for buffer in given)
+    unread = _unread_bytes(node)
     return ScheduledLaunch(
         name=name,
         kind="triton" if call["triton"] else "gemm" if is_product else "opaque",
         bytes_read=total - written,
-        bytes_written=written,
+        bytes_written=written + unread,
         made=made,
         read=tuple(_reads(parts, made)),
     )
+
+
+def _unread_bytes(node: Any) -> int:
+    """Results of an operator that nobody reads: its kernel writes them, and Inductor doesn't count them."""
+    from torch._inductor import ir
+
+    if not isinstance(getattr(node, "node", None), ir.FallbackKernel):
+        return 0
+    made = [each for each in node.node.outputs if isinstance(each, ir.MultiOutput)]
+    return max(0, sum(map(_bytes, made)) - node.get_write_buffer_sizes())
 
 
 def _bytes(buffer: Any) -> int:
@@ -229,6 +241,7 @@ def _schedule(nodes: Sequence[Any], source: str, total: int, sources: dict[str, 
         part.node.get_name(): _node_of(part.node) for node in nodes if node not in called for part in node.get_nodes()
     }
     constants = {**getattr(lowering, "opaque_value_type_classes", {}), **lowering.constants}
+    total += sum(map(_unread_bytes, called))
     return Schedule(
         source, total, _launches(called, source), sources, placed, reason, mutated, constants, lowering.graph
     )

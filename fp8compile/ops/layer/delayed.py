@@ -27,6 +27,7 @@ from fp8compile.ops.layer.linear import (
     GRAD_INPUT,
     GRAD_WEIGHT,
     OUTPUT,
+    for_gradients_of,
     grad_input_fake,
     grad_input_sharding,
     grad_weight_fake,
@@ -289,10 +290,11 @@ def _backward(ctx: Any, grad_output: Tensor, *_: None) -> tuple[Tensor | None, .
     x, weight, repeated = ctx.saved_tensors
     check_repeated_forward(ctx, repeated)
     _update_state_of(ctx, grad_output)
-    grad_x = None if weight is None else delayed_grad_input(grad_output, weight, ctx.used, ctx.recipe)
+    recipe = for_gradients_of(ctx.recipe, x=weight is not None, weight=x is not None)
+    grad_x = None if weight is None else delayed_grad_input(grad_output, weight, ctx.used, recipe)
     return (
         _compat.scattered_like(grad_x, ctx.placements),
-        None if x is None else delayed_grad_weight(grad_output, x, ctx.used, ctx.recipe),
+        None if x is None else delayed_grad_weight(grad_output, x, ctx.used, recipe),
         sum_of_tokens(grad_output) if ctx.needs_input_grad[2] else None,
         None,
         None,

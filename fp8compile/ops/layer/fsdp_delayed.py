@@ -32,7 +32,7 @@ from fp8compile.ops.layer.delayed import (
     update_state,
 )
 from fp8compile.ops.layer.fsdp_linear import fsdp_grad_input, fsdp_grad_weight, fsdp_output
-from fp8compile.ops.layer.linear import OUTPUT, sum_of_tokens
+from fp8compile.ops.layer.linear import OUTPUT, for_gradients_of, sum_of_tokens
 from fp8compile.ops.layer.operands import Operands, Phase
 from fp8compile.ops.layer.register_product import register_product
 from fp8compile.ops.layer.rows import Rows
@@ -181,10 +181,11 @@ def _backward(ctx: Any, grad_output: Tensor, *_: None) -> tuple[Tensor | None, .
     check_repeated_forward(ctx, repeated)
     own = [_compat.replicated(amax_of(grad_output, ctx.recipe.delayed()[2]))]
     of_x, of_weight = ctx.amaxes
-    grad_x = None if shard is None else fsdp_grad_input(grad_output, shard, amax, ctx.used, ctx.rows, ctx.recipe)
+    recipe = for_gradients_of(ctx.recipe, x=shard is not None, weight=x is not None)
+    grad_x = None if shard is None else fsdp_grad_input(grad_output, shard, amax, ctx.used, ctx.rows, recipe)
     return (
         _compat.scattered_like(grad_x, ctx.placements),
-        None if x is None else fsdp_grad_weight(grad_output, x, ctx.used, ctx.dtype, ctx.rows, ctx.recipe),
+        None if x is None else fsdp_grad_weight(grad_output, x, ctx.used, ctx.dtype, ctx.rows, recipe),
         sum_of_tokens(grad_output) if ctx.needs_input_grad[2] else None,
         torch.stack([torch.ones_like(of_x), of_x, *own]) if ctx.needs_input_grad[3] else None,
         of_weight.view(1) if ctx.needs_input_grad[4] else None,

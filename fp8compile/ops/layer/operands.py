@@ -76,10 +76,11 @@ STEPS = {
 
 
 def _cast_in_backward(x: Tensor, multiplier: Tensor, quantizer: Quantizer, *where: Tensor) -> Tensor:
-    """Make codes of a weight's shard in the backward and nowhere else.
+    """Make codes of a weight's shard, or of a weight in a region, in the backward and nowhere else.
 
     The partitioner knows that parameters cost nothing to keep, and makes their codes again. Of tensors inside of a
-    DTensor it doesn't know it (PyTorch 2.13 counts them wrongly), and would keep the codes.
+    DTensor it doesn't know it (PyTorch 2.13 counts them wrongly), and to a region its parameters are activations: it
+    would keep the codes. Elsewhere it is left alone: a mark moves what else it chooses (blockwise: act for its codes).
     """
     codes = cast_again(x, multiplier, quantizer, *where)
     _compat.make_in_backward(codes)
@@ -186,7 +187,7 @@ class Operands:
     def _steps(self, part: LocalShard, slot: str) -> Steps:
         if self.phase is not Phase.BACKWARD:
             return STEPS[self.phase]
-        if slot == GRAD_INPUT.b and part.cuts:
+        if slot == GRAD_INPUT.b and (part.cuts or _compat.is_traced_as_subgraph()):
             return WEIGHT_IN_BACKWARD
         # codes that the forward gathered from other ranks serve the backward too: kept, they are not sent again
         gathers = slot == GRAD_WEIGHT.b and any(cut and cut.dim != part.local.ndim - 1 for cut in part.cuts)

@@ -29,6 +29,7 @@ from fp8compile.ops.layer.linear import (
     GRAD_INPUT,
     GRAD_WEIGHT,
     OUTPUT,
+    for_gradients_of,
     grad_weight_fake,
     linear_samples,
     sample_grad,
@@ -162,8 +163,9 @@ def _fake(x: Tensor, weight: Tensor, bias: Tensor | None, cut: Cut, recipe: Reci
 
 
 def _setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
-    x, weight, _, *ctx.where = inputs
+    x, weight, _, *where, recipe = inputs
     needs_x, needs_weight = ctx.needs_input_grad[:2]
+    ctx.where = (*where, for_gradients_of(recipe, x=needs_x, weight=needs_weight))
     ctx.save_for_backward(x if needs_weight else None, weight if needs_x else None)
 
 
