@@ -78,6 +78,7 @@ from fp8compile._compat.versions import (
     register_constant_type,
     strided_shard,
     traces_no_constant,
+    with_floats_pinned,
 )
 
 __all__ = [
@@ -155,4 +156,5 @@ __all__ = [
     "version_in_eager",
     "when_imported",
     "will_run",
+    "with_floats_pinned",
 ]
