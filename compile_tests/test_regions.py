@@ -308,3 +308,29 @@ def test_code_of_a_gpu_is_not_looked_into_behind_a_region():
     for look in (gpu_kernels, run_gpu_program):
         with pytest.raises(Exception, match=r"the code of regions .* is not looked into"):
             look(model, rows_of(16, 32))
+
+
+class Scaled(nn.Module):
+    """A block with floats: of its own, and a dropout's."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.drop, self.scale = nn.Linear(16, 16), nn.Dropout(0.0), 1.5
+
+    def forward(self, x):
+        return x + self.drop(self.up(x) * self.scale)
+
+
+def test_dynamic_sizes_and_floats_of_blocks():
+    torch._dynamo.reset()
+    model = nn.Sequential(Scaled(), Scaled())
+    before = torch._dynamo.config.specialize_float
+    compiled = f8.compile(model, dynamic=True, backend="aot_eager")
+    for rows in (8, 9, 5):
+        with torch._dynamo.config.patch(error_on_recompile=True):
+            x = torch.randn(rows, 16)
+            assert torch.equal(compiled(x), model(x))
+    for block in model:
+        block.scale = 2.0  # a constant: another graph, and no old number
+    assert torch.equal(compiled(x), model(x))
+    assert torch._dynamo.config.specialize_float == before

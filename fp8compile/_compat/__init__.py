@@ -82,6 +82,7 @@ from fp8compile._compat.versions import (
     root_mesh,
     strided_shard,
     traces_no_constant,
+    with_floats_pinned,
 )
 
 __all__ = [
@@ -164,4 +165,5 @@ __all__ = [
     "version_in_eager",
     "when_imported",
     "will_run",
+    "with_floats_pinned",
 ]

@@ -7,6 +7,7 @@ rowwise CPU GEMM       `torch._scaled_mm` takes a scale a row from 2.13
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -36,6 +37,7 @@ __all__ = [
     "register_constant_type",
     "root_mesh",
     "strided_shard",
+    "with_floats_pinned",
 ]
 
 try:
@@ -92,6 +94,17 @@ def as_region(function: Callable, often: int) -> Callable:
     if TORCH_VERSION < (2, 13):
         return torch.compiler.nested_compile_region(function)
     return torch.compiler.nested_compile_region(function, max_reuse_entries=max(often, 8))
+
+
+def with_floats_pinned(call: Callable) -> Callable:
+    """A compiled callable for which floats are constants: a region can not ask of a symbol if it is below 0."""
+
+    @functools.wraps(call)
+    def pinned(*args: Any, **kwargs: Any) -> Any:
+        with torch._dynamo.config.patch(specialize_float=True):
+            return call(*args, **kwargs)
+
+    return pinned
 
 
 def is_exporting() -> bool:

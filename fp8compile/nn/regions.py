@@ -44,7 +44,9 @@ def compile(
         blocks: Modules of the model that are alike, none inside of another one, such as ``model.model.layers``; ``()``
             for none, which is ``torch.compile``. Default: `repeated_blocks`.
         fullgraph: As for ``torch.compile``, whose default is False.
-        **options: The other options of ``torch.compile``.
+        **options: The other options of ``torch.compile``. With ``dynamic=True`` sizes vary, and floats, such as a
+            module's attributes, are constants: another one compiles another graph, for PyTorch's regions take no
+            float that varies.
 
     Returns:
         What ``torch.compile`` returns.
@@ -64,7 +66,10 @@ def compile(
     for block in chosen:
         if not issubclass(type(block), _Region):
             block.__class__ = _region_class(type(block), alike[type(block)])
-    return torch.compile(model, fullgraph=fullgraph, **options)
+    compiled = torch.compile(model, fullgraph=fullgraph, **options)
+    if chosen and options.get("dynamic"):
+        compiled.forward = _compat.with_floats_pinned(compiled.forward)
+    return compiled
 
 
 def repeated_blocks(model: nn.Module) -> dict[str, nn.Module]:
