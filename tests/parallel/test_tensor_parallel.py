@@ -425,4 +425,5 @@ def test_packed_codes_are_refused_wherever_ranks_would_cut_or_gather_them(ranks)
         assert len(said) == 3
         assert len(set(said)) == 1, said
         assert "packs codes of several values in a byte" in said[0]
-        assert "Quantize and multiply whole tensors with it." in said[0]
+        assert "Let its unpacked() return a quantizer of the same codes, one a byte" in said[0]
+        assert "or quantize and multiply whole tensors with it." in said[0]

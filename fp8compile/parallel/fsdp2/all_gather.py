@@ -182,8 +182,9 @@ def fsdp_float8_all_gather(
     Where forward and backward multiply different codes (``recipes.rowwise``, ``rowwise_bf16_wgrad``, ``mxfp8``, and
     ``nvfp4`` with ``weight_block=(1, 16)``), each pass gathers its own, if FSDP2 frees the weight between the two.
     Where one gather serves both passes, because FSDP2 keeps the weight (``reshard_after_forward=False``, what the root
-    has) or the backward repeats the forward (activation checkpointing), what it brings is ``one_gather``. Other
-    weights are gathered as ever, in ``param_dtype``. ``fp8compile.conversion_report`` says which and why.
+    has, or a number) or the backward repeats the forward (activation checkpointing), what it brings is
+    ``one_gather``. Other weights are gathered as ever, in ``param_dtype``. ``fp8compile.conversion_report`` says which
+    and why.
 
     With delayed scaling (``recipes.delayed``) a gather casts by the multiplier that the layer has by then: that of the
     layer itself, as long as each backward runs before the next forward.
