@@ -69,6 +69,12 @@ REFUSED = (
         ("sequence parallel", "odd"), FOUR, "transforms tokens 16 at a time", "a transform of 16 tokens is not cut"
     ),
     Refusal(
+        ("expert parallel", "compiled"),  # where the layer is traced before rows are sent
+        ("delayed",),
+        "the recipe has delayed scaling",
+        "an expert without tokens has no amax of the steps before",
+    ),
+    Refusal(
         ("expert parallel",),
         ("delayed",),
         "its scale comes from the steps before",
