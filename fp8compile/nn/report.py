@@ -185,6 +185,8 @@ def _weight_rows(
         if (module, name) in own or (reason := _not_linear(uses.kind(module, name), module, name, parameter)) is None:
             continue
         *_, out_features, in_features = parameter.shape
+        if type(module).__name__ == "Conv1D":  # somebody's copy of GPT-2's layer keeps its weight as (in, out)
+            in_features, out_features = out_features, in_features
         rows.append(
             ConversionRow(
                 fqn=f"{fqn}.{name}" if fqn else name,

@@ -13,6 +13,7 @@ from torch import Tensor
 
 import fp8compile as f8
 from fp8compile.nn.experts import cannot_take_experts
+from fp8compile.quantizers import GEMMS
 
 __all__ = ["Grouped", "groups", "groups_are_linears", "groups_are_linears_compiled", "reused_groups"]
 
@@ -132,6 +133,13 @@ def _leaves(inputs: list[Tensor | None]) -> list[Tensor | None]:
     return [None if each is None else each.detach().clone().requires_grad_() for each in inputs]
 
 
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, recipe: f8.Recipe) -> Tensor:
+    """A linear, whose bias in high precision is added to the rounded product, as experts of transformers do."""
+    if bias is None or recipe.quantizers(GEMMS[0]) is not None:
+        return f8.linear(x, weight, bias, recipe=recipe)
+    return f8.linear(x, weight, recipe=recipe) + bias
+
+
 def _by_linears(case: Grouped) -> list[Tensor]:
     """What ``f8.linear`` makes of each group; zeros behind the last one, and of a weight that no row met."""
     *inputs, grad_output = case.tensors()
@@ -144,7 +152,7 @@ def _by_linears(case: Grouped) -> list[Tensor]:
         if not size:
             continue
         leaves = _leaves([x[rows], weight[group], None if bias is None else bias[group]])
-        y = f8.linear(*leaves, recipe=case.recipe)
+        y = _linear(*leaves, case.recipe)
         for whole, part, where in zip(
             kept, _results(y, leaves, grad_output[rows]), (rows, rows, group, group), strict=False
         ):

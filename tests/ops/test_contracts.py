@@ -98,7 +98,7 @@ def test_our_ops_keep_every_contract(name, backends, monkeypatch):
 LAYER = ("linear", "grad_input", "grad_weight")
 OF_ONE_RANK = [f"{kind}_{op}" for kind in ("sharded", "fsdp") for op in LAYER]
 OTHERS = ("scatter_sum", "quantize_weight", "fsdp_amax", "fsdp_gather", "fsdp_reduce", "fsdp_delayed_linear")
-TOKENS = ("fsdp_tokens", "fsdp_amaxes_together")
+TOKENS = ("fsdp_tokens", "fsdp_amaxes_together", "counted")  # of one rank, whose tokens they are
 # where rows of groups are cut is data
 GROUPS = (
     *("routed_rows", "group_amax", "group_cast", "group_quantize", "group_quantize_both", "group_quantize_rows"),

@@ -19,7 +19,11 @@ __all__ = ["counted"]
 
 
 def _kernel(counter: Tensor, more: Tensor) -> Tensor:
-    return counter.clone() if _compat.runs_in_backward() else counter + more
+    return counter.clone(memory_format=torch.contiguous_format) if _compat.runs_in_backward() else _sum(counter, more)
+
+
+def _sum(counter: Tensor, more: Tensor) -> Tensor:
+    return (counter + more).contiguous()
 
 
 def _samples() -> Iterator[tuple]:
@@ -32,7 +36,7 @@ def _samples() -> Iterator[tuple]:
 counted = register_op(
     "fp8compile::counted",
     _kernel,
-    fake=lambda counter, more: torch.empty_like(counter),
+    fake=lambda counter, more: counter.new_empty(counter.shape),
     backward=None,
     decompose=None,  # when it runs decides
     sharding=None,
