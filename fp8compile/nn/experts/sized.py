@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from fp8compile.nn.experts.host import Host, code_of
 from fp8compile.nn.grouped import grouped_linear
+from fp8compile.ops.check_returned import could_be
 
 __all__ = ["SIZED"]
 
@@ -18,6 +19,12 @@ JETMOE = ("transformers.models.jetmoe.modeling_jetmoe", "JetMoeParallelExperts.f
 
 def _forward(self: nn.Module, inputs: Tensor, expert_size: Sequence[int]) -> Tensor:
     """(rows, in_features) to (rows, out_features): the first ``expert_size[0]`` rows are those of the first expert."""
+    rows = sum(expert_size)
+    if not could_be((rows,), inputs.shape[:1]):
+        raise ValueError(
+            f"{type(self).__name__}: expert_size has {rows} rows in all and inputs {inputs.shape[0]}; each row is of "
+            "one expert."
+        )
     ends = torch.tensor(list(accumulate(expert_size)), dtype=torch.int32, device=inputs.device)
     return grouped_linear(inputs, self.weight, ends, recipe=self.recipe)
 
