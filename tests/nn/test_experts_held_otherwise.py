@@ -129,6 +129,13 @@ def test_jetmoe_takes_a_size_for_each_row():
         with pytest.raises(ValueError, match=rf"JetMoeParallelExperts: expert_size has {sum(sizes)} rows in all and"):
             model.experts(torch.randn(22, WIDTH).bfloat16(), sizes)
 
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def counted(x, experts):
+        return model.experts(x, (experts == torch.arange(COUNT).unsqueeze(1)).sum(1).tolist())
+
+    x, experts = torch.randn(22, WIDTH).bfloat16(), torch.tensor([0] * 5 + [2] * 15 + [3] * 2)
+    assert torch.equal(counted(x, experts), model.experts(x, [5, 0, 15, 2]))  # sizes that the graph does not know
+
 
 class Branches(nn.Module):
     """Somebody's experts: stacks of their own, and a method of their own that multiplies."""
