@@ -138,9 +138,10 @@ def graph_fsdp(
 ) -> nn.Module:
     """Shard all parameters of a model over ranks, in place; ``torch.compile(model, fullgraph=True)`` is one graph.
 
-    All that ranks send is in that graph. Weights of ``fp8compile.Linear`` and of experts in FP8 travel as the codes
-    that a pass needs, other parameters in the dtype in which they are used, gradients in ``reduce_dtype``. In compiled
-    code nothing that was gathered is kept for the backward. Numbers are those of ``fully_shard``, bit for bit.
+    All that ranks send is in that graph. Weights of ``fp8compile.Linear`` and 3-D stacks of experts in FP8 travel as
+    the codes that a pass needs; other parameters, those of Conv1D and of DBRX's experts among them, in the dtype in
+    which they are used; gradients in ``reduce_dtype``. In compiled code nothing that was gathered is kept for the
+    backward. Numbers are those of ``fully_shard``, bit for bit.
 
     Parameters become DTensors, ``Shard(0)``, uneven and empty shards too, placed as ``fully_shard`` places them. In a
     forward of the model its modules see whole ones. Each rank keeps its part of the values that it has: give all ranks
