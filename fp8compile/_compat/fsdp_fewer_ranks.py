@@ -35,7 +35,7 @@ def _is_marked(parameter: Any) -> bool:
 
 
 def _check_dim(parameter: Any) -> None:
-    """Raise unless rows are what ranks have."""
+    """Raise unless the parameter is cut along its rows."""
     if dim := parameter.fsdp_placement.dim:
         name = parameter._module_info.param_name
         raise ValueError(
@@ -68,7 +68,7 @@ def _extend() -> None:
     from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, ShardedState
 
     def to_sharded_post_forward(self: Any) -> None:
-        if self.is_dtensor or not _is_marked(self):  # of tensor parallelism FSDP2 takes no parameter here
+        if self.is_dtensor or not _is_marked(self):  # is_dtensor: one of tensor parallelism, which FSDP2 refuses
             return theirs_to_sharded(self)
         _check_dim(self)
         fewer, self._writes_when_kept = self.post_forward_mesh_info, _writes(self)

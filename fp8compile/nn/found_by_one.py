@@ -36,7 +36,7 @@ def tried(function: Callable[..., Any], *args: Any) -> tuple[Any, Exception | No
 
 @contextmanager
 def noted() -> Iterator[None]:
-    """Say of an error inside that other ranks wait."""
+    """Add to an error that is raised inside: other ranks wait for this one."""
     try:
         yield
     except Exception as error:

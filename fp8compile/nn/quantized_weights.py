@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from operator import attrgetter
 
 from torch import Tensor, nn
@@ -81,6 +81,42 @@ def _codes(layer: nn.Module, weight: Tensor) -> Tensor:
     return QuantizedPairParameter.of(weight, *sets)
 
 
+def _check_shared(
+    names: Mapping[nn.Module, str],
+    recipes: Mapping[nn.Module, Recipe],
+    module: nn.Module,
+    weight: Tensor,
+    users: Sequence[nn.Module],
+) -> None:
+    """Raise unless all modules that have this weight take the same codes of it."""
+    name, recipe = names[module] or "the model", recipes[module]
+    others = [names[each] for each in users if each not in recipes]
+    if others:
+        raise ValueError(
+            f"convert: quantized_parameters, and the weight of {name} is also that of {', '.join(others)}, which "
+            "needs its values. Leave that layer out by the filter."
+        )
+    if len(users) > 1 and weight.ndim == 3:
+        raise ValueError(
+            f"convert: quantized_parameters, and {', '.join(names[each] for each in users)} have the "
+            "weights of experts in common. Leave them out by the filter."
+        )
+    if len(users) > 1 and isinstance(recipe.weight, DelayedScaling):
+        raise ValueError(
+            f"convert: quantized_parameters, and several layers share the weight of {name}, each of which has a "
+            "state of delayed scaling of its own. Leave them out by the filter, or take another recipe."
+        )
+    first = users[0]
+    if _slots(recipe) != _slots(recipes[first]):
+        raise ValueError(f"convert: {name} shares its weight with a layer of another recipe. Give them the same.")
+    if _sets_as_it_lies(module, recipe) != _sets_as_it_lies(first, recipe):
+        raise ValueError(
+            f"convert: quantized_parameters, and {name} shares its weight with {names[first]}, of which one keeps it "
+            "as (in_features, out_features) and one as (out_features, in_features), so that their codes differ. Leave "
+            "both out by the filter, or take a recipe whose codes don't, such as fp8compile.recipes.tensorwise()."
+        )
+
+
 def check_weights(model: nn.Module, recipes: Mapping[nn.Module, Recipe]) -> None:
     """Raise unless the weight of each of these layers can become codes of its recipe."""
     names = {module: name for name, module in model.named_modules()}
@@ -104,24 +140,7 @@ def check_weights(model: nn.Module, recipes: Mapping[nn.Module, Recipe]) -> None
                 f"convert: quantized_parameters, and the weight of {name} {reason}. Leave that layer out by the "
                 "filter."
             )
-        others = [names[each] for each in users[weight] if each not in recipes]
-        if others:
-            raise ValueError(
-                f"convert: quantized_parameters, and the weight of {name} is also that of {', '.join(others)}, which "
-                "needs its values. Leave that layer out by the filter."
-            )
-        if len(users[weight]) > 1 and weight.ndim == 3:
-            raise ValueError(
-                f"convert: quantized_parameters, and {', '.join(names[each] for each in users[weight])} have the "
-                "weights of experts in common. Leave them out by the filter."
-            )
-        if len(users[weight]) > 1 and isinstance(recipe.weight, DelayedScaling):
-            raise ValueError(
-                f"convert: quantized_parameters, and several layers share the weight of {name}, each of which has a "
-                "state of delayed scaling of its own. Leave them out by the filter, or take another recipe."
-            )
-        if _slots(recipe) != _slots(recipes[users[weight][0]]):
-            raise ValueError(f"convert: {name} shares its weight with a layer of another recipe. Give them the same.")
+        _check_shared(names, recipes, module, weight, users[weight])
 
 
 def quantize_weights(layers: Iterable[nn.Module], *, keep_initial: bool) -> None:

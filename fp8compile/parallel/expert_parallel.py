@@ -8,7 +8,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from fp8compile.nn.experts.classes import ConvertedExperts
-from fp8compile.nn.experts.hosts import host_of, num_experts, plain_class
+from fp8compile.nn.experts.hosts import holds_no_stacks, host_of, num_experts
 from fp8compile.nn.experts.overflow import counter_of, start_counting
 from fp8compile.nn.experts.placed import DispatchOptions, spread
 from fp8compile.nn.experts.routed import ROUTED
@@ -68,7 +68,12 @@ def _check(module: nn.Module, mesh: DeviceMesh) -> None:
             f"ExpertParallel: given a {type(module).__name__}; it is for experts that fp8compile.convert has "
             "converted. Convert first, and name the module of experts in the plan."
         )
-    if host_of(plain_class(module)) is not ROUTED:
+    if (reason := holds_no_stacks(module)) is not None:
+        raise TypeError(
+            f"ExpertParallel: given a {type(module).__name__}, which {reason}; they alone are spread over ranks. "
+            "Shard it by fully_shard or fp8compile.parallel.graph_fsdp."
+        )
+    if host_of(module) is not ROUTED:
         raise TypeError(
             f"ExpertParallel: given a {type(module).__name__}, which is handed its rows sorted by expert. Send them "
             "where they are sorted, by fp8compile.parallel.expert_routes or the library's own expert parallel."

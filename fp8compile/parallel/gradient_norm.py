@@ -110,8 +110,8 @@ def clip_grad_norm_(
     _check(model, max_norm, norm_type)
     by_place: dict[Place | None, list[nn.Parameter]] = {}
     for parameter in model.parameters():
-        if parameter.requires_grad:  # one without a gradient too: whether it has one may differ between ranks
-            by_place.setdefault(_place(parameter), []).append(parameter)
+        # one without a gradient too: whether it has one may differ between ranks
+        by_place.setdefault(_place(parameter), []).append(parameter)
     grads = [parameter.grad for own in by_place.values() for parameter in own if parameter.grad is not None]
     norms = []
     for place, own in by_place.items():

@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard, parallel
 
 from fp8compile.nn import Linear
+from fp8compile.nn.experts import ConvertedLinearLike
 from fp8compile.nn.placed_weights import place_codes
 from fp8compile.ops import scatter_sum
 
@@ -24,6 +25,11 @@ __all__ = ["ColwiseParallel", "RowwiseParallel"]
 
 
 def _check_linear(style: str, module: nn.Module) -> None:
+    if isinstance(module, ConvertedLinearLike):
+        raise TypeError(
+            f"{style}: given a {type(module).__name__}, a linear of a class of its own, which tensor parallelism has "
+            "no style for. Put a nn.Linear with the same weight in its place before fp8compile.convert."
+        )
     if not isinstance(module, Linear):
         raise TypeError(
             f"{style}: given a {type(module).__name__}; it is for fp8compile.Linear, which fp8compile.convert makes. "

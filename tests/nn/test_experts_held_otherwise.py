@@ -123,6 +123,20 @@ def test_experts_of_jetmoe_are_grouped_linears(name, assert_bits_equal):
 # ---------------------------------------------------------------------------------- registered by others
 
 
+def test_jetmoe_takes_a_size_for_each_row():
+    model = f8.convert(drawn(JetMoeParallelExperts(COUNT, WIDTH, INNER)), f8.recipes.rowwise(), **EVERY)
+    for sizes in ([5, 0, 15, 1], [5, 0, 15, 3]):
+        with pytest.raises(ValueError, match=rf"JetMoeParallelExperts: expert_size has {sum(sizes)} rows in all and"):
+            model.experts(torch.randn(22, WIDTH).bfloat16(), sizes)
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def counted(x, experts):
+        return model.experts(x, (experts == torch.arange(COUNT).unsqueeze(1)).sum(1).tolist())
+
+    x, experts = torch.randn(22, WIDTH).bfloat16(), torch.tensor([0] * 5 + [2] * 15 + [3] * 2)
+    assert torch.equal(counted(x, experts), model.experts(x, [5, 0, 15, 2]))  # sizes that the graph does not know
+
+
 class Branches(nn.Module):
     """Somebody's experts: stacks of their own, and a method of their own that multiplies."""
 
@@ -146,9 +160,9 @@ def mix(self, rows, ends):
 @pytest.fixture
 def registry(monkeypatch):
     monkeypatch.setattr(hosts, "HOSTS", list(hosts.HOSTS))
-    hosts.host_of.cache_clear()
+    hosts.host_of_class.cache_clear()
     yield
-    hosts.host_of.cache_clear()
+    hosts.host_of_class.cache_clear()
 
 
 @pytest.mark.parametrize("quantized", [False, True])

@@ -72,6 +72,21 @@ def test_weights_that_are_codes(name):
     assert all(torch.equal(bits(a), bits(b)) for a, b in zip(trained_once(conv)[:2], found[0][:2], strict=True))
 
 
+def tied(recipe, **options):
+    """A Conv1D and a linear that have one weight, each as it keeps it."""
+    torch.manual_seed(0)
+    model = nn.Sequential(Conv1D(64, 64), nn.Linear(64, 64)).bfloat16()
+    model[1].weight = model[0].weight
+    return f8.convert(model, recipe, **EVERY, **options)
+
+
+def test_codes_of_a_weight_that_a_linear_keeps_the_other_way():
+    x = torch.randn(8, 64).bfloat16()
+    assert torch.equal(tied(f8.recipes.tensorwise(), quantized_parameters=True)(x), tied(f8.recipes.tensorwise())(x))
+    with pytest.raises(ValueError, match=r"1 shares its weight with 0, of which one keeps it as \(in_features, out"):
+        tied(f8.recipes.rowwise(), quantized_parameters=True)
+
+
 def test_all_of_gpt2_is_in_fp8():
     """3.7 % of the operations of its products were, when Conv1D was left out."""
     config = transformers.GPT2Config(vocab_size=64, n_embd=32, n_layer=1, n_head=2, n_positions=16, bos_token_id=0)
@@ -134,9 +149,9 @@ class Scaled(Projection):
 @pytest.fixture
 def registered(monkeypatch):
     monkeypatch.setattr(hosts, "HOSTS", list(hosts.HOSTS))
-    hosts.host_of.cache_clear()
+    hosts.host_of_class.cache_clear()
     yield f8.library.register_linear_like(Projection)
-    hosts.host_of.cache_clear()
+    hosts.host_of_class.cache_clear()
 
 
 def test_a_registered_class_is_converted_and_a_subclass_with_its_own_forward_is_not(registered):
@@ -149,6 +164,43 @@ def test_a_registered_class_is_converted_and_a_subclass_with_its_own_forward_is_
     x = torch.randn(8, 32).bfloat16()
     assert torch.equal(model[0](x), f8.linear(x, model[0].weight, recipe=f8.recipes.rowwise()))
     assert "recipe=rowwise" in repr(model[0])
+
+
+def test_the_last_registration_counts_from_the_next_convert_on(registered):
+    torch.manual_seed(0)
+    recipe, x = f8.recipes.rowwise(), torch.randn(8, 32).bfloat16()
+    old, new = (nn.Sequential(registered()).bfloat16() for _ in range(2))
+    for model in (old, new):
+        model[0].weight = nn.Parameter(torch.randn(32, 32).bfloat16())
+    before = f8.convert(old, recipe, **EVERY)(x)
+    f8.library.register_linear_like(registered, is_transposed=True)
+    f8.convert(new, recipe, **EVERY)
+    assert torch.equal(new(x), f8.linear(x, new[0].weight.t(), recipe=recipe))
+    assert torch.equal(old(x), before)
+    assert type(f8.revert(old)[0]) is registered
+
+
+class Kernel(nn.Module):
+    """No linear, whatever its registration says."""
+
+    def __init__(self, **parameters):
+        super().__init__()
+        for name, shape in parameters.items():
+            setattr(self, name, nn.Parameter(torch.randn(shape)))
+
+    def forward(self, x):
+        raise AssertionError("it has no weight")
+
+
+def test_registered_modules_that_are_no_linears(registered):
+    f8.library.register_linear_like(Kernel)
+    for function in (f8.conversion_report, lambda model: f8.convert(model, f8.recipes.rowwise())):
+        with pytest.raises(TypeError, match="Kernel is registered as a linear by another name, and has no weight"):
+            function(nn.Sequential(Kernel(kernel=(32, 32))))
+    model = f8.convert(nn.Sequential(Kernel(weight=(2, 32, 32)), nn.Linear(32, 32)), f8.recipes.rowwise(), **EVERY)
+    rows = f8.conversion_report(model).rows
+    assert [row.converted for row in rows if row.fqn in "01"] == [False, True]
+    assert rows[0].reason == "its weight has 3 dims; that of a linear has 2"
 
 
 @pytest.mark.parametrize(

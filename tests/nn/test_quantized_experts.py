@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 
 import fp8compile as f8
 from fp8compile.nn.codes_in_state import codes_and_scales
-from fp8compile.nn.experts import hosted_class
+from fp8compile.nn.experts.classes import class_by
 from fp8compile.tensor import QuantizedStackParameter
 from fp8compile.testing.bits import difference
 
@@ -244,7 +244,7 @@ def test_checkpoints_of_pytorch_reach_each_key_of_a_state_dict(kind, recipe):
     assert [name for name in own if difference(own[name], loaded[name])] == []
     assert [name for name in own if difference(own[name], state[name])] == []
 
-    hosted_class.cache_clear()  # as in another process, which has no such class yet
+    class_by.cache_clear()  # as in another process, which has no such class yet
     copied = pickle.loads(pickle.dumps(model.blocks[0].experts))
     for name, part in model.blocks[0].experts.state_dict().items():
         assert difference(getattr(copied, name), part) is None

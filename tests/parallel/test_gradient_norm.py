@@ -59,6 +59,14 @@ def test_plain_gradients_are_clipped_as_pytorch_does(norm_type, dtype, foreach):
         assert (mine.grad is theirs.grad is None) or difference(mine.grad, theirs.grad) is None
 
 
+def test_a_gradient_of_a_frozen_parameter_is_clipped_too():
+    one, other = (with_gradients(models.Model(32, 48)) for _ in range(2))
+    one.embed.weight.requires_grad = False
+    expected = nn.utils.clip_grad_norm_(other.parameters(), 0.5)
+    assert difference(parallel.clip_grad_norm_(one, 0.5), expected) is None
+    assert difference(one.embed.weight.grad, other.embed.weight.grad) is None
+
+
 def test_norms_that_are_none_are_refused():
     model = with_gradients(nn.Linear(4, 4), scale=math.inf)
     assert not parallel.clip_grad_norm_(model, 1.0).isfinite()

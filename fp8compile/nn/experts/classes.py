@@ -13,7 +13,8 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from fp8compile._compat import is_sharded_class
 from fp8compile.nn.codes_in_state import CodesInState
-from fp8compile.nn.experts.hosts import host_of, is_experts, layout_of, plain_class
+from fp8compile.nn.experts.host import Host
+from fp8compile.nn.experts.hosts import host_of, host_of_class, is_experts, layout_of
 from fp8compile.nn.experts.overflow import NAME, place_counter
 from fp8compile.nn.experts.placed import DispatchOptions
 from fp8compile.nn.functional import check_recipe
@@ -49,6 +50,7 @@ class ConvertedModule(CodesInState, MadeClass):
     """
 
     _plain_class: ClassVar[type[nn.Module]]  # what `revert` makes of it
+    _host: ClassVar[Host]  # by which it was converted
     _recipe: Recipe
 
     @staticmethod
@@ -124,12 +126,6 @@ class ConvertedLinearLike(ConvertedModule):
 OWN_NAMES = frozenset({"recipe", "_recipe", "dispatch_options", NAME, "is_quantized", "check_takes"})
 
 
-def _base(plain: type[nn.Module]) -> type[ConvertedModule]:
-    host = host_of(plain)
-    assert host is not None
-    return ConvertedLinearLike if host.is_linear else ConvertedExperts
-
-
 def _multiplying(replacement: Callable[..., Any]) -> Callable[..., Any]:
     """The method that multiplies in FP8, after a look at whether FSDP has what it was to have."""
 
@@ -141,24 +137,31 @@ def _multiplying(replacement: Callable[..., Any]) -> Callable[..., Any]:
     return method
 
 
-@cache
 def hosted_class(plain: type[nn.Module]) -> type[ConvertedModule]:
     """The class that modules of a class get when they are converted.
 
     Args:
         plain: A class that a host takes.
     """
-    host = host_of(plain)
+    host = host_of_class(plain)
     assert host is not None
+    return class_by(host, plain)
+
+
+@cache
+def class_by(host: Host, plain: type[nn.Module]) -> type[ConvertedModule]:
+    """A class by one host: one that was registered later makes another of the same plain class."""
+    base = ConvertedLinearLike if host.is_linear else ConvertedExperts
     names = {
         "__module__": __name__,
         "__qualname__": plain.__qualname__,
         "__doc__": plain.__doc__,
         "_plain_class": plain,
+        "_host": host,
         "made_by": (hosted_class, plain),
         host.method: _multiplying(host.replacement),
     }
-    return types.new_class(plain.__name__, (_base(plain), plain), exec_body=lambda space: space.update(names))
+    return types.new_class(plain.__name__, (base, plain), exec_body=lambda space: space.update(names))
 
 
 experts_class = hosted_class  # the name in modules that were pickled before there were other hosts
@@ -166,7 +169,7 @@ experts_class = hosted_class  # the name in modules that were pickled before the
 
 def _bypassed(module: nn.Module) -> str | None:
     """The method kept on the instance that would run whatever the class becomes, or None."""
-    host = host_of(plain_class(module))
+    host = host_of(module)
     return host.method if host is not None and host.method in vars(module) else None
 
 
@@ -186,6 +189,8 @@ def cannot_convert_hosted(module: nn.Module) -> str | None:
             return f"its {name} has no shape before the first call; call the model, then convert"
         if has_codes(weight) or not_dense(weight) is not None:
             return f"its {name} is no dense tensor; FP8 layers take one and quantize it themselves"
+        if weight.ndim != 2 and not is_experts(module):
+            return f"its {name} has {weight.ndim} dims; that of a linear has 2"
         if weight.dtype not in SOURCE_DTYPES:
             return f"its {name} is {weight.dtype}; FP8 layers take bfloat16, float16, float32"
     return None

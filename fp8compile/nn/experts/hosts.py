@@ -18,13 +18,13 @@ __all__ = [
     "add_host",
     "holds_no_stacks",
     "host_of",
+    "host_of_class",
     "is_experts",
     "is_hosted",
     "is_transposed",
     "layout_of",
     "method_that_multiplies",
     "num_experts",
-    "plain_class",
     "stacks",
 ]
 
@@ -32,7 +32,7 @@ HOSTS = [ROUTED, DENSE, DBRX, SIZED, METHOD, CONV1D]
 
 
 @cache
-def host_of(plain: type[nn.Module]) -> Host | None:
+def host_of_class(plain: type[nn.Module]) -> Host | None:
     """In whose way a class is written; None if convert knows of none."""
     return next((host for host in HOSTS if host.takes(plain)), None)
 
@@ -40,17 +40,17 @@ def host_of(plain: type[nn.Module]) -> Host | None:
 def add_host(host: Host) -> None:
     """Let convert know another way to write modules; it is asked before those that are known."""
     HOSTS.insert(0, host)
-    host_of.cache_clear()
+    host_of_class.cache_clear()
 
 
-def plain_class(module: nn.Module) -> type[nn.Module]:
-    """The class of a module as it was before it was converted."""
-    return getattr(type(module), "_plain_class", type(module))
+def host_of(module: nn.Module) -> Host | None:
+    """In whose way a module is written; of a converted one, by which it was converted, whatever came later."""
+    return getattr(type(module), "_host", None) or host_of_class(type(module))
 
 
 def is_hosted(module: nn.Module) -> bool:
     """Whether a module, converted or not, is one that convert knows by its host."""
-    host = host_of(plain_class(module))
+    host = host_of(module)
     return host is not None and (host.layout is not None or bool(own_stacks(module)))
 
 
@@ -60,14 +60,14 @@ def is_experts(module: nn.Module) -> bool:
 
 
 def _host(module: nn.Module) -> Host:
-    host = host_of(plain_class(module))
+    host = host_of(module)
     assert host is not None
     return host
 
 
 def holds_no_stacks(module: nn.Module) -> str | None:
     """Why the weights of experts can be no codes outside of a product, for FSDP or as parameters; or None."""
-    host = host_of(plain_class(module))
+    host = host_of(module)
     if host is None or host.layout is None or host.is_linear:
         return None
     return "holds its experts in no 3-D parameters of its own, (experts, out_features, in_features)"
@@ -80,7 +80,7 @@ def stacks(module: nn.Module) -> dict[str, nn.Parameter]:
 
 def is_transposed(module: nn.Module) -> bool:
     """Whether a module keeps its matrices as (in_features, out_features)."""
-    host = host_of(plain_class(module))
+    host = host_of(module)
     return host is not None and host.is_transposed(module)
 
 

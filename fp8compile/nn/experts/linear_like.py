@@ -22,7 +22,12 @@ def linear_host(takes: Callable[[type[nn.Module]], bool], *, is_transposed: bool
     """A class whose forward is ``x @ weight.T + bias`` and nothing else; transposed, ``x @ weight + bias``."""
 
     def layout(module: nn.Module) -> Layout:
-        weight = module.weight
+        weight = getattr(module, "weight", None)
+        if not isinstance(weight, Tensor):
+            raise TypeError(
+                f"convert: {type(module).__name__} is registered as a linear by another name, and has no weight, the "
+                "parameter that such a module multiplies by."
+            )
         size = tuple(weight.shape) if not is_lazy(weight) and weight.ndim == 2 else (0, 0)
         return Layout(weights={"weight": weight}, matrices=(size[::-1] if is_transposed else size,))
 

@@ -18,6 +18,12 @@ JETMOE = ("transformers.models.jetmoe.modeling_jetmoe", "JetMoeParallelExperts.f
 
 def _forward(self: nn.Module, inputs: Tensor, expert_size: Sequence[int]) -> Tensor:
     """(rows, in_features) to (rows, out_features): the first ``expert_size[0]`` rows are those of the first expert."""
+    rows = sum(expert_size)
+    if not torch.compiler.is_compiling() and rows != inputs.shape[0]:  # a graph knows no sizes
+        raise ValueError(
+            f"{type(self).__name__}: expert_size has {rows} rows in all and inputs {inputs.shape[0]}; each row is of "
+            "one expert."
+        )
     ends = torch.tensor(list(accumulate(expert_size)), dtype=torch.int32, device=inputs.device)
     return grouped_linear(inputs, self.weight, ends, recipe=self.recipe)
 

@@ -229,8 +229,9 @@ def fsdp_float8_all_gather(
     if not chosen and not pairs:
         raise ValueError(
             "fsdp_float8_all_gather: no weight of this model can be gathered as codes, for "
-            f"{'; '.join(dict.fromkeys(reason for reason in reasons.values() if reason))}. Take another recipe, such "
-            "as recipes.rowwise or tensorwise, or fp8compile.parallel.graph_fsdp, which gathers codes for every one."
+            f"{'; '.join(dict.fromkeys(reason for reason in reasons.values() if reason))}. Where it is the recipe, "
+            "take another, such as recipes.rowwise or tensorwise, or fp8compile.parallel.graph_fsdp, which gathers "
+            "codes of each fp8compile.Linear; else leave fsdp_float8_all_gather out: fully_shard gathers the weights."
         )
     gathers = {
         weight.parameter: Gathers(one_gather, checkpointed)

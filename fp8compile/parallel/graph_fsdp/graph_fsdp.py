@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from fp8compile import _compat
 from fp8compile.nn import Linear
+from fp8compile.nn.candidates import is_converted, weight_names
 from fp8compile.nn.experts import ConvertedExperts, stacks
 from fp8compile.nn.users_of_parameters import users_of_parameters
 from fp8compile.parallel.expert_gradients import check_meshes
@@ -103,6 +104,11 @@ def _stacks_of_whole_experts(module: nn.Module, state: Sharded) -> frozenset[str
     return frozenset(name for name in sharded if is_cut_by_experts(state.where[name].shared))
 
 
+def _reads_children(module: nn.Module) -> bool:
+    """Whether a module multiplies by parameters of its children, whose own forwards do not run."""
+    return is_converted(module) and any("." in name for name in weight_names(module))
+
+
 def _gathers_codes(module: nn.Module, users: dict[nn.Parameter, list[nn.Module]]) -> bool:
     """Whether ops gather the weight of a module, as codes: it and all others that have the weight are FP8 layers."""
     weight = module._parameters.get("weight") if isinstance(module, Linear) else None
@@ -132,9 +138,10 @@ def graph_fsdp(
 ) -> nn.Module:
     """Shard all parameters of a model over ranks, in place; ``torch.compile(model, fullgraph=True)`` is one graph.
 
-    All that ranks send is in that graph. Weights of ``fp8compile.Linear`` and of experts in FP8 travel as the codes
-    that a pass needs, other parameters in the dtype in which they are used, gradients in ``reduce_dtype``. In compiled
-    code nothing that was gathered is kept for the backward. Numbers are those of ``fully_shard``, bit for bit.
+    All that ranks send is in that graph. Weights of ``fp8compile.Linear`` and 3-D stacks of experts in FP8 travel as
+    the codes that a pass needs; other parameters, those of Conv1D and of DBRX's experts among them, in the dtype in
+    which they are used; gradients in ``reduce_dtype``. In compiled code nothing that was gathered is kept for the
+    backward. Numbers are those of ``fully_shard``, bit for bit.
 
     Parameters become DTensors, ``Shard(0)``, uneven and empty shards too, placed as ``fully_shard`` places them. In a
     forward of the model its modules see whole ones. Each rank keeps its part of the values that it has: give all ranks
@@ -173,7 +180,7 @@ def graph_fsdp(
             if parameter not in done:  # tied ones stay tied
                 done[parameter] = shard_parameter(parameter, mesh, mp_policy)
             setattr(module, name, done[parameter][0])
-        if not own and module is not model:
+        if not own and module is not model and not _reads_children(module):
             continue
         state = Sharded(forward, {name: done[parameter][1] for name, parameter in own.items()})
         if isinstance(module, ConvertedExperts):
