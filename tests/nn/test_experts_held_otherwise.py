@@ -196,3 +196,23 @@ def test_without_a_registration_the_report_lists_what_they_hold():
 def test_what_can_not_be_registered(cls, options, text):
     with pytest.raises(TypeError, match=text):
         f8.library.register_experts(cls, **options)
+
+
+# ---------------------------------------------------------------------------------- which experts
+
+
+@pytest.mark.parametrize("wrong", [-1, COUNT + 1])
+def test_an_index_of_no_expert_raises(wrong):
+    """-1 was multiplied by the first expert, and an index behind the last one gave zeros."""
+    model = f8.convert(dbrx(), f8.recipes.rowwise(), **EVERY)
+    x, index, weights = given()
+    index[3, 0] = wrong
+    with pytest.raises(ValueError, match=rf"numbers from .* to .*; an index is 0 to {COUNT - 1}, or {COUNT} for"):
+        model.experts(x, index, weights)
+
+
+def test_an_index_behind_the_last_expert_is_one_of_another_rank():
+    model = f8.convert(dbrx(), f8.recipes.rowwise(), **EVERY)
+    x, index, weights = given()
+    index[3] = COUNT
+    assert model.experts(x, index, weights)[3].eq(0).all()

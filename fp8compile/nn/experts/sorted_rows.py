@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from fp8compile import _compat
 from fp8compile.ops.groups.routed_rows import routed_rows
 from fp8compile.quantizers import Recipe
 
@@ -33,6 +34,16 @@ class SortedRows(NamedTuple):
     shape: tuple[int, int]
 
 
+def _check_index(index: Tensor, num_experts: int) -> None:
+    """Raise unless each index is an expert's, or the one behind the last: of an expert that is elsewhere."""
+    is_right = ((index >= 0) & (index <= num_experts)).all()
+    rule = f"an index is 0 to {num_experts - 1}, or {num_experts} for an expert of another rank"
+    if index.device.type != "cpu":
+        torch._assert_async(is_right, f"top_k_index: {rule}.")
+    elif not is_right:
+        raise ValueError(f"top_k_index has numbers from {index.min()} to {index.max()}; {rule}.")
+
+
 def sorted_rows(
     hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, *, num_experts: int, recipe: Recipe
 ) -> SortedRows:
@@ -47,7 +58,12 @@ def sorted_rows(
         top_k_weights: (tokens, top_k): what each result is multiplied by.
         num_experts: Those that this rank has.
         recipe: By which rows are multiplied.
+
+    Raises:
+        ValueError: In eager mode, an index is that of no expert; on a GPU an assertion on the device.
     """
+    if not (torch.compiler.is_compiling() or _compat.is_traced(top_k_index)):  # data, which no graph looks at
+        _check_index(top_k_index, num_experts)
     # stable, so that rows of an expert are in one order wherever this runs: blocks along tokens depend on it
     experts, pairs = torch.sort(top_k_index.reshape(-1), stable=True)
     every = torch.arange(num_experts, device=experts.device, dtype=experts.dtype)
