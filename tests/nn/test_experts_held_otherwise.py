@@ -12,6 +12,7 @@ from transformers.models.dbrx.modeling_dbrx import DbrxExperts
 from transformers.models.jetmoe.modeling_jetmoe import JetMoeParallelExperts
 
 import fp8compile as f8
+from fp8compile._compat import TORCH_VERSION
 from fp8compile.nn.experts import hosts
 
 EVERY = {"filter": lambda *_: True}
@@ -94,9 +95,15 @@ def test_the_report_has_one_row_for_experts_of_dbrx():
 NO_STACKS = r"holds its experts in no 3-D parameters of its own, \(experts, out_features, in_features\)"
 
 
-def test_what_needs_stacks_says_so():
+def test_quantized_parameters_need_stacks():
     with pytest.raises(ValueError, match=f"quantized_parameters, and experts {NO_STACKS}"):
         f8.convert(dbrx(), f8.recipes.rowwise(), quantized_parameters=True, **EVERY)
+
+
+@pytest.mark.skipif(
+    TORCH_VERSION < (2, 12), reason=f"a group as a part of a tensor needs PyTorch 2.12, this is {torch.__version__}"
+)
+def test_a_gather_of_codes_needs_stacks():
     model = f8.convert(nn.ModuleList([dbrx(), nn.Linear(32, 32)]), f8.recipes.rowwise(), **EVERY)
     f8.parallel.fsdp_float8_all_gather(model)
     experts, dense = f8.conversion_report(model).rows
