@@ -161,15 +161,16 @@ NOTES = "\n".join(f"{index}. {reason}" for index, reason in enumerate(pairs.REAS
 ELSE = "\n".join(f"- {row}, {column}: {reason}." for (row, column), reason in pairs.OTHERWISE.items())
 PAIRS = f"""# Pairs of features
 
-Written by `tests/products.py pairs`, from `tests/pairs/`. A row is what users put together, a column a recipe. Under
-FSDP a model is trained, and losses and weights are compared, bit for bit, with stock `fully_shard` that gathers values
-and has the same feature; elsewhere outputs and gradients with those of one process. *int8* has a GEMM that another
-library registers; *packed* is a quantizer of another library with two codes a byte, *cuttable* if `unpacked()` names
-those of a byte each. "four ranks" also has a `MixedPrecisionPolicy` each, in turn.
+Written by `tests/products.py pairs`, from `tests/pairs/`. A row is what users put together, a
+column a recipe. Under FSDP a model is trained, and losses and weights are compared, bit for bit,
+with stock `fully_shard` that gathers values and has the same feature; elsewhere outputs and
+gradients with those of one process. *int8* has a GEMM that another library registers; *packed* is a
+quantizer of another library with two codes a byte, *cuttable* if `unpacked()` names those of a byte
+each. "four ranks" also has a `MixedPrecisionPolicy` each, in turn.
 
 - *alike*: the same bits. Under tensor and sequence parallelism sums over ranks round nothing there
-  (`tests/helpers/exact_sums.py`); recipes that have no such sums are within 2**-16 of an output's norm, and have the
-  same bits with checkpointing as without.
+  (`tests/helpers/exact_sums.py`); recipes that have no such sums are within 2**-16 of an output's
+  norm, and have the same bits with checkpointing as without.
 - *refused (n)*: an error says what to do, for the reason n.
 - *not run*: the run ended before.
 

@@ -46,6 +46,7 @@ from fp8compile._compat.partitioner import (
 from fp8compile._compat.prologues import TileKernel, TileLaunch, register_tile_kernel
 from fp8compile._compat.row_groups import lower_largest_of_sums
 from fp8compile._compat.tracing import (
+    assert_on_device,
     constant_when_traced,
     guard_or_false,
     is_fake,
@@ -87,6 +88,7 @@ from fp8compile._compat.versions import (
 
 __all__ = [
     "asks_a_constant",
+    "assert_on_device",
     "traces_no_constant",
     "KNOWN_VERSIONS",
     "has_groups",

@@ -10,6 +10,7 @@ import torch
 from torch.autograd import forward_ad
 
 __all__ = [
+    "assert_on_device",
     "new_dynamic_size",
     "constant_when_traced",
     "guard_or_false",
@@ -49,6 +50,11 @@ def is_traced_as_subgraph() -> bool:
 
     tracer = proxy_tensor._CURRENT_MAKE_FX_TRACER
     return tracer is not None and tracer.parent_tracer is not None
+
+
+def assert_on_device(condition: torch.Tensor, text: str) -> None:
+    """Stop the device where a condition is false, without the host waiting for it; in a graph, a node of it."""
+    torch.ops.aten._assert_async.msg(condition, text)
 
 
 def statically_true(condition: Any) -> bool:

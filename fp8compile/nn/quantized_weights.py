@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from fp8compile._compat import allow_group_in_subclass, is_dtensor, is_fsdp, local_itself
 from fp8compile.nn.candidates import weight_names
-from fp8compile.nn.experts import holds_no_stacks, is_transposed
+from fp8compile.nn.experts import as_it_lies, holds_no_stacks
 from fp8compile.nn.placed_weights import not_placed, of_sets, quantized_part, unwritten
 from fp8compile.nn.users_of_parameters import users_of_parameters
 from fp8compile.quantizers import DelayedScaling, Quantizer, Recipe
@@ -64,8 +64,8 @@ def _sets(recipe: Recipe) -> tuple[Quantizer, ...]:
 
 
 def _sets_as_it_lies(layer: nn.Module, recipe: Recipe) -> tuple[Quantizer, ...]:
-    """What makes the codes of a layer's weight as it lies in memory, which may be transposed."""
-    return tuple(each.transposed() for each in _sets(recipe)) if is_transposed(layer) else _sets(recipe)
+    """The quantizers that make the codes of a layer's weight, in the order that memory has."""
+    return tuple(as_it_lies(layer, each) for each in _sets(recipe))
 
 
 def _codes(layer: nn.Module, weight: Tensor) -> Tensor:

@@ -87,7 +87,7 @@ def check_meshes(
         function: In whose name.
         model: Not sharded yet.
         ignored: Parameters that FSDP leaves alone.
-        mesh: Of FSDP; None: not known, and each that there can be has ranks of the experts.
+        mesh: The mesh that FSDP shards over; None: it is not known yet.
     """
 
     def overlaps(parameter: nn.Parameter) -> bool:

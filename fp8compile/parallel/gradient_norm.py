@@ -97,7 +97,7 @@ def clip_grad_norm_(
         max_norm: The largest norm that gradients may have.
         norm_type: Above 0; ``float("inf")`` is the largest magnitude.
         error_if_nonfinite: Whether a norm that is infinite or NaN raises; else gradients are scaled by it.
-        foreach: As PyTorch's function takes it.
+        foreach: Whether one kernel takes many gradients; None lets PyTorch choose, as in its function.
 
     Returns:
         The norm before, (), on all ranks the same, in the dtype that gradients have.

@@ -28,7 +28,17 @@ from fp8compile.tensor.agreement import check_agreement
 from fp8compile.tensor.arguments import SOURCE_DTYPES, checked_sizes, not_dense, own_sizes, shown
 from fp8compile.tensor.attributes import attributes_of_others, in_place_of, moved
 from fp8compile.tensor.fsdp import as_it_travels, as_pair_travels, sharded_dims, sharding_of, share_scale_of_part
-from fp8compile.tensor.gathered_pair import Meaning, OwnCodes, OwnScale, as_sent, fill, made_of, room_for, sent_of
+from fp8compile.tensor.gathered_pair import (
+    Meaning,
+    OwnCodes,
+    OwnScale,
+    as_sent,
+    fill,
+    made_of,
+    room_for,
+    sent_of,
+    without_codes,
+)
 from fp8compile.tensor.gathers import BOTH, GATHERED, OWN, PLAIN, Gathers
 from fp8compile.tensor.grouped_layer import is_stack
 from fp8compile.tensor.layer import check_serves, unserved
@@ -87,4 +97,5 @@ __all__ = [
     "shown",
     "stand_for",
     "unserved",
+    "without_codes",
 ]

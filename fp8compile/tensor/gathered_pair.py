@@ -77,9 +77,10 @@ class Meaning:
     quantizers: tuple[Quantizer, Quantizer]
     scale_shapes: tuple[Shapes, Shapes]
 
-    def __post_init__(self) -> None:
-        # it may be kept until the backward, and codes are a byte an element
-        object.__setattr__(self, "sets", tuple(replace(own, codes=own.codes.new_empty(0)) for own in self.sets))
+
+def without_codes(sets: Iterable[OwnCodes]) -> tuple[OwnCodes, ...]:
+    """What a rank sent, without the codes: it may be kept until the backward, and codes are a byte an element."""
+    return tuple(replace(own, codes=own.codes.new_empty(0)) for own in sets)
 
 
 def as_sent(local: Tensor, shards: DimSharding) -> Tensor:

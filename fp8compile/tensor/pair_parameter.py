@@ -22,7 +22,16 @@ from fp8compile.tensor.fsdp import (
     scale_of_all_ranks,
     share_scales_of_shard,
 )
-from fp8compile.tensor.gathered_pair import Meaning, OwnCodes, OwnScale, fill, made_of, room_for, sent_of
+from fp8compile.tensor.gathered_pair import (
+    Meaning,
+    OwnCodes,
+    OwnScale,
+    fill,
+    made_of,
+    room_for,
+    sent_of,
+    without_codes,
+)
 from fp8compile.tensor.gathers import BOTH, Gathers
 from fp8compile.tensor.optimizer_steps import Pending, check_outside_of_graph_of_step
 from fp8compile.tensor.pair import QuantizedPair, Turns, no_meaning
@@ -216,7 +225,8 @@ class QuantizedPairParameter(QuantizedPair):
         own = [_bytes_of_own_scales(each, dim) for each in self.sets()]
         room = room_for(own, together=kind == BOTH) if beside else 0
         shapes = tuple(scale_shapes(outer_size, each) for each in quantizers)
-        return sent_of(sets, shards, room), Meaning(sets, mesh.size(), tuple(outer_size), quantizers, shapes)
+        meaning = Meaning(without_codes(sets), mesh.size(), tuple(outer_size), quantizers, shapes)
+        return sent_of(sets, shards, room), meaning
 
     def _codes(
         self, gemm: Gemm, shards: DimSharding, quantizers: tuple[Quantizer, Quantizer], *, beside: bool

@@ -39,8 +39,8 @@ class GpuGraph:
         inputs: Its arguments.
         returned: Positions of the outputs that a caller gets, whose strides Inductor leaves alone. It may pad the
             strides of the others, which are saved for backward.
-        called_with: Of a forward, the tensors that were passed, before subclasses are taken apart: by these a
-            parameter is found again. Empty of a backward.
+        called_with: The tensors that a forward was given, before subclasses are taken apart: a parameter is found
+            again by them. Empty for a backward.
     """
 
     graph: fx.GraphModule

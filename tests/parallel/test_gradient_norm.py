@@ -159,6 +159,7 @@ def of_an_empty_part(norm_type):
 def test_parts_that_are_empty_sums_that_are_not_made_and_a_nan_of_one_rank(ranks, norm_type):
     together = torch.cat((torch.arange(6.0), torch.full((6,), 3.0)))
     for norm, bad in ranks.run(of_an_empty_part, norm_type, within="pair"):
+        # sums of the ranks' parts are added in another order
         assert norm == pytest.approx(float(together.norm(norm_type)), rel=ORDER)
         assert math.isnan(bad)
 

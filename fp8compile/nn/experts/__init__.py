@@ -12,7 +12,9 @@ from fp8compile.nn.experts.classes import (
     cannot_take_hosted,
     hosted_class,
 )
+from fp8compile.nn.experts.host import stacks
 from fp8compile.nn.experts.hosts import (
+    as_it_lies,
     holds_no_stacks,
     is_experts,
     is_hosted,
@@ -20,12 +22,12 @@ from fp8compile.nn.experts.hosts import (
     layout_of,
     method_that_multiplies,
     num_experts,
-    stacks,
 )
 from fp8compile.nn.experts.registration import register_experts, register_linear_like
 from fp8compile.nn.experts.routers import routers
 
 __all__ = [
+    "as_it_lies",
     "ConvertedExperts",
     "ConvertedLinearLike",
     "ConvertedModule",

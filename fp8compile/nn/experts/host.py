@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-__all__ = ["Host", "Layout", "code_of", "inherits", "own_stacks"]
+__all__ = ["Host", "Layout", "code_of", "inherits", "stacks"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +48,7 @@ class Host:
     is_linear: bool = False
 
 
-def own_stacks(module: nn.Module) -> dict[str, nn.Parameter]:
+def stacks(module: nn.Module) -> dict[str, nn.Parameter]:
     """The parameters of a module that are stacks of matrices, by name; of a parametrized one, its original."""
     own = dict(module.named_parameters(recurse=False))
     for name, computed in getattr(module, "parametrizations", {}).items():

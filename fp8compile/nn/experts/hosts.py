@@ -8,14 +8,16 @@ from torch import nn
 
 from fp8compile.nn.experts.dbrx import DBRX
 from fp8compile.nn.experts.dense import DENSE
-from fp8compile.nn.experts.host import Host, Layout, own_stacks
+from fp8compile.nn.experts.host import Host, Layout, stacks
 from fp8compile.nn.experts.linear_like import CONV1D
 from fp8compile.nn.experts.method import METHOD
 from fp8compile.nn.experts.routed import ROUTED
 from fp8compile.nn.experts.sized import SIZED
+from fp8compile.quantizers import Quantizer
 
 __all__ = [
     "add_host",
+    "as_it_lies",
     "holds_no_stacks",
     "host_of",
     "host_of_class",
@@ -25,7 +27,6 @@ __all__ = [
     "layout_of",
     "method_that_multiplies",
     "num_experts",
-    "stacks",
 ]
 
 HOSTS = [ROUTED, DENSE, DBRX, SIZED, METHOD, CONV1D]
@@ -51,7 +52,7 @@ def host_of(module: nn.Module) -> Host | None:
 def is_hosted(module: nn.Module) -> bool:
     """Whether a module, converted or not, is one that convert knows by its host."""
     host = host_of(module)
-    return host is not None and (host.layout is not None or bool(own_stacks(module)))
+    return host is not None and (host.layout is not None or bool(stacks(module)))
 
 
 def is_experts(module: nn.Module) -> bool:
@@ -73,15 +74,15 @@ def holds_no_stacks(module: nn.Module) -> str | None:
     return "holds its experts in no 3-D parameters of its own, (experts, out_features, in_features)"
 
 
-def stacks(module: nn.Module) -> dict[str, nn.Parameter]:
-    """The module's own parameters that are stacks of matrices, (experts, matrix), by name."""
-    return own_stacks(module)
-
-
 def is_transposed(module: nn.Module) -> bool:
     """Whether a module keeps its matrices as (in_features, out_features)."""
     host = host_of(module)
     return host is not None and host.is_transposed(module)
+
+
+def as_it_lies(module: nn.Module, quantizer: Quantizer) -> Quantizer:
+    """The quantizer of a module's matrices in the order that memory has: transposed where the module keeps them so."""
+    return quantizer.transposed() if is_transposed(module) else quantizer
 
 
 def layout_of(module: nn.Module) -> Layout:
@@ -89,7 +90,7 @@ def layout_of(module: nn.Module) -> Layout:
     host = _host(module)
     if host.layout is not None:
         return host.layout(module)
-    own = own_stacks(module)
+    own = stacks(module)
     shapes = [tuple(each.shape[1:]) for each in own.values()]
     matrices = tuple(shape[::-1] if host.is_transposed(module) else shape for shape in shapes)
     return Layout(weights=own, matrices=matrices, num_experts=next(iter(own.values())).shape[0])

@@ -39,7 +39,7 @@ def _check_index(index: Tensor, num_experts: int) -> None:
     is_right = ((index >= 0) & (index <= num_experts)).all()
     rule = f"an index is 0 to {num_experts - 1}, or {num_experts} for an expert of another rank"
     if index.device.type != "cpu":
-        torch._assert_async(is_right, f"top_k_index: {rule}.")
+        _compat.assert_on_device(is_right, f"top_k_index: {rule}.")
     elif not is_right:
         raise ValueError(f"top_k_index has numbers from {index.min()} to {index.max()}; {rule}.")
 
@@ -57,7 +57,7 @@ def sorted_rows(
         top_k_index: (tokens, top_k): which experts.
         top_k_weights: (tokens, top_k): what each result is multiplied by.
         num_experts: Those that this rank has.
-        recipe: By which rows are multiplied.
+        recipe: The quantizers that rows are multiplied by.
 
     Raises:
         ValueError: In eager mode, an index is that of no expert; on a GPU an assertion on the device.
@@ -81,7 +81,7 @@ def summed(y: Tensor, rows: SortedRows, recipe: Recipe) -> Tensor:
     Args:
         y: (R, hidden): what experts made of the rows.
         rows: The rows.
-        recipe: By which they were multiplied.
+        recipe: The quantizers that they were multiplied by.
     """
     y = routed_rows(y * rows.weights, rows.places, rows.pairs, recipe)
     return y.view(*rows.shape, y.shape[-1]).sum(dim=1)

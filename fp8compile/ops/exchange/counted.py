@@ -19,11 +19,8 @@ __all__ = ["counted"]
 
 
 def _kernel(counter: Tensor, more: Tensor) -> Tensor:
-    return counter.clone(memory_format=torch.contiguous_format) if _compat.runs_in_backward() else _sum(counter, more)
-
-
-def _sum(counter: Tensor, more: Tensor) -> Tensor:
-    return (counter + more).contiguous()
+    found = counter if _compat.runs_in_backward() else counter + more
+    return found.clone(memory_format=torch.contiguous_format)
 
 
 def _samples() -> Iterator[tuple]:

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from fp8compile._compat import assert_on_device
 from fp8compile.ops.groups.layout import sizes_of_groups
 from fp8compile.ops.groups.scaled_grouped_mm import sample_offsets
 from fp8compile.ops.registry import register_op
@@ -23,7 +24,7 @@ RULE = "offsets are the ends of the groups: from 0, never falling, at most the n
 def _kernel(offsets: Tensor, rows: int) -> Tensor:
     is_right = (sizes_of_groups(offsets) >= 0).all() & (offsets[-1:] <= rows).all()
     if offsets.device.type != "cpu":
-        torch._assert_async(is_right, f"grouped_linear: {RULE}.")
+        assert_on_device(is_right, f"grouped_linear: {RULE}.")
     elif not is_right:
         shown = ", ".join(map(str, offsets[:16].tolist())) + (", ..." if offsets.shape[0] > 16 else "")
         raise ValueError(f"grouped_linear: offsets are ({shown}) and x has {rows} rows; {RULE}.")
@@ -32,7 +33,7 @@ def _kernel(offsets: Tensor, rows: int) -> Tensor:
 
 def _portable(offsets: Tensor, rows: int) -> Tensor:
     is_right = (sizes_of_groups(offsets) >= 0).all() & (offsets[-1:] <= rows).all()
-    torch.ops.aten._assert_async.msg(is_right, f"grouped_linear: {RULE}.")
+    assert_on_device(is_right, f"grouped_linear: {RULE}.")
     return offsets.clone()
 
 

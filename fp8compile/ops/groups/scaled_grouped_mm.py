@@ -33,6 +33,12 @@ def _gemm(
     return selected_grouped_gemm(*pair, a.device, out_dtype, config)
 
 
+def _operands(codes: tuple, scales: tuple, quantizers: tuple, outer_scales: tuple) -> tuple[GroupedOperand, ...]:
+    """The left one and the right one, each argument having a part for each."""
+    parts = zip(codes, scales, quantizers, outer_scales, strict=True)
+    return tuple(GroupedOperand(codes=c, scale=s, quantizer=q, outer_scale=o) for c, s, q, o in parts)
+
+
 def _kernel(
     a: Tensor,
     b: Tensor,
@@ -47,8 +53,7 @@ def _kernel(
     b_outer_scale: Tensor | None = None,
 ) -> Tensor:
     gemm = _gemm(a, b, a_quantizer, b_quantizer, out_dtype, config)
-    left = GroupedOperand(codes=a, scale=a_scale, quantizer=a_quantizer, outer_scale=a_outer_scale)
-    right = GroupedOperand(codes=b, scale=b_scale, quantizer=b_quantizer, outer_scale=b_outer_scale)
+    left, right = _operands((a, b), (a_scale, b_scale), (a_quantizer, b_quantizer), (a_outer_scale, b_outer_scale))
     run = gemm.rows if b.ndim == 3 else gemm.outer
     return run(left, right, offsets, out_dtype, config).contiguous()
 
@@ -108,8 +113,7 @@ def _portable(
     if gemm is not ONE_BY_ONE or b.ndim == 2:
         why = OF_BACKWARD if b.ndim == 2 else f"the GEMM {gemm.name} reads how many rows each group has"
         raise RuntimeError(f"decompositions: fp8compile::scaled_grouped_mm can't be taken apart: {why}.")
-    left = GroupedOperand(codes=a, scale=a_scale, quantizer=a_quantizer, outer_scale=a_outer_scale)
-    right = GroupedOperand(codes=b, scale=b_scale, quantizer=b_quantizer, outer_scale=b_outer_scale)
+    left, right = _operands((a, b), (a_scale, b_scale), (a_quantizer, b_quantizer), outer)
     return every_row(left, right, offsets, out_dtype, config)
 
 

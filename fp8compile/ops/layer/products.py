@@ -174,7 +174,8 @@ def multiply_shards(
         b: Its right operand.
         operands: What quantizes and multiplies them; a GEMM without quantizers stays in the operands' dtype, and that
             is what is gathered.
-        bias: Of the output: cut as the weight's rows are, or not at all. Added to the rounded product of codes.
+        bias: What is added to the rounded product of codes: cut as the weight's rows are, or not at all. Of the
+            output alone.
     """
     if a.local.is_meta:
         return _product_as_is(gemm, a, b, bias)  # there are no data: only the shape and the steps are asked
@@ -212,7 +213,7 @@ def _bias_of_columns(bias: LocalShard, steps: list[Step], a: Sharding, weight: S
 
     Args:
         bias: Cut as the weight's rows are, or not at all.
-        steps: Of the output.
+        steps: What happens to the output over ranks.
         a: Cuts of the left operand as it was multiplied.
         weight: Cuts of the weight.
     """

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from fp8compile import _compat
-from fp8compile.nn.experts import is_transposed
+from fp8compile.nn.experts import as_it_lies
 from fp8compile.ops.collectives import all_gather
 from fp8compile.ops.layer.local_shards import LocalShard
 from fp8compile.ops.layer.packing import two_a_byte
@@ -41,6 +41,7 @@ from fp8compile.tensor import (
     made_of,
     room_for,
     sent_of,
+    without_codes,
 )
 
 if TYPE_CHECKING:
@@ -83,9 +84,8 @@ class ShardedPair(ShardedWeight):
         return {slot: quantizer for slot, quantizer in every.items() if not all(self.own_levels(part, quantizer))}
 
     def quantizer_for(self, module: nn.Module, gemm: Gemm) -> Quantizer:
-        """The quantizer that makes the weight's codes for a product, for the weight as it lies in memory."""
-        quantizer = getattr(module.recipe, gemm.b)
-        return quantizer.transposed() if is_transposed(module) else quantizer
+        """The quantizer that makes the weight's codes for one product, in the order that memory has."""
+        return as_it_lies(module, getattr(module.recipe, gemm.b))
 
     def own_levels(self, part: LocalShard, quantizer: Quantizer) -> tuple[bool, ...]:
         """Whether this rank alone has the scales of a part, for each level: those of blocks, those of matrices."""
@@ -125,7 +125,7 @@ class ShardedPair(ShardedWeight):
         sets = tuple(self._codes(part, module, each, quantizers, beside) for each in gemms)
         room = self._room(part, quantizers, together=kind == BOTH) if beside else 0
         shapes = tuple(self._scale_shapes(part, size, quantizer) for quantizer in quantizers)
-        meaning = Meaning(sets, len(shards.sizes), size, quantizers, shapes)
+        meaning = Meaning(without_codes(sets), len(shards.sizes), size, quantizers, shapes)
         return sent_of(sets, shards, room), (meaning, mesh.get_group())
 
     def _codes(

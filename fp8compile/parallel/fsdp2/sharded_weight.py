@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import return_and_correct_aliasing
 from torch.utils._pytree import tree_map_only
 
 from fp8compile import _compat
-from fp8compile.nn.experts import is_transposed
+from fp8compile.nn.experts import as_it_lies
 from fp8compile.ops.layer.local_shards import LocalShard
 from fp8compile.ops.layer.packing import two_a_byte
 from fp8compile.ops.layer.quantize_shard import Scales, cast_shard, local_scales, scales_of, whole_amax
@@ -139,9 +139,8 @@ class ShardedWeight(Tensor):
     # ------------------------------------------------------------------ how it is quantized
 
     def quantizer_of(self, module: nn.Module) -> Quantizer:
-        """The quantizer of the weight as it lies in memory, which may be transposed."""
-        quantizer = module.recipe.weight
-        return quantizer.transposed() if is_transposed(module) else quantizer
+        """The quantizer that makes codes of the weight, in the order that memory has."""
+        return as_it_lies(module, module.recipe.weight)
 
     def quantizers_over_ranks(self, module: nn.Module, part: LocalShard) -> dict[str, Quantizer]:
         """Quantizers whose amaxes ranks exchange before a gather, by slot of the recipe."""

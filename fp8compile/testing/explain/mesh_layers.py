@@ -112,7 +112,7 @@ def layers_astray(model: nn.Module, graphs: Sequence[GpuGraph]) -> tuple[str, ..
 
     Args:
         model: The model.
-        graphs: Of `gpu_graphs`.
+        graphs: What `gpu_graphs` returned for it.
     """
     weights, names = _converted(model)
     forward, backward = graphs[0].graph, graphs[1].graph if len(graphs) > 1 else None
