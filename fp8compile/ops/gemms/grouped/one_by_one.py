@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from fp8compile._compat import guard_or_false
-from fp8compile.ops.gemm import Operand, multiply
+from fp8compile.layout.quantized import Quantized
+from fp8compile.ops.gemm import multiply
 from fp8compile.ops.gemms.emulated import EMULATED
-from fp8compile.ops.gemms.grouped.kernel import GroupedGemm, GroupedOperand
+from fp8compile.ops.gemms.grouped.kernel import GroupedGemm
 from fp8compile.ops.gemms.kernel import GemmProblem
 from fp8compile.ops.groups.group_two_levels import NO_GROUPS_OF_TWO_LEVELS, token_columns
 from fp8compile.ops.groups.layout import alignment
@@ -36,11 +37,11 @@ def _lacks(problem: GemmProblem) -> str | None:
     return EMULATED.lacks(problem)
 
 
-def _outer_scale(operand: GroupedOperand, group: int) -> Tensor | None:
+def _outer_scale(operand: Quantized, group: int) -> Tensor | None:
     return None if operand.outer_scale is None else operand.outer_scale[group : group + 1]
 
 
-def _rows(a: GroupedOperand, b: GroupedOperand, offsets: Tensor, out_dtype: torch.dtype, config: GemmConfig) -> Tensor:
+def _rows(a: Quantized, b: Quantized, offsets: Tensor, out_dtype: torch.dtype, config: GemmConfig) -> Tensor:
     product = a.codes.new_zeros((a.codes.shape[0], b.codes.shape[1]), dtype=out_dtype)
     is_one_block = a.quantizer.block[0] == -1
     for group, (rows, _) in enumerate(spans(offsets, 1)):
@@ -48,15 +49,15 @@ def _rows(a: GroupedOperand, b: GroupedOperand, offsets: Tensor, out_dtype: torc
             continue
         scale = a.scale[rows][:1] if is_one_block else a.scale[rows]
         outer, outer_of_matrix = (_outer_scale(each, group) for each in (a, b))
-        left = Operand(codes=a.codes[rows], scale=scale, quantizer=a.quantizer, outer_scale=outer)
-        right = Operand(codes=b.codes[group], scale=b.scale[group], quantizer=b.quantizer, outer_scale=outer_of_matrix)
+        left = Quantized(codes=a.codes[rows], scale=scale, quantizer=a.quantizer, outer_scale=outer)
+        right = Quantized(
+            codes=b.codes[group], scale=b.scale[group], quantizer=b.quantizer, outer_scale=outer_of_matrix
+        )
         product[rows] = multiply(left, right.t(), out_dtype, config)
     return product
 
 
-def every_row(
-    a: GroupedOperand, b: GroupedOperand, offsets: Tensor, out_dtype: torch.dtype, config: GemmConfig
-) -> Tensor:
+def every_row(a: Quantized, b: Quantized, offsets: Tensor, out_dtype: torch.dtype, config: GemmConfig) -> Tensor:
     """As `ONE_BY_ONE` multiplies rows, without reading where groups end: all by each matrix, and some are taken."""
     count = a.codes.shape[0]
     product = a.codes.new_zeros((count, b.codes.shape[1]), dtype=out_dtype)
@@ -67,13 +68,15 @@ def every_row(
     for group, own in enumerate(masks_of_groups(offsets, count)):
         scale = a.scale.index_select(0, first[group : group + 1]) if is_one_block else a.scale
         outer, outer_of_matrix = (_outer_scale(each, group) for each in (a, b))
-        left = Operand(codes=a.codes, scale=scale, quantizer=a.quantizer, outer_scale=outer)
-        right = Operand(codes=b.codes[group], scale=b.scale[group], quantizer=b.quantizer, outer_scale=outer_of_matrix)
+        left = Quantized(codes=a.codes, scale=scale, quantizer=a.quantizer, outer_scale=outer)
+        right = Quantized(
+            codes=b.codes[group], scale=b.scale[group], quantizer=b.quantizer, outer_scale=outer_of_matrix
+        )
         product = torch.where(own, multiply(left, right.t(), out_dtype, config), product)
     return product
 
 
-def _tokens_of_groups(operand: GroupedOperand, offsets: Tensor) -> Iterator[Operand]:
+def _tokens_of_groups(operand: Quantized, offsets: Tensor) -> Iterator[Quantized]:
     """Each group's codes as (tokens, features), in the layout that a layer without groups has them."""
     block = operand.quantizer.block[0]
     for group, (_, columns) in enumerate(spans(offsets, alignment(operand.quantizer))):
@@ -81,12 +84,10 @@ def _tokens_of_groups(operand: GroupedOperand, offsets: Tensor) -> Iterator[Oper
         codes = operand.codes[:, columns].t().contiguous()
         blocks = slice(group, group + 1) if block == -1 else slice(columns.start // block, -(-columns.stop // block))
         outer = _outer_scale(operand, group)
-        yield Operand(codes=codes, scale=operand.scale[blocks], quantizer=operand.quantizer, outer_scale=outer)
+        yield Quantized(codes=codes, scale=operand.scale[blocks], quantizer=operand.quantizer, outer_scale=outer)
 
 
-def _outer(
-    a: GroupedOperand, b: GroupedOperand, offsets: Tensor, out_dtype: torch.dtype, config: GemmConfig
-) -> Tensor:
+def _outer(a: Quantized, b: Quantized, offsets: Tensor, out_dtype: torch.dtype, config: GemmConfig) -> Tensor:
     product = a.codes.new_zeros((offsets.shape[0], a.codes.shape[0], b.codes.shape[0]), dtype=out_dtype)
     groups = zip(_tokens_of_groups(a, offsets), _tokens_of_groups(b, offsets), strict=True)
     for group, (left, right) in enumerate(groups):
