@@ -85,7 +85,7 @@ MUTATIONS = (
     Mutation(
         "the forward does not wait for the weight's codes that it keeps",
         f"{LAYER}/operands.py",
-        "return replace(forward, scale=after(forward.scale, turned))",
+        "return replace(forward, scale=after(forward.scale, copy))",
         "return forward",
         ("compile_tests/test_placements.py",),
     ),
@@ -105,16 +105,16 @@ MUTATIONS = (
     ),
     Mutation(
         "the state of delayed scaling follows one rank's amaxes",
-        f"{LAYER}/delayed.py",
-        "amaxes = all_reduce_amax(amaxes, ctx.group)",
+        f"{LAYER}/stateful_placements.py",
+        "amaxes = all_reduce_amax(amaxes, self.group)",
         "pass",
         ("tests/parallel/test_delayed_groups.py", "tests/parallel/test_delayed_ranks.py"),
     ),
     Mutation(
         "a layer without a gradient of x makes that of x alone",
-        f"{LAYER}/linear.py",
-        "return recipe if x and weight else _for_one_gradient(recipe, GRAD_INPUT if x else GRAD_WEIGHT)",
-        "return recipe if x and weight else _for_one_gradient(recipe, GRAD_WEIGHT if x else GRAD_INPUT)",
+        f"{LAYER}/layer.py",
+        "return _for_one_gradient(recipe, GRAD_INPUT if x else GRAD_WEIGHT)",
+        "return _for_one_gradient(recipe, GRAD_WEIGHT if x else GRAD_INPUT)",
         ("tests/ops/test_both_directions.py",),
     ),
     Mutation(

@@ -184,8 +184,8 @@ def test_a_quantized_shard_has_the_noise_of_the_whole(ranks):
 def test_ranks_refuse_together_what_one_of_them_cannot_transform(rank):
     """If only the rank with 17 tokens raised, the other one would wait for its amaxes."""
     cut = DimSharding(None, rank, 0, (32, 17))
+    part = Plain(torch.ones(cut.length, 8), TensorLayout((cut,)))
     with pytest.raises(ValueError, match=f"transforms tokens 16 at a time, and this rank has {cut.length} of 49"):
-        part = Plain(torch.ones(cut.length, 8), TensorLayout((cut,)))
         quantize_part(part, RECIPES["nvfp4"].input_for_grad_weight)
 
 

@@ -18,6 +18,9 @@ from fp8compile.ops.gemms.grouped.nvfp4 import NVFP4 as GROUPED
 from fp8compile.ops.gemms.nvfp4 import NVFP4
 from fp8compile.ops.groups.group_outer_amaxes import group_outer_amaxes
 from fp8compile.ops.groups.grouped_nvfp4_mm import grouped_nvfp4_mm
+from fp8compile.ops.layer import layer, operands, quantize_groups
+from fp8compile.ops.layer.operands import Phase
+from fp8compile.ops.layer.placements import WholeGroups
 from fp8compile.quantizers import GEMMS, GemmConfig
 from fp8compile.target import Target, pretend_target
 from fp8compile.testing import eager_run, gpu_kernels, run_gpu_program

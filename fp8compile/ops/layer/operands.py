@@ -109,7 +109,7 @@ class Operands:
     """What quantizes and multiplies the operands of one product of a layer.
 
     Attributes:
-        recipe: Quantizers by slot; for groups with a code a byte, if they have one level, because groups begin anywhere.
+        recipe: Quantizers by slot; for groups, those of one level lay down a code a byte.
         phase: Who takes the steps.
         multiplier: (3,) float32, of input, weight and grad_output, for slots with delayed scaling.
         waits_for: Amaxes of input and weight, () each. Scales by multipliers depend on them artificially, which

@@ -91,6 +91,7 @@ def grouped_samples() -> Iterator[tuple]:
     # offsets are those of no rows
     yield x.float(), weight.float().transpose(1, 2).contiguous().transpose(1, 2), offsets, None, recipe
     yield x[:0], weight, offsets, None, recipe
+    yield torch.randn(24, 12, generator=generator).t(), weight.float(), offsets + 12, None, recipe
 
 
 def sharded_grouped_samples() -> Iterator[tuple]:
