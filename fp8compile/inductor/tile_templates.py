@@ -2,7 +2,7 @@
 
 Inductor's templates are no public API. What is used of them is the same from 2.11 to 2.15: a subclass of the kernel
 that prints one part of the template, one of the buffer that says what the kernel reads. This module imports Inductor;
-`fp8compile._compat.prologues` imports it when Inductor lowers an op.
+`fp8compile.inductor.prologues` imports it when Inductor lowers an op.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from torch._inductor.select_algorithm import SymbolicGridFn, TritonTemplate, Tri
 from torch._inductor.utils import sympy_index_symbol, triton_type
 from torch._inductor.virtualized import V, ops
 
-from fp8compile._compat.prologues import TileKernel, TileLaunch
-from fp8compile._compat.tracing import statically_true
+from fp8compile._compat import statically_true
+from fp8compile.inductor.tile_kernels import TileKernel, TileLaunch
 
 __all__ = ["lower_computing"]
 

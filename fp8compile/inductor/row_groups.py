@@ -11,12 +11,11 @@ a group's rows for each sum again.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 
-from fp8compile._compat.versions import TORCH_VERSION
+from fp8compile._compat import concatenated_buffers
 
 __all__ = ["Factors", "lower_largest_of_sums"]
 
@@ -33,18 +32,6 @@ def _is_made_by_inductor(x: Any) -> bool:
     return isinstance(x, ir.StorageBox) and isinstance(x.data, ir.Pointwise)
 
 
-def _concatenated(parts: Sequence[Any]) -> Any:
-    """Stored tensors of (M, 1, K) in one, of (M, len(parts), K), where each is stored from the start."""
-    from torch._inductor import ir
-    from torch._inductor.virtualized import V
-
-    if TORCH_VERSION >= (2, 13):
-        return ir.ConcatKernel.create(parts, 1)
-    # 2.11 asks that the node that is lowered is a concatenation, and reads no more of it where all parts are stored
-    with V.graph.set_current_node(SimpleNamespace(args=([],))):
-        return ir.ConcatKernel.create(parts, 1)
-
-
 def _laid_down(x: Any, rows: int) -> tuple[Any, list[Callable]]:
     """The matrix, in memory once this is computed, and loaders of row i of a group."""
     from torch._inductor import ir, lowering
@@ -59,7 +46,7 @@ def _laid_down(x: Any, rows: int) -> tuple[Any, list[Callable]]:
         part = ir.Pointwise.create(device=x.get_device(), dtype=x.get_dtype(), inner_fn=each, ranges=[m // rows, 1, k])
         part.realize()
         parts.append(part)
-    whole = lowering.view(_concatenated(parts), [m, k])
+    whole = lowering.view(concatenated_buffers(parts, 1), [m, k])
     stored = [part.make_loader() for part in parts]
     return whole, [lambda index, each=each: each([index[0], 0, index[-1]]) for each in stored]
 
