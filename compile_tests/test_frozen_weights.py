@@ -11,9 +11,9 @@ import fp8compile as f8
 from fp8compile import ops
 from fp8compile.ops import delayed_linear, fsdp_delayed_linear
 from fp8compile.ops.layer.rows import Rows
-from fp8compile.testing.gpu_graphs import gpu_graphs
-from fp8compile.testing.gpus import GPUS
-from fp8compile.testing.recording import op_name
+from fp8compile.testing.gpu.gpus import GPUS
+from fp8compile.testing.gpu.graphs import gpu_graphs
+from fp8compile.testing.graphs.recording import op_name
 
 M, K, N, EXPERTS = 256, 256, 512, 2
 RECIPE = f8.recipes.blockwise()

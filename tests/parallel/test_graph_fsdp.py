@@ -16,7 +16,6 @@ import fsdp_models as models
 import pytest
 import torch
 import torch.distributed as dist
-from fp8compile.ops import fsdp_amax, fsdp_grad_input, fsdp_grad_weight, fsdp_linear
 from gloo_ranks import GROUPS, shared_ranks
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
@@ -27,6 +26,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import fp8compile as f8
+from fp8compile.ops import fsdp_amax, fsdp_grad_input, fsdp_grad_weight, fsdp_linear
 from fp8compile.ops.layer.rows import Rows
 from fp8compile.parallel import graph_fsdp
 from fp8compile.testing.bits import bits, difference

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from fp8compile import _compat
+from fp8compile import inductor
 from fp8compile.formats import element_format
 from fp8compile.layout.quantized import Quantized
 from fp8compile.ops.gemms.grouped.kernel import product_shape
@@ -109,4 +109,4 @@ grouped_blockwise_mm = register_op(
     sharding=None,  # groups are whole on a rank
     samples=_samples,
 )
-_compat.register_fallback(grouped_blockwise_mm)
+inductor.register_fallback(grouped_blockwise_mm)

@@ -15,7 +15,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fp8compile import _compat
+from fp8compile import _compat, inductor
 from fp8compile.layout.quantized import Plain, Quantized
 from fp8compile.ops.groups.group_quantize_rows import group_quantize_rows, is_row_pair
 from fp8compile.ops.layer.quantize import Steps, is_aligned, quantize_part
@@ -51,13 +51,13 @@ def by_one_read(part: Plain, slot: str, recipe: Recipe, steps: Steps) -> Quantiz
 
 # ---------------------------------------------------------------------------------- weights
 
-_quantize_weight = _compat.once_a_graph(quantize_weight)
+_quantize_weight = inductor.once_a_graph(quantize_weight)
 
 
 def _weight(part: Plain, slot: str, recipe: Recipe, steps: Steps) -> Quantized:
     first, again, is_first = recipe.weight, recipe.weight_for_grad_input, slot == OUTPUT.b
     quantizer = first if is_first else again
-    if _compat.is_fusible(part.local) or not is_aligned(part, first):  # the kernel that makes it casts it too
+    if inductor.is_fusible(part.local) or not is_aligned(part, first):  # the kernel that makes it casts it too
         return quantize_part(part, quantizer, steps)
     if part.layout.batch:
         return _matrices(part, quantizer, first, again, steps, is_first=is_first)
@@ -108,7 +108,7 @@ def _has_grad_kernel(grad_output: Plain, rows: Quantizer | None, columns: Quanti
     return (
         is_pair(rows, columns)
         and all(is_aligned(grad_output, each) for each in (rows, columns))
-        and not _compat.is_fusible(grad_output.local)
+        and not inductor.is_fusible(grad_output.local)
     )
 
 
@@ -142,9 +142,9 @@ def _has_packed_kernel(part: Plain, rows: Quantizer | None, columns: Quantizer |
     )
 
 
-@_compat.once_a_graph
+@inductor.once_a_graph
 def _quantize_two_levels(x: Tensor, rows: Quantizer, columns: Quantizer) -> tuple[Tensor, ...]:
-    if _compat.is_fusible(x):
+    if inductor.is_fusible(x):
         x = rounded(x).to(x.dtype)  # as eager mode reads it: the kernel that makes it holds more digits
     laid_down, *amaxes = outer_amaxes(x, rows, columns)
     return quantize_two_levels(laid_down, *amaxes, rows, columns)

@@ -27,7 +27,7 @@ from math import lcm
 import torch
 from torch import Tensor
 
-from fp8compile import _compat
+from fp8compile import _compat, inductor
 from fp8compile.formats import repack
 from fp8compile.layout.packing import packed_dim
 from fp8compile.layout.quantized import Plain, Quantized
@@ -97,7 +97,7 @@ def _cast_in_backward(x: Tensor, multiplier: Tensor, quantizer: Quantizer, *wher
     would keep the codes. Elsewhere it is left alone: a mark moves what else it chooses (blockwise: act for its codes).
     """
     codes = cast_again(x, multiplier, quantizer, *where)
-    _compat.make_in_backward(codes)
+    inductor.make_in_backward(codes)
     return codes
 
 
@@ -281,7 +281,7 @@ class Operands:
 
 
 # forward and backward both ask for it, and have one of it
-@_compat.once_a_graph
+@inductor.once_a_graph
 def _transposed_contiguous(codes: Tensor) -> Tensor:
     """The codes of a weight, transposed and contiguous, as grad_input's GEMM reads them."""
     return store(codes.transpose(-2, -1).contiguous())
@@ -329,6 +329,6 @@ def _without_padding(stack: Quantized, rows: int) -> Quantized:
 def _gathered_rows(codes: Quantized, *, in_backward: bool) -> Quantized:
     """Codes of a weight: what the ranks of FSDP have, put together; as other ranks cut it."""
     if codes.cuts[-1] is not None:
-        with _compat.recomputed(in_backward=True) if in_backward else _compat.left_in_forward():
+        with inductor.recomputed(in_backward=True) if in_backward else inductor.left_in_forward():
             codes = gather(codes, len(codes.cuts) - 1)
     return codes.with_cuts(codes.cuts[:-1])

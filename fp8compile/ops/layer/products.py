@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from fp8compile import _compat
+from fp8compile import inductor
 from fp8compile.layout.cuts import SIDES, DimSharding, Sharding
 from fp8compile.layout.quantized import Plain, Quantized
 from fp8compile.ops.collectives import sent_in_backward
@@ -188,11 +188,11 @@ def multiply_parts(gemm: Gemm, a: Plain, b: Plain, operands: Operands, bias: Pla
     in_backward = gemm is not OUTPUT and any((*a.cuts, *b.cuts))
     with (
         sent_in_backward() if in_backward else nullcontext(),
-        _compat.left_in_backward() if operands.weight_in_turns and gemm is GRAD_INPUT else nullcontext(),
+        inductor.left_in_backward() if operands.weight_in_turns and gemm is GRAD_INPUT else nullcontext(),
     ):
         product = _multiply_parts(gemm, a, b, operands, bias)
     if operands.weight_in_turns and gemm is OUTPUT:
-        _compat.never_recompute(product.local)
+        inductor.never_recompute(product.local)
     return product
 
 

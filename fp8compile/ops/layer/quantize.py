@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from fp8compile import _compat
+from fp8compile import _compat, inductor
 from fp8compile.layout.cuts import SIDES, AxisBlocks, DimSharding, Sharding, axis_blocks, split_axes
 from fp8compile.layout.packing import one_a_byte
 from fp8compile.layout.quantized import Plain, Quantized, TensorLayout
@@ -158,7 +158,7 @@ def _window_and_amax(
 
 
 # Ranks make their windows by other ops, or none. Shared as one, forward and backward send alike on all of them.
-@_compat.once_a_graph
+@inductor.once_a_graph
 def _window_and_amax_over_ranks(
     local: Tensor,
     local_amax: Tensor | None,

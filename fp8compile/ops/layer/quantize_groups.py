@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from fp8compile import _compat
+from fp8compile import inductor
 from fp8compile.layout.cuts import axis_blocks
 from fp8compile.layout.quantized import Plain, Quantized
 from fp8compile.ops.collectives import all_reduce_amax
@@ -32,8 +32,8 @@ from fp8compile.target import target_of
 
 __all__ = ["by_row", "cast_rows", "is_four_bits_on_gpu", "quantize_groups"]
 
-_both_directions = _compat.once_a_graph(group_quantize_both)
-_rows_and_amaxes = _compat.once_a_graph(group_quantize_rows)
+_both_directions = inductor.once_a_graph(group_quantize_both)
+_rows_and_amaxes = inductor.once_a_graph(group_quantize_rows)
 
 
 def by_row(quantizer: Quantizer) -> Quantizer:

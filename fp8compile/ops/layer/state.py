@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp8compile import _compat
+from fp8compile import _compat, inductor
 from fp8compile.ops.amax import amax
 from fp8compile.ops.inductor_hints import after, snapshot
 from fp8compile.quantizers import TENSORS, DelayedScaling, Recipe
@@ -91,7 +91,7 @@ def keep_used(ctx: Any, multiplier: Tensor, output: tuple[Tensor, Tensor, Tensor
     ctx.multiplier = multiplier
     ctx.mark_non_differentiable(ctx.used, *ctx.amaxes)
     ctx.set_materialize_grads(False)
-    _compat.never_recompute(ctx.used)
+    inductor.never_recompute(ctx.used)
     ctx.version = _compat.version_in_eager(_compat.replicated(multiplier))
     # checkpointing gives what is saved from the forward that it repeats, what is set on ctx from the first
     return ctx.used
