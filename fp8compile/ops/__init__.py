@@ -19,12 +19,38 @@ from fp8compile.ops.groups.grouped_mm import group_sum, grouped_mm
 from fp8compile.ops.groups.grouped_nvfp4_mm import grouped_nvfp4_mm
 from fp8compile.ops.groups.scaled_grouped_mm import scaled_grouped_mm
 from fp8compile.ops.inductor_hints import after, realize, snapshot, store
-from fp8compile.ops.layer import layers
 from fp8compile.ops.layer.amax_tokens import fsdp_amaxes_together, fsdp_tokens
 from fp8compile.ops.layer.flops import FLOP_FORMULAS, FOUR_BIT_PRODUCTS
 from fp8compile.ops.layer.fsdp_amax import fsdp_amax
 from fp8compile.ops.layer.fsdp_gather import fsdp_gather, fsdp_reduce
-from fp8compile.ops.layer.layers import GEMM_OPS, LAYER_OPS
+from fp8compile.ops.layer.layers import (
+    GEMM_OPS,
+    LAYER_OPS,
+    delayed_grad_input,
+    delayed_grad_weight,
+    delayed_linear,
+    fsdp_delayed_linear,
+    fsdp_grad_input,
+    fsdp_grad_weight,
+    fsdp_grouped_grad_input,
+    fsdp_grouped_grad_weight,
+    fsdp_grouped_linear,
+    fsdp_linear,
+    grad_input,
+    grad_weight,
+    grad_weight_of_codes,
+    grouped_grad_input,
+    grouped_grad_weight,
+    grouped_linear,
+    kept_input,
+    linear,
+    sharded_grad_input,
+    sharded_grad_weight,
+    sharded_grouped_grad_input,
+    sharded_grouped_grad_weight,
+    sharded_grouped_linear,
+    sharded_linear,
+)
 from fp8compile.ops.nvfp4_mm import nvfp4_mm
 from fp8compile.ops.outer_amaxes import outer_amaxes
 from fp8compile.ops.outer_scale import outer_amax, two_scales
@@ -36,23 +62,6 @@ from fp8compile.ops.scale import scale
 from fp8compile.ops.scaled_mm import scaled_mm
 from fp8compile.ops.scatter_sum import scatter_sum
 from fp8compile.ops.straight_through import straight_through
-
-linear, grad_input, grad_weight = layers.LINEAR.output, layers.LINEAR.grad_input, layers.LINEAR.grad_weight
-kept_input, grad_weight_of_codes = layers.LINEAR.keep, layers.LINEAR.grad_weight_of_codes
-delayed_linear = layers.DELAYED.output
-delayed_grad_input, delayed_grad_weight = layers.DELAYED.grad_input, layers.DELAYED.grad_weight
-sharded_linear = layers.SHARDED.output
-sharded_grad_input, sharded_grad_weight = layers.SHARDED.grad_input, layers.SHARDED.grad_weight
-fsdp_linear, fsdp_delayed_linear = layers.FSDP.output, layers.FSDP_DELAYED.output
-fsdp_grad_input, fsdp_grad_weight = layers.FSDP.grad_input, layers.FSDP.grad_weight
-grouped_linear = layers.GROUPED.output
-grouped_grad_input, grouped_grad_weight = layers.GROUPED.grad_input, layers.GROUPED.grad_weight
-sharded_grouped_linear = layers.SHARDED_GROUPED.output
-sharded_grouped_grad_input = layers.SHARDED_GROUPED.grad_input
-sharded_grouped_grad_weight = layers.SHARDED_GROUPED.grad_weight
-fsdp_grouped_linear = layers.FSDP_GROUPED.output
-fsdp_grouped_grad_input = layers.FSDP_GROUPED.grad_input
-fsdp_grouped_grad_weight = layers.FSDP_GROUPED.grad_weight
 
 __all__ = [
     "FLOP_FORMULAS",

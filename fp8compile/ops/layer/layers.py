@@ -60,6 +60,24 @@ LAYERS: tuple[Layer, ...] = (
     LINEAR, DELAYED, SHARDED, FSDP, FSDP_DELAYED, GROUPED, SHARDED_GROUPED, FSDP_GROUPED,
 )  # fmt: skip
 
+# as fp8compile.ops has them
+linear, grad_input, grad_weight = LINEAR.output, LINEAR.grad_input, LINEAR.grad_weight
+kept_input, grad_weight_of_codes = LINEAR.keep, LINEAR.grad_weight_of_codes
+delayed_linear = DELAYED.output
+delayed_grad_input, delayed_grad_weight = DELAYED.grad_input, DELAYED.grad_weight
+sharded_linear = SHARDED.output
+sharded_grad_input, sharded_grad_weight = SHARDED.grad_input, SHARDED.grad_weight
+fsdp_linear, fsdp_delayed_linear = FSDP.output, FSDP_DELAYED.output
+fsdp_grad_input, fsdp_grad_weight = FSDP.grad_input, FSDP.grad_weight
+grouped_linear = GROUPED.output
+grouped_grad_input, grouped_grad_weight = GROUPED.grad_input, GROUPED.grad_weight
+sharded_grouped_linear = SHARDED_GROUPED.output
+sharded_grouped_grad_input = SHARDED_GROUPED.grad_input
+sharded_grouped_grad_weight = SHARDED_GROUPED.grad_weight
+fsdp_grouped_linear = FSDP_GROUPED.output
+fsdp_grouped_grad_input = FSDP_GROUPED.grad_input
+fsdp_grouped_grad_weight = FSDP_GROUPED.grad_weight
+
 # What a policy of selective activation checkpointing names to keep the products: where a plain model has aten.mm, a
 # converted one has fp8compile::linear or another of these, and never aten._scaled_mm.
 GEMM_OPS = (*(op for op, gemm in LAYER_OPS.items() if gemm is GEMMS[0]), scaled_mm, scaled_grouped_mm, grouped_mm)
