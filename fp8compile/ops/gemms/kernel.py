@@ -4,22 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
 
 import torch
 from torch import Tensor
 
-from fp8compile.ops.check_returned import shape_said
-from fp8compile.quantizers import GemmConfig, Quantizer
+from fp8compile.ops.check_returned import is_own, shape_said
+from fp8compile.quantizers import GemmConfig, Quantizer, transposed
 from fp8compile.scale_layouts import untiled
 from fp8compile.target import Target
 
 __all__ = ["GemmKernel", "GemmProblem", "Operand"]
-
-
-@lru_cache(maxsize=256)  # each eager call asks, and a new value is checked field by field
-def _transposed(quantizer: Quantizer) -> Quantizer:
-    return quantizer.transposed()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +36,8 @@ class Operand:
     @property
     def shape(self) -> tuple[int, ...]:
         """Sizes of the matrix that the codes stand for; packed codes are fewer."""
+        if is_own(type(self.quantizer)):
+            return self.quantizer.values_shape(self.codes.shape)
         return shape_said(self.quantizer, "values_shape", self.codes.shape)
 
     def grid(self) -> Tensor:
@@ -58,7 +54,7 @@ class Operand:
         return Operand(
             codes=self.codes.t(),
             scale=self.scale.t(),
-            quantizer=_transposed(self.quantizer),
+            quantizer=transposed(self.quantizer),
             outer_scale=self.outer_scale,
         )
 
