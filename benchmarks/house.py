@@ -4,7 +4,7 @@
     python -m benchmarks.house --tree PATH --json        the numbers of another checkout, as JSON
     python -m benchmarks.house --write                   the table of docs/results/house.md
 
-What each number means is in docs/results/house.md. Times come from the checkout's own `benchmarks.overhead`.
+What each number means is in docs/results/house.md.
 """
 
 from __future__ import annotations
@@ -61,16 +61,17 @@ def measured(tree: Path, rounds: int) -> dict[str, dict]:
 
     Args:
         tree: Its folder.
-        rounds: Of the measurement of times, see `benchmarks.overhead`.
+        rounds: Of the measurement of times.
     """
-    calls = _run(tree, str(Path(__file__).with_name("house_calls.py")))
+    calls = _run(tree, str(Path(__file__).with_name("house_calls.py")), str(rounds))
     house = source_row(tree)
     house["op twins"] = len(calls["twins"])
     house["twins that share nothing"] = sum(not shared for shared in calls["twins"].values())
     for way, passed in calls["calls"].items():
         house |= {f"{way}: {what}": count for what, count in passed.items()}
-    for row in _run(tree, "-m", "benchmarks.overhead", "--json", "--rounds", str(rounds))["rows"]:
-        house[f"{row['recipe']}: us over hand"] = round(row["over hand us"])
+    for recipe, us in calls["times"].items():
+        house[f"{recipe}: us of f8.linear"] = round(us["f8.linear"])
+        house[f"{recipe}: us over hand"] = round(us["f8.linear"] - us["by hand"])
     return {"packages": packages(tree), "house": house}
 
 
@@ -93,7 +94,7 @@ def _table(before: dict[str, dict], after: dict[str, dict]) -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description="How a checkout is built, in numbers.")
     parser.add_argument("--tree", type=Path, default=ROOT, help="the checkout")
-    parser.add_argument("--rounds", type=int, default=200, help="of the measurement of times")
+    parser.add_argument("--rounds", type=int, default=400, help="of the measurement of times")
     parser.add_argument("--json", action="store_true", help="the checkout's numbers alone")
     parser.add_argument("--write", action="store_true", help="put the table into docs/results/house.md")
     args = parser.parse_args()

@@ -1,9 +1,10 @@
-"""What a call passes through in a checkout, and which of its ops share nothing with their twin for groups.
+"""What a call passes through in a checkout and costs, and which ops share nothing with their twin for groups.
 
-    PYTHONPATH=TREE python benchmarks/house_calls.py
+    PYTHONPATH=TREE python benchmarks/house_calls.py ROUNDS
 
-Prints JSON. It uses public names, and of the rest only the table of ops, so that it runs in any checkout. A call is
-one of four before it that warmed all caches; x asks for its gradient; the recipe is tensorwise, the bias none.
+Prints JSON. It uses public names, and of the rest the table of ops and the checkout's own `benchmarks.overhead`, so
+that it runs in any checkout. Four calls have warmed all caches before the one that counts; x asks for its gradient;
+the recipe is tensorwise, the bias none.
 
     plain         f8.Linear, 16 x 32 by 32 x 32
     grouped       f8.grouped_linear, four groups of 16 rows; to the product of the last group
@@ -16,6 +17,7 @@ import functools
 import json
 import re
 import sys
+import time
 import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -138,9 +140,42 @@ def twins() -> dict[str, list[str]]:
     return found
 
 
+# ---------------------------------------------------------------------------------- what it costs
+
+
+def _us(call: Callable[[], object], calls: int) -> float:
+    """Processor time of this thread: other processes may want the same cores."""
+    began = time.thread_time()
+    for _ in range(calls):
+        call()
+    return (time.thread_time() - began) * 1e6 / calls
+
+
+def times(rounds: int, calls: int = 20) -> dict[str, dict[str, float]]:
+    """Microseconds of a forward call without gradients, in the fastest round, and of the same steps by hand."""
+    from benchmarks.overhead import by_hand
+
+    torch.set_num_threads(1)
+    x, weight = torch.randn(16, 32, dtype=torch.bfloat16), torch.randn(32, 32, dtype=torch.bfloat16)
+    found = {}
+    for name in ("tensorwise", "rowwise", "blockwise"):
+        recipe = f8.recipes.by_name(name)
+        hand = by_hand(recipe)
+        steps = {
+            "by hand": functools.partial(hand, x, weight),
+            "f8.linear": functools.partial(f8.linear, x, weight, recipe=recipe),
+        }
+        with torch.no_grad():
+            every = [{which: _us(step, calls) for which, step in steps.items()} for _ in range(rounds)]
+        found[name] = {which: min(each[which] for each in every) for which in steps}
+    return found
+
+
 def main() -> None:
+    rounds = int(sys.argv[1])
     ways = {"plain": _plain, "grouped": _grouped, "graph_fsdp": _graph_fsdp}
-    print(json.dumps({"calls": {name: passes(made()) for name, made in ways.items()}, "twins": twins()}))
+    found = {"times": times(rounds), "calls": {name: passes(made()) for name, made in ways.items()}, "twins": twins()}
+    print(json.dumps(found))
 
 
 if __name__ == "__main__":
