@@ -35,6 +35,7 @@ __all__ = ["passes"]
 PRODUCTS = ("_scaled_mm", "_scaled_grouped_mm")
 PACKAGE = str(Path(f8.__file__).parent)
 WARM = 4
+LAYERS = ".ops.layer."  # modules of layer ops, which are counted as families
 PARTS = ("impl", "fake", "decompose", "portable", "sharding", "samples")
 INFRASTRUCTURE = ("registry", "register_product")  # modules that every op passes, which are about no op
 
@@ -134,7 +135,7 @@ def twins() -> dict[str, list[str]]:
     found = {}
     for name, op in OPS.items():
         twin = OPS.get(re.sub(r"(?<=::)grouped_|(?<=::)group_|_grouped(?=_)", "", name))
-        if twin is not None and twin is not op and not op.name.endswith(("linear", "grad_input", "grad_weight")):
+        if twin is not None and twin is not op and LAYERS not in op.impl.__module__:
             shared = _made_of(op) & _made_of(twin)
             found[name.rpartition(":")[2]] = sorted(code.co_qualname for code in shared)
     return found

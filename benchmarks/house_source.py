@@ -58,10 +58,11 @@ def hook_bodies(root: Path) -> int:
 
 
 def _registers_a_layer(tree: ast.Module) -> bool:
-    """Whether a file registers an op called linear, or nothing at all: what all layers share does not."""
+    """Whether a file registers an op called linear, or none by a name of its own: what all layers share does not."""
     registered = [
         target.id
-        for node in _named(tree, ast.Assign)
+        for node in tree.body
+        if isinstance(node, ast.Assign)
         if isinstance(node.value, ast.Call) and ast.unparse(node.value.func).startswith(REGISTERS)
         for target in node.targets
         if isinstance(target, ast.Name)
