@@ -12,21 +12,15 @@ A matrix has no batch, tokens without ends are one group, a tensor that is whole
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
 
 from torch import Tensor
 
 from fp8compile.layout.cuts import Sharding
-from fp8compile.quantizers import Quantizer
-from fp8compile.quantizers.check_returned import shape_said
+from fp8compile.quantizers import Quantizer, transposed
+from fp8compile.quantizers.check_returned import is_own, shape_said
 from fp8compile.scale_layouts import untiled
 
 __all__ = ["STACK", "WHOLE", "Plain", "Quantized", "TensorLayout"]
-
-
-@lru_cache(maxsize=256)  # each eager call asks, and a new value is checked field by field
-def _transposed(quantizer: Quantizer) -> Quantizer:
-    return quantizer.transposed()
 
 
 @dataclass(frozen=True)
@@ -131,8 +125,10 @@ class Quantized:
     @property
     def shape(self) -> tuple[int, ...]:
         """Sizes of the values that the codes stand for; packed codes are fewer."""
-        batch = self.codes.shape[: self.layout.batch]
-        return (*batch, *shape_said(self.quantizer, "values_shape", self.codes.shape[self.layout.batch :]))
+        codes, batch = self.codes.shape, self.layout.batch
+        if is_own(type(self.quantizer)) and not batch:
+            return self.quantizer.values_shape(codes)
+        return (*codes[:batch], *shape_said(self.quantizer, "values_shape", codes[batch:]))
 
     def grid(self) -> Tensor:
         """The scales of blocks of a matrix, 2-D."""
@@ -150,7 +146,7 @@ class Quantized:
         return Quantized(
             codes=codes.t() if is_matrix else codes.transpose(-2, -1),
             scale=scale.t() if is_matrix else scale.transpose(-2, -1),
-            quantizer=_transposed(self.quantizer),
+            quantizer=transposed(self.quantizer),
             outer_scale=self.outer_scale,
             layout=self.layout,
         )

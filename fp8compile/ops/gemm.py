@@ -83,7 +83,7 @@ def multiply(a: Quantized, b: Quantized, out_dtype: torch.dtype, config: GemmCon
     """
     (m, k), (_, n) = a.shape, b.shape
     gemm = selected_gemm(a.quantizer, b.quantizer, a.codes.device, out_dtype, config)
-    if any(_compat.guard_or_false(size == 0) for size in (m, k, n)):
+    if _compat.any_is_zero((m, k, n)):
         return a.codes.new_zeros((m, n), dtype=out_dtype)
     return gemm.multiply(a, b, out_dtype, config)
 

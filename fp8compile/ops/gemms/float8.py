@@ -61,7 +61,7 @@ def lacks_tensor_cores(problem: GemmProblem) -> str | None:
 
 def padded(x: Tensor, rows: int, columns: int, *, value: float = 0.0) -> Tensor:
     """A matrix with this many more rows and columns; itself where both are known to be 0."""
-    if _compat.statically_true(rows == 0) and _compat.statically_true(columns == 0):
+    if _compat.statically_equal((rows, columns), (0, 0)):
         return x
     return pad(x, (0, columns, 0, rows), value=value)
 
@@ -110,6 +110,6 @@ def scaled_mm(
     (m, _), n = a.codes.shape, b.codes.shape[1]
     a_scale, b_scale = scales(a, b, rows.shape[0], columns.shape[1])
     product = torch._scaled_mm(rows, columns, a_scale, b_scale, out_dtype=out_dtype, use_fast_accum=fast_accumulation)
-    if _compat.statically_true(product.shape[0] == m) and _compat.statically_true(product.shape[1] == n):
+    if _compat.statically_equal(product.shape, (m, n)):
         return product
     return product[:m, :n].contiguous()

@@ -66,7 +66,7 @@ def _multiply(a: Quantized, b: Quantized, out_dtype: torch.dtype, config: GemmCo
     m, n = a.shape[0], b.shape[1]
     (a_codes, a_scale), (b_codes, b_scale) = _side(a), _side(b.t())
     product = nvfp4_mm(a_codes, b_codes, a_scale, b_scale, a.outer_scale, b.outer_scale, out_dtype)
-    if _compat.statically_true(product.shape[0] == m) and _compat.statically_true(product.shape[1] == n):
+    if _compat.statically_equal(product.shape, (m, n)):
         return product
     return product[:m, :n].contiguous()
 

@@ -36,7 +36,7 @@ def _lacks(problem: GemmProblem) -> str | None:
 def _row_scales(operand: Quantized, rows: int) -> Tensor:
     """A scale a row, (rows, 1), from one for all or one each; rows beyond the operand's have 1."""
     m, scale = operand.codes.shape[0], operand.scale_values()
-    if not all(_compat.statically_true(stride == 1) for stride in scale.stride()):
+    if not _compat.statically_equal(scale.stride(), (1, 1)):
         scale = scale.reshape(-1).unsqueeze(1)  # a (1, m) scale that was turned, whose strides would not do
     if operand.quantizer.block[0] != 1:
         scale = scale.expand(m, 1)

@@ -22,7 +22,7 @@ from fp8compile.ops.gemms.grouped.table import selected_grouped_gemm
 from fp8compile.ops.groups.layout import padded_length
 from fp8compile.ops.groups.portable import OF_BACKWARD
 from fp8compile.ops.registry import register_op
-from fp8compile.quantizers import CurrentScaling, GemmConfig, Quantizer
+from fp8compile.quantizers import CurrentScaling, GemmConfig, Quantizer, transposed
 
 __all__ = ["multiply_groups", "sample_offsets", "scaled_grouped_mm"]
 
@@ -30,7 +30,7 @@ __all__ = ["multiply_groups", "sample_offsets", "scaled_grouped_mm"]
 def _gemm(
     a: Tensor, b: Tensor, a_quantizer: Quantizer, b_quantizer: Quantizer, out_dtype: torch.dtype, config: GemmConfig
 ) -> GroupedGemm:
-    pair = (a_quantizer, b_quantizer.transposed()) if b.ndim == 3 else (a_quantizer.transposed(), b_quantizer)
+    pair = (a_quantizer, transposed(b_quantizer)) if b.ndim == 3 else (transposed(a_quantizer), b_quantizer)
     return selected_grouped_gemm(*pair, a.device, out_dtype, config)
 
 

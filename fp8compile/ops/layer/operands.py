@@ -314,7 +314,8 @@ def _packed_along_columns(codes: Quantized) -> Quantized:
     if type(quantizer) is not TwoLevelScaling or quantizer.packed != "rows":
         return codes
     *stack, rows, pairs = codes.codes.shape
-    local = repack(codes.codes.flatten(0, -2)).view(*stack, rows // 2, pairs * 2)
+    local = repack(codes.codes.flatten(0, -2) if stack else codes.codes)
+    local = local.view(*stack, rows // 2, pairs * 2) if stack else local
     return replace(codes, codes=local, quantizer=replace(quantizer, packed="columns"))
 
 

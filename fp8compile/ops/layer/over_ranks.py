@@ -144,7 +144,8 @@ def as_operand(part: Quantized) -> tuple[Quantized, AxisBlocks | None, AxisBlock
     Args:
         part: A rank's. Along a side that cuts blocks, codes are laid where they are in whole blocks, zeros around.
     """
-    if not part.cuts or part.layout.ends is not None:
+    is_whole = part.layout.ends is not None and not any(part.has_scales_of_whole)
+    if not part.cuts or is_whole:
         return part, None, None
     codes, grid, batch = part.codes, part.scale, part.layout.batch
     if not batch:

@@ -40,7 +40,7 @@ def lacks_grouped(problem: GemmProblem) -> str | None:
 def padded_features(codes: Tensor, multiples: tuple[int, ...], *, value: float = 0) -> Tensor:
     """A tensor whose last dims are multiples of these, by zeros behind."""
     missing = [-size % multiple for size, multiple in zip(codes.shape[-len(multiples) :], multiples, strict=True)]
-    if all(_compat.statically_true(each == 0) for each in missing):
+    if _compat.statically_equal(missing, (0,) * len(missing)):
         return codes
     return pad(codes, [edge for each in reversed(missing) for edge in (0, each)], value=value)
 

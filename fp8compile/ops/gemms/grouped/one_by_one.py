@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fp8compile._compat import guard_or_false
 from fp8compile.layout.quantized import Quantized
-from fp8compile.ops.gemm import multiply
+from fp8compile.ops.gemm import multiply, selected_gemm
 from fp8compile.ops.gemms.emulated import EMULATED
 from fp8compile.ops.gemms.grouped.kernel import GroupedGemm
 from fp8compile.ops.gemms.kernel import GemmProblem
@@ -20,7 +20,7 @@ from fp8compile.ops.groups.group_two_levels import NO_GROUPS_OF_TWO_LEVELS, toke
 from fp8compile.ops.groups.layout import alignment
 from fp8compile.ops.groups.portable import masks_of_groups
 from fp8compile.ops.groups.spans import spans
-from fp8compile.quantizers import GemmConfig, Quantizer
+from fp8compile.quantizers import GemmConfig, Quantizer, transposed
 
 __all__ = ["ONE_BY_ONE", "every_row"]
 
@@ -43,17 +43,19 @@ def _outer_scale(operand: Quantized, group: int) -> Tensor | None:
 
 def _rows(a: Quantized, b: Quantized, offsets: Tensor, out_dtype: torch.dtype, config: GemmConfig) -> Tensor:
     product = a.codes.new_zeros((a.codes.shape[0], b.codes.shape[1]), dtype=out_dtype)
-    is_one_block = a.quantizer.block[0] == -1
+    if 0 in b.codes.shape:
+        return product
+    turned, is_one_block = transposed(b.quantizer), a.quantizer.block[0] == -1
+    gemm = selected_gemm(a.quantizer, turned, a.codes.device, out_dtype, config)
+    codes, scales = b.codes.transpose(1, 2), b.scale.transpose(1, 2)
     for group, (rows, _) in enumerate(spans(offsets, 1)):
         if rows.start == rows.stop:
             continue
         scale = a.scale[rows][:1] if is_one_block else a.scale[rows]
-        outer, outer_of_matrix = (_outer_scale(each, group) for each in (a, b))
-        left = Quantized(codes=a.codes[rows], scale=scale, quantizer=a.quantizer, outer_scale=outer)
-        right = Quantized(
-            codes=b.codes[group], scale=b.scale[group], quantizer=b.quantizer, outer_scale=outer_of_matrix
-        )
-        product[rows] = multiply(left, right.t(), out_dtype, config)
+        left = Quantized(codes=a.codes[rows], scale=scale, quantizer=a.quantizer, outer_scale=_outer_scale(a, group))
+        outer = _outer_scale(b, group)
+        right = Quantized(codes=codes[group], scale=scales[group], quantizer=turned, outer_scale=outer)
+        product[rows] = gemm.multiply(left, right, out_dtype, config)
     return product
 
 
