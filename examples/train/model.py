@@ -1,58 +1,38 @@
-"""The byte-level language model that `fp8compile train` trains.
+"""The model: a Llama over bytes.
 
-A Llama: RMSNorm before each half of a block, rotary positions, grouped-query attention and SwiGLU, which may be a
-mixture of experts.
+RMSNorm before each half of a block, rotary positions, grouped-query attention and SwiGLU, which may be a mixture of
+experts.
 
     tokens_BT int64 --embed--> x_BTD bf16 --blocks--> norm --head--> logits_BTV --> mean loss, fp32
                                  |    ^
                                  +----+  x + attention(norm(x)), x + feed_forward(norm(x))
 
-Parameters are float32; the trainer runs the model under bf16 autocast, so that every linear, FP8
-or not, sees bf16 inputs and the bf16 rounding of its float32 weight, and AdamW keeps all its bits.
+Parameters are float32; the trainer runs the model under bf16 autocast, so that every linear, FP8 or not, sees bf16
+inputs and the bf16 rounding of its float32 weight, and AdamW keeps all its bits.
 
-Letters: B sequences, T bytes in one, D model width, H query heads, G key and value heads,
-E width of a head, F feed-forward width, V byte values.
+Letters: B sequences, T bytes in one, D model width, H query heads, G key and value heads, E width of a head, V values.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
-from fp8compile.cli.train.experts import MixtureOfExperts
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-__all__ = ["Attention", "ByteLlama", "ModelShape"]
+from examples.train.experts import MixtureOfExperts
 
 NUM_BYTES = 256
 ROPE_BASE = 10000.0  # Su et al. 2021, arXiv:2104.09864
 NORM_EPS = 1e-5  # Touvron et al. 2023, arXiv:2302.13971
-GROUPED_SIZE = 8  # torch.nn.functional.grouped_mm takes rows that are multiples of 16 bytes
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
     """Sizes of a :class:`ByteLlama`.
 
-    Attributes:
-        dim: Width of the residual stream; a multiple of ``2 * heads``.
-        layers: Number of blocks.
-        heads: Query heads.
-        kv_heads: Key and value heads; divides ``heads``.
-        hidden: Width of the feed-forward layer, or of each expert.
-        seq: Bytes in a sequence.
-        qk_norm: Whether queries and keys are normalized, head by head.
-        experts: Experts of each feed-forward layer; 0 for none.
-        top_k: To how many of them each byte goes.
-
-    Raises:
-        ValueError: A size is below 1, the heads do not divide the width, or experts can't multiply such widths.
+    `examples.train.config.TrainConfig` says what each is, and raises if they don't go together.
     """
 
     dim: int
@@ -64,28 +44,6 @@ class ModelShape:
     qk_norm: bool = False
     experts: int = 0
     top_k: int = 0
-
-    def __post_init__(self) -> None:
-        """Check what the attention needs."""
-        for name in ("dim", "layers", "heads", "kv_heads", "hidden", "seq"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}; it has to be at least 1")
-        if self.dim % (2 * self.heads):
-            raise ValueError(
-                f"dim {self.dim} is not a multiple of 2 * heads = {2 * self.heads}; rotary "
-                "positions turn pairs of numbers in each head, so choose such a multiple"
-            )
-        if self.heads % self.kv_heads:
-            raise ValueError(
-                f"heads {self.heads} is not a multiple of kv_heads {self.kv_heads}; each key "
-                "head serves the same number of query heads, so choose a divisor"
-            )
-        for name in ("dim", "hidden") if self.experts else ():
-            if getattr(self, name) % GROUPED_SIZE:
-                raise ValueError(
-                    f"{name} is {getattr(self, name)}; experts multiply rows of 16 bytes, so choose a multiple of "
-                    f"{GROUPED_SIZE}"
-                )
 
 
 def _rotation(*, length: int, head_dim: int) -> tuple[Tensor, Tensor]:
@@ -112,7 +70,6 @@ class _Norm(nn.Module):
 
 
 def _attend(query_BHTE: Tensor, key_BGTE: Tensor, value_BGTE: Tensor) -> Tensor:
-    """(B, H, T, E): what each position reads of those before it."""
     return F.scaled_dot_product_attention(query_BHTE, key_BGTE, value_BGTE, is_causal=True, enable_gqa=True)
 
 
@@ -155,19 +112,17 @@ class _FeedForward(nn.Module):
         return self.down(F.silu(self.gate(x_BTD)) * self.up(x_BTD))
 
 
-def _feed_forward(shape: ModelShape) -> nn.Module:
-    if not shape.experts:
-        return _FeedForward(shape)
-    return MixtureOfExperts(dim=shape.dim, hidden=shape.hidden, experts=shape.experts, top_k=shape.top_k)
-
-
 class _Block(nn.Module):
     def __init__(self, shape: ModelShape) -> None:
         super().__init__()
         self.attention_norm = _Norm(shape.dim)
         self.attention = Attention(shape)
         self.feed_forward_norm = _Norm(shape.dim)
-        self.feed_forward = _feed_forward(shape)
+        self.feed_forward = (
+            MixtureOfExperts(dim=shape.dim, hidden=shape.hidden, experts=shape.experts, top_k=shape.top_k)
+            if shape.experts
+            else _FeedForward(shape)
+        )
 
     def forward(self, x_BTD: Tensor, cos_TE: Tensor, sin_TE: Tensor) -> Tensor:
         x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD), cos_TE, sin_TE)
@@ -183,7 +138,6 @@ class ByteLlama(nn.Module):
     """
 
     def __init__(self, shape: ModelShape, *, seed: int) -> None:
-        """Make the layers and draw their weights."""
         super().__init__()
         self.embed = nn.Embedding(NUM_BYTES, shape.dim)
         self.blocks = nn.ModuleList(_Block(shape) for _ in range(shape.layers))
@@ -206,14 +160,11 @@ class ByteLlama(nn.Module):
             parameter.normal_(std=std, generator=generator)
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """Return the mean loss of predicting each next byte.
+        """Return the mean cross entropy in nats per byte, shape (), float32.
 
         Args:
             tokens: Bytes, shape (B, T), int64, 0 to 255; T at most ``shape.seq``.
-            targets: The byte after each of them, shape (B, T), int64.
-
-        Returns:
-            Mean cross entropy in nats per byte, shape (), float32.
+            targets: The byte after each of them, likewise.
         """
         length = tokens.shape[1]
         cos_TE, sin_TE = self.cos[:length], self.sin[:length]

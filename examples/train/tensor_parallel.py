@@ -1,4 +1,4 @@
-"""The plan by which ranks share the model of `fp8compile train`, made of PyTorch's styles and ours.
+"""The plan by which tensor parallel ranks share the model, made of PyTorch's styles and ours.
 
     tokens --embed--> x --norm--> query, key, value --> attention of a rank's own heads --> output --> + x
                       x --norm--> gate, up          --> a rank's own hidden features    --> down   --> + x
@@ -7,33 +7,18 @@
 
 Between the layers, x is a DTensor: whole on each rank, or with ``sp`` a rank's part of the sequence. Then the FP8
 layers gather codes (`fp8compile.parallel`); the others, and all layers without ``sp``, have PyTorch's own styles.
-Every parameter becomes a DTensor, so that clipping and AdamW see one kind.
+Every parameter becomes a DTensor, so that AdamW sees one kind.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from torch import nn
-from torch.distributed.tensor import (
-    DTensor,
-    Placement,
-    Replicate,
-    Shard,
-    distribute_module,
-    distribute_tensor,
-    parallel,
-)
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_module, parallel
 
 import fp8compile as f8
-from fp8compile.cli.train.experts import MixtureOfExperts
+from examples.train.experts import MixtureOfExperts
 from fp8compile.parallel import ColwiseParallel, RowwiseParallel
-
-if TYPE_CHECKING:
-    from torch import Tensor
-    from torch.distributed.device_mesh import DeviceMesh
-
-__all__ = ["parallelize", "place_gradients", "placed_like", "whole"]
 
 HEADS_DIM = 1  # of queries and keys as their norms see them: (batch, heads, sequence, width)
 
@@ -87,13 +72,7 @@ def _style_of(name: str, module: nn.Module, *, sp: bool) -> parallel.ParallelSty
 
 
 def parallelize(model: nn.Module, mesh: DeviceMesh, *, sp: bool) -> None:
-    """Cut a model over ranks, in place, with the weights that the first rank has.
-
-    Args:
-        model: A ``ByteLlama``, converted or not.
-        mesh: Of all ranks, one dim.
-        sp: Whether the sequence is cut where there is no product.
-    """
+    """Cut a model over ranks, with the weights that the first has; ``sp``: the sequence too, between products."""
     styles = {name: _style_of(name, module, sp=sp) for name, module in model.named_modules()}
     parallel.parallelize_module(model, mesh, {name: chosen for name, chosen in styles.items() if chosen is not None})
     for module in model.modules():
@@ -102,28 +81,7 @@ def parallelize(model: nn.Module, mesh: DeviceMesh, *, sp: bool) -> None:
 
 
 def place_gradients(model: nn.Module) -> None:
-    """Bring each gradient to where its parameter is: a sum over the ranks for what all of them have.
-
-    Args:
-        model: After a backward; without DTensors nothing happens.
-    """
+    """Bring each gradient to where its parameter is: a sum over the ranks for what all of them have."""
     for parameter in model.parameters():
         if isinstance(parameter, DTensor) and parameter.grad is not None:
             parameter.grad = parameter.grad.redistribute(placements=parameter.placements)
-
-
-def whole(value: object) -> object:
-    """Return a tensor with all its parts, on the CPU, whatever else as it is; all ranks call this."""
-    return value.full_tensor().cpu() if isinstance(value, DTensor) else value
-
-
-def placed_like(value: Tensor, like: Tensor) -> Tensor:
-    """Return a whole tensor as another one is placed; all ranks call this.
-
-    Args:
-        value: Any tensor.
-        like: Of the same shape where it is a DTensor.
-    """
-    if not isinstance(like, DTensor) or value.shape != like.shape:
-        return value
-    return distribute_tensor(value.to(like.device), like.device_mesh, like.placements)
