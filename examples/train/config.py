@@ -121,13 +121,7 @@ class TrainConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class Arm:
-    """One of the trainings of a run.
-
-    Attributes:
-        name: What rows, checkpoints and columns call it.
-        recipe: Name of its recipe, or "bf16".
-        seed: Decides its weights and batches.
-    """
+    """One of the trainings of a run; rows, checkpoints and columns of the table have its name."""
 
     name: str
     recipe: str

@@ -23,8 +23,7 @@ from examples.train.data import Text
 
 NUM_VALUES = 256
 CONTEXT = 2  # bytes that the level looks back on; the default preset gets well below that
-# One made-up observation for each context, spread over all bytes: Lidstone's rule. On 10 MB of
-# Python it costs less than 0.01 nats against the best such constant.
+# Lidstone's rule: one made-up observation for each context, spread over all bytes.
 PSEUDO_COUNT = 1 / NUM_VALUES
 
 

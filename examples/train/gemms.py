@@ -46,11 +46,15 @@ class GemmCount:
         return f"{getattr(self, kind)} of {self.total} ({flops / self.flops if self.flops else 0.0:.1%} of flops)"
 
 
-def asked_gemms(model: nn.Module) -> tuple[int, int]:
-    """How many GEMMs of a step the recipes of a model's layers put in FP8, and how many there are."""
-    rows = f8.conversion_report(model).rows
-    asked = sum(len(row.float8_gemms()) * len(row.matrices) for row in rows if row.converted)
-    return asked, GEMMS_A_MATRIX * sum(len(row.matrices) for row in rows)
+def asked_gemms(model: nn.Module, *, top_k: int) -> tuple[int, int, float]:
+    """How many GEMMs of a step the recipes put in FP8, how many there are, and the share of their flops."""
+    asked, total, asked_flops, flops = 0, 0, 0, 0
+    for row in f8.conversion_report(model).rows:
+        fp8 = len(row.float8_gemms()) if row.converted else 0
+        size = sum(n * k for n, k in row.matrices) * (top_k if row.experts else 1)
+        asked, asked_flops = asked + fp8 * len(row.matrices), asked_flops + fp8 * size
+        total, flops = total + GEMMS_A_MATRIX * len(row.matrices), flops + GEMMS_A_MATRIX * size
+    return asked, total, asked_flops / flops
 
 
 def _is_product(event: FunctionEvent) -> bool:

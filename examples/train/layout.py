@@ -10,7 +10,6 @@ ones have them again; without FSDP, what is no expert has a replica for each par
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, redirect_stdout
 from dataclasses import dataclass
@@ -39,7 +38,6 @@ def joined() -> Iterator[None]:
         with open(os.devnull, "w") as nowhere, nullcontext() if is_first() else redirect_stdout(nowhere):
             yield
     finally:
-        sys.stdout.flush()
         dist.destroy_process_group()
 
 

@@ -32,7 +32,7 @@ def _column(rows: Sequence[Row], arm: Arm) -> dict[str, str]:
         "graphs": "not compiled" if graphs is None else ", ".join(f"{kind} {count}" for kind, count in graphs.items()),
         "graph breaks": "-" if graphs is None else str(done["graph_breaks"]),
         "recompiles beyond these": "-" if graphs is None else str(done["recompiles"]),
-        f"FP8 GEMMs asked for by the recipe{on_rank}": "{} of {}".format(*done["asked_gemms"]),
+        "FP8 GEMMs asked for by the recipe": "{} of {} ({:.1%} of flops)".format(*done["asked_gemms"]),
         f"FP8 GEMMs seen by the profiler{on_rank}": seen.shown("fp8"),
     }
     if seen.emulated:
@@ -60,7 +60,7 @@ def complaints(rows: Sequence[Row], arms: Sequence[Arm]) -> list[str]:
     found = []
     for arm in arms:
         done = _of(rows, kind="done", arm=arm)[-1]
-        (fp8, total), seen = done["asked_gemms"], GemmCount(**done["profiled_gemms"])
+        (fp8, total, _), seen = done["asked_gemms"], GemmCount(**done["profiled_gemms"])
         if (fp8, total) != (seen.fp8 + seen.emulated, seen.total):
             ran = f"{seen.shown('fp8')}, and {seen.emulated} emulated"
             found.append(f"{arm.name}: the recipe asks for FP8 in {fp8} of {total} GEMMs; what ran is {ran}")

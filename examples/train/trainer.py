@@ -120,7 +120,7 @@ class Trainer:
             spread_over(self.model, layout.experts_mesh(device.type), tp_mesh)
         if tp_mesh is not None:
             parallelize(self.model, tp_mesh, sp=config.sp)
-        self._asked = asked_gemms(self.model)
+        self._asked = asked_gemms(self.model, top_k=config.top_k)
         self.gathered = None
         if layout.dp > 1:
             self.gathered = shard(self.model, layout.data_mesh(device.type), config, is_fp8=recipe is not None)

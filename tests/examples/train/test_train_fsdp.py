@@ -13,6 +13,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from commands import finished_on_ranks
+from fp8compile.cli.train import fsdp, trainer, training
+from fp8compile.cli.train.config import Arm, TrainConfig, extended
+from fp8compile.cli.train.layout import Layout, layout_of
+from fp8compile.cli.train.ranks import Ranks
+from fp8compile.cli.train.text import load_text
+from fp8compile.cli.train.training import resolved
 from gloo_ranks import shared_ranks
 from test_tensor_parallel_training import complaint, losses_of, rows_of, start, words
 
@@ -20,12 +26,6 @@ import fp8compile as f8
 from fp8compile._compat import TORCH_VERSION
 from fp8compile.cli import main
 from fp8compile.cli.errors import UserError
-from fp8compile.cli.train import fsdp, trainer, training
-from fp8compile.cli.train.config import Arm, TrainConfig, extended
-from fp8compile.cli.train.layout import Layout, layout_of
-from fp8compile.cli.train.ranks import Ranks
-from fp8compile.cli.train.text import load_text
-from fp8compile.cli.train.training import resolved
 
 TINY = {
     "dim": 64, "layers": 2, "heads": 4, "kv_heads": 2, "hidden": 72, "seq": 32, "batch": 4, "eval_sequences": 4,

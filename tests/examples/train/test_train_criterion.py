@@ -12,9 +12,6 @@ from dataclasses import replace
 import pytest
 import torch
 from eight_bits import EIGHT_BITS
-
-import fp8compile as f8
-from fp8compile.cli import main
 from fp8compile.cli.train.config import TrainConfig
 from fp8compile.cli.train.criterion import (
     Baseline,
@@ -26,6 +23,9 @@ from fp8compile.cli.train.criterion import (
 )
 from fp8compile.cli.train.text import Text, load_text
 from fp8compile.cli.train.training import resolved
+
+import fp8compile as f8
+from fp8compile.cli import main
 
 # Without the compiler, which computes the same codes and takes longer than these trainings; with
 # one thread, because more of them gain nothing at this size.

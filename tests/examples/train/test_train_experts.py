@@ -8,6 +8,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from eight_bits import EIGHT_BITS
+from fp8compile.cli.train import tensor_parallel
+from fp8compile.cli.train.checkpoint import plain_name
+from fp8compile.cli.train.config import Arm
+from fp8compile.cli.train.experts import MixtureOfExperts
+from fp8compile.cli.train.gemms import GemmCount
+from fp8compile.cli.train.summary import complaints
 from gloo_ranks import shared_ranks
 from test_cli_train import (
     has_cpu_kernel,
@@ -26,12 +32,6 @@ from test_fsdp_training import trainer_of_ranks
 import fp8compile as f8
 from fp8compile._compat import TORCH_VERSION
 from fp8compile.cli import main
-from fp8compile.cli.train import tensor_parallel
-from fp8compile.cli.train.checkpoint import plain_name
-from fp8compile.cli.train.config import Arm
-from fp8compile.cli.train.experts import MixtureOfExperts
-from fp8compile.cli.train.gemms import GemmCount
-from fp8compile.cli.train.summary import complaints
 
 __all__ = ["text_file"]
 

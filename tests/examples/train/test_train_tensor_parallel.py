@@ -20,6 +20,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from commands import finished_on_ranks
+from fp8compile.cli.train.config import TrainConfig
+from fp8compile.cli.train.layout import layout_of
+from fp8compile.cli.train.model import ByteLlama, ModelShape
+from fp8compile.cli.train.ranks import Ranks
+from fp8compile.cli.train.tensor_parallel import parallelize, place_gradients
 from gloo_ranks import GROUPS, shared_ranks
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -29,11 +34,6 @@ from torch.utils.checkpoint import checkpoint
 import fp8compile as f8
 from fp8compile.cli import main
 from fp8compile.cli.errors import UserError
-from fp8compile.cli.train.config import TrainConfig
-from fp8compile.cli.train.layout import layout_of
-from fp8compile.cli.train.model import ByteLlama, ModelShape
-from fp8compile.cli.train.ranks import Ranks
-from fp8compile.cli.train.tensor_parallel import parallelize, place_gradients
 from fp8compile.ops.layer import quantize_shard
 from fp8compile.parallel import ColwiseParallel, RowwiseParallel
 

@@ -6,11 +6,11 @@ import copy
 
 import pytest
 import torch
+from fp8compile.cli.train.model import ByteLlama, ModelShape
+from fp8compile.cli.train.wide_products import widen_products
 from torch import nn
 
 from fp8compile import _compat
-from fp8compile.cli.train.model import ByteLlama, ModelShape
-from fp8compile.cli.train.wide_products import widen_products
 from fp8compile.testing import Recording
 
 CPU = torch.device("cpu")
