@@ -81,7 +81,6 @@ class TrainConfig:
         return self.fsdp or self.hsdp or self.graph_fsdp
 
     def __post_init__(self) -> None:
-        """Check what needs neither a model nor other processes."""
         self._check(0 < self.lr < math.inf, "lr", "has to be a positive number")
         for each in fields(self):
             least = 0 if each.name in ("seed", "experts", "top_k") else 1

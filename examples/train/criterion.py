@@ -40,7 +40,6 @@ class Baseline:
         return max(self.bf16_losses) - min(self.bf16_losses)
 
     def __str__(self) -> str:
-        """The numbers in one line."""
         losses = ", ".join(f"{loss:.4f}" for loss in self.bf16_losses)
         return (
             f"bf16 over {len(self.bf16_losses)} seeds {losses}: spread {self.spread:.4f}; "
@@ -67,7 +66,6 @@ class Verdict:
         return self.loss < self.baseline.level and abs(self.gap) <= self.baseline.spread
 
     def __str__(self) -> str:
-        """The comparison in one line."""
         return (
             f"{'PASS' if self.passed else 'FAIL'} {self.name}: loss {self.loss:.4f} "
             f"(level {self.baseline.level:.4f}), gap to bf16 {self.gap:+.4f} "

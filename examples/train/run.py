@@ -83,7 +83,10 @@ class Run:
         reproduce_bits(threads=self.config.threads)
         for arm, recipe in recipes.items():
             if not self._is_done(arm):
-                trainer = Trainer(self.config, arm, self.text, recipe)
+                try:
+                    trainer = Trainer(self.config, arm, self.text, recipe)
+                except ValueError as error:  # the library says what doesn't go together
+                    raise UsageError(str(error)) from error
                 trainer.load(self._checkpoints(arm))
                 self._train(trainer, arm)
                 self._append("done", arm, trainer.step, **trainer.summary())

@@ -35,12 +35,6 @@ def _of_mixture(between: Placement) -> parallel.ParallelStyle:
     )
 
 
-def _of_router() -> parallel.ParallelStyle:
-    """The style of a router: every rank scores all tokens."""
-    everywhere = {f"{way}_layouts": Replicate() for way in ("input", "desired_input", "output", "desired_output")}
-    return parallel.PrepareModuleInputOutput(**everywhere)
-
-
 def _style_of(name: str, module: nn.Module, *, sp: bool) -> parallel.ParallelStyle | None:
     """How a module of the model is cut; None for one that is left as it is."""
     between = Shard(1) if sp else Replicate()
@@ -58,7 +52,8 @@ def _style_of(name: str, module: nn.Module, *, sp: bool) -> parallel.ParallelSty
     if last == "head":
         return parallel.ColwiseParallel(input_layouts=between, output_layouts=Replicate())
     if last == "router":
-        return _of_router()
+        ways = ("input", "desired_input", "output", "desired_output")  # every rank scores all tokens
+        return parallel.PrepareModuleInputOutput(**{f"{way}_layouts": Replicate() for way in ways})
     if isinstance(module, MixtureOfExperts):
         return _of_mixture(between)
     if last in ("query_norm", "key_norm"):

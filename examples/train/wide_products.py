@@ -47,9 +47,13 @@ def _attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         return F.scaled_dot_product_attention(*wide, is_causal=True, enable_gqa=True).bfloat16()
 
 
+def _cpu_multiplies_bfloat16() -> bool:
+    return torch.ops.mkldnn._is_mkldnn_bf16_supported()
+
+
 def widen_products(model: nn.Module, device: torch.device) -> None:
     """Have layers that are not converted multiply in float32, if the device has no instructions for bfloat16."""
-    if device.type != "cpu" or torch.ops.mkldnn._is_mkldnn_bf16_supported():
+    if device.type != "cpu" or _cpu_multiplies_bfloat16():
         return
     for module in model.modules():
         if type(module) is nn.Linear:

@@ -1,7 +1,7 @@
 """FP8 trains as well as bf16, by a criterion that a wrong scale fails.
 
 A smaller version of benchmarks/train_criterion.py: 150 steps of a model with 0.12 M parameters,
-whose level is that of byte pairs. What the words mean: fp8compile/cli/train/criterion.py.
+whose level is that of byte pairs. What the words mean: examples/train/criterion.py.
 """
 
 from __future__ import annotations
@@ -12,20 +12,13 @@ from dataclasses import replace
 import pytest
 import torch
 from eight_bits import EIGHT_BITS
-from fp8compile.cli.train.config import TrainConfig
-from fp8compile.cli.train.criterion import (
-    Baseline,
-    Verdict,
-    baseline,
-    counting_level,
-    final_loss,
-    plant_wrong_scale,
-)
-from fp8compile.cli.train.text import Text, load_text
-from fp8compile.cli.train.training import resolved
 
 import fp8compile as f8
-from fp8compile.cli import main
+from benchmarks.train_criterion import baseline, final_loss, plant_wrong_scale
+from examples.train.__main__ import main
+from examples.train.config import TrainConfig
+from examples.train.criterion import Baseline, Verdict, counting_level
+from examples.train.data import Text, load_text
 
 # Without the compiler, which computes the same codes and takes longer than these trainings; with
 # one thread, because more of them gain nothing at this size.
@@ -46,7 +39,7 @@ CONFIG = TrainConfig(
 
 @pytest.fixture(scope="module")
 def config():
-    return resolved(CONFIG)
+    return CONFIG
 
 
 @pytest.fixture(scope="module")
@@ -116,19 +109,16 @@ def test_a_loss_within_the_spread_but_above_the_level_fails():
 
 def test_the_level_is_the_entropy_of_what_counting_knows():
     pattern = torch.tensor([1, 2, 1, 3], dtype=torch.uint8).repeat(5000)
-    text = Text(train=pattern, held_out=pattern, sha256="", num_files=1, num_skipped=0)
+    text = Text(train=pattern, held_out=pattern, sha256="", num_files=1)
     # After 1 comes 2 or 3 by turns, after 2 and 3 always 1: half of the places cost log 2.
     assert counting_level(text, context=1) == pytest.approx(math.log(2) / 2, abs=1e-3)
     assert counting_level(text, context=2) == pytest.approx(0.0, abs=1e-3)
 
 
-def test_the_command_judges_and_fails_with_1(tmp_path, capsys):
-    path = tmp_path / "text.txt"
-    path.write_text("".join(f"{number} squared is {number**2}\n" for number in range(700)))
+def test_the_command_judges_and_fails_with_1(text_file, tmp_path, capsys):
     sizes = "--dim 16 --layers 1 --heads 2 --kv-heads 1 --hidden 32 --seq 16 --batch 4 --steps 3"
     flags = ["--no-compile", "--compare", "bf16", "--check", "--threads", "1", "--device", "cpu"]
-    assert main(["train", "--data", str(path), "--out", str(tmp_path / "run"), *sizes.split(), *flags]) == 1
+    assert main(["--data", str(text_file), "--out", str(tmp_path / "run"), *sizes.split(), *flags]) == 1
     printed = capsys.readouterr()
     assert "bf16 over 3 seeds" in printed.out
     assert "FAIL rowwise: loss" in printed.out  # three steps are no training
-    assert printed.err == "fp8compile train: the criterion does not hold for rowwise\n"

@@ -1,4 +1,4 @@
-"""`fp8compile train --experts`: experts are in FP8 by conversion alone, are counted as they run, and resume."""
+"""`examples.train --experts`: experts are in FP8 by conversion alone, are counted as they run, and resume."""
 
 from __future__ import annotations
 
@@ -8,32 +8,20 @@ import pytest
 import torch
 import torch.nn.functional as F
 from eight_bits import EIGHT_BITS
-from fp8compile.cli.train import tensor_parallel
-from fp8compile.cli.train.checkpoint import plain_name
-from fp8compile.cli.train.config import Arm
-from fp8compile.cli.train.experts import MixtureOfExperts
-from fp8compile.cli.train.gemms import GemmCount
-from fp8compile.cli.train.summary import complaints
 from gloo_ranks import shared_ranks
-from test_cli_train import (
-    has_cpu_kernel,
-    losses,
-    one_line,
-    rows_of,
-    small_trainer,
-    steps_of,
-    text_file,
-    words,
-)
-from test_fsdp_training import TINY as SIZES_ON_RANKS
-from test_fsdp_training import losses as losses_of_ranks
-from test_fsdp_training import trainer_of_ranks
+from test_train import done_row, has_cpu_kernel, one_line, words
+from test_train_fsdp import TINY as SIZES_ON_RANKS
+from test_train_fsdp import losses_of_ranks, trainer_of_ranks
+from torch.distributed.tensor import DTensor
+from train_runs import losses, rows_of, small_trainer, steps_of
 
 import fp8compile as f8
+from examples.train.__main__ import main
+from examples.train.config import Arm
+from examples.train.experts import MixtureOfExperts
+from examples.train.gemms import GemmCount
+from examples.train.table import complaints
 from fp8compile._compat import TORCH_VERSION
-from fp8compile.cli import main
-
-__all__ = ["text_file"]
 
 EXPERTS = {"experts": 4, "top_k": 2}
 RECIPES = [name for name in EIGHT_BITS if name != "delayed"]
@@ -100,14 +88,13 @@ def test_steps_are_one_graph_and_resume_to_the_bit(text_file, tmp_path, recipe, 
     flags = {"recipe": recipe, "backend": "aot_eager", "quantized_parameters": quantized, **EXPERTS}
     first = small_trainer(text_file, **flags)
     whole = steps_of(first, 3)
-    first.save(tmp_path / "checkpoint.pt")
+    first.save(tmp_path)
     whole += steps_of(first, 3)
     second = small_trainer(text_file, **flags)
-    second.load(tmp_path / "checkpoint.pt")
+    second.load(tmp_path)
     assert len(set(whole)) == 6
     assert steps_of(second, 3) == whole[3:]
-    for counted in (first.counted, second.counted):
-        assert (counted.graphs, counted.graph_breaks, counted.recompiles) == ({"train": 1}, 0, 0)
+    assert first.graphs == second.graphs == {"train": 1}
 
 
 def test_a_run_with_experts_is_kept_resumed_and_told(text_file, tmp_path, capsys):
@@ -117,14 +104,12 @@ def test_a_run_with_experts_is_kept_resumed_and_told(text_file, tmp_path, capsys
     table = capsys.readouterr().out
     assert f"{3 * NUM_FP8} of {3 * (NUM_FP8 + NUM_OTHER)} (" in table
     assert main(words(text_file, cut, *flags, recipe="rowwise", steps=4)) == 0
-    assert main(["train", "--resume", str(cut), "--steps", "6"]) == 0
+    assert main(["--resume", str(cut), "--steps", "6"]) == 0
     kept = json.loads((cut / "config.json").read_text())["train"]
     assert (kept["experts"], kept["top_k"]) == (4, 2)
     trained = [sorted(row for row in losses(folder) if row[1] == "train") for folder in (cut, whole)]
     assert trained[0] == trained[1]
     assert rows_of(whole)[-1]["profiled_gemms"]["total"] == 3 * (NUM_FP8 + NUM_OTHER)
-    assert main(["train", "--resume", str(cut), "--experts", "8"]) == 2
-    assert "--experts 8 (the run has 4)" in capsys.readouterr().err
 
 
 # -------------------------------------------------------------------- GEMMs
@@ -137,10 +122,11 @@ def test_the_profiler_sees_a_gemm_for_each_stack(text_file, recipe, compiled, ex
     fp8, emulated = (asked, 0) if has_cpu_kernel(recipe) else (0, asked)
     # no dim of these sizes is padded, so that flops agree
     changes = {"experts": experts, "top_k": 1, "kv_heads": 2, "compile": compiled, "backend": "aot_eager"}
-    done = small_trainer(text_file, recipe=recipe, **changes).summary()
-    expected, seen = (GemmCount(**done[key]) for key in ("expected_gemms", "profiled_gemms"))
+    done = done_row(small_trainer(text_file, recipe=recipe, **changes), recipe)
+    seen = GemmCount(**done["profiled_gemms"])
     assert (seen.fp8, seen.emulated, seen.total) == (fp8, emulated, 3 * (NUM_FP8 + NUM_OTHER))
-    assert seen == expected
+    share = (seen.fp8_flops + seen.emulated_flops) / seen.flops
+    assert done["asked_gemms"] == (asked, seen.total, share)
     assert complaints([done], [Arm(name=recipe, recipe=recipe, seed=0)]) == []
 
 
@@ -149,7 +135,7 @@ def test_experts_that_fall_back_to_bf16_are_not_counted_as_fp8(text_file, recipe
     trainer = small_trainer(text_file, recipe=recipe, compile=False, **EXPERTS)
     experts = trainer.model.blocks[0].feed_forward.experts
     monkeypatch.setattr(type(experts), "_grouped_mm", type(experts)._plain_class._grouped_mm)
-    (complaint,) = complaints([trainer.summary()], [Arm(name=recipe, recipe=recipe, seed=0)])
+    (complaint,) = complaints([done_row(trainer, recipe)], [Arm(name=recipe, recipe=recipe, seed=0)])
     assert f"{recipe}: the recipe asks for FP8 in {3 * NUM_FP8} of 24" in complaint
     assert f"{3 * (NUM_FP8 - 2)} " in complaint.split("what ran is")[1]
 
@@ -160,16 +146,14 @@ def test_experts_that_fall_back_to_bf16_are_not_counted_as_fp8(text_file, recipe
 @pytest.mark.parametrize(
     ("flags", "fragment"),
     [
-        (["--top-k", "2"], "--top-k is 2, and there are no experts; add --experts, or leave it out"),
-        (["--experts", "1", "--top-k", "1"], "--experts is 1; it has to be from 2 to 1024"),
-        (["--experts", "-8"], "--experts is -8; it has to be from 2 to 1024"),
-        (["--experts", "2000", "--top-k", "2"], "--experts is 2000; it has to be from 2 to 1024"),
-        (["--experts", "8"], "--top-k is 0; it says to how many of --experts 8 each byte goes, and has to be from 1"),
-        (["--experts", "8", "--top-k", "9"], "--top-k is 9; it says to how many of --experts 8"),
-        (["--experts", "4", "--top-k", "1", "--hidden", "36"], "hidden is 36; experts multiply rows of 16 bytes"),
-        (["--experts", "4", "--top-k", "1", "--recipe", "delayed"], "--experts 4 with --recipe delayed: experts"),
-        (["--experts", "4", "--top-k", "1", "--compare", "delayed"], "--experts 4 with --recipe delayed: experts"),
-        (["--experts", "4", "--top-k", "1", "--tp", "2"], "--tp 2 cuts the attention, and no experts; add --ep 2"),
+        (["--top-k", "2"], "--top-k 2 needs --experts"),
+        (["--experts", "1", "--top-k", "1"], "--experts 1 has to be from 2 to 1024"),
+        (["--experts", "-8"], "--experts -8 has to be at least 0"),
+        (["--experts", "2000", "--top-k", "2"], "--experts 2000 has to be from 2 to 1024"),
+        (["--experts", "8"], "--top-k 0 has to be from 1 to --experts 8"),
+        (["--experts", "8", "--top-k", "9"], "--top-k 9 has to be from 1 to --experts 8"),
+        (["--experts", "4", "--top-k", "1", "--hidden", "36"], "--hidden 36 has to be a multiple of 8"),
+        (["--experts", "4", "--top-k", "1", "--kv-heads", "2", "--tp", "2"], "--ep 1 has to be a multiple of 2"),
     ],
 )
 def test_what_experts_do_not_go_with_is_one_line_and_leaves_nothing(text_file, tmp_path, capsys, flags, fragment):
@@ -183,7 +167,7 @@ def test_what_experts_do_not_go_with_is_one_line_and_leaves_nothing(text_file, t
 
 def sharded_losses(path):
     flags = {"recipe": "tensorwise", "backend": "aot_eager", **EXPERTS}
-    return [losses_of_ranks({**flags, how: True}, path, codes=True, steps=3) for how in ("fsdp", "graph_fsdp")]
+    return [losses_of_ranks({**flags, how: True}, path, steps=3) for how in ("fsdp", "graph_fsdp")]
 
 
 @pytest.mark.skipif(TORCH_VERSION < (2, 12), reason="a group as a part of a tensor needs PyTorch 2.12")
@@ -201,7 +185,7 @@ def test_experts_train_sharded_and_in_the_graph_alike(text_file):
 
 def losses_of_ways(path, ways):
     flags = {"recipe": "rowwise_bf16_wgrad", "backend": "aot_eager", "ep": 4, **EXPERTS}
-    return [losses_of_ranks({**flags, **way}, path, codes=True, steps=3) for way in ways]
+    return [losses_of_ranks({**flags, **way}, path, steps=3) for way in ways]
 
 
 def one_process(path):
@@ -227,19 +211,20 @@ def test_experts_spread_over_ranks_train_in_one_graph_as_on_one(text_file):
     assert in_the_graph[2] == "codes, those that a pass needs"
     assert replicated[2] == "nothing: all ranks have them"
     assert replicated[3] == {"train": 1, "eval": 1}
-    assert replicated[0][0] == pytest.approx(one_process(text_file).gradients()["loss"], rel=MEAN)
+    assert replicated[0][0] == pytest.approx(one_process(text_file).gradients(), rel=MEAN)
 
 
 def norms_of_gradients(made):
     """By name, of the whole of each parameter's gradient."""
-    whole = {plain_name(name): tensor_parallel.whole(each.grad) for name, each in made.model.named_parameters()}
+    gradients = {name: each.grad for name, each in made.model.named_parameters()}
+    whole = {name: grad.full_tensor() if isinstance(grad, DTensor) else grad for name, grad in gradients.items()}
     return {name: grad.float().norm().item() for name, grad in whole.items()}
 
 
 def gradients_of_cut_attention(path):
     flags = {"recipe": "rowwise_bf16_wgrad", "compile": False, "ep": 4, "tp": 2, "fsdp": True, **EXPERTS}
     made = trainer_of_ranks(flags, path, steps=1)
-    return made.gradients()["loss"], norms_of_gradients(made)
+    return made.gradients(), norms_of_gradients(made)
 
 
 @pytest.mark.skipif(TORCH_VERSION < (2, 12), reason="a group as a part of a tensor needs PyTorch 2.12")
@@ -248,7 +233,7 @@ def test_experts_spread_over_ranks_that_share_rows_have_the_gradients_of_one(tex
     assert results == [results[0]] * 4
     loss, norms = results[0]
     one = one_process(text_file)
-    assert loss == pytest.approx(one.gradients()["loss"], rel=SUMS_OF_PARTS)
+    assert loss == pytest.approx(one.gradients(), rel=SUMS_OF_PARTS)
     # rows counted once for each rank that has them would add half to a norm; the furthest found was 0.10, of a router
     assert norms == pytest.approx(norms_of_gradients(one), rel=0.2)
 
@@ -265,7 +250,7 @@ def test_experts_spread_beside_every_other_cut_train_as_on_one(text_file):
     # nor does one graph. Graphs of blocks do: at each end of one, DTensor sums the ranks' parts of a bfloat16 gradient
     assert in_the_graph[:2] == uncompiled[:2]
     assert [each[3] for each in results[0][:-1]] == [{"train": 1, "eval": 1}] * 5
-    expected = one_process(text_file).gradients()["loss"]
+    expected = one_process(text_file).gradients()
     for each in results[0]:
         assert each[0][0] == pytest.approx(expected, rel=SUMS_OF_PARTS)
 
@@ -278,7 +263,7 @@ def test_more_processes_than_experts_are_spread_over_have_them_again(text_file):
     assert results == [results[0]] * 4
     replicated, sharded, cut = results[0]
     assert replicated[:2] == sharded[:2]  # where the rest lies changes no bit
-    expected = one_process(text_file).gradients()["loss"]
+    expected = one_process(text_file).gradients()
     assert replicated[0][0] == pytest.approx(expected, rel=MEAN)
     assert cut[0][0] == pytest.approx(expected, rel=SUMS_OF_PARTS)
 
@@ -290,7 +275,7 @@ def test_experts_that_are_codes_train_spread_over_ranks(text_file):
     ways = [codes, {**codes, "fsdp": True}, {**codes, "ep": 1, "fsdp": True}, {**codes, "ep": 2, "recipe": "mxfp8"}]
     results = shared_ranks().run(losses_of_ways, text_file, ways, seconds=600)
     assert results == [results[0]] * 4
-    expected = one_process(text_file).gradients()["loss"]
+    expected = one_process(text_file).gradients()
     assert results[0][0][:2] == results[0][1][:2]  # where the rest lies changes no bit
     for found in results[0]:
         assert found[0][0] == pytest.approx(expected, rel=MOVED_CODES)
@@ -301,10 +286,12 @@ def test_experts_that_are_codes_train_spread_over_ranks(text_file):
 @pytest.mark.parametrize(
     ("flags", "fragment"),
     [
-        (["--ep", "2"], "--ep is 2 and --experts 0"),
-        (["--ep", "3", "--experts", "4", "--top-k", "2"], "a multiple of 3"),
-        (["--ep", "2", "--experts", "4", "--top-k", "2"], "--ep 2 takes 2 processes or a multiple of them, and this"),
-        (["--ep", "3", "--experts", "6", "--top-k", "2", "--tp", "2"], "make --ep a multiple of 2"),
+        (["--ep", "2"], "--ep 2 needs --experts"),
+        (["--ep", "3", "--experts", "4", "--top-k", "2"], "--experts 4 has to be a multiple of 3"),
+        (
+            ["--ep", "2", "--experts", "4", "--top-k", "2"],
+            "take 2 processes or more, a multiple of 2, and there is 1",
+        ),
     ],
 )
 def test_experts_that_can_not_be_spread_so_are_one_line_and_leave_nothing(

@@ -1,4 +1,4 @@
-"""`fp8compile train --fsdp`, `--hsdp`, and both with `--tp`: what the command prints, keeps, resumes and refuses.
+"""`examples.train --fsdp`, `--hsdp`, and both with `--tp`: what the command prints, keeps, resumes and refuses.
 
 Codes on the wire change no bit; `test_fsdp.py` shows that for the library, here the command's own model does.
 """
@@ -7,26 +7,26 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from commands import finished_on_ranks
-from fp8compile.cli.train import fsdp, trainer, training
-from fp8compile.cli.train.config import Arm, TrainConfig, extended
-from fp8compile.cli.train.layout import Layout, layout_of
-from fp8compile.cli.train.ranks import Ranks
-from fp8compile.cli.train.text import load_text
-from fp8compile.cli.train.training import resolved
 from gloo_ranks import shared_ranks
-from test_tensor_parallel_training import complaint, losses_of, rows_of, start, words
+from test_train_tensor_parallel import words
+from train_runs import losses, rows_of, steps_of
 
-import fp8compile as f8
+from examples.train.__main__ import main
+from examples.train.config import TrainConfig, UsageError, arms
+from examples.train.data import load_text
+from examples.train.layout import Layout, layout_of
+from examples.train.trainer import Trainer, named_recipe
 from fp8compile._compat import TORCH_VERSION
-from fp8compile.cli import main
-from fp8compile.cli.errors import UserError
 
+ROOT = Path(__file__).parents[3]
 TINY = {
     "dim": 64, "layers": 2, "heads": 4, "kv_heads": 2, "hidden": 72, "seq": 32, "batch": 4, "eval_sequences": 4,
     "threads": 1, "device": "cpu",
@@ -37,47 +37,25 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-@pytest.fixture
-def text_file(tmp_path):
-    path = tmp_path / "text.txt"
-    path.write_text("".join(f"{number} squared is {number**2}\n" for number in range(700)))
-    return path
-
-
 # -------------------------------------------------------------------- codes change no bit
 
 
 def trainer_of_ranks(flags, path, *, steps):
-    """The command's own trainer, on the shared ranks."""
-    ranks = Ranks(rank=dist.get_rank(), size=dist.get_world_size())
+    """The example's trainer, on the shared ranks, or on this process alone."""
     config = TrainConfig(**TINY, steps=steps, **flags)
-    config = TrainConfig(**{**vars(config), "dp": layout_of(config, ranks).dp})
-    recipe = trainer.named_recipe(config.recipe)
-    arm = Arm(name=config.recipe, recipe=config.recipe, seed=0)
-    return trainer.Trainer(config, arm, load_text(path, batch=config.batch, seq=config.seq), recipe, ranks)
+    text = load_text(path, batch=config.batch, seq=config.seq)
+    return Trainer(config, arms(config)[0], text, named_recipe(config.recipe))
 
 
-def losses(flags, path, *, codes, steps):
+def losses_of_ranks(flags, path, *, steps):
     """Losses of steps, and what the trainer says of the weights."""
-    gather = fsdp.gather_codes
-    if not codes:
-        fsdp.gather_codes = lambda model, recipe, ignored: "bfloat16: told so"
-    try:
-        made = trainer_of_ranks(flags, path, steps=steps)
-    finally:
-        fsdp.gather_codes = gather
-    found = []
-    for _ in range(steps):
-        found.append(made.gradients()["loss"])
-        made.update()
-    return found, made.evaluate()["loss"], made._gathered, dict(made.counted.graphs)
+    torch._dynamo.reset()
+    made = trainer_of_ranks(flags, path, steps=steps)
+    return steps_of(made, steps), made.evaluate(), made.gathered, dict(made.graphs)
 
 
 def on_and_off(flags, path, steps):
-    on = losses(flags, path, codes=True, steps=steps)
-    torch._dynamo.reset()
-    off = losses(flags, path, codes=False, steps=steps)
-    return on, off
+    return tuple(losses_of_ranks({**flags, "bf16_gather": off}, path, steps=steps) for off in (False, True))
 
 
 @pytest.mark.parametrize(
@@ -101,9 +79,7 @@ def test_losses_with_codes_are_those_without_on_every_rank(text_file, flags):
 
 def stock_and_in_the_graph(recipe, path):
     flags = {"recipe": recipe, "backend": "aot_eager"}
-    stock = losses({**flags, "fsdp": True}, path, codes=True, steps=4)
-    torch._dynamo.reset()
-    return stock, losses({**flags, "graph_fsdp": True}, path, codes=True, steps=4)
+    return tuple(losses_of_ranks({**flags, how: True}, path, steps=4) for how in ("fsdp", "graph_fsdp"))
 
 
 @pytest.mark.parametrize("recipe", [pytest.param("rowwise", marks=pytest.mark.slow), "delayed"])
@@ -129,14 +105,7 @@ def test_quantized_parameters_start_from_the_codes_and_the_masters_of_what_was_d
 
 
 def losses_alone(flags, path):
-    config = TrainConfig(**TINY, steps=8, compile=False, **flags)
-    arm = Arm(name=config.recipe, recipe=config.recipe, seed=0)
-    text = load_text(path, batch=config.batch, seq=config.seq)
-    made, found = trainer.Trainer(config, arm, text, trainer.named_recipe(config.recipe)), []
-    for _ in range(config.steps):
-        found.append(made.gradients()["loss"])
-        made.update()
-    return found
+    return steps_of(trainer_of_ranks({"compile": False, **flags}, path, steps=8), 8)
 
 
 # -------------------------------------------------------------------- the command
@@ -145,18 +114,20 @@ def losses_alone(flags, path):
 def test_the_command_prints_each_line_once_and_says_what_is_gathered(text_file, tmp_path):
     run, one = tmp_path / "run", tmp_path / "one"
     flags = ("--recipe", "tensorwise", "--compare", "bf16")
-    output = finished_on_ranks(words(text_file, run, *flags, "--fsdp", "--backend", "aot_eager"), tmp_path / "ranks")
+    output = finished_on_ranks(
+        main, words(text_file, run, *flags, "--fsdp", "--backend", "aot_eager"), tmp_path / "ranks"
+    )
     assert main(words(text_file, one, *flags, "--no-compile")) == 0
     assert output.count("tensorwise: step 8/8  loss") == output.count("run folder:") == 1
-    assert [row[:3] for row in losses_of(run)] == [row[:3] for row in losses_of(one)]
+    assert [row[:3] for row in losses(run)] == [row[:3] for row in losses(one)]
     # Beside one process: norms and embedding in bfloat16, 2**-9 of a value, and one scale a rank's part of the
     # batch, which moves codes, an eighth each: of 100 steps in docs/training-fsdp.md 1% at most.
-    assert [row[3] for row in losses_of(run)] == pytest.approx([row[3] for row in losses_of(one)], rel=0.01)
+    assert [row[3] for row in losses(run)] == pytest.approx([row[3] for row in losses(one)], rel=0.01)
     for label, cell in (("FSDP", "2 shards"), ("weights gathered as", "codes")):
         assert any(label in line and cell in line for line in output.splitlines())
     assert "bfloat16: no FP8 layers" in output
     for done, whole in zip(rows_of(run, "done"), rows_of(one, "done"), strict=True):
-        assert done["profiled_gemms"] == done["expected_gemms"]
+        assert done["profiled_gemms"]["fp8"] == done["asked_gemms"][0]
         assert 2 * done["profiled_gemms"]["flops"] == whole["profiled_gemms"]["flops"]
         assert done["graphs"] == {"train": 1, "eval": 1}
 
@@ -182,8 +153,14 @@ def test_the_command_prints_each_line_once_and_says_what_is_gathered(text_file, 
 )
 def test_a_killed_run_resumes_to_the_bit(text_file, tmp_path, ranks, flags):
     whole, killed = tmp_path / "whole", tmp_path / "killed"
-    finished_on_ranks(words(text_file, whole, *flags, "--no-compile", steps=12), tmp_path / "ranks", size=ranks)
-    process = start(words(text_file, killed, *flags, "--no-compile", steps=12), ranks=ranks)
+    finished_on_ranks(main, words(text_file, whole, *flags, "--no-compile", steps=12), tmp_path / "ranks", size=ranks)
+    arguments = words(text_file, killed, *flags, "--no-compile", steps=12)
+    launched = ["--nproc-per-node", str(ranks), "-m", "examples.train", *arguments]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "torch.distributed.run", *launched],
+        cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
     for line in process.stdout:
         if "step 5/" in line:
             break
@@ -191,33 +168,13 @@ def test_a_killed_run_resumes_to_the_bit(text_file, tmp_path, ranks, flags):
         os.kill(pid, signal.SIGKILL)
     process.communicate(timeout=60)
     assert not rows_of(killed, "done")
-    state = torch.load(killed / f"checkpoint-{flags[1]}.pt", weights_only=True)
-    assert state["step"] >= 4
-    assert all(type(value) is torch.Tensor for value in state["model"].values())
-    name = "weight_codes" if "--quantized-parameters" in flags else "weight"
-    assert state["model"][f"blocks.0.attention.query.{name}"].shape == (64, 64)  # whole, and named as in one process
-    finished_on_ranks(["train", "--resume", killed], tmp_path / "ranks", size=ranks)
-    assert losses_of(killed) == losses_of(whole)
+    finished_on_ranks(main, ["--resume", killed], tmp_path / "ranks", size=ranks)
+    assert losses(killed) == losses(whole)
 
 
 def children(pid):
     with open(f"/proc/{pid}/task/{pid}/children") as file:
         return [int(word) for word in file.read().split()]
-
-
-def test_a_signal_stops_all_ranks_after_the_same_step(text_file, tmp_path):
-    run = tmp_path / "run"
-    process = start(words(text_file, run, "--recipe", "rowwise", "--fsdp", "--no-compile", steps=500))
-    for line in process.stdout:
-        if "step 1/" in line:
-            break
-    process.send_signal(signal.SIGTERM)
-    _, complaints = process.communicate(timeout=60)
-    said = [line for line in complaints.splitlines() if line.startswith("fp8compile train:")]
-    assert len(said) == 1, f"exit code {process.returncode}:\n{complaints}"
-    assert f"go on with: torchrun --nproc-per-node 2 -m fp8compile train --resume {run}" in said[0]
-    steps = len(rows_of(run, "train"))
-    assert torch.load(run / "checkpoint-rowwise.pt", weights_only=True)["step"] == steps
 
 
 # -------------------------------------------------------------------- which rank does what
@@ -232,72 +189,44 @@ def test_ranks_of_one_part_of_the_batch_have_the_same_rows():
     assert layouts[3].mean([1e16, 1e16, -1e16, -1e16, 1.0, 1.0, 0.0, 0.0]) == 0.25
 
 
+def test_a_run_goes_on_with_another_number_of_ranks(text_file, tmp_path):
+    run = tmp_path / "run"
+    flags = ("--recipe", "rowwise", "--fsdp", "--no-compile")
+    finished_on_ranks(main, words(text_file, run, *flags, steps=4), tmp_path / "ranks")
+    finished_on_ranks(main, ["--resume", run, "--steps", 6], tmp_path / "ranks", size=4)
+    found = [row[3] for row in losses(run) if row[1] == "train"]
+    whole = tmp_path / "whole"
+    finished_on_ranks(main, words(text_file, whole, *flags, steps=6), tmp_path / "ranks")
+    expected = [row[3] for row in losses(whole) if row[1] == "train"]
+    assert found[:4] == expected[:4]
+    assert found[4:] == pytest.approx(expected[4:], rel=0.01)  # as ranks beside one process, above
+
+
 # -------------------------------------------------------------------- what is refused
-
-
-def test_rows_that_ranks_cannot_share_are_refused(text_file, tmp_path):
-    (said,) = complaint(words(text_file, tmp_path / "run", "--fsdp", batch=3))
-    assert said == ("fp8compile train: --batch is 3, and 2 processes share it by --fsdp; it has to be a multiple of 2")
-    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize(
     ("flags", "size", "message"),
     [
-        (
-            {"fsdp": True},
-            1,
-            "--fsdp takes 2 processes or more, and this is one; start it by torchrun --nproc-per-node 2 ",
-        ),
-        (
-            {"hsdp": True},
-            2,
-            "--hsdp takes 4 processes or a multiple of them, and torchrun started 2; .* --nproc-per-node 4 ",
-        ),
-        ({"hsdp": True}, 6, "--hsdp takes 4 processes or a multiple of them, and torchrun started 6"),
-        (
-            {"fsdp": True, "tp": 2},
-            2,
-            "--fsdp --tp 2 takes 4 processes or more, a multiple of 2, and torchrun started 2",
-        ),
-        (
-            {"fsdp": True, "tp": 2},
-            5,
-            "--fsdp --tp 2 takes 4 processes or more, a multiple of 2, and torchrun started 5",
-        ),
-        ({"hsdp": True, "tp": 2}, 4, "--hsdp --tp 2 takes 8 processes or a multiple of them, and torchrun started 4"),
-        ({"fsdp": True, "dp": 4}, 2, "the run began with 4 processes and torchrun started 2; other numbers of them"),
-        ({}, 2, "add --fsdp, .* or --tp 2, .*; or start without torchrun"),
+        ({"fsdp": True}, 1, "take 2 processes or more, .*, and there is 1; start by torchrun --nproc-per-node 2 "),
+        ({"hsdp": True}, 2, "take 4 processes or more, a multiple of 4, and there are 2; .* --nproc-per-node 4 "),
+        ({"hsdp": True}, 6, "take 4 processes or more, a multiple of 4, and there are 6"),
+        ({"fsdp": True, "tp": 2}, 2, "take 4 processes or more, a multiple of 2, and there are 2"),
+        ({"fsdp": True, "tp": 2}, 5, "take 4 processes or more, a multiple of 2, and there are 5"),
+        ({"hsdp": True, "tp": 2}, 4, "take 8 processes or more, a multiple of 8, and there are 4"),
+        ({"fsdp": True, "batch": 3}, 2, "--batch is 3, which 2 processes share; make it a multiple of 2"),
     ],
 )
 def test_processes_that_do_not_fit_are_refused(flags, size, message):
-    with pytest.raises(UserError, match=message):
-        layout_of(TrainConfig(**flags), Ranks(size=size))
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        ({"recipe": "bf16"}, "--quantized-parameters are those of FP8 layers, of which --recipe bf16 has none"),
-        ({"graph_fsdp": True}, "--quantized-parameters doesn't go with --graph-fsdp, .* leave one of them out"),
-    ],
-)
-def test_parameters_that_can_not_be_codes_are_refused(flags, message):
-    with pytest.raises(UserError, match=message):
-        resolved(TrainConfig(quantized_parameters=True, **{"recipe": "tensorwise", **flags}))
-
-
-def test_a_recipe_whose_weights_can_not_be_codes_is_refused(monkeypatch):
-    monkeypatch.setattr(training, "named_recipe", lambda name: f8.recipes.nvfp4(backward="bf16"))
-    with pytest.raises(UserError, match="--quantized-parameters with --recipe nvfp4, which leaves a product of the"):
-        resolved(TrainConfig(quantized_parameters=True, recipe="nvfp4"))
+    with pytest.raises(UsageError, match=message):
+        layout_of(TrainConfig(**flags), size=size)
 
 
 def refusal(flags, path):
-    """What the command complains of when it makes its model on the shared ranks."""
+    """What the library says when the trainer makes its model on the shared ranks."""
     try:
-        losses(flags, path, codes=True, steps=1)
-    except UserError as error:
+        trainer_of_ranks(flags, path, steps=1)
+    except ValueError as error:
         return str(error)
     return ""
 
@@ -306,17 +235,4 @@ def test_tensor_parallel_parameters_whose_blocks_would_be_cut_are_refused(text_f
     flags = {"recipe": "blockwise", "fsdp": True, "tp": 2, "quantized_parameters": True, "compile": False}
     said = set(shared_ranks().run(refusal, flags, text_file))
     assert len(said) == 1
-    assert said.pop().startswith(
-        "--tp 2 --quantized-parameters: tensor parallel: a quantized weight is cut along dim 0"
-    )
-
-
-def test_hsdp_is_fsdp_when_a_run_is_resumed():
-    config = TrainConfig(hsdp=True)
-    assert extended(config, {"hsdp": True, "fsdp": True, "steps": 400}).steps == 400
-    with pytest.raises(UserError, match=r"--fsdp \(the run has False\)"):
-        extended(TrainConfig(), {"fsdp": True})
-
-
-def test_weights_without_codes_are_gathered_in_bfloat16_with_the_reason():
-    assert fsdp.gather_codes(None, None) == "bfloat16: no FP8 layers"
+    assert said.pop().startswith("tensor parallel: a quantized weight is cut along dim 0")

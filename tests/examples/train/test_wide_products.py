@@ -1,4 +1,4 @@
-"""On a CPU without instructions for bfloat16 the contenders of `train` multiply in float32, forward and backward."""
+"""On a CPU without instructions for bfloat16, contenders of `examples/train` multiply in float32, both ways."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import copy
 
 import pytest
 import torch
-from fp8compile.cli.train.model import ByteLlama, ModelShape
-from fp8compile.cli.train.wide_products import widen_products
 from torch import nn
 
-from fp8compile import _compat
+from examples.train import wide_products
+from examples.train.model import ByteLlama, ModelShape
+from examples.train.wide_products import widen_products
 from fp8compile.testing import Recording
 
 CPU = torch.device("cpu")
@@ -18,7 +18,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def no_bfloat16(monkeypatch):
-    monkeypatch.setattr(_compat, "cpu_multiplies_bfloat16", lambda: False)
+    monkeypatch.setattr(wide_products, "_cpu_multiplies_bfloat16", lambda: False)
 
 
 def step(model, x, **given):
@@ -61,7 +61,7 @@ def test_all_products_of_a_compiled_step_are_in_float32(no_bfloat16):
 
 
 def test_where_the_cpu_has_instructions_nothing_changes(monkeypatch):
-    monkeypatch.setattr(_compat, "cpu_multiplies_bfloat16", lambda: True)
+    monkeypatch.setattr(wide_products, "_cpu_multiplies_bfloat16", lambda: True)
     model = nn.Sequential(nn.Linear(8, 8, bias=False))
     widen_products(model, CPU)
     assert type(model[0]) is nn.Linear
