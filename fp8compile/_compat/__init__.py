@@ -1,4 +1,4 @@
-"""The one place that knows PyTorch versions and PyTorch's private interfaces."""
+"""What PyTorch does not promise, and so may differ between its versions; nothing else."""
 
 from fp8compile._compat.autograd import (
     counting_versions,
@@ -10,6 +10,7 @@ from fp8compile._compat.autograd import (
     version_in_eager,
     will_run,
 )
+from fp8compile._compat.dispatch import as_kernel
 from fp8compile._compat.dtensor import (
     forget_meshes,
     is_dtensor,
@@ -22,29 +23,9 @@ from fp8compile._compat.dtensor import (
 )
 from fp8compile._compat.fsdp import FsdpParameter, fsdp_parameters, is_fsdp, is_fsdp_managed, is_sharded_class
 from fp8compile._compat.fsdp_fewer_ranks import keeps_parts_after_forward
-from fp8compile._compat.inductor import (
-    as_kernel,
-    async_tp,
-    rank_salt,
-    register_decomposition,
-    register_fallback,
-    register_lowering,
-    when_imported,
-)
+from fp8compile._compat.imports import when_imported
+from fp8compile._compat.inductor import async_tp, concatenated_buffers, rank_salt
 from fp8compile._compat.modules import keep_address, keep_through_inference, rebind_load_hooks
-from fp8compile._compat.partitioner import (
-    constant,
-    is_fusible,
-    is_repeated_in_backward,
-    left_in_backward,
-    left_in_forward,
-    make_in_backward,
-    never_recompute,
-    once_a_graph,
-    recomputed,
-)
-from fp8compile._compat.prologues import TileKernel, TileLaunch, register_tile_kernel
-from fp8compile._compat.row_groups import lower_largest_of_sums
 from fp8compile._compat.tracing import (
     assert_on_device,
     constant_when_traced,
@@ -57,6 +38,7 @@ from fp8compile._compat.tracing import (
     is_unbacked,
     new_dynamic_size,
     no_dispatch,
+    nodes_of,
     statically_true,
     untraced,
 )
@@ -96,15 +78,13 @@ __all__ = [
     "FsdpParameter",
     "OpaqueBase",
     "TORCH_VERSION",
-    "TileKernel",
-    "TileLaunch",
     "all_gather_single",
     "allow_group_in_subclass",
     "as_kernel",
     "as_region",
     "async_tp",
     "concatenated",
-    "constant",
+    "concatenated_buffers",
     "constant_when_traced",
     "counting_versions",
     "cpu_has_rowwise_gemm",
@@ -122,8 +102,6 @@ __all__ = [
     "is_fake",
     "is_fsdp",
     "is_fsdp_managed",
-    "is_fusible",
-    "is_repeated_in_backward",
     "is_sharded_class",
     "is_stand_in",
     "is_static",
@@ -135,25 +113,15 @@ __all__ = [
     "keep_grad_dtype",
     "keep_through_inference",
     "keeps_parts_after_forward",
-    "left_in_backward",
-    "left_in_forward",
     "local_itself",
-    "lower_largest_of_sums",
-    "make_in_backward",
-    "never_recompute",
-    "once_a_graph",
     "no_dispatch",
+    "nodes_of",
     "placement_of",
     "plain_alias",
     "rank_salt",
     "rebind_load_hooks",
-    "recomputed",
     "reduce_scatter_single",
     "register_constant_type",
-    "register_decomposition",
-    "register_fallback",
-    "register_lowering",
-    "register_tile_kernel",
     "replicated",
     "runs_in_backward",
     "scattered_like",

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fp8compile._compat import TileKernel, TileLaunch
+from fp8compile.inductor import TileKernel, TileLaunch
 from fp8compile.kernels.both_directions import TILE, WARPS, _encode, _scales, constants
 from fp8compile.kernels.groups import _rows, _transposed, _units
 from fp8compile.kernels.values import values, write

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fp8compile._compat import TileKernel, TileLaunch
+from fp8compile.inductor import TileKernel, TileLaunch
 from fp8compile.kernels.groups import _groups_ended
 from fp8compile.kernels.values import values, write
 from fp8compile.kernels.weights import PROGRAMS, ROW_WARPS, _quantized_rows, row_constants

@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fp8compile._compat import TileKernel, TileLaunch
+from fp8compile.inductor import TileKernel, TileLaunch
 from fp8compile.kernels.groups import SEARCHED, _sizes
 from fp8compile.kernels.two_levels import (
     COLUMNS,

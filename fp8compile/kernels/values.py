@@ -1,7 +1,7 @@
 """How kernels read their matrix and write what lies like it: two lines that generated code replaces.
 
 Where Inductor makes the matrix, it makes a template of the kernel's source: `values` becomes the code that computes
-these elements, `write` the store of the template's output (`fp8compile._compat.TileKernel`).
+these elements, `write` the store of the template's output (`fp8compile.inductor.TileKernel`).
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn.functional import pad
 
-from fp8compile import _compat
+from fp8compile import _compat, inductor
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -47,12 +47,12 @@ def _sent(collective: Callable[..., Tensor], *args: Any) -> Tensor:
 
     # Dynamo can't trace a ContextVar, nor has it to: it traces forwards alone.
     in_backward = not torch.compiler.is_dynamo_compiling() and _IN_BACKWARD.get()
-    with _compat.left_in_backward() if in_backward else nullcontext():
+    with inductor.left_in_backward() if in_backward else nullcontext():
         result = collective(*args)
     return result.wait() if isinstance(result, AsyncCollectiveTensor) else result
 
 
-@_compat.once_a_graph
+@inductor.once_a_graph
 def all_reduce_amax(amax: Tensor, group: ProcessGroup | str) -> Tensor:
     """The largest amax over the ranks of a group; NaN where any rank has one.
 
@@ -159,7 +159,7 @@ def _along(dim: int, before: int, after: int, ndim: int) -> tuple[int, ...]:
     return (0, 0) * (ndim - 1 - dim) + (before, after)
 
 
-@_compat.once_a_graph
+@inductor.once_a_graph
 def all_gather(x: Tensor, dim: int, sizes: Sequence[int], group: ProcessGroup | str) -> Tensor:
     """The parts of all ranks side by side.
 

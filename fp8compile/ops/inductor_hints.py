@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp8compile import _compat
+from fp8compile import inductor
 from fp8compile.ops.registry import register_op
 from fp8compile.ops.sharding import Split, along_every_dim
 
@@ -48,7 +48,7 @@ def _register(name: str, lower: Callable) -> torch._ops.OpOverload:
         sharding=_sharding,
         samples=_samples,
     )
-    _compat.register_lowering(op, lower)
+    inductor.register_lowering(op, lower)
     return op
 
 
@@ -94,7 +94,7 @@ def _lower_after(x: Any, other: Any) -> Any:
     return x
 
 
-_compat.register_lowering(after, _lower_after)
+inductor.register_lowering(after, _lower_after)
 
 # ---------------------------------------------------------------------------------- copies
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from fp8compile import _compat
+from fp8compile import inductor
 from fp8compile.formats import E2M1, E4M3, pack, unpack
 from fp8compile.ops.registry import register_op
 from fp8compile.scale_layouts import tiled, untiled
@@ -94,4 +94,4 @@ nvfp4_mm = register_op(
     sharding=None,  # its operands are laid out for one GPU
     samples=_samples,
 )
-_compat.register_fallback(nvfp4_mm, contiguous=True)
+inductor.register_fallback(nvfp4_mm, contiguous=True)

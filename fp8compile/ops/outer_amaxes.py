@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp8compile import _compat
+from fp8compile import inductor
 from fp8compile.ops import samples
 from fp8compile.ops.registry import register_op
 from fp8compile.quantizers import Quantizer, TwoLevelScaling
@@ -51,7 +51,7 @@ def _decompose(x: Tensor, rows: Quantizer, columns: Quantizer) -> tuple[Tensor, 
 
 def _lower(x: Any, rows: TwoLevelScaling, columns: TwoLevelScaling) -> tuple[Any, Any, Any]:
     kinds = [None, factors(columns.hadamard)] if columns.hadamard else [None]
-    whole, largest = _compat.lower_largest_of_sums(x, GROUP, kinds)
+    whole, largest = inductor.lower_largest_of_sums(x, GROUP, kinds)
     return whole, largest[0], largest[-1]
 
 
@@ -74,4 +74,4 @@ outer_amaxes = register_op(
     sharding=None,  # ranks reduce outer amaxes, by steps
     samples=_samples,
 )
-_compat.register_lowering(outer_amaxes, _lower)
+inductor.register_lowering(outer_amaxes, _lower)

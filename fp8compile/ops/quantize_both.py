@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from fp8compile import _compat
+from fp8compile import _compat, inductor
 from fp8compile.ops import samples
 from fp8compile.ops.amax import amax
 from fp8compile.ops.cast import cast
@@ -123,4 +123,4 @@ quantize_both = register_op(
     sharding=_sharding,
     samples=_samples,
 )
-_compat.register_fallback(quantize_both)
+inductor.register_fallback(quantize_both)

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from fp8compile import _compat
+from fp8compile import _compat, inductor
 from fp8compile.ops.registry import register_op
 from fp8compile.quantizers import Quantizer, TwoLevelScaling
 from fp8compile.quantizers.hadamard import GROUP
@@ -113,4 +113,4 @@ quantize_two_levels = register_op(
     sharding=None,  # its codes are packed, and ranks can't cut them
     samples=_samples,
 )
-_compat.register_fallback(quantize_two_levels, contiguous=True)
+inductor.register_fallback(quantize_two_levels, contiguous=True)

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from fp8compile import _compat
+from fp8compile import _compat, inductor
 from fp8compile.ops import samples
 from fp8compile.ops.amax import amax
 from fp8compile.ops.cast import cast
@@ -98,4 +98,4 @@ quantize_weight = register_op(
     sharding=None,  # a weight that is spread over ranks is taken apart before
     samples=_samples,
 )
-_compat.register_fallback(quantize_weight)
+inductor.register_fallback(quantize_weight)

@@ -26,7 +26,7 @@ from typing import Any, get_args
 
 import torch
 
-from fp8compile import _compat
+from fp8compile import _compat, inductor
 from fp8compile.ops.sharding import Sharding
 from fp8compile.quantizers.constant import Constant, salt_with
 
@@ -266,7 +266,7 @@ def register_op(
     overload = getattr(getattr(torch.ops, namespace), op_name).default
     _compat.impl_autograd(lib, overload, setup_context, backward, prepare)
     if decompose is not None:
-        _compat.register_decomposition(overload, decompose)
+        inductor.register_decomposition(overload, decompose)
     if compiled:
         salt_with(impl.__module__)
     op = OPS[name] = Op(

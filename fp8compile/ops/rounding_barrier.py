@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fp8compile._compat import once_a_graph
+from fp8compile.inductor import once_a_graph
 
 __all__ = ["rounded"]
 

@@ -29,7 +29,7 @@ __all__ = ["Constant", "salt_with", "source_salt"]
 
 PACKAGE = __name__.partition(".")[0]
 # the last two take ops apart between the key and the code
-SALTED = ("formats.py", "target.py", "_compat", "quantizers", "ops", "kernels", "tensor", "parallel")
+SALTED = ("formats.py", "target.py", "_compat", "inductor", "quantizers", "ops", "kernels", "tensor", "parallel")
 NAMED: Counter[str] = Counter()  # classes that have asked for a name in graphs
 SALTED_MODULES: set[str] = set()  # other packages whose ops or GEMMs are compiled into graphs
 SALTED_NAMES: set[str] = set()  # what these have registered, as far as no graph names it

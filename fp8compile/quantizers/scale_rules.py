@@ -21,7 +21,6 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from fp8compile._compat import constant, once_a_graph
 from fp8compile.formats import (
     E8M0,
     FLOAT32_EXPONENT_MASK,
@@ -31,6 +30,7 @@ from fp8compile.formats import (
     Float4Format,
     Float8Format,
 )
+from fp8compile.inductor import constant, once_a_graph
 
 __all__ = ["SCALE_RULES", "exact_quotient", "nan_where_not_finite"]
 

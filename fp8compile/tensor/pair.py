@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
-from fp8compile import _compat
+from fp8compile import inductor
 from fp8compile.quantizers import GEMMS, Gemm, Quantizer
 from fp8compile.tensor.quantized import HANDLERS, LAYERS, VIEWS, QuantizedTensor
 from fp8compile.tensor.refusals import refuse_operators
@@ -107,7 +107,7 @@ class QuantizedPair(Tensor):
             RuntimeError: It is not the one that is in memory.
         """
         if gemm is OUTPUT:
-            if self.turns is not None and _compat.is_repeated_in_backward():
+            if self.turns is not None and inductor.is_repeated_in_backward():
                 raise RuntimeError(REPEATED.format(what="a checkpointed region of a compiled forward reads a weight"))
             return self.for_output
         if self.turns is not None and self.turns.gemm == OUTPUT.name:

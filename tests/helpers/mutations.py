@@ -78,7 +78,8 @@ MUTATIONS = (
     Mutation(
         "codes that FSDP gathered are kept for the backward",
         f"{LAYER}/operands.py",
-        "with _compat.recomputed(in_backward=True) if in_backward else _compat.left_in_forward():\n            codes",
+        "with inductor.recomputed(in_backward=True) if in_backward else inductor.left_in_forward():"
+        "\n            codes",
         "if True:\n            codes",
         ("compile_tests/test_saved_bytes.py", "compile_tests/test_graph_fsdp_graphs.py"),
     ),
@@ -140,7 +141,7 @@ MUTATIONS = (
     ),
     Mutation(
         "calls are shared that the partitioner treats unlike",
-        "fp8compile/_compat/partitioner.py",
+        "fp8compile/inductor/partitioner.py",
         'return asked, *(traceback.current_meta.get(key) for key in ("recompute", "ac_graph_id"))',
         "return ()",
         ("tests/ops/test_once_a_graph.py",),

@@ -8,12 +8,12 @@ from torch.fx import traceback
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.functional import pad
 
-from fp8compile import _compat
+from fp8compile import inductor
 
 CALLS = []
 
 
-@_compat.once_a_graph
+@inductor.once_a_graph
 def doubled(x, by):
     CALLS.append(x)
     return x * by
@@ -64,7 +64,7 @@ def test_equal_calls_on_one_value_are_one(fn, times):
 def test_what_the_partitioner_treats_unlike_is_not_shared():
     def fn(x, y):
         first = doubled(x, 2)
-        with _compat.left_in_backward():
+        with inductor.left_in_backward():
             second = doubled(x, 2)
         return first + second
 

@@ -20,20 +20,21 @@ LAYERS = {
     "formats": 0,
     "scale_layouts": 0,
     "target": 0,
-    "quantizers": 1,
-    "kernels": 2,
-    "ops": 3,
-    "tensor": 4,
-    "recipes": 5,
-    "nn": 6,
-    "parallel": 7,
-    "library": 8,
-    "lazy": 9,
-    "fp8compile": 10,
-    "integrations": 11,
-    "testing": 11,
-    "cli": 12,
-    "__main__": 13,
+    "inductor": 1,
+    "quantizers": 2,
+    "kernels": 3,
+    "ops": 4,
+    "tensor": 5,
+    "recipes": 6,
+    "nn": 7,
+    "parallel": 8,
+    "library": 9,
+    "lazy": 10,
+    "fp8compile": 11,
+    "integrations": 12,
+    "testing": 12,
+    "cli": 13,
+    "__main__": 14,
 }
 FILES = sorted(PACKAGE.rglob("*.py"))
 NOT_LOADED = (
@@ -42,6 +43,7 @@ NOT_LOADED = (
     "triton",
     "torch._inductor.decomposition",
     "torch._inductor.lowering",
+    "fp8compile.inductor.tile_templates",
     "torch.distributed.tensor",
 )
 CHECK_MODULES = f"import sys, fp8compile; print(*(n for n in {NOT_LOADED!r} if n in sys.modules))"
@@ -113,6 +115,30 @@ def test_a_file_imports_only_from_layers_below(path):
 )
 def test_an_import_from_above_is_found(file, source, found):
     assert upward(PACKAGE / file, source) == found
+
+
+# rooms of testing/, each with those that it may import; bits, which compares tensors, is everyone's
+ROOMS = {
+    "graphs": {"_compat"},
+    "contracts": {"graphs", "bits"},
+    "gpu": {"graphs", "bits"},
+    "explain": {"graphs", "gpu"},
+}
+
+
+def room(name):
+    """The room of a module of testing/; of any other, its package."""
+    parts = name.split(".")
+    return parts[2] if parts[1:2] == ["testing"] and len(parts) > 2 else ".".join(parts[1:2])
+
+
+@pytest.mark.parametrize("path", [p for p in FILES if room(module_name(p)) in ROOMS], ids=lambda p: p.stem)
+def test_a_room_of_testing_imports_through_no_other_door(path):
+    own = room(module_name(path))
+    found = {room(name) for name in imported(path)} - {own}
+    assert found & {*ROOMS, "testing", "bits"} <= ROOMS[own]
+    if own == "graphs":
+        assert found <= ROOMS[own], "what torch.compile makes of any model needs nothing of FP8"
 
 
 def test_every_file_has_a_layer():

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from fp8compile import _compat
+from fp8compile import inductor
 from fp8compile.ops.groups.kernel_limits import check_has_kernel
 from fp8compile.ops.groups.layout import alignment
 from fp8compile.ops.groups.portable import masks_of_groups
@@ -70,4 +70,4 @@ group_amax = register_op(
     sharding=None,  # groups are whole on a rank
     samples=_samples,
 )
-_compat.register_fallback(group_amax)
+inductor.register_fallback(group_amax)

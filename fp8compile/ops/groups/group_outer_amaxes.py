@@ -12,8 +12,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from fp8compile import _compat
-from fp8compile._compat import TileLaunch
+from fp8compile import inductor
+from fp8compile.inductor import TileLaunch
 from fp8compile.ops.groups.portable import ON_GPU
 from fp8compile.ops.groups.spans import spans
 from fp8compile.ops.groups.token_samples import tokens
@@ -126,4 +126,4 @@ group_outer_amaxes = register_op(
     sharding=None,  # groups are whole on a rank
     samples=two_level_samples,
 )
-_compat.register_tile_kernel(group_outer_amaxes, _launch)
+inductor.register_tile_kernel(group_outer_amaxes, _launch)

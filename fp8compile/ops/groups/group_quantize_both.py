@@ -12,8 +12,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from fp8compile import _compat
-from fp8compile._compat import TileLaunch
+from fp8compile import inductor
+from fp8compile.inductor import TileLaunch
 from fp8compile.ops.groups.group_quantize import empty_outputs, group_quantize
 from fp8compile.ops.groups.kernel_limits import has_block_kernel
 from fp8compile.ops.groups.layout import alignment, padded_length
@@ -97,4 +97,4 @@ def _launch_in_graph(x: Tensor, offsets: Tensor, rows: Quantizer, columns: Quant
     return _launch(x, offsets, rows, columns) if is_group_pair(rows, columns) else None
 
 
-_compat.register_tile_kernel(group_quantize_both, _launch_in_graph)
+inductor.register_tile_kernel(group_quantize_both, _launch_in_graph)

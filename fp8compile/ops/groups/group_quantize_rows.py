@@ -12,8 +12,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from fp8compile import _compat
-from fp8compile._compat import TileLaunch
+from fp8compile import inductor
+from fp8compile.inductor import TileLaunch
 from fp8compile.ops.groups.group_amax import group_amax
 from fp8compile.ops.groups.kernel_limits import has_group_kernel
 from fp8compile.ops.groups.portable import ON_GPU
@@ -96,4 +96,4 @@ def _launch_in_graph(x: Tensor, offsets: Tensor, rows: Quantizer, columns: Quant
     return _launch(x, offsets, rows) if is_row_pair(rows, columns, x.shape[1]) else None
 
 
-_compat.register_tile_kernel(group_quantize_rows, _launch_in_graph)
+inductor.register_tile_kernel(group_quantize_rows, _launch_in_graph)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from fp8compile import _compat
+from fp8compile import inductor
 from fp8compile.formats import pack
 from fp8compile.ops.groups.group_outer_amaxes import (
     check_directions,
@@ -159,10 +159,10 @@ group_quantize_two_levels = register_op(
     sharding=None,  # groups are whole on a rank
     samples=_samples,
 )
-_compat.register_fallback(group_quantize_two_levels)
+inductor.register_fallback(group_quantize_two_levels)
 
 
-@_compat.once_a_graph
+@inductor.once_a_graph
 def quantize_groups_in_two_levels(
     x: Tensor, offsets: Tensor, rows: Quantizer, columns: Quantizer, directions: str
 ) -> Outputs:

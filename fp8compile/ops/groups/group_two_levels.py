@@ -15,7 +15,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from fp8compile import _compat
+from fp8compile import inductor
 from fp8compile.ops.groups.group_quantize import empty_outputs
 from fp8compile.ops.groups.layout import alignment, group_to_read, zero_behind
 from fp8compile.ops.groups.portable import OF_BACKWARD, masks_of_groups
@@ -118,4 +118,4 @@ group_two_levels = register_op(
     sharding=None,  # groups are whole on a rank
     samples=_samples,
 )
-_compat.register_fallback(group_two_levels)
+inductor.register_fallback(group_two_levels)

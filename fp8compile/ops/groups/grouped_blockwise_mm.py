@@ -14,7 +14,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from fp8compile import _compat
+from fp8compile import inductor
 from fp8compile.formats import element_format
 from fp8compile.ops.gemms.grouped.kernel import GroupedOperand, product_shape
 from fp8compile.ops.gemms.grouped.one_by_one import ONE_BY_ONE
@@ -108,4 +108,4 @@ grouped_blockwise_mm = register_op(
     sharding=None,  # groups are whole on a rank
     samples=_samples,
 )
-_compat.register_fallback(grouped_blockwise_mm)
+inductor.register_fallback(grouped_blockwise_mm)

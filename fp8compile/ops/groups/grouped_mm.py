@@ -15,7 +15,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from fp8compile import _compat
+from fp8compile import inductor
 from fp8compile.ops.gemms.grouped.float8 import padded_features
 from fp8compile.ops.groups.layout import zero_behind, zero_where_empty
 from fp8compile.ops.groups.portable import OF_BACKWARD, masks_of_groups
@@ -104,7 +104,7 @@ grouped_mm = register_op(
     sharding=None,
     samples=_samples,
 )
-_compat.register_fallback(grouped_mm)
+inductor.register_fallback(grouped_mm)
 
 # ---------------------------------------------------------------------------------- sums
 
@@ -140,4 +140,4 @@ group_sum = register_op(
     sharding=None,
     samples=_sum_samples,
 )
-_compat.register_fallback(group_sum)
+inductor.register_fallback(group_sum)

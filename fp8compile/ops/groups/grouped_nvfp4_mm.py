@@ -14,7 +14,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from fp8compile import _compat
+from fp8compile import inductor
 from fp8compile.formats import E2M1, E4M3, unpack
 from fp8compile.ops.gemms.grouped.kernel import product_shape
 from fp8compile.ops.groups.group_quantize_two_levels import quantize_groups_in_two_levels
@@ -147,4 +147,4 @@ grouped_nvfp4_mm = register_op(
     sharding=None,  # its operands are laid out for one GPU
     samples=_samples,
 )
-_compat.register_fallback(grouped_nvfp4_mm, contiguous=True)
+inductor.register_fallback(grouped_nvfp4_mm, contiguous=True)

@@ -18,7 +18,7 @@ from math import lcm
 import torch
 from torch import Tensor
 
-from fp8compile import _compat
+from fp8compile import inductor
 from fp8compile.quantizers import Quantizer
 from fp8compile.target import target_of
 
@@ -95,7 +95,7 @@ def zero_behind(rows: Tensor, offsets: Tensor) -> Tensor:
 
     The backward makes the mask again. If it were kept, the forward would write both the product and the masked copy.
     """
-    with _compat.recomputed():
+    with inductor.recomputed():
         row = torch.arange(rows.shape[0], dtype=torch.int32, device=rows.device)
         return torch.where((row < offsets[-1]).unsqueeze(1), rows, 0)
 

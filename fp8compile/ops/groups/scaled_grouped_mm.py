@@ -14,7 +14,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from fp8compile import _compat
+from fp8compile import inductor
 from fp8compile.ops.gemms.grouped.kernel import GroupedGemm, GroupedOperand, product_shape
 from fp8compile.ops.gemms.grouped.one_by_one import ONE_BY_ONE, every_row
 from fp8compile.ops.gemms.grouped.table import selected_grouped_gemm
@@ -165,7 +165,7 @@ scaled_grouped_mm = register_op(
     sharding=None,
     samples=_samples,
 )
-_compat.register_fallback(scaled_grouped_mm)
+inductor.register_fallback(scaled_grouped_mm)
 
 
 def multiply_groups(

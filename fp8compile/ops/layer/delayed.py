@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp8compile import _compat
+from fp8compile import _compat, inductor
 from fp8compile.ops import samples
 from fp8compile.ops.amax import amax
 from fp8compile.ops.collectives import all_reduce_amax
@@ -219,7 +219,7 @@ def keep_used(ctx: Any) -> None:
     """What a layer's backward has to find as its forward left it: ``ctx`` has ``multiplier``, ``used``, ``amaxes``."""
     ctx.mark_non_differentiable(ctx.used, *ctx.amaxes)
     ctx.set_materialize_grads(False)
-    _compat.never_recompute(ctx.used)
+    inductor.never_recompute(ctx.used)
     ctx.version = _compat.version_in_eager(_compat.replicated(ctx.multiplier))
 
 

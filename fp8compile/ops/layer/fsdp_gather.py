@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group
 
-from fp8compile import _compat
+from fp8compile import _compat, inductor
 from fp8compile.ops.collectives import all_gather, all_reduce, reduce_scatter
 from fp8compile.ops.layer.rows import Rows
 from fp8compile.ops.registry import register_op
@@ -28,7 +28,7 @@ def gathered(shard: Tensor, rows: Rows, *, in_backward: bool = False) -> Tensor:
     """All rows, in the dtype of this rank's; in compiled code gathered once more by the backward, not kept."""
     if len(rows.sizes) == 1:
         return shard
-    with _compat.recomputed(in_backward=in_backward):
+    with inductor.recomputed(in_backward=in_backward):
         return all_gather(shard, 0, rows.sizes, rows.group)
 
 

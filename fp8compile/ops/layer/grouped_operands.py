@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp8compile import _compat
+from fp8compile import _compat, inductor
 from fp8compile.formats import pack, unpack
 from fp8compile.ops.collectives import all_gather, all_reduce_amax
 from fp8compile.ops.gemms.grouped.kernel import GroupedOperand
@@ -55,8 +55,8 @@ ALONG_TOKENS = {OUTPUT.a: GRAD_WEIGHT.b, GRAD_INPUT.a: GRAD_WEIGHT.a}  # the sam
 INPUTS = (OUTPUT.a, GRAD_WEIGHT.b)  # slots of the layer's input, whose features are K
 ALONG_ROWS = {along_tokens: rows for rows, along_tokens in ALONG_TOKENS.items()}
 
-_both_directions = _compat.once_a_graph(group_quantize_both)
-_rows_and_amaxes = _compat.once_a_graph(group_quantize_rows)
+_both_directions = inductor.once_a_graph(group_quantize_both)
+_rows_and_amaxes = inductor.once_a_graph(group_quantize_rows)
 
 
 def _check_slot(slot: str, quantizer: Quantizer, allowed: bool, blocks: str) -> None:
@@ -176,7 +176,7 @@ class GroupedOperands:
         codes = Operands(self.recipe, self.phase).laid_out(self._rows(x, OUTPUT), OUTPUT.a)
         product = self._multiply(codes, self._matrices(weight, OUTPUT), x, OUTPUT)
         if self.weight_in_turns:
-            _compat.never_recompute(product)
+            inductor.never_recompute(product)
         return product
 
     def grad_input(self, grad_output: Tensor, weight: Tensor) -> Tensor:
@@ -191,7 +191,7 @@ class GroupedOperands:
             quantizer=matrices.quantizer.transposed(),
             outer_scale=matrices.outer_scale,
         )
-        with _compat.left_in_backward() if self.weight_in_turns else nullcontext():
+        with inductor.left_in_backward() if self.weight_in_turns else nullcontext():
             return self._multiply(self._rows(grad_output, GRAD_INPUT), turned, grad_output, GRAD_INPUT)
 
     def grad_weight(self, grad_output: Tensor, x: Tensor) -> Tensor:
@@ -282,7 +282,7 @@ class GroupedOperands:
             return found
         # Scales of no experts are constants. Compilers would merge the messages of two layers, on that rank alone.
         scale = found.scale if self.phase is Phase.EAGER else after(found.scale, found.codes)
-        with _compat.recomputed(in_backward=True) if gemm is GRAD_INPUT else _compat.left_in_forward():
+        with inductor.recomputed(in_backward=True) if gemm is GRAD_INPUT else inductor.left_in_forward():
             where = 0, self.rows.sizes, self.rows.group
             outer = None if found.outer_scale is None else all_gather(found.outer_scale, *where)
             codes = _gathered_codes(found, *where)
@@ -337,7 +337,7 @@ class GroupedOperands:
     def _quantizes_stacks_once(self, stack: Tensor) -> bool:
         """Whether the forward makes both products' codes of matrices, as their GEMMs read them, and keeps those."""
         is_pair_of_blocks = is_pair(self.recipe.weight, self.recipe.weight_for_grad_input)
-        return is_pair_of_blocks and self.rows is None and self._reads_once(stack) and not _compat.is_fusible(stack)
+        return is_pair_of_blocks and self.rows is None and self._reads_once(stack) and not inductor.is_fusible(stack)
 
     def _spanning(self, weight: Tensor, quantizer: Quantizer) -> GroupedOperand:
         """Matrices whose blocks reach over all ranks."""
@@ -352,7 +352,7 @@ class GroupedOperands:
         first, again, rows = self.recipe.weight, self.recipe.weight_for_grad_input, stack.shape[1]
         matrix = stack.flatten(0, 1)
         amaxes = None
-        if self._reads_once(matrix) and is_row_pair(first, again, matrix.shape[1]) and not _compat.is_fusible(matrix):
+        if self._reads_once(matrix) and is_row_pair(first, again, matrix.shape[1]) and not inductor.is_fusible(matrix):
             codes, scale, amaxes = group_quantize_rows(matrix, _ends_of_matrices(stack), first, again)
             if gemm is OUTPUT:
                 return codes, scale

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from fp8compile import _compat
+from fp8compile import _compat, inductor
 from fp8compile.ops.layer.local_shards import LocalShard, QuantizedShard
 from fp8compile.ops.layer.quantize_shard import Steps, is_aligned, quantize_shard
 from fp8compile.ops.outer_amaxes import outer_amaxes
@@ -52,7 +52,7 @@ def by_one_read(part: LocalShard, slot: str, recipe: Recipe, steps: Steps) -> Qu
 
 # ---------------------------------------------------------------------------------- codes of eight bits
 
-_quantize_weight = _compat.once_a_graph(quantize_weight)
+_quantize_weight = inductor.once_a_graph(quantize_weight)
 
 
 def _has_weight_kernel(weight: LocalShard, recipe: Recipe) -> bool:
@@ -61,7 +61,7 @@ def _has_weight_kernel(weight: LocalShard, recipe: Recipe) -> bool:
     return (
         is_weight_pair(first, again, weight.local.shape[1])
         and is_aligned(weight, first)
-        and not _compat.is_fusible(weight.local)
+        and not inductor.is_fusible(weight.local)
     )
 
 
@@ -73,7 +73,7 @@ def _has_grad_kernel(grad_output: LocalShard, rows: Quantizer | None, columns: Q
     return (
         is_pair(rows, columns)
         and all(is_aligned(grad_output, each) for each in (rows, columns))
-        and not _compat.is_fusible(grad_output.local)
+        and not inductor.is_fusible(grad_output.local)
     )
 
 
@@ -102,9 +102,9 @@ def _has_packed_kernel(part: LocalShard, rows: Quantizer | None, columns: Quanti
     )
 
 
-@_compat.once_a_graph
+@inductor.once_a_graph
 def _quantize_two_levels(x: Tensor, rows: Quantizer, columns: Quantizer) -> tuple[Tensor, ...]:
-    if _compat.is_fusible(x):
+    if inductor.is_fusible(x):
         x = rounded(x).to(x.dtype)  # as eager mode reads it: the kernel that makes it holds more digits
     laid_down, *amaxes = outer_amaxes(x, rows, columns)
     return quantize_two_levels(laid_down, *amaxes, rows, columns)

@@ -25,7 +25,7 @@ from enum import Enum, auto
 import torch
 from torch import Tensor
 
-from fp8compile import _compat
+from fp8compile import _compat, inductor
 from fp8compile.formats import repack
 from fp8compile.ops.cast import cast_again
 from fp8compile.ops.gemm import PADDED_TO, Operand, multiply
@@ -83,7 +83,7 @@ def _cast_in_backward(x: Tensor, multiplier: Tensor, quantizer: Quantizer, *wher
     would keep the codes. Elsewhere it is left alone: a mark moves what else it chooses (blockwise: act for its codes).
     """
     codes = cast_again(x, multiplier, quantizer, *where)
-    _compat.make_in_backward(codes)
+    inductor.make_in_backward(codes)
     return codes
 
 
@@ -224,7 +224,7 @@ class Operands:
 
 
 # forward and backward both ask for it, and have one of it
-@_compat.once_a_graph
+@inductor.once_a_graph
 def _turned(codes: Tensor) -> Tensor:
     """Codes as the product reads them that reads them transposed."""
     return store(codes.t().contiguous())
@@ -255,6 +255,6 @@ def _packed_along_columns(codes: QuantizedShard) -> QuantizedShard:
 def _gathered_rows(codes: QuantizedShard, *, in_backward: bool) -> QuantizedShard:
     """Codes of a weight: what the ranks of FSDP have, put together; as other ranks cut it."""
     if codes.cuts[-1] is not None:
-        with _compat.recomputed(in_backward=True) if in_backward else _compat.left_in_forward():
+        with inductor.recomputed(in_backward=True) if in_backward else inductor.left_in_forward():
             codes = codes.gather(len(codes.cuts) - 1)
     return replace(codes, cuts=codes.cuts[:-1])

@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from fp8compile import _compat
+from fp8compile import inductor
 from fp8compile.ops.collectives import sent_in_backward
 from fp8compile.ops.layer.local_shards import LocalShard, QuantizedShard
 from fp8compile.ops.layer.operands import Operands, Phase
@@ -184,11 +184,11 @@ def multiply_shards(
     in_backward = gemm is not OUTPUT and any((*a.cuts, *b.cuts))
     with (
         sent_in_backward() if in_backward else nullcontext(),
-        _compat.left_in_backward() if operands.weight_in_turns and gemm is GRAD_INPUT else nullcontext(),
+        inductor.left_in_backward() if operands.weight_in_turns and gemm is GRAD_INPUT else nullcontext(),
     ):
         product = _multiply_shards(gemm, a, b, operands, bias)
     if operands.weight_in_turns and gemm is OUTPUT:
-        _compat.never_recompute(product.local)
+        inductor.never_recompute(product.local)
     return product
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from fp8compile import _compat
+from fp8compile import _compat, inductor
 from fp8compile.ops.amax import amax
 from fp8compile.ops.collectives import all_reduce_amax
 from fp8compile.ops.layer.local_shards import LocalShard, QuantizedShard, check_not_packed
@@ -84,7 +84,7 @@ def _window_and_amax(
 
 
 # Ranks make their windows by other ops, or none. Shared as one, forward and backward send alike on all of them.
-@_compat.once_a_graph
+@inductor.once_a_graph
 def _window_and_amax_over_ranks(
     local: Tensor, local_amax: Tensor | None, cuts: Sharding, quantizer: Quantizer, amax: Callable[..., Tensor]
 ) -> tuple[Tensor, Tensor, tuple[AxisBlocks, AxisBlocks]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fp8compile import _compat
+from fp8compile import inductor
 from fp8compile.formats import repack
 from fp8compile.ops.gemms.grouped.kernel import GroupedOperand
 from fp8compile.ops.inductor_hints import realize, store
@@ -16,7 +16,7 @@ __all__ = ["quantize_stack_in_two_levels", "turned_stack"]
 
 
 # forward and backward both ask for it, and have one of it
-@_compat.once_a_graph
+@inductor.once_a_graph
 def quantize_stack_in_two_levels(stack: Tensor, quantizer: TwoLevelScaling, steps: Steps) -> GroupedOperand:
     """Codes and scales of each matrix, as if it were alone.
 
@@ -51,7 +51,7 @@ def quantize_stack_in_two_levels(stack: Tensor, quantizer: TwoLevelScaling, step
     )
 
 
-@_compat.once_a_graph
+@inductor.once_a_graph
 def turned_stack(codes: Tensor) -> Tensor:
     """Codes (E, N, K / 2) of a stack as the product reads them that sums over its rows, (E, K, N / 2)."""
     groups, rows, pairs = codes.shape

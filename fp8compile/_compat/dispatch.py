@@ -1,0 +1,30 @@
+"""PyTorch's dispatcher: the keys that its own kernels run below."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+__all__ = ["as_kernel"]
+
+ABOVE_KERNELS = (
+    torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
+    | torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCUDA)
+    | torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
+)
+
+
+def as_kernel(impl: Callable) -> Callable:
+    """``impl`` as PyTorch's own kernels run, below autocast and autograd.
+
+    Rowwise `torch._scaled_mm` on a CPU is a float32 matmul, which autocast would turn into a bfloat16 one. A kernel
+    that ends in a reshape would return a view, which autograd lets nobody write to: no ReLU(inplace=True) after it.
+    """
+
+    def kernel(*args: Any) -> Any:
+        with torch._C._ExcludeDispatchKeyGuard(ABOVE_KERNELS):
+            return impl(*args)
+
+    return kernel

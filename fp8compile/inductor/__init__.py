@@ -1,0 +1,35 @@
+"""What teaches Inductor: lowerings, marks for the partitioner, kernels that compute their input."""
+
+from fp8compile.inductor.fusion import is_fusible
+from fp8compile.inductor.once_a_graph import constant, once_a_graph
+from fp8compile.inductor.partitioner import (
+    is_repeated_in_backward,
+    left_in_backward,
+    left_in_forward,
+    make_in_backward,
+    never_recompute,
+    recomputed,
+)
+from fp8compile.inductor.prologues import register_tile_kernel
+from fp8compile.inductor.registration import register_decomposition, register_fallback, register_lowering
+from fp8compile.inductor.row_groups import lower_largest_of_sums
+from fp8compile.inductor.tile_kernels import TileKernel, TileLaunch
+
+__all__ = [
+    "TileKernel",
+    "TileLaunch",
+    "constant",
+    "is_fusible",
+    "is_repeated_in_backward",
+    "left_in_backward",
+    "left_in_forward",
+    "lower_largest_of_sums",
+    "make_in_backward",
+    "never_recompute",
+    "once_a_graph",
+    "recomputed",
+    "register_decomposition",
+    "register_fallback",
+    "register_lowering",
+    "register_tile_kernel",
+]

@@ -1,0 +1,100 @@
+"""Calls that a graph makes once: equal ones while it is traced share one result."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import is_dataclass
+from functools import wraps
+from typing import Any
+
+import torch
+
+from fp8compile._compat import nodes_of
+from fp8compile.inductor.fusion import VIEWS
+from fp8compile.inductor.partitioner import current_marks
+
+__all__ = ["constant", "once_a_graph"]
+
+RESULTS = "_fp8compile_results"  # on a graph that is being traced
+# Padding too: of ranks whose parts begin elsewhere in a block some pad and others do not, and all have to send alike.
+PARTS = VIEWS | {torch.ops.aten.select.int, torch.ops.aten.constant_pad_nd.default, torch.ops.aten.clone.default}
+
+
+def once_a_graph(fn: Callable) -> Callable:
+    """A function whose equal calls in a graph that is being traced are one call.
+
+    PyTorch's partitioner merges equal nodes, and from 2.15 on not a node that only the forward needs with one of the
+    backward: the backward of a graph's last layer would compute the amaxes of its weight again.
+
+    Args:
+        fn: Takes tensors, the first argument among them, and values with a hash. Nobody writes to its results.
+    """
+
+    @wraps(fn)
+    def once(*args: Any) -> Any:
+        if torch.compiler.is_dynamo_compiling():
+            return fn(*args)  # to Dynamo, which can't trace the question, nothing stands in a graph yet
+        found = [_nodes_below(arg) if isinstance(arg, torch.Tensor) else [arg] for arg in args]
+        if any(len(each) != 1 for each in found):
+            return fn(*args)  # nothing is being traced, or one tensor stands in several graphs
+        values = [value for (value,) in found]
+        graph = next(value.graph for value in values if isinstance(value, torch.fx.Node))
+        # the type, since a functional tensor and the one below it have the same node
+        key = (fn, _meaning(values), current_marks(), type(args[0]))
+        return _remembered(graph, key, lambda: fn(*args))
+
+    return once
+
+
+def constant(number: float, dtype: torch.dtype, like: torch.Tensor, shape: tuple[int, ...] = ()) -> torch.Tensor:
+    """A number as a tensor, one for all of a graph that is being traced: made anew, each is a millisecond of tracing.
+
+    Args:
+        number: What all elements are.
+        dtype: Of the tensor.
+        like: A tensor on whose device it is, and in whose graph.
+        shape: Of the tensor. Nobody writes to it.
+    """
+
+    def make() -> torch.Tensor:
+        return torch.full(shape, number, dtype=dtype, device=like.device)
+
+    if torch.compiler.is_dynamo_compiling() or len(found := _nodes_below(like)) != 1:
+        return make()
+    key = (constant, number, dtype, like.device, shape, current_marks(), type(like))
+    return _remembered(found[0].graph, key, make)
+
+
+def _remembered(graph: torch.fx.Graph, key: tuple, make: Callable[[], Any]) -> Any:
+    """What ``make`` has returned for this key while this graph was traced."""
+    results = vars(graph).setdefault(RESULTS, {})
+    if key not in results:
+        results[key] = make()
+    return results[key]
+
+
+def _nodes_below(tensor: torch.Tensor) -> list[Any]:
+    """The nodes of a tensor, or of the value that a functional one has at the moment."""
+    from torch._subclasses.functional_tensor import FunctionalTensor
+
+    if isinstance(tensor, FunctionalTensor):
+        torch._sync(tensor)
+        tensor = torch._from_functional_tensor(tensor.elem)
+    return nodes_of(tensor)
+
+
+def _meaning(value: Any) -> Any:
+    """A node, or what it does to another one if it is a view, a part or a padded copy of it: equal for equal ones."""
+    if isinstance(value, (list, tuple)):
+        return tuple(map(_meaning, value))
+    if isinstance(value, torch.SymInt):
+        return value.node.expr  # has no hash itself
+    if is_dataclass(value) and any(_has_symbol(each) for each in vars(value).values()):
+        return type(value), *map(_meaning, vars(value).values())
+    if isinstance(value, torch.fx.Node) and value.op == "call_function" and value.target in PARTS:
+        return value.target, *map(_meaning, value.args), *value.kwargs.items()
+    return value
+
+
+def _has_symbol(value: Any) -> bool:
+    return isinstance(value, torch.SymInt) or (isinstance(value, tuple) and any(map(_has_symbol, value)))

@@ -1,0 +1,73 @@
+"""Entries of Inductor's tables of decompositions and lowerings, made when it is imported."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from fp8compile._compat import when_imported
+
+__all__ = ["register_decomposition", "register_fallback", "register_lowering"]
+
+
+def register_decomposition(op: torch._ops.OpOverload, fn: Callable) -> None:
+    """Let Inductor see through ``op``, by ``fn`` with the same arguments."""
+
+    @functools.wraps(fn)
+    def decompose(*args: Any) -> Any:
+        return NotImplemented if _seeks_schema() else fn(*args)
+
+    def register() -> None:
+        from torch._inductor import decomposition
+
+        decomposition.decompositions.pop(op, None)
+        decomposition.register_decomposition([op])(decompose)
+        decomposition.fast_random_decomps.cache_clear()  # holds a copy of the table
+
+    when_imported("torch._inductor.decomposition", register)
+
+
+def _seeks_schema() -> bool:
+    """Whether PyTorch traces a region only to learn which of its inputs are written to.
+
+    It does so at each call of the region, twice, and throws the graph away. An op's schema answers the question, and
+    its decomposition would be traced for nothing: a quarter of the time that a joint graph takes.
+    """
+    from torch._higher_order_ops.invoke_subgraph import InvokeSubgraphHOP
+
+    sought, frame = InvokeSubgraphHOP.gen_schema.__code__, sys._getframe(1)
+    while frame is not None and frame.f_code is not sought:
+        frame = frame.f_back
+    return frame is not None
+
+
+def register_lowering(op: torch._ops.OpOverload, fn: Callable) -> None:
+    """Let Inductor lower ``op`` by ``fn``, from its IR to its IR."""
+
+    def register() -> None:
+        from torch._inductor import lowering
+
+        lowering.register_lowering(op, type_promotion_kind=None)(fn)
+
+    when_imported("torch._inductor.lowering", register)
+
+
+def register_fallback(op: torch._ops.OpOverload, *, contiguous: bool = False) -> None:
+    """Let Inductor call ``op`` where it has no decomposition, or that returned NotImplemented.
+
+    Args:
+        op: The operator.
+        contiguous: Whether its tensors have to be laid down contiguous, as they are in eager mode.
+    """
+
+    def register() -> None:
+        from torch._inductor import lowering
+
+        layout = lowering.require_contiguous if contiguous else None
+        lowering.make_fallback(op, layout, warn=False, override_decomp=True)
+
+    when_imported("torch._inductor.lowering", register)

@@ -1,0 +1,112 @@
+"""Inductor's IR of one reduction over groups of rows, that reads what makes a matrix once and lays the matrix down.
+
+    for each group of rows and each column:  x_0 .. x_n --stored as they are--> the matrix
+                                              |
+                                              +--> sums of them, with factors --> the largest magnitude of all
+
+Written as PyTorch, such sums are kernels of their own: Inductor lays values down that are read many times, and reads
+a group's rows for each sum again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from fp8compile._compat import concatenated_buffers
+
+__all__ = ["Factors", "lower_largest_of_sums"]
+
+Factors = tuple[tuple[float, ...], ...] | None
+MAGNITUDE = 0x7FFFFFFF
+
+
+def _is_made_by_inductor(x: Any) -> bool:
+    """Whether it is computed where it is read, and lies nowhere yet."""
+    from torch._inductor import ir
+
+    while isinstance(x, (ir.TensorBox, ir.BaseView)):
+        x = x.data
+    return isinstance(x, ir.StorageBox) and isinstance(x.data, ir.Pointwise)
+
+
+def _laid_down(x: Any, rows: int) -> tuple[Any, list[Callable]]:
+    """The matrix, in memory once this is computed, and loaders of row i of a group."""
+    from torch._inductor import ir, lowering
+
+    m, k = x.get_size()
+    load = x.make_loader()
+    of_row = [lambda index, i=i: load([index[0] * rows + i, index[-1]]) for i in range(rows)]
+    if not _is_made_by_inductor(x):
+        return ir.ExternKernel.require_contiguous(x), of_row
+    parts = []
+    for each in of_row:  # they are stored where the matrix has them, by the kernel that reads them
+        part = ir.Pointwise.create(device=x.get_device(), dtype=x.get_dtype(), inner_fn=each, ranges=[m // rows, 1, k])
+        part.realize()
+        parts.append(part)
+    whole = lowering.view(concatenated_buffers(parts, 1), [m, k])
+    stored = [part.make_loader() for part in parts]
+    return whole, [lambda index, each=each: each([index[0], 0, index[-1]]) for each in stored]
+
+
+def _sums(values: Sequence[Any], factors: Factors) -> list[Any]:
+    from torch._inductor.virtualized import ops
+
+    if factors is None:
+        return list(values)
+    sums = []
+    for line in factors:
+        total = None
+        for value, factor in zip(values, line, strict=True):
+            term = ops.mul(value, ops.constant(factor, torch.float32))
+            total = term if total is None else ops.add(total, term)
+        sums.append(total)
+    return sums
+
+
+def lower_largest_of_sums(x: Any, rows: int, kinds: Sequence[Factors]) -> tuple[Any, list[Any]]:
+    """Lower a matrix to itself and, for each kind of sums, the largest magnitude of them.
+
+    Args:
+        x: IR of (M, K), M a multiple of ``rows``.
+        rows: In a group.
+        kinds: For each the factors of a group's rows, a line a sum, added in their order in float32; None for the
+            rows as they are.
+
+    Returns:
+        The matrix, which is stored by the same kernel where Inductor would compute it again for each reader; and each
+        largest magnitude, (1,) float32: NaN if there is one.
+    """
+    from torch._inductor import ir, lowering
+    from torch._inductor.virtualized import ops
+
+    m, k = x.get_size()
+    whole, loaders = _laid_down(x, rows)
+
+    def largest(factors: Factors) -> Any:
+        def inner(index: Sequence[Any], reduced: Sequence[Any]) -> Any:
+            values = [ops.to_dtype(load([*index, *reduced]), torch.float32) for load in loaders]
+            top = None
+            for each in _sums(values, factors):
+                bits = ops.to_dtype_bitcast(each, torch.int32, torch.float32)
+                magnitude = ops.bitwise_and(bits, ops.constant(MAGNITUDE, torch.int32))
+                top = magnitude if top is None else ops.maximum(top, magnitude)
+            return top
+
+        of_groups = ir.Reduction.create(
+            device=x.get_device(),
+            dst_dtype=torch.int32,
+            src_dtype=torch.int32,
+            inner_fn=inner,
+            ranges=[m // rows],
+            reduction_ranges=[k],
+            reduction_type="max",
+            reduction_hint=ir.ReductionHint.INNER,
+        )
+        of_groups.realize()
+        found = lowering.make_reduction("max")(of_groups, axis=0, keepdims=True)
+        return lowering.lowerings[torch.ops.aten.view.dtype](found, torch.float32)
+
+    return whole, [largest(factors) for factors in kinds]

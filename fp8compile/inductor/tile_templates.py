@@ -1,0 +1,278 @@
+"""Templates of Inductor that are made of a kernel's source, for kernels that compute their input.
+
+Inductor's templates are no public API. What is used of them is the same from 2.11 to 2.15: a subclass of the kernel
+that prints one part of the template, one of the buffer that says what the kernel reads. This module imports Inductor;
+`fp8compile.inductor.prologues` imports it when Inductor lowers an op.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import sympy
+import torch
+from torch._inductor import dependencies, ir, lowering
+from torch._inductor.loop_body import LoopBody
+from torch._inductor.ops_handler import WrapperHandler
+from torch._inductor.select_algorithm import SymbolicGridFn, TritonTemplate, TritonTemplateKernel
+from torch._inductor.utils import sympy_index_symbol, triton_type
+from torch._inductor.virtualized import V, ops
+
+from fp8compile._compat import statically_true
+from fp8compile.inductor.tile_kernels import TileKernel, TileLaunch
+
+__all__ = ["lower_computing"]
+
+VALUES = re.compile(r"( +)x = values\(x_ptr, (\w+), (\w+), (\w+), stride_m, stride_k\)\n")
+WRITE = re.compile(r"( +)write\(\w+, (\w+), (\w+), (\w+), (\w+), \w+\)\n")
+ROW, COLUMN = "tmp_row", "tmp_column"  # Inductor gives names that begin with other letters a meaning
+
+
+def lower_computing(launch: Callable[..., TileLaunch | None], x: Any, *args: Any) -> Any:
+    """Results of an op whose kernel computes x; None where Inductor is to call it.
+
+    Args:
+        launch: As `register_tile_kernel` takes it.
+        x: The matrix that the op reads, in Inductor's IR.
+        args: The op's other arguments.
+    """
+    fakes = torch.fx.map_arg(list(V.graph.current_node.args), lambda node: node.meta["val"])
+    computed = _computed(x) if statically_true(fakes[0].numel() > 0) else None
+    found = launch(*fakes) if computed is not None else None
+    return None if found is None else _lower(found, x, fakes[0], computed, args)
+
+
+# ---------------------------------------------------------------------------------- what is computed
+
+
+def _computed(x: Any) -> Any:
+    """The pointwise code whose result a matrix is, if a GPU is to compute it and nobody has asked for it before."""
+    if x.get_device().type != "cuda" or len(x.get_size()) != 2 or not isinstance(x.data, ir.StorageBox):
+        return None
+    node = V.graph.current_node
+    if any(user < node for user in node.args[0].users):
+        return None
+    data = x.data.data
+    if isinstance(data, ir.ComputedBuffer) and not _is_changed(data):
+        data = data.data  # to be written because it is long; nobody reads it then, and Inductor drops it
+    return data if type(data) is ir.Pointwise else None
+
+
+def _is_changed(buffer: Any) -> bool:
+    """Whether a buffer, or one that its code reads, was written to since."""
+    return any(name in V.graph.mutated_buffers for name in (buffer.get_name(), *buffer.get_read_names()))
+
+
+# ---------------------------------------------------------------------------------- the template
+
+
+def _lower(launch: TileLaunch, x: Any, fake_x: torch.Tensor, computed: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    device, kernel, node = computed.get_device(), launch.kernel, V.graph.current_node
+    results = node.meta["val"] if isinstance(node.meta["val"], tuple) else (node.meta["val"],)
+    first, *others = results if kernel.writes else (fake_x.contiguous(), *results)
+    writes_beside = kernel.writes and len(node.args[0].users) > 1
+    inputs = [ir.ExternKernel.require_contiguous(each) for each in args if isinstance(each, ir.TensorBox)]
+    outputs = [
+        _allocated(each, device, zero=name in kernel.added_to)
+        for name, each in zip(kernel.outputs, others, strict=True)
+    ]
+    values = [_allocated(fake_x.contiguous(), device)] if writes_beside else []
+    code = ir.ComputedBuffer(
+        name="computed", layout=ir.FlexibleLayout(device, computed.dtype, computed.ranges), data=computed
+    )
+    for name in code.get_read_names():
+        buffer = V.graph.name_to_buffer.get(name)  # not those of graph inputs, whose layouts are known
+        if buffer is not None:
+            buffer.decide_layout()  # the template is printed now
+    choice = _template(kernel, writes_beside).generate(
+        input_nodes=(*inputs, *outputs, *values),
+        layout=ir.FixedLayout(device, first.dtype, _exprs(first.shape), _exprs(first.stride())),
+        mutated_inputs=[*outputs, *values],
+        subgraphs=[code],
+        call_sizes=[*_exprs(launch.grid), *_exprs(launch.sizes[name] for name in kernel.sizes)],
+        num_stages=1,
+        num_warps=launch.warps,
+        **launch.constants,
+    )
+    result = ir.TensorBox.create(_Computing(choice, computed))
+    for written in values:
+        written.data.data.data._post_init_setattr("origin_node", node.args[0])
+    for written in values if kernel.writes else [result]:
+        x.data.data = written.data.data  # what is read from now on
+    found = (result, *outputs) if kernel.writes else tuple(outputs)
+    return found if isinstance(node.meta["val"], tuple) else found[0]
+
+
+def _allocated(like: torch.Tensor, device: torch.device, *, zero: bool = False) -> Any:
+    place = {"dtype": like.dtype, "device": device}
+    if not zero:
+        return lowering.empty_strided(_exprs(like.shape), _exprs(like.stride()), **place)
+    zeros = lowering.full(_exprs(like.shape), 0, **place)
+    zeros.realize()
+    return zeros
+
+
+def _exprs(sizes: Any) -> list[Any]:
+    """Sizes as Inductor has them."""
+    return [size.node.expr if isinstance(size, torch.SymInt) else sympy.Integer(size) for size in sizes]
+
+
+@cache
+def _template(kernel: TileKernel, writes_values: bool) -> Any:
+    def grid(x: Any, y: Any, z: Any, *rest: Any) -> tuple[Any, Any, Any]:
+        return x, y, z
+
+    class Template(TritonTemplate):
+        kernel_type = type("Kernel", (_Kernel,), {"described": kernel, "writes_values": writes_values})
+
+    name = kernel.function.__name__ + "_and_values" * writes_values
+    return Template(name, SymbolicGridFn(grid), _source(kernel, writes_values))
+
+
+def _source(kernel: TileKernel, writes_values: bool) -> str:
+    """The template: the kernel's source with its two lines replaced."""
+    source = inspect.cleandoc("\n" + inspect.getsource(kernel.function.fn))
+    body = source[re.search(r"\):.*\n(?=    )", source).end() :]
+
+    def stored(indent: str, i: str, j: str, values: str, is_stored: str) -> str:
+        store = f'store_output(("tmp_i", "tmp_j"), "{values}", "{is_stored}", {len(indent)}, {kernel.tile})'
+        return f"{indent}tmp_i, tmp_j = {i}, {j}\n{indent}{{{{{store}}}}}\n"
+
+    def computed(line: re.Match) -> str:
+        indent, m, k, is_inside = line.groups()
+        made = f'{indent}{ROW}, {COLUMN} = {m}, {k}\n{indent}{{{{computed("{is_inside}", {len(indent)})}}}}\n'
+        return made if kernel.writes else made + stored(indent, m, k, "x", is_inside)
+
+    body, values_found = VALUES.subn(computed, body)
+    body, writes_found = WRITE.subn(lambda line: stored(*line.groups()), body)
+    counts = values_found, writes_found
+    assert counts == (1, int(kernel.writes)), f"{kernel.function}: {values_found} values, {writes_found} writes"
+    pointers = (*kernel.inputs, *kernel.outputs, *(["values_ptr"] if writes_values else []))
+    named = ", ".join(f'"{name}"' for name in pointers)
+    sizes = "".join(f'    {name} = {{{{size_called("{name}")}}}}\n' for name in kernel.sizes)
+    return f"{{{{def_kernel({named})}}}}\n{sizes}{body}\n"
+
+
+def _imports(function: Any) -> str:
+    """What a kernel's source calls, from its module."""
+    names = [name for name in function.fn.__code__.co_names if name in function.fn.__globals__ and name != "tl"]
+    return f"from {function.fn.__module__} import {', '.join(names)}\n"
+
+
+class _Kernel(TritonTemplateKernel):
+    """Prints the code that is computed."""
+
+    described: TileKernel
+    writes_values: bool
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.extra_template_env_fns += [self.size_called, self.computed]
+
+    @classmethod
+    def gen_common_triton_imports(cls) -> str:
+        return f"{super().gen_common_triton_imports()}\n{_imports(cls.described.function)}"
+
+    def size_called(self, name: str) -> str:
+        """A size, as text."""
+        return self.kexpr(self.rename_indexing(self.call_sizes[3 + self.described.sizes.index(name)]))
+
+    def computed(self, is_inside: str, indent: int) -> str:
+        """Lines that make ``x``."""
+        (buffer,) = self.subgraphs
+        with self.create_subgraph_body("computed"):
+            handler = _Loads(self, is_inside)
+            with V.set_ops_handler(handler):
+                _loop_body(buffer.data)([sympy_index_symbol(ROW), sympy_index_symbol(COLUMN)])
+            self.codegen_body()
+            self.body.writeline(f"x = ({handler.stored}){_rounding(buffer.data.dtype)}")
+            self.body.writeline(f"x = tl.where({is_inside}, x, 0.0)")
+            if self.writes_values:
+                width = self.kexpr(self.rename_indexing(buffer.data.ranges[1]))
+                self.body.writeline(f"tl.store(values_ptr + {ROW} * {width} + {COLUMN}, x, {is_inside})")
+            text = self.body.getvalue()
+            self.cse.invalidate(set())
+        return text.strip().replace("\n", "\n" + " " * indent)
+
+
+def _rounding(dtype: torch.dtype) -> str:
+    name = str(dtype).removeprefix("torch.")
+    return ".to(tl.float32)" if dtype == torch.float32 else f".to(tl.{name}).to(tl.float32)"
+
+
+def _loop_body(computed: Any) -> Any:
+    """The code as Inductor prints loops: a graph of operators."""
+    places = [sympy_index_symbol(f"p{dim}") for dim in range(len(computed.ranges))]
+
+    def body(index: Any) -> None:
+        ops.store("computed", places[0], computed.inner_fn(index))
+
+    return LoopBody(body, (places,), dict(zip(places, computed.ranges, strict=True)), places, [])
+
+
+class _Loads(WrapperHandler):
+    """Loads a tile, where there is one; arithmetic is Inductor's."""
+
+    def __init__(self, kernel: _Kernel, is_inside: str) -> None:
+        super().__init__(V.ops)
+        self.kernel, self.is_inside, self.tile, self.stored = kernel, is_inside, kernel.described.tile, None
+
+    def _made(self, line: str, dtype: torch.dtype, shape: tuple[str, ...]) -> Any:
+        return self.kernel.cse.generate(self.kernel.compute, line, dtype=dtype, shape=shape)
+
+    def _index(self, index: Any) -> str:
+        return self.kernel.kexpr(self.kernel.rename_indexing(index))
+
+    def load(self, name: str, index: Any) -> Any:
+        pointer, dtype = self.kernel.args.input(name), V.graph.get_dtype(name)
+        is_one = not any(symbol.name.startswith("tmp") for symbol in index.free_symbols)
+        if is_one:
+            line = f"tl.load({pointer} + ({self._index(index)}))"
+        else:
+            masks = [self.is_inside, *([str(self.kernel._load_mask)] if self.kernel._load_mask else [])]
+            line = f"tl.load({pointer} + ({self._index(index)}), {' & '.join(masks)}, other=0)"
+        if dtype in (torch.float16, torch.bfloat16):
+            line, dtype = f"{line}.to(tl.float32)", torch.float32
+        elif dtype == torch.bool:
+            line = f"{line}.to(tl.int1)"
+        return self._made(line, dtype, () if is_one else self.tile)
+
+    def index_expr(self, expr: Any, dtype: torch.dtype) -> Any:
+        tile = f"tl.broadcast_to({self._index(expr)}, [{', '.join(self.tile)}])"
+        return self._made(f"{tile}.to({triton_type(dtype)})", dtype, self.tile)
+
+    def indirect_indexing(self, index: Any, size: Any, check: bool = True, wrap_neg: bool = True) -> Any:
+        """Use a place that memory holds as any kernel does: one below 0 counts from the end."""
+        if wrap_neg:
+            index = self._made(
+                f"tl.where({index} < 0, {index} + {self._index(size)}, {index})", index.dtype, index.shape
+            )
+        return sympy_index_symbol(str(index))
+
+    def check_bounds(self, *args: Any) -> None:
+        """A place outside of a tensor is the model's own fault, as in any kernel without assertions."""
+
+    def store(self, name: str, index: Any, value: Any, mode: Any = None) -> None:
+        self.stored = value
+
+
+class _Computing(ir.TritonTemplateBuffer):
+    """The result: it knows which elements of which buffers its code reads."""
+
+    def __init__(self, choice: Any, computed: Any) -> None:
+        super().__init__(choice.layout, choice.input_nodes, choice.make_kernel_render, choice.mutated_inputs)
+        self.computed = computed
+        self.allow_epilogue_fusion = self.allow_prologue_fusion = False
+
+    def extract_read_writes(self, normalize: bool = False) -> Any:
+        found = super().extract_read_writes(normalize)
+        code = dependencies.extract_read_writes(
+            lambda index, _: self.computed.inner_fn(index), self.computed.ranges, (), normalize=normalize
+        )
+        names = {read.name for read in code.reads}
+        found.reads = type(found.reads)(read for read in found.reads if read.name not in names) | code.reads
+        return found
