@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import resource
 import statistics
+import sys
 import time
 from collections import Counter
 from dataclasses import fields
@@ -92,7 +93,7 @@ def _peak_bytes(device: torch.device) -> int:
     """Of tensors on a GPU; of the whole process, PyTorch and compiler too, on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 class Trainer:
