@@ -1,6 +1,6 @@
 """The command: ``python -m examples.train``, or ``torchrun --nproc-per-node N -m examples.train`` for N processes.
 
-0  done    1  --check found the criterion unmet, or a loss is not finite    2  a mistake that the user can mend
+Exit code: 0 done; 1 --check found the criterion unmet, or a loss is not finite; 2 a mistake that the user can mend.
 """
 
 from __future__ import annotations

@@ -43,9 +43,7 @@ class TrainConfig:
     recipe: str = _option(f"{', '.join(f8.recipes.names())}, an installed package's, or {BF16} for none", "rowwise")
     compare: str | None = _option("train this one too, from the same seed and batches: bf16", default=None)
     check: bool = _switch("judge FP8 against bf16 over three seeds; exit code 1 if it fails")
-    data: str | None = _option(
-        "file or folder with text (default: the sources of Python's standard library)", default=None
-    )
+    data: str | None = _option("file or folder with text (default: Python's standard library)", default=None)
     dim: int = _option("width of the model", 128)
     layers: int = _option("number of blocks", 4)
     heads: int = _option("query heads, which divide half of --dim", 4)
@@ -90,8 +88,10 @@ class TrainConfig:
         self._check(not self.check or self.compare == BF16, "check", "needs --compare bf16")
         self._check(self.recipe != BF16 or not self.quantized_parameters, "quantized_parameters", "needs FP8 layers")
         self._check(
-            not (self.quantized_parameters and self.graph_fsdp), "quantized_parameters", "excludes --graph-fsdp"
+            not self.graph_fsdp or not self.quantized_parameters, "graph_fsdp", "takes no quantized parameters"
         )
+        gathers = self.is_sharded and not self.graph_fsdp and not self.quantized_parameters
+        self._check(gathers or not self.bf16_gather, "bf16_gather", "needs --fsdp, and weights in high precision")
         self._check(not self.sp or self.tp > 1, "sp", "needs --tp 2 or more")
         self._check(self.experts or not self.top_k, "top_k", "needs --experts")
         self._check(self.experts or self.ep == 1, "ep", "needs --experts")

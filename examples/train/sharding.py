@@ -58,6 +58,6 @@ def shard(model: ByteLlama, mesh: DeviceMesh, config: TrainConfig, *, is_fp8: bo
             model.blocks[index] = torch.compile(block, fullgraph=True, dynamic=False, backend=config.backend)
         fully_shard(model.blocks[index], mesh=mesh, mp_policy=POLICY, ignored_params=ignored)
     fully_shard(model, mesh=mesh, mp_policy=POLICY, ignored_params=ignored)
-    if config.quantized_parameters:
+    if config.quantized_parameters and is_fp8:
         f8.parallel.share_scales(model)  # a checkpoint is loaded before any forward finds the ranks
     return gathered

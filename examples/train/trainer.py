@@ -8,6 +8,7 @@ Nothing here writes metrics or prints; run.py does.
 from __future__ import annotations
 
 import math
+import os
 import resource
 import statistics
 import sys
@@ -43,6 +44,7 @@ class Diverged(Exception):
 
 def reproduce_bits(*, threads: int) -> None:
     """Have this process compute the same bits each time; sums are split by threads, so their number decides, too."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reproduces bits with a workspace of its own
     torch.set_num_threads(threads)
     torch.use_deterministic_algorithms(mode=True)
     # A tool to find reads of memory that nobody wrote; it costs a pass over each new tensor.
