@@ -16,26 +16,14 @@ from pathlib import Path
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.distributed.checkpoint.stateful import Stateful
 from torch.optim import Optimizer
 
 from examples.train.layout import is_first
 
 
-class _Training(Stateful):
-    """A model and its optimizer, whose state has the names and the whole shapes of one process."""
-
-    def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
-        self.model, self.optimizer = model, optimizer
-
-    def state_dict(self) -> dict[str, object]:
-        model, optimizer = get_state_dict(self.model, self.optimizer)
-        return {"model": model, "optimizer": optimizer}
-
-    def load_state_dict(self, state: dict[str, dict]) -> None:
-        set_state_dict(
-            self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
-        )
+def _state(model: nn.Module, optimizer: Optimizer) -> dict[str, dict]:
+    """The state of both, with the names and the whole shapes of one process."""
+    return dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
 
 
 def _folders(folder: Path) -> dict[int, Path]:
@@ -52,7 +40,7 @@ def save_checkpoint(folder: Path, step: int, model: nn.Module, optimizer: Optimi
     """Write the checkpoint of a step, and remove those before it; all ranks call this."""
     before = _folders(folder)
     with warnings.catch_warnings(action="ignore"):  # one of a single process, which is no news
-        dcp.save({"training": _Training(model, optimizer)}, checkpoint_id=folder / f"step-{step}")
+        dcp.save(_state(model, optimizer), checkpoint_id=folder / f"step-{step}")
     if is_first():
         for other, path in before.items():
             if other != step:
@@ -63,6 +51,8 @@ def load_checkpoint(folder: Path, model: nn.Module, optimizer: Optimizer) -> int
     """Load the newest complete checkpoint, by whatever number of ranks, and return its step, or 0; all ranks do."""
     step = last_step(folder)
     if step:
+        state = _state(model, optimizer)
         with warnings.catch_warnings(action="ignore"):
-            dcp.load({"training": _Training(model, optimizer)}, checkpoint_id=folder / f"step-{step}")
+            dcp.load(state, checkpoint_id=folder / f"step-{step}")
+        set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
     return step
