@@ -21,6 +21,7 @@ from fp8compile._compat.dtensor import (
     set_local_itself,
     tell_apart_by_local_tensors,
 )
+from fp8compile._compat.dynamo import when_graph_is_made
 from fp8compile._compat.fsdp import FsdpParameter, fsdp_parameters, is_fsdp, is_fsdp_managed, is_sharded_class
 from fp8compile._compat.fsdp_fewer_ranks import keeps_parts_after_forward
 from fp8compile._compat.imports import when_imported
@@ -133,6 +134,7 @@ __all__ = [
     "uncounted_write",
     "untraced",
     "version_in_eager",
+    "when_graph_is_made",
     "when_imported",
     "will_run",
     "with_floats_pinned",
