@@ -143,17 +143,19 @@ def _layer_row(fqn: str, module: nn.Module, uses: Uses, called: set[nn.Module] |
 NOT_SHARDED = "not sharded yet"
 EXPERTS = "a 3-D parameter (experts?), no nn.Linear"
 NO_LINEAR = "no nn.Linear"
-# looked up, moved over an input, or what a weight is computed from
-NOT_MULTIPLIED = (nn.Embedding, nn.EmbeddingBag, nn.modules.conv._ConvNd, ParametrizationList)
+# looked up, or moved over an input
+NOT_MULTIPLIED = (nn.Embedding, nn.EmbeddingBag, nn.modules.conv._ConvNd)
 
 
 def _not_linear(kind: Kind | None, module: nn.Module, name: str, parameter: nn.Parameter) -> str | None:
     """Why a matrix that is multiplied without a nn.Linear can't be converted; None if it is no such matrix.
 
+    What a weight is computed from is the weight's.
+
     What no forward has shown (``kind`` is None, or `Kind.HANDED`) is guessed by names and dims.
     """
     is_stack = parameter.ndim == 3 and parameter.shape[0] > 1
-    if not is_stack and parameter.ndim != 2:
+    if (not is_stack and parameter.ndim != 2) or isinstance(module, ParametrizationList):
         return None
     if kind in (None, Kind.HANDED):
         is_multiplied = (is_stack or "weight" in name) and not isinstance(module, NOT_MULTIPLIED)

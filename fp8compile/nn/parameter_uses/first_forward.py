@@ -18,6 +18,7 @@ import torch
 from torch import fx, nn
 
 from fp8compile import _compat
+from fp8compile.nn.candidates import weight_slots
 from fp8compile.nn.converted_layers import CONVERTED
 from fp8compile.nn.parameter_uses.compiled import uses_in_graph
 from fp8compile.nn.parameter_uses.owners import Owners
@@ -146,7 +147,7 @@ def _told(uses: Uses, owners: Owners, error: type[RuntimeError]) -> str:
     text = _text(new, owners) if new else ""
     if any(hasattr(layer, STRICT) for layer in new):
         raise error(text)
-    keep_uses(uses)
+    keep_uses(uses, {slot for layer in CONVERTED for slot in weight_slots(layer)})
     return text
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from dataclasses import dataclass, field
 
 from torch import nn
@@ -76,10 +76,11 @@ class Uses:
         return None if use is None else use.kind
 
 
-def keep_uses(uses: Uses) -> None:
-    """Let modules keep the products that were seen of their parameters."""
-    for (module, name), use in uses.found.items():
-        if use.kind > Kind.OTHER:
+def keep_uses(uses: Uses, unless: Container[Slot]) -> None:
+    """Let modules keep what was seen of their parameters; of these parameters only what is past their modules."""
+    for slot, use in uses.found.items():
+        module, name = slot
+        if use.is_past() or slot not in unless:
             vars(module).setdefault(SEEN, {})[name] = use
 
 
