@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch._ops import HigherOrderOperator
-from torch.utils import _pytree as pytree
 
 from fp8compile.nn.parameter_uses.flow import DATA, Value, result_of
 from fp8compile.nn.parameter_uses.owners import Owners, memory_of
@@ -59,7 +58,9 @@ class _Reading:
 
     def _called(self, graph: fx.GraphModule, node: fx.Node, values: dict[fx.Node, Value]) -> Value:
         """What a node gives; what it does with parameters is noted."""
-        arguments = [each for each in pytree.tree_leaves((node.args, node.kwargs)) if each in values]
+        given: list[fx.Node] = []  # one that is given twice is there twice
+        fx.map_arg((node.args, node.kwargs), given.append)
+        arguments = [each for each in given if each in values]
         if all(values[each] is DATA for each in arguments):
             return DATA
         value, met = result_of(node.target, [values[each] for each in arguments if not _is_number(each)])
@@ -80,7 +81,7 @@ class _Reading:
         cls = stack[-1][1] if stack else self.traced
         name = cls.rpartition(".")[2] if isinstance(cls, str) else cls.__name__
         for slot in slots:
-            self.uses.add(slot, Use(kind, f"{name}.forward", is_own=type(slot[0]) is cls))
+            self.uses.add(slot, Use(kind, f"{name}.forward"))
 
 
 def _is_number(node: fx.Node) -> bool:

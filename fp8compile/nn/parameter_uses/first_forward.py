@@ -26,7 +26,7 @@ from fp8compile.nn.parameter_uses.past_forward import PAST_FORWARD, past_forward
 from fp8compile.nn.parameter_uses.running import Watching
 from fp8compile.nn.parameter_uses.uses import Uses, keep_uses, uses_seen
 
-__all__ = ["stop_watching", "watch_first_forward", "watched"]
+__all__ = ["stop_watching", "untold", "watch_first_forward", "watched"]
 
 STRICT = "_fp8compile_strict"  # on a layer: convert was called with strict=True
 ROOTS: WeakSet[nn.Module] = WeakSet()  # what convert was given
@@ -38,10 +38,12 @@ class _Running(threading.local):
     Attributes:
         module: Whose call ends it; None if it is not a call of a module that does.
         watching: What sees it; None if none is watched.
+        is_untold: Whether somebody else tells of what runs.
     """
 
     module: nn.Module | None = None
     watching: Watching | None = None
+    is_untold: bool = False
 
     def begin(self, model: nn.Module, module: nn.Module | None) -> Watching:
         self.module, self.watching = module, Watching(model)
@@ -58,13 +60,24 @@ RUNNING = _Running()
 
 
 @contextmanager
+def untold() -> Iterator[None]:
+    """Let no forward inside count as the first one: who runs it tells of weights by other means."""
+    before, RUNNING.is_untold = RUNNING.is_untold, True
+    try:
+        yield
+    finally:
+        RUNNING.is_untold = before
+
+
+@contextmanager
 def watched(model: nn.Module) -> Iterator[Watching]:
     """Watch what runs inside, and warn of nothing."""
-    watching = RUNNING.begin(model, None)
-    try:
-        yield watching
-    finally:
-        RUNNING.end()
+    with untold():
+        watching = RUNNING.begin(model, None)
+        try:
+            yield watching
+        finally:
+            RUNNING.end()
 
 
 def watch_first_forward(model: nn.Module, layers: Collection[nn.Module], *, strict: bool) -> None:
@@ -109,7 +122,7 @@ def stop_watching(model: nn.Module) -> None:
 
 
 def _begin(module: nn.Module, args: Any) -> None:
-    if not torch.compiler.is_compiling() and RUNNING.watching is None:
+    if not torch.compiler.is_compiling() and RUNNING.watching is None and not RUNNING.is_untold:
         RUNNING.begin(module, module)
 
 
@@ -125,7 +138,7 @@ def _end(module: nn.Module, args: Any, output: Any) -> None:
 
 def _in_graph(graph: fx.GraphModule, inputs: Sequence[Any], traced: object) -> None:
     """Read a graph of Dynamo's."""
-    if not any(isinstance(each, nn.Parameter) for each in inputs):
+    if RUNNING.is_untold or not any(isinstance(each, nn.Parameter) for each in inputs):
         return
     modules = dict.fromkeys(module for model in (*ROOTS, *CONVERTED) for module in model.modules())
     owners = Owners(modules)

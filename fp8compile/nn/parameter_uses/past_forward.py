@@ -33,7 +33,7 @@ def known_past_forward(model: nn.Module) -> dict[nn.Module, str]:
 def past_forward(layer: nn.Module, uses: Uses) -> str | None:
     """The method that multiplies a layer's weights itself; None if none was seen."""
     found = (uses.found.get(slot) for slot in weight_slots(layer))
-    return next((use.method for use in found if use is not None and use.is_past()), None)
+    return next((use.method for use in found if use is not None and use.multiplies), None)
 
 
 def settled(uses: Uses, owners: Owners, layers: Iterable[nn.Module] = CONVERTED) -> Uses:

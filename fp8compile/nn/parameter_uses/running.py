@@ -19,17 +19,17 @@ __all__ = ["Watching"]
 CALLS = nn.modules.module.__file__  # frames of __call__ and of hooks
 
 
-def running_method() -> tuple[nn.Module | None, str]:
-    """The innermost module whose method is running, and that method."""
+def running_method() -> str:
+    """The innermost method of a module that is running."""
     frame = sys._getframe(1)
     while frame is not None:
         code = frame.f_code
         if code.co_varnames[:1] == ("self",) and code.co_filename != CALLS:
             owner = frame.f_locals.get("self")
             if isinstance(owner, nn.Module):
-                return owner, f"{type(owner).__name__}.{code.co_name}"
+                return f"{type(owner).__name__}.{code.co_name}"
         frame = frame.f_back
-    return None, "a function"
+    return "a function"
 
 
 class Watching(TorchDispatchMode):
@@ -82,6 +82,6 @@ class Watching(TorchDispatchMode):
         if isinstance(kind, str):
             self.uses.in_float8 |= slots
             return
-        module, method = running_method()
+        use = Use(kind, running_method())
         for slot in slots:
-            self.uses.add(slot, Use(kind, method, is_own=slot[0] is module))
+            self.uses.add(slot, use)

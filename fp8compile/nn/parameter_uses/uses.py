@@ -30,20 +30,15 @@ class Use:
     Attributes:
         kind: What becomes of the parameter.
         method: The method of a module that uses it, such as ``"MultiheadAttention.forward"``.
-        is_own: Whether that is the module that has the parameter.
     """
 
     kind: Kind
     method: str
-    is_own: bool
 
-    def is_past(self) -> bool:
-        """Whether somebody else than the module that has the parameter multiplies it."""
-        return self.kind > Kind.OTHER and not self.is_own
-
-    def rank(self) -> tuple[bool, Kind]:
-        """What counts more."""
-        return self.is_past(), self.kind
+    @property
+    def multiplies(self) -> bool:
+        """Whether it is a product, or may be one."""
+        return self.kind > Kind.OTHER
 
 
 @dataclass
@@ -61,7 +56,7 @@ class Uses:
     def add(self, slot: Slot, use: Use) -> None:
         """Keep a use, unless one is known that counts as much."""
         known = self.found.get(slot)
-        if known is None or known.rank() < use.rank():
+        if known is None or known.kind < use.kind:
             self.found[slot] = use
 
     def update(self, other: Uses) -> None:
@@ -76,11 +71,11 @@ class Uses:
         return None if use is None else use.kind
 
 
-def keep_uses(uses: Uses, unless: Container[Slot]) -> None:
-    """Let modules keep what was seen of their parameters; of these parameters only what is past their modules."""
+def keep_uses(uses: Uses, of_layers: Container[Slot]) -> None:
+    """Let modules keep what was seen of their parameters; if they are weights of layers, only products."""
     for slot, use in uses.found.items():
         module, name = slot
-        if use.is_past() or slot not in unless:
+        if use.multiplies or slot not in of_layers:
             vars(module).setdefault(SEEN, {})[name] = use
 
 

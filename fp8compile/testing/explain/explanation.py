@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fp8compile.nn.parameter_uses import untold
 from fp8compile.testing.explain.capture import record
 from fp8compile.testing.explain.gpu import GpuExplanation, explain_gpu, missing_gemm
 from fp8compile.testing.explain.graphs import graph_gemms
@@ -173,6 +174,7 @@ def _explained(
     )
 
 
+@untold()
 def explain(
     model: nn.Module,
     args: tuple[Any, ...] = (),
