@@ -60,8 +60,14 @@ RUNNING = _Running()
 
 
 @contextmanager
-def untold() -> Iterator[None]:
-    """Let no forward inside count as the first one: who runs it tells of weights by other means."""
+def untold(model: nn.Module | None = None) -> Iterator[None]:
+    """Let no forward inside count as the first one: who runs it tells of weights by other means.
+
+    Args:
+        model: Its modules keep what compiled code does with other parameters than weights of layers.
+    """
+    if model is not None:
+        ROOTS.add(model)
     before, RUNNING.is_untold = RUNNING.is_untold, True
     try:
         yield
@@ -138,7 +144,7 @@ def _end(module: nn.Module, args: Any, output: Any) -> None:
 
 def _in_graph(graph: fx.GraphModule, inputs: Sequence[Any], traced: object) -> None:
     """Read a graph of Dynamo's."""
-    if RUNNING.is_untold or not any(isinstance(each, nn.Parameter) for each in inputs):
+    if not any(isinstance(each, nn.Parameter) for each in inputs):
         return
     modules = dict.fromkeys(module for model in (*ROOTS, *CONVERTED) for module in model.modules())
     owners = Owners(modules)
@@ -155,12 +161,16 @@ def _told(uses: Uses, owners: Owners, error: type[RuntimeError]) -> str:
         RuntimeError: The layers are strict.
     """
     uses = settled(uses, owners)
+    weights = {slot for layer in CONVERTED for slot in weight_slots(layer)}
+    if RUNNING.is_untold:
+        keep_uses(Uses({slot: use for slot, use in uses.found.items() if slot not in weights}), weights)
+        return ""
     seen = {layer: method for layer in CONVERTED if (method := past_forward(layer, uses))}
     new = {layer: method for layer, method in seen.items() if past_forward(layer, uses_seen(layer.modules())) is None}
     text = _text(new, owners) if new else ""
     if any(hasattr(layer, STRICT) for layer in new):
         raise error(text)
-    keep_uses(uses, {slot for layer in CONVERTED for slot in weight_slots(layer)})
+    keep_uses(uses, weights)
     return text
 
 

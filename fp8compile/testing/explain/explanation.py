@@ -174,7 +174,6 @@ def _explained(
     )
 
 
-@untold()
 def explain(
     model: nn.Module,
     args: tuple[Any, ...] = (),
@@ -209,5 +208,5 @@ def explain(
         raise TypeError("explain: model is compiled already; pass what torch.compile was given.")
     kwargs = kwargs or {}
     peaks = None if gpu is None else PEAKS[gpu]
-    with kept_state(model, (args, kwargs)):
+    with kept_state(model, (args, kwargs)), untold(model):
         return _explained(model, args, kwargs, gpu, peaks)
