@@ -7,7 +7,6 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from fp8compile import _compat
 from fp8compile.nn.parameter_uses.flow import DATA, Value, result_of
@@ -32,7 +31,7 @@ def running_method() -> str:
     return "a function"
 
 
-class Watching(TorchDispatchMode):
+class Watching(_compat.OnlookingMode):
     """Follows parameters through every operator that runs inside.
 
     Attributes:
@@ -45,13 +44,8 @@ class Watching(TorchDispatchMode):
         self.uses, self.owners = Uses(), Owners(model.modules())
         self.forms: dict[StorageWeakRef, Value] = {}
 
-    @classmethod
-    def is_infra_mode(cls) -> bool:
-        """Yes: code that was compiled runs and compiles inside as it does outside."""
-        return True
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        kwargs = kwargs or {}
+    def look(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """Call the operator, and follow the parameters that it is called with."""
         result = func(*args, **kwargs)
         given = tensors_in([*args, *kwargs.values()])
         if given and not any(map(_compat.is_traced, given)):
