@@ -7,6 +7,9 @@ import copy
 import functools
 import linecache
 import re
+import subprocess
+import sys
+import textwrap
 import warnings
 
 import pytest
@@ -377,6 +380,19 @@ def test_after_the_first_forward_nothing_is_left(grad):
         new = set(vars(module)) - before[name] - {"_recipe", "_recipe_under_fsdp", "_fp8compile_left_out"}
         assert new == ({"_fp8compile_uses"} if name == "b" else set())
     assert torch._C._len_torch_dispatch_stack() == 0
+
+
+def test_watching_an_eager_forward_imports_no_compiler():
+    program = """
+        import sys, torch, fp8compile as f8
+        model = f8.convert(torch.nn.Sequential(torch.nn.Linear(32, 32)), f8.recipes.rowwise(), filter="*")
+        model(torch.randn(4, 32)).sum().backward()
+        assert not model._forward_hooks, "it was not watched"
+        assert "torch._dynamo" not in sys.modules
+    """
+    command = [sys.executable, "-W", "ignore", "-c", textwrap.dedent(program)]
+    finished = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert finished.returncode == 0, finished.stderr[-2000:]
 
 
 def test_a_forward_that_fails_is_watched_again():
