@@ -282,6 +282,8 @@ class MetadataOnly(Parent):
         assert weight is not None
         assert hasattr(self.b, "weight")
         assert x.shape[-1] == weight.shape[1] == weight.size(1)
+        first, second = torch.split(weight, 16)
+        x = x * (first.abs().max().item() + second.abs().max().item() > 0)
         x = x.to(weight.device) + torch.zeros_like(weight).sum() + weight.new_zeros(32)
         return self.b(self.a(x.type_as(weight)))
 

@@ -66,7 +66,7 @@ class Watching(_compat.OnlookingMode):
         for kind, slots in met.items():
             self._note(kind, slots)
         if value is not DATA:
-            for made in tensors_in([result] if isinstance(result, Tensor) else result):
+            for made in tensors_in([result]):
                 if (memory := memory_of(made)) is not None and memory not in self.owners.parts:
                     self.forms[memory] = value
 
