@@ -223,7 +223,7 @@ def convert(
             put_in_float8(layer, own, amax_group)
     if quantized_parameters:
         quantize_weights(chosen, keep_initial=keep_initial)
-    watch_first_forward(model, chosen, strict=strict)
+    watch_first_forward(model, set(chosen), strict=strict)
     return model
 
 

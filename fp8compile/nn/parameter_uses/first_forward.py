@@ -6,10 +6,11 @@ where Dynamo has made a graph: nothing is added to the graph, to its guards or t
 
 from __future__ import annotations
 
+import itertools
 import sys
 import threading
 import warnings
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 from weakref import WeakSet
@@ -30,6 +31,10 @@ __all__ = ["stop_watching", "untold", "watch_first_forward", "watched"]
 
 STRICT = "_fp8compile_strict"  # on a layer: convert was called with strict=True
 ROOTS: WeakSet[nn.Module] = WeakSet()  # what convert was given
+NUMBER = "_fp8compile_watched"  # on a module with hooks: which one it is, for a graph takes no module for a constant
+NUMBERS = itertools.count()
+HOOKED: set[int] = set()  # modules whose next forward is watched
+TRACED: set[int] = set()  # modules whose hooks Dynamo has traced
 
 
 class _Running(threading.local):
@@ -86,7 +91,7 @@ def watched(model: nn.Module) -> Iterator[Watching]:
             RUNNING.end()
 
 
-def watch_first_forward(model: nn.Module, layers: Collection[nn.Module], *, strict: bool) -> None:
+def watch_first_forward(model: nn.Module, layers: set[nn.Module], *, strict: bool) -> None:
     """Watch the next forward of a model.
 
     Args:
@@ -97,43 +102,68 @@ def watch_first_forward(model: nn.Module, layers: Collection[nn.Module], *, stri
     ROOTS.add(model)
     for layer in layers if strict else ():
         setattr(layer, STRICT, True)
-    for module in _around(model, set(layers)):
-        if _begin not in module._forward_pre_hooks.values():
-            module.register_forward_pre_hook(_begin)
-            module.register_forward_hook(_end, always_call=True)
+    # the children too: adapters call the forward of a model past its hooks
+    for module in (model, *model.children()):
+        if module not in layers and not layers.isdisjoint(module.modules()):
+            _hook(module)
 
 
-def _around(model: nn.Module, layers: set[nn.Module]) -> list[nn.Module]:
-    """The modules of a model that have any of these layers in them."""
-    found: dict[nn.Module, bool] = {}
-
-    def has(module: nn.Module) -> bool:
-        if module not in found:
-            found[module] = False  # for a module that has itself in it
-            inside = [child in layers or has(child) for child in module.children()]
-            found[module] = any(inside)
-        return found[module]
-
-    has(model)
-    return [module for module, is_around in found.items() if is_around and module not in layers]
+def _hook(module: nn.Module) -> None:
+    HOOKED.discard(vars(module).get(NUMBER))
+    setattr(module, NUMBER, next(NUMBERS))
+    HOOKED.add(vars(module)[NUMBER])
+    if _begin not in module._forward_pre_hooks.values():
+        module.register_forward_pre_hook(_begin)
+        module.register_forward_hook(_end, always_call=True)
 
 
 def stop_watching(model: nn.Module) -> None:
-    """Take from all modules of a model what `watch_first_forward` gave them, but whether it was strict."""
-    for module in model.modules():
+    """Take from a model what `watch_first_forward` gave it, but whether it was strict.
+
+    Code that was compiled is guarded by the number of hooks that it was traced with: there they stay and do nothing.
+    """
+    for module in (model, *model.children()):
+        number = vars(module).get(NUMBER)
+        HOOKED.discard(number)
+        if number is None or number in TRACED:
+            continue
+        delattr(module, NUMBER)
         for hooks in (module._forward_pre_hooks, module._forward_hooks):
             for key in [key for key, hook in hooks.items() if hook in (_begin, _end)]:
                 del hooks[key]
                 module._forward_hooks_always_called.pop(key, None)
 
 
+@_compat.constant_when_traced
+def _note_traced(number: int) -> None:
+    """Note that Dynamo has traced a module's hooks, and has them in its guards."""
+    TRACED.add(number)
+
+
 def _begin(module: nn.Module, args: Any) -> None:
-    if not torch.compiler.is_compiling() and RUNNING.watching is None and not RUNNING.is_untold:
-        RUNNING.begin(module, module)
+    if torch.compiler.is_compiling():
+        _note_traced(getattr(module, NUMBER))
+    else:
+        _untraced(_start)(module)
 
 
 def _end(module: nn.Module, args: Any, output: Any) -> None:
-    if torch.compiler.is_compiling() or RUNNING.module is not module:
+    if not torch.compiler.is_compiling():
+        _untraced(_finish)(module)
+
+
+def _untraced(fn: Callable[[nn.Module], None]) -> Callable[[nn.Module], None]:
+    """A function that Dynamo does not trace, if it is there at all."""
+    return _compat.untraced(fn) if "torch._dynamo" in sys.modules else fn
+
+
+def _start(module: nn.Module) -> None:
+    if RUNNING.watching is None and not RUNNING.is_untold and vars(module)[NUMBER] in HOOKED:
+        RUNNING.begin(module, module)
+
+
+def _finish(module: nn.Module) -> None:
+    if RUNNING.module is not module:
         return
     watching = RUNNING.end()
     if sys.exc_info()[0] is None:  # a forward that failed did not show everything
