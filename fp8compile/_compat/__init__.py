@@ -26,7 +26,7 @@ from fp8compile._compat.fsdp import FsdpParameter, fsdp_parameters, is_fsdp, is_
 from fp8compile._compat.fsdp_fewer_ranks import keeps_parts_after_forward
 from fp8compile._compat.imports import when_imported
 from fp8compile._compat.inductor import async_tp, concatenated_buffers, rank_salt
-from fp8compile._compat.modes import OnlookingMode
+from fp8compile._compat.modes import OnlookingMode, is_in_mode
 from fp8compile._compat.modules import keep_address, keep_through_inference, rebind_load_hooks
 from fp8compile._compat.tracing import (
     assert_on_device,
@@ -107,6 +107,7 @@ __all__ = [
     "is_fsdp_managed",
     "is_sharded_class",
     "is_stand_in",
+    "is_in_mode",
     "is_static",
     "is_traced",
     "is_traced_as_subgraph",

@@ -9,7 +9,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fp8compile._compat.imports import when_imported
 
-__all__ = ["OnlookingMode"]
+__all__ = ["OnlookingMode", "is_in_mode"]
+
+
+def is_in_mode() -> bool:
+    """Whether a dispatch mode is at work, such as the one that `make_fx` traces by."""
+    return torch._C._len_torch_dispatch_stack() > 0
 
 
 class OnlookingMode(TorchDispatchMode):

@@ -397,6 +397,18 @@ def test_watching_an_eager_forward_imports_no_compiler():
     assert finished.returncode == 0, finished.stderr[-2000:]
 
 
+@pytest.mark.parametrize("parent", [Functional, InALoop, ByAnotherModule], ids=lambda parent: parent.__name__)
+def test_eager_calls_between_compiled_ones_recompile_nothing(parent):
+    torch._dynamo.reset()
+    model = f8.convert(nn.Sequential(parent(), nn.ReLU()), RECIPE, filter="*")
+    run, x = torch.compile(model, backend="aot_eager"), torch.randn(4, 32)
+    assert said(run, x)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for _ in range(2):
+            assert not said(model, x)
+            assert not said(run, x)
+
+
 def test_a_forward_that_fails_is_watched_again():
     model = f8.convert(Functional(), RECIPE, filter="*")
     with pytest.raises(ValueError, match="the last dim of x"):

@@ -1,7 +1,7 @@
 """The first forward after `convert`: what it does with weights is watched, told of, and kept for the report.
 
-In eager mode hooks on the modules around converted layers begin and end it, and leave after it. Compiled code is read
-where Dynamo has made a graph: nothing is added to the graph, to its guards or to the key of a cache.
+In eager mode hooks on the model and its children begin and end it, and leave after it. Compiled code is read where
+Dynamo has made a graph: nothing is added to the graph, to its guards or to the key of a cache.
 """
 
 from __future__ import annotations
@@ -158,7 +158,9 @@ def _untraced(fn: Callable[[nn.Module], None]) -> Callable[[nn.Module], None]:
 
 
 def _start(module: nn.Module) -> None:
-    if RUNNING.watching is None and not RUNNING.is_untold and vars(module)[NUMBER] in HOOKED:
+    if RUNNING.watching is not None or RUNNING.is_untold or vars(module)[NUMBER] not in HOOKED:
+        return
+    if not _compat.is_in_mode():  # a tracer's is no forward yet
         RUNNING.begin(module, module)
 
 
