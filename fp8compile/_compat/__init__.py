@@ -29,8 +29,10 @@ from fp8compile._compat.inductor import async_tp, concatenated_buffers, rank_sal
 from fp8compile._compat.modes import OnlookingMode, is_in_mode
 from fp8compile._compat.modules import keep_address, keep_through_inference, rebind_load_hooks
 from fp8compile._compat.tracing import (
+    any_is_zero,
     assert_on_device,
     constant_when_traced,
+    graph_tracer,
     guard_or_false,
     is_fake,
     is_static,
@@ -41,6 +43,7 @@ from fp8compile._compat.tracing import (
     new_dynamic_size,
     no_dispatch,
     nodes_of,
+    statically_equal,
     statically_true,
     untraced,
 )
@@ -72,6 +75,7 @@ from fp8compile._compat.versions import (
 
 __all__ = [
     "asks_a_constant",
+    "any_is_zero",
     "assert_on_device",
     "traces_no_constant",
     "KNOWN_VERSIONS",
@@ -97,6 +101,7 @@ __all__ = [
     "dtypes_of_calls",
     "forget_meshes",
     "fsdp_parameters",
+    "graph_tracer",
     "guard_or_false",
     "impl_autograd",
     "is_constant_type",
@@ -130,6 +135,7 @@ __all__ = [
     "runs_in_backward",
     "scattered_like",
     "set_local_itself",
+    "statically_equal",
     "statically_true",
     "root_mesh",
     "strided_shard",

@@ -40,8 +40,7 @@ from fp8compile.tensor.gathered_pair import (
     without_codes,
 )
 from fp8compile.tensor.gathers import BOTH, GATHERED, OWN, PLAIN, Gathers
-from fp8compile.tensor.grouped_layer import is_stack
-from fp8compile.tensor.layer import check_serves, unserved
+from fp8compile.tensor.layer import check_serves, is_stack, unserved
 from fp8compile.tensor.pair import QuantizedPair, Turns, has_codes
 from fp8compile.tensor.pair_parameter import QuantizedPairParameter, is_quantized_parameter
 from fp8compile.tensor.parameter import QuantizedParameter

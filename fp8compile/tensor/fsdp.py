@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from fp8compile._compat import is_dtensor, keeps_parts_after_forward, local_itself, uncounted_write
+from fp8compile.layout.cuts import DimSharding, Sharding, chunk_sizes
+from fp8compile.layout.packing import one_a_byte, packed_dim, packed_in_rows
+from fp8compile.layout.shapes import codes_shape
 from fp8compile.ops.collectives import all_gather
-from fp8compile.ops.layer.packing import one_a_byte, packed_dim, packed_in_rows
-from fp8compile.ops.layer.shards import DimSharding, Sharding, chunk_sizes
-from fp8compile.ops.layer.weight_shapes import codes_shape
 from fp8compile.quantizers import Quantizer
 from fp8compile.tensor.gathered_pair import as_sent
 

@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from fp8compile import _compat
-from fp8compile.ops.layer.shards import DimSharding
-from fp8compile.ops.layer.weight_shapes import codes_shape
+from fp8compile.layout.cuts import DimSharding
+from fp8compile.layout.shapes import codes_shape
 from fp8compile.quantizers import GEMMS, Gemm, Quantizer
 from fp8compile.tensor.pair import QuantizedPair, Turns
 from fp8compile.tensor.quantized import QuantizedTensor

@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
 from fp8compile import _compat, ops
-from fp8compile.ops.layer.shards import DimSharding, chunk_sizes
-from fp8compile.ops.layer.weight_shapes import scale_shapes
+from fp8compile.layout.cuts import DimSharding, chunk_sizes
+from fp8compile.layout.shapes import scale_shapes
 from fp8compile.quantizers import GEMMS, Gemm, Quantizer
 from fp8compile.tensor.attributes import moved
 from fp8compile.tensor.fsdp import (

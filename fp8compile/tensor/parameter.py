@@ -13,10 +13,10 @@ from torch.utils._python_dispatch import return_and_correct_aliasing
 
 from fp8compile import ops
 from fp8compile._compat import counting_versions
-from fp8compile.ops.layer.local_shards import LocalShard
-from fp8compile.ops.layer.packing import packed_dim, two_a_byte
-from fp8compile.ops.layer.quantize_shard import Scales, cast_shard, positions, whole_amax
-from fp8compile.ops.layer.shards import Sharding, chunk_sizes
+from fp8compile.layout.cuts import Sharding, chunk_sizes
+from fp8compile.layout.packing import packed_dim, two_a_byte
+from fp8compile.layout.quantized import Plain, TensorLayout
+from fp8compile.ops.layer.quantize import Scales, cast_part, positions, whole_amax
 from fp8compile.quantizers import Quantizer
 from fp8compile.tensor.attributes import moved
 from fp8compile.tensor.fsdp import FullyShardHooks
@@ -260,9 +260,9 @@ class QuantizedParameter(FullyShardHooks, QuantizedTensor):
         """An outer scale for zeros of another size: that of the whole."""
         return None if self.outer_scale is None else self.outer_scale.to(device).clone()
 
-    def part(self, values: Tensor) -> LocalShard:
+    def part(self, values: Tensor) -> Plain:
         """Values of this shape, and how they lie among those of other ranks, if that cuts blocks."""
-        return LocalShard(values, (self.shards(),) if self.cuts_blocks() else ())
+        return Plain(values, TensorLayout((self.shards(),) if self.cuts_blocks() else ()))
 
     def amax_of(self, values: Tensor) -> Tensor:
         """What this rank knows of the amaxes of all blocks that this has scales of, if these were its values."""
@@ -273,8 +273,8 @@ class QuantizedParameter(FullyShardHooks, QuantizedTensor):
         """Codes of values of this shape; arguments as of `fp8compile.tensor.update.assign`."""
         part = self.part(values)
         if part.cuts:
-            return two_a_byte(cast_shard(part, multiplier, quantizer), quantizer)
-        return ops.cast(values, multiplier, quantizer, *positions(LocalShard(values, cuts), quantizer))
+            return two_a_byte(cast_part(part, multiplier, quantizer), quantizer)
+        return ops.cast(values, multiplier, quantizer, *positions(Plain(values, TensorLayout(cuts)), quantizer))
 
     def scale_of_zeros(self, size: Sequence[int], device: torch.device) -> tuple[Tensor, bool]:
         """A scale for zeros of another size, and whether it is that of all blocks of the weight."""

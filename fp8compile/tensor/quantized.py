@@ -22,9 +22,10 @@ from torch.distributed import ProcessGroup
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
 from fp8compile import ops
-from fp8compile.ops.layer.local_shards import QuantizedShard
-from fp8compile.ops.layer.packing import one_a_byte
-from fp8compile.ops.layer.shards import DimSharding, axis_blocks, split_axes
+from fp8compile.layout.cuts import SIDES, DimSharding, axis_blocks, split_axes
+from fp8compile.layout.packing import one_a_byte
+from fp8compile.layout.quantized import Quantized, TensorLayout
+from fp8compile.ops.layer.over_ranks import gather
 from fp8compile.quantizers import Gemm, Quantizer
 from fp8compile.quantizers.blocks import as_matrix
 from fp8compile.tensor.agreement import check_agreement
@@ -224,9 +225,10 @@ class QuantizedTensor(Tensor):
         codes, scale = as_matrix(codes), self.scale.reshape(-1, self.scale.shape[-1])
         is_column = int(self.shard_dim == self.ndim - 1)
         side = axis_blocks(self.shape, (self.shards(),), self.quantizer.block)[is_column]
-        window = side.embed(codes, is_column), side.window(scale, is_column)
+        dim = SIDES[is_column]
+        window = side.embed(codes, dim), side.window(scale, dim)
         window = ops.dequantize(*window, quantizer, dtype, *outer)
-        return side.extract(window, is_column).reshape(self.shape)
+        return side.extract(window, dim).reshape(self.shape)
 
     def cuts_blocks(self) -> bool:
         """Whether this is a shard with elements of blocks that other ranks have elements of, along ``shard_dim``.
@@ -281,9 +283,16 @@ class QuantizedTensor(Tensor):
         shards = _parts_to_gather(self, dim, sizes)
         is_column = shards.dim == self.ndim - 1
         whole = (self.cuts_blocks() and not is_column, self.cuts_blocks() and is_column)
-        gathered = QuantizedShard(self.codes, self.scale, self.quantizer, (shards,), whole).gather(0)
-        scale = gathered.scale.view(self.quantizer.scale_shape(gathered.local.shape))
-        return QuantizedTensor(gathered.local, scale, self.quantizer, self.dtype, outer_scale=self.outer_scale)
+        part = Quantized(
+            codes=self.codes,
+            scale=self.scale,
+            quantizer=self.quantizer,
+            layout=TensorLayout((shards,)),
+            has_scales_of_whole=whole,
+        )
+        gathered = gather(part, 0)
+        scale = gathered.scale.view(self.quantizer.scale_shape(gathered.codes.shape))
+        return QuantizedTensor(gathered.codes, scale, self.quantizer, self.dtype, outer_scale=self.outer_scale)
 
     @property
     def data(self) -> QuantizedTensor:  # type: ignore[override]

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from fp8compile.ops.layer.weight_shapes import scale_shape, values_shape
+from fp8compile.layout.shapes import scale_shape, values_shape
 from fp8compile.quantizers import Quantizer
 from fp8compile.tensor.arguments import SOURCE_DTYPES
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
-from fp8compile.ops.layer.weight_shapes import values_shape
+from fp8compile.layout.shapes import values_shape
 from fp8compile.quantizers import Gemm, Quantizer
 from fp8compile.tensor.quantized import LAYERS, QuantizedTensor, alias_of, place_of_values
 from fp8compile.tensor.refusals import refuse_operators

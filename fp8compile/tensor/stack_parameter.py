@@ -13,19 +13,11 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
-from fp8compile.ops.layer.local_shards import LocalShard
-from fp8compile.ops.layer.packing import one_a_byte, packed_in_rows, two_a_byte
-from fp8compile.ops.layer.quantize_shard import Scales
-from fp8compile.ops.layer.shards import DimSharding, Sharding, split_axes
-from fp8compile.ops.layer.stacks import (
-    cast_stack,
-    dequantize_stack,
-    outer_amaxes_of_stack,
-    scales_of_stack,
-    two_scales_of_stack,
-    whole_amax_of_stack,
-)
-from fp8compile.ops.layer.weight_shapes import codes_shape, scale_shape, values_shape
+from fp8compile.layout.cuts import DimSharding, Sharding, split_axes
+from fp8compile.layout.packing import one_a_byte, packed_in_rows, two_a_byte
+from fp8compile.layout.quantized import STACK, Plain, Quantized, TensorLayout
+from fp8compile.layout.shapes import codes_shape, scale_shape, values_shape
+from fp8compile.ops.layer.quantize import Scales, cast_part, dequantized, outer_amax_of, scales_of, whole_amax
 from fp8compile.quantizers import Quantizer
 from fp8compile.tensor.fsdp import cut_dim
 from fp8compile.tensor.parameter import ALIASES, BLANK, SHARD, SLICE, WHOLE, QuantizedParameter, flat
@@ -59,9 +51,9 @@ class QuantizedStackParameter(QuantizedParameter):
     @staticmethod
     def of(x: Tensor, quantizer: Quantizer) -> QuantizedStackParameter:
         """Quantize each matrix of a stack, bfloat16, float16 or float32; on the meta device, only its shape."""
-        part, quantizer = LocalShard(x.detach()), packed_in_rows(quantizer, x.shape)
-        multiplier, scale, outer_scale = scales_of_stack(whole_amax_of_stack(part, quantizer), quantizer)
-        codes = cast_stack(part, multiplier, quantizer).contiguous()  # else with room for the rest of blocks
+        part, quantizer = Plain(x.detach(), STACK), packed_in_rows(quantizer, x.shape)
+        multiplier, scale, outer_scale = scales_of(whole_amax(part, quantizer), quantizer)
+        codes = cast_part(part, multiplier, quantizer).contiguous()  # else with room for the rest of blocks
         return QuantizedStackParameter(
             two_a_byte(codes, quantizer), scale, quantizer, x.dtype, outer_scale=outer_scale
         )
@@ -97,11 +89,11 @@ class QuantizedStackParameter(QuantizedParameter):
 
     def outer_amax_of(self, amax: Tensor) -> Tensor:
         """The amax of each matrix, (E,) float32."""
-        return outer_amaxes_of_stack(amax, self.quantizer)
+        return outer_amax_of(amax, self.quantizer)
 
     def two_scales_of(self, amax: Tensor, outer_amax: Tensor) -> Scales:
         """Multipliers and scales of both levels of each matrix."""
-        return two_scales_of_stack(amax, outer_amax, self.quantizer)
+        return scales_of(amax, self.quantizer, outer_amax=outer_amax)
 
     def outer_scale_of_zeros(self, size: Sequence[int], device: torch.device) -> Tensor | None:
         """Those of the matrices; of other matrices, ones."""
@@ -118,16 +110,29 @@ class QuantizedStackParameter(QuantizedParameter):
 
     def amax_of(self, values: Tensor) -> Tensor:
         """What this rank knows of the amaxes of all blocks that this has scales of, if these were its values."""
-        return whole_amax_of_stack(self.part(values), self.quantizer)
+        return whole_amax(self.part(values), self.quantizer)
 
     def codes_of(self, values: Tensor, multiplier: Tensor, quantizer: Quantizer, cuts: Sharding) -> Tensor:
         """Codes of values of this shape. Stochastic noise is that of this rank's stack: see `MasterWeights`."""
-        return two_a_byte(cast_stack(self.part(values), multiplier, quantizer), quantizer)
+        return two_a_byte(cast_part(self.part(values), multiplier, quantizer), quantizer)
 
     def _values(self, dtype: torch.dtype) -> Tensor:
         self._check_place()
         codes, quantizer = one_a_byte(self.codes, self.quantizer)
-        return dequantize_stack(self.part(codes), self.scale, quantizer, dtype, self.outer_scale)
+        layout = self.part(codes).layout
+        found = Quantized(
+            codes=codes,
+            scale=self.scale,
+            quantizer=quantizer,
+            outer_scale=self.outer_scale,
+            layout=layout,
+            has_scales_of_whole=split_axes(codes.shape, layout.cuts, quantizer.block, 1),
+        )
+        return dequantized(found, dtype).local
+
+    def part(self, values: Tensor) -> Plain:
+        """Values of this shape, and how they lie among those of other ranks, if that cuts blocks."""
+        return Plain(values, TensorLayout((self.shards(),) if self.cuts_blocks() else (), batch=1))
 
     def scale_of_zeros(self, size: Sequence[int], device: torch.device) -> tuple[Tensor, bool]:
         """A scale for zeros of another size, and whether it is that of all blocks of each matrix."""

@@ -15,9 +15,9 @@ from torch.distributed import ProcessGroup
 
 from fp8compile import ops
 from fp8compile._compat import local_itself
+from fp8compile.layout.cuts import Sharding
 from fp8compile.ops.collectives import all_reduce_amaxes
-from fp8compile.ops.layer.quantize_shard import Scales
-from fp8compile.ops.layer.shards import Sharding
+from fp8compile.ops.layer.quantize import Scales
 from fp8compile.quantizers import DelayedScaling, Quantizer
 
 if TYPE_CHECKING:

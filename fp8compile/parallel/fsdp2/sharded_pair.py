@@ -19,13 +19,13 @@ import torch
 from torch import Tensor
 
 from fp8compile import _compat
+from fp8compile.layout.cuts import Sharding
+from fp8compile.layout.packing import two_a_byte
+from fp8compile.layout.quantized import Plain, TensorLayout
+from fp8compile.layout.shapes import scale_shape, scale_shapes
 from fp8compile.nn.experts import as_it_lies
 from fp8compile.ops.collectives import all_gather
-from fp8compile.ops.layer.local_shards import LocalShard
-from fp8compile.ops.layer.packing import two_a_byte
-from fp8compile.ops.layer.quantize_shard import is_aligned
-from fp8compile.ops.layer.shards import Sharding
-from fp8compile.ops.layer.weight_shapes import scale_shape, scale_shapes
+from fp8compile.ops.layer.quantize import is_aligned
 from fp8compile.parallel.fsdp2.sharded_weight import Edits, ShardedWeight, part_of_weight
 from fp8compile.quantizers import GEMMS, Gemm, Quantizer
 from fp8compile.tensor import (
@@ -78,7 +78,7 @@ class ShardedPair(ShardedWeight):
         """Another tensor in this one's place: in the same memory, if it counts the same edits."""
         return ShardedPair(plain, self.gathers, self.cuts, edits)
 
-    def quantizers_over_ranks(self, module: nn.Module, part: LocalShard) -> dict[str, Quantizer]:
+    def quantizers_over_ranks(self, module: nn.Module, part: Plain) -> dict[str, Quantizer]:
         """Those with a scale of elements on several ranks."""
         every = {gemm.b: self.quantizer_for(module, gemm) for gemm in PAIR}
         return {slot: quantizer for slot, quantizer in every.items() if not all(self.own_levels(part, quantizer))}
@@ -87,17 +87,17 @@ class ShardedPair(ShardedWeight):
         """The quantizer that makes the weight's codes for one product, in the order that memory has."""
         return as_it_lies(module, getattr(module.recipe, gemm.b))
 
-    def own_levels(self, part: LocalShard, quantizer: Quantizer) -> tuple[bool, ...]:
+    def own_levels(self, part: Plain, quantizer: Quantizer) -> tuple[bool, ...]:
         """Whether this rank alone has the scales of a part, for each level: those of blocks, those of matrices."""
         part = self.of_a_matrix(part)
         blocks = is_aligned(part, quantizer)
         return (blocks, not any(part.cuts)) if quantizer.has_outer_scale() else (blocks,)
 
-    def has_own_blocks(self, part: LocalShard, quantizer: Quantizer) -> bool:
+    def has_own_blocks(self, part: Plain, quantizer: Quantizer) -> bool:
         """Whether a rank keeps the scales of its blocks to itself until a gather, and exchanges no amaxes of them."""
         return self.own_levels(part, quantizer)[0]
 
-    def of_a_matrix(self, part: LocalShard) -> LocalShard:
+    def of_a_matrix(self, part: Plain) -> Plain:
         """A part as one of the matrix whose scales no other matrix has."""
         return part
 
@@ -129,7 +129,7 @@ class ShardedPair(ShardedWeight):
         return sent_of(sets, shards, room), (meaning, mesh.get_group())
 
     def _codes(
-        self, part: LocalShard, module: nn.Module, gemm: Gemm, quantizers: tuple[Quantizer, Quantizer], beside: bool
+        self, part: Plain, module: nn.Module, gemm: Gemm, quantizers: tuple[Quantizer, Quantizer], beside: bool
     ) -> OwnCodes:
         """This rank's codes for one product, as the quantizers lay them down."""
         quantizer = self.quantizer_for(module, gemm)
@@ -142,16 +142,20 @@ class ShardedPair(ShardedWeight):
         levels = zip(scales, own, strict=True)
         return OwnCodes(gemm, codes, tuple(OwnScale(each, travels=is_own and beside) for each, is_own in levels))
 
-    def _by_own_blocks(self, part: LocalShard, module: nn.Module, gemm: Gemm) -> tuple[Tensor, ...]:
+    def _by_own_blocks(self, part: Plain, module: nn.Module, gemm: Gemm) -> tuple[Tensor, ...]:
         """Codes of a part, one a byte, and all levels of its scales: no other rank has elements of its blocks."""
-        quantizer, own, outer_amax = self.quantizer_for(module, gemm), LocalShard(part.local), None
+        quantizer, own, outer_amax = (
+            self.quantizer_for(module, gemm),
+            Plain(part.local, TensorLayout(batch=part.layout.batch)),
+            None,
+        )
         if not all(self.own_levels(part, quantizer)):
             outer_amax = module.weight_scales.outer_amax(module, self.name, gemm.b).to(self.device)
         multiplier, scale, outer_scale = self.scales_from(self.amax_of(own, quantizer), quantizer, outer_amax)
         codes = self.codes_of(own, multiplier, quantizer).contiguous()
         return (codes, scale) if outer_scale is None else (codes, scale, outer_scale)
 
-    def _by_known_scales(self, part: LocalShard, module: nn.Module, gemm: Gemm) -> tuple[Tensor, ...]:
+    def _by_known_scales(self, part: Plain, module: nn.Module, gemm: Gemm) -> tuple[Tensor, ...]:
         """Codes of a part, one a byte, and all levels of scales of the whole weight, which all ranks know."""
         quantizer, size = self.quantizer_for(module, gemm), part.whole_shape(len(part.cuts) - 1)
         multiplier, scale, outer_scale = module.weight_scales.of(module, self.name, gemm.b)
@@ -161,9 +165,7 @@ class ShardedPair(ShardedWeight):
         )
         return (codes, scale) if outer_scale is None else (codes, scale, outer_scale)
 
-    def _scale_shapes(
-        self, part: LocalShard, size: tuple[int, ...], quantizer: Quantizer
-    ) -> tuple[tuple[int, ...], ...]:
+    def _scale_shapes(self, part: Plain, size: tuple[int, ...], quantizer: Quantizer) -> tuple[tuple[int, ...], ...]:
         """The shapes of the scales of what FSDP2 gathers."""
         own, *outer = scale_shapes(size, quantizer)
         if not self.has_own_blocks(part, quantizer):
@@ -192,7 +194,7 @@ class ShardedPair(ShardedWeight):
         fill(pair, all_gather_outputs, meaning)
         return pair, scales
 
-    def _room(self, part: LocalShard, quantizers: tuple[Quantizer, ...], *, together: bool) -> int:
+    def _room(self, part: Plain, quantizers: tuple[Quantizer, ...], *, together: bool) -> int:
         """Bytes for the scales that are a rank's own, in the gathers of both passes or in the larger one of them."""
         own = (_bytes_of_scales(part.local.shape, each, self.own_levels(part, each)) for each in quantizers)
         return room_for(own, together=together)
@@ -206,7 +208,7 @@ def _bytes_of_scales(size: Sequence[int], quantizer: Quantizer, own: Sequence[bo
 
 
 def _scales_of_all_ranks(
-    scales: Sequence[Tensor], part: LocalShard, quantizer: Quantizer, own: Sequence[bool]
+    scales: Sequence[Tensor], part: Plain, quantizer: Quantizer, own: Sequence[bool]
 ) -> list[Tensor]:
     """All levels of scales of a weight: of those that are each rank's own, by messages of their own."""
     shards, size = part.cuts[-1], part.whole_shape(len(part.cuts) - 1)

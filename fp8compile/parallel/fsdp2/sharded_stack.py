@@ -13,9 +13,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from fp8compile.ops.layer.local_shards import LocalShard
-from fp8compile.ops.layer.quantize_shard import Scales
-from fp8compile.ops.layer.stacks import cast_stack, outer_amaxes_of_stack, scales_of_stack, whole_amax_of_stack
+from fp8compile.layout.quantized import Plain, TensorLayout
 from fp8compile.parallel.fsdp2.sharded_pair import ShardedPair
 from fp8compile.parallel.fsdp2.sharded_weight import Edits, ShardedWeight
 from fp8compile.quantizers import Quantizer
@@ -32,13 +30,7 @@ __all__ = ["ShardedStack", "ShardedStackPair"]
 class _OfExperts(_Base):
     """What the shard of a stack of matrices does otherwise than that of a matrix."""
 
-    def amax_of(self, part: LocalShard, quantizer: Quantizer) -> Tensor:
-        """What this rank knows of the amaxes of the whole stack."""
-        return whole_amax_of_stack(part, quantizer)
-
-    def codes_of(self, part: LocalShard, multiplier: Tensor, quantizer: Quantizer) -> Tensor:
-        """Codes of ``part``, by the multipliers of all blocks of the whole stack."""
-        return cast_stack(part, multiplier, quantizer)
+    batch = 1
 
     def gathered(
         self,
@@ -51,14 +43,6 @@ class _OfExperts(_Base):
     ) -> Tensor:
         """The weights that the experts see."""
         return QuantizedStack(codes, scale, quantizer, dtype, outer_scale)
-
-    def outer_amax_of(self, amax: Tensor, quantizer: Quantizer) -> Tensor:
-        """The amax of each matrix, (E,) float32."""
-        return outer_amaxes_of_stack(amax, quantizer)
-
-    def scales_from(self, amax: Tensor, quantizer: Quantizer, outer_amax: Tensor | None = None) -> Scales:
-        """Multipliers and scales of each matrix, of the amaxes of all blocks of the whole stack, or of a part."""
-        return scales_of_stack(amax, quantizer, outer_amax)
 
     def scale_of(self, scale: Tensor, size: tuple[int, ...], quantizer: Quantizer) -> Tensor:
         """All of them."""
@@ -104,7 +88,7 @@ class ShardedStackPair(_OfExperts, ShardedPair):
         """Another tensor in this one's place: in the same memory, if it counts the same edits."""
         return ShardedStackPair(plain, self.name, self.gathers, edits)
 
-    def of_a_matrix(self, part: LocalShard) -> LocalShard:
+    def of_a_matrix(self, part: Plain) -> Plain:
         """What a rank has of any matrix of the stack: all of it where ranks have other experts."""
         cuts = tuple(replace(cut, dim=cut.dim - 1) for cut in part.cuts if cut.dim)
-        return LocalShard(part.local[0] if len(part.local) else part.local.sum(0), cuts)
+        return Plain(part.local[0] if len(part.local) else part.local.sum(0), TensorLayout(cuts))

@@ -14,13 +14,12 @@ from torch.utils._python_dispatch import return_and_correct_aliasing
 from torch.utils._pytree import tree_map_only
 
 from fp8compile import _compat
+from fp8compile.layout.cuts import DimSharding, Sharding, chunk_sizes
+from fp8compile.layout.packing import two_a_byte
+from fp8compile.layout.quantized import Plain, TensorLayout
+from fp8compile.layout.shapes import codes_shape
 from fp8compile.nn.experts import as_it_lies
-from fp8compile.ops.layer.local_shards import LocalShard
-from fp8compile.ops.layer.packing import two_a_byte
-from fp8compile.ops.layer.quantize_shard import Scales, cast_shard, local_scales, scales_of, whole_amax
-from fp8compile.ops.layer.shards import DimSharding, Sharding, chunk_sizes
-from fp8compile.ops.layer.weight_shapes import codes_shape
-from fp8compile.ops.outer_scale import outer_amax
+from fp8compile.ops.layer.quantize import Scales, cast_part, local_scales, outer_amax_of, scales_of, whole_amax
 from fp8compile.quantizers import Quantizer
 from fp8compile.tensor import QuantizedTensor, as_it_travels, as_sent, attributes_of_others, in_place_of
 
@@ -56,6 +55,7 @@ class ShardedWeight(Tensor):
     """
 
     name: str = "weight"
+    batch = 0
     cuts: Sharding
     edits: Edits
     _fake: Tensor | None
@@ -142,29 +142,29 @@ class ShardedWeight(Tensor):
         """The quantizer that makes codes of the weight, in the order that memory has."""
         return as_it_lies(module, module.recipe.weight)
 
-    def quantizers_over_ranks(self, module: nn.Module, part: LocalShard) -> dict[str, Quantizer]:
+    def quantizers_over_ranks(self, module: nn.Module, part: Plain) -> dict[str, Quantizer]:
         """Quantizers whose amaxes ranks exchange before a gather, by slot of the recipe."""
         return {"weight": self.quantizer_of(module)}
 
-    def has_own_blocks(self, part: LocalShard, quantizer: Quantizer) -> bool:
+    def has_own_blocks(self, part: Plain, quantizer: Quantizer) -> bool:
         """Whether a rank keeps the scales of its blocks to itself until a gather, and exchanges no amaxes of them."""
         return False
 
-    def amax_of(self, part: LocalShard, quantizer: Quantizer) -> Tensor:
+    def amax_of(self, part: Plain, quantizer: Quantizer) -> Tensor:
         """What this rank knows of the amaxes of the whole weight, of which it has ``part``."""
         return whole_amax(part, quantizer)
 
     def outer_amax_of(self, amax: Tensor, quantizer: Quantizer) -> Tensor:
         """The amax that an outer scale is made of, from those of blocks."""
-        return outer_amax(amax, quantizer)
+        return outer_amax_of(amax, quantizer)
 
     def scales_from(self, amax: Tensor, quantizer: Quantizer, outer_amax: Tensor | None = None) -> Scales:
         """Multipliers and scales, of the amaxes of all blocks; those of a part, with the outer amax of the whole."""
         return scales_of(amax, quantizer, outer_amax=outer_amax)
 
-    def codes_of(self, part: LocalShard, multiplier: Tensor, quantizer: Quantizer) -> Tensor:
+    def codes_of(self, part: Plain, multiplier: Tensor, quantizer: Quantizer) -> Tensor:
         """Codes of ``part``, by the multipliers of all blocks of the whole weight."""
-        return cast_shard(part, multiplier, quantizer)
+        return cast_part(part, multiplier, quantizer)
 
     def gathered(
         self,
@@ -243,7 +243,7 @@ def _written(func: Any, args: tuple, kwargs: dict) -> list[ShardedWeight]:
 
 def part_of_weight(
     weight: ShardedWeight, mesh: DeviceMesh, size: torch.Size, mp_policy: MixedPrecisionPolicy
-) -> LocalShard:
+) -> Plain:
     """What this rank has of a weight, in the dtype that the layer computes in: cast first, as a plain gather does.
 
     Args:
@@ -263,7 +263,8 @@ def part_of_weight(
             "weights that are gathered as codes are sharded along dim 0. Leave out shard_placement_fn for them."
         )
     shards = DimSharding(mesh.get_group().group_name, rank, dim, sizes)
-    return LocalShard(weight.plain.to(mp_policy.param_dtype or weight.dtype), (*weight.cuts, shards))
+    layout = TensorLayout((*weight.cuts, shards), weight.batch)
+    return Plain(weight.plain.to(mp_policy.param_dtype or weight.dtype), layout)
 
 
 def _described(cut: DimSharding) -> tuple:

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from fp8compile import _compat
+from fp8compile.layout.quantized import Plain, TensorLayout
 from fp8compile.nn.state import RowOfWeight
 from fp8compile.ops.collectives import all_reduce_amaxes
-from fp8compile.ops.layer.local_shards import LocalShard
-from fp8compile.ops.layer.quantize_shard import Scales
+from fp8compile.ops.layer.quantize import Scales
 from fp8compile.parallel.fsdp2.sharded_weight import Edits, ShardedWeight, part_of_weight
 from fp8compile.quantizers import DelayedScaling, Quantizer
 
@@ -101,7 +101,9 @@ class WeightScales:
             part = part_of_weight(shard, parameter.mesh, parameter.size, parameter.mp_policy)
             for slot, quantizer in shard.quantizers_over_ranks(parameter.module, part).items():
                 is_outer = shard.has_own_blocks(part, quantizer)
-                own = shard.amax_of(LocalShard(part.local) if is_outer else part, quantizer)
+                own = shard.amax_of(
+                    Plain(part.local, TensorLayout(batch=part.layout.batch)) if is_outer else part, quantizer
+                )
                 own = shard.outer_amax_of(own, quantizer) if is_outer else own
                 changed.append((weight, slot, quantizer, is_outer))
                 amaxes.append(own.to(parameter.device))
