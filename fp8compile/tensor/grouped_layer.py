@@ -1,6 +1,6 @@
 """A stack of quantized matrices as the weight of a grouped layer: their own codes are the operand, in both directions.
 
-It is what FSDP2 gathered (`QuantizedStack`), or a parameter (`QuantizedStackParameter`), or a pair of either.
+It is what FSDP2 gathered, or a parameter.
 """
 
 from __future__ import annotations
@@ -18,18 +18,14 @@ from fp8compile.ops.layer.operands import Phase
 from fp8compile.ops.layer.packing import one_a_byte
 from fp8compile.quantizers import Gemm, Recipe
 from fp8compile.tensor.layer import unserved
-from fp8compile.tensor.pair import QuantizedPair, has_codes
-from fp8compile.tensor.quantized import LAYERS
-from fp8compile.tensor.stack import QuantizedStack
-from fp8compile.tensor.stack_parameter import QuantizedStackParameter
+from fp8compile.tensor.quantized import LAYERS, QuantizedTensor, has_codes
 
 __all__ = ["is_stack"]
 
 
 def is_stack(tensor: object) -> bool:
-    """Whether a tensor is codes of a stack of matrices, each quantized for itself, of one set or of two."""
-    first = tensor._for_output if isinstance(tensor, QuantizedPair) else tensor
-    return isinstance(first, (QuantizedStack, QuantizedStackParameter))
+    """Whether a tensor is codes of a stack of matrices, each quantized for itself."""
+    return isinstance(tensor, QuantizedTensor) and tensor.batch == 1
 
 
 def _operands(x: Tensor, weight: Tensor, offsets: Tensor, recipe: Recipe, gemm: Gemm) -> GroupedOperands:
@@ -38,7 +34,7 @@ def _operands(x: Tensor, weight: Tensor, offsets: Tensor, recipe: Recipe, gemm: 
             "grouped_linear: only the weight may be quantized, as codes of each matrix by itself; the layer quantizes "
             "its rows, and any other weight, itself. Pass .dequantize()."
         )
-    other = weight.quantizer_for_grad_input if isinstance(weight, QuantizedPair) else None
+    other = weight.quantizer_for_grad_input
     if unserved(weight.quantizer, recipe, other) is not None:
         made = f"{weight.quantizer!r}" if other is None else f"{weight.quantizer!r} and {other!r}"
         raise ValueError(
@@ -46,11 +42,11 @@ def _operands(x: Tensor, weight: Tensor, offsets: Tensor, recipe: Recipe, gemm: 
             f"output and by {recipe.weight_for_grad_input!r} for grad_input. Set the recipe of experts before their "
             "weights are made codes, or gathered as codes."
         )
-    own = weight.read_by(gemm)
+    own = weight.set_of(gemm)
     codes, quantizer = one_a_byte(own.codes, own.quantizer)
     codes = GroupedOperand(codes=codes, scale=own.scale, quantizer=quantizer, outer_scale=own.outer_scale)
     phase = Phase.of(gemm, own.codes)
-    return GroupedOperands(recipe, offsets, phase, codes, weight_in_turns=weight.is_in_turns)
+    return GroupedOperands(recipe, offsets, phase, codes, weight_in_turns=weight.in_memory is not None)
 
 
 def _linear(func: Any, x: Tensor, weight: Tensor, offsets: Tensor, bias: Tensor | None, recipe: Recipe) -> Tensor:

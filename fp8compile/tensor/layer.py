@@ -1,6 +1,6 @@
 """A QuantizedTensor as the weight of a layer: its own codes are the operand, in both directions.
 
-A QuantizedPair has codes for each direction.
+One with two sets of codes has its own for each direction.
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ from fp8compile.ops.layer.local_shards import QuantizedShard
 from fp8compile.ops.layer.operands import Operands, Phase
 from fp8compile.ops.layer.packing import are_same_codes
 from fp8compile.quantizers import Gemm, Quantizer, Recipe
-from fp8compile.tensor.pair import QuantizedPair, has_codes
-from fp8compile.tensor.quantized import LAYERS, QuantizedTensor
+from fp8compile.tensor.quantized import LAYERS, QuantizedTensor, cuts_blocks, has_codes
 
 __all__ = ["check_serves", "unserved"]
 
@@ -51,32 +50,31 @@ def unserved(quantizer: Quantizer, recipe: Recipe, for_grad_input: Quantizer | N
     )
 
 
-def check_serves(function: str, weight: QuantizedTensor | QuantizedPair, recipe: Recipe) -> None:
+def check_serves(function: str, weight: QuantizedTensor, recipe: Recipe) -> None:
     """Raise a ValueError, in the name of ``function``, if a layer with this recipe can't run on these codes."""
-    other = weight.quantizer_for_grad_input if isinstance(weight, QuantizedPair) else None
-    if (reason := unserved(weight.quantizer, recipe, other)) is not None:
+    if (reason := unserved(weight.quantizer, recipe, weight.quantizer_for_grad_input)) is not None:
         raise ValueError(f"{function}: {reason}")
 
 
-def _check_weight(function: str, x: Tensor, weight: QuantizedTensor | QuantizedPair, recipe: Recipe) -> None:
+def _check_weight(function: str, x: Tensor, weight: QuantizedTensor, recipe: Recipe) -> None:
     if has_codes(x) or not has_codes(weight):
         raise TypeError(
             f"{function}: only the weight may be a QuantizedTensor, the layer quantizes its other operands itself. "
             "Pass .dequantize() for them, or multiply quantized matrices by fp8compile.scaled_mm."
         )
     check_serves(function, weight, recipe)
-    if isinstance(weight, QuantizedTensor) and weight.cuts_blocks():
+    if weight.quantizer_for_grad_input is None and cuts_blocks(weight):
         raise ValueError(
             f"{function}: weight is a shard of sizes {weight.sizes} along dim {weight.shard_dim}, which cuts blocks "
             f"{weight.quantizer.block}. Call .all_gather({weight.shard_dim}) first."
         )
 
 
-def _operands(weight: QuantizedTensor | QuantizedPair, recipe: Recipe, gemm: Gemm) -> Operands:
+def _operands(weight: QuantizedTensor, recipe: Recipe, gemm: Gemm) -> Operands:
     """The weight's own codes; in a graph the other operand is quantized as its compiler would have it."""
-    own = weight.read_by(gemm)
+    own = weight.set_of(gemm)
     codes = QuantizedShard(own.codes, own.scale, own.quantizer, (), outer_scale=own.outer_scale)
-    return Operands(recipe, Phase.of(gemm, own.codes), weight=codes, weight_in_turns=weight.is_in_turns)
+    return Operands(recipe, Phase.of(gemm, own.codes), weight=codes, weight_in_turns=weight.in_memory is not None)
 
 
 def _linear(func: Any, x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe) -> Tensor:
