@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fp8compile import _compat
+from fp8compile import inductor
 from fp8compile.quantizers import GEMMS, Gemm
 
 __all__ = ["PassInMemory"]
@@ -40,6 +40,6 @@ class PassInMemory:
             if self.gemm == OUTPUT.name:
                 raise RuntimeError(TOO_EARLY)
             return
-        if _compat.is_repeated_in_backward():
+        if inductor.is_repeated_in_backward():
             raise RuntimeError(REPEATED.format(what="a checkpointed region of a compiled forward reads a weight"))
         self.check_forward()
