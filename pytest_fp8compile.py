@@ -1,7 +1,7 @@
 """The pytest plugin of fp8compile: guards tests against graph breaks and recompiles.
 
 Pytest loads this file in every run, so it imports nothing heavy: PyTorch comes with the first test that uses the
-marker or the fixture. What they do is in `fp8compile.testing.plugin`.
+marker or the fixture. What they do is in `fp8compile.testing.graphs.plugin`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import pytest
 
 MARKER = "fullgraph(max_breaks=0, max_recompiles=0, own=None)"
 USES_FIXTURE = pytest.StashKey[bool]()  # on a test: it has our fixture, and not another one of that name
-# what a guarded test leaves in its report, and in JUnit's XML: fp8compile.testing.plugin.PROPERTIES, by short names
+# what a guarded test leaves in its report, and in JUnit's XML: `fp8compile.testing.graphs.plugin.PROPERTIES`, short
 COUNTS = ("graphs", "breaks", "recompiles", "bypasses", "saved_bytes", "sent_bytes")
 BASELINE = "graph_baseline"
 
@@ -59,7 +59,7 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
     """Watch the tests that ask for it, and no other."""
     if not _is_guarded(item):
         return (yield)
-    from fp8compile.testing.plugin import guarded
+    from fp8compile.testing.graphs.plugin import guarded
 
     with guarded(item):
         return (yield)
@@ -68,7 +68,7 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
 @pytest.fixture
 def graph_report(request: pytest.FixtureRequest) -> Callable:
     """``fp8compile.testing.graph_report``, whose reports also go into the test's baseline."""
-    from fp8compile.testing.plugin import recorded_graph_report
+    from fp8compile.testing.graphs.plugin import recorded_graph_report
 
     request.node.stash[USES_FIXTURE] = True
     return recorded_graph_report(request.node)

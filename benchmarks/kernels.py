@@ -25,7 +25,7 @@ from benchmarks.mlp import VARIANTS, contenders
 from benchmarks.roofline import bound_ms
 from benchmarks.table import Row, emit
 from fp8compile.testing import gpu_kernels
-from fp8compile.testing.gpu_kernels import GpuCode
+from fp8compile.testing.gpu.kernels import GpuCode
 
 __all__ = ["kernel_row", "launches_inside"]
 

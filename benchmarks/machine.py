@@ -133,7 +133,7 @@ class Rehearsal(Cpu):
     def target(self) -> AbstractContextManager:
         """That of an H200."""
         from fp8compile.target import pretend_target
-        from fp8compile.testing.gpus import gpu_called
+        from fp8compile.testing.gpu.gpus import gpu_called
 
         return pretend_target(gpu_called("h200").target)
 
@@ -141,7 +141,7 @@ class Rehearsal(Cpu):
         """A module or function as the GPU's program, or as its graph."""
         if self._kind == "eager":
             return torch.compile(model, fullgraph=True, backend=self.backend, dynamic=dynamic)
-        from fp8compile.testing.gpu_program.generate import GpuBackend, Settings
+        from fp8compile.testing.gpu.program.generate import GpuBackend, Settings
 
         folder = tempfile.mkdtemp()
         atexit.register(shutil.rmtree, folder, ignore_errors=True)
@@ -164,8 +164,8 @@ class Rehearsal(Cpu):
 
 
 def _settings(settings: type) -> Any:
-    from fp8compile.testing.gpu_program.arithmetic import Arithmetic
-    from fp8compile.testing.gpus import gpu_called
+    from fp8compile.testing.gpu.gpus import gpu_called
+    from fp8compile.testing.gpu.program.arithmetic import Arithmetic
 
     return settings(
         gpu=gpu_called("h200"), precision_casts=False, arithmetic=Arithmetic(), poison=255, orders=("forwards",),

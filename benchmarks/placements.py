@@ -27,9 +27,9 @@ import fp8compile as f8
 from benchmarks.blocks import SHAPES
 from benchmarks.mlp import Mlp
 from benchmarks.table import Row, emit
-from fp8compile.testing.gpu_graphs import gpu_graphs, kept_bytes
-from fp8compile.testing.gpus import gpu_called
-from fp8compile.testing.schedule import schedule
+from fp8compile.testing.gpu.gpus import gpu_called
+from fp8compile.testing.gpu.graphs import gpu_graphs, kept_bytes
+from fp8compile.testing.gpu.schedule import schedule
 
 __all__ = ["PLACEMENTS", "RECIPES", "WITHOUT", "measure", "placement_row", "two_ranks"]
 

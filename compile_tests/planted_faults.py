@@ -16,7 +16,7 @@ import torch
 import fp8compile as f8
 from fp8compile.testing import eager_run, run_gpu_program
 from fp8compile.testing.bits import difference
-from fp8compile.testing.gpu_program import generate
+from fp8compile.testing.gpu.program import generate
 
 __all__ = ["FAULTS", "LIBRARY_FAULT", "Fault", "found", "found_in_library", "inputs", "layer"]
 

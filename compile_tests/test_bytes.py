@@ -13,8 +13,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from benchmarks.blocks import block
 from benchmarks.kernels import FILLS
-from fp8compile.testing.gpu_graphs import gpu_graphs
-from fp8compile.testing.gpus import gpu_called
+from fp8compile.testing.gpu.gpus import gpu_called
+from fp8compile.testing.gpu.graphs import gpu_graphs
 
 pytestmark = [
     pytest.mark.skipif(

@@ -12,9 +12,9 @@ from fp8compile import ops
 from fp8compile.ops.layer.delayed import delayed_linear
 from fp8compile.ops.layer.fsdp_delayed import fsdp_delayed_linear
 from fp8compile.ops.layer.rows import Rows
-from fp8compile.testing.gpu_graphs import gpu_graphs
-from fp8compile.testing.gpus import GPUS
-from fp8compile.testing.recording import op_name
+from fp8compile.testing.gpu.gpus import GPUS
+from fp8compile.testing.gpu.graphs import gpu_graphs
+from fp8compile.testing.graphs.recording import op_name
 
 M, K, N, EXPERTS = 256, 256, 512, 2
 RECIPE = f8.recipes.blockwise()

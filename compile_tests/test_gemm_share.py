@@ -12,9 +12,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import fp8compile as f8
 from fp8compile._compat import TORCH_VERSION
-from fp8compile.testing.gemm_share import GemmShare, gemm_share
-from fp8compile.testing.gpu_graphs import gpu_graphs
-from fp8compile.testing.gpus import GPUS
+from fp8compile.testing.explain.gemm_share import GemmShare, gemm_share
+from fp8compile.testing.gpu.gpus import GPUS
+from fp8compile.testing.gpu.graphs import gpu_graphs
 
 TOKENS, K, H = 24, 32, 48
 ONE = 2 * TOKENS * K * H  # flops of a GEMM of either layer of `mlp`

@@ -18,8 +18,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import fp8compile as f8
 from benchmarks.table import lines
 from fp8compile.testing import gpu_kernels
-from fp8compile.testing.cubin import jit_resources
-from fp8compile.testing.gpus import GPUS
+from fp8compile.testing.gpu.cubin import jit_resources
+from fp8compile.testing.gpu.gpus import GPUS
 
 pytestmark = [
     pytest.mark.skipif(

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 import fp8compile as f8
-from fp8compile.testing.compiled import compiled_jit
-from fp8compile.testing.cubin import assembled
-from fp8compile.testing.gpus import GPUS
-from fp8compile.testing.ptx_report import kernel_ptx
+from fp8compile.testing.gpu.compiled import compiled_jit
+from fp8compile.testing.gpu.cubin import assembled
+from fp8compile.testing.gpu.gpus import GPUS
+from fp8compile.testing.gpu.ptx_report import kernel_ptx
 
 pytest.importorskip("triton", reason="needs Triton: it compiles to PTX")
 

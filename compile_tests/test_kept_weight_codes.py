@@ -16,8 +16,8 @@ from torch.distributed.fsdp import fully_shard
 import fp8compile as f8
 from fp8compile.cli.explain.ranks import pretended_ranks
 from fp8compile.target import Target, pretend_target
-from fp8compile.testing.gpu_graphs import gpu_graphs
-from fp8compile.testing.gpus import gpu_called
+from fp8compile.testing.gpu.gpus import gpu_called
+from fp8compile.testing.gpu.graphs import gpu_graphs
 
 WIDTH, TOKENS = 256, 512
 RECIPES = {

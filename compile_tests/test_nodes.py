@@ -18,7 +18,7 @@ from torch._inductor.compile_fx import select_decomp_table
 import fp8compile as f8
 from fp8compile._compat import cpu_has_rowwise_gemm
 from fp8compile.target import pretend_target
-from fp8compile.testing.gpus import GPUS
+from fp8compile.testing.gpu.gpus import GPUS
 
 # a CPU has no kernel for four bits: each sum of a transform has sixteen terms, and a hash rounds each gradient
 CPU_NODES = {"tensorwise": 159, "rowwise": 185, "blockwise": 225, "mxfp8": 438, "nvfp4": 1927}

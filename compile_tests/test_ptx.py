@@ -1,6 +1,6 @@
 """PTX of the kernels that a GPU would run: how scales and codes are computed, and how wide codes are stored.
 
-`fp8compile.testing.ptx_paths` says where the arithmetic of scales and codes begins. Before it lies the model's own
+`fp8compile.testing.gpu.ptx_paths` says where the arithmetic of scales and codes begins. Before it lies the model's own
 function, in which silu divides approximately and an exponential flushes subnormals, as in every bfloat16 model.
 """
 
@@ -21,14 +21,14 @@ from torch.nn.functional import silu
 import fp8compile as f8
 from benchmarks.mlp import mlp
 from fp8compile.formats import Float8Format
-from fp8compile.testing.compiled import compiled_jit
-from fp8compile.testing.cubin import assembled
-from fp8compile.testing.gpu_graphs import gpu_graphs
-from fp8compile.testing.gpus import GPUS
-from fp8compile.testing.ptx import Ptx
-from fp8compile.testing.ptx_report import kernel_ptx, ptx_of
-from fp8compile.testing.scale_paths import written_parameters
-from fp8compile.testing.schedule import schedule
+from fp8compile.testing.gpu.compiled import compiled_jit
+from fp8compile.testing.gpu.cubin import assembled
+from fp8compile.testing.gpu.gpus import GPUS
+from fp8compile.testing.gpu.graphs import gpu_graphs
+from fp8compile.testing.gpu.ptx import Ptx
+from fp8compile.testing.gpu.ptx_report import kernel_ptx, ptx_of
+from fp8compile.testing.gpu.scale_paths import written_parameters
+from fp8compile.testing.gpu.schedule import schedule
 
 triton = pytest.importorskip("triton", reason="needs Triton: it compiles to PTX")
 tl = importlib.import_module("triton.language")

@@ -7,9 +7,9 @@ import torch
 
 import fp8compile as f8
 from fp8compile import ops
-from fp8compile.testing.gpu_graphs import gpu_graphs
-from fp8compile.testing.gpus import GPUS
-from fp8compile.testing.schedule import schedule
+from fp8compile.testing.gpu.gpus import GPUS
+from fp8compile.testing.gpu.graphs import gpu_graphs
+from fp8compile.testing.gpu.schedule import schedule
 
 M, K = 1024, 512
 ROWS, COLUMNS = f8.CurrentScaling(block=(1, 128)), f8.CurrentScaling(block=(128, 1))

@@ -1,22 +1,33 @@
-"""Regression tests against graph breaks, recompiles and lost fusions: for any model, FP8 or not."""
+"""Regression tests against graph breaks, recompiles and lost fusions: for any model, FP8 or not.
 
-from fp8compile.testing.checks import (
+graphs/       what torch.compile makes of any model; imports nothing of FP8
+contracts/    what extenders run on operators and quantizers
+gpu/          a GPU's code without a GPU
+explain/      what each FP8 layer of a model does
+"""
+
+from fp8compile.testing.contracts import check_op, check_quantizer
+from fp8compile.testing.explain.gemm_share import GemmShare, gemm_share
+from fp8compile.testing.explain.sends import Send, Sends, sends
+from fp8compile.testing.gpu import EagerRun, GpuCode, Launch, eager_run, gpu_kernels, run_gpu_program
+from fp8compile.testing.graphs import (
+    CacheBypass,
+    Call,
+    CallReport,
+    Collective,
+    GraphBreak,
+    GraphInfo,
+    GraphReport,
+    Recompile,
+    Recording,
     assert_cacheable,
     assert_comm,
     assert_fullgraph,
     assert_no_recompile,
     assert_ops,
+    graph_report,
+    snapshot,
 )
-from fp8compile.testing.compiler_log import CacheBypass, GraphBreak, Recompile
-from fp8compile.testing.gemm_share import GemmShare, gemm_share
-from fp8compile.testing.gpu_kernels import GpuCode, Launch, gpu_kernels
-from fp8compile.testing.gpu_program import EagerRun, eager_run, run_gpu_program
-from fp8compile.testing.op_contracts import check_op
-from fp8compile.testing.quantizer_contracts import check_quantizer
-from fp8compile.testing.recording import Recording
-from fp8compile.testing.report import Call, CallReport, Collective, GraphInfo, GraphReport, graph_report
-from fp8compile.testing.sends import Send, Sends, sends
-from fp8compile.testing.snapshot import snapshot
 
 __all__ = [
     "CacheBypass",

@@ -24,10 +24,10 @@ from fp8compile.cli.explain.html import page
 from fp8compile.cli.explain.sections import sections
 from fp8compile.testing import gpu_kernels
 from fp8compile.testing.explain import PEAKS, explain
-from fp8compile.testing.explain.called import Names, layer_of_stack
 from fp8compile.testing.explain.graphs import GraphGemm
+from fp8compile.testing.explain.module_stack import Names, layer_of_stack
 from fp8compile.testing.explain.roofline import roofline
-from fp8compile.testing.report import graph_report, place_text
+from fp8compile.testing.graphs.report import graph_report, place_text
 
 GEMMS = ("output", "grad_input", "grad_weight")
 ROWWISE = "e4m3 x e4m3 rowwise"

@@ -1,4 +1,4 @@
-"""Small Triton kernels for tests/testing/test_gpu_interpreter.py."""
+"""Small Triton kernels for tests/testing/gpu/test_gpu_interpreter.py."""
 
 from __future__ import annotations
 

@@ -8,9 +8,9 @@ from contextlib import contextmanager
 import torch
 
 from fp8compile.target import pretend_target
-from fp8compile.testing.gpu_program.arithmetic import Arithmetic
-from fp8compile.testing.gpu_program.interpreter import Interpreter
-from fp8compile.testing.gpus import GPUS
+from fp8compile.testing.gpu.gpus import GPUS
+from fp8compile.testing.gpu.program.arithmetic import Arithmetic
+from fp8compile.testing.gpu.program.interpreter import Interpreter
 
 
 @contextmanager

@@ -10,8 +10,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fp8compile as f8
 from benchmarks.memory import saved_bytes
-from fp8compile.testing.gpu_graphs import gpu_graphs, kept_bytes
-from fp8compile.testing.gpus import gpu_called
+from fp8compile.testing.gpu.gpus import gpu_called
+from fp8compile.testing.gpu.graphs import gpu_graphs, kept_bytes
 
 NVFP4 = f8.recipes.nvfp4()
 TOKENS, WIDTH = 512, 128  # whole tiles of scales

@@ -21,8 +21,8 @@ def test_the_kernels_are_their_twins_bit_for_bit_and_make_the_golden_vectors():
     """One test, because the interpreted kernels take most of a minute and pytest's workers share nothing."""
     from interpreted_kernels import comparisons
 
-    from fp8compile.testing.gpu_program.arithmetic import Arithmetic
-    from fp8compile.testing.gpu_program.interpreter import Interpreter
+    from fp8compile.testing.gpu.program.arithmetic import Arithmetic
+    from fp8compile.testing.gpu.program.interpreter import Interpreter
 
     with Interpreter(Arithmetic()).active():
         differing = dict(comparisons())  # for each case, how many elements of each output differ

@@ -18,7 +18,9 @@ from fp8compile._compat import cpu_has_rowwise_gemm
 from fp8compile.library import Cut, Quantizer, Split, register_op
 from fp8compile.ops import OPS, registry
 from fp8compile.quantizers import constant
-from fp8compile.testing import check_op, check_quantizer, op_contracts, quantizer_contracts, recording
+from fp8compile.testing import check_op, check_quantizer
+from fp8compile.testing.contracts import op_contracts, quantizer_contracts
+from fp8compile.testing.graphs import recording
 
 QUANTIZER_CONTRACTS = [contract.__name__ for contract in quantizer_contracts.CONTRACTS]
 OP_CONTRACTS = [contract.__name__ for contract in op_contracts.CONTRACTS]

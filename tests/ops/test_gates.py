@@ -14,8 +14,8 @@ from fp8compile.ops.support import recipe_support
 from fp8compile.quantizers import GEMMS
 from fp8compile.target import Target, pretend_target, target_of
 from fp8compile.testing.explain.gpu import missing_gemm
-from fp8compile.testing.gpu_graphs import gpu_graphs
-from fp8compile.testing.gpus import GPUS
+from fp8compile.testing.gpu.gpus import GPUS
+from fp8compile.testing.gpu.graphs import gpu_graphs
 
 CUDA = torch.device("cuda")
 AMD = {"MI300X": (9, 4), "MI355X": (9, 5), "RX 9070": (12, 0), "MI200": (9, 0)}

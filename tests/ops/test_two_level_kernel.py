@@ -40,9 +40,9 @@ def values(shape, dtype, *, finite):
 def interpreted(x, rows, columns, arch="h200"):
     """What the kernel makes in Triton's interpreter, in the layout of the op's results."""
     from fp8compile.kernels.two_levels import both_packed
-    from fp8compile.testing.gpu_program.arithmetic import Arithmetic
-    from fp8compile.testing.gpu_program.interpreter import Interpreter
-    from fp8compile.testing.gpus import GPUS
+    from fp8compile.testing.gpu.gpus import GPUS
+    from fp8compile.testing.gpu.program.arithmetic import Arithmetic
+    from fp8compile.testing.gpu.program.interpreter import Interpreter
 
     _, *amaxes = outer_amaxes(x, rows, columns)
     outputs = [torch.full_like(each, 77) for each in quantize_two_levels(x, *amaxes, rows, columns)]

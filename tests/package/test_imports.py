@@ -117,6 +117,30 @@ def test_an_import_from_above_is_found(file, source, found):
     assert upward(PACKAGE / file, source) == found
 
 
+# rooms of testing/, each with those that it may import; bits, which compares tensors, is everyone's
+ROOMS = {
+    "graphs": {"_compat"},
+    "contracts": {"graphs", "bits"},
+    "gpu": {"graphs", "bits"},
+    "explain": {"graphs", "gpu"},
+}
+
+
+def room(name):
+    """The room of a module of testing/; of any other, its package."""
+    parts = name.split(".")
+    return parts[2] if parts[1:2] == ["testing"] and len(parts) > 2 else ".".join(parts[1:2])
+
+
+@pytest.mark.parametrize("path", [p for p in FILES if room(module_name(p)) in ROOMS], ids=lambda p: p.stem)
+def test_a_room_of_testing_imports_through_no_other_door(path):
+    own = room(module_name(path))
+    found = {room(name) for name in imported(path)} - {own}
+    assert found & {*ROOMS, "testing", "bits"} <= ROOMS[own]
+    if own == "graphs":
+        assert found <= ROOMS[own], "what torch.compile makes of any model needs nothing of FP8"
+
+
 def test_every_file_has_a_layer():
     assert {layer(module_name(path)) for path in FILES} <= set(LAYERS)
 

@@ -14,8 +14,8 @@ from fp8compile.ops.gemm import select_gemm
 from fp8compile.quantizers import GEMMS
 from fp8compile.target import Target, pretend_target
 from fp8compile.testing import check_quantizer
+from fp8compile.testing.contracts.quantizer_contracts import CONTRACTS
 from fp8compile.testing.explain.graphs import describe
-from fp8compile.testing.quantizer_contracts import CONTRACTS
 
 CPU = torch.device("cpu")
 GPUS = {"h200": Target("cuda", (9, 0)), "b200": Target("cuda", (10, 0))}

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from fp8compile.testing.explain import Explanation, GemmExplanation, GpuExplanation, Roofline
-    from fp8compile.testing.sends import Sends
+    from fp8compile.testing.explain.sends import Sends
 
 __all__ = ["Section", "sections"]
 

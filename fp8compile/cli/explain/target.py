@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from fp8compile.cli.errors import UserError
 from fp8compile.cli.user_code import running
-from fp8compile.testing.report import is_compiled
-from fp8compile.testing.state import kept_state
+from fp8compile.testing.graphs.kept_state import kept_state
+from fp8compile.testing.graphs.report import is_compiled
 
 __all__ = ["Target", "found_at", "load_target"]
 

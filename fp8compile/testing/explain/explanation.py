@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fp8compile.testing.explain.called import Names
+from fp8compile.testing.explain.capture import record
 from fp8compile.testing.explain.gpu import GpuExplanation, explain_gpu, missing_gemm
 from fp8compile.testing.explain.graphs import graph_gemms
 from fp8compile.testing.explain.layers import (
@@ -23,12 +23,12 @@ from fp8compile.testing.explain.layers import (
     explain_layers,
     layer_weights,
 )
-from fp8compile.testing.explain.recorded import record
+from fp8compile.testing.explain.module_stack import Names
 from fp8compile.testing.explain.roofline import PEAKS, Peaks, Roofline, roofline
-from fp8compile.testing.gpus import GPUS
-from fp8compile.testing.report import Call, GraphReport, graph_report, is_compiled
-from fp8compile.testing.sends import Sends, is_spread, sends
-from fp8compile.testing.state import kept_state
+from fp8compile.testing.explain.sends import Sends, is_spread, sends
+from fp8compile.testing.gpu.gpus import GPUS
+from fp8compile.testing.graphs.kept_state import kept_state
+from fp8compile.testing.graphs.report import Call, GraphReport, graph_report, is_compiled
 
 __all__ = ["Explanation", "explain"]
 

@@ -19,11 +19,11 @@ from fp8compile.ops.gemms.grouped.table import grouped_calls
 from fp8compile.ops.gemms.table import multiplying_calls
 from fp8compile.ops.support import GemmSupport, recipe_support
 from fp8compile.target import pretend_target
-from fp8compile.testing.compiler_log import one_line
-from fp8compile.testing.explain.called import Names, layer_of_stack
-from fp8compile.testing.gpu_graphs import gpu_graphs
-from fp8compile.testing.gpus import Gpu
-from fp8compile.testing.schedule import Schedule, ScheduledLaunch, operator_of, schedule
+from fp8compile.testing.explain.module_stack import Names, layer_of_stack
+from fp8compile.testing.gpu.gpus import Gpu
+from fp8compile.testing.gpu.graphs import gpu_graphs
+from fp8compile.testing.gpu.schedule import Schedule, ScheduledLaunch, operator_of, schedule
+from fp8compile.testing.graphs.compiler_log import one_line
 
 __all__ = ["Cast", "GpuExplanation", "GraphCost", "explain_gpu", "missing_gemm"]
 

@@ -17,12 +17,12 @@ from torch import Tensor, fx
 from fp8compile.ops.gemms.float8 import ALIGNMENT
 from fp8compile.ops.gemms.mx import MX_BLOCK, is_mx
 from fp8compile.quantizers import GEMMS, Gemm, Quantizer, Recipe, gemm_kind
-from fp8compile.testing.explain.called import Names
-from fp8compile.testing.explain.forms import LAYER_OPS, PRODUCTS
-from fp8compile.testing.explain.owners import Owners, Unknown
-from fp8compile.testing.explain.recorded import Recorded
+from fp8compile.testing.explain.attribution import Owners, Unknown
+from fp8compile.testing.explain.capture import Recorded
+from fp8compile.testing.explain.module_stack import Names
 from fp8compile.testing.explain.unfolded_graph import Value
-from fp8compile.testing.recording import node_value, user_place
+from fp8compile.testing.explain.weight_flow import LAYER_OPS, PRODUCTS
+from fp8compile.testing.graphs.recording import node_value, user_place
 
 __all__ = ["GraphGemm", "describe", "graph_gemms"]
 

@@ -12,10 +12,10 @@ from fp8compile.nn.experts import layout_of
 from fp8compile.nn.filters import LEAST_GAINING, size_of_gain
 from fp8compile.nn.report import ConversionRow, conversion_report
 from fp8compile.quantizers import GEMMS, Gemm
+from fp8compile.testing.explain.attribution import Unknown
 from fp8compile.testing.explain.graphs import GraphGemm, describe
-from fp8compile.testing.explain.owners import Unknown
 from fp8compile.testing.explain.roofline import Peaks, bf16_seconds, gemm_seconds, padding
-from fp8compile.testing.report import GraphReport, place_text
+from fp8compile.testing.graphs.report import GraphReport, place_text
 
 __all__ = [
     "ABSENT",

@@ -23,14 +23,14 @@ from fp8compile import ops
 from fp8compile._compat import forget_meshes, local_itself
 from fp8compile.nn.candidates import is_converted, weight_names
 from fp8compile.quantizers import GEMMS
+from fp8compile.testing.explain.gemm_share import LOOKS_LIKE_PRODUCT, flop_formulas
 from fp8compile.testing.explain.gpu import missing_gemm
 from fp8compile.testing.explain.mesh_layers import CODE_DTYPES, layers_astray
 from fp8compile.testing.explain.messages import Message, messages, seconds
 from fp8compile.testing.explain.roofline import PEAKS, Peaks
-from fp8compile.testing.gemm_share import LOOKS_LIKE_PRODUCT, flop_formulas
-from fp8compile.testing.gpu_graphs import GpuGraph, gpu_graphs, kept_bytes
-from fp8compile.testing.gpus import GPUS
-from fp8compile.testing.recording import node_value, op_name
+from fp8compile.testing.gpu.gpus import GPUS
+from fp8compile.testing.gpu.graphs import GpuGraph, gpu_graphs, kept_bytes
+from fp8compile.testing.graphs.recording import node_value, op_name
 
 __all__ = ["MeshExplanation", "Product", "explain_mesh", "pretended_mesh"]
 

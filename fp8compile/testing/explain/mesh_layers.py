@@ -16,14 +16,14 @@ from torch import nn
 from fp8compile.nn.candidates import is_converted
 from fp8compile.nn.experts import ConvertedExperts, layout_of
 from fp8compile.quantizers import GEMMS, Recipe
-from fp8compile.testing.explain.called import Names
-from fp8compile.testing.explain.forms import PRODUCTS
+from fp8compile.testing.explain.attribution import Owners, Unknown
+from fp8compile.testing.explain.capture import Recorded
 from fp8compile.testing.explain.layers import layer_weights, weight_parameters
-from fp8compile.testing.explain.owners import Owners, Unknown
-from fp8compile.testing.explain.recorded import Recorded
-from fp8compile.testing.gpu_graphs import GpuGraph
-from fp8compile.testing.recording import KeptGraph
-from fp8compile.testing.report import place_text
+from fp8compile.testing.explain.module_stack import Names
+from fp8compile.testing.explain.weight_flow import PRODUCTS
+from fp8compile.testing.gpu.graphs import GpuGraph
+from fp8compile.testing.graphs.recording import KeptGraph
+from fp8compile.testing.graphs.report import place_text
 
 __all__ = ["CODE_DTYPES", "layers_astray"]
 

@@ -11,7 +11,7 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.utils import _pytree as pytree
 
 from fp8compile.testing.explain.roofline import Peaks
-from fp8compile.testing.gpu_graphs import GpuGraph
+from fp8compile.testing.gpu.graphs import GpuGraph
 
 __all__ = ["NODE", "Message", "messages", "seconds"]
 

@@ -17,7 +17,7 @@ from typing import Any
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
-from fp8compile.testing.recording import op_name
+from fp8compile.testing.graphs.recording import op_name
 
 __all__ = ["SAME", "Unfolded", "Value", "unfold"]
 

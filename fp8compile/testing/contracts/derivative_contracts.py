@@ -1,0 +1,194 @@
+"""What a derivative has to be: there, of the right shapes, and that of the function."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fp8compile.ops.registry import Op
+from fp8compile.testing.bits import difference, results
+from fp8compile.testing.contracts.contract import BrokenContract, NotLookedAt, looked_at, shown
+from fp8compile.testing.contracts.op_samples import some_samples, without_nan
+
+__all__ = ["backward_is_the_derivative", "backward_is_there_or_raises", "differentiable", "gradients_of"]
+
+STEPS = (1e-5, 1e-4, 1e-3, 0.5)  # the last one tells a function that is flat from one that goes by steps
+SMOOTH = 1e-3  # how far slopes of a smooth function differ over the small ones, relative: their square is 1e-6
+MEND = (
+    "mend backward; or, if it is meant to be another one (straight through a rounding), say of what: "
+    "check_op(op, gradient=...), a differentiable function of impl's arguments"
+)
+
+
+def _updated(op: Op) -> list[int]:
+    """Places of the arguments that the backward writes to."""
+    return [place for place, name in enumerate(inspect.signature(op.impl).parameters) if name in op.updates]
+
+
+def _is_leaf(op: Op, place: int, arg: Any) -> bool:
+    return isinstance(arg, Tensor) and arg.is_floating_point() and place not in _updated(op)
+
+
+def differentiable(op: Op, args: tuple) -> tuple[tuple, list[Tensor]]:
+    """The arguments with gradients asked of the floating point ones that have any, and those."""
+    leaves, given = [], []
+    for place, arg in enumerate(args):
+        if _is_leaf(op, place, arg):
+            arg = arg.detach().clone().requires_grad_()
+            leaves.append(arg)
+        given.append(arg)
+    return tuple(given), leaves
+
+
+def gradients_of(op: Op, call: Callable, args: tuple, leaves: list[Tensor]) -> tuple[Tensor, ...]:
+    """Gradients of the leaves, and what the backward made of the arguments that it writes to."""
+    given = [arg.clone() if place in _updated(op) else arg for place, arg in enumerate(args)]
+    outputs = [out for out in results(call(*given)) if out.requires_grad]
+    found = torch.autograd.grad(outputs, leaves, _weights_like(outputs), allow_unused=True)
+    gradients = [torch.zeros_like(leaf) if g is None else g for g, leaf in zip(found, leaves, strict=True)]
+    return *gradients, *(given[place] for place in _updated(op))
+
+
+def backward_is_there_or_raises(op: Op, device: torch.device) -> None:
+    """A backward pass gives a gradient of each argument's shape and dtype, or says that there is none."""
+    for args in looked_at(some_samples(op, device)):
+        given, leaves = differentiable(op, args)
+        if not leaves or not all(leaf.numel() for leaf in leaves):
+            continue
+        if op.backward is not None:
+            for leaf, gradient in zip(leaves, gradients_of(op, op.overload, given, leaves), strict=False):
+                if (gradient.shape, gradient.dtype) != (leaf.shape, leaf.dtype):
+                    raise BrokenContract(
+                        expected=f"a gradient of shape {tuple(leaf.shape)}, {leaf.dtype}",
+                        found=f"shape {tuple(gradient.shape)}, {gradient.dtype}",
+                        mend="return from backward a gradient like each argument, None for what needs none",
+                    )
+            continue
+        outputs = [out for out in results(op.overload(*given)) if out.requires_grad]
+        try:
+            torch.autograd.grad(outputs[0].sum(), leaves) if outputs else None
+        except RuntimeError as error:
+            if f"{op.name} has no derivative" in str(error):
+                continue
+            raise
+        if outputs:
+            raise BrokenContract(
+                expected="a backward pass that reaches an op without derivative raises",
+                found="it gave gradients",
+                mend="register the op by fp8compile.library.register_op alone",
+            )
+
+
+def _half_of_the_digits(actual: Tensor, expected: Tensor) -> str | None:
+    """As ``difference``, up to half of the dtype's digits of the largest element.
+
+    A derivative by another formula rounds at other places, and a wrong one is far off.
+    """
+    finite = expected.isfinite()
+    if not finite.any():
+        return None
+    apart = (actual.double() - expected.double()).where(finite, 0.0).abs()
+    allowed = torch.finfo(actual.dtype).eps ** 0.5 * expected[finite].double().abs().max()
+    return difference(actual, expected) if not (apart <= allowed).all() else None
+
+
+def _weights_like(outputs: Sequence[Tensor]) -> list[Tensor]:
+    return [torch.arange(out.numel(), device=out.device).view(out.shape).cos().to(out.dtype) for out in outputs]
+
+
+def _autograd(call: Callable, args: tuple, leaves: list[Tensor]) -> list[Tensor | None]:
+    """What autograd makes of PyTorch code; None for what it does not reach."""
+    outputs = [out for out in results(call(*args)) if out.requires_grad]
+    if not outputs:
+        return [None] * len(leaves)
+    return list(torch.autograd.grad(outputs, leaves, _weights_like(outputs), allow_unused=True))
+
+
+def _by_autograd(op: Op, args: tuple, reference: Callable | None) -> tuple[str, list[Tensor | None]] | None:
+    """The gradients that autograd has of something with the op's derivative, and of what; None if it has none."""
+    calls = {"impl": op.impl, "decompose": op.decompose} if reference is None else {"the reference": reference}
+    for what, call in calls.items():
+        given, leaves = differentiable(op, args)
+        try:
+            found = _autograd(call, given, leaves) if call is not None else [None]
+        except RuntimeError:  # an op without derivative is in it, as in all that quantizes
+            if reference is not None:
+                raise
+            continue
+        if any(each is not None for each in found):
+            return what, found
+    return None
+
+
+def _slopes(op: Op, args: tuple, direction: list[Tensor]) -> list[float]:
+    """Central differences of a weighted sum of impl's results along a direction, by steps of several sizes."""
+
+    def value(step: float) -> float:
+        along = iter(direction)
+        moved = [arg + step * next(along) if _is_leaf(op, place, arg) else arg for place, arg in enumerate(args)]
+        outputs = [out for out in results(op.impl(*moved)) if out.is_floating_point()]
+        return sum(
+            float((out.double() * w.double()).sum()) for out, w in zip(outputs, _weights_like(outputs), strict=True)
+        )
+
+    return [(value(step) - value(-step)) / (2 * step) for step in STEPS]
+
+
+def _check_by_differences(op: Op, args: tuple) -> bool:
+    """Hold gradients against float64 differences; False where impl takes no float64 or is not smooth there."""
+    args = tuple(arg.double() if _is_leaf(op, place, arg) else arg for place, arg in enumerate(args))
+    given, leaves = differentiable(op, args)
+    direction = [torch.randn(leaf.shape, generator=torch.Generator().manual_seed(3)).to(leaf) for leaf in leaves]
+    try:
+        *small, large = _slopes(op, args, direction)
+        found = gradients_of(op, op.overload, given, leaves)
+    except Exception:  # whatever it says of float64 is said of no sample of its own
+        return False
+    scale = max(map(abs, small))
+    if max(small) - min(small) > SMOOTH * scale or (scale == 0.0 and large != 0.0):
+        return False
+    claimed = sum(float((gradient.double() * d).sum()) for gradient, d in zip(found, direction, strict=False))
+    if abs(claimed - small[0]) > SMOOTH * max(scale, 1e-6):
+        raise BrokenContract(
+            expected=f"gradients whose product with a direction is {small[0]:.6g}, impl's slope by float64 "
+            f"differences, for ({shown(args)})",
+            found=f"{claimed:.6g}",
+            mend=MEND,
+        )
+    return True
+
+
+def backward_is_the_derivative(op: Op, device: torch.device, reference: Callable | None = None) -> None:
+    """Gradients are those that autograd has of impl, of decompose, or of the reference given; or float64 slopes."""
+    if op.backward is None:
+        return
+    unseen = []
+    for args in looked_at(map(without_nan, some_samples(op, device))):
+        given, leaves = differentiable(op, args)
+        if not leaves or not all(leaf.numel() for leaf in leaves):
+            continue
+        known = _by_autograd(op, args, reference)
+        if known is None:
+            if not _check_by_differences(op, args):
+                unseen.append(shown(args))
+            continue
+        what, expected = known
+        for index, (got, wanted) in enumerate(
+            zip(gradients_of(op, op.overload, given, leaves), expected, strict=False)
+        ):
+            if wanted is not None and (differs := _half_of_the_digits(got, wanted)) is not None:
+                raise BrokenContract(
+                    expected=f"the gradients that autograd has of {what}, for ({shown(args)})",
+                    found=f"gradient {index} of backward: {differs}",
+                    mend=MEND,
+                )
+    if unseen:
+        raise NotLookedAt(
+            f"the values of the derivative, for {len(unseen)} inputs, the first ({unseen[0]}): autograd gets through "
+            "neither impl nor decompose, and impl is not smooth in float64. Give check_op(op, gradient=...), a "
+            "differentiable function of impl's arguments that has the derivative that backward is to give"
+        )

@@ -1,0 +1,108 @@
+"""The inputs that an op's contracts look at: its own samples, and what is derived of them."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fp8compile.ops.registry import Op
+from fp8compile.testing.contracts.contract import shown
+
+__all__ = ["all_samples", "filled", "samples_on", "some_samples", "tensors_of", "without_nan"]
+
+COMPILED_SAMPLES = 8
+
+
+@cache
+def all_samples(op: Op) -> tuple[tuple, ...]:
+    """What the op's samples yield, checked to be tuples of impl's arguments, and the defaults of those left out.
+
+    Raises:
+        TypeError: They are something else.
+    """
+    samples, parameters = list(op.samples()), inspect.signature(op.impl).parameters
+    defaults = [each.default for each in parameters.values()]
+    for args in samples or [None]:
+        if not isinstance(args, (tuple, list)) or not _are_arguments(args, defaults):
+            what = f"yields {shown((args,))}" if samples else "yields nothing"
+            raise TypeError(
+                f"check_op: samples of {op.name} {what}; it yields tuples of impl's arguments, "
+                f"({', '.join(parameters)})."
+            )
+    return tuple((*args, *defaults[len(args) :]) for args in samples)
+
+
+def _are_arguments(args: Sequence[Any], defaults: Sequence[Any]) -> bool:
+    """Whether there are as many as a function takes, whose last ones may have defaults."""
+    return len(args) <= len(defaults) and inspect.Parameter.empty not in defaults[len(args) :]
+
+
+def samples_on(op: Op, device: torch.device) -> list[tuple]:
+    """All samples, moved to a device with their strides."""
+    return [tuple(_moved(arg, device) for arg in args) for args in all_samples(op)]
+
+
+def _moved(arg: Any, device: torch.device) -> Any:
+    if not isinstance(arg, Tensor) or arg.device == device:
+        return arg
+    moved = torch.empty_strided(arg.shape, arg.stride(), dtype=arg.dtype, device=device)
+    return moved.copy_(arg)
+
+
+def _dtypes(args: tuple) -> tuple[torch.dtype, ...]:
+    return tuple(tensor.dtype for tensor in tensors_of(args))
+
+
+def _has_elements(args: tuple) -> bool:
+    return all(tensor.numel() for tensor in tensors_of(args))
+
+
+def _with_dtypes(args: tuple, dtypes: tuple[torch.dtype, ...]) -> tuple:
+    """Arguments whose floating point tensors are cast to other floating point dtypes."""
+    wanted = iter(dtypes)
+    return tuple(arg.to(next(wanted)) if isinstance(arg, Tensor) else arg for arg in args)
+
+
+def filled(op: Op, samples: list[tuple]) -> Iterator[tuple]:
+    """Samples with elements, cast to the dtypes of samples that are empty alone: these would show nothing."""
+    full = [args for args in samples if _has_elements(args)]
+    seen = set(map(_dtypes, full))
+    for dtypes in dict.fromkeys(map(_dtypes, samples)):
+        for args in full if dtypes not in seen else ():
+            pairs = list(zip(_dtypes(args), dtypes, strict=False))
+            castable = all(a == b or (a.is_floating_point and b.is_floating_point) for a, b in pairs)
+            if len(pairs) == len(dtypes) == len(tensors_of(args)) and castable:
+                try:
+                    op.impl(*(found := _with_dtypes(args, dtypes)))
+                except Exception:  # these options do not go with that dtype; others may
+                    continue
+                yield found
+                break
+
+
+def some_samples(op: Op, device: torch.device) -> list[tuple]:
+    """Samples spread over all of them, and one with elements for each dtype: to compile each would take minutes."""
+    samples = samples_on(op, device)
+    count = min(COMPILED_SAMPLES, len(samples))
+    chosen = [samples[index * len(samples) // count] for index in range(count)]
+    seen = {_dtypes(args) for args in chosen if _has_elements(args)}
+    for args in (*samples, *filled(op, samples)):
+        if _has_elements(args) and _dtypes(args) not in seen:
+            chosen.append(args)
+            seen.add(_dtypes(args))
+    return chosen
+
+
+def tensors_of(args: tuple) -> list[Tensor]:
+    """The tensors among arguments."""
+    return [arg for arg in args if isinstance(arg, Tensor)]
+
+
+def without_nan(args: tuple) -> tuple:
+    """Arguments with 1 in place of each NaN."""
+    return tuple(a.nan_to_num(1.0) if isinstance(a, Tensor) and a.is_floating_point() else a for a in args)

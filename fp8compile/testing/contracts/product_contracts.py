@@ -1,0 +1,169 @@
+"""What products of a quantizer's codes have to be: those of the values that its ``dequantize`` gives.
+
+Each holds on the CPU that runs it and, as far as a choice can be looked at without a GPU, on GPUs that aren't there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from fp8compile.formats import E5M2, E8M0
+from fp8compile.nn import linear
+from fp8compile.ops.gemm import select_gemm
+from fp8compile.ops.gemms.emulated import EMULATED
+from fp8compile.ops.gemms.kernel import Operand
+from fp8compile.ops.gemms.nvfp4 import NVFP4
+from fp8compile.ops.gemms.table import REGISTERED
+from fp8compile.quantizers import GEMMS, CurrentScaling, GemmConfig, Quantizer, Recipe, gemm_kind
+from fp8compile.quantizers.blocks import as_matrix, expand_blocks
+from fp8compile.target import Target, pretend_target
+from fp8compile.tensor import QuantizedTensor, quantize, scaled_mm
+from fp8compile.testing.bits import difference
+from fp8compile.testing.contracts.contract import BrokenContract, NotLookedAt, looking_at
+
+__all__ = ["code_zero_is_zero", "gemms_read_what_dequantize_gives", "products_are_those_of_dequantize"]
+
+# capabilities of L4, H200 and B200: each has another set of FP8 GEMMs
+PRETENDED = (Target("cuda", (8, 9)), Target("cuda", (9, 0)), Target("cuda", (10, 0)))
+OWN_MEANING = (
+    "override gemm_format() only where dequantize computes what the inherited one does, the number of each float8 "
+    "code times the scale of its block; and stores_e8m0() only where scales are E8M0 bytes"
+)
+
+
+def _as_left_operand(q: Quantizer) -> Quantizer | None:
+    """The quantizer, or that of the transposed matrix: which a GEMM takes on its left; None if it takes neither."""
+    for candidate in (q, q.transposed()):
+        if gemm_kind(candidate.block, candidate.transposed().block) is not None:
+            return candidate
+    return None
+
+
+def _partner(q: Quantizer) -> Quantizer:
+    """What a product's other operand is quantized by: the same, but for e5m2, which no GEMM multiplies by itself."""
+    return CurrentScaling(block=q.block) if q.gemm_format() == E5M2 else q
+
+
+def _random(rows: int, columns: int, seed: int, device: torch.device) -> Tensor:
+    return torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed)).to(device)
+
+
+def _exact(x: Tensor, q: Quantizer) -> Tensor:
+    quantized = quantize(x, q)
+    values = q.dequantize(quantized.codes, quantized.scale, torch.float64)
+    return values if quantized.outer_scale is None else values * quantized.outer_scale
+
+
+def _check_product(found: Tensor, a: Tensor, b: Tensor, what: str) -> None:
+    """Compare with the exact product, up to what float32 sums in any order may differ: (k + 4) roundings a term."""
+    bound = (a.shape[1] + 4) * 2.0**-23 * (a.abs() @ b.abs())
+    apart = (found.double() - a @ b).abs()
+    if not (apart <= bound).all():
+        raise BrokenContract(
+            expected=f"{what} is the product of what dequantize gives for its operands",
+            found=f"an element is {apart.nan_to_num(torch.inf).max().item():.3g} off, of at most "
+            f"{(a @ b).abs().max().item():.3g}",
+            mend=OWN_MEANING,
+        )
+
+
+def products_are_those_of_dequantize(q: Quantizer, device: torch.device) -> None:
+    """scaled_mm, and a layer with its gradients, multiply what dequantize gives for the codes."""
+    block, q = q.block, _as_left_operand(q)
+    if q is None:
+        raise NotLookedAt(f"no GEMM takes blocks {block}, so scaled_mm and recipes refuse them")
+    x, weight = looking_at((_random(48, 64, 0, device), _random(32, 64, 1, device)))
+    partner = _partner(q)
+    product = scaled_mm(quantize(x, q), quantize(weight, partner).t(), out_dtype=torch.float32)
+    _check_product(product, _exact(x, q), _exact(weight, partner).t(), "scaled_mm")
+    recipe = Recipe(
+        input=partner,
+        weight=partner,
+        grad_output=q,
+        weight_for_grad_input=partner.transposed(),
+        grad_output_for_grad_weight=q.transposed(),
+        input_for_grad_weight=partner.transposed(),
+    )
+    _check_layer(recipe, x, weight)
+
+
+def _check_layer(recipe: Recipe, x: Tensor, weight: Tensor) -> None:
+    grad = _random(x.shape[0], weight.shape[0], 2, x.device)
+    leaves = [each.clone().requires_grad_() for each in (x, weight)]
+    y = linear(*leaves, recipe=recipe)
+    y.backward(grad)
+    given = {"output": (x, weight), "grad_input": (grad, weight), "grad_weight": (grad, x)}
+    found = {"output": y.detach(), "grad_input": leaves[0].grad, "grad_weight": leaves[1].grad}
+    for gemm in GEMMS:
+        operands = zip(given[gemm.name], recipe.quantizers(gemm), strict=True)
+        a, b = gemm.oriented(*(_exact(tensor, quantizer) for tensor, quantizer in operands))
+        _check_product(found[gemm.name], a, b, f"{gemm.name} of a layer")
+
+
+def _as_read(quantized: QuantizedTensor) -> Tensor:
+    """The float64 values that a GPU's GEMM makes of codes: float8 numbers times the scales of their blocks."""
+    q = quantized.quantizer
+    stored = E8M0.decode(quantized.scale) if q.stores_e8m0() else q.scale_values(quantized.scale)
+    scales = expand_blocks(stored.double(), quantized.shape, q.block)
+    return as_matrix(quantized.codes).view(q.gemm_format().dtype).double() * scales
+
+
+def _gemms(q: Quantizer) -> Iterator[str]:
+    """The GEMMs for float8 codes that GPUs would take for a product of such codes with their transposed."""
+    for target in PRETENDED:
+        with pretend_target(target):
+            try:
+                gemm = select_gemm(q, q.transposed(), torch.device("cpu"), torch.bfloat16)
+            except RuntimeError:  # this GPU refuses them, and says what to do
+                continue
+            if gemm not in REGISTERED:  # one of a package's own reads what it is written to read
+                yield gemm
+
+
+def _check_four_bit_product(q: Quantizer) -> None:
+    """Its one call, with operands in a GPU's layout, makes what dequantize says; on a CPU both are exact."""
+    quantized = quantize(looking_at(_random(48, 48, 0, torch.device("cpu"))), q)
+    codes, scale, outer = quantized.codes, quantized.scale, quantized.outer_scale
+    a = Operand(codes=codes, scale=scale, quantizer=q, outer_scale=outer)
+    arguments = (a, a.t(), torch.float32, GemmConfig())
+    if (differs := difference(NVFP4.multiply(*arguments), EMULATED.multiply(*arguments))) is not None:
+        raise BrokenContract(expected="codes that nvfp4_mm reads as dequantize does", found=differs, mend=OWN_MEANING)
+
+
+def gemms_read_what_dequantize_gives(q: Quantizer, device: torch.device) -> None:
+    """A GPU's GEMM is chosen only for codes that it reads as dequantize does."""
+    left = _as_left_operand(q)
+    chosen = sorted(set(_gemms(left))) if left is not None else []
+    if chosen == [NVFP4.name]:
+        _check_four_bit_product(left)
+        return
+    if q.gemm_format() is None:
+        if chosen:
+            raise BrokenContract(
+                expected="no native GEMM where gemm_format() is None", found=", ".join(chosen), mend=OWN_MEANING
+            )
+        return
+    quantized = quantize(looking_at(_random(48, 48, 0, device)), q)
+    exact = q.dequantize(quantized.codes, quantized.scale, torch.float64)
+    if (differs := difference(_as_read(quantized), exact)) is not None:
+        raise BrokenContract(
+            expected=f"codes that the GEMMs of GPUs ({', '.join(chosen) or 'none today'}) read as dequantize does, "
+            f"for gemm_format() is {q.gemm_format().name}",
+            found=differs,
+            mend=OWN_MEANING,
+        )
+
+
+def code_zero_is_zero(q: Quantizer, device: torch.device) -> None:
+    """A byte of zeros stands for the value zero: shards that cut blocks, and odd sizes, are padded with it."""
+    quantized = quantize(looking_at(_random(48, 48, 0, device)), q)
+    found = q.dequantize(torch.zeros_like(quantized.codes), quantized.scale)
+    if found.any():
+        raise BrokenContract(
+            expected="codes of zero bytes stand for zeros",
+            found=f"{found.abs().max().item()}",
+            mend="store the value zero as the byte 0: let cast add an offset to the codes, and dequantize take it off",
+        )

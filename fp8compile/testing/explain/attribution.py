@@ -1,0 +1,247 @@
+"""Whose product it is: the layers that each product of a graph belongs to, and which of their three GEMMs it is.
+
+A product is a layer's because it multiplies data by a form of the layer's weight, or because its result leaves the
+graph as that weight's gradient. One of parameters alone is none: it computes a weight, or something about it. Only
+where the weight is none of the graph's parameters the module that was being called decides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from fp8compile.quantizers import GEMMS
+from fp8compile.testing.explain.capture import Recorded
+from fp8compile.testing.explain.module_stack import Names, layer_of_stack
+from fp8compile.testing.explain.unfolded_graph import SAME, Value, unfold
+from fp8compile.testing.explain.weight_flow import (
+    LAYER_OPS,
+    PRODUCTS,
+    Form,
+    form_of,
+    is_elementwise,
+    takes_weight_and_data,
+)
+from fp8compile.testing.graphs.recording import user_place
+
+__all__ = ["Owners", "Unknown"]
+
+TURNS = frozenset({"aten::t", "aten::transpose", "aten::permute"})
+# what leaves a tensor the same numbers, up to rounding: looked through on the way to what is cast
+SAME_VALUES = TURNS | frozenset({
+    SAME, "aten::view", "aten::_unsafe_view", "aten::reshape", "aten::alias", "aten::detach", "aten::_to_copy",
+    "aten::clone", "aten::expand", "aten::squeeze", "aten::unsqueeze",
+})  # fmt: skip
+OUTPUT, GRAD_INPUT, GRAD_WEIGHT = GEMMS
+
+
+@dataclass(frozen=True, kw_only=True)
+class Unknown:
+    """An operator that takes a layer's weight and data, of which no graph tells what it does with them.
+
+    Attributes:
+        layer: Name of the layer.
+        op: The operator.
+        file: Of the line that it comes from; empty where it isn't known.
+        line: 0 where it isn't known.
+    """
+
+    layer: str
+    op: str
+    file: str
+    line: int
+
+
+def _input_index(described: Any) -> int | None:
+    """Which of a graph's inputs is meant; of a tensor subclass's parts, the subclass."""
+    while hasattr(described, "base"):
+        described = described.base
+    return getattr(getattr(described, "grad_of", described), "idx", None)
+
+
+class Owners:
+    """Forward and backward of one graph: what flows from and to the layers' weights.
+
+    Args:
+        recorded: The graph.
+        weights: By identity of a parameter, the layers whose weight it is, or is computed from it.
+        constants: Identities of the model's buffers, which are no data.
+        names: Of layers and modules.
+
+    Attributes:
+        forward: Values of the forward graph.
+        backward: Of the backward graph; empty if there is none.
+        needs_grad: Values of the forward that depend on what requires grad.
+    """
+
+    def __init__(
+        self, recorded: Recorded, weights: Mapping[int, Sequence[str]], constants: set[int], names: Names
+    ) -> None:
+        self.names = names
+        self.weights = [tuple(weights.get(id(tensor), ())) for tensor in recorded.inputs]
+        self.parameters = [isinstance(tensor, nn.Parameter) for tensor in recorded.inputs]
+        self.constants = [
+            is_parameter or id(tensor) in constants
+            for is_parameter, tensor in zip(self.parameters, recorded.inputs, strict=True)
+        ]
+        self.forms: dict[Value, Form] = {}
+        forward = unfold(recorded.kept.forward)
+        self._add(forward.values)
+        self.forward = forward.values
+        self.known = {layer for form in self.forms.values() for weight in form.weights for layer in weight}
+        self.backward: list[Value] = []
+        self.backward_graph = None if recorded.kept.backward is None else recorded.kept.backward.graph
+        self.gradients: dict[Value, tuple[str, ...]] = {}
+        # a subgraph's names are its own
+        self.named = {v.node.name: v for v in forward.values if v.node.graph is recorded.kept.forward.graph}
+        if recorded.kept.backward is not None:
+            backward = unfold(recorded.kept.backward, self.named)
+            self.backward = backward.values
+            for value, described in backward.outputs:
+                index = _input_index(described)
+                if index is not None and index < len(self.weights) and self.weights[index]:
+                    self.gradients[value] = self.weights[index]
+            self._add(backward.values)
+        self.needs_grad: set[Value] = set()
+        for value in self.forward:
+            if self._asks_for_grad(value, recorded.inputs):
+                self.needs_grad.add(value)
+        self.by_sequence: dict[int, list[Value]] = {}
+        for value in self.forward:
+            if value.op not in ("", SAME) and (number := value.node.meta.get("seq_nr")) is not None:
+                self.by_sequence.setdefault(number, []).append(value)
+
+    def _add(self, values: Iterable[Value]) -> None:
+        for value in values:
+            self.forms[value] = form_of(value, self.forms) if value.op else self._input(value)
+            if value.op in PRODUCTS and self._own_call(value) is not None:
+                self.forms[value] = Form(is_data=True)
+
+    def _input(self, value: Value) -> Form:
+        index = _input_index(value.node.meta.get("desc"))
+        if index is None or index >= len(self.weights):
+            return Form(is_data=True)
+        weights = self.weights[index]
+        return Form(frozenset([weights] if weights else []), is_data=not self.constants[index])
+
+    def _asks_for_grad(self, value: Value, inputs: Sequence[Any]) -> bool:
+        """Whether a value of the forward depends on something that requires grad; those it is made of are known."""
+        if value.op and value.op != "aten::detach":
+            return not self.needs_grad.isdisjoint(value.inputs)
+        index = None if value.op else _input_index(value.node.meta.get("desc"))
+        return index is not None and index < len(inputs) and getattr(inputs[index], "requires_grad", False)
+
+    def operands(self, value: Value) -> list[Value]:
+        """What a product may multiply data by: one of two, or a layer op's weight."""
+        if LAYER_OPS.get(value.op) in (OUTPUT, GRAD_INPUT):
+            return [value.operand(1)]
+        return [value.operand(index) for index in PRODUCTS.get(value.op, ())]
+
+    def _weights(self, values: Iterable[Value]) -> frozenset[tuple[str, ...]]:
+        """Weights that any of these is a form of."""
+        return frozenset().union(*(self.forms[value].weights for value in values))
+
+    def _own_call(self, value: Value) -> str | None:
+        """The layer whose call a product of parameters alone is made in, such as of learned queries."""
+        of_layer = [
+            {layer for weight in self.forms[operand].weights for layer in weight} for operand in self.operands(value)
+        ]
+        called = layer_of_stack(value.node, self.names)
+        return called if sum(called in layers for layers in of_layer) == 1 else None
+
+    def _of_forward(self, value: Value) -> list[Value]:
+        """The products of the forward that one of the backward is the gradient of, or whatever else it is of."""
+        candidates = self.by_sequence.get(value.node.meta.get("seq_nr"), [])
+        return [each for each in candidates if each.op in (*PRODUCTS, *LAYER_OPS)] or candidates
+
+    def is_recomputed(self, value: Value) -> bool:
+        """Whether a value of the backward is one of the forward, computed again."""
+        if value.node.graph is not self.backward_graph:
+            # in a subgraph, what has no mark of the backward
+            meta = value.node.meta
+            return bool(meta.get("nn_module_stack")) and not meta.get("fwd_nn_module_stack")
+        twin = self.named.get(value.node.name)
+        return twin is not None and twin.op == value.op
+
+    def _computes_weights(self, value: Value) -> bool:
+        """Whether a value of the backward is the gradient of something that parameters alone are made into."""
+        forward = self._of_forward(value)
+        return bool(forward) and not any(self.forms[each].is_data for each in forward)
+
+    def _gradient_of(self, value: Value) -> set[tuple[str, ...]]:
+        """Weights as whose gradient a result leaves the graph, alone, as a summand, in parts, or computed with."""
+        todo, seen = [value], set()
+        while todo:
+            value = todo.pop()
+            if value not in seen:
+                seen.add(value)
+                todo += [user for user in value.users if self._hands_on(value, user)]
+        return {self.gradients[each] for each in seen if each in self.gradients}
+
+    def _hands_on(self, value: Value, user: Value) -> bool:
+        if user.op in SAME_VALUES or user.op == "getitem":
+            return True
+        if is_elementwise(user):
+            return user.numel == value.numel
+        is_reduction = torch.Tag.reduction in getattr(user.node.target, "tags", ())
+        return len(user.inputs) == 1 and user.op.startswith("aten::") and not is_reduction
+
+    def source(self, value: Value) -> Value:
+        """The value that has these numbers, in the forward graph where the backward got them from there."""
+        while value.op in SAME_VALUES and value.inputs:
+            value = value.inputs[0]
+        return value
+
+    def is_parameter(self, value: Value) -> bool:
+        """Whether a value has a parameter's numbers."""
+        index = _input_index(self.source(value).node.meta.get("desc"))
+        return index is not None and index < len(self.parameters) and self.parameters[index]
+
+    def _one_of(self, weight: Sequence[str], node: fx.Node) -> str:
+        """The layer that was being called, among those that share a weight."""
+        called = layer_of_stack(node, self.names) if len(weight) > 1 else None
+        return called if called in weight else weight[0]
+
+    def _called(self, node: fx.Node) -> str | None:
+        """The layer that was being called, where its weight is none of the graph's parameters."""
+        called = layer_of_stack(node, self.names)
+        return None if called in self.known else called
+
+    def whose(self, value: Value, *, backward: bool) -> tuple[list[str | None], str]:
+        """Layers and GEMM of a product."""
+        node, operands = value.node, self.operands(value)
+        weights = self._weights(operands)
+        gemm = OUTPUT.name
+        if not backward:
+            # what a layer op multiplies by is a weight, whatever it is multiplied with
+            if value.op in PRODUCTS and not self.forms[value].is_data:
+                return [None], gemm
+        elif self._computes_weights(value):
+            return [None], GRAD_INPUT.name
+        elif gradient := self._gradient_of(value):
+            return [self._one_of(weight, node) for weight in sorted(gradient)], GRAD_WEIGHT.name
+        elif weights:
+            gemm = GRAD_INPUT.name
+        else:
+            weights = self._weights(each for product in self._of_forward(value) for each in self.operands(product))
+            gemm = GRAD_WEIGHT.name if weights else GRAD_INPUT.name
+        if weights:
+            return [self._one_of(weight, node) for weight in sorted(weights)], gemm
+        # grad_output^T @ x, of a weight that no parameter tells
+        if gemm == GRAD_INPUT.name and operands and operands[0].op in TURNS:
+            gemm = GRAD_WEIGHT.name
+        return [self._called(node)], gemm
+
+    def unknown(self, value: Value, *, backward: bool) -> Iterator[Unknown]:
+        """For each layer, that an operator takes its weight and data."""
+        if not takes_weight_and_data(value, self.forms):
+            return
+        if backward and (is_elementwise(value) or self._computes_weights(value)):
+            return
+        file, line = user_place(value.node)
+        for layer in {layer for weight in self._weights(value.inputs) for layer in weight}:
+            yield Unknown(layer=layer, op=value.op, file=file, line=line)

@@ -1,0 +1,61 @@
+"""A model's graphs, with the tensors that each was called with: by these a parameter is found again."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch._functorch.config
+from torch import fx, nn
+
+from fp8compile.testing.graphs.recording import KeptGraph, Recording
+
+__all__ = ["Recorded", "record"]
+
+
+class _Watching(Recording):
+    """Keeps, beside the graphs, the tensors that each was first called with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inputs: dict[str, Sequence[Any]] = {}
+
+    def __call__(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable:
+        run = super().__call__(graph, inputs)
+        name = self.graphs[-1].compile_id
+
+        def call(*given: Any) -> Any:
+            self.inputs.setdefault(name, given)
+            return run(*given)
+
+        return call
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """A graph and the tensors that went into it."""
+
+    kept: KeptGraph
+    inputs: Sequence[Any]
+
+
+def record(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Recorded]:
+    """Compile a model, forward and backward, and call it once.
+
+    Returns:
+        Its graphs, one if nothing breaks them.
+    """
+    watching = _Watching()
+    torch._dynamo.reset()
+    with (
+        warnings.catch_warnings(),
+        torch._dynamo.config.patch(suppress_errors=False),
+        torch._functorch.config.patch(force_non_lazy_backward_lowering=True),
+    ):
+        warnings.filterwarnings("ignore", module=r"torch\._dynamo")  # of breaks, which the graph report has
+        torch.compile(model, backend=watching, dynamic=False)(*args, **kwargs)
+    torch._dynamo.reset()
+    return [Recorded(kept, watching.inputs.get(kept.compile_id, ())) for kept in watching.graphs]

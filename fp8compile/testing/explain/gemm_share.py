@@ -1,0 +1,207 @@
+"""Which share of a model's matrix products runs in FP8, read off the graphs that a compiler gets.
+
+    model --Dynamo, AOTAutograd--> forward graph, backward graph --a look at every node--> GemmShare
+
+The graphs are those after autograd and before our ops are taken apart: each product of a layer is one node there, and
+the recipe in it says whether its operands are FP8. A layer that fell back to bf16 on the way is a `mm`, and counts as
+that. How a device multiplies FP8 operands (a CPU may emulate) is `fp8compile doctor`'s to say.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+from torch import Tensor, fx
+
+from fp8compile import ops
+from fp8compile.formats import ELEMENT_FORMATS, Float8Format
+from fp8compile.testing.graphs.recording import node_value, op_name
+
+__all__ = ["GemmShare", "LOOKS_LIKE_PRODUCT", "flop_formulas", "gemm_share"]
+
+FLOAT8 = frozenset(f.dtype for f in ELEMENT_FORMATS.values() if isinstance(f, Float8Format))
+CODE_PRODUCTS = frozenset(op.name() for op in (ops.scaled_mm, ops.scaled_grouped_mm, *ops.FOUR_BIT_PRODUCTS))
+LAYER_GEMMS = {op.name(): gemm for op, gemm in ops.LAYER_OPS.items()}
+# products of two matrices: attention, stacked experts and convolutions come batched, grouped or fused
+MATRIX_OPS = frozenset({
+    "aten::mm", "aten::addmm", "aten::_scaled_mm", "aten::_scaled_mm_v2",
+    *(op.name() for op in ops.FLOP_FORMULAS),
+})  # fmt: skip
+# an op of such a name that nothing counts would make the share wrong without a word
+LOOKS_LIKE_PRODUCT = re.compile(r"(mm|mv|dot|matmul|linear)(_|$)|attention|convolution")
+
+
+@dataclass(frozen=True, kw_only=True)
+class GemmShare:
+    """Matrix products in graphs, and which of them have FP8 or FP4 operands; printed, one line.
+
+    Attributes:
+        fp8: How many multiply codes, of eight bits or of four.
+        linear: How many are products of two matrices: linear layers of any kind, converted or not, also those without
+            a ``nn.Linear`` (``Conv1D``, routers).
+        total: How many there are: these, and attention, stacked experts, convolutions.
+        fp8_flops: Floating-point operations of the FP8 ones.
+        fp8_linear_flops: Those of the FP8 ones that are products of two matrices.
+        linear_flops: Those of the products of two matrices.
+        flops: Those of all.
+    """
+
+    fp8: int
+    linear: int
+    total: int
+    fp8_flops: int
+    fp8_linear_flops: int
+    linear_flops: int
+    flops: int
+
+    @property
+    def share(self) -> float:
+        """FP8's part of the operations of all products, 0 to 1."""
+        return self.fp8_flops / self.flops if self.flops else 0.0
+
+    @property
+    def linear_share(self) -> float:
+        """FP8's part of the operations of linear layers, 0 to 1."""
+        return self.fp8_linear_flops / self.linear_flops if self.linear_flops else 0.0
+
+    def __str__(self) -> str:
+        return (
+            f"{self.fp8} GEMMs in FP8: {self.share:.1%} of the flops of all {self.total}, {self.linear_share:.1%} of "
+            f"those of the {self.linear} in linear layers"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Product:
+    flops: int
+    is_fp8: bool
+    is_linear: bool
+
+
+def _grouped_flops(a: Sequence[int], b: Sequence[int]) -> int:
+    """Operations of a grouped product; a side without a dim of groups has its rows, columns or sum divided.
+
+    (m, k) by (g, k, n), (g, m, k) by (k, n), (m, k) by (k, n) or (g, m, k) by (g, k, n).
+    """
+    return 2 * prod(a[-2:] if len(b) == 2 else a) * b[-1]
+
+
+def flop_formulas() -> dict[str, Callable[..., int]]:
+    """Formulas by operator name: PyTorch's registry, and the products that a version of it leaves out."""
+    from torch.utils.flop_counter import flop_registry
+
+    def attention(q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> int:
+        # scores, then the output; heads of keys that are fewer are repeated
+        return 2 * q.shape[:-1].numel() * k.shape[-2] * (q.shape[-1] + v.shape[-1])
+
+    def attention_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> int:
+        # scores again, gradients of scores, v, q and k
+        return 2 * q.shape[:-1].numel() * k.shape[-2] * (3 * q.shape[-1] + 2 * v.shape[-1])
+
+    def grouped(a: Tensor, b: Tensor, *_: Any, **__: Any) -> int:
+        return _grouped_flops(a.shape, b.shape)
+
+    found = {op_name(op): formula for op, formula in flop_registry.items()}
+    missing = {
+        "aten::_scaled_dot_product_flash_attention_for_cpu": attention,  # PyTorch has these two from 2.15
+        "aten::_scaled_dot_product_flash_attention_for_cpu_backward": attention_backward,
+        "aten::_scaled_mm_v2": found["aten::mm"],
+        "aten::_grouped_mm": grouped,
+        "aten::_scaled_grouped_mm": grouped,
+    }
+    return missing | found
+
+
+def _is_fp8(name: str, args: Sequence[Any]) -> bool:
+    namespace, _, op = name.partition("::")
+    if namespace != "fp8compile":
+        return "scaled" in op and all(getattr(a, "dtype", None) in FLOAT8 for a in args[:2])
+    if name in CODE_PRODUCTS:
+        return True
+    if op == "grouped_mm":
+        return False
+    return args[-1].quantizers(LAYER_GEMMS[name]) is not None
+
+
+def _product(node: fx.Node, name: str, formula: Callable[..., int]) -> _Product:
+    args, kwargs = fx.map_arg((node.args, node.kwargs), node_value)
+    flops = formula(*args, **kwargs, out_val=node_value(node))
+    if not isinstance(flops, int):
+        raise ValueError(
+            f"gemm_share: the sizes of node {node.name} are symbolic, so its operations have no number. Compile with "
+            "dynamic=False."
+        )
+    return _Product(flops=flops, is_fp8=_is_fp8(name, args), is_linear=name in MATRIX_OPS)
+
+
+def _products(graph: fx.GraphModule) -> Iterator[_Product]:
+    formulas = flop_formulas()
+    modules = [module for module in graph.modules() if isinstance(module, fx.GraphModule)]
+    for node in (node for module in modules for node in module.graph.nodes):
+        if node.op in ("call_module", "call_method"):
+            raise ValueError(
+                f"gemm_share: node {node.name} calls {'module' if node.op == 'call_module' else 'method'} "
+                f"{node.target!r}, in which products may be that nobody counts. Take the graphs that AOTAutograd "
+                "hands to a backend: fp8compile.testing.Recording keeps them."
+            )
+        if node.op != "call_function":
+            continue
+        name = op_name(node.target)
+        if name in formulas:
+            yield _product(node, name, formulas[name])
+        elif LOOKS_LIKE_PRODUCT.search(name):
+            raise ValueError(
+                f"gemm_share: {name} looks like a matrix product, and nothing says how many operations it is. "
+                "Register a formula: torch.utils.flop_counter.register_flop_formula."
+            )
+
+
+def gemm_share(*graphs: fx.GraphModule) -> GemmShare:
+    """Count the matrix products in graphs, and those among them that multiply FP8 operands.
+
+    The graphs are those that AOTAutograd hands to a backend, without decompositions of our ops; ``Recording`` keeps
+    them:
+
+        recording = Recording()
+        torch.compile(model, backend=recording, dynamic=False)(x).sum().backward()
+        print(gemm_share(*recording.traced))
+
+    Operations are counted by the formulas of ``torch.utils.flop_counter``: a mask saves none, and both
+    branches of a ``cond`` count. A product that the recipe leaves in high precision is none of FP8.
+
+    Args:
+        graphs: Forward and backward, each node with its value in ``meta["val"]``; sizes are numbers.
+
+    Returns:
+        The count; two shares: of all products, and of those of linear layers.
+
+    Raises:
+        TypeError: What is given is no graph.
+        ValueError: There is no graph; a shape is unknown or symbolic; a node calls a module or method; or an operator
+            that looks like a product has no formula.
+    """
+    if not graphs:
+        raise ValueError(
+            "gemm_share: no graph is given, so nothing was compiled or nothing was kept. Run the model once, forward "
+            "and backward, before recording.traced is asked for."
+        )
+    for graph in graphs:
+        if not isinstance(graph, fx.GraphModule):
+            raise TypeError(
+                f"gemm_share: a graph is a {type(graph).__name__}; each is a torch.fx.GraphModule, one argument each: "
+                "gemm_share(*recording.traced)."
+            )
+    products = [product for graph in graphs for product in _products(graph)]
+    return GemmShare(
+        fp8=sum(p.is_fp8 for p in products),
+        linear=sum(p.is_linear for p in products),
+        total=len(products),
+        fp8_flops=sum(p.flops for p in products if p.is_fp8),
+        fp8_linear_flops=sum(p.flops for p in products if p.is_fp8 and p.is_linear),
+        linear_flops=sum(p.flops for p in products if p.is_linear),
+        flops=sum(p.flops for p in products),
+    )

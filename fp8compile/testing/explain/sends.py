@@ -1,0 +1,330 @@
+"""sends: what each FP8 layer of a model that is spread over ranks sends, message by message.
+
+    x --plan--> layer: output --plan--> y          plan: what a style of the plan does around the layer
+    dx <--plan-- layer: grad_input, grad_weight <--plan-- dy
+
+The model runs once, forward and backward, and every message is noted where it is sent. Placements decide what is
+sent, so a fake process group (no other rank is there) tells the same. Which operand a GEMM gathers is asked of
+`fp8compile.ops.layer.products`. In compiled code layers may share messages: this is what each of them asks for.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fp8compile import _compat
+from fp8compile.nn import Linear
+from fp8compile.nn.report import aligned
+from fp8compile.ops.layer.local_shards import LocalShard
+from fp8compile.ops.layer.products import steps_of
+from fp8compile.quantizers import GEMMS, Gemm, Recipe
+from fp8compile.testing.graphs.kept_state import kept_state
+from fp8compile.testing.graphs.messages import COLLECTIVES
+from fp8compile.testing.graphs.report import Call, is_compiled, run_call
+
+__all__ = ["Send", "Sends", "is_spread", "sends"]
+
+OUTPUT, GRAD_INPUT, GRAD_WEIGHT = GEMMS
+OPS = {
+    "fp8compile::linear": OUTPUT,
+    "fp8compile::grad_input": GRAD_INPUT,
+    "fp8compile::grad_weight": GRAD_WEIGHT,
+    "fp8compile::delayed_linear": OUTPUT,
+    "fp8compile::delayed_grad_input": GRAD_INPUT,
+    "fp8compile::delayed_grad_weight": GRAD_WEIGHT,
+}
+NO_MESSAGES = ("wait_tensor", "_wrap_tensor_autograd")
+PLAN = "plan"  # who sends: a style of the plan, around the layer
+BETWEEN = "(between layers)"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Send:
+    """A message of a layer, as often as it sends such a one.
+
+    Attributes:
+        layer: Name of the layer; "(between layers)" for what is sent outside all of them, such as a sum of gradients
+            of several layers that read one tensor.
+        gemm: "output", "grad_input" or "grad_weight": the product that asks for it; "plan" where a style of the plan
+            moves a tensor around the layer; empty between layers.
+        what: "codes of grad_output", "scales of input", "amax", or the tensor in its own dtype, such as "input".
+        op: "all_gather", "all_reduce max", "all_reduce sum", "reduce_scatter sum", or another operator's name.
+        dtype: Of what is sent, such as "uint8".
+        bytes_per_element: Of that dtype.
+        bytes: Of the tensor on one rank, what goes in or what comes out, whichever is more.
+        backward: Whether it is sent in the backward.
+        times: How often.
+    """
+
+    layer: str
+    gemm: str
+    what: str
+    op: str
+    dtype: str
+    bytes_per_element: int
+    bytes: int
+    backward: bool
+    times: int = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sends:
+    """Rows in the order in which they are sent first; printed, a table.
+
+    Attributes:
+        rows: The messages.
+        layers: Names of the layers that are spread over ranks; one without rows sends nothing.
+    """
+
+    rows: tuple[Send, ...]
+    layers: tuple[str, ...]
+
+    def of(self, layer: str, gemm: str | None = None) -> tuple[Send, ...]:
+        """The messages of a layer, or of one of its products.
+
+        Args:
+            layer: Its name.
+            gemm: "output", "grad_input", "grad_weight" or "plan"; None for all.
+        """
+        return tuple(row for row in self.rows if row.layer == layer and gemm in (None, row.gemm))
+
+    def cells(self) -> Iterator[tuple[str, ...]]:
+        """Cells of the table, its head first."""
+        yield "layer", "for", "what", "how", "dtype", "bytes an element", "bytes", "times"
+        for name in self.layers:
+            rows = self.of(name)
+            if not rows:
+                yield name or "(the model)", "-", "nothing", *("-" for _ in range(5))
+            for row in rows:
+                yield _cells(row)
+        for row in self.of(BETWEEN):
+            yield _cells(row)
+
+    def __str__(self) -> str:
+        return "\n".join(aligned(list(self.cells())))
+
+
+def _cells(row: Send) -> tuple[str, ...]:
+    direction = "backward" if row.backward else "forward"
+    reason = row.gemm if row.gemm in {gemm.name for gemm in GEMMS} else f"{row.gemm} {direction}".strip()
+    numbers = str(row.bytes_per_element), f"{row.bytes:,}", str(row.times)
+    return row.layer or "(the model)", reason, row.what, row.op, row.dtype, *numbers
+
+
+# ---------------------------------------------------------------------------------- where a message belongs
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where in a layer: its op itself, or beside it, on the way of a tensor from or to the next layer."""
+
+    layer: str
+    tensor: str | None  # which the plan moves; None in the op
+
+
+def _nodes(start: Any, end: set[Any]) -> Iterator[Any]:
+    """Nodes of autograd from one of them, up to others."""
+    pending, seen = [start], set(end)
+    while pending:
+        node = pending.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        yield node
+        pending += [following for following, _ in node.next_functions]
+
+
+def _grad_fns(value: Any) -> set[Any]:
+    return {leaf.grad_fn for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)} - {None}
+
+
+class _Places:
+    """Follows the layers of a model: what runs now, and whose each node of autograd is."""
+
+    def __init__(self, layers: dict[str, Linear]) -> None:
+        self.now: list[_Place] = []
+        self.of_node: dict[Any, _Place] = {}
+        self.handles = [handle for name, layer in layers.items() for handle in self._hooks(name, layer)]
+
+    def remove(self) -> None:
+        """Take the hooks away."""
+        for handle in self.handles:
+            handle.remove()
+
+    def current(self) -> _Place | None:
+        """Where whatever runs belongs, in forward or backward; None outside all layers."""
+        node = torch._C._current_autograd_node()
+        return self.now[-1] if self.now else self.of_node.get(node)
+
+    def _hooks(self, name: str, layer: Linear) -> Iterator[Any]:
+        ends: list[set[Any]] = []  # of the last call: nodes of what came, of what the layer got, of what it made
+
+        def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
+            ends[:] = [_grad_fns((args, kwargs))]
+            self.now.append(_Place(name, "input"))
+
+        def entered(module: nn.Module, args: Any, kwargs: Any) -> None:
+            ends.append(_grad_fns((args, kwargs)))
+            self.now[-1] = _Place(name, None)
+
+        def leave(module: nn.Module, args: Any, output: Any) -> None:
+            ends.append(_grad_fns(output))
+            self.now[-1] = _Place(name, "output")
+
+        def left(module: nn.Module, args: Any, output: Any) -> None:
+            self.now.pop()
+            came, got, made = ends
+            sides = ((_grad_fns(output), made, "grad_output"), (made, got, None), (got, came, "grad_input"))
+            for starts, end, tensor in sides:
+                for start in starts:
+                    self.of_node.update(dict.fromkeys(_nodes(start, end), _Place(name, tensor)))
+
+        # the styles of a plan are hooks as well: two of ours before theirs, two behind
+        yield layer.register_forward_pre_hook(enter, prepend=True, with_kwargs=True)
+        yield layer.register_forward_pre_hook(entered, with_kwargs=True)
+        yield layer.register_forward_hook(leave, prepend=True)
+        yield layer.register_forward_hook(left)
+
+
+# ---------------------------------------------------------------------------------- messages
+
+
+def _gathered(gemm: Gemm, a: Tensor, b: Tensor) -> dict[str, str]:
+    """By name of a group, which operand its ranks gather for a product."""
+    from fp8compile.parallel.placed import cuts_of
+
+    parts = {side: LocalShard(t.to_local(), cuts_of(t)) for side, t in (("a", a), ("b", b))}
+    steps = [(index, step.gather) for index, step in enumerate(steps_of(gemm, **parts)) if step.gather is not None]
+    return {parts[side].cuts[index].group.group_name: _tensor_name(getattr(gemm, side)) for index, side in steps}
+
+
+def _tensor_name(slot: str) -> str:
+    return slot.partition("_for_")[0]
+
+
+class _Listener(TorchDispatchMode):
+    """Notes every message."""
+
+    def __init__(self, places: _Places) -> None:
+        super().__init__()
+        self.places, self.found = places, Counter()
+        self.gemm, self.recipe, self.gathered = OUTPUT, None, {}
+        self.partial: list[str] = []  # operands that are sums over ranks still
+        self.codes_of: set[str] = set()  # groups that have sent the codes of their operand
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if any(map(_compat.is_dtensor, args)):
+            if (gemm := OPS.get(func._schema.name)) is not None:
+                self.gemm, self.recipe = gemm, next(arg for arg in args if isinstance(arg, Recipe))
+                self.gathered, self.codes_of = _gathered(gemm, *args[:2]), set()
+                slots = zip((gemm.a, gemm.b), args, strict=False)
+                self.partial = [
+                    _tensor_name(slot)
+                    for slot, t in slots
+                    if any(placement.is_partial() for placement in t.placements)
+                ]
+            return NotImplemented  # DTensor takes it apart, and comes back with what it sends
+        made = func(*args, **(kwargs or {}))
+        if func.namespace in COLLECTIVES and func._opname not in NO_MESSAGES:
+            self._note(func, args, made)
+        return made
+
+    def _note(self, func: Any, args: tuple, made: Any) -> None:
+        given = [leaf for leaf in pytree.tree_leaves(args) if isinstance(leaf, Tensor)]
+        results = [leaf for leaf in pytree.tree_leaves(made) if isinstance(leaf, Tensor)]
+        words = [arg for arg in args if isinstance(arg, str)]
+        reduction = next((word for word in words if word in ("sum", "max", "min", "avg", "product")), "")
+        op = func._opname.removesuffix("_into_tensor").removesuffix("_tensor")
+        place = self.places.current()
+        is_sum = op.startswith("reduce_scatter") or reduction == "sum"
+        if place is not None and place.tensor is None and is_sum and not self.partial:
+            place = None  # autograd adds what several readers of a tensor gave, while the last one's node runs
+        gemm = "" if place is None else PLAN if place.tensor else self.gemm.name
+        self.found[
+            Send(
+                layer=BETWEEN if place is None else place.layer,
+                gemm=gemm,
+                what=self._what(op, reduction, words, place),
+                op=f"{op} {reduction}".strip(),
+                dtype=str(given[0].dtype).removeprefix("torch."),
+                bytes_per_element=given[0].element_size(),
+                bytes=max(sum(t.numel() * t.element_size() for t in tensors) for tensors in (given, results)),
+                backward=torch._C._current_autograd_node() is not None,
+            )
+        ] += 1
+
+    def _what(self, op: str, reduction: str, words: list[str], place: _Place | None) -> str:
+        if place is None:
+            return "a tensor"
+        if place.tensor is not None:
+            return place.tensor
+        if op == "all_reduce":
+            return "amax" if reduction == "max" else " and ".join(self.partial)
+        tensor = next((self.gathered[word] for word in words if word in self.gathered), "an operand")
+        if self.recipe.quantizers(self.gemm) is None:
+            return tensor
+        group = words[-1]
+        kind = "scales" if group in self.codes_of else "codes"
+        self.codes_of.add(group)
+        return f"{kind} of {tensor}"
+
+
+def _spread_layers(model: nn.Module) -> dict[str, Linear]:
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, Linear) and _compat.is_dtensor(module._parameters.get("weight"))
+    }
+
+
+def is_spread(model: nn.Module) -> bool:
+    """Whether a ``fp8compile.Linear`` of the model has a DTensor as its weight."""
+    return bool(_spread_layers(model))
+
+
+def sends(model: nn.Module, *args: Any, **kwargs: Any) -> Sends:
+    """What the FP8 layers of a model on DTensors send, in one forward and backward of a call.
+
+    What is sent is decided by the plan, so this is known before a step: on a fake process group
+    (``torch.testing._internal.distributed.fake_pg``) no rank but this one is needed. On a real one, all ranks call it.
+    Modes, buffers, gradients and random numbers are left as they are.
+
+    Args:
+        model: A module, parallelized, not compiled.
+        args: Of the call.
+        kwargs: Of the call.
+
+    Returns:
+        The messages; print them, or go through ``rows``. Layers of plain functions on groups
+        (`fp8compile.parallel.column_parallel_linear`) are none: `docs/parallel.md` has their table.
+
+    Raises:
+        TypeError: The model is no module, or was compiled.
+        ValueError: No ``fp8compile.Linear`` of it has a DTensor as its weight.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"sends: model is a {type(model).__name__}; it is a torch.nn.Module.")
+    if is_compiled(model):
+        raise TypeError("sends: model is compiled already; pass what torch.compile was given.")
+    layers = _spread_layers(model)
+    if not layers:
+        raise ValueError(
+            "sends: no fp8compile.Linear of the model has a DTensor as its weight, so nothing is spread over ranks. "
+            "Convert the model, then apply a plan by torch.distributed.tensor.parallel.parallelize_module."
+        )
+    places = _Places(layers)
+    listener = _Listener(places)
+    try:
+        with kept_state(model, (args, kwargs)), listener:
+            run_call(model, model, Call(args, kwargs), backward=True)
+    finally:
+        places.remove()
+    return Sends(rows=tuple(replace(row, times=n) for row, n in listener.found.items()), layers=tuple(layers))

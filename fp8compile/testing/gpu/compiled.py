@@ -1,0 +1,133 @@
+"""Triton kernels compiled for a GPU, without the GPU: to PTX, and by Triton's own ptxas to a cubin."""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import re
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from fp8compile.testing.gpu.gpus import Gpu, pretend_gpu
+
+__all__ = ["CompiledKernel", "compiled_jit", "compiled_kernels"]
+
+KERNEL_SOURCE = re.compile(r"^(triton_\w+) = async_compile\.triton\('\w+', '''\n(.*?)^'''", re.MULTILINE | re.DOTALL)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompiledKernel:
+    """One kernel in one of the configurations that Inductor would choose from.
+
+    Attributes:
+        name: Of the kernel.
+        config: Its block sizes.
+        num_warps: Of 32 threads each.
+        arguments: Names and Triton's types ("*bf16", "i32") of the PTX's parameters, in their order.
+        shared_bytes: Of shared memory, of a program.
+        ptx: The text.
+    """
+
+    name: str
+    config: dict[str, int]
+    num_warps: int
+    arguments: dict[str, str]
+    shared_bytes: int
+    ptx: str = field(repr=False)
+
+    def __str__(self) -> str:
+        blocks = ", ".join(f"{name} {size}" for name, size in self.config.items())
+        return f"{self.name} ({blocks}, {self.num_warps} warps)"
+
+
+def _loaded(name: str, source: str, folder: str) -> ModuleType:
+    path = Path(folder) / f"{name}.py"
+    path.write_text(re.sub(r"\s*triton_helpers\.set_driver_to_gpu\(\)", "", source))
+    spec = importlib.util.spec_from_file_location(name, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _compiled(
+    fn: Any, kinds: dict[str, str], constants: dict[str, Any], attributes: dict, options: dict[str, int], gpu: Gpu
+) -> tuple[dict[str, str], int, str]:
+    """Parameters, bytes of shared memory and PTX of a jitted function; ``kinds`` are types of its arguments."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    signature = {name: "constexpr" if name in constants else kinds[name] for name in fn.arg_names}
+    source = ASTSource(
+        fn=fn,
+        signature=signature,
+        constexprs={(fn.arg_names.index(name),): value for name, value in constants.items()},
+        attrs=attributes,
+    )
+    found = triton.compile(source, target=GPUTarget("cuda", gpu.cc, gpu.warp_size), options=options)
+    parameters = {name: kind for name, kind in signature.items() if kind != "constexpr"}
+    return parameters, found.metadata.shared, found.asm["ptx"]
+
+
+def _generated(name: str, source: str, folder: str, gpu: Gpu) -> Iterator[CompiledKernel]:
+    """A kernel that Inductor generated, in each of its configurations, compiled as it is asked for."""
+    module = _loaded(name, source, folder)
+    tuner = next(value for value in vars(module).values() if type(value).__name__.endswith("Autotuner"))
+    meta, fn = tuner.triton_meta, tuner.fn
+    for config in tuner.configs:
+        constants = {name: value for name, value in config.kwargs.items() if name in fn.arg_names}
+        for key, value in meta.get("constants", {}).items():
+            constants[key if isinstance(key, str) else fn.arg_names[key]] = value
+        options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
+        arguments, shared, ptx = _compiled(fn, meta["signature"], constants, meta["configs"][0], options, gpu)
+        yield CompiledKernel(
+            name=name, config=dict(config.kwargs), num_warps=config.num_warps, arguments=arguments,
+            shared_bytes=shared, ptx=ptx,
+        )  # fmt: skip
+
+
+def compiled_kernels(source: str, gpu: Gpu, *, most: int | None = None) -> Iterator[CompiledKernel]:
+    """Compile the Triton kernels of generated code for a GPU; nothing is launched.
+
+    Args:
+        source: What Inductor generated, `GpuCode.source`.
+        gpu: The GPU.
+        most: How many of a kernel's configurations, from the first on; None for all that Inductor would time.
+
+    Raises:
+        ModuleNotFoundError: There is no Triton.
+    """
+    with tempfile.TemporaryDirectory() as folder, pretend_gpu(gpu):
+        for name, text in KERNEL_SOURCE.findall(source):
+            yield from itertools.islice(_generated(name, text, folder, gpu), most)
+
+
+def compiled_jit(
+    fn: Any, kinds: dict[str, str], constants: dict[str, Any], *, num_warps: int, gpu: Gpu, num_stages: int = 3
+) -> CompiledKernel:
+    """Compile a function under ``triton.jit`` for a GPU; nothing is launched.
+
+    Args:
+        fn: The function.
+        kinds: Triton's type of each argument that is no constant, such as "*bf16" and "i32"; pointers and sizes are
+            taken for multiples of 16.
+        constants: Its ``tl.constexpr`` arguments.
+        num_warps: Of 32 threads each.
+        gpu: The GPU.
+        num_stages: Of a pipelined loop; Triton's default is 3.
+
+    Raises:
+        ModuleNotFoundError: There is no Triton.
+    """
+    aligned = {(fn.arg_names.index(name),): [["tt.divisibility", 16]] for name in kinds}
+    with pretend_gpu(gpu):
+        options = {"num_warps": num_warps, "num_stages": num_stages}
+        arguments, shared, ptx = _compiled(fn, kinds, constants, aligned, options, gpu)
+    sizes = {name: value for name, value in constants.items() if type(value) is int}
+    return CompiledKernel(
+        name=fn.__name__, config=sizes, num_warps=num_warps, arguments=arguments, shared_bytes=shared, ptx=ptx
+    )

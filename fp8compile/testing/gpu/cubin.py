@@ -1,0 +1,96 @@
+"""Registers, spills and shared memory of Triton kernels: assembled by Triton's own ptxas, without the GPU."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fp8compile.testing.gpu.compiled import CompiledKernel, compiled_jit, compiled_kernels
+from fp8compile.testing.gpu.gpus import Gpu
+
+__all__ = ["KernelResources", "assembled", "jit_resources", "kernel_resources"]
+
+REGISTERS = re.compile(r"Used (\d+) registers")
+SPILLS = re.compile(r"(\d+) bytes spill stores, (\d+) bytes spill loads")
+
+
+@dataclass(frozen=True, kw_only=True)
+class KernelResources:
+    """One kernel in one of the configurations that Inductor would choose from.
+
+    Attributes:
+        name: Of the kernel.
+        config: Its block sizes.
+        num_warps: Of 32 threads each.
+        registers: A thread's.
+        spilled_bytes: A thread's, stored and loaded: registers that did not suffice.
+        shared_bytes: Of shared memory, of a program.
+    """
+
+    name: str
+    config: dict[str, int]
+    num_warps: int
+    registers: int
+    spilled_bytes: int
+    shared_bytes: int
+
+    def __str__(self) -> str:
+        blocks = ", ".join(f"{name} {size}" for name, size in self.config.items())
+        spills = f"{self.spilled_bytes} bytes spilled" if self.spilled_bytes else "no spills"
+        return (
+            f"{self.name} ({blocks}, {self.num_warps} warps): {self.registers} registers, {spills}, "
+            f"{self.shared_bytes} bytes shared"
+        )
+
+
+def _ptxas(ptx: str, gpu: Gpu) -> tuple[int, int]:
+    """Registers and spilled bytes, as the assembler says."""
+    from triton.backends.nvidia.compiler import get_ptxas
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "kernel.ptx"
+        path.write_text(ptx)
+        command = [get_ptxas(gpu.cc).path, "-v", f"--gpu-name=sm_{gpu.cc}a", str(path), "-o", "/dev/null"]
+        said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    spilled = SPILLS.search(said)
+    return int(REGISTERS.search(said)[1]), sum(map(int, spilled.groups())) if spilled else 0
+
+
+def assembled(kernel: CompiledKernel, gpu: Gpu) -> KernelResources:
+    """What a compiled kernel takes of a GPU."""
+    registers, spilled = _ptxas(kernel.ptx, gpu)
+    return KernelResources(
+        name=kernel.name, config=kernel.config, num_warps=kernel.num_warps, registers=registers,
+        spilled_bytes=spilled, shared_bytes=kernel.shared_bytes,
+    )  # fmt: skip
+
+
+def kernel_resources(source: str, gpu: Gpu) -> list[KernelResources]:
+    """Compile the Triton kernels of generated code for a GPU; nothing is launched.
+
+    Args:
+        source: What Inductor generated, `GpuCode.source`.
+        gpu: The GPU.
+
+    Returns:
+        Each kernel in each configuration that Inductor would time on the GPU.
+
+    Raises:
+        ModuleNotFoundError: There is no Triton.
+    """
+    return [assembled(kernel, gpu) for kernel in compiled_kernels(source, gpu)]
+
+
+def jit_resources(
+    fn: Any, kinds: dict[str, str], constants: dict[str, Any], *, num_warps: int, gpu: Gpu
+) -> KernelResources:
+    """Compile a function under ``triton.jit`` for a GPU; nothing is launched. The arguments are `compiled_jit`'s.
+
+    Raises:
+        ModuleNotFoundError: There is no Triton.
+    """
+    return assembled(compiled_jit(fn, kinds, constants, num_warps=num_warps, gpu=gpu), gpu)

@@ -1,0 +1,173 @@
+"""The graphs that Inductor would get for a GPU, made on the CPU.
+
+fn, args on the CPU --Dynamo, AOTAutograd with Inductor's decompositions, min-cut partitioner--> forward, backward
+
+Our ops, while they are traced, choose as they do on the GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from fp8compile._compat import is_unbacked
+from fp8compile.target import pretend_target
+from fp8compile.testing.gpu.gpus import Gpu
+from fp8compile.testing.graphs.kept_state import kept_state
+
+__all__ = [
+    "GpuGraph",
+    "all_outputs",
+    "check_has_no_region",
+    "gpu_graphs",
+    "kept_bytes",
+    "partition",
+    "returned_outputs",
+]
+
+
+@dataclass(frozen=True)
+class GpuGraph:
+    """A graph of decomposed operators, and tensors like those that it would be called with.
+
+    Attributes:
+        graph: On the CPU still.
+        inputs: Its arguments.
+        returned: Positions of the outputs that a caller gets, whose strides Inductor leaves alone. It may pad the
+            strides of the others, which are saved for backward.
+        called_with: The tensors that a forward was given, before subclasses are taken apart: a parameter is found
+            again by them. Empty for a backward.
+    """
+
+    graph: fx.GraphModule
+    inputs: list[Any]
+    returned: tuple[int, ...]
+    called_with: tuple[Any, ...] = ()
+
+
+def all_outputs(graph: fx.GraphModule) -> tuple[int, ...]:
+    """Positions of the outputs of a graph."""
+    (outputs,) = graph.graph.find_nodes(op="output")[0].args
+    return tuple(range(len(outputs)))
+
+
+def returned_outputs() -> tuple[int, ...]:
+    """Positions of what a forward with a backward returns to its caller; asked while AOTAutograd compiles it."""
+    meta = torch._guards.TracingContext.get().fw_metadata
+    first = meta.num_mutated_inp_runtime_indices
+    return tuple(range(first, first + meta.num_outputs))
+
+
+def _empty_outputs(graph: fx.GraphModule) -> list[Any]:
+    """Something of the shapes that the graph returns: what it computes is not asked for."""
+    (outputs,) = graph.graph.find_nodes(op="output")[0].args
+    values = [node.meta["val"] if isinstance(node, fx.Node) else node for node in outputs]
+    if any(is_unbacked(size) for value in values if isinstance(value, Tensor) for size in value.shape):
+        raise ValueError(
+            "sizes in this graph are data, such as how many rows other ranks send, and only a run knows them. Give "
+            "experts a capacity: ExpertParallel(capacity=...) or expert_routes(..., capacity=...)."
+        )
+    return [
+        torch.empty_strided(v.size(), v.stride(), dtype=v.dtype, device=v.device) if isinstance(v, Tensor) else v
+        for v in values
+    ]
+
+
+def partition(joint: fx.GraphModule, inputs: Any, **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """Cut a joint graph into forward and backward as Inductor does."""
+    from functorch.compile import min_cut_rematerialization_partition
+    from torch._inductor.fx_passes.joint_graph import joint_graph_passes
+    from torch._inductor.virtualized import V
+
+    with V.set_fake_mode(torch._guards.detect_fake_mode(inputs)):  # random numbers are made from seeds with it
+        joint_graph_passes(joint)
+    return min_cut_rematerialization_partition(joint, inputs, **kwargs)
+
+
+def gpu_graphs(fn: Callable, args: Sequence[Any], gpu: Gpu) -> list[GpuGraph]:
+    """Trace ``fn(*args)`` with ``fullgraph=True`` and compute nothing. Compiled graphs of others are forgotten.
+
+    Args:
+        fn: A module or function.
+        args: Its arguments, on the CPU.
+        gpu: What it is traced for.
+
+    Returns:
+        Forward and, where an output requires grad, backward.
+
+    Raises:
+        NotImplementedError: A block of the model is a region.
+    """
+    from functorch.compile import make_boxed_func
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._inductor import compile_fx
+
+    forwards: list[GpuGraph] = []
+    backwards: list[GpuGraph] = []
+
+    def inference_compiler(graph: fx.GraphModule, inputs: list[Any]) -> Callable:
+        return keep_forward(graph, inputs, all_outputs(graph))
+
+    def forward_compiler(graph: fx.GraphModule, inputs: list[Any]) -> Callable:
+        return keep_forward(graph, inputs, returned_outputs())
+
+    def keep_forward(graph: fx.GraphModule, inputs: list[Any], returned: tuple[int, ...]) -> Callable:
+        forwards.append(GpuGraph(graph, inputs, returned))
+        return make_boxed_func(lambda *_: _empty_outputs(graph))
+
+    def keep_backward(joint: fx.GraphModule, inputs: Any, **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
+        forward, backward = partition(joint, inputs, **kwargs)
+        placeholders = backward.graph.find_nodes(op="placeholder")
+        values = [node.meta["val"] for node in placeholders]
+        backwards.append(GpuGraph(backward, values, all_outputs(backward)))
+        return forward, backward
+
+    backend = aot_autograd(
+        fw_compiler=forward_compiler, inference_compiler=inference_compiler,
+        decompositions=compile_fx.select_decomp_table(), partition_fn=keep_backward,
+    )  # fmt: skip
+
+    def watched(graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable:
+        run = backend(graph, inputs)
+
+        def call(*given: Any) -> Any:
+            forwards[-1] = replace(forwards[-1], called_with=given)
+            return run(*given)
+
+        return call
+
+    torch._dynamo.reset()
+    # what a buffer is changed to is not computed here either
+    with kept_state(fn, args), pretend_target(gpu.target):
+        torch.compile(fn, fullgraph=True, backend=watched)(*args)
+    torch._dynamo.reset()
+    for each in forwards + backwards:
+        check_has_no_region(each.graph)
+    return forwards + backwards
+
+
+def kept_bytes(forward: GpuGraph) -> int:
+    """What the forward saves beside its own arguments; a storage is counted once."""
+    nodes = forward.graph.graph.find_nodes(op="placeholder")
+    seen = {node.meta["val"].untyped_storage()._cdata for node in nodes if isinstance(node.meta["val"], Tensor)}
+    (outputs,) = forward.graph.graph.find_nodes(op="output")[0].args
+    kept = 0
+    for place, node in enumerate(outputs):
+        value = getattr(node, "meta", {}).get("val")
+        if isinstance(value, Tensor) and value.untyped_storage()._cdata not in seen:
+            seen.add(value.untyped_storage()._cdata)
+            kept += 0 if place in forward.returned else value.untyped_storage().nbytes()
+    return kept
+
+
+def check_has_no_region(graph: fx.GraphModule) -> None:
+    """Raise a NotImplementedError where a graph calls another one, whose code would not be looked at."""
+    if any(node.target is torch.ops.higher_order.invoke_subgraph for node in graph.graph.nodes):
+        raise NotImplementedError(
+            "the code of regions (fp8compile.compile, torch.compiler.nested_compile_region) is not looked into: for "
+            "the code of a GPU pass one block, or a model whose blocks are no regions."
+        )

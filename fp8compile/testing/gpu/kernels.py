@@ -1,0 +1,133 @@
+"""gpu_kernels: the code that Inductor makes for a GPU, on a machine without one.
+
+Generated code says which operators were fused, how many kernels there are and what they read and write; it does not
+say how long they take. With fake tensors nothing is computed or allocated, so a layer of full size costs seconds.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from fp8compile.testing.gpu.cubin import KernelResources, kernel_resources
+from fp8compile.testing.gpu.gpus import Gpu, gpu_called
+from fp8compile.testing.gpu.graphs import gpu_graphs
+from fp8compile.testing.gpu.schedule import Schedule, operator_of, schedule
+
+__all__ = ["GpuCode", "Launch", "gpu_kernels"]
+
+KERNEL = re.compile(r"^def (triton_\w+)\(", re.MULTILINE)
+GEMM = re.compile(r"^(?!\s*#).*?\b(?:extern_kernels|torch\.ops\.\w+)\.(\w*mm\w*)(?:\.\w+)?\(", re.MULTILINE)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launch:
+    """One kernel that the generated code starts.
+
+    Attributes:
+        name: Of the Triton kernel, or of the operator that is called.
+        kind: "triton" for generated code, "gemm" for a library's matrix product, "opaque" for any other operator that
+            Inductor can't look into: what it launches inside isn't known.
+        ops: Operators that it does the work of, before Inductor took them apart, in their order.
+        bytes_read: Each buffer once.
+        bytes_written: Each buffer once.
+    """
+
+    name: str
+    kind: str
+    ops: tuple[str, ...]
+    bytes_read: int
+    bytes_written: int
+
+    def __str__(self) -> str:
+        moved = f"{self.bytes_read / 1e6:.3f} MB read, {self.bytes_written / 1e6:.3f} MB written"
+        return f"{self.kind} {self.name}: {moved}, {', '.join(self.ops) or 'no operator of the graph'}"
+
+
+@dataclass(frozen=True)
+class GpuCode:
+    """One graph as Inductor would run it.
+
+    Attributes:
+        source: The Python file with Triton kernels and the calls.
+        bytes: Read and written by kernels and GEMMs, as Inductor counts: each buffer once a kernel.
+        launches: Kernels and library calls in their order.
+        gpu: What it is for.
+        no_cuda_graph: Why Inductor would not replay it as a CUDA graph; None if it would.
+        mutated_inputs: Positions of the arguments that it writes to. Those of a backward that aren't gradients stay
+            where they are, so a CUDA graph may write to them.
+    """
+
+    source: str
+    bytes: int
+    launches: tuple[Launch, ...]
+    gpu: Gpu
+    no_cuda_graph: str | None = None
+    mutated_inputs: tuple[int, ...] = ()
+
+    @cached_property
+    def kernels(self) -> tuple[str, ...]:
+        """Names of the distinct Triton kernels."""
+        return tuple(KERNEL.findall(self.source))
+
+    @cached_property
+    def gemms(self) -> tuple[str, ...]:
+        """Names of the matrix products, one entry a call."""
+        return tuple(GEMM.findall(self.source))
+
+    def kernel(self, name: str) -> str:
+        """The source of one kernel."""
+        start = self.source.index(f"def {name}(")
+        return self.source[start : self.source.index("'''", start)]
+
+    def resources(self) -> list[KernelResources]:
+        """Registers and spills of the Triton kernels, compiled for the GPU by Triton's ptxas: seconds a kernel.
+
+        Returns:
+            Each kernel in each configuration that Inductor would time on the GPU.
+        """
+        return kernel_resources(self.source, self.gpu)
+
+    def __str__(self) -> str:
+        return f"{len(self.kernels)} Triton kernels, {len(self.gemms)} GEMMs, {self.bytes / 1e9:.2f} GB"
+
+
+def _code(found: Schedule, gpu: Gpu) -> GpuCode:
+    launches = tuple(
+        Launch(
+            name=launch.name,
+            kind=launch.kind,
+            ops=tuple(dict.fromkeys(map(operator_of, found.computed(launch)))),
+            bytes_read=launch.bytes_read,
+            bytes_written=launch.bytes_written,
+        )
+        for launch in found.launches
+    )
+    return GpuCode(found.source, found.bytes, launches, gpu, found.no_cuda_graph, found.mutated_inputs)
+
+
+def gpu_kernels(fn: Callable, *args: Any, arch: str = "h200") -> list[GpuCode]:
+    """What Inductor generates for ``fn(*args)`` and its backward on a GPU.
+
+    The function is traced with ``fullgraph=True`` and computes nothing. Compiled graphs of other functions are
+    forgotten. For sizes that don't fit here, make arguments and parameters under
+    ``torch._subclasses.fake_tensor.FakeTensorMode``, and call this inside it.
+
+    Args:
+        fn: A module or function.
+        args: Its arguments, on the CPU.
+        arch: The GPU, a key of ``fp8compile.testing.gpu.gpus.GPUS``.
+
+    Returns:
+        Forward and, where an output requires grad, backward.
+
+    Raises:
+        ValueError: No such GPU is known.
+        ModuleNotFoundError: There is no Triton, which Inductor writes kernels for a GPU with.
+        RuntimeError: This version of PyTorch prints code in a form that isn't known here.
+    """
+    gpu = gpu_called(arch)
+    return [_code(schedule(graph, gpu), gpu) for graph in gpu_graphs(fn, args, gpu)]

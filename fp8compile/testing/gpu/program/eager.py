@@ -1,0 +1,118 @@
+"""Eager mode on the CPU, products rounded once: a program with every rounding kept has the same bits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fp8compile.ops.registry import OPS
+from fp8compile.target import pretend_target
+from fp8compile.testing.gpu.gpus import Gpu, gpu_called
+from fp8compile.testing.gpu.program.messages import message
+from fp8compile.testing.gpu.program.operators import computed
+from fp8compile.testing.gpu.program.products import Products, is_product
+from fp8compile.testing.gpu.program.step import step
+
+__all__ = ["EagerRun", "eager_run"]
+
+
+@dataclass(frozen=True)
+class EagerRun:
+    """A function in eager mode.
+
+    Attributes:
+        outputs: Its tensors.
+        gradients: By name, as in a `GpuRun`.
+    """
+
+    outputs: tuple[Tensor, ...] = field(repr=False)
+    gradients: dict[str, Tensor] = field(repr=False)
+
+
+def _exact(
+    a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, *_: Any, out_dtype: Any = None, **__: Any
+) -> Tensor:
+    """`torch._scaled_mm` as eager layers call it on a CPU: numbers, or a number a row and a column."""
+    out_dtype = next((each for each in _ if isinstance(each, torch.dtype)), out_dtype)
+    return ((a.double() * scale_a.double()) @ (b.double() * scale_b.double())).to(out_dtype)
+
+
+class _Eager(TorchDispatchMode):
+    """Products in float64, collectives emulated; also those that ops of this library call."""
+
+    def __init__(self, gpu: Gpu | None) -> None:
+        super().__init__()
+        from torch._inductor.decomposition import select_decomp_table
+
+        self._gpu, self._products, self._parts = gpu, Products(gpu), select_decomp_table()
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = kwargs or {}
+        namespace, _, name = op._schema.name.partition("::")
+        if types and any(each is not Tensor and each is not torch.nn.Parameter for each in types):
+            return NotImplemented  # the subclass takes it apart while this mode is on, and its parts come here
+        if namespace == "_c10d_functional":
+            return message(op, *args, **kwargs)
+        if name == "_scaled_mm" and self._gpu is None:
+            return _exact(*args, **kwargs)
+        if is_product(op):
+            return self._products.multiply(name, *args, **kwargs)
+        if op._schema.name in OPS:
+            with self:
+                return OPS[op._schema.name].impl(*args, **kwargs)
+        if name in ("matmul", "linear"):  # below autograd they come as they are
+            with self:
+                return op.decompose(*args, **kwargs)
+        return self._computed(op, args, kwargs) if _is_float(args) else op(*args, **kwargs)
+
+    def _computed(self, op: Any, args: tuple, kwargs: dict) -> Any:
+        """An operator by its parts, as a program has them: CPU kernels have sums and functions of their own."""
+        if op in self._parts:
+            with self:
+                result = self._parts[op](*args, **kwargs)
+            if result is not NotImplemented:
+                return result
+        return computed(op, args, kwargs)
+
+
+def _is_float(args: tuple) -> bool:
+    return any(isinstance(arg, Tensor) and arg.is_floating_point() and arg.dtype.itemsize in (2, 4) for arg in args)
+
+
+def eager_run(
+    fn: Callable, *args: Any, arch: str | None = None, grad_outputs: Sequence[Tensor] | None = None
+) -> EagerRun:
+    """Run ``fn(*args)`` and its backward in eager mode on this machine's CPU, matrix products rounded once.
+
+    `run_gpu_program` with ``precision_casts`` has the same bits, but for a bias that Inductor adds after the product
+    was rounded. Operators that Inductor decomposes are decomposed, sums are rounded once, and functional collectives
+    are emulated as there.
+
+    Args:
+        fn: A module or function.
+        args: Its arguments, on the CPU.
+        arch: None: FP8 layers run as on a CPU. The GPU whose products they choose, a key of
+            ``fp8compile.testing.gpu.gpus.GPUS``: it matters where scales are applied after the product, which rounds
+            otherwise (rowwise in float32 and float16).
+        grad_outputs: As for `run_gpu_program`.
+
+    Raises:
+        ValueError: No such GPU is known; operands that the GPU's product would not take.
+        ModuleNotFoundError: There is no Triton, which a GPU's layers need.
+    """
+    gpu = None if arch is None else gpu_called(arch)
+    with ExitStack() as stack:
+        if gpu is not None:
+            from fp8compile.testing.gpu.program.arithmetic import Arithmetic
+            from fp8compile.testing.gpu.program.interpreter import Interpreter
+
+            stack.enter_context(pretend_target(gpu.target))
+            stack.enter_context(Interpreter(Arithmetic()).active())
+        stack.enter_context(_Eager(gpu))
+        return EagerRun(*step(fn, fn, args, grad_outputs))

@@ -1,0 +1,102 @@
+"""Functions of Triton's language as a GPU has them: CUDA's libdevice, and reductions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from types import FunctionType
+from typing import Any
+
+import numpy as np
+import torch
+import triton.language as tl
+import triton.runtime.interpreter as interpreter
+from triton.language.extra import libdevice
+
+from fp8compile.testing.gpu.program import arithmetic as gpu
+
+__all__ = ["libdevice_functions", "reductions", "unknown"]
+
+LIBDEVICE = (  # the names that PyTorch has too
+    "exp", "exp2", "expm1", "log", "log2", "log10", "log1p", "rsqrt", "sqrt", "erf", "erfc", "erfinv", "tanh", "sinh",
+    "cosh", "sin", "cos", "tan", "asin", "acos", "atan", "asinh", "acosh", "atanh", "floor", "ceil", "trunc", "isnan",
+    "isinf", "signbit", "lgamma", "copysign", "pow", "fmod", "atan2", "hypot", "abs",
+)  # fmt: skip
+OTHER_NAMES = {"fabs": torch.abs, "nearbyint": torch.round, "rint": torch.round, "div_rn": torch.div}
+
+
+def unknown(name: str) -> Callable:
+    """A function that says that it isn't known."""
+
+    def call(*args: Any, **kwargs: Any) -> None:
+        raise NotImplementedError(f"run_gpu_program: a kernel calls {name}, which is not known here.")
+
+    return call
+
+
+def _on_tensors(function: Callable[..., np.ndarray]) -> Callable:
+    """A function of arrays as one of Triton's tensors."""
+
+    def call(*args: Any) -> tl.tensor:
+        tensors = [interpreter.interpreter_semantic.to_tensor(arg) for arg in args]
+        result = function(*(each.handle.data for each in tensors))
+        kind = tl.int1 if result.dtype == bool else tensors[0].dtype.scalar
+        shape = list(tensors[0].shape)
+        return tl.tensor(interpreter.TensorHandle(result, kind), tl.block_type(kind, shape) if shape else kind)
+
+    return call
+
+
+def libdevice_functions(chosen: Mapping[str, Callable]) -> dict[str, Callable]:
+    """All of libdevice, by name: PyTorch's functions or those that are chosen; what isn't known raises."""
+    known = {name: gpu.on_arrays(getattr(torch, name)) for name in LIBDEVICE}
+    known |= {name: gpu.on_arrays(function) for name, function in OTHER_NAMES.items()} | dict(chosen)
+    names = [name for name, value in vars(libdevice).items() if isinstance(value, FunctionType)]
+    return {name: _on_tensors(known[name]) if name in known else unknown(f"libdevice.{name}") for name in names}
+
+
+def reductions() -> Iterator[tuple]:
+    """What is patched of the interpreter, where, and by what."""
+    yield interpreter.ReduceOps, "generic_reduce", _by_halves
+    yield interpreter.ReduceOps, "sum", _sum
+    yield interpreter.ReduceOps, "min_max", _extreme
+
+
+def _by_halves(reduction: Any, inputs: tuple) -> list:
+    """A reduction by any function: of the two halves, then of the quarters, as warps do."""
+    if reduction.axis is None:
+        inputs = [reduction.to_tensor(each.handle.data.reshape(-1), each.dtype) for each in inputs]
+    axis = (reduction.axis or 0) % len(inputs[0].handle.data.shape)
+    parts = [np.moveaxis(each.handle.data, axis, 0) for each in inputs]
+    kinds = [each.dtype for each in inputs]
+    while len(parts[0]) > 1:
+        half = len(parts[0]) // 2
+        sides = [
+            reduction.to_tensor(np.ascontiguousarray(part[at]), kind)
+            for at in (slice(0, half), slice(half, None))
+            for part, kind in zip(parts, kinds, strict=True)
+        ]
+        result = reduction.combine_fn(*sides)
+        parts = [each.handle.data for each in (result if isinstance(result, tuple) else (result,))]
+    keep = reduction.keep_dims
+    results = [np.moveaxis(part, 0, axis) if keep else part[0] for part in parts]
+    return [reduction.to_tensor(result, kind) for result, kind in zip(results, kinds, strict=True)]
+
+
+def _sum(reduction: Any, values: tl.tensor) -> tl.tensor:
+    if values.dtype.scalar == tl.bfloat16:
+        raise NotImplementedError("run_gpu_program: a sum of bfloat16 is not known; Inductor's is of float32.")
+    data = values.handle.data
+    wide = np.float64 if data.dtype.kind == "f" else data.dtype
+    total = np.sum(data, axis=reduction.axis, keepdims=reduction.keep_dims, dtype=wide)
+    return reduction.to_tensor(total, values.dtype)
+
+
+def _extreme(reduction: Any, inputs: Any, val_reduce_op: Any, idx_reduce_op: Any = None) -> Any:
+    """tl.max and tl.min: a NaN is dropped. With an index Inductor has functions of its own."""
+    if idx_reduce_op is not None:
+        raise NotImplementedError("run_gpu_program: tl.argmax and tl.argmin are not known; Inductor has its own.")
+    values = inputs[0] if isinstance(inputs, tuple) else inputs
+    function = np.fmax if val_reduce_op is np.nanmax else np.fmin
+    data = values.handle.data
+    axis = reduction.axis if reduction.axis is not None else tuple(range(data.ndim))
+    return reduction.to_tensor(function.reduce(data, axis=axis, keepdims=reduction.keep_dims), values.dtype)

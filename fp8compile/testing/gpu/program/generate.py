@@ -1,0 +1,161 @@
+"""A backend of torch.compile: graphs traced and generated as for a GPU, run here beside their references.
+
+    fn --Dynamo, AOTAutograd, partitioner--> graphs --Inductor for the GPU--> wrapper, kernels --> `Program`
+                                               |
+                                               +--operator by operator--> `Reference`
+
+Saved tensors, buffers that change and views pass through PyTorch's own runtime, as on a GPU.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from fp8compile.target import Target, pretend_target
+from fp8compile.testing.gpu.gpus import Gpu
+from fp8compile.testing.gpu.graphs import GpuGraph, all_outputs, check_has_no_region, partition, returned_outputs
+from fp8compile.testing.gpu.program.arithmetic import Arithmetic
+from fp8compile.testing.gpu.program.interpreter import Interpreter
+from fp8compile.testing.gpu.program.reference import Reference
+from fp8compile.testing.gpu.program.result import Difference, GraphRun, output_differences, product_differences
+from fp8compile.testing.gpu.program.wrapper import Program, Way
+from fp8compile.testing.gpu.schedule import schedule
+
+__all__ = ["GpuBackend", "Settings"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """How programs are generated and run; see `run_gpu_program`."""
+
+    gpu: Gpu
+    precision_casts: bool
+    arithmetic: Arithmetic
+    poison: int
+    orders: tuple[str, ...]
+    configurations: tuple[int, ...] | None  # None: the largest blocks; empty: all
+
+
+def _copy(value: Any) -> Any:
+    """A tensor with the same strides; anything else as it is."""
+    if not isinstance(value, Tensor):
+        return value
+    return torch.empty_strided(value.size(), value.stride(), dtype=value.dtype).copy_(value.detach())
+
+
+def _ways(settings: Settings, most: int) -> list[Way]:
+    numbers = settings.configurations
+    chosen: Sequence[int | None] = [None] if numbers is None else numbers or range(most)
+    return [Way(order, number) for order in settings.orders for number in chosen]
+
+
+class _Compared:
+    """A compiled graph.
+
+    Attributes:
+        schedule: What Inductor made of it.
+        differences: Of the program from the reference, in all runs.
+    """
+
+    def __init__(self, name: str, traced: GpuGraph, settings: Settings, folder: str) -> None:
+        from torch._inductor import config
+
+        started = time.perf_counter()
+        self._name, self._graph, self._settings = name, traced.graph, settings
+        with config.patch({"emulate_precision_casts": settings.precision_casts}):
+            self.schedule = found = schedule(traced, settings.gpu)
+        self._program = Program(
+            found.source, found.constants, settings.gpu, Interpreter(settings.arithmetic),
+            poison=settings.poison, folder=folder,
+        )  # fmt: skip
+        self._generating, self._running = time.perf_counter() - started, 0.0
+        self.differences: list[Difference] = []
+
+    def __call__(self, args: list[Any]) -> list[Any]:
+        started = time.perf_counter()
+        arguments, given = list(args), [_copy(arg) for arg in args]
+        args.clear()
+        reference, expected, changed = self._reference([_copy(arg) for arg in given])
+        results: list[Any] = []
+        ways = _ways(self._settings, self._program.configurations)
+        for way in ways:
+            used = arguments if way is ways[-1] else [_copy(arg) for arg in given]
+            results = self._program(list(used), way)
+            where = f"{self._name} ({way})" if len(ways) > 1 else self._name
+            self.differences += product_differences(where, self._program.products.called, reference.products.called)
+            self.differences += output_differences(f"{where}, output", results, expected)
+            self.differences += output_differences(f"{where}, input", used, changed)
+        self._running += time.perf_counter() - started
+        return results
+
+    def _reference(self, given: list[Any]) -> tuple[Reference, list[Any], list[Any]]:
+        """The reference after it ran, its results, and its inputs, which it may have changed."""
+        settings = self._settings
+        reference = Reference(self._graph, settings.gpu, self.schedule, rounds_each=settings.precision_casts)
+        with torch.no_grad(), pretend_target(Target("cpu")):  # the ops' own reference code, and none of their kernels
+            return reference, reference.run(*given), given
+
+    def run(self) -> GraphRun:
+        """What is to be said of it, after it ran."""
+        program = self._program
+        return GraphRun(
+            name=self._name, source=self.schedule.source, products=tuple(program.products.called),
+            launches=tuple(program.launches), library_calls=tuple(dict.fromkeys(program.library_calls)),
+            seconds=(self._generating, self._running),
+        )  # fmt: skip
+
+
+class GpuBackend:
+    """Compiles functions.
+
+    Attributes:
+        graphs: As they were compiled.
+    """
+
+    def __init__(self, settings: Settings, folder: str) -> None:
+        self._settings, self._folder = settings, folder
+        self.graphs: list[_Compared] = []
+
+    def compile(self, fn: Callable) -> Callable:
+        """The function as one graph for the GPU, that runs here."""
+        from torch._dynamo.backends.common import aot_autograd
+        from torch._inductor import compile_fx
+
+        backend = aot_autograd(
+            inference_compiler=partial(self._whole, "forward"),
+            fw_compiler=self._forward,
+            bw_compiler=partial(self._whole, "backward"),
+            decompositions=compile_fx.select_decomp_table(),
+            partition_fn=partition,
+        )
+        return torch.compile(fn, fullgraph=True, backend=backend)
+
+    def _whole(self, name: str, graph: fx.GraphModule, inputs: list[Any]) -> Callable:
+        """A graph all of whose outputs its caller gets."""
+        return self._compiled(name, GpuGraph(graph, inputs, all_outputs(graph)))
+
+    def _forward(self, graph: fx.GraphModule, inputs: list[Any]) -> Callable:
+        """A graph that saves tensors for a backward, which is compiled for the strides that Inductor gave them."""
+        call = self._compiled("forward", GpuGraph(graph, inputs, returned_outputs()))
+        torch._guards.TracingContext.get().output_strides.extend(self.graphs[-1].schedule.output_strides)
+        return call
+
+    def _compiled(self, name: str, traced: GpuGraph) -> Callable:
+        check_has_no_region(traced.graph)
+        gpu = self._settings.gpu
+        with pretend_target(gpu.target):
+            compared = _Compared(name, traced, self._settings, self._folder)
+        self.graphs.append(compared)
+
+        def call(args: list[Any]) -> list[Any]:
+            return compared(args)
+
+        call._boxed_call = True
+        return call

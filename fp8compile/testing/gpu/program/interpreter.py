@@ -1,0 +1,262 @@
+"""Triton's interpreter with a GPU's semantics: kernels run on CPU tensors, program by program, in an order of choice.
+
+Triton decides when it is imported whether it interprets. Here it need not: functions under ``triton.jit`` that a
+kernel calls are interpreted while `Interpreter.active` lasts, so one process can interpret and compile.
+
+What is mended (docs/upstream.md lists it, tests/testing/gpu/test_gpu_interpreter.py compares each with PyTorch):
+
+    conversions         float8 loses carries and NaN, bfloat16 is truncated and loses subnormals, int and float64 to
+                        bfloat16 and back give bits of another type
+    reductions          by an unknown function they go element by element: seconds; here by halves
+    masks               that a scalar is a part of have integers, which would be places
+    sums                in float64, rounded once, as in the reference: no order of additions is the GPU's
+    maximum, minimum    max.f32 drops a NaN
+    fused multiply-add  is rounded twice
+    arithmetic shift    changes its operands
+    int(number)         of Triton 3.6 raises where numpy is 2.4 or later
+    libdevice           returns None; here by PyTorch's functions, and what isn't known raises
+    bfloat16 arithmetic is that of the bits as integers; here it raises
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+import triton.runtime.interpreter as interpreter
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+from triton.language.extra import libdevice
+
+from fp8compile.testing.gpu.program import arithmetic as gpu
+from fp8compile.testing.gpu.program.assembly import inline_assembly
+from fp8compile.testing.gpu.program.functions import libdevice_functions, reductions, unknown
+from fp8compile.testing.gpu.program.memory import Access
+
+__all__ = ["ORDERS", "Interpreter"]
+
+ORDERS = ("forwards", "backwards", "shuffled")
+Builder = interpreter.InterpreterBuilder
+Handle = interpreter.TensorHandle
+NOT_INTERPRETED = ("x_grid_barrier", "exclusive_scan_decoupled_lookback")  # programs that wait for one another
+
+
+def _ordered(order: str, count: int) -> Sequence[int]:
+    programs = list(range(count))
+    if order == "shuffled":
+        random.Random(0).shuffle(programs)
+    return programs[::-1] if order == "backwards" else programs
+
+
+def _index(number: tl.tensor) -> int:
+    return int(number.handle.data.item())
+
+
+class Interpreter:
+    """Runs kernels.
+
+    Attributes:
+        arithmetic: What the GPU's compiler may choose.
+        multiply_adds: How many elements were computed by a fused multiply-add.
+    """
+
+    def __init__(self, arithmetic: gpu.Arithmetic) -> None:
+        self.arithmetic = arithmetic
+        self.multiply_adds = 0
+        self._order = ORDERS[0]
+        self._access: Access | None = None
+        self._rewritten: dict[Callable, Callable] = {}
+
+    def launch(self, name: str, fn: Callable, grid: Sequence[int], arguments: Mapping[str, Any]) -> None:
+        """Run a kernel over its grid.
+
+        Args:
+            name: For messages.
+            fn: The Python function under ``triton.jit``.
+            grid: Numbers of programs, up to three.
+            arguments: By name; tensors on the CPU, and constants.
+
+        Raises:
+            IndexError: A program accesses memory outside of the tensors.
+            RuntimeError: Two programs access one address, and one of them writes.
+            NotImplementedError: The kernel does something that isn't known here.
+        """
+        function = self._rewrite(fn)
+        self._access = Access.of(name, arguments)
+        kinds = {each: str(kind) for each, kind in fn.__annotations__.items()}
+        values = {
+            each: value if "constexpr" in kinds.get(each, "") else _argument(value)
+            for each, value in arguments.items()
+        }
+        shape = (*grid, *(1,) * (3 - len(grid)))
+        builder = interpreter.interpreter_builder
+        builder.set_grid_dim(*shape)
+        with _disable_current_modes():  # PyTorch computes here as a part of the kernel
+            for number in _ordered(self._order, int(np.prod(shape))):
+                self._access.program = number
+                builder.set_grid_idx(*(int(each) for each in np.unravel_index(number, shape)))
+                function(**values)
+        self._access.assert_no_race()
+        self._access = None
+
+    def _rewrite(self, fn: Callable) -> Callable:
+        if fn not in self._rewritten:
+            if waits := [name for name in NOT_INTERPRETED if name in fn.__code__.co_names]:
+                raise NotImplementedError(
+                    f"run_gpu_program: {fn.__name__} calls {waits[0]}: its programs wait for one another, and "
+                    "here they run one after the other."
+                )
+            self._rewritten[fn] = interpreter.FunctionRewriter(fn).rewrite_ast()
+        return self._rewritten[fn]
+
+    @contextmanager
+    def active(self, order: str = ORDERS[0]) -> Iterator[None]:
+        """While this runs, functions under ``triton.jit`` can be launched and called on the CPU.
+
+        Args:
+            order: Of a launch's programs, one of ``ORDERS``.
+        """
+        self._order = order
+        with ExitStack() as stack:
+            for owner, name, value in (*self._jit(), *self._memory(), *self._floats(), *reductions()):
+                stack.enter_context(mock.patch.object(owner, name, value))
+            for name, function in libdevice_functions(gpu.unary_functions(self.arithmetic)).items():
+                stack.enter_context(mock.patch.object(libdevice, name, function))
+            stack.enter_context(np.errstate(all="ignore"))
+            # the whole language at once; the interpreter would do it for each nested call
+            scope = interpreter._patch_lang(SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
+            stack.callback(scope.restore)
+            stack.enter_context(mock.patch.object(tl.core.tensor, "__index__", _index))
+            yield
+
+    def _jit(self) -> Iterator[tuple]:
+        """Launches of kernels that are written by hand, and calls of one function by another."""
+        jitted = triton.runtime.jit.JITFunction
+
+        def run(kernel: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+            options = {name for name in kwargs if name not in kernel.arg_names}
+            arguments = dict(zip(kernel.arg_names, args, strict=False)) | {
+                name: value for name, value in kwargs.items() if name not in options
+            }
+            self.launch(kernel.__name__, kernel.fn, grid(arguments) if callable(grid) else grid, arguments)
+
+        yield jitted, "run", run
+        yield jitted, "__call__", lambda function, *args, **kwargs: self._rewrite(function.fn)(*args, **kwargs)
+
+    def _memory(self) -> Iterator[tuple]:
+        def watched(kind: str, original: Callable, mask_at: int) -> Callable:
+            def call(builder: Builder, *args: Any) -> Any:
+                pointers = args[1] if kind == "atomic" else args[0]
+                width = max(1, pointers.get_element_ty().primitive_bitwidth // 8)
+                mask = args[mask_at]
+                mask.data = mask.data.astype(bool)
+                self._access.record(kind, pointers.data, mask.data, width)
+                return original(builder, *args)
+
+            return call
+
+        yield Builder, "create_masked_load", watched("load", Builder.create_masked_load, 1)
+        yield Builder, "create_masked_store", watched("store", Builder.create_masked_store, 2)
+        yield Builder, "create_atomic_rmw", watched("atomic", Builder.create_atomic_rmw, 3)
+        yield Builder, "create_atomic_cas", unknown("atomic_cas")
+        yield Builder, "create_inline_asm", inline_assembly
+
+    def _floats(self) -> Iterator[tuple]:
+        yield (
+            interpreter,
+            "_convert_float",
+            lambda bits, source, target, _: gpu.convert(bits, source.name, target.name),
+        )
+        yield Builder, "cast_impl", _cast
+        yield Builder, "create_ashr", _arithmetic_shift
+        yield Builder, "binary_op", _without_bfloat16(Builder.binary_op)
+        yield Builder, "unary_op", _without_bfloat16(Builder.unary_op)
+        for name, function in gpu.unary_functions(self.arithmetic).items():
+            yield Builder, f"create_{name}", lambda self, arg, f=function: self.unary_op(arg, f)
+        yield Builder, "create_maxnumf", lambda self, a, b: self.binary_op(a, b, np.fmax)
+        yield Builder, "create_minnumf", lambda self, a, b: self.binary_op(a, b, np.fmin)
+        yield Builder, "create_clampf", _clamp
+        yield Builder, "create_fma", lambda _, x, y, z: Handle(_fma(x.data, y.data, z.data), z.dtype.scalar)
+        if self.arithmetic.approximate:
+            yield Builder, "create_fdiv", lambda self, a, b: self.binary_op(a, b, gpu.full_division)
+        if self.arithmetic.contract:
+            yield from self._contraction()
+
+    def _contraction(self) -> Iterator[tuple]:
+        def multiply(builder: Builder, a: Handle, b: Handle) -> Handle:
+            result = builder.binary_op(a, b, np.multiply)
+            result.attr["product"] = a.data, b.data
+            return result
+
+        def add(builder: Builder, a: Handle, b: Handle, sign: int) -> Handle:
+            for x, y, of_product, of_other in ((a, b, 1, sign), (b, a, sign, 1)):
+                if "product" in x.attr and x.data.dtype == np.float32:
+                    left, right = x.attr["product"]
+                    self.multiply_adds += y.data.size
+                    return Handle(gpu.fma(of_product * left, right, of_other * y.data), a.dtype.scalar)
+            return builder.binary_op(a, b, np.add if sign > 0 else np.subtract)
+
+        yield Builder, "create_fmul", multiply
+        yield Builder, "create_fadd", lambda self, a, b: add(self, a, b, 1)
+        yield Builder, "create_fsub", lambda self, a, b: add(self, a, b, -1)
+
+
+# ---------------------------------------------------------------------------------- arguments and conversions
+
+
+def _argument(value: Any) -> Any:
+    if isinstance(value, Tensor) and value.dtype == torch.float8_e8m0fnu:
+        value = value.view(torch.uint8)  # as Inductor's signature has it
+    return interpreter._implicit_cvt(value)
+
+
+def _cast(_: Builder, source: Handle, target: tl.dtype) -> Handle:
+    """A conversion between numbers; bfloat16 by way of float32, in which all of its values are."""
+    values, kinds = source.data, (source.dtype.scalar, target.scalar)
+    if tl.bfloat16 not in kinds:
+        return Handle(values.astype(interpreter._get_np_dtype(target)), target.scalar)
+    if kinds[0] == tl.bfloat16:
+        values = gpu.convert(values, "bf16", "fp32").view(np.float32)
+    if kinds[1] != tl.bfloat16:
+        return Handle(values.astype(interpreter._get_np_dtype(target)), target.scalar)
+    if values.dtype == np.float64:
+        return Handle(gpu.convert(values, "fp64", "bf16"), target.scalar)
+    return Handle(gpu.convert(values.astype(np.float32), "fp32", "bf16"), target.scalar)
+
+
+def _arithmetic_shift(builder: Builder, left: Handle, right: Handle) -> Handle:
+    signed = [Handle(each.data.astype(interpreter._get_signed_np_dtype(each.data.dtype)), each.dtype)
+              for each in (left, right)]  # fmt: skip
+    return builder.binary_op(*signed, np.right_shift)
+
+
+def _fma(x: np.ndarray, y: np.ndarray, z: np.ndarray) -> np.ndarray:
+    if z.dtype != np.float32:
+        raise NotImplementedError(f"run_gpu_program: a fused multiply-add of {z.dtype} is not known.")
+    return gpu.fma(x, y, z)
+
+
+def _clamp(builder: Builder, values: Handle, low: Handle, high: Handle, propagate_nan: Any) -> Handle:
+    if propagate_nan == interpreter._ir.PROPAGATE_NAN.ALL:
+        return builder.ternary_op(values, low, high, np.clip)
+    return Handle(np.fmin(np.fmax(values.data, low.data), high.data), values.dtype.scalar)
+
+
+def _without_bfloat16(original: Callable) -> Callable:
+    def call(builder: Builder, *args: Any) -> Handle:
+        for arg in args[:-1]:
+            if arg.dtype.scalar == tl.bfloat16:
+                raise NotImplementedError(
+                    "run_gpu_program: arithmetic in bfloat16 is not known; Inductor's is float32."
+                )
+        return original(builder, *args)
+
+    return call

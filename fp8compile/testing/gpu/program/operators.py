@@ -1,0 +1,63 @@
+"""Operators of PyTorch as a program computes them: sums are rounded once, functions are the interpreter's.
+
+PyTorch's CPU kernels add in an order of their own, and have several codes for one function, with other last bits.
+A division by a number is a product with its reciprocal on a GPU, in PyTorch's kernels and in Inductor's.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fp8compile.testing.gpu.program.arithmetic import fma
+
+__all__ = ["computed"]
+
+aten, prims = torch.ops.aten, torch.ops.prims
+SUMS = (aten.mean.dim, aten.mean.default, aten.sum.dim_IntList, aten.sum.default)
+DIVISIONS = (aten.div.Tensor, aten.div.Scalar, prims.div.default)
+FUNCTIONS = ("exp", "rsqrt", "sigmoid", "tanh", "erf", "log", "sin", "cos", "exp2", "log2", "sqrt")
+
+
+def computed(op: torch._ops.OpOverload, args: tuple, kwargs: dict) -> Any:
+    """The result of an operator; all but those that are named here are PyTorch's own."""
+    if op is aten.view.default:  # saved tensors have the strides that Inductor gave them
+        op = aten.reshape.default
+    if op in SUMS:
+        return _sum(op, args, kwargs)
+    if op is prims.fma.default and args[0].dtype == torch.float32:  # PyTorch's own is rounded twice
+        return torch.from_numpy(fma(*(arg.numpy() for arg in args)))
+    if op is aten.var_mean.correction:
+        return _var_mean(*args, **kwargs)
+    if op in DIVISIONS and isinstance(args[1], float | int) and args[1] and args[0].is_floating_point():
+        return args[0] * (1.0 / args[1])
+    if op._schema.name.partition("::")[2] in FUNCTIONS:  # other strides have other code
+        args = tuple(arg.contiguous() if isinstance(arg, Tensor) else arg for arg in args)
+    if op is aten.sigmoid.default and args[0].dtype == torch.float32:  # as Triton writes it
+        return 1 / (1 + torch.exp(-args[0]))
+    return op(*args, **kwargs)
+
+
+def _sum(target: Any, args: tuple, kwargs: dict) -> Tensor:
+    """A sum in float64, rounded once to float32, as in the program; a mean is that sum and a division."""
+    x, dims = args[0], args[1] if len(args) > 1 else None
+    keep = args[2] if len(args) > 2 else kwargs.get("keepdim", False)
+    if not x.is_floating_point():
+        return target(*args, **kwargs)
+    dims = dims or tuple(range(x.ndim))
+    exact = torch.float64 if x.dtype == torch.float64 else torch.float32
+    total = x.double().sum(dims, keep).to(exact)
+    if target in (aten.mean.dim, aten.mean.default):
+        total = total / torch.tensor(float(torch.Size([x.shape[dim] for dim in dims]).numel()), dtype=exact)
+    return total.to(kwargs.get("dtype") or x.dtype)
+
+
+def _var_mean(x: Tensor, dims: list[int] | None = None, *, correction: float = 1, keepdim: bool = False) -> Any:
+    """In two sums, as Inductor has it where a row fits a block; its Welford loops are a unit in the last place off."""
+    dims = dims or list(range(x.ndim))
+    count = float(torch.Size([x.shape[dim] for dim in dims]).numel())
+    mean = _sum(aten.mean.dim, (x, dims, True), {})
+    squares = _sum(aten.sum.dim_IntList, ((x - mean).square(), dims, keepdim), {})
+    return squares / torch.tensor(max(0.0, count - correction), dtype=x.dtype), mean if keepdim else mean.squeeze(dims)

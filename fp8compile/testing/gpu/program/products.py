@@ -1,0 +1,239 @@
+"""Matrix products of generated code: what a GPU's library demands of their operands, and the result, rounded once.
+
+A result is summed in float64 and rounded to its dtype, so it depends on nothing but the operands' values. cuBLASLt has
+an order of sums, and for float8 a precision, of its own.
+
+Sources of the demands: PyTorch's checks in `_scaled_mm` (aten/src/ATen/native/cuda/ScaledBlas.cpp) and in `_int_mm`
+(Blas.cpp beside it); cuBLAS documentation, "1D Block Scaling Factors Layout".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from fp8compile.testing.gpu.gpus import Gpu
+from fp8compile.testing.gpu.program.demands import (
+    ALIGNMENT,
+    E8M0,
+    MX_BLOCK,
+    TILE_BLOCKS,
+    TILE_ROWS,
+    demand,
+    four_bit_values,
+    tiled_values,
+)
+from fp8compile.testing.gpu.program.grouped_products import (
+    grouped_blockwise_mm,
+    grouped_mm,
+    grouped_nvfp4_mm,
+    scaled_grouped_mm,
+)
+
+__all__ = ["PRODUCTS", "Product", "Products", "is_product"]
+
+BLOCK = 128
+
+
+@dataclass(frozen=True, eq=False)
+class Product:
+    """A matrix product that was called.
+
+    Attributes:
+        name: Of the operator, such as "_scaled_mm".
+        operands: Copies of its tensors, in the order of its arguments: the matrices, then scales.
+        result: A copy.
+    """
+
+    name: str
+    operands: tuple[Tensor, ...]
+    result: Tensor
+
+    def __str__(self) -> str:
+        shapes = " x ".join(str(tuple(each.shape)) for each in self.operands)
+        return f"{self.name}: {shapes} -> {tuple(self.result.shape)} {str(self.result.dtype).removeprefix('torch.')}"
+
+
+# ---------------------------------------------------------------------------------- scaled products
+
+
+def _spread(scale: Tensor, rows: int, k: int, side: str, gpu: Gpu) -> tuple[str, Tensor]:
+    """The kind of scaling, and a number for each element of (rows, k); ``scale`` has a row for each of the rows."""
+    name, blocks = f"_scaled_mm, scale {side} {tuple(scale.shape)}, strides {scale.stride()}", -(-k // BLOCK)
+    if scale.dtype == E8M0:
+        return "mx", _swizzled_values(scale, rows, k, name, gpu)
+    demand(scale.dtype == torch.float32, name, f"scales in float32 or E8M0, not {scale.dtype}.")
+    values = scale.double()
+    if scale.numel() == 1 and scale.ndim == 0:
+        return "tensorwise", values.expand(rows, k)
+    if tuple(scale.shape) == (rows, 1) and blocks > 1:
+        demand(scale.is_contiguous() or scale.stride(0) == 1, name, "scales of rows that lie side by side.")
+        return "rowwise", values.expand(rows, k)
+    if tuple(scale.shape) == (rows, blocks):
+        strides = (1, rows)
+        laid = all(size == 1 or has == wants for size, has, wants in zip(scale.shape, scale.stride(), strides))  # noqa: B905
+        demand(laid, name, f"scales of 1 x {BLOCK} with strides {strides}.")
+        return "1x128" if blocks > 1 else "rowwise or 1x128", values.repeat_interleave(BLOCK, 1)[:, :k]
+    demand(tuple(scale.shape) == (-(-rows // BLOCK), blocks), name, f"another shape for codes ({rows}, {k}).")
+    strides = (-(-blocks // 4) * 4, 1)
+    demand(tuple(scale.stride()) == strides, name, f"scales of {BLOCK} x {BLOCK} with strides {strides}.")
+    return "128x128", values.repeat_interleave(BLOCK, 0)[:rows].repeat_interleave(BLOCK, 1)[:, :k]
+
+
+def _swizzled_values(scale: Tensor, rows: int, k: int, name: str, gpu: Gpu) -> Tensor:
+    demand(gpu.major >= 10, name, "MX scales from compute capability 10.0 on.")
+    demand(k % MX_BLOCK == 0, name, f"a sum over a multiple of {MX_BLOCK}, not {k}.")
+    blocks = k // MX_BLOCK
+    needed = -(-rows // TILE_ROWS) * TILE_ROWS * (-(-blocks // TILE_BLOCKS) * TILE_BLOCKS)
+    demand(scale.is_contiguous() and scale.numel() == needed, name, f"{needed} scales in tiles, one after the other.")
+    return tiled_values(scale, rows, blocks).repeat_interleave(MX_BLOCK, 1)
+
+
+def _turned(scale: Tensor) -> Tensor:
+    """The scales of a right operand as those of its transpose."""
+    return scale.t() if scale.ndim == 2 else scale
+
+
+def _check_codes(a: Tensor, b: Tensor) -> None:
+    name = f"_scaled_mm {tuple(a.shape)} x {tuple(b.shape)}, strides {a.stride()} and {b.stride()}"
+    demand(a.ndim == b.ndim == 2 and a.shape[1] == b.shape[0], name, "two matrices that fit.")
+    demand(a.stride(1) == 1 and a.stride(0) >= a.shape[1], name, "a row-major left operand.")
+    demand(b.stride(0) == 1 and b.stride(1) >= b.shape[0], name, "a column-major right operand.")
+    demand(b.shape[0] % ALIGNMENT == 0 and b.shape[1] % ALIGNMENT == 0, name, f"k and n in multiples of {ALIGNMENT}.")
+    aligned = all(each % ALIGNMENT == 0 for each in (a.stride(0), b.stride(1), a.data_ptr(), b.data_ptr()))
+    demand(aligned, name, f"rows of codes that begin at multiples of {ALIGNMENT} bytes.")
+    float8 = {torch.float8_e4m3fn, torch.float8_e5m2}
+    demand({a.dtype, b.dtype} <= float8, name, f"float8 codes, not {a.dtype} and {b.dtype}.")
+    demand(not a.dtype == b.dtype == torch.float8_e5m2, name, "e5m2 on one side at most.")
+
+
+def _check_kinds(kinds: tuple[str, str], out_dtype: torch.dtype, gpu: Gpu) -> None:
+    a, b = kinds
+    name = f"_scaled_mm, scales {a} by {b} to {out_dtype}"
+    if "rowwise" in (a, b):
+        demand(out_dtype == torch.bfloat16, name, "rows' scales to bfloat16 only.")
+        demand(gpu.cc >= 90, name, "rows' scales from compute capability 9.0 on.")
+    if "1x128" in (a, b) or "128x128" in (a, b):
+        demand(gpu.major == 9, name, "blocks' scales on compute capability 9.0 only.")
+        demand(kinds != ("128x128", "128x128"), name, f"scales of {BLOCK} x {BLOCK} on one side at most.")
+    small = {"1x128", "128x128", "rowwise or 1x128"}
+    demand(
+        a == b or ({a, b} <= small) or {a, b} == {"rowwise", "rowwise or 1x128"},
+        name,
+        "two scalings that go together.",
+    )
+
+
+def scaled_mm(
+    gpu: Gpu, a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, bias: Tensor | None = None,
+    scale_result: Tensor | None = None, out_dtype: torch.dtype | None = None, use_fast_accum: bool = False,
+) -> Tensor:  # fmt: skip
+    """`torch._scaled_mm`, its demands checked."""
+    demand(bias is None and scale_result is None, "_scaled_mm", "no bias and no scale of its result here.")
+    (m, k), n = a.shape, b.shape[1]
+    _check_codes(a, b)
+    kind_a, values_a = _spread(scale_a, m, k, "a", gpu)
+    kind_b, values_b = _spread(_turned(scale_b), n, k, "b", gpu)
+    out_dtype = out_dtype or a.dtype
+    _check_kinds((kind_a, kind_b), out_dtype, gpu)
+    left, right = a.double() * values_a, b.t().contiguous().double() * values_b
+    return (left @ right.t()).to(out_dtype)
+
+
+def nvfp4_mm(
+    gpu: Gpu, a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, a_outer: Tensor, b_outer: Tensor,
+    out_dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
+    """`torch._scaled_mm_v2` of four-bit codes, as `fp8compile::nvfp4_mm` calls it, its demands checked."""
+    name, half, n = f"nvfp4_mm {tuple(a.shape)} x {tuple(b.shape)}", a.shape[1], b.shape[0]
+    demand(gpu.major >= 10, name, "four-bit codes from compute capability 10.0 on.")
+    demand(a.shape[1] == b.shape[1] and a.is_contiguous() and b.is_contiguous(), name, "rows of one length.")
+    demand(half % ALIGNMENT == 0 and n % ALIGNMENT == 0, name, f"rows of {ALIGNMENT} bytes, columns in as many.")
+    for outer in (a_outer, b_outer):
+        demand(outer.dtype == torch.float32 and outer.numel() == 1, name, "one float32 scale of each tensor.")
+    sides = [four_bit_values(codes, scale, name) for codes, scale in ((a, a_scale), (b, b_scale))]
+    return ((sides[0] @ sides[1].t()) * (a_outer.double() * b_outer.double())).to(out_dtype)
+
+
+# ---------------------------------------------------------------------------------- plain products
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    """In float64 and in one layout, so that the same values give the same sums."""
+    return tensor.contiguous().double() if tensor.is_floating_point() else tensor.contiguous()
+
+
+def mm(gpu: Gpu, a: Tensor, b: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
+    """``a @ b``, of two or three dims."""
+    return (_wide(a) @ _wide(b)).to(out_dtype or a.dtype)
+
+
+def addmm(gpu: Gpu, bias: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
+    """``beta * bias + alpha * a @ b``, of two or three dims."""
+    return (beta * _wide(bias) + alpha * (_wide(a) @ _wide(b))).to(a.dtype)
+
+
+def int_mm(gpu: Gpu | None, a: Tensor, b: Tensor) -> Tensor:
+    """`torch._int_mm`, a GPU's demands checked: int8 codes, exact sums in int32."""
+    name = f"_int_mm {tuple(a.shape)} x {tuple(b.shape)}"
+    demand(a.dtype == b.dtype == torch.int8, name, f"int8 codes, not {a.dtype} and {b.dtype}.")
+    if gpu is not None:
+        demand(a.shape[0] > 16, name, "more than 16 rows.")
+        demand(all(size % 8 == 0 for size in b.shape), name, "k and n in multiples of 8.")
+    return (a.contiguous().double() @ b.contiguous().double()).to(torch.int32)
+
+
+PRODUCTS: dict[str, Callable[..., Tensor]] = {
+    "_scaled_mm": scaled_mm, "_int_mm": int_mm, "mm": mm, "bmm": mm, "addmm": addmm, "bias_addmm": addmm,
+    "baddbmm": addmm, "_grouped_mm": grouped_mm, "_scaled_grouped_mm": scaled_grouped_mm,
+    "grouped_blockwise_mm": grouped_blockwise_mm, "nvfp4_mm": nvfp4_mm,
+    "grouped_nvfp4_mm": grouped_nvfp4_mm,
+}  # fmt: skip
+
+
+def is_product(op: torch._ops.OpOverload) -> bool:
+    """Whether an operator of PyTorch or of this library is one of ``PRODUCTS``; others may have such a name."""
+    namespace, _, name = op._schema.name.partition("::")
+    return namespace in ("aten", "fp8compile") and name in PRODUCTS
+
+
+class Products:
+    """Computes products and keeps what they were called with.
+
+    Attributes:
+        gpu: Whose demands are checked; only `_scaled_mm` needs it, `_int_mm` of a CPU demands less.
+        called: In their order.
+    """
+
+    def __init__(self, gpu: Gpu | None) -> None:
+        self.gpu = gpu
+        self.called: list[Product] = []
+
+    def __getattr__(self, name: str) -> Callable[..., Tensor]:
+        """As Inductor's ``extern_kernels``."""
+        if name not in PRODUCTS:
+            raise NotImplementedError(
+                f"run_gpu_program: generated code calls extern_kernels.{name}; known are {', '.join(PRODUCTS)}."
+            )
+        return lambda *args, **kwargs: self.multiply(name, *args, **kwargs)
+
+    def multiply(self, name: str, *args: Any, out: Tensor | None = None, **kwargs: Any) -> Tensor:
+        """The product of that name, written to ``out`` if that is given."""
+        with _disable_current_modes():  # what the product itself calls is no part of the program
+            result = PRODUCTS[name](self.gpu, *args, **kwargs)
+            operands = tuple(arg.detach().clone() for arg in args if isinstance(arg, Tensor))
+            self.called.append(Product(name, operands, result.clone()))
+            return result if out is None else _written(name, result, out)
+
+
+def _written(name: str, result: Tensor, out: Tensor) -> Tensor:
+    if (out.shape, out.dtype) != (result.shape, result.dtype):
+        raise ValueError(
+            f"{name}: written to {tuple(out.shape)} {out.dtype}, its result is {tuple(result.shape)} {result.dtype}."
+        )
+    return out.copy_(result)

@@ -1,0 +1,162 @@
+"""The graph that a program was generated from, operator by operator in PyTorch: what the program is compared with.
+
+Inductor computes in float32 and rounds to bfloat16 or float16 where a value is stored, so values that never leave a
+kernel are not rounded. The reference does the same: it keeps such results in float32 until something stores them, or
+looks at their bits (the rounding barrier does). With Inductor's ``emulate_precision_casts`` every operator rounds, in
+the program and here.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from fp8compile.testing.gpu.gpus import Gpu
+from fp8compile.testing.gpu.program.messages import message
+from fp8compile.testing.gpu.program.operators import computed
+from fp8compile.testing.gpu.program.products import PRODUCTS, Products
+from fp8compile.testing.gpu.schedule import Schedule, ScheduledLaunch
+
+__all__ = ["Reference"]
+
+aten, prims = torch.ops.aten, torch.ops.prims
+LOW_PRECISION = (torch.bfloat16, torch.float16)
+
+
+class Reference(fx.Interpreter):
+    """Runs a graph.
+
+    Attributes:
+        products: What multiplies, and every product that was called.
+    """
+
+    def __init__(self, graph: fx.GraphModule, gpu: Gpu, found: Schedule, *, rounds_each: bool) -> None:
+        super().__init__(graph, garbage_collect_values=False)
+        self.products = Products(gpu)
+        self._rounds_each = rounds_each
+        self._stored_by = found.stored_by
+        self._computed_by = _computed_by(found)
+        self._inside: dict[tuple[fx.Node, str], Any] = {}  # what a kernel has of a node, before a store rounds it
+        self._sums = _sums_in_products(found)
+        self._adds_bias_later = not any("addmm" in launch.name for launch in found.launches)
+        # a library's operator reads memory; Inductor computes all others
+        self._library = {launch.name.removesuffix(".default") for launch in found.launches if launch.kind == "opaque"}
+
+    def run_node(self, node: fx.Node) -> Any:
+        """One operator, in each kernel that computes it: a kernel rounds what it reads from memory."""
+        if node.op == "output":
+            return fx.node.map_arg(node.args[0], self._memory)
+        if node.op != "call_function":
+            return self._unrounded(super().run_node(node))
+        if node in self._sums.values():
+            return None  # a part of the product that adds to it
+        kernels = [] if self._rounds_each or self._is_called(node) else self._computed_by.get(node, [])
+        for kernel in kernels:
+            self._inside[node, kernel] = self._compute(node, kernel)
+        storing = self._stored_by.get(node)
+        if storing is not None and (node, _id(storing)) in self._inside:
+            return self._inside[node, _id(storing)]
+        return self._inside[node, kernels[0]] if kernels else self._compute(node, None)
+
+    def _compute(self, node: fx.Node, kernel: str | None) -> Any:
+        if node in self._sums:
+            return self._unrounded(self._sum_in_product(node))
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda operand: self._operand(node, operand, kernel))
+        return self._unrounded(self.call_function(node.target, args, kwargs))
+
+    def _unrounded(self, result: Any) -> Any:
+        is_low = isinstance(result, Tensor) and result.dtype in LOW_PRECISION
+        return result.float() if is_low and not self._rounds_each else result
+
+    def _operand(self, node: fx.Node, operand: fx.Node, kernel: str | None) -> Any:
+        """An operand as an operator gets it: as the same kernel computed it, or from memory."""
+        if self._rounds_each:
+            return self.env[operand]
+        value = self._inside.get((operand, kernel), self.env[operand])
+        if self._looks_at_bits(node):
+            return _rounded(operand, value)
+        if operand in self._stored_by and (operand, kernel) not in self._inside:
+            return self._unrounded(_rounded(operand, value))
+        return value
+
+    def _memory(self, node: fx.Node) -> Any:
+        return _rounded(node, self.env[node])
+
+    def _sum_in_product(self, node: fx.Node) -> Tensor:
+        """A product and what is added to it, rounded once."""
+        product = self._sums[node]
+        (other,) = (arg for arg in node.args if arg is not product)
+        return self.products.multiply("addmm", *map(self._memory, (other, *product.args)))
+
+    def _looks_at_bits(self, node: fx.Node) -> bool:
+        """Whether an operator takes its operands in their dtypes."""
+        return node.target is aten.view.dtype or self._is_called(node)
+
+    def _is_called(self, node: fx.Node) -> bool:
+        """Whether an operator is a product or one of a library, which is called and not generated."""
+        if not isinstance(node.target, torch._ops.OpOverload):
+            return False
+        namespace, _, name = node.target._schema.name.partition("::")
+        is_library = f"{namespace}.{name}" in self._library or namespace not in ("aten", "prims")
+        return name in PRODUCTS or is_library
+
+    def call_function(self, target: Any, args: tuple, kwargs: dict) -> Any:
+        """An operator by the rules of the program."""
+        if not isinstance(target, torch._ops.OpOverload):
+            return super().call_function(target, args, kwargs)
+        namespace, _, name = target._schema.name.partition("::")
+        if namespace == "_c10d_functional":
+            return message(target, *(arg.clone() if isinstance(arg, Tensor) else arg for arg in args), **kwargs)
+        if name in PRODUCTS:
+            return self._product(name, args, kwargs)
+        if namespace == "prims" and name.startswith("inductor_") and name != "inductor_force_stride_order":
+            raise NotImplementedError(
+                f"run_gpu_program: {target} draws random numbers, and no reference of PyTorch draws the same."
+            )
+        if target is prims.convert_element_type.default and not self._rounds_each and args[1] in LOW_PRECISION:
+            return args[0].float()
+        return computed(target, args, kwargs)
+
+    def _product(self, name: str, args: tuple, kwargs: dict) -> Tensor:
+        """A product; bias added after it was rounded where Inductor took the sum out of the product."""
+        if name == "addmm" and self._adds_bias_later:
+            bias, a, b = args
+            return (bias.float() + self.products.multiply("mm", a, b).float()).to(a.dtype)
+        return self.products.multiply(name, *args, **kwargs)
+
+
+def _rounded(node: fx.Node, value: Any) -> Any:
+    """A node's value in its dtype."""
+    meta = node.meta.get("val")
+    if isinstance(value, Tensor) and isinstance(meta, Tensor) and value.dtype != meta.dtype:
+        return value.to(meta.dtype)
+    return value
+
+
+def _computed_by(found: Schedule) -> dict[fx.Node, list[str]]:
+    """The generated kernels that compute each node; a value that is cheap to make is made in several."""
+    makers: dict[fx.Node, list[str]] = {}
+    for launch in found.launches:
+        # one that reads nothing writes the constants around others' results, such as a padding
+        for node in found.computed(launch) if launch.read else ():
+            makers.setdefault(node, []).append(_id(launch))
+    return makers
+
+
+def _id(launch: ScheduledLaunch) -> str:
+    """Its first buffer, which no other launch makes; a kernel of one name is launched several times."""
+    return next(iter(launch.made))
+
+
+def _sums_in_products(found: Schedule) -> dict[fx.Node, fx.Node]:
+    """Additions that Inductor made a part of a product, and that product."""
+    sums: dict[fx.Node, fx.Node] = {}
+    for launch in found.launches:
+        lowered = next(iter(launch.made.values()))
+        node = found.source_of(lowered) if launch.kind == "gemm" and lowered is not None else None
+        if node is not None and node.target is aten.add.Tensor:
+            added = found.source_of(lowered.args[0])
+            (sums[node],) = (arg for arg in node.args if arg is not added)
+    return sums

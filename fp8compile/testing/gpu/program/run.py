@@ -1,0 +1,107 @@
+"""run_gpu_program: the code that a GPU would run, run on the CPU beside its reference."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from fp8compile.target import pretend_target
+from fp8compile.testing.gpu.gpus import gpu_called
+from fp8compile.testing.gpu.program.step import step
+
+if TYPE_CHECKING:
+    from fp8compile.testing.gpu.program.result import GpuRun
+
+__all__ = ["run_gpu_program"]
+
+
+def run_gpu_program(
+    fn: Callable,
+    *args: Any,
+    arch: str = "h200",
+    grad_outputs: Sequence[Tensor] | None = None,
+    precision_casts: bool = False,
+    orders: Sequence[str] = ("forwards",),
+    configurations: Sequence[int] | str = "largest",
+    contract: bool = False,
+    approximate: bool = False,
+    poison: int = 255,
+) -> GpuRun:
+    """Run ``fn(*args)`` and its backward by the code that Inductor generates for a GPU, on this machine's CPU.
+
+    The whole program runs: the wrapper, its Triton kernels in Triton's interpreter over their real grids, matrix
+    products in float64 rounded once. Beside each graph runs a reference, the same graph operator by operator. Use
+    small sizes: a feed-forward block of 128 tokens takes seconds.
+
+    Memory is full of NaN before it is written. An access outside of a kernel's tensors, an address that two programs
+    of a launch write or one writes and another reads, and a matrix that the GPU's product would not take all raise.
+
+    ``fn`` is traced with ``fullgraph=True``; compiled graphs of other functions are forgotten. What it changes is
+    changed once, as by a call of it. Gradients are returned and not accumulated. Random numbers have no reference.
+
+    Args:
+        fn: A module or function, with FP8 layers or without.
+        args: Its arguments, on the CPU.
+        arch: The GPU, a key of ``fp8compile.testing.gpu.gpus.GPUS``.
+        grad_outputs: For each output that requires grad its gradient; None: normal numbers, the same each time.
+        precision_casts: Generate with Inductor's ``emulate_precision_casts``: every operator's result is rounded to
+            its dtype, as in eager mode, with which the outputs can then be compared (`eager_run`).
+        orders: In which each launch's programs run: "forwards", "backwards", "shuffled". All are run and compared.
+        configurations: Numbers of the configurations that Inductor would time; "largest" for the one with the fewest
+            programs; "all" for every one. All are run and compared.
+        contract: Each float32 product that is added to something is one fused multiply-add, as ptxas may make it.
+        approximate: Float32 divisions, exponentials and roots as the approximate instructions may give them.
+        poison: The byte in memory that nobody has written to.
+
+    Returns:
+        Outputs, gradients, operands of every product, and all that differs from the reference.
+
+    Raises:
+        ValueError: An argument isn't one of those above; operands that the GPU's product would not take.
+        IndexError: A kernel accesses memory outside of its tensors.
+        RuntimeError: A kernel's result depends on the order of its programs.
+        NotImplementedError: The generated code does something that isn't known here.
+        ModuleNotFoundError: There is no Triton.
+    """
+    settings = _settings(arch, precision_casts, orders, configurations, contract, approximate, poison)
+    from fp8compile.testing.gpu.program.generate import GpuBackend
+    from fp8compile.testing.gpu.program.result import Differences, GpuRun
+
+    torch._dynamo.reset()
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            backend = GpuBackend(settings, folder)
+            with pretend_target(settings.gpu.target):
+                outputs, gradients = step(backend.compile(fn), fn, args, grad_outputs)
+    finally:
+        torch._dynamo.reset()
+    return GpuRun(
+        outputs=outputs,
+        gradients=gradients,
+        graphs=tuple(graph.run() for graph in backend.graphs),
+        differences=Differences(difference for graph in backend.graphs for difference in graph.differences),
+    )
+
+
+def _settings(
+    arch: str, precision_casts: bool, orders: Sequence[str], configurations: Sequence[int] | str, contract: bool,
+    approximate: bool, poison: int,
+) -> Any:  # fmt: skip
+    from fp8compile.testing.gpu.program.arithmetic import Arithmetic
+    from fp8compile.testing.gpu.program.generate import Settings
+    from fp8compile.testing.gpu.program.interpreter import ORDERS
+
+    if not orders or not set(orders) <= set(ORDERS):
+        raise ValueError(f"run_gpu_program: orders are {orders!r}; they are of {', '.join(ORDERS)}.")
+    if isinstance(configurations, str) and configurations not in ("largest", "all"):
+        raise ValueError(f"run_gpu_program: configurations is {configurations!r}; it is 'largest', 'all' or numbers.")
+    named = {"largest": None, "all": ()}
+    return Settings(
+        gpu=gpu_called(arch), precision_casts=precision_casts, arithmetic=Arithmetic(contract, approximate),
+        poison=poison, orders=tuple(orders),
+        configurations=named[configurations] if isinstance(configurations, str) else tuple(configurations),
+    )  # fmt: skip

@@ -1,0 +1,231 @@
+"""Inductor's wrapper for a GPU, loaded and called on CPU tensors.
+
+async_compile.triton     a kernel: its function, its configurations          -> `Kernel`, interpreted
+extern_kernels.NAME      matrix products                                     -> `Products`
+empty_strided_cuda       memory full of a byte that nobody should read
+torch.ops.*              collectives emulated; ops of this library by their kernels for a GPU, interpreted;
+                         aten by PyTorch's CPU kernels, noted; anything else raises
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+from fp8compile.ops.registry import OPS
+from fp8compile.target import pretend_target
+from fp8compile.testing.gpu.gpus import Gpu, pretend_gpu
+from fp8compile.testing.gpu.program.interpreter import Interpreter
+from fp8compile.testing.gpu.program.memory import poisoned
+from fp8compile.testing.gpu.program.messages import message
+from fp8compile.testing.gpu.program.products import Products, is_product
+
+__all__ = ["KernelLaunch", "Program", "Way"]
+
+SILENT = {  # aten operators that compute nothing
+    "zero_", "fill_",
+    "empty", "empty_strided", "new_empty", "new_empty_strided", "empty_like", "detach", "alias", "view", "as_strided",
+    "reshape", "t", "transpose", "permute", "select", "slice", "unsqueeze", "squeeze", "expand", "split",
+    "_unsafe_view",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way of running a program.
+
+    Attributes:
+        order: Of the programs of a launch.
+        configuration: Which of a kernel's configurations; None: the one with the fewest programs.
+    """
+
+    order: str
+    configuration: int | None
+
+    def __str__(self) -> str:
+        blocks = "the largest blocks" if self.configuration is None else f"configuration {self.configuration}"
+        return f"programs {self.order}, {blocks}"
+
+    def choose(self, grids: list[tuple[int, ...]]) -> int:
+        """The configuration of a kernel, by the grids that all of them have."""
+        if self.configuration is not None:
+            return min(self.configuration, len(grids) - 1)
+        return min(range(len(grids)), key=lambda number: torch.Size(grids[number]).numel())
+
+
+@dataclass(frozen=True)
+class KernelLaunch:
+    """A generated kernel that was started.
+
+    Attributes:
+        name: Of the kernel.
+        grid: Numbers of programs.
+        configuration: Block sizes.
+        configurations: How many Inductor would time.
+    """
+
+    name: str
+    grid: tuple[int, ...]
+    configuration: Mapping[str, int]
+    configurations: int
+
+
+class _Kernels:
+    """As Inductor's ``AsyncCompile``, for one wrapper."""
+
+    def __init__(self, program: Program) -> None:
+        self._program = program
+
+    def triton(self, name: str, source: str, device_str: str = "cuda", **_: Any) -> Kernel:
+        return Kernel(self._program, name, source)
+
+    def wait(self, scope: Mapping[str, Any]) -> None:
+        """Nothing is compiled."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise NotImplementedError(
+            f"run_gpu_program: generated code asks for async_compile.{name}, which is not known."
+        )
+
+
+class Kernel:
+    """A generated Triton kernel."""
+
+    def __init__(self, program: Program, name: str, source: str) -> None:
+        path = Path(program.folder) / f"{name}_{len(list(Path(program.folder).iterdir()))}.py"
+        path.write_text(re.sub(r"\s*triton_helpers\.set_driver_to_gpu\(\)", "", source))
+        spec = importlib.util.spec_from_file_location(path.stem, path)
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        self._program, self._name, self._tuner = program, name, getattr(module, name)
+        self._multiplies = "tl.dot(" in source
+        program.configurations = max(program.configurations, len(self._tuner.configs))
+
+    def run(self, *args: Any, stream: Any, **kwargs: Any) -> None:
+        """Launch it."""
+        if kwargs:
+            raise NotImplementedError(f"run_gpu_program: {self._name} is launched with {', '.join(kwargs)}.")
+        tuner, program = self._tuner, self._program
+        if self._multiplies:
+            raise NotImplementedError(
+                f"run_gpu_program: {self._name} is made from one of Inductor's templates (flex attention, autotuned "
+                "products), which multiplies parts of matrices: its sums have an order that no reference has."
+            )
+        names = [name for name in tuner.fn.arg_names if name not in tuner.configs[0].kwargs]
+        names += tuner.inductor_meta.get("extra_launcher_args", ())  # a template's grid is known before it is launched
+        given = dict(zip(names, args, strict=True))
+        grids = self._grids(given)
+        number = program.way.choose(grids)
+        config, grid = tuner.configs[number], grids[number]
+        blocks = {name: value for name, value in config.kwargs.items() if name in tuner.fn.arg_names}
+        given = {name: value for name, value in given.items() if name in tuner.fn.arg_names}
+        program.interpreter.launch(self._name, tuner.fn.fn, grid, given | blocks)
+        program.launches.append(KernelLaunch(self._name, tuple(grid), blocks, len(tuner.configs)))
+
+    def _grids(self, given: Mapping[str, Any]) -> list[tuple[int, ...]]:
+        """The grid of each configuration."""
+        from torch._inductor.runtime.triton_heuristics import GridExpr
+
+        meta = self._tuner.inductor_meta
+        return [GridExpr.from_meta(meta, each).eval_slow({**given, **each.kwargs}) for each in self._tuner.configs]
+
+
+class _Dispatch(TorchDispatchMode):
+    """Operators that the wrapper calls."""
+
+    def __init__(self, program: Program) -> None:
+        super().__init__()
+        self._program = program
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        namespace, _, name = op._schema.name.partition("::")
+        if namespace == "_c10d_functional":
+            return message(op, *args, **(kwargs or {}))
+        if is_product(op):
+            return self._program.products.multiply(name, *args, **(kwargs or {}))
+        if op._schema.name in OPS:
+            with self:  # memory that the kernel asks for is poisoned too
+                return OPS[op._schema.name].impl(*args, **(kwargs or {}))
+        if namespace not in ("aten", "prims", "inductor"):
+            raise NotImplementedError(
+                f"run_gpu_program: generated code calls {op}; what a GPU would run is not known."
+            )
+        result = op(*args, **(kwargs or {}))
+        if name.startswith(("empty", "new_empty")):
+            return poisoned(result.size(), result.stride(), result.dtype, self._program.poison)
+        if name not in SILENT:
+            self._program.library_calls.append(str(op))
+        return result
+
+
+class Program:
+    """A generated wrapper, loaded to run on the CPU.
+
+    Attributes:
+        products: What multiplies, and every product of the last run.
+        launches: Of the last run.
+        library_calls: Operators of the last run that PyTorch's CPU kernels computed.
+        configurations: The most that Inductor would time for one kernel.
+        way: How it runs.
+        poison: The byte in memory that it allocates.
+    """
+
+    def __init__(
+        self,
+        source: str,
+        constants: Mapping[str, Any],
+        gpu: Gpu,
+        interpreter: Interpreter,
+        *,
+        poison: int,
+        folder: str,
+    ) -> None:
+        self.gpu, self.interpreter, self.poison, self.folder = gpu, interpreter, poison, folder
+        self.products = Products(gpu)
+        self.launches: list[KernelLaunch] = []
+        self.library_calls: list[str] = []
+        self.configurations = 1
+        self.way = Way("forwards", None)
+        self._scope: dict[str, Any] = {"__name__": "generated", **constants}
+        with pretend_gpu(gpu), self._pretend_runtime():
+            exec(compile(source, "generated", "exec"), self._scope)
+        self._scope["extern_kernels"] = self.products
+
+    def __call__(self, args: list[Any], way: Way) -> list[Any]:
+        """Run it; the list is emptied, as by the wrapper on a GPU."""
+        self.way, self.launches, self.library_calls = way, [], []
+        self.products.called = []
+        target = pretend_target(self.gpu.target)
+        with torch.no_grad(), self._pretend_runtime(), self.interpreter.active(way.order), target, _Dispatch(self):
+            return list(self._scope["call"](args))
+
+    def _empty(self, size: Any, stride: Any, dtype: torch.dtype) -> Tensor:
+        with _disable_current_modes():
+            return poisoned(size, stride, dtype, self.poison)
+
+    @contextmanager
+    def _pretend_runtime(self) -> Iterator[None]:
+        """What the wrapper takes of a GPU's runtime."""
+        nothing: Callable = lambda *args, **kwargs: None  # noqa: E731
+        answers = (
+            (torch._C, "_cuda_getCurrentRawStream", lambda device: 0),
+            (torch._C._dynamo.guards, "_empty_strided_cuda", self._empty),
+            (torch.cuda, "_DeviceGuard", lambda device: nullcontext()),
+            (torch.cuda, "set_device", nothing),
+            (torch.cuda, "synchronize", nothing),
+        )
+        with ExitStack() as stack:
+            for owner, name, value in answers:
+                stack.enter_context(mock.patch.object(owner, name, value, create=True))
+            stack.enter_context(mock.patch("torch._inductor.async_compile.AsyncCompile", return_value=_Kernels(self)))
+            yield

@@ -1,0 +1,136 @@
+"""Which buffers of generated code hold codes, scales, and what these are computed from: read from the graphs.
+
+    activation bf16 --amax--> f32 --> multiplier f32 --> scale --> product
+          |                               |                          ^
+          +--------- product, round <-----+--> codes ----------------+
+
+Behind products' operands and delayed scaling's states the walk follows every value of a graph that isn't a 16-bit
+float; a 16-bit float is an activation, a weight or a gradient, which the model computes. What a backward gets from
+its forward is followed there. Codes that are returned count too; a float32 output doesn't, since nothing tells a scale
+from another number.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import fx
+
+from fp8compile.testing.gpu.graphs import GpuGraph
+from fp8compile.testing.gpu.schedule import Schedule, ScheduledLaunch
+
+__all__ = ["written_parameters"]
+
+LAUNCH = re.compile(r"^\s+((triton_\w+)\.run\(.*\))$", re.MULTILINE)
+FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu)
+OPERANDS = 4  # of a product: two of codes, two of scales
+
+
+def _dtype(node: fx.Node) -> torch.dtype | None:
+    return getattr(node.meta.get("val"), "dtype", None)
+
+
+def _followed(node: fx.Node) -> bool:
+    return _dtype(node) not in (torch.bfloat16, torch.float16)
+
+
+def _roots(graph: fx.Graph) -> Iterable[fx.Node]:
+    """Operands of scaled products, new values of states, and codes that are returned."""
+    for node in graph.nodes:
+        if "scaled_mm" in str(node.target):
+            yield from (each for each in node.args[:OPERANDS] if isinstance(each, fx.Node))
+        elif str(node.target).startswith("aten.copy_") or _dtype(node) in FLOAT8:
+            yield node
+
+
+def _behind(roots: Iterable[fx.Node]) -> set[fx.Node]:
+    found: set[fx.Node] = set()
+    todo = [node for node in roots if _followed(node)]
+    while todo:
+        node = todo.pop()
+        if node not in found:
+            found.add(node)
+            todo += filter(_followed, node.all_input_nodes)
+    return found
+
+
+def _returned(graph: fx.Graph) -> Sequence[fx.Node | None]:
+    (outputs,) = graph.find_nodes(op="output")[0].args
+    return outputs
+
+
+def _nodes_on_path(graphs: Sequence[GpuGraph], schedules: Sequence[Schedule]) -> list[set[fx.Node]]:
+    """The nodes of each lowered graph that codes and scales are computed from; the backward is looked at first."""
+    found: list[set[fx.Node]] = []
+    asked_for: set[str] = set()  # by a backward, of its forward
+    for made, scheduled in zip(reversed(graphs), reversed(schedules), strict=True):
+        named = zip(_returned(made.graph.graph), _returned(scheduled.lowered), strict=True)
+        wanted = [node for given, node in named if isinstance(given, fx.Node) and given.name in asked_for]
+        nodes = _behind([*_roots(scheduled.lowered), *wanted])
+        inputs = zip(
+            made.graph.graph.find_nodes(op="placeholder"), scheduled.lowered.find_nodes(op="placeholder"), strict=True
+        )
+        asked_for = {given.name for given, node in inputs if node in nodes}
+        found.insert(0, nodes)
+    return found
+
+
+def _arguments(call: str) -> list[str | None]:
+    """The buffers that a launch is given, by position; None for a size."""
+    given = ast.parse(call).body[0].value.args
+    names = [[each.id for each in ast.walk(argument) if isinstance(each, ast.Name)] for argument in given]
+    return [next((name for name in each if name.startswith(("buf", "arg"))), None) for each in names]
+
+
+def _positions(launch: ScheduledLaunch, call: str, scheduled: Schedule, nodes: set[fx.Node]) -> set[int]:
+    """Arguments of a launch by which it writes what is on the path."""
+    wanted = {name for name in launch.made if scheduled.holder(name) in nodes}
+    if not wanted:
+        return set()
+    arguments = _arguments(call)
+    if wanted <= set(arguments):
+        return {position for position, name in enumerate(arguments) if name in wanted}
+    # a state that changes in place is written through the graph's own argument
+    found = {position for position, name in enumerate(arguments) if name in wanted or str(name).startswith("arg")}
+    if not found:
+        raise _unknown_form(f"{launch.name} makes {', '.join(sorted(wanted))}, and is called as {call}")
+    return found
+
+
+def _unknown_form(what: str) -> RuntimeError:
+    return RuntimeError(
+        f"written_parameters: {what}. PyTorch {torch.__version__} prints code in another form than is known here."
+    )
+
+
+def written_parameters(graphs: Sequence[GpuGraph], schedules: Sequence[Schedule]) -> list[dict[str, set[int]]]:
+    """By which parameters the kernels of each graph write codes, scales, and what these are computed from.
+
+    Args:
+        graphs: Forward and backward, of `gpu_graphs`.
+        schedules: Of each graph.
+
+    Returns:
+        For each graph, by a kernel's name, positions among its arguments. A kernel that is launched for several
+        purposes has those of all of them; some may be read only.
+
+    Raises:
+        RuntimeError: This version of PyTorch prints launches in a form that isn't known here.
+    """
+    found = []
+    for scheduled, nodes in zip(schedules, _nodes_on_path(graphs, schedules), strict=True):
+        launches = [launch for launch in scheduled.launches if launch.kind == "triton"]
+        calls = LAUNCH.findall(scheduled.source)
+        if [name for _, name in calls] != [launch.name for launch in launches]:
+            raise _unknown_form(
+                f"kernels {[launch.name for launch in launches]} were scheduled, calls of "
+                f"{[name for _, name in calls]} found"
+            )
+        parameters: dict[str, set[int]] = {}
+        for launch, (call, name) in zip(launches, calls, strict=True):
+            parameters.setdefault(name, set()).update(_positions(launch, call, scheduled, nodes))
+        found.append(parameters)
+    return found

@@ -1,0 +1,333 @@
+"""What Inductor would launch for a graph on a GPU that isn't here, with the data that flows between launches.
+
+    graph on the CPU --traced again on fake CUDA tensors--> lowered, fused, printed --> Schedule
+
+Nothing is launched, and nothing computed or allocated, so a layer of full size costs seconds.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, fx
+
+from fp8compile.testing.gpu.gpus import Gpu, pretend_gpu
+from fp8compile.testing.gpu.graphs import GpuGraph
+
+__all__ = ["Schedule", "ScheduledLaunch", "operator_of", "schedule"]
+
+SOURCE = "fp8compile.testing.source"  # in a node's meta, where tracing again keeps it
+GPU = torch.device("cuda", 0)
+LAUNCH = re.compile(
+    r"^\s+(?:\w+ = )?(?:(?P<triton>triton_\w+)\.run|extern_kernels\.(?P<extern>\w+)|"
+    r"(?:torch\.ops\.|(?=aten\.))(?P<op>[\w.]+))\(",
+    re.MULTILINE,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScheduledLaunch:
+    """One kernel that is started.
+
+    Attributes:
+        name: Of the Triton kernel, or of the operator that is called.
+        kind: "triton", "gemm" or "opaque".
+        bytes_read: Each buffer once.
+        bytes_written: Each buffer once, also those that nobody reads.
+        made: The buffers that it makes, and the node of the lowered graph whose value each holds. Of a buffer that a
+            product asked for, in the layout it wants, no node is known here.
+        read: The buffers that it reads; a product's operands in their order.
+    """
+
+    name: str
+    kind: str
+    bytes_read: int
+    bytes_written: int
+    made: dict[str, fx.Node | None]
+    read: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """One graph as Inductor would run it.
+
+    Attributes:
+        source: The Python file with Triton kernels and the calls.
+        bytes: Read and written, as Inductor counts: each buffer once a kernel; and what an operator writes that nobody
+            reads.
+        launches: In their order.
+        sources: Nodes of the graph that was given, by name.
+        placed: Buffers that no launch makes as a whole, and the node whose value each holds: one of several results
+            of an operator, or a place that several kernels write to.
+        no_cuda_graph: Why Inductor would not replay it as a CUDA graph; None if it would.
+        mutated_inputs: Positions of the arguments that it writes to.
+        constants: What the source names and doesn't define: types of opaque values, tensors of the graph.
+        lowered: The graph on the GPU that was lowered.
+        output_strides: Of each output, None where it isn't known. Inductor may pad those that are saved for backward.
+    """
+
+    source: str
+    bytes: int
+    launches: tuple[ScheduledLaunch, ...]
+    sources: dict[str, fx.Node] = field(repr=False)
+    placed: dict[str, fx.Node | None] = field(repr=False)
+    no_cuda_graph: str | None
+    mutated_inputs: tuple[int, ...]
+    constants: dict[str, Any] = field(repr=False)
+    lowered: fx.Graph = field(repr=False)
+    output_strides: tuple[tuple[int, ...] | None, ...] = ()
+
+    @cached_property
+    def maker(self) -> dict[str, ScheduledLaunch]:
+        """The launch that makes each buffer; a graph's inputs have none."""
+        return {name: launch for launch in self.launches for name in launch.made}
+
+    @cached_property
+    def _holders(self) -> dict[str, fx.Node | None]:
+        """The node that each buffer holds; a product's operands are those of its node."""
+        holders = {name: node for launch in self.launches for name, node in launch.made.items()} | self.placed
+        for launch in self.launches:
+            product = next(iter(launch.made.values()), None)
+            if launch.kind == "gemm" and product is not None:
+                for name, operand in zip(launch.read, product.args, strict=False):
+                    if name in holders and holders[name] is None and isinstance(operand, fx.Node):
+                        holders[name] = operand
+        return holders
+
+    def holder(self, name: str) -> fx.Node | None:
+        """The node of the lowered graph whose value a buffer holds; None if that isn't known."""
+        return self._holders.get(name)
+
+    def computed(self, launch: ScheduledLaunch) -> list[fx.Node]:
+        """Nodes of the given graph that a launch does the work of, in their order.
+
+        What Inductor lists for a kernel includes some that its inputs come from. This is everything between the
+        buffers that it reads and those that it makes.
+        """
+        edge = {self._holders.get(name) for name in launch.read}
+        found: set[fx.Node] = set()
+        todo = [node for name in launch.made if (node := self._holders[name]) is not None]
+        while todo:
+            node = todo.pop()
+            if node not in found and node.op == "call_function":
+                found.add(node)
+                todo += [other for other in node.all_input_nodes if other not in edge]
+        sources = (self.source_of(node) for node in sorted(found))
+        return list(dict.fromkeys(node for node in sources if node is not None))
+
+    def source_of(self, lowered: fx.Node) -> fx.Node | None:
+        """The node of the given graph that a node of the lowered one was; None if that isn't known."""
+        return self.sources.get(lowered.meta.get("custom", {}).get(SOURCE))
+
+    def makes(self, launch: ScheduledLaunch) -> fx.Node | None:
+        """The node of the given graph whose value a launch makes; None if that isn't known."""
+        lowered = filter(None, (self._holders[name] for name in launch.made))
+        return next(filter(None, map(self.source_of, lowered)), None)
+
+    @cached_property
+    def stored_by(self) -> dict[fx.Node, ScheduledLaunch]:
+        """Nodes of the given graph whose values are in a buffer, and the launch that writes it."""
+        found: dict[fx.Node, ScheduledLaunch] = {}
+        for launch in self.launches:
+            for lowered in filter(None, (self._holders[name] for name in launch.made)):
+                node = self.source_of(lowered)
+                # one that was taken apart gave its name to its parts
+                if node is not None and node.target == lowered.target:
+                    found.setdefault(node, launch)
+        return found
+
+
+def operator_of(node: fx.Node) -> str:
+    """The operator that a decomposed node was in the graph before, such as "aten.silu" or "fp8compile.linear"."""
+    return str(node.meta.get("original_aten") or node.target).removesuffix(".default")
+
+
+# ---------------------------------------------------------------------------------- from Inductor's schedule
+
+
+def _node_of(buffer: Any) -> fx.Node | None:
+    """The graph's node whose value a buffer holds; None if Inductor made it while it lowered a product."""
+    data = getattr(buffer, "data", None)
+    node = getattr(data, "origin_node", None) or getattr(buffer, "origin_node", None)
+    if node is None and getattr(data, "origins", None):
+        node = max(data.origins)  # the last one; those before it are what its inputs come from
+        return None if "mm" in str(node.target) else node
+    return node
+
+
+def _reads(parts: Sequence[Any], made: dict[str, Any]) -> Iterator[str]:
+    for part in parts:
+        inputs = getattr(part.node, "inputs", None)
+        # a library's product has its operands in their order, generated code only a set
+        names = [each.get_name() for each in inputs] if inputs else sorted({d.name for d in part.read_writes.reads})
+        yield from (name for name in names if name not in made)
+
+
+def _launch(node: Any, call: dict[str, str]) -> ScheduledLaunch:
+    from torch._inductor.virtualized import V
+
+    name = call["triton"] or call["extern"] or call["op"]
+    is_product = "mm" in name.rpartition(".")[2] or "mm." in name
+    total, written = node.get_read_write_buffers_sizes(), node.get_write_buffer_sizes()
+    parts = list(node.get_nodes())
+    # results of a template but the first one are buffers that it is given to write to
+    names = [each.get_name() for part in parts for each in getattr(part.node, "mutated_inputs", None) or ()]
+    given = [V.graph.name_to_buffer[name] for name in names]
+    made = {buffer.get_name(): _node_of(buffer) for buffer in (*(part.node for part in parts), *given)}
+    written += sum(_bytes(buffer) for buffer in given)
+    unread = _unread_bytes(node)
+    return ScheduledLaunch(
+        name=name,
+        kind="triton" if call["triton"] else "gemm" if is_product else "opaque",
+        bytes_read=total - written,
+        bytes_written=written + unread,
+        made=made,
+        read=tuple(_reads(parts, made)),
+    )
+
+
+def _unread_bytes(node: Any) -> int:
+    """Results of an operator that nobody reads: its kernel writes them, and Inductor doesn't count them."""
+    from torch._inductor import ir
+
+    if not isinstance(getattr(node, "node", None), ir.FallbackKernel):
+        return 0
+    made = [each for each in node.node.outputs if isinstance(each, ir.MultiOutput)]
+    return max(0, sum(map(_bytes, made)) - node.get_write_buffer_sizes())
+
+
+def _bytes(buffer: Any) -> int:
+    from torch._inductor.virtualized import V
+
+    return V.graph.sizevars.optimization_hint(buffer.get_numel(), fallback=0) * buffer.get_dtype().itemsize
+
+
+def _is_called(node: Any) -> bool:
+    """Whether a call is printed for a node of the schedule."""
+    from torch._inductor import ir
+    from torch._inductor.scheduler import NopKernelSchedulerNode
+
+    is_part = isinstance(getattr(node, "node", None), ir.MultiOutput)
+    return not (is_part or isinstance(node, NopKernelSchedulerNode))
+
+
+def _launches(nodes: Sequence[Any], source: str) -> tuple[ScheduledLaunch, ...]:
+    """Nodes of the schedule beside the calls that were printed for them, both in one order."""
+    calls = [match.groupdict() for match in LAUNCH.finditer(source[source.index("def call(") :])]
+    if len(nodes) != len(calls):
+        raise RuntimeError(
+            f"gpu_kernels: {len(nodes)} kernels were scheduled, {len(calls)} calls found in the generated code: their "
+            f"bytes can't be told apart. PyTorch {torch.__version__} prints code in another form than is known here."
+        )
+    return tuple(_launch(node, call) for node, call in zip(nodes, calls, strict=True))
+
+
+def _schedule(nodes: Sequence[Any], source: str, total: int, sources: dict[str, fx.Node], lowering: Any) -> Schedule:
+    from torch._inductor.cudagraph_utils import check_multiple_devices_or_any_cpu_nodes
+
+    called = [node for node in nodes if _is_called(node)]
+    devices = lowering.device_node_mapping
+    reason = lowering.disable_cudagraphs_reason or check_multiple_devices_or_any_cpu_nodes(devices)
+    mutated = tuple(lowering.mutated_input_idxs)
+    placed = {
+        part.node.get_name(): _node_of(part.node) for node in nodes if node not in called for part in node.get_nodes()
+    }
+    constants = {**getattr(lowering, "opaque_value_type_classes", {}), **lowering.constants}
+    total += sum(map(_unread_bytes, called))
+    return Schedule(
+        source, total, _launches(called, source), sources, placed, reason, mutated, constants, lowering.graph
+    )
+
+
+# ---------------------------------------------------------------------------------- lowering
+
+
+def _on_gpu(value: Any) -> Any:
+    """A fake tensor on the GPU with the layout of this one."""
+    if not isinstance(value, Tensor):
+        return value
+    return torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device="cuda")
+
+
+def _shape_env(inputs: Sequence[Any]) -> Any:
+    """Where the sizes of a graph have their symbols and hints; without it Inductor would make symbols of its own."""
+    sizes = (size for value in inputs for size in (value.size() if isinstance(value, Tensor) else (value,)))
+    return next((size.node.shape_env for size in sizes if isinstance(size, torch.SymInt)), None)
+
+
+def _device_argument(node: fx.Node) -> str | None:
+    """The name by which an operator takes a device, if it does and was given none, or was by that name."""
+    schema = getattr(node.target, "_schema", None)
+    names = [argument.name for argument in schema.arguments] if schema is not None else []
+    return "device" if "device" in names[len(node.args) :] else None
+
+
+def _moved(graph: fx.GraphModule) -> fx.GraphModule:
+    """A copy that makes its tensors on the GPU, each node with its name where tracing keeps it."""
+    from torch._inductor.fx_passes.post_grad import view_to_reshape
+
+    graph = copy.deepcopy(graph)
+    view_to_reshape(graph)  # as Inductor does: views were traced for other strides than saved tensors have
+    for node in graph.graph.nodes:
+        node.meta["custom"] = {**node.meta.get("custom", {}), SOURCE: node.name}
+        node.args = fx.node.map_aggregate(node.args, lambda each: GPU if isinstance(each, torch.device) else each)
+        if (name := _device_argument(node)) is not None:
+            node.kwargs = {**node.kwargs, name: GPU}
+    graph.recompile()
+    return graph
+
+
+def schedule(made_for: GpuGraph, gpu: Gpu) -> Schedule:
+    """Let Inductor compile a graph for a GPU; take the code where it would load it.
+
+    Args:
+        made_for: Of `gpu_graphs`.
+        gpu: The GPU.
+
+    Raises:
+        ModuleNotFoundError: There is no Triton.
+        RuntimeError: This version of PyTorch prints code in a form that isn't known here.
+    """
+    from torch._inductor import compile_fx, config
+    from torch._inductor.graph import GraphLowering
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    found: list[Schedule] = []
+    sources = {node.name: node for node in made_for.graph.graph.nodes}
+
+    def take(lowering: GraphLowering) -> SimpleNamespace:
+        code, _ = lowering.codegen()
+        source = getattr(code, "value", code)
+        total, counts, _ = lowering.count_bytes()
+        found.append(_schedule([node for node, _ in counts], source, total, sources, lowering))
+        return SimpleNamespace(call=lambda inputs: None, __file__="not loaded", runner=None)
+
+    mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=_shape_env(made_for.inputs))
+    context = torch._guards.TracingContext(mode)
+    context.output_strides = []
+    with (
+        pretend_gpu(gpu),
+        mock.patch.object(GraphLowering, "compile_to_module", take),
+        # names without operators: equal kernels are one, whatever they come from
+        config.patch({"fx_graph_cache": False, "compile_threads": 1, "triton.descriptive_names": False}),
+        torch._guards.tracing(context),
+        mode,
+    ):
+        fakes = [_on_gpu(value) for value in made_for.inputs]
+        with fx.traceback.preserve_node_meta():  # which node each one was before it was traced again
+            graph = make_fx(fx.Interpreter(_moved(made_for.graph)).run)(*fakes)
+        output = graph.graph.output_node()
+        output.meta["user_visible_output_idxs"] = [
+            at for at in made_for.returned if isinstance(output.args[0][at], fx.Node)
+        ]
+        compile_fx.compile_fx_inner(graph, fakes)
+    return replace(found[0], output_strides=tuple(context.output_strides))

@@ -1,6 +1,0 @@
-"""The code that a GPU would run, run on the CPU: every generated program, to the bit (docs/gpu-without-a-gpu.md)."""
-
-from fp8compile.testing.gpu_program.eager import EagerRun, eager_run
-from fp8compile.testing.gpu_program.run import run_gpu_program
-
-__all__ = ["EagerRun", "eager_run", "run_gpu_program"]

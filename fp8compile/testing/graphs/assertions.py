@@ -1,0 +1,193 @@
+"""Assertions on what torch.compile makes of a model; a failure says what broke, where, and what usually mends it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+
+from fp8compile.testing.graphs.compiler_log import numbered
+from fp8compile.testing.graphs.report import (
+    Call,
+    Collective,
+    GraphReport,
+    break_lines,
+    bypass_lines,
+    graph_report,
+    recompile_lines,
+)
+
+__all__ = ["assert_cacheable", "assert_comm", "assert_fullgraph", "assert_no_recompile", "assert_ops", "check_report"]
+
+
+def _report(fn: Callable | GraphReport, args: tuple[Any, ...], options: dict[str, Any]) -> GraphReport:
+    if isinstance(fn, GraphReport):
+        if args or options:
+            raise TypeError("given a report, an assertion takes no arguments for calls: they were made already.")
+        return fn
+    return graph_report(fn, *args, **options)
+
+
+def check_report(report: object, assertion: str) -> None:
+    """Refuse what is no report, such as a model."""
+    if not isinstance(report, GraphReport):
+        raise TypeError(
+            f"{assertion} takes a GraphReport, and is given a {type(report).__name__}; call graph_report(model, x) "
+            "first."
+        )
+
+
+def _fail_if(lines: Iterable[str], what: str) -> None:
+    lines = list(lines)
+    if lines:
+        raise AssertionError("\n".join([what, *lines]))
+
+
+def assert_fullgraph(fn: Callable | GraphReport, *args: Any, **options: Any) -> GraphReport:
+    """Assert that there is no graph break, and that something was compiled at all.
+
+    A break before the first tensor operation or after the last one counts, which the number of graphs does not show.
+
+    Args:
+        fn: A module or function, or a report.
+        args: Of the first call, as `graph_report` takes them.
+        options: Further arguments of `graph_report`.
+
+    Returns:
+        The report.
+
+    Raises:
+        AssertionError: With every break, its place, and PyTorch's hints.
+    """
+    report = _report(fn, args, options)
+    _fail_if(
+        (line for each in report.breaks for line in break_lines(each)),
+        f"{numbered(len(report.breaks), 'graph breaks')}:",
+    )
+    if not report.graphs:
+        raise AssertionError("nothing was compiled: Dynamo skips this function, or no tensor operation is in it.")
+    return report
+
+
+def assert_no_recompile(
+    fn: Callable | GraphReport, calls: Sequence[Call | tuple[Any, ...]] = (), *, allowed: int = 0, **options: Any
+) -> GraphReport:
+    """Assert that calls after the first share its graphs.
+
+    With ``dynamic=None``, PyTorch's default, a second size of a dim compiles a second graph, in which that dim is
+    dynamic: ``allowed=1``. Further sizes share that one.
+
+    Args:
+        fn: A module or function, or a report of such calls.
+        calls: At least two argument tuples, or `Call` with modes: shapes, train and eval, a second step.
+        allowed: Recompilations that are as they should be: one for eval beside train, say.
+        options: Further arguments of `graph_report`.
+
+    Returns:
+        The report.
+
+    Raises:
+        AssertionError: With every recompilation, its function, and the guard that failed.
+        TypeError: ``calls`` is no list of calls.
+        ValueError: Fewer than two calls can't show a recompilation.
+    """
+    no_calls = isinstance(calls, Sequence) and not calls
+    report = _report(fn, (), options if no_calls else options | {"calls": calls})
+    if len(report.calls) < 2:
+        raise ValueError(
+            f"assert_no_recompile: {numbered(len(report.calls), 'calls')} made; a recompile takes two at least."
+        )
+    if len(report.recompiles) > allowed:
+        lines = (line for each in report.recompiles for line in recompile_lines(each))
+        _fail_if(lines, f"{numbered(len(report.recompiles), 'recompiles')}, {allowed} allowed:")
+    return report
+
+
+def assert_cacheable(fn: Callable | GraphReport, *args: Any, **options: Any) -> GraphReport:
+    """Assert that every graph can be kept in PyTorch's caches on disk.
+
+    Args:
+        fn: A module or function, or a report.
+        args: Of the first call.
+        options: Further arguments of `graph_report`.
+
+    Returns:
+        The report.
+
+    Raises:
+        AssertionError: With every reason and its place.
+    """
+    report = _report(fn, args, options)
+    lines = (line for each in report.bypasses for line in bypass_lines(each))
+    _fail_if(lines, f"{len(report.bypasses)} cache bypasses:")
+    return report
+
+
+def _matching(name: str, ops: Sequence[str]) -> list[str]:
+    """Operators by the beginning of their name: "aten.mm", "fp8compile::linear", "fp8compile"."""
+    name = name.replace("::", ".")
+    return [op for op in ops if op == name or op.startswith(f"{name}.")]
+
+
+def assert_ops(report: GraphReport, *, contains: Iterable[str] = (), absent: Iterable[str] = ()) -> None:
+    """Assert which operators are in the graphs, forward or backward.
+
+    Args:
+        report: Of `graph_report`.
+        contains: Names, or beginnings of names at a dot: "fp8compile::linear", "aten.mm", "_c10d_functional".
+        absent: Likewise.
+
+    Raises:
+        AssertionError: One is missing, or there and should not be.
+    """
+    check_report(report, "assert_ops")
+    contains, absent = ([names] if isinstance(names, str) else list(names) for names in (contains, absent))
+    present = sorted(set(report.ops))
+    lines = [f"  {name} is missing" for name in contains if not _matching(name, present)]
+    lines += [f"  {name} is there: {', '.join(found)}" for name in absent if (found := _matching(name, present))]
+    _fail_if([*lines, f"  the graphs have {', '.join(present)}"] if lines else [], "operators are not as expected:")
+
+
+def _comm_line(found: Collective) -> str:
+    where = f"{found.file}:{found.line}" if found.file else "an unknown place"
+    pass_ = "backward" if found.backward else "forward"
+    return f"  {found.bytes} bytes of {found.dtype} by {found.op} in the {pass_}, from {where}"
+
+
+def assert_comm(
+    report: GraphReport,
+    *,
+    op: str | None = None,
+    dtype: torch.dtype | Iterable[torch.dtype] | None = None,
+    max_bytes: int | None = None,
+) -> None:
+    """Assert what ranks send each other.
+
+    Args:
+        report: Of `graph_report`.
+        op: Only these collectives, by the beginning of their name: "_c10d_functional.all_gather_into_tensor".
+        dtype: What all of them send, or several that they may.
+        max_bytes: Of all of them together, on one rank.
+
+    Raises:
+        AssertionError: There is no collective, one has another dtype, or they send more.
+        TypeError: ``report`` or ``dtype`` is something else.
+    """
+    check_report(report, "assert_comm")
+    dtypes = [] if dtype is None else [dtype] if isinstance(dtype, (torch.dtype, str)) else list(dtype)
+    if not all(isinstance(each, torch.dtype) for each in dtypes):
+        raise TypeError(
+            f"assert_comm: dtype is {dtype!r}; it is a torch.dtype, such as torch.uint8, or a list of them."
+        )
+    found = [c for c in report.collectives if op is None or _matching(op, [c.op])]
+    if not found:
+        sent = ", ".join(sorted({c.op for c in report.collectives})) or "none"
+        raise AssertionError(f"no collective{f' {op}' if op else ''} in the graphs; there are: {sent}")
+    if dtype is not None:
+        names = {str(each).removeprefix("torch.") for each in dtypes}
+        wrong = [c for c in found if c.dtype not in names]
+        _fail_if(map(_comm_line, wrong), f"not {', '.join(sorted(names))}:")
+    total = sum(c.bytes for c in found)
+    if max_bytes is not None and total > max_bytes:
+        _fail_if(map(_comm_line, found), f"{total} bytes, {max_bytes} allowed:")

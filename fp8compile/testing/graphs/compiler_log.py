@@ -1,0 +1,306 @@
+"""What the compiler says of itself: graph breaks, recompilations and bypassed caches, from PyTorch's structured log.
+
+`fullgraph=True` stops at the first break, and counters have no places. The log that `TORCH_TRACE` writes has
+everything, with the user's file and line; here it is listened to instead of written.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+__all__ = [
+    "FRAME",
+    "NOTHING_HIDDEN",
+    "TORCH",
+    "CacheBypass",
+    "CompilerLog",
+    "GraphBreak",
+    "Recompile",
+    "listen",
+    "numbered",
+    "one_line",
+]
+
+BREAK = re.compile(
+    r"Graph break in user code at (?P<file>.*):(?P<line>\d+)\n"
+    r"Graph Break Reason: (?P<reason>.*?)"
+    r"(?:\n\s*User code traceback:\n(?P<stack>.*))?\Z",
+    re.DOTALL,
+)
+# what precedes the reason proper: which bytecode was traced, or that the rest of the function won't be compiled
+PREFIX = re.compile(
+    r"\A\s*((Encountered graph break|Failed to handle graph break)[^\n]*?(Graph break encountered:\s*|\n)|"
+    r"Graph break encountered:\s*)"
+)
+GIVES_UP = re.compile("skipping", re.IGNORECASE)
+LINK = re.compile(r"https?://\S*?/(gb\d+)\.html")
+SECTION = re.compile(r"^ {2}(Explanation|Hint): ", re.MULTILINE)
+FRAME = re.compile(r'^\s*File "(?P<file>.*)", line (?P<line>\d+), in (?P<function>.*)$', re.MULTILINE)
+TORCH = str(Path(torch.__file__).parent) + os.sep
+OWN = str(Path(__file__).parents[1]) + os.sep  # all of testing/, whose callers are who is meant
+RESUMED = re.compile(r"torch_dynamo_resume_in_(?P<function>.*)_at_(?P<line>\d+)")
+# past its limits, or where it suppresses an error, Dynamo goes on without a graph and without a word in its log
+NOTHING_HIDDEN = {"recompile_limit": 1 << 20, "accumulated_recompile_limit": 1 << 20, "suppress_errors": False}
+BYPASSES = {
+    "aotautograd_cache_bypass": "AOTAutograd",
+    "fx_graph_cache_bypass": "FX graph",
+    "dynamo_cache_bypass": "Dynamo",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class GraphBreak:
+    """A place where one graph ends and the interpreter goes on.
+
+    A place is a file, a line and a reason: two breaks on one line for one reason are one.
+
+    Attributes:
+        reason: One line.
+        explanation: PyTorch's, may be empty.
+        hints: PyTorch's.
+        code: PyTorch's number of the kind of break, such as "gb0059", or empty.
+        url: Its page.
+        file: Of the user's code.
+        line: In it.
+        gives_up: Whether PyTorch runs a function without a graph for it.
+        without_graph: Names of such functions, each with file and line; callers of the one that breaks may be among
+            them.
+        stack: The user's frames that first led there, outermost first, each ``file:line in function``.
+    """
+
+    reason: str
+    explanation: str
+    hints: tuple[str, ...]
+    code: str
+    url: str
+    file: str
+    line: int
+    gives_up: bool
+    stack: tuple[str, ...]
+    without_graph: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recompile:
+    """A function compiled again, because what an earlier graph of it relies on no longer holds.
+
+    Attributes:
+        function: Its name.
+        file: Where it is.
+        line: Its first line.
+        guards: Conditions that failed, the newest graph's first.
+        call: Which of the calls of ``graph_report`` needed it, the first is 0; None where nobody numbers calls, as in
+            a test that is marked ``fullgraph``.
+    """
+
+    function: str
+    file: str
+    line: int
+    guards: tuple[str, ...]
+    call: int | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheBypass:
+    """A graph that no cache on disk will hold: every process compiles it anew.
+
+    Attributes:
+        cache: Which one: "AOTAutograd", "FX graph" (Inductor's) or "Dynamo".
+        reason: PyTorch's.
+        file: Of the line that is the cause; empty where it isn't known.
+        line: 0 where it isn't known.
+    """
+
+    cache: str
+    reason: str
+    file: str = ""
+    line: int = 0
+
+
+@dataclass
+class CompilerLog:
+    """What was heard, in its order.
+
+    Attributes:
+        breaks: Each place once, however often its function was compiled.
+        bypasses: Graphs that no cache holds; of their places nothing is heard.
+        functions: Name, file and first line of what was compiled, by graph number.
+        recompiles: Functions compiled again.
+        graphs: How many were compiled.
+        call: Number of the call that is being made, if calls have numbers.
+    """
+
+    breaks: list[GraphBreak] = field(default_factory=list)
+    bypasses: list[CacheBypass] = field(default_factory=list)
+    functions: dict[str, tuple[str, str, int]] = field(default_factory=dict)
+    recompiles: list[Recompile] = field(default_factory=list)
+    graphs: int = 0
+    call: int | None = None
+    _attempts: dict[str, int] = field(default_factory=dict)
+    # by compilations that go on: guards and call of a recompile, the place in `breaks` of what it gives up for
+    _pending: dict[str, tuple[tuple[str, ...], int | None]] = field(default_factory=dict)
+    _given_up: dict[str, int] = field(default_factory=dict)
+
+    def hear(self, metadata: dict[str, Any], payload: str) -> None:
+        """Take in one record of the log."""
+        compile_id = f"{metadata.get('frame_id')}/{metadata.get('frame_compile_id')}"
+        name = metadata.get("artifact", {}).get("name")
+        if name == "dynamo_graph_break_reason":
+            self._hear_break(compile_id, payload)
+        elif name == "recompile_reasons":
+            reasons = _json_or_text(payload)
+            guards = reasons if isinstance(reasons, list) else [str(reasons)]
+            self._pending[compile_id] = (tuple(map(_guard, guards)), self.call)
+        elif name in BYPASSES:
+            reason = _json_or_text(payload)
+            reason = reason.get("cache_bypass_reason", reason) if isinstance(reason, dict) else reason
+            self.bypasses.append(CacheBypass(cache=BYPASSES[name], reason=one_line(str(reason))))
+        elif "dynamo_output_graph" in metadata:
+            # one that starts over, in a later attempt, logs its graph again; after a reset numbers begin anew
+            attempt = metadata.get("attempt", 0)
+            self.graphs += attempt <= self._attempts.get(compile_id, attempt)
+            self._attempts[compile_id] = attempt
+        elif "compilation_metrics" in metadata:
+            metrics = metadata["compilation_metrics"]
+            code = (metrics["co_name"], metrics["co_filename"], metrics["co_firstlineno"])
+            self.functions[metrics["compile_id"]] = code
+            self._hear_compiled(metrics["compile_id"], *code)
+
+    def _hear_compiled(self, compile_id: str, function: str, file: str, line: int) -> None:
+        if compile_id in self._pending:
+            guards, call = self._pending.pop(compile_id)
+            found = Recompile(function=function, file=file, line=line, guards=guards, call=call)
+            self.recompiles.append(found)
+        if compile_id in self._given_up:
+            number, shown = self._given_up.pop(compile_id), f"{_function(function)} at {file}:{line}"
+            known = self.breaks[number].without_graph
+            self.breaks[number] = replace(self.breaks[number], without_graph=tuple(dict.fromkeys((*known, shown))))
+
+    def _hear_break(self, compile_id: str, text: str) -> None:
+        found = parse_break(text)
+        places = [(other.file, other.line, other.reason) for other in self.breaks]
+        if (found.file, found.line, found.reason) not in places:
+            places.append((found.file, found.line, found.reason))
+            self.breaks.append(found)
+        if found.gives_up:
+            number = places.index((found.file, found.line, found.reason))
+            self.breaks[number] = replace(self.breaks[number], gives_up=True)
+            self._given_up[compile_id] = number
+
+
+def _function(name: str) -> str:
+    """A function's name, quoted; of what Dynamo makes of a function behind a break, in words."""
+    resumed = RESUMED.fullmatch(name)
+    return f"the rest of `{resumed['function']}` after line {resumed['line']}" if resumed else f"`{name}`"
+
+
+def numbered(number: int, noun: str) -> str:
+    """A number and its noun, which is given with its s: "1 graph", "2 graphs"."""
+    return f"{number} {noun.removesuffix('s') if number == 1 else noun}"
+
+
+def one_line(text: str) -> str:
+    """The text with every run of white space as one space."""
+    return " ".join(text.split())
+
+
+def _json_or_text(payload: str) -> Any:
+    try:
+        return json.loads(payload)
+    except json.JSONDecodeError:
+        return payload
+
+
+def _guard(text: str) -> str:
+    """A guard that failed, in one line, with the place that it comes from, or the text there, where PyTorch tells."""
+    condition, _, trace = text.partition("\n")
+    # the user's line as a comment, then the end of its path, cut off anywhere
+    condition, *comments = re.split(r"\s+# ", re.sub(r"^\d+/\d+: ", "", condition))
+    places = [*(f"{m['file']}:{m['line']}" for m in FRAME.finditer(trace)), *comments[:1]]
+    return one_line(f"{condition} [{places[0]}]" if places else condition)
+
+
+def _user_frames(trace: str) -> Iterator[str]:
+    """Frames of a printed stack, without PyTorch's and ours."""
+    for frame in FRAME.finditer(trace):
+        if not frame["file"].startswith((TORCH, OWN)):
+            yield f"{frame['file']}:{frame['line']} in {frame['function']}"
+
+
+def parse_break(text: str) -> GraphBreak:
+    """A break from the text that PyTorch logs of it; what it doesn't know the form of becomes the reason."""
+    match = BREAK.match(text)
+    if match is None:
+        reason = one_line(text.partition("\n")[0])
+        return GraphBreak(
+            reason=reason, explanation=text, hints=(), code="", url="", file="", line=0, gives_up=False, stack=()
+        )
+    body = match["reason"].strip()
+    prefix = PREFIX.match(body)
+    body = PREFIX.sub("", body)
+    link = LINK.search(body)
+    body = re.split(r"\n\s*(?:Developer debug context|For more details)", body)[0]
+    title, *sections = SECTION.split(body)
+    parts = list(zip(sections[::2], sections[1::2], strict=True))
+    return GraphBreak(
+        reason=one_line(title) or "unknown",
+        explanation=" ".join(one_line(t) for kind, t in parts if kind == "Explanation"),
+        hints=tuple(one_line(t) for kind, t in parts if kind == "Hint"),
+        code=link[1] if link else "",
+        url=link[0] if link else "",
+        file=match["file"],
+        line=int(match["line"]),
+        gives_up=prefix is not None and GIVES_UP.search(prefix[0]) is not None,
+        stack=tuple(_user_frames(match["stack"] or "")),
+    )
+
+
+class _Listener(logging.Handler):
+    def __init__(self, log: CompilerLog) -> None:
+        super().__init__(level=logging.DEBUG)
+        self.log = log
+
+    def emit(self, record: logging.LogRecord) -> None:
+        metadata = getattr(record, "metadata", None)
+        if metadata is not None:
+            self.log.hear(metadata, getattr(record, "payload", None) or "")
+
+
+def _wants_everything(handler: logging.Handler) -> bool:
+    """Whether a handler is a listener of ours or one of PyTorch's own, which write what ``TORCH_TRACE`` asks for."""
+    return isinstance(handler, _Listener) or any(
+        cls.__module__.partition(".")[0] == "torch" for cls in type(handler).__mro__
+    )
+
+
+@contextmanager
+def listen() -> Iterator[CompilerLog]:
+    """Collect what the compiler logs while this runs."""
+    logger = logging.getLogger("torch.__trace")  # PyTorch sets it up when imported
+    level, propagate, log = logger.level, logger.propagate, CompilerLog()
+    listener = _Listener(log)
+    # who captures logs, as pytest does, would get thousands of lines: by a handler here, or by one at the root
+    others = [handler for handler in logger.handlers if not _wants_everything(handler)]
+    for handler in others:
+        logger.removeHandler(handler)
+    logger.addHandler(listener)
+    logger.setLevel(logging.DEBUG)
+    logger.propagate = False
+    try:
+        yield log
+    finally:
+        logger.removeHandler(listener)
+        for handler in others:
+            logger.addHandler(handler)
+        logger.setLevel(level)
+        logger.propagate = propagate

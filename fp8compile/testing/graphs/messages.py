@@ -1,0 +1,70 @@
+"""Messages between ranks in a graph: which nodes send, and how many bytes of which dtype.
+
+PyTorch's collectives are known here. Whoever has operators that send says so by `register_message`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.utils import _pytree as pytree
+
+from fp8compile._compat import is_unbacked
+
+__all__ = ["COLLECTIVES", "bytes_by_dtype", "is_message", "register_message", "sent_bytes", "size_of", "tensors_in"]
+
+COLLECTIVES = frozenset({"_c10d_functional", "c10d_functional", "_c10d_functional_autograd", "c10d", "_dtensor"})
+Sent = Mapping[torch.dtype, int]
+REGISTERED: dict[torch._ops.OpOverload, Callable[[fx.Node], Sent]] = {}
+
+
+def register_message(op: torch._ops.OpOverload, sent: Callable[[fx.Node], Sent]) -> None:
+    """Let reports count the calls of an operator as messages.
+
+    Args:
+        op: Sends from rank to rank.
+        sent: Bytes by dtype of what a call sends, from its node, whose ``meta["val"]`` are fake tensors.
+    """
+    REGISTERED[op] = sent
+
+
+def is_message(node: fx.Node) -> bool:
+    """Whether a node sends."""
+    if node.target in REGISTERED:
+        return True
+    return getattr(node.target, "namespace", None) in COLLECTIVES and "wait" not in str(node.target)
+
+
+def sent_bytes(node: fx.Node) -> Sent:
+    """Bytes of a message by dtype: a coalesced one may send several."""
+    if node.target in REGISTERED:
+        return REGISTERED[node.target](node)
+    return bytes_by_dtype(tensors_in([arg.meta.get("val") for arg in node.all_input_nodes]), node)
+
+
+def bytes_by_dtype(given: Sequence[Tensor], node: fx.Node) -> Sent:
+    """Bytes of the tensors that a node is given to send or of those that it makes, whichever are more."""
+    made = tensors_in(node.meta.get("val"))
+    return {
+        dtype: max(_bytes([t for t in tensors if t.dtype == dtype]) for tensors in (given, made))
+        for dtype in dict.fromkeys(tensor.dtype for tensor in given or made)
+    }
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    """Tensors among nested values."""
+    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
+
+
+def size_of(size: Any) -> int:
+    """A size, or for a symbol what it was when traced; 0 where only a run can tell."""
+    if is_unbacked(size):
+        return 0
+    return size.node.hint if isinstance(size, torch.SymInt) else size
+
+
+def _bytes(tensors: Sequence[Tensor]) -> int:
+    return sum(size_of(tensor.numel()) * tensor.element_size() for tensor in tensors)

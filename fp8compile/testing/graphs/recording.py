@@ -1,0 +1,121 @@
+"""A backend of torch.compile that keeps the graphs it is given: Dynamo's, and AOTAutograd's forward and backward."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from fp8compile.testing.graphs.compiler_log import FRAME, TORCH
+
+__all__ = ["BACKENDS", "KeptGraph", "Recording", "node_value", "op_name", "user_place"]
+
+BACKENDS = ("aot_eager", "inductor")
+
+
+@dataclass
+class KeptGraph:
+    """One graph on its way through the compiler.
+
+    Attributes:
+        compile_id: PyTorch's number of the compilation, ``function/attempt``; again from 0 after a reset.
+        dynamo: As Dynamo traced it.
+        forward: After AOTAutograd; with Inductor as backend, decomposed.
+        backward: Likewise, None if no gradient is asked for.
+    """
+
+    compile_id: str
+    dynamo: fx.GraphModule
+    forward: fx.GraphModule | None = None
+    backward: fx.GraphModule | None = None
+    _compilation: Any = field(default=None, repr=False)
+
+
+class Recording:
+    """The backend: ``torch.compile(model, backend=Recording())``, and ``traced`` has the graphs once the model ran.
+
+    Args:
+        backend: "aot_eager" runs the graphs as they are, "inductor" compiles them.
+
+    Attributes:
+        graphs: In the order of compilation.
+    """
+
+    def __init__(self, backend: str = "aot_eager") -> None:
+        if backend not in BACKENDS:
+            raise ValueError(f"backend is {backend!r}; it is one of {', '.join(BACKENDS)}.")
+        self.backend = backend
+        self.graphs: list[KeptGraph] = []
+
+    @property
+    def traced(self) -> list[fx.GraphModule]:
+        """Forward and backward graphs, one after the other."""
+        return [graph for kept in self.graphs for graph in (kept.forward, kept.backward) if graph is not None]
+
+    def __call__(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable:
+        """Keep the graph and compile it."""
+        compilation = torch._guards.CompileContext.try_get()
+        kept = KeptGraph(str(compilation and compilation.compile_id), graph, _compilation=compilation)
+        # a compilation that starts over hands over its graph again, and the first one is never run. Its number
+        # doesn't tell, for it is given again after a reset
+        over = [other for other in self.graphs if compilation is None or other._compilation is not compilation]
+        self.graphs = [*over, kept]
+        return (_compile_by_inductor if self.backend == "inductor" else _run_as_is)(kept, graph, inputs)
+
+
+def _run_as_is(kept: KeptGraph, graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable:
+    from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
+    from torch._dynamo.backends.common import aot_autograd
+
+    def keep(which: str, graph: fx.GraphModule, _: Sequence[Any]) -> Callable:
+        setattr(kept, which, graph)
+        return make_boxed_func(graph)
+
+    backend = aot_autograd(
+        fw_compiler=functools.partial(keep, "forward"),
+        bw_compiler=functools.partial(keep, "backward"),
+        partition_fn=min_cut_rematerialization_partition,
+        keep_inference_input_mutations=True,
+    )
+    return backend(graph, inputs)
+
+
+def _compile_by_inductor(kept: KeptGraph, graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable:
+    from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+
+    def keep(graph: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Any:
+        setattr(kept, "backward" if options.get("is_backward") else "forward", graph)
+        return compile_fx_inner(graph, inputs, **options)
+
+    return compile_fx(graph, list(inputs), inner_compile=keep)
+
+
+def user_place(node: fx.Node) -> tuple[str, int]:
+    """File and line that a node comes from, outside PyTorch; an empty name where that isn't known."""
+    frames = FRAME.findall(node.meta.get("stack_trace") or "")
+    file, line, _ = next((frame for frame in reversed(frames) if not frame[0].startswith(TORCH)), ("", "0", ""))
+    return file, int(line)
+
+
+def op_name(target: Any) -> str:
+    """``namespace::name`` of an operator, whichever overload; of anything else its own name."""
+    packet = target.overloadpacket if isinstance(target, torch._ops.OpOverload) else target
+    return getattr(packet, "_qualified_op_name", None) or getattr(packet, "__name__", str(packet))
+
+
+def node_value(node: fx.Node) -> Any:
+    """What a node computes, as a fake tensor or number.
+
+    Raises:
+        ValueError: The graph is one of Dynamo's, where it isn't known.
+    """
+    if "val" not in node.meta and node.op != "get_attr":
+        raise ValueError(
+            f"node {node.name} has no meta['val'], so nothing tells its shape. Take the graphs that AOTAutograd hands "
+            "to a backend, not Dynamo's."
+        )
+    return node.meta.get("val")

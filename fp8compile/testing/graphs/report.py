@@ -1,0 +1,450 @@
+"""graph_report: what torch.compile makes of a model over some calls, breaks and all."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch._functorch.config
+from torch import Tensor, fx, nn
+from torch.utils import _pytree as pytree
+
+from fp8compile.testing.graphs.compiler_log import (
+    NOTHING_HIDDEN,
+    TORCH,
+    CacheBypass,
+    CompilerLog,
+    GraphBreak,
+    Recompile,
+    listen,
+    numbered,
+    one_line,
+)
+from fp8compile.testing.graphs.kept_state import kept_state
+from fp8compile.testing.graphs.messages import is_message, sent_bytes, size_of, tensors_in
+from fp8compile.testing.graphs.recording import KeptGraph, Recording, user_place
+
+__all__ = ["Call", "CallReport", "Collective", "GraphInfo", "GraphReport", "graph_report", "is_compiled", "place_text"]
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of what is examined.
+
+    Attributes:
+        args: Positional arguments.
+        kwargs: Named ones.
+        train: Mode to put a module in first; None leaves it.
+        grad: Whether gradients are recorded; None leaves it as it is for the caller.
+        name: What reports call it.
+    """
+
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    train: bool | None = None
+    grad: bool | None = None
+    name: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CallReport:
+    """What one call cost.
+
+    Attributes:
+        name: Of the call, or its arguments' shapes.
+        graphs: How many graphs the call compiled; 0 where it found all of them from earlier calls.
+    """
+
+    name: str
+    graphs: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Collective:
+    """A message between ranks in a graph; one that sends several dtypes is an entry for each.
+
+    Attributes:
+        op: Its operator.
+        dtype: Of what is sent, such as "uint8".
+        bytes: Of the tensors on one rank, those that go in or those that come out, whichever are more: an all-gather
+            counts what it makes, a reduce-scatter what it is given. How a network sends them is not in it. A size
+            that is known only when the graph runs, such as how many rows other ranks send, counts as 0.
+        backward: Whether it is in the backward graph.
+        file: Of the line that it comes from; empty where it isn't known.
+        line: 0 where it isn't known.
+    """
+
+    op: str
+    dtype: str
+    bytes: int
+    backward: bool
+    file: str
+    line: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class GraphInfo:
+    """A compiled graph.
+
+    Attributes:
+        function: Name of what it was made from.
+        file: Where that is.
+        line: Its first line.
+        forward: Operators in their order, such as "aten.mm.default".
+        backward: Likewise; None if no gradient was asked for.
+        collectives: Messages between ranks.
+        saved_bytes: Kept for the backward beside inputs and parameters.
+    """
+
+    function: str
+    file: str
+    line: int
+    forward: tuple[str, ...]
+    backward: tuple[str, ...] | None
+    collectives: tuple[Collective, ...]
+    saved_bytes: int
+
+
+def place_text(file: str, line: int) -> str:
+    """A file and a line in it, as short as the working directory allows."""
+    if not file:
+        return "an unknown place"
+    path = Path(file)
+    shown = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+    return f"{shown}:{line}"
+
+
+def _counted(ops: Sequence[str]) -> str:
+    return ", ".join(f"{op} x{n}" if n > 1 else op for op, n in Counter(ops).items()) or "nothing"
+
+
+@dataclass(frozen=True, kw_only=True)
+class GraphReport:
+    """What the compiler made of some calls.
+
+    Attributes:
+        backend: The one that graphs went to.
+        calls: Graphs each call cost.
+        graphs: What was compiled.
+        breaks: Places where a graph ended early.
+        recompiles: Functions compiled more than once, with the guards that failed.
+        bypasses: Graphs that no cache on disk holds.
+    """
+
+    backend: str
+    calls: tuple[CallReport, ...]
+    graphs: tuple[GraphInfo, ...]
+    breaks: tuple[GraphBreak, ...]
+    recompiles: tuple[Recompile, ...]
+    bypasses: tuple[CacheBypass, ...]
+
+    @property
+    def ops(self) -> tuple[str, ...]:
+        """Operators of all graphs, forward and backward."""
+        return tuple(op for graph in self.graphs for op in (*graph.forward, *(graph.backward or ())))
+
+    @property
+    def collectives(self) -> tuple[Collective, ...]:
+        """Messages of all graphs."""
+        return tuple(c for graph in self.graphs for c in graph.collectives)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, as JSON has them."""
+        return asdict(self)
+
+    def to_json(self, *, indent: int | None = 1) -> str:
+        """The report as a JSON object."""
+        return json.dumps(self.to_dict(), indent=indent)
+
+    def __str__(self) -> str:
+        return "\n".join(
+            [
+                f"{numbered(len(self.graphs), 'graphs')}, {numbered(len(self.breaks), 'breaks')}, "
+                f"{numbered(len(self.recompiles), 'recompiles')}, "
+                f"{len(self.bypasses)} cache {'bypass' if len(self.bypasses) == 1 else 'bypasses'} ({self.backend})",
+                *_call_lines(self),
+                *_graph_lines(self),
+                *(line for each in self.breaks for line in break_lines(each)),
+                *(line for each in self.recompiles for line in recompile_lines(each)),
+                *(line for each in self.bypasses for line in bypass_lines(each)),
+            ]
+        )
+
+
+def _call_lines(report: GraphReport) -> Iterator[str]:
+    if not report.graphs:
+        yield "nothing was compiled: Dynamo skips this function, or no tensor operation is in it"
+    for number, call in enumerate(report.calls):
+        yield f"call {number} ({call.name}): {numbered(call.graphs, 'new graphs')}"
+
+
+def _graph_lines(report: GraphReport) -> Iterator[str]:
+    for number, graph in enumerate(report.graphs):
+        yield f"graph {number}: {graph.function}" + (f" at {place_text(graph.file, graph.line)}" if graph.file else "")
+        yield f"  forward: {_counted(graph.forward)}"
+        if graph.backward is not None:
+            yield f"  backward: {_counted(graph.backward)}"
+            yield f"  saved for backward: {graph.saved_bytes} bytes"
+        for collective in graph.collectives:
+            where = "backward" if collective.backward else "forward"
+            yield f"  {where} sends {collective.bytes} bytes of {collective.dtype} by {collective.op}"
+
+
+def break_lines(found: GraphBreak) -> Iterator[str]:
+    """A break in words: where, why, what mends it."""
+    yield f"graph break at {place_text(found.file, found.line)}: {found.reason}"
+    if found.gives_up:
+        yield from (f"  {each} runs without a graph" for each in found.without_graph or ["the rest of the function"])
+    if found.explanation:
+        yield f"  {found.explanation}"
+    yield from (f"  hint: {hint}" for hint in found.hints)
+    if found.code:
+        yield f"  {found.code}: {found.url}"
+
+
+def recompile_lines(found: Recompile) -> Iterator[str]:
+    """A recompilation in words; of the guards only the newest graph's, for older graphs failed earlier calls too."""
+    call = "" if found.call is None else f" for call {found.call}"
+    yield f"recompile of {found.function} at {place_text(found.file, found.line)}{call}"
+    for guard in found.guards[:1]:
+        yield f"  failed: {guard}"
+        if hint := _mends_guard(guard):
+            yield f"  {hint}"
+
+
+def bypass_lines(found: CacheBypass) -> Iterator[str]:
+    """A cache bypass in words."""
+    yield f"the {found.cache} cache is bypassed at {place_text(found.file, found.line)}: {found.reason}"
+    if "autograd_function_apply" in found.reason:
+        yield "  usually mended by a torch.library custom op with register_autograd in place of the autograd.Function"
+
+
+def _mends_guard(guard: str) -> str:
+    """What usually keeps such a guard from failing."""
+    if "size mismatch" in guard or "stride mismatch" in guard or ".size()" in guard:
+        return "usually mended by torch._dynamo.mark_dynamic(tensor, dim), or by padding to one shape"
+    if "training" in guard:
+        return "train and eval are two graphs; compile both before what must not wait"
+    if "grad_mode" in guard.lower() or "requires_grad" in guard:
+        return "with and without gradients are two graphs; compile both before what must not wait"
+    if "___check_obj_id" in guard or "___check_type_id" in guard:
+        return "usually mended by keeping one object, or one that compares by value (a frozen dataclass)"
+    if "==" in guard:
+        return "a Python number became a constant of the graph: make it a tensor, or keep it the same"
+    return ""
+
+
+# ---------------------------------------------------------------------------------- reading graphs
+
+
+def _op_names(graph: fx.GraphModule) -> tuple[str, ...]:
+    names = (str(node.target) for node in graph.graph.nodes if node.op == "call_function")
+    return tuple(name for name in names if not name.startswith("<built-in"))
+
+
+def _collectives(graph: fx.GraphModule, *, backward: bool) -> Iterator[Collective]:
+    for node in filter(is_message, graph.graph.nodes):
+        file, line = user_place(node)
+        for dtype, count in sent_bytes(node).items():
+            yield Collective(
+                op=str(node.target),
+                dtype=str(dtype).removeprefix("torch."),
+                bytes=count,
+                backward=backward,
+                file=file,
+                line=line,
+            )
+
+
+def _storages(nodes: Sequence[fx.Node]) -> dict[int, int]:
+    """Bytes of each storage behind these nodes."""
+    storages = [t.untyped_storage() for node in nodes for t in tensors_in(node.meta.get("val"))]
+    return {storage._cdata: size_of(storage.nbytes()) for storage in storages}
+
+
+def _saved_bytes(forward: fx.GraphModule, backward: fx.GraphModule) -> int:
+    """Storages that the forward hands to the backward and that were not its inputs."""
+    wanted = {node.name for node in backward.graph.find_nodes(op="placeholder")}
+    inputs = _storages(forward.graph.find_nodes(op="placeholder"))
+    saved = _storages([node for node in forward.graph.nodes if node.name in wanted and node.op != "placeholder"])
+    return sum(size for storage, size in saved.items() if storage not in inputs)
+
+
+def _graph_info(kept: KeptGraph, log: CompilerLog, name: str) -> GraphInfo:
+    function, file, line = log.functions.get(kept.compile_id, (name, "", 0))
+    if file.startswith(TORCH):  # the frame through which Dynamo calls a module of PyTorch's own
+        function, file, line = name, "", 0
+    forward = kept.forward or kept.dynamo
+    collectives = list(_collectives(forward, backward=False))
+    if kept.backward is not None:
+        collectives += _collectives(kept.backward, backward=True)
+    return GraphInfo(
+        function=function,
+        file=file,
+        line=line,
+        forward=_op_names(forward),
+        backward=None if kept.backward is None else _op_names(kept.backward),
+        collectives=tuple(collectives),
+        saved_bytes=0 if kept.backward is None else _saved_bytes(forward, kept.backward),
+    )
+
+
+def _uncacheable(kept: KeptGraph) -> Iterator[CacheBypass]:
+    """Nodes that keep a graph out of AOTAutograd's cache."""
+    from torch._functorch._aot_autograd.autograd_cache import BypassAOTAutogradCache, check_node_safe
+
+    for node in kept.dynamo.graph.nodes:
+        try:
+            check_node_safe(node)
+        except BypassAOTAutogradCache as bypass:
+            file, line = user_place(node)
+            yield CacheBypass(cache="AOTAutograd", reason=one_line(str(bypass)), file=file, line=line)
+
+
+def _bypasses(recording: Recording, log: CompilerLog) -> tuple[CacheBypass, ...]:
+    located = [bypass for kept in recording.graphs for bypass in _uncacheable(kept)]
+    reasons = {bypass.reason for bypass in located}
+    # the log has the first node's reason, in the same words
+    others = [bypass for bypass in log.bypasses if bypass.reason not in reasons]
+    return tuple(dict.fromkeys([*located, *others]))
+
+
+# ---------------------------------------------------------------------------------- running
+
+
+def _shapes(call: Call) -> str:
+    leaves = pytree.tree_leaves((call.args, call.kwargs))
+    shown = ["x".join(map(str, leaf.shape)) or "scalar" if isinstance(leaf, Tensor) else repr(leaf) for leaf in leaves]
+    modes = [] if call.train is None else ["train" if call.train else "eval"]
+    return ", ".join([*shown, *modes, *(["no_grad"] if call.grad is False else [])])
+
+
+def _leaves(outputs: Sequence[Tensor]) -> list[Tensor]:
+    """What gradients would be accumulated in: parameters and inputs, wherever the function has them from."""
+    pending, seen, found = [output.grad_fn for output in outputs], set(), []
+    while pending:
+        node = pending.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if (leaf := getattr(node, "variable", None)) is not None:
+            found.append(leaf)
+        pending += [following for following, _ in node.next_functions]
+    return found
+
+
+def run_call(compiled: Callable, fn: Any, call: Call, *, backward: bool) -> None:
+    if call.train is not None:
+        fn.train(call.train)
+    with torch.set_grad_enabled(torch.is_grad_enabled() if call.grad is None else call.grad):
+        outputs = tensors_in(compiled(*call.args, **call.kwargs))
+    outputs = [output for output in outputs if output.requires_grad]
+    if not (backward and outputs):
+        return
+    ones = [torch.ones_like(output) for output in outputs]
+    # not .backward(), which would leave gradients in the caller's parameters
+    if leaves := _leaves(outputs):
+        torch.autograd.grad(outputs, leaves, ones, allow_unused=True)
+
+
+def is_compiled(fn: Any) -> bool:
+    """Whether a function or module was compiled, also by ``module.compile()``."""
+    wrapped = hasattr(fn, "_torchdynamo_orig_callable") and not getattr(fn, "_torchdynamo_disable", False)
+    in_place = getattr(fn, "_compiled_call_impl", None) is not None
+    return type(fn).__name__ == "OptimizedModule" or wrapped or in_place
+
+
+def _checked_calls(fn: Any, args: tuple, kwargs: dict[str, Any], calls: Sequence[Any]) -> list[Call]:
+    if isinstance(calls, (Tensor, dict, Call)):
+        raise TypeError(
+            f"graph_report: calls is a {type(calls).__name__}; it is a list of calls, each a tuple of arguments or a "
+            "Call: calls=[(x,), (y,)]."
+        )
+    calls = list(calls)
+    if any(isinstance(call, dict) for call in calls):
+        raise TypeError(
+            "graph_report: a call is a dict. Write Call(kwargs={...}) for arguments by name, or ({...},) for one "
+            "argument that is a dict."
+        )
+    first = [Call(args, kwargs)] if args or kwargs or not calls else []
+    rest = [call if isinstance(call, Call) else Call(call if isinstance(call, tuple) else (call,)) for call in calls]
+    for call in rest:
+        if call.train is not None and not isinstance(fn, nn.Module):
+            raise TypeError(f"graph_report: a call sets train={call.train}, and {fn!r} is no module.")
+    return [*first, *rest]
+
+
+def graph_report(
+    fn: Callable,
+    *args: Any,
+    backend: str = "aot_eager",
+    backward: bool = True,
+    calls: Sequence[Call | tuple[Any, ...] | Tensor] = (),
+    dynamic: bool | None = None,
+    **kwargs: Any,
+) -> GraphReport:
+    """Compile and run a function or module, and report all that ``fullgraph=True`` would stop at, and more.
+
+    Works on what breaks: graphs, every break with its place and PyTorch's hints, every recompilation with the guards
+    that failed, cache bypasses, operators, collectives, bytes saved for the backward. Gradients, modes and buffers of
+    a module and random numbers are left as they were, arguments that are changed in place stay changed; graphs that
+    were compiled before, of any function, are forgotten.
+
+    Args:
+        fn: A module or function, not compiled.
+        args: Of the first call.
+        backend: "aot_eager", which is quick, or "inductor", whose graphs are decomposed.
+        backward: Whether to make the backward of graphs, and run that of outputs that require grad.
+        calls: Further calls: argument tuples, or `Call` with modes.
+        dynamic: As `torch.compile` takes it.
+        kwargs: Of the first call.
+
+    Returns:
+        The report; print it, or hand it to the assertions of this package.
+
+    Raises:
+        TypeError: ``fn`` can't be called, or was compiled already.
+        ValueError: No such backend.
+    """
+    if not callable(fn):
+        raise TypeError(f"graph_report: fn is a {type(fn).__name__}; it is a module or function.")
+    if is_compiled(fn):
+        raise TypeError("graph_report: fn is compiled already; pass what torch.compile was given.")
+    recording = Recording(backend)
+    every_call = _checked_calls(fn, args, kwargs, calls)
+    reports: list[CallReport] = []
+    with ExitStack() as stack:
+        stack.callback(torch._dynamo.reset)
+        torch._dynamo.reset()
+        log = stack.enter_context(listen())
+        stack.enter_context(warnings.catch_warnings())
+        warnings.filterwarnings("ignore", module=r"torch\._dynamo")  # of breaks, which the report has
+        stack.enter_context(kept_state(fn, [(call.args, call.kwargs) for call in every_call]))
+        stack.enter_context(torch._dynamo.config.patch(NOTHING_HIDDEN))
+        # or no backward graph would be made of what is returned in an object that isn't looked into
+        stack.enter_context(torch._functorch.config.patch(force_non_lazy_backward_lowering=backward))
+        if backend == "inductor":
+            from torch._inductor.utils import fresh_cache
+
+            stack.enter_context(fresh_cache())  # what comes out of a cache passes the recording by
+        compiled = torch.compile(fn, backend=recording, dynamic=dynamic)
+        for log.call, call in enumerate(every_call):
+            before = len(recording.graphs)
+            run_call(compiled, fn, call, backward=backward)
+            reports.append(CallReport(name=call.name or _shapes(call), graphs=len(recording.graphs) - before))
+    name = getattr(fn, "__name__", type(fn).__name__)
+    return GraphReport(
+        backend=backend,
+        calls=tuple(reports),
+        graphs=tuple(_graph_info(kept, log, name) for kept in recording.graphs),
+        breaks=tuple(log.breaks),
+        recompiles=tuple(log.recompiles),
+        bypasses=_bypasses(recording, log),
+    )
