@@ -93,8 +93,9 @@ def _memory(gathered: Sequence[Tensor], layout: GatherLayout) -> tuple[list[Code
     """The sets of codes of a weight on the memory that FSDP2 gathers into, and what of them is memory of its own."""
     sets, own = [], []
     with torch.inference_mode(mode=False):  # later gathers write to it, under whatever mode
-        memories = [gathered[0], gathered[len(layout.scales) - 1]]
-        if layout.is_alone_with_both:  # FSDP2 makes no parameter of a view into the middle
+        if not layout.is_alone_with_both:
+            memories = [gathered[0], gathered[len(layout.scales) - 1]]
+        else:  # FSDP2 makes no parameter of a view into the middle
             memories = [gathered[0].view(2, -1)[0], gathered[0].new_empty(gathered[0].numel() // 2)]
             own.append(memories[1])
         for memory, quantizer, shapes in zip(memories, layout.quantizers, layout.scale_shapes, strict=False):
