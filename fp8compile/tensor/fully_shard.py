@@ -56,6 +56,10 @@ class FullyShardHooks:
         """This rank's values, if values are gathered where one gather serves both passes."""
         raise NotImplementedError
 
+    def place_of_gathered(self, shards: DimSharding) -> dict[str, Any]:
+        """Group, dim and sizes of the weight that is gathered, as a QuantizedTensor takes them."""
+        return {}
+
     def fsdp_pre_all_gather(
         self, mesh: Any, outer_size: torch.Size, outer_stride: tuple[int, ...], module: Any, mp_policy: Any
     ) -> tuple[tuple[Tensor, ...], GatherLayout]:
@@ -84,7 +88,8 @@ class FullyShardHooks:
             return None
         sets, own = _memory(all_gather_outputs, metadata)
         in_memory = None if len(metadata.scales) == len(sets) else self.gathers.in_memory
-        weight = QuantizedTensor.of_sets(sets, param_dtype, batch=self.batch, in_memory=in_memory)
+        place = self.place_of_gathered(metadata.shards)
+        weight = QuantizedTensor.of_sets(sets, param_dtype, batch=self.batch, in_memory=in_memory, **place)
         _fill(weight, all_gather_outputs, metadata)
         return weight, own  # FSDP2 frees these, too
 

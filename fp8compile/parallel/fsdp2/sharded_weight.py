@@ -208,6 +208,15 @@ class ShardedWeight(FullyShardHooks, Tensor):
         every = self.quantizers_of(module).items()
         return part.cuts[-1], [self._to_gather(part, size, module, *each) for each in every]
 
+    def place_of_gathered(self, shards: DimSharding) -> dict[str, Any]:
+        """Tensor parallel ranks that have parts of it, too; or those of FSDP2, of which each has all of it."""
+        if self.batch:
+            return {}
+        resolve = torch.distributed.distributed_c10d._resolve_process_group
+        if not self.cuts:
+            return {"group": resolve(shards.group)}
+        return {"group": resolve(self.cuts[0].group), "shard_dim": self.cuts[0].dim, "sizes": self.cuts[0].sizes}
+
     def _to_gather(
         self, part: LocalShard, size: tuple[int, ...], module: nn.Module, gemm: Gemm, quantizer: Quantizer
     ) -> SetToGather:
