@@ -21,7 +21,8 @@ from torch import Tensor
 import fp8compile as f8
 from benchmarks.table import Row, emit
 from benchmarks.timing import fastest
-from fp8compile.ops.gemm import Operand, multiply
+from fp8compile.layout.quantized import Quantized
+from fp8compile.ops.gemm import multiply
 from fp8compile.quantizers import GEMMS, GemmConfig
 
 __all__ = ["by_hand"]
@@ -33,10 +34,10 @@ def by_hand(recipe: f8.Recipe) -> Callable[[Tensor, Tensor], Tensor]:
     """The layer without the layer: quantizers' own steps and the product, and no op, check or autograd."""
     a, b = recipe.quantizers(GEMMS[0])
 
-    def operand(x: Tensor, quantizer: f8.Quantizer) -> Operand:
+    def operand(x: Tensor, quantizer: f8.Quantizer) -> Quantized:
         multiplier = quantizer.multiplier(quantizer.amax(x))
         codes, scale = quantizer.cast(x, multiplier), quantizer.scale_of(multiplier)
-        return Operand(codes=codes, scale=scale, quantizer=quantizer)
+        return Quantized(codes=codes, scale=scale, quantizer=quantizer)
 
     def layer(x: Tensor, weight: Tensor) -> Tensor:
         return multiply(operand(x, a), operand(weight, b).t(), x.dtype, CONFIG)

@@ -9,8 +9,7 @@ import torch
 
 import fp8compile as f8
 from fp8compile import ops
-from fp8compile.ops.layer.delayed import delayed_linear
-from fp8compile.ops.layer.fsdp_delayed import fsdp_delayed_linear
+from fp8compile.ops import delayed_linear, fsdp_delayed_linear
 from fp8compile.ops.layer.rows import Rows
 from fp8compile.testing.gpu.gpus import GPUS
 from fp8compile.testing.gpu.graphs import gpu_graphs

@@ -18,12 +18,13 @@ from __future__ import annotations
 
 from fp8compile import recipes
 from fp8compile.formats import E2M1, E4M3, E5M2, E8M0
+from fp8compile.layout.quantized import Quantized
 from fp8compile.nn.experts import register_experts, register_linear_like
 from fp8compile.nn.experts.host import Layout
 from fp8compile.ops.gemm import register_gemm
-from fp8compile.ops.gemms.grouped.kernel import GroupedGemm, GroupedOperand
+from fp8compile.ops.gemms.grouped.kernel import GroupedGemm
 from fp8compile.ops.gemms.grouped.table import register_grouped_gemm
-from fp8compile.ops.gemms.kernel import GemmKernel, GemmProblem, Operand
+from fp8compile.ops.gemms.kernel import GemmKernel, GemmProblem
 from fp8compile.ops.registry import OPS, Op, register_op
 from fp8compile.ops.rounding_barrier import rounded
 from fp8compile.ops.sharding import Cut, Sharding, Split, along_every_dim, grid_cuts
@@ -32,6 +33,8 @@ from fp8compile.quantizers.blocks import as_matrix, block_amax, expand_blocks, g
 from fp8compile.quantizers.constant import Constant
 from fp8compile.quantizers.scale_rules import exact_quotient
 from fp8compile.recipes import of_quantizer as recipe
+
+Operand = GroupedOperand = Quantized  # one side of a product, of matrices or of groups
 
 __all__ = [
     "Constant",

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 
@@ -35,14 +36,17 @@ class Target:
 _PRETENDED: ContextVar[Target | None] = ContextVar("pretended target", default=None)
 
 
+_made = cache(Target)  # one for each device: an eager call asks five times
+
+
 def target_of(device: torch.device) -> Target:
     """The target of code that works on tensors of this device."""
     pretended = _PRETENDED.get()
     if pretended is not None:
         return pretended
     if device.type != "cuda":
-        return Target(device.type)
-    return Target(device.type, torch.cuda.get_device_capability(device), torch.version.hip)
+        return _made(device.type)
+    return _made(device.type, torch.cuda.get_device_capability(device), torch.version.hip)
 
 
 @contextmanager

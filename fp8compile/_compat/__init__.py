@@ -27,8 +27,10 @@ from fp8compile._compat.imports import when_imported
 from fp8compile._compat.inductor import async_tp, concatenated_buffers, rank_salt
 from fp8compile._compat.modules import keep_address, keep_through_inference, rebind_load_hooks
 from fp8compile._compat.tracing import (
+    any_is_zero,
     assert_on_device,
     constant_when_traced,
+    graph_tracer,
     guard_or_false,
     is_fake,
     is_static,
@@ -39,6 +41,7 @@ from fp8compile._compat.tracing import (
     new_dynamic_size,
     no_dispatch,
     nodes_of,
+    statically_equal,
     statically_true,
     untraced,
 )
@@ -70,6 +73,7 @@ from fp8compile._compat.versions import (
 
 __all__ = [
     "asks_a_constant",
+    "any_is_zero",
     "assert_on_device",
     "traces_no_constant",
     "KNOWN_VERSIONS",
@@ -94,6 +98,7 @@ __all__ = [
     "dtypes_of_calls",
     "forget_meshes",
     "fsdp_parameters",
+    "graph_tracer",
     "guard_or_false",
     "impl_autograd",
     "is_constant_type",
@@ -126,6 +131,7 @@ __all__ = [
     "runs_in_backward",
     "scattered_like",
     "set_local_itself",
+    "statically_equal",
     "statically_true",
     "root_mesh",
     "strided_shard",

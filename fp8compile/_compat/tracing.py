@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import torch
 from torch.autograd import forward_ad
 
 __all__ = [
+    "any_is_zero",
     "assert_on_device",
     "new_dynamic_size",
     "constant_when_traced",
+    "graph_tracer",
     "guard_or_false",
     "is_fake",
     "is_static",
@@ -22,9 +25,13 @@ __all__ = [
     "is_unbacked",
     "no_dispatch",
     "nodes_of",
+    "statically_equal",
     "statically_true",
     "untraced",
 ]
+
+# What makes nodes of the operators that are called, or None: then no tensor has a node. An eager call asks ten times.
+graph_tracer = partial(torch._C._get_dispatch_mode, torch._C._TorchDispatchModeKey.PROXY)
 
 
 def is_traced(tensor: torch.Tensor) -> bool:
@@ -39,6 +46,8 @@ def is_traced(tensor: torch.Tensor) -> bool:
 
 def nodes_of(tensor: torch.Tensor) -> list[Any]:
     """The nodes that stand for a tensor in graphs that are being traced."""
+    if graph_tracer() is None:
+        return []
     from torch.fx.experimental.proxy_tensor import _get_proxies
 
     return [proxy.node for proxy in _get_proxies(tensor)]
@@ -64,6 +73,24 @@ def statically_true(condition: Any) -> bool:
     from torch.fx.experimental.symbolic_shapes import statically_known_true
 
     return statically_known_true(condition)
+
+
+def statically_equal(sizes: Iterable[Any], others: Iterable[Any]) -> bool:
+    """Whether as many sizes are equal, for every size that the graph is made for; never adds a guard."""
+    for size, other in zip(sizes, others, strict=True):
+        equal = size == other
+        if not (equal if isinstance(equal, bool) else statically_true(equal)):
+            return False
+    return True
+
+
+def any_is_zero(sizes: Iterable[Any]) -> bool:
+    """Whether one of some sizes is 0; one that is not known when compiling is taken for larger."""
+    for size in sizes:
+        is_zero = size == 0
+        if is_zero if isinstance(is_zero, bool) else guard_or_false(is_zero):
+            return True
+    return False
 
 
 def is_static(size: Any) -> bool:

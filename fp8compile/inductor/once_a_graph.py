@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import is_dataclass
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 import torch
 
-from fp8compile._compat import nodes_of
+from fp8compile._compat import graph_tracer, nodes_of
 from fp8compile.inductor.fusion import VIEWS
 from fp8compile.inductor.partitioner import current_marks
 
@@ -32,11 +32,12 @@ def once_a_graph(fn: Callable) -> Callable:
 
     @wraps(fn)
     def once(*args: Any) -> Any:
-        if torch.compiler.is_dynamo_compiling():
-            return fn(*args)  # to Dynamo, which can't trace the question, nothing stands in a graph yet
+        # to Dynamo, which can't trace the question, nothing stands in a graph yet
+        if torch.compiler.is_dynamo_compiling() or graph_tracer() is None:
+            return fn(*args)
         found = [_nodes_below(arg) if isinstance(arg, torch.Tensor) else [arg] for arg in args]
         if any(len(each) != 1 for each in found):
-            return fn(*args)  # nothing is being traced, or one tensor stands in several graphs
+            return fn(*args)  # a tensor stands in no graph, or in several
         values = [value for (value,) in found]
         graph = next(value.graph for value in values if isinstance(value, torch.fx.Node))
         # the type, since a functional tensor and the one below it have the same node
@@ -55,13 +56,10 @@ def constant(number: float, dtype: torch.dtype, like: torch.Tensor, shape: tuple
         like: A tensor on whose device it is, and in whose graph.
         shape: Of the tensor. Nobody writes to it.
     """
-
-    def make() -> torch.Tensor:
+    if torch.compiler.is_dynamo_compiling() or graph_tracer() is None or len(found := _nodes_below(like)) != 1:
         return torch.full(shape, number, dtype=dtype, device=like.device)
-
-    if torch.compiler.is_dynamo_compiling() or len(found := _nodes_below(like)) != 1:
-        return make()
     key = (constant, number, dtype, like.device, shape, current_marks(), type(like))
+    make = partial(torch.full, shape, number, dtype=dtype, device=like.device)
     return _remembered(found[0].graph, key, make)
 
 

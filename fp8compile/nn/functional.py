@@ -44,6 +44,8 @@ def check_tensor(function: str, name: str, tensor: object, x: Tensor) -> None:
             f"{function}: {name} is {tensor.dtype}; FP8 layers take bfloat16, float16 and float32. Cast it, or leave "
             "this layer unconverted."
         )
+    if tensor is x:
+        return
     if tensor.dtype != x.dtype:
         raise TypeError(
             f"{function}: {name} is {tensor.dtype} and x is {x.dtype}; they have one dtype. Cast one of them, or run "

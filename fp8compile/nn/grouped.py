@@ -14,8 +14,8 @@ from fp8compile._compat import is_dtensor
 from fp8compile.nn.functional import check_recipe, check_tensor, in_dtype_of_autocast
 from fp8compile.nn.ungathered import UngatheredStack
 from fp8compile.ops import fsdp_grouped_linear
+from fp8compile.ops import grouped_linear as grouped_linear_op
 from fp8compile.ops.groups.checked_offsets import checked_offsets
-from fp8compile.ops.layer.grouped_linear import grouped_linear as grouped_linear_op
 from fp8compile.quantizers import Recipe
 
 __all__ = ["checked_groups", "grouped_linear", "grouped_mm"]

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from fp8compile import _compat
+from fp8compile.layout.cuts import DimSharding, chunk_sizes, split_axes
+from fp8compile.layout.packing import two_a_byte
 from fp8compile.nn.local import wrapped_like
-from fp8compile.ops.layer.packing import two_a_byte
-from fp8compile.ops.layer.shards import DimSharding, chunk_sizes, split_axes
 from fp8compile.quantizers import DelayedScaling, Quantizer
 from fp8compile.tensor import (
     Codes,

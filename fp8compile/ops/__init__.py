@@ -19,27 +19,38 @@ from fp8compile.ops.groups.grouped_mm import group_sum, grouped_mm
 from fp8compile.ops.groups.grouped_nvfp4_mm import grouped_nvfp4_mm
 from fp8compile.ops.groups.scaled_grouped_mm import scaled_grouped_mm
 from fp8compile.ops.inductor_hints import after, realize, snapshot, store
-from fp8compile.ops.layer import GEMM_OPS, LAYER_OPS
-from fp8compile.ops.layer.delayed import delayed_grad_input, delayed_grad_weight, delayed_linear
+from fp8compile.ops.layer.amax_tokens import fsdp_amaxes_together, fsdp_tokens
 from fp8compile.ops.layer.flops import FLOP_FORMULAS, FOUR_BIT_PRODUCTS
 from fp8compile.ops.layer.fsdp_amax import fsdp_amax
-from fp8compile.ops.layer.fsdp_delayed import fsdp_amaxes_together, fsdp_delayed_linear, fsdp_tokens
 from fp8compile.ops.layer.fsdp_gather import fsdp_gather, fsdp_reduce
-from fp8compile.ops.layer.fsdp_grouped import (
+from fp8compile.ops.layer.layers import (
+    GEMM_OPS,
+    LAYER_OPS,
+    delayed_grad_input,
+    delayed_grad_weight,
+    delayed_linear,
+    fsdp_delayed_linear,
+    fsdp_grad_input,
+    fsdp_grad_weight,
     fsdp_grouped_grad_input,
     fsdp_grouped_grad_weight,
     fsdp_grouped_linear,
-)
-from fp8compile.ops.layer.fsdp_linear import fsdp_grad_input, fsdp_grad_weight, fsdp_linear
-from fp8compile.ops.layer.grouped_linear import grouped_grad_input, grouped_grad_weight, grouped_linear
-from fp8compile.ops.layer.kept_input import grad_weight_of_codes, kept_input
-from fp8compile.ops.layer.linear import grad_input, grad_weight, linear
-from fp8compile.ops.layer.sharded_grouped import (
+    fsdp_linear,
+    grad_input,
+    grad_weight,
+    grad_weight_of_codes,
+    grouped_grad_input,
+    grouped_grad_weight,
+    grouped_linear,
+    kept_input,
+    linear,
+    sharded_grad_input,
+    sharded_grad_weight,
     sharded_grouped_grad_input,
     sharded_grouped_grad_weight,
     sharded_grouped_linear,
+    sharded_linear,
 )
-from fp8compile.ops.layer.sharded_linear import sharded_grad_input, sharded_grad_weight, sharded_linear
 from fp8compile.ops.nvfp4_mm import nvfp4_mm
 from fp8compile.ops.outer_amaxes import outer_amaxes
 from fp8compile.ops.outer_scale import outer_amax, two_scales

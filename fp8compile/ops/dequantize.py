@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from fp8compile.ops import samples
-from fp8compile.ops.check_returned import returned, shape_said
 from fp8compile.ops.registry import register_op
 from fp8compile.ops.rounding_barrier import rounded
 from fp8compile.ops.sharding import Split, grid_cuts
 from fp8compile.quantizers import Quantizer
+from fp8compile.quantizers.check_returned import returned, shape_said
 
 __all__ = ["dequantize"]
 

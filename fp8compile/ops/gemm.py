@@ -13,14 +13,15 @@ import torch
 from torch import Tensor
 
 from fp8compile import _compat
+from fp8compile.layout.quantized import Quantized
 from fp8compile.ops.gemms.float8 import ALIGNMENT
-from fp8compile.ops.gemms.kernel import GemmKernel, GemmProblem, Operand
+from fp8compile.ops.gemms.kernel import GemmKernel, GemmProblem
 from fp8compile.ops.gemms.registration import new_gemm
 from fp8compile.ops.gemms.table import gemm_for
 from fp8compile.quantizers import GemmConfig, Quantizer, gemm_kind
 from fp8compile.target import Target, target_of
 
-__all__ = ["ALIGNMENT", "PADDED_TO", "Operand", "multiply", "register_gemm", "select_gemm", "selected_gemm"]
+__all__ = ["ALIGNMENT", "PADDED_TO", "Quantized", "multiply", "register_gemm", "select_gemm", "selected_gemm"]
 
 PADDED_TO = 32  # no GEMM pads sides that are multiples of this
 NO_EMULATION = GemmConfig()
@@ -68,7 +69,7 @@ def select_gemm(
     return selected_gemm(a, b, device, out_dtype, config).name
 
 
-def multiply(a: Operand, b: Operand, out_dtype: torch.dtype, config: GemmConfig) -> Tensor:
+def multiply(a: Quantized, b: Quantized, out_dtype: torch.dtype, config: GemmConfig) -> Tensor:
     """The product of two quantized matrices.
 
     Args:
@@ -82,7 +83,7 @@ def multiply(a: Operand, b: Operand, out_dtype: torch.dtype, config: GemmConfig)
     """
     (m, k), (_, n) = a.shape, b.shape
     gemm = selected_gemm(a.quantizer, b.quantizer, a.codes.device, out_dtype, config)
-    if any(_compat.guard_or_false(size == 0) for size in (m, k, n)):
+    if _compat.any_is_zero((m, k, n)):
         return a.codes.new_zeros((m, n), dtype=out_dtype)
     return gemm.multiply(a, b, out_dtype, config)
 
@@ -92,7 +93,7 @@ def register_gemm(
     *,
     takes: Callable[[Quantizer, Quantizer], bool] | None = None,
     lacks: Callable[[GemmProblem], str | None] | None = None,
-    multiply: Callable[[Operand, Operand, torch.dtype, GemmConfig], Tensor] | None = None,
+    multiply: Callable[[Quantized, Quantized, torch.dtype, GemmConfig], Tensor] | None = None,
     detail: str = "",
     calls: tuple[str, ...] = (),
 ) -> GemmKernel:

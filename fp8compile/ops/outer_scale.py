@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from fp8compile.ops import samples
-from fp8compile.ops.check_returned import dtype_said, returned
 from fp8compile.ops.inductor_hints import realize
 from fp8compile.ops.registry import register_op
 from fp8compile.ops.sharding import Cut, Split
 from fp8compile.quantizers import Quantizer
+from fp8compile.quantizers.check_returned import dtype_said, returned
 
 __all__ = ["outer_amax", "two_scales"]
 

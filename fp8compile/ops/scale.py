@@ -12,23 +12,28 @@ import torch
 from torch import Tensor
 
 from fp8compile.ops import samples
-from fp8compile.ops.check_returned import dtype_said, returned
 from fp8compile.ops.inductor_hints import realize
 from fp8compile.ops.registry import register_op
 from fp8compile.ops.sharding import Split, along_every_dim
 from fp8compile.quantizers import Quantizer
+from fp8compile.quantizers.check_returned import dtype_said, is_own, returned
 
 __all__ = ["scale"]
 
 
 def _multiplier(amax: Tensor, quantizer: Quantizer) -> Tensor:
     found = quantizer.multiplier(amax)
+    if is_own(type(quantizer)):
+        return found
     return returned(found, quantizer, "multiplier", amax.shape, torch.float32, "that of amax")
 
 
 def _scale(multiplier: Tensor, quantizer: Quantizer) -> Tensor:
-    found, dtype = quantizer.scale_of(multiplier), dtype_said(quantizer)
-    return returned(found, quantizer, "scale_of", multiplier.shape, dtype, "that of multiplier, in scale_dtype()")
+    found = quantizer.scale_of(multiplier)
+    if is_own(type(quantizer)):
+        return found
+    what = "that of multiplier, in scale_dtype()"
+    return returned(found, quantizer, "scale_of", multiplier.shape, dtype_said(quantizer), what)
 
 
 def _kernel(amax: Tensor, quantizer: Quantizer) -> tuple[Tensor, Tensor]:

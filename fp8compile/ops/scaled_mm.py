@@ -7,13 +7,14 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from fp8compile.layout.quantized import Quantized
 from fp8compile.ops import samples
-from fp8compile.ops.check_returned import shape_said
-from fp8compile.ops.gemm import Operand, multiply, selected_gemm
+from fp8compile.ops.gemm import multiply, selected_gemm
 from fp8compile.ops.registry import register_op
 from fp8compile.ops.rounding_barrier import rounded
 from fp8compile.ops.sharding import Cut, Split
 from fp8compile.quantizers import GEMMS, GemmConfig, Quantizer
+from fp8compile.quantizers.check_returned import shape_said
 
 __all__ = ["multiply_operands", "scaled_mm"]
 
@@ -30,8 +31,8 @@ def _kernel(
     a_outer_scale: Tensor | None = None,
     b_outer_scale: Tensor | None = None,
 ) -> Tensor:
-    left = Operand(codes=a, scale=a_scale, quantizer=a_quantizer, outer_scale=a_outer_scale)
-    right = Operand(codes=b, scale=b_scale, quantizer=b_quantizer, outer_scale=b_outer_scale)
+    left = Quantized(codes=a, scale=a_scale, quantizer=a_quantizer, outer_scale=a_outer_scale)
+    right = Quantized(codes=b, scale=b_scale, quantizer=b_quantizer, outer_scale=b_outer_scale)
     return multiply(left, right, out_dtype, config)
 
 
@@ -72,9 +73,9 @@ def _decompose(
     return rounded(product).to(out_dtype)  # made by Inductor, which would drop its rounding in what follows
 
 
-def _operand(x: Tensor, quantizer: Quantizer) -> Operand:
+def _operand(x: Tensor, quantizer: Quantizer) -> Quantized:
     multiplier = quantizer.multiplier(quantizer.amax(x))
-    return Operand(codes=quantizer.cast(x, multiplier), scale=quantizer.scale_of(multiplier), quantizer=quantizer)
+    return Quantized(codes=quantizer.cast(x, multiplier), scale=quantizer.scale_of(multiplier), quantizer=quantizer)
 
 
 def _sharding(
@@ -121,7 +122,7 @@ scaled_mm = register_op(
 )
 
 
-def multiply_operands(a: Operand, b: Operand, out_dtype: torch.dtype, config: GemmConfig) -> Tensor:
+def multiply_operands(a: Quantized, b: Quantized, out_dtype: torch.dtype, config: GemmConfig) -> Tensor:
     """The op, called with operands (m, k) and (k, n)."""
     outer = () if a.outer_scale is None and b.outer_scale is None else (a.outer_scale, b.outer_scale)
     return scaled_mm(a.codes, b.codes, a.scale, b.scale, a.quantizer, b.quantizer, out_dtype, config, *outer)

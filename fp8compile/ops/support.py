@@ -8,7 +8,7 @@ import torch
 
 from fp8compile.ops.gemm import selected_gemm
 from fp8compile.ops.gemms.grouped.table import selected_grouped_gemm
-from fp8compile.ops.layer.grouped_operands import check_recipe_of_groups
+from fp8compile.ops.layer.check_groups import check_recipe_of_groups
 from fp8compile.quantizers import GEMMS, Recipe
 
 __all__ = ["GemmSupport", "recipe_support"]

@@ -19,18 +19,17 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from fp8compile import _compat
+from fp8compile.layout.cuts import axis_blocks, split_axes
+from fp8compile.layout.packing import one_a_byte
+from fp8compile.layout.quantized import Plain, Quantized, TensorLayout
 from fp8compile.ops.inductor_hints import snapshot
-from fp8compile.ops.layer import delayed
-from fp8compile.ops.layer.fsdp_delayed import fsdp_tokens
+from fp8compile.ops.layer import state
+from fp8compile.ops.layer.amax_tokens import fsdp_tokens
 from fp8compile.ops.layer.fsdp_gather import reduced
-from fp8compile.ops.layer.linear import GRAD_INPUT, GRAD_WEIGHT, OUTPUT
-from fp8compile.ops.layer.local_shards import LocalShard, QuantizedShard
-from fp8compile.ops.layer.operands import Operands, Phase
-from fp8compile.ops.layer.packing import one_a_byte
-from fp8compile.ops.layer.products import multiply_shards
-from fp8compile.ops.layer.quantize_shard import shard_amax
+from fp8compile.ops.layer.operands import GRAD_INPUT, GRAD_WEIGHT, OUTPUT, Operands, Phase
+from fp8compile.ops.layer.products import multiply_parts
+from fp8compile.ops.layer.quantize import part_amax
 from fp8compile.ops.layer.rows import Rows, placed_cuts
-from fp8compile.ops.layer.shards import axis_blocks, split_axes
 from fp8compile.parallel.placed import check_one_mesh, part_of, placements_of, whole_of
 from fp8compile.quantizers import DelayedScaling, Gemm, Recipe
 from fp8compile.tensor import check_serves, has_codes
@@ -48,12 +47,12 @@ class _Weight:
         given: Where its codes come from, if not from the part alone: arguments of `Operands`.
     """
 
-    part: LocalShard
+    part: Plain
     shape: tuple[int, int]
     given: dict[str, Any] = field(default_factory=dict)
 
 
-def _codes_of(gemm: Gemm, weight: LocalShard, recipe: Recipe) -> QuantizedShard:
+def _codes_of(gemm: Gemm, weight: Plain, recipe: Recipe) -> Quantized:
     """The codes of a weight whose part on this rank was quantized before: FSDP has gathered it so."""
     function, local = gemm.name, weight.local
     check_serves(function, local, recipe)
@@ -69,7 +68,14 @@ def _codes_of(gemm: Gemm, weight: LocalShard, recipe: Recipe) -> QuantizedShard:
             "shard_dim= and sizes=."
         )
     codes, quantizer = one_a_byte(local.codes, local.quantizer) if weight.cuts else (local.codes, local.quantizer)
-    return QuantizedShard(codes, local.scale, quantizer, weight.cuts, whole, local.outer_scale)
+    return Quantized(
+        codes=codes,
+        scale=local.scale,
+        quantizer=quantizer,
+        outer_scale=local.outer_scale,
+        layout=weight.layout,
+        has_scales_of_whole=whole,
+    )
 
 
 def _placed(gemm: Gemm, weight: DTensor, recipe: Recipe) -> _Weight:
@@ -84,9 +90,8 @@ def _placed(gemm: Gemm, weight: DTensor, recipe: Recipe) -> _Weight:
 def _rows_of(tokens: DTensor, shard: Tensor, amax: Tensor | None, rows: Rows) -> _Weight:
     """A weight whose part on a tensor parallel rank is shared by FSDP: gathered, as codes, it is what the rank has."""
     mesh = tokens.device_mesh
-    part = LocalShard(
-        shard.to(tokens.dtype), placed_cuts(rows.placed, [mesh.get_group(index) for index in range(mesh.ndim)])
-    )
+    cuts = placed_cuts(rows.placed, [mesh.get_group(index) for index in range(mesh.ndim)])
+    part = Plain(shard.to(tokens.dtype), TensorLayout(cuts))
     shape = [sum(rows.sizes), shard.shape[1]]
     for cut in reversed(part.cuts):
         if cut is not None:
@@ -106,7 +111,7 @@ def _product_of_tokens(
     a, mesh = part_of(gemm.name, tokens), tokens.device_mesh
     operands = Operands(recipe, Phase.of(gemm, a.local), multiplier, **weight.given)
     own = None if bias is None else part_of(gemm.name, bias)
-    product = multiply_shards(gemm, a, weight.part, operands, own)
+    product = multiply_parts(gemm, a, weight.part, operands, own)
     shape = (*tokens.shape[:-1], weight.shape[0 if gemm is OUTPUT else 1])
     rows = [None if cut is None else cut.dim for cut in product.cuts]
     placements = placements_of(product.steps, {"m": rows, "n": [tokens.ndim - 1] * mesh.ndim})
@@ -131,14 +136,14 @@ def _grad_input(grad_output: DTensor, weight: DTensor, recipe: Recipe, multiplie
 def _grad_weight(grad_output: DTensor, x: DTensor, recipe: Recipe, multiplier: Tensor | None = None) -> DTensor:
     mesh = check_one_mesh("grad_weight", {"grad_output": grad_output, "x": x})
     a, b = part_of("grad_weight", grad_output), part_of("grad_weight", x)
-    product = multiply_shards(GRAD_WEIGHT, a, b, Operands(recipe, Phase.of(GRAD_WEIGHT, a.local), multiplier))
+    product = multiply_parts(GRAD_WEIGHT, a, b, Operands(recipe, Phase.of(GRAD_WEIGHT, a.local), multiplier))
     placements = placements_of(product.steps, {"m": [0] * mesh.ndim, "n": [1] * mesh.ndim})
     return whole_of(product.local, mesh, placements, (grad_output.shape[-1], x.shape[-1]))
 
 
 def _amax_over_ranks(tensor: DTensor, quantizer: DelayedScaling | None, like: Tensor) -> Tensor:
     """The amax of the whole, (), on every rank; 0 for a tensor without delayed scaling."""
-    return like.new_zeros(()) if quantizer is None else shard_amax(part_of("linear", tensor), quantizer).view(())
+    return like.new_zeros(()) if quantizer is None else part_amax(part_of("linear", tensor), quantizer).view(())
 
 
 def _state_of(multiplier: DTensor) -> Tensor:
@@ -160,14 +165,14 @@ def _delayed_linear(
     group: str | None,
     recipe: Recipe,
 ) -> tuple[DTensor, ...]:
-    state = {"amax_history": amax_history, "multiplier": multiplier}
-    mesh = check_one_mesh("linear", {"x": x, "weight": weight, "bias": bias, **state})
-    delayed.check_state(x, amax_history, multiplier, recipe)
+    tensors = {"x": x, "weight": weight, "bias": bias, "amax_history": amax_history, "multiplier": multiplier}
+    mesh = check_one_mesh("linear", tensors)
+    state.check_state(x, amax_history, multiplier, recipe)
     used = snapshot(_state_of(multiplier))
     y = _linear(x, weight, bias, recipe, used)
     for_x, for_weight, _ = recipe.delayed()
     is_codes = for_weight is not None and has_codes(_compat.local_itself(weight))
-    kept = delayed.kept_amax(_state_of(amax_history)) if is_codes else _amax_over_ranks(weight, for_weight, used)
+    kept = state.kept_amax(_state_of(amax_history)) if is_codes else _amax_over_ranks(weight, for_weight, used)
     amaxes = _amax_over_ranks(x, for_x, used), kept
     everywhere = [Replicate()] * mesh.ndim
     return y, *(whole_of(each, mesh, everywhere, each.shape) for each in (used, *amaxes))
@@ -218,7 +223,7 @@ def _fsdp_delayed_linear(
     # the ranks that share a layer's tokens tell each other, as they do without FSDP; rows of the weight are for later
     amax_of_x = _amax_over_ranks(x, for_x, used)
     y = _fsdp_linear(x, shard, bias, amax, amax_for_grad_input, rows, recipe, used)
-    return y, used, amax_of_x, delayed.amax_of(shard.to(x.dtype), for_weight)
+    return y, used, amax_of_x, state.amax_of(shard.to(x.dtype), for_weight)
 
 
 def _fsdp_grad_input(

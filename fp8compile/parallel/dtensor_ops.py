@@ -19,9 +19,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.utils._python_dispatch import _disable_current_modes
 
+from fp8compile.layout.cuts import DimSharding, chunk_sizes
+from fp8compile.layout.quantized import Plain
 from fp8compile.ops.collectives import all_reduce_extreme
-from fp8compile.ops.layer.local_shards import LocalShard
-from fp8compile.ops.layer.shards import DimSharding, chunk_sizes
+from fp8compile.ops.layer.over_ranks import gather, narrow
 from fp8compile.ops.registry import Op
 from fp8compile.ops.sharding import Cut, Split
 from fp8compile.parallel.placed import check_one_mesh, part_of, whole_of
@@ -58,7 +59,7 @@ class Way:
     cost: int
 
 
-def _way(split: Split, parts: Sequence[LocalShard | None], index: int, ranks: int) -> Way:
+def _way(split: Split, parts: Sequence[Plain | None], index: int, ranks: int) -> Way:
     gathered, units, cost = set(), None, 0
     for place, (part, cut) in enumerate(zip(parts, split.inputs, strict=True)):
         has = None if part is None else part.cuts[index]
@@ -78,9 +79,9 @@ def _way(split: Split, parts: Sequence[LocalShard | None], index: int, ranks: in
     return Way(split.inputs, split.outputs, frozenset(gathered), units or (), cost)
 
 
-def _prepared(part: LocalShard, cut: Cut | None, way: Way, place: int, index: int, mesh: DeviceMesh) -> LocalShard:
+def _prepared(part: Plain, cut: Cut | None, way: Way, place: int, index: int, mesh: DeviceMesh) -> Plain:
     if place in way.gathered:
-        part = part.gather(index)
+        part = gather(part, index)
     if cut is None or part.cuts[index] is not None:
         return part
     dim = cut.dim % part.local.ndim
@@ -88,7 +89,7 @@ def _prepared(part: LocalShard, cut: Cut | None, way: Way, place: int, index: in
     for count in way.units:
         ends.append(min(ends[-1] + count * cut.unit, total))
     sizes = tuple(end - start for start, end in pairwise(ends))
-    return part.narrow(index, DimSharding(mesh.get_group(index), mesh.get_local_rank(index), dim, sizes))
+    return narrow(part, index, DimSharding(mesh.get_group(index), mesh.get_local_rank(index), dim, sizes))
 
 
 def _whole_shapes(op: Op, args: Sequence[Any]) -> list[torch.Size]:

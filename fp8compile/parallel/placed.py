@@ -15,9 +15,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from fp8compile import _compat
-from fp8compile.ops.layer.local_shards import LocalShard
+from fp8compile.layout.cuts import DimSharding, Sharding, chunk_sizes
+from fp8compile.layout.quantized import Plain, TensorLayout
 from fp8compile.ops.layer.products import Step
-from fp8compile.ops.layer.shards import DimSharding, Sharding, chunk_sizes
 
 __all__ = ["check_one_mesh", "cuts_of", "part_of", "placements_of", "whole_of"]
 
@@ -61,7 +61,7 @@ def cuts_of(tensor: DTensor) -> Sharding:
     return tuple(cuts)
 
 
-def part_of(function: str, tensor: DTensor) -> LocalShard:
+def part_of(function: str, tensor: DTensor) -> Plain:
     """What this rank has of a DTensor, one cut or None a mesh dim; partial sums are summed first.
 
     Args:
@@ -74,7 +74,7 @@ def part_of(function: str, tensor: DTensor) -> LocalShard:
         tensor = tensor.redistribute(placements=[Replicate() if p.is_partial() else p for p in tensor.placements])
     with torch.no_grad():  # else a view for autograd stands in the graph, and hides that two layers read one tensor
         local = tensor.to_local()
-    return LocalShard(local, cuts_of(tensor))
+    return Plain(local, TensorLayout(cuts_of(tensor)))
 
 
 def whole_of(local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int]) -> DTensor:

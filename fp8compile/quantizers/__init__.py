@@ -3,6 +3,7 @@
 from fp8compile.quantizers.constant import Constant
 from fp8compile.quantizers.current_scaling import CurrentScaling
 from fp8compile.quantizers.delayed_scaling import DelayedScaling
+from fp8compile.quantizers.derived import transposed, with_block
 from fp8compile.quantizers.gemm_config import GemmConfig
 from fp8compile.quantizers.quantizer import Quantizer
 from fp8compile.quantizers.recipe import GEMMS, TENSORS, Gemm, Recipe, gemm_kind
@@ -20,4 +21,6 @@ __all__ = [
     "Recipe",
     "TwoLevelScaling",
     "gemm_kind",
+    "transposed",
+    "with_block",
 ]

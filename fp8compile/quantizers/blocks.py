@@ -21,12 +21,14 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from fp8compile._compat import guard_or_false, is_unbacked, statically_true
+from fp8compile._compat import guard_or_false, is_unbacked, statically_equal, statically_true
 from fp8compile.target import target_of
 
 __all__ = ["Block", "as_matrix", "block_amax", "check_block", "expand_blocks", "from_matrix", "grid_shape", "scaled"]
 
 Block = tuple[int, int]
+
+WHOLE_SIDES = ((-1, -1), (1, -1), (-1, 1))  # blocks that end nowhere but at the edges, whatever the sizes
 
 
 def check_block(owner: str, block: object) -> None:
@@ -65,13 +67,14 @@ def from_matrix(matrix: Tensor, shape: Sequence[int]) -> Tensor:
 
 def grid_shape(shape: Sequence[int], block: Block) -> tuple[int, ...]:
     """Shape of the grid of blocks over a tensor of this shape: one entry a block."""
-    rows, columns = _rows_columns(shape)
-    leading = tuple(shape[:-1])
+    if len(shape) == 0:
+        return ()
+    *leading, columns = shape
     if block[0] == -1:
         leading = (1,) * len(leading)
     elif block[0] != 1:
-        leading = (_count(rows, block[0]),)
-    return (*leading, _count(columns, block[1])) if len(shape) else ()
+        leading = (_count(math.prod(leading), block[0]),)
+    return (*leading, 1 if block[1] == -1 else _count(columns, block[1]))
 
 
 def _sides(shape: Sequence[int], block: Block) -> tuple[int, int, int, int]:
@@ -95,18 +98,21 @@ def block_amax(x: Tensor, block: Block) -> Tensor:
     grid = grid_shape(x.shape, block)
     if guard_or_false(x.numel() == 0):
         return x.new_zeros(grid)
+    magnitude = as_matrix(x).abs()
+    if block in WHOLE_SIDES:
+        if block[0] == -1 and is_unbacked(magnitude.shape[0]):
+            # PyTorch has no maximum of nothing, and nobody knows yet whether there is a row
+            magnitude = pad(magnitude, (0, 0, 0, 1))
+        if block == (-1, -1):  # flat: for two dims Inductor splits the reduction behind a norm into two more kernels
+            return magnitude.amax().view(grid)
+        return from_matrix(magnitude.amax(1 if block[0] == 1 else 0, keepdim=True), grid)
     rows, columns = _rows_columns(x.shape)
     grid_rows, block_rows, grid_columns, block_columns = _sides(x.shape, block)
-    magnitude = as_matrix(x).abs()
     missing_rows, missing_columns = grid_rows * block_rows - rows, grid_columns * block_columns - columns
     if block[0] == -1 and is_unbacked(rows):
-        missing_rows = 1  # PyTorch has no maximum of nothing, and nobody knows yet whether there is a row
-    if not (statically_true(missing_rows == 0) and statically_true(missing_columns == 0)):
+        missing_rows = 1  # as above
+    if not statically_equal((missing_rows, missing_columns), (0, 0)):
         magnitude = pad(magnitude, (0, missing_columns, 0, missing_rows))  # zeros never are the largest
-    if block == (-1, -1):  # flat: for two dims Inductor splits the reduction behind a norm into two more kernels
-        return magnitude.amax().view(grid)
-    if block == (1, -1) or block == (-1, 1):
-        return from_matrix(magnitude.amax(1 if block[0] == 1 else 0, keepdim=True), grid)
     return from_matrix(magnitude.view(grid_rows, block_rows, grid_columns, block_columns).amax((1, 3)), grid)
 
 
@@ -145,7 +151,7 @@ def expand_blocks(per_block: Tensor, shape: Sequence[int], block: Block) -> Tens
     rows, columns = _rows_columns(shape)
     grid_rows, block_rows, grid_columns, block_columns = _sides(shape, block)
     values, wanted = per_block, (grid_rows, grid_columns)
-    if values.ndim != 2 or not all(statically_true(a == b) for a, b in zip(values.shape, wanted, strict=True)):
+    if values.ndim != 2 or not statically_equal(values.shape, wanted):
         values = values.reshape(wanted)  # a slice of a grid of more dims has no such view
     # Indices as numbers: an expand and a reshape end in an AssertionError of the same loop splitting.
     if not _is_one(grid_columns) and block_columns != 1:

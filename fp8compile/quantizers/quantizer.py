@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from fp8compile._compat import guard_or_false
-from fp8compile.formats import E4M3, E5M2, Float4Format, Float8Format, element_format
+from fp8compile.formats import E4M3, E5M2, ELEMENT_FORMATS, Float4Format, Float8Format, element_format
 from fp8compile.quantizers.blocks import (
     as_matrix,
     block_amax,
@@ -195,7 +195,7 @@ class Quantizer(Constant):
 
     def element_format(self) -> Float8Format | Float4Format:
         """The format of the codes."""
-        return element_format(self.format)
+        return ELEMENT_FORMATS[self.format]
 
     def gemm_format(self) -> Float8Format | None:
         """The float8 format in which a GEMM of the hardware may read the codes.

@@ -190,8 +190,10 @@ class Recipe(Constant):
     def history(self) -> int:
         """How many amaxes of a tensor delayed scaling remembers; 0 for a recipe without it."""
         # every eager call asks; `isinstance` of an opaque class takes twice as long
-        given = (getattr(self, slot) for slot in SLOTS)
-        return next((each.history for each in given if issubclass(type(each), DelayedScaling)), 0)
+        for slot in SLOTS:
+            if issubclass(type(given := getattr(self, slot)), DelayedScaling):
+                return given.history
+        return 0
 
     def shares_weight_codes(self) -> bool:
         """Whether codes of a weight, made once, serve the output and grad_input too: as codes, or by their values."""

@@ -4,7 +4,7 @@
     codes.py        one set of codes and scales, as plain tensors
     quantized.py    the class, and what torch.compile asks of it
     views.py        the ops that keep what it stands for
-    layer.py, grouped_layer.py  as the weight of a layer
+    layer.py        as the weight of a layer
     quantize.py     making one
     product.py      multiplying two
     parameter.py    one that is trained
@@ -16,7 +16,6 @@
     gather_layout.py, gather_policy.py, pass_in_memory.py  what its gathers send, when they send which codes, and
                     whose are in memory
     shards.py       how ranks cut one
-    shard_steps.py  the steps of quantization for a rank's part
     scale_without_values.py  scales of codes that stand for no values yet
     saved.py        what a file has of one
     agreement.py    whether ranks say the same sizes
@@ -37,13 +36,11 @@ from fp8compile.tensor.codes import Codes
 from fp8compile.tensor.fully_shard import FullyShardHooks
 from fp8compile.tensor.gather_layout import SetToGather
 from fp8compile.tensor.gather_policy import BOTH, GATHERED, PLAIN, GatherPolicy
-from fp8compile.tensor.grouped_layer import is_stack
-from fp8compile.tensor.layer import check_serves, unserved
+from fp8compile.tensor.layer import check_serves, is_stack, unserved
 from fp8compile.tensor.parameter import QuantizedParameter, is_quantized_parameter
 from fp8compile.tensor.product import scaled_mm
 from fp8compile.tensor.quantize import quantize
 from fp8compile.tensor.quantized import QuantizedTensor, has_codes
-from fp8compile.tensor.shard_steps import cast_shard, outer_amax_of, scales_of, whole_amax
 from fp8compile.tensor.shards import cut_dim, sharded_dims, sharding_of, share_scale_of_part
 from fp8compile.tensor.update import assign, count_write, stand_for
 
@@ -60,7 +57,6 @@ __all__ = [
     "SetToGather",
     "assign",
     "attributes_of_others",
-    "cast_shard",
     "check_agreement",
     "check_serves",
     "checked_sizes",
@@ -72,16 +68,13 @@ __all__ = [
     "is_stack",
     "moved",
     "not_dense",
-    "outer_amax_of",
     "own_sizes",
     "quantize",
     "scaled_mm",
-    "scales_of",
     "share_scale_of_part",
     "sharded_dims",
     "sharding_of",
     "shown",
     "stand_for",
     "unserved",
-    "whole_amax",
 ]

@@ -1,4 +1,4 @@
-"""One set of codes with its scales, and the quantizer that made it. A quantized tensor has one such set or two."""
+"""One set of codes of a quantized tensor, which has one such set or two."""
 
 from __future__ import annotations
 
@@ -8,35 +8,15 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from fp8compile.ops.layer.weight_shapes import codes_shape, scale_shapes
-from fp8compile.quantizers import Quantizer
+from fp8compile.layout.quantized import Quantized
+from fp8compile.layout.shapes import codes_shape, scale_shapes
 
 __all__ = ["Codes", "alias_of"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Codes:
-    """Codes and scales as plain tensors.
-
-    Attributes:
-        codes: uint8.
-        scale: Those of blocks.
-        quantizer: What made them.
-        outer_scale: Those of matrices, if the quantizer has two levels of scales.
-        has_scales_of_whole: Whether rows, and columns, of ``scale`` are those of the whole tensor's blocks, because
-            ranks cut blocks along them, or may.
-    """
-
-    codes: Tensor
-    scale: Tensor
-    quantizer: Quantizer
-    outer_scale: Tensor | None = None
-    has_scales_of_whole: tuple[bool, bool] = (False, False)
-
-    @property
-    def scales(self) -> tuple[Tensor, ...]:
-        """Scales by level: those of blocks, then the outer ones."""
-        return (self.scale,) if self.outer_scale is None else (self.scale, self.outer_scale)
+class Codes(Quantized):
+    """Codes and scales as plain tensors, which views share."""
 
     @property
     def has_all_scales(self) -> bool:
@@ -58,7 +38,7 @@ class Codes:
         return replace(self, codes=change(self.codes), scale=change(self.scale), outer_scale=outer)
 
     def codes_shape(self, size: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape of the codes of a weight of this size, a matrix or a stack."""
+        """The shape of the codes of a weight of this size."""
         return codes_shape(size, self.quantizer)
 
     def scale_shapes(self, size: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from fp8compile import _compat
-from fp8compile.ops.layer.shards import DimSharding
-from fp8compile.ops.layer.weight_shapes import codes_shape
+from fp8compile.layout.cuts import DimSharding
+from fp8compile.layout.shapes import codes_shape
 from fp8compile.quantizers import GEMMS
 from fp8compile.tensor.codes import Codes
 from fp8compile.tensor.gather_layout import GatherLayout, SetToGather, as_sent, codes_to_send

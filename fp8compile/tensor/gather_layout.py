@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from fp8compile.layout.cuts import DimSharding
+from fp8compile.layout.packing import packed_dim, packed_in_rows
+from fp8compile.layout.shapes import scale_shapes
 from fp8compile.ops.collectives import all_gather
-from fp8compile.ops.layer.packing import packed_dim, packed_in_rows
-from fp8compile.ops.layer.shards import DimSharding
-from fp8compile.ops.layer.weight_shapes import scale_shapes
 from fp8compile.quantizers import Gemm, Quantizer
 
 __all__ = ["GatherLayout", "SetToGather", "as_sent", "as_they_travel"]

@@ -1,25 +1,23 @@
 """A QuantizedTensor as the weight of a layer: its own codes are the operand, in both directions.
 
-One with two sets of codes has its own for each direction.
+One with two sets of codes has its own for each direction. A stack of matrices is the weight of a grouped layer.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
 
-from fp8compile import _compat, ops
-from fp8compile.ops.layer.delayed import delayed_output
-from fp8compile.ops.layer.linear import GRAD_INPUT, OUTPUT, layer_grad_input, layer_output
-from fp8compile.ops.layer.local_shards import QuantizedShard
-from fp8compile.ops.layer.operands import Operands, Phase
-from fp8compile.ops.layer.packing import are_same_codes
-from fp8compile.quantizers import Gemm, Quantizer, Recipe
+from fp8compile import _compat
+from fp8compile.layout.packing import are_same_codes, one_a_byte
+from fp8compile.layout.quantized import STACK, Quantized
+from fp8compile.ops.layer import LAYER_OPS, OPS_OF_LAYERS, layers
+from fp8compile.ops.layer.operands import Phase
+from fp8compile.quantizers import GEMMS, Gemm, Quantizer, Recipe
 from fp8compile.tensor.quantized import LAYERS, QuantizedTensor, cuts_blocks, has_codes
 
-__all__ = ["check_serves", "unserved"]
+__all__ = ["check_serves", "is_stack", "unserved"]
 
 
 @_compat.constant_when_traced
@@ -56,6 +54,11 @@ def check_serves(function: str, weight: QuantizedTensor, recipe: Recipe) -> None
         raise ValueError(f"{function}: {reason}")
 
 
+def is_stack(tensor: object) -> bool:
+    """Whether a tensor is codes of a stack of matrices, each quantized for itself."""
+    return isinstance(tensor, QuantizedTensor) and tensor.batch == 1
+
+
 def _check_weight(function: str, x: Tensor, weight: QuantizedTensor, recipe: Recipe) -> None:
     if has_codes(x) or not has_codes(weight):
         raise TypeError(
@@ -70,43 +73,47 @@ def _check_weight(function: str, x: Tensor, weight: QuantizedTensor, recipe: Rec
         )
 
 
-def _operands(weight: QuantizedTensor, recipe: Recipe, gemm: Gemm) -> Operands:
-    """The weight's own codes; in a graph the other operand is quantized as its compiler would have it."""
+def _check_matrices(x: Tensor, weight: Tensor, recipe: Recipe) -> None:
+    if has_codes(x) or not is_stack(weight):
+        raise TypeError(
+            "grouped_linear: only the weight may be quantized, as codes of each matrix by itself; the layer quantizes "
+            "its rows, and any other weight, itself. Pass .dequantize()."
+        )
+    other = weight.quantizer_for_grad_input
+    if unserved(weight.quantizer, recipe, other) is not None:
+        made = f"{weight.quantizer!r}" if other is None else f"{weight.quantizer!r} and {other!r}"
+        raise ValueError(
+            f"grouped_linear: the weight has codes of {made}; the recipe quantizes it by {recipe.weight!r} for the "
+            f"output and by {recipe.weight_for_grad_input!r} for grad_input. Set the recipe of experts before their "
+            "weights are made codes, or gathered as codes."
+        )
+
+
+def _codes(weight: QuantizedTensor, gemm: Gemm) -> Quantized:
     own = weight.set_of(gemm)
-    codes = QuantizedShard(own.codes, own.scale, own.quantizer, (), outer_scale=own.outer_scale)
-    return Operands(recipe, Phase.of(gemm, own.codes), weight=codes, weight_in_turns=weight.in_memory is not None)
+    if not weight.batch:
+        return Quantized(codes=own.codes, scale=own.scale, quantizer=own.quantizer, outer_scale=own.outer_scale)
+    codes, quantizer = one_a_byte(own.codes, own.quantizer)
+    return Quantized(codes=codes, scale=own.scale, quantizer=quantizer, outer_scale=own.outer_scale, layout=STACK)
 
 
-def _linear(func: Any, x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe) -> Tensor:
-    _check_weight("linear", x, weight, recipe)
-    return _compat.as_kernel(layer_output)(x, weight, bias, _operands(weight, recipe, OUTPUT))
+def _run(func: Any, *args: Any) -> Any:
+    """A layer's op on the weight's own codes; in a graph the other operand is quantized as its compiler would have it.
+
+    Args:
+        func: The op.
+        args: Its arguments.
+    """
+    op, gemm = OPS_OF_LAYERS[func], LAYER_OPS[func]
+    x, weight, recipe = args[0], args[1], args[-1]
+    if op.ends:
+        _check_matrices(x, weight, recipe)
+    else:
+        _check_weight("linear" if gemm is GEMMS[0] else "grad_input", x, weight, recipe)
+    found = _codes(weight, gemm)
+    given = {"weight": found, "weight_in_turns": weight.in_memory is not None}
+    return _compat.as_kernel(op.run)(Phase.of(gemm, found.codes), args, given)
 
 
-def _grad_input(func: Any, grad_output: Tensor, weight: Tensor, recipe: Recipe) -> Tensor:
-    _check_weight("grad_input", grad_output, weight, recipe)
-    return _compat.as_kernel(layer_grad_input)(grad_output, weight, _operands(weight, recipe, GRAD_INPUT))
-
-
-def _delayed_linear(
-    func: Any, x: Tensor, weight: Tensor, bias: Tensor | None, history: Tensor, multiplier: Tensor, *others: Any
-) -> tuple[Tensor, ...]:
-    recipe = others[-1]
-    _check_weight("linear", x, weight, recipe)
-    operands = _operands(weight, recipe, OUTPUT)
-    return _compat.as_kernel(delayed_output)(x, weight, bias, history, multiplier, operands)
-
-
-def _delayed_grad_input(func: Any, grad_output: Tensor, weight: Tensor, multiplier: Tensor, recipe: Recipe) -> Tensor:
-    _check_weight("grad_input", grad_output, weight, recipe)
-    operands = replace(_operands(weight, recipe, GRAD_INPUT), multiplier=multiplier)
-    return _compat.as_kernel(layer_grad_input)(grad_output, weight, operands)
-
-
-LAYERS.update(
-    {
-        ops.linear: _linear,
-        ops.grad_input: _grad_input,
-        ops.delayed_linear: _delayed_linear,
-        ops.delayed_grad_input: _delayed_grad_input,
-    }
-)
+SERVED = (layers.LINEAR, layers.DELAYED, layers.GROUPED)
+LAYERS.update(dict.fromkeys([op for layer in SERVED for op in (layer.output, layer.grad_input)], _run))

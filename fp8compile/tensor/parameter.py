@@ -13,10 +13,10 @@ from torch.distributed import ProcessGroup
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
 from fp8compile import _compat, ops
-from fp8compile.ops.layer.local_shards import LocalShard
-from fp8compile.ops.layer.packing import one_a_byte, packed_dim, packed_in_rows, two_a_byte
-from fp8compile.ops.layer.quantize_shard import positions
-from fp8compile.ops.layer.shards import DimSharding, Sharding, chunk_sizes
+from fp8compile.layout.cuts import DimSharding, Sharding, chunk_sizes
+from fp8compile.layout.packing import one_a_byte, packed_dim, packed_in_rows, two_a_byte
+from fp8compile.layout.quantized import STACK, Plain, TensorLayout
+from fp8compile.ops.layer.quantize import cast_part, positions, scales_of, whole_amax
 from fp8compile.quantizers import GEMMS, Quantizer
 from fp8compile.tensor.attributes import moved
 from fp8compile.tensor.codes import Codes
@@ -26,7 +26,6 @@ from fp8compile.tensor.gather_policy import BOTH, GatherPolicy
 from fp8compile.tensor.optimizer_steps import Pending, check_outside_of_graph_of_step, listen_to_optimizers, settle
 from fp8compile.tensor.quantize import quantize
 from fp8compile.tensor.quantized import INNER, LAYERS, QuantizedTensor
-from fp8compile.tensor.shard_steps import cast_shard, scales_of, whole_amax
 from fp8compile.tensor.shards import cut_dim, share_scales_of_shard
 
 __all__ = ["BLANK", "EXTENTS", "SHARD", "SLICE", "WHOLE", "QuantizedParameter", "as_leaf", "is_quantized_parameter"]
@@ -245,7 +244,7 @@ class QuantizedParameter(FullyShardHooks, QuantizedTensor):
         cuts = self.cuts_of(own)
         if not cuts and not self.batch:
             return ops.amax(values, own.quantizer)
-        return whole_amax(LocalShard(values, cuts), self.batch, own.quantizer)
+        return whole_amax(Plain(values, TensorLayout(cuts, self.batch)), own.quantizer)
 
     def codes_of(
         self, own: Codes, values: Tensor, multiplier: Tensor, quantizer: Quantizer, placed: Sharding
@@ -256,8 +255,9 @@ class QuantizedParameter(FullyShardHooks, QuantizedTensor):
         """
         cuts = self.cuts_of(own)
         if not cuts and not self.batch:
-            return ops.cast(values, multiplier, quantizer, *positions(LocalShard(values, placed), quantizer))
-        return two_a_byte(cast_shard(LocalShard(values, cuts), self.batch, multiplier, quantizer), quantizer)
+            return ops.cast(values, multiplier, quantizer, *positions(Plain(values, TensorLayout(placed)), quantizer))
+        part = Plain(values, TensorLayout(cuts, self.batch))
+        return two_a_byte(cast_part(part, multiplier, quantizer), quantizer)
 
     def check_writable(self, what: object) -> None:
         """Raise unless new values can be written to this tensor alone."""
@@ -456,9 +456,9 @@ def _codes_of_matrix(x: Tensor, quantizer: Quantizer) -> Codes:
 
 
 def _codes_of_stack(x: Tensor, quantizer: Quantizer) -> Codes:
-    part, quantizer = LocalShard(x.detach()), packed_in_rows(quantizer, x.shape)
-    multiplier, scale, outer_scale = scales_of(whole_amax(part, 1, quantizer), 1, quantizer)
-    codes = cast_shard(part, 1, multiplier, quantizer).contiguous()  # else with room for the rest of blocks
+    part, quantizer = Plain(x.detach(), STACK), packed_in_rows(quantizer, x.shape)
+    multiplier, scale, outer_scale = scales_of(whole_amax(part, quantizer), quantizer)
+    codes = cast_part(part, multiplier, quantizer).contiguous()  # else with room for the rest of blocks
     return Codes(codes=two_a_byte(codes, quantizer), scale=scale, quantizer=quantizer, outer_scale=outer_scale)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp8compile.ops.layer.packing import packed_dim
+from fp8compile.layout.packing import packed_dim
 from fp8compile.tensor.attributes import moved
 from fp8compile.tensor.codes import Codes
 from fp8compile.tensor.parameter import BLANK, WHOLE, WRITES, QuantizedParameter

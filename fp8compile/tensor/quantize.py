@@ -16,12 +16,12 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from fp8compile import _compat, ops
-from fp8compile.ops.check_returned import shape_said
+from fp8compile.layout.cuts import DimSharding
+from fp8compile.layout.quantized import Plain, TensorLayout
 from fp8compile.ops.collectives import all_reduce_amax
-from fp8compile.ops.layer.local_shards import LocalShard
-from fp8compile.ops.layer.quantize_shard import quantize_shard
-from fp8compile.ops.layer.shards import DimSharding
+from fp8compile.ops.layer.quantize import quantize_part
 from fp8compile.quantizers import Quantizer
+from fp8compile.quantizers.check_returned import shape_said
 from fp8compile.tensor.arguments import SOURCE_DTYPES, not_dense, own_sizes, shown
 from fp8compile.tensor.quantized import QuantizedTensor
 
@@ -129,11 +129,11 @@ def _quantize_shard(
     x: Tensor, quantizer: Quantizer, group: ProcessGroup, shard_dim: int, sizes: tuple[int, ...]
 ) -> QuantizedTensor:
     """A shard of a whole that is known: whatever of it lies on other ranks."""
-    part = LocalShard(x, (DimSharding(group, group.rank(), shard_dim, sizes),))
-    found = quantize_shard(part, quantizer)
-    shape = part.whole_shape() if any(found.whole) else x.shape
+    part = Plain(x, TensorLayout((DimSharding(group, group.rank(), shard_dim, sizes),)))
+    found = quantize_part(part, quantizer)
+    shape = part.whole_shape() if any(found.has_scales_of_whole) else x.shape
     scale = found.scale.view(quantizer.scale_shape(shape))
-    return QuantizedTensor(found.local, scale, found.quantizer, x.dtype, group, shard_dim, sizes, found.outer_scale)
+    return QuantizedTensor(found.codes, scale, found.quantizer, x.dtype, group, shard_dim, sizes, found.outer_scale)
 
 
 def _quantized(

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, Self
 
 import torch
@@ -29,16 +30,17 @@ from torch.distributed import ProcessGroup
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
 from fp8compile import ops
-from fp8compile.ops.layer.local_shards import QuantizedShard
-from fp8compile.ops.layer.packing import one_a_byte
-from fp8compile.ops.layer.shards import DimSharding, Sharding, split_axes
+from fp8compile.layout.cuts import DimSharding, Sharding, split_axes
+from fp8compile.layout.packing import one_a_byte
+from fp8compile.layout.quantized import Quantized, TensorLayout
+from fp8compile.ops.layer.over_ranks import gather
+from fp8compile.ops.layer.quantize import dequantized
 from fp8compile.quantizers import GEMMS, Gemm, Quantizer
 from fp8compile.tensor.agreement import check_agreement
 from fp8compile.tensor.arguments import own_sizes, shown
 from fp8compile.tensor.codes import Codes
 from fp8compile.tensor.pass_in_memory import PassInMemory
 from fp8compile.tensor.refusals import refuse_operators
-from fp8compile.tensor.shard_steps import dequantize_shard
 
 __all__ = ["HANDLERS", "LAYERS", "VIEWS", "QuantizedTensor", "cuts_blocks", "has_codes", "no_meaning"]
 
@@ -209,7 +211,8 @@ class QuantizedTensor(Tensor):
         for end, quantizer, of_whole in zip(ENDS, quantizers, self.scales_of_whole, strict=True):
             if quantizer is not None:
                 parts = {part: getattr(self, f"{before}{part}{end}") for part in PARTS}
-                found.append(Codes(**parts, quantizer=quantizer, has_scales_of_whole=of_whole))
+                layout = TensorLayout(batch=self.batch)
+                found.append(Codes(**parts, quantizer=quantizer, layout=layout, has_scales_of_whole=of_whole))
         return tuple(found)
 
     def sets(self) -> tuple[Codes, ...]:
@@ -313,7 +316,10 @@ class QuantizedTensor(Tensor):
         if not cuts and not self.batch:
             return ops.dequantize(own.codes, own.scale, own.quantizer, dtype, *own.scales[1:])
         codes, quantizer = one_a_byte(own.codes, own.quantizer)
-        return dequantize_shard(codes, cuts, self.batch, own.scale, quantizer, dtype, own.outer_scale)
+        layout = TensorLayout(cuts, self.batch)
+        whole = split_axes(self.shape, cuts, quantizer.block, self.batch)
+        part = replace(own, codes=codes, quantizer=quantizer, layout=layout, has_scales_of_whole=whole)
+        return dequantized(part, dtype).local
 
     def cuts_of(self, own: Codes) -> Sharding:
         """How ranks cut this tensor, if they cut blocks of a set of its codes; else none.
@@ -355,9 +361,16 @@ class QuantizedTensor(Tensor):
         shards = _parts_to_gather(self, dim, sizes)
         is_column, cuts = shards.dim == self.ndim - 1, cuts_blocks(self)
         whole = (cuts and not is_column, cuts and is_column)
-        gathered = QuantizedShard(self.codes, self.scale, self.quantizer, (shards,), whole).gather(0)
-        scale = gathered.scale.view(self.quantizer.scale_shape(gathered.local.shape))
-        return QuantizedTensor(gathered.local, scale, self.quantizer, self.dtype, outer_scale=self.outer_scale)
+        part = Quantized(
+            codes=self.codes,
+            scale=self.scale,
+            quantizer=self.quantizer,
+            layout=TensorLayout((shards,)),
+            has_scales_of_whole=whole,
+        )
+        gathered = gather(part, 0)
+        scale = gathered.scale.view(self.quantizer.scale_shape(gathered.codes.shape))
+        return QuantizedTensor(gathered.codes, scale, self.quantizer, self.dtype, outer_scale=self.outer_scale)
 
     @property
     def data(self) -> QuantizedTensor:  # type: ignore[override]
@@ -459,11 +472,10 @@ def _place_of_values(codes: Tensor, shape: Sequence[int]) -> tuple[tuple[int, ..
 
 
 def _cuts_blocks_of(x: QuantizedTensor, quantizer: Quantizer) -> bool:
-    if x.sizes is None or x.shard_dim is None or x.shard_dim < x.batch:
+    if x.sizes is None or x.shard_dim is None:
         return False
-    # which ranks, and which of them, makes no difference
-    shards = DimSharding("", 0, x.shard_dim - x.batch, x.sizes)
-    return any(split_axes(x.shape[x.batch :], (shards,), quantizer.block))
+    shards = DimSharding("", 0, x.shard_dim, x.sizes)  # which ranks, and which of them, makes no difference
+    return any(split_axes(x.shape, (shards,), quantizer.block, x.batch))
 
 
 def cuts_blocks(x: QuantizedTensor) -> bool:

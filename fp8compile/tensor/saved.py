@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fp8compile.ops.layer.weight_shapes import scale_shape, values_shape
+from fp8compile.layout.shapes import scale_shape, values_shape
 from fp8compile.quantizers import Quantizer
 from fp8compile.tensor.arguments import SOURCE_DTYPES
 from fp8compile.tensor.parameter import EXTENTS, SLICE, QuantizedParameter, as_leaf

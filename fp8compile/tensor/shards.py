@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from fp8compile._compat import is_dtensor, local_itself
-from fp8compile.ops.layer.shards import DimSharding, Sharding, chunk_sizes
+from fp8compile.layout.cuts import DimSharding, Sharding, chunk_sizes
 
 __all__ = ["cut_dim", "share_scale_of_part", "share_scales_of_shard", "sharded_dims", "sharding_of"]
 

@@ -15,12 +15,11 @@ from torch.distributed import ProcessGroup
 
 from fp8compile import ops
 from fp8compile._compat import local_itself
+from fp8compile.layout.cuts import Sharding
 from fp8compile.ops.collectives import all_reduce_amaxes
-from fp8compile.ops.layer.quantize_shard import Scales
-from fp8compile.ops.layer.shards import Sharding
+from fp8compile.ops.layer.quantize import Scales, outer_amax_of, scales_of
 from fp8compile.quantizers import DelayedScaling, Quantizer
 from fp8compile.tensor.codes import Codes
-from fp8compile.tensor.shard_steps import outer_amax_of, scales_of
 
 if TYPE_CHECKING:
     from fp8compile.tensor.parameter import QuantizedParameter
@@ -51,10 +50,7 @@ def _over_ranks(sets: Sequence[_Set], amaxes: Sequence[Tensor]) -> tuple[list[Te
     Tensor parallelism cuts no blocks of two levels, so of these its ranks send the amax of the whole weight alone.
     """
     two_levels = [index for index, each in enumerate(sets) if each.codes.quantizer.has_outer_scale()]
-    found = [*amaxes]
-    for index in two_levels:
-        weight, own = sets[index].weight, sets[index].codes
-        found.append(outer_amax_of(amaxes[index], weight.batch, own.quantizer))
+    found = [*amaxes, *(outer_amax_of(amaxes[index], sets[index].codes.quantizer) for index in two_levels)]
     ranks = [_share_blocks(each.weight, each.codes) for each in sets]
     ranks += [_share_outer(sets[index].weight) for index in two_levels]
     outer = [None if each.codes.quantizer.has_outer_scale() else each.outer for each in sets]
@@ -69,7 +65,7 @@ def _scales(each: _Set, amax: Tensor, outer_amax: Tensor | None) -> Scales:
     """Multiplier and scales of all its blocks, of their amaxes; or, of delayed scaling, of those before."""
     quantizer = each.codes.quantizer
     if not isinstance(quantizer, DelayedScaling):
-        return scales_of(amax, each.weight.batch, quantizer, outer_amax)
+        return scales_of(amax, quantizer, outer_amax=outer_amax)
     _, multiplier = each.weight.row()
     multiplier = multiplier.view(amax.shape)
     return multiplier, quantizer.scale_of(multiplier), None

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fp8compile import _compat
-from fp8compile.ops.layer.packing import packed_dim
+from fp8compile.layout.packing import packed_dim
 from fp8compile.tensor.codes import Codes
 from fp8compile.tensor.quantized import HANDLERS, VIEWS, QuantizedTensor, no_meaning
 

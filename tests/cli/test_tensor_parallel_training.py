@@ -34,7 +34,7 @@ from fp8compile.cli.train.layout import layout_of
 from fp8compile.cli.train.model import ByteLlama, ModelShape
 from fp8compile.cli.train.ranks import Ranks
 from fp8compile.cli.train.tensor_parallel import parallelize, place_gradients
-from fp8compile.ops.layer import quantize_shard
+from fp8compile.ops.layer import quantize
 from fp8compile.parallel import ColwiseParallel, RowwiseParallel
 
 ROOT = Path(__file__).parents[2]
@@ -278,12 +278,12 @@ def test_bf16_losses_differ_from_one_process_as_rounding_alone_makes_them(recipe
 
 
 def with_amax_of_the_shard(recipe, cut):
-    right = quantize_shard.all_reduce_amax
-    quantize_shard.all_reduce_amax = lambda amax, group: amax
+    right = quantize.all_reduce_amax
+    quantize.all_reduce_amax = lambda amax, group: amax
     try:
         return both(recipe, cut, steps=2)
     finally:
-        quantize_shard.all_reduce_amax = right
+        quantize.all_reduce_amax = right
 
 
 @pytest.mark.parametrize("cut", ["local", "dtensor"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import re
 
 import pytest
@@ -260,7 +259,6 @@ def test_wrong_sizes_raise_and_say_what_is_right(given, message):
 
 
 SQUARE = f8.CurrentScaling(block=(128, 128))
-KEEPING = dataclasses.replace(f8.recipes.tensorwise(), keep_weight_codes=True)
 
 
 @pytest.mark.parametrize(
@@ -269,7 +267,6 @@ KEEPING = dataclasses.replace(f8.recipes.tensorwise(), keep_weight_codes=True)
         (f8.recipes.delayed(), "delayed scaling"),
         (f8.recipes.rowwise(grad_rounding="stochastic"), "rounds stochastically"),
         (f8.Recipe(input=SQUARE, weight=SQUARE), "input has block (128, 128)"),
-        (KEEPING, "keep_weight_codes"),
     ],
 )
 def test_recipes_that_mix_groups_raise(recipe, message):

@@ -11,7 +11,8 @@ from golden_cases import GOLDEN
 
 import fp8compile as f8
 from fp8compile.formats import pack
-from fp8compile.ops.gemm import Operand, multiply
+from fp8compile.layout.quantized import Quantized
+from fp8compile.ops.gemm import multiply
 from fp8compile.quantizers import GEMMS, GemmConfig
 
 RECIPES = {
@@ -95,7 +96,7 @@ def test_the_product_is_the_golden_one():
 
     def operand(name):
         codes, outer = pack(arrays[f"{name}_codes"], 1), line.outer_scale(arrays[f"{name}_global_amax"].reshape(1))
-        return Operand(codes=codes, scale=arrays[f"{name}_scale_e4m3"], quantizer=line, outer_scale=outer)
+        return Quantized(codes=codes, scale=arrays[f"{name}_scale_e4m3"], quantizer=line, outer_scale=outer)
 
     found = multiply(operand("a"), operand("b").t(), torch.float32, GemmConfig())
     # The outer scale is 1 / (2688 / amax), two float32 roundings; the golden product has amax / 2688 itself. Two outer

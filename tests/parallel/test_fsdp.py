@@ -157,7 +157,7 @@ WRONG = {
     # pytorch/ao 4300: the power of two ignored on the way to the gather
     "power of two dropped": (
         "scales_of",
-        lambda amax, batch, quantizer: REAL["scales_of"](amax, batch, replace(quantizer, scale="fp32")),
+        lambda amax, quantizer: REAL["scales_of"](amax, replace(quantizer, scale="fp32")),
         ("pow2", "fp32", "even", "1-D"),
     ),
 }

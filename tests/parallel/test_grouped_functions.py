@@ -17,8 +17,8 @@ from fp8compile.testing.bits import difference, sum_difference
 RECIPES = ("tensorwise", "rowwise", "rowwise_bf16_wgrad", "blockwise", "mxfp8")
 LAYERS = {"column": parallel.column_parallel_grouped_linear, "row": parallel.row_parallel_grouped_linear}
 NAMES = {2: "pair", 3: "three"}
-# what each rank has: parts end where blocks of 128 and of 32 end
-FEATURES = {2: ((128, 128), (256, 72)), 3: ((128, 128, 40),)}
+# what each rank has: parts end where blocks of 128 and of 32 end, or within them
+FEATURES = {2: ((128, 128), (256, 72), (72, 56)), 3: ((128, 128, 40), (40, 136, 8))}
 OFFSETS = {"even": (8, 16, 24), "empty": (0, 20, 20), "one has all, NaN behind": (0, 0, 17)}
 
 
@@ -130,21 +130,3 @@ def test_compiled_they_are_one_graph_with_the_same_bits(ranks, recipe, backend):
     for found, graphs in ranks.run(check_compiled, recipe, backend, within="pair"):
         assert found == []
         assert graphs == len(LAYERS)
-
-
-def refused(recipe_name, features):
-    group = GROUPS["pair"]
-    recipe = f8.recipes.by_name(recipe_name)
-    ends = torch.tensor(OFFSETS["even"], dtype=torch.int32)
-    own = features[group.rank()]
-    x, weight = torch.zeros(24, 64).bfloat16(), torch.zeros(3, own, 64).bfloat16()
-    try:
-        LAYERS["column"](x, weight, ends, recipe=recipe, group=group, feature_sizes=features)
-    except ValueError as error:
-        return str(error)
-
-
-@pytest.mark.parametrize(("recipe", "block"), [("blockwise", 128), ("mxfp8", 32)])
-def test_parts_that_end_within_a_block_are_refused(ranks, recipe, block):
-    for text in ranks.run(refused, recipe, (72, 56), within="pair"):
-        assert f"a part ends within a block. Give each rank a multiple of {block}." in text

@@ -13,9 +13,9 @@ from gloo_ranks import GROUPS, shared_ranks
 
 import fp8compile as f8
 from fp8compile import parallel
-from fp8compile.ops.layer.local_shards import LocalShard
-from fp8compile.ops.layer.quantize_shard import quantize_shard
-from fp8compile.ops.layer.shards import DimSharding
+from fp8compile.layout.cuts import DimSharding
+from fp8compile.layout.quantized import Plain, TensorLayout
+from fp8compile.ops.layer.quantize import quantize_part
 from fp8compile.testing.bits import difference, sum_difference
 
 LAYERS = {"column": parallel.column_parallel_linear, "row": parallel.row_parallel_linear}
@@ -184,8 +184,9 @@ def test_a_quantized_shard_has_the_noise_of_the_whole(ranks):
 def test_ranks_refuse_together_what_one_of_them_cannot_transform(rank):
     """If only the rank with 17 tokens raised, the other one would wait for its amaxes."""
     cut = DimSharding(None, rank, 0, (32, 17))
+    part = Plain(torch.ones(cut.length, 8), TensorLayout((cut,)))
     with pytest.raises(ValueError, match=f"transforms tokens 16 at a time, and this rank has {cut.length} of 49"):
-        quantize_shard(LocalShard(torch.ones(cut.length, 8), (cut,)), RECIPES["nvfp4"].input_for_grad_weight)
+        quantize_part(part, RECIPES["nvfp4"].input_for_grad_weight)
 
 
 def packed_shard_and_whole(sizes):

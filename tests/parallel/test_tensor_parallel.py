@@ -8,7 +8,7 @@ DTensor's own placements say.
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -17,9 +17,10 @@ from gloo_ranks import shared_ranks
 
 import fp8compile as f8
 from fp8compile import ops
-from fp8compile.ops.layer.local_shards import LocalShard
-from fp8compile.ops.layer.quantize_shard import quantize_shard
-from fp8compile.ops.layer.shards import DimSharding
+from fp8compile.layout.cuts import DimSharding
+from fp8compile.layout.quantized import Plain, TensorLayout
+from fp8compile.ops.layer.over_ranks import gather, narrow
+from fp8compile.ops.layer.quantize import quantize_part
 from fp8compile.parallel.placed import part_of
 from fp8compile.quantizers import GemmConfig
 from fp8compile.testing.bits import bits
@@ -223,11 +224,11 @@ def codes_problems(quantizer, mesh):
     problems = []
     for shape_name, dim in ((name, dim) for name in LIBRARY_SHAPES for dim in ("tokens", "features")):
         x = tensors_of(SHAPES[shape_name])[0]
-        expected = quantize_shard(LocalShard(x, (None,)), quantizer)
+        expected = quantize_part(Plain(x, TensorLayout((None,))), quantizer)
         part = part_of("test", placed(x, dim, mesh))
-        found = quantize_shard(part, quantizer).gather(0)
+        found = gather(quantize_part(part, quantizer), 0)
         scale = found.scale.reshape(expected.scale.shape)  # of cut blocks, it comes as that of the matrix
-        same = torch.equal(found.local, expected.local) and torch.equal(bits(scale), bits(expected.scale))
+        same = torch.equal(found.codes, expected.codes) and torch.equal(bits(scale), bits(expected.scale))
         problems += [] if same else [f"codes of {shape_name}, cut along {dim}"]
     return problems
 
@@ -404,13 +405,13 @@ class Halves(f8.CurrentScaling):
 def refusals_of_packed_codes():
     """What a cut operand, and a whole one that is to be gathered or cut, say."""
     quantizer = Halves()
-    codes = quantize_shard(LocalShard(torch.randn(4, 16), (None,)), quantizer)  # a whole tensor may be packed
+    codes = quantize_part(Plain(torch.randn(4, 16), TensorLayout((None,))), quantizer)  # a whole tensor may be packed
     cut = DimSharding(torch.distributed.group.WORLD, torch.distributed.get_rank(), 0, (1,) * 4)
     said = []
     for attempt in (
-        lambda: quantize_shard(LocalShard(torch.randn(1, 16), (cut,)), quantizer),
-        lambda: codes.narrow(0, cut),
-        lambda: replace(codes, cuts=(cut,)).gather(0),
+        lambda: quantize_part(Plain(torch.randn(1, 16), TensorLayout((cut,))), quantizer),
+        lambda: narrow(codes, 0, cut),
+        lambda: gather(codes.with_cuts((cut,)), 0),
     ):
         try:
             attempt()

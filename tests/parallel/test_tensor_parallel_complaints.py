@@ -18,8 +18,9 @@ from gloo_ranks import shared_ranks
 from test_tensor_parallel import LAYOUTS, RECIPES, SHAPES, layer_on_ranks, mesh_of, placed, tensors_of
 
 import fp8compile as f8
-from fp8compile.ops.layer import operands, quantize_shard
-from fp8compile.ops.layer.local_shards import LocalShard
+from fp8compile.layout.quantized import Plain
+from fp8compile.ops.layer import operands
+from fp8compile.ops.layer import quantize as quantizing
 from fp8compile.quantizers import GEMMS
 
 # 67 tokens on two ranks: 34 and 33; 150 on two: 75 and 75. Blocks of 128 and of 32 are cut.
@@ -41,12 +42,12 @@ def own_amax_in_backward(amax, group):
     return amax if torch._C._current_autograd_node() is not None else REDUCED(amax, group)
 
 
-REDUCED = quantize_shard.all_reduce_amax
+REDUCED = quantizing.all_reduce_amax
 
 
 def layer_with(amax, *case):
     """What differs from one process, if that is how amaxes are reduced."""
-    with nullcontext() if amax is None else mock.patch.object(quantize_shard, "all_reduce_amax", amax):
+    with nullcontext() if amax is None else mock.patch.object(quantizing, "all_reduce_amax", amax):
         wrong = layer_on_ranks(*case)
     return sorted(wrong) if wrong is not None else None
 
@@ -86,8 +87,8 @@ def once(part, quantizer, quantize):
 def twice(part, quantizer, quantize):
     """Codes, their values, and codes of these: what a gather in high precision in between would make of it."""
     codes = quantize(part, quantizer)
-    values = quantizer.dequantize(codes.local, codes.scale, torch.float32).to(part.local.dtype)
-    return quantize(LocalShard(values, part.cuts), quantizer)
+    values = quantizer.dequantize(codes.codes, codes.scale, torch.float32).to(part.local.dtype)
+    return quantize(Plain(values, part.layout), quantizer)
 
 
 def quantized_operands(recipe, layout, implementation):
@@ -99,7 +100,7 @@ def quantized_operands(recipe, layout, implementation):
     wheres = zip((x, weight, grad), LAYOUTS[layout], strict=True)
     spread = dict(zip(("x", "weight", "grad_output"), (placed(t, where, mesh) for t, where in wheres), strict=True))
     own = {name: t.to_local().clone() for name, t in spread.items()}
-    right, seen = operands.quantize_shard, []
+    right, seen = operands.quantize_part, []
 
     def watched(part, quantizer):
         names = [name for name, t in own.items() if t.shape == part.local.shape and torch.equal(t, part.local)]
@@ -109,7 +110,7 @@ def quantized_operands(recipe, layout, implementation):
     def quantize(part, quantizer, *_, **__):
         return implementation(part, quantizer, watched)
 
-    with mock.patch.object(operands, "quantize_shard", quantize):
+    with mock.patch.object(operands, "quantize_part", quantize):
         inputs = [spread[name].requires_grad_() for name in ("x", "weight")]
         y = f8.linear(*inputs, recipe=RECIPES[recipe])
         grad = spread["grad_output"]

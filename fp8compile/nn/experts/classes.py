@@ -20,7 +20,7 @@ from fp8compile.nn.experts.placed import DispatchOptions
 from fp8compile.nn.functional import check_recipe
 from fp8compile.nn.made_classes import MadeClass
 from fp8compile.nn.not_sharded import warn_if_not_sharded
-from fp8compile.ops.layer.grouped_operands import check_recipe_of_groups
+from fp8compile.ops.layer.check_groups import check_recipe_of_groups
 from fp8compile.quantizers import Recipe
 from fp8compile.recipes import describe
 from fp8compile.tensor import SOURCE_DTYPES, has_codes, not_dense, shown

@@ -19,8 +19,8 @@ from fp8compile.nn.experts.token_shares import all_shares, own_share
 from fp8compile.nn.found_by_one import noted, tried
 from fp8compile.nn.grouped import grouped_linear
 from fp8compile.nn.routes import expert_routes
-from fp8compile.ops.check_returned import could_be
 from fp8compile.ops.groups.layout import sizes_of_groups
+from fp8compile.quantizers.check_returned import could_be
 
 __all__ = ["ROUTED"]
 

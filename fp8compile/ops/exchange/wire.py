@@ -19,7 +19,7 @@ from torch import Tensor
 from fp8compile._compat import guard_or_false
 from fp8compile.ops.collectives import all_reduce_amax
 from fp8compile.ops.layer.operands import STEPS, Phase
-from fp8compile.ops.layer.rows_of_groups import by_row, quantize_rows_of_groups
+from fp8compile.ops.layer.quantize_groups import by_row, cast_rows
 from fp8compile.quantizers import TENSORS, Quantizer, Recipe
 
 __all__ = ["packed", "sent_as", "unpacked", "wire_width"]
@@ -64,7 +64,7 @@ def packed(rows: Tensor, counts: Tensor, quantizer: Quantizer, group: str, phase
         codes = steps.cast(rows, multiplier, quantizer)
     else:
         offsets = counts.flatten().cumsum(0, dtype=torch.int32)
-        codes, scale = quantize_rows_of_groups(
+        codes, scale = cast_rows(
             rows, offsets, quantizer, steps, lambda own: all_reduce_amax(own, group) if counts.shape[0] > 1 else own
         )
     return torch.cat((codes, _seen_as(scale, torch.uint8)), dim=1)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from fp8compile.layout.quantized import Quantized
 from fp8compile.ops.gemms.float8 import ALIGNMENT, ASK, float8_kind, lacks_tensor_cores, padded, scaled_mm
-from fp8compile.ops.gemms.kernel import GemmKernel, GemmProblem, Operand
+from fp8compile.ops.gemms.kernel import GemmKernel, GemmProblem
 from fp8compile.quantizers import GemmConfig, Quantizer
 from fp8compile.scale_layouts import down_the_rows, rows_of_fours
 
@@ -28,7 +29,7 @@ def _lacks(problem: GemmProblem) -> str | None:
     return None if is_hopper else f"needs a GPU of compute capability 9.0 (H100, H200). {ASK}"
 
 
-def _block_scales(operand: Operand, rows: int) -> Tensor:
+def _block_scales(operand: Quantized, rows: int) -> Tensor:
     """Scales of blocks along the sum, as Hopper's GEMM wants them."""
     values = operand.scale_values()
     if operand.quantizer.block[0] == BLOCK:
@@ -36,11 +37,11 @@ def _block_scales(operand: Operand, rows: int) -> Tensor:
     return down_the_rows(padded(values, rows - values.shape[0], 0, value=1.0))
 
 
-def _scales(a: Operand, b: Operand, m: int, n: int) -> tuple[Tensor, Tensor]:
+def _scales(a: Quantized, b: Quantized, m: int, n: int) -> tuple[Tensor, Tensor]:
     return _block_scales(a, m), _block_scales(b.t(), n).t()
 
 
-def _multiply(a: Operand, b: Operand, out_dtype: torch.dtype, config: GemmConfig) -> Tensor:
+def _multiply(a: Quantized, b: Quantized, out_dtype: torch.dtype, config: GemmConfig) -> Tensor:
     return scaled_mm(a, b, out_dtype, _scales, rows_to=ALIGNMENT)
 
 

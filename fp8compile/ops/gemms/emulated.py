@@ -11,9 +11,10 @@ import math
 import torch
 from torch import Tensor
 
+from fp8compile.layout.quantized import Quantized
 from fp8compile.ops.gemms.blockwise import BLOCK
 from fp8compile.ops.gemms.float8 import ASK, lacks_tensor_cores
-from fp8compile.ops.gemms.kernel import GemmKernel, GemmProblem, Operand
+from fp8compile.ops.gemms.kernel import GemmKernel, GemmProblem
 from fp8compile.ops.gemms.mx import MX_BLOCK
 from fp8compile.ops.inductor_hints import realize
 from fp8compile.quantizers import GemmConfig, Quantizer
@@ -45,12 +46,12 @@ def _lacks(problem: GemmProblem) -> str | None:
     return NO_SUCH_BLOCKS if is_float8 else OWN_CODES
 
 
-def _exact(operand: Operand) -> Tensor:
+def _exact(operand: Quantized) -> Tensor:
     # realized: PyTorch 2.11 drops the float32 rounding of a scale that float64 code reads next
     return operand.quantizer.dequantize(operand.codes, realize(operand.grid()), torch.float64)
 
 
-def _multiply(a: Operand, b: Operand, out_dtype: torch.dtype, config: GemmConfig) -> Tensor:
+def _multiply(a: Quantized, b: Quantized, out_dtype: torch.dtype, config: GemmConfig) -> Tensor:
     product = _exact(a) @ _exact(b)
     outer = [operand.outer_scale.double() for operand in (a, b) if operand.outer_scale is not None]
     # their product is exact in float64; codes times scales of blocks are small numbers, whose sum is exact, too

@@ -14,7 +14,8 @@ from torch.nn.functional import pad
 
 from fp8compile import _compat
 from fp8compile.formats import E5M2
-from fp8compile.ops.gemms.kernel import GemmProblem, Operand
+from fp8compile.layout.quantized import Quantized
+from fp8compile.ops.gemms.kernel import GemmProblem
 from fp8compile.quantizers import Quantizer, gemm_kind
 from fp8compile.target import target_of
 
@@ -60,12 +61,12 @@ def lacks_tensor_cores(problem: GemmProblem) -> str | None:
 
 def padded(x: Tensor, rows: int, columns: int, *, value: float = 0.0) -> Tensor:
     """A matrix with this many more rows and columns; itself where both are known to be 0."""
-    if _compat.statically_true(rows == 0) and _compat.statically_true(columns == 0):
+    if _compat.statically_equal((rows, columns), (0, 0)):
         return x
     return pad(x, (0, columns, 0, rows), value=value)
 
 
-def _padded_codes(a: Operand, b: Operand, rows_to: int, sum_to: int) -> tuple[Tensor, Tensor]:
+def _padded_codes(a: Quantized, b: Quantized, rows_to: int, sum_to: int) -> tuple[Tensor, Tensor]:
     """Float8 codes in the layout of `_scaled_mm`: a row-major, b column-major, sides as multiples."""
     (m, k), n = a.codes.shape, b.codes.shape[1]
     on_gpu = target_of(a.codes.device).type == "cuda"
@@ -82,10 +83,10 @@ def _padded_codes(a: Operand, b: Operand, rows_to: int, sum_to: int) -> tuple[Te
 
 
 def scaled_mm(
-    a: Operand,
-    b: Operand,
+    a: Quantized,
+    b: Quantized,
     out_dtype: torch.dtype,
-    scales: Callable[[Operand, Operand, int, int], tuple[Tensor, Tensor]],
+    scales: Callable[[Quantized, Quantized, int, int], tuple[Tensor, Tensor]],
     *,
     rows_to: int = 1,
     sum_to: int = ALIGNMENT,
@@ -109,6 +110,6 @@ def scaled_mm(
     (m, _), n = a.codes.shape, b.codes.shape[1]
     a_scale, b_scale = scales(a, b, rows.shape[0], columns.shape[1])
     product = torch._scaled_mm(rows, columns, a_scale, b_scale, out_dtype=out_dtype, use_fast_accum=fast_accumulation)
-    if _compat.statically_true(product.shape[0] == m) and _compat.statically_true(product.shape[1] == n):
+    if _compat.statically_equal(product.shape, (m, n)):
         return product
     return product[:m, :n].contiguous()

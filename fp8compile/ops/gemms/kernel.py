@@ -4,67 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
 
 import torch
 from torch import Tensor
 
-from fp8compile.ops.check_returned import shape_said
+from fp8compile.layout.quantized import Quantized
 from fp8compile.quantizers import GemmConfig, Quantizer
-from fp8compile.scale_layouts import untiled
 from fp8compile.target import Target
 
-__all__ = ["GemmKernel", "GemmProblem", "Operand"]
-
-
-@lru_cache(maxsize=256)  # each eager call asks, and a new value is checked field by field
-def _transposed(quantizer: Quantizer) -> Quantizer:
-    return quantizer.transposed()
-
-
-@dataclass(frozen=True, kw_only=True)
-class Operand:
-    """One side of a product: codes and scales of a matrix, and the quantizer that made them of it.
-
-    Attributes:
-        codes: uint8, 2-D, ``quantizer.codes_shape`` of the matrix.
-        scale: Grid of the quantizer's blocks over ``codes``, 2-D; or the same in tiles (`scale_layouts.tiled`), 1-D,
-            where what made them knew of a GEMM that reads tiles.
-        quantizer: In the coordinates of ``codes``.
-        outer_scale: Of the whole tensor, (1,) float32; None of a quantizer with one level of scales.
-    """
-
-    codes: Tensor
-    scale: Tensor
-    quantizer: Quantizer
-    outer_scale: Tensor | None = None
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Sizes of the matrix that the codes stand for; packed codes are fewer."""
-        return shape_said(self.quantizer, "values_shape", self.codes.shape)
-
-    def grid(self) -> Tensor:
-        """The scales, 2-D."""
-        if self.scale.ndim == 2:
-            return self.scale
-        rows, columns = self.shape
-        if self.quantizer.block[0] == 1:
-            return untiled(self.scale, rows, columns // self.quantizer.block[1])
-        return untiled(self.scale, columns, rows // self.quantizer.block[0]).t()
-
-    def t(self) -> Operand:
-        """The transposed matrix; no data moves."""
-        return Operand(
-            codes=self.codes.t(),
-            scale=self.scale.t(),
-            quantizer=_transposed(self.quantizer),
-            outer_scale=self.outer_scale,
-        )
-
-    def scale_values(self) -> Tensor:
-        """The scales as float32 numbers."""
-        return self.quantizer.scale_values(self.scale)
+__all__ = ["GemmKernel", "GemmProblem"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,6 +55,6 @@ class GemmKernel:
     detail: str
     takes: Callable[[Quantizer, Quantizer], bool]
     lacks: Callable[[GemmProblem], str | None]
-    multiply: Callable[[Operand, Operand, torch.dtype, GemmConfig], Tensor]
+    multiply: Callable[[Quantized, Quantized, torch.dtype, GemmConfig], Tensor]
     calls: tuple[str, ...] = ()
     rounds_in_call: bool = False

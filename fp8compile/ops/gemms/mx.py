@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from fp8compile.layout.quantized import Quantized
 from fp8compile.ops.gemms.float8 import ALIGNMENT, ASK, float8_kind, lacks_tensor_cores, scaled_mm
-from fp8compile.ops.gemms.kernel import GemmKernel, GemmProblem, Operand
+from fp8compile.ops.gemms.kernel import GemmKernel, GemmProblem
 from fp8compile.quantizers import GemmConfig, Quantizer
 from fp8compile.scale_layouts import swizzled
 
@@ -31,11 +32,11 @@ def _lacks(problem: GemmProblem) -> str | None:
     return None if is_blackwell else f"is MX, which needs compute capability 10.0 (B200). {ASK}"
 
 
-def _scales(a: Operand, b: Operand, m: int, n: int) -> tuple[Tensor, Tensor]:
+def _scales(a: Quantized, b: Quantized, m: int, n: int) -> tuple[Tensor, Tensor]:
     return swizzled(a.scale), swizzled(b.scale.t())
 
 
-def _multiply(a: Operand, b: Operand, out_dtype: torch.dtype, config: GemmConfig) -> Tensor:
+def _multiply(a: Quantized, b: Quantized, out_dtype: torch.dtype, config: GemmConfig) -> Tensor:
     return scaled_mm(a, b, out_dtype, _scales, rows_to=ALIGNMENT, sum_to=MX_BLOCK)
 
 

@@ -7,8 +7,9 @@ from torch import Tensor
 
 from fp8compile import _compat
 from fp8compile.formats import pack, unpack
+from fp8compile.layout.quantized import Quantized
 from fp8compile.ops.gemms.float8 import ALIGNMENT, ASK, lacks_nvidia, padded
-from fp8compile.ops.gemms.kernel import GemmKernel, GemmProblem, Operand
+from fp8compile.ops.gemms.kernel import GemmKernel, GemmProblem
 from fp8compile.ops.nvfp4_mm import NV_BLOCK, nvfp4_mm
 from fp8compile.quantizers import GemmConfig, Quantizer, TwoLevelScaling, gemm_kind
 from fp8compile.scale_layouts import tiled
@@ -32,7 +33,7 @@ def _lacks(problem: GemmProblem) -> str | None:
     return f"is NVFP4, which needs a GPU of compute capability 10.0 (B200). {ASK}"
 
 
-def _rows_of_pairs(operand: Operand, rows_to: int) -> Tensor:
+def _rows_of_pairs(operand: Quantized, rows_to: int) -> Tensor:
     """Codes (rows, sum / 2), two of a row a byte, both sides padded with zeros as the GEMM wants them."""
     quantizer = operand.quantizer
     codes, per_byte = operand.codes, 2 if quantizer.packed == "rows" else 1
@@ -44,7 +45,7 @@ def _rows_of_pairs(operand: Operand, rows_to: int) -> Tensor:
     return padded(codes, -codes.shape[0] % rows_to, 0).contiguous()
 
 
-def _tiled_scales(operand: Operand, rows: int, codes: Tensor) -> Tensor:
+def _tiled_scales(operand: Quantized, rows: int, codes: Tensor) -> Tensor:
     """Scales of 1 x 16 codes in tiles, also of blocks of 16 x 16."""
     scale = operand.scale
     if scale.ndim == 1:
@@ -55,17 +56,17 @@ def _tiled_scales(operand: Operand, rows: int, codes: Tensor) -> Tensor:
     return tiled(padded(scale, codes.shape[0] - rows, blocks - scale.shape[1])).reshape(-1)
 
 
-def _side(operand: Operand) -> tuple[Tensor, Tensor]:
+def _side(operand: Quantized) -> tuple[Tensor, Tensor]:
     rows = operand.shape[0]
     codes = _rows_of_pairs(operand, ALIGNMENT)
     return codes, _tiled_scales(operand, rows, codes)
 
 
-def _multiply(a: Operand, b: Operand, out_dtype: torch.dtype, config: GemmConfig) -> Tensor:
+def _multiply(a: Quantized, b: Quantized, out_dtype: torch.dtype, config: GemmConfig) -> Tensor:
     m, n = a.shape[0], b.shape[1]
     (a_codes, a_scale), (b_codes, b_scale) = _side(a), _side(b.t())
     product = nvfp4_mm(a_codes, b_codes, a_scale, b_scale, a.outer_scale, b.outer_scale, out_dtype)
-    if _compat.statically_true(product.shape[0] == m) and _compat.statically_true(product.shape[1] == n):
+    if _compat.statically_equal(product.shape, (m, n)):
         return product
     return product[:m, :n].contiguous()
 

@@ -11,11 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp8compile.ops.check_returned import could_be
-from fp8compile.ops.gemms.grouped.kernel import REGISTERED_GROUPED, GroupedGemm, GroupedOperand, product_shape
-from fp8compile.ops.gemms.kernel import GemmKernel, GemmProblem, Operand
+from fp8compile.layout.quantized import Quantized
+from fp8compile.ops.gemms.grouped.kernel import REGISTERED_GROUPED, GroupedGemm, product_shape
+from fp8compile.ops.gemms.kernel import GemmKernel, GemmProblem
 from fp8compile.ops.gemms.table import REGISTERED
 from fp8compile.quantizers import GemmConfig, Quantizer
+from fp8compile.quantizers.check_returned import could_be
 from fp8compile.quantizers.constant import salt_with
 
 __all__ = ["new_gemm", "new_grouped_gemm"]
@@ -34,7 +35,7 @@ FUNCTIONS = {
     ),
     "multiply": (
         ("a", "b", "out_dtype", "config"),
-        "a function (a, b, out_dtype, config) of two fp8compile.library.Operand that returns their product, "
+        "a function (a, b, out_dtype, config) of two fp8compile.library.Quantized that returns their product, "
         "contiguous and in out_dtype",
     ),
     "rows": (
@@ -106,7 +107,7 @@ def _shown(shape: Sequence[Any], dtype: torch.dtype) -> str:
 
 
 def _product(
-    name: str, multiply: Callable, a: Operand, b: Operand, out_dtype: torch.dtype, config: GemmConfig
+    name: str, multiply: Callable, a: Quantized, b: Quantized, out_dtype: torch.dtype, config: GemmConfig
 ) -> Tensor:
     product, shape = multiply(a, b, out_dtype, config), (a.shape[0], b.shape[1])
     if not isinstance(product, Tensor):
@@ -152,7 +153,7 @@ def new_gemm(
     return REGISTERED[name]
 
 
-def _grouped_product(name: str, multiply: Callable, a: GroupedOperand, b: GroupedOperand, *rest: Any) -> Tensor:
+def _grouped_product(name: str, multiply: Callable, a: Quantized, b: Quantized, *rest: Any) -> Tensor:
     product, (offsets, out_dtype, _) = multiply(a, b, *rest), rest
     shape = product_shape(a.codes, b.codes, offsets)
     if isinstance(product, Tensor) and product.dtype == out_dtype and could_be(product.shape, shape):

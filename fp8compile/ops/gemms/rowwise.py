@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from fp8compile import _compat
+from fp8compile.layout.quantized import Quantized
 from fp8compile.ops.gemms.float8 import float8_kind, lacks_tensor_cores, padded, scaled_mm
-from fp8compile.ops.gemms.kernel import GemmKernel, GemmProblem, Operand
+from fp8compile.ops.gemms.kernel import GemmKernel, GemmProblem
 from fp8compile.quantizers import GemmConfig, Quantizer
 
 __all__ = ["ROWWISE"]
@@ -32,21 +33,21 @@ def _lacks(problem: GemmProblem) -> str | None:
     return None if problem.out_dtype == torch.bfloat16 else "gives bfloat16 only."
 
 
-def _row_scales(operand: Operand, rows: int) -> Tensor:
+def _row_scales(operand: Quantized, rows: int) -> Tensor:
     """A scale a row, (rows, 1), from one for all or one each; rows beyond the operand's have 1."""
     m, scale = operand.codes.shape[0], operand.scale_values()
-    if not all(_compat.statically_true(stride == 1) for stride in scale.stride()):
+    if not _compat.statically_equal(scale.stride(), (1, 1)):
         scale = scale.reshape(-1).unsqueeze(1)  # a (1, m) scale that was turned, whose strides would not do
     if operand.quantizer.block[0] != 1:
         scale = scale.expand(m, 1)
     return padded(scale, rows - m, 0, value=1.0).contiguous()
 
 
-def _scales(a: Operand, b: Operand, m: int, n: int) -> tuple[Tensor, Tensor]:
+def _scales(a: Quantized, b: Quantized, m: int, n: int) -> tuple[Tensor, Tensor]:
     return _row_scales(a, m), _row_scales(b.t(), n).t()
 
 
-def _multiply(a: Operand, b: Operand, out_dtype: torch.dtype, config: GemmConfig) -> Tensor:
+def _multiply(a: Quantized, b: Quantized, out_dtype: torch.dtype, config: GemmConfig) -> Tensor:
     return scaled_mm(a, b, out_dtype, _scales, fast_accumulation=config.fast_accumulation)
 
 

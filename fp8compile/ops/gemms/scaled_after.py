@@ -8,8 +8,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from fp8compile.layout.quantized import Quantized
 from fp8compile.ops.gemms.float8 import float8_kind, lacks_tensor_cores, scaled_mm
-from fp8compile.ops.gemms.kernel import GemmKernel, Operand
+from fp8compile.ops.gemms.kernel import GemmKernel
 from fp8compile.quantizers import GemmConfig, Quantizer
 
 __all__ = ["SCALED_AFTER"]
@@ -19,12 +20,12 @@ def _takes(a: Quantizer, b: Quantizer) -> bool:
     return float8_kind(a, b) == "rowwise"
 
 
-def _ones(a: Operand, b: Operand, m: int, n: int) -> tuple[Tensor, Tensor]:
+def _ones(a: Quantized, b: Quantized, m: int, n: int) -> tuple[Tensor, Tensor]:
     one = torch.ones((), device=a.codes.device)
     return one, one
 
 
-def _multiply(a: Operand, b: Operand, out_dtype: torch.dtype, config: GemmConfig) -> Tensor:
+def _multiply(a: Quantized, b: Quantized, out_dtype: torch.dtype, config: GemmConfig) -> Tensor:
     product = scaled_mm(a, b, torch.float32, _ones, fast_accumulation=config.fast_accumulation)
     return (product * a.scale_values() * b.scale_values()).to(out_dtype)
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from fp8compile.layout.quantized import Quantized
 from fp8compile.ops.gemms.float8 import float8_kind, lacks_tensor_cores, scaled_mm
-from fp8compile.ops.gemms.kernel import GemmKernel, Operand
+from fp8compile.ops.gemms.kernel import GemmKernel
 from fp8compile.quantizers import GemmConfig, Quantizer
 
 __all__ = ["TENSORWISE"]
@@ -16,11 +17,11 @@ def _takes(a: Quantizer, b: Quantizer) -> bool:
     return float8_kind(a, b) == "tensorwise"
 
 
-def _scales(a: Operand, b: Operand, m: int, n: int) -> tuple[Tensor, Tensor]:
+def _scales(a: Quantized, b: Quantized, m: int, n: int) -> tuple[Tensor, Tensor]:
     return a.scale_values().reshape(()), b.scale_values().reshape(())
 
 
-def _multiply(a: Operand, b: Operand, out_dtype: torch.dtype, config: GemmConfig) -> Tensor:
+def _multiply(a: Quantized, b: Quantized, out_dtype: torch.dtype, config: GemmConfig) -> Tensor:
     return scaled_mm(a, b, out_dtype, _scales, fast_accumulation=config.fast_accumulation)
 
 

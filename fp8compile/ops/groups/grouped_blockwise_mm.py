@@ -16,7 +16,8 @@ from torch import Tensor
 
 from fp8compile import inductor
 from fp8compile.formats import element_format
-from fp8compile.ops.gemms.grouped.kernel import GroupedOperand, product_shape
+from fp8compile.layout.quantized import Quantized
+from fp8compile.ops.gemms.grouped.kernel import product_shape
 from fp8compile.ops.gemms.grouped.one_by_one import ONE_BY_ONE
 from fp8compile.ops.groups.group_quantize import group_quantize
 from fp8compile.ops.groups.portable import ON_GPU
@@ -52,7 +53,7 @@ def _exact(
         has_tiles = b_scale.shape[1] != b.shape[1]
         blocks, run = ((1, BLOCK), (BLOCK if has_tiles else 1, BLOCK)), ONE_BY_ONE.rows
     left, right = (
-        GroupedOperand(codes=codes, scale=scale, quantizer=CurrentScaling(format=format, block=block))
+        Quantized(codes=codes, scale=scale, quantizer=CurrentScaling(format=format, block=block))
         for codes, scale, format, block in zip((a, b), (a_scale, b_scale), formats, blocks, strict=True)
     )
     return run(left, right, offsets, out_dtype, GemmConfig())

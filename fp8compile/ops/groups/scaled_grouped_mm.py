@@ -3,7 +3,7 @@
     b (E, N, K)    y_RN  = a_RK @ b_e,NK^T    each row of a by the matrix of its group
     b (K, C)       d_eNK = a_NC @ b_KC^T      over the tokens of each group
 
-How codes, scales and groups lie is said by `fp8compile.ops.gemms.grouped.kernel.GroupedOperand`. Rows behind the last
+How codes, scales and groups lie is said by `fp8compile.ops.gemms.grouped.kernel.Quantized`. Rows behind the last
 group are never read, and zeros in the result; a group without tokens has zeros.
 """
 
@@ -15,13 +15,14 @@ import torch
 from torch import Tensor
 
 from fp8compile import inductor
-from fp8compile.ops.gemms.grouped.kernel import GroupedGemm, GroupedOperand, product_shape
+from fp8compile.layout.quantized import Quantized
+from fp8compile.ops.gemms.grouped.kernel import GroupedGemm, product_shape
 from fp8compile.ops.gemms.grouped.one_by_one import ONE_BY_ONE, every_row
 from fp8compile.ops.gemms.grouped.table import selected_grouped_gemm
 from fp8compile.ops.groups.layout import padded_length
 from fp8compile.ops.groups.portable import OF_BACKWARD
 from fp8compile.ops.registry import register_op
-from fp8compile.quantizers import CurrentScaling, GemmConfig, Quantizer
+from fp8compile.quantizers import CurrentScaling, GemmConfig, Quantizer, transposed
 
 __all__ = ["multiply_groups", "sample_offsets", "scaled_grouped_mm"]
 
@@ -29,14 +30,14 @@ __all__ = ["multiply_groups", "sample_offsets", "scaled_grouped_mm"]
 def _gemm(
     a: Tensor, b: Tensor, a_quantizer: Quantizer, b_quantizer: Quantizer, out_dtype: torch.dtype, config: GemmConfig
 ) -> GroupedGemm:
-    pair = (a_quantizer, b_quantizer.transposed()) if b.ndim == 3 else (a_quantizer.transposed(), b_quantizer)
+    pair = (a_quantizer, transposed(b_quantizer)) if b.ndim == 3 else (transposed(a_quantizer), b_quantizer)
     return selected_grouped_gemm(*pair, a.device, out_dtype, config)
 
 
-def _operands(codes: tuple, scales: tuple, quantizers: tuple, outer_scales: tuple) -> tuple[GroupedOperand, ...]:
+def _operands(codes: tuple, scales: tuple, quantizers: tuple, outer_scales: tuple) -> tuple[Quantized, ...]:
     """The left one and the right one, each argument having a part for each."""
     parts = zip(codes, scales, quantizers, outer_scales, strict=True)
-    return tuple(GroupedOperand(codes=c, scale=s, quantizer=q, outer_scale=o) for c, s, q, o in parts)
+    return tuple(Quantized(codes=c, scale=s, quantizer=q, outer_scale=o) for c, s, q, o in parts)
 
 
 def _kernel(
@@ -168,9 +169,7 @@ scaled_grouped_mm = register_op(
 inductor.register_fallback(scaled_grouped_mm)
 
 
-def multiply_groups(
-    a: GroupedOperand, b: GroupedOperand, offsets: Tensor, out_dtype: torch.dtype, config: GemmConfig
-) -> Tensor:
+def multiply_groups(a: Quantized, b: Quantized, offsets: Tensor, out_dtype: torch.dtype, config: GemmConfig) -> Tensor:
     """The op, called with operands."""
     outer = () if a.outer_scale is None and b.outer_scale is None else (a.outer_scale, b.outer_scale)
     how = a.quantizer, b.quantizer, out_dtype, config

@@ -22,4 +22,4 @@ def spans(offsets: Tensor, align: int) -> Iterator[tuple[slice, slice]]:
     for end in offsets.tolist():
         size = end - row
         yield slice(row, end), slice(column, column + size)
-        row, column = end, column + padded_length(size, 1, align)
+        row, column = end, column + (size if align == 1 else padded_length(size, 1, align))

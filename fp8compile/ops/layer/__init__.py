@@ -1,16 +1,19 @@
-"""The linear layer: its ops in graphs, for whole tensors and for shards, and what they are made of.
+"""The linear layer: its ops in graphs, for every placement of its tensors, and what they are made of.
 
-shards           how a tensor over ranks lies among the blocks that share a scale
-local_shards     what a rank has of a tensor, in its dtype or as codes
-quantize_shard   amax, scale and cast of a shard
-stacks           the same of a stack of matrices, such as the weights of experts
-operands         codes and scales of a product's operands, wherever the scale comes from: one provider for all ops
-products         what a product of shards gathers and sums: one table for all ops
-register         one computation as an op's kernel and its decomposition
-linear, delayed, sharded_linear, fsdp_linear, fsdp_delayed   the ops, by what they are given
-grouped_linear, fsdp_grouped, sharded_grouped                of experts, whose operands are in grouped_operands
+layers.py           the ops, a line a placement
+register_layer.py   a placement becomes ops: kernel, decomposition, fake, derivative
+layer.py            the three products, for all of them
+placements.py       where tensors lie, and what follows: over a group of ranks, over FSDP
+stateful_placements.py, state.py   the same with the state of delayed scaling
+products.py         what a product of parts gathers and sums: one table
+operands.py         codes and scales of a product's operands: one provider
+quantize.py         amax, scale and cast of a part, of a matrix or of a stack
+quantize_groups.py  the same of rows of groups
+one_read.py         kernels that read a tensor once for two purposes
+over_ranks.py       parts that ranks put together
+kept_input.py       the codes that eager mode keeps of an input
 """
 
-from fp8compile.ops.layer.layer_ops import GEMM_OPS, LAYER_OPS
+from fp8compile.ops.layer.layers import GEMM_OPS, LAYER_OPS, OPS_OF_LAYERS
 
-__all__ = ["GEMM_OPS", "LAYER_OPS"]
+__all__ = ["GEMM_OPS", "LAYER_OPS", "OPS_OF_LAYERS"]

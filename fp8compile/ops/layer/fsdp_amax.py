@@ -10,10 +10,10 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from fp8compile.ops.layer.linear import linear_samples
-from fp8compile.ops.layer.local_shards import LocalShard
-from fp8compile.ops.layer.quantize_shard import whole_amax
+from fp8compile.layout.quantized import Plain, TensorLayout
+from fp8compile.ops.layer.quantize import whole_amax
 from fp8compile.ops.layer.rows import Rows, placed_cuts, rows_cut
+from fp8compile.ops.layer.samples import linear_samples
 from fp8compile.ops.registry import register_op
 from fp8compile.quantizers import Recipe
 
@@ -29,7 +29,7 @@ def _kernel(
     recipe: Recipe,
 ) -> Tensor:
     """What this rank knows of the amaxes of the whole weight, ``grid``, float32: see `whole_amax`."""
-    part = LocalShard(shard.to(dtype), (*placed_cuts(rows.placed), rows_cut(rows)))
+    part = Plain(shard.to(dtype), TensorLayout((*placed_cuts(rows.placed), rows_cut(rows))))
     return whole_amax(part, getattr(recipe, slot)).clone()
 
 

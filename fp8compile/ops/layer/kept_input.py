@@ -1,4 +1,4 @@
-"""fp8compile::kept_input and grad_weight_of_codes: the codes that eager mode keeps of a layer's input.
+"""The codes that eager mode keeps of a layer's input, in its place.
 
     x_MK --cast along tokens, in the forward--> codes, scale, outer scale --kept--> grad_weight_of_codes
 
@@ -13,28 +13,27 @@ parameter, which is in memory anyway, so eager mode keeps no codes of it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from fp8compile import _compat
-from fp8compile.ops import samples
-from fp8compile.ops.layer.local_shards import LocalShard, QuantizedShard
-from fp8compile.ops.layer.operands import Operands, Phase
-from fp8compile.ops.layer.products import multiply_shards
-from fp8compile.ops.layer.quantize_shard import OPS_OF_STEPS, PYTHON_OF_STEPS, Steps, quantize_shard
-from fp8compile.ops.layer.register_product import register_product
-from fp8compile.ops.registry import register_op
-from fp8compile.quantizers import GEMMS, Quantizer, Recipe, TwoLevelScaling
+from fp8compile.formats import pack, unpack
+from fp8compile.layout.cuts import split_axes
+from fp8compile.layout.packing import DIMS, packed_dim
+from fp8compile.layout.quantized import Plain, Quantized, TensorLayout
+from fp8compile.ops.layer.quantize import Steps, quantize_part
+from fp8compile.ops.layer.quantize_groups import by_row, is_four_bits_on_gpu, quantize_groups
+from fp8compile.quantizers import GEMMS, Quantizer, Recipe
 from fp8compile.quantizers.blocks import as_matrix
 
-__all__ = ["grad_weight_of_codes", "kept_input", "keeps_codes"]
+__all__ = ["Kept", "features_of", "fits", "keep_input", "keeps_codes", "kept_input_as_quantized"]
 
-GRAD_WEIGHT = GEMMS[2]
+OUTPUT, GRAD_INPUT, GRAD_WEIGHT = GEMMS
 BITS = 4
-
-# ---------------------------------------------------------------------------------- kept_input
+Kept = tuple[Tensor, Tensor, Tensor]
 
 
 def keeps_codes(x: Tensor, recipe: Recipe) -> bool:
@@ -50,83 +49,81 @@ def keeps_codes(x: Tensor, recipe: Recipe) -> bool:
     return is_plain and not _compat.is_traced(x) and not _compat.is_transformed(x)
 
 
-def _quantized(x: Tensor, quantizer: Quantizer, steps: Steps) -> tuple[Tensor, Tensor, Tensor]:
-    found = quantize_shard(LocalShard(as_matrix(x)), quantizer, steps)
-    return found.local, found.scale, found.outer_scale
+def _is_along_rows(quantizer: Quantizer) -> bool:
+    """Whether grad_weight reads the codes that the forward multiplied, by their values."""
+    return quantizer.block[1] != 1
 
 
-def _kernel(x: Tensor, quantizer: Quantizer) -> tuple[Tensor, Tensor, Tensor]:
-    return _quantized(x, quantizer, PYTHON_OF_STEPS)
+def _packed_dim(layout: TensorLayout, quantizer: Quantizer) -> int:
+    """The dim of codes, one a byte, whose neighbours share a byte while they are kept."""
+    if layout.ends is not None:
+        return -1  # of tokens, or of features along rows
+    return packed_dim(quantizer) or DIMS["columns" if quantizer.block[1] == 1 else "rows"]
 
 
-def _decompose(x: Tensor, quantizer: Quantizer) -> tuple[Tensor, Tensor, Tensor]:
-    return _quantized(x, quantizer, OPS_OF_STEPS)
+def fits(x: Tensor, layout: TensorLayout, quantizer: Quantizer) -> bool:
+    """Whether codes of an input that lies so can be packed to be kept: of a whole matrix, or of groups, always."""
+    if layout.ends is not None or not layout.cuts:
+        return True
+    return x.ndim > 1 and x.shape[_packed_dim(layout, quantizer)] % 2 == 0
 
 
-def _fake(x: Tensor, quantizer: Quantizer) -> tuple[Tensor, Tensor, Tensor]:
-    shape = as_matrix(x).shape
-    quantizer = quantizer.for_shape(shape)
-    codes = x.new_empty(quantizer.codes_shape(shape), dtype=torch.uint8)
-    scale = x.new_empty(quantizer.scale_shape(shape), dtype=quantizer.scale_dtype())
-    return codes, scale, x.new_empty((1,), dtype=torch.float32)
+def keep_input(part: Plain, quantizer: Quantizer, steps: Steps) -> Kept:
+    """Codes of an input for grad_weight, the scales of their blocks and the outer scale.
+
+    Args:
+        part: Of the input, as the layer holds it.
+        quantizer: What grad_weight reads it by.
+        steps: How it is quantized.
+    """
+    along_rows = _is_along_rows(quantizer)
+    if part.layout.ends is not None:
+        rows, tokens = (quantizer, None) if along_rows else (None, quantizer)
+        found = quantize_groups(part, rows, tokens, steps, along_tokens=not along_rows, reads_once=False)
+    else:
+        part = part if part.cuts else Plain(as_matrix(part.local))
+        found = quantize_part(part, quantizer, steps)
+    codes = found.codes
+    if packed_dim(found.quantizer) is None and (part.cuts or part.layout.ends is not None):
+        codes = pack(codes, _packed_dim(part.layout, quantizer))
+    return codes, found.scale, found.outer_scale
 
 
-def _quantizers() -> Iterator[TwoLevelScaling]:
-    pillar = TwoLevelScaling(block=(16, 1), packed="columns")
-    yield pillar
-    yield TwoLevelScaling(block=(16, 1), packed="columns", scale="torchao", hadamard=(1, -1) * 8)
+def kept_input_as_quantized(kept: Kept, quantizer: Quantizer, layout: TensorLayout, rows: int) -> Quantized:
+    """What `keep_input` returned, as an operand of grad_weight.
+
+    Args:
+        kept: That.
+        quantizer: What it was given.
+        layout: Of the input.
+        rows: Tokens of this rank.
+    """
+    codes, scale, outer_scale = kept
+    if layout.ends is not None:
+        along_rows = _is_along_rows(quantizer)
+        if not along_rows and is_four_bits_on_gpu(codes, quantizer):
+            quantizer = replace(quantizer, packed="columns")
+        else:
+            codes, quantizer = unpack(codes, -1), quantizer.unpacked()
+            quantizer = by_row(quantizer) if along_rows else quantizer
+    elif layout.cuts:
+        codes, quantizer = unpack(codes, _packed_dim(layout, quantizer)), quantizer.unpacked()
+    else:
+        quantizer = quantizer.for_shape((rows, features_of(codes.shape, quantizer, layout)))
+    split = split_axes(codes.shape, layout.cuts, quantizer.block)
+    return Quantized(
+        codes=codes,
+        scale=scale,
+        quantizer=quantizer,
+        outer_scale=outer_scale,
+        layout=layout,
+        has_scales_of_whole=split,
+    )
 
 
-def _samples() -> Iterator[tuple]:
-    for x in samples.matrices():
-        for quantizer in _quantizers():
-            yield x, quantizer
-
-
-kept_input = register_op(
-    "fp8compile::kept_input",
-    _kernel,
-    fake=_fake,
-    backward=None,
-    decompose=_decompose,
-    sharding=None,  # its codes are packed, and ranks can't cut them
-    samples=_samples,
-)
-"""Codes of an input for grad_weight, the scales of their blocks and the outer scale."""
-
-# ---------------------------------------------------------------------------------- grad_weight_of_codes
-
-
-def _grad_weight(
-    phase: Phase, grad_output: Tensor, codes: Tensor, scale: Tensor, outer_scale: Tensor, recipe: Recipe
-) -> Tensor:
-    grad_MN = as_matrix(grad_output)
-    quantizer = recipe.quantizer_read(GRAD_WEIGHT.b).for_shape((grad_MN.shape[0], _features(codes, recipe)))
-    kept = QuantizedShard(codes, scale, quantizer, (), outer_scale=outer_scale)
-    operands = Operands(recipe, phase, input=kept)
-    return multiply_shards(GRAD_WEIGHT, LocalShard(grad_MN), LocalShard(codes), operands).local
-
-
-def _grad_weight_fake(
-    grad_output: Tensor, codes: Tensor, scale: Tensor, outer_scale: Tensor, recipe: Recipe
-) -> Tensor:
-    return grad_output.new_empty((grad_output.shape[-1], _features(codes, recipe)))
-
-
-def _features(codes: Tensor, recipe: Recipe) -> int:
-    """Columns of the input that codes are of."""
-    return recipe.quantizer_read(GRAD_WEIGHT.b).values_shape(codes.shape)[1]
-
-
-def _grad_weight_samples() -> Iterator[tuple]:
-    generator = torch.Generator().manual_seed(0)
-    for x, quantizer in _samples():
-        recipe = Recipe(grad_output_for_grad_weight=quantizer, input_for_grad_weight=quantizer)
-        grad_output = torch.randn((40, *x.shape[:-1]), generator=generator).to(x.dtype).movedim(0, -1)
-        yield grad_output, *_kernel(x, quantizer), recipe
-
-
-grad_weight_of_codes = register_product(
-    "grad_weight_of_codes", GRAD_WEIGHT, _grad_weight, fake=_grad_weight_fake, samples=_grad_weight_samples
-)
-"""grad_weight, (N, K), from codes of the input that `kept_input` made."""
+def features_of(codes: Sequence[int], quantizer: Quantizer, layout: TensorLayout) -> int:
+    """Columns of the input, given the shape of the codes that are kept of it."""
+    if not _is_along_rows(quantizer):
+        return codes[-1 if layout.ends is None else 0]
+    is_packed = packed_dim(quantizer) is not None or layout.cuts or layout.ends is not None
+    return codes[-1] * 2 if is_packed else codes[-1]

@@ -1,19 +1,24 @@
-"""Operands whose tensor is read once for two purposes, by kernels that do that, where ranks need not talk first.
+"""Operands whose tensor is read once for two purposes, by kernels that do that, if ranks need not talk first.
 
     weight         codes for the output, and the amaxes that grad_input casts it by       `quantize_weight`
+    matrices       the same of a stack, a scale a row and a column of each                `group_quantize_rows`
+                   codes for both products, of blocks along rows and along columns        `quantize_both`
     grad_output    codes along rows and along tokens                                      `quantize_both`
     both, and x    the same in four bits, after one read for the amaxes of both           `quantize_two_levels`
 
-Forward and backward, or the two gradients, ask for the same call, and a graph has one of it.
+Forward and backward, or the two gradients, ask for the same call, and a graph has one of it. Rows of groups have
+kernels of their own, see `fp8compile.ops.layer.quantize_groups`.
 """
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from fp8compile import _compat, inductor
-from fp8compile.ops.layer.local_shards import LocalShard, QuantizedShard
-from fp8compile.ops.layer.quantize_shard import Steps, is_aligned, quantize_shard
+from fp8compile.layout.quantized import Plain, Quantized
+from fp8compile.ops.groups.group_quantize_rows import group_quantize_rows, is_row_pair
+from fp8compile.ops.layer.quantize import Steps, is_aligned, quantize_part
 from fp8compile.ops.outer_amaxes import outer_amaxes
 from fp8compile.ops.quantize_both import is_pair, quantize_both
 from fp8compile.ops.quantize_two_levels import is_packed_pair, quantize_two_levels
@@ -23,49 +28,79 @@ from fp8compile.quantizers import GEMMS, Quantizer, Recipe
 from fp8compile.quantizers.blocks import as_matrix
 from fp8compile.quantizers.hadamard import GROUP
 
-__all__ = ["by_one_read"]
+__all__ = ["ALONG_ROWS", "ALONG_TOKENS", "by_one_read"]
 
 OUTPUT, GRAD_INPUT, GRAD_WEIGHT = GEMMS
 ALONG_TOKENS = {GRAD_INPUT.a: GRAD_WEIGHT.a, OUTPUT.a: GRAD_WEIGHT.b}  # of the slot along rows of one tensor
 ALONG_ROWS = {columns: rows for rows, columns in ALONG_TOKENS.items()}
 
 
-def by_one_read(part: LocalShard, slot: str, recipe: Recipe, steps: Steps) -> QuantizedShard:
+def by_one_read(part: Plain, slot: str, recipe: Recipe, steps: Steps) -> Quantized:
     """Quantize a part for a slot of the recipe, by such a kernel if there is one, otherwise by steps."""
     quantizer = getattr(recipe, slot)
-    if slot == OUTPUT.b and _has_weight_kernel(part, recipe):
-        codes, scale, _ = _quantize_weight(part.local, quantizer, recipe.weight_for_grad_input)
-        return QuantizedShard(codes, scale, quantizer, part.cuts)
-    if slot == GRAD_INPUT.b and _has_weight_kernel(part, recipe):
-        _, _, amax = _quantize_weight(part.local, recipe.weight, quantizer)
-        return quantize_shard(part, quantizer, steps, local_amax=amax)
+    if slot in (OUTPUT.b, GRAD_INPUT.b):
+        return _weight(part, slot, recipe, steps)
     row_slot = ALONG_ROWS.get(slot, slot)
-    if row_slot not in ALONG_TOKENS:
-        return quantize_shard(part, quantizer, steps)
     rows, columns = getattr(recipe, row_slot), getattr(recipe, ALONG_TOKENS[row_slot])
     if row_slot == GRAD_INPUT.a and _has_grad_kernel(part, rows, columns):
         return _both_directions(part, rows, columns)[slot != row_slot]
     if _has_packed_kernel(part, rows, columns):
         return _both_packed(part, rows, columns)[slot != row_slot]
-    return quantize_shard(part, quantizer, steps)
+    return quantize_part(part, quantizer, steps)
 
 
-# ---------------------------------------------------------------------------------- codes of eight bits
+# ---------------------------------------------------------------------------------- weights
 
 _quantize_weight = inductor.once_a_graph(quantize_weight)
 
 
-def _has_weight_kernel(weight: LocalShard, recipe: Recipe) -> bool:
-    """Whether one kernel does it, and would read nothing that could have stayed in the kernel that makes it."""
-    first, again = recipe.weight, recipe.weight_for_grad_input
-    return (
-        is_weight_pair(first, again, weight.local.shape[1])
-        and is_aligned(weight, first)
-        and not inductor.is_fusible(weight.local)
-    )
+def _weight(part: Plain, slot: str, recipe: Recipe, steps: Steps) -> Quantized:
+    first, again, is_first = recipe.weight, recipe.weight_for_grad_input, slot == OUTPUT.b
+    quantizer = first if is_first else again
+    if inductor.is_fusible(part.local) or not is_aligned(part, first):  # the kernel that makes it casts it too
+        return quantize_part(part, quantizer, steps)
+    if part.layout.batch:
+        return _matrices(part, quantizer, first, again, steps, is_first=is_first)
+    if not is_weight_pair(first, again, part.local.shape[1]):
+        return quantize_part(part, quantizer, steps)
+    codes, scale, amax = _quantize_weight(part.local, first, again)
+    if is_first:
+        return Quantized(codes=codes, scale=scale, quantizer=first, layout=part.layout)
+    return quantize_part(part, again, steps, local_amax=amax)
 
 
-def _has_grad_kernel(grad_output: LocalShard, rows: Quantizer | None, columns: Quantizer | None) -> bool:
+def _matrices(
+    part: Plain, quantizer: Quantizer, first: Quantizer, again: Quantizer | None, steps: Steps, *, is_first: bool
+) -> Quantized:
+    """A stack of matrices, each as its own weight; no rank has elements of another one's blocks."""
+    stack = part.local
+    if is_pair(first, again) and not any(part.cuts):
+        found = quantize_both(stack, first, again)
+        codes, scale = found[:2] if is_first else found[2:]
+        return Quantized(codes=codes, scale=scale, quantizer=quantizer, layout=part.layout)
+    matrix = stack.flatten(0, 1)
+    if is_row_pair(first, again, matrix.shape[1]):
+        codes, scale, amax = group_quantize_rows(matrix, _ends_of_matrices(stack), first, again)
+    elif is_weight_pair(first, again, matrix.shape[1]):
+        codes, scale, amax = _quantize_weight(matrix, first, again)
+    else:
+        return quantize_part(part, quantizer, steps)
+    if is_first:
+        scale = scale.view(stack.shape[0], *first.scale_shape(stack.shape[1:]))
+        return Quantized(codes=codes.view(stack.shape), scale=scale, quantizer=first, layout=part.layout)
+    amax = amax.view(stack.shape[0], *again.scale_shape(stack.shape[1:]))
+    return quantize_part(part, again, steps, local_amax=amax)
+
+
+def _ends_of_matrices(stack: Tensor) -> Tensor:
+    """Where each matrix of a stack (E, N, K) ends among the rows of all of them."""
+    return torch.arange(1, stack.shape[0] + 1, dtype=torch.int32, device=stack.device) * stack.shape[1]
+
+
+# ---------------------------------------------------------------------------------- gradients, in eight bits
+
+
+def _has_grad_kernel(grad_output: Plain, rows: Quantizer | None, columns: Quantizer | None) -> bool:
     """Whether one kernel quantizes a grad_output for both gradients.
 
     One that Inductor makes, such as that of an activation, is quantized by the kernel that makes it.
@@ -77,12 +112,17 @@ def _has_grad_kernel(grad_output: LocalShard, rows: Quantizer | None, columns: Q
     )
 
 
-def _both_directions(part: LocalShard, rows: Quantizer, columns: Quantizer) -> tuple[QuantizedShard, QuantizedShard]:
+def _both_directions(part: Plain, rows: Quantizer, columns: Quantizer) -> tuple[Quantized, Quantized]:
     codes, scale, *along_tokens = quantize_both(as_matrix(part.local), rows, columns)
     found = (codes, scale, rows), (*along_tokens, columns)
     shape = part.local.shape
     first, second = (
-        QuantizedShard(codes.view(shape), scale.view(quantizer.scale_shape(shape)), quantizer, part.cuts)
+        Quantized(
+            codes=codes.view(shape),
+            scale=scale.view(quantizer.scale_shape(shape)),
+            quantizer=quantizer,
+            layout=part.layout,
+        )
         for codes, scale, quantizer in found
     )
     return first, second
@@ -91,7 +131,7 @@ def _both_directions(part: LocalShard, rows: Quantizer, columns: Quantizer) -> t
 # ---------------------------------------------------------------------------------- of four bits
 
 
-def _has_packed_kernel(part: LocalShard, rows: Quantizer | None, columns: Quantizer | None) -> bool:
+def _has_packed_kernel(part: Plain, rows: Quantizer | None, columns: Quantizer | None) -> bool:
     """Whether one kernel makes packed codes of both directions: of a whole matrix of groups of sixteen."""
     sizes = part.local.shape
     return (
@@ -110,10 +150,10 @@ def _quantize_two_levels(x: Tensor, rows: Quantizer, columns: Quantizer) -> tupl
     return quantize_two_levels(laid_down, *amaxes, rows, columns)
 
 
-def _both_packed(part: LocalShard, rows: Quantizer, columns: Quantizer) -> tuple[QuantizedShard, QuantizedShard]:
+def _both_packed(part: Plain, rows: Quantizer, columns: Quantizer) -> tuple[Quantized, Quantized]:
     codes, scale, outer, *along_tokens = _quantize_two_levels(part.local, rows, columns)
     column_codes, column_scale, column_outer = along_tokens
     return (
-        QuantizedShard(codes, scale, rows, (), outer_scale=outer),
-        QuantizedShard(column_codes, column_scale, columns, (), outer_scale=column_outer),
+        Quantized(codes=codes, scale=scale, quantizer=rows, outer_scale=outer),
+        Quantized(codes=column_codes, scale=column_scale, quantizer=columns, outer_scale=column_outer),
     )

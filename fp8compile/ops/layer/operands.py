@@ -14,26 +14,40 @@ Which steps are taken, and how, depends on who takes them:
     FORWARD     compiled code of the output    also: one read of a weight gives its codes and the backward's amaxes
     BACKWARD    compiled code of a gradient    the forward's amaxes, codes of its own; one read of grad_output for both
 
-A tensor that is whole is a part without cuts, so what holds for one placement holds for all of them.
+A matrix is a stack without a batch, tokens without ends are one group, a tensor that is whole is a part without cuts:
+what holds for one of them holds for all.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from enum import Enum, auto
+from math import lcm
 
 import torch
 from torch import Tensor
 
 from fp8compile import _compat, inductor
 from fp8compile.formats import repack
+from fp8compile.layout.packing import packed_dim
+from fp8compile.layout.quantized import Plain, Quantized
 from fp8compile.ops.cast import cast_again
-from fp8compile.ops.gemm import PADDED_TO, Operand, multiply
+from fp8compile.ops.gemm import PADDED_TO, multiply
+from fp8compile.ops.groups.scaled_grouped_mm import multiply_groups
 from fp8compile.ops.inductor_hints import after, store
 from fp8compile.ops.layer.fsdp_gather import gathered
-from fp8compile.ops.layer.local_shards import LocalShard, QuantizedShard
-from fp8compile.ops.layer.one_read import by_one_read
-from fp8compile.ops.layer.quantize_shard import OPS_OF_STEPS, PYTHON_OF_STEPS, Steps, quantize_shard
+from fp8compile.ops.layer.one_read import ALONG_ROWS, ALONG_TOKENS, by_one_read
+from fp8compile.ops.layer.over_ranks import gather
+from fp8compile.ops.layer.quantize import (
+    OPS_OF_STEPS,
+    PYTHON_OF_STEPS,
+    Steps,
+    dequantized,
+    in_whole_blocks,
+    is_cut_within,
+    quantize_part,
+)
+from fp8compile.ops.layer.quantize_groups import by_row, is_four_bits_on_gpu, quantize_groups
 from fp8compile.ops.layer.rows import Rows, rows_cut
 from fp8compile.ops.scaled_mm import multiply_operands
 from fp8compile.quantizers import GEMMS, TENSORS, DelayedScaling, Gemm, Quantizer, Recipe, TwoLevelScaling
@@ -95,7 +109,7 @@ class Operands:
     """What quantizes and multiplies the operands of one product of a layer.
 
     Attributes:
-        recipe: Quantizers by slot.
+        recipe: Quantizers by slot; for groups, those of one level lay down a code a byte.
         phase: Who takes the steps.
         multiplier: (3,) float32, of input, weight and grad_output, for slots with delayed scaling.
         waits_for: Amaxes of input and weight, () each. Scales by multipliers depend on them artificially, which
@@ -106,47 +120,62 @@ class Operands:
         weight_in_turns: Whether their memory has the codes for the output in the forward and those for grad_input in
             the backward: then each pass has to read them itself.
         weight_amax: Amaxes of the whole weight for this product, if they are known.
-        rows: How FSDP cuts the weight, whose codes are gathered before the product; None for a weight that isn't.
+        rows: How FSDP cuts the weight along its first dim, whose codes are gathered before the product; None for a
+            weight that isn't.
     """
 
     recipe: Recipe
     phase: Phase = Phase.EAGER
     multiplier: Tensor | None = None
     waits_for: tuple[Tensor, ...] = ()
-    input: QuantizedShard | None = None
-    weight: QuantizedShard | None = None
+    input: Quantized | None = None
+    weight: Quantized | None = None
     weight_in_turns: bool = False
     weight_amax: Tensor | None = None
     rows: Rows | None = None
 
-    def of(self, part: LocalShard, slot: str) -> QuantizedShard:
+    # ------------------------------------------------------------------ operands
+
+    def of(self, part: Plain, slot: str) -> Quantized:
         """Quantize a part for a slot of the recipe.
 
         Args:
-            part: A rank's part of the tensor as the layer holds it, or a whole matrix.
+            part: A rank's part of the tensor as the layer holds it, or all of it.
             slot: Such as ``"weight_for_grad_input"``.
 
         Returns:
             Its codes; of a weight under FSDP those of all rows.
         """
-        quantizer = self.recipe.quantizer_read(slot)
         if slot == GRAD_WEIGHT.b and self.input is not None:
             return self.input
         if slot not in WEIGHT_SLOTS:
-            return self._quantized(part, quantizer, slot)
-        if self.weight is not None:
-            return self.weight
+            return self._quantized(part, self.recipe.quantizer_read(slot), slot)
+        return self.weight if self.weight is not None else self._of_weight(part, slot)
+
+    def _of_weight(self, part: Plain, slot: str) -> Quantized:
+        quantizer, rows = self.recipe.quantizer_read(slot), part.local.shape[-2]
         if self.rows is not None:
-            own = self._quantized(LocalShard(part.local, (*part.cuts, rows_cut(self.rows))), quantizer, slot)
+            part = part.with_cuts((*part.cuts, rows_cut(self.rows)))
+        if part.layout.batch and not is_cut_within(part):
+            part = replace(part, local=in_whole_blocks(part.local, self._rows_of_blocks()))
+        if self.rows is not None:
+            own = self._quantized(part, quantizer, slot)
             if self.phase is not Phase.EAGER and 0 in self.rows.sizes:
                 # Scales of no rows are constants. Compilers would merge messages of two layers, on that rank alone.
-                own = replace(own, scale=after(own.scale, own.local))
-            return _gathered_rows(own, in_backward=slot == GRAD_INPUT.b)
-        if self.phase in (Phase.FORWARD, Phase.BACKWARD) and _keeps_codes(self.recipe, part):
-            return self._kept(part, quantizer, slot)
-        return self._quantized(part, quantizer, slot)
+                own = replace(own, scale=after(own.scale, own.codes))
+            found = _gathered_rows(own, in_backward=slot == GRAD_INPUT.b)
+        elif self.phase in (Phase.FORWARD, Phase.BACKWARD) and _keeps_codes(self.recipe, part):
+            found = self._kept(part, quantizer, slot)
+        else:
+            found = self._quantized(part, quantizer, slot)
+        return _without_padding(found, rows) if part.layout.batch else found
 
-    def in_high_precision(self, part: LocalShard, slot: str, dtype: torch.dtype) -> LocalShard:
+    def _rows_of_blocks(self) -> int:
+        """Rows in which blocks for both products end, if blocks are no whole columns."""
+        pair = (self.recipe.weight, self.recipe.weight_for_grad_input)
+        return lcm(*(each.block[0] for each in pair if each is not None and each.block[0] > 0))
+
+    def in_high_precision(self, part: Plain, slot: str, dtype: torch.dtype) -> Plain:
         """A right operand of a product in high precision: as it is, of a weight all rows that FSDP cuts.
 
         With ``dequantized_gradients`` it is the values of the codes that the forward multiplied.
@@ -157,12 +186,12 @@ class Operands:
             dtype: Of the product.
         """
         if self.recipe.is_dequantized(slot):
-            return self.of(part, slot).dequantized(dtype)
+            return dequantized(self.of(part, slot), dtype)
         if self.rows is None or slot not in WEIGHT_SLOTS:
             return part
-        return LocalShard(gathered(part.local, self.rows, in_backward=slot == GRAD_INPUT.b), part.cuts)
+        return replace(part, local=gathered(part.local, self.rows, in_backward=slot == GRAD_INPUT.b))
 
-    def laid_out(self, operand: Operand, slot: str) -> Operand:
+    def laid_out(self, operand: Quantized, slot: str) -> Quantized:
         """An operand as its GEMM reads it, in memory once for all products that read it.
 
         Layers that share an input, such as q, k and v, share its codes.
@@ -175,59 +204,87 @@ class Operands:
             return operand  # PyTorch's pass looks for reshapes, and nothing else, beside a product
         if slot == OUTPUT.a:
             return replace(operand, codes=store(operand.codes))
-        if slot == GRAD_WEIGHT.b:
+        if slot == GRAD_WEIGHT.b and operand.layout.ends is None:
             return replace(operand, codes=store(operand.codes.t().contiguous()).t())
         return operand
 
-    def multiply(self, left: Operand, right: Operand, out_dtype: torch.dtype, gemm: Gemm) -> Tensor:
-        """The product of two operands."""
-        run = multiply if self.phase is Phase.EAGER else multiply_operands
-        return run(left, right, out_dtype, self.recipe.gemm_config(gemm))
+    def multiply(self, left: Quantized, right: Quantized, out_dtype: torch.dtype, gemm: Gemm) -> Tensor:
+        """The product of two operands as the layer holds them; of groups, each row by the matrix of its group."""
+        config = self.recipe.gemm_config(gemm)
+        if left.layout.ends is None:
+            run = multiply if self.phase is Phase.EAGER else multiply_operands
+            return run(*gemm.oriented(left, right), out_dtype, config)
+        # grouped products take matrices (E, n, k) and both sides of tokens along their features
+        right = right if gemm.b_transposed or gemm.a_transposed else right.t()
+        return multiply_groups(left, right, left.layout.ends, out_dtype, config)
 
-    def _steps(self, part: LocalShard, slot: str) -> Steps:
+    # ------------------------------------------------------------------ steps
+
+    def _steps(self, part: Plain, slot: str) -> Steps:
         if self.phase is not Phase.BACKWARD:
             return STEPS[self.phase]
         if slot == GRAD_INPUT.b and (part.cuts or _compat.is_traced_as_subgraph()):
             return WEIGHT_IN_BACKWARD
         # codes that the forward gathered from other ranks serve the backward too: kept, they are not sent again
-        gathers = slot == GRAD_WEIGHT.b and any(cut and cut.dim != part.local.ndim - 1 for cut in part.cuts)
+        gathers = slot == GRAD_WEIGHT.b and any(cut and cut.dim != part.ndim - 1 for cut in part.cuts)
         # those of which the backward reads the values are the forward's, kept in place of the input
         is_forwards = slot == GRAD_WEIGHT.b and self.recipe.is_dequantized(slot)
         return STEPS[Phase.FORWARD if gathers or is_forwards else Phase.BACKWARD]
 
-    def _quantized(self, part: LocalShard, quantizer: Quantizer, slot: str) -> QuantizedShard:
+    def _quantized(self, part: Plain, quantizer: Quantizer, slot: str) -> Quantized:
+        if part.layout.ends is not None:
+            return self._groups(part, slot)
         if self.multiplier is not None and isinstance(quantizer, DelayedScaling):
             return self._by_multiplier(part, quantizer, slot)
         if self.weight_amax is not None and slot in WEIGHT_SLOTS:
-            return quantize_shard(part, quantizer, self._steps(part, slot), whole_amax=self.weight_amax)
+            return quantize_part(part, quantizer, self._steps(part, slot), whole_amax=self.weight_amax)
         is_compiled = self.phase in (Phase.FORWARD, Phase.BACKWARD)
+        if part.layout.batch and quantizer.has_outer_scale():
+            quantizer = _as_summed(part, quantizer, slot)
+            return quantize_part(part, quantizer, self._steps(part, slot))
         if is_compiled and _on_gpu(part.local) and not self.recipe.is_dequantized(slot):
             return by_one_read(part, slot, self.recipe, self._steps(part, slot))
-        return quantize_shard(part, quantizer, self._steps(part, slot))
+        return quantize_part(part, quantizer, self._steps(part, slot))
 
-    def _by_multiplier(self, part: LocalShard, quantizer: DelayedScaling, slot: str) -> QuantizedShard:
+    def _groups(self, part: Plain, slot: str) -> Quantized:
+        recipe = self.recipe
+        is_forwards = recipe.is_dequantized(slot)  # what the forward multiplied, along rows
+        rows = OUTPUT.a if is_forwards else ALONG_ROWS.get(slot, slot)
+        is_compiled = self.phase in (Phase.FORWARD, Phase.BACKWARD)
+        found = quantize_groups(
+            part,
+            getattr(recipe, rows),
+            getattr(recipe, ALONG_TOKENS[rows]),
+            self._steps(part, slot),
+            along_tokens=slot in ALONG_ROWS and not is_forwards,
+            reads_once=is_compiled and _on_gpu(part.local),
+        )
+        return replace(found, quantizer=by_row(found.quantizer)) if is_forwards else found
+
+    def _by_multiplier(self, part: Plain, quantizer: DelayedScaling, slot: str) -> Quantized:
         own = self.multiplier[ROW[slot]].view(quantizer.scale_shape(part.local.shape))
         scale = quantizer.scale_of(own)
         if self.waits_for:
             scale = after(scale, self.waits_for[ROW[slot]])
-        return QuantizedShard(self._steps(part, slot).cast(part.local, own, quantizer), scale, quantizer, part.cuts)
+        codes = self._steps(part, slot).cast(part.local, own, quantizer)
+        return Quantized(codes=codes, scale=scale, quantizer=quantizer, layout=part.layout)
 
-    def _kept(self, part: LocalShard, quantizer: Quantizer, slot: str) -> QuantizedShard:
+    def _kept(self, part: Plain, quantizer: Quantizer, slot: str) -> Quantized:
         """Codes of a weight of which the forward makes a copy for grad_input."""
         forward = replace(self, phase=Phase.FORWARD)._quantized(part, quantizer, OUTPUT.b)
         other = _packed_along_columns(forward)
-        turned = _turned(other.local)  # stored, which no partitioner computes again
+        copy = _transposed_contiguous(other.codes)  # stored, which no partitioner computes again
         if slot == GRAD_INPUT.b:
-            return replace(other, local=turned.t())
+            return replace(other, codes=copy.transpose(-2, -1))
         # else the partitioner makes those of a DTensor in the backward: 1.6 % more bytes (benchmarks.placements)
-        return replace(forward, scale=after(forward.scale, turned))
+        return replace(forward, scale=after(forward.scale, copy))
 
 
 # forward and backward both ask for it, and have one of it
 @inductor.once_a_graph
-def _turned(codes: Tensor) -> Tensor:
-    """Codes as the product reads them that reads them transposed."""
-    return store(codes.t().contiguous())
+def _transposed_contiguous(codes: Tensor) -> Tensor:
+    """The codes of a weight, transposed and contiguous, as grad_input's GEMM reads them."""
+    return store(codes.transpose(-2, -1).contiguous())
 
 
 def _on_gpu(tensor: Tensor) -> bool:
@@ -236,25 +293,43 @@ def _on_gpu(tensor: Tensor) -> bool:
 
 def _is_aligned(codes: Tensor) -> bool:
     """Whether a GEMM reads these codes as they are, whatever their sizes turn out to be: else it pads a copy."""
-    return all(_compat.statically_true(size % PADDED_TO == 0) for size in codes.shape)
+    return all(_compat.statically_true(size % PADDED_TO == 0) for size in codes.shape[-2:])
 
 
-def _keeps_codes(recipe: Recipe, weight: LocalShard) -> bool:
+def _keeps_codes(recipe: Recipe, weight: Plain) -> bool:
     """Whether codes of this weight for grad_input are made in the forward and kept, as the recipe wants it."""
     return recipe.keep_weight_codes and _on_gpu(weight.local) and _is_aligned(weight.local)
 
 
-def _packed_along_columns(codes: QuantizedShard) -> QuantizedShard:
+def _as_summed(stack: Plain, quantizer: Quantizer, slot: str) -> Quantizer:
+    """The quantizer of matrices in two levels: on a GPU it packs codes of four bits along the sum of the product."""
+    if is_cut_within(stack) or not is_four_bits_on_gpu(stack.local, quantizer):
+        return quantizer.unpacked()
+    return replace(quantizer, packed="columns" if slot == GRAD_INPUT.b else "rows")
+
+
+def _packed_along_columns(codes: Quantized) -> Quantized:
     """Packed codes of a weight as grad_input sums over them; others as they are."""
     quantizer = codes.quantizer
     if type(quantizer) is not TwoLevelScaling or quantizer.packed != "rows":
         return codes
-    return replace(codes, local=repack(codes.local), quantizer=replace(quantizer, packed="columns"))
+    *stack, rows, pairs = codes.codes.shape
+    local = repack(codes.codes.flatten(0, -2) if stack else codes.codes)
+    local = local.view(*stack, rows // 2, pairs * 2) if stack else local
+    return replace(codes, codes=local, quantizer=replace(quantizer, packed="columns"))
 
 
-def _gathered_rows(codes: QuantizedShard, *, in_backward: bool) -> QuantizedShard:
+def _without_padding(stack: Quantized, rows: int) -> Quantized:
+    """Codes of the rows that each matrix has; those that are packed along columns keep their whole blocks."""
+    if packed_dim(stack.quantizer) == -2 or stack.codes.shape[1] == rows:
+        return stack
+    blocks = stack.quantizer.scale_shape((rows, stack.codes.shape[2]))[0]
+    return replace(stack, codes=stack.codes[:, :rows], scale=stack.scale[:, :blocks])
+
+
+def _gathered_rows(codes: Quantized, *, in_backward: bool) -> Quantized:
     """Codes of a weight: what the ranks of FSDP have, put together; as other ranks cut it."""
     if codes.cuts[-1] is not None:
         with inductor.recomputed(in_backward=True) if in_backward else inductor.left_in_forward():
-            codes = codes.gather(len(codes.cuts) - 1)
-    return replace(codes, cuts=codes.cuts[:-1])
+            codes = gather(codes, len(codes.cuts) - 1)
+    return codes.with_cuts(codes.cuts[:-1])

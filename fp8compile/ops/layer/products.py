@@ -11,7 +11,8 @@ For C = A @ B, each group of ranks cuts A along m or k, or not at all, and B alo
     -     k     a summand: A is cut as B is
 
 A weight is never gathered: what a layer sends is its activations and gradients, one byte an element. That table is
-all there is to decide, and it knows placements only, so who laid out the tensors knows what will be sent.
+all there is to decide, and it knows placements only, so who laid out the tensors knows what will be sent. B may be a
+stack of matrices, and the rows of A then are groups, each multiplied by its own.
 """
 
 from __future__ import annotations
@@ -23,15 +24,17 @@ import torch
 from torch import Tensor
 
 from fp8compile import inductor
+from fp8compile.layout.cuts import SIDES, DimSharding, Sharding
+from fp8compile.layout.quantized import Plain, Quantized
 from fp8compile.ops.collectives import sent_in_backward
-from fp8compile.ops.layer.local_shards import LocalShard, QuantizedShard
+from fp8compile.ops.groups.grouped_mm import grouped_mm
 from fp8compile.ops.layer.operands import Operands, Phase
-from fp8compile.ops.layer.shards import DimSharding, Sharding
+from fp8compile.ops.layer.over_ranks import as_operand, gather, narrow
 from fp8compile.ops.rounding_barrier import rounded
 from fp8compile.quantizers import GEMMS, Gemm
 from fp8compile.quantizers.blocks import as_matrix
 
-__all__ = ["Product", "Step", "as_read", "multiply_shards", "steps_of"]
+__all__ = ["Product", "Step", "as_read", "multiply_parts", "steps_of"]
 
 OUTPUT, GRAD_INPUT, GRAD_WEIGHT = GEMMS
 
@@ -71,9 +74,9 @@ def _step(gemm: Gemm, a: str | None, b: str | None, *, same: bool) -> Step:
     return replace(after, gather="a")
 
 
-def _step_of(gemm: Gemm, index: int, a: LocalShard | QuantizedShard, b: LocalShard | QuantizedShard) -> Step:
+def _step_of(gemm: Gemm, index: int, a: Plain | Quantized, b: Plain | Quantized) -> Step:
     """What one group does, given where the operands are after those before it."""
-    (ndim_a, cut_a), (ndim_b, cut_b) = ((each.local.ndim, each.cuts[index]) for each in (a, b))
+    (ndim_a, cut_a), (ndim_b, cut_b) = ((each.ndim, each.cuts[index]) for each in (a, b))
     role_a = _role(cut_a, ndim_a, "k", "m", transposed=gemm.a_transposed)
     role_b = _role(cut_b, ndim_b, "n", "k", transposed=gemm.b_transposed)
     # tokens of two activations have to be the same ones, so the dims have to be the same, too
@@ -104,27 +107,27 @@ def _summed_dim(gemm: Gemm, name: str, ndim: int, cut: DimSharding) -> int:
         return cut.dim  # both have the layer's tokens
     if name == "a":
         return ndim - 1
-    return 1 if gemm.b_transposed else 0
+    return ndim - 1 if gemm.b_transposed else ndim - 2
 
 
 def _prepared(
-    gemm: Gemm, a: LocalShard | QuantizedShard, b: LocalShard | QuantizedShard
-) -> tuple[LocalShard | QuantizedShard, LocalShard | QuantizedShard, list[Step]]:
+    gemm: Gemm, a: Plain | Quantized, b: Plain | Quantized
+) -> tuple[Plain | Quantized, Plain | Quantized, list[Step]]:
     """Both operands, gathered and narrowed group by group, and what each group did."""
     operands, steps = {"a": a, "b": b}, []
     for index in range(len(a.cuts)):
         step = _step_of(gemm, index, operands["a"], operands["b"])
         if step.gather is not None:
-            operands[step.gather] = operands[step.gather].gather(index)
+            operands[step.gather] = gather(operands[step.gather], index)
         if step.narrow is not None:
             cut = operands["b" if step.narrow == "a" else "a"].cuts[index]
-            dim = _summed_dim(gemm, step.narrow, operands[step.narrow].local.ndim, cut)
-            operands[step.narrow] = operands[step.narrow].narrow(index, replace(cut, dim=dim))
+            dim = _summed_dim(gemm, step.narrow, operands[step.narrow].ndim, cut)
+            operands[step.narrow] = narrow(operands[step.narrow], index, replace(cut, dim=dim))
         steps.append(step)
     return operands["a"], operands["b"], steps
 
 
-def steps_of(gemm: Gemm, a: LocalShard, b: LocalShard) -> list[Step]:
+def steps_of(gemm: Gemm, a: Plain, b: Plain) -> list[Step]:
     """What each group does for a GEMM of such operands, without a rank saying anything.
 
     Args:
@@ -132,40 +135,41 @@ def steps_of(gemm: Gemm, a: LocalShard, b: LocalShard) -> list[Step]:
         a: Its left operand; of its elements only their number and where they are counts.
         b: Its right operand.
     """
-    without_data = [LocalShard(torch.empty_like(part.local, device="meta"), part.cuts) for part in (a, b)]
+    without_data = [replace(part, local=torch.empty_like(part.local, device="meta")) for part in (a, b)]
     return _prepared(gemm, *without_data)[2]
 
 
 def _multiply_codes(
-    gemm: Gemm, a: QuantizedShard, b: QuantizedShard, steps: list[Step], out_dtype: torch.dtype, operands: Operands
+    gemm: Gemm, a: Quantized, b: Quantized, steps: list[Step], out_dtype: torch.dtype, operands: Operands
 ) -> Tensor:
-    (left, *left_windows), (right, *right_windows) = a.operand(), b.operand()
+    (left, *left_windows), (right, *right_windows) = as_operand(a), as_operand(b)
     # what was gathered is in memory already
     gathered = [step.gather for step in steps]
     left = left if "a" in gathered else operands.laid_out(left, gemm.a)
     right = right if "b" in gathered else operands.laid_out(right, gemm.b)
-    left, right = gemm.oriented(left, right)
     product = operands.multiply(left, right, out_dtype, gemm)
     # the sides of the result; along the sum, zeros around did no harm
     windows = left_windows[gemm.a_transposed], right_windows[not gemm.b_transposed]
-    for dim, window in enumerate(windows):
+    for dim, window in zip(SIDES, windows, strict=True):
         product = product if window is None else window.extract(product, dim)
     return product
 
 
-def _product_as_is(gemm: Gemm, a: LocalShard, b: LocalShard, bias: LocalShard | None = None) -> Product:
+def _product_as_is(gemm: Gemm, a: Plain, b: Plain, operands: Operands, bias: Plain | None = None) -> Product:
     """A product in the operands' own dtype; with a bias the one op that ``nn.Linear`` makes, which rounds once."""
     weight = b.cuts
     a, b, steps = _prepared(gemm, a, b)
+    if (ends := a.layout.ends) is not None:
+        right = b.local.transpose(-2, -1) if gemm is GRAD_INPUT else b.local
+        local = grouped_mm(a.local, right, ends, operands.recipe.gemm_config(gemm))
+        return Product(local, steps, a.cuts, a.local.shape)
     left, right = gemm.oriented(as_matrix(a.local), as_matrix(b.local))
     added = None if bias is None else _bias_of_columns(bias, steps, a.cuts, weight)
     local = left @ right if added is None else torch.addmm(added, left, right)
     return Product(local, steps, a.cuts, a.local.shape)
 
 
-def multiply_shards(
-    gemm: Gemm, a: LocalShard, b: LocalShard, operands: Operands, bias: LocalShard | None = None
-) -> Product:
+def multiply_parts(gemm: Gemm, a: Plain, b: Plain, operands: Operands, bias: Plain | None = None) -> Product:
     """One GEMM of the layer, from its operands as the layer holds them, in the dtype of ``a``.
 
     Args:
@@ -174,11 +178,11 @@ def multiply_shards(
         b: Its right operand.
         operands: What quantizes and multiplies them; a GEMM without quantizers stays in the operands' dtype, and that
             is what is gathered.
-        bias: What is added to the rounded product of codes: cut as the weight's rows are, or not at all. Of the
-            output alone.
+        bias: What is added to the rounded product of codes: cut as the weight's rows are, or not at all. For the
+            output alone, and for no groups.
     """
     if a.local.is_meta:
-        return _product_as_is(gemm, a, b, bias)  # there are no data: only the shape and the steps are asked
+        return _product_as_is(gemm, a, b, operands, bias)  # there are no data: only the shape and the steps are asked
     # These collectives stay in the backward. If the partitioner hoists them, a gather that two layers share is sent in
     # both passes, and ranks of different sizes hoist different ones and wait for each other.
     in_backward = gemm is not OUTPUT and any((*a.cuts, *b.cuts))
@@ -186,21 +190,21 @@ def multiply_shards(
         sent_in_backward() if in_backward else nullcontext(),
         inductor.left_in_backward() if operands.weight_in_turns and gemm is GRAD_INPUT else nullcontext(),
     ):
-        product = _multiply_shards(gemm, a, b, operands, bias)
+        product = _multiply_parts(gemm, a, b, operands, bias)
     if operands.weight_in_turns and gemm is OUTPUT:
         inductor.never_recompute(product.local)
     return product
 
 
-def _multiply_shards(gemm: Gemm, a: LocalShard, b: LocalShard, operands: Operands, bias: LocalShard | None) -> Product:
+def _multiply_parts(gemm: Gemm, a: Plain, b: Plain, operands: Operands, bias: Plain | None) -> Product:
     out_dtype = a.local.dtype
     if operands.recipe.quantizers(gemm) is None:
-        return _product_as_is(gemm, a, operands.in_high_precision(b, gemm.b, out_dtype), bias)
+        return _product_as_is(gemm, a, operands.in_high_precision(b, gemm.b, out_dtype), operands, bias)
     a_codes, b_codes, steps = _prepared(gemm, operands.of(a, gemm.a), operands.of(b, gemm.b))
     product = _multiply_codes(gemm, a_codes, b_codes, steps, out_dtype, operands)
     if bias is not None and (added := _bias_of_columns(bias, steps, a_codes.cuts, b.cuts)) is not None:
         product = product + as_read(added, operands.phase)
-    return Product(product, steps, a_codes.cuts, a_codes.local.shape)
+    return Product(product, steps, a_codes.cuts, a_codes.codes.shape)
 
 
 def as_read(tensor: Tensor, phase: Phase) -> Tensor:
@@ -208,7 +212,7 @@ def as_read(tensor: Tensor, phase: Phase) -> Tensor:
     return tensor if phase is Phase.EAGER else rounded(tensor).to(tensor.dtype)
 
 
-def _bias_of_columns(bias: LocalShard, steps: list[Step], a: Sharding, weight: Sharding) -> Tensor | None:
+def _bias_of_columns(bias: Plain, steps: list[Step], a: Sharding, weight: Sharding) -> Tensor | None:
     """The bias of the columns that a rank has; of summands the first rank alone adds it.
 
     Args:
@@ -219,8 +223,8 @@ def _bias_of_columns(bias: LocalShard, steps: list[Step], a: Sharding, weight: S
     """
     for index, step in enumerate(steps):
         if step.out == "n" and bias.cuts[index] is None:
-            bias = bias.narrow(index, replace(weight[index], dim=0))
+            bias = narrow(bias, index, replace(weight[index], dim=0))
         elif step.out != "n" and bias.cuts[index] is not None:
-            bias = bias.gather(index)
+            bias = gather(bias, index)
     summands = [cut for cut, step in zip(a, steps, strict=True) if step.out == "sum"]
     return None if any(cut.rank for cut in summands) else bias.local

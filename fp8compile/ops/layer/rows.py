@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from torch.distributed import ProcessGroup
 
-from fp8compile.ops.layer.shards import DimSharding, Sharding
+from fp8compile.layout.cuts import DimSharding, Sharding
 from fp8compile.quantizers.constant import Constant
 
 __all__ = ["Rows", "placed_cuts", "placed_of", "rows_cut"]

@@ -18,13 +18,13 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fp8compile import _compat
+from fp8compile.layout.cuts import DimSharding
 from fp8compile.nn import Linear
 from fp8compile.nn.candidates import is_converted, weight_names
 from fp8compile.nn.experts import holds_no_stacks
 from fp8compile.nn.local import wrapped_like
 from fp8compile.nn.not_sharded import MARK
 from fp8compile.nn.users_of_parameters import users_of_parameters
-from fp8compile.ops.layer.shards import DimSharding
 from fp8compile.parallel.expert_gradients import check_meshes
 from fp8compile.parallel.fsdp2.sharded_weight import ShardedWeight
 from fp8compile.parallel.fsdp2.weight_scales import WeightScales

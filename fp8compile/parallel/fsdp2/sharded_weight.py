@@ -10,7 +10,6 @@ whose block has elements on several ranks is known to all by the one message of 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,23 +20,20 @@ from torch.utils._python_dispatch import return_and_correct_aliasing
 from torch.utils._pytree import tree_map_only
 
 from fp8compile import _compat
+from fp8compile.layout.cuts import DimSharding, Sharding, chunk_sizes
+from fp8compile.layout.packing import two_a_byte
+from fp8compile.layout.quantized import Plain, TensorLayout
+from fp8compile.layout.shapes import scale_shape, scale_shapes
 from fp8compile.nn.experts import as_it_lies
-from fp8compile.ops.layer.local_shards import LocalShard
-from fp8compile.ops.layer.packing import two_a_byte
-from fp8compile.ops.layer.quantize_shard import is_aligned, local_scales
-from fp8compile.ops.layer.shards import DimSharding, Sharding, chunk_sizes
-from fp8compile.ops.layer.weight_shapes import scale_shape, scale_shapes
+from fp8compile.ops.layer.quantize import cast_part, is_aligned, is_cut_within, local_scales, scales_of, whole_amax
 from fp8compile.quantizers import GEMMS, Gemm, Quantizer
 from fp8compile.tensor import (
     FullyShardHooks,
     GatherPolicy,
     SetToGather,
     attributes_of_others,
-    cast_shard,
     cut_dim,
     in_place_of,
-    scales_of,
-    whole_amax,
 )
 
 if TYPE_CHECKING:
@@ -178,12 +174,12 @@ class ShardedWeight(FullyShardHooks, Tensor):
         gemms = PAIR[:1] if self.gathers is None else PAIR
         return {gemm: as_it_lies(module, getattr(module.recipe, gemm.b)) for gemm in gemms}
 
-    def quantizers_over_ranks(self, module: nn.Module, part: LocalShard) -> dict[str, Quantizer]:
+    def quantizers_over_ranks(self, module: nn.Module, part: Plain) -> dict[str, Quantizer]:
         """Quantizers whose amaxes ranks exchange before a gather, by slot of the recipe."""
         every = self.quantizers_of(module).items()
         return {gemm.b: quantizer for gemm, quantizer in every if not all(self.own_levels(part, quantizer))}
 
-    def own_levels(self, part: LocalShard, quantizer: Quantizer) -> tuple[bool, ...]:
+    def own_levels(self, part: Plain, quantizer: Quantizer) -> tuple[bool, ...]:
         """Whether this rank alone has the scales of a part, for each level: those of blocks, those of matrices.
 
         Of one set of codes ranks know all scales from the one message of amaxes, and none travels in a gather.
@@ -191,8 +187,7 @@ class ShardedWeight(FullyShardHooks, Tensor):
         levels = 2 if quantizer.has_outer_scale() else 1
         if self.gathers is None:
             return (False,) * levels
-        matrix = _matrix_of(part) if self.batch else part
-        return (is_aligned(matrix, quantizer), not any(matrix.cuts))[:levels]
+        return (is_aligned(part, quantizer), not is_cut_within(part))[:levels]
 
     # ------------------------------------------------------------------ what FSDP2 asks
 
@@ -218,7 +213,7 @@ class ShardedWeight(FullyShardHooks, Tensor):
         return {"group": resolve(self.cuts[0].group), "shard_dim": self.cuts[0].dim, "sizes": self.cuts[0].sizes}
 
     def _to_gather(
-        self, part: LocalShard, size: tuple[int, ...], module: nn.Module, gemm: Gemm, quantizer: Quantizer
+        self, part: Plain, size: tuple[int, ...], module: nn.Module, gemm: Gemm, quantizer: Quantizer
     ) -> SetToGather:
         is_own = self.own_levels(part, quantizer)
         blocks, *outer = scale_shapes(size, quantizer)
@@ -234,33 +229,26 @@ class ShardedWeight(FullyShardHooks, Tensor):
         return SetToGather(gemm, quantizer, is_own, (blocks, *outer), make)
 
     def _by_own_blocks(
-        self, part: LocalShard, size: tuple[int, ...], module: nn.Module, gemm: Gemm, quantizer: Quantizer
+        self, part: Plain, size: tuple[int, ...], module: nn.Module, gemm: Gemm, quantizer: Quantizer
     ) -> tuple[Tensor | None, ...]:
         """Codes of a part, one a byte, and all levels of its scales: no other rank has elements of its blocks."""
-        own, outer_amax = LocalShard(part.local), None
+        own, outer_amax = Plain(part.local, TensorLayout(batch=self.batch)), None
         if not all(self.own_levels(part, quantizer)):
             outer_amax = module.weight_scales.outer_amax(module, self.name, gemm.b).to(self.device)
-        amax = whole_amax(own, self.batch, quantizer)
-        multiplier, *scales = scales_of(amax, self.batch, quantizer, outer_amax)
-        return cast_shard(own, self.batch, multiplier, quantizer).contiguous(), *scales
+        multiplier, *scales = scales_of(whole_amax(own, quantizer), quantizer, outer_amax=outer_amax)
+        return cast_part(own, multiplier, quantizer).contiguous(), *scales
 
     def _by_known_scales(
-        self, part: LocalShard, size: tuple[int, ...], module: nn.Module, gemm: Gemm, quantizer: Quantizer
+        self, part: Plain, size: tuple[int, ...], module: nn.Module, gemm: Gemm, quantizer: Quantizer
     ) -> tuple[Tensor | None, ...]:
         """Codes of a part, one a byte, and all levels of scales of the whole weight, which all ranks know."""
         multiplier, scale, outer_scale = module.weight_scales.of(module, self.name, gemm.b)
-        codes = cast_shard(part, self.batch, multiplier.to(self.device), quantizer)
+        codes = cast_part(part, multiplier.to(self.device), quantizer)
         return codes, self._scale_of(scale, size, quantizer), outer_scale
 
     def _scale_of(self, scale: Tensor, size: tuple[int, ...], quantizer: Quantizer) -> Tensor:
         """Scales of what FSDP2 gathers, of those of the whole weight."""
         return local_scales(scale, size, self.cuts, quantizer) if self.cuts else scale
-
-
-def _matrix_of(part: LocalShard) -> LocalShard:
-    """What a rank has of any matrix of a stack: all of it where ranks have other matrices."""
-    cuts = tuple(replace(cut, dim=cut.dim - 1) for cut in part.cuts if cut.dim)
-    return LocalShard(part.local[0] if len(part.local) else part.local.sum(0), cuts)
 
 
 def _written(func: Any, args: tuple, kwargs: dict) -> list[ShardedWeight]:
@@ -277,7 +265,7 @@ def _written(func: Any, args: tuple, kwargs: dict) -> list[ShardedWeight]:
 
 def part_of_weight(
     weight: ShardedWeight, mesh: DeviceMesh, size: Sequence[int], mp_policy: MixedPrecisionPolicy
-) -> LocalShard:
+) -> Plain:
     """What this rank has of a weight, in the dtype that the layer computes in.
 
     Args:
@@ -297,7 +285,7 @@ def part_of_weight(
             "weights that are gathered as codes are sharded along dim 0. Leave out shard_placement_fn for them."
         )
     shards = DimSharding(mesh.get_group().group_name, rank, dim, sizes)
-    return LocalShard(weight.values_to_gather(mp_policy), (*weight.cuts, shards))
+    return Plain(weight.values_to_gather(mp_policy), TensorLayout((*weight.cuts, shards), weight.batch))
 
 
 VIEWS = {

@@ -9,13 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from fp8compile import _compat
+from fp8compile.layout.quantized import Plain, TensorLayout
 from fp8compile.nn.state import RowOfWeight
 from fp8compile.ops.collectives import all_reduce_amaxes
-from fp8compile.ops.layer.local_shards import LocalShard
-from fp8compile.ops.layer.quantize_shard import Scales
+from fp8compile.ops.layer.quantize import Scales, outer_amax_of, scales_of, whole_amax
 from fp8compile.parallel.fsdp2.sharded_weight import Edits, ShardedWeight, part_of_weight
 from fp8compile.quantizers import DelayedScaling, Quantizer
-from fp8compile.tensor import outer_amax_of, scales_of, whole_amax
 
 __all__ = ["WeightScales"]
 
@@ -102,8 +101,9 @@ class WeightScales:
             part = part_of_weight(shard, parameter.mesh, parameter.size, parameter.mp_policy)
             for slot, quantizer in shard.quantizers_over_ranks(parameter.module, part).items():
                 is_outer = shard.own_levels(part, quantizer)[0]
-                own = whole_amax(LocalShard(part.local) if is_outer else part, shard.batch, quantizer)
-                own = outer_amax_of(own, shard.batch, quantizer) if is_outer else own
+                alone = Plain(part.local, TensorLayout(batch=shard.batch))
+                own = whole_amax(alone if is_outer else part, quantizer)
+                own = outer_amax_of(own, quantizer) if is_outer else own
                 changed.append((weight, slot, quantizer, is_outer))
                 amaxes.append(own.to(parameter.device))
                 groups.append(tuple(cut.group for cut in part.cuts))
@@ -115,7 +115,7 @@ class WeightScales:
                 self._scales[weight].outer_amaxes[slot] = amax.clone()  # what it is a view of is freed
             else:
                 shard = _compat.local_itself(known[weight].sharded)
-                self._scales[weight].by_slot[slot] = scales_of(amax, shard.batch, quantizer)
+                self._scales[weight].by_slot[slot] = scales_of(amax, quantizer)
 
 
 def _of_steps_before(module: nn.Module, slot: str) -> Scales:

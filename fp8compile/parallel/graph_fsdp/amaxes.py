@@ -11,11 +11,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from fp8compile.layout.quantized import Plain, TensorLayout
 from fp8compile.nn import Linear
 from fp8compile.ops import fsdp_amax
 from fp8compile.ops.collectives import all_reduce_amaxes
-from fp8compile.ops.layer.local_shards import LocalShard
-from fp8compile.ops.layer.quantize_shard import is_aligned
+from fp8compile.ops.layer.quantize import is_aligned
 from fp8compile.ops.layer.rows import placed_cuts, rows_cut
 from fp8compile.parallel.graph_fsdp.shards import Where, used_dtype
 from fp8compile.quantizers import DelayedScaling
@@ -44,7 +44,7 @@ def shared_amaxes(layer: Linear, local: Tensor, where: Where) -> SharedAmaxes:
     """For a layer of which this rank has ``local``, cut by tensor parallel ranks if there are any, then by rows."""
     every = (*placed_cuts(where.rows.placed, where.tensor_parallel_groups()), rows_cut(where.rows))
     same = layer.recipe.quantizer_read("weight_for_grad_input") == layer.recipe.weight
-    shard, grids = LocalShard(local, every), {}
+    shard, grids = Plain(local, TensorLayout(every)), {}
     for slot in SLOTS:
         quantizer = getattr(layer.recipe, slot)
         if quantizer is None or isinstance(quantizer, DelayedScaling) or (same and slot == SLOTS[1]):

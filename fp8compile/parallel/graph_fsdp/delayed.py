@@ -1,6 +1,6 @@
 """Delayed scaling of sharded layers: who is to know of which amaxes, and that all of them travel in one message.
 
-See `fp8compile.ops.layer.fsdp_delayed` for how a backward brings them together. A layer that is called once more in a
+See `fp8compile.ops.layer.amax_tokens` for how a backward brings them together. A layer that is called once more in a
 forward, or outside of the model's, sends its own.
 """
 
@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 from fp8compile import _compat
 from fp8compile.nn import Linear
 from fp8compile.ops import fsdp_amaxes_together, fsdp_tokens
-from fp8compile.ops.layer.fsdp_delayed import AmaxGroups
+from fp8compile.ops.layer.amax_tokens import AmaxGroups
 from fp8compile.parallel.graph_fsdp.shards import Where
 
 __all__ = ["Later", "Tokens", "give", "later_amaxes", "take"]

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from fp8compile.formats import E5M2, E8M0
+from fp8compile.layout.quantized import Quantized
 from fp8compile.nn import linear
 from fp8compile.ops.gemm import select_gemm
 from fp8compile.ops.gemms.emulated import EMULATED
-from fp8compile.ops.gemms.kernel import Operand
 from fp8compile.ops.gemms.nvfp4 import NVFP4
 from fp8compile.ops.gemms.table import REGISTERED
 from fp8compile.quantizers import GEMMS, CurrentScaling, GemmConfig, Quantizer, Recipe, gemm_kind
@@ -127,7 +127,7 @@ def _check_four_bit_product(q: Quantizer) -> None:
     """Its one call, with operands in a GPU's layout, makes what dequantize says; on a CPU both are exact."""
     quantized = quantize(looking_at(_random(48, 48, 0, torch.device("cpu"))), q)
     codes, scale, outer = quantized.codes, quantized.scale, quantized.outer_scale
-    a = Operand(codes=codes, scale=scale, quantizer=q, outer_scale=outer)
+    a = Quantized(codes=codes, scale=scale, quantizer=q, outer_scale=outer)
     arguments = (a, a.t(), torch.float32, GemmConfig())
     if (differs := difference(NVFP4.multiply(*arguments), EMULATED.multiply(*arguments))) is not None:
         raise BrokenContract(expected="codes that nvfp4_mm reads as dequantize does", found=differs, mend=OWN_MEANING)

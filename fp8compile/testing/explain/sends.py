@@ -21,9 +21,9 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fp8compile import _compat
+from fp8compile.layout.quantized import Plain, TensorLayout
 from fp8compile.nn import Linear
 from fp8compile.nn.report import aligned
-from fp8compile.ops.layer.local_shards import LocalShard
 from fp8compile.ops.layer.products import steps_of
 from fp8compile.quantizers import GEMMS, Gemm, Recipe
 from fp8compile.testing.graphs.kept_state import kept_state
@@ -201,7 +201,7 @@ def _gathered(gemm: Gemm, a: Tensor, b: Tensor) -> dict[str, str]:
     """By name of a group, which operand its ranks gather for a product."""
     from fp8compile.parallel.placed import cuts_of
 
-    parts = {side: LocalShard(t.to_local(), cuts_of(t)) for side, t in (("a", a), ("b", b))}
+    parts = {side: Plain(t.to_local(), TensorLayout(cuts_of(t))) for side, t in (("a", a), ("b", b))}
     steps = [(index, step.gather) for index, step in enumerate(steps_of(gemm, **parts)) if step.gather is not None]
     return {parts[side].cuts[index].group.group_name: _tensor_name(getattr(gemm, side)) for index, side in steps}
 

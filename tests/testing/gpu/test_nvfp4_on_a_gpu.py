@@ -10,16 +10,17 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fp8compile as f8
-from fp8compile.ops.gemm import Operand, select_gemm
+from fp8compile.layout.quantized import Quantized
+from fp8compile.ops.gemm import select_gemm
 from fp8compile.ops.gemms.emulated import EMULATED
 from fp8compile.ops.gemms.grouped import table
-from fp8compile.ops.gemms.grouped.kernel import GroupedOperand
 from fp8compile.ops.gemms.grouped.nvfp4 import NVFP4 as GROUPED
 from fp8compile.ops.gemms.nvfp4 import NVFP4
 from fp8compile.ops.groups.group_outer_amaxes import group_outer_amaxes
 from fp8compile.ops.groups.grouped_nvfp4_mm import grouped_nvfp4_mm
-from fp8compile.ops.layer import grouped_operands
-from fp8compile.ops.layer.grouped_operands import GroupedOperands
+from fp8compile.ops.layer import layer, operands, quantize_groups
+from fp8compile.ops.layer.operands import Phase
+from fp8compile.ops.layer.placements import WholeGroups
 from fp8compile.quantizers import GEMMS, GemmConfig
 from fp8compile.target import Target, pretend_target
 from fp8compile.testing import eager_run, gpu_kernels, run_gpu_program
@@ -35,7 +36,7 @@ def _operand(x, quantizer):
     amax = quantizer.amax(x)
     outer_amax = quantizer.outer_amax(amax)
     scale, outer = quantizer.block_scale(amax, outer_amax), quantizer.outer_scale(outer_amax)
-    return Operand(
+    return Quantized(
         codes=quantizer.cast(x, quantizer.multiplier(amax)), scale=scale, quantizer=quantizer, outer_scale=outer
     )
 
@@ -85,26 +86,28 @@ def test_a_block_in_four_bits_runs_on_a_b200_as_its_reference():
 
 
 def _groups(gemm, features, ends):
-    """What quantizes and multiplies groups, and two tensors for a product; NaN behind the last group."""
+    """Arguments of a product of groups, NaN behind the last of them."""
     offsets, (n, k) = torch.tensor(ends, dtype=torch.int32), features
     x, grad, weight = torch.randn(ends[-1] + 9, k), torch.randn(ends[-1] + 9, n), torch.randn(len(ends), n, k)
     x[ends[-1] :] = grad[ends[-1] :] = torch.nan
     tensors = {"output": (x, weight), "grad_input": (grad, weight), "grad_weight": (grad, x)}
-    return GroupedOperands(RECIPE, offsets), [each.bfloat16() for each in tensors[gemm.name]]
+    a, b = (each.bfloat16() for each in tensors[gemm.name])
+    bias = (None,) if gemm.name == "output" else ()
+    return Phase.EAGER, a, b, offsets, *bias, WholeGroups(), RECIPE
 
 
 @pytest.mark.parametrize("ends", [(40, 40, 200), (0, 3, 3), (130, 258, 259)], ids=str)
 @pytest.mark.parametrize("features", [(64, 96), (19, 23), (150, 34)], ids=str)
 @pytest.mark.parametrize("gemm", GEMMS, ids=lambda gemm: gemm.name)
 def test_groups_in_the_layout_of_a_gpu_multiply_to_the_same_bits(gemm, features, ends, assert_bits_equal, monkeypatch):
-    operands, (a, b) = _groups(gemm, features, ends)
-    product = getattr(operands, gemm.name)
-    expected = product(a, b)
-    monkeypatch.setattr(grouped_operands, "_is_four_bits_on_gpu", lambda x, quantizer: True)
+    args, product = _groups(gemm, features, ends), getattr(layer, gemm.name)
+    expected = product(*args)
+    for module in (operands, quantize_groups):
+        monkeypatch.setattr(module, "is_four_bits_on_gpu", lambda x, quantizer: True)
     monkeypatch.setattr(table, "_tiers", lambda: ((replace(GROUPED, lacks=lambda problem: None),),))
     table._selected.cache_clear()
     try:
-        assert_bits_equal(product(a, b), expected)
+        assert_bits_equal(product(*args), expected)
     finally:
         table._selected.cache_clear()
 
@@ -127,7 +130,7 @@ def test_what_a_gpus_grouped_product_does_not_take():
     with pretend_target(Target("cuda", (10, 0))), pytest.raises(ValueError, match=r"1025 groups, .* at most 1024"):
         grouped_nvfp4_mm(codes, matrices, *scales, ones, ones, offsets, torch.bfloat16)
     a, b = (
-        GroupedOperand(codes=each, scale=scale, quantizer=line, outer_scale=ones)
+        Quantized(codes=each, scale=scale, quantizer=line, outer_scale=ones)
         for each, scale in zip((codes, matrices), scales, strict=True)
     )
     with pytest.raises(ValueError, match="not packed as a GPU reads them"):

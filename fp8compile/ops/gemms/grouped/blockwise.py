@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from fp8compile.layout.quantized import Quantized
 from fp8compile.ops.gemms.blockwise import BLOCK
 from fp8compile.ops.gemms.float8 import ASK, float8_kind, lacks_tensor_cores
-from fp8compile.ops.gemms.grouped.kernel import GroupedGemm, GroupedOperand
+from fp8compile.ops.gemms.grouped.kernel import GroupedGemm
 from fp8compile.ops.gemms.kernel import GemmProblem
 from fp8compile.ops.groups.grouped_blockwise_mm import grouped_blockwise_mm
 from fp8compile.quantizers import GemmConfig, Quantizer
@@ -26,9 +27,7 @@ def _lacks(problem: GemmProblem) -> str | None:
     return None if is_hopper else f"needs a GPU of compute capability 9.0 (H100, H200). {ASK}"
 
 
-def _multiply(
-    a: GroupedOperand, b: GroupedOperand, offsets: Tensor, out_dtype: torch.dtype, config: GemmConfig
-) -> Tensor:
+def _multiply(a: Quantized, b: Quantized, offsets: Tensor, out_dtype: torch.dtype, config: GemmConfig) -> Tensor:
     codes = b.codes.contiguous()  # here, where Inductor has the cast write them so
     scales = a.quantizer.scale_values(a.scale), b.quantizer.scale_values(b.scale)
     return grouped_blockwise_mm(

@@ -12,8 +12,8 @@ from torch.nn.functional import pad
 
 from fp8compile import _compat
 from fp8compile.formats import E4M3
+from fp8compile.layout.quantized import Quantized
 from fp8compile.ops.gemms.float8 import ALIGNMENT, lacks_tensor_cores
-from fp8compile.ops.gemms.grouped.kernel import GroupedOperand
 from fp8compile.ops.gemms.kernel import GemmProblem
 from fp8compile.ops.groups.layout import zero_behind, zero_where_empty
 from fp8compile.quantizers import Quantizer
@@ -40,7 +40,7 @@ def lacks_grouped(problem: GemmProblem) -> str | None:
 def padded_features(codes: Tensor, multiples: tuple[int, ...], *, value: float = 0) -> Tensor:
     """A tensor whose last dims are multiples of these, by zeros behind."""
     missing = [-size % multiple for size, multiple in zip(codes.shape[-len(multiples) :], multiples, strict=True)]
-    if all(_compat.statically_true(each == 0) for each in missing):
+    if _compat.statically_equal(missing, (0,) * len(missing)):
         return codes
     return pad(codes, [edge for each in reversed(missing) for edge in (0, each)], value=value)
 
@@ -50,8 +50,8 @@ def _float8(codes: Tensor, quantizer: Quantizer) -> Tensor:
 
 
 def scaled_rows(
-    a: GroupedOperand,
-    b: GroupedOperand,
+    a: Quantized,
+    b: Quantized,
     a_scale: Tensor,
     b_scale: Tensor,
     offsets: Tensor,
@@ -88,8 +88,8 @@ def scaled_rows(
 
 
 def scaled_outer(
-    a: GroupedOperand,
-    b: GroupedOperand,
+    a: Quantized,
+    b: Quantized,
     a_scale: Tensor,
     b_scale: Tensor,
     ends: Tensor,

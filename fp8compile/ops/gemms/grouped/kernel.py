@@ -12,33 +12,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from fp8compile.layout.quantized import Quantized
 from fp8compile.ops.gemms.kernel import GemmProblem
 from fp8compile.quantizers import GemmConfig, Quantizer
 
-__all__ = ["REGISTERED_GROUPED", "GroupedGemm", "GroupedOperand", "product_shape"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class GroupedOperand:
-    """One side of a grouped product.
-
-    Attributes:
-        codes: uint8. Of ``rows``: (R, K), and (E, N, K) for the right side. Of ``outer``: (N, C) and (K, C), columns
-            as `fp8compile.ops.groups.layout` has them.
-        scale: Of ``rows``: the grid of blocks of each row, (R, blocks), and of each matrix, (E, blocks, blocks). Of
-            ``outer``: blocks of tokens by features, (C / block, N), or (E, N) and (E, 1) where a group is one block.
-        quantizer: Over one group's matrix: (tokens, K) or (N, K) of ``rows``, (tokens, N) or (tokens, K) of ``outer``.
-        outer_scale: Of each group's rows or matrix, (E,) float32; None of a quantizer with one level of scales.
-
-    On a GPU codes and scales of tokens by `TwoLevelScaling` are laid out for its product, as
-    `fp8compile.ops.groups.group_quantize_two_levels` says: two codes a byte, scales in tiles, and groups in tiles of
-    columns.
-    """
-
-    codes: Tensor
-    scale: Tensor
-    quantizer: Quantizer
-    outer_scale: Tensor | None = None
+__all__ = ["REGISTERED_GROUPED", "GroupedGemm", "product_shape"]
 
 
 def product_shape(a: Tensor, b: Tensor, offsets: Tensor) -> tuple[int, ...]:
@@ -46,7 +24,7 @@ def product_shape(a: Tensor, b: Tensor, offsets: Tensor) -> tuple[int, ...]:
     return (a.shape[0], b.shape[1]) if b.ndim == 3 else (offsets.shape[0], a.shape[0], b.shape[0])
 
 
-Multiply = Callable[[GroupedOperand, GroupedOperand, Tensor, torch.dtype, GemmConfig], Tensor]
+Multiply = Callable[[Quantized, Quantized, Tensor, torch.dtype, GemmConfig], Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)

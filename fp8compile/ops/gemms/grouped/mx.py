@@ -13,9 +13,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from fp8compile.layout.quantized import Quantized
 from fp8compile.ops.gemms.float8 import ASK, float8_kind
 from fp8compile.ops.gemms.grouped.float8 import lacks_grouped, scaled_outer, scaled_rows
-from fp8compile.ops.gemms.grouped.kernel import GroupedGemm, GroupedOperand
+from fp8compile.ops.gemms.grouped.kernel import GroupedGemm
 from fp8compile.ops.gemms.kernel import GemmProblem
 from fp8compile.ops.gemms.mx import MX_BLOCK, is_mx
 from fp8compile.ops.groups.layout import alignment, padded_length, padded_offsets, row_of_columns
@@ -74,14 +75,12 @@ def token_scales(scale: Tensor, ends: Tensor) -> Tensor:
     return tiles[down, along].view(features * TILE_ROWS, -1).view(torch.float8_e8m0fnu)
 
 
-def _rows(a: GroupedOperand, b: GroupedOperand, offsets: Tensor, out_dtype: torch.dtype, config: GemmConfig) -> Tensor:
+def _rows(a: Quantized, b: Quantized, offsets: Tensor, out_dtype: torch.dtype, config: GemmConfig) -> Tensor:
     scales = row_scales(a.scale, offsets), matrix_scales(b.scale)
     return scaled_rows(a, b, *scales, offsets, out_dtype, sum_to=MX_BLOCK)
 
 
-def _outer(
-    a: GroupedOperand, b: GroupedOperand, offsets: Tensor, out_dtype: torch.dtype, config: GemmConfig
-) -> Tensor:
+def _outer(a: Quantized, b: Quantized, offsets: Tensor, out_dtype: torch.dtype, config: GemmConfig) -> Tensor:
     ends = padded_offsets(offsets, alignment(a.quantizer))
     return scaled_outer(a, b, token_scales(a.scale, ends), token_scales(b.scale, ends), ends, out_dtype)
 

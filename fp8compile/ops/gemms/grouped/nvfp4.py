@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from fp8compile.formats import pack
+from fp8compile.layout.quantized import Quantized
 from fp8compile.ops.gemms.float8 import ALIGNMENT, lacks_nvidia
 from fp8compile.ops.gemms.grouped.float8 import padded_features
-from fp8compile.ops.gemms.grouped.kernel import GroupedGemm, GroupedOperand
+from fp8compile.ops.gemms.grouped.kernel import GroupedGemm
 from fp8compile.ops.gemms.kernel import GemmProblem
 from fp8compile.ops.gemms.nvfp4 import NVFP4 as UNGROUPED
 from fp8compile.ops.gemms.nvfp4 import SUM_TO
@@ -37,7 +38,7 @@ def _lacks(problem: GemmProblem) -> str | None:
     return None
 
 
-def _check_laid_out(operand: GroupedOperand, *packed: str) -> None:
+def _check_laid_out(operand: Quantized, *packed: str) -> None:
     if operand.quantizer.packed not in packed:
         raise ValueError(
             f"fp8compile::scaled_grouped_mm: codes by {operand.quantizer!r} are not packed as a GPU reads them. Those "
@@ -46,14 +47,14 @@ def _check_laid_out(operand: GroupedOperand, *packed: str) -> None:
         )
 
 
-def _codes_of_matrices(operand: GroupedOperand) -> Tensor:
+def _codes_of_matrices(operand: Quantized) -> Tensor:
     """(E, N, K / 2), two codes of a row a byte, padded with zeros as the GEMM wants them."""
     if operand.quantizer.packed == "rows":
         return padded_features(operand.codes, (ALIGNMENT, SUM_TO // 2)).contiguous()
     return pack(padded_features(operand.codes, (ALIGNMENT, SUM_TO)), -1).contiguous()
 
 
-def _scales_of_matrices(operand: GroupedOperand) -> Tensor:
+def _scales_of_matrices(operand: Quantized) -> Tensor:
     """(E, bytes), the tiles of 1 x 16 codes, also of blocks of 16 x 16."""
     scale = operand.scale
     if operand.quantizer.block[0] == NV_BLOCK:
@@ -61,7 +62,7 @@ def _scales_of_matrices(operand: GroupedOperand) -> Tensor:
     return tiled(scale).flatten(1)
 
 
-def _rows(a: GroupedOperand, b: GroupedOperand, offsets: Tensor, out_dtype: torch.dtype, config: GemmConfig) -> Tensor:
+def _rows(a: Quantized, b: Quantized, offsets: Tensor, out_dtype: torch.dtype, config: GemmConfig) -> Tensor:
     _check_laid_out(a, "rows")
     _check_laid_out(b, "rows", "none")
     scales = a.scale, _scales_of_matrices(b), a.outer_scale, b.outer_scale
@@ -69,9 +70,7 @@ def _rows(a: GroupedOperand, b: GroupedOperand, offsets: Tensor, out_dtype: torc
     return zero_behind(product[:, : b.codes.shape[1]], offsets)
 
 
-def _outer(
-    a: GroupedOperand, b: GroupedOperand, offsets: Tensor, out_dtype: torch.dtype, config: GemmConfig
-) -> Tensor:
+def _outer(a: Quantized, b: Quantized, offsets: Tensor, out_dtype: torch.dtype, config: GemmConfig) -> Tensor:
     for each in (a, b):
         _check_laid_out(each, "columns")
     codes = (padded_features(each.codes, (ALIGNMENT, 1)) for each in (a, b))

@@ -11,15 +11,16 @@ import torch
 from torch import Tensor
 
 from fp8compile._compat import guard_or_false
-from fp8compile.ops.gemm import Operand, multiply
+from fp8compile.layout.quantized import Quantized
+from fp8compile.ops.gemm import multiply, selected_gemm
 from fp8compile.ops.gemms.emulated import EMULATED
-from fp8compile.ops.gemms.grouped.kernel import GroupedGemm, GroupedOperand
+from fp8compile.ops.gemms.grouped.kernel import GroupedGemm
 from fp8compile.ops.gemms.kernel import GemmProblem
 from fp8compile.ops.groups.group_two_levels import NO_GROUPS_OF_TWO_LEVELS, token_columns
 from fp8compile.ops.groups.layout import alignment
 from fp8compile.ops.groups.portable import masks_of_groups
 from fp8compile.ops.groups.spans import spans
-from fp8compile.quantizers import GemmConfig, Quantizer
+from fp8compile.quantizers import GemmConfig, Quantizer, transposed
 
 __all__ = ["ONE_BY_ONE", "every_row"]
 
@@ -36,27 +37,29 @@ def _lacks(problem: GemmProblem) -> str | None:
     return EMULATED.lacks(problem)
 
 
-def _outer_scale(operand: GroupedOperand, group: int) -> Tensor | None:
+def _outer_scale(operand: Quantized, group: int) -> Tensor | None:
     return None if operand.outer_scale is None else operand.outer_scale[group : group + 1]
 
 
-def _rows(a: GroupedOperand, b: GroupedOperand, offsets: Tensor, out_dtype: torch.dtype, config: GemmConfig) -> Tensor:
+def _rows(a: Quantized, b: Quantized, offsets: Tensor, out_dtype: torch.dtype, config: GemmConfig) -> Tensor:
     product = a.codes.new_zeros((a.codes.shape[0], b.codes.shape[1]), dtype=out_dtype)
-    is_one_block = a.quantizer.block[0] == -1
+    if 0 in b.codes.shape:
+        return product
+    turned, is_one_block = transposed(b.quantizer), a.quantizer.block[0] == -1
+    gemm = selected_gemm(a.quantizer, turned, a.codes.device, out_dtype, config)
+    codes, scales = b.codes.transpose(1, 2), b.scale.transpose(1, 2)
     for group, (rows, _) in enumerate(spans(offsets, 1)):
         if rows.start == rows.stop:
             continue
         scale = a.scale[rows][:1] if is_one_block else a.scale[rows]
-        outer, outer_of_matrix = (_outer_scale(each, group) for each in (a, b))
-        left = Operand(codes=a.codes[rows], scale=scale, quantizer=a.quantizer, outer_scale=outer)
-        right = Operand(codes=b.codes[group], scale=b.scale[group], quantizer=b.quantizer, outer_scale=outer_of_matrix)
-        product[rows] = multiply(left, right.t(), out_dtype, config)
+        left = Quantized(codes=a.codes[rows], scale=scale, quantizer=a.quantizer, outer_scale=_outer_scale(a, group))
+        outer = _outer_scale(b, group)
+        right = Quantized(codes=codes[group], scale=scales[group], quantizer=turned, outer_scale=outer)
+        product[rows] = gemm.multiply(left, right, out_dtype, config)
     return product
 
 
-def every_row(
-    a: GroupedOperand, b: GroupedOperand, offsets: Tensor, out_dtype: torch.dtype, config: GemmConfig
-) -> Tensor:
+def every_row(a: Quantized, b: Quantized, offsets: Tensor, out_dtype: torch.dtype, config: GemmConfig) -> Tensor:
     """As `ONE_BY_ONE` multiplies rows, without reading where groups end: all by each matrix, and some are taken."""
     count = a.codes.shape[0]
     product = a.codes.new_zeros((count, b.codes.shape[1]), dtype=out_dtype)
@@ -67,13 +70,15 @@ def every_row(
     for group, own in enumerate(masks_of_groups(offsets, count)):
         scale = a.scale.index_select(0, first[group : group + 1]) if is_one_block else a.scale
         outer, outer_of_matrix = (_outer_scale(each, group) for each in (a, b))
-        left = Operand(codes=a.codes, scale=scale, quantizer=a.quantizer, outer_scale=outer)
-        right = Operand(codes=b.codes[group], scale=b.scale[group], quantizer=b.quantizer, outer_scale=outer_of_matrix)
+        left = Quantized(codes=a.codes, scale=scale, quantizer=a.quantizer, outer_scale=outer)
+        right = Quantized(
+            codes=b.codes[group], scale=b.scale[group], quantizer=b.quantizer, outer_scale=outer_of_matrix
+        )
         product = torch.where(own, multiply(left, right.t(), out_dtype, config), product)
     return product
 
 
-def _tokens_of_groups(operand: GroupedOperand, offsets: Tensor) -> Iterator[Operand]:
+def _tokens_of_groups(operand: Quantized, offsets: Tensor) -> Iterator[Quantized]:
     """Each group's codes as (tokens, features), in the layout that a layer without groups has them."""
     block = operand.quantizer.block[0]
     for group, (_, columns) in enumerate(spans(offsets, alignment(operand.quantizer))):
@@ -81,12 +86,10 @@ def _tokens_of_groups(operand: GroupedOperand, offsets: Tensor) -> Iterator[Oper
         codes = operand.codes[:, columns].t().contiguous()
         blocks = slice(group, group + 1) if block == -1 else slice(columns.start // block, -(-columns.stop // block))
         outer = _outer_scale(operand, group)
-        yield Operand(codes=codes, scale=operand.scale[blocks], quantizer=operand.quantizer, outer_scale=outer)
+        yield Quantized(codes=codes, scale=operand.scale[blocks], quantizer=operand.quantizer, outer_scale=outer)
 
 
-def _outer(
-    a: GroupedOperand, b: GroupedOperand, offsets: Tensor, out_dtype: torch.dtype, config: GemmConfig
-) -> Tensor:
+def _outer(a: Quantized, b: Quantized, offsets: Tensor, out_dtype: torch.dtype, config: GemmConfig) -> Tensor:
     product = a.codes.new_zeros((offsets.shape[0], a.codes.shape[0], b.codes.shape[0]), dtype=out_dtype)
     groups = zip(_tokens_of_groups(a, offsets), _tokens_of_groups(b, offsets), strict=True)
     for group, (left, right) in enumerate(groups):

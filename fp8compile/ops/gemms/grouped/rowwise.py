@@ -11,9 +11,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from fp8compile.layout.quantized import Quantized
 from fp8compile.ops.gemms.float8 import ALIGNMENT, float8_kind
 from fp8compile.ops.gemms.grouped.float8 import lacks_grouped, padded_features, scaled_outer, scaled_rows
-from fp8compile.ops.gemms.grouped.kernel import GroupedGemm, GroupedOperand
+from fp8compile.ops.gemms.grouped.kernel import GroupedGemm
 from fp8compile.ops.gemms.kernel import GemmProblem
 from fp8compile.ops.groups.layout import alignment, padded_offsets
 from fp8compile.quantizers import GemmConfig, Quantizer
@@ -36,21 +37,19 @@ def _lacks(problem: GemmProblem) -> str | None:
     return None
 
 
-def _feature_scales(operand: GroupedOperand, scale: Tensor, features: int) -> Tensor:
+def _feature_scales(operand: Quantized, scale: Tensor, features: int) -> Tensor:
     """A scale for each feature of each group, (E, features padded); those behind have 1."""
     scales = operand.quantizer.scale_values(scale).expand(scale.shape[0], features)
     return padded_features(scales, (ALIGNMENT,), value=1).contiguous()
 
 
-def _rows(a: GroupedOperand, b: GroupedOperand, offsets: Tensor, out_dtype: torch.dtype, config: GemmConfig) -> Tensor:
+def _rows(a: Quantized, b: Quantized, offsets: Tensor, out_dtype: torch.dtype, config: GemmConfig) -> Tensor:
     rows = a.quantizer.scale_values(a.scale).squeeze(-1).contiguous()
     columns = _feature_scales(b, b.scale.squeeze(-1), b.codes.shape[1])
     return scaled_rows(a, b, rows, columns, offsets, out_dtype, fast_accumulation=config.fast_accumulation)
 
 
-def _outer(
-    a: GroupedOperand, b: GroupedOperand, offsets: Tensor, out_dtype: torch.dtype, config: GemmConfig
-) -> Tensor:
+def _outer(a: Quantized, b: Quantized, offsets: Tensor, out_dtype: torch.dtype, config: GemmConfig) -> Tensor:
     # one group's features after the other's
     scales = [_feature_scales(each, each.scale, each.codes.shape[0]).view(-1) for each in (a, b)]
     ends = padded_offsets(offsets, alignment(a.quantizer))

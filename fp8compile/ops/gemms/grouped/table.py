@@ -8,8 +8,9 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from fp8compile.layout.quantized import Quantized
 from fp8compile.ops.gemms.grouped.blockwise import BLOCKWISE
-from fp8compile.ops.gemms.grouped.kernel import REGISTERED_GROUPED, GroupedGemm, GroupedOperand
+from fp8compile.ops.gemms.grouped.kernel import REGISTERED_GROUPED, GroupedGemm
 from fp8compile.ops.gemms.grouped.mx import MX
 from fp8compile.ops.gemms.grouped.nvfp4 import NVFP4
 from fp8compile.ops.gemms.grouped.one_by_one import ONE_BY_ONE
@@ -62,7 +63,7 @@ def selected_grouped_gemm(
     return _selected(a, b, target_of(device), out_dtype, config)
 
 
-Multiply = Callable[[GroupedOperand, GroupedOperand, Tensor, torch.dtype, GemmConfig], Tensor]
+Multiply = Callable[[Quantized, Quantized, Tensor, torch.dtype, GemmConfig], Tensor]
 
 
 def register_grouped_gemm(
@@ -87,7 +88,7 @@ def register_grouped_gemm(
         takes: ``(a, b) -> bool``, of two quantizers over (m, k) and (k, n) of one group, as of `register_gemm`.
         lacks: ``(problem) -> str | None``, as of `register_gemm`.
         rows: ``(a, b, offsets, out_dtype, config) -> Tensor``: each row of a (R, K) by the matrix of its group, of b
-            (E, N, K): (R, N), zeros behind the last group. `GroupedOperand` says how codes and scales lie.
+            (E, N, K): (R, N), zeros behind the last group. `Quantized` says how codes and scales lie.
         outer: ``(a, b, offsets, out_dtype, config) -> Tensor``: over the tokens of each group, of a (N, C) and b
             (K, C): (E, N, K), zeros for a group without.
         detail: How it runs, in a few words.

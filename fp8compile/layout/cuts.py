@@ -26,7 +26,17 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn.functional import pad
 
-__all__ = ["AxisBlocks", "DimSharding", "Sharding", "axis_blocks", "chunk_sizes", "split_axes"]
+__all__ = [
+    "COLUMNS",
+    "ROWS",
+    "SIDES",
+    "AxisBlocks",
+    "DimSharding",
+    "Sharding",
+    "axis_blocks",
+    "chunk_sizes",
+    "split_axes",
+]
 
 
 @dataclass(frozen=True)
@@ -83,11 +93,14 @@ def chunk_sizes(total: int, ranks: int) -> tuple[int, ...]:
 
 
 Sharding = tuple[DimSharding | None, ...]
+ROWS, COLUMNS = SIDES = (-2, -1)  # dims of a matrix, and of each in a stack
 
 
 @dataclass(frozen=True)
 class AxisBlocks:
-    """Rows or columns of a rank's matrix, among the blocks of the whole one.
+    """Rows or columns of a rank's matrix, or of each matrix of its stack, among the blocks of the whole one.
+
+    Methods take the dim of the matrix or the grid that this side is, ``ROWS`` or ``COLUMNS``.
 
     Attributes:
         kind: ``"aligned"``, ``"spanning"`` or ``"split"``, as the head of this file has it.
@@ -139,7 +152,7 @@ class AxisBlocks:
             shape[dim] = self.total
             return matrix.new_zeros(shape).index_copy(dim, self._positions(matrix.device), matrix)
         before = 0 if self.kind == "aligned" else self.first % self.block
-        return pad(matrix, (0, 0, before, 0) if dim == 0 else (before, 0)) if before else matrix
+        return pad(matrix, (0, 0, before, 0) if dim == ROWS else (before, 0)) if before else matrix
 
     def extract(self, window: Tensor, dim: int) -> Tensor:
         """This rank's elements of a window."""
@@ -175,7 +188,7 @@ class AxisBlocks:
             blocks = self._positions(grid.device)[:: self.block] // self.block
             return grid.new_zeros(shape).index_copy(dim, blocks, grid)
         after = every - first - count
-        return pad(grid, (0, 0, first, after) if dim == 0 else (first, after)) if first or after else grid
+        return pad(grid, (0, 0, first, after) if dim == ROWS else (first, after)) if first or after else grid
 
     def window(self, grid: Tensor, dim: int) -> Tensor:
         """The grid of this rank's window, of that of the whole."""
@@ -213,19 +226,22 @@ def _side(dims: range, shape: Sequence[int], cuts: Sharding, block: int) -> Axis
     return AxisBlocks("split" if cut else "aligned", groups, block, sizes)
 
 
-def axis_blocks(shape: Sequence[int], cuts: Sharding, block: tuple[int, int]) -> tuple[AxisBlocks, AxisBlocks]:
-    """Rows and columns of a rank's matrix.
+def axis_blocks(
+    shape: Sequence[int], cuts: Sharding, block: tuple[int, int], batch: int = 0
+) -> tuple[AxisBlocks, AxisBlocks]:
+    """Rows and columns of a rank's matrix, or of each matrix of its stack.
 
     Args:
-        shape: Of the rank's part, any rank of dims from 1.
+        shape: Of the rank's part, any number of dims from 1.
         cuts: Of the tensor.
-        block: Over the (M, K) view of the whole.
+        block: Over the (M, K) view of the whole, or of each matrix.
+        batch: Number of leading dims over which matrices are stacked: cuts of those cut no blocks.
     """
     last = len(shape) - 1
-    return _side(range(last), shape, cuts, block[0]), _side(range(last, last + 1), shape, cuts, block[1])
+    return _side(range(batch, last), shape, cuts, block[0]), _side(range(last, last + 1), shape, cuts, block[1])
 
 
-def split_axes(shape: Sequence[int], cuts: Sharding, block: tuple[int, int]) -> tuple[bool, bool]:
+def split_axes(shape: Sequence[int], cuts: Sharding, block: tuple[int, int], batch: int = 0) -> tuple[bool, bool]:
     """Whether ranks cut through blocks along rows, and along columns; arguments as `axis_blocks` has them."""
-    rows, columns = axis_blocks(shape, cuts, block)
+    rows, columns = axis_blocks(shape, cuts, block, batch)
     return rows.kind == "split", columns.kind == "split"

@@ -1,0 +1,64 @@
+"""Which recipes quantize groups of tokens each for itself, and why others can't."""
+
+from __future__ import annotations
+
+from fp8compile import _compat
+from fp8compile.quantizers import GEMMS, Gemm, Quantizer, Recipe
+
+__all__ = ["check_cut_of_groups", "check_recipe_of_groups"]
+
+OUTPUT, GRAD_INPUT, GRAD_WEIGHT = GEMMS
+
+
+def _check_slot(slot: str, quantizer: Quantizer, allowed: bool, blocks: str) -> None:
+    if not allowed:
+        raise ValueError(
+            f"grouped_linear: {slot} has block {quantizer.block}, and groups of tokens begin anywhere: it is {blocks}."
+        )
+
+
+def check_recipe_of_groups(recipe: Recipe) -> None:
+    """Raise a ValueError if a recipe can't quantize groups of tokens each for itself."""
+    if _compat.is_stand_in(recipe):
+        return  # PyTorch 2.11 traces no method of a recipe
+    if recipe.history():
+        raise ValueError(
+            "grouped_linear: the recipe has delayed scaling, which remembers one amax a tensor: groups would share a "
+            "scale, and one without tokens has no amax. Take a recipe with current scaling."
+        )
+    for gemm in GEMMS:
+        for slot, quantizer in zip((gemm.a, gemm.b), recipe.quantizers(gemm) or (), strict=False):
+            _check_quantizer_of_groups(gemm, slot, quantizer)
+
+
+def _check_quantizer_of_groups(gemm: Gemm, slot: str, quantizer: Quantizer) -> None:
+    if quantizer.unpacked() is None:
+        raise ValueError(
+            f"grouped_linear: {slot} packs codes of several values in a byte, by {quantizer!r}, and groups begin "
+            "anywhere. Let its unpacked() return a quantizer of the same codes, one a byte."
+        )
+    # of two levels a group is quantized as if it were alone, noise and all
+    if getattr(quantizer, "rounding", "nearest") != "nearest" and not quantizer.has_outer_scale():
+        raise ValueError(
+            f"grouped_linear: {slot} rounds stochastically, by noise of an element's place, which "
+            "depends on other groups. Take rounding='nearest'."
+        )
+    rows, columns = quantizer.block
+    if gemm is GRAD_WEIGHT:
+        is_allowed = (columns == 1 and rows != 1) or quantizer.block == (-1, -1)
+        _check_slot(slot, quantizer, is_allowed, "(-1, -1), (-1, 1) or (n, 1)")
+    elif slot in (OUTPUT.a, GRAD_INPUT.a):
+        is_allowed = rows == 1 or quantizer.block == (-1, -1)
+        _check_slot(slot, quantizer, is_allowed, "(-1, -1), (1, -1) or (1, n)")
+
+
+def check_cut_of_groups(recipe: Recipe, ranks: int) -> None:
+    """Raise a ValueError if ranks share each matrix, and its outer scale would be of several ranks."""
+    if ranks == 1 or _compat.is_stand_in(recipe):
+        return
+    if any(quantizer.has_outer_scale() for gemm in GEMMS for quantizer in recipe.quantizers(gemm) or ()):
+        raise ValueError(
+            "grouped_linear: ranks share each expert's matrix, and the recipe has two levels of scales, whose outer "
+            "one would be of several ranks. Spread whole experts over ranks (expert parallel), or take a recipe with "
+            "one level, such as fp8compile.recipes.mxfp8()."
+        )

@@ -1,0 +1,186 @@
+"""A linear layer: its three products, its derivative and what tracing sees, for every placement.
+
+    output       y  = x @ w^T + b
+    grad_input   dx = dy @ w
+    grad_weight  dw = dy^T @ x
+
+Each is taken apart into amax, scale, cast and scaled_mm: by its kernel in eager mode, by its decomposition under
+Inductor, and wherever else someone needs to look inside. Saved for backward are x and w as they came, and only if a
+gradient needs them: which codes the backward wants depends on the recipe, and under Inductor the two casts of one
+tensor become one read of it. If codes have four bits, eager mode saves those in place of x (`kept_input`). The bias is
+added in the dtype of the output; if the output stays in high precision, by `torch.addmm`, as ``nn.Linear`` does.
+
+Rows of groups (``ends``) are multiplied each by the matrix of its group; what is behind the last group is never read,
+and is zeros in y and in dx.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+from torch import Tensor
+
+from fp8compile import _compat
+from fp8compile.layout.packing import with_a_code_a_byte
+from fp8compile.layout.quantized import Plain, TensorLayout
+from fp8compile.ops.groups.layout import group_to_read, zero_behind
+from fp8compile.ops.layer.check_groups import check_recipe_of_groups
+from fp8compile.ops.layer.kept_input import Kept, keep_input, kept_input_as_quantized
+from fp8compile.ops.layer.operands import GRAD_INPUT, GRAD_WEIGHT, OUTPUT, STEPS, Operands, Phase
+from fp8compile.ops.layer.placements import Placement
+from fp8compile.ops.layer.products import as_read, multiply_parts
+from fp8compile.ops.quantize_both import is_pair
+from fp8compile.quantizers import Gemm, Quantizer, Recipe
+from fp8compile.quantizers.blocks import as_matrix
+
+__all__ = [
+    "check",
+    "for_gradients_of",
+    "for_trained_weight",
+    "grad_input",
+    "grad_weight",
+    "grad_weight_of_codes",
+    "keep",
+    "output",
+]
+
+
+def _operands(recipe: Recipe, phase: Phase, ends: Tensor | None, given: dict[str, Any]) -> Operands:
+    return Operands(recipe if ends is None else with_a_code_a_byte(recipe), phase, **given)
+
+
+def _part(tokens: Tensor, layout: TensorLayout) -> Plain:
+    """Tokens as a product takes them: a matrix, unless ranks cut one of their dims."""
+    return Plain(tokens if layout.cuts else as_matrix(tokens), layout)
+
+
+def check(x: Tensor, ends: Tensor | None, place: Placement, recipe: Recipe) -> None:
+    """Raise a ValueError if this recipe, or this state, is none for such a layer."""
+    # in the op, for PyTorch 2.11 traces no method of a recipe
+    place.check(x, recipe)
+    if ends is not None:
+        check_recipe_of_groups(recipe)
+
+
+# ---------------------------------------------------------------------------------- the three products
+
+
+def output(
+    phase: Phase,
+    x: Tensor,
+    weight: Tensor,
+    ends: Tensor | None,
+    bias: Tensor | None,
+    place: Placement,
+    recipe: Recipe,
+    codes: dict[str, Any] | None = None,
+) -> Any:
+    """The output; with a state also what of it was used, and amaxes.
+
+    Args:
+        phase: Who takes the steps.
+        x: The input.
+        weight: As the layer holds it.
+        ends: Of the groups of rows, or None.
+        bias: Of the layer, or None.
+        place: Where they lie.
+        recipe: Of the layer.
+        codes: Arguments of `Operands` for a weight that is quantized already.
+    """
+    check(x, ends, place, recipe)
+    layouts = place.layouts(x.ndim, ends)
+    operands, beside = _operands(recipe, phase, ends, {**place.given(), **(codes or {})}), None
+    weight = place.cast(weight, x.dtype)
+    if place.has_state:
+        operands, beside = place.begin(x, weight, operands)
+    own_bias = None if bias is None or ends is not None else Plain(bias, layouts.bias)
+    parts = _part(x, layouts.input), Plain(weight, layouts.weight)
+    y = place.finish(multiply_parts(OUTPUT, *parts, operands, own_bias), layouts.output, x.shape)
+    if bias is not None and ends is not None:
+        y = zero_behind(y + as_read(bias, phase)[group_to_read(ends, y.shape[0])], ends)
+    return y if beside is None else (y, *beside)
+
+
+def grad_input(
+    phase: Phase,
+    grad_output: Tensor,
+    weight: Tensor,
+    ends: Tensor | None,
+    place: Placement,
+    recipe: Recipe,
+    codes: dict[str, Any] | None = None,
+) -> Tensor:
+    """The gradient of the input; arguments as `output` has them."""
+    layouts = place.layouts(grad_output.ndim, ends)
+    operands = _operands(recipe, phase, ends, {**place.given(), **(codes or {})})
+    parts = _part(grad_output, layouts.output), Plain(place.cast(weight, grad_output.dtype), layouts.weight)
+    return place.finish(multiply_parts(GRAD_INPUT, *parts, operands), layouts.input, grad_output.shape)
+
+
+def grad_weight(
+    phase: Phase, grad_output: Tensor, x: Tensor, ends: Tensor | None, place: Placement, recipe: Recipe
+) -> Tensor:
+    """The gradient of the weight, from the input."""
+    layouts = place.layouts(x.ndim, ends)
+    operands = _operands(recipe, phase, ends, place.given())
+    parts = _part(grad_output, layouts.output), _part(x, layouts.input)
+    return place.reduced(multiply_parts(GRAD_WEIGHT, *parts, operands).local, phase)
+
+
+def grad_weight_of_codes(
+    phase: Phase, grad_output: Tensor, kept: Kept, ends: Tensor | None, place: Placement, recipe: Recipe
+) -> Tensor:
+    """The gradient of the weight, from the codes of the input that `keep` made."""
+    layouts = place.layouts(grad_output.ndim, ends)
+    grad = _part(grad_output, layouts.output)
+    quantizer = recipe.quantizer_read(GRAD_WEIGHT.b)
+    found = kept_input_as_quantized(kept, quantizer, layouts.input, grad.local.shape[0])
+    operands = _operands(recipe, phase, ends, {**place.given(), "input": found})
+    x = Plain(found.codes, layouts.input)
+    return place.reduced(multiply_parts(GRAD_WEIGHT, grad, x, operands).local, phase)
+
+
+def keep(phase: Phase, x: Tensor, ends: Tensor | None, place: Placement, quantizer: Quantizer) -> Kept:
+    """Codes of the input for grad_weight, their scales and the outer scale."""
+    return keep_input(Plain(x, place.layouts(x.ndim, ends).input), quantizer, STEPS[phase])
+
+
+# ---------------------------------------------------------------------------------- what a backward needs
+
+
+@cache
+def _for_one_gradient(recipe: Recipe, gemm: Gemm) -> Recipe:
+    """The recipe without the other gradient's GEMM, if it would have grad_output quantized for both."""
+    if not is_pair(recipe.grad_output, recipe.grad_output_for_grad_weight):
+        return recipe
+    other = GRAD_INPUT if gemm is GRAD_WEIGHT else GRAD_WEIGHT
+    kept = recipe.keep_weight_codes and gemm is GRAD_INPUT
+    return replace(recipe, **{other.a: None, other.b: None}, keep_weight_codes=kept)
+
+
+def for_gradients_of(recipe: Recipe, *, x: bool, weight: bool) -> Recipe:
+    """The recipe for a backward that makes these gradients."""
+    if (x and weight) or _compat.is_stand_in(recipe):
+        return recipe
+    return _for_one_gradient(recipe, GRAD_INPUT if x else GRAD_WEIGHT)
+
+
+@cache
+def _without_grad_weight(recipe: Recipe) -> Recipe:
+    return replace(recipe, grad_output_for_grad_weight=None, input_for_grad_weight=None)
+
+
+def for_trained_weight(needs_input_grad: Sequence[bool], args: Sequence[Any]) -> Sequence[Any]:
+    """Arguments of a layer: the forward of a frozen weight makes no codes for a gradient that nobody takes.
+
+    Args:
+        needs_input_grad: Of each argument; the second is the weight.
+        args: Those of the op, the recipe last.
+    """
+    *others, recipe = args
+    if needs_input_grad[1] or _compat.is_stand_in(recipe) or recipe.dequantized_gradients:
+        return args
+    return *others, _without_grad_weight(recipe)

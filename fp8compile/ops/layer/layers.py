@@ -1,0 +1,83 @@
+"""The linear layers that stand in graphs, whatever their recipe: one op for each product and each placement.
+
+    linear                    all of it is here
+    delayed_linear            with the state of delayed scaling
+    sharded_linear            a rank of a group has a part of the weight, and maybe of the tokens
+    fsdp_linear               ranks of FSDP share the weight's rows, and gather them as codes
+    fsdp_delayed_linear       the same with delayed scaling
+    grouped_linear            each row by the matrix of its group, such as experts' tokens
+    sharded_grouped_linear    a rank of a group has a part of each matrix
+    fsdp_grouped_linear       ranks of FSDP share out the matrices
+
+A new placement is a class in `placements` and a line here.
+"""
+
+from __future__ import annotations
+
+from fp8compile.ops.groups.grouped_mm import grouped_mm
+from fp8compile.ops.groups.scaled_grouped_mm import scaled_grouped_mm
+from fp8compile.ops.layer import placements, samples, stateful_placements
+from fp8compile.ops.layer.register_layer import LAYER_OPS, OPS_OF_LAYERS, Layer, register_layer
+from fp8compile.ops.scaled_mm import scaled_mm
+from fp8compile.quantizers import GEMMS
+
+__all__ = ["GEMM_OPS", "LAYERS", "LAYER_OPS", "OPS_OF_LAYERS"]
+
+LINEAR = register_layer("", placements.Whole, samples.linear_samples)
+GROUPED = register_layer("grouped_", placements.WholeGroups, samples.grouped_samples, ends=True)
+DELAYED = register_layer(
+    "delayed_",
+    stateful_placements.Delayed,
+    samples.delayed_samples,
+    for_grad_input=stateful_placements.DelayedForGradient,
+    for_grad_weight=stateful_placements.DelayedForGradient,
+    keep=LINEAR.keep,
+)
+SHARDED = register_layer("sharded_", placements.CutOverGroup, samples.sharded_samples)
+SHARDED_GROUPED = register_layer(
+    "sharded_grouped_", placements.GroupsCutOverGroup, samples.sharded_grouped_samples, ends=True
+)
+FSDP = register_layer(
+    "fsdp_",
+    placements.RowsOverFsdp,
+    samples.fsdp_samples,
+    for_grad_input=placements.RowsOverFsdpForGradInput,
+    for_grad_weight=placements.RowsOverFsdpForGradWeight,
+    keep=LINEAR.keep,
+)
+FSDP_DELAYED = register_layer(
+    "fsdp_delayed_", stateful_placements.DelayedOverFsdp, samples.fsdp_delayed_samples, gradients=FSDP
+)
+FSDP_GROUPED = register_layer(
+    "fsdp_grouped_",
+    placements.GroupsOverFsdp,
+    samples.fsdp_grouped_samples,
+    for_grad_weight=placements.GroupsOverFsdpForGradWeight,
+    ends=True,
+    keep=GROUPED.keep,
+)
+LAYERS: tuple[Layer, ...] = (
+    LINEAR, DELAYED, SHARDED, FSDP, FSDP_DELAYED, GROUPED, SHARDED_GROUPED, FSDP_GROUPED,
+)  # fmt: skip
+
+# as fp8compile.ops has them
+linear, grad_input, grad_weight = LINEAR.output, LINEAR.grad_input, LINEAR.grad_weight
+kept_input, grad_weight_of_codes = LINEAR.keep, LINEAR.grad_weight_of_codes
+delayed_linear = DELAYED.output
+delayed_grad_input, delayed_grad_weight = DELAYED.grad_input, DELAYED.grad_weight
+sharded_linear = SHARDED.output
+sharded_grad_input, sharded_grad_weight = SHARDED.grad_input, SHARDED.grad_weight
+fsdp_linear, fsdp_delayed_linear = FSDP.output, FSDP_DELAYED.output
+fsdp_grad_input, fsdp_grad_weight = FSDP.grad_input, FSDP.grad_weight
+grouped_linear = GROUPED.output
+grouped_grad_input, grouped_grad_weight = GROUPED.grad_input, GROUPED.grad_weight
+sharded_grouped_linear = SHARDED_GROUPED.output
+sharded_grouped_grad_input = SHARDED_GROUPED.grad_input
+sharded_grouped_grad_weight = SHARDED_GROUPED.grad_weight
+fsdp_grouped_linear = FSDP_GROUPED.output
+fsdp_grouped_grad_input = FSDP_GROUPED.grad_input
+fsdp_grouped_grad_weight = FSDP_GROUPED.grad_weight
+
+# What a policy of selective activation checkpointing names to keep the products: where a plain model has aten.mm, a
+# converted one has fp8compile::linear or another of these, and never aten._scaled_mm.
+GEMM_OPS = (*(op for op, gemm in LAYER_OPS.items() if gemm is GEMMS[0]), scaled_mm, scaled_grouped_mm, grouped_mm)

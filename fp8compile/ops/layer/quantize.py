@@ -1,0 +1,459 @@
+"""Quantize what a rank has of a tensor as the whole tensor would be: by the same codes and scales.
+
+    a matrix, rows of tokens    amax -> scale -> cast over its blocks
+    a stack of matrices         each as if it were alone: all of them are one matrix, whose blocks end where theirs do
+    a part of either            ranks that have elements of the same block, or of a whole with an outer scale,
+                                exchange its amax first
+
+An amax, a multiplier and a scale are grids of one value a block; of a stack (E, rows of blocks, columns of blocks).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from fp8compile import _compat, inductor
+from fp8compile.layout.cuts import SIDES, AxisBlocks, DimSharding, Sharding, axis_blocks, split_axes
+from fp8compile.layout.packing import one_a_byte
+from fp8compile.layout.quantized import Plain, Quantized, TensorLayout
+from fp8compile.ops.amax import amax
+from fp8compile.ops.collectives import all_reduce_amax
+from fp8compile.ops.dequantize import dequantize
+from fp8compile.ops.inductor_hints import realize
+from fp8compile.ops.layer.over_ranks import as_operand, check_not_packed
+from fp8compile.ops.quantization_steps import OPS_OF_STEPS, PYTHON_OF_STEPS, Steps
+from fp8compile.quantizers import Quantizer, TwoLevelScaling
+from fp8compile.quantizers.blocks import as_matrix
+
+Scales = tuple[Tensor, Tensor, Tensor | None]  # multiplier, scale, and of two levels the outer scale
+
+__all__ = [
+    "OPS_OF_STEPS",
+    "PYTHON_OF_STEPS",
+    "Scales",
+    "Steps",
+    "cast_part",
+    "dequantized",
+    "in_whole_blocks",
+    "is_aligned",
+    "is_cut_within",
+    "local_scales",
+    "outer_amax_of",
+    "part_amax",
+    "positions",
+    "quantize_part",
+    "scales_of",
+    "whole_amax",
+]
+
+# ---------------------------------------------------------------------------------- stacks as one matrix
+
+
+def in_whole_blocks(stack: Tensor, rows: int) -> Tensor:
+    """(E, N, K) with zeros behind each matrix, to the next multiple of ``rows``: no block has rows of two matrices."""
+    missing = -stack.shape[1] % rows
+    return pad(stack, (0, 0, 0, missing)) if missing else stack
+
+
+def _in_own_blocks(stack: Tensor, quantizer: Quantizer) -> tuple[Tensor, Quantizer]:
+    """A stack in whole blocks, and what quantizes each of its matrices when all of them are one matrix."""
+    rows, columns = quantizer.block
+    if rows != -1:
+        return in_whole_blocks(stack, rows), quantizer
+    if stack.shape[1] == 0:  # a block has an amax, of nothing too
+        stack = pad(stack, (0, 0, 0, 1))
+    return stack, replace(quantizer, block=(stack.shape[1], columns))
+
+
+def _amax_of_matrices(window: Tensor, quantizer: Quantizer, batch: int, amax: Callable[..., Tensor]) -> Tensor:
+    """The grid of a matrix, or of each matrix of a stack."""
+    if not batch:
+        return amax(window, quantizer)
+    stack, own = _in_own_blocks(window, quantizer)
+    return amax(stack.flatten(0, 1), own).view(window.shape[0], *quantizer.scale_shape(window.shape[1:]))
+
+
+def _by_blocks(window: Tensor, grid: Tensor, quantizer: Quantizer, compute: Callable[..., Tensor]) -> Tensor:
+    """What is computed of each element of a stack (E, N, K) and of the value of its block in a grid.
+
+    Args:
+        window: The stack, in whole blocks of columns.
+        grid: (E, rows of blocks, columns of blocks).
+        quantizer: Of each matrix.
+        compute: ``(matrix, grid, quantizer) -> matrix``.
+    """
+    stack, own = _in_own_blocks(window, quantizer)
+    matrix = stack.flatten(0, 1)
+    found = compute(matrix, grid.reshape(own.scale_shape(matrix.shape)), own)
+    per_byte = matrix.shape[0] // found.shape[0] if found.shape[0] else 1  # rows that share one
+    found = found.view(stack.shape[0], stack.shape[1] // per_byte, found.shape[1])
+    return found if stack is window else found[:, : window.shape[1] // per_byte]
+
+
+# ---------------------------------------------------------------------------------- windows of ranks
+
+
+def _sides(part: Plain, quantizer: Quantizer) -> tuple[AxisBlocks, AxisBlocks]:
+    return axis_blocks(part.local.shape, part.cuts, quantizer.block, part.layout.batch)
+
+
+def _window(part: Plain, sides: tuple[AxisBlocks, AxisBlocks]) -> Tensor:
+    """The part; or if it cuts blocks, its matrices in whole blocks, with zeros around."""
+    if all(side.kind != "split" for side in sides):
+        return part.local
+    window = part.local if part.layout.batch else as_matrix(part.local)
+    for dim, side in zip(SIDES, sides, strict=True):
+        window = side.embed(window, dim) if side.kind == "split" else window
+    return window
+
+
+def _extracted(codes: Tensor, part: Plain, sides: tuple[AxisBlocks, AxisBlocks]) -> Tensor:
+    """The part's own codes, of those of its window."""
+    if all(side.kind != "split" for side in sides):
+        return codes
+    for dim, side in zip(SIDES, sides, strict=True):
+        codes = side.extract(codes, dim) if side.kind == "split" else codes
+    return codes.reshape(part.local.shape)
+
+
+# ---------------------------------------------------------------------------------- amaxes
+
+
+def part_amax(part: Plain, quantizer: Quantizer) -> Tensor:
+    """The amax of the blocks of a part, over all ranks that have elements of them: see `quantize_part`."""
+    return _window_and_amax(part, quantizer, OPS_OF_STEPS)[1]
+
+
+def _check_part(part: Plain, quantizer: Quantizer) -> None:
+    batch = part.layout.batch
+    if any(part.cuts) or batch:
+        shape = part.local.shape[batch:]
+        check_not_packed(quantizer, quantizer.codes_shape(shape), shape)
+
+
+def _check_transform(part: Plain, quantizer: Quantizer) -> None:
+    """Raise a ValueError if neighbours that are transformed together lie on several ranks, or are too few."""
+    if not (group := len(quantizer.transform())):
+        return
+    tokens = quantizer.block[0] == group
+    side = _sides(part, quantizer)[0 if tokens else 1]
+    if side.kind == "split" or not _compat.statically_true(side.total % group == 0):  # on all ranks or on none
+        raise ValueError(
+            f"a layer on ranks transforms {'tokens' if tokens else 'features'} {group} at a time, and this rank has "
+            f"{side.length} of {side.total}. Let each rank have multiples of {group}, or take a recipe without a "
+            "transform, as fp8compile.recipes.nvfp4(hadamard=()) is."
+        )
+
+
+def _window_and_amax(
+    part: Plain, quantizer: Quantizer, steps: Steps, local_amax: Tensor | None = None
+) -> tuple[Tensor, Tensor, tuple[AxisBlocks, AxisBlocks]]:
+    _check_part(part, quantizer)
+    return _window_and_amax_over_ranks(part.local, local_amax, part.cuts, part.layout.batch, quantizer, steps.amax)
+
+
+# Ranks make their windows by other ops, or none. Shared as one, forward and backward send alike on all of them.
+@inductor.once_a_graph
+def _window_and_amax_over_ranks(
+    local: Tensor,
+    local_amax: Tensor | None,
+    cuts: Sharding,
+    batch: int,
+    quantizer: Quantizer,
+    amax: Callable[..., Tensor],
+) -> tuple[Tensor, Tensor, tuple[AxisBlocks, AxisBlocks]]:
+    part = Plain(local, TensorLayout(cuts, batch))
+    sides = _sides(part, quantizer)
+    window = _window(part, sides)
+    found = _amax_of_matrices(window, quantizer, batch, amax) if local_amax is None else local_amax
+    for dim, side in zip(SIDES, sides, strict=True):
+        found = side.widen(found, dim) if side.kind == "split" else found
+    for group in dict.fromkeys(group for side in sides if side.kind != "aligned" for group in side.groups):
+        found = found if group is None else all_reduce_amax(found, group)
+    return window, found, sides
+
+
+def whole_amax(part: Plain, quantizer: Quantizer) -> Tensor:
+    """What this rank knows of the amaxes of the whole: their maximum over all ranks is the amax of every block.
+
+    With it, ranks reduce the amaxes of many tensors in one message, and each then has the scales of all blocks.
+
+    Args:
+        part: Of a matrix or of a stack.
+        quantizer: How it, or each matrix, will be quantized.
+
+    Returns:
+        The grid of the whole, float32; 0 where this rank has no element of a block.
+    """
+    quantizer, batch = quantizer.unpacked() or quantizer, part.layout.batch
+    sides = _sides(part, quantizer)
+    _check_part(part, quantizer)
+    _check_transform(part, quantizer)
+    found = _amax_of_matrices(_window(part, sides), quantizer, batch, amax)
+    for dim, side in zip(SIDES, sides, strict=True):
+        found = found if side.block == -1 else side.widen(found, dim)
+    if (cut := _cut_of_matrices(part)) is not None:
+        found = pad(found, (0, 0, 0, 0, cut.start, cut.total - cut.start - cut.length))
+    return found
+
+
+def _cut_of_matrices(part: Plain) -> DimSharding | None:
+    """How ranks share out the matrices of a stack, if they do."""
+    return next((cut for cut in part.cuts if cut is not None and cut.dim < part.layout.batch), None)
+
+
+# ---------------------------------------------------------------------------------- scales
+
+
+def _takes_all_matrices(quantizer: Quantizer) -> bool:
+    """Whether the rules of its two levels take an outer amax for each matrix; another package's take that of one."""
+    return type(quantizer) is TwoLevelScaling
+
+
+def outer_amax_of(amaxes: Tensor, quantizer: Quantizer, steps: Steps = OPS_OF_STEPS) -> Tensor:
+    """The amax of a matrix, (1,) float32, or of each matrix of a stack, (E,), from the grid of its blocks."""
+    if amaxes.ndim == 2:
+        return steps.outer_amax(amaxes, quantizer)
+    if _takes_all_matrices(quantizer):
+        return amaxes.amax((1, 2)) if amaxes.numel() else amaxes.new_zeros(len(amaxes))
+    return torch.cat([amaxes.new_empty(0), *(steps.outer_amax(each, quantizer) for each in amaxes)])
+
+
+def scales_of(
+    amaxes: Tensor,
+    quantizer: Quantizer,
+    steps: Steps = OPS_OF_STEPS,
+    cuts: Sharding = (),
+    outer_amax: Tensor | None = None,
+) -> Scales:
+    """Multiplier, scale and outer scale, from amaxes.
+
+    Args:
+        amaxes: The grid of a matrix or of a stack, of the whole or of a part.
+        quantizer: Of each matrix.
+        steps: By which steps.
+        cuts: Of the part, if ranks have to reduce the outer amax first.
+        outer_amax: Of each whole matrix, if ranks know it already: then they reduce none.
+    """
+    if not quantizer.has_outer_scale():
+        return *steps.scale(amaxes, quantizer), None
+    if outer_amax is None:
+        outer_amax = outer_amax_of(amaxes, quantizer, steps)
+        for cut in cuts:
+            is_shared = cut is not None and cut.dim >= amaxes.ndim - 2
+            outer_amax = all_reduce_amax(outer_amax, cut.group) if is_shared else outer_amax
+    if amaxes.ndim == 2:
+        return steps.two_scales(amaxes, outer_amax, quantizer)
+    return _two_scales_of_stack(amaxes, outer_amax, quantizer, steps)
+
+
+def _two_scales_of_stack(amaxes: Tensor, outer_amax: Tensor, quantizer: Quantizer, steps: Steps) -> Scales:
+    if not len(amaxes):
+        return amaxes, amaxes.to(quantizer.scale_dtype()), outer_amax
+    if _takes_all_matrices(quantizer):
+        stored = realize if _compat.is_traced(amaxes) else lambda values: values
+        outer_amax = outer_amax.view(-1, 1, 1)
+        outer_scale = stored(quantizer.outer_scale(outer_amax))
+        scale = quantizer.block_scale(amaxes, outer_amax)
+        return stored(quantizer.block_multiplier(scale, outer_scale)), scale, outer_scale.flatten()
+    pairs = zip(amaxes, outer_amax.split(1), strict=True)
+    multipliers, scales, outer_scales = zip(*(steps.two_scales(*pair, quantizer) for pair in pairs), strict=True)
+    return torch.stack(multipliers), torch.stack(scales), torch.cat(outer_scales)
+
+
+def local_scales(scales: Tensor, shape: Sequence[int], cuts: Sharding, quantizer: Quantizer, batch: int = 0) -> Tensor:
+    """Scales of a rank's part, of those of the whole tensor; along an axis that splits blocks all of them.
+
+    Args:
+        scales: The grid of the whole.
+        shape: Of the rank's part.
+        cuts: Of the tensor.
+        quantizer: Its quantizer.
+        batch: Number of leading dims over which matrices are stacked.
+    """
+    for dim, side in zip(SIDES, axis_blocks(shape, cuts, quantizer.block, batch), strict=True):
+        scales = side.window(scales, dim) if side.kind == "aligned" and side.block != -1 else scales
+    return scales
+
+
+# ---------------------------------------------------------------------------------- codes
+
+
+def positions(part: Plain, quantizer: Quantizer) -> tuple[Tensor, ...]:
+    """Rows and columns of a part in the whole, as `fp8compile.ops.cast` takes them, if codes depend on them."""
+    return _positions(_sides(part, quantizer), quantizer, part)
+
+
+def _positions(sides: tuple[AxisBlocks, AxisBlocks], quantizer: Quantizer, part: Plain) -> tuple[Tensor, ...]:
+    """Where the rows and columns of the window are in the whole, or in each whole matrix of a stack."""
+    if quantizer.is_local():
+        return ()
+    rows, columns = (side.window_positions(part.local.device) for side in sides)
+    return rows * sides[1].total, columns
+
+
+def _cast(
+    window: Tensor, multiplier: Tensor, quantizer: Quantizer, batch: int, steps: Steps, where: tuple[Tensor, ...]
+) -> Tensor:
+    """Codes of a window, by the grid of its multipliers."""
+    if not batch:
+        return steps.cast(window, multiplier, quantizer, *where)
+
+    def cast(matrix: Tensor, grid: Tensor, own: Quantizer) -> Tensor:
+        places = ()
+        if where:  # noise is that of a place in its own matrix
+            rows, columns = where
+            per_matrix = matrix.shape[0] // window.shape[0]
+            rows = rows.new_zeros(per_matrix) if not len(rows) else pad(rows, (0, per_matrix - len(rows)))
+            places = rows.repeat(window.shape[0]), columns
+        return steps.cast(matrix, grid, own, *places)
+
+    return _by_blocks(window, multiplier, quantizer, cast)
+
+
+def is_cut_within(part: Plain) -> bool:
+    """Whether ranks share matrices, and not only share them out."""
+    return any(cut is not None and cut.dim >= part.layout.batch for cut in part.cuts)
+
+
+def is_aligned(part: Plain, quantizer: Quantizer) -> bool:
+    """Whether all blocks that a part has elements of are its own, so that ranks need not talk to quantize it."""
+    return not is_cut_within(part) or all(side.kind == "aligned" for side in _sides(part, quantizer))
+
+
+def quantize_part(
+    part: Plain,
+    quantizer: Quantizer,
+    steps: Steps = OPS_OF_STEPS,
+    *,
+    local_amax: Tensor | None = None,
+    whole_amax: Tensor | None = None,
+) -> Quantized:
+    """Quantize a part as the whole tensor would be, by the same codes and scales.
+
+    Args:
+        part: Of a matrix, of rows, or of a stack. All ranks of its groups call this with theirs.
+        quantizer: Of the matrix, or of each.
+        steps: By which steps.
+        local_amax: The grid of the part's own elements, if it is known and no block is cut.
+        whole_amax: The grid of the whole, if it is known: then ranks exchange no amax of blocks.
+
+    Returns:
+        Codes of the part's elements.
+    """
+    batch, is_cut = part.layout.batch, is_cut_within(part)
+    if is_cut or (part.cuts and not batch):  # what ranks may yet cut, or send, is not packed
+        quantizer = quantizer.unpacked() or quantizer
+        _check_transform(part, quantizer)
+    if whole_amax is not None and any(part.cuts):
+        return _by_whole_amax(part, quantizer, steps, whole_amax)
+    if not batch and not is_cut:
+        return _quantize_matrix(part, quantizer, steps, local_amax if whole_amax is None else whole_amax)
+    if is_cut:
+        window, found, sides = _window_and_amax(part, quantizer, steps, local_amax)
+    else:
+        quantizer = _for_matrices(part, quantizer)
+        window, sides = part.local, _sides(part, quantizer)
+        found = whole_amax if whole_amax is not None else local_amax
+        found = _amax_of_matrices(window, quantizer, batch, steps.amax) if found is None else found
+    multiplier, scale, outer_scale = scales_of(found, quantizer, steps, part.cuts)
+    for dim, side in zip(SIDES, sides, strict=True):
+        multiplier = side.window(multiplier, dim) if side.kind == "split" else multiplier
+    where = () if batch and not quantizer.has_outer_scale() else _positions(sides, quantizer, part)
+    codes = _extracted(_cast(window, multiplier, quantizer, batch, steps, where), part, sides)
+    return _quantized(part, codes, scale, quantizer, outer_scale)
+
+
+def _quantize_matrix(part: Plain, quantizer: Quantizer, steps: Steps, known: Tensor | None) -> Quantized:
+    """A whole matrix, which eager layers quantize most of all."""
+    quantizer = quantizer.for_shape(part.local.shape)
+    amaxes = steps.amax(part.local, quantizer) if known is None else known
+    multiplier, scale, outer_scale = scales_of(amaxes, quantizer, steps)
+    codes = steps.cast(part.local, multiplier, quantizer)
+    return Quantized(codes=codes, scale=scale, quantizer=quantizer, outer_scale=outer_scale, layout=part.layout)
+
+
+def _for_matrices(part: Plain, quantizer: Quantizer) -> Quantizer:
+    """The quantizer of a stack: it packs codes if it is ours and the sizes of each matrix allow it."""
+    if _takes_all_matrices(quantizer):
+        return quantizer.for_shape(part.local.shape[1:])
+    quantizer = quantizer.unpacked() or quantizer
+    _check_part(part, quantizer)
+    return quantizer
+
+
+def _quantized(
+    part: Plain, codes: Tensor, scale: Tensor, quantizer: Quantizer, outer_scale: Tensor | None
+) -> Quantized:
+    return Quantized(
+        codes=codes,
+        scale=scale,
+        quantizer=quantizer,
+        outer_scale=outer_scale,
+        layout=part.layout,
+        has_scales_of_whole=split_axes(part.local.shape, part.cuts, quantizer.block, part.layout.batch),
+    )
+
+
+def _by_whole_amax(part: Plain, quantizer: Quantizer, steps: Steps, whole_amax: Tensor) -> Quantized:
+    multiplier, scale, outer_scale = scales_of(whole_amax, quantizer, steps)
+    scale = local_scales(scale, part.local.shape, part.cuts, quantizer, part.layout.batch)
+    codes = cast_part(part, multiplier, quantizer, steps)
+    return _quantized(part, codes, scale, quantizer, outer_scale)
+
+
+def cast_part(part: Plain, multiplier: Tensor, quantizer: Quantizer, steps: Steps = OPS_OF_STEPS) -> Tensor:
+    """Codes of a part, by the multipliers of all blocks of the whole.
+
+    Args:
+        part: Of a matrix or of a stack. Stochastic noise of a stack is that of this rank's part.
+        multiplier: The grid of the whole, float32.
+        quantizer: Of each matrix.
+        steps: By which steps.
+
+    Returns:
+        uint8, the shape of the part: one byte a code.
+    """
+    quantizer, batch = quantizer.unpacked() or quantizer, part.layout.batch
+    sides = _sides(part, quantizer)
+    multiplier = _grid_of_part(multiplier, part, sides)
+    where = () if batch else _positions(sides, quantizer, part)
+    return _extracted(_cast(_window(part, sides), multiplier, quantizer, batch, steps, where), part, sides)
+
+
+def _grid_of_part(grid: Tensor, part: Plain, sides: tuple[AxisBlocks, AxisBlocks]) -> Tensor:
+    if (cut := _cut_of_matrices(part)) is not None:
+        grid = grid.narrow(0, cut.start, cut.length)
+    for dim, side in zip(SIDES, sides, strict=True):
+        grid = grid if side.block == -1 else side.window(grid, dim)
+    return grid
+
+
+def dequantized(part: Quantized, dtype: torch.dtype) -> Plain:
+    """The values that codes stand for, codes times scales in float32, rounded once to a dtype."""
+    operand, *windows = as_operand(part)
+    codes, quantizer, outer = operand.codes, operand.quantizer, operand.scales[1:]
+    if part.layout.batch:
+        codes, quantizer = one_a_byte(codes, quantizer)
+        values = _values_of_stack(codes, operand.scale, quantizer, dtype, *outer)
+    else:
+        values = dequantize(codes, operand.scale, quantizer, dtype, *outer)
+    for dim, window in zip(SIDES, windows, strict=True):
+        values = values if window is None else window.extract(values, dim)
+    return Plain(values.reshape(part.shape), part.layout)
+
+
+def _values_of_stack(
+    codes: Tensor, scale: Tensor, quantizer: Quantizer, dtype: torch.dtype, outer_scale: Tensor | None = None
+) -> Tensor:
+    if outer_scale is None:
+        return _by_blocks(codes, scale, quantizer, lambda *each: dequantize(*each, dtype))
+    found = [codes.new_empty((0, *codes.shape[1:]), dtype=dtype)]
+    for matrix, own, outer in zip(codes.split(1), scale.split(1), outer_scale.split(1), strict=True):
+        found.append(_by_blocks(matrix, own, quantizer, lambda *each, outer=outer: dequantize(*each, dtype, outer)))
+    return torch.cat(found)

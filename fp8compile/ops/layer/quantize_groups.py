@@ -1,0 +1,146 @@
+"""Quantize rows that are sorted by group, each group as if it were alone.
+
+    along rows      codes (R, K), blocks within a row; tensorwise, a scale for the rows of each group
+    along tokens    codes (K, C), blocks of tokens, as `fp8compile.ops.groups.layout` lays them
+
+Ranks may share the features: then a block that has elements on several ranks has their largest amax.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from torch import Tensor
+
+from fp8compile import inductor
+from fp8compile.layout.cuts import axis_blocks
+from fp8compile.layout.quantized import Plain, Quantized
+from fp8compile.ops.collectives import all_reduce_amax
+from fp8compile.ops.groups.group_amax import group_amax
+from fp8compile.ops.groups.group_cast import group_cast
+from fp8compile.ops.groups.group_outer_amaxes import is_two_level_pair
+from fp8compile.ops.groups.group_quantize import group_quantize
+from fp8compile.ops.groups.group_quantize_both import group_quantize_both, is_group_pair
+from fp8compile.ops.groups.group_quantize_rows import group_quantize_rows, is_row_pair
+from fp8compile.ops.groups.group_quantize_two_levels import quantize_groups_in_two_levels
+from fp8compile.ops.groups.group_two_levels import group_two_levels
+from fp8compile.ops.groups.layout import group_to_read
+from fp8compile.ops.layer.quantize import Steps, quantize_part
+from fp8compile.quantizers import Quantizer, TwoLevelScaling
+from fp8compile.target import target_of
+
+__all__ = ["by_row", "cast_rows", "is_four_bits_on_gpu", "quantize_groups"]
+
+_both_directions = inductor.once_a_graph(group_quantize_both)
+_rows_and_amaxes = inductor.once_a_graph(group_quantize_rows)
+
+
+def by_row(quantizer: Quantizer) -> Quantizer:
+    """The quantizer of codes that come with a scale for each row, as GEMMs over groups read them."""
+    return quantizer if quantizer.block[0] == 1 else replace(quantizer, block=(1, -1))
+
+
+def quantize_groups(
+    part: Plain,
+    rows: Quantizer | None,
+    tokens: Quantizer | None,
+    steps: Steps,
+    *,
+    along_tokens: bool,
+    reads_once: bool,
+) -> Quantized:
+    """Quantize the rows of groups in one of two directions.
+
+    Args:
+        part: Rows (R, K), whose layout has the ends of the groups.
+        rows: Quantizer along rows, over one group's matrix.
+        tokens: Quantizer along tokens, over one group's matrix. The one of the direction that is not asked for may be
+            None.
+        steps: How amaxes become scales, and values codes.
+        along_tokens: The direction.
+        reads_once: Whether kernels that read the rows once for both directions may be called: in compiled code for a
+            GPU, where both products ask for the same call, of which a graph has one. The forward then makes codes
+            along tokens, and the backward keeps them, a byte an element, in place of the rows.
+    """
+    quantizer = tokens if along_tokens else rows
+    reads_once = reads_once and not any(part.cuts)
+    if quantizer.has_outer_scale():
+        return _in_two_levels(part, rows, tokens, along_tokens=along_tokens, reads_once=reads_once)
+    x, ends = part.local, part.layout.ends
+    if reads_once and is_group_pair(rows, tokens):
+        found = _both_directions(x, ends, rows, tokens)
+        codes, scale = found[2:] if along_tokens else found[:2]
+    elif along_tokens:
+        codes, scale = _tokens(part, rows, tokens, steps, reads_once=reads_once)
+    elif reads_once and is_row_pair(rows, tokens, x.shape[1]):
+        codes, scale, _ = _rows_and_amaxes(x, ends, rows, tokens)
+    elif rows.block[0] == 1:
+        return quantize_part(part, rows, steps)
+    else:
+        codes, scale = cast_rows(x, ends, rows, steps, lambda amaxes: _over_ranks(amaxes, part, rows))
+    return Quantized(codes=codes, scale=scale, quantizer=quantizer, layout=part.layout)
+
+
+def cast_rows(
+    x: Tensor, ends: Tensor, quantizer: Quantizer, steps: Steps, over_ranks: Callable[[Tensor], Tensor]
+) -> tuple[Tensor, Tensor]:
+    """Codes (R, K) of rows, and for each row the scale of its group, (R, 1).
+
+    Args:
+        x: (R, K), sorted by group.
+        ends: Ends of the groups, (E,) int32.
+        quantizer: One block for the rows of a group.
+        steps: How amaxes become scales, and values codes.
+        over_ranks: Makes of this rank's amaxes those of all ranks that have rows of the groups.
+    """
+    multiplier, scale = steps.scale(over_ranks(group_amax(x, ends, quantizer)), quantizer)
+    group = group_to_read(ends, x.shape[0])
+    return steps.cast(x, multiplier[group], by_row(quantizer)), scale[group]
+
+
+def _tokens(
+    part: Plain, rows: Quantizer | None, tokens: Quantizer, steps: Steps, *, reads_once: bool
+) -> tuple[Tensor, Tensor]:
+    x, ends = part.local, part.layout.ends
+    if tokens.block[0] != -1:
+        return group_quantize(x, ends, tokens)
+    if reads_once and is_row_pair(rows, tokens, x.shape[1]):
+        _, _, amaxes = _rows_and_amaxes(x, ends, rows, tokens)
+    else:
+        amaxes = _over_ranks(group_amax(x, ends, tokens), part, tokens)
+    multiplier, scale = steps.scale(amaxes, tokens)
+    return group_cast(x, ends, multiplier, tokens), scale
+
+
+def _over_ranks(amaxes: Tensor, part: Plain, quantizer: Quantizer) -> Tensor:
+    """Amaxes of groups, of blocks that have elements on several ranks those of all of them."""
+    columns = axis_blocks(part.local.shape, part.cuts, quantizer.block)[1]
+    for group in columns.groups if columns.kind == "spanning" else ():
+        amaxes = all_reduce_amax(amaxes, group)
+    return amaxes
+
+
+# ---------------------------------------------------------------------------------- two levels of scales
+
+
+def is_four_bits_on_gpu(x: Tensor, quantizer: Quantizer) -> bool:
+    """Whether codes are made as a GPU's four-bit product reads them."""
+    return type(quantizer) is TwoLevelScaling and target_of(x.device).type == "cuda"
+
+
+def _in_two_levels(
+    part: Plain, rows: Quantizer | None, tokens: Quantizer | None, *, along_tokens: bool, reads_once: bool
+) -> Quantized:
+    x, ends, quantizer = part.local, part.layout.ends, tokens if along_tokens else rows
+    if not is_four_bits_on_gpu(x, quantizer):
+        quantizer = quantizer.unpacked()
+        codes, scale, outer = group_two_levels(x, ends, quantizer, along_tokens)
+    else:
+        how = quantizer, quantizer, "tokens" if along_tokens else "rows"
+        if reads_once and is_two_level_pair(rows, tokens):
+            how = rows, tokens, "both"
+        found = quantize_groups_in_two_levels(x, ends, *how)
+        codes, scale, outer = found[3:] if along_tokens else found[:3]
+        quantizer = replace(quantizer, packed="columns" if along_tokens else "rows")
+    return Quantized(codes=codes, scale=scale, quantizer=quantizer, outer_scale=outer, layout=part.layout)

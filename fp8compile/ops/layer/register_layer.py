@@ -1,0 +1,359 @@
+"""Registers a linear layer as ops: one for each of its products, for one placement of its tensors.
+
+    kernel          the computation in Phase.EAGER, step by step
+    decomposition   the computation in the phase of compiled code: FORWARD, INFERENCE or BACKWARD
+
+    output                  (x, weight, [offsets], bias, ...placement, recipe)
+    grad_input              (grad_output, weight, [offsets], ...placement, recipe)
+    grad_weight             (grad_output, x, [offsets], ...placement, recipe)
+    kept_input              (x, [offsets], ...placement, quantizer)
+    grad_weight_of_codes    (grad_output, codes, scale, outer_scale, [offsets], ...placement, recipe)
+
+`LAYER_OPS` has every op that was registered so; flop formulas, reports and checkpoint policies read it.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any, get_type_hints
+
+import torch
+from torch import Tensor
+
+from fp8compile import _compat
+from fp8compile.ops.layer import layer
+from fp8compile.ops.layer.kept_input import features_of, fits, keeps_codes
+from fp8compile.ops.layer.operands import GRAD_INPUT, GRAD_WEIGHT, OUTPUT, Phase
+from fp8compile.ops.layer.placements import Placement
+from fp8compile.ops.registry import Samples, register_op
+from fp8compile.quantizers import Gemm, Quantizer, Recipe, TwoLevelScaling
+
+__all__ = ["LAYER_OPS", "OPS_OF_LAYERS", "Layer", "LayerOp", "register_layer"]
+
+TENSORS = {  # names of the tensors that an op takes before its placement; offsets are those of groups alone
+    "output": ("x", "weight", "offsets", "bias"),
+    "grad_input": ("grad_output", "weight", "offsets"),
+    "grad_weight": ("grad_output", "x", "offsets"),
+    "kept_input": ("x", "offsets"),
+    "grad_weight_of_codes": ("grad_output", "codes", "scale", "outer_scale", "offsets"),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerOp:
+    """One op of a layer: how its loose arguments are a call of a function of `fp8compile.ops.layer.layer`.
+
+    Attributes:
+        kind: A key of ``TENSORS``.
+        placement: What the arguments between the tensors and the recipe are.
+        ends: Whether rows are those of groups.
+        names: Of the tensors before the placement.
+        has_fields: Whether the placement has arguments.
+    """
+
+    kind: str
+    placement: type[Placement]
+    ends: bool
+    names: tuple[str, ...] = field(init=False)
+    has_fields: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        names = tuple(name for name in TENSORS[self.kind] if self.ends or name != "offsets")
+        object.__setattr__(self, "names", names)
+        object.__setattr__(self, "has_fields", bool(self.placement.__match_args__))
+
+    def parameters(self) -> list[inspect.Parameter]:
+        """The op's schema."""
+        hints = get_type_hints(self.placement)
+        found = {self.placement.weight_name if name == "weight" else name: Tensor for name in self.names}
+        if "bias" in found:
+            found["bias"] = Tensor | None
+        found |= {name: hints[name] for name in self.placement.__match_args__}
+        found |= {"quantizer": Quantizer} if self.kind == "kept_input" else {"recipe": Recipe}
+        kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+        return [inspect.Parameter(name, kind, annotation=hint) for name, hint in found.items()]
+
+    def split(self, args: tuple) -> tuple[list[Any], Tensor | None, Placement, Any]:
+        """Tensors without offsets, offsets or None, the placement, and the recipe or quantizer."""
+        count = len(self.names)
+        place = self.placement(*args[count:-1]) if self.has_fields else self.placement()
+        tensors = list(args[:count])
+        ends = tensors.pop(self.names.index("offsets")) if self.ends else None
+        return tensors, ends, place, args[-1]
+
+    def run(self, phase: Phase, args: tuple, codes: dict[str, Any] | None = None) -> Any:
+        """Call the function.
+
+        Args:
+            phase: Who takes the steps.
+            args: Of the op.
+            codes: Of a weight that is quantized already, as `layer.output` takes them.
+        """
+        tensors, ends, place, last = self.split(args)
+        if self.kind == "output":
+            x, weight, bias = tensors
+            return layer.output(phase, x, weight, ends, bias, place, last, codes)
+        if self.kind == "grad_input":
+            return layer.grad_input(phase, *tensors, ends, place, last, codes)
+        if self.kind == "grad_weight":
+            return layer.grad_weight(phase, *tensors, ends, place, last)
+        if self.kind == "kept_input":
+            return layer.keep(phase, *tensors, ends, place, last)
+        grad_output, *kept = tensors
+        return layer.grad_weight_of_codes(phase, grad_output, tuple(kept), ends, place, last)
+
+    def empty(self, args: tuple) -> Any:
+        """What tracing runs: empty results."""
+        tensors, ends, place, last = self.split(args)
+        if self.kind == "output":
+            x, weight, _ = tensors
+            layer.check(x, ends, place, last)
+            y = place.empty_output(x, weight, ends)
+            return (y, *place.empty_beside()) if place.has_state else y
+        if self.kind == "grad_input":
+            return place.empty_grad_input(*tensors)
+        if self.kind == "grad_weight":
+            return place.empty_grad_weight(tensors[0], tensors[1].shape[-1], ends)
+        if self.kind == "kept_input":
+            return layer.keep(Phase.FORWARD, *tensors, ends, place, last)
+        layout = place.layouts(tensors[0].ndim, ends).input
+        features = features_of(tensors[1].shape, last.quantizer_read(GRAD_WEIGHT.b), layout)
+        return place.empty_grad_weight(tensors[0], features, ends)
+
+
+def _loose(op: LayerOp, function: Callable[[tuple], Any], returns: Any) -> Callable:
+    """A function of loose arguments, as an op's schema has them."""
+
+    def loose(*args: Any) -> Any:
+        return function(args)
+
+    parameters = op.parameters()
+    loose.__signature__ = inspect.Signature(parameters, return_annotation=returns)  # type: ignore[attr-defined]
+    loose.__annotations__ = {**{each.name: each.annotation for each in parameters}, "return": returns}
+    return loose
+
+
+# ---------------------------------------------------------------------------------- the derivative
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layer:
+    """The ops of a linear layer whose tensors lie in one way.
+
+    Attributes:
+        placement: How they lie.
+        output: The differentiable op.
+        grad_input: The gradient of its input.
+        grad_weight: The gradient of its weight.
+        keep: The codes that eager mode keeps of an input.
+        grad_weight_of_codes: The gradient of its weight from those.
+    """
+
+    placement: type[Placement]
+    output: torch._ops.OpOverload
+    grad_input: torch._ops.OpOverload
+    grad_weight: torch._ops.OpOverload
+    keep: torch._ops.OpOverload
+    grad_weight_of_codes: torch._ops.OpOverload
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Derivative:
+    """The derivative of a layer's output; what it calls are its gradients."""
+
+    op: LayerOp
+    grad_input: torch._ops.OpOverload
+    grad_weight: torch._ops.OpOverload
+    keep: torch._ops.OpOverload
+    grad_weight_of_codes: torch._ops.OpOverload
+
+    def setup_context(self, ctx: Any, inputs: tuple, output: Any) -> None:
+        (x, weight, bias), ends, place, recipe = self.op.split(inputs)
+        needs_x, needs_weight = ctx.needs_input_grad[:2]
+        ctx.placements = _compat.placement_of(x)
+        ctx.recipe, ctx.dtype, ctx.has_bias, used = recipe, weight.dtype, bias is not None, None
+        if place.has_state:
+            used = place.keep_used(ctx, output)
+        kept: tuple[Tensor, ...] = (x,) if needs_weight else ()
+        if needs_weight and keeps_codes(x, recipe):
+            quantizer = recipe.quantizer_read(GRAD_WEIGHT.b)
+            if fits(x, place.layouts(x.ndim, ends).input, quantizer):
+                kept = self.keep(x, *_given(ends), *_fields_of(place.for_keep()), quantizer)
+        ctx.place, of_place = place.saved()
+        ctx.num_kept = len(kept)
+        of_place = of_place if needs_x else (None,) * len(of_place)
+        ctx.save_for_backward(*kept, weight if needs_x else None, ends, used, *of_place)
+
+    def backward(self, ctx: Any, grad_output: Tensor, *_: None) -> tuple[Tensor | None, ...]:
+        count, saved = ctx.num_kept, ctx.saved_tensors
+        kept, (weight, ends, repeated, *of_place) = saved[:count], saved[count:]
+        place, offsets, used, recipe = ctx.place.restored(of_place), _given(ends), None, ctx.recipe
+        fields_of_place: tuple[Tensor | None, ...] = (None,) * len(place.__match_args__)
+        if place.has_state:
+            used, fields_of_place = place.end(ctx, grad_output, repeated)
+        recipe = layer.for_gradients_of(recipe, x=weight is not None, weight=bool(kept))
+        grad_x = grad_weight = grad_bias = None
+        if weight is not None:
+            own = _fields_of(place.for_grad_input(used))
+            grad_x = self.grad_input(grad_output, weight, *offsets, *own, recipe)
+        if kept:
+            by_input = self.grad_weight if count == 1 else self.grad_weight_of_codes
+            own = _fields_of(place.for_grad_weight(ctx.dtype, used))
+            grad_weight = by_input(grad_output, *kept, *offsets, *own, recipe)
+        if ctx.needs_input_grad[2 + len(offsets)]:
+            grad_bias = place.grad_bias(grad_output, ends, recipe)
+        grad_x = _compat.scattered_like(grad_x, ctx.placements)
+        return grad_x, grad_weight, *(None for _ in offsets), grad_bias, *fields_of_place, None
+
+
+def _given(ends: Tensor | None) -> tuple[Tensor, ...]:
+    return () if ends is None else (ends,)
+
+
+def _fields_of(place: Placement) -> list[Any]:
+    return [getattr(place, name) for name in place.__match_args__]
+
+
+# ---------------------------------------------------------------------------------- registration
+
+# each takes the operands of its GEMM first, as the layer holds them, and the recipe last
+LAYER_OPS: dict[torch._ops.OpOverload, Gemm] = {}
+OPS_OF_LAYERS: dict[torch._ops.OpOverload, LayerOp] = {}
+
+
+def _register(name: str, op: LayerOp, gemm: Gemm | None, samples: Samples, **derivative: Any) -> Any:
+    returns: Any = Tensor
+    if op.kind == "kept_input":
+        returns = tuple[Tensor, Tensor, Tensor]
+    elif op.kind == "output" and op.placement.has_state:
+        returns = tuple[Tensor, Tensor, Tensor, Tensor]
+
+    def decompose(args: tuple) -> Any:
+        return op.run(Phase.FORWARD if gemm is None else Phase.compiled(gemm), args)
+
+    found = register_op(
+        f"fp8compile::{name}",
+        _loose(op, lambda args: op.run(Phase.EAGER, args), returns),
+        fake=_loose(op, op.empty, returns),
+        decompose=_loose(op, decompose, returns),
+        sharding=None,  # DTensors have a handler, see `fp8compile.parallel.dtensor_layer`
+        samples=samples,
+        **{"backward": None, **derivative},
+    )
+    OPS_OF_LAYERS[found] = op
+    if gemm is not None:
+        LAYER_OPS[found] = gemm
+    return found
+
+
+def register_layer(
+    prefix: str,
+    placement: type[Placement],
+    samples: Callable[[], Iterable[tuple]],
+    *,
+    for_grad_input: type[Placement] | None = None,
+    for_grad_weight: type[Placement] | None = None,
+    ends: bool = False,
+    gradients: Layer | None = None,
+    keep: torch._ops.OpOverload | None = None,
+) -> Layer:
+    """Make the ops of a linear layer whose tensors lie in one way.
+
+    Args:
+        prefix: Of the names, such as ``"sharded_"``.
+        placement: How they lie: its fields are arguments of the output's op.
+        samples: Arguments of the output's op; those of the others follow from them.
+        for_grad_input: What `Placement.for_grad_input` gives, if it is of another class.
+        for_grad_weight: What `Placement.for_grad_weight` gives.
+        ends: Whether rows are those of groups.
+        gradients: A layer that has the same gradients: then no other ops are made for them.
+        keep: The op that keeps codes of the input, if another layer's input lies alike.
+
+    Returns:
+        Its ops.
+    """
+    op = LayerOp(kind="output", placement=placement, ends=ends)
+    if gradients is None:
+        in_input = LayerOp(kind="grad_input", placement=for_grad_input or placement, ends=ends)
+        in_weight, of_codes = (
+            LayerOp(kind=kind, placement=for_grad_weight or placement, ends=ends)
+            for kind in ("grad_weight", "grad_weight_of_codes")
+        )
+        examples = _Samples(op, samples)
+        keep = keep or _register(
+            f"{prefix}kept_input", LayerOp(kind="kept_input", placement=placement, ends=ends), None, examples.of_keep
+        )
+        grads = {
+            "grad_input": _register(f"{prefix}grad_input", in_input, GRAD_INPUT, examples.of_grad_input),
+            "grad_weight": _register(f"{prefix}grad_weight", in_weight, GRAD_WEIGHT, examples.of_grad_weight),
+            "grad_weight_of_codes": _register(
+                f"{prefix}grad_weight_of_codes", of_codes, GRAD_WEIGHT, examples.of_grad_weight_of_codes
+            ),
+        }
+    else:
+        keep = gradients.keep
+        grads = {name: getattr(gradients, name) for name in ("grad_input", "grad_weight", "grad_weight_of_codes")}
+    derivative = _Derivative(op=op, keep=keep, **grads)
+    output = _register(
+        f"{prefix}linear",
+        op,
+        OUTPUT,
+        samples,
+        setup_context=derivative.setup_context,
+        backward=derivative.backward,
+        prepare=None if placement.has_state else layer.for_trained_weight,
+        updates=placement.updates,
+    )
+    return Layer(placement=placement, output=output, keep=keep, **grads)
+
+
+@dataclass(frozen=True)
+class _Samples:
+    """Arguments of a layer's other ops, from those of its output."""
+
+    op: LayerOp
+    samples: Callable[[], Iterable[tuple]]
+
+    def _each(self) -> Iterator[tuple]:
+        for args in self.samples():
+            (x, weight, _), ends, place, recipe = self.op.split(args)
+            used = place.multiplier if place.has_state else None
+            generator = torch.Generator().manual_seed(1)
+            tokens = place.tokens_of_output(x.shape[:-1])
+            grad = torch.randn((place.out_features(weight.shape, ends), *tokens), generator=generator)
+            yield grad.to(x.dtype).movedim(0, -1), x, weight, _given(ends), place, recipe, used  # not contiguous
+
+    def of_grad_input(self) -> Iterator[tuple]:
+        """Arguments of grad_input."""
+        for grad, _, weight, offsets, place, recipe, used in self._each():
+            yield grad, weight, *offsets, *_fields_of(place.for_grad_input(used)), recipe
+
+    def of_grad_weight(self) -> Iterator[tuple]:
+        """Arguments of grad_weight."""
+        for grad, x, weight, offsets, place, recipe, used in self._each():
+            yield grad, x, *offsets, *_fields_of(place.for_grad_weight(weight.dtype, used)), recipe
+
+    def of_keep(self) -> Iterator[tuple]:
+        """Arguments of the op that keeps codes."""
+        for _, x, offsets, place, quantizer in self._kept():
+            yield x, *offsets, *_fields_of(place.for_keep()), quantizer
+
+    def of_grad_weight_of_codes(self) -> Iterator[tuple]:
+        """Arguments of grad_weight from codes."""
+        for grad, x, offsets, place, quantizer in self._kept():
+            recipe = Recipe(grad_output_for_grad_weight=quantizer, input_for_grad_weight=quantizer)
+            ends = offsets[0] if offsets else None
+            kept = layer.keep(Phase.EAGER, x, ends, place, quantizer)
+            yield grad, *kept, *offsets, *_fields_of(place.for_grad_weight(x.dtype, None)), recipe
+
+    def _kept(self) -> Iterator[tuple]:
+        seen = set()
+        for grad, x, _, offsets, place, _, _ in self._each():
+            if (key := (x.shape, x.stride())) in seen:
+                continue
+            seen.add(key)
+            plain = TwoLevelScaling(block=(16, 1), packed="columns")
+            for quantizer in (plain, replace(plain, scale="torchao", hadamard=(1, -1) * 8)):
+                yield grad, x, offsets, place, quantizer

@@ -1,0 +1,168 @@
+"""Placements of layers with delayed scaling: their fields have the state, or what brings amaxes to it.
+
+Delayed           its own backward updates the state
+DelayedOverFsdp   amaxes travel as gradients of tokens, see `fp8compile.ops.layer.amax_tokens`
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from fp8compile import _compat
+from fp8compile.ops.collectives import all_reduce_amax
+from fp8compile.ops.inductor_hints import snapshot
+from fp8compile.ops.layer.operands import Operands, Phase
+from fp8compile.ops.layer.placements import Placement, RowsOverFsdpBase
+from fp8compile.ops.layer.rows import Rows
+from fp8compile.ops.layer.state import (
+    amax_of,
+    check_repeated_forward,
+    check_state,
+    keep_used,
+    kept_amax,
+    update_state,
+)
+from fp8compile.quantizers import Recipe
+
+__all__ = ["Delayed", "DelayedForGradient", "DelayedOverFsdp"]
+
+
+def _by_used(used: Tensor, amaxes: tuple[Tensor, Tensor], operands: Operands) -> Operands:
+    waits_for = amaxes if operands.phase is Phase.FORWARD else ()
+    return replace(operands, multiplier=used, waits_for=waits_for)
+
+
+@dataclass(slots=True)
+class Delayed(Placement):
+    """All of it is here, the state too.
+
+    Attributes:
+        amax_history: (3, L) float32.
+        multiplier: (3,) float32.
+        group: The name of the ranks whose amaxes are one, or None.
+    """
+
+    has_state: ClassVar[bool] = True
+    updates: ClassVar[tuple[str, ...]] = ("amax_history", "multiplier")
+
+    amax_history: Tensor
+    multiplier: Tensor
+    group: str | None
+
+    def check(self, x: Tensor, recipe: Recipe) -> None:
+        """Raise if the state is not of this recipe."""
+        check_state(x, self.amax_history, self.multiplier, recipe)
+
+    def begin(self, x: Tensor, weight: Tensor, operands: Operands) -> tuple[Operands, tuple[Tensor, ...]]:
+        """Operands with the multipliers that the output uses; those, and amaxes of input and weight."""
+        used, is_codes = snapshot(self.multiplier), operands.weight is not None
+        of_input, of_weight, _ = operands.recipe.delayed()
+        is_kept = is_codes and of_weight is not None
+        amax_of_weight = kept_amax(self.amax_history) if is_kept else amax_of(x if is_codes else weight, of_weight)
+        amaxes = amax_of(x, of_input), amax_of_weight
+        return _by_used(used, amaxes, operands), (used, *amaxes)
+
+    def empty_beside(self) -> tuple[Tensor, ...]:
+        """What `begin` returns beside operands, empty."""
+        like = self.multiplier
+        return torch.empty_like(like), like.new_empty(()), like.new_empty(())
+
+    def keep_used(self, ctx: Any, output: tuple[Tensor, Tensor, Tensor, Tensor]) -> Tensor:
+        """Let the backward find what the output used."""
+        return keep_used(ctx, self.multiplier, output)
+
+    def end(self, ctx: Any, grad_output: Tensor, repeated: Tensor) -> tuple[Tensor, tuple[Tensor | None, ...]]:
+        """Update the state; what the output used, and gradients of the fields."""
+        check_repeated_forward(ctx, repeated)
+        # of a layer that is spread over ranks, all of them have the same state, and update their own
+        state = [_compat.replicated(each) for each in (self.amax_history, self.multiplier)]
+        amaxes = [*ctx.amaxes, amax_of(grad_output, ctx.recipe.delayed()[2])]
+        amaxes = torch.stack([_compat.replicated(each) for each in amaxes])
+        if self.group is not None:
+            amaxes = all_reduce_amax(amaxes, self.group)
+        update_state(state, amaxes, ctx.recipe)
+        return ctx.used, (None, None, None)
+
+    def for_grad_input(self, used: Tensor | None) -> Placement:
+        """With what the output used."""
+        return DelayedForGradient(used)
+
+    def for_grad_weight(self, dtype: torch.dtype, used: Tensor | None) -> Placement:
+        """With what the output used."""
+        return DelayedForGradient(used)
+
+
+@dataclass(slots=True)
+class DelayedForGradient(Placement):
+    """The argument of `Delayed`'s gradients: ``multiplier`` (3,) that the output used."""
+
+    multiplier: Tensor
+
+    def given(self) -> dict[str, Any]:
+        """The multipliers."""
+        return {"multiplier": self.multiplier}
+
+
+@dataclass(slots=True)
+class DelayedOverFsdp(RowsOverFsdpBase):
+    """A weight that FSDP cuts by rows, with the layer's multipliers.
+
+    Attributes:
+        of_activations: (3,) zeros whose gradient is: 1 where the layer's backward ran, amax of x, amax of grad_output.
+        of_weight: (1,) a zero whose gradient is the amax of this rank's rows.
+        amax: That of the whole weight for the output; None: the op sends what it needs.
+        amax_for_grad_input: Likewise.
+        multiplier: (3,) float32, of the state.
+        rows: Who has which.
+    """
+
+    has_state: ClassVar[bool] = True
+
+    of_activations: Tensor | None
+    of_weight: Tensor | None
+    amax: Tensor | None
+    amax_for_grad_input: Tensor | None
+    multiplier: Tensor
+    rows: Rows
+
+    def check(self, x: Tensor, recipe: Recipe) -> None:
+        """Nothing: the op that made the tokens has looked at the state."""
+
+    def begin(self, x: Tensor, weight: Tensor, operands: Operands) -> tuple[Operands, tuple[Tensor, ...]]:
+        """Operands with the multipliers that the output uses; those, and amaxes of input and this rank's rows."""
+        used, pairs = snapshot(self.multiplier), zip((x, weight), operands.recipe.delayed(), strict=False)
+        amax_of_x, amax_of_weight = (amax_of(tensor, each) for tensor, each in pairs)
+        amaxes = amax_of_x, amax_of_weight
+        return _by_used(used, amaxes, operands), (used, *amaxes)
+
+    empty_beside = Delayed.empty_beside
+
+    def keep_used(self, ctx: Any, output: tuple[Tensor, Tensor, Tensor, Tensor]) -> Tensor:
+        """Let the backward find what the output used."""
+        return keep_used(ctx, self.multiplier, output)
+
+    def saved(self) -> tuple[Placement, tuple[Tensor | None, ...]]:
+        """Without tensors, and the amax for grad_input."""
+        tensors = ("of_activations", "of_weight", "amax", "amax_for_grad_input", "multiplier")
+        return replace(self, **dict.fromkeys(tensors)), (self.amax_for_grad_input,)
+
+    def end(self, ctx: Any, grad_output: Tensor, repeated: Tensor) -> tuple[Tensor, tuple[Tensor | None, ...]]:
+        """What the output used, and the amaxes as gradients of the tokens."""
+        place = 2 + ctx.has_bias
+        is_eager = type(_compat.local_itself(grad_output)) is Tensor  # a graph has the backward to everything
+        if is_eager and ctx.needs_input_grad[3] and not _compat.will_run(ctx, place):
+            raise RuntimeError(
+                "fp8compile::fsdp_delayed_linear: torch.autograd.grad was asked for gradients of some tensors only, "
+                "and its backward does not reach this layer's state, which would keep old amaxes. Ask for the "
+                "gradients of all trained parameters too, call backward(), or compile the model."
+            )
+        check_repeated_forward(ctx, repeated)
+        own = [_compat.replicated(amax_of(grad_output, ctx.recipe.delayed()[2]))]
+        of_x, of_weight = ctx.amaxes
+        activations = torch.stack([torch.ones_like(of_x), of_x, *own]) if ctx.needs_input_grad[3] else None
+        weight = of_weight.view(1) if ctx.needs_input_grad[4] else None
+        return ctx.used, (activations, weight, None, None, None, None)
