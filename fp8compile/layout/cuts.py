@@ -20,6 +20,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -237,11 +238,28 @@ def axis_blocks(
         block: Over the (M, K) view of the whole, or of each matrix.
         batch: Number of leading dims over which matrices are stacked: cuts of those cut no blocks.
     """
+    for cut in cuts:
+        if cut is not None and type(cut.group) is not str:  # no cache keeps a group alive
+            return _axis_blocks(shape, cuts, block, batch)
+    try:
+        return _known(tuple(shape), cuts, block, batch)
+    except TypeError:  # symbols for sizes have no hash
+        return _axis_blocks(shape, cuts, block, batch)
+
+
+def _axis_blocks(
+    shape: Sequence[int], cuts: Sharding, block: tuple[int, int], batch: int
+) -> tuple[AxisBlocks, AxisBlocks]:
     last = len(shape) - 1
     return _side(range(batch, last), shape, cuts, block[0]), _side(range(last, last + 1), shape, cuts, block[1])
 
 
+_known = lru_cache(maxsize=1024)(_axis_blocks)  # an eager call asks eight times
+
+
 def split_axes(shape: Sequence[int], cuts: Sharding, block: tuple[int, int], batch: int = 0) -> tuple[bool, bool]:
     """Whether ranks cut through blocks along rows, and along columns; arguments as `axis_blocks` has them."""
+    if not any(cuts):
+        return False, False
     rows, columns = axis_blocks(shape, cuts, block, batch)
     return rows.kind == "split", columns.kind == "split"

@@ -17,7 +17,14 @@ def transposed(quantizer: Quantizer) -> Quantizer:
     return quantizer.transposed()
 
 
-@lru_cache(maxsize=256)
 def with_block(quantizer: Quantizer, block: Block) -> Quantizer:
     """The same quantizer with another block."""
+    try:
+        return _with_block(quantizer, block)
+    except TypeError:  # symbols for sizes have no hash
+        return replace(quantizer, block=block)
+
+
+@lru_cache(maxsize=256)
+def _with_block(quantizer: Quantizer, block: Block) -> Quantizer:
     return replace(quantizer, block=block)

@@ -154,7 +154,7 @@ def _view(func: Any, x: QuantizedTensor, *args: Any) -> QuantizedTensor:
         return _reshaped(func, x, func(x.codes, *args).shape, lambda codes: func(codes, *args))
     # codes that share bytes along rows, which have to stay whole: PyTorch is asked of values, not of codes
     shape = func(torch.empty(x.shape, device="meta"), *args).shape
-    for own in x.stored():
+    for own in x.stored() if not x.batch else ():
         if packed_dim(own.quantizer) != -1 or not shape or shape[-1] != x.shape[-1]:
             _check_not_packed(func, x, own)
     return _reshaped(func, x, shape, lambda codes: codes.view(*shape[:-1], codes.shape[-1]))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 from fp8compile import _compat
 from fp8compile.quantizers import GEMMS, Gemm, Quantizer, Recipe
 
@@ -19,8 +21,12 @@ def _check_slot(slot: str, quantizer: Quantizer, allowed: bool, blocks: str) -> 
 
 def check_recipe_of_groups(recipe: Recipe) -> None:
     """Raise a ValueError if a recipe can't quantize groups of tokens each for itself."""
-    if _compat.is_stand_in(recipe):
-        return  # PyTorch 2.11 traces no method of a recipe
+    if not _compat.is_stand_in(recipe):  # PyTorch 2.11 traces no method of a recipe
+        _check_recipe(recipe)
+
+
+@lru_cache(maxsize=256)  # each eager call asks
+def _check_recipe(recipe: Recipe) -> None:
     if recipe.history():
         raise ValueError(
             "grouped_linear: the recipe has delayed scaling, which remembers one amax a tensor: groups would share a "

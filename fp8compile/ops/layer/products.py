@@ -186,6 +186,8 @@ def multiply_parts(gemm: Gemm, a: Plain, b: Plain, operands: Operands, bias: Pla
     # These collectives stay in the backward. If the partitioner hoists them, a gather that two layers share is sent in
     # both passes, and ranks of different sizes hoist different ones and wait for each other.
     in_backward = gemm is not OUTPUT and any((*a.cuts, *b.cuts))
+    if not in_backward and not operands.weight_in_turns:
+        return _multiply_parts(gemm, a, b, operands, bias)
     with (
         sent_in_backward() if in_backward else nullcontext(),
         inductor.left_in_backward() if operands.weight_in_turns and gemm is GRAD_INPUT else nullcontext(),

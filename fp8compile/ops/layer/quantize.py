@@ -11,7 +11,6 @@ An amax, a multiplier and a scale are grids of one value a block; of a stack (E,
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -27,7 +26,7 @@ from fp8compile.ops.dequantize import dequantize
 from fp8compile.ops.inductor_hints import realize
 from fp8compile.ops.layer.over_ranks import as_operand, check_not_packed
 from fp8compile.ops.quantization_steps import OPS_OF_STEPS, PYTHON_OF_STEPS, Steps
-from fp8compile.quantizers import Quantizer, TwoLevelScaling
+from fp8compile.quantizers import Quantizer, TwoLevelScaling, with_block
 from fp8compile.quantizers.blocks import as_matrix
 
 Scales = tuple[Tensor, Tensor, Tensor | None]  # multiplier, scale, and of two levels the outer scale
@@ -67,7 +66,7 @@ def _in_own_blocks(stack: Tensor, quantizer: Quantizer) -> tuple[Tensor, Quantiz
         return in_whole_blocks(stack, rows), quantizer
     if stack.shape[1] == 0:  # a block has an amax, of nothing too
         stack = pad(stack, (0, 0, 0, 1))
-    return stack, replace(quantizer, block=(stack.shape[1], columns))
+    return stack, with_block(quantizer, (stack.shape[1], columns))
 
 
 def _amax_of_matrices(window: Tensor, quantizer: Quantizer, batch: int, amax: Callable[..., Tensor]) -> Tensor:
@@ -318,7 +317,8 @@ def _cast(
 
 def is_cut_within(part: Plain) -> bool:
     """Whether ranks share matrices, and not only share them out."""
-    return any(cut is not None and cut.dim >= part.layout.batch for cut in part.cuts)
+    cuts, batch = part.layout.cuts, part.layout.batch
+    return bool(cuts) and any(cut is not None and cut.dim >= batch for cut in cuts)
 
 
 def is_aligned(part: Plain, quantizer: Quantizer) -> bool:

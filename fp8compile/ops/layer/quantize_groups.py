@@ -27,7 +27,7 @@ from fp8compile.ops.groups.group_quantize_two_levels import quantize_groups_in_t
 from fp8compile.ops.groups.group_two_levels import group_two_levels
 from fp8compile.ops.groups.layout import group_to_read
 from fp8compile.ops.layer.quantize import Steps, quantize_part
-from fp8compile.quantizers import Quantizer, TwoLevelScaling
+from fp8compile.quantizers import Quantizer, TwoLevelScaling, with_block
 from fp8compile.target import target_of
 
 __all__ = ["by_row", "cast_rows", "is_four_bits_on_gpu", "quantize_groups"]
@@ -38,7 +38,7 @@ _rows_and_amaxes = inductor.once_a_graph(group_quantize_rows)
 
 def by_row(quantizer: Quantizer) -> Quantizer:
     """The quantizer of codes that come with a scale for each row, as GEMMs over groups read them."""
-    return quantizer if quantizer.block[0] == 1 else replace(quantizer, block=(1, -1))
+    return quantizer if quantizer.block[0] == 1 else with_block(quantizer, (1, -1))
 
 
 def quantize_groups(

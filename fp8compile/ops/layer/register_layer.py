@@ -17,6 +17,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, get_type_hints
 
 import torch
@@ -235,7 +236,7 @@ def _register(name: str, op: LayerOp, gemm: Gemm | None, samples: Samples, **der
 
     found = register_op(
         f"fp8compile::{name}",
-        _loose(op, lambda args: op.run(Phase.EAGER, args), returns),
+        _loose(op, partial(op.run, Phase.EAGER), returns),
         fake=_loose(op, op.empty, returns),
         decompose=_loose(op, decompose, returns),
         sharding=None,  # DTensors have a handler, see `fp8compile.parallel.dtensor_layer`
