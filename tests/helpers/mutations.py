@@ -168,6 +168,20 @@ MUTATIONS = (
         ("tests/parallel/test_explicit_groups.py", "tests/parallel/test_grouped_functions.py"),
     ),
     Mutation(
+        "both products multiply the codes for the output",
+        "fp8compile/tensor/quantized.py",
+        "return self.sets()[-1 if gemm is GEMMS[1] else 0]",
+        "return self.sets()[0]",
+        ("tests/tensor/test_pair_parameters.py",),
+    ),
+    Mutation(
+        "a gather leaves the scales of the one before",
+        "fp8compile/tensor/fully_shard.py",
+        "            _write(memory, each.view(memory.shape))",
+        "            _write(memory, memory)",
+        ("tests/parallel/test_fsdp_passes.py", "tests/parallel/test_fsdp.py"),
+    ),
+    Mutation(
         "calls are shared that the partitioner treats unlike",
         "fp8compile/inductor/partitioner.py",
         'return asked, *(traceback.current_meta.get(key) for key in ("recompute", "ac_graph_id"))',
