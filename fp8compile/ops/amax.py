@@ -33,8 +33,8 @@ def empty_grid(x: Tensor, quantizer: Quantizer, groups: int | None = None) -> Te
         quantizer: Whose blocks.
         groups: How many.
     """
-    rows, columns = shape_said(quantizer, "scale_shape", x.shape)
-    return x.new_empty((rows if groups is None else groups, columns), dtype=torch.float32)
+    shape = shape_said(quantizer, "scale_shape", x.shape)
+    return x.new_empty(shape if groups is None else (groups, shape[1]), dtype=torch.float32)
 
 
 def _fake(x: Tensor, quantizer: Quantizer) -> Tensor:

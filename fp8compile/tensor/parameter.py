@@ -457,7 +457,7 @@ def _codes_of_matrix(x: Tensor, quantizer: Quantizer) -> Codes:
 
 def _codes_of_stack(x: Tensor, quantizer: Quantizer) -> Codes:
     part, quantizer = Plain(x.detach(), STACK), packed_in_rows(quantizer, x.shape)
-    multiplier, scale, outer_scale = scales_of(whole_amax(part, quantizer), quantizer)
+    multiplier, scale, outer_scale = scales_of(whole_amax(part, quantizer), quantizer, batch=1)
     codes = cast_part(part, multiplier, quantizer).contiguous()  # else with room for the rest of blocks
     return Codes(codes=two_a_byte(codes, quantizer), scale=scale, quantizer=quantizer, outer_scale=outer_scale)
 

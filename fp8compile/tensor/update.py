@@ -50,7 +50,8 @@ def _over_ranks(sets: Sequence[_Set], amaxes: Sequence[Tensor]) -> tuple[list[Te
     Tensor parallelism cuts no blocks of two levels, so of these its ranks send the amax of the whole weight alone.
     """
     two_levels = [index for index, each in enumerate(sets) if each.codes.quantizer.has_outer_scale()]
-    found = [*amaxes, *(outer_amax_of(amaxes[index], sets[index].codes.quantizer) for index in two_levels)]
+    of_two = ((amaxes[index], sets[index].codes.quantizer, sets[index].weight.batch) for index in two_levels)
+    found = [*amaxes, *(outer_amax_of(*each) for each in of_two)]
     ranks = [_share_blocks(each.weight, each.codes) for each in sets]
     ranks += [_share_outer(sets[index].weight) for index in two_levels]
     outer = [None if each.codes.quantizer.has_outer_scale() else each.outer for each in sets]
@@ -65,7 +66,7 @@ def _scales(each: _Set, amax: Tensor, outer_amax: Tensor | None) -> Scales:
     """Multiplier and scales of all its blocks, of their amaxes; or, of delayed scaling, of those before."""
     quantizer = each.codes.quantizer
     if not isinstance(quantizer, DelayedScaling):
-        return scales_of(amax, quantizer, outer_amax=outer_amax)
+        return scales_of(amax, quantizer, outer_amax=outer_amax, batch=each.weight.batch)
     _, multiplier = each.weight.row()
     multiplier = multiplier.view(amax.shape)
     return multiplier, quantizer.scale_of(multiplier), None

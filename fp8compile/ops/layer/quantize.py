@@ -214,9 +214,9 @@ def _takes_all_matrices(quantizer: Quantizer) -> bool:
     return type(quantizer) is TwoLevelScaling
 
 
-def outer_amax_of(amaxes: Tensor, quantizer: Quantizer, steps: Steps = OPS_OF_STEPS) -> Tensor:
+def outer_amax_of(amaxes: Tensor, quantizer: Quantizer, batch: int, steps: Steps = OPS_OF_STEPS) -> Tensor:
     """The amax of a matrix, (1,) float32, or of each matrix of a stack, (E,), from the grid of its blocks."""
-    if amaxes.ndim == 2:
+    if not batch:
         return steps.outer_amax(amaxes, quantizer)
     if _takes_all_matrices(quantizer):
         return amaxes.amax((1, 2)) if amaxes.numel() else amaxes.new_zeros(len(amaxes))
@@ -229,6 +229,7 @@ def scales_of(
     steps: Steps = OPS_OF_STEPS,
     cuts: Sharding = (),
     outer_amax: Tensor | None = None,
+    batch: int = 0,
 ) -> Scales:
     """Multiplier, scale and outer scale, from amaxes.
 
@@ -238,15 +239,16 @@ def scales_of(
         steps: By which steps.
         cuts: Of the part, if ranks have to reduce the outer amax first.
         outer_amax: Of each whole matrix, if ranks know it already: then they reduce none.
+        batch: Number of leading dims over which matrices are stacked.
     """
     if not quantizer.has_outer_scale():
         return *steps.scale(amaxes, quantizer), None
     if outer_amax is None:
-        outer_amax = outer_amax_of(amaxes, quantizer, steps)
+        outer_amax = outer_amax_of(amaxes, quantizer, batch, steps)
         for cut in cuts:
-            is_shared = cut is not None and cut.dim >= amaxes.ndim - 2
+            is_shared = cut is not None and cut.dim >= batch
             outer_amax = all_reduce_amax(outer_amax, cut.group) if is_shared else outer_amax
-    if amaxes.ndim == 2:
+    if not batch:
         return steps.two_scales(amaxes, outer_amax, quantizer)
     return _two_scales_of_stack(amaxes, outer_amax, quantizer, steps)
 
@@ -361,7 +363,7 @@ def quantize_part(
         window, sides = part.local, _sides(part, quantizer)
         found = whole_amax if whole_amax is not None else local_amax
         found = _amax_of_matrices(window, quantizer, batch, steps.amax) if found is None else found
-    multiplier, scale, outer_scale = scales_of(found, quantizer, steps, part.cuts)
+    multiplier, scale, outer_scale = scales_of(found, quantizer, steps, part.cuts, batch=batch)
     for dim, side in zip(SIDES, sides, strict=True):
         multiplier = side.window(multiplier, dim) if side.kind == "split" else multiplier
     where = () if batch and not quantizer.has_outer_scale() else _positions(sides, quantizer, part)
@@ -401,7 +403,7 @@ def _quantized(
 
 
 def _by_whole_amax(part: Plain, quantizer: Quantizer, steps: Steps, whole_amax: Tensor) -> Quantized:
-    multiplier, scale, outer_scale = scales_of(whole_amax, quantizer, steps)
+    multiplier, scale, outer_scale = scales_of(whole_amax, quantizer, steps, batch=part.layout.batch)
     scale = local_scales(scale, part.local.shape, part.cuts, quantizer, part.layout.batch)
     codes = cast_part(part, multiplier, quantizer, steps)
     return _quantized(part, codes, scale, quantizer, outer_scale)

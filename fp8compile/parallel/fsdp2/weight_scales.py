@@ -103,7 +103,7 @@ class WeightScales:
                 is_outer = shard.own_levels(part, quantizer)[0]
                 alone = Plain(part.local, TensorLayout(batch=shard.batch))
                 own = whole_amax(alone if is_outer else part, quantizer)
-                own = outer_amax_of(own, quantizer) if is_outer else own
+                own = outer_amax_of(own, quantizer, shard.batch) if is_outer else own
                 changed.append((weight, slot, quantizer, is_outer))
                 amaxes.append(own.to(parameter.device))
                 groups.append(tuple(cut.group for cut in part.cuts))
@@ -115,7 +115,7 @@ class WeightScales:
                 self._scales[weight].outer_amaxes[slot] = amax.clone()  # what it is a view of is freed
             else:
                 shard = _compat.local_itself(known[weight].sharded)
-                self._scales[weight].by_slot[slot] = scales_of(amax, quantizer)
+                self._scales[weight].by_slot[slot] = scales_of(amax, quantizer, batch=shard.batch)
 
 
 def _of_steps_before(module: nn.Module, slot: str) -> Scales:
