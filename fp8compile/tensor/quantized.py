@@ -233,6 +233,13 @@ class QuantizedTensor(Tensor):
             self.in_memory.check(gemm)
         return self.sets()[-1 if gemm is GEMMS[1] else 0]
 
+    def cuts_blocks(self) -> bool:
+        """Whether this is a shard with elements of blocks that other ranks have elements of, along ``shard_dim``.
+
+        Of blocks that span that dim, every rank has the one scale, and none is cut.
+        """
+        return cuts_blocks(self)
+
     def parts(self) -> tuple[Tensor, ...]:
         """The plain tensors that it is made of: codes, scale, and of two levels the outer scale, of each set."""
         return tuple(part for own in self.sets() for part in own.parts())

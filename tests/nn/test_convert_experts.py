@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import io
 import pickle
 import re
@@ -308,10 +307,6 @@ def test_experts_show_their_recipe_and_take_another():
     ("recipe", "reason"),
     [
         (f8.recipes.delayed(), "experts take no such recipe: grouped_linear: the recipe has delayed scaling"),
-        (
-            dataclasses.replace(f8.recipes.tensorwise(), keep_weight_codes=True),
-            "experts take no such recipe: .* has keep_weight_codes",
-        ),
     ],
 )
 def test_experts_that_a_recipe_is_not_for_stay_and_the_report_says_why(recipe, reason):

@@ -18,6 +18,7 @@ from gloo_ranks import shared_ranks
 import fp8compile as f8
 from fp8compile._compat import TORCH_VERSION
 from fp8compile.ops.layer.operands import Operands
+from fp8compile.ops.layer.quantize import dequantized
 from fp8compile.testing.bits import difference
 
 pytestmark = pytest.mark.skipif(TORCH_VERSION < (2, 12), reason="PyTorch 2.11 is held in one process")
@@ -111,12 +112,12 @@ def first_difference(name):
     (whole, y), (own, other) = operands(recipe, spread=False), operands(recipe, spread=True)
     first, unexplained = None, []
     for index, ((slot, values, codes), (_, part, quantized)) in enumerate(zip(whole, own, strict=True)):
-        same_codes = torch.equal(cut(codes.local, part), quantized.local)
+        same_codes = torch.equal(cut(codes.codes, part), quantized.codes)
         if not torch.equal(cut(values.local, part), part.local):
             first = index if first is None else first
         elif not same_codes:
             unexplained.append((index, slot))
-    x, weight = (whole[index][2].dequantized(torch.float64).local for index in (4, 5))  # of down
+    x, weight = (dequantized(whole[index][2], torch.float64).local for index in (4, 5))  # of down
     halves = [a @ b.t() for a, b in zip(x.flatten(0, -2).chunk(2, -1), weight.chunk(2, -1), strict=True)]
     terms = sum(half.abs() for half in (*halves, halves[0] + halves[1], halves[0] + halves[1])).view_as(y)
     return first, unexplained, bool(((y - other).abs() <= ROUNDING * terms * 1.01).all()), not torch.equal(y, other)

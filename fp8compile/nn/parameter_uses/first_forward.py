@@ -6,7 +6,6 @@ Dynamo has made a graph: nothing is added to the graph, to its guards or to the 
 
 from __future__ import annotations
 
-import itertools
 import sys
 import threading
 import warnings
@@ -31,10 +30,11 @@ __all__ = ["stop_watching", "untold", "watch_first_forward", "watched"]
 
 STRICT = "_fp8compile_strict"  # on a layer: convert was called with strict=True
 ROOTS: WeakSet[nn.Module] = WeakSet()  # what convert was given
-NUMBER = "_fp8compile_watched"  # on a module with hooks: which one it is, for a graph takes no module for a constant
-NUMBERS = itertools.count()
-HOOKED: set[int] = set()  # modules whose next forward is watched
-TRACED: set[int] = set()  # modules whose hooks Dynamo has traced
+WATCHED = "_fp8compile_watched"  # on a module whose next forward is watched, and its copies: `_Traced.count` by then
+
+
+class _Traced:
+    count = 0  # how often Dynamo has traced a hook, of any module
 
 
 class _Running(threading.local):
@@ -109,9 +109,7 @@ def watch_first_forward(model: nn.Module, layers: set[nn.Module], *, strict: boo
 
 
 def _hook(module: nn.Module) -> None:
-    HOOKED.discard(vars(module).get(NUMBER))
-    setattr(module, NUMBER, next(NUMBERS))
-    HOOKED.add(vars(module)[NUMBER])
+    setattr(module, WATCHED, _Traced.count)
     if _begin not in module._forward_pre_hooks.values():
         module.register_forward_pre_hook(_begin)
         module.register_forward_hook(_end, always_call=True)
@@ -120,14 +118,12 @@ def _hook(module: nn.Module) -> None:
 def stop_watching(model: nn.Module) -> None:
     """Take from a model what `watch_first_forward` gave it, but whether it was strict.
 
-    Code that was compiled is guarded by the number of hooks that it was traced with: there they stay and do nothing.
+    Code that was compiled is guarded by the number of hooks that it was traced with. If Dynamo has traced any since,
+    they stay and do nothing.
     """
     for module in (model, *model.children()):
-        number = vars(module).get(NUMBER)
-        HOOKED.discard(number)
-        if number is None or number in TRACED:
+        if vars(module).pop(WATCHED, None) != _Traced.count:
             continue
-        delattr(module, NUMBER)
         for hooks in (module._forward_pre_hooks, module._forward_hooks):
             for key in [key for key, hook in hooks.items() if hook in (_begin, _end)]:
                 del hooks[key]
@@ -135,14 +131,17 @@ def stop_watching(model: nn.Module) -> None:
 
 
 @_compat.constant_when_traced
-def _note_traced(number: int) -> None:
-    """Note that Dynamo has traced a module's hooks, and has them in its guards."""
-    TRACED.add(number)
+def _note_traced() -> None:
+    """Note that Dynamo has traced a module's hooks, and has their number in its guards.
+
+    Which module it was is not asked: an attribute of it would be guarded, and blocks that share code would not.
+    """
+    _Traced.count += 1
 
 
 def _begin(module: nn.Module, args: Any) -> None:
     if torch.compiler.is_compiling():
-        _note_traced(getattr(module, NUMBER))
+        _note_traced()
     else:
         _untraced(_start)(module)
 
@@ -158,7 +157,7 @@ def _untraced(fn: Callable[[nn.Module], None]) -> Callable[[nn.Module], None]:
 
 
 def _start(module: nn.Module) -> None:
-    if RUNNING.watching is not None or RUNNING.is_untold or vars(module)[NUMBER] not in HOOKED:
+    if RUNNING.watching is not None or RUNNING.is_untold or WATCHED not in vars(module):
         return
     if not _compat.is_in_mode():  # a tracer's is no forward yet
         RUNNING.begin(module, module)

@@ -235,9 +235,7 @@ class ShardedWeight(FullyShardHooks, Tensor):
         own, outer_amax = Plain(part.local, TensorLayout(batch=self.batch)), None
         if not all(self.own_levels(part, quantizer)):
             outer_amax = module.weight_scales.outer_amax(module, self.name, gemm.b).to(self.device)
-        multiplier, *scales = scales_of(
-            whole_amax(own, quantizer), quantizer, outer_amax=outer_amax, batch=self.batch
-        )
+        multiplier, *scales = scales_of(whole_amax(own, quantizer), quantizer, outer_amax=outer_amax, batch=self.batch)
         return cast_part(own, multiplier, quantizer).contiguous(), *scales
 
     def _by_known_scales(
