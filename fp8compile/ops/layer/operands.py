@@ -160,11 +160,12 @@ class Operands:
             part = replace(part, local=in_whole_blocks(part.local, self._rows_of_blocks()))
         if self.rows is not None:
             own = self._quantized(part, quantizer, slot)
+            own = _without_padding(own, rows) if part.layout.batch else own  # none is sent
             if self.phase is not Phase.EAGER and 0 in self.rows.sizes:
                 # Scales of no rows are constants. Compilers would merge messages of two layers, on that rank alone.
                 own = replace(own, scale=after(own.scale, own.codes))
-            found = _gathered_rows(own, in_backward=slot == GRAD_INPUT.b)
-        elif self.phase in (Phase.FORWARD, Phase.BACKWARD) and _keeps_codes(self.recipe, part):
+            return _gathered_rows(own, in_backward=slot == GRAD_INPUT.b)
+        if self.phase in (Phase.FORWARD, Phase.BACKWARD) and _keeps_codes(self.recipe, part):
             found = self._kept(part, quantizer, slot)
         else:
             found = self._quantized(part, quantizer, slot)
