@@ -188,8 +188,8 @@ def mxfp8(
 ) -> Recipe:
     """MXFP8: a power of two, stored as one byte, for 32 values along the sum of every GEMM, all three in FP8.
 
-    Forward and backward sum over different sides of a weight, and so multiply two sets of its codes. With one scale for
-    32 x 32 values of a weight they multiply the same codes: it has half the bytes, in memory and as FSDP gathers it.
+    Forward and backward sum over different sides of a weight, and so multiply two sets of its codes. With one scale
+    for 32 x 32 values of a weight both multiply the same codes, which are half the bytes.
 
     Args:
         format: Of inputs and weights.

@@ -91,6 +91,8 @@ CASES = [
     ("torchtitan", 4, models.FOUR_BITS, "bf16", 0),
     ("gpt-oss", 3, models.FOUR_BITS, "bf16", 0),
     ("torchtitan", 1, models.FOUR_BITS, "bf16", 2),  # within blocks, and outer scales are of both ranks
+    ("torchtitan", 1, models.SQUARES, "bf16", 1),
+    ("gpt-oss", 3, models.SQUARES, "fp32", 0),
 ]
 
 
