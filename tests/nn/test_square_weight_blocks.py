@@ -120,6 +120,6 @@ def test_explain_names_the_recipe_and_finds_its_gemms():
     model = f8.convert(nn.Sequential(nn.Linear(64, 96, bias=False).bfloat16()), SQUARE, filter="*")
     assert missing_gemm(model, GPUS["b200"]) == ""
     assert "is MX, which needs compute capability 10.0 (B200)" in missing_gemm(model, GPUS["h200"])
-    text = str(explain(model, torch.randn(32, 64, dtype=torch.bfloat16, requires_grad=True)))
+    text = str(explain(model, (torch.randn(32, 64, dtype=torch.bfloat16, requires_grad=True),), gpu=None))
     assert "mxfp8(weight_block=(32, 32))" in text
     assert "e4m3 x e4m3 blockwise" in text

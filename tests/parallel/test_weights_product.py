@@ -53,7 +53,6 @@ DIAGONAL = [
     ("delayed", "parameters", "two, then three", "eager"),
     ("delayed", "gathered", "two", "eager"),
     (models.SQUARES, "parameters", "two, then three", "eager"),
-    (models.SQUARES, "gathered", "FSDP + TP", "aot_eager"),
 ]
 HALF = 10
 # dim and hidden where tensor parallel ranks may not cut blocks of a parameter; FSDP2 does cut those of ``down``
