@@ -231,13 +231,11 @@ CURRENT = ("tensorwise", "rowwise", "rowwise_bf16_wgrad", "blockwise", "mxfp8")
 @st.composite
 def _ready_recipes(draw: st.DrawFn) -> f8.Recipe:
     name = draw(st.sampled_from(CURRENT))
-    blocks = {"weight_block": draw(st.sampled_from(((1, 32), (32, 32))))} if name == "mxfp8" else {}
     return f8.recipes.by_name(
         name,
         grad_format=draw(st.sampled_from(FORMATS)),
         scale=draw(st.sampled_from(E8M0_RULES if name == "mxfp8" else RULES)),
         eps=draw(st.sampled_from(EPS)),
-        **blocks,
     )
 
 
