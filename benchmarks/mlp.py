@@ -49,7 +49,7 @@ def _quantized(recipe: str) -> Callable[[nn.Module], nn.Module]:
 
 OURS = {name: _ours(name) for name in f8.recipes.names()}
 PEERS = {f"torchao {name}": _torchao(name) for name in ("tensorwise", "rowwise", "rowwise_with_gw_hp")}
-# recipes with the other choice of `keep_weight_codes`, and with FP8 parameters, which no forward casts
+# recipes with the other choice of `keep_weight_codes`, with FP8 parameters, which no forward casts, with other blocks
 VARIANTS = {
     "tensorwise_keeping": lambda model: f8.convert(
         model, replace(f8.recipes.tensorwise(), keep_weight_codes=True), filter="*"
@@ -57,6 +57,7 @@ VARIANTS = {
     "delayed_freeing": lambda model: f8.convert(model, f8.recipes.delayed(keep_weight_codes=False), filter="*"),
     "tensorwise_parameters": _quantized("tensorwise"),
     "blockwise_parameters": _quantized("blockwise"),
+    "mxfp8_32x32": lambda model: f8.convert(model, f8.recipes.mxfp8(weight_block=(32, 32)), filter="*"),
 }
 SAME_KIND = {"rowwise_bf16_wgrad": "rowwise_with_gw_hp"}  # where torchao's recipe has another name
 CONTENDERS: dict[str, Callable[[nn.Module], nn.Module]] = {"bf16": lambda model: model, **OURS, **VARIANTS, **PEERS}

@@ -37,8 +37,14 @@ from fp8compile.ops import collectives
 
 __all__ = ["LAYERS", "RECIPES", "WAYS", "weight_bytes"]
 
-TWO_SETS = "nvfp4 1x16"  # each pass multiplies codes of its own, of blocks of 16 along its sum
-RECIPES = ("tensorwise", "rowwise", "rowwise_bf16_wgrad", "blockwise", "mxfp8", "delayed", "nvfp4", TWO_SETS)
+OTHER_BLOCKS = {
+    "mxfp8 32x32": f8.recipes.mxfp8(weight_block=(32, 32)),  # both passes multiply the same codes
+    "nvfp4 1x16": f8.recipes.nvfp4(weight_block=(1, 16)),  # each pass multiplies codes of its own
+}
+RECIPES = (
+    *("tensorwise", "rowwise", "rowwise_bf16_wgrad", "blockwise", "mxfp8", "mxfp8 32x32", "delayed"),
+    *("nvfp4", "nvfp4 1x16"),
+)
 WAYS = ("gathered", "kept", "parameters")
 WIDTH, EXPERTS, RANKS = 1024, 4, 2
 
@@ -93,7 +99,7 @@ LAYERS = {"linear": lambda: nn.Linear(WIDTH, WIDTH, bias=False), "experts": _Exp
 
 
 def _recipe(name: str) -> f8.Recipe:
-    return f8.recipes.nvfp4(weight_block=(1, 16)) if name == TWO_SETS else f8.recipes.by_name(name)
+    return OTHER_BLOCKS.get(name) or f8.recipes.by_name(name)
 
 
 def _model(recipe: str | None, way: str, mesh: DeviceMesh, layer: str) -> nn.Module:

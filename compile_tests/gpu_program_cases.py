@@ -26,6 +26,7 @@ from fp8compile.testing.bits import bits
 __all__ = ["CASES", "Case", "Row", "check"]
 
 RECIPES = ("tensorwise", "rowwise", "rowwise_bf16_wgrad", "blockwise", "mxfp8", "delayed")
+SQUARES = "mxfp8, 32 x 32"  # both products of a weight read the same codes
 Made = tuple[Callable, tuple[torch.Tensor, ...]]  # a module or function, and its arguments
 
 
@@ -62,7 +63,7 @@ class Case:
     @property
     def arch(self) -> str:
         """The GPU that has the recipe's products."""
-        return "b200" if self.recipe in ("mxfp8", "nvfp4") else "h200"
+        return "b200" if self.recipe.startswith(("mxfp8", "nvfp4")) else "h200"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,7 +150,7 @@ def _input(*size: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
 
 
 def _recipe(name: str, **options: object) -> f8.Recipe:
-    return f8.recipes.by_name(name, **options)
+    return f8.recipes.mxfp8(weight_block=(32, 32)) if name == SQUARES else f8.recipes.by_name(name, **options)
 
 
 def feed_forward(
@@ -272,18 +273,20 @@ def _of_dtype(dtype: torch.dtype, *, quick: str = "") -> list[Case]:
     ]
 
 
-GROUPED = (*(each for each in RECIPES if each != "delayed"), "nvfp4")  # delayed has one amax a tensor
+GROUPED = (*(each for each in RECIPES if each != "delayed"), "nvfp4", SQUARES)  # delayed has one amax a tensor
 EVERY_WAY = (("orders", ("backwards", "shuffled")), ("configurations", "all"))
 STOCHASTIC = (("grad_rounding", "stochastic"),)
-SCALED_BY_TENSOR = tuple(each for each in RECIPES if each != "delayed")  # delayed: exchanged on a group that is given
+# delayed: exchanged on a group that is given
+SCALED_BY_TENSOR = (*(each for each in RECIPES if each != "delayed"), SQUARES)
 
 CASES = (
     *_of_recipes("feed-forward, odd sizes", feed_forward, quick=("mxfp8", "delayed")),
+    *_of_recipes("feed-forward, odd sizes", feed_forward, quick=(SQUARES,), recipes=(SQUARES,)),
     *_of_recipes("feed-forward, 128 x 128 x 256", _model(feed_forward, size=(128, 128, 256))),
     *_of_recipes("attention, bias, frozen weight", attention, quick=("rowwise",)),
     *_of_recipes("quantized parameters", _model(feed_forward, quantized_parameters=True), quick=("tensorwise",),
-                 recipes=("tensorwise", "blockwise")),
-    *_of_recipes("kept weight codes", _model(kept_codes, keep=True), recipes=("tensorwise",)),
+                 recipes=("tensorwise", "blockwise", SQUARES)),
+    *_of_recipes("kept weight codes", _model(kept_codes, keep=True), recipes=("tensorwise", SQUARES)),
     *_of_recipes("freed weight codes", _model(kept_codes, keep=False), recipes=("delayed",)),
     *_of_recipes("three steps", feed_forward, recipes=("delayed",), steps=3),
     *_of_recipes("stochastic rounding", _model(feed_forward, options=STOCHASTIC), quick=("tensorwise",),
@@ -298,9 +301,9 @@ CASES = (
                  options=EVERY_WAY),
     *_of_recipes("experts, even", _model(experts, ends=(24, 48, 72, 96)), recipes=GROUPED),
     *_of_recipes("experts, empty ones, NaN behind", _model(experts, ends=(0, 50, 51, 80)), recipes=GROUPED,
-                 quick=("rowwise", "mxfp8")),
+                 quick=("rowwise", "mxfp8", SQUARES)),
     *_of_recipes("one rank of two, TP and SP", _model(model_in_ranks, how="tp"), quick=("rowwise",),
                  recipes=SCALED_BY_TENSOR, in_ranks=True),
     *_of_recipes("one rank of two, FSDP in the graph", _model(model_in_ranks, how="fsdp"), quick=("rowwise",),
-                 in_ranks=True),
+                 in_ranks=True, recipes=(*RECIPES, SQUARES)),
 )  # fmt: skip

@@ -41,7 +41,7 @@ __all__ = [
 
 TENSOR, ROW, COLUMN = (-1, -1), (1, -1), (-1, 1)
 LINE, TILE, PILLAR = (1, 128), (128, 128), (128, 1)
-MX_LINE, MX_PILLAR = (1, 32), (32, 1)
+MX_LINE, MX_TILE, MX_PILLAR = (1, 32), (32, 32), (32, 1)
 NV_LINE, NV_TILE, NV_PILLAR = (1, 16), (16, 16), (16, 1)
 
 
@@ -183,9 +183,13 @@ def mxfp8(
     grad_rounding: str = "nearest",
     scale: str = "e8m0_rceil",
     eps: float = 0.0,
+    weight_block: tuple[int, int] = MX_LINE,
     emulate: bool = False,
 ) -> Recipe:
     """MXFP8: a power of two, stored as one byte, for 32 values along the sum of every GEMM, all three in FP8.
+
+    Forward and backward sum over different sides of a weight, and so multiply two sets of its codes. With one scale
+    for 32 x 32 values of a weight both multiply the same codes, which are half the bytes.
 
     Args:
         format: Of inputs and weights.
@@ -194,17 +198,20 @@ def mxfp8(
         scale: ``"e8m0_rceil"`` rounds a scale up, so that nothing saturates; ``"e8m0_floor"`` is the rule in the
             specification of the format.
         eps: Floor under the amax.
+        weight_block: (1, 32), or (32, 32) for one set of codes.
         emulate: Whether a GPU without MX (before compute capability 10.0) multiplies the exact values in float64,
             slowly, instead of raising.
 
     Raises:
-        ValueError: The scale is no E8M0 one.
+        ValueError: The scale is no E8M0 one, or ``weight_block`` is another.
 
     Source: OCP Microscaling Formats 1.0, section 6.3 (floor); Mishra et al. 2025, arXiv:2506.08027 (rceil).
     """
     if scale not in ("e8m0_rceil", "e8m0_floor"):
         raise ValueError(f"mxfp8: scale is {scale!r}; it is 'e8m0_rceil' or 'e8m0_floor'.")
-    blocks = (MX_LINE, MX_LINE, MX_PILLAR, MX_PILLAR)
+    if weight_block not in (MX_LINE, MX_TILE):
+        raise ValueError(f"mxfp8: weight_block is {weight_block!r}; it is (1, 32) or (32, 32).")
+    blocks = (MX_LINE, weight_block, weight_block[::-1], MX_PILLAR)
     return _of_blocks(
         *blocks,
         format=format,

@@ -15,7 +15,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 __all__ = [
-    "TILE_BLOCKS", "TILE_ROWS", "down_the_rows", "rows_of_fours", "swizzled", "tiled", "tiles_numel", "untiled",
+    "TILE_BLOCKS", "TILE_ROWS", "down_the_rows", "for_each_row", "rows_of_fours", "swizzled", "tiled", "tiles_numel",
+    "untiled",
 ]  # fmt: skip
 
 TILE_ROWS, TILE_BLOCKS, GROUP = 128, 4, 32
@@ -24,6 +25,17 @@ TILE_ROWS, TILE_BLOCKS, GROUP = 128, 4, 32
 def down_the_rows(scale: Tensor) -> Tensor:
     """(rows, blocks), the same shape with strides (1, rows)."""
     return scale.t().contiguous().t()
+
+
+def for_each_row(scale: Tensor, block_rows: int, rows: int) -> Tensor:
+    """Scales (..., rows, blocks) that a GEMM reads for single rows, from those of blocks of several rows.
+
+    Args:
+        scale: (..., rows of blocks, blocks).
+        block_rows: Rows of a block; scales of blocks of one row are given back as they are.
+        rows: Of the codes; the last blocks may have fewer rows than others.
+    """
+    return scale if block_rows == 1 else scale.repeat_interleave(block_rows, -2)[..., :rows, :]
 
 
 def rows_of_fours(scale: Tensor) -> Tensor:

@@ -26,15 +26,15 @@ def _kernel(x: Tensor, quantizer: Quantizer) -> Tensor:
 
 
 def empty_grid(x: Tensor, quantizer: Quantizer, groups: int | None = None) -> Tensor:
-    """An amax for each block of a matrix; or for each block of columns of each group, if a group is one block of rows.
+    """An amax for each block of a tensor; or for each block of columns of each group, if a group is one block of rows.
 
     Args:
-        x: The matrix.
+        x: The tensor, of any rank; rows of groups are a matrix.
         quantizer: Whose blocks.
         groups: How many.
     """
     shape = shape_said(quantizer, "scale_shape", x.shape)
-    return x.new_empty(shape if groups is None else (groups, shape[1]), dtype=torch.float32)
+    return x.new_empty(shape if groups is None else (groups, shape[-1]), dtype=torch.float32)
 
 
 def _fake(x: Tensor, quantizer: Quantizer) -> Tensor:

@@ -23,12 +23,17 @@ WITHIN = {"1-D": "pair", "three": "three", "HSDP": "all", "FSDP + TP": "all"}  #
 POLICIES = {"fp32": MixedPrecisionPolicy(), "bf16": BF16}
 
 
-FOUR_BITS = "nvfp4, 1 x 16"  # of which forward and backward multiply other codes of a weight
+FOUR_BITS = "nvfp4, 1 x 16"  # forward and backward multiply other codes of a weight
+SQUARES = "mxfp8, 32 x 32"  # forward and backward multiply the same codes of a weight
+OTHER_BLOCKS = {
+    FOUR_BITS: f8.recipes.nvfp4(weight_block=(1, 16)),
+    SQUARES: f8.recipes.mxfp8(weight_block=(32, 32)),
+}
 
 
 def recipe_of(name):
     """A ready recipe by its name, or by what these tests call it."""
-    return f8.recipes.nvfp4(weight_block=(1, 16)) if name == FOUR_BITS else f8.recipes.by_name(name)
+    return OTHER_BLOCKS.get(name) or f8.recipes.by_name(name)
 
 
 class FeedForward(nn.Module):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import re
 
+import fsdp_models as models
 import pytest
 import torch
 from torch import nn
@@ -15,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import fp8compile as f8
 
-RECIPES = ("tensorwise", "rowwise", "rowwise_bf16_wgrad", "blockwise", "mxfp8", "nvfp4")
+RECIPES = ("tensorwise", "rowwise", "rowwise_bf16_wgrad", "blockwise", "mxfp8", "nvfp4", models.SQUARES)
 ROWS, K, N = 200, 40, 72
 ENDS = {
     "even": (50, 100, 150, 200),
@@ -67,7 +68,7 @@ def assert_same(found, expected):
 def test_each_group_is_a_linear_layer(recipe, ends):
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         case = tensors(ends, dtype=dtype, bias=dtype != torch.float16)
-        chosen = f8.recipes.by_name(recipe)
+        chosen = models.recipe_of(recipe)
         assert_same(results(ours, *case, chosen), results(group_by_group, *case, chosen))
 
 
@@ -75,7 +76,7 @@ def test_each_group_is_a_linear_layer(recipe, ends):
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_one_graph_serves_all_groups_with_the_bits_of_eager_mode(recipe, backend):
     torch._dynamo.reset()
-    chosen = f8.recipes.by_name(recipe)
+    chosen = models.recipe_of(recipe)
     compiled = torch.compile(ours, fullgraph=True, backend=backend)
     with torch._dynamo.config.patch(error_on_recompile=True):
         for ends in ENDS.values():
@@ -88,7 +89,7 @@ def test_one_graph_serves_all_groups_with_the_bits_of_eager_mode(recipe, backend
 @pytest.mark.parametrize("trained", [0, 1], ids=["x", "weight"])
 def test_a_gradient_alone_is_that_beside_the_other(recipe, backend, trained):
     torch._dynamo.reset()
-    chosen = f8.recipes.by_name(recipe)
+    chosen = models.recipe_of(recipe)
     (x, weight), offsets, grad = tensors((50, 100, 150, 180), bias=False)
     y, *gradients = results(ours, (x, weight), offsets, grad, chosen)
     leaves = [x.detach(), weight.detach()]
@@ -102,7 +103,7 @@ def test_a_gradient_alone_is_that_beside_the_other(recipe, backend, trained):
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize(("k", "n"), [(128, 256), (129, 131), (1, 3), (48, 200)])
 def test_any_sizes_of_features(recipe, k, n):
-    case, chosen = tensors((3, 60, 60, 90), k=k, n=n, rows=90), f8.recipes.by_name(recipe)
+    case, chosen = tensors((3, 60, 60, 90), k=k, n=n, rows=90), models.recipe_of(recipe)
     assert_same(results(ours, *case, chosen), results(group_by_group, *case, chosen))
 
 
@@ -112,7 +113,7 @@ def test_a_nan_stays_in_its_group(recipe):
     with torch.no_grad():
         leaves[0][60, 3] = torch.nan
         grad[120, 5] = torch.inf
-    y, dx, dw, _ = results(ours, leaves, offsets, grad, f8.recipes.by_name(recipe))
+    y, dx, dw, _ = results(ours, leaves, offsets, grad, models.recipe_of(recipe))
     others = [*range(50), *range(150, 200)]
     assert y[50:100].isnan().any()
     assert dw[1].isnan().any()
@@ -197,7 +198,7 @@ def test_flops_are_those_of_all_rows():
     leaves, offsets, grad = tensors(ENDS["even"], bias=False)
     for recipe in RECIPES:
         with FlopCounterMode(display=False) as counted:
-            results(ours, leaves, offsets, grad, f8.recipes.by_name(recipe))
+            results(ours, leaves, offsets, grad, models.recipe_of(recipe))
         assert counted.get_total_flops() == 3 * 2 * ROWS * K * N
 
 

@@ -22,7 +22,10 @@ from fp8compile.nn.experts.classes import class_by
 from fp8compile.tensor import QuantizedParameter
 from fp8compile.testing.bits import difference
 
-RECIPES = ("tensorwise", "rowwise", "rowwise_bf16_wgrad", "blockwise", "mxfp8", "nvfp4", models.FOUR_BITS)
+RECIPES = (
+    *("tensorwise", "rowwise", "rowwise_bf16_wgrad", "blockwise", "mxfp8", "nvfp4"),
+    *(models.FOUR_BITS, models.SQUARES),
+)
 
 
 def mixture(kind, recipe, *, quantized=True, seed=0):
@@ -59,6 +62,7 @@ CASES = [
     ("torchtitan", "mxfp8", "aot_eager"),
     ("gpt-oss", "nvfp4", None),
     ("gpt-oss", models.FOUR_BITS, "aot_eager"),
+    ("gpt-oss", models.SQUARES, "aot_eager"),
 ]
 EVERYTHING = [
     (kind, name, way) for kind in ("torchtitan", "gpt-oss") for name in RECIPES for way in (None, "aot_eager")
@@ -83,7 +87,7 @@ def test_masters_equal_fp8_experts_over_bfloat16_copies_of_masters(kind, recipe,
     assert graphs == (backend is not None)
 
 
-@pytest.mark.parametrize("recipe", ["blockwise", "mxfp8", "nvfp4", models.FOUR_BITS])
+@pytest.mark.parametrize("recipe", ["blockwise", "mxfp8", "nvfp4", models.FOUR_BITS, models.SQUARES])
 def test_stock_optimizers_round_once_a_step(recipe, assert_bits_equal):
     (weight, *_) = stacks_of(mixture("torchtitan", recipe)).values()
     plain = nn.Parameter(weight.dequantize().detach())

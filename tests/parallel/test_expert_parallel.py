@@ -11,6 +11,7 @@ import os
 import signal
 import time
 
+import fsdp_models as models
 import pytest
 import torch
 import torch.nn.functional as F
@@ -105,7 +106,7 @@ def plain_layer(rows, expert, up, down, recipe):
 def beside_one_process(name, world, recipe_name, capacity, codes, routing, tokens, backend):
     """Texts of what differs on this rank, in four tensors, from one process; and from experts without a dispatch."""
     group, experts = GROUPS[name], 2 * world
-    rank, recipe = group.rank(), getattr(f8.recipes, recipe_name)()
+    rank, recipe = group.rank(), models.recipe_of(recipe_name)
     per_rank, traveling = TOKENS[tokens][:world], recipe if codes else None
     rows, up, down, grad = tensors(sum(per_rank), experts)
     expert = chosen(sum(per_rank), experts, routing)
@@ -145,7 +146,7 @@ def all_cases(name, world, recipe_name, codes):
 @pytest.mark.parametrize(
     ("world", "recipe", "codes"),
     [
-        *((2, recipe, True) for recipe in RECIPES),
+        *((2, recipe, True) for recipe in (*RECIPES, models.SQUARES)),
         *((4, recipe, True) for recipe in ("tensorwise", "rowwise")),
         *((2, recipe, False) for recipe in ("tensorwise", "rowwise")),
     ],
@@ -163,7 +164,7 @@ def test_experts_on_ranks_have_the_bits_of_one_process(ranks, world, recipe, cod
 def compiled_cases(name, world, recipe_name, backend):
     """What differs, over one compilation for all routings; graphs, and why there are more than one."""
     group, experts = GROUPS[name], 2 * world
-    rank, recipe = group.rank(), getattr(f8.recipes, recipe_name)()
+    rank, recipe = group.rank(), models.recipe_of(recipe_name)
     found, mine = {}, slice(2 * rank, 2 * rank + 2)
     tokens = (24,) * world
     own = slice(24 * rank, 24 * rank + 24)
@@ -188,7 +189,11 @@ def compiled_cases(name, world, recipe_name, backend):
 
 @pytest.mark.parametrize(
     ("recipe", "backend"),
-    [*itertools.product(RECIPES, ["aot_eager"]), ("rowwise", "inductor"), ("tensorwise", "inductor")],
+    [
+        *itertools.product((*RECIPES, models.SQUARES), ["aot_eager"]),
+        ("rowwise", "inductor"),
+        ("tensorwise", "inductor"),
+    ],
 )
 def test_a_compiled_layer_is_one_graph_for_every_routing_with_the_bits_of_eager_mode(ranks, recipe, backend):
     for found in ranks.run(compiled_cases, "pair", 2, recipe, backend, within="pair"):
@@ -204,7 +209,7 @@ def test_a_compiled_layer_is_one_graph_for_every_routing_with_the_bits_of_eager_
 
 def with_a_nan(name, recipe_name):
     """Where y and the gradient of rows are NaN, of two ranks whose second has one NaN in its fourth row."""
-    group, recipe = GROUPS[name], getattr(f8.recipes, recipe_name)()
+    group, recipe = GROUPS[name], models.recipe_of(recipe_name)
     rank = group.rank()
     rows, up, down, grad = tensors(32, 4)
     rows[16 + 3, 5] = torch.nan

@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 from unittest import mock
 
+import fsdp_models as models
 import pytest
 import torch
 from gloo_ranks import GROUPS, shared_ranks
@@ -116,7 +117,7 @@ class Case:
         self.group = GROUPS[GROUP_NAMES[len(features)]]
         self.rank = self.group.rank()
         self.layer, self.tokens, self.features, self.sequence_dim = layer, tokens, features, sequence_dim
-        self.recipe = recipe if isinstance(recipe, f8.Recipe) else f8.recipes.by_name(recipe)
+        self.recipe = recipe if isinstance(recipe, f8.Recipe) else models.recipe_of(recipe)
         shape = [2, 2]
         shape[sequence_dim or 0] = sum(tokens)
         wide = sum(features)
@@ -223,7 +224,7 @@ def check_compiled(backend, pick):
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", [*RECIPES, models.SQUARES])
 def test_layers_of_a_group_have_the_bits_of_one_process(ranks, recipe, size):
     # each fifth: prime to the number of everything there is
     for problems in ranks.run(check_eager, recipe, size, 5, within=GROUP_NAMES[size]):
@@ -247,6 +248,7 @@ PAIRS = (
     ("column", "mxfp8", (20, 4), (48, 48), 1),
     ("row", "tensorwise", (12, 12), (72, 24), None),
     ("column", "blockwise", (0, 24), (72, 24), 0),
+    ("row", models.SQUARES, (20, 4), (72, 24), 1),
 )
 
 

@@ -7,6 +7,7 @@ addition and a division by two, which one process does as well, so there the bit
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from itertools import product
 
 import fsdp_models as models
@@ -30,6 +31,7 @@ pytestmark = pytest.mark.skipif(
 RECIPES = {"tensorwise": f8.recipes.tensorwise, "blockwise": f8.recipes.blockwise}
 SCALES = ("fp32", "pow2")
 MESHES = ("1-D", "three", "HSDP", "FSDP + TP")
+SQUARES = {models.SQUARES: partial(f8.recipes.mxfp8, weight_block=(32, 32))}
 EVERYTHING = list(product(RECIPES, SCALES, models.POLICIES, models.SIZES, MESHES))
 # each value of each with each of the others
 PAIRWISE = [
@@ -39,6 +41,12 @@ PAIRWISE = [
         (SCALES[index % 2], ("bf16", "fp32")[index // 2 % 2], ("uneven", "even")[index // 4 % 2]),
         (SCALES[1 - index % 2], ("bf16", "fp32")[(index + 1) // 2 % 2], ("even", "uneven")[index // 4 % 2]),
     ]
+]
+PAIRWISE += [
+    (models.SQUARES, "e8m0_rceil", "bf16", "uneven", "1-D"),
+    (models.SQUARES, "e8m0_rceil", "bf16", "even", "three"),
+    (models.SQUARES, "e8m0_floor", "fp32", "uneven", "HSDP"),
+    (models.SQUARES, "e8m0_floor", "fp32", "even", "FSDP + TP"),
 ]
 
 
@@ -51,7 +59,7 @@ def ranks():
 
 
 def recipe_of(name, scale="fp32"):
-    return RECIPES[name](scale=scale)
+    return (RECIPES | SQUARES)[name](scale=scale)
 
 
 def sharded(model, mesh, policy, *, on, tp=False, **options):

@@ -91,6 +91,7 @@ CASES = [
     ("torchtitan", 4, models.FOUR_BITS, "bf16", 0),
     ("gpt-oss", 3, models.FOUR_BITS, "bf16", 0),
     ("torchtitan", 1, models.FOUR_BITS, "bf16", 2),  # within blocks, and outer scales are of both ranks
+    ("torchtitan", 1, models.SQUARES, "bf16", 1),
 ]
 
 
@@ -101,6 +102,7 @@ SLOW = [
     ("torchtitan", 1, models.FOUR_BITS, "fp32", 0),
     ("gpt-oss", 2, models.FOUR_BITS, "bf16", 1),
     ("Qwen3-MoE", 3, models.FOUR_BITS, "bf16", 0),
+    ("gpt-oss", 3, models.SQUARES, "fp32", 0),
 ]
 EVERY = [*CASES, *(pytest.param(case, marks=pytest.mark.slow) for case in SLOW)]
 

@@ -56,6 +56,8 @@ PAIRWISE = [
     ("blockwise", "fp32", "bf16", "uneven", "three"),
     ("mxfp8", "pow2", "bf16", "even", "1-D"),
     ("mxfp8", "pow2", "fp32", "uneven", "FSDP + TP"),
+    (models.SQUARES, "fp32", "bf16", "uneven", "1-D"),
+    (models.SQUARES, "fp32", "fp32", "even", "FSDP + TP"),
 ]
 # rows of each rank: even, as torch.chunk cuts, a rank with nothing, cuts within blocks of 128 and of 32
 SIZES = {2: ((48, 48), (40, 39), (24, 0), (128, 72)), 3: ((32, 32, 32), (34, 34, 32), (20, 20, 0))}
@@ -86,7 +88,7 @@ def op_problems(name, sizes, dtype, known):
     group = GROUPS.get({2: "pair", 3: "three"}[len(sizes)])
     if group is None:
         return []
-    rank, recipe = group.rank(), f8.recipes.by_name(name)
+    rank, recipe = group.rank(), models.recipe_of(name)
     xs, grads, weight, bias = whole_tensors(sum(sizes), dtype, len(sizes))
     shard = weight.split(sizes)[rank].contiguous()
     amaxes = [None, None]
@@ -121,7 +123,7 @@ def check_op(name, size):
 
 
 @pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", [*RECIPES, models.SQUARES])
 def test_the_op_has_the_bits_of_the_layer_on_the_whole_weight(ranks, recipe, size):
     for problems in ranks.run(check_op, recipe, size):
         assert problems == []
@@ -159,7 +161,7 @@ def test_amaxes_of_shards_are_those_of_the_whole(ranks, sizes):
 
 
 def recipe_of(name, scale="fp32"):
-    return f8.recipes.by_name(name) if scale == "fp32" or name == "mxfp8" else getattr(f8.recipes, name)(scale=scale)
+    return models.recipe_of(name) if scale == "fp32" or name == "mxfp8" else getattr(f8.recipes, name)(scale=scale)
 
 
 def prepared(sizes, recipe, mesh, **options):

@@ -121,6 +121,9 @@ CASES = [
     ("gpt-oss", 1, models.FOUR_BITS, 1, None),
     ("gpt-oss", 4, models.FOUR_BITS, "EP + FSDP", None),
     ("gpt-oss", 3, models.FOUR_BITS, 0, "aot_eager"),
+    ("torchtitan", 1, models.SQUARES, 1, None),
+    ("gpt-oss", 4, models.SQUARES, "EP + FSDP", None),
+    ("gpt-oss", 3, models.SQUARES, 0, "aot_eager"),
 ]
 SLOW = [
     ("gpt-oss", 4, "nvfp4", "EP + FSDP", None),

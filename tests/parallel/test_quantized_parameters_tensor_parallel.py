@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import copy
 
+import fsdp_models as models
 import pytest
 import torch
-from fsdp_models import mesh_2d
 from gloo_ranks import GROUPS, shared_ranks
 from masters import ByHand
 from test_quantized_parameters_ranks import OPTIMIZERS, RECIPES, quantized, train
@@ -65,7 +65,7 @@ def parallelized(model, mesh, recipe, order, **options):
 def steps_of(name, hidden, order, *, fsdp=False, backend=None, share=False):
     """Losses beside those of the reference, whether scales are those of whole weights, and graphs."""
     recipe = RECIPES[name]
-    mesh = mesh_2d("data", "tensor") if fsdp else DeviceMesh.from_group(GROUPS["pair"], "cpu")
+    mesh = models.mesh_2d("data", "tensor") if fsdp else DeviceMesh.from_group(GROUPS["pair"], "cpu")
     own = mesh["tensor"] if fsdp else mesh
     model = parallelized(plain_model(hidden), own, recipe, order, quantized_parameters=True, keep_initial=True)
     reference = parallelized(plain_model(hidden), own, recipe, order)
@@ -85,7 +85,7 @@ def steps_of(name, hidden, order, *, fsdp=False, backend=None, share=False):
 
 
 ANY = {name: f8.recipes.by_name(name) for name in ("rowwise", "mxfp8", "delayed", "nvfp4")}
-ANY["nvfp4, 1 x 16"] = f8.recipes.nvfp4(weight_block=(1, 16))
+ANY |= models.OTHER_BLOCKS
 
 
 def of_any_recipe(name, order):
@@ -109,7 +109,7 @@ def of_any_recipe(name, order):
 
 def compiled_steps_under_fsdp():
     """Losses of the loop of AdamW, compiled, with codes and with values that are rounded by hand; and graphs."""
-    mesh, recipe, losses, graphs = mesh_2d("data", "tensor"), RECIPES["tensorwise"], [], []
+    mesh, recipe, losses, graphs = models.mesh_2d("data", "tensor"), RECIPES["tensorwise"], [], []
     for quantized_parameters in (True, False):
         torch._dynamo.reset()
         counters.clear()
@@ -189,7 +189,7 @@ def resumed():
 
 def noise_over_both_dims():
     """Codes after a step that rounds up or down by chance, beside those of one process."""
-    mesh, recipe, codes = mesh_2d("data", "tensor"), RECIPES["tensorwise"], []
+    mesh, recipe, codes = models.mesh_2d("data", "tensor"), RECIPES["tensorwise"], []
     for is_whole in (True, False):
         model, options = plain_model(144), {"quantized_parameters": True}
         if is_whole:
@@ -206,7 +206,7 @@ def noise_over_both_dims():
 
 
 def refusals():
-    mesh, pair = mesh_2d("data", "tensor"), DeviceMesh.from_group(GROUPS["pair"], "cpu")
+    mesh, pair = models.mesh_2d("data", "tensor"), DeviceMesh.from_group(GROUPS["pair"], "cpu")
     weight = quantized(converted(plain_model(144), RECIPES["tensorwise"], quantized_parameters=True))[0]
     cut = parallel.parallelize_module(plain_model(200), pair, plan_of(parallel))
     sharded = fully_shard(
@@ -298,8 +298,10 @@ def test_noise_is_that_of_the_place_in_the_whole_weight(ranks):
         ("delayed", "convert first"),
         ("nvfp4", "plan first"),
         ("nvfp4", "convert first"),
-        ("nvfp4, 1 x 16", "plan first"),
-        ("nvfp4, 1 x 16", "convert first"),
+        (models.FOUR_BITS, "plan first"),
+        (models.FOUR_BITS, "convert first"),
+        (models.SQUARES, "plan first"),
+        (models.SQUARES, "convert first"),
     ],
 )
 def test_both_sets_and_delayed_scaling_have_parts_in_both_orders(ranks, name, order):

@@ -11,6 +11,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+import fsdp_models as models
 import pytest
 import torch
 from gloo_ranks import shared_ranks
@@ -67,6 +68,13 @@ PAIRWISE = [
 PAIRWISE += [
     ("blockwise", "rowwise to SP", "cut blocks", "inductor", 2),
     ("delayed", "rowwise", "nothing divides", "inductor", 2),
+]
+# blocks as those of "blockwise", whose scales are bytes
+PAIRWISE += [
+    (models.SQUARES, "colwise", "cut blocks", None, 2),
+    (models.SQUARES, "rowwise to SP", "cut blocks", "aot_eager", 2),
+    (models.SQUARES, "SP to colwise", "nothing divides", None, 3),
+    (models.SQUARES, "rowwise", "batches of tokens", None, 2),
 ]
 EVERYTHING = [
     (recipe, layout, shape, backend, ranks)
@@ -144,7 +152,7 @@ def outcome(recipe_name, layout, shape_name, backend, count):
     mesh = mesh_of(count)
     if torch.distributed.get_rank() >= count:
         return None, []
-    recipe = RECIPES[recipe_name]
+    recipe = RECIPES.get(recipe_name) or models.recipe_of(recipe_name)
     x, weight, grad, bias = tensors_of(SHAPES[shape_name])
 
     def layer(x, weight, bias, state):

@@ -11,7 +11,7 @@ from fp8compile._compat import TORCH_VERSION
 pytestmark = pytest.mark.skipif(TORCH_VERSION < (2, 12), reason="a group as a part of a tensor needs PyTorch 2.12")
 ELEMENTS = 1024 * 1024  # of two weights' shards on one of two ranks
 ROW = COLUMN = 4 * 2 * 1024  # a float32 a row of both weights, or a column
-AS_BFLOAT16, CODES, MX = 2.0, 1.0, 1 / 32
+AS_BFLOAT16, CODES, MX, SQUARES = 2.0, 1.0, 1 / 32, 1 / 32**2
 FOUR_BITS = CODES / 2 + 1 / 16  # codes, and a scale for 16
 OF_EXPERTS = FOUR_BITS + 4 / 512**2  # and one of each matrix
 EXPECTED = {
@@ -21,6 +21,9 @@ EXPECTED = {
     ("rowwise", "parameters"): (2 * CODES + (ROW / 2 + COLUMN) / ELEMENTS, *[CODES + ROW / 2 / ELEMENTS] * 2),
     ("rowwise", "kept"): (None, 2 * CODES + ROW / 2 / ELEMENTS, 0.0),
     ("mxfp8", "parameters"): (2 * (CODES + MX), CODES + MX, CODES + MX),
+    ("mxfp8 32x32", "parameters"): (CODES + SQUARES, CODES + SQUARES, CODES + SQUARES),
+    ("mxfp8 32x32", "gathered"): (None, CODES, CODES),
+    ("mxfp8 32x32", "parameters", "experts"): (CODES + SQUARES, CODES + SQUARES, CODES + SQUARES),
     ("delayed", "gathered"): (None, CODES, CODES),
     ("nvfp4", "parameters"): (CODES / 2 + 1 / 256,) * 3,
     ("nvfp4 1x16", "parameters"): (2 * FOUR_BITS, FOUR_BITS, FOUR_BITS),

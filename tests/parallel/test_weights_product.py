@@ -31,7 +31,7 @@ pytestmark = pytest.mark.skipif(
 )
 RECIPES = {
     name: f8.recipes.by_name(name) for name in ("tensorwise", "rowwise", "rowwise_bf16_wgrad", "blockwise", "mxfp8")
-} | {"delayed": f8.recipes.delayed(history=4)}
+} | {"delayed": f8.recipes.delayed(history=4), models.SQUARES: models.recipe_of(models.SQUARES)}
 WAYS = ("gathered", "parameters")
 # on which ranks the first half runs, and on which the second
 MESHES = {
@@ -52,10 +52,11 @@ DIAGONAL = [
     ("mxfp8", "parameters", "two", "aot_eager"),
     ("delayed", "parameters", "two, then three", "eager"),
     ("delayed", "gathered", "two", "eager"),
+    (models.SQUARES, "parameters", "two, then three", "eager"),
 ]
 HALF = 10
 # dim and hidden where tensor parallel ranks may not cut blocks of a parameter; FSDP2 does cut those of ``down``
-ALONG_BLOCKS = {"blockwise": (48, 512), "mxfp8": (48, 256)}
+ALONG_BLOCKS = {"blockwise": (48, 512), "mxfp8": (48, 256), models.SQUARES: (48, 256)}
 
 
 @pytest.fixture(scope="session")

@@ -60,6 +60,23 @@ def test_mxfp8_has_no_scale_of_another_kind():
         recipes.mxfp8(scale="pow2")
 
 
+@pytest.mark.parametrize("block", [(32, 1), (16, 16), (128, 128), [32, 32], 32, None], ids=str)
+def test_mxfp8_has_no_weights_in_other_blocks(block):
+    with pytest.raises(ValueError, match=r"mxfp8: weight_block is .*; it is \(1, 32\) or \(32, 32\)") as caught:
+        recipes.mxfp8(weight_block=block)
+    assert f"weight_block is {block!r};" in str(caught.value)
+
+
+def test_mxfp8_with_square_blocks_has_one_quantizer_of_the_weight_and_all_else_of_the_other():
+    square, line = recipes.mxfp8(weight_block=(32, 32)), recipes.mxfp8()
+    assert recipes.describe(square) == "mxfp8(weight_block=(32, 32))"
+    assert recipes.mxfp8(weight_block=(1, 32)) == line
+    assert square.shares_weight_codes()
+    assert not line.shares_weight_codes()
+    assert replace(square, weight=line.weight, weight_for_grad_input=line.weight_for_grad_input) == line
+    assert square.weight == replace(line.weight, block=(32, 32))
+
+
 @pytest.mark.parametrize(
     ("argument", "value", "field", "slots"),
     [

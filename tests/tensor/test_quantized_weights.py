@@ -16,6 +16,7 @@ RECIPES = {
     "tensorwise": f8.recipes.tensorwise(),
     "tensorwise, powers of two": f8.recipes.tensorwise(scale="pow2"),
     "blockwise": f8.recipes.blockwise(),
+    "mxfp8, 32 x 32": f8.recipes.mxfp8(weight_block=(32, 32)),
 }
 # those that cast a weight for each direction, or remember, or keep grad_input in high precision
 OTHERS = {
@@ -73,6 +74,7 @@ def test_eager_layer_has_the_bits_of_the_weight_that_was_quantized(recipe, dtype
         ("tensorwise", "inductor", torch.bfloat16),
         ("blockwise", "aot_eager", torch.bfloat16),
         ("blockwise", "inductor", torch.float32),
+        ("mxfp8, 32 x 32", "aot_eager", torch.bfloat16),
     ],
 )
 def test_compiled_layer_is_one_graph_with_the_bits_of_eager(name, backend, dtype, assert_bits_equal):

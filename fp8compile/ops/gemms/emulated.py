@@ -28,7 +28,7 @@ OWN_CODES = (
 )
 NO_SUCH_BLOCKS = (
     f"has no GEMM on any GPU: they multiply (1, {BLOCK}) by ({BLOCK}, 1) or ({BLOCK}, {BLOCK}), the reverse, and "
-    f"(1, {MX_BLOCK}) by ({MX_BLOCK}, 1) with E8M0 scales. {ASK}"
+    f"(1, {MX_BLOCK}) by ({MX_BLOCK}, 1) or ({MX_BLOCK}, {MX_BLOCK}) with E8M0 scales. {ASK}"
 )
 
 

@@ -1,4 +1,7 @@
-"""Blackwell's MX GEMM: `torch._scaled_mm` with a power of two, an E8M0 byte, for 32 values of the sum."""
+"""Blackwell's MX GEMM: `torch._scaled_mm` with a power of two, an E8M0 byte, for 32 values of the sum.
+
+The scale of a block of 32 x 32 is repeated for each of its rows.
+"""
 
 from __future__ import annotations
 
@@ -9,16 +12,17 @@ from fp8compile.layout.quantized import Quantized
 from fp8compile.ops.gemms.float8 import ALIGNMENT, ASK, float8_kind, lacks_tensor_cores, scaled_mm
 from fp8compile.ops.gemms.kernel import GemmKernel, GemmProblem
 from fp8compile.quantizers import GemmConfig, Quantizer
-from fp8compile.scale_layouts import swizzled
+from fp8compile.scale_layouts import for_each_row, swizzled
 
 __all__ = ["MX", "MX_BLOCK", "is_mx"]
 
 MX_BLOCK = 32
+BLOCKS = ((1, MX_BLOCK), (MX_BLOCK, 1), (MX_BLOCK, MX_BLOCK))
 
 
 def is_mx(quantizer: Quantizer) -> bool:
-    """Whether scales are E8M0 bytes for 32 values along one dim."""
-    return sorted(quantizer.block) == [1, MX_BLOCK] and quantizer.stores_e8m0()
+    """Whether scales are E8M0 bytes for 32 values along one dim, or for 32 x 32."""
+    return quantizer.block in BLOCKS and quantizer.stores_e8m0()
 
 
 def _takes(a: Quantizer, b: Quantizer) -> bool:
@@ -32,8 +36,13 @@ def _lacks(problem: GemmProblem) -> str | None:
     return None if is_blackwell else f"is MX, which needs compute capability 10.0 (B200). {ASK}"
 
 
+def _row_scales(operand: Quantized) -> Tensor:
+    """Scales of 1 x 32 codes in tiles, also of blocks of 32 x 32."""
+    return swizzled(for_each_row(operand.scale, operand.quantizer.block[0], operand.codes.shape[0]))
+
+
 def _scales(a: Quantized, b: Quantized, m: int, n: int) -> tuple[Tensor, Tensor]:
-    return swizzled(a.scale), swizzled(b.scale.t())
+    return _row_scales(a), _row_scales(b.t())
 
 
 def _multiply(a: Quantized, b: Quantized, out_dtype: torch.dtype, config: GemmConfig) -> Tensor:

@@ -12,7 +12,7 @@ from fp8compile.ops.gemms.float8 import ALIGNMENT, ASK, lacks_nvidia, padded
 from fp8compile.ops.gemms.kernel import GemmKernel, GemmProblem
 from fp8compile.ops.nvfp4_mm import NV_BLOCK, nvfp4_mm
 from fp8compile.quantizers import GemmConfig, Quantizer, TwoLevelScaling, gemm_kind
-from fp8compile.scale_layouts import tiled
+from fp8compile.scale_layouts import for_each_row, tiled
 
 __all__ = ["NVFP4"]
 
@@ -50,8 +50,7 @@ def _tiled_scales(operand: Quantized, rows: int, codes: Tensor) -> Tensor:
     scale = operand.scale
     if scale.ndim == 1:
         return scale  # what codes are padded by ends within the last tiles
-    if operand.quantizer.block[0] == NV_BLOCK:
-        scale = scale.repeat_interleave(NV_BLOCK, 0)[:rows]
+    scale = for_each_row(scale, operand.quantizer.block[0], rows)
     blocks = codes.shape[1] * 2 // NV_BLOCK
     return tiled(padded(scale, codes.shape[0] - rows, blocks - scale.shape[1])).reshape(-1)
 

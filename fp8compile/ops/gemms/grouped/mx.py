@@ -21,7 +21,7 @@ from fp8compile.ops.gemms.kernel import GemmProblem
 from fp8compile.ops.gemms.mx import MX_BLOCK, is_mx
 from fp8compile.ops.groups.layout import alignment, padded_length, padded_offsets, row_of_columns
 from fp8compile.quantizers import GemmConfig, Quantizer
-from fp8compile.scale_layouts import TILE_BLOCKS, TILE_ROWS, swizzled, tiled
+from fp8compile.scale_layouts import TILE_BLOCKS, TILE_ROWS, for_each_row, swizzled, tiled
 
 __all__ = ["MX"]
 
@@ -46,8 +46,9 @@ def row_scales(scale: Tensor, offsets: Tensor) -> Tensor:
     return swizzled(spread).view(columns, -1)
 
 
-def matrix_scales(scale: Tensor) -> Tensor:
-    """Scales of each group's matrix, (E, N, blocks), in tiles."""
+def matrix_scales(matrices: Quantized) -> Tensor:
+    """Scales of 1 x 32 codes of each group's matrix in tiles, also of blocks of 32 x 32."""
+    scale = for_each_row(matrices.scale, matrices.quantizer.block[0], matrices.codes.shape[1])
     return tiled(scale).flatten(1).view(torch.float8_e8m0fnu)
 
 
@@ -76,7 +77,7 @@ def token_scales(scale: Tensor, ends: Tensor) -> Tensor:
 
 
 def _rows(a: Quantized, b: Quantized, offsets: Tensor, out_dtype: torch.dtype, config: GemmConfig) -> Tensor:
-    scales = row_scales(a.scale, offsets), matrix_scales(b.scale)
+    scales = row_scales(a.scale, offsets), matrix_scales(b)
     return scaled_rows(a, b, *scales, offsets, out_dtype, sum_to=MX_BLOCK)
 
 

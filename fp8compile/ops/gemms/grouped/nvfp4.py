@@ -20,9 +20,8 @@ from fp8compile.ops.gemms.nvfp4 import SUM_TO
 from fp8compile.ops.groups.grouped_nvfp4_mm import grouped_nvfp4_mm
 from fp8compile.ops.groups.layout import zero_behind
 from fp8compile.ops.groups.tiles import tile_ends
-from fp8compile.ops.nvfp4_mm import NV_BLOCK
 from fp8compile.quantizers import GemmConfig
-from fp8compile.scale_layouts import tiled
+from fp8compile.scale_layouts import for_each_row, tiled
 
 __all__ = ["NVFP4"]
 
@@ -56,10 +55,7 @@ def _codes_of_matrices(operand: Quantized) -> Tensor:
 
 def _scales_of_matrices(operand: Quantized) -> Tensor:
     """(E, bytes), the tiles of 1 x 16 codes, also of blocks of 16 x 16."""
-    scale = operand.scale
-    if operand.quantizer.block[0] == NV_BLOCK:
-        scale = scale.repeat_interleave(NV_BLOCK, 1)[:, : operand.codes.shape[1]]
-    return tiled(scale).flatten(1)
+    return tiled(for_each_row(operand.scale, operand.quantizer.block[0], operand.codes.shape[1])).flatten(1)
 
 
 def _rows(a: Quantized, b: Quantized, offsets: Tensor, out_dtype: torch.dtype, config: GemmConfig) -> Tensor:
