@@ -1,6 +1,6 @@
 """The first forward after `convert`: what it does with weights is watched, told of, and kept for the report.
 
-In eager mode hooks on the model and its children begin and end it, and leave after it. Compiled code is read where
+In eager mode hooks on the model begin and end it, and leave after it. Compiled code is read where
 Dynamo has made a graph: nothing is added to the graph, to its guards or to the key of a cache.
 """
 
@@ -102,10 +102,9 @@ def watch_first_forward(model: nn.Module, layers: set[nn.Module], *, strict: boo
     ROOTS.add(model)
     for layer in layers if strict else ():
         setattr(layer, STRICT, True)
-    # the children too: adapters call the forward of a model past its hooks
-    for module in (model, *model.children()):
-        if module not in layers and not layers.isdisjoint(module.modules()):
-            _hook(module)
+    # not its children: blocks that share compiled code would be guarded by hooks of their own
+    if model not in layers and not layers.isdisjoint(model.modules()):
+        _hook(model)
 
 
 def _hook(module: nn.Module) -> None:
@@ -121,7 +120,7 @@ def stop_watching(model: nn.Module) -> None:
     Code that was compiled is guarded by the number of hooks that it was traced with. If Dynamo has traced any since,
     they stay and do nothing.
     """
-    for module in (model, *model.children()):
+    for module in (model,):
         if vars(module).pop(WATCHED, None) != _Traced.count:
             continue
         for hooks in (module._forward_pre_hooks, module._forward_hooks):
