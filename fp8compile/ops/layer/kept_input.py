@@ -25,7 +25,7 @@ from fp8compile.layout.cuts import split_axes
 from fp8compile.layout.packing import DIMS, packed_dim
 from fp8compile.layout.quantized import Plain, Quantized, TensorLayout
 from fp8compile.ops.layer.quantize import Steps, quantize_part
-from fp8compile.ops.layer.quantize_groups import by_row, is_four_bits_on_gpu, quantize_groups
+from fp8compile.ops.layer.quantize_groups import as_values_of_rows, by_row, is_four_bits_on_gpu, quantize_groups
 from fp8compile.quantizers import GEMMS, Quantizer, Recipe
 from fp8compile.quantizers.blocks import as_matrix
 
@@ -43,8 +43,6 @@ def keeps_codes(x: Tensor, recipe: Recipe) -> bool:
     quantizer = recipe.quantizer_read(GRAD_WEIGHT.b)
     if quantizer is None or quantizer.code_bits() > BITS or not quantizer.has_outer_scale():
         return False
-    if quantizer.block[0] == 1 and x.shape[-1] % 2:
-        return False  # what two codes a byte stand for could be one column more
     is_plain = type(x) in (Tensor, torch.nn.Parameter)
     return is_plain and not _compat.is_traced(x) and not _compat.is_transformed(x)
 
@@ -62,10 +60,22 @@ def _packed_dim(layout: TensorLayout, quantizer: Quantizer) -> int:
 
 
 def fits(x: Tensor, layout: TensorLayout, quantizer: Quantizer) -> bool:
-    """Whether codes of an input that lies so can be packed to be kept: of a whole matrix, or of groups, always."""
+    """Whether codes of an input that lies so can be packed to be kept; all ranks come to the same answer.
+
+    Two codes a byte stand for an even number. Codes along tokens are padded, unless ranks cut a matrix.
+    """
+    if _is_along_rows(quantizer):
+        return _is_even(x, layout, -1)
     if layout.ends is not None or not layout.cuts:
         return True
-    return x.ndim > 1 and x.shape[_packed_dim(layout, quantizer)] % 2 == 0
+    return x.ndim > 1 and _is_even(x, layout, _packed_dim(layout, quantizer))
+
+
+def _is_even(x: Tensor, layout: TensorLayout, dim: int) -> bool:
+    """Whether every rank has an even size along a dim: one that keeps codes sends amaxes in its forward."""
+    dim %= x.ndim
+    sizes = [cut.sizes for cut in layout.cuts if cut is not None and cut.dim == dim]
+    return all(size % 2 == 0 for size in (*(size for each in sizes for size in each), x.shape[dim]))
 
 
 def keep_input(part: Plain, quantizer: Quantizer, steps: Steps) -> Kept:
@@ -80,6 +90,7 @@ def keep_input(part: Plain, quantizer: Quantizer, steps: Steps) -> Kept:
     if part.layout.ends is not None:
         rows, tokens = (quantizer, None) if along_rows else (None, quantizer)
         found = quantize_groups(part, rows, tokens, steps, along_tokens=not along_rows, reads_once=False)
+        found = as_values_of_rows(found, part.local.shape[-1]) if along_rows else found
     else:
         part = part if part.cuts else Plain(as_matrix(part.local))
         found = quantize_part(part, quantizer, steps)

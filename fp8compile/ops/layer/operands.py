@@ -47,7 +47,7 @@ from fp8compile.ops.layer.quantize import (
     is_cut_within,
     quantize_part,
 )
-from fp8compile.ops.layer.quantize_groups import by_row, is_four_bits_on_gpu, quantize_groups
+from fp8compile.ops.layer.quantize_groups import as_values_of_rows, is_four_bits_on_gpu, quantize_groups
 from fp8compile.ops.layer.rows import Rows, rows_cut
 from fp8compile.ops.scaled_mm import multiply_operands
 from fp8compile.quantizers import GEMMS, TENSORS, DelayedScaling, Gemm, Quantizer, Recipe, TwoLevelScaling
@@ -259,7 +259,7 @@ class Operands:
             along_tokens=slot in ALONG_ROWS and not is_forwards,
             reads_once=is_compiled and _on_gpu(part.local),
         )
-        return replace(found, quantizer=by_row(found.quantizer)) if is_forwards else found
+        return as_values_of_rows(found, part.local.shape[-1]) if is_forwards else found
 
     def _by_multiplier(self, part: Plain, quantizer: DelayedScaling, slot: str) -> Quantized:
         own = self.multiplier[ROW[slot]].view(quantizer.scale_shape(part.local.shape))
