@@ -210,7 +210,7 @@ of one rank; parts on several ranks are held by the tests in `tests/parallel/`.
   nodes. Codes that are given stand beside a frozen weight of the same recipe. Of DTensors no graph
   is made here.
 - *refused (n)*: an error says so, for the reason n.
-- *otherwise (n)*: the same bits; bytes or nodes differ, for the reason n.
+- *not done (n)*: the bits, bytes and nodes of all gradients, for the reason n.
 - Empty: nothing to ask. No rank tells another one an amax of whole tensors, and codes have no
   gradient.
 

@@ -13,7 +13,11 @@ from fp8compile.ops.layer import layers
 PAGE = Path(__file__).parents[2] / "docs" / "results" / "placements.md"
 GRAPHS = [cell for cell in CELLS if has_graph(cell)]
 # kept codes and all gradients of what the layer quantizes itself; `make test-full` looks at the others too
-FIRST = [cell for cell in GRAPHS if cell.source == "own amax" and cell.optimisation in ("all gradients", "kept weight codes")]
+FIRST = [
+    cell
+    for cell in GRAPHS
+    if cell.source == "own amax" and cell.optimisation in ("all gradients", "kept weight codes")
+]
 
 
 def on_the_page():

@@ -55,9 +55,7 @@ def scales_of_rows(tiles: Tensor, offsets: Tensor, rows: int, blocks: int) -> Te
         blocks: Scales of a row.
     """
     group, zero = group_to_read(offsets, rows), offsets.new_zeros(1)
-    first_row, first_place = (
-        torch.cat((zero, ends))[group] for ends in (offsets, padded_offsets(offsets, TILE_ROWS))
-    )
+    first_row, first_place = (torch.cat((zero, ends))[group] for ends in (offsets, padded_offsets(offsets, TILE_ROWS)))
     row = torch.arange(rows, dtype=torch.int32, device=offsets.device)
     place = (first_place + row - first_row).clamp(max=tiles.shape[0] - 1)
     return untiled(tiles.flatten(), tiles.shape[0], blocks)[place]
