@@ -1,0 +1,82 @@
+"""What FSDP2 gathers of a weight of which forward and backward multiply different codes, and what the report says."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from fp8compile import _compat
+from fp8compile.quantizers import GEMMS, Gemm
+from fp8compile.tensor.pass_in_memory import PassInMemory
+
+if TYPE_CHECKING:
+    from torch import nn
+
+__all__ = ["BOTH", "GATHERED", "OWN", "PLAIN", "GatherPolicy"]
+
+GATHERED = "gathered"  # on a layer: what FSDP2 gathers of its weight
+PAIR = OUTPUT, GRAD_INPUT = GEMMS[:2]
+OWN, BOTH, PLAIN = "own", "codes", "param_dtype"
+IN_WORDS = {
+    OWN: "codes, each pass its own",
+    BOTH: "codes of both passes at once",
+    PLAIN: "param_dtype: one gather serves both passes, which multiply different codes",
+}
+
+
+@dataclass
+class GatherPolicy:
+    """What all gathers of one weight are like. FSDP2 makes its buffers once, so they stay what the first one was.
+
+    Attributes:
+        for_both: What is gathered where one gather serves both passes, ``"codes"`` or ``"param_dtype"``.
+        checkpointed: Whether the backward repeats the forward.
+        kind: ``OWN``, ``BOTH`` or ``PLAIN``, from the first gather on.
+        in_memory: Whose codes are in memory, if each pass gathers its own.
+        name: The weight's in its module.
+    """
+
+    for_both: str
+    checkpointed: bool
+    kind: str | None = None
+    in_memory: PassInMemory = field(default_factory=PassInMemory)
+    name: str = "weight"
+    _parameter: _compat.FsdpParameter | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> GatherPolicy:
+        """What a copied weight starts with: FSDP2 has not gathered it, and modules and groups are the original's."""
+        return GatherPolicy(self.for_both, self.checkpointed, name=self.name)
+
+    def now(self, module: nn.Module) -> tuple[str, tuple[Gemm, ...]]:
+        """What a gather that is about to start brings: its kind, and the products whose codes it brings."""
+        if self._parameter is None:
+            self._parameter = next(
+                each for each in _compat.fsdp_parameters() if (each.module, each.name) == (module, self.name)
+            )
+        kind = self._kind_for(self._parameter)
+        own_pass = (GRAD_INPUT,) if self._parameter.is_in_backward else (OUTPUT,)
+        return kind, PAIR if kind == BOTH else own_pass
+
+    def _kind_for(self, parameter: _compat.FsdpParameter) -> str:
+        """What is gathered, given what FSDP2 does with the parameter.
+
+        Raises:
+            RuntimeError: FSDP2 has been told otherwise since the first gather.
+        """
+        kind = self.for_both if self.checkpointed or parameter.stays_after_forward else OWN
+        if self.kind is None:
+            self.kind = kind
+            for module in parameter.modules:
+                setattr(module, GATHERED, IN_WORDS[kind])
+        if self.kind == OWN != kind:
+            raise RuntimeError(
+                "fsdp_float8_all_gather: each pass has gathered its own codes so far, and weights are now to stay "
+                "from the forward to the backward, which needs others. Call set_reshard_after_forward(False) before "
+                "the first forward."
+            )
+        return self.kind
+
+    def in_words(self) -> str:
+        """What a report says before the first gather, for fully_shard has not been called yet."""
+        for_both = IN_WORDS[self.for_both]
+        return for_both if self.checkpointed else f"{IN_WORDS[OWN]}; or, if FSDP2 keeps the weight, {for_both}"
