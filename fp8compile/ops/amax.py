@@ -26,15 +26,15 @@ def _kernel(x: Tensor, quantizer: Quantizer) -> Tensor:
 
 
 def empty_grid(x: Tensor, quantizer: Quantizer, groups: int | None = None) -> Tensor:
-    """An amax for each block of a matrix; or for each block of columns of each group, if a group is one block of rows.
+    """An amax for each block of rows; or for each block of columns of each group, if a group is one block of rows.
 
     Args:
-        x: The matrix.
+        x: The rows; a matrix, or batches of tokens, whose grid has as many dims.
         quantizer: Whose blocks.
         groups: How many.
     """
-    rows, columns = shape_said(quantizer, "scale_shape", x.shape)
-    return x.new_empty((rows if groups is None else groups, columns), dtype=torch.float32)
+    *rows, columns = shape_said(quantizer, "scale_shape", x.shape)
+    return x.new_empty((*rows, columns) if groups is None else (groups, columns), dtype=torch.float32)
 
 
 def _fake(x: Tensor, quantizer: Quantizer) -> Tensor:

@@ -237,7 +237,7 @@ def scales_of(
         amaxes: The grid of a matrix or of a stack, of the whole or of a part.
         quantizer: Of each matrix.
         steps: By which steps.
-        cuts: Of the part, if ranks have to reduce the outer amax first.
+        cuts: Within matrices, over whose ranks the outer amax is reduced first.
         outer_amax: Of each whole matrix, if ranks know it already: then they reduce none.
     """
     if not quantizer.has_outer_scale():
@@ -245,11 +245,20 @@ def scales_of(
     if outer_amax is None:
         outer_amax = outer_amax_of(amaxes, quantizer, steps)
         for cut in cuts:
-            is_shared = cut is not None and cut.dim >= amaxes.ndim - 2
-            outer_amax = all_reduce_amax(outer_amax, cut.group) if is_shared else outer_amax
+            outer_amax = all_reduce_amax(outer_amax, cut.group)
     if amaxes.ndim == 2:
         return steps.two_scales(amaxes, outer_amax, quantizer)
     return _two_scales_of_stack(amaxes, outer_amax, quantizer, steps)
+
+
+def _scales_of_part(amaxes: Tensor, part: Plain, quantizer: Quantizer, steps: Steps) -> Scales:
+    """`scales_of` what a rank has. Batches of tokens are one matrix, whose grid has as many dims as they have."""
+    batch = part.layout.batch
+    within = tuple(cut for cut in part.cuts if cut is not None and cut.dim >= batch)
+    if batch or amaxes.ndim == 2 or not quantizer.has_outer_scale():
+        return scales_of(amaxes, quantizer, steps, within)
+    multiplier, scale, outer_scale = scales_of(amaxes.reshape(-1, amaxes.shape[-1]), quantizer, steps, within)
+    return multiplier.view(amaxes.shape), scale.view(amaxes.shape), outer_scale
 
 
 def _two_scales_of_stack(amaxes: Tensor, outer_amax: Tensor, quantizer: Quantizer, steps: Steps) -> Scales:
@@ -362,7 +371,7 @@ def quantize_part(
         window, sides = part.local, _sides(part, quantizer)
         found = whole_amax if whole_amax is not None else local_amax
         found = _amax_of_matrices(window, quantizer, batch, steps.amax) if found is None else found
-    multiplier, scale, outer_scale = scales_of(found, quantizer, steps, part.cuts)
+    multiplier, scale, outer_scale = _scales_of_part(found, part, quantizer, steps)
     for dim, side in zip(SIDES, sides, strict=True):
         multiplier = side.window(multiplier, dim) if side.kind == "split" else multiplier
     where = () if batch and not quantizer.has_outer_scale() else _positions(sides, quantizer, part)
@@ -374,7 +383,7 @@ def _quantize_matrix(part: Plain, quantizer: Quantizer, steps: Steps, known: Ten
     """A whole matrix, which eager layers quantize most of all."""
     quantizer = quantizer.for_shape(part.local.shape)
     amaxes = steps.amax(part.local, quantizer) if known is None else known
-    multiplier, scale, outer_scale = scales_of(amaxes, quantizer, steps)
+    multiplier, scale, outer_scale = _scales_of_part(amaxes, part, quantizer, steps)
     codes = steps.cast(part.local, multiplier, quantizer)
     return Quantized(codes=codes, scale=scale, quantizer=quantizer, outer_scale=outer_scale, layout=part.layout)
 

@@ -80,9 +80,9 @@ def kept_bytes(call: Call, leaves: Sequence[Tensor]) -> int:
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         y = call(*leaves)
-    for each in leaves[1:]:
-        if not hasattr(each, "sets"):
-            kept.pop(each.untyped_storage()._cdata, None)
+    for own in map(_compat.local_itself, leaves[1:]):
+        if not hasattr(own, "sets"):
+            kept.pop(own.untyped_storage()._cdata, None)
     del y
     return sum(storage.nbytes() for storage in kept.values())
 
