@@ -187,7 +187,7 @@ def test_bits_of_experts_are_those_of_codes_made_again(recipe, monkeypatch):
     """What a GPU's graph keeps of a stack, in a graph of a CPU, which has products of groups."""
     monkeypatch.setattr(operands, "_on_gpu", lambda tensor: True)
 
-    def step(keeps):
+    def step(*, keeps):
         torch._dynamo.reset()
         model = Experts(replace(EXPERTS[recipe], keep_weight_codes=keeps))
         x = torch.linspace(-3, 3, TOKENS * WIDTH).view(TOKENS, WIDTH).bfloat16().requires_grad_()
@@ -199,6 +199,6 @@ def test_bits_of_experts_are_those_of_codes_made_again(recipe, monkeypatch):
     x = torch.linspace(-3, 3, TOKENS * WIDTH).view(TOKENS, WIDTH).bfloat16().requires_grad_()
     y = eager(x)
     y.float().square().sum().backward()
-    for kept, again, alone in zip(step(True), step(False), (y, x.grad, eager.weight.grad), strict=True):
+    for kept, again, alone in zip(step(keeps=True), step(keeps=False), (y, x.grad, eager.weight.grad), strict=True):
         assert torch.equal(kept, again)
         assert torch.equal(kept, alone)

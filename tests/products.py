@@ -16,6 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from textwrap import fill
 from typing import Any
 
 import torch
@@ -192,7 +193,8 @@ def _pair(row: tuple[str, ...], column: str) -> tuple[str, bool]:
 
 
 def _numbered(heading: str, listed: list[tuple[int, str]]) -> str:
-    return "\n".join([heading, "", *(f"{number}. {reason}" for number, reason in listed)])
+    lines = (fill(f"{number}. {reason}", 100, subsequent_indent="   ") for number, reason in listed)
+    return "\n".join([heading, "", *lines])
 
 
 LISTED = [(number, each) for number, each in enumerate(placements.LISTED, 1)]

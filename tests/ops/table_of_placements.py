@@ -1,7 +1,7 @@
 """Every layer by where its tensors lie: kinds of weights, sources of scales, levels of scales, and optimisations.
 
 A cell has the bits, the kept bytes and the graph of the layer whose tensors are whole, or is refused by an error that
-`REFUSED` lists with its reason. A placement is here by a row of `CALLS`; the test fails for a layer without one.
+`LISTED` has with its reason. A placement is here by a row of `CALLS`; the test fails for a layer without one.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from fp8compile.quantizers import GEMMS, Recipe
 from fp8compile.tensor.codes import Codes
 from fp8compile.testing.bits import difference
 
-__all__ = ["CALLS", "CELLS", "REFUSED", "Cell", "outcome"]
+__all__ = ["CALLS", "CELLS", "KINDS", "LISTED", "OPTIMISATIONS", "PLACES", "Cell", "has_graph", "outcome"]
 
 TOKENS, IN, OUT, EXPERTS = 160, 64, 96, 3
 ENDS = (64, 64, 144)  # one expert without tokens, and rows behind the last one
@@ -313,8 +313,7 @@ LISTED = (
         optimisation=("dequantized gradients",),
     ),
     Listed(
-        reason="the outer amax of an expert's matrix that ranks share is not reduced, and noise that rounds is that of a "
-        "place on one rank",
+        reason="ranks that share an expert's matrix do not reduce its outer amax, and noise is that of a rank's place",
         text="ranks share each expert's matrix",
         is_meaning=False,
         place=("group of two",),

@@ -1,4 +1,4 @@
-"""What eager mode keeps of a layer's input in four bits, wherever it lies: 0.56 bytes an element, and the same bits."""
+"""What eager mode keeps of an input in four bits, wherever it lies: 0.56 bytes an element, and the same bits."""
 
 from __future__ import annotations
 
@@ -37,7 +37,9 @@ def codes_of(elements):
 
 def tensors(*shapes):
     generator = torch.Generator().manual_seed(len(shapes))
-    return [(torch.randn(s, generator=generator) * torch.rand(s, generator=generator).exp2()).bfloat16() for s in shapes]
+    return [
+        (torch.randn(s, generator=generator) * torch.rand(s, generator=generator).exp2()).bfloat16() for s in shapes
+    ]
 
 
 def gradients_with_and_without(call, leaves):
@@ -95,7 +97,9 @@ def dtensors_on_ranks(recipe, way, name):
         return f8.linear(x, weight, recipe=RECIPES[recipe])
 
     def local(*parts):
-        given = (DTensor.from_local(*each, run_check=False) for each in zip(parts, [mesh] * 2, placements, strict=True))
+        given = (
+            DTensor.from_local(*each, run_check=False) for each in zip(parts, [mesh] * 2, placements, strict=True)
+        )
         return call(*given).redistribute(placements=[Replicate()]).to_local()
 
     own = [each.to_local().detach().requires_grad_() for each in leaves]

@@ -39,7 +39,7 @@ Kept = tuple[Tensor, Tensor, Tensor]
 
 
 def keeps_codes(x: Tensor, recipe: Recipe) -> bool:
-    """Whether a layer keeps codes of this input in its place: in eager mode, of a plain one or on ranks, of four bits."""
+    """Whether a layer keeps codes of this input in its place: in eager mode, of four bits."""
     if _compat.is_stand_in(recipe):
         return False
     quantizer = recipe.quantizer_read(GRAD_WEIGHT.b)
