@@ -15,6 +15,7 @@ from torch.distributed.fsdp import fully_shard
 
 import fp8compile as f8
 from fp8compile.cli.explain.ranks import pretended_ranks
+from fp8compile.ops.layer import operands
 from fp8compile.target import Target, pretend_target
 from fp8compile.testing.gpu.gpus import gpu_called
 from fp8compile.testing.gpu.graphs import gpu_graphs
@@ -42,10 +43,31 @@ def layers(recipe, *, first_needs_grad=True):
     return model, torch.randn(TOKENS, WIDTH, dtype=torch.bfloat16, requires_grad=first_needs_grad)
 
 
-def kept_codes(model, x):
-    """Shapes of codes of weights that are kept for the backward: what the forward of an H200 gives out in 8 bits."""
+class Experts(nn.Module):
+    """A stack of matrices, and rows of which the last ones are nobody's."""
+
+    def __init__(self, recipe):
+        super().__init__()
+        torch.manual_seed(0)
+        self.recipe = recipe
+        self.weight = nn.Parameter(torch.randn(3, WIDTH, WIDTH, dtype=torch.bfloat16))
+        self.register_buffer("ends", torch.tensor([TOKENS // 2, TOKENS // 2, TOKENS - 16], dtype=torch.int32))
+
+    def forward(self, x):
+        return f8.grouped_linear(x * 2, self.weight, self.ends, recipe=self.recipe)
+
+
+EXPERTS = {  # products of groups take e4m3 alone
+    "tensorwise": replace(f8.recipes.tensorwise(grad_format="e4m3"), keep_weight_codes=True),
+    "blockwise": RECIPES["blockwise"],
+    "nvfp4": f8.recipes.nvfp4(grad_rounding="nearest"),
+}
+
+
+def kept_codes(model, x, gpu="h200"):
+    """Shapes of codes of weights that are kept for the backward: what the forward of a GPU gives out in 8 bits."""
     with FakeTensorMode(allow_non_fake_inputs=True):
-        graphs = gpu_graphs(model, (x,), gpu_called("h200"))
+        graphs = gpu_graphs(model, (x,), gpu_called(gpu))
     (outputs,) = graphs[0].graph.graph.find_nodes(op="output")[0].args
     values = [node.meta["val"] for node in outputs if hasattr(node, "meta") and node.op != "placeholder"]
     return [tuple(value.shape) for value in values if value.itemsize == 1 and TOKENS not in value.shape]
@@ -148,3 +170,35 @@ def test_codes_in_two_layouts_are_written_in_tiles():
     stores = [line for code in codes for line in code.source.splitlines() if "tl.store(" in line]
     assert len(stores) > 10
     assert not [line for line in stores if "%" in line or "//" in line]
+
+
+@pytest.mark.parametrize("recipe", EXPERTS)
+@pytest.mark.parametrize("keeps", [True, False])
+def test_codes_of_a_stack_are_kept_once(recipe, keeps):
+    model = Experts(replace(EXPERTS[recipe], keep_weight_codes=keeps))
+    x = torch.randn(TOKENS, WIDTH, dtype=torch.bfloat16, requires_grad=True)
+    gpu = "b200" if recipe == "nvfp4" else "h200"
+    found = [shape for shape in kept_codes(model, x, gpu) if shape[0] == 3 and shape[-1] >= WIDTH // 2]
+    assert len(found) == keeps, found
+
+
+@pytest.mark.parametrize("recipe", EXPERTS)
+def test_bits_of_experts_are_those_of_codes_made_again(recipe, monkeypatch):
+    """What a GPU's graph keeps of a stack, in a graph of a CPU, which has products of groups."""
+    monkeypatch.setattr(operands, "_on_gpu", lambda tensor: True)
+
+    def step(*, keeps):
+        torch._dynamo.reset()
+        model = Experts(replace(EXPERTS[recipe], keep_weight_codes=keeps))
+        x = torch.linspace(-3, 3, TOKENS * WIDTH).view(TOKENS, WIDTH).bfloat16().requires_grad_()
+        y = torch.compile(model, fullgraph=True, backend="aot_eager_decomp_partition")(x)
+        y.float().square().sum().backward()
+        return y, x.grad, model.weight.grad
+
+    eager = Experts(EXPERTS[recipe])
+    x = torch.linspace(-3, 3, TOKENS * WIDTH).view(TOKENS, WIDTH).bfloat16().requires_grad_()
+    y = eager(x)
+    y.float().square().sum().backward()
+    for kept, again, alone in zip(step(keeps=True), step(keeps=False), (y, x.grad, eager.weight.grad), strict=True):
+        assert torch.equal(kept, again)
+        assert torch.equal(kept, alone)

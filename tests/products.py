@@ -1,6 +1,6 @@
 """Write the tables of the full products into docs, each from a run of it.
 
-    python tests/products.py [tensor-parallel] [fsdp] [pairs] [--minutes N] [--continue]
+    python tests/products.py [tensor-parallel] [fsdp] [pairs] [placements] [--minutes N] [--continue]
 
 Within so many minutes a product, the columns from left to right: what the run did not get to is not in the table,
 which says so. Another run can continue with that.
@@ -16,6 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from textwrap import fill
 from typing import Any
 
 import torch
@@ -23,7 +24,9 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent / "helpers"))
 sys.path.insert(0, str(Path(__file__).parent / "parallel"))
 sys.path.insert(0, str(Path(__file__).parent / "pairs"))
+sys.path.insert(0, str(Path(__file__).parent / "ops"))
 import table_of_pairs as pairs
+import table_of_placements as placements
 import test_fsdp
 import test_graph_fsdp
 import test_tensor_parallel as layers
@@ -186,6 +189,38 @@ def _pair(row: tuple[str, ...], column: str) -> tuple[str, bool]:
         return pairs.outcome(*row, column, folder)
 
 
+# ---------------------------------------------------------------------------------- placements
+
+
+def _numbered(heading: str, listed: list[tuple[int, str]]) -> str:
+    lines = (fill(f"{number}. {reason}", 100, subsequent_indent="   ") for number, reason in listed)
+    return "\n".join([heading, "", *lines])
+
+
+LISTED = [(number, each) for number, each in enumerate(placements.LISTED, 1)]
+BY_MEANING = [(number, each.reason) for number, each in LISTED if each.is_meaning]
+NOT_YET = [(number, each.reason) for number, each in LISTED if not each.is_meaning]
+PLACEMENTS = f"""# Placements: the full product
+
+Written by `tests/products.py placements`, from `tests/ops/table_of_placements.py`. A row is where a
+layer's tensors lie, what its weight is, what the weight's scale comes from and how many levels of
+scales there are; a column is what is asked for. One rank runs each cell, so a group and FSDP are
+of one rank; parts on several ranks are held by the tests in `tests/parallel/`.
+
+- *same*: output and gradients have the bits of the layer whose tensors are whole; eager mode keeps
+  as many bytes for the backward; the graph for a GPU quantizes by the same ops, and has no more
+  nodes. Codes that are given stand beside a frozen weight of the same recipe. Of DTensors no graph
+  is made here.
+- *refused (n)*: an error says so, for the reason n.
+- *not done (n)*: the bits, bytes and nodes of all gradients, for the reason n.
+- Empty: nothing to ask. No rank tells another one an amax of whole tensors, and codes have no
+  gradient.
+
+{_numbered("By meaning:", BY_MEANING)}
+
+{_numbered("Not yet:", NOT_YET)}"""
+
+
 PRODUCTS = {
     "tensor-parallel": Product(
         head=TENSOR_PARALLEL,
@@ -213,6 +248,14 @@ PRODUCTS = {
         cases=[((row,), column) for row, column in pairs.CELLS if not pairs.is_left_out(row, column)],
         outcome=_pair,
         file="pairs.md",
+    ),
+    "placements": Product(
+        head=PLACEMENTS,
+        keys=("tensors", "weight", "scale", "levels"),
+        columns={name: name for name in placements.OPTIMISATIONS},
+        cases=[(cell[:4], cell.optimisation) for cell in placements.CELLS],
+        outcome=lambda row, column: placements.outcome(placements.Cell(*row, column)),
+        file="placements.md",
     ),
 }
 

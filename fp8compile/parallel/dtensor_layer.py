@@ -11,7 +11,7 @@ send on the way are codes, one byte an element, and scales.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -26,12 +26,13 @@ from fp8compile.ops.inductor_hints import snapshot
 from fp8compile.ops.layer import state
 from fp8compile.ops.layer.amax_tokens import fsdp_tokens
 from fp8compile.ops.layer.fsdp_gather import reduced
-from fp8compile.ops.layer.operands import GRAD_INPUT, GRAD_WEIGHT, OUTPUT, Operands, Phase
+from fp8compile.ops.layer.kept_input import keep_input, kept_input_as_quantized, packed_while_kept
+from fp8compile.ops.layer.operands import GRAD_INPUT, GRAD_WEIGHT, OUTPUT, STEPS, Operands, Phase
 from fp8compile.ops.layer.products import multiply_parts
 from fp8compile.ops.layer.quantize import part_amax
 from fp8compile.ops.layer.rows import Rows, placed_cuts
 from fp8compile.parallel.placed import check_one_mesh, part_of, placements_of, whole_of
-from fp8compile.quantizers import DelayedScaling, Gemm, Recipe
+from fp8compile.quantizers import DelayedScaling, Gemm, Quantizer, Recipe
 from fp8compile.tensor import check_serves, has_codes
 
 __all__ = ["HANDLERS"]
@@ -141,6 +142,41 @@ def _grad_weight(grad_output: DTensor, x: DTensor, recipe: Recipe, multiplier: T
     return whole_of(product.local, mesh, placements, (grad_output.shape[-1], x.shape[-1]))
 
 
+def _kept_input(x: DTensor, quantizer: Quantizer) -> tuple[DTensor, DTensor, DTensor]:
+    """Codes of this rank's part, two a byte, cut as the input is; scales as they are on each rank."""
+    part, mesh = part_of("kept_input", x), x.device_mesh
+    codes, *scales = keep_input(part, quantizer, STEPS[Phase.EAGER])
+    shape, placements = list(x.shape), [Replicate() if p.is_partial() else p for p in x.placements]
+    shape[packed_while_kept(part.layout, quantizer)] //= 2
+    own = [whole_of(each, mesh, [Replicate()] * mesh.ndim, each.shape) for each in scales]
+    return whole_of(codes, mesh, placements, shape), *own
+
+
+def _grad_weight_of_codes(
+    grad_output: DTensor,
+    codes: DTensor,
+    scale: DTensor,
+    outer_scale: DTensor,
+    recipe: Recipe,
+    multiplier: Tensor | None = None,
+) -> DTensor:
+    mesh = grad_output.device_mesh
+    a, packed = part_of("grad_weight", grad_output), part_of("grad_weight", codes)
+    quantizer = recipe.quantizer_read(GRAD_WEIGHT.b)
+    dim = packed_while_kept(packed.layout, quantizer) % codes.ndim
+    cuts = tuple(
+        replace(cut, sizes=tuple(2 * size for size in cut.sizes)) if cut is not None and cut.dim == dim else cut
+        for cut in packed.cuts
+    )
+    kept = packed.local, *(_compat.local_itself(each) for each in (scale, outer_scale))
+    x = kept_input_as_quantized(kept, quantizer, TensorLayout(cuts), a.local.shape[0])
+    operands = Operands(recipe, Phase.of(GRAD_WEIGHT, a.local), multiplier, input=x)
+    product = multiply_parts(GRAD_WEIGHT, a, Plain(x.codes, x.layout), operands)
+    placements = placements_of(product.steps, {"m": [0] * mesh.ndim, "n": [1] * mesh.ndim})
+    features = codes.shape[-1] * (2 if dim == codes.ndim - 1 else 1)
+    return whole_of(product.local, mesh, placements, (grad_output.shape[-1], features))
+
+
 def _amax_over_ranks(tensor: DTensor, quantizer: DelayedScaling | None, like: Tensor) -> Tensor:
     """The amax of the whole, (), on every rank; 0 for a tensor without delayed scaling."""
     return like.new_zeros(()) if quantizer is None else part_amax(part_of("linear", tensor), quantizer).view(())
@@ -236,9 +272,27 @@ def _fsdp_grad_input(
 def _fsdp_grad_weight(
     grad_output: DTensor, x: DTensor, multiplier: Tensor | None, dtype: torch.dtype, rows: Rows, recipe: Recipe
 ) -> Tensor:
+    return _reduced(_grad_weight(grad_output, x, recipe, multiplier), dtype, rows)
+
+
+def _fsdp_grad_weight_of_codes(
+    grad_output: DTensor,
+    codes: DTensor,
+    scale: DTensor,
+    outer_scale: DTensor,
+    multiplier: Tensor | None,
+    dtype: torch.dtype,
+    rows: Rows,
+    recipe: Recipe,
+) -> Tensor:
+    kept = codes, scale, outer_scale
+    return _reduced(_grad_weight_of_codes(grad_output, *kept, recipe, multiplier), dtype, rows)
+
+
+def _reduced(grad_weight: DTensor, dtype: torch.dtype, rows: Rows) -> Tensor:
+    """This rank's rows of its part of the weight's gradient."""
     own = [Replicate() if cut is None else Shard(cut.dim) for cut in placed_cuts(rows.placed)]
-    grad = _grad_weight(grad_output, x, recipe, multiplier).redistribute(placements=own).to_local()
-    return reduced(grad, dtype, rows).contiguous()
+    return reduced(grad_weight.redistribute(placements=own).to_local(), dtype, rows).contiguous()
 
 
 def _fsdp_tokens(origin: DTensor, amax_history: Tensor, multiplier: Tensor, recipe: Recipe) -> Sequence[Tensor]:
@@ -249,12 +303,15 @@ HANDLERS = {
     "fp8compile::linear": _linear,
     "fp8compile::grad_input": _grad_input,
     "fp8compile::grad_weight": _grad_weight,
+    "fp8compile::kept_input": _kept_input,
+    "fp8compile::grad_weight_of_codes": _grad_weight_of_codes,
     "fp8compile::delayed_linear": _delayed_linear,
     "fp8compile::delayed_grad_input": _delayed_grad_input,
     "fp8compile::delayed_grad_weight": _delayed_grad_weight,
     "fp8compile::fsdp_linear": _fsdp_linear,
     "fp8compile::fsdp_grad_input": _fsdp_grad_input,
     "fp8compile::fsdp_grad_weight": _fsdp_grad_weight,
+    "fp8compile::fsdp_grad_weight_of_codes": _fsdp_grad_weight_of_codes,
     "fp8compile::fsdp_delayed_linear": _fsdp_delayed_linear,
     "fp8compile::fsdp_tokens": _fsdp_tokens,
     "fp8compile::scatter_sum": _scatter_sum,

@@ -20,10 +20,10 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from fp8compile.ops.groups.layout import sizes_of_groups
-from fp8compile.scale_layouts import TILE_ROWS
+from fp8compile.ops.groups.layout import group_to_read, padded_offsets, sizes_of_groups
+from fp8compile.scale_layouts import TILE_ROWS, untiled
 
-__all__ = ["tile_columns", "tile_ends", "tile_spans"]
+__all__ = ["scales_of_rows", "tile_columns", "tile_ends", "tile_spans"]
 
 
 def tile_columns(rows: int, groups: int) -> int:
@@ -43,3 +43,19 @@ def tile_spans(offsets: Tensor) -> Iterator[tuple[slice, slice]]:
     for end, column_end in zip(offsets.tolist(), tile_ends(offsets).tolist(), strict=True):
         yield slice(start, end), slice(column, column_end)
         start, column = end, column_end
+
+
+def scales_of_rows(tiles: Tensor, offsets: Tensor, rows: int, blocks: int) -> Tensor:
+    """The scales of each row, (rows, blocks), from the tiles of all groups; no size of a group is read on the host.
+
+    Args:
+        tiles: Bytes (C, at least blocks), the tiles of one group behind those of another.
+        offsets: Ends of the groups, (E,) int32.
+        rows: How many there are. A row behind the last group gets some scale.
+        blocks: Scales of a row.
+    """
+    group, zero = group_to_read(offsets, rows), offsets.new_zeros(1)
+    first_row, first_place = (torch.cat((zero, ends))[group] for ends in (offsets, padded_offsets(offsets, TILE_ROWS)))
+    row = torch.arange(rows, dtype=torch.int32, device=offsets.device)
+    place = (first_place + row - first_row).clamp(max=tiles.shape[0] - 1)
+    return untiled(tiles.flatten(), tiles.shape[0], blocks)[place]

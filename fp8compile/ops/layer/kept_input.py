@@ -25,11 +25,13 @@ from fp8compile.layout.cuts import split_axes
 from fp8compile.layout.packing import DIMS, packed_dim
 from fp8compile.layout.quantized import Plain, Quantized, TensorLayout
 from fp8compile.ops.layer.quantize import Steps, quantize_part
-from fp8compile.ops.layer.quantize_groups import by_row, is_four_bits_on_gpu, quantize_groups
+from fp8compile.ops.layer.quantize_groups import as_values_of_rows, by_row, is_four_bits_on_gpu, quantize_groups
 from fp8compile.quantizers import GEMMS, Quantizer, Recipe
 from fp8compile.quantizers.blocks import as_matrix
 
-__all__ = ["Kept", "features_of", "fits", "keep_input", "keeps_codes", "kept_input_as_quantized"]
+__all__ = [
+    "Kept", "features_of", "fits", "keep_input", "keeps_codes", "kept_input_as_quantized", "packed_while_kept",
+]  # fmt: skip
 
 OUTPUT, GRAD_INPUT, GRAD_WEIGHT = GEMMS
 BITS = 4
@@ -37,16 +39,14 @@ Kept = tuple[Tensor, Tensor, Tensor]
 
 
 def keeps_codes(x: Tensor, recipe: Recipe) -> bool:
-    """Whether a layer keeps codes of this input in its place: in eager mode, of a plain tensor, of four bits."""
+    """Whether a layer keeps codes of this input in its place: in eager mode, of four bits."""
     if _compat.is_stand_in(recipe):
         return False
     quantizer = recipe.quantizer_read(GRAD_WEIGHT.b)
     if quantizer is None or quantizer.code_bits() > BITS or not quantizer.has_outer_scale():
         return False
-    if quantizer.block[0] == 1 and x.shape[-1] % 2:
-        return False  # what two codes a byte stand for could be one column more
-    is_plain = type(x) in (Tensor, torch.nn.Parameter)
-    return is_plain and not _compat.is_traced(x) and not _compat.is_transformed(x)
+    is_own = type(own := _compat.local_itself(x)) in (Tensor, torch.nn.Parameter) and not own.is_meta
+    return is_own and not _compat.is_traced(own) and not _compat.is_transformed(x)
 
 
 def _is_along_rows(quantizer: Quantizer) -> bool:
@@ -54,7 +54,7 @@ def _is_along_rows(quantizer: Quantizer) -> bool:
     return quantizer.block[1] != 1
 
 
-def _packed_dim(layout: TensorLayout, quantizer: Quantizer) -> int:
+def packed_while_kept(layout: TensorLayout, quantizer: Quantizer) -> int:
     """The dim of codes, one a byte, whose neighbours share a byte while they are kept."""
     if layout.ends is not None:
         return -1  # of tokens, or of features along rows
@@ -62,10 +62,24 @@ def _packed_dim(layout: TensorLayout, quantizer: Quantizer) -> int:
 
 
 def fits(x: Tensor, layout: TensorLayout, quantizer: Quantizer) -> bool:
-    """Whether codes of an input that lies so can be packed to be kept: of a whole matrix, or of groups, always."""
+    """Whether codes of an input that lies so can be packed to be kept; all ranks come to the same answer.
+
+    Two codes a byte stand for an even number. Codes along tokens are padded, unless ranks cut a matrix.
+    """
+    if _compat.is_dtensor(x):  # however a mesh cuts that many, each part is even
+        return x.ndim > 1 and x.shape[packed_while_kept(layout, quantizer)] % (2 * x.device_mesh.size()) == 0
+    if _is_along_rows(quantizer):
+        return _is_even(x, layout, -1)
     if layout.ends is not None or not layout.cuts:
         return True
-    return x.ndim > 1 and x.shape[_packed_dim(layout, quantizer)] % 2 == 0
+    return x.ndim > 1 and _is_even(x, layout, packed_while_kept(layout, quantizer))
+
+
+def _is_even(x: Tensor, layout: TensorLayout, dim: int) -> bool:
+    """Whether every rank has an even size along a dim: one that keeps codes sends amaxes in its forward."""
+    dim %= x.ndim
+    sizes = [cut.sizes for cut in layout.cuts if cut is not None and cut.dim == dim]
+    return all(size % 2 == 0 for size in (*(size for each in sizes for size in each), x.shape[dim]))
 
 
 def keep_input(part: Plain, quantizer: Quantizer, steps: Steps) -> Kept:
@@ -80,12 +94,13 @@ def keep_input(part: Plain, quantizer: Quantizer, steps: Steps) -> Kept:
     if part.layout.ends is not None:
         rows, tokens = (quantizer, None) if along_rows else (None, quantizer)
         found = quantize_groups(part, rows, tokens, steps, along_tokens=not along_rows, reads_once=False)
+        found = as_values_of_rows(found, part.local.shape[-1]) if along_rows else found
     else:
         part = part if part.cuts else Plain(as_matrix(part.local))
         found = quantize_part(part, quantizer, steps)
     codes = found.codes
     if packed_dim(found.quantizer) is None and (part.cuts or part.layout.ends is not None):
-        codes = pack(codes, _packed_dim(part.layout, quantizer))
+        codes = pack(codes, packed_while_kept(part.layout, quantizer))
     return codes, found.scale, found.outer_scale
 
 
@@ -96,7 +111,7 @@ def kept_input_as_quantized(kept: Kept, quantizer: Quantizer, layout: TensorLayo
         kept: That.
         quantizer: What it was given.
         layout: Of the input.
-        rows: Tokens of this rank.
+        rows: Tokens of this rank; asked of a whole matrix alone.
     """
     codes, scale, outer_scale = kept
     if layout.ends is not None:
@@ -107,7 +122,7 @@ def kept_input_as_quantized(kept: Kept, quantizer: Quantizer, layout: TensorLayo
             codes, quantizer = unpack(codes, -1), quantizer.unpacked()
             quantizer = by_row(quantizer) if along_rows else quantizer
     elif layout.cuts:
-        codes, quantizer = unpack(codes, _packed_dim(layout, quantizer)), quantizer.unpacked()
+        codes, quantizer = unpack(codes, packed_while_kept(layout, quantizer)), quantizer.unpacked()
     else:
         quantizer = quantizer.for_shape((rows, features_of(codes.shape, quantizer, layout)))
     split = split_axes(codes.shape, layout.cuts, quantizer.block)

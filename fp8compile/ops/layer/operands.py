@@ -30,7 +30,7 @@ from torch import Tensor
 from fp8compile import _compat, inductor
 from fp8compile.formats import repack
 from fp8compile.layout.packing import packed_dim
-from fp8compile.layout.quantized import Plain, Quantized
+from fp8compile.layout.quantized import Plain, Quantized, TensorLayout
 from fp8compile.ops.cast import cast_again
 from fp8compile.ops.gemm import PADDED_TO, multiply
 from fp8compile.ops.groups.scaled_grouped_mm import multiply_groups
@@ -47,7 +47,7 @@ from fp8compile.ops.layer.quantize import (
     is_cut_within,
     quantize_part,
 )
-from fp8compile.ops.layer.quantize_groups import by_row, is_four_bits_on_gpu, quantize_groups
+from fp8compile.ops.layer.quantize_groups import as_values_of_rows, is_four_bits_on_gpu, quantize_groups
 from fp8compile.ops.layer.rows import Rows, rows_cut
 from fp8compile.ops.scaled_mm import multiply_operands
 from fp8compile.quantizers import GEMMS, TENSORS, DelayedScaling, Gemm, Quantizer, Recipe, TwoLevelScaling
@@ -260,7 +260,7 @@ class Operands:
             along_tokens=slot in ALONG_ROWS and not is_forwards,
             reads_once=is_compiled and _on_gpu(part.local),
         )
-        return replace(found, quantizer=by_row(found.quantizer)) if is_forwards else found
+        return as_values_of_rows(found, part.local.shape[-1]) if is_forwards else found
 
     def _by_multiplier(self, part: Plain, quantizer: DelayedScaling, slot: str) -> Quantized:
         own = self.multiplier[ROW[slot]].view(quantizer.scale_shape(part.local.shape))
@@ -272,13 +272,22 @@ class Operands:
 
     def _kept(self, part: Plain, quantizer: Quantizer, slot: str) -> Quantized:
         """Codes of a weight of which the forward makes a copy for grad_input."""
-        forward = replace(self, phase=Phase.FORWARD)._quantized(part, quantizer, OUTPUT.b)
+        if part.layout.batch and quantizer.has_outer_scale():
+            forward = _codes_of_stack(part.local, part.layout, _as_summed(part, quantizer, OUTPUT.b))
+        else:
+            forward = replace(self, phase=Phase.FORWARD)._quantized(part, quantizer, OUTPUT.b)
         other = _packed_along_columns(forward)
         copy = _transposed_contiguous(other.codes)  # stored, which no partitioner computes again
         if slot == GRAD_INPUT.b:
             return replace(other, codes=copy.transpose(-2, -1))
         # else the partitioner makes those of a DTensor in the backward: 1.6 % more bytes (benchmarks.placements)
         return replace(forward, scale=after(forward.scale, copy))
+
+
+@inductor.once_a_graph
+def _codes_of_stack(local: Tensor, layout: TensorLayout, quantizer: Quantizer) -> Quantized:
+    """The forward's codes of a stack in two levels, whose scales the partitioner takes for others in the backward."""
+    return quantize_part(Plain(local, layout), quantizer, STEPS[Phase.FORWARD])
 
 
 # forward and backward both ask for it, and have one of it

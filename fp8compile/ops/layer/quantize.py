@@ -23,6 +23,7 @@ from fp8compile.layout.quantized import Plain, Quantized, TensorLayout
 from fp8compile.ops.amax import amax
 from fp8compile.ops.collectives import all_reduce_amax
 from fp8compile.ops.dequantize import dequantize
+from fp8compile.ops.groups.layout import group_to_read
 from fp8compile.ops.inductor_hints import realize
 from fp8compile.ops.layer.over_ranks import as_operand, check_not_packed
 from fp8compile.ops.quantization_steps import OPS_OF_STEPS, PYTHON_OF_STEPS, Steps
@@ -237,7 +238,7 @@ def scales_of(
         amaxes: The grid of a matrix or of a stack, of the whole or of a part.
         quantizer: Of each matrix.
         steps: By which steps.
-        cuts: Of the part, if ranks have to reduce the outer amax first.
+        cuts: Of the part, over whose ranks the outer amax of a matrix is reduced first.
         outer_amax: Of each whole matrix, if ranks know it already: then they reduce none.
         batch: Number of leading dims over which matrices are stacked.
     """
@@ -444,6 +445,8 @@ def dequantized(part: Quantized, dtype: torch.dtype) -> Plain:
         codes, quantizer = one_a_byte(codes, quantizer)
         values = _values_of_stack(codes, operand.scale, quantizer, dtype, *outer)
     else:
+        if outer and (ends := part.layout.ends) is not None:  # each row has that of its group
+            outer = (outer[0][group_to_read(ends, codes.shape[0])].unsqueeze(1),)
         values = dequantize(codes, operand.scale, quantizer, dtype, *outer)
     for dim, window in zip(SIDES, windows, strict=True):
         values = values if window is None else window.extract(values, dim)

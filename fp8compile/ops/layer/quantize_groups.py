@@ -14,7 +14,9 @@ from dataclasses import replace
 from torch import Tensor
 
 from fp8compile import inductor
+from fp8compile.formats import unpack
 from fp8compile.layout.cuts import axis_blocks
+from fp8compile.layout.packing import packed_dim
 from fp8compile.layout.quantized import Plain, Quantized
 from fp8compile.ops.collectives import all_reduce_amax
 from fp8compile.ops.groups.group_amax import group_amax
@@ -26,11 +28,12 @@ from fp8compile.ops.groups.group_quantize_rows import group_quantize_rows, is_ro
 from fp8compile.ops.groups.group_quantize_two_levels import quantize_groups_in_two_levels
 from fp8compile.ops.groups.group_two_levels import group_two_levels
 from fp8compile.ops.groups.layout import group_to_read
+from fp8compile.ops.groups.tiles import scales_of_rows
 from fp8compile.ops.layer.quantize import Steps, quantize_part
 from fp8compile.quantizers import Quantizer, TwoLevelScaling, with_block
 from fp8compile.target import target_of
 
-__all__ = ["by_row", "cast_rows", "is_four_bits_on_gpu", "quantize_groups"]
+__all__ = ["as_values_of_rows", "by_row", "cast_rows", "is_four_bits_on_gpu", "quantize_groups"]
 
 _both_directions = inductor.once_a_graph(group_quantize_both)
 _rows_and_amaxes = inductor.once_a_graph(group_quantize_rows)
@@ -144,3 +147,18 @@ def _in_two_levels(
         codes, scale, outer = found[3:] if along_tokens else found[:3]
         quantizer = replace(quantizer, packed="columns" if along_tokens else "rows")
     return Quantized(codes=codes, scale=scale, quantizer=quantizer, outer_scale=outer, layout=part.layout)
+
+
+def as_values_of_rows(found: Quantized, features: int) -> Quantized:
+    """Codes along rows as `quantize.dequantized` reads them: one a byte, and the grid of their scales.
+
+    Args:
+        found: What `quantize_groups` returned; of four bits on a GPU two codes share a byte and scales lie in tiles.
+        features: Values of a row.
+    """
+    quantizer = by_row(found.quantizer)
+    if packed_dim(quantizer) is None:
+        return replace(found, quantizer=quantizer)
+    codes, blocks = unpack(found.codes, -1)[:, :features], -(-features // quantizer.block[1])
+    scale = scales_of_rows(found.scale, found.layout.ends, codes.shape[0], blocks)
+    return replace(found, codes=codes, scale=scale, quantizer=quantizer.unpacked())
