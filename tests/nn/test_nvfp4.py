@@ -151,10 +151,16 @@ def test_a_product_of_a_transformed_and_another_operand_is_refused():
         replace(recipe, input_for_grad_weight=f8.recipes.nvfp4(hadamard=()).input_for_grad_weight)
 
 
-def test_groups_refuse_gradients_of_dequantized_codes():
-    x, weight, offsets = torch.randn(8, 32), torch.randn(2, 32, 32), torch.tensor([4, 8], dtype=torch.int32)
-    with pytest.raises(ValueError, match=r"grouped_linear: .* dequantized_gradients.*backward='bf16'"):
-        f8.grouped_linear(x, weight, offsets, recipe=f8.recipes.nvfp4(backward="dequantized"))
+def test_groups_take_gradients_of_dequantized_codes(assert_bits_equal):
+    recipe, ends = f8.recipes.nvfp4(backward="dequantized"), (0, 16, 40)
+    x, weight, grad = torch.randn(40, 32), torch.randn(2, 48, 32), torch.randn(40, 48)
+    leaves = [each.clone().requires_grad_() for each in (x, weight)]
+    f8.grouped_linear(*leaves, torch.tensor(ends[1:], dtype=torch.int32), recipe=recipe).backward(grad)
+    for expert, rows in enumerate(map(slice, ends, ends[1:])):
+        own = [each.clone().requires_grad_() for each in (x[rows], weight[expert])]
+        f8.linear(*own, recipe=recipe).backward(grad[rows])
+        assert_bits_equal(leaves[0].grad[rows], own[0].grad)
+        assert_bits_equal(leaves[1].grad[expert], own[1].grad)
 
 
 def test_a_quantized_parameter_does_not_lose_an_outer_scale_in_silence():

@@ -17,6 +17,7 @@ import fp8compile as f8
 from fp8compile._compat import cpu_has_rowwise_gemm
 from fp8compile.library import Cut, Quantizer, Split, register_op
 from fp8compile.ops import OPS, registry
+from fp8compile.ops.layer import OPS_OF_LAYERS
 from fp8compile.quantizers import constant
 from fp8compile.testing import check_op, check_quantizer
 from fp8compile.testing.contracts import op_contracts, quantizer_contracts
@@ -96,10 +97,9 @@ def test_our_ops_keep_every_contract(name, backends, monkeypatch):
     assert not (unseen and name in MEANT)
 
 
-# DTensor takes the first apart itself; the others are given what one rank has
-LAYER = ("linear", "grad_input", "grad_weight")
-OF_ONE_RANK = [f"{kind}_{op}" for kind in ("sharded", "fsdp") for op in LAYER]
-OTHERS = ("scatter_sum", "quantize_weight", "fsdp_amax", "fsdp_gather", "fsdp_reduce", "fsdp_delayed_linear")
+# DTensor takes layers apart itself, or is given what one rank has
+LAYERS = {op.name() for op in OPS_OF_LAYERS}
+OTHERS = ("scatter_sum", "quantize_weight", "fsdp_amax", "fsdp_gather", "fsdp_reduce")
 TOKENS = ("fsdp_tokens", "fsdp_amaxes_together", "counted")  # of one rank, whose tokens they are
 # where rows of groups are cut is data
 GROUPS = (
@@ -108,10 +108,9 @@ GROUPS = (
     *("grouped_blockwise_mm", "scaled_grouped_mm", "grouped_mm", "group_sum", "checked_offsets"),
     *("dispatch", "combine", "exchange_rows"),  # of one rank, too
     # operands laid out for one GPU, and packed codes
-    *("nvfp4_mm", "outer_amaxes", "quantize_two_levels", "kept_input", "grad_weight_of_codes"),
-    *(f"{kind}grouped_{op}" for kind in ("", "fsdp_", "sharded_") for op in LAYER),
+    *("nvfp4_mm", "outer_amaxes", "quantize_two_levels"),
 )
-NO_RULE = {f"fp8compile::{name}" for name in (*OF_ONE_RANK, *OTHERS, *TOKENS, *GROUPS)}
+NO_RULE = LAYERS | {f"fp8compile::{name}" for name in (*OTHERS, *TOKENS, *GROUPS)}
 
 
 def test_every_op_of_ours_has_a_sharding_rule_that_runs():

@@ -304,7 +304,7 @@ def register_layer(
         samples,
         setup_context=derivative.setup_context,
         backward=derivative.backward,
-        prepare=None if placement.has_state else layer.for_trained_weight,
+        prepare=layer.for_trained_weight if ends else None,  # others make such codes in the backward
         updates=placement.updates,
     )
     return Layer(placement=placement, output=output, keep=keep, **grads)
