@@ -25,7 +25,7 @@ $(INSTALLED): pyproject.toml Makefile
 	touch $@
 
 train: $(INSTALLED)
-	$(BIN)/fp8compile train --recipe rowwise --compare bf16 --check --layers 3 --steps 200
+	$(BIN)/python -m examples.train --recipe rowwise --compare bf16 --check --layers 3 --steps 200
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

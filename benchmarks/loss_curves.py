@@ -2,7 +2,7 @@
 
     python -m benchmarks.loss_curves [--json] [--steps 600 --layers 2 --seeds 3] [--out DIR --picture PNG] [recipe ...]
 
-Runs `fp8compile train` for bf16 on each seed, then for each recipe on the first, one after the other, on the same
+Runs `examples/train` for bf16 on each seed, then for each recipe on the first, one after the other, on the same
 data. Each has a folder of its own below --out: a script that was killed goes on where it stopped, and with more
 --steps it extends what is there.
 """
@@ -17,14 +17,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
-
 import fp8compile as f8
 from benchmarks.table import Row, emit
-from fp8compile.cli.train.config import BF16, TrainConfig
-from fp8compile.cli.train.ranks import Ranks
-from fp8compile.cli.train.run_folder import RunFolder, write_atomically
-from fp8compile.cli.train.training import resumed_run, start_run
+from examples.train.config import BF16, TrainConfig
+from examples.train.run import resumed_run, start_run
 
 NUM_SMOOTHED = 50  # train losses in a mean: one batch alone is noise
 Curve = dict[int, float]  # loss by step
@@ -41,15 +37,11 @@ def curve(rows: Sequence[Row], kind: str) -> Curve:
 def trained(config: TrainConfig, out: Path) -> list[Row]:
     """Rows of a finished training, which starts or goes on if it has to."""
     path = out / label(config).replace(", ", "-").replace(" ", "")
-    folder = RunFolder(path, Ranks(), is_fresh=False)
-    if not any(row["kind"] == "done" and row["step"] == config.steps for row in folder.rows()):
-        torch._dynamo.reset()
-        with contextlib.redirect_stdout(sys.stderr):  # its own table is not this script's
-            if (path / "config.json").exists():
-                resumed_run(path, {"steps": config.steps}, Ranks())
-            else:
-                start_run(config, path, Ranks())
-    return folder.rows()
+    with contextlib.redirect_stdout(sys.stderr):  # its own table is not this script's
+        is_begun = (path / "config.json").exists()
+        run = resumed_run(path, steps=config.steps) if is_begun else start_run(config, path)
+        run.train()
+    return run.rows
 
 
 def smoothed(losses: Curve) -> Curve:
@@ -127,7 +119,7 @@ def main() -> None:
     fp8 = [TrainConfig(recipe=name, **common) for name in args.recipes or f8.recipes.names()]
     runs = {label(config): trained(config, args.out) for config in (*bf16, *fp8)}
     seeds = [label(config) for config in bf16]
-    write_atomically(args.picture, picture(runs, seeds))
+    args.picture.write_bytes(picture(runs, seeds))
     low, high = spread(runs, seeds)[args.steps]
     size = bf16[0].batch * bf16[0].seq
     title = (

@@ -23,11 +23,9 @@ from typing import Any
 
 import fp8compile as f8
 from benchmarks.table import Row, emit
-from fp8compile.cli.train.config import BF16, Arm, TrainConfig
-from fp8compile.cli.train.run_folder import write_atomically
-from fp8compile.cli.train.text import Text, load_text
-from fp8compile.cli.train.trainer import Trainer, reproducible
-from fp8compile.cli.train.training import resolved
+from examples.train.config import BF16, Arm, TrainConfig
+from examples.train.data import Text, load_text
+from examples.train.trainer import Trainer, reproduce_bits
 
 REFERENCE = "nvfp4"
 FINISH = 0.8  # share of the steps after which the forward leaves four bits
@@ -68,7 +66,7 @@ def held_out(variant: Variant, config: TrainConfig, text: Text) -> float:
             f8.set_recipe(trainer.model, forward=None)
         trainer.gradients()
         trainer.update()
-    return trainer.evaluate()["loss"]
+    return trainer.evaluate()
 
 
 def kept(name: str, config: TrainConfig, text: Text, out: Path) -> float:
@@ -77,7 +75,7 @@ def kept(name: str, config: TrainConfig, text: Text, out: Path) -> float:
     if not path.exists():
         loss = held_out(VARIANTS[name], config, text)
         out.mkdir(parents=True, exist_ok=True)
-        write_atomically(path, json.dumps(loss).encode())
+        path.write_text(json.dumps(loss))
         print(f"{name}, seed {config.seed}: {loss:.4f}", file=sys.stderr, flush=True)  # a training takes minutes
     return json.loads(path.read_text())
 
@@ -111,15 +109,15 @@ def main() -> None:
     args = parser.parse_args()
     names = [name for name in VARIANTS if name in (BF16, REFERENCE, *args.only)]
     configs = [
-        resolved(TrainConfig(recipe=BF16, layers=args.layers, steps=args.steps, seed=seed, threads=1, device="cpu"))
+        TrainConfig(recipe=BF16, layers=args.layers, steps=args.steps, seed=seed, threads=1, device="cpu")
         for seed in range(args.seeds)
     ]
     text = load_text(None, batch=configs[0].batch, seq=configs[0].seq)
     losses: dict[str, list[float]] = {name: [] for name in names}
-    with reproducible(threads=1):
-        for config in configs:  # all of a seed before the next: what an hour cut short has done can be compared
-            for name in names:
-                losses[name].append(kept(name, config, text, args.out))
+    reproduce_bits(threads=1)
+    for config in configs:  # all of a seed before the next: what an hour cut short has done can be compared
+        for name in names:
+            losses[name].append(kept(name, config, text, args.out))
     size = configs[0].batch * configs[0].seq
     title = (
         f"Losses in nats a byte after {args.steps} steps of {size:,} bytes, {args.layers} layers of width "

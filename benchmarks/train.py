@@ -1,6 +1,6 @@
 """How many tokens a second does a model of 1 to 2 billion parameters train, and in how much memory?
 
-The model of `fp8compile train`, a byte-level Llama, with AdamW, on random bytes: bf16 parameters, compiled whole, with
+The model of `examples/train`, a byte-level Llama, with AdamW, on random bytes: bf16 parameters, compiled whole, with
 bf16, our recipes and torchao's, each made anew. Between any two bf16 runs again, and each is compared with the bf16
 before and after it: machines change speed. On a CPU it is tiny, and there is no peak memory.
 
@@ -20,7 +20,7 @@ from benchmarks.machine import machine
 from benchmarks.mlp import contenders, converted
 from benchmarks.table import Row, emit
 from benchmarks.timing import device, where
-from fp8compile.cli.train.model import ByteLlama, ModelShape
+from examples.train.model import ByteLlama, ModelShape
 
 __all__ = ["train_row"]
 

@@ -57,7 +57,9 @@ def test_each_pass_gathers_codes_once_at_half_of_bfloat16s_bytes(elsewhere, reci
         codes = [each for each in gathers if each.bytes == own]
         assert [each.dtype for each in codes] == ["uint8"] * 4, gathers
         assert sum(each.bytes for each in gathers) <= 4 * own * 1.04  # scales: of mxfp8 a byte for 32
-        assert len(gathers) == 8, gathers  # scales by themselves
+        # scales by themselves; if both passes multiply the same codes, the backward has those of the forward
+        is_known = messages is backward and f8.recipes.by_name(recipe).shares_weight_codes()
+        assert len(gathers) == (4 if is_known else 8), gathers
     assert {each.op for each in forward} == {"all_gather_into_tensor"}, "no amax is exchanged"
     reduced = [each for each in backward if "reduce_scatter" in each.op]
     assert [each.bytes for each in reduced] == [4 * RANKS * own] * 4

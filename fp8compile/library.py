@@ -78,7 +78,7 @@ __all__ = [
 def quantizers() -> dict[str, Quantizer | Recipe]:
     """What installed packages offer, by name: entry points of the group ``fp8compile.quantizers``.
 
-    ``fp8compile.recipes.by_name`` and ``fp8compile train --recipe`` take these names.
+    ``fp8compile.recipes.by_name`` and ``fp8compile explain --recipe`` take these names.
 
     Raises:
         ImportError: One of them can't be imported or called; the text names its distribution.

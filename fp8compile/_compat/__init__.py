@@ -21,10 +21,12 @@ from fp8compile._compat.dtensor import (
     set_local_itself,
     tell_apart_by_local_tensors,
 )
+from fp8compile._compat.dynamo import when_graph_is_made
 from fp8compile._compat.fsdp import FsdpParameter, fsdp_parameters, is_fsdp, is_fsdp_managed, is_sharded_class
 from fp8compile._compat.fsdp_fewer_ranks import keeps_parts_after_forward
 from fp8compile._compat.imports import when_imported
 from fp8compile._compat.inductor import async_tp, concatenated_buffers, rank_salt
+from fp8compile._compat.modes import OnlookingMode, is_in_mode
 from fp8compile._compat.modules import keep_address, keep_through_inference, rebind_load_hooks
 from fp8compile._compat.tracing import (
     any_is_zero,
@@ -55,10 +57,8 @@ from fp8compile._compat.versions import (
     asks_a_constant,
     concatenated,
     cpu_has_rowwise_gemm,
-    cpu_multiplies_bfloat16,
     declare_grad_dtype,
     default_reduce_dtype,
-    dtypes_of_calls,
     has_groups,
     is_constant_type,
     is_exporting,
@@ -80,6 +80,7 @@ __all__ = [
     "has_groups",
     "new_dynamic_size",
     "FsdpParameter",
+    "OnlookingMode",
     "OpaqueBase",
     "TORCH_VERSION",
     "all_gather_single",
@@ -92,10 +93,8 @@ __all__ = [
     "constant_when_traced",
     "counting_versions",
     "cpu_has_rowwise_gemm",
-    "cpu_multiplies_bfloat16",
     "declare_grad_dtype",
     "default_reduce_dtype",
-    "dtypes_of_calls",
     "forget_meshes",
     "fsdp_parameters",
     "graph_tracer",
@@ -109,6 +108,7 @@ __all__ = [
     "is_fsdp_managed",
     "is_sharded_class",
     "is_stand_in",
+    "is_in_mode",
     "is_static",
     "is_traced",
     "is_traced_as_subgraph",
@@ -139,6 +139,7 @@ __all__ = [
     "uncounted_write",
     "untraced",
     "version_in_eager",
+    "when_graph_is_made",
     "when_imported",
     "will_run",
     "with_floats_pinned",

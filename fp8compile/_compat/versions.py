@@ -25,11 +25,9 @@ __all__ = [
     "allow_group_in_subclass",
     "as_region",
     "concatenated",
-    "cpu_multiplies_bfloat16",
     "cpu_has_rowwise_gemm",
     "declare_grad_dtype",
     "default_reduce_dtype",
-    "dtypes_of_calls",
     "is_constant_type",
     "is_exporting",
     "is_stand_in",
@@ -49,11 +47,6 @@ except ImportError:
 KNOWN_VERSIONS = ((2, 11), (2, 13), (2, 15))  # those that the tests run on
 GROUPS_ALLOWED: list[bool] = []  # not empty once PyTorch takes them
 TORCH_VERSION = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
-
-
-def cpu_multiplies_bfloat16() -> bool:
-    """Whether this CPU has instructions for products of bfloat16; PyTorch multiplies them one by one otherwise."""
-    return torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
 def register_constant_type(cls: type) -> None:
@@ -124,14 +117,6 @@ def reduce_scatter_single(x: torch.Tensor, reduction: str, dim: int, group: Any)
     from torch.distributed import _functional_collectives as funcol
 
     return (getattr(funcol, "reduce_scatter_single", None) or funcol.reduce_scatter_tensor)(x, reduction, dim, group)
-
-
-def dtypes_of_calls(profiler: torch.profiler.profile) -> dict[int, list[str]]:
-    """Dtypes of the arguments of each profiled call, by the id of its event.
-
-    The profiler's own events have them from 2.13 on; Kineto's have them always.
-    """
-    return {event.correlation_id(): event.dtypes() for event in profiler.profiler.kineto_results.events()}
 
 
 def declare_grad_dtype(ctx: Any, dtype: torch.dtype, used: torch.dtype) -> None:

@@ -1,7 +1,7 @@
 """Parse the command line, run a subcommand, turn what went wrong into one line and an exit code.
 
     0  done          2    a mistake or a lack that the user can mend
-    1  it failed     130  stopped by Ctrl-C, 143 by SIGTERM
+    1  it failed     130  stopped by Ctrl-C
 
 Anything else is a defect of the program, and keeps its traceback.
 """
@@ -13,33 +13,32 @@ import errno
 import importlib
 import os
 import sys
-import time
 from typing import NoReturn
 
 from fp8compile import __version__
-from fp8compile.cli.errors import Failed, Quiet, Stopped, UserError
+from fp8compile.cli.errors import Failed, UserError
 from fp8compile.cli.progress import steps_shown
 
 __all__ = ["main"]
 
 # Each names a module or folder of this package with add_parser(subparsers), which sets the default `run`:
 # a function of the parsed arguments that returns an exit code.
-SUBCOMMANDS = ("train", "explain", "doctor", "bench")
-RANK_PATIENCE = 10  # seconds
+SUBCOMMANDS = ("explain", "doctor", "bench")
+# What the command had once, and where it is now.
+MOVED = {
+    "train": "it is an example now, outside of the package. In a clone of the repository see examples/train/; run "
+    "`make train`, or `python -m examples.train --recipe rowwise --compare bf16`"
+}
 NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 
 class _OneLineParser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Report a bad argument in one line; argparse would print the usage first."""
-        if os.environ.get("RANK", "0") != "0":
-            time.sleep(RANK_PATIENCE)  # until torchrun ends this process too: the first rank says it for all
-            self.exit(2)
         self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")
 
 
 def _parser() -> argparse.ArgumentParser:
-    # No abbreviations: --resume compares what was typed with the run's configuration.
     parser = _OneLineParser(prog="fp8compile", description="FP8 training that torch.compile sees.", allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"fp8compile {__version__}")
     subparsers = parser.add_subparsers(
@@ -59,13 +58,11 @@ def _chain(error: BaseException | None) -> list[BaseException]:
 
 
 def _lack(error: Exception) -> str | None:
-    """Say what the machine ran out of, if that is why this failed."""
+    """Say that the disk is full, if that is why this failed."""
     for cause in _chain(error):
         if isinstance(cause, OSError) and cause.errno in NO_SPACE:
             place = f" {cause.filename}" if cause.filename else ""
             return f"cannot write{place}: {cause.strerror}; free some space and start again"
-        if type(cause).__name__ == "OutOfMemoryError" or "can't allocate memory" in str(cause):
-            return "out of memory; lower --batch, --seq or the sizes of the model"
     return None
 
 
@@ -100,7 +97,11 @@ def main(arguments: list[str] | None = None) -> int:
     Returns:
         The exit code.
     """
-    parsed = _parser().parse_args(arguments)
+    words = sys.argv[1:] if arguments is None else arguments
+    if words[:1] and words[0] in MOVED:
+        _complain(words[0], MOVED[words[0]])
+        return 2
+    parsed = _parser().parse_args(words)
     try:
         _check_streams()
         with steps_shown():
@@ -113,11 +114,6 @@ def main(arguments: list[str] | None = None) -> int:
     except Failed as error:
         _complain(parsed.command, str(error))
         return 1
-    except Stopped as stop:
-        _complain(parsed.command, str(stop))
-        return stop.exit_code
-    except Quiet as quiet:
-        return quiet.exit_code
     except KeyboardInterrupt:
         _complain(parsed.command, "stopped by Ctrl-C")
         return 130

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from fp8compile.nn.candidates import is_converted, method_of
+from fp8compile.nn.parameter_uses import Uses, settled, watched
 
 __all__ = ["called_layers"]
 
@@ -34,8 +35,10 @@ def _recorded(layer: nn.Module, called: set[nn.Module]) -> Iterator[None]:
             setattr(layer, name, own)
 
 
-def called_layers(model: nn.Module, forward: Callable[[], object]) -> set[nn.Module]:
-    """The converted layers of a model that a function calls; of experts, those whose product in FP8 it calls.
+def called_layers(model: nn.Module, forward: Callable[[], object]) -> tuple[set[nn.Module], Uses]:
+    """The converted layers of a model that a function calls, and what it does with parameters in high precision.
+
+    Of experts, those whose product in FP8 it calls.
 
     Nothing is compiled and nothing compiled runs meanwhile: a graph would not tell, and would be compiled anew.
 
@@ -48,5 +51,6 @@ def called_layers(model: nn.Module, forward: Callable[[], object]) -> set[nn.Mod
         stack.enter_context(torch.compiler.set_stance("force_eager"))
         for layer in {module for module in model.modules() if is_converted(module)}:
             stack.enter_context(_recorded(layer, called))
+        watching = stack.enter_context(watched(model))
         forward()
-    return called
+    return called, settled(watching.uses, watching.owners)

@@ -43,6 +43,7 @@ __all__ = [
     "method_of",
     "put_in_float8",
     "weight_names",
+    "weight_slots",
 ]
 
 
@@ -68,6 +69,12 @@ def layers(model: nn.Module) -> Iterator[tuple[nn.Module, list[str]]]:
 def weight_names(layer: nn.Module) -> tuple[str, ...]:
     """The parameters that a layer multiplies by; ``"mlp.w1"`` is one of a child."""
     return ("weight",) if isinstance(layer, nn.Linear) else tuple(layout_of(layer).weights)
+
+
+def weight_slots(layer: nn.Module) -> list[tuple[nn.Module, str]]:
+    """Where the weights of a layer are: each time a module, the layer or one in it, and a name there."""
+    paths = (name.rpartition(".") for name in weight_names(layer))
+    return [(layer.get_submodule(path), name) for path, _, name in paths]
 
 
 def matrices(layer: nn.Module) -> list[tuple[int, int]]:

@@ -13,6 +13,7 @@ import torch
 from torch import Size, Tensor
 
 from fp8compile._compat import is_dtensor, local_itself
+from fp8compile.nn.converted_layers import CONVERTED
 from fp8compile.nn.local import placed_like
 from fp8compile.nn.placed_weights import placements_of_outer_scale, placements_of_scale
 from fp8compile.tensor import QuantizedParameter, count_write, is_quantized_parameter
@@ -128,6 +129,7 @@ class CodesInState:
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self.reach_codes()
+        CONVERTED.add(self)
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)

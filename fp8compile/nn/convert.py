@@ -20,19 +20,23 @@ from fp8compile.nn.candidates import (
     is_converted,
     layers,
     put_in_float8,
-    weight_names,
 )
 from fp8compile.nn.experts import routers
 from fp8compile.nn.filters import Filter, resolve_filter
-from fp8compile.nn.parameter_uses import Uses, parameter_uses
+from fp8compile.nn.parameter_uses import (
+    PAST_FORWARD,
+    forget_uses,
+    known_past_forward,
+    stop_watching,
+    watch_first_forward,
+)
 from fp8compile.nn.quantized_weights import check_weights, quantize_weights
 from fp8compile.nn.state import check_amax_group
 from fp8compile.quantizers import Recipe
 
-__all__ = ["LEFT_OUT", "PAST_FORWARD", "ROUTER", "convert", "revert"]
+__all__ = ["LEFT_OUT", "ROUTER", "convert", "revert"]
 
 LEFT_OUT = "_fp8compile_left_out"  # on a layer that convert saw and left: why
-PAST_FORWARD = "reads its weight itself, past the layer's forward"
 ROUTER = "a router: the scores that choose experts stay in high precision"
 REASONS = 5  # in the warning; the report has them all
 EXPORTED_LINEAR = torch.ops.aten.linear.default
@@ -73,11 +77,6 @@ def _check_not_frozen(model: nn.Module) -> None:
         )
 
 
-def _past_forward(layer: nn.Module, uses: Uses) -> str | None:
-    method = uses.past_forward(layer, weight_names(layer))
-    return None if method is None else f"{method} {PAST_FORWARD}, which would not be FP8"
-
-
 def _asker(
     model: nn.Module, recipe: Recipes, filter: Filter | None, keep_ends: int, fqns: list[str]
 ) -> Callable[[nn.Module, list[str]], tuple[Recipe | None, str]]:
@@ -108,7 +107,7 @@ def _plan(
     if not found:
         raise ValueError(f"convert: {type(model).__name__} has no nn.Linear, so there is nothing to convert.")
     asked = _asker(model, recipe, filter, keep_ends, [fqn for names in found.values() for fqn in names])
-    uses, scoring = parameter_uses(model), routers(model)
+    past_forward, scoring = known_past_forward(model), routers(model)
     plan: dict[nn.Module, tuple[Recipe | None, str]] = {}
     again = False
     for layer, names in found.items():
@@ -121,7 +120,10 @@ def _plan(
                 )
             again |= own is not None
             continue
-        reason = ROUTER if layer in scoring else cannot_convert(layer) or _past_forward(layer, uses) or why_not
+        reason = ROUTER if layer in scoring else cannot_convert(layer)
+        if not reason and layer in past_forward:
+            reason = f"{past_forward[layer]} {PAST_FORWARD}, which would not be FP8"
+        reason = reason or why_not
         if not reason and own is not None:
             reason = cannot_take(layer, own)
         plan[layer] = (None, reason) if reason else (own, "")
@@ -158,9 +160,9 @@ def convert(
 
     Modules and parameters stay the same objects, so optimizers, hooks, tied weights and state dicts do not notice.
     Layers of a subclass that inherits its forward stay of that class too, and so do experts, of transformers and of
-    torchtitan: see ``docs/experts.md``. Routers stay as they are. Layers whose weight the model multiplies
-    itself, past their forward, stay as they are. Convert before ``torch.compile``. What was left out and why:
-    ``fp8compile.conversion_report(model)``; a convert that leaves out all warns.
+    torchtitan: see ``docs/experts.md``. Routers stay as they are. The first forward is watched: a layer whose weight
+    the model multiplies itself, past the layer's forward, is warned of. Convert before ``torch.compile``. What was
+    left out and why: ``fp8compile.conversion_report(model)``; a convert that leaves out all warns.
 
     Args:
         model: Any module.
@@ -182,7 +184,8 @@ def convert(
         keep_initial: With it, whether the values that weights had are kept on the CPU, until
             ``fp8compile.MasterWeights`` takes them. Under FSDP2 each rank keeps those of its shards; of weights on the
             meta device, what is written to them later.
-        strict: Whether to raise where no layer at all is converted, instead of warning.
+        strict: Whether to raise, instead of warning, where no layer at all is converted; and in the first forward, if
+            a converted layer's weight is multiplied past the layer's forward.
 
     Returns:
         The model.
@@ -220,6 +223,7 @@ def convert(
             put_in_float8(layer, own, amax_group)
     if quantized_parameters:
         quantize_weights(chosen, keep_initial=keep_initial)
+    watch_first_forward(model, set(chosen), strict=strict)
     return model
 
 
@@ -242,8 +246,10 @@ def revert(model: nn.Module) -> nn.Module:
             raise TypeError(f"revert: {reason}")
     if type(model).__name__ == "OptimizedModule" and is_converted(model._orig_mod):
         raise TypeError("revert: the layer itself was compiled, and would go on in FP8. Revert what was compiled.")
+    stop_watching(model)
     for layer in every:
         vars(layer).pop(LEFT_OUT, None)
+        forget_uses(layer)
         if is_converted(layer):
             go_back(layer)
     return model

@@ -14,6 +14,7 @@ from torch.distributed import ProcessGroup
 
 from fp8compile._compat import is_fsdp_managed, local_itself, rebind_load_hooks
 from fp8compile.nn.codes_in_state import CodesInState, codes_and_scales, reach_codes
+from fp8compile.nn.converted_layers import CONVERTED
 from fp8compile.nn.functional import check_recipe, linear
 from fp8compile.nn.local import on_all_ranks_of
 from fp8compile.nn.not_sharded import warn_if_not_sharded
@@ -259,6 +260,7 @@ def _keeping_nothing(recipe: Recipe) -> Recipe:
 def become_float8(layer: Linear, recipe: Recipe, amax_group: ProcessGroup | None) -> None:
     """Give a layer what a `Linear` has beside its class: the recipe, and the state that it needs."""
     layer.recipe = recipe
+    CONVERTED.add(layer)
     if recipe.history():
         state = DelayedState.initial(recipe, device=layer.weight.device, group=amax_group)
         layer.amax_group = state.group
@@ -270,6 +272,7 @@ def become_plain(layer: nn.Linear) -> None:
     """Take from a layer what `become_float8` gave it."""
     for name in ("_recipe", "_recipe_under_fsdp", "amax_group"):
         vars(layer).pop(name, None)
+    CONVERTED.discard(layer)
     for name in STATE:
         layer._buffers.pop(name, None)
 

@@ -11,10 +11,10 @@ from torch.nn.utils.parametrize import ParametrizationList
 from fp8compile import recipes
 from fp8compile._compat import is_fsdp_managed
 from fp8compile.nn.calls import called_layers
-from fp8compile.nn.candidates import is_converted, is_layer, matrices, weight_names
-from fp8compile.nn.convert import LEFT_OUT, PAST_FORWARD, ROUTER
+from fp8compile.nn.candidates import is_converted, is_layer, matrices, weight_slots
+from fp8compile.nn.convert import LEFT_OUT, ROUTER
 from fp8compile.nn.experts import layout_of, routers
-from fp8compile.nn.parameter_uses import Kind, Uses, parameter_uses
+from fp8compile.nn.parameter_uses import PAST_FORWARD, Kind, Uses, past_forward, uses_seen
 from fp8compile.quantizers import GEMMS, Recipe
 from fp8compile.tensor import GATHERED, PLAIN, shown
 
@@ -46,8 +46,8 @@ class ConversionRow:
             or ``"param_dtype: "`` and why; empty before.
         sharded: Whether ``fully_shard`` was called for it; before, ``gathered`` says what it will gather.
         quantized_weight: Whether its weight is kept as codes: ``quantized_parameters=True`` of ``fp8compile.convert``.
-        past_forward: Of a converted layer, the method that reads its weight itself, which is not in FP8; empty if the
-            source of the model's forwards shows none.
+        past_forward: Of a converted layer, the method that reads its weight itself, which is not in FP8; empty if
+            neither the first forward nor the one that the report was given showed any.
         called: Of a converted layer, whether the forward called it that the report was given; of experts, whether it
             called their products. None if none was given.
     """
@@ -135,7 +135,7 @@ def _layer_row(fqn: str, module: nn.Module, uses: Uses, called: set[nn.Module] |
         gathered=getattr(module, GATHERED, ""),
         sharded=is_fsdp_managed(module),
         quantized_weight=converted and module.is_quantized(),
-        past_forward=(uses.past_forward(module, weight_names(module)) or "") if converted else "",
+        past_forward=(past_forward(module, uses) or "") if converted else "",
         called=module in called if converted and called is not None else None,
     )
 
@@ -143,29 +143,25 @@ def _layer_row(fqn: str, module: nn.Module, uses: Uses, called: set[nn.Module] |
 NOT_SHARDED = "not sharded yet"
 EXPERTS = "a 3-D parameter (experts?), no nn.Linear"
 NO_LINEAR = "no nn.Linear"
-# looked up, moved over an input, or what a weight is computed from
-NOT_MULTIPLIED = (nn.Embedding, nn.EmbeddingBag, nn.modules.conv._ConvNd, ParametrizationList)
+# looked up, or moved over an input
+NOT_MULTIPLIED = (nn.Embedding, nn.EmbeddingBag, nn.modules.conv._ConvNd)
 
 
 def _not_linear(kind: Kind | None, module: nn.Module, name: str, parameter: nn.Parameter) -> str | None:
     """Why a matrix that is multiplied without a nn.Linear can't be converted; None if it is no such matrix.
 
-    What no source tells (``kind`` is None, or `Kind.HANDED`) is guessed by names and dims.
+    What a weight is computed from is the weight's.
+
+    What no forward has shown (``kind`` is None, or `Kind.HANDED`) is guessed by names and dims.
     """
     is_stack = parameter.ndim == 3 and parameter.shape[0] > 1
-    if not is_stack and parameter.ndim != 2:
+    if (not is_stack and parameter.ndim != 2) or isinstance(module, ParametrizationList):
         return None
     if kind in (None, Kind.HANDED):
         is_multiplied = (is_stack or "weight" in name) and not isinstance(module, NOT_MULTIPLIED)
     else:
         is_multiplied = kind == Kind.PRODUCT
     return (EXPERTS if is_stack else NO_LINEAR) if is_multiplied else None
-
-
-def _slots_of(layer: nn.Module) -> list[tuple[nn.Module, str]]:
-    """Where the weights of a layer are: each time a module, the layer or one in it, and a name there."""
-    paths = (name.rpartition(".") for name in weight_names(layer))
-    return [(layer.get_submodule(path), name) for path, _, name in paths]
 
 
 def _weight_rows(
@@ -206,9 +202,9 @@ def conversion_report(model: nn.Module, *, forward: Callable[[], object] | None 
     """Which layers of a model run in FP8, which GEMMs of each, and why the others don't.
 
     Lists every ``nn.Linear`` and subclass, every module of experts that ``convert`` knows, and what is multiplied
-    without one, as the source of the model's forwards shows: parameters of other experts, of routers, ``Conv1D`` and
-    ``nn.MultiheadAttention``, an embedding that is the head too. Where there is no source, 3-D parameters, and 2-D
-    ones called weights, of other modules than embeddings.
+    without one, as the first forward after ``convert`` has shown or ``forward`` does: parameters of other experts, of
+    routers, ``Conv1D`` and ``nn.MultiheadAttention``, an embedding that is the head too. Before any forward, 3-D
+    parameters, and 2-D ones called weights, of other modules than embeddings.
 
     A converted layer is in FP8 when the model calls it. Whether it does, only a forward can tell::
 
@@ -233,9 +229,12 @@ def conversion_report(model: nn.Module, *, forward: Callable[[], object] | None 
             f"conversion_report: forward is {shown(forward)}; it is a function without arguments that calls the "
             "model, such as lambda: model(batch)."
         )
-    uses, called = parameter_uses(model), None if forward is None else called_layers(model, forward)
+    uses, called = uses_seen(model.modules()), None
+    if forward is not None:
+        called, of_forward = called_layers(model, forward)
+        uses.update(of_forward)
     rows: list[ConversionRow] = []
-    own = {slot for module in model.modules() if is_layer(module) for slot in _slots_of(module)}
+    own = {slot for module in model.modules() if is_layer(module) for slot in weight_slots(module)}
     scoring = routers(model)
     for fqn, module in model.named_modules():
         if is_layer(module):

@@ -80,8 +80,8 @@ class UngatheredStack:
             )
         return UngatheredStack(self.shard.transpose(first, second), self.rows, self.dtype, self.groups, self.spread)
 
-    def of_this_rank(self) -> UngatheredStack:
-        """The stack of the experts that this rank multiplies by, under expert parallelism some of all."""
+    def to_local(self) -> UngatheredStack:
+        """The stack of the experts that this rank multiplies by; under expert parallelism these are some of all."""
         if self.spread is None:
             return self
         return UngatheredStack(self.shard, self.rows, self.dtype, self.spread[2])

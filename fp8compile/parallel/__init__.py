@@ -4,6 +4,7 @@ Layers on DTensors need nothing from here: a converted model runs under PyTorch'
 sends fewer bytes. For code that keeps what each rank has in plain tensors, there are functions that take a group.
 """
 
+from fp8compile.nn.experts.placed import spread_experts
 from fp8compile.nn.routes import Routes, expert_routes
 from fp8compile.parallel.broadcast import broadcast_parameters
 from fp8compile.parallel.expert_gradients import average_expert_gradients, expert_parameters
@@ -34,4 +35,5 @@ __all__ = [
     "row_parallel_grouped_linear",
     "row_parallel_linear",
     "share_scales",
+    "spread_experts",
 ]

@@ -28,7 +28,7 @@ def _named(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def expert_parameters(model: nn.Module) -> set[nn.Parameter]:
-    """The parameters that `ExpertParallel` placed.
+    """The parameters that `ExpertParallel` or `spread_experts` placed.
 
     Where FSDP is over the ranks that experts are spread over, they are what ``fsdp_float8_all_gather``,
     ``fully_shard`` and ``graph_fsdp`` each take as ``ignored_params``. Call it once they are placed.
@@ -46,7 +46,7 @@ def average_expert_gradients(model: nn.Module, parts: int, *, replicas: ProcessG
     own part of the batch: divided by the parts, it is that of the mean. Call it after each backward that ends a step.
 
     Args:
-        model: With experts that `ExpertParallel` has placed; gradients of other parameters stay.
+        model: With experts that `ExpertParallel` or `spread_experts` has placed; gradients of other parameters stay.
         parts: Into how many parts of one size the batch was cut for the ranks whose gradients are summed: those that
             experts are spread over, without those that have the same tokens, times ``replicas``. FSDP takes the mean
             over its own ranks: leave those out if it shards the experts.

@@ -10,7 +10,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from fp8compile.nn.experts.classes import ConvertedExperts
 from fp8compile.nn.experts.hosts import holds_no_stacks, host_of, num_experts
 from fp8compile.nn.experts.overflow import counter_of, start_counting
-from fp8compile.nn.experts.placed import DispatchOptions, spread
+from fp8compile.nn.experts.placed import DispatchOptions, check_mesh, spread_experts
 from fp8compile.nn.experts.routed import ROUTED
 from fp8compile.nn.routes import check_capacity
 
@@ -55,7 +55,7 @@ class ExpertParallel(ParallelStyle):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         _check(module, device_mesh)
         _check_same_tokens(self.options.same_tokens, device_mesh)
-        spread(module, device_mesh, src_data_rank=self.src_data_rank)
+        spread_experts(module, device_mesh, src_data_rank=self.src_data_rank)
         module.dispatch_options = self.options
         if self.options.capacity is not None:
             start_counting(module)
@@ -78,19 +78,10 @@ def _check(module: nn.Module, mesh: DeviceMesh) -> None:
             f"ExpertParallel: given a {type(module).__name__}, which is handed its rows sorted by expert. Send them "
             "where they are sorted, by fp8compile.parallel.expert_routes or the library's own expert parallel."
         )
-    if mesh.ndim != 1:
-        raise ValueError(
-            f"ExpertParallel: the mesh has {mesh.ndim} dims, {mesh.mesh_dim_names}; take the one over which experts "
-            "are cut, mesh['ep'] for one."
-        )
+    check_mesh("ExpertParallel", num_experts(module), mesh)
     if any(isinstance(each, DTensor) for each in module.parameters(recurse=False)):
         raise TypeError(
             "ExpertParallel: parameters of the experts are DTensors already; apply it once, before others."
-        )
-    if num_experts(module) % mesh.size():
-        raise ValueError(
-            f"ExpertParallel: the module has {num_experts(module)} experts and the mesh {mesh.size()} ranks; each "
-            "rank has as many experts as the others."
         )
 
 

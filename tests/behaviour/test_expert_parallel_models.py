@@ -191,6 +191,12 @@ def refused_by_the_style():
         with pytest.raises(error, match=words):
             parallel.ExpertParallel(**options)._apply(module, mesh)
         assert not any(isinstance(each, DTensor) for each in experts.parameters())
+    for mesh, words in (
+        (wide, "spread_experts: the mesh has 2 dims"),
+        (wide["dp"], "spread_experts: the module has 3 "),
+    ):
+        with pytest.raises(ValueError, match=words):
+            parallel.spread_experts(torch.nn.ParameterList([torch.zeros(3, 4, 4)]), mesh)
     parallel.ExpertParallel()._apply(experts, wide["dp"])
     with pytest.raises(TypeError, match="DTensors already"):
         parallel.ExpertParallel()._apply(experts, wide["tp"])

@@ -5,12 +5,14 @@ from __future__ import annotations
 import functools
 import importlib.util
 import json
+import os
 import re
 import shutil
 import subprocess
 import sys
 import textwrap
 import xml.etree.ElementTree as ET
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -29,6 +31,7 @@ from fp8compile.testing.explain.module_stack import Names, layer_of_stack
 from fp8compile.testing.explain.roofline import roofline
 from fp8compile.testing.graphs.report import graph_report, place_text
 
+ROOT = Path(__file__).parents[2]
 GEMMS = ("output", "grad_input", "grad_weight")
 ROWWISE = "e4m3 x e4m3 rowwise"
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
@@ -870,10 +873,8 @@ def test_a_bad_target_is_one_line_and_exit_code_2(example, capsys, target, compl
             ("--html", "no/such/folder/page.html", "--no-gpu"),
             "--html no/such/folder/page.html: No such file or directory",
         ),
-        (("--sp",), "--sp cuts the sequence over the ranks of --tp; add --tp 2, or more"),
         (("--tp", "1"), "--tp 1: a model is cut over 2 ranks or more"),
         (("--tp", "2"), "is a DTensor; apply the plan there, as for 2 ranks: parallelize_module(model, "),
-        (("--tp", "2", "--sp"), "--sp is for the model of train; "),
     ],
 )
 def test_a_bad_flag_is_one_line_and_exit_code_2(example, capsys, words, complaint):
@@ -885,27 +886,36 @@ def test_a_bad_flag_is_one_line_and_exit_code_2(example, capsys, words, complain
 
 LLAMA = """
 import torch
-from fp8compile.cli.train.model import ByteLlama, ModelShape
+from torch.distributed.device_mesh import init_device_mesh
+import fp8compile as f8
+from examples.train.model import ByteLlama, ModelShape
+from examples.train.tensor_parallel import parallelize
 
-def example():
+def example(sp=False):
     model = ByteLlama(ModelShape(dim=64, layers=1, heads=4, kv_heads=2, hidden=128, seq=64), seed=0).bfloat16()
+    f8.convert(model, f8.recipes.mxfp8())
+    parallelize(model, init_device_mesh("cpu", (2,)), sp=sp)
     return model, (torch.randint(256, (2, 64)), torch.randint(256, (2, 64)))
+
+def with_sequence_parallel():
+    return example(sp=True)
 """
 
 
 def in_a_process(folder, *words):
     """Ranks are pretended in one of its own: PyTorch keeps meshes beyond their group."""
     command = [sys.executable, "-m", "fp8compile", "explain", *words]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
-@pytest.mark.parametrize("sp", [(), ("--sp",)])
-def test_the_model_of_train_says_what_its_layers_send(tmp_path, sp):
+@pytest.mark.parametrize("sp", [False, True])
+def test_a_model_that_applies_its_plan_says_what_its_layers_send(tmp_path, sp):
     (tmp_path / "llama.py").write_text(LLAMA)
-    words = ("--recipe", "mxfp8", "--gpu", "b200", "--tp", "2", *sp, "--json")
-    found = json.loads(in_a_process(tmp_path, "llama.py", *words))
+    target = "llama.py:with_sequence_parallel" if sp else "llama.py"
+    found = json.loads(in_a_process(tmp_path, target, "--gpu", "b200", "--tp", "2", "--json"))
     assert found["verdict"].startswith("YES, as the recipes say: 24 of 24 GEMMs")
     assert found["gpu"]["problem"] == "it is looked at in one process, and layers of this model are spread over ranks"
     assert found["roofline"] is None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import importlib.util
 import os
 import subprocess
@@ -13,37 +12,14 @@ from pathlib import Path
 import pytest
 import torch
 from gloo_ranks import GROUPS, shared_ranks
+from public_names import imported, private
 
 import fp8compile as f8
-from fp8compile import _compat, library, testing
+from fp8compile import _compat
 from fp8compile.quantizers import entry_points
 
 ROOT = Path(__file__).parents[1] / "example_library"
 FILES = sorted((ROOT / "swiglu8").glob("*.py"))
-PUBLIC = {"fp8compile": f8, "fp8compile.library": library, "fp8compile.testing": testing}
-
-
-def imported(source: str) -> set[str]:
-    """Names that a source takes of fp8compile, as ``module:name``, and attributes of ``f8`` as ``fp8compile:name``."""
-    found = set()
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Import):
-            found |= {f"{alias.name}:" for alias in node.names if alias.name.split(".")[0] == "fp8compile"}
-        elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "fp8compile":
-            found |= {f"{node.module}:{alias.name}" for alias in node.names}
-        elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "f8":
-            found.add(f"fp8compile:{node.attr}")
-    return found
-
-
-def private(names: set[str]) -> set[str]:
-    """Those that are no public name of a public module."""
-    split = {name: name.partition(":") for name in names}
-    return {
-        whole
-        for whole, (module, _, name) in split.items()
-        if module not in PUBLIC or (name and name not in PUBLIC[module].__all__)
-    }
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
@@ -63,7 +39,9 @@ def test_its_tests_use_public_names_only():
         ("from fp8compile.library import salt_with", {"fp8compile.library:salt_with"}),
         ("import fp8compile._compat", {"fp8compile._compat:"}),
         ("import fp8compile as f8\nf8.tensor", {"fp8compile:tensor"}),
+        ("import fp8compile as f8\nf8.parallel.placed", {"fp8compile.parallel:placed"}),
         ("import fp8compile as f8\nf8.ops.amax", set()),
+        ("import fp8compile as f8\nf8.parallel.ExpertParallel()", set()),
     ],
 )
 def test_a_private_name_is_found(source, found):
@@ -83,9 +61,6 @@ import swiglu8
 assert recipe == f8.library.recipe(swiglu8.Ceil8()), recipe
 assert f8.recipes.by_name("swiglu8-inference") == swiglu8.inference_recipe()
 assert set(f8.library.quantizers()) >= {"swiglu8", "swiglu8-inference"}
-from fp8compile.cli.train.trainer import named_recipe
-
-assert named_recipe("swiglu8") == recipe
 print(swiglu8.__file__)
 """
 

@@ -1,10 +1,16 @@
-"""Weights that a model multiplies past their layer's forward: found by source, left out, told of by the report."""
+"""Weights that a model multiplies past their layer's forward: seen at the first forward, told of, and reported."""
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import linecache
+import re
+import subprocess
+import sys
+import textwrap
+import warnings
 
 import pytest
 import torch
@@ -13,7 +19,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import fp8compile as f8
-from fp8compile.nn.parameter_uses import Kind, parameter_uses
+from fp8compile.nn.parameter_uses import Kind, Watching
 
 RECIPE = f8.recipes.rowwise()
 PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::linear", "aten::mv")
@@ -205,13 +211,67 @@ MULTIPLIED = {
 }
 
 
+WAYS = ("eager", "compiled", "fullgraph", "compiled inside")
+PAST = "reads its weight itself, past the layer's forward"
+
+
+class Around(nn.Module):
+    """Calls a model that is compiled by itself."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x):
+        return self.inner(x)
+
+
+def converted(parent, way, **options):
+    """A converted model, what calls it, and the prefix of its layers' names."""
+    model = Around(parent()) if way == "compiled inside" else parent()
+    f8.convert(model, RECIPE, filter="*", **options)
+    if way == "compiled inside":
+        model.inner.compile(backend="aot_eager")
+    is_compiled = way in ("compiled", "fullgraph")
+    run = torch.compile(model, backend="aot_eager", fullgraph=way == "fullgraph") if is_compiled else model
+    return model, run, "inner." if way == "compiled inside" else ""
+
+
+def said(run, *args):
+    """The warnings of weights that are multiplied past their layer, of one call."""
+    with warnings.catch_warnings(record=True) as every:
+        warnings.simplefilter("always")
+        run(*args)
+    return [str(each.message) for each in every if PAST in str(each.message)]
+
+
+def past_forwards(model):
+    return {row.fqn: row.past_forward for row in f8.conversion_report(model).rows if row.past_forward}
+
+
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("parent", MULTIPLIED, ids=lambda parent: parent.__name__)
-def test_a_layer_whose_weight_is_multiplied_past_its_forward_stays_and_says_so(parent):
-    model = f8.convert(parent(), RECIPE, filter="*")
-    left = {row.fqn: row.reason for row in f8.conversion_report(model).rows if not row.converted}
-    assert set(left) == MULTIPLIED[parent]
-    assert all("reads its weight itself, past the layer's forward" in reason for reason in left.values())
-    assert plain_products(model, torch.randn(4, 32)) <= {f"{fqn}.weight" for fqn in left}
+def test_a_weight_that_is_multiplied_past_its_layer_is_told_of_once_by_the_first_forward(parent, way):
+    if (parent, way) == (ByAutograd, "fullgraph"):
+        pytest.skip("Dynamo takes no autograd.Function without a backward")
+    torch._dynamo.reset()
+    model, run, prefix = converted(parent, way)
+    expected, x = {f"{prefix}{fqn}" for fqn in MULTIPLIED[parent]}, torch.randn(4, 32)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        (warning,) = said(run, x)
+        assert not said(run, x)
+    assert set(past_forwards(model)) == expected
+    assert all(re.search(rf"{PAST}: {fqn}|; \w+\.\w+ {PAST}: {fqn}", warning) for fqn in expected)
+    assert plain_products(model, x) <= {f"{fqn}.weight" for fqn in expected}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_strict_raises_at_the_first_forward(way):
+    torch._dynamo.reset()
+    _, run, prefix = converted(Functional, way, strict=True)
+    for _ in range(2):  # it does not go on in silence
+        with pytest.raises(RuntimeError, match=rf"Functional.forward {PAST}: {prefix}b\. Call the layer"):
+            run(torch.randn(4, 32))
 
 
 class MetadataOnly(Parent):
@@ -222,6 +282,8 @@ class MetadataOnly(Parent):
         assert weight is not None
         assert hasattr(self.b, "weight")
         assert x.shape[-1] == weight.shape[1] == weight.size(1)
+        first, second = torch.split(weight, 16)
+        x = x * (first.abs().max().item() + second.abs().max().item() > 0)
         x = x.to(weight.device) + torch.zeros_like(weight).sum() + weight.new_zeros(32)
         return self.b(self.a(x.type_as(weight)))
 
@@ -297,50 +359,151 @@ class NameOfAnother(Parent):
 NOT_MULTIPLIED = [MetadataOnly, Penalized, Initialized, Tied, TheOtherWay, EmbeddingAsHead, NameOfAnother]
 
 
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("parent", NOT_MULTIPLIED, ids=lambda parent: parent.__name__)
-def test_other_reads_of_a_weight_leave_no_layer_out(parent):
-    model = parent()
-    f8.convert(model, RECIPE, filter="*")
+def test_other_reads_of_a_weight_are_told_of_by_nobody(parent, way):
+    torch._dynamo.reset()
+    model, run, _ = converted(parent, way, strict=True)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for _ in range(2):
+            assert not said(run, torch.randn(4, 32))
     rows = [row for row in f8.conversion_report(model).rows if row.module == "Linear"]
-    assert [row.reason for row in rows if not row.converted] == []
-    model(torch.randn(4, 32))
+    assert all(row.converted and not row.past_forward for row in rows)
 
 
-def test_attention_and_encoder_layers_of_pytorch_read_weights_past_forwards():
-    model = nn.TransformerEncoderLayer(32, 2, 64)
-    uses = parameter_uses(model)
-    assert uses.past_forward(model.linear1) == "TransformerEncoderLayer.forward"
-    assert uses.past_forward(model.self_attn.out_proj) == "MultiheadAttention.forward"
+@pytest.mark.parametrize("grad", [True, False], ids=["grad", "no_grad"])
+def test_after_the_first_forward_nothing_is_left(grad):
+    model = f8.convert(Functional(), RECIPE, filter=["!c"])
+    before = {name: set(vars(module)) for name, module in Functional().named_modules()}
+    with torch.set_grad_enabled(grad):
+        assert said(model, torch.randn(4, 32))
+    for name, module in model.named_modules():
+        assert not {**module._forward_hooks, **module._forward_pre_hooks, **module._forward_hooks_always_called}
+        new = set(vars(module)) - before[name] - {"_recipe", "_recipe_under_fsdp", "_fp8compile_left_out"}
+        assert new == ({"_fp8compile_uses"} if name == "b" else set())
+    assert torch._C._len_torch_dispatch_stack() == 0
 
 
-@pytest.mark.parametrize("taker", ["without source", "unknown"])
-def test_who_can_not_be_read_counts_as_multiplying(taker):
-    kernel = compile("def kernel(x, matrix): return x @ matrix", "<nowhere>", "exec")
-    scope = {}
-    exec(kernel, scope)
+def test_watching_an_eager_forward_imports_no_compiler():
+    program = """
+        import sys, torch, fp8compile as f8
+        model = f8.convert(torch.nn.Sequential(torch.nn.Linear(32, 32)), f8.recipes.rowwise(), filter="*")
+        model(torch.randn(4, 32)).sum().backward()
+        assert not model._forward_hooks, "it was not watched"
+        assert "torch._dynamo" not in sys.modules
+    """
+    command = [sys.executable, "-W", "ignore", "-c", textwrap.dedent(program)]
+    finished = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert finished.returncode == 0, finished.stderr[-2000:]
 
-    class Fused(Parent):
+
+@pytest.mark.parametrize("parent", [Functional, InALoop, ByAnotherModule], ids=lambda parent: parent.__name__)
+def test_eager_calls_between_compiled_ones_recompile_nothing(parent):
+    torch._dynamo.reset()
+    model = f8.convert(nn.Sequential(parent(), nn.ReLU()), RECIPE, filter="*")
+    run, x = torch.compile(model, backend="aot_eager"), torch.randn(4, 32)
+    assert said(run, x)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for _ in range(2):
+            assert not said(model, x)
+            assert not said(run, x)
+
+
+def test_a_forward_that_fails_is_watched_again():
+    model = f8.convert(Functional(), RECIPE, filter="*")
+    with pytest.raises(ValueError, match="the last dim of x"):
+        model(torch.randn(4, 7))
+    assert torch._C._len_torch_dispatch_stack() == 0
+    assert said(model, torch.randn(4, 32))
+
+
+def test_a_model_that_is_reverted_is_watched_no_more():
+    model = f8.convert(Functional(), RECIPE, filter="*", strict=True)
+    f8.revert(model)
+    assert not model._forward_pre_hooks
+    assert not said(model, torch.randn(4, 32))
+
+
+@pytest.mark.parametrize("way", ["eager", "fullgraph"])
+def test_a_copy_of_a_model_is_watched_as_the_model_is(way):
+    torch._dynamo.reset()
+    model = copy.deepcopy(f8.convert(Functional(), RECIPE, filter="*"))
+    run = torch.compile(model, backend="aot_eager", fullgraph=True) if way == "fullgraph" else model
+    assert said(run, torch.randn(4, 32))
+    assert past_forwards(model) == {"b": "Functional.forward"}
+
+
+def test_regions_are_read_call_by_call():
+    torch._dynamo.reset()
+    model = f8.convert(nn.Sequential(Functional(), Functional(), nn.Linear(32, 32)), RECIPE, filter="*")
+    said_of = said(f8.compile(model, backend="aot_eager"), torch.randn(4, 32))
+    assert len(said_of) == 1
+    assert set(past_forwards(model)) == {"0.b", "1.b"}
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_checkpointed_forward_is_watched(reentrant):
+    class Model(Parent):
         def forward(self, x):
-            take = scope["kernel"] if taker == "unknown" else kernel_of_nowhere
-            return take(self.a(x), self.b.weight)
+            return checkpoint(self.projected, self.a(x), use_reentrant=reentrant)
 
-    kernel_of_nowhere = scope["kernel"]
-    model = Fused()
-    assert parameter_uses(model).past_forward(model.b) == "Fused.forward"
-    assert parameter_uses(model).past_forward(model.a) is None
+    model = f8.convert(Model(), RECIPE, filter="*")
+    with warnings.catch_warnings(record=True) as every:
+        warnings.simplefilter("always")
+        model(torch.randn(4, 32, requires_grad=True)).sum().backward()
+    assert sum(PAST in str(each.message) for each in every) == 1
+    assert set(past_forwards(model)) == {"b"}
 
 
-def test_a_model_that_recurses_and_one_without_source_are_read_as_far_as_they_go():
-    class Recursive(Parent):
-        def forward(self, x, depth=3):
-            return F.linear(x, self.b.weight) if depth == 0 else self.forward(self.a(x), depth - 1)
+def test_a_cast_of_autocast_is_followed():
+    class Model(Parent):
+        def forward(self, x):
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                return F.linear(self.a(x), self.b.weight)
 
-    scope = {"nn": nn}
-    exec("class Unreadable(nn.Linear):\n    def forward(self, x): return x @ self.weight", scope)
-    model = nn.Sequential(Recursive(), scope["Unreadable"](32, 32))
-    uses = parameter_uses(model)
-    assert uses.past_forward(model[0].b) == "Recursive.forward"
-    assert uses.kind(model[1], "weight") is None
+    model = f8.convert(Model(), RECIPE, filter="*")
+    assert said(model, torch.randn(4, 32))
+    assert set(past_forwards(model)) == {"b"}
+
+
+def test_attention_of_pytorch_stays_as_it_is_and_its_packed_projection_is_reported():
+    model = f8.convert(nn.Sequential(nn.MultiheadAttention(32, 2), nn.Linear(32, 32)), RECIPE, filter="*", strict=True)
+    x = torch.randn(4, 2, 32)
+    assert not said(lambda: model[1](model[0](x, x, x)[0]))
+    rows = {row.fqn: row for row in f8.conversion_report(model, forward=lambda: model[0](x, x, x)).rows}
+    assert rows["0.out_proj"].reason.startswith("MultiheadAttention.forward reads its weight itself")
+    assert rows["0.in_proj_weight"].reason == "no nn.Linear"
+
+
+def test_a_head_that_has_the_embeddings_weight_is_called_or_told_of():
+    class Head(nn.Module):
+        def __init__(self, *, calls):
+            super().__init__()
+            self.embedding, self.body = nn.Embedding(64, 32), nn.Linear(32, 32)
+            self.head, self.calls = nn.Linear(32, 64, bias=False), calls
+            self.head.weight = self.embedding.weight
+
+        def forward(self, i):
+            x = self.body(self.embedding(i))
+            return self.head(x) if self.calls else F.linear(x, self.head.weight)
+
+    for calls in (True, False):
+        model = f8.convert(Head(calls=calls), RECIPE, filter="*")
+        assert bool(said(model, torch.zeros(4, dtype=torch.int64))) == (not calls)
+        assert past_forwards(model) == ({} if calls else {"head": "Head.forward"})
+
+
+def test_an_operator_of_another_library_counts_as_multiplying():
+    model = Parent()
+    model.forward = lambda x: torch.ops.fp8compile_tests.fused(model.a(x), model.b.weight)
+    f8.convert(model, RECIPE, filter="*")
+    assert said(model, torch.randn(4, 32))
+    assert set(past_forwards(model)) == {"b"}
+
+
+@torch.library.custom_op("fp8compile_tests::fused", mutates_args=())
+def fused(x: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
+    return x @ matrix.t()
 
 
 class Block(nn.Module):
@@ -385,52 +548,10 @@ def rounds(iterate, body):
 )
 def test_loops_over_pairs_find_what_they_multiply(iterate, found):
     model = rounds(iterate, "F.linear(b(x), b.proj.weight)")
-    rows = {row.fqn: row for row in f8.conversion_report(f8.convert(model, RECIPE, filter=lambda *_: True)).rows}
-    assert not rows[found].converted
-    assert "reads its weight itself" in str(rows[found])
-    assert rows["layers.0"].converted
-
-
-def test_loops_over_pairs_leave_layers_that_are_called():
-    model = rounds("i, l in enumerate(self.layers)", "checkpoint(l, x, use_reentrant=False)")
-    model = f8.convert(model, RECIPE, filter=lambda *_: True)
-    assert all(isinstance(layer, f8.Linear) for layer in model.layers)
-
-
-def test_what_can_not_be_followed_stops_no_convert():
-    class Sloppy:
-        def __getattr__(self, name):
-            return self.__dict__.get(name)
-
-        def __call__(self, x):
-            return x
-
-    class Model(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer, self.sloppy = nn.Linear(32, 32), Sloppy()
-
-        def forward(self, x):
-            return self.sloppy(self.layer(x))
-
-    assert isinstance(f8.convert(Model(), RECIPE, filter=lambda *_: True).layer, f8.Linear)
-
-
-def test_reading_runs_nothing_of_the_model():
-    class Dangerous(Parent):
-        @property
-        def matrix(self):
-            raise AssertionError("it ran")
-
-        def __getattr__(self, name):
-            assert name in {"a", "b", "c", "layers", "nothing"}, "it was asked"
-            return super().__getattr__(name)
-
-        def forward(self, x):
-            raise AssertionError("it ran")
-            return x @ self.matrix
-
-    assert not parameter_uses(Dangerous()).found
+    f8.convert(model, RECIPE, filter=lambda *_: True)
+    assert said(model, torch.randn(4, 32))
+    assert found in past_forwards(model)
+    assert "layers.0" not in past_forwards(model)
 
 
 def test_kinds_of_uses():
@@ -444,10 +565,12 @@ def test_kinds_of_uses():
 
         def forward(self, x):
             y = torch.addmm(self.offset, x + self.added, self.multiplied)
-            return F.conv1d(y[None], self.convolved) + x @ self.vector
+            return F.conv1d(y[None], self.convolved, padding=1) + x @ self.vector
 
     model = Kinds()
-    assert {name: parameter_uses(model).kind(model, name) for name, _ in model.named_parameters()} == {
+    with Watching(model) as watching:
+        model(torch.randn(32, 32))
+    assert {name: watching.uses.kind(model, name) for name, _ in model.named_parameters()} == {
         "multiplied": Kind.PRODUCT,
         "added": Kind.OTHER,
         "offset": Kind.OTHER,
@@ -480,6 +603,7 @@ def test_the_report_of_a_forward_says_which_converted_layers_it_never_called(way
         run = torch.compile(model, backend="aot_eager")
     elif way == "compiled in place":
         model.compile(backend="aot_eager")
+    assert len(said(run, x)) == 1
     expected = run(x)
     attributes = [set(vars(module)) for module in model.modules()]
     frames = counters["frames"]["total"]
@@ -523,12 +647,13 @@ def test_a_forward_that_is_no_function_is_refused(given):
         f8.conversion_report(Hidden(), forward=given)
 
 
-def test_a_layer_converted_before_it_got_such_a_parent_is_told_of():
+def test_a_layer_converted_before_it_got_such_a_parent_is_told_of_by_a_forward():
     model = Functional()
     f8.convert(model.b, RECIPE)
-    row = next(row for row in f8.conversion_report(model).rows if row.fqn == "b")
-    assert (row.converted, row.past_forward) == (True, "Functional.forward")
-    assert "Functional.forward reads its weight itself, past the layer's forward" in str(f8.conversion_report(model))
+    report = f8.conversion_report(model, forward=lambda: model(torch.randn(4, 32)))
+    row = next(row for row in report.rows if row.fqn == "b")
+    assert (row.converted, row.past_forward, row.called) == (True, "Functional.forward", False)
+    assert said(torch.compile(model, backend="aot_eager"), torch.randn(4, 32))
 
 
 def test_jamba_of_hugging_face():
@@ -540,8 +665,5 @@ def test_jamba_of_hugging_face():
     )
     model = transformers.JambaForCausalLM(config)
     f8.convert(model, RECIPE, filter="*")
-    rows = f8.conversion_report(model).rows
-    assert {row.fqn: row.reason for row in rows if not row.converted} == {
-        "model.layers.0.mamba.dt_proj": "JambaMambaMixer.forward reads its weight itself, past the layer's forward, "
-        "which would not be FP8"
-    }
+    assert said(lambda: model(input_ids=torch.randint(3, 96, (2, 8)), use_cache=False))
+    assert past_forwards(model) == {"model.layers.0.mamba.dt_proj": "JambaMambaMixer.forward"}

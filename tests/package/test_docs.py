@@ -26,7 +26,10 @@ from fp8compile.target import Target, pretend_target
 from fp8compile.testing import explain
 
 ROOT = Path(__file__).parents[2]
-DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+DOCUMENTS = [
+    ROOT / "README.md",
+    *(document for top in ("docs", "examples") for document in sorted((ROOT / top).rglob("*.md"))),
+]
 FENCE = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 OPTIONAL_CLIENTS = {"torchtitan.md": "torchtitan"}
 # upstream.md has programs that show what PyTorch 2.13 and 2.15 do
@@ -85,7 +88,9 @@ def test_relative_links_lead_somewhere(document):
 
 @pytest.mark.parametrize("document", [*DOCUMENTS, ROOT / "CONTRIBUTING.md"], ids=lambda d: d.name)
 def test_files_named_in_a_document_exist(document):
-    named = re.findall(r"`((?:fp8compile|tests|compile_tests|benchmarks|docs)/[\w/.-]+)`", document.read_text())
+    named = re.findall(
+        r"`((?:fp8compile|tests|compile_tests|benchmarks|examples|docs)/[\w/.-]+)`", document.read_text()
+    )
     missing = [name for name in named if not (ROOT / name).exists()]
     assert not missing
 

@@ -18,23 +18,20 @@ from fp8compile.cli.errors import UserError
 if TYPE_CHECKING:
     from fp8compile.cli.explain.target import Target
 
-__all__ = ["parallelized", "pretended_ranks"]
+__all__ = ["check_spread", "pretended_ranks"]
 
 
 @contextmanager
-def pretended_ranks(size: int | None, *, sp: bool) -> Iterator[None]:
+def pretended_ranks(size: int | None) -> Iterator[None]:
     """A fake process group while this runs.
 
     Args:
         size: Ranks; None starts no group.
-        sp: Whether ``--sp`` was given.
 
     Raises:
-        UserError: Flags that don't fit, or a group that is there already.
+        UserError: Too few ranks, or a group that is there already.
     """
     if size is None:
-        if sp:
-            raise UserError("--sp cuts the sequence over the ranks of --tp; add --tp 2, or more")
         yield
         return
     if size < 2:
@@ -50,31 +47,9 @@ def pretended_ranks(size: int | None, *, sp: bool) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def parallelized(target: Target, size: int, *, sp: bool) -> None:
-    """See to it that the model is spread over the ranks: by its own plan, or by that of ``fp8compile train``.
-
-    Args:
-        target: Whose model is looked at, and changed in place if it is the one of ``train``.
-        size: Ranks.
-        sp: Whether its sequence is cut, too.
-
-    Raises:
-        UserError: It is neither.
-    """
-    from torch.distributed.device_mesh import init_device_mesh
-
-    from fp8compile.cli.train.model import ByteLlama
-    from fp8compile.cli.train.tensor_parallel import parallelize
-
-    is_spread = any(map(_compat.is_dtensor, target.model.parameters()))
-    if isinstance(target.model, ByteLlama) and not is_spread:
-        parallelize(target.model, init_device_mesh("cpu", (size,)), sp=sp)
-        return
-    if sp:
-        raise UserError(
-            f"--sp is for the model of train; {target.name} says by its own plan what is cut. Leave it out"
-        )
-    if not is_spread:
+def check_spread(target: Target, size: int) -> None:
+    """Raise a `UserError` unless the model is spread over the ranks, by its own plan."""
+    if not any(map(_compat.is_dtensor, target.model.parameters())):
         raise UserError(
             f"--tp {size}: no parameter of {target.name} is a DTensor; apply the plan there, as for {size} ranks: "
             f"parallelize_module(model, init_device_mesh('cpu', ({size},)), plan)"

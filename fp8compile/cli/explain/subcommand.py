@@ -51,9 +51,8 @@ def add_parser(subparsers: Any) -> None:
         "--tp",
         type=int,
         metavar="N",
-        help="pretend to be one of N ranks: TARGET may apply a plan, and none is started",
+        help="pretend to be one of N ranks: TARGET applies a plan, and none is started",
     )
-    parser.add_argument("--sp", action="store_true", help="with --tp, for the model of train: cut the sequence too")
     parser.add_argument(
         "--mesh",
         metavar="NAME=N,...",
@@ -89,17 +88,17 @@ def _check_writable(path: Path) -> None:
 
 def _explained(parsed: argparse.Namespace) -> Explanation:
     """The explanation; what the user's code prints goes to standard error, where it is not taken for ours."""
-    from fp8compile.cli.explain.ranks import parallelized, pretended_ranks
+    from fp8compile.cli.explain.ranks import check_spread, pretended_ranks
     from fp8compile.cli.explain.target import load_target
     from fp8compile.testing.explain import explain
 
-    with contextlib.redirect_stdout(sys.stderr), pretended_ranks(parsed.tp, sp=parsed.sp):
+    with contextlib.redirect_stdout(sys.stderr), pretended_ranks(parsed.tp):
         log.info("loading %s", parsed.target)
         target = load_target(parsed.target)
         if parsed.recipe is not None:
             _convert(target.model, parsed.recipe)
         if parsed.tp is not None:
-            parallelized(target, parsed.tp, sp=parsed.sp)
+            check_spread(target, parsed.tp)
         log.info("calling it once, eagerly")
         target.try_out()
         with running(f"{parsed.target}: compiling the model and running it"):
@@ -118,7 +117,6 @@ def _run_on_mesh(parsed: argparse.Namespace) -> int:
 
     for flag, given in (
         ("--tp", parsed.tp),
-        ("--sp", parsed.sp),
         ("--html", parsed.html),
         ("--no-gpu", parsed.no_gpu),
     ):

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from fp8compile.cli.errors import UserError
 from fp8compile.cli.user_code import running
+from fp8compile.nn.parameter_uses import untold
 from fp8compile.testing.graphs.kept_state import kept_state
 from fp8compile.testing.graphs.report import is_compiled
 
@@ -47,7 +48,7 @@ class Target:
         """
         what = f"{self.name}: calling the model with its inputs"
         # not without gradients, which a model may ask for in its forward
-        with running(what), kept_state(self.model, (self.args, self.kwargs)):
+        with running(what), kept_state(self.model, (self.args, self.kwargs)), untold():
             self.model(*self.args, **self.kwargs)
 
 

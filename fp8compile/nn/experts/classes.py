@@ -13,6 +13,7 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from fp8compile._compat import is_sharded_class
 from fp8compile.nn.codes_in_state import CodesInState
+from fp8compile.nn.converted_layers import CONVERTED
 from fp8compile.nn.experts.host import Host
 from fp8compile.nn.experts.hosts import host_of, host_of_class, is_experts, layout_of
 from fp8compile.nn.experts.overflow import NAME, place_counter
@@ -233,9 +234,11 @@ def become_float8_hosted(module: nn.Module, recipe: Recipe) -> None:
     """Swap the class of a module for the one in FP8, in place."""
     module.__class__ = hosted_class(type(module))
     module.recipe = recipe
+    CONVERTED.add(module)
 
 
 def become_plain_hosted(module: nn.Module) -> None:
     """Undo `become_float8_hosted`."""
     vars(module).pop("_recipe", None)
+    CONVERTED.discard(module)
     module.__class__ = type(module)._plain_class

@@ -16,7 +16,7 @@ from fp8compile.tensor import is_quantized_parameter
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["DispatchOptions", "group_of_experts", "is_spread", "local_stack", "spread"]
+__all__ = ["DispatchOptions", "check_mesh", "group_of_experts", "is_spread", "local_stack", "spread_experts"]
 
 SPREAD = "_experts_are_spread"  # an attribute of a module whose parameters were given to ranks
 
@@ -37,17 +37,40 @@ class DispatchOptions:
     same_tokens: DeviceMesh | None = None
 
 
-def spread(module: nn.Module, mesh: DeviceMesh, *, src_data_rank: int | None = 0) -> None:
+def check_mesh(function: str, experts: int, mesh: DeviceMesh) -> None:
+    """Raise a ValueError, in the function's name, unless each rank of the mesh can have as many experts."""
+    if mesh.ndim != 1:
+        raise ValueError(
+            f"{function}: the mesh has {mesh.ndim} dims, {mesh.mesh_dim_names}; take the one over which experts "
+            "are cut, mesh['ep'] for one."
+        )
+    if experts % mesh.size():
+        raise ValueError(
+            f"{function}: the module has {experts} experts and the mesh {mesh.size()} ranks; each "
+            "rank has as many experts as the others."
+        )
+
+
+def spread_experts(module: nn.Module, mesh: DeviceMesh, *, src_data_rank: int | None = 0) -> None:
     """Give each rank of a mesh some of the experts, in place: parameters become DTensors with ``Shard(0)``.
 
+    For a module that is handed its rows sorted by expert, such as torchtitan's: its caller sends rows where their
+    experts are, by `expert_routes`. `ExpertParallel` does both for experts that route tokens themselves.
+
     Args:
-        module: A module whose own parameters are stacks, (experts, ...).
+        module: A module whose own parameters are stacks, (experts, ...); converted or not.
         mesh: One dim; experts are a multiple of its ranks.
         src_data_rank: The rank whose values all get; None: each cuts its own.
+
+    Raises:
+        ValueError: The mesh has more than one dim, or experts are no multiple of its ranks.
     """
     from torch.distributed.tensor import Shard, distribute_tensor
 
-    for name, stack in list(module.named_parameters(recurse=False)):
+    stacks = list(module.named_parameters(recurse=False))
+    for _, stack in stacks:
+        check_mesh("spread_experts", stack.shape[0], mesh)
+    for name, stack in stacks:
         if is_quantized_parameter(stack):
             place_codes(module, mesh, Shard(0), src_data_rank, name)
             continue
@@ -57,7 +80,7 @@ def spread(module: nn.Module, mesh: DeviceMesh, *, src_data_rank: int | None = 0
 
 
 def is_spread(module: nn.Module) -> bool:
-    """Whether `spread` gave each rank some of a module's experts."""
+    """Whether `spread_experts` gave each rank some of a module's experts."""
     return SPREAD in vars(module)
 
 
@@ -83,5 +106,5 @@ def local_stack(module: nn.Module, name: str) -> Tensor | UngatheredStack:
     """What this rank has of a parameter of experts, or gathers for a product."""
     stack = getattr(module, name)
     if isinstance(stack, UngatheredStack):
-        return stack.of_this_rank()
+        return stack.to_local()
     return stack.to_local() if is_dtensor(stack) else stack

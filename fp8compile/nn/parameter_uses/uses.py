@@ -1,21 +1,24 @@
-"""Uses: what was found, for each parameter."""
+"""Uses of parameters: what was seen, and where a module keeps it for the report."""
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from dataclasses import dataclass, field
 
 from torch import nn
 
-__all__ = ["Kind", "Use", "Uses"]
+__all__ = ["Kind", "Slot", "Use", "Uses", "forget_uses", "keep_uses", "uses_seen"]
+
+SEEN = "_fp8compile_uses"  # on a module: uses of its parameters that a first forward has shown, by name
+Slot = tuple[nn.Module, str]  # a module, and the name of a parameter in it
 
 
 class Kind(enum.IntEnum):
     """What becomes of a parameter; of several uses the greatest one counts."""
 
     OTHER = 1  # it meets data, but in no product
-    HANDED = 2  # it is given with data to something whose source can't be read
+    HANDED = 2  # it is given with data to an operator of a library that is unknown here
     CONVOLUTION = 3
     PRODUCT = 4
 
@@ -26,34 +29,65 @@ class Use:
 
     Attributes:
         kind: What becomes of the parameter.
-        module: Whose method uses it.
-        method: That method, such as ``"MultiheadAttention.forward"``.
+        method: The method of a module that uses it, such as ``"MultiheadAttention.forward"``.
     """
 
     kind: Kind
-    module: nn.Module
     method: str
+
+    @property
+    def multiplies(self) -> bool:
+        """Whether it is a product, or may be one."""
+        return self.kind > Kind.OTHER
 
 
 @dataclass
 class Uses:
-    """Uses of parameters, by their module and their name in it."""
+    """Uses in high precision of parameters, and the parameters that operators in FP8 multiply.
 
-    found: dict[tuple[nn.Module, str], Use] = field(default_factory=dict)
+    Attributes:
+        found: The use that counts, for each parameter.
+        in_float8: Parameters that an operator of this library, or one registered with it, has read.
+    """
 
-    def add(self, module: nn.Module, name: str, use: Use) -> None:
+    found: dict[Slot, Use] = field(default_factory=dict)
+    in_float8: set[Slot] = field(default_factory=set)
+
+    def add(self, slot: Slot, use: Use) -> None:
         """Keep a use, unless one is known that counts as much."""
-        known = self.found.get((module, name))
+        known = self.found.get(slot)
         if known is None or known.kind < use.kind:
-            self.found[module, name] = use
+            self.found[slot] = use
+
+    def update(self, other: Uses) -> None:
+        """Keep what others have seen too."""
+        for slot, use in other.found.items():
+            self.add(slot, use)
+        self.in_float8 |= other.in_float8
 
     def kind(self, module: nn.Module, name: str) -> Kind | None:
         """The use of a parameter that counts; None if none was seen."""
         use = self.found.get((module, name))
         return None if use is None else use.kind
 
-    def past_forward(self, layer: nn.Module, names: Iterable[str] = ("weight",)) -> str | None:
-        """The method that multiplies a layer's weights itself, past the layer's forward; None if none was seen."""
-        uses = (self.found.get((layer, name)) for name in names)
-        past = (use for use in uses if use is not None and use.kind != Kind.OTHER and use.module is not layer)
-        return next((use.method for use in past), None)
+
+def keep_uses(uses: Uses, of_layers: Container[Slot]) -> None:
+    """Let modules keep what was seen of their parameters; if they are weights of layers, only products."""
+    for slot, use in uses.found.items():
+        module, name = slot
+        if use.multiplies or slot not in of_layers:
+            vars(module).setdefault(SEEN, {})[name] = use
+
+
+def uses_seen(modules: Iterable[nn.Module]) -> Uses:
+    """What these modules keep."""
+    uses = Uses()
+    for module in modules:
+        for name, use in vars(module).get(SEEN, {}).items():
+            uses.add((module, name), use)
+    return uses
+
+
+def forget_uses(module: nn.Module) -> None:
+    """Undo `keep_uses` for a module."""
+    vars(module).pop(SEEN, None)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fp8compile.nn.parameter_uses import untold
 from fp8compile.testing.explain.capture import record
 from fp8compile.testing.explain.gpu import GpuExplanation, explain_gpu, missing_gemm
 from fp8compile.testing.explain.graphs import graph_gemms
@@ -207,5 +208,5 @@ def explain(
         raise TypeError("explain: model is compiled already; pass what torch.compile was given.")
     kwargs = kwargs or {}
     peaks = None if gpu is None else PEAKS[gpu]
-    with kept_state(model, (args, kwargs)):
+    with kept_state(model, (args, kwargs)), untold(model):
         return _explained(model, args, kwargs, gpu, peaks)

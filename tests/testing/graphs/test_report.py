@@ -211,10 +211,13 @@ class Multiplying(nn.Module):
         return nn.functional.linear(x, self.embed.weight), x @ self.proj
 
 
-def test_matrices_multiplied_without_a_linear_are_listed_by_what_the_forward_does_with_them():
-    model = Multiplying()
-    model(torch.zeros(2, 8, dtype=torch.int64))
-    rows = {row.fqn: row.reason for row in f8.conversion_report(f8.convert(model, f8.recipes.rowwise())).rows}
+@pytest.mark.parametrize("way", ["given to the report", "the first one", "compiled"])
+def test_matrices_multiplied_without_a_linear_are_listed_by_what_a_forward_does_with_them(way):
+    model, tokens = f8.convert(Multiplying(), f8.recipes.rowwise()), torch.zeros(2, 8, dtype=torch.int64)
+    if way != "given to the report":
+        (torch.compile(model, backend="aot_eager") if way == "compiled" else model)(tokens)
+    forward = (lambda: model(tokens)) if way == "given to the report" else None
+    rows = {row.fqn: row.reason for row in f8.conversion_report(model, forward=forward).rows}
     assert rows == {
         "body": "",
         "normed": "its weight or bias is parametrized; convert first and parametrize what convert returns",
@@ -233,7 +236,8 @@ class LowRank(nn.Linear):
 
 
 def test_matrices_of_a_linear_beside_its_weight_are_listed():
-    report = f8.conversion_report(LowRank(32, 32))
+    model = LowRank(32, 32)
+    report = f8.conversion_report(model, forward=lambda: model(torch.randn(4, 32)))
     assert [(r.fqn, r.out_features, r.in_features) for r in report.rows] == [("", 32, 32), ("lora_A", 4, 32)]
 
 

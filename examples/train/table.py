@@ -1,0 +1,69 @@
+"""What a run comes to: the table at its end, and what is wrong with it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from examples.train.config import Arm
+from examples.train.gemms import GemmCount
+
+Row = dict[str, Any]  # of metrics.jsonl
+
+NUM_SMOOTHED = 20  # train losses in the mean that the table shows: one batch alone is noise
+
+
+def _of(rows: Sequence[Row], *, kind: str, arm: Arm) -> list[Row]:
+    return [row for row in rows if row["kind"] == kind and row["arm"] == arm.name]
+
+
+def _column(rows: Sequence[Row], arm: Arm) -> dict[str, str]:
+    train, held_out = _of(rows, kind="train", arm=arm), _of(rows, kind="eval", arm=arm)
+    done = _of(rows, kind="done", arm=arm)[-1]
+    last = [row["loss"] for row in train[-NUM_SMOOTHED:]]
+    pace, graphs = done["tokens_per_second"], done["graphs"]
+    seen = GemmCount(**done["profiled_gemms"])
+    on_rank = "" if done["ranks"] == 1 else ", of one rank"
+    column = {
+        "held-out loss (nats/byte)": f"{held_out[-1]['loss']:.4f}",
+        f"train loss (mean of last {len(last)})": f"{sum(last) / len(last):.4f}",
+        "tokens/s (median step)": "-" if pace is None else f"{pace:,.0f}",
+        f"peak memory{on_rank}": f"{done['peak_memory_bytes'] / 2**20:,.0f} MiB",
+        "graphs": "not compiled" if graphs is None else ", ".join(f"{kind} {count}" for kind, count in graphs.items()),
+        "graph breaks": "-" if graphs is None else str(done["graph_breaks"]),
+        "recompiles beyond these": "-" if graphs is None else str(done["recompiles"]),
+        "FP8 GEMMs asked for by the recipe": "{} of {} ({:.1%} of flops)".format(*done["asked_gemms"]),
+        f"FP8 GEMMs seen by the profiler{on_rank}": seen.shown("fp8"),
+    }
+    if seen.emulated:
+        column["emulated on this device"] = seen.shown("emulated")
+    return column | done["shared"]
+
+
+def table(rows: Sequence[Row], arms: Sequence[Arm]) -> str:
+    """The table of a run from the rows of metrics.jsonl, a column for each arm; all arms are done."""
+    columns = [_column(rows, arm) for arm in arms]
+    labels = dict.fromkeys(label for column in columns for label in column)
+    cells = [["", *(arm.name for arm in arms)]]
+    cells += [[label, *(column.get(label, "-") for column in columns)] for label in labels]
+    label_width, *widths = (max(map(len, each)) for each in zip(*cells, strict=True))
+    border = "+".join(["", *("-" * (width + 2) for width in (label_width, *widths)), ""])
+    lines = []
+    for label, *values in cells:
+        padded = [label.ljust(label_width), *(value.rjust(width) for value, width in zip(values, widths, strict=True))]
+        lines.append(f"| {' | '.join(padded)} |")
+    return "\n".join([border, lines[0], border, *lines[1:], border])
+
+
+def complaints(rows: Sequence[Row], arms: Sequence[Arm]) -> list[str]:
+    """Where what ran is not what was asked for, a line for each; none if all is well."""
+    found = []
+    for arm in arms:
+        done = _of(rows, kind="done", arm=arm)[-1]
+        (fp8, total, _), seen = done["asked_gemms"], GemmCount(**done["profiled_gemms"])
+        if (fp8, total) != (seen.fp8 + seen.emulated, seen.total):
+            ran = f"{seen.shown('fp8')}, and {seen.emulated} emulated"
+            found.append(f"{arm.name}: the recipe asks for FP8 in {fp8} of {total} GEMMs; what ran is {ran}")
+        if done["recompiles"]:
+            found.append(f"{arm.name}: {done['recompiles']} graphs too many; TORCH_LOGS=recompiles says why")
+    return found

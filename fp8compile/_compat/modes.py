@@ -1,0 +1,48 @@
+"""PyTorch's dispatch modes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fp8compile._compat.imports import when_imported
+
+__all__ = ["OnlookingMode", "is_in_mode"]
+
+
+def is_in_mode() -> bool:
+    """Whether a dispatch mode is at work, such as the one that `make_fx` traces by."""
+    return torch._C._len_torch_dispatch_stack() > 0
+
+
+class OnlookingMode(TorchDispatchMode):
+    """Sees every operator that runs inside; code that was compiled runs and compiles there as it does outside.
+
+    A plain mode imports Dynamo at its first operator, only to say that it is not to be traced, which costs seconds.
+    And where it is, Dynamo compiles nothing.
+    """
+
+    def look(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """Call the operator and return what it returns."""
+        raise NotImplementedError
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # `_leave_untraced` has it skipped
+
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        """Whether Dynamo goes on as if there were no mode."""
+        return True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        return self.look(func, args, kwargs or {})
+
+
+def _leave_untraced() -> None:
+    OnlookingMode.__torch_dispatch__ = torch._disable_dynamo(OnlookingMode.__torch_dispatch__, recursive=True)
+
+
+when_imported("torch._dynamo", _leave_untraced)

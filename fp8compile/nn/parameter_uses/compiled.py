@@ -1,0 +1,95 @@
+"""What a forward does with parameters, read from the graphs that Dynamo makes of it, before they are compiled."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._ops import HigherOrderOperator
+
+from fp8compile.nn.parameter_uses.flow import DATA, Value, result_of
+from fp8compile.nn.parameter_uses.owners import Owners, memory_of
+from fp8compile.nn.parameter_uses.uses import Kind, Slot, Use, Uses
+
+__all__ = ["uses_in_graph"]
+
+
+def uses_in_graph(graph: fx.GraphModule, inputs: Sequence[Any], owners: Owners, traced: type) -> Uses:
+    """What a graph does with the parameters among its inputs.
+
+    Args:
+        graph: One that Dynamo made.
+        inputs: Those that it was traced for, in the order of its placeholders.
+        owners: Whose the parameters are.
+        traced: The class whose method was traced.
+    """
+    given = [_value_of_input(each, owners) for each in inputs]
+    reading = _Reading(traced)
+    if any(given):
+        reading.follow(graph, given)
+    return reading.uses
+
+
+def _value_of_input(given: Any, owners: Owners) -> Value:
+    memory = memory_of(given) if isinstance(given, Tensor) else None
+    return DATA if memory is None else owners.of(memory, given)
+
+
+class _Reading:
+    """Follows parameters through a graph, and through the graphs in it.
+
+    Args:
+        traced: The class whose method was traced: nodes of its own have no modules' names.
+    """
+
+    def __init__(self, traced: type) -> None:
+        self.traced, self.uses = traced, Uses()
+
+    def follow(self, graph: fx.GraphModule, given: Sequence[Value]) -> None:
+        values: dict[fx.Node, Value] = {}
+        inputs = iter(given)
+        for node in graph.graph.nodes:
+            if node.op == "placeholder":
+                values[node] = next(inputs, DATA)
+            elif node.op in ("call_function", "call_method"):
+                values[node] = self._called(graph, node, values)
+
+    def _called(self, graph: fx.GraphModule, node: fx.Node, values: dict[fx.Node, Value]) -> Value:
+        """What a node gives; what it does with parameters is noted."""
+        given: list[fx.Node] = []  # one that is given twice is there twice
+        fx.map_arg((node.args, node.kwargs), given.append)
+        arguments = [each for each in given if each in values]
+        if all(values[each] is DATA for each in arguments):
+            return DATA
+        value, met = result_of(node.target, [values[each] for each in arguments if not _is_number(each)])
+        inner = next(_graphs_in(graph, node), None) if isinstance(node.target, HigherOrderOperator) else None
+        if inner is not None:  # its inputs are the last arguments
+            count = len(inner.graph.find_nodes(op="placeholder"))
+            self.follow(inner, [values[each] for each in arguments[max(len(arguments) - count, 0) :]])
+        else:
+            for kind, slots in met.items():
+                self._note(node, kind, slots)
+        return value
+
+    def _note(self, node: fx.Node, kind: Kind | str, slots: frozenset[Slot]) -> None:
+        if isinstance(kind, str):
+            self.uses.in_float8 |= slots
+            return
+        stack = list((node.meta.get("nn_module_stack") or {}).values())
+        cls = stack[-1][1] if stack else self.traced
+        name = cls.rpartition(".")[2] if isinstance(cls, str) else cls.__name__
+        for slot in slots:
+            self.uses.add(slot, Use(kind, f"{name}.forward"))
+
+
+def _is_number(node: fx.Node) -> bool:
+    return isinstance(node.meta.get("example_value"), (int, float, torch.SymInt, torch.SymFloat))
+
+
+def _graphs_in(graph: fx.GraphModule, node: fx.Node) -> Iterator[fx.GraphModule]:
+    """The graphs that an operator is called with: what is checkpointed, a region, a forward before its backward."""
+    for each in node.all_input_nodes:
+        if each.op == "get_attr" and isinstance(found := getattr(graph, str(each.target), None), fx.GraphModule):
+            yield found

@@ -1,0 +1,222 @@
+"""The first forward after `convert`: what it does with weights is watched, told of, and kept for the report.
+
+In eager mode hooks on the model and its children begin and end it, and leave after it. Compiled code is read where
+Dynamo has made a graph: nothing is added to the graph, to its guards or to the key of a cache.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+import threading
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from torch import fx, nn
+
+from fp8compile import _compat
+from fp8compile.nn.candidates import weight_slots
+from fp8compile.nn.converted_layers import CONVERTED
+from fp8compile.nn.parameter_uses.compiled import uses_in_graph
+from fp8compile.nn.parameter_uses.owners import Owners
+from fp8compile.nn.parameter_uses.past_forward import PAST_FORWARD, past_forward, settled
+from fp8compile.nn.parameter_uses.running import Watching
+from fp8compile.nn.parameter_uses.uses import Uses, keep_uses, uses_seen
+
+__all__ = ["stop_watching", "untold", "watch_first_forward", "watched"]
+
+STRICT = "_fp8compile_strict"  # on a layer: convert was called with strict=True
+ROOTS: WeakSet[nn.Module] = WeakSet()  # what convert was given
+NUMBER = "_fp8compile_watched"  # on a module with hooks: which one it is, for a graph takes no module for a constant
+NUMBERS = itertools.count()
+HOOKED: set[int] = set()  # modules whose next forward is watched
+TRACED: set[int] = set()  # modules whose hooks Dynamo has traced
+
+
+class _Running(threading.local):
+    """The forward that is being watched in this thread.
+
+    Attributes:
+        module: Whose call ends it; None if it is not a call of a module that does.
+        watching: What sees it; None if none is watched.
+        is_untold: Whether somebody else tells of what runs.
+    """
+
+    module: nn.Module | None = None
+    watching: Watching | None = None
+    is_untold: bool = False
+
+    def begin(self, model: nn.Module, module: nn.Module | None) -> Watching:
+        self.module, self.watching = module, Watching(model)
+        return self.watching.__enter__()
+
+    def end(self) -> Watching:
+        watching, self.module, self.watching = self.watching, None, None
+        assert watching is not None
+        watching.__exit__(None, None, None)
+        return watching
+
+
+RUNNING = _Running()
+
+
+@contextmanager
+def untold(model: nn.Module | None = None) -> Iterator[None]:
+    """Let no forward inside count as the first one: who runs it tells of weights by other means.
+
+    Args:
+        model: Its modules keep what compiled code does with other parameters than weights of layers.
+    """
+    if model is not None:
+        ROOTS.add(model)
+    before, RUNNING.is_untold = RUNNING.is_untold, True
+    try:
+        yield
+    finally:
+        RUNNING.is_untold = before
+
+
+@contextmanager
+def watched(model: nn.Module) -> Iterator[Watching]:
+    """Watch what runs inside, and warn of nothing."""
+    with untold():
+        watching = RUNNING.begin(model, None)
+        try:
+            yield watching
+        finally:
+            RUNNING.end()
+
+
+def watch_first_forward(model: nn.Module, layers: set[nn.Module], *, strict: bool) -> None:
+    """Watch the next forward of a model.
+
+    Args:
+        model: What convert was given.
+        layers: Those in it that were converted.
+        strict: Whether a weight that is multiplied past its layer raises, instead of warning.
+    """
+    ROOTS.add(model)
+    for layer in layers if strict else ():
+        setattr(layer, STRICT, True)
+    # the children too: adapters call the forward of a model past its hooks
+    for module in (model, *model.children()):
+        if module not in layers and not layers.isdisjoint(module.modules()):
+            _hook(module)
+
+
+def _hook(module: nn.Module) -> None:
+    HOOKED.discard(vars(module).get(NUMBER))
+    setattr(module, NUMBER, next(NUMBERS))
+    HOOKED.add(vars(module)[NUMBER])
+    if _begin not in module._forward_pre_hooks.values():
+        module.register_forward_pre_hook(_begin)
+        module.register_forward_hook(_end, always_call=True)
+
+
+def stop_watching(model: nn.Module) -> None:
+    """Take from a model what `watch_first_forward` gave it, but whether it was strict.
+
+    Code that was compiled is guarded by the number of hooks that it was traced with: there they stay and do nothing.
+    """
+    for module in (model, *model.children()):
+        number = vars(module).get(NUMBER)
+        HOOKED.discard(number)
+        if number is None or number in TRACED:
+            continue
+        delattr(module, NUMBER)
+        for hooks in (module._forward_pre_hooks, module._forward_hooks):
+            for key in [key for key, hook in hooks.items() if hook in (_begin, _end)]:
+                del hooks[key]
+                module._forward_hooks_always_called.pop(key, None)
+
+
+@_compat.constant_when_traced
+def _note_traced(number: int) -> None:
+    """Note that Dynamo has traced a module's hooks, and has them in its guards."""
+    TRACED.add(number)
+
+
+def _begin(module: nn.Module, args: Any) -> None:
+    if torch.compiler.is_compiling():
+        _note_traced(getattr(module, NUMBER))
+    else:
+        _untraced(_start)(module)
+
+
+def _end(module: nn.Module, args: Any, output: Any) -> None:
+    if not torch.compiler.is_compiling():
+        _untraced(_finish)(module)
+
+
+def _untraced(fn: Callable[[nn.Module], None]) -> Callable[[nn.Module], None]:
+    """A function that Dynamo does not trace, if it is there at all."""
+    return _compat.untraced(fn) if "torch._dynamo" in sys.modules else fn
+
+
+def _start(module: nn.Module) -> None:
+    if RUNNING.watching is not None or RUNNING.is_untold or vars(module)[NUMBER] not in HOOKED:
+        return
+    if not _compat.is_in_mode():  # a tracer's is no forward yet
+        RUNNING.begin(module, module)
+
+
+def _finish(module: nn.Module) -> None:
+    if RUNNING.module is not module:
+        return
+    watching = RUNNING.end()
+    if sys.exc_info()[0] is None:  # a forward that failed did not show everything
+        text = _told(watching.uses, watching.owners, RuntimeError)
+        stop_watching(module)
+        _warn(text)
+
+
+def _in_graph(graph: fx.GraphModule, inputs: Sequence[Any], traced: object) -> None:
+    """Read a graph of Dynamo's."""
+    if not any(isinstance(each, nn.Parameter) for each in inputs):
+        return
+    modules = dict.fromkeys(module for model in (*ROOTS, *CONVERTED) for module in model.modules())
+    owners = Owners(modules)
+    _warn(_told(uses_in_graph(graph, inputs, owners, type(traced)), owners, torch._dynamo.exc.TorchRuntimeError))
+
+
+_compat.when_graph_is_made(_in_graph)
+
+
+def _told(uses: Uses, owners: Owners, error: type[RuntimeError]) -> str:
+    """What there is to say of layers whose weight is multiplied past their forward; modules keep what was seen.
+
+    Raises:
+        RuntimeError: The layers are strict.
+    """
+    uses = settled(uses, owners)
+    weights = {slot for layer in CONVERTED for slot in weight_slots(layer)}
+    if RUNNING.is_untold:
+        keep_uses(Uses({slot: use for slot, use in uses.found.items() if slot not in weights}), weights)
+        return ""
+    seen = {layer: method for layer in CONVERTED if (method := past_forward(layer, uses))}
+    new = {layer: method for layer, method in seen.items() if past_forward(layer, uses_seen(layer.modules())) is None}
+    text = _text(new, owners) if new else ""
+    if any(hasattr(layer, STRICT) for layer in new):
+        raise error(text)
+    keep_uses(uses, weights)
+    return text
+
+
+def _warn(text: str) -> None:
+    if text:
+        warnings.warn(text, stacklevel=3)
+
+
+def _text(found: dict[nn.Module, str], owners: Owners) -> str:
+    names = {module: name for model in (*ROOTS, *owners.modules[:1]) for name, module in model.named_modules()}
+    called = [(names.get(layer) or type(layer).__name__, method) for layer, method in found.items()]
+    shown = "; ".join(f"{method} {PAST_FORWARD}: {name}" for name, method in called[:5])
+    more = f"; and {len(called) - 5} more" if len(called) > 5 else ""
+    return (
+        f"convert: a weight is multiplied outside of its layer, which is not FP8. {shown}{more}. Call the layer there "
+        f'or leave it out, by convert(..., filter=["!{called[0][0]}"]). See fp8compile.conversion_report(model).'
+    )

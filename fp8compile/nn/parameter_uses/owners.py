@@ -1,0 +1,84 @@
+"""Whose parameter a tensor is: found by its memory, for views and gathered weights are other objects."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.parameter import is_lazy
+
+from fp8compile._compat import local_itself
+from fp8compile.nn.parameter_uses.flow import DATA, Value
+from fp8compile.nn.parameter_uses.uses import Slot
+from fp8compile.tensor import has_codes
+
+__all__ = ["Owners", "memory_of", "tensors_in"]
+
+
+def memory_of(tensor: Tensor) -> StorageWeakRef | None:
+    """The memory of a tensor, or of what a DTensor wraps, as a key that does not keep it; None if it has none."""
+    try:
+        return StorageWeakRef(local_itself(tensor).untyped_storage())
+    except (RuntimeError, NotImplementedError):  # sparse ones and the like
+        return None
+
+
+class Owners:
+    """The parameters of some modules, by their memory.
+
+    Args:
+        modules: All of them, each once.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self.modules = list(modules)
+        self.parts: dict[StorageWeakRef, dict[tuple[int, int], set[Slot]]] = {}
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Look once more: FSDP makes parameters while a model runs."""
+        for module in self.modules:
+            for name, parameter in module._parameters.items():
+                if parameter is not None and not is_lazy(parameter):
+                    self._note(module, name, parameter)
+
+    def _note(self, module: nn.Module, name: str, parameter: Tensor) -> None:
+        if (memory := memory_of(parameter)) is None:
+            return
+        own = local_itself(parameter)
+        part = own.storage_offset(), own.storage_offset() + own.numel()
+        slots = self.parts.setdefault(memory, {}).setdefault(part, set())
+        if parameter.ndim > 1 and not has_codes(parameter):  # codes are multiplied as such, by their class
+            slots.add((module, name))
+
+    def of(self, memory: StorageWeakRef, tensor: Any) -> Value:
+        """The parameters that have this memory; DATA if none has."""
+        if memory not in self.parts and isinstance(tensor, nn.Parameter):
+            self.refresh()
+            self.parts.setdefault(memory, {})  # somebody else's parameter
+        parts = self.parts.get(memory)
+        if parts is None:
+            return DATA
+        if len(parts) < 2:
+            return frozenset().union(*parts.values())
+        first = local_itself(tensor).storage_offset()  # several parameters in one piece of memory
+        return frozenset().union(*(slots for (start, stop), slots in parts.items() if start <= first < stop))
+
+    def sharing(self, slot: Slot) -> frozenset[Slot]:
+        """All names of a parameter: a tied one has several."""
+        groups = (slots for parts in self.parts.values() for slots in parts.values() if slot in slots)
+        return frozenset().union(*groups)
+
+
+def tensors_in(values: Iterable[Any]) -> list[Tensor]:
+    """Tensors among arguments, and in lists of them."""
+    found: list[Tensor] = []
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            found.append(value)
+        elif isinstance(value, (list, tuple)):
+            found += [each for each in value if isinstance(each, torch.Tensor)]
+    return found

@@ -1,0 +1,49 @@
+"""Weights that are multiplied past their layer's forward, where the layer's FP8 does not reach."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torch import nn
+
+from fp8compile.nn.candidates import weight_slots
+from fp8compile.nn.converted_layers import CONVERTED
+from fp8compile.nn.parameter_uses.owners import Owners
+from fp8compile.nn.parameter_uses.uses import Slot, Uses
+
+__all__ = ["PAST_FORWARD", "known_past_forward", "past_forward", "settled"]
+
+PAST_FORWARD = "reads its weight itself, past the layer's forward"
+# modules of PyTorch that multiply the weights of these children themselves
+KNOWN = {nn.MultiheadAttention: ("out_proj",), nn.TransformerEncoderLayer: ("linear1", "linear2")}
+
+
+def known_past_forward(model: nn.Module) -> dict[nn.Module, str]:
+    """Layers whose weight a module of PyTorch multiplies, and the method that does, before anything runs."""
+    return {
+        getattr(module, name): f"{cls.__name__}.forward"
+        for module in model.modules()
+        for cls, names in KNOWN.items()
+        if isinstance(module, cls)
+        for name in names
+        if isinstance(getattr(module, name, None), nn.Module)
+    }
+
+
+def past_forward(layer: nn.Module, uses: Uses) -> str | None:
+    """The method that multiplies a layer's weights itself; None if none was seen."""
+    found = (uses.found.get(slot) for slot in weight_slots(layer))
+    return next((use.method for use in found if use is not None and use.multiplies), None)
+
+
+def settled(uses: Uses, owners: Owners, layers: Iterable[nn.Module] = CONVERTED) -> Uses:
+    """Uses, without those of a tied weight that its layer multiplies in FP8 and somebody else by another name.
+
+    An embedding whose matrix is the head's too may be multiplied as the embedding's.
+    """
+    of_layers = {slot for layer in layers for slot in weight_slots(layer)}
+
+    def is_by_another_name(slot: Slot) -> bool:
+        return slot in of_layers and slot in uses.in_float8 and not owners.sharing(slot) <= of_layers
+
+    return Uses({slot: use for slot, use in uses.found.items() if not is_by_another_name(slot)}, uses.in_float8)

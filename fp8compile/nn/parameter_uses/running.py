@@ -1,0 +1,81 @@
+"""What a forward does with parameters while it runs in eager mode: every operator is looked at, none is changed."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from fp8compile import _compat
+from fp8compile.nn.parameter_uses.flow import DATA, Value, result_of
+from fp8compile.nn.parameter_uses.owners import Owners, memory_of, tensors_in
+from fp8compile.nn.parameter_uses.uses import Kind, Slot, Use, Uses
+
+__all__ = ["Watching"]
+
+CALLS = nn.modules.module.__file__  # frames of __call__ and of hooks
+
+
+def running_method() -> str:
+    """The innermost method of a module that is running."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        if code.co_varnames[:1] == ("self",) and code.co_filename != CALLS:
+            owner = frame.f_locals.get("self")
+            if isinstance(owner, nn.Module):
+                return f"{type(owner).__name__}.{code.co_name}"
+        frame = frame.f_back
+    return "a function"
+
+
+class Watching(_compat.OnlookingMode):
+    """Follows parameters through every operator that runs inside.
+
+    Attributes:
+        uses: What was seen.
+        owners: Whose the parameters are.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.uses, self.owners = Uses(), Owners(model.modules())
+        self.forms: dict[StorageWeakRef, Value] = {}
+
+    def look(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """Call the operator, and follow the parameters that it is called with."""
+        result = func(*args, **kwargs)
+        given = tensors_in([*args, *kwargs.values()])
+        if given and not any(map(_compat.is_traced, given)):
+            self._follow(func, given, result)
+        return result
+
+    def _value(self, tensor: Tensor) -> Value:
+        memory = memory_of(tensor)
+        if memory is None:
+            return DATA
+        return self.forms[memory] if memory in self.forms else self.owners.of(memory, tensor)
+
+    def _follow(self, func: Any, given: list[Tensor], result: Any) -> None:
+        operands = [self._value(tensor) for tensor in given]
+        if all(each is DATA for each in operands):
+            return
+        value, met = result_of(func, operands)
+        for kind, slots in met.items():
+            self._note(kind, slots)
+        if value is not DATA:
+            for made in tensors_in([result]):
+                if (memory := memory_of(made)) is not None and memory not in self.owners.parts:
+                    self.forms[memory] = value
+
+    def _note(self, kind: Kind | str, slots: frozenset[Slot]) -> None:
+        if not slots:
+            return
+        if isinstance(kind, str):
+            self.uses.in_float8 |= slots
+            return
+        use = Use(kind, running_method())
+        for slot in slots:
+            self.uses.add(slot, use)
