@@ -126,8 +126,8 @@ def will_run(ctx: Any, place: int) -> bool:
     """Whether this backward goes on to where a tensor comes from: ``torch.autograd.grad`` goes where it is asked to.
 
     Args:
-        ctx: Of an op, in its ``backward``.
-        place: Of the tensor, among the op's arguments that are tensors.
+        ctx: Context of an op, in its ``backward``.
+        place: Index of the tensor, among the op's arguments that are tensors.
     """
     node = ctx.next_functions[place][0]
     return hasattr(node, "variable") or torch._C._will_engine_execute_node(node)  # of a leaf PyTorch does not say it

@@ -56,7 +56,7 @@ class FsdpParameter:
 
     @property
     def mesh(self) -> Any:
-        """The mesh, of one dim, whose ranks have its shards."""
+        """The mesh whose ranks have the shards; it has one dim."""
         return self._parameter.shard_mesh
 
     @property

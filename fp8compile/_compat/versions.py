@@ -126,9 +126,9 @@ def declare_grad_dtype(ctx: Any, dtype: torch.dtype, used: torch.dtype) -> None:
     rounds it to the dtype of the weight first.
 
     Args:
-        ctx: Of the op, in its ``setup_context``.
-        dtype: In which ranks add. Gradients that are to be cast to a wider one come as they are.
-        used: Of the result.
+        ctx: Context of the op, in its ``setup_context``.
+        dtype: Dtype in which ranks add. A gradient that is to be cast to a wider one comes as it is.
+        used: Dtype of the op's result.
     """
     if TORCH_VERSION >= (2, 15) and ctx.needs_input_grad[0]:
         ctx.set_output_grad_dtype(None if dtype.itemsize > used.itemsize else dtype)
@@ -181,7 +181,7 @@ def root_mesh(mesh: Any) -> Any:
 
 
 def strided_shard(dim: int, parts: int) -> Any:
-    """The placement of a tensor of which each of so many parts was cut along ``dim`` once more."""
+    """The placement of a tensor whose ``dim`` was cut into parts first, and each part once more."""
     from torch.distributed.tensor.placement_types import _StridedShard
 
     return _StridedShard(dim, split_factor=parts)

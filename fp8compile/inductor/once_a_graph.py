@@ -52,9 +52,9 @@ def constant(number: float, dtype: torch.dtype, like: torch.Tensor, shape: tuple
 
     Args:
         number: What all elements are.
-        dtype: Of the tensor.
+        dtype: Dtype of the tensor.
         like: A tensor on whose device it is, and in whose graph.
-        shape: Of the tensor. Nobody writes to it.
+        shape: Shape of the tensor. Nobody writes to it.
     """
     if torch.compiler.is_dynamo_compiling() or graph_tracer() is None or len(found := _nodes_below(like)) != 1:
         return torch.full(shape, number, dtype=dtype, device=like.device)

@@ -33,8 +33,8 @@ def register_tile_kernel(op: torch._ops.OpOverload, launch: Callable[..., TileLa
 
     Args:
         op: The operator. Its first argument is the matrix that it reads, its results are one tensor or several.
-        launch: How its kernel is launched for the operator's arguments, fake tensors among them, of which the matrix
-            is not empty and the others will be contiguous; None where there is none.
+        launch: Takes the operator's arguments, as fake tensors, and returns how its kernel is launched, or None. The
+            matrix is not empty, and the other tensors will be contiguous.
     """
     register_fallback(op)
 

@@ -39,11 +39,11 @@ class TileLaunch:
     """A launch of a kernel of tiles.
 
     Attributes:
-        kernel: Which one.
-        grid: Numbers of programs, three.
-        sizes: Of ``TileKernel.sizes``; int or SymInt, as those of the grid.
-        constants: What it is compiled for.
-        warps: Of 32 threads each.
+        kernel: The kernel to launch.
+        grid: Numbers of programs along three axes.
+        sizes: A value for each name in ``TileKernel.sizes``; int or SymInt, as in the grid.
+        constants: Compile-time arguments.
+        warps: Number of warps, of 32 threads each.
     """
 
     kernel: TileKernel

@@ -33,10 +33,10 @@ ROW, COLUMN = "tmp_row", "tmp_column"  # Inductor gives names that begin with ot
 
 
 def lower_computing(launch: Callable[..., TileLaunch | None], x: Any, *args: Any) -> Any:
-    """Results of an op whose kernel computes x; None where Inductor is to call it.
+    """Lower an op to a kernel that computes x itself; None if Inductor should call the op.
 
     Args:
-        launch: As `register_tile_kernel` takes it.
+        launch: How the kernel is launched, as `register_tile_kernel` takes it.
         x: The matrix that the op reads, in Inductor's IR.
         args: The op's other arguments.
     """

@@ -294,7 +294,7 @@ def codes_of_groups(
         amaxes: (2, E), contiguous, float32.
         rows: Block (1, 16), or None for no codes along rows.
         columns: Block (16, 1), or None; not both are None.
-        outputs: As of `fp8compile.ops.groups.group_quantize_two_levels`, contiguous, codes as int64.
+        outputs: Results of `fp8compile.ops.groups.group_quantize_two_levels`, contiguous, codes as int64.
     """
     (r, k), groups = x.shape, offsets.shape[0]
     width = (r // TILE_ROWS + groups) * TILE_ROWS

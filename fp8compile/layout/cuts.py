@@ -48,8 +48,8 @@ class DimSharding:
         group: The ranks, or the name of their group; None if there are none: only shapes are asked, on the meta
             device.
         rank: This one's number in the group.
-        dim: Of the tensor, counted from 0.
-        sizes: Of every rank's part along it.
+        dim: Dim of the tensor, counted from 0.
+        sizes: Sizes of every rank's part along it.
     """
 
     group: ProcessGroup | str | None
@@ -233,8 +233,8 @@ def axis_blocks(
     """Rows and columns of a rank's matrix, or of each matrix of its stack.
 
     Args:
-        shape: Of the rank's part, any number of dims from 1.
-        cuts: Of the tensor.
+        shape: Shape of the rank's part, any number of dims from 1.
+        cuts: Cuts of the tensor.
         block: Over the (M, K) view of the whole, or of each matrix.
         batch: Number of leading dims over which matrices are stacked: cuts of those cut no blocks.
     """

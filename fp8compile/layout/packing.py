@@ -28,7 +28,7 @@ def packed_in_rows(quantizer: Quantizer, shape: Sequence[int]) -> Quantizer:
 
     Args:
         quantizer: Any.
-        shape: Of the matrix, or of a stack of matrices.
+        shape: Shape of the matrix, or of a stack of matrices.
     """
     if packed_dim(quantizer) == DIMS["columns"] and quantizer.block[0] == quantizer.block[1]:
         quantizer = replace(quantizer, packed="rows")

@@ -65,7 +65,7 @@ def assigner(recipe: Recipes, fqns: list[str]) -> Assigner:
     """A function that gives the recipe of a layer from it and all its names, None for high precision.
 
     Args:
-        recipe: As `convert` takes it.
+        recipe: A recipe, recipes by name pattern, or a function, as `convert` takes them.
         fqns: Names of the model's linears, to check patterns against.
 
     Raises:
@@ -97,9 +97,9 @@ def with_tail(model: nn.Module, recipe: Recipes, share: float, tail_recipe: Reci
 
     Args:
         model: A stack of blocks, as `ends` has it.
-        recipe: Of the other layers.
-        share: Of all blocks, rounded up to whole ones; 0 for no tail.
-        tail_recipe: Of the last ones; None for high precision.
+        recipe: Recipe of the other layers.
+        share: Share of all blocks, rounded up to whole ones; 0 for no tail.
+        tail_recipe: Recipe of the last blocks; None for high precision.
 
     Raises:
         ValueError: The share is no number from 0 to 1, or 0 with a recipe.

@@ -166,8 +166,8 @@ def convert(
 
     Args:
         model: Any module.
-        recipe: Quantizers for the layers' GEMMs; or one recipe for each name pattern, of which the first that matches
-            decides (``{"*.down_proj": a, "layers.*": b}``); or a function ``(module, fqn) -> Recipe``, called once a
+        recipe: Quantizers for the layers' GEMMs; or a recipe for each name pattern (``{"*.down_proj": a, "layers.*":
+            b}``), and the first pattern that matches decides; or a function ``(module, fqn) -> Recipe``, called once a
             layer. None in place of a recipe, and a name that no pattern matches, leave a layer in high precision.
         filter: Which layers: a function ``(module, fqn) -> bool``, or name patterns (``"layers.*"``, ``"!lm_head"``);
             by default all but those that FP8 can't help. It is asked about a module of experts as about a linear.
@@ -176,14 +176,14 @@ def convert(
             largest ``ModuleList`` or ``Sequential``; without one, each linear is a block.
         tail: The share of the last blocks that get ``tail_recipe``, with all layers behind them, 0.15 as NVIDIA trains
             in four bits; blocks are those of ``keep_ends``. Rounded up to whole blocks.
-        tail_recipe: Of these layers, such as ``fp8compile.recipes.mxfp8()``; None for high precision.
-        amax_group: Of delayed scaling: ranks whose amaxes become one, as ``fp8compile.Linear`` takes it.
+        tail_recipe: Recipe of these layers, such as ``fp8compile.recipes.mxfp8()``; None for high precision.
+        amax_group: The ranks that reduce their amaxes, for delayed scaling, as ``fp8compile.Linear`` takes it.
         quantized_parameters: Whether the layers' weights themselves become codes and scales, with nothing in high
             precision beside them, those of experts too; parameters are new objects then. Where forward and backward
             multiply different codes (rowwise, MX), they have both sets; see ``docs/parameters.md``.
-        keep_initial: With it, whether the values that weights had are kept on the CPU, until
-            ``fp8compile.MasterWeights`` takes them. Under FSDP2 each rank keeps those of its shards; of weights on the
-            meta device, what is written to them later.
+        keep_initial: Whether the values that quantized weights had are kept on the CPU, until
+            ``fp8compile.MasterWeights`` takes them. Under FSDP2 each rank keeps those of its shards. If a weight is on
+            the meta device, what is written to it later is kept.
         strict: Whether to raise, instead of warning, where no layer at all is converted; and in the first forward, if
             a converted layer's weight is multiplied past the layer's forward.
 

@@ -83,7 +83,7 @@ def resolve_filter(filter: Filter | None, fqns: list[str]) -> Reason:
     """A function that says why a layer is left out, None if it is converted.
 
     Args:
-        filter: As `convert` takes it; None is the default, which leaves out what FP8 can't help.
+        filter: A filter as `convert` takes it; None for the default, which leaves out what FP8 can't help.
         fqns: Names of the model's linears, to check patterns against.
 
     Raises:

@@ -144,7 +144,7 @@ def linear(
             scales are then the operand of the output and, transposed, of grad_input; its gradient is a plain tensor.
         bias: Shape (out_features,), the dtype of ``x``, or None. Added in that dtype.
         recipe: Quantizers for the operands.
-        state: Of a recipe with delayed scaling, and of no other: what it remembers of this layer. The backward
+        state: State of a recipe with delayed scaling, and of no other: what it remembers of this layer. The backward
             updates it in place.
 
     Returns:

@@ -175,7 +175,7 @@ def grouped_mm(
         offs: (groups,), int32: where each group ends.
         bias: (groups, out_features) or None.
         out_dtype: That of ``mat_a``, or None.
-        recipe: As of `grouped_linear`.
+        recipe: Quantizers, as `grouped_linear` takes them.
 
     Returns:
         (rows, out_features), zeros behind the last group.

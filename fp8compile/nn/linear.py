@@ -56,10 +56,10 @@ class Linear(CodesInState, nn.Linear):
         out_features: N.
         bias: Whether there is a bias.
         recipe: Quantizers for the operands of the three GEMMs.
-        amax_group: Of delayed scaling: ranks whose amaxes become one, in a message a backward. All of them run the
-            same backwards.
-        device: Of the parameters.
-        dtype: Of the parameters: bfloat16, float16 or float32.
+        amax_group: The ranks that reduce their amaxes, in one message a backward, for delayed scaling. All of them
+            run the same backwards.
+        device: Device of the parameters.
+        dtype: Dtype of the parameters: bfloat16, float16 or float32.
 
     Raises:
         TypeError: The recipe is none, the group none, or the dtype another one.

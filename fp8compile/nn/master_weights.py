@@ -54,10 +54,10 @@ class MasterWeights(Optimizer):
         params: Parameters, named or not, or groups of them, as ``torch.optim`` takes them.
         keep: Whether masters stay from step to step. If not, a step starts from what the codes stand for, and updates
             that are smaller than half a step between codes are lost, but for stochastic rounding.
-        rounding: Of masters to codes: ``"nearest"``, or ``"stochastic"``, by noise that is another one each step, and
-            for a shard that of the whole weight.
-        seed: Of stochastic rounding.
-        options: Of the optimizer.
+        rounding: Rounding of masters to codes: ``"nearest"``, or ``"stochastic"``, by noise that is another one each
+            step, and for a shard that of the whole weight.
+        seed: Seed of stochastic rounding.
+        options: Options of the optimizer.
 
     Raises:
         TypeError: ``optimizer`` is no class of optimizers, or its step needs a closure, as that of LBFGS.

@@ -123,11 +123,11 @@ def place_codes(layer: nn.Module, mesh: Any, placement: Any, source: int | None,
     """Cut a layer's weight over the ranks of a mesh of one dim, if it is whole codes; else leave it as it is.
 
     Args:
-        layer: Of any kind; stacks of matrices are cut along their first dim.
+        layer: A layer of any kind; stacks of matrices are cut along their first dim.
         mesh: All its ranks call this.
-        placement: Of the weight.
+        placement: Placement of the weight.
         source: The rank in the mesh whose weight it is; None if all have the same, and nothing has to be sent.
-        name: Of the weight in the layer.
+        name: Name of the weight in the layer.
 
     Raises:
         ValueError: A block would be cut.

@@ -43,7 +43,7 @@ def compile(
         model: Any module, of Hugging Face or of one's own, converted before (`convert`) or not.
         blocks: Modules of the model that are alike, none inside of another one, such as ``model.model.layers``; ``()``
             for none, which is ``torch.compile``. Default: `repeated_blocks`.
-        fullgraph: As for ``torch.compile``, whose default is False.
+        fullgraph: Passed to ``torch.compile``, whose own default is False.
         **options: The other options of ``torch.compile``. With ``dynamic=True`` sizes vary, and floats, such as a
             module's attributes, are constants: another one compiles another graph, for PyTorch's regions take no
             float that varies.

@@ -37,11 +37,10 @@ class ConversionRow:
         converted: Whether it is in FP8.
         reason: Why it isn't; empty where it is.
         recipe: Its recipe, or None.
-        in_features: K; of experts, of the first of their matrices; of a stack that is in no known experts, the last
-            dim.
-        out_features: N, likewise; of such a stack, the dim before the last.
-        experts: Of experts, how many there are; else 0.
-        matrices: (out_features, in_features) of each matrix that a row is multiplied by: of experts, of those of one.
+        in_features: K. For experts, K of their first matrix; for a stack that is in no known experts, the last dim.
+        out_features: N, of the same matrix; for such a stack, the dim before the last.
+        experts: Number of experts; 0 for a linear.
+        matrices: (out_features, in_features) of each matrix that a row is multiplied by; for experts, of one expert.
         gathered: What of its weight FSDP2 gathers, after ``fp8compile.parallel.fsdp_float8_all_gather``: ``"codes"``,
             or ``"param_dtype: "`` and why; empty before.
         sharded: Whether ``fully_shard`` was called for it; before, ``gathered`` says what it will gather.

@@ -77,8 +77,8 @@ def all_reduce_amaxes(amaxes: Sequence[Tensor], groups: Sequence[Sequence[Proces
     """Many amaxes, those over the same ranks in one message.
 
     Args:
-        amaxes: As `all_reduce_amax` takes one.
-        groups: Of each, over which ranks: over those of one group after the other; of none, it stays as it is.
+        amaxes: Amaxes, as `all_reduce_amax` takes one.
+        groups: Groups of each, over which ranks: over those of one group after the other; of none, it stays as it is.
 
     Returns:
         Of each the same shape, float32.
@@ -166,7 +166,7 @@ def all_gather(x: Tensor, dim: int, sizes: Sequence[int], group: ProcessGroup | 
     Args:
         x: This rank's part.
         dim: Along which they are put together.
-        sizes: Of every rank's part along it; they may differ and be 0.
+        sizes: Sizes of every rank's part along it; they may differ and be 0.
         group: The ranks, or the name of their group.
 
     Returns:
@@ -191,7 +191,7 @@ def reduce_scatter(
         x: This rank's summand of the whole.
         reduction: ``"sum"`` or ``"avg"``.
         dim: Along which the result is cut.
-        sizes: Of every rank's part along it; they may differ and be 0.
+        sizes: Sizes of every rank's part along it; they may differ and be 0.
         rank: This rank in the group.
         group: The ranks, or the name of their group.
 

@@ -36,7 +36,7 @@ def is_weight_pair(first: Quantizer | None, again: Quantizer | None, columns: in
     Args:
         first: Of the forward.
         again: Of grad_input.
-        columns: Of the weight; rows may be as wide as the kernel holds.
+        columns: Columns of the weight; rows may be as wide as the kernel holds.
     """
     if type(first) is not CurrentScaling or type(again) is not CurrentScaling or first.rounding != "nearest":
         return False

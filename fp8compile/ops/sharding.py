@@ -84,7 +84,7 @@ def grid_cuts(shape: Sequence[int], block: Block) -> list[tuple[Cut, Cut | None]
     """Where a tensor can be cut between blocks, and where its grid of scales is cut with it.
 
     Args:
-        shape: Of the tensor.
+        shape: Shape of the tensor.
         block: Over its (M, K) view.
 
     Returns:

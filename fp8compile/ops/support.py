@@ -20,7 +20,8 @@ class GemmSupport:
 
     Attributes:
         gemm: ``"output"``, ``"grad_input"`` or ``"grad_weight"``.
-        kind: As `select_gemm` says; ``"high_precision"`` if the recipe asks for that, ``"none"`` if it can't run.
+        kind: Kind, as `select_gemm` says; ``"high_precision"`` if the recipe asks for that, ``"none"`` if it can't
+            run.
         detail: In words; the reason where it can't run.
     """
 

@@ -43,7 +43,7 @@ class _Weight:
 
     Attributes:
         part: What this rank has of it, and how the whole is cut; under FSDP in the graph, its rows of that.
-        shape: (N, K), of the whole.
+        shape: (N, K) of the whole weight.
         given: Where its codes come from, if not from the part alone: arguments of `Operands`.
     """
 

@@ -46,7 +46,7 @@ class Way:
 
     Attributes:
         wanted: For each argument, None (all of it) or its dim and unit.
-        outputs: As of a ``Split``.
+        outputs: Outputs, as ``Split`` has them.
         gathered: Places of the arguments that are put together first.
         units: How many units each rank then has of the arguments that are cut.
         cost: Bytes of what is put together.

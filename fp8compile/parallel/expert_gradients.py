@@ -42,7 +42,7 @@ def expert_parameters(model: nn.Module) -> set[nn.Parameter]:
 def average_expert_gradients(model: nn.Module, parts: int, *, replicas: ProcessGroup | None = None) -> None:
     """Make the gradients of spread experts those of the mean loss over the whole batch, in place.
 
-    An expert's gradient is a sum over the rows that all ranks sent it, of which each comes from the mean loss of its
+    An expert's gradient is a sum over the rows that all ranks sent it, and each row comes from the mean loss of its
     own part of the batch: divided by the parts, it is that of the mean. Call it after each backward that ends a step.
 
     Args:

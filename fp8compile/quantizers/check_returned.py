@@ -42,10 +42,10 @@ def returned(
 
     Args:
         found: What it returned.
-        quantizer: Whose step it is.
+        quantizer: The quantizer whose step returned it.
         step: Its name.
         shape: What it returns.
-        dtype: Of it.
+        dtype: Dtype that the result should have.
         shape_of: Where the shape is from, for the error.
 
     Raises:

@@ -32,10 +32,10 @@ def is_signs(signs: object) -> bool:
 
 
 def _parity_quarters(places: Tensor, dtype: torch.dtype) -> dict[int, Tensor]:
-    """A quarter of (-1)**popcount(i & j) for each place j, of each i but 0, where it is a quarter.
+    """0.25 * (-1)**popcount(i & j) for all places j, by i; i = 0 is left out, because it is 0.25 everywhere.
 
-    Each is the product of that without the highest bit of i and of the sign of this bit: a graph holds one node for
-    each i, where counting bits would take eight.
+    Each entry is the one without the highest bit of i, times the sign of that bit. So a graph holds one node for each
+    i; counting bits would take eight.
     """
     quarters: dict[int, Tensor] = {}
     for bit in range(GROUP.bit_length() - 1):

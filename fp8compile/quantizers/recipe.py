@@ -92,16 +92,16 @@ class Recipe(Constant):
         weight_for_grad_input: w_NK of grad_input.
         grad_output_for_grad_weight: dy_MN of grad_weight.
         input_for_grad_weight: x_MK of grad_weight.
-        fast_accumulation_output: Whether the output's GEMM may accumulate in the tensor core's fewer bits; the two
-            below likewise. Off, partial sums are promoted to float32 (a "split accumulator"). A GEMM without such a
+        fast_accumulation_output: Whether the output's GEMM may accumulate in the tensor core's fewer bits. If off,
+            partial sums are promoted to float32 (a "split accumulator"). A GEMM without such a
             mode (blockwise, MX, on a CPU) has none to use.
-        fast_accumulation_grad_input: As above.
-        fast_accumulation_grad_weight: As above.
-        keep_weight_codes: Whether compiled code on a GPU lays the codes of a weight down for grad_input too while it
-            makes those for the output, and keeps them for the backward: a weight is read once instead of twice, for a
-            byte an element of memory in between, half of one in four bits. Codes are the same. None are kept of a
-            weight whose sides are not multiples of 32, of a ``Linear`` under FSDP, which frees weights in between,
-            and of a checkpointed region (PyTorch 2.11 keeps those).
+        fast_accumulation_grad_input: The same for grad_input's GEMM.
+        fast_accumulation_grad_weight: The same for grad_weight's GEMM.
+        keep_weight_codes: Whether compiled code on a GPU writes a weight's codes for grad_input together with those
+            for the output, and keeps them for the backward: a weight is read once instead of twice, for a
+            byte an element of memory in between, half a byte in four bits. Codes are the same. None are kept if a
+            side of the weight is not a multiple of 32, under FSDP, which frees weights in between, and in a
+            checkpointed region (PyTorch 2.11 keeps those).
         dequantized_gradients: Whether gradients whose GEMM stays in high precision multiply the values of the codes
             that the forward multiplied, rounded to the dtype of the layer, in place of x and w themselves: gradients
             of what the forward computed.

@@ -32,7 +32,7 @@ OTHER = {"rows": "columns", "columns": "rows", "none": "none"}
 
 @dataclass(frozen=True, repr=False)
 class TwoLevelScaling(Quantizer):
-    """Quantizer to e2m1 codes, with a scale for 16 values or 16 x 16, and an outer scale of the whole tensor.
+    """Quantizer to e2m1 codes, with a scale for 16 or 16 x 16 values, and an outer scale for the whole tensor.
 
     Attributes:
         format: ``"e2m1"``.
@@ -40,10 +40,10 @@ class TwoLevelScaling(Quantizer):
         packed: Which neighbours share a byte: ``"rows"``, those in a row, ``"columns"``, those in a column, or
             ``"none"``, a byte for each code. It changes no value.
         scale: The rule of both scales, ``"transformer_engine"`` or ``"torchao"``.
-        rounding: Of values to codes, ``"nearest"`` or ``"stochastic"``, as ``CurrentScaling`` has it; or
-            ``"stochastic_hardware"``, which is ``"stochastic"``, but that kernels for compute capability 10.x round by
-            the GPU's instruction. That is faster, and draws other bits: its codes aren't those of a CPU.
-        seed: Of stochastic rounding.
+        rounding: Rounding of values to codes, ``"nearest"`` or ``"stochastic"``, as ``CurrentScaling`` has it; or
+            ``"stochastic_hardware"``: the same, but kernels for compute capability 10.x round by the GPU's
+            instruction, which is faster and draws other bits, so codes differ from those of a CPU.
+        seed: Seed of stochastic rounding.
         hadamard: Sixteen of 1 and -1, the signs of a random Hadamard transform along the block's sixteen values; empty
             for none. Blocks are (1, 16) or (16, 1) then.
 
@@ -214,7 +214,7 @@ class TwoLevelScaling(Quantizer):
         return self._cast(x, multiplier)
 
     def cast_at(self, x: Tensor, multiplier: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
-        """As ``cast``, of a part that lies there in the whole tensor, by the noise of the whole."""
+        """Codes of a part, by the noise of its positions in the whole tensor."""
         return self._cast(x, multiplier, rows, columns)
 
     def _cast(self, x: Tensor, multiplier: Tensor, *where: Tensor) -> Tensor:

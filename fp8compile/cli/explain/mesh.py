@@ -72,12 +72,12 @@ def explain_on_mesh(text: str, mesh: str, recipe: str | None, gpu: str) -> dict[
 
     Args:
         text: TARGET.
-        mesh: As `sizes_of` takes it.
+        mesh: Sizes of the mesh, as `sizes_of` takes them.
         recipe: Name of a recipe, for a TARGET that takes one.
         gpu: Key of its peaks.
 
     Returns:
-        By the name of the column.
+        An explanation for each column, by its name.
 
     Raises:
         UserError: TARGET is something else, fails, or the flags don't fit it.

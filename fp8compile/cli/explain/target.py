@@ -29,10 +29,10 @@ class Target:
     """A model, and a call of it.
 
     Attributes:
-        name: As typed.
+        name: What the user typed.
         model: The model.
-        args: Of the call.
-        kwargs: Of the call.
+        args: Arguments of the call.
+        kwargs: Keyword arguments of the call.
     """
 
     name: str

@@ -38,8 +38,8 @@ def convert(
     """The config of the same training in FP8. The one that is given stays as it is.
 
     Args:
-        config: As torchtitan's config registries return it.
-        recipe: As `fp8compile.convert` takes it.
+        config: A config as torchtitan's registries return it.
+        recipe: A recipe, or recipes by name pattern, as `fp8compile.convert` takes them.
         filter: Which layers; None leaves out what FP8 can't help.
         keep_ends: How many blocks at each end of the model stay in high precision.
         fsdp_float8_all_gather: Whether FSDP2 gathers weights as codes, for recipes that allow it; with one rank

@@ -51,7 +51,7 @@ def share_states(model: nn.Module, parallel_dims: ParallelDims) -> None:
 
     Args:
         model: Built, not parallelized yet.
-        parallel_dims: Of the run.
+        parallel_dims: torchtitan's parallel dims of the run.
 
     Raises:
         ValueError: Under spmd_types, with tensor and pipeline parallel at once.

@@ -55,7 +55,7 @@ def _kernel(x: Tensor, offsets: Tensor, quantizer: Quantizer, along_tokens: bool
     Args:
         x: (R, K), sorted by group.
         offsets: Ends of the groups, (E,) int32; multiples of the block's rows, but along tokens.
-        quantizer: Of two levels, one code a byte.
+        quantizer: Quantizer of two levels, one code a byte.
         along_tokens: Whether codes are transposed, at padded columns.
     """
     if target_of(x.device).type != "cpu":

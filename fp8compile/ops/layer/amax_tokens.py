@@ -74,7 +74,7 @@ class AmaxGroups(Constant):
     """Over which ranks amaxes become one.
 
     Attributes:
-        names: Of groups, one after the other.
+        names: Names of groups, one after the other.
     """
 
     names: tuple[str, ...]

@@ -44,9 +44,9 @@ def reduced(grad: Tensor, dtype: torch.dtype, rows: Rows) -> Tensor:
     """This rank's rows of the mean gradient over the ranks of both groups, by the arithmetic of `fully_shard`.
 
     Args:
-        grad: Of the whole parameter, from this rank's data.
-        dtype: Of the result.
-        rows: Of whom.
+        grad: Gradient of the whole parameter, from this rank's data.
+        dtype: Dtype of the result.
+        rows: Rows of whom.
     """
     copies = _resolve_process_group(rows.replicas).size() if rows.replicas else 1
     ranks = len(rows.sizes) * copies

@@ -95,7 +95,7 @@ def kept_input_as_quantized(kept: Kept, quantizer: Quantizer, layout: TensorLayo
     Args:
         kept: That.
         quantizer: What it was given.
-        layout: Of the input.
+        layout: Layout of the input.
         rows: Tokens of this rank.
     """
     codes, scale, outer_scale = kept

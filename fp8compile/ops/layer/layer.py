@@ -83,11 +83,11 @@ def output(
     Args:
         phase: Who takes the steps.
         x: The input.
-        weight: As the layer holds it.
-        ends: Of the groups of rows, or None.
-        bias: Of the layer, or None.
+        weight: Weight, as the layer holds it.
+        ends: Ends of the groups of rows, or None.
+        bias: Bias of the layer, or None.
         place: Where they lie.
-        recipe: Of the layer.
+        recipe: Recipe of the layer.
         codes: Arguments of `Operands` for a weight that is quantized already.
     """
     check(x, ends, place, recipe)

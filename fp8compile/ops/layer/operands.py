@@ -183,7 +183,7 @@ class Operands:
         Args:
             part: Of the weight, or of the input for grad_weight.
             slot: Its slot of the recipe.
-            dtype: Of the product.
+            dtype: Dtype of the product.
         """
         if self.recipe.is_dequantized(slot):
             return dequantized(self.of(part, slot), dtype)

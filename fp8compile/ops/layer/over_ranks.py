@@ -51,7 +51,7 @@ def gather(part: Part, index: int) -> Part:
 
     Args:
         part: This rank's. Of codes, scales travel too if ranks have different ones.
-        index: Of the group among ``part.cuts``.
+        index: Index of the group among ``part.cuts``.
     """
     cut = part.cuts[index]
     if isinstance(part, Quantized):
@@ -113,7 +113,7 @@ def narrow(part: Part, index: int, cut: DimSharding) -> Part:
 
     Args:
         part: Not cut by this group.
-        index: Of the group among ``part.cuts``.
+        index: Index of the group among ``part.cuts``.
         cut: Which part each rank takes.
     """
     if isinstance(part, Quantized):

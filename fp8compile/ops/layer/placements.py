@@ -84,8 +84,8 @@ class Placement:
         """How each tensor lies.
 
         Args:
-            ndim: Of the tokens, features included.
-            ends: Of the groups of tokens, or None.
+            ndim: Number of dims of the tokens, features included.
+            ends: Ends of the groups of tokens, or None.
         """
         return ALL_WHOLE if ends is None else _with_ends(ends)
 
@@ -103,7 +103,7 @@ class Placement:
         Args:
             product: What this rank multiplied.
             tokens: How the result lies.
-            shape: Of the left operand.
+            shape: Shape of the left operand.
         """
         return product.local.view(*shape[:-1], product.local.shape[-1])
 

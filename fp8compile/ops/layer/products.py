@@ -91,8 +91,8 @@ class Product:
     Attributes:
         local: (m, n) of this rank.
         steps: What each group did for it.
-        cuts: Of the left operand as it was multiplied.
-        shape: Of the left operand's part as it was multiplied, as the layer holds it.
+        cuts: Cuts of the left operand as it was multiplied.
+        shape: Shape of the left operand's part as it was multiplied, as the layer holds it.
     """
 
     local: Tensor

@@ -83,7 +83,7 @@ def _by_blocks(window: Tensor, grid: Tensor, quantizer: Quantizer, compute: Call
     Args:
         window: The stack, in whole blocks of columns.
         grid: (E, rows of blocks, columns of blocks).
-        quantizer: Of each matrix.
+        quantizer: Quantizer of each matrix.
         compute: ``(matrix, grid, quantizer) -> matrix``.
     """
     stack, own = _in_own_blocks(window, quantizer)
@@ -234,9 +234,9 @@ def scales_of(
 
     Args:
         amaxes: The grid of a matrix or of a stack, of the whole or of a part.
-        quantizer: Of each matrix.
+        quantizer: Quantizer of each matrix.
         steps: By which steps.
-        cuts: Of the part, if ranks have to reduce the outer amax first.
+        cuts: Cuts of the part, if ranks have to reduce the outer amax first.
         outer_amax: Of each whole matrix, if ranks know it already: then they reduce none.
     """
     if not quantizer.has_outer_scale():
@@ -270,8 +270,8 @@ def local_scales(scales: Tensor, shape: Sequence[int], cuts: Sharding, quantizer
 
     Args:
         scales: The grid of the whole.
-        shape: Of the rank's part.
-        cuts: Of the tensor.
+        shape: Shape of the rank's part.
+        cuts: Cuts of the tensor.
         quantizer: Its quantizer.
         batch: Number of leading dims over which matrices are stacked.
     """
@@ -338,7 +338,7 @@ def quantize_part(
 
     Args:
         part: Of a matrix, of rows, or of a stack. All ranks of its groups call this with theirs.
-        quantizer: Of the matrix, or of each.
+        quantizer: Quantizer of the matrix, or of each.
         steps: By which steps.
         local_amax: The grid of the part's own elements, if it is known and no block is cut.
         whole_amax: The grid of the whole, if it is known: then ranks exchange no amax of blocks.
@@ -413,7 +413,7 @@ def cast_part(part: Plain, multiplier: Tensor, quantizer: Quantizer, steps: Step
     Args:
         part: Of a matrix or of a stack. Stochastic noise of a stack is that of this rank's part.
         multiplier: The grid of the whole, float32.
-        quantizer: Of each matrix.
+        quantizer: Quantizer of each matrix.
         steps: By which steps.
 
     Returns:

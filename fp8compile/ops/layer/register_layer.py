@@ -50,7 +50,7 @@ class LayerOp:
         kind: A key of ``TENSORS``.
         placement: What the arguments between the tensors and the recipe are.
         ends: Whether rows are those of groups.
-        names: Of the tensors before the placement.
+        names: Names of the tensors before the placement.
         has_fields: Whether the placement has arguments.
     """
 
@@ -89,8 +89,8 @@ class LayerOp:
 
         Args:
             phase: Who takes the steps.
-            args: Of the op.
-            codes: Of a weight that is quantized already, as `layer.output` takes them.
+            args: Arguments of the op.
+            codes: Codes of a weight that is quantized already, as `layer.output` takes them.
         """
         tensors, ends, place, last = self.split(args)
         if self.kind == "output":
@@ -263,7 +263,7 @@ def register_layer(
     """Make the ops of a linear layer whose tensors lie in one way.
 
     Args:
-        prefix: Of the names, such as ``"sharded_"``.
+        prefix: Prefix of the names, such as ``"sharded_"``.
         placement: How they lie: its fields are arguments of the output's op.
         samples: Arguments of the output's op; those of the others follow from them.
         for_grad_input: What `Placement.for_grad_input` gives, if it is of another class.

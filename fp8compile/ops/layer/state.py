@@ -80,9 +80,9 @@ def keep_used(ctx: Any, multiplier: Tensor, output: tuple[Tensor, Tensor, Tensor
     """Let a layer's backward find what its forward used, and the amaxes, as the forward left them.
 
     Args:
-        ctx: Of the layer, which then has ``multiplier``, ``used`` and ``amaxes``.
-        multiplier: Of the state.
-        output: Of the layer.
+        ctx: Context of the layer, which then has ``multiplier``, ``used`` and ``amaxes``.
+        multiplier: Multiplier of the state.
+        output: Output of the layer.
 
     Returns:
         What the forward used.
@@ -116,8 +116,8 @@ def update_state(state: Sequence[Tensor], amaxes: Tensor, recipe: Recipe, *, ran
 
     Args:
         state: The two tensors.
-        amaxes: Of input, weight and grad_output, (3,) float32, over all ranks that share the state.
-        recipe: Of the layer.
+        amaxes: Amaxes of input, weight and grad_output, (3,) float32, over all ranks that share the state.
+        recipe: Recipe of the layer.
         ran: If it is given, and 0, the state stays: the backward has not run.
 
     Raises:

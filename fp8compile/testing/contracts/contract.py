@@ -122,7 +122,7 @@ def check_contracts(
     Args:
         subject: What is checked, for the text.
         contracts: Functions named after what they check; each raises a BrokenContract at its first breach.
-        arguments: Of each of them.
+        arguments: Arguments of each of them.
         skip: Names of contracts to leave out.
         foundation: Name of one without which those behind it would only say the same again: they are not run.
         state: What no contract may change.

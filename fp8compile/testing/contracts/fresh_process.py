@@ -75,7 +75,7 @@ def fresh_texts(value: Constant, module: ModuleType) -> tuple[ConstantElsewhere,
 
     Args:
         value: Its class can be imported by name.
-        module: Of a quantizer's class, or of an op's implementation.
+        module: Module of a quantizer's class, or of an op's implementation.
 
     Returns:
         As it is, as it is, edited.

@@ -46,7 +46,7 @@ class Unknown:
     Attributes:
         layer: Name of the layer.
         op: The operator.
-        file: Of the line that it comes from; empty where it isn't known.
+        file: File of the line that it comes from; empty where it isn't known.
         line: 0 where it isn't known.
     """
 
@@ -70,7 +70,7 @@ class Owners:
         recorded: The graph.
         weights: By identity of a parameter, the layers whose weight it is, or is computed from it.
         constants: Identities of the model's buffers, which are no data.
-        names: Of layers and modules.
+        names: Names of layers and modules.
 
     Attributes:
         forward: Values of the forward graph.

@@ -189,8 +189,8 @@ def explain(
 
     Args:
         model: Converted or not, and not compiled.
-        args: Of the call that is explained; inputs that require grad have their gradient explained too.
-        kwargs: Of it.
+        args: Arguments of the call that is explained; inputs that require grad have their gradient explained too.
+        kwargs: Keyword arguments of it.
         gpu: Generate code for this one, and give its least times: a key of `PEAKS`; None leaves that out.
 
     Returns:

@@ -218,9 +218,9 @@ def explain_gpu(
 
     Args:
         model: The model, without graph breaks.
-        args: Of a call.
-        kwargs: Of it.
-        names: Of its layers and modules.
+        args: Arguments of a call.
+        kwargs: Keyword arguments of it.
+        names: Names of its layers and modules.
         gpu: The GPU.
         name: What reports call it.
 

@@ -49,7 +49,7 @@ class GraphGemm:
         casts: Of each operand that is quantized its source, quantizer and number of elements; equal ones are one cast.
         parameters: For each of ``casts``, whether it is of a parameter.
         shared_by: Layers whose weights are multiplied at once.
-        file: Of the line that it comes from; empty where it isn't known.
+        file: File of the line that it comes from; empty where it isn't known.
         line: 0 where it isn't known.
     """
 
@@ -192,7 +192,7 @@ def graph_gemms(
         recorded: Of `record`.
         weights: By identity of a parameter, the layers whose weight it is, or is computed from it.
         constants: Identities of the model's buffers, which are no data.
-        names: Of layers and modules.
+        names: Names of layers and modules.
 
     Returns:
         In the order of the graphs; the layer of one that is no layer's, such as attention's, is None. And beside

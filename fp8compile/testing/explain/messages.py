@@ -34,7 +34,7 @@ class Message:
 
     Attributes:
         op: "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single" or "all_reduce".
-        dtype: Of what is sent.
+        dtype: Dtype of what is sent.
         ranks: How many take part.
         bytes: What one of them sends to others, at least.
         in_node: Whether all of them are GPUs of one node.

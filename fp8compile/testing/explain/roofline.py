@@ -70,7 +70,7 @@ class Roofline:
 
     Attributes:
         gpu: Its name.
-        seconds: As the graphs have them: FP8 products, casts, and those in high precision.
+        seconds: Seconds, as the graphs have them: FP8 products, casts, and those in high precision.
         gemm_seconds: Of ``seconds``, the products.
         cast_seconds: Of ``seconds``, the casts: a parameter is read and its codes written, of anything else the codes
             only, because whoever computes it can write them at once.

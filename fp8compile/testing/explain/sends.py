@@ -57,9 +57,9 @@ class Send:
             moves a tensor around the layer; empty between layers.
         what: "codes of grad_output", "scales of input", "amax", or the tensor in its own dtype, such as "input".
         op: "all_gather", "all_reduce max", "all_reduce sum", "reduce_scatter sum", or another operator's name.
-        dtype: Of what is sent, such as "uint8".
+        dtype: Dtype of what is sent, such as "uint8".
         bytes_per_element: Of that dtype.
-        bytes: Of the tensor on one rank, what goes in or what comes out, whichever is more.
+        bytes: Bytes of the tensor on one rank, what goes in or what comes out, whichever is more.
         backward: Whether it is sent in the backward.
         times: How often.
     """
@@ -299,8 +299,8 @@ def sends(model: nn.Module, *args: Any, **kwargs: Any) -> Sends:
 
     Args:
         model: A module, parallelized, not compiled.
-        args: Of the call.
-        kwargs: Of the call.
+        args: Arguments of the call.
+        kwargs: Keyword arguments of the call.
 
     Returns:
         The messages; print them, or go through ``rows``. Layers of plain functions on groups

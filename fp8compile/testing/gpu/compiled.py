@@ -24,7 +24,7 @@ class CompiledKernel:
     """One kernel in one of the configurations that Inductor would choose from.
 
     Attributes:
-        name: Of the kernel.
+        name: Name of the kernel.
         config: Its block sizes.
         num_warps: Of 32 threads each.
         arguments: Names and Triton's types ("*bf16", "i32") of the PTX's parameters, in their order.

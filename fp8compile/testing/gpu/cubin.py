@@ -23,7 +23,7 @@ class KernelResources:
     """One kernel in one of the configurations that Inductor would choose from.
 
     Attributes:
-        name: Of the kernel.
+        name: Name of the kernel.
         config: Its block sizes.
         num_warps: Of 32 threads each.
         registers: A thread's.

@@ -28,7 +28,7 @@ class Launch:
     """One kernel that the generated code starts.
 
     Attributes:
-        name: Of the Triton kernel, or of the operator that is called.
+        name: Name of the Triton kernel, or of the operator that is called.
         kind: "triton" for generated code, "gemm" for a library's matrix product, "opaque" for any other operator that
             Inductor can't look into: what it launches inside isn't known.
         ops: Operators that it does the work of, before Inductor took them apart, in their order.

@@ -36,7 +36,7 @@ class Instruction:
 
     Attributes:
         line: Its line in the PTX, from 1.
-        text: As it is printed, without its semicolon.
+        text: Text, as it is printed, without its semicolon.
         opcode: Its name with all modifiers, such as "div.full.f32".
         guard: The predicate under which it runs; None if it always does.
         outputs: The registers that it writes.
@@ -70,7 +70,7 @@ class Ptx:
     """The instructions of one kernel.
 
     Args:
-        text: Of PTX with one kernel.
+        text: Text of PTX with one kernel.
 
     Attributes:
         instructions: In their order.

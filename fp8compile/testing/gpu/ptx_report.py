@@ -108,7 +108,7 @@ def kernel_ptx(kernel: CompiledKernel, written: Iterable[int]) -> KernelPtx:
     """Look at one kernel.
 
     Args:
-        kernel: Of `compiled_kernels` or `compiled_jit`.
+        kernel: Kernel of `compiled_kernels` or `compiled_jit`.
         written: Positions of the arguments that codes, scales, or what they are computed from are written through;
             of others among them nothing is asked.
     """

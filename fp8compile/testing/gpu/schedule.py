@@ -38,7 +38,7 @@ class ScheduledLaunch:
     """One kernel that is started.
 
     Attributes:
-        name: Of the Triton kernel, or of the operator that is called.
+        name: Name of the Triton kernel, or of the operator that is called.
         kind: "triton", "gemm" or "opaque".
         bytes_read: Each buffer once.
         bytes_written: Each buffer once, also those that nobody reads.

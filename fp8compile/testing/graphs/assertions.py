@@ -51,7 +51,7 @@ def assert_fullgraph(fn: Callable | GraphReport, *args: Any, **options: Any) -> 
 
     Args:
         fn: A module or function, or a report.
-        args: Of the first call, as `graph_report` takes them.
+        args: Arguments of the first call, as `graph_report` takes them.
         options: Further arguments of `graph_report`.
 
     Returns:
@@ -109,7 +109,7 @@ def assert_cacheable(fn: Callable | GraphReport, *args: Any, **options: Any) -> 
 
     Args:
         fn: A module or function, or a report.
-        args: Of the first call.
+        args: Arguments of the first call.
         options: Further arguments of `graph_report`.
 
     Returns:

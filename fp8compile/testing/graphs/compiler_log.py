@@ -70,7 +70,7 @@ class GraphBreak:
         hints: PyTorch's.
         code: PyTorch's number of the kind of break, such as "gb0059", or empty.
         url: Its page.
-        file: Of the user's code.
+        file: File of the user's code.
         line: In it.
         gives_up: Whether PyTorch runs a function without a graph for it.
         without_graph: Names of such functions, each with file and line; callers of the one that breaks may be among
@@ -117,7 +117,7 @@ class CacheBypass:
     Attributes:
         cache: Which one: "AOTAutograd", "FX graph" (Inductor's) or "Dynamo".
         reason: PyTorch's.
-        file: Of the line that is the cause; empty where it isn't known.
+        file: File of the line that is the cause; empty where it isn't known.
         line: 0 where it isn't known.
     """
 

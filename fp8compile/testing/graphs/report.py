@@ -58,7 +58,7 @@ class CallReport:
     """What one call cost.
 
     Attributes:
-        name: Of the call, or its arguments' shapes.
+        name: Name of the call, or its arguments' shapes.
         graphs: How many graphs the call compiled; 0 where it found all of them from earlier calls.
     """
 
@@ -72,12 +72,12 @@ class Collective:
 
     Attributes:
         op: Its operator.
-        dtype: Of what is sent, such as "uint8".
-        bytes: Of the tensors on one rank, those that go in or those that come out, whichever are more: an all-gather
-            counts what it makes, a reduce-scatter what it is given. How a network sends them is not in it. A size
-            that is known only when the graph runs, such as how many rows other ranks send, counts as 0.
+        dtype: Dtype of what is sent, such as "uint8".
+        bytes: Bytes of the tensors on one rank, those that go in or those that come out, whichever are more: an
+            all-gather counts what it makes, a reduce-scatter what it is given. How a network sends them is not in it.
+            A size that is known only when the graph runs, such as how many rows other ranks send, counts as 0.
         backward: Whether it is in the backward graph.
-        file: Of the line that it comes from; empty where it isn't known.
+        file: File of the line that it comes from; empty where it isn't known.
         line: 0 where it isn't known.
     """
 
@@ -399,12 +399,12 @@ def graph_report(
 
     Args:
         fn: A module or function, not compiled.
-        args: Of the first call.
+        args: Arguments of the first call.
         backend: "aot_eager", which is quick, or "inductor", whose graphs are decomposed.
         backward: Whether to make the backward of graphs, and run that of outputs that require grad.
         calls: Further calls: argument tuples, or `Call` with modes.
         dynamic: As `torch.compile` takes it.
-        kwargs: Of the first call.
+        kwargs: Keyword arguments of the first call.
 
     Returns:
         The report; print it, or hand it to the assertions of this package.

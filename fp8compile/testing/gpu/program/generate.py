@@ -116,7 +116,7 @@ class GpuBackend:
     """Compiles functions.
 
     Attributes:
-        graphs: As they were compiled.
+        graphs: Graphs, as they were compiled.
     """
 
     def __init__(self, settings: Settings, folder: str) -> None:

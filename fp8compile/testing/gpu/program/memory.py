@@ -37,7 +37,7 @@ class Access:
     """One launch: its tensors, and what each of its programs did.
 
     Attributes:
-        name: Of the kernel.
+        name: Name of the kernel.
         spans: First and last address of each tensor, by the argument's name.
         program: Which one runs.
     """

@@ -45,7 +45,7 @@ class Product:
     """A matrix product that was called.
 
     Attributes:
-        name: Of the operator, such as "_scaled_mm".
+        name: Name of the operator, such as "_scaled_mm".
         operands: Copies of its tensors, in the order of its arguments: the matrices, then scales.
         result: A copy.
     """

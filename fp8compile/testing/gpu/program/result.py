@@ -28,7 +28,7 @@ class Difference:
         expected: That element of the reference, or what was expected in words.
         got: The program's.
         count: How many elements differ.
-        total: Of how many.
+        total: Total of how many.
     """
 
     where: str

@@ -68,7 +68,7 @@ class KernelLaunch:
     """A generated kernel that was started.
 
     Attributes:
-        name: Of the kernel.
+        name: Name of the kernel.
         grid: Numbers of programs.
         configuration: Block sizes.
         configurations: How many Inductor would time.
