@@ -37,7 +37,7 @@ Kept = tuple[Tensor, Tensor, Tensor]
 
 
 def keeps_codes(x: Tensor, recipe: Recipe) -> bool:
-    """Whether a layer keeps codes of this input in its place: in eager mode, of a plain tensor, of four bits."""
+    """Whether a layer keeps codes in place of this input: for four bits, in eager mode, if it is a plain tensor."""
     if _compat.is_stand_in(recipe):
         return False
     quantizer = recipe.quantizer_read(GRAD_WEIGHT.b)
@@ -50,19 +50,19 @@ def keeps_codes(x: Tensor, recipe: Recipe) -> bool:
 
 
 def _is_along_rows(quantizer: Quantizer) -> bool:
-    """Whether grad_weight reads the codes that the forward multiplied, by their values."""
+    """Whether grad_weight reads the values of the codes that the forward multiplied."""
     return quantizer.block[1] != 1
 
 
 def _packed_dim(layout: TensorLayout, quantizer: Quantizer) -> int:
-    """The dim of codes, one a byte, whose neighbours share a byte while they are kept."""
+    """The dim along which codes are packed while they are kept."""
     if layout.ends is not None:
         return -1  # of tokens, or of features along rows
     return packed_dim(quantizer) or DIMS["columns" if quantizer.block[1] == 1 else "rows"]
 
 
 def fits(x: Tensor, layout: TensorLayout, quantizer: Quantizer) -> bool:
-    """Whether codes of an input that lies so can be packed to be kept: of a whole matrix, or of groups, always."""
+    """Whether an input's codes can be packed: always if it is whole or in groups, else if the packed dim is even."""
     if layout.ends is not None or not layout.cuts:
         return True
     return x.ndim > 1 and x.shape[_packed_dim(layout, quantizer)] % 2 == 0
@@ -72,9 +72,9 @@ def keep_input(part: Plain, quantizer: Quantizer, steps: Steps) -> Kept:
     """Codes of an input for grad_weight, the scales of their blocks and the outer scale.
 
     Args:
-        part: Of the input, as the layer holds it.
-        quantizer: What grad_weight reads it by.
-        steps: How it is quantized.
+        part: The input as the layer holds it.
+        quantizer: Quantizer of grad_weight's operand.
+        steps: The functions that compute the steps.
     """
     along_rows = _is_along_rows(quantizer)
     if part.layout.ends is not None:
@@ -93,10 +93,10 @@ def kept_input_as_quantized(kept: Kept, quantizer: Quantizer, layout: TensorLayo
     """What `keep_input` returned, as an operand of grad_weight.
 
     Args:
-        kept: That.
-        quantizer: What it was given.
+        kept: What `keep_input` returned.
+        quantizer: The quantizer that it was given.
         layout: Layout of the input.
-        rows: Tokens of this rank.
+        rows: Number of this rank's tokens.
     """
     codes, scale, outer_scale = kept
     if layout.ends is not None:
@@ -122,7 +122,7 @@ def kept_input_as_quantized(kept: Kept, quantizer: Quantizer, layout: TensorLayo
 
 
 def features_of(codes: Sequence[int], quantizer: Quantizer, layout: TensorLayout) -> int:
-    """Columns of the input, given the shape of the codes that are kept of it."""
+    """Columns of the input, from the shape of its kept codes."""
     if not _is_along_rows(quantizer):
         return codes[-1 if layout.ends is None else 0]
     is_packed = packed_dim(quantizer) is not None or layout.cuts or layout.ends is not None
