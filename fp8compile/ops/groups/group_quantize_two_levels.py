@@ -64,7 +64,7 @@ def _empty_outputs(
 
 
 def _quantized(x: Tensor, outer_amax: Tensor, quantizer: Quantizer) -> tuple[Tensor, Tensor, Tensor]:
-    """Codes, one a byte, scales and outer scale of one group's tokens."""
+    """Codes of one group's tokens, one a byte, with scales and outer scale."""
     steps, quantizer = PYTHON_OF_STEPS, replace(quantizer, packed="none")
     multiplier, scale, outer = steps.two_scales(steps.amax(x, quantizer), outer_amax, quantizer)
     return steps.cast(x, multiplier, quantizer), scale, outer
@@ -111,19 +111,19 @@ def _group_by_group(
 
 
 def _words(codes: Tensor) -> Tensor:
-    """Sixteen codes a number, as the kernel writes them."""
+    """View codes as numbers of 64 bits, sixteen codes each, as the kernel writes them."""
     return codes.view(torch.int64) if codes.numel() else codes
 
 
 def _kernel(
     x: Tensor, offsets: Tensor, amaxes: Tensor, rows: Quantizer, columns: Quantizer, directions: str
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Codes, scales in tiles and outer scales along rows, then those along tokens.
+    """Codes, scales in tiles and outer scales along rows, then the same along tokens.
 
     Args:
         x: (R, K), sorted by group; rows behind the last group are not read.
         offsets: Ends of the groups, (E,) int32.
-        amaxes: Outer amaxes of each group, (2, E) float32, as `group_outer_amaxes` has them.
+        amaxes: Outer amaxes of each group, (2, E) float32, as `group_outer_amaxes` returns them.
         rows: Block (1, 16), no transform.
         columns: Block (16, 1).
         directions: ``"both"``, ``"rows"`` or ``"tokens"``; results of a direction that is left out have no elements.
@@ -166,6 +166,6 @@ inductor.register_fallback(group_quantize_two_levels)
 def quantize_groups_in_two_levels(
     x: Tensor, offsets: Tensor, rows: Quantizer, columns: Quantizer, directions: str
 ) -> Outputs:
-    """Codes, scales in tiles and outer scales, by both ops; forward and backward ask for it, and have one of it."""
+    """Codes, scales in tiles and outer scales by both ops; forward and backward of a graph share one call."""
     amaxes = group_outer_amaxes(x, offsets, rows, columns, directions)
     return group_quantize_two_levels(x, offsets, amaxes, rows, columns, directions)

@@ -21,11 +21,11 @@ ON_GPU = "it is a kernel of this package for groups of rows on a GPU. Export the
 
 
 def masks_of_groups(offsets: Tensor, rows: int) -> Iterator[Tensor]:
-    """Which of the rows each group has, (rows, 1) bool, one group after the other.
+    """Masks of the groups' rows, (rows, 1) bool, one for each group.
 
     Args:
         offsets: Ends of the groups, (E,).
-        rows: How many rows there are.
+        rows: Number of rows.
     """
     group = group_of_rows(offsets, rows).unsqueeze(1)
     for index in range(offsets.shape[0]):

@@ -35,7 +35,7 @@ def _gemm(
 
 
 def _operands(codes: tuple, scales: tuple, quantizers: tuple, outer_scales: tuple) -> tuple[Quantized, ...]:
-    """The left one and the right one, each argument having a part for each."""
+    """Build the left and the right operand from the op's arguments."""
     parts = zip(codes, scales, quantizers, outer_scales, strict=True)
     return tuple(Quantized(codes=c, scale=s, quantizer=q, outer_scale=o) for c, s, q, o in parts)
 

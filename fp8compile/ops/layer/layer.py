@@ -81,7 +81,7 @@ def output(
     """The output; with a state also the multipliers that were used, and the amaxes.
 
     Args:
-        phase: Who takes the steps.
+        phase: In which code the steps run.
         x: The input.
         weight: The weight as the layer holds it.
         ends: Ends of the groups of rows, or None.

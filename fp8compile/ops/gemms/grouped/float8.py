@@ -68,7 +68,7 @@ def scaled_rows(
         a_scale: In the GEMM's layout.
         b_scale: Likewise, of N padded to a multiple of 16.
         offsets: Ends of the groups among the rows.
-        out_dtype: Of the product.
+        out_dtype: Dtype of the product.
         sum_to: What K is padded to a multiple of.
         fast_accumulation: Whether partial sums may stay in the tensor core's fewer bits.
 
@@ -105,7 +105,7 @@ def scaled_outer(
         a_scale: In the GEMM's layout, of N padded to a multiple of 16.
         b_scale: Likewise, of K.
         ends: Where each group ends among the columns.
-        out_dtype: Of the product.
+        out_dtype: Dtype of the product.
         fast_accumulation: Whether partial sums may stay in the tensor core's fewer bits.
 
     Returns:

@@ -54,7 +54,7 @@ def selected_grouped_gemm(
         a: Of the left operand, over (m, k) of one group.
         b: Of the right operand, over (k, n).
         device: Where the codes are.
-        out_dtype: Of the product.
+        out_dtype: Dtype of the product.
         config: What the GEMM is allowed.
 
     Raises:
