@@ -48,14 +48,14 @@ def _check_laid_out(operand: Quantized, *packed: str) -> None:
 
 
 def _codes_of_matrices(operand: Quantized) -> Tensor:
-    """(E, N, K / 2), two codes of a row a byte, padded with zeros as the GEMM wants them."""
+    """Codes (E, N, K / 2), two of a row in a byte, padded with zeros to the sizes that the GEMM takes."""
     if operand.quantizer.packed == "rows":
         return padded_features(operand.codes, (ALIGNMENT, SUM_TO // 2)).contiguous()
     return pack(padded_features(operand.codes, (ALIGNMENT, SUM_TO)), -1).contiguous()
 
 
 def _scales_of_matrices(operand: Quantized) -> Tensor:
-    """(E, bytes), the tiles of 1 x 16 codes, also of blocks of 16 x 16."""
+    """Scales (E, bytes) in tiles, one for 1 x 16 codes; scales of 16 x 16 blocks are repeated."""
     scale = operand.scale
     if operand.quantizer.block[0] == NV_BLOCK:
         scale = scale.repeat_interleave(NV_BLOCK, 1)[:, : operand.codes.shape[1]]
