@@ -46,8 +46,8 @@ class Unknown:
     Attributes:
         layer: Name of the layer.
         op: The operator.
-        file: File of the line that it comes from; empty where it isn't known.
-        line: 0 where it isn't known.
+        file: File that it comes from; empty if it isn't known.
+        line: Line in that file; 0 if it isn't known.
     """
 
     layer: str

@@ -49,8 +49,8 @@ class GraphGemm:
         casts: Of each operand that is quantized its source, quantizer and number of elements; equal ones are one cast.
         parameters: For each of ``casts``, whether it is of a parameter.
         shared_by: Layers whose weights are multiplied at once.
-        file: File of the line that it comes from; empty where it isn't known.
-        line: 0 where it isn't known.
+        file: File that it comes from; empty if it isn't known.
+        line: Line in that file; 0 if it isn't known.
     """
 
     layer: str | None
