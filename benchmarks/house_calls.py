@@ -37,7 +37,8 @@ PACKAGE = str(Path(f8.__file__).parent)
 WARM = 4
 LAYERS = ".ops.layer."  # modules of layer ops, which are counted as families
 PARTS = ("impl", "fake", "decompose", "portable", "sharding", "samples")
-INFRASTRUCTURE = ("registry", "register_product")  # modules that every op passes, which are about no op
+# modules that every op passes, which are about no op
+INFRASTRUCTURE = ("registry", "register_product", "register_layer", "quantization_steps", "samples", "portable")
 
 
 def passes(call: Callable[[], object]) -> dict[str, int]:
@@ -116,16 +117,26 @@ def _names(code: types.CodeType) -> set[str]:
     return set(code.co_names).union(*map(_names, inner))
 
 
+def _is_of_ops(function: object) -> bool:
+    module = getattr(function, "__module__", "")
+    return (
+        isinstance(function, types.FunctionType)
+        and module.startswith("fp8compile.ops.")
+        and module.rpartition(".")[2] not in INFRASTRUCTURE
+    )
+
+
 def _made_of(op: Any) -> set[types.CodeType]:
-    """The functions of an op, and those of the package's ops that they name."""
-    own = [function for part in PARTS for function in _functions(getattr(op, part))]
-    named = [function.__globals__.get(name) for function in own for name in _names(function.__code__)]
-    every = own + [each for each in named if isinstance(each, types.FunctionType)]
-    return {
-        each.__code__
-        for each in every
-        if each.__module__.startswith("fp8compile.ops.") and each.__module__.rpartition(".")[2] not in INFRASTRUCTURE
-    }
+    """The functions of an op, and those of the package's ops that they name, and those name."""
+    pending = [function for part in PARTS for function in _functions(getattr(op, part))]
+    found: set[types.CodeType] = set()
+    while pending:
+        function = pending.pop()
+        if not _is_of_ops(function) or function.__code__ in found:
+            continue
+        found.add(function.__code__)
+        pending += [function.__globals__.get(name) for name in _names(function.__code__)]
+    return found
 
 
 def twins() -> dict[str, list[str]]:

@@ -16,33 +16,33 @@ from fp8compile._compat import is_dtensor, local_itself
 from fp8compile.nn.converted_layers import CONVERTED
 from fp8compile.nn.local import placed_like
 from fp8compile.nn.placed_weights import placements_of_outer_scale, placements_of_scale
-from fp8compile.tensor import QuantizedParameter, count_write, is_quantized_parameter
+from fp8compile.tensor import Codes, count_write, is_quantized_parameter
 
 __all__ = ["CodesInState", "codes_and_scales", "reach_codes"]
 
 
-def codes_of(weight: Tensor, own: QuantizedParameter) -> Tensor:
+def codes_of(weight: Tensor, own: Codes) -> Tensor:
     """A set of codes of a weight, spread over ranks as the weight is."""
     if not is_dtensor(weight):
         return own.codes
-    return _placed(weight, own.codes, weight.placements, own.codes_shape(weight.shape))
+    return _placed(weight, own.codes, weight.placements, own.codes_shape(tuple(weight.shape)))
 
 
-def scale_of(weight: Tensor, own: QuantizedParameter) -> Tensor:
+def scale_of(weight: Tensor, own: Codes) -> Tensor:
     """The scale of a set of codes of a weight: one for all ranks, or spread over them as the weight is."""
     if not is_dtensor(weight):
         return own.scale
     placements = placements_of_scale(weight, own)
     if all(each.is_replicate() for each in placements):
         return own.scale  # where blocks span rows, or are cut, all ranks have it
-    return _placed(weight, own.scale, placements, own.scale_shape(weight.shape))
+    return _placed(weight, own.scale, placements, own.scale_shapes(tuple(weight.shape))[0])
 
 
-def outer_scale_of(weight: Tensor, own: QuantizedParameter) -> Tensor:
+def outer_scale_of(weight: Tensor, own: Codes) -> Tensor:
     """The outer scale of a set of codes, which all ranks have; of a stack, spread over them as its matrices are."""
     if not is_dtensor(weight):
         return own.outer_scale
-    placements = placements_of_outer_scale(weight, own)
+    placements = placements_of_outer_scale(weight)
     if all(each.is_replicate() for each in placements):
         return own.outer_scale
     return _placed(weight, own.outer_scale, placements, weight.shape[:1])

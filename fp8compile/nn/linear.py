@@ -184,7 +184,7 @@ class Linear(CodesInState, nn.Linear):
     def own_weight(self) -> None:
         """Let a weight that is codes by delayed scaling know whose state has its multiplier."""
         if self._delays_codes():
-            local_itself(self.weight).belongs_to(RowOfWeight(self))
+            local_itself(self.weight).state = RowOfWeight(self)
 
     def _delays_codes(self) -> bool:
         return self.is_quantized() and isinstance(self.recipe.weight, DelayedScaling)

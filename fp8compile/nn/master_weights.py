@@ -104,7 +104,7 @@ class MasterWeights(Optimizer):
                 "MasterWeights: stochastic rounding of experts that ranks share: its noise would be that of each "
                 "rank's own experts, and not that of one process. Take rounding='nearest'."
             )
-        if any(each.has_all_scales for each in local.sets()):
+        if local.has_all_scales:
             share_scale_of_part(p)  # says which part it is
             if self._rounding == "stochastic" and len(sharding_of(p)) > 1:
                 raise ValueError(
@@ -184,14 +184,12 @@ class MasterWeights(Optimizer):
         self.param_groups = self.inner.param_groups
 
     def _as_written(self, params: list[Tensor]) -> tuple[list, ...]:
-        """What `assign` takes: sets of codes of local weights, their masters, and how these are rounded."""
-        every = [(own, p) for p in params for own in local_itself(p).sets()]
-        weights = [own for own, _ in every]
+        """What `assign` takes: local weights, their masters, and how these are rounded."""
+        weights = [local_itself(p) for p in params]
         # as a copy of the master in the weight's dtype would be; noise is for the digits that such a copy loses
         dtypes = [w.dtype if self._rounding == "nearest" else torch.float32 for w in weights]
-        values = [local_itself(self._masters[p]).detach() for _, p in every]
-        cuts = [sharding_of(p) for _, p in every]
-        return weights, values, dtypes, [self._rounding_of(weight.quantizer) for weight in weights], cuts
+        values = [local_itself(self._masters[p]).detach() for p in params]
+        return weights, values, dtypes, self._rounding_of, [sharding_of(p) for p in params]
 
     def _take_over(self, params: list[Tensor]) -> None:
         """Weights that something else wrote to win: masters that are not theirs start from what they stand for.
@@ -199,11 +197,9 @@ class MasterWeights(Optimizer):
         After a checkpoint was loaded masters are theirs, whichever of model and optimizer came first.
         """
         written = [p for p in params if self._keep and local_itself(p).written]
-        same = stand_for(*self._as_written(written))
-        for p in written:
+        for p, is_same in zip(written, stand_for(*self._as_written(written)), strict=True):
             local = local_itself(p)
-            answers = [next(same) for _ in local.sets()]
-            if not all(answers):
+            if not is_same:
                 local_itself(self._masters[p]).copy_(local.dequantize(torch.float32))
 
     def _rounding_of(self, quantizer: Quantizer) -> Quantizer:

@@ -7,6 +7,7 @@ whole codes --ColwiseParallel, RowwiseParallel--> their part, the same scale--+
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,9 +19,8 @@ from fp8compile.layout.packing import two_a_byte
 from fp8compile.nn.local import wrapped_like
 from fp8compile.quantizers import DelayedScaling, Quantizer
 from fp8compile.tensor import (
-    QuantizedPairParameter,
+    Codes,
     QuantizedParameter,
-    QuantizedTensor,
     in_place_of,
     is_quantized_parameter,
     quantize,
@@ -30,7 +30,6 @@ from fp8compile.tensor import (
 
 __all__ = [
     "not_placed",
-    "of_sets",
     "place_codes",
     "placements_of_outer_scale",
     "placements_of_scale",
@@ -60,31 +59,26 @@ def not_placed(weight: Tensor, quantizers: Sequence[Quantizer]) -> str | None:
     return next((reason for reason in reasons if reason is not None), None)
 
 
-def placements_of_scale(weight: Tensor, own: QuantizedParameter) -> list[Any]:
+def placements_of_scale(weight: Tensor, own: Codes) -> list[Any]:
     """How the scale of a set of codes of a DTensor lies on its mesh: where blocks span ranks, they all have it."""
     from torch.distributed.tensor import Replicate
 
     found, cut = list(weight.placements), sharded_dims(weight.placements, weight.ndim)
     for index, dim in cut:
         # FSDP2, which may cut blocks, has the first dims of a mesh, and tensor parallelism, which may not, the last
-        if own.block_along(dim) == -1 or (own.has_all_scales and index == cut[0][0]):
+        if _compat.local_itself(weight).block_along(own, dim) == -1 or (own.has_all_scales and index == cut[0][0]):
             found[index] = Replicate()
     return found
 
 
-def placements_of_outer_scale(weight: Tensor, own: QuantizedParameter) -> list[Any]:
+def placements_of_outer_scale(weight: Tensor) -> list[Any]:
     """How outer scales of a DTensor lie on its mesh: those of matrices of a stack as the stack is cut along them."""
     from torch.distributed.tensor import Replicate
 
     found = list(weight.placements)
     for index, dim in sharded_dims(weight.placements, weight.ndim):
-        found[index] = found[index] if own.is_stacked_along(dim) else Replicate()
+        found[index] = found[index] if dim < weight.ndim - 2 else Replicate()
     return found
-
-
-def of_sets(sets: Sequence[QuantizedParameter]) -> QuantizedParameter | QuantizedPairParameter:
-    """The weight that has these sets of codes, one or two."""
-    return sets[0] if len(sets) == 1 else QuantizedPairParameter(*sets)
 
 
 def quantized_part(weight: Tensor, quantizers: Sequence[Quantizer]) -> Tensor:
@@ -97,16 +91,16 @@ def quantized_part(weight: Tensor, quantizers: Sequence[Quantizer]) -> Tensor:
     for index, dim in sharded_dims(weight.placements):
         sizes = chunk_sizes(weight.shape[dim], mesh.size(index))
         options = {"group": mesh.get_group(index), "shard_dim": dim, "sizes": sizes}
-    made = [quantize(local, quantizer, **options) for quantizer in quantizers]
-    sets = [_parameter_of(q, quantizer) for q, quantizer in zip(made, quantizers, strict=True)]
-    return wrapped_like(of_sets(sets), weight)
+    sets = [_codes_of(local, quantizer, options) for quantizer in quantizers]
+    options.pop("sizes", None)
+    return wrapped_like(QuantizedParameter.of_sets(sets, local.dtype, **options), weight)
 
 
-def _parameter_of(q: QuantizedTensor, quantizer: Quantizer) -> QuantizedParameter:
-    """A rank's part of a quantized weight as a parameter, of four bits with two codes to a byte where they can be."""
-    own = quantizer.for_shape(q.shape)
+def _codes_of(local: Tensor, quantizer: Quantizer, options: dict[str, Any]) -> Codes:
+    """Codes of a rank's part of a weight, of four bits with two to a byte where they can be."""
+    q, own = quantize(local, quantizer, **options), quantizer.for_shape(local.shape)
     codes = q.codes if own == q.quantizer else two_a_byte(q.codes, own)
-    return QuantizedParameter(codes, q.scale, own, q.dtype, q.group, q.shard_dim, outer_scale=q.outer_scale)
+    return Codes(codes=codes, scale=q.scale, quantizer=own, outer_scale=q.outer_scale)
 
 
 def unwritten(weight: Tensor, quantizer: DelayedScaling) -> Tensor:
@@ -148,16 +142,12 @@ def place_codes(layer: nn.Module, mesh: Any, placement: Any, source: int | None,
 
     sets = []
     for own in weight.sets():
-        scale = part(own.scale, Replicate() if own.block_along(dim) == -1 else placement)
-        of_matrices = placement if own.is_stacked_along(dim) else Replicate()
+        scale = part(own.scale, Replicate() if weight.block_along(own, dim) == -1 else placement)
+        of_matrices = placement if dim < weight.batch else Replicate()
         outer = None if own.outer_scale is None else part(own.outer_scale, of_matrices)
-        codes = part(own.codes, placement)
-        sets.append(type(own)(codes, scale, own.quantizer, weight.dtype, outer_scale=outer))
-    local = of_sets(sets)
-    if isinstance(weight, QuantizedPairParameter):
-        local.gathers = weight.gathers
-    else:
-        local.belongs_to(weight.state)
+        sets.append(replace(own, codes=part(own.codes, placement), scale=scale, outer_scale=outer))
+    local = QuantizedParameter.of_sets(sets, weight.dtype, batch=weight.batch)
+    local.gathers, local.state = weight.gathers, weight.state
     if weight.ndim == 2:  # nobody shares the scale of an expert
         local.share_scale(mesh.get_group(), dim, weight.shape[dim])
     if weight.initial is not None:

@@ -10,16 +10,10 @@ from torch import Tensor, nn
 from fp8compile._compat import allow_group_in_subclass, is_dtensor, is_fsdp, local_itself
 from fp8compile.nn.candidates import weight_names
 from fp8compile.nn.experts import as_it_lies, holds_no_stacks
-from fp8compile.nn.placed_weights import not_placed, of_sets, quantized_part, unwritten
+from fp8compile.nn.placed_weights import not_placed, quantized_part, unwritten
 from fp8compile.nn.users_of_parameters import users_of_parameters
 from fp8compile.quantizers import DelayedScaling, Quantizer, Recipe
-from fp8compile.tensor import (
-    QuantizedPairParameter,
-    QuantizedParameter,
-    QuantizedStackParameter,
-    assign,
-    in_place_of,
-)
+from fp8compile.tensor import QuantizedParameter, assign, in_place_of
 
 __all__ = ["check_weights", "not_codes", "quantize_weights"]
 
@@ -71,14 +65,12 @@ def _sets_as_it_lies(layer: nn.Module, recipe: Recipe) -> tuple[Quantizer, ...]:
 def _codes(layer: nn.Module, weight: Tensor) -> Tensor:
     sets = _sets_as_it_lies(layer, layer.recipe)
     if weight.ndim == 3:
-        return of_sets([QuantizedStackParameter.of(weight, each) for each in sets])
+        return QuantizedParameter.of(weight, *sets, batch=1)
     if isinstance(layer.recipe.weight, DelayedScaling):
         return unwritten(weight, layer.recipe.weight)
     if is_dtensor(weight):
         return quantized_part(weight, sets)
-    if len(sets) == 1:
-        return QuantizedParameter.of(weight, *sets)
-    return QuantizedPairParameter.of(weight, *sets)
+    return QuantizedParameter.of(weight, *sets)
 
 
 def _check_shared(
@@ -153,7 +145,7 @@ def quantize_weights(layers: Iterable[nn.Module], *, keep_initial: bool) -> None
             local = local_itself(made[weight])
             if keep_initial:
                 local.initial = local_itself(weight).detach()
-            if isinstance(local, QuantizedPairParameter):
+            if local.gathers is not None:
                 local.gathers.name = name
         setattr(layer, name, made[weight])
         layer.reach_codes()

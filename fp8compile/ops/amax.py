@@ -14,7 +14,7 @@ from fp8compile.ops.sharding import Split, grid_cuts
 from fp8compile.quantizers import Quantizer
 from fp8compile.quantizers.check_returned import is_own, returned, shape_said
 
-__all__ = ["amax"]
+__all__ = ["amax", "empty_grid"]
 
 
 def _kernel(x: Tensor, quantizer: Quantizer) -> Tensor:
@@ -25,8 +25,20 @@ def _kernel(x: Tensor, quantizer: Quantizer) -> Tensor:
     return returned(found, quantizer, "amax", shape, torch.float32, "what scale_shape says")
 
 
+def empty_grid(x: Tensor, quantizer: Quantizer, groups: int | None = None) -> Tensor:
+    """An amax for each block of a matrix; or for each block of columns of each group, if a group is one block of rows.
+
+    Args:
+        x: The matrix.
+        quantizer: Whose blocks.
+        groups: How many.
+    """
+    rows, columns = shape_said(quantizer, "scale_shape", x.shape)
+    return x.new_empty((rows if groups is None else groups, columns), dtype=torch.float32)
+
+
 def _fake(x: Tensor, quantizer: Quantizer) -> Tensor:
-    return x.new_empty(shape_said(quantizer, "scale_shape", x.shape), dtype=torch.float32)
+    return empty_grid(x, quantizer)
 
 
 def _decompose(x: Tensor, quantizer: Quantizer) -> Tensor:

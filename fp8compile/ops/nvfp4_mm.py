@@ -17,14 +17,15 @@ from fp8compile.ops.registry import register_op
 from fp8compile.scale_layouts import tiled, untiled
 from fp8compile.target import target_of
 
-__all__ = ["NV_BLOCK", "nvfp4_mm"]
+__all__ = ["NV_BLOCK", "nvfp4_mm", "values_of_tiles"]
 
 NV_BLOCK = 16
 # members of torch.nn.functional.ScalingType and SwizzleType, by their numbers: a kernel takes numbers
 TENSOR_WISE, BLOCK_1X16, NO_SWIZZLE, SWIZZLE_32_4_4 = 0, 2, 0, 1
 
 
-def _values(codes: Tensor, scale: Tensor) -> Tensor:
+def values_of_tiles(codes: Tensor, scale: Tensor) -> Tensor:
+    """Numbers (rows, sum), float64, of packed codes and of as many tiles of scales as these have."""
     numbers = E2M1.decode(unpack(codes, 1)).double()
     blocks = untiled(scale, numbers.shape[0], numbers.shape[1] // NV_BLOCK)
     return numbers * E4M3.decode(blocks).double().repeat_interleave(NV_BLOCK, 1)
@@ -52,7 +53,7 @@ def _kernel(
     """
     if target_of(a.device).type == "cpu":
         outer = a_outer_scale.double() * b_outer_scale.double()
-        return ((_values(a, a_scale) @ _values(b, b_scale).t()) * outer).to(out_dtype)
+        return ((values_of_tiles(a, a_scale) @ values_of_tiles(b, b_scale).t()) * outer).to(out_dtype)
     four = torch.float4_e2m1fn_x2
     kinds, order = [BLOCK_1X16, TENSOR_WISE], [SWIZZLE_32_4_4, NO_SWIZZLE]
     left, right = [a_scale.view(E4M3.dtype), a_outer_scale], [b_scale.view(E4M3.dtype), b_outer_scale]

@@ -19,11 +19,16 @@ from fp8compile.quantizers import Quantizer, TwoLevelScaling
 from fp8compile.quantizers.hadamard import GROUP, factors
 from fp8compile.target import target_of
 
-__all__ = ["outer_amaxes"]
+__all__ = ["outer_amax_of_values", "outer_amaxes"]
+
+
+def outer_amax_of_values(x: Tensor, quantizer: Quantizer) -> Tensor:
+    """The outer amax, (1,) float32, that a quantizer takes of a matrix."""
+    return quantizer.outer_amax(quantizer.amax(x))
 
 
 def _step_by_step(x: Tensor, rows: Quantizer, columns: Quantizer) -> tuple[Tensor, Tensor, Tensor]:
-    amaxes = (each.outer_amax(each.amax(x)).clone() for each in (rows, columns))
+    amaxes = (outer_amax_of_values(x, each).clone() for each in (rows, columns))
     return x.clone(memory_format=torch.contiguous_format), *amaxes
 
 

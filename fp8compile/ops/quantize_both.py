@@ -17,13 +17,14 @@ from fp8compile import _compat, inductor
 from fp8compile.ops import samples
 from fp8compile.ops.amax import amax
 from fp8compile.ops.cast import cast
+from fp8compile.ops.quantization_steps import OPS_OF_STEPS, Steps
 from fp8compile.ops.registry import register_op
 from fp8compile.ops.scale import scale
 from fp8compile.ops.sharding import Cut, Split
 from fp8compile.quantizers import CurrentScaling, Quantizer
 from fp8compile.target import target_of
 
-__all__ = ["empty_outputs", "is_pair", "quantize_both", "two_casts"]
+__all__ = ["along_rows", "empty_outputs", "is_pair", "quantize_both", "two_casts"]
 
 LARGEST_BLOCK = 128
 
@@ -53,6 +54,18 @@ def empty_outputs(x: Tensor, rows: Quantizer, columns: Quantizer) -> tuple[Tenso
     )
 
 
+def along_rows(x: Tensor, quantizer: Quantizer, steps: Steps) -> tuple[Tensor, Tensor]:
+    """Codes and scales of blocks within rows; scales lie down all rows, as GEMMs read them.
+
+    Args:
+        x: (M, K).
+        quantizer: Block (1, n).
+        steps: How it is quantized.
+    """
+    multiplier, found = steps.scale(steps.amax(x, quantizer), quantizer)
+    return steps.cast(x, multiplier, quantizer), found.t().contiguous().t()
+
+
 def two_casts(x: Tensor, rows: Quantizer, columns: Quantizer) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The reference: both casts one after the other, in the layouts of `empty_outputs`."""
     if x.ndim == 3:
@@ -64,11 +77,9 @@ def two_casts(x: Tensor, rows: Quantizer, columns: Quantizer) -> tuple[Tensor, T
             torch.stack([each.t() for each in turned]).transpose(-2, -1),
             torch.stack(column_scales),
         )
-    row_multiplier, row_scale = scale(amax(x, rows), rows)
     column_multiplier, column_scale = scale(amax(x, columns), columns)
     return (
-        cast(x, row_multiplier, rows),
-        row_scale.t().contiguous().t(),
+        *along_rows(x, rows, OPS_OF_STEPS),
         cast(x, column_multiplier, columns).t().contiguous().t(),
         column_scale,
     )

@@ -19,7 +19,7 @@ from fp8compile.quantizers.hadamard import GROUP
 from fp8compile.scale_layouts import tiled, tiles_numel
 from fp8compile.target import target_of
 
-__all__ = ["is_packed_pair", "quantize_two_levels"]
+__all__ = ["by_outer_amax", "is_packed_pair", "quantize_two_levels"]
 
 Outputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
@@ -45,10 +45,15 @@ def _empty_outputs(x: Tensor, row_amax: Tensor, column_amax: Tensor, rows: Quant
     )
 
 
-def _direction(x: Tensor, outer_amax: Tensor, quantizer: Quantizer) -> tuple[Tensor, Tensor, Tensor]:
+def by_outer_amax(x: Tensor, outer_amax: Tensor, quantizer: Quantizer) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes, scales of blocks and outer scale of a matrix whose outer amax is known."""
     outer = quantizer.outer_scale(outer_amax)
     scale = quantizer.block_scale(quantizer.amax(x), outer_amax)
-    codes = quantizer.cast(x, quantizer.block_multiplier(scale, outer))
+    return quantizer.cast(x, quantizer.block_multiplier(scale, outer)), scale, outer
+
+
+def _direction(x: Tensor, outer_amax: Tensor, quantizer: Quantizer) -> tuple[Tensor, Tensor, Tensor]:
+    codes, scale, outer = by_outer_amax(x, outer_amax, quantizer)
     along_rows = scale if quantizer.block[0] == 1 else scale.t()
     return codes, tiled(along_rows).reshape(-1), outer
 

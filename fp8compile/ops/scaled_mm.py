@@ -16,7 +16,18 @@ from fp8compile.ops.sharding import Cut, Split
 from fp8compile.quantizers import GEMMS, GemmConfig, Quantizer
 from fp8compile.quantizers.check_returned import shape_said
 
-__all__ = ["multiply_operands", "scaled_mm"]
+__all__ = ["as_sides", "multiply_operands", "outer_scales_of", "scaled_mm"]
+
+
+def as_sides(codes: tuple, scales: tuple, quantizers: tuple, outer_scales: tuple) -> tuple[Quantized, ...]:
+    """The left and the right side of a product, of arguments that have an entry for each."""
+    parts = zip(codes, scales, quantizers, outer_scales, strict=True)
+    return tuple(Quantized(codes=c, scale=s, quantizer=q, outer_scale=o) for c, s, q, o in parts)
+
+
+def outer_scales_of(a: Quantized, b: Quantized) -> tuple[Tensor | None, ...]:
+    """The last arguments of a product's op: outer scales, if a side has one."""
+    return () if a.outer_scale is None and b.outer_scale is None else (a.outer_scale, b.outer_scale)
 
 
 def _kernel(
@@ -31,9 +42,8 @@ def _kernel(
     a_outer_scale: Tensor | None = None,
     b_outer_scale: Tensor | None = None,
 ) -> Tensor:
-    left = Quantized(codes=a, scale=a_scale, quantizer=a_quantizer, outer_scale=a_outer_scale)
-    right = Quantized(codes=b, scale=b_scale, quantizer=b_quantizer, outer_scale=b_outer_scale)
-    return multiply(left, right, out_dtype, config)
+    sides = as_sides((a, b), (a_scale, b_scale), (a_quantizer, b_quantizer), (a_outer_scale, b_outer_scale))
+    return multiply(*sides, out_dtype, config)
 
 
 def _fake(
@@ -124,5 +134,5 @@ scaled_mm = register_op(
 
 def multiply_operands(a: Quantized, b: Quantized, out_dtype: torch.dtype, config: GemmConfig) -> Tensor:
     """The op, called with operands (m, k) and (k, n)."""
-    outer = () if a.outer_scale is None and b.outer_scale is None else (a.outer_scale, b.outer_scale)
+    outer = outer_scales_of(a, b)
     return scaled_mm(a.codes, b.codes, a.scale, b.scale, a.quantizer, b.quantizer, out_dtype, config, *outer)

@@ -43,8 +43,7 @@ def broadcast_parameters(model: nn.Module, *, group: ProcessGroup | None = None,
     with torch.no_grad():
         for tensor in [*model.parameters(), *model.buffers()]:
             is_codes = has_codes(tensor)
-            sets = tensor.sets() if is_codes else ()
-            parts = [part for own in sets for part in own.parts()] if is_codes else [tensor.detach()]
+            parts = tensor.parts() if is_codes else [tensor.detach()]
             for part in parts:
                 distributed.broadcast(part, group=group, group_src=source)
             if is_codes:

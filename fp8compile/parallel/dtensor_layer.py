@@ -56,13 +56,13 @@ def _codes_of(gemm: Gemm, weight: Plain, recipe: Recipe) -> Quantized:
     """The codes of a weight that was quantized before FSDP gathered it."""
     function, local = gemm.name, weight.local
     check_serves(function, local, recipe)
-    local = local.read_by(gemm)
-    sides = axis_blocks(local.shape, weight.cuts, local.quantizer.block)
-    whole = split_axes(local.shape, weight.cuts, local.quantizer.block)
+    part, local = local.shape, local.set_of(gemm)
+    sides = axis_blocks(part, weight.cuts, local.quantizer.block)
+    whole = split_axes(part, weight.cuts, local.quantizer.block)
     shape = tuple(side.total if split else side.length for side, split in zip(sides, whole, strict=True))
     if tuple(local.scale.shape) != local.quantizer.scale_shape(shape):
         raise ValueError(
-            f"{function}: weight has a QuantizedTensor of shape {tuple(local.shape)} with scales "
+            f"{function}: weight has a QuantizedTensor of shape {tuple(part)} with scales "
             f"{tuple(local.scale.shape)} on this rank; cut like this, blocks {local.quantizer.block} have scales "
             f"{local.quantizer.scale_shape(shape)}. Quantize each rank's part by fp8compile.quantize with group=, "
             "shard_dim= and sizes=."
@@ -84,7 +84,7 @@ def _placed(gemm: Gemm, weight: DTensor, recipe: Recipe) -> _Weight:
     if not has_codes(part.local):
         return _Weight(part, (n, k))
     codes = _codes_of(gemm, part, recipe)
-    return _Weight(part, (n, k), {"weight": codes, "weight_in_turns": part.local.is_in_turns})
+    return _Weight(part, (n, k), {"weight": codes, "weight_in_turns": part.local.in_memory is not None})
 
 
 def _rows_of(tokens: DTensor, shard: Tensor, amax: Tensor | None, rows: Rows) -> _Weight:

@@ -1,6 +1,6 @@
 """A QuantizedTensor as the weight of a layer: its own codes are the operand, in both directions.
 
-A QuantizedPair has codes for each direction. A stack of matrices is the weight of a grouped layer.
+One with two sets of codes has its own for each direction. A stack of matrices is the weight of a grouped layer.
 """
 
 from __future__ import annotations
@@ -15,10 +15,7 @@ from fp8compile.layout.quantized import STACK, Quantized
 from fp8compile.ops.layer import LAYER_OPS, OPS_OF_LAYERS, layers
 from fp8compile.ops.layer.operands import Phase
 from fp8compile.quantizers import GEMMS, Gemm, Quantizer, Recipe
-from fp8compile.tensor.pair import QuantizedPair, has_codes
-from fp8compile.tensor.quantized import LAYERS, QuantizedTensor
-from fp8compile.tensor.stack import QuantizedStack
-from fp8compile.tensor.stack_parameter import QuantizedStackParameter
+from fp8compile.tensor.quantized import LAYERS, QuantizedTensor, cuts_blocks, has_codes
 
 __all__ = ["check_serves", "is_stack", "unserved"]
 
@@ -51,27 +48,25 @@ def unserved(quantizer: Quantizer, recipe: Recipe, for_grad_input: Quantizer | N
     )
 
 
-def check_serves(function: str, weight: QuantizedTensor | QuantizedPair, recipe: Recipe) -> None:
+def check_serves(function: str, weight: QuantizedTensor, recipe: Recipe) -> None:
     """Raise a ValueError, in the name of ``function``, if a layer with this recipe can't run on these codes."""
-    other = weight.quantizer_for_grad_input if isinstance(weight, QuantizedPair) else None
-    if (reason := unserved(weight.quantizer, recipe, other)) is not None:
+    if (reason := unserved(weight.quantizer, recipe, weight.quantizer_for_grad_input)) is not None:
         raise ValueError(f"{function}: {reason}")
 
 
 def is_stack(tensor: object) -> bool:
-    """Whether a tensor is codes of a stack of matrices, each quantized for itself, of one set or of two."""
-    first = tensor._for_output if isinstance(tensor, QuantizedPair) else tensor
-    return isinstance(first, (QuantizedStack, QuantizedStackParameter))
+    """Whether a tensor is codes of a stack of matrices, each quantized for itself."""
+    return isinstance(tensor, QuantizedTensor) and tensor.batch == 1
 
 
-def _check_weight(function: str, x: Tensor, weight: QuantizedTensor | QuantizedPair, recipe: Recipe) -> None:
+def _check_weight(function: str, x: Tensor, weight: QuantizedTensor, recipe: Recipe) -> None:
     if has_codes(x) or not has_codes(weight):
         raise TypeError(
             f"{function}: only the weight may be a QuantizedTensor, the layer quantizes its other operands itself. "
             "Pass .dequantize() for them, or multiply quantized matrices by fp8compile.scaled_mm."
         )
     check_serves(function, weight, recipe)
-    if isinstance(weight, QuantizedTensor) and weight.cuts_blocks():
+    if weight.quantizer_for_grad_input is None and cuts_blocks(weight):
         raise ValueError(
             f"{function}: weight is a shard of sizes {weight.sizes} along dim {weight.shard_dim}, which cuts blocks "
             f"{weight.quantizer.block}. Call .all_gather({weight.shard_dim}) first."
@@ -84,7 +79,7 @@ def _check_matrices(x: Tensor, weight: Tensor, recipe: Recipe) -> None:
             "grouped_linear: only the weight may be quantized, as codes of each matrix by itself; the layer quantizes "
             "its rows, and any other weight, itself. Pass .dequantize()."
         )
-    other = weight.quantizer_for_grad_input if isinstance(weight, QuantizedPair) else None
+    other = weight.quantizer_for_grad_input
     if unserved(weight.quantizer, recipe, other) is not None:
         made = f"{weight.quantizer!r}" if other is None else f"{weight.quantizer!r} and {other!r}"
         raise ValueError(
@@ -94,9 +89,9 @@ def _check_matrices(x: Tensor, weight: Tensor, recipe: Recipe) -> None:
         )
 
 
-def _codes(weight: Tensor, gemm: Gemm, *, is_stack: bool) -> Quantized:
-    own = weight.read_by(gemm)
-    if not is_stack:
+def _codes(weight: QuantizedTensor, gemm: Gemm) -> Quantized:
+    own = weight.set_of(gemm)
+    if not weight.batch:
         return Quantized(codes=own.codes, scale=own.scale, quantizer=own.quantizer, outer_scale=own.outer_scale)
     codes, quantizer = one_a_byte(own.codes, own.quantizer)
     return Quantized(codes=codes, scale=own.scale, quantizer=quantizer, outer_scale=own.outer_scale, layout=STACK)
@@ -115,8 +110,8 @@ def _run(func: Any, *args: Any) -> Any:
         _check_matrices(x, weight, recipe)
     else:
         _check_weight("linear" if gemm is GEMMS[0] else "grad_input", x, weight, recipe)
-    found = _codes(weight, gemm, is_stack=op.ends)
-    given = {"weight": found, "weight_in_turns": weight.is_in_turns}
+    found = _codes(weight, gemm)
+    given = {"weight": found, "weight_in_turns": weight.in_memory is not None}
     return _compat.as_kernel(op.run)(Phase.of(gemm, found.codes), args, given)
 
 

@@ -25,13 +25,10 @@ from torch.optim.optimizer import (
 )
 
 from fp8compile._compat import local_itself, untraced
-from fp8compile.tensor.update import assign, count_write
+from fp8compile.tensor.update import assign
 
 if TYPE_CHECKING:
-    from fp8compile.tensor.pair_parameter import QuantizedPairParameter
     from fp8compile.tensor.parameter import QuantizedParameter
-
-    Parameter = QuantizedParameter | QuantizedPairParameter
 
 __all__ = [
     "Pending",
@@ -61,20 +58,18 @@ class Pending:
 
     Attributes:
         place: Shape, strides and offset of the tensor that the optimizer writes to.
-        parameter: That tensor, with one set of codes or with two; None in a graph, which is given values only.
+        parameter: That tensor; None in a graph, which is given values only.
         values: Its values in its dtype; None as long as its codes are up to date.
-        of_pair: True if the parameter has two sets of codes; both then refer to this object.
     """
 
     def __init__(
-        self, place: Place, parameter: Parameter | None = None, values: Tensor | None = None, *, of_pair: bool
+        self, place: Place, parameter: QuantizedParameter | None = None, values: Tensor | None = None
     ) -> None:
         self.place = place
         self.parameter = parameter
         self.values = values
-        self.of_pair = of_pair
 
-    def is_of(self, tensor: Parameter) -> bool:
+    def is_of(self, tensor: QuantizedParameter) -> bool:
         """Return True if a view of the parameter has the shape, strides and offset of the whole.
 
         Raises:
@@ -99,18 +94,18 @@ class Pending:
             self.values.copy_(values)
 
 
-def computed_values(tensor: Parameter) -> Tensor | None:
+def computed_values(tensor: QuantizedParameter) -> Tensor | None:
     """Values that the running step has computed so far; None if the codes are up to date."""
     pending = tensor.pending
     return pending.values if pending is not None and pending.is_of(tensor) else None
 
 
-def values_of(tensor: Parameter) -> Tensor:
+def values_of(tensor: QuantizedParameter) -> Tensor:
     """Values that an in-place op reads: those that the running step has computed so far, else those of the codes."""
     return tensor.dequantize() if (values := computed_values(tensor)) is None else values
 
 
-def write(tensors: Sequence[Parameter], values: Sequence[Tensor]) -> None:
+def write(tensors: Sequence[QuantizedParameter], values: Sequence[Tensor]) -> None:
     """Give parameters, or views of them, values of their shape and dtype: at the end of a step that runs, else now."""
     now = []
     for tensor, value in zip(tensors, values, strict=True):
@@ -123,7 +118,7 @@ def write(tensors: Sequence[Parameter], values: Sequence[Tensor]) -> None:
         _write_now(now)
 
 
-def settle(parameters: Iterable[Parameter]) -> None:
+def settle(parameters: Iterable[QuantizedParameter]) -> None:
     """Quantize what a step has computed so far, for all these parameters with one message of amaxes."""
     found = (each.pending for each in parameters)
     every = {id(pending): pending for pending in found if pending is not None and pending.parameter is not None}
@@ -135,32 +130,30 @@ def settle(parameters: Iterable[Parameter]) -> None:
 
 
 @torch.no_grad()
-def _write_now(writes: Sequence[tuple[Parameter, Tensor]]) -> None:
-    sets = [(own, values) for tensor, values in writes for own in tensor.sets()]
-    assign([own for own, _ in sets], [values for _, values in sets])
+def _write_now(writes: Sequence[tuple[QuantizedParameter, Tensor]]) -> None:
+    assign([tensor for tensor, _ in writes], [values for _, values in writes])
     for tensor, values in writes:
-        count_write(tensor)
         tensor.written = True
         tensor.keep(values)
 
 
-def _parameters(optimizer: Optimizer) -> list[Parameter]:
+def _parameters(optimizer: Optimizer) -> list[QuantizedParameter]:
     every = (local_itself(p) for group in optimizer.param_groups for p in group["params"])
     return [each for each in every if hasattr(each, "check_writable")]
 
 
-def _open(parameters: Iterable[Parameter]) -> None:
+def _open(parameters: Iterable[QuantizedParameter]) -> None:
     for each in parameters:
-        each.pending = Pending(place_of(each), each, of_pair=len(each.sets()) == 2)
+        each.pending = Pending(place_of(each), each)
 
 
-def _close(parameters: Sequence[Parameter]) -> None:
+def _close(parameters: Sequence[QuantizedParameter]) -> None:
     settle(parameters)
     for each in parameters:
         each.pending = None
 
 
-def _outside(argument: Any, parameters: Sequence[Parameter]) -> Any:
+def _outside(argument: Any, parameters: Sequence[QuantizedParameter]) -> Any:
     """A closure that a step calls runs outside of it: it reads codes. Any other argument is as it was."""
     if not callable(argument):
         return argument

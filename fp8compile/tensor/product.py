@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp8compile.layout.quantized import Quantized
+from fp8compile.layout.quantized import WHOLE, Quantized
 from fp8compile.ops.registry import register_op
 from fp8compile.ops.scaled_mm import multiply_operands
 from fp8compile.ops.sharding import Cut, Split
@@ -80,7 +80,8 @@ LAYERS[with_product_gradient] = lambda func, product, *operands: product.detach(
 
 
 def _operand(x: QuantizedTensor) -> Quantized:
-    return Quantized(codes=x.codes, scale=x.scale, quantizer=x.quantizer, outer_scale=x.outer_scale)
+    # Dynamo, which traces this, knows where a global comes from, and not a default
+    return Quantized(codes=x.codes, scale=x.scale, quantizer=x.quantizer, outer_scale=x.outer_scale, layout=WHOLE)
 
 
 def scaled_mm(a: QuantizedTensor, b: QuantizedTensor, *, out_dtype: torch.dtype, emulate: bool = False) -> Tensor:

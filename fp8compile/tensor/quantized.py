@@ -3,6 +3,13 @@
 A wrapper subclass: to autograd and shapes it is a tensor of the source's dtype; only ops that keep what it stands for
 without touching a number work on it. Everything else raises: nothing dequantizes in silence.
 
+    batch    leading dims over which matrices are stacked, each quantized by itself. Without a batch (0), blocks lie
+             over the matrix of all rows, and the rows of a tensor are all its leading dims.
+    sets     one set of codes, or two of the same values: the output's products read the first, grad_input's the last
+
+             for the output        blocks along the rows of w_NK (rowwise: 1 x K, MX: 1 x 32)     y  = x @ w^T
+             for grad_input        blocks along its columns    (rowwise: N x 1, MX: 32 x 1)       dx = dy @ w
+
 The process group travels as an inner value of flatten and unflatten. PyTorch guards only on its type and bakes its
 size into graphs, so name, size and rank are in the metadata: a graph made for one group never runs on another.
 
@@ -14,7 +21,8 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
-from typing import Any
+from dataclasses import replace
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -22,18 +30,19 @@ from torch.distributed import ProcessGroup
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
 from fp8compile import ops
-from fp8compile.layout.cuts import SIDES, DimSharding, axis_blocks, split_axes
+from fp8compile.layout.cuts import DimSharding, Sharding, split_axes
 from fp8compile.layout.packing import one_a_byte
 from fp8compile.layout.quantized import Quantized, TensorLayout
 from fp8compile.ops.layer.over_ranks import gather
-from fp8compile.quantizers import Gemm, Quantizer
-from fp8compile.quantizers.blocks import as_matrix
+from fp8compile.ops.layer.quantize import dequantized
+from fp8compile.quantizers import GEMMS, Gemm, Quantizer
 from fp8compile.tensor.agreement import check_agreement
 from fp8compile.tensor.arguments import own_sizes, shown
+from fp8compile.tensor.codes import Codes
+from fp8compile.tensor.pass_in_memory import PassInMemory
 from fp8compile.tensor.refusals import refuse_operators
-from fp8compile.tensor.saved import load_tensor
 
-__all__ = ["HANDLERS", "LAYERS", "VIEWS", "QuantizedTensor", "alias_of", "cuts_blocks", "place_of_values"]
+__all__ = ["HANDLERS", "LAYERS", "VIEWS", "QuantizedTensor", "cuts_blocks", "has_codes", "no_meaning"]
 
 # What works on one: filled by the files that say how.
 HANDLERS: dict[Any, Callable] = {}  # ops of PyTorch whose first argument it is
@@ -42,6 +51,9 @@ LAYERS: dict[Any, Callable] = {  # our own ops that take one in any place
     # what is known is the result; nothing is computed, and a graph holds no such op
     ops.straight_through: lambda func, values, *others: values.detach(),
 }
+PARTS = ("codes", "scale", "outer_scale")
+ENDS = ("", "_for_grad_input")  # of the names of the parts of each set
+INNER = tuple(f"{part}{end}" for end in ENDS for part in PARTS)
 
 
 def _parts_to_gather(x: QuantizedTensor, dim: int, sizes: Sequence[int] | None) -> DimSharding:
@@ -87,27 +99,38 @@ class QuantizedTensor(Tensor):
     Attributes:
         codes: uint8, ``quantizer.codes_shape(shape)``. To read, like ``scale``: a compiled graph does not see that a
             change in place of one of them changes this tensor.
-        scale: What codes are multiplied by, ``quantizer.scale_shape(shape)``: float32, or uint8 for E8M0. Of a shard
-            that cuts blocks, that of the whole tensor's shape.
+        scale: What codes are multiplied by, ``quantizer.scale_shape(shape)``: float32, or uint8 for E8M0. In a stack
+            (E, blocks, blocks), that of each matrix. A shard that cuts blocks has that of the whole tensor's shape.
         quantizer: The immutable quantizer that made it.
         group: The process group whose ranks share its scales, or None.
         shard_dim: The dim along which these ranks have parts of a whole; None without a group, and where a view has
             no such dim any more.
         sizes: What every rank has along it, where ``fp8compile.quantize`` was told; else None.
-        outer_scale: What all of it is multiplied by beside ``scale``, (1,) float32, where the quantizer has two levels
-            of scales (``fp8compile.TwoLevelScaling``); else None.
+        outer_scale: What all of it is multiplied by beside ``scale``, (1,) float32, or (E,) of a stack, if the
+            quantizer has two levels of scales (``fp8compile.TwoLevelScaling``); else None.
+        batch: Number of leading dims over which matrices are stacked.
+        quantizer_for_grad_input: The quantizer of a second set of codes, which grad_input multiplies; None without
+            one. The parts of that set have names with the same end.
+        in_memory: Says which set is in memory, if both share one; else None.
     """
 
     codes: Tensor
     scale: Tensor
+    outer_scale: Tensor | None
     quantizer: Quantizer
+    codes_for_grad_input: Tensor | None
+    scale_for_grad_input: Tensor | None
+    outer_scale_for_grad_input: Tensor | None
+    quantizer_for_grad_input: Quantizer | None
     group: ProcessGroup | None
     shard_dim: int | None
     sizes: tuple[int, ...] | None
-    outer_scale: Tensor | None
-    instead_of_cutting = "call .dequantize() first."  # what errors advise
+    batch: int
+    in_memory: PassInMemory | None
+    scales_of_whole: tuple[tuple[bool, bool], ...] = ((False, False),) * 2  # of each set, as `Codes` has it
+    instead_of_cutting: str = "call .dequantize() first."
     ends_in_padding = False  # whether nothing is lost where a view ends within a block
-    may_cut_rows = False  # whether a view of rows may cut blocks
+    may_cut_blocks = False  # whether a view may begin or end within a block, and then have the scales of all blocks
 
     @staticmethod
     def __new__(
@@ -120,12 +143,15 @@ class QuantizedTensor(Tensor):
         shard_dim: int | None = None,
         sizes: tuple[int, ...] | None = None,
         outer_scale: Tensor | None = None,
+        batch: int = 0,
+        second: Codes | None = None,
+        in_memory: PassInMemory | None = None,
     ) -> QuantizedTensor:
         """Wrap codes and scales that a quantizer made of a tensor of this dtype; ``quantize`` is the usual way."""
         # views of a tensor that was made outside of inference mode have its version counter, inside of it too
         with torch.inference_mode(torch.is_inference_mode_enabled() and codes.is_inference()):
-            shape = cls._values_shape(codes, quantizer)
-            strides, offset = place_of_values(codes, shape)
+            shape = (*codes.shape[:batch], *quantizer.values_shape(codes.shape[batch:]))
+            strides, offset = _place_of_values(codes, shape)
             return Tensor._make_wrapper_subclass(
                 cls,
                 shape,
@@ -145,6 +171,9 @@ class QuantizedTensor(Tensor):
         shard_dim: int | None = None,
         sizes: tuple[int, ...] | None = None,
         outer_scale: Tensor | None = None,
+        batch: int = 0,
+        second: Codes | None = None,
+        in_memory: PassInMemory | None = None,
     ) -> None:
         if quantizer.has_outer_scale() != (outer_scale is not None):
             raise TypeError(
@@ -153,25 +182,82 @@ class QuantizedTensor(Tensor):
             )
         self.codes = codes
         self.scale = scale
+        self.outer_scale = outer_scale
         self.quantizer = quantizer
+        self.codes_for_grad_input = None if second is None else second.codes
+        self.scale_for_grad_input = None if second is None else second.scale
+        self.outer_scale_for_grad_input = None if second is None else second.outer_scale
+        self.quantizer_for_grad_input = None if second is None else second.quantizer
         self.group = group
         self.shard_dim = shard_dim
         self.sizes = sizes
-        self.outer_scale = outer_scale
+        self.batch = batch
+        self.in_memory = in_memory
 
     @classmethod
-    def _values_shape(cls, codes: Tensor, quantizer: Quantizer) -> tuple[int, ...]:
-        """The shape of what codes stand for."""
-        return quantizer.values_shape(codes.shape)
+    def of_sets(cls, sets: Sequence[Codes], dtype: torch.dtype, **others: Any) -> Self:
+        """Wrap one set of codes or two; other arguments as of the class."""
+        first, second = sets[0], sets[1] if len(sets) == 2 else None
+        own = first.codes, first.scale, first.quantizer, dtype
+        found = cls(*own, outer_scale=first.outer_scale, second=second, **others)
+        found.scales_of_whole = tuple(each.has_scales_of_whole for each in (first, sets[-1]))
+        return found
+
+    # ------------------------------------------------------------------ its codes
+
+    def _sets_named(self, before: str) -> tuple[Codes, ...]:
+        found = []
+        quantizers = self.quantizer, self.quantizer_for_grad_input
+        for end, quantizer, of_whole in zip(ENDS, quantizers, self.scales_of_whole, strict=True):
+            if quantizer is not None:
+                parts = {part: getattr(self, f"{before}{part}{end}") for part in PARTS}
+                layout = TensorLayout(batch=self.batch)
+                found.append(Codes(**parts, quantizer=quantizer, layout=layout, has_scales_of_whole=of_whole))
+        return tuple(found)
+
+    def sets(self) -> tuple[Codes, ...]:
+        """All sets of codes that it has, one or two, whichever of them is in memory."""
+        return self._sets_named("")
+
+    def stored(self) -> tuple[Codes, ...]:
+        """All sets of codes, as they are in memory: of a parameter, before what a running step has computed."""
+        return self.sets()
+
+    def set_of(self, gemm: Gemm) -> Codes:
+        """The set of codes that a product of a layer multiplies.
+
+        Raises:
+            RuntimeError: Its memory holds the other one.
+        """
+        if self.in_memory is not None:
+            self.in_memory.check(gemm)
+        return self.sets()[-1 if gemm is GEMMS[1] else 0]
+
+    def parts(self) -> tuple[Tensor, ...]:
+        """The plain tensors that it is made of: codes, scale, and of two levels the outer scale, of each set."""
+        return tuple(part for own in self.sets() for part in own.parts())
 
     # ------------------------------------------------------------------ what torch.compile asks
 
+    @property
+    def codes_in_forward(self) -> Tensor:
+        """The codes for the output, where both sets share memory: raises in a forward that is repeated."""
+        self.in_memory.check_forward()
+        return self.codes
+
+    def _inner_names(self) -> list[str]:
+        sets = zip(self.stored(), ENDS, strict=False)
+        return [f"{part}{end}" for own, end in sets for part in PARTS[: len(own.parts())]]
+
     def __tensor_flatten__(self) -> tuple[list[str], tuple]:
-        names = ["codes", "scale", "outer_scale"] if self.quantizer.has_outer_scale() else ["codes", "scale"]
+        names, quantizers = self._inner_names(), tuple(own.quantizer for own in self.stored())
+        if self.in_memory is not None:
+            names[0] = "codes_in_forward"
+        how = quantizers, self.dtype, self.batch, self.in_memory is not None
         if self.group is None:
-            return names, (self.quantizer, self.dtype, None)
+            return names, (*how, None)
         identity = (self.group.group_name, self.group.size(), self.group.rank(), self.shard_dim, self.sizes)
-        return [*names, "group"], (self.quantizer, self.dtype, identity)
+        return [*names, "group"], (*how, identity)
 
     def _stable_hash_for_caching(self) -> str:
         """What stands for an argument in the key of AOTAutograd's cache.
@@ -179,19 +265,26 @@ class QuantizedTensor(Tensor):
         PyTorch's own holds of a constant its class only: e4m3 and e5m2 would share code. The quantizer's text has its
         fields, and the salt.
         """
-        names, (_, *metadata) = self.__tensor_flatten__()
-        tensors = [getattr(self, name) for name in names if name != "group"]
-        inner = [(t.shape, t.stride(), t.dtype, t.device) for t in tensors]
-        values = (type(self).__name__, names, self.shape, self.requires_grad, self.quantizer.__fx_repr__()[0])
+        names, (quantizers, _, *metadata) = self.__tensor_flatten__()
+        inner = [(t.shape, t.stride(), t.dtype, t.device) for t in (getattr(self, n) for n in names if n != "group")]
+        texts = [quantizer.__fx_repr__()[0] for quantizer in quantizers]
+        values = (type(self).__name__, names, self.shape, self.requires_grad, *texts)
         return hashlib.blake2b(repr((*values, inner, metadata)).encode(), digest_size=16).hexdigest()
+
+    @classmethod
+    def _unflattened(cls, inner: dict, metadata: tuple) -> Self:
+        quantizers, dtype, batch, shares_memory, identity = metadata
+        parts = {name.removeprefix("_").replace("codes_in_forward", "codes"): each for name, each in inner.items()}
+        sets = [
+            Codes(**{part: parts.get(f"{part}{end}") for part in PARTS}, quantizer=quantizer)
+            for quantizer, end in zip(quantizers, ENDS, strict=False)
+        ]
+        shard = {} if identity is None else {"group": inner["group"], "shard_dim": identity[3], "sizes": identity[4]}
+        return cls.of_sets(sets, dtype, batch=batch, in_memory=PassInMemory() if shares_memory else None, **shard)
 
     @staticmethod
     def __tensor_unflatten__(inner: dict, metadata: tuple, outer_size: Any, outer_stride: Any) -> QuantizedTensor:
-        quantizer, dtype, identity = metadata
-        shard = (None, None, None) if identity is None else (inner["group"], *identity[-2:])
-        return QuantizedTensor(
-            inner["codes"], inner["scale"], quantizer, dtype, *shard, outer_scale=inner.get("outer_scale")
-        )
+        return QuantizedTensor._unflattened(inner, metadata)
 
     def __coerce_tangent_metadata__(self) -> QuantizedTensor:
         # AOTAutograd asks an output of a graph for the gradient that it will get, and expects one of the same class
@@ -203,7 +296,7 @@ class QuantizedTensor(Tensor):
     # ------------------------------------------------------------------ what it stands for
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
-        """Codes times scale in float32, rounded once.
+        """Codes times scale in float32, rounded once; of two sets of codes those for the output.
 
         Gradients pass straight through.
 
@@ -218,41 +311,26 @@ class QuantizedTensor(Tensor):
         return ops.straight_through(self._values(dtype or self.dtype), self, self.quantizer)
 
     def _values(self, dtype: torch.dtype) -> Tensor:
-        outer = self._outer_scales()
-        if not self.cuts_blocks():
-            return ops.dequantize(self.codes, self.scale, self.quantizer, dtype, *outer)
-        codes, quantizer = one_a_byte(self.codes, self.quantizer)
-        codes, scale = as_matrix(codes), self.scale.reshape(-1, self.scale.shape[-1])
-        is_column = int(self.shard_dim == self.ndim - 1)
-        side = axis_blocks(self.shape, (self.shards(),), self.quantizer.block)[is_column]
-        dim = SIDES[is_column]
-        window = side.embed(codes, dim), side.window(scale, dim)
-        window = ops.dequantize(*window, quantizer, dtype, *outer)
-        return side.extract(window, dim).reshape(self.shape)
+        own = self.set_of(GEMMS[0])
+        cuts = self.cuts_of(own)
+        if not cuts and not self.batch:
+            return ops.dequantize(own.codes, own.scale, own.quantizer, dtype, *own.scales[1:])
+        codes, quantizer = one_a_byte(own.codes, own.quantizer)
+        layout = TensorLayout(cuts, self.batch)
+        whole = split_axes(self.shape, cuts, quantizer.block, self.batch)
+        part = replace(own, codes=codes, quantizer=quantizer, layout=layout, has_scales_of_whole=whole)
+        return dequantized(part, dtype).local
 
-    def cuts_blocks(self) -> bool:
-        """Whether this is a shard with elements of blocks that other ranks have elements of, along ``shard_dim``.
+    def cuts_of(self, own: Codes) -> Sharding:
+        """How ranks cut this tensor, if they cut blocks of a set of its codes; else none.
 
-        Of blocks that span that dim, every rank has the one scale, and none is cut.
+        Of blocks that span the dim that is cut, every rank has the one scale, and none is cut.
         """
-        return cuts_blocks(self)
+        return (self.shards(),) if _cuts_blocks_of(self, own.quantizer) else ()
 
-    def sets(self) -> tuple[QuantizedTensor, ...]:
-        """All sets of codes that it has: this one. A `QuantizedPair` has two."""
-        return (self,)
-
-    def parts(self) -> tuple[Tensor, ...]:
-        """The plain tensors that it is made of: codes, scale, and of two levels the outer scale."""
-        return self.codes, self.scale, *self._outer_scales()
-
-    def read_by(self, gemm: Gemm) -> QuantizedTensor:
-        """The set of codes that a product of a layer multiplies: this one, whichever it is."""
-        return self
-
-    @property
-    def is_in_turns(self) -> bool:
-        """Whether its memory holds other codes in the backward than in the forward."""
-        return False
+    def block_along(self, own: Codes, dim: int) -> int:
+        """How many elements along a dim share a scale of a set; -1 for all of them."""
+        return 1 if dim < self.batch else own.quantizer.block[int(dim == self.ndim - 1)]
 
     def shards(self) -> DimSharding:
         """How ranks cut the whole tensor, where ``sizes`` are known."""
@@ -281,8 +359,8 @@ class QuantizedTensor(Tensor):
                 ".detach() first, or gather the source and quantize that."
             )
         shards = _parts_to_gather(self, dim, sizes)
-        is_column = shards.dim == self.ndim - 1
-        whole = (self.cuts_blocks() and not is_column, self.cuts_blocks() and is_column)
+        is_column, cuts = shards.dim == self.ndim - 1, cuts_blocks(self)
+        whole = (cuts and not is_column, cuts and is_column)
         part = Quantized(
             codes=self.codes,
             scale=self.scale,
@@ -309,9 +387,12 @@ class QuantizedTensor(Tensor):
     def __repr__(self) -> str:  # type: ignore[override]
         group = "None" if self.group is None else repr(self.group.group_name)
         shard = "" if self.sizes is None else f", shard_dim={self.shard_dim}, sizes={self.sizes}"
+        batch = f", batch={self.batch}" if self.batch else ""
+        second = self.quantizer_for_grad_input
         return (
             f"QuantizedTensor(shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device}, "
-            f"quantizer={self.quantizer!r}, group={group}{shard})"
+            f"quantizer={self.quantizer!r}, group={group}{shard}{batch}"
+            f"{'' if second is None else f', quantizer_for_grad_input={second!r}'})"
         )
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -320,23 +401,35 @@ class QuantizedTensor(Tensor):
                 "a QuantizedTensor with a process group can't be pickled: a group lives in one process. Pickle "
                 ".dequantize(), or its .codes and .scale."
             )
-        return load_tensor, (self.codes, self.scale, self.quantizer, self.dtype, *self._outer_scales())
+        if self.batch or self.quantizer_for_grad_input is not None:
+            raise TypeError(
+                "a QuantizedTensor of a stack, or of two sets of codes, is what FSDP2 gathered, for a while; save its "
+                "module's state_dict()."
+            )
+        outer = () if self.outer_scale is None else (self.outer_scale,)
+        return self.load, (self.codes, self.scale, self.quantizer, self.dtype, *outer)
 
-    def _outer_scales(self) -> tuple[Tensor, ...]:
-        return () if self.outer_scale is None else (self.outer_scale,)
+    load: Callable[..., QuantizedTensor]  # what its pickles call, set by `fp8compile.tensor.saved`
 
-    def _like(self, codes: Tensor, scale: Tensor) -> QuantizedTensor:
-        outer = alias_of(self.outer_scale)
-        return QuantizedTensor(codes, scale, self.quantizer, self.dtype, self.group, self.shard_dim, self.sizes, outer)
+    # ------------------------------------------------------------------ views
 
-    def _view(
-        self, codes: Tensor, scale: Tensor, shard_dim: int | None, quantizer: Quantizer | None = None
-    ) -> QuantizedTensor:
-        """A view whose ranks have parts along this dim of it; it keeps sizes where it has all of the dim."""
-        whole_dim = shard_dim is not None and codes.shape[shard_dim] == self.codes.shape[self.shard_dim]
-        sizes = self.sizes if whole_dim else None
-        quantizer, outer = quantizer or self.quantizer, alias_of(self.outer_scale)
-        return QuantizedTensor(codes, scale, quantizer, self.dtype, self.group, shard_dim, sizes, outer)
+    def like(self, sets: Sequence[Codes]) -> Self:
+        """One of the same shape, by other codes or by views of these."""
+        where = {"group": self.group, "shard_dim": self.shard_dim, "sizes": self.sizes}
+        return self.of_sets(sets, self.dtype, batch=self.batch, in_memory=self.in_memory, **where)
+
+    def view_of(self, sets: Sequence[Codes], shard_dim: int | None, *, along_batch: bool = False) -> Self:
+        """A view of another shape.
+
+        Args:
+            sets: Its codes.
+            shard_dim: The dim of the view along which ranks have parts; it keeps sizes if it has all of the dim.
+            along_batch: Whether it has some of the matrices, all of each.
+        """
+        codes, own = sets[0].codes, self.stored()[0].codes
+        has_all = shard_dim is not None and codes.shape[shard_dim] == own.shape[self.shard_dim]
+        where = {"group": self.group, "shard_dim": shard_dim, "sizes": self.sizes if has_all else None}
+        return self.of_sets(sets, self.dtype, batch=self.batch, in_memory=self.in_memory, **where)
 
     __torch_function__ = torch._C._disabled_torch_function_impl
 
@@ -349,19 +442,19 @@ class QuantizedTensor(Tensor):
         if handler is None and func._can_decompose():  # below autograd, composites come here before what they are of
             return func.decompose(*args, **kwargs)
         if handler is None or not isinstance(args[0], QuantizedTensor):
-            raise TypeError(_no_meaning(func))
+            raise TypeError(no_meaning(func, next((each for each in args if isinstance(each, QuantizedTensor)), None)))
         result = handler(func, *args, **kwargs)
         if func in VIEWS:
             return return_and_correct_aliasing(func, args, kwargs, result)
         return result
 
 
-def alias_of(tensor: Tensor | None) -> Tensor | None:
-    """A view of all of a tensor, if there is one. A function: of a method Dynamo makes a call in the graph."""
-    return None if tensor is None else torch.ops.aten.alias.default(tensor)
+def has_codes(tensor: object) -> bool:
+    """Whether a tensor is made of codes."""
+    return isinstance(tensor, QuantizedTensor)
 
 
-def place_of_values(codes: Tensor, shape: Sequence[int]) -> tuple[tuple[int, ...], int]:
+def _place_of_values(codes: Tensor, shape: Sequence[int]) -> tuple[tuple[int, ...], int]:
     """Strides and offset of the values that codes stand for, as if each value had a place in a memory of its own.
 
     Where several neighbours along one dim share a byte, that memory has as many times the places, in the same order.
@@ -378,19 +471,39 @@ def place_of_values(codes: Tensor, shape: Sequence[int]) -> tuple[tuple[int, ...
     return tuple(strides), offset // step * step * per_byte + offset % step
 
 
-def cuts_blocks(x: QuantizedTensor) -> bool:
-    """`QuantizedTensor.cuts_blocks`, as a function: Dynamo traces no method of a tensor that returns a bool."""
+def _cuts_blocks_of(x: QuantizedTensor, quantizer: Quantizer) -> bool:
     if x.sizes is None or x.shard_dim is None:
         return False
     shards = DimSharding("", 0, x.shard_dim, x.sizes)  # which ranks, and which of them, makes no difference
-    return any(split_axes(x.shape, (shards,), x.quantizer.block))
+    return any(split_axes(x.shape, (shards,), quantizer.block, x.batch))
 
 
-def _no_meaning(op: object) -> str:
+def cuts_blocks(x: QuantizedTensor) -> bool:
+    """Whether this is a shard with elements of blocks that other ranks have elements of, along ``shard_dim``.
+
+    A function: Dynamo traces no method of a tensor that returns a bool.
+    """
+    second = x.quantizer_for_grad_input
+    return _cuts_blocks_of(x, x.quantizer) or (second is not None and _cuts_blocks_of(x, second))
+
+
+def no_meaning(op: object, x: QuantizedTensor | None) -> str:
+    """What an op that has no meaning raises, by what the tensor is."""
+    if x is not None and x.batch:
+        return (
+            f"{op} of the weights of experts, whose matrices are codes with scales of their own: it keeps no matrix. "
+            "Nothing dequantizes in silence. Multiply by fp8compile.grouped_linear or grouped_mm, or call "
+            ".dequantize()."
+        )
+    if x is not None and x.quantizer_for_grad_input is not None:
+        return (
+            f"{op} has no FP8 meaning for a weight that is two sets of codes, and nothing dequantizes in silence. "
+            "Multiply by it through fp8compile.linear, or keep that layer's weight in high precision."
+        )
     return (
         f"{op} has no FP8 meaning for a QuantizedTensor, and nothing dequantizes in silence. Call .dequantize() "
         "first; for products use fp8compile.linear or fp8compile.scaled_mm."
     )
 
 
-refuse_operators(QuantizedTensor, _no_meaning)
+refuse_operators(QuantizedTensor, no_meaning)

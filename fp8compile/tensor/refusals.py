@@ -21,17 +21,17 @@ OPERATORS = [
 METHODS = ["share_memory_", "apply_", "map_", "map2_"]  # a wrapper has no memory, and PyTorch would read address 0
 
 
-def refuse_operators(cls: type[Tensor], no_meaning: Callable[[object], str]) -> None:
+def refuse_operators(cls: type[Tensor], no_meaning: Callable[[object, Any], str]) -> None:
     """Have all operators of a class raise a TypeError.
 
     Args:
         cls: A wrapper of other tensors.
-        no_meaning: The text of the error, for what was called.
+        no_meaning: The text of the error, for what was called and the tensor.
     """
 
     def refused(name: str) -> Callable:
         def refuse(self: Tensor, *others: Any) -> Any:
-            raise TypeError(no_meaning(f"Tensor.{name}"))
+            raise TypeError(no_meaning(f"Tensor.{name}", self))
 
         return refuse
 

@@ -7,19 +7,14 @@ whose attributes a file could then set. Files name the functions, so their names
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
 from fp8compile.layout.shapes import scale_shape, values_shape
 from fp8compile.quantizers import Quantizer
 from fp8compile.tensor.arguments import SOURCE_DTYPES
-
-if TYPE_CHECKING:
-    from fp8compile.tensor.pair_parameter import QuantizedPairParameter
-    from fp8compile.tensor.parameter import QuantizedParameter
-    from fp8compile.tensor.quantized import QuantizedTensor
+from fp8compile.tensor.parameter import EXTENTS, SLICE, QuantizedParameter, as_leaf
+from fp8compile.tensor.quantized import QuantizedTensor
 
 __all__ = ["load_pair", "load_parameter", "load_stack", "load_tensor"]
 
@@ -63,8 +58,6 @@ def load_tensor(
     codes: Tensor, scale: Tensor, quantizer: Quantizer, dtype: torch.dtype, outer_scale: Tensor | None = None
 ) -> QuantizedTensor:
     """What a pickle of a QuantizedTensor calls."""
-    from fp8compile.tensor.quantized import QuantizedTensor
-
     _check(codes, scale, quantizer, dtype, outer_scale)
     return QuantizedTensor(codes, scale, quantizer, dtype, outer_scale=outer_scale)
 
@@ -79,8 +72,6 @@ def load_parameter(
     outer_scale: Tensor | None = None,
 ) -> QuantizedParameter:
     """What a pickle of a QuantizedParameter calls."""
-    from fp8compile.tensor.parameter import QuantizedParameter
-
     _check(codes, scale, quantizer, dtype, outer_scale)
     return _with_kept(QuantizedParameter(codes, scale, quantizer, dtype, outer_scale=outer_scale), kept, leaf)
 
@@ -94,18 +85,14 @@ def load_stack(
     leaf: tuple[bool, bool],
     outer_scale: Tensor | None = None,
 ) -> QuantizedParameter:
-    """What a pickle of a QuantizedStackParameter calls."""
-    from fp8compile.tensor.stack_parameter import QuantizedStackParameter
-
+    """What a pickle of a QuantizedParameter that is a stack calls."""
     if not isinstance(codes, Tensor) or codes.ndim != 3:
         raise ValueError("load: the weights of experts are codes of a stack of matrices, of three dims.")
     _check(codes, scale, quantizer, dtype, outer_scale, matrices=codes.shape[0])
-    return _with_kept(QuantizedStackParameter(codes, scale, quantizer, dtype, outer_scale=outer_scale), kept, leaf)
+    return _with_kept(QuantizedParameter(codes, scale, quantizer, dtype, outer_scale=outer_scale, batch=1), kept, leaf)
 
 
 def _with_kept(found: QuantizedParameter, kept: tuple, leaf: tuple[bool, bool]) -> QuantizedParameter:
-    from fp8compile.tensor.parameter import EXTENTS, as_leaf
-
     extent, written, initial = kept
     if extent not in EXTENTS:
         raise ValueError(f"load: the file has a QuantizedParameter of extent {extent!r}; it is one of {EXTENTS}.")
@@ -115,16 +102,19 @@ def _with_kept(found: QuantizedParameter, kept: tuple, leaf: tuple[bool, bool]) 
     return as_leaf(found, *map(bool, leaf))
 
 
-def load_pair(sets: tuple, leaf: tuple[bool, bool]) -> QuantizedPairParameter:
-    """What a pickle of a QuantizedPairParameter calls, with the two that it is made of."""
-    from fp8compile.tensor.pair_parameter import QuantizedPairParameter
-    from fp8compile.tensor.parameter import QuantizedParameter, as_leaf
-
+def load_pair(sets: tuple, leaf: tuple[bool, bool]) -> QuantizedParameter:
+    """What a pickle of a QuantizedParameter of two sets of codes calls, with one parameter for each."""
     if len(sets) != 2 or not all(isinstance(each, QuantizedParameter) for each in sets):
         raise TypeError(f"load: a pair is two quantized parameters; the file has {[type(s).__name__ for s in sets]}.")
-    if sets[0].shape != sets[1].shape or sets[0].dtype != sets[1].dtype:
+    first, second = sets
+    if first.shape != second.shape or first.dtype != second.dtype or first.batch != second.batch:
         raise ValueError(f"load: two sets of codes of one weight have shapes {[tuple(each.shape) for each in sets]}.")
-    return as_leaf(QuantizedPairParameter(*sets), *map(bool, leaf))
+    found = QuantizedParameter.of_sets([*first.sets(), *second.sets()], first.dtype, batch=first.batch)
+    found.extent = SLICE if second.extent == SLICE else first.extent
+    found.written, found.initial = first.written, first.initial
+    return as_leaf(found, *map(bool, leaf))
 
 
 torch.serialization.add_safe_globals([load_tensor, load_parameter, load_stack, load_pair])
+QuantizedTensor.load = staticmethod(load_tensor)
+QuantizedParameter.loaders = {"matrix": load_parameter, "stack": load_stack, "pair": load_pair}

@@ -5,7 +5,7 @@ values of each weight --amax--> amaxes --(one maximum over the ranks for all of 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -17,8 +17,9 @@ from fp8compile import ops
 from fp8compile._compat import local_itself
 from fp8compile.layout.cuts import Sharding
 from fp8compile.ops.collectives import all_reduce_amaxes
-from fp8compile.ops.layer.quantize import Scales
+from fp8compile.ops.layer.quantize import Scales, outer_amax_of, scales_of
 from fp8compile.quantizers import DelayedScaling, Quantizer
+from fp8compile.tensor.codes import Codes
 
 if TYPE_CHECKING:
     from fp8compile.tensor.parameter import QuantizedParameter
@@ -26,50 +27,57 @@ if TYPE_CHECKING:
 __all__ = ["assign", "count_write", "shared_with", "stand_for"]
 
 
-def shared_with(weight: QuantizedParameter) -> ProcessGroup | None:
-    """The ranks that have one of its scales too, if there are any: of a block, or of two levels the outer one."""
-    return _share_outer(weight) if weight.quantizer.has_outer_scale() else _share_blocks(weight)
+def shared_with(weight: QuantizedParameter, own: Codes) -> ProcessGroup | None:
+    """The ranks that have a scale of a set, too, if there are any: of a block, or of two levels the outer one."""
+    return _share_outer(weight) if own.quantizer.has_outer_scale() else _share_blocks(weight, own)
 
 
 def _share_outer(weight: QuantizedParameter) -> ProcessGroup | None:
     """The ranks that have elements of the same matrix, if there are any."""
-    is_alone = weight.shard_dim is None or weight.is_stacked_along(weight.shard_dim)
-    return None if is_alone else weight.group
+    return None if weight.shard_dim is None or weight.shard_dim < weight.batch else weight.group
 
 
-def _share_blocks(weight: QuantizedParameter) -> ProcessGroup | None:
+def _share_blocks(weight: QuantizedParameter, own: Codes) -> ProcessGroup | None:
     """The ranks that have elements of the same blocks, if there are any."""
     if weight.group is None or weight.shard_dim is None:
         return None
-    return weight.group if weight.has_all_scales or weight.block_along(weight.shard_dim) == -1 else None
+    return weight.group if own.has_all_scales or weight.block_along(own, weight.shard_dim) == -1 else None
 
 
-def _over_ranks(
-    weights: Sequence[QuantizedParameter], amaxes: Sequence[Tensor]
-) -> tuple[list[Tensor], list[Tensor | None]]:
-    """Amaxes of blocks, and of two levels that of the whole weight, over all ranks that share their scales.
+def _over_ranks(sets: Sequence[_Set], amaxes: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor | None]]:
+    """Amaxes of blocks, and of two levels those of matrices, over all ranks that share their scales.
 
     Tensor parallelism cuts no blocks of two levels, so of these its ranks send the amax of the whole weight alone.
     """
-    two_levels = [index for index, weight in enumerate(weights) if weight.quantizer.has_outer_scale()]
-    found = [*amaxes, *(weights[index].outer_amax_of(amaxes[index]) for index in two_levels)]
-    ranks = [*map(_share_blocks, weights), *(_share_outer(weights[index]) for index in two_levels)]
-    outer = [None if weight.quantizer.has_outer_scale() else weight.outer for weight in weights]
-    for groups in (ranks, [*outer, *(weights[index].outer for index in two_levels)]):
+    two_levels = [index for index, each in enumerate(sets) if each.codes.quantizer.has_outer_scale()]
+    found = [*amaxes, *(outer_amax_of(amaxes[index], sets[index].codes.quantizer) for index in two_levels)]
+    ranks = [_share_blocks(each.weight, each.codes) for each in sets]
+    ranks += [_share_outer(sets[index].weight) for index in two_levels]
+    outer = [None if each.codes.quantizer.has_outer_scale() else each.outer for each in sets]
+    outer += [sets[index].outer for index in two_levels]
+    for groups in (ranks, outer):
         found = all_reduce_amaxes(found, [() if group is None else (group,) for group in groups])
     of_whole = dict(zip(two_levels, found[len(amaxes) :], strict=True))
     return found[: len(amaxes)], [of_whole.get(index) for index in range(len(amaxes))]
 
 
-def _scales(weight: QuantizedParameter, amax: Tensor, outer_amax: Tensor | None) -> Scales:
+def _scales(each: _Set, amax: Tensor, outer_amax: Tensor | None) -> Scales:
     """Multiplier and scales of all its blocks, of their amaxes; or, of delayed scaling, of those before."""
-    if outer_amax is not None:
-        return weight.two_scales_of(amax, outer_amax)
-    if not isinstance(weight.quantizer, DelayedScaling):
-        return *ops.scale(amax, weight.quantizer), None
-    _, multiplier = weight.row()
+    quantizer = each.codes.quantizer
+    if not isinstance(quantizer, DelayedScaling):
+        return scales_of(amax, quantizer, outer_amax=outer_amax)
+    _, multiplier = each.weight.row()
     multiplier = multiplier.view(amax.shape)
-    return multiplier, weight.quantizer.scale_of(multiplier), None
+    return multiplier, quantizer.scale_of(multiplier), None
+
+
+@dataclass(frozen=True)
+class _Set:
+    """One set of codes of a weight, and the tensor parallel ranks that have its scale, too."""
+
+    weight: QuantizedParameter
+    codes: Codes
+    outer: ProcessGroup | None
 
 
 @dataclass(frozen=True)
@@ -82,25 +90,29 @@ class _Anew:
     amax: Tensor
 
 
-def quantized_anew(
+def _quantized_anew(
     weights: Sequence[QuantizedParameter],
     values: Sequence[Tensor],
-    dtypes: Sequence[torch.dtype] | None = None,
-    rounding: Sequence[Quantizer] | None = None,
-    cuts: Sequence[Sharding] | None = None,
-) -> Iterator[_Anew]:
-    """Codes, scales and amaxes of new values of each weight, one at a time; arguments as of `assign`."""
-    quantizers = [weight.quantizer for weight in weights]
+    dtypes: Sequence[torch.dtype] | None,
+    rounding: Callable[[Quantizer], Quantizer],
+    cuts: Sequence[Sharding] | None,
+) -> Iterator[tuple[_Set, Tensor, _Anew]]:
+    """Each set of codes of each weight, its values, and what it becomes by them; arguments as of `assign`."""
     dtypes = dtypes or [value.dtype for value in values]
-    amaxes = [w.amax_of(v.to(dtype)) for w, v, dtype in zip(weights, values, dtypes, strict=True)]
-    amaxes, outer_amaxes = _over_ranks(weights, amaxes)
-    casts = zip(values, dtypes, rounding or quantizers, cuts or [()] * len(quantizers), strict=True)
-    for weight, amax, outer_amax, (value, dtype, quantizer, cut) in zip(
-        weights, amaxes, outer_amaxes, casts, strict=True
-    ):
-        multiplier, scale, outer_scale = _scales(weight, amax, outer_amax)
-        codes = weight.codes_of(value.to(dtype), multiplier, quantizer, cut)
-        yield _Anew(codes, scale, outer_scale, amax)
+    sets, given = [], []
+    for weight, *others in zip(weights, values, dtypes, cuts or [()] * len(weights), strict=True):
+        for own, outer in zip(weight.sets(), weight.outer, strict=False):
+            sets.append(_Set(weight, own, outer))
+            given.append(others)
+    amaxes = [
+        each.weight.amax_of(each.codes, value.to(dtype)) for each, (value, dtype, _) in zip(sets, given, strict=True)
+    ]
+    found = zip(sets, given, *_over_ranks(sets, amaxes), strict=True)
+    for each, (value, dtype, cut), amax, outer_amax in found:
+        multiplier, scale, outer_scale = _scales(each, amax, outer_amax)
+        value = value.to(dtype)
+        codes = each.weight.codes_of(each.codes, value, multiplier, rounding(each.codes.quantizer), cut)
+        yield each, value, _Anew(codes, scale, outer_scale, amax)
 
 
 def _made_by(scale: Tensor) -> tuple[Tensor, ...]:
@@ -109,22 +121,28 @@ def _made_by(scale: Tensor) -> tuple[Tensor, ...]:
     return near, *(torch.nextafter(near, torch.full_like(near, limit)) for limit in (0.0, torch.inf))
 
 
+def _as_it_is(quantizer: Quantizer) -> Quantizer:
+    return quantizer
+
+
 def stand_for(
     weights: Sequence[QuantizedParameter],
     values: Sequence[Tensor],
     dtypes: Sequence[torch.dtype],
-    rounding: Sequence[Quantizer],
+    rounding: Callable[[Quantizer], Quantizer],
     cuts: Sequence[Sharding],
-) -> Iterator[bool]:
+) -> list[bool]:
     """Whether the codes of each weight are those of these values; arguments as of `assign`."""
-    anew = quantized_anew(weights, values, dtypes, rounding, cuts)
-    for weight, value, dtype, new in zip(weights, values, dtypes, anew, strict=True):
-        if isinstance(weight.quantizer, DelayedScaling):  # the multiplier is another one by now
-            every = (ops.cast(value.to(dtype), each, weight.quantizer) for each in _made_by(weight.scale))
-            yield any(torch.equal(each, weight.codes) for each in every)
+    same = dict.fromkeys(map(id, weights), True)
+    for each, value, new in _quantized_anew(weights, values, dtypes, rounding, cuts):
+        own, quantizer = each.codes, each.codes.quantizer
+        if isinstance(quantizer, DelayedScaling):  # the multiplier is another one by now
+            is_same = any(torch.equal(ops.cast(value, m, quantizer), own.codes) for m in _made_by(own.scale))
         else:
-            same_outer = new.outer_scale is None or torch.equal(new.outer_scale, weight.outer_scale)
-            yield torch.equal(new.codes, weight.codes) and torch.equal(new.scale, weight.scale) and same_outer
+            pairs = zip((new.codes, new.scale, new.outer_scale), own.parts(), strict=False)
+            is_same = all(torch.equal(*pair) for pair in pairs)
+        same[id(each.weight)] &= is_same
+    return list(same.values())
 
 
 def count_write(parameter: Tensor) -> None:
@@ -134,33 +152,33 @@ def count_write(parameter: Tensor) -> None:
     for its backward, a compiled one codes and scale.
     """
     local = local_itself(parameter)
-    parts = [part for own in local.sets() for part in (own, *own.parts()) if part is not local]
-    torch.autograd.graph.increment_version((parameter, local, *parts))
+    torch.autograd.graph.increment_version((parameter, local, *local.parts()))
 
 
 def assign(
     weights: Sequence[QuantizedParameter],
     values: Sequence[Tensor],
     dtypes: Sequence[torch.dtype] | None = None,
-    rounding: Sequence[Quantizer] | None = None,
+    rounding: Callable[[Quantizer], Quantizer] = _as_it_is,
     cuts: Sequence[Sharding] | None = None,
 ) -> None:
-    """Give weights new values, in place: codes and scales as if they were quantized anew.
+    """Give weights new values, in place: all sets of codes, and scales, as if they were quantized anew.
 
     Args:
         weights: Where ranks share their scales, all ranks call this with theirs.
         values: Of each, the same shape, bfloat16, float16 or float32.
         dtypes: What values are rounded to first, one weight at a time; their own by default.
-        rounding: What rounds values to codes, if not the weights' own quantizers: of the same format and block.
+        rounding: Gives what rounds values to codes for each of the weights' quantizers: of the same format and block.
         cuts: How ranks cut each weight, for rounding that depends on where in the whole a value stands.
     """
-    anew = quantized_anew(weights, values, dtypes, rounding, cuts)
-    for weight, new in zip(weights, anew, strict=True):
-        weight.codes.copy_(new.codes)
-        weight.scale.copy_(new.scale)
+    for each, _, new in _quantized_anew(weights, values, dtypes, rounding, cuts):
+        own = each.codes
+        own.codes.copy_(new.codes)
+        own.scale.copy_(new.scale)
         if new.outer_scale is not None:
-            weight.outer_scale.copy_(new.outer_scale)
-        if isinstance(weight.quantizer, DelayedScaling):
-            history, _ = weight.row()
+            own.outer_scale.copy_(new.outer_scale)
+        if isinstance(own.quantizer, DelayedScaling):
+            history, _ = each.weight.row()
             history[0].copy_(new.amax.view(()))  # for the next backward, which makes a multiplier of it
+    for weight in weights:
         count_write(weight)

@@ -1,12 +1,13 @@
 """Ops on a QuantizedTensor that keep what it stands for, without touching a number: views, copies, other devices.
 
-A view has the codes that it shows, and the scales of their blocks. One that would cut a block raises.
+A view has the codes that it shows, of each set, and the scales of their blocks. One that would cut a block raises.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,55 +15,89 @@ from torch import Tensor
 
 from fp8compile import _compat
 from fp8compile.layout.packing import packed_dim
-from fp8compile.tensor.quantized import HANDLERS, VIEWS, QuantizedTensor
+from fp8compile.tensor.codes import Codes
+from fp8compile.tensor.quantized import HANDLERS, VIEWS, QuantizedTensor, no_meaning
+
+__all__ = ["ALIASES"]
 
 aten = torch.ops.aten
+Place = tuple[int | None, int | None, int]  # start, end and step of a slice
+ALIASES = {aten.detach.default, aten.alias.default}
+
+
+def _alias(func: Any, x: QuantizedTensor) -> QuantizedTensor:
+    return x.like([own.each(func) for own in x.stored()])
 
 
 def _same(func: Any, x: QuantizedTensor, **kwargs: Any) -> QuantizedTensor:
-    return _with_outer(x._like(func(x.codes, **kwargs), func(x.scale)), func)
+    copies = [own.each(func) for own in x.sets()] if not kwargs else []
+    return x.like(copies or [replace(own.each(func), codes=func(own.codes, **kwargs)) for own in x.sets()])
 
 
-def _with_outer(found: QuantizedTensor, func: Any, **kwargs: Any) -> QuantizedTensor:
-    """A copy, with a copy of the outer scale."""
-    found.outer_scale = None if found.outer_scale is None else func(found.outer_scale, **kwargs)
-    return found
-
-
-def _check_not_packed(func: Any, x: QuantizedTensor) -> None:
-    if x.codes.shape != x.shape:
+def _to_copy(func: Any, x: QuantizedTensor, **kwargs: Any) -> QuantizedTensor:
+    dtype = kwargs.pop("dtype", None)
+    if dtype not in (None, x.dtype):
         raise TypeError(
-            f"{func} of a QuantizedTensor of {x.quantizer!r}, which packs several values in a byte: its codes have "
-            f"shape {tuple(x.codes.shape)} and can't be cut or reshaped as {tuple(x.shape)} can. Call .dequantize() "
+            f"a QuantizedTensor of {x.dtype} can't be cast to {dtype}: its codes have their own format. Call "
+            f".dequantize({dtype}) for a plain tensor."
+        )
+    return x.like([own.each(lambda part: func(part, **kwargs)) for own in x.sets()])
+
+
+def _whole(x: QuantizedTensor) -> QuantizedTensor:
+    return _alias(aten.alias.default, x)
+
+
+def _is_packed(x: QuantizedTensor) -> bool:
+    return any(own.codes.shape != x.shape for own in x.stored())
+
+
+def _check_not_packed(func: Any, x: QuantizedTensor, own: Codes) -> None:
+    if own.codes.shape != x.shape:
+        raise TypeError(
+            f"{func} of a QuantizedTensor of {own.quantizer!r}, which packs several values in a byte: its codes have "
+            f"shape {tuple(own.codes.shape)} and can't be cut or reshaped as {tuple(x.shape)} can. Call .dequantize() "
             "first."
         )
 
 
-def _check_keeps_blocks(func: Any, x: QuantizedTensor, *, keeps_bytes: bool = False) -> None:
-    """Raise a TypeError if no view but the whole keeps the blocks of x, or the bytes that its codes share."""
-    if not keeps_bytes or packed_dim(x.quantizer) is None:
-        _check_not_packed(func, x)
-    if x.cuts_blocks():
+def _check_keeps_blocks(func: Any, x: QuantizedTensor, own: Codes, *, keeps_bytes: bool = False) -> None:
+    """Raise a TypeError if no view but the whole keeps the blocks of a set, or the bytes that its codes share."""
+    if not keeps_bytes or packed_dim(own.quantizer) is None:
+        _check_not_packed(func, x, own)
+    if x.cuts_of(own):
         raise TypeError(
             f"{func} of a QuantizedTensor whose first or last block lies on other ranks too, being a shard of sizes "
-            f"{x.sizes} along dim {x.shard_dim} with block {x.quantizer.block}: no view of it knows where its blocks "
-            "begin. Call .all_gather() or .dequantize() first."
+            f"{x.sizes} along dim {x.shard_dim} with block {own.quantizer.block}: no view of it knows where its "
+            "blocks begin. Call .all_gather() or .dequantize() first."
         )
 
 
+# ---------------------------------------------------------------------------------- the order of dims
+
+
 def _transpose(func: Any, x: QuantizedTensor, *dims: int) -> QuantizedTensor:
+    """Swap two dims, those of the matrices."""
     if x.ndim < 2:
-        return x._like(func(x.codes, *dims), aten.alias.default(x.scale))
-    if x.ndim != 2:
+        return x.like([own.showing(func(own.codes, *dims)) for own in x.stored()])
+    if x.ndim - x.batch != 2:
         raise TypeError(
             f"{func} of a QuantizedTensor takes a matrix, this has shape {tuple(x.shape)}: its blocks lie over "
             "flattened leading dims. Flatten them with .reshape, or call .dequantize() first."
         )
-    if dims and dims[0] % 2 == dims[1] % 2:
-        return x._like(func(x.codes, *dims), func(x.scale, *dims))
-    shard_dim = None if x.shard_dim is None else 1 - x.shard_dim
-    found = x._view(func(x.codes, *dims), func(x.scale, *dims), shard_dim, x.quantizer.transposed())
-    if found.shape != (x.shape[1], x.shape[0]):
+    swapped = {dim % x.ndim for dim in dims or (0, 1)}
+    if x.batch and swapped != {x.ndim - 2, x.ndim - 1}:
+        raise TypeError(no_meaning(func, x))
+    sets = [own.showing(func(own.codes, *dims), func(own.scale, *dims)) for own in x.stored()]
+    if len(swapped) == 1:
+        return x.like(sets)
+    sets = [
+        replace(own, quantizer=own.quantizer.transposed(), has_scales_of_whole=own.has_scales_of_whole[::-1])
+        for own in sets
+    ]
+    is_within = x.shard_dim is not None and x.shard_dim >= x.batch
+    found = x.view_of(sets, 2 * x.ndim - 3 - x.shard_dim if is_within else x.shard_dim)
+    if found.shape != (*x.shape[:-2], x.shape[-1], x.shape[-2]):
         raise TypeError(
             f"{func} of a QuantizedTensor of shape {tuple(x.shape)}: transposed codes of {x.quantizer!r} stand for "
             f"shape {tuple(found.shape)} by its transposed(), {found.quantizer!r}. Mend transposed() or values_shape."
@@ -71,10 +106,15 @@ def _transpose(func: Any, x: QuantizedTensor, *dims: int) -> QuantizedTensor:
 
 
 def _permute(func: Any, x: QuantizedTensor, dims: list[int]) -> QuantizedTensor:
-    codes = func(x.codes, dims)  # raises where these are no permutation
+    func(x.codes, dims)  # raises where these are no permutation
     if [dim % x.ndim for dim in dims] == list(range(x.ndim)):
-        return x._like(codes, aten.alias.default(x.scale))
+        return _whole(x)
+    if x.batch:
+        raise TypeError(no_meaning(func, x))
     return _transpose(aten.t.default if x.ndim == 2 else func, x)  # raises if there are more dims than a matrix has
+
+
+# ---------------------------------------------------------------------------------- shapes
 
 
 def _dim_after(dim: int | None, before: Sequence[int], after: Sequence[int]) -> int | None:
@@ -87,37 +127,37 @@ def _dim_after(dim: int | None, before: Sequence[int], after: Sequence[int]) -> 
     return next(iter([*same, *found]), None)
 
 
-def _reshaped(func: Any, x: QuantizedTensor, codes: Tensor, shape: torch.Size) -> QuantizedTensor:
+def _reshaped(
+    func: Any, x: QuantizedTensor, shape: torch.Size, codes_of: Callable[[Tensor], Tensor]
+) -> QuantizedTensor:
     """The view whose values have this shape."""
-    if codes.shape == x.codes.shape:
-        return x._like(codes, aten.alias.default(x.scale))
-    _check_keeps_blocks(func, x, keeps_bytes=True)
-    tensorwise = x.quantizer.block == (-1, -1)
+    if shape == x.shape:
+        return x.like([own.showing(codes_of(own.codes)) for own in x.stored()])
+    if x.batch:
+        raise TypeError(no_meaning(func, x))
     keeps_last_dim = x.ndim > 0 and len(shape) > 0 and shape[-1] == x.shape[-1]
-    if not (tensorwise or keeps_last_dim):
-        raise TypeError(
-            f"{func} from {tuple(x.shape)} to {tuple(shape)} moves elements between blocks "
-            f"{x.quantizer.block}. Keep the last dim as it is, or call .dequantize() first."
-        )
-    shard_dim = _dim_after(x.shard_dim, x.shape, shape) if keeps_last_dim else None
-    return x._view(codes, x.scale.view(x.quantizer.scale_shape(shape)), shard_dim)
+    for own in x.stored():
+        _check_keeps_blocks(func, x, own, keeps_bytes=True)
+        if not (own.quantizer.block == (-1, -1) or keeps_last_dim):
+            raise TypeError(
+                f"{func} from {tuple(x.shape)} to {tuple(shape)} moves elements between blocks "
+                f"{own.quantizer.block}. Keep the last dim as it is, or call .dequantize() first."
+            )
+    sets = [own.showing(codes_of(own.codes), own.scale.view(own.quantizer.scale_shape(shape))) for own in x.stored()]
+    return x.view_of(sets, _dim_after(x.shard_dim, x.shape, shape) if keeps_last_dim else None)
 
 
 def _view(func: Any, x: QuantizedTensor, *args: Any) -> QuantizedTensor:
     if args and not isinstance(args[0], int) and tuple(args[0]) == tuple(x.shape):
-        return x._like(aten.alias.default(x.codes), aten.alias.default(x.scale))
-    if x.codes.shape != x.shape:
-        return _view_of_bytes(func, x, *args)
-    codes = func(x.codes, *args)
-    return _reshaped(func, x, codes, codes.shape)
-
-
-def _view_of_bytes(func: Any, x: QuantizedTensor, *args: Any) -> QuantizedTensor:
-    """A view of codes that share bytes along rows, which have to stay whole: PyTorch is asked of values, not codes."""
+        return _whole(x)
+    if not _is_packed(x):
+        return _reshaped(func, x, func(x.codes, *args).shape, lambda codes: func(codes, *args))
+    # codes that share bytes along rows, which have to stay whole: PyTorch is asked of values, not of codes
     shape = func(torch.empty(x.shape, device="meta"), *args).shape
-    if packed_dim(x.quantizer) != -1 or not shape or shape[-1] != x.shape[-1]:
-        _check_not_packed(func, x)
-    return _reshaped(func, x, x.codes.view(*shape[:-1], x.codes.shape[-1]), shape)
+    for own in x.stored() if not x.batch else ():
+        if packed_dim(own.quantizer) != -1 or not shape or shape[-1] != x.shape[-1]:
+            _check_not_packed(func, x, own)
+    return _reshaped(func, x, shape, lambda codes: codes.view(*shape[:-1], codes.shape[-1]))
 
 
 def _as_strided(
@@ -125,6 +165,11 @@ def _as_strided(
 ) -> QuantizedTensor:
     """The view with this size and stride, found among the others: AOTAutograd asks so for views that leave a graph."""
     size, stride = tuple(size), tuple(stride)
+    is_whole = size == tuple(x.shape) and stride == x.stride() and storage_offset in (None, x.storage_offset())
+    if x.batch:
+        if not is_whole:
+            raise TypeError(no_meaning(func, x))
+        return _whole(x)
     if _compat.TORCH_VERSION >= (2, 14) and x.storage_offset():
         raise TypeError(
             f"{func} of a QuantizedTensor that starts inside another one: this PyTorch adds the offset twice where "
@@ -139,7 +184,7 @@ def _as_strided(
             for dim, (start, length) in enumerate(zip(starts, size, strict=True)):
                 if length != x.shape[dim]:
                     x = _slice(aten.slice.Tensor, x, dim, start, start + length)
-            return x._like(aten.alias.default(x.codes), aten.alias.default(x.scale))
+            return _whole(x)
     flat = torch.empty(size, device="meta")
     if offset == 0 and x.is_contiguous() and flat.numel() == x.numel() and flat.stride() == stride:
         return _view(aten.view.default, x, size)
@@ -157,15 +202,16 @@ def _position(offset: int, stride: tuple[int, ...]) -> list[int]:
     return indices
 
 
-def _block_along(x: QuantizedTensor, dim: int) -> int:
+# ---------------------------------------------------------------------------------- parts
+
+
+def _block_along(x: QuantizedTensor, own: Codes, dim: int) -> int:
     """Elements along ``dim`` that share a scale, -1 for all of them, where scales can be cut along that dim."""
-    rows, columns = x.quantizer.block
-    if dim == x.ndim - 1:
-        return columns
-    if rows in (1, -1) or x.ndim == 2:
-        return rows
+    block = x.block_along(own, dim)
+    if dim == x.ndim - 1 or block in (1, -1) or x.ndim - x.batch == 2:
+        return block
     raise TypeError(
-        f"a QuantizedTensor of shape {tuple(x.shape)} with block {x.quantizer.block} can't be cut along dim {dim}: "
+        f"a QuantizedTensor of shape {tuple(x.shape)} with block {own.quantizer.block} can't be cut along dim {dim}: "
         "its blocks lie over flattened leading dims. Flatten them with .reshape, or call .dequantize() first."
     )
 
@@ -181,53 +227,68 @@ def _slice(
     if not x.ndim:
         raise IndexError(f"{func} of a QuantizedTensor of 0 dims: there is nothing to cut.")
     dim %= x.ndim
-    size = x.shape[dim]
-    if x.may_cut_rows and dim == 0 and x.ndim == 2 and step == 1 and x.cut_by(*slice(start, end).indices(size)[:2]):
-        return x.rows_cut(codes_slice(func, x, dim, start, end, step))
-    _check_keeps_blocks(func, x, keeps_bytes=True)
-    block = _block_along(x, dim)
+    if x.batch and step != 1:
+        raise TypeError(no_meaning(func, x))
+    if dim < x.batch:
+        sets = [own.each(lambda part: func(part, dim, start, end)) for own in x.stored()]
+        return x.view_of(sets, x.shard_dim, along_batch=True)
+    may_cut = x.may_cut_blocks and x.ndim - x.batch == 2 and step == 1 and (x.batch or dim == 0)
+    return x.view_of([_slice_of(func, x, own, dim, (start, end, step), may_cut) for own in x.stored()], x.shard_dim)
+
+
+def _slice_of(func: Any, x: QuantizedTensor, own: Codes, dim: int, where: Place, may_cut: bool) -> Codes:
+    """A set of the codes of a slice along a dim of its matrices."""
+    size, is_column = x.shape[dim], dim == x.ndim - 1
+    first, last, step = slice(*where).indices(size)
+    if may_cut and (own.has_all_scales or x.cuts_by(own, dim, first, last)):
+        of_whole = (own.has_scales_of_whole[0] or not is_column, own.has_scales_of_whole[1] or is_column)
+        return own.showing(_codes_slice(func, x, own, dim, where), has_scales_of_whole=of_whole)
+    _check_keeps_blocks(func, x, own, keeps_bytes=True)
+    block = _block_along(x, own, dim)
     # blocks over several leading dims: the grid has two dims, whatever x has
-    scale_dim = -1 if dim == x.ndim - 1 else dim
-    if block == -1:
-        return x._view(func(x.codes, dim, start, end, step), aten.alias.default(x.scale), x.shard_dim)
-    if block == 1:
-        codes = func(x.codes, dim, start, end, step)
-        return x._view(codes, func(x.scale, scale_dim, start, end, step), x.shard_dim)
-    first, last, _ = slice(start, end).indices(size)
+    scale_dim = -1 if is_column else dim
+    if block in (1, -1):
+        scale = None if block == -1 else func(own.scale, scale_dim, *where)
+        return own.showing(_codes_slice(func, x, own, dim, where), scale)
     if step != 1 or first % block or (last % block and last != size and not x.ends_in_padding):
         raise TypeError(
             f"{func} [{first}:{last}:{step}] along dim {dim} of {size} cuts blocks of {block}. Cut at multiples of "
             f"{block}, or {x.instead_of_cutting}"
         )
-    codes = codes_slice(func, x, dim, start, end, step)
-    return x._view(codes, func(x.scale, scale_dim, first // block, -(-last // block), 1), x.shard_dim)
+    scale = func(own.scale, scale_dim, first // block, -(-last // block), 1)
+    return own.showing(_codes_slice(func, x, own, dim, where), scale)
 
 
-def codes_slice(func: Any, x: QuantizedTensor, dim: int, start: int | None, end: int | None, step: int) -> Tensor:
+def _codes_slice(func: Any, x: QuantizedTensor, own: Codes, dim: int, where: Place) -> Tensor:
     """The codes of a slice along a dim; along the one whose neighbours share a byte, of whole bytes."""
-    if x.codes.shape[dim] == x.shape[dim]:
-        return func(x.codes, dim, start, end, step)
-    first, last, _ = slice(start, end).indices(x.shape[dim])
-    per_byte = x.shape[dim] // x.codes.shape[dim]
+    if own.codes.shape[dim] == x.shape[dim]:
+        return func(own.codes, dim, *where)
+    first, last, step = slice(*where).indices(x.shape[dim])
+    per_byte = x.shape[dim] // own.codes.shape[dim]
     if step != 1 or first % per_byte or last % per_byte:
         raise TypeError(
             f"{func} [{first}:{last}:{step}] along dim {dim} of codes of which {per_byte} share a byte. Cut at even "
             f"places, or {x.instead_of_cutting}"
         )
-    return func(x.codes, dim, first // per_byte, last // per_byte, 1)
+    return func(own.codes, dim, first // per_byte, last // per_byte, 1)
 
 
 def _select(func: Any, x: QuantizedTensor, dim: int, index: int) -> QuantizedTensor:
     dim %= x.ndim
-    _check_keeps_blocks(func, x)
-    block = _block_along(x, dim)
-    if dim == x.ndim - 1 or block not in (1, -1):
-        raise TypeError(
-            f"{func} along dim {dim} of a QuantizedTensor with block {x.quantizer.block} leaves no block. Call "
-            ".dequantize() first."
-        )
-    shard_dim = None if x.shard_dim in (None, dim) else x.shard_dim - (x.shard_dim > dim)
-    return x._view(func(x.codes, dim, index), func(x.scale, dim, index if block == 1 else 0), shard_dim)
+    if x.batch:
+        raise TypeError(no_meaning(func, x))
+    sets = []
+    for own in x.stored():
+        _check_keeps_blocks(func, x, own)
+        block = _block_along(x, own, dim)
+        if dim == x.ndim - 1 or block not in (1, -1):
+            raise TypeError(
+                f"{func} along dim {dim} of a QuantizedTensor with block {own.quantizer.block} leaves no block. Call "
+                ".dequantize() first."
+            )
+        scale = func(own.scale, dim, index if block == 1 else 0)
+        sets.append(own.showing(func(own.codes, dim, index), scale))
+    return x.view_of(sets, None if x.shard_dim in (None, dim) else x.shard_dim - (x.shard_dim > dim))
 
 
 def _split(func: Any, x: QuantizedTensor, sizes: int | list[int], dim: int = 0) -> list[QuantizedTensor]:
@@ -241,16 +302,6 @@ def _split(func: Any, x: QuantizedTensor, sizes: int | list[int], dim: int = 0) 
         parts.append(_slice(aten.slice.Tensor, x, dim, start, start + length))
         start += length
     return parts
-
-
-def _to_copy(func: Any, x: QuantizedTensor, **kwargs: Any) -> QuantizedTensor:
-    dtype = kwargs.pop("dtype", None)
-    if dtype not in (None, x.dtype):
-        raise TypeError(
-            f"a QuantizedTensor of {x.dtype} can't be cast to {dtype}: its codes have their own format. Call "
-            f".dequantize({dtype}) for a plain tensor."
-        )
-    return _with_outer(x._like(func(x.codes, **kwargs), func(x.scale, **kwargs)), func, **kwargs)
 
 
 VIEWS.update(
@@ -271,8 +322,8 @@ VIEWS.update(
 )
 HANDLERS.update(
     {
-        aten.detach.default: _same,
-        aten.alias.default: _same,
+        aten.detach.default: _alias,
+        aten.alias.default: _alias,
         aten.clone.default: _same,
         aten._pin_memory.default: _same,  # as CPUOffloadPolicy of FSDP2 does
         aten.is_pinned.default: lambda func, x, *args: x.codes.is_pinned(),

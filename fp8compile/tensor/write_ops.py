@@ -9,12 +9,13 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from fp8compile.tensor.arguments import SOURCE_DTYPES
+from fp8compile.tensor.codes import Codes
 from fp8compile.tensor.optimizer_steps import computed_values, values_of, write
-from fp8compile.tensor.pair import QuantizedPair, has_codes
-from fp8compile.tensor.quantized import QuantizedTensor
+from fp8compile.tensor.parameter import SLICE, WRITES, QuantizedParameter
+from fp8compile.tensor.quantized import QuantizedTensor, has_codes
 from fp8compile.tensor.update import count_write
 
-__all__ = ["READS", "UPDATES", "compute", "copy"]
+__all__ = ["READS", "UPDATES"]
 
 aten = torch.ops.aten
 
@@ -46,17 +47,17 @@ def _written(func: Any, args: tuple, kwargs: dict) -> list[Any]:
     return found
 
 
-def compute(func: Any, args: tuple, kwargs: dict) -> Any:
+def _compute(func: Any, args: tuple, kwargs: dict) -> Any:
     """An op on the values of parameters; those that it writes to are quantized anew, all of them at once."""
     written = [each for each in _written(func, args, kwargs) if has_codes(each)]
     for each in written:
-        if not hasattr(each, "check_writable"):
+        if not isinstance(each, QuantizedParameter):
             raise TypeError(f"{func} writes to a QuantizedTensor, which stands for fixed numbers.")
         each.check_writable(func)
     values: dict[int, Tensor] = {}
 
-    def value_of(x: QuantizedTensor | QuantizedPair) -> Tensor:
-        if not hasattr(x, "check_writable"):
+    def value_of(x: QuantizedTensor) -> Tensor:
+        if not isinstance(x, QuantizedParameter):
             raise TypeError(
                 f"{func} reads a QuantizedTensor, and nothing dequantizes in silence. Call .dequantize() first."
             )
@@ -64,7 +65,7 @@ def compute(func: Any, args: tuple, kwargs: dict) -> Any:
             values[id(x)] = values_of(x)
         return values[id(x)]
 
-    plain_args, plain_kwargs = tree_map_only((QuantizedTensor, QuantizedPair), value_of, (args, kwargs))
+    plain_args, plain_kwargs = tree_map_only(QuantizedTensor, value_of, (args, kwargs))
     result = func(*plain_args, **plain_kwargs)
     write(written, [values[id(each)] for each in written])
     if func in READS:
@@ -72,15 +73,16 @@ def compute(func: Any, args: tuple, kwargs: dict) -> Any:
     return args[0] if func._schema.returns and isinstance(args[0], Tensor) else None
 
 
-def copy(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
+def _copy(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
     """Values are quantized; codes are copied, with their scale."""
-    if not hasattr(target, "check_writable"):
+    if not isinstance(target, QuantizedParameter):
         raise TypeError(
             "copy_ of a QuantizedParameter into a plain tensor: nothing dequantizes in silence. Copy .dequantize()."
         )
     if not has_codes(source):
         return _copy_values(target, source)
-    if target.pending is not None and (values := _values_in_step(source)) is not None:
+    is_parameter = isinstance(source, QuantizedParameter)
+    if target.pending is not None and is_parameter and (values := computed_values(source)) is not None:
         return _copy_values(target, values)
     own, given = target.sets(), source.sets()
     if [each.quantizer for each in own] != [each.quantizer for each in given] or source.shape != target.shape:
@@ -88,33 +90,29 @@ def copy(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
             f"copy_ into a QuantizedParameter of {target.quantizer!r}, shape {tuple(target.shape)}, from codes of "
             f"{source.quantizer!r}, shape {tuple(source.shape)}. Copy .dequantize(), which quantizes them anew."
         )
-    for each, codes in zip(own, given, strict=True):
-        if each.is_slice and not _have_same_scales(each, codes):
-            each.check_writable("copy_")
-        each.codes.copy_(codes.codes)
-        is_row_of_blocks = each.has_all_scales and each._shared.blank and each.scale.shape != codes.scale.shape
+    if target.extent == SLICE and not all(map(_have_same_scales, own, given)):
+        target.check_writable("copy_")
+    for mine, theirs in zip(own, given, strict=True):
+        mine.codes.copy_(theirs.codes)
+        is_row_of_blocks = mine.has_all_scales and target.blank and mine.scale.shape != theirs.scale.shape
         if not is_row_of_blocks:  # FSDP2 made the target of the same weight, with the scales of all its blocks
-            each.scale.copy_(codes.scale)
-        if each.outer_scale is not None:
-            each.outer_scale.copy_(codes.outer_scale)
+            mine.scale.copy_(theirs.scale)
+        if mine.outer_scale is not None:
+            mine.outer_scale.copy_(theirs.outer_scale)
     count_write(target)
-    is_parameter = hasattr(source, "check_writable")
-    target.written = source.written if is_parameter and own[0]._shared.blank else True
+    target.written = source.written if is_parameter and target.blank else True
     initial = source.initial if is_parameter else None
     target.keep(source if initial is None else initial)
     return target
 
 
-def _have_same_scales(one: QuantizedTensor, other: QuantizedTensor) -> bool:
-    pairs = zip(one.parts()[1:], other.parts()[1:], strict=True)
-    return all(torch.equal(mine, theirs.to(mine.device)) for mine, theirs in pairs)
+def _have_same_scales(one: Codes, other: Codes) -> bool:
+    return all(
+        torch.equal(mine, theirs.to(mine.device)) for mine, theirs in zip(one.scales, other.scales, strict=True)
+    )
 
 
-def _values_in_step(source: Tensor) -> Tensor | None:
-    return computed_values(source) if hasattr(source, "check_writable") else None
-
-
-def _copy_values(target: Tensor, source: Tensor) -> Tensor:
+def _copy_values(target: QuantizedParameter, source: Tensor) -> Tensor:
     if source.dtype not in SOURCE_DTYPES:
         raise TypeError(f"copy_ of {source.dtype} into a QuantizedParameter; it takes bfloat16, float16 and float32.")
     target.check_writable("copy_")
@@ -122,3 +120,15 @@ def _copy_values(target: Tensor, source: Tensor) -> Tensor:
     write([target], [values if target.pending is None else values.clone()])  # the step will write to its values
     target.keep(source)  # in all the digits that it has
     return target
+
+
+def _refuse_cat(func: Any, args: tuple, kwargs: dict) -> None:
+    raise TypeError(
+        "aten.cat.default of QuantizedParameters has no FP8 meaning, and nothing dequantizes in silence. If this is "
+        "DistributedDataParallel, which copies values of rank 0 in one message: call "
+        "fp8compile.parallel.broadcast_parameters(model) and pass init_sync=False to it."
+    )
+
+
+WRITES.update(dict.fromkeys(UPDATES | READS, _compute))
+WRITES.update({aten.copy_.default: lambda func, args, kwargs: _copy(*args), aten.cat.default: _refuse_cat})

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import fp8compile as f8
+from fp8compile.tensor import QuantizedTensor
 
 __all__ = [
     "FOLDER",
@@ -105,6 +106,11 @@ def quantizers():
     return found | {"e5m2 pow2 eps": current, "stochastic": replace(current, rounding="stochastic", seed=3)}
 
 
+def alone(weight, own):
+    """A quantized tensor of one set of codes of a weight."""
+    return QuantizedTensor.of_sets([own], weight.dtype, batch=weight.batch)
+
+
 def parts_of(weight):
     """What a quantized tensor is made of and stands for, by name: of each of its sets of codes."""
     return {
@@ -114,7 +120,7 @@ def parts_of(weight):
             ("codes", own.codes),
             ("scale", own.scale),
             ("outer_scale", own.outer_scale),
-            ("values", own.dequantize()),
+            ("values", alone(weight, own).dequantize()),
         )
         if part is not None
     }
@@ -150,7 +156,8 @@ def digests_of_parameter(parameter):
 
 def attributes_of(tensor):
     """What else a file has of a quantized tensor, beside its quantizer."""
-    kept = getattr(tensor, "extent", None), getattr(tensor, "written", None)
+    extent = getattr(tensor, "extent", None) if len(tensor.sets()) == 1 else None  # of two sets, files have none
+    kept = extent, getattr(tensor, "written", None)
     return [str(tensor.dtype), tensor.requires_grad, isinstance(tensor, nn.Parameter), *kept]
 
 

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 import fp8compile as f8
 from fp8compile.nn.codes_in_state import codes_and_scales
 from fp8compile.nn.experts.classes import class_by
-from fp8compile.tensor import QuantizedStackParameter
+from fp8compile.tensor import QuantizedParameter
 from fp8compile.testing.bits import difference
 
 RECIPES = ("tensorwise", "rowwise", "rowwise_bf16_wgrad", "blockwise", "mxfp8", "nvfp4", models.FOUR_BITS)
@@ -94,7 +94,7 @@ def test_stock_optimizers_round_once_a_step(recipe, assert_bits_equal):
         for optimizer in optimizers:
             optimizer.step()
         for own in weight.sets():
-            expected = QuantizedStackParameter.of(plain.detach(), own.quantizer)
+            expected = QuantizedParameter.of(plain.detach(), own.quantizer, batch=1)
             for mine, right in zip(own.parts(), expected.parts(), strict=True):
                 assert_bits_equal(mine, right)
         plain.data.copy_(weight.dequantize())
@@ -179,7 +179,7 @@ def test_codes_share_a_byte_where_a_matrix_has_an_even_number_of_them(size):
     """Ten rows of two matrices of five are no reason for two codes of a column to share one."""
     values, recipe = torch.randn(size).bfloat16(), models.recipe_of(models.FOUR_BITS)
     for quantizer in (recipe.weight, recipe.weight_for_grad_input):
-        weight = QuantizedStackParameter.of(values, quantizer)
+        weight = QuantizedParameter.of(values, quantizer, batch=1)
         expected = [f8.quantize(matrix, quantizer.for_shape(matrix.shape)) for matrix in values]
         assert weight.shape == size
         assert weight.stride() == values.stride()
@@ -212,17 +212,17 @@ def test_each_matrix_has_the_scales_that_it_has_alone(kind, scale, block):
     values[5, 17] *= 3e37
     for dtype in (torch.float32, torch.bfloat16):
         quantizer, own = kind(block=block, scale=scale), values.to(dtype)
-        weight = QuantizedStackParameter.of(own, quantizer)
+        weight = QuantizedParameter.of(own, quantizer, batch=1)
         expected = [f8.quantize(matrix, quantizer).parts() for matrix in own]
         for mine, right in zip(weight.parts(), zip(*expected, strict=True), strict=True):
             right = torch.cat(right) if mine.ndim == 1 else torch.stack(right)
             assert difference(mine, right) is None
-    none = QuantizedStackParameter.of(values[:0], quantizer)
+    none = QuantizedParameter.of(values[:0], quantizer, batch=1)
     assert [tuple(each.shape) for each in none.parts()[::2]] == [(0, 32, 24), (0,)]
 
 
 def test_codes_of_another_recipe_are_refused():
-    weight = QuantizedStackParameter.of(torch.randn(2, 32, 64).bfloat16(), f8.recipes.blockwise().weight)
+    weight = QuantizedParameter.of(torch.randn(2, 32, 64).bfloat16(), f8.recipes.blockwise().weight, batch=1)
     x, offsets = torch.randn(4, 64).bfloat16(), torch.tensor([2, 4], dtype=torch.int32)
     with pytest.raises(ValueError, match=r"grouped_linear: the weight has codes of .* the recipe quantizes"):
         f8.grouped_linear(x, weight, offsets, recipe=f8.recipes.tensorwise())

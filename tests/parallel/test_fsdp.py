@@ -21,7 +21,7 @@ import fp8compile as f8
 from fp8compile._compat import TORCH_VERSION
 from fp8compile.ops import collectives
 from fp8compile.parallel import fsdp_float8_all_gather
-from fp8compile.parallel.fsdp2 import sharded_weight, weight_scales
+from fp8compile.parallel.fsdp2 import weight_scales
 from fp8compile.testing.bits import bits
 
 pytestmark = pytest.mark.skipif(
@@ -131,7 +131,7 @@ def test_one_process(ranks, recipe, policy, sizes):
 
 # ---------------------------------------------------------------------------------- what users reported
 
-PLACES = {"all_reduce_amax": collectives, "part_of_weight": weight_scales, "scales_of": sharded_weight}
+PLACES = {"all_reduce_amax": collectives, "part_of_weight": weight_scales, "scales_of": weight_scales}
 REAL = {name: getattr(module, name) for name, module in PLACES.items()}
 
 
@@ -157,7 +157,7 @@ WRONG = {
     # pytorch/ao 4300: the power of two ignored on the way to the gather
     "power of two dropped": (
         "scales_of",
-        lambda amax, quantizer, **others: REAL["scales_of"](amax, replace(quantizer, scale="fp32"), **others),
+        lambda amax, quantizer: REAL["scales_of"](amax, replace(quantizer, scale="fp32")),
         ("pow2", "fp32", "even", "1-D"),
     ),
 }

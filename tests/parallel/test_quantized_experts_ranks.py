@@ -25,7 +25,7 @@ import fp8compile as f8
 from fp8compile import parallel
 from fp8compile._compat import TORCH_VERSION, local_itself
 from fp8compile.nn.codes_in_state import codes_and_scales
-from fp8compile.tensor import QuantizedStackParameter, is_quantized_parameter
+from fp8compile.tensor import QuantizedParameter, is_quantized_parameter
 from fp8compile.testing.bits import difference
 
 pytestmark = pytest.mark.skipif(
@@ -81,9 +81,8 @@ def differing(model, reference):
         if not is_quantized_parameter(local_itself(mine)):
             found.append((name, difference(whole(mine.detach()), whole(other.detach()))))
             continue
-        of = QuantizedStackParameter.of if mine.ndim == 3 else type(local_itself(mine).sets()[0]).of
-        sets = [of(whole(other.detach()), own.quantizer) for own in local_itself(mine).sets()]
-        parts = [part for own in sets for part in own.parts()]
+        quantizers = [own.quantizer for own in local_itself(mine).sets()]
+        parts = QuantizedParameter.of(whole(other.detach()), *quantizers, batch=mine.ndim - 2).parts()
         for (key, part), expected in zip(codes_and_scales(name, mine).items(), parts, strict=True):
             found.append((key, difference(whole(part.detach()), expected)))
     return [f"{name}: {words}" for name, words in found if words is not None]

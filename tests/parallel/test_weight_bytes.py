@@ -22,7 +22,7 @@ EXPECTED = {
     ("rowwise", "kept"): (None, 2 * CODES + ROW / 2 / ELEMENTS, 0.0),
     ("mxfp8", "parameters"): (2 * (CODES + MX), CODES + MX, CODES + MX),
     ("delayed", "gathered"): (None, CODES, CODES),
-    ("nvfp4", "parameters"): (CODES / 2 + 1 / 256, CODES / 2, CODES / 2),
+    ("nvfp4", "parameters"): (CODES / 2 + 1 / 256,) * 3,
     ("nvfp4 1x16", "parameters"): (2 * FOUR_BITS, FOUR_BITS, FOUR_BITS),
     ("nvfp4 1x16", "gathered"): (AS_BFLOAT16, FOUR_BITS, FOUR_BITS),
     ("nvfp4 1x16", "kept"): (AS_BFLOAT16, 2 * FOUR_BITS, 0.0),

@@ -15,7 +15,7 @@ from torch._dynamo.utils import counters
 
 import fp8compile as f8
 from benchmarks.living import bytes_since, living
-from fp8compile.tensor import QuantizedPairParameter
+from fp8compile.tensor import QuantizedParameter, is_quantized_parameter
 from fp8compile.testing.bits import difference
 
 RECIPES = {name: f8.recipes.by_name(name) for name in ("rowwise", "rowwise_bf16_wgrad", "mxfp8")}
@@ -26,7 +26,7 @@ def converted(name="mxfp8", seed=0, quantized=True, **options):
 
 
 def weights_of(model):
-    return [each for each in model.parameters() if isinstance(each, QuantizedPairParameter)]
+    return [each for each in model.parameters() if is_quantized_parameter(each) and len(each.sets()) == 2]
 
 
 def parts(weight):
@@ -81,7 +81,7 @@ ONCE_A_STEP = {
 @pytest.mark.parametrize("name", RECIPES)
 @pytest.mark.parametrize("kind", ONCE_A_STEP)
 def test_both_sets_are_made_of_one_value_once_a_step(kind, name, assert_bits_equal):
-    weight = nn.Parameter(QuantizedPairParameter.of(single.values(80, 96), *_slots(name)))
+    weight = nn.Parameter(QuantizedParameter.of(single.values(80, 96), *_slots(name)))
     plain = nn.Parameter(weight.dequantize().detach())
     optimizers = [ONCE_A_STEP[kind]([each]) for each in (weight, plain)]
     for step in range(4):
@@ -98,8 +98,8 @@ def _slots(name):
 
 
 def test_averages_and_fills_write_both_sets(assert_bits_equal):
-    weight = nn.Parameter(QuantizedPairParameter.of(single.values(64, 96), *_slots("mxfp8")))
-    other = QuantizedPairParameter.of(single.values(64, 96, seed=1), *_slots("mxfp8"))
+    weight = nn.Parameter(QuantizedParameter.of(single.values(64, 96), *_slots("mxfp8")))
+    other = QuantizedParameter.of(single.values(64, 96, seed=1), *_slots("mxfp8"))
     expected = weight.dequantize().detach().lerp(other.dequantize(), 0.25)
     with torch.no_grad():
         weight.lerp_(other, 0.25)

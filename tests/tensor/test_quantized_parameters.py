@@ -15,7 +15,7 @@ from torch._dynamo.utils import counters
 
 import fp8compile as f8
 from benchmarks.living import bytes_since, living
-from fp8compile.tensor import QuantizedPairParameter, QuantizedParameter, QuantizedTensor, update
+from fp8compile.tensor import QuantizedParameter, QuantizedTensor, update
 from fp8compile.testing.bits import difference
 
 TENSOR, TILE = f8.CurrentScaling(), f8.CurrentScaling(block=(128, 128))
@@ -110,8 +110,7 @@ def test_a_compiled_step_is_the_graph_of_plain_parameters_and_rounds_once(name, 
         counters.clear()
         weight = values(48, 32)
         if quantized:
-            of = QuantizedParameter.of if sets == 1 else QuantizedPairParameter.of
-            weight = nn.Parameter(of(weight, *quantizers))
+            weight = nn.Parameter(QuantizedParameter.of(weight, *quantizers))
         else:
             weight = nn.Parameter(rounded(weight, recipe.weight))
         optimizer = kind([weight], **options)

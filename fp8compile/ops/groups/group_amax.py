@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from fp8compile import inductor
+from fp8compile.ops.amax import empty_grid
 from fp8compile.ops.groups.kernel_limits import check_has_kernel
 from fp8compile.ops.groups.layout import alignment
 from fp8compile.ops.groups.portable import masks_of_groups
@@ -26,8 +27,7 @@ __all__ = ["group_amax"]
 
 
 def _fake(x: Tensor, offsets: Tensor, quantizer: Quantizer) -> Tensor:
-    columns = quantizer.scale_shape(x.shape)[1]
-    return x.new_empty((offsets.shape[0], columns), dtype=torch.float32)
+    return empty_grid(x, quantizer, offsets.shape[0])
 
 
 def _group_by_group(x: Tensor, offsets: Tensor, quantizer: Quantizer) -> Tensor:

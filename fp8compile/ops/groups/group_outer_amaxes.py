@@ -17,7 +17,7 @@ from fp8compile.inductor import TileLaunch
 from fp8compile.ops.groups.portable import ON_GPU
 from fp8compile.ops.groups.spans import spans
 from fp8compile.ops.groups.token_samples import tokens
-from fp8compile.ops.quantization_steps import PYTHON_OF_STEPS
+from fp8compile.ops.outer_amaxes import outer_amax_of_values
 from fp8compile.ops.registry import register_op
 from fp8compile.quantizers import Quantizer, TwoLevelScaling
 from fp8compile.quantizers.hadamard import GROUP
@@ -101,8 +101,7 @@ def _kernel(x: Tensor, offsets: Tensor, rows: Quantizer, columns: Quantizer, dir
         return amaxes
     for own, quantizer in zip(amaxes, _wanted(rows, columns, directions), strict=True):
         for group, (tokens_of_group, _) in enumerate(spans(offsets, 1) if quantizer else ()):
-            amax = PYTHON_OF_STEPS.amax(x[tokens_of_group], quantizer.unpacked())
-            own[group : group + 1] = PYTHON_OF_STEPS.outer_amax(amax, quantizer.unpacked())
+            own[group : group + 1] = outer_amax_of_values(x[tokens_of_group], quantizer.unpacked())
     return amaxes
 
 

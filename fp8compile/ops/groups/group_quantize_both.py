@@ -20,7 +20,7 @@ from fp8compile.ops.groups.layout import alignment, padded_length
 from fp8compile.ops.groups.portable import ON_GPU
 from fp8compile.ops.groups.token_samples import tokens
 from fp8compile.ops.quantization_steps import PYTHON_OF_STEPS
-from fp8compile.ops.quantize_both import is_pair
+from fp8compile.ops.quantize_both import along_rows, is_pair
 from fp8compile.ops.registry import register_op
 from fp8compile.quantizers import CurrentScaling, Quantizer
 from fp8compile.target import target_of
@@ -45,9 +45,7 @@ def _fake(x: Tensor, offsets: Tensor, rows: Quantizer, columns: Quantizer) -> tu
 def _two_casts(
     x: Tensor, offsets: Tensor, rows: Quantizer, columns: Quantizer
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    multiplier, scale = PYTHON_OF_STEPS.scale(PYTHON_OF_STEPS.amax(x, rows), rows)
-    codes = PYTHON_OF_STEPS.cast(x, multiplier, rows)
-    return codes, scale.t().contiguous().t(), *group_quantize(x, offsets, columns)
+    return *along_rows(x, rows, PYTHON_OF_STEPS), *group_quantize(x, offsets, columns)
 
 
 def _launch(x: Tensor, offsets: Tensor, rows: Quantizer, columns: Quantizer) -> TileLaunch:

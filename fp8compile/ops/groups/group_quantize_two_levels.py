@@ -12,7 +12,6 @@ the reference, it is the steps of `group_two_levels`, laid out.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -27,7 +26,7 @@ from fp8compile.ops.groups.group_outer_amaxes import (
 )
 from fp8compile.ops.groups.portable import ON_GPU
 from fp8compile.ops.groups.tiles import tile_columns, tile_spans
-from fp8compile.ops.quantization_steps import PYTHON_OF_STEPS
+from fp8compile.ops.quantize_two_levels import by_outer_amax
 from fp8compile.ops.registry import register_op
 from fp8compile.quantizers import Quantizer
 from fp8compile.quantizers.hadamard import GROUP
@@ -65,9 +64,7 @@ def _empty_outputs(
 
 def _quantized(x: Tensor, outer_amax: Tensor, quantizer: Quantizer) -> tuple[Tensor, Tensor, Tensor]:
     """Codes of one group's tokens, one a byte, with scales and outer scale."""
-    steps, quantizer = PYTHON_OF_STEPS, replace(quantizer, packed="none")
-    multiplier, scale, outer = steps.two_scales(steps.amax(x, quantizer), outer_amax, quantizer)
-    return steps.cast(x, multiplier, quantizer), scale, outer
+    return by_outer_amax(x, outer_amax, quantizer.unpacked())
 
 
 def _along_rows(

@@ -15,28 +15,21 @@ import torch
 from torch import Tensor
 
 from fp8compile import inductor
-from fp8compile.formats import E2M1, E4M3, unpack
+from fp8compile.formats import E4M3
 from fp8compile.ops.gemms.grouped.kernel import product_shape
 from fp8compile.ops.groups.group_quantize_two_levels import quantize_groups_in_two_levels
 from fp8compile.ops.groups.portable import ON_GPU
 from fp8compile.ops.groups.tiles import tile_ends
 from fp8compile.ops.groups.token_samples import tokens
-from fp8compile.ops.nvfp4_mm import BLOCK_1X16, NO_SWIZZLE, NV_BLOCK, SWIZZLE_32_4_4, TENSOR_WISE
+from fp8compile.ops.nvfp4_mm import BLOCK_1X16, NO_SWIZZLE, NV_BLOCK, SWIZZLE_32_4_4, TENSOR_WISE, values_of_tiles
 from fp8compile.ops.registry import register_op
 from fp8compile.quantizers import TwoLevelScaling
-from fp8compile.scale_layouts import TILE_ROWS, tiles_numel, untiled
+from fp8compile.scale_layouts import TILE_ROWS, tiles_numel
 from fp8compile.target import target_of
 
 __all__ = ["grouped_nvfp4_mm"]
 
 MOST_GROUPS = 1024  # one block of threads prepares all of them
-
-
-def _values(codes: Tensor, tiles: Tensor) -> Tensor:
-    """The values (rows, sum) of packed codes and their tiles of scales."""
-    numbers = E2M1.decode(unpack(codes, 1)).double()
-    blocks = untiled(tiles, numbers.shape[0], numbers.shape[1] // NV_BLOCK)
-    return numbers * E4M3.decode(blocks).double().repeat_interleave(NV_BLOCK, 1)
 
 
 def _groups_of(codes: Tensor, tiles: Tensor, offsets: Tensor, *, over_tokens: bool) -> Iterator[Tensor]:
@@ -45,7 +38,7 @@ def _groups_of(codes: Tensor, tiles: Tensor, offsets: Tensor, *, over_tokens: bo
     for end in offsets.tolist():
         own = codes[:, start // 2 : end // 2] if over_tokens else codes[start:end]
         size = tiles_numel(own.shape[0], own.shape[1] * 2 // NV_BLOCK)
-        yield _values(own, flat[at : at + size])
+        yield values_of_tiles(own, flat[at : at + size])
         start, at = end, at + size
 
 
@@ -62,7 +55,7 @@ def _exact(
         return product
     start = 0
     for group, (rows, end) in enumerate(zip(left, offsets.tolist(), strict=True)):
-        product[start:end] = ((rows @ _values(b[group], scales[1][group]).t()) * outer[group]).to(out_dtype)
+        product[start:end] = ((rows @ values_of_tiles(b[group], scales[1][group]).t()) * outer[group]).to(out_dtype)
         start = end
     return product
 

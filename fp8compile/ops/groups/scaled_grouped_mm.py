@@ -22,6 +22,7 @@ from fp8compile.ops.gemms.grouped.table import selected_grouped_gemm
 from fp8compile.ops.groups.layout import padded_length
 from fp8compile.ops.groups.portable import OF_BACKWARD
 from fp8compile.ops.registry import register_op
+from fp8compile.ops.scaled_mm import as_sides, outer_scales_of
 from fp8compile.quantizers import CurrentScaling, GemmConfig, Quantizer, transposed
 
 __all__ = ["multiply_groups", "sample_offsets", "scaled_grouped_mm"]
@@ -32,12 +33,6 @@ def _gemm(
 ) -> GroupedGemm:
     pair = (a_quantizer, transposed(b_quantizer)) if b.ndim == 3 else (transposed(a_quantizer), b_quantizer)
     return selected_grouped_gemm(*pair, a.device, out_dtype, config)
-
-
-def _operands(codes: tuple, scales: tuple, quantizers: tuple, outer_scales: tuple) -> tuple[Quantized, ...]:
-    """Build the left and the right operand from the op's arguments."""
-    parts = zip(codes, scales, quantizers, outer_scales, strict=True)
-    return tuple(Quantized(codes=c, scale=s, quantizer=q, outer_scale=o) for c, s, q, o in parts)
 
 
 def _kernel(
@@ -54,7 +49,7 @@ def _kernel(
     b_outer_scale: Tensor | None = None,
 ) -> Tensor:
     gemm = _gemm(a, b, a_quantizer, b_quantizer, out_dtype, config)
-    left, right = _operands((a, b), (a_scale, b_scale), (a_quantizer, b_quantizer), (a_outer_scale, b_outer_scale))
+    left, right = as_sides((a, b), (a_scale, b_scale), (a_quantizer, b_quantizer), (a_outer_scale, b_outer_scale))
     run = gemm.rows if b.ndim == 3 else gemm.outer
     return run(left, right, offsets, out_dtype, config).contiguous()
 
@@ -114,7 +109,7 @@ def _portable(
     if gemm is not ONE_BY_ONE or b.ndim == 2:
         why = OF_BACKWARD if b.ndim == 2 else f"the GEMM {gemm.name} reads how many rows each group has"
         raise RuntimeError(f"decompositions: fp8compile::scaled_grouped_mm can't be taken apart: {why}.")
-    left, right = _operands((a, b), (a_scale, b_scale), (a_quantizer, b_quantizer), outer)
+    left, right = as_sides((a, b), (a_scale, b_scale), (a_quantizer, b_quantizer), outer)
     return every_row(left, right, offsets, out_dtype, config)
 
 
@@ -171,6 +166,6 @@ inductor.register_fallback(scaled_grouped_mm)
 
 def multiply_groups(a: Quantized, b: Quantized, offsets: Tensor, out_dtype: torch.dtype, config: GemmConfig) -> Tensor:
     """The op, called with operands."""
-    outer = () if a.outer_scale is None and b.outer_scale is None else (a.outer_scale, b.outer_scale)
+    outer = outer_scales_of(a, b)
     how = a.quantizer, b.quantizer, out_dtype, config
     return scaled_grouped_mm(a.codes, b.codes, a.scale, b.scale, offsets, *how, *outer)

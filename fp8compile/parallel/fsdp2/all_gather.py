@@ -14,7 +14,7 @@ from functools import partial
 from itertools import count
 from operator import attrgetter
 
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fp8compile import _compat
@@ -26,13 +26,11 @@ from fp8compile.nn.local import wrapped_like
 from fp8compile.nn.not_sharded import MARK
 from fp8compile.nn.users_of_parameters import users_of_parameters
 from fp8compile.parallel.expert_gradients import check_meshes
-from fp8compile.parallel.fsdp2.sharded_pair import ShardedPair
-from fp8compile.parallel.fsdp2.sharded_stack import ShardedStack, ShardedStackPair
 from fp8compile.parallel.fsdp2.sharded_weight import ShardedWeight
 from fp8compile.parallel.fsdp2.weight_scales import WeightScales
 from fp8compile.parallel.placed import part_of
 from fp8compile.quantizers import GEMMS, DelayedScaling
-from fp8compile.tensor import BOTH, GATHERED, PLAIN, Gathers, QuantizedPairParameter, QuantizedTensor, in_place_of
+from fp8compile.tensor import BOTH, GATHERED, PLAIN, GatherPolicy, QuantizedParameter, QuantizedTensor, in_place_of
 
 __all__ = ["fsdp_float8_all_gather"]
 
@@ -100,7 +98,7 @@ def _why_plain(weight: _Weight, users: list[nn.Module]) -> str | None:
     recipe = weight.module.recipe
     if (missing := holds_no_stacks(weight.module)) is not None:
         return f"the module {missing}"
-    if isinstance(_compat.local_itself(weight.parameter), (QuantizedTensor, QuantizedPairParameter)):
+    if isinstance(_compat.local_itself(weight.parameter), QuantizedTensor):
         return "the parameter is quantized, and travels as codes without this"
     if (missing := next((gemm.name for gemm in PAIR if recipe.quantizer_read(gemm.b) is None), None)) is not None:
         return f"the recipe leaves {missing} in high precision"
@@ -125,18 +123,11 @@ def _cuts_of(weight: nn.Parameter) -> tuple[DimSharding, ...]:
     return tuple(cut.by_name() for cut in part_of("fsdp_float8_all_gather", weight).cuts if cut is not None)
 
 
-def _local_shard(weight: _Weight, local: Tensor, gathers: Gathers | None) -> ShardedWeight:
-    """A local tensor that FSDP2 asks how to gather it."""
-    if weight.parameter.ndim == 3:
-        # ranks that have other experts have no part of these
-        return ShardedStack(local, weight.name) if gathers is None else ShardedStackPair(local, weight.name, gathers)
-    cuts = _cuts_of(weight.parameter)
-    return ShardedWeight(local, cuts) if gathers is None else ShardedPair(local, gathers, cuts)
-
-
-def _wrapped(weight: _Weight, gathers: Gathers | None) -> nn.Parameter:
+def _wrapped(weight: _Weight, gathers: GatherPolicy | None) -> nn.Parameter:
+    """A parameter whose local tensor FSDP2 asks how to gather it."""
     parameter = weight.parameter
-    local = _local_shard(weight, _compat.local_itself(parameter.detach()), gathers)
+    cuts = () if parameter.ndim == 3 else _cuts_of(parameter)  # ranks that have other experts have no part of these
+    local = ShardedWeight(_compat.local_itself(parameter.detach()), weight.name, gathers, cuts)
     return in_place_of(parameter, wrapped_like(local, parameter))
 
 
@@ -149,7 +140,7 @@ def _wrap_loaded(name: str, module: nn.Module, state_dict: dict, prefix: str, *_
         state_dict[key] = wrapped_like(own.like(_compat.local_itself(loaded.detach())), loaded)
 
 
-def _what_is_gathered(reasons: Iterable[str | None], gathers: Gathers | None) -> str:
+def _what_is_gathered(reasons: Iterable[str | None], gathers: GatherPolicy | None) -> str:
     """What a report says of a module.
 
     Args:
@@ -223,7 +214,7 @@ def fsdp_float8_all_gather(
     reasons = {weight: _why_plain(weight, users[weight.parameter]) for weight in weights}
     chosen = [weight for weight, reason in reasons.items() if reason is None]
     every = [_compat.local_itself(weight.parameter) for weight in weights]
-    pairs = [each for each in every if isinstance(each, QuantizedPairParameter)]
+    pairs = [each for each in every if isinstance(each, QuantizedParameter) and each.gathers is not None]
     for parameter in pairs:
         _ask_pair(parameter, checkpointed, one_gather)
     if not chosen and not pairs:
@@ -234,7 +225,7 @@ def fsdp_float8_all_gather(
             "codes of each fp8compile.Linear; else leave fsdp_float8_all_gather out: fully_shard gathers the weights."
         )
     gathers = {
-        weight.parameter: Gathers(one_gather, checkpointed)
+        weight.parameter: GatherPolicy(one_gather, checkpointed, name=weight.name)
         for weight in chosen
         if not weight.module.recipe.shares_weight_codes()
     }
@@ -246,7 +237,7 @@ def fsdp_float8_all_gather(
     return model
 
 
-def _ask_pair(parameter: QuantizedPairParameter, checkpointed: bool, one_gather: str) -> None:
+def _ask_pair(parameter: QuantizedParameter, checkpointed: bool, one_gather: str) -> None:
     """Tell a parameter that is codes already what its gathers are to bring."""
     if one_gather == PLAIN:
         raise ValueError(
@@ -256,7 +247,7 @@ def _ask_pair(parameter: QuantizedPairParameter, checkpointed: bool, one_gather:
     parameter.gathers.checkpointed = checkpointed
 
 
-def _wrap_all(chosen: list[_Weight], gathers: dict[nn.Parameter, Gathers]) -> None:
+def _wrap_all(chosen: list[_Weight], gathers: dict[nn.Parameter, GatherPolicy]) -> None:
     """Put parameters that FSDP2 asks how to gather them in the place of the chosen ones."""
     number, scales = next(CALLS), WeightScales((weight.module, weight.name) for weight in chosen)
     wrapped: dict[nn.Parameter, nn.Parameter] = {}

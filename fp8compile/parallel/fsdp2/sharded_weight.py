@@ -1,13 +1,19 @@
-"""A rank's shard of a weight, in high precision, which FSDP2 gathers as codes."""
+"""A rank's shard of a weight, in high precision, which FSDP2 gathers as codes.
+
+A weight is a matrix, or a stack of them, such as the weights of experts, whose scales are a matrix's own. FSDP2 cuts a
+stack (E, N, K) along experts, or along another dim where ranks outnumber experts.
+
+A scale whose block lies on one rank travels beside the codes, if forward and backward multiply different codes; one
+whose block has elements on several ranks is known to all by the one message of amaxes.
+"""
 
 from __future__ import annotations
 
-import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import Parameter
 from torch.utils._python_dispatch import return_and_correct_aliasing
@@ -17,11 +23,18 @@ from fp8compile import _compat
 from fp8compile.layout.cuts import DimSharding, Sharding, chunk_sizes
 from fp8compile.layout.packing import two_a_byte
 from fp8compile.layout.quantized import Plain, TensorLayout
-from fp8compile.layout.shapes import codes_shape
+from fp8compile.layout.shapes import scale_shape, scale_shapes
 from fp8compile.nn.experts import as_it_lies
-from fp8compile.ops.layer.quantize import Scales, cast_part, local_scales, outer_amax_of, scales_of, whole_amax
-from fp8compile.quantizers import Quantizer
-from fp8compile.tensor import QuantizedTensor, as_it_travels, as_sent, attributes_of_others, in_place_of
+from fp8compile.ops.layer.quantize import cast_part, is_aligned, is_cut_within, local_scales, scales_of, whole_amax
+from fp8compile.quantizers import GEMMS, Gemm, Quantizer
+from fp8compile.tensor import (
+    FullyShardHooks,
+    GatherPolicy,
+    SetToGather,
+    attributes_of_others,
+    cut_dim,
+    in_place_of,
+)
 
 if TYPE_CHECKING:
     from torch import nn
@@ -30,6 +43,7 @@ if TYPE_CHECKING:
 __all__ = ["Edits", "ShardedWeight", "part_of_weight"]
 
 aten = torch.ops.aten
+PAIR = GEMMS[:2]  # the products that read a weight
 
 
 class Edits:
@@ -39,8 +53,7 @@ class Edits:
         self.count = 0
 
 
-@_compat.keeps_parts_after_forward
-class ShardedWeight(Tensor):
+class ShardedWeight(FullyShardHooks, Tensor):
     """A plain tensor that FSDP2 gathers as codes; to all else it is that tensor, in the same memory.
 
     A class of its own, for FSDP2 asks the local tensor of a parameter how to gather it, and keeps asking after views,
@@ -49,20 +62,26 @@ class ShardedWeight(Tensor):
     ``__tensor_flatten__``, whose inner tensor would be a second one in the same memory.
 
     Attributes:
-        name: Of the parameter in its module.
+        name: The parameter's in its module.
+        gathers: What its gathers are like, if forward and backward multiply different codes.
         cuts: How tensor parallelism cut the weight before FSDP2 does.
         edits: Counts writes: FSDP2 reads a parameter through views that have version counters of their own.
     """
 
-    name: str = "weight"
-    batch = 0
+    name: str = "weight"  # a tensor has a property of this name
+    gathers: GatherPolicy | None
     cuts: Sharding
     edits: Edits
     _fake: Tensor | None
 
     @staticmethod
     def __new__(
-        cls: type[ShardedWeight], plain: Tensor, cuts: Sharding = (), edits: Edits | None = None
+        cls: type[ShardedWeight],
+        plain: Tensor,
+        name: str = "weight",
+        gathers: GatherPolicy | None = None,
+        cuts: Sharding = (),
+        edits: Edits | None = None,
     ) -> ShardedWeight:
         """The same memory as another tensor; no copy."""
         if type(plain) is Tensor:
@@ -78,9 +97,16 @@ class ShardedWeight(Tensor):
             pin_memory=plain.is_pinned(),
         )
 
-    def __init__(self, plain: Tensor, cuts: Sharding = (), edits: Edits | None = None) -> None:
+    def __init__(
+        self,
+        plain: Tensor,
+        name: str = "weight",
+        gathers: GatherPolicy | None = None,
+        cuts: Sharding = (),
+        edits: Edits | None = None,
+    ) -> None:
         self._fake = None if type(plain) is Tensor else plain
-        self.cuts = cuts
+        self.name, self.gathers, self.cuts = name, gathers, cuts
         self.edits = Edits() if edits is None else edits
 
     @property
@@ -90,7 +116,7 @@ class ShardedWeight(Tensor):
 
     def like(self, plain: Tensor, edits: Edits | None = None) -> ShardedWeight:
         """Another tensor in this one's place: in the same memory, if it counts the same edits."""
-        return ShardedWeight(plain, self.cuts, edits)
+        return ShardedWeight(plain, self.name, self.gathers, self.cuts, edits)
 
     # ------------------------------------------------------------------ what a tensor with a dispatch refuses
 
@@ -138,95 +164,91 @@ class ShardedWeight(Tensor):
 
     # ------------------------------------------------------------------ how it is quantized
 
-    def quantizer_of(self, module: nn.Module) -> Quantizer:
-        """The quantizer that makes codes of the weight, in the order that memory has."""
-        return as_it_lies(module, module.recipe.weight)
+    @property
+    def batch(self) -> int:  # type: ignore[override]
+        """Number of leading dims over which matrices are stacked."""
+        return self.ndim - 2
+
+    def quantizers_of(self, module: nn.Module) -> dict[Gemm, Quantizer]:
+        """The quantizer of each set of the weight's codes, by the product that reads it, in the order of memory."""
+        gemms = PAIR[:1] if self.gathers is None else PAIR
+        return {gemm: as_it_lies(module, getattr(module.recipe, gemm.b)) for gemm in gemms}
 
     def quantizers_over_ranks(self, module: nn.Module, part: Plain) -> dict[str, Quantizer]:
         """Quantizers whose amaxes ranks exchange before a gather, by slot of the recipe."""
-        return {"weight": self.quantizer_of(module)}
+        every = self.quantizers_of(module).items()
+        return {gemm.b: quantizer for gemm, quantizer in every if not all(self.own_levels(part, quantizer))}
 
-    def has_own_blocks(self, part: Plain, quantizer: Quantizer) -> bool:
-        """Whether a rank keeps the scales of its blocks to itself until a gather, and exchanges no amaxes of them."""
-        return False
+    def own_levels(self, part: Plain, quantizer: Quantizer) -> tuple[bool, ...]:
+        """Whether this rank alone has the scales of a part, for each level: those of blocks, those of matrices.
 
-    def amax_of(self, part: Plain, quantizer: Quantizer) -> Tensor:
-        """What this rank knows of the amaxes of the whole weight, of which it has ``part``."""
-        return whole_amax(part, quantizer)
-
-    def outer_amax_of(self, amax: Tensor, quantizer: Quantizer) -> Tensor:
-        """The amax that an outer scale is made of, from those of blocks."""
-        return outer_amax_of(amax, quantizer)
-
-    def scales_from(self, amax: Tensor, quantizer: Quantizer, outer_amax: Tensor | None = None) -> Scales:
-        """Multipliers and scales, of the amaxes of all blocks; those of a part, with the outer amax of the whole."""
-        return scales_of(amax, quantizer, outer_amax=outer_amax)
-
-    def codes_of(self, part: Plain, multiplier: Tensor, quantizer: Quantizer) -> Tensor:
-        """Codes of ``part``, by the multipliers of all blocks of the whole weight."""
-        return cast_part(part, multiplier, quantizer)
-
-    def gathered(
-        self,
-        codes: Tensor,
-        scale: Tensor,
-        quantizer: Quantizer,
-        dtype: torch.dtype,
-        group: ProcessGroup,
-        outer_scale: Tensor | None = None,
-    ) -> Tensor:
-        """The weight that the layer sees, of the codes that a group gathered."""
-        group, shard_dim, sizes = (group, None, None) if not self.cuts else _described(self.cuts[0])
-        return QuantizedTensor(codes, scale, quantizer, dtype, group, shard_dim, sizes, outer_scale)
-
-    def scale_of(self, scale: Tensor, size: tuple[int, ...], quantizer: Quantizer) -> Tensor:
-        """Scales of what FSDP2 gathers, of those of the whole weight."""
-        return local_scales(scale, size, self.cuts, quantizer)
-
-    def shard_dim(self, size: torch.Size) -> int:
-        """The dim along which FSDP2 cut what its ranks have together, of which this is a part."""
-        return 0
+        Of one set of codes ranks know all scales from the one message of amaxes, and none travels in a gather.
+        """
+        levels = 2 if quantizer.has_outer_scale() else 1
+        if self.gathers is None:
+            return (False,) * levels
+        return (is_aligned(part, quantizer), not is_cut_within(part))[:levels]
 
     # ------------------------------------------------------------------ what FSDP2 asks
 
-    def fsdp_pre_all_gather(
-        self,
-        mesh: DeviceMesh,
-        outer_size: torch.Size,
-        outer_stride: tuple[int, ...],
-        module: nn.Module,
-        mp_policy: MixedPrecisionPolicy,
-    ) -> tuple[tuple[Tensor, ...], Any]:
-        """This rank's codes, padded to the size that all ranks send, and what the gathered ones mean."""
-        size, quantizer = tuple(outer_size), self.quantizer_of(module)
-        multiplier, scale, outer_scale = module.weight_scales.of(module, self.name, "weight")
-        part = part_of_weight(self, mesh, outer_size, mp_policy)
-        codes = self.codes_of(part, multiplier.to(self.device), quantizer)
-        scale = self.scale_of(scale, size, quantizer)
-        quantizer = as_it_travels(quantizer, part.cuts[-1], size)
-        sent = as_sent(two_a_byte(codes, quantizer), part.cuts[-1])
-        return (sent,), (scale, outer_scale, quantizer, size, mesh.get_group())
+    def values_to_gather(self, mp_policy: MixedPrecisionPolicy) -> Tensor:
+        """Its values in the dtype that the layer computes in: cast first, as a plain gather does."""
+        return self.plain.to(mp_policy.param_dtype or self.dtype)
 
-    def fsdp_post_all_gather(
-        self,
-        all_gather_outputs: tuple[Tensor, ...],
-        metadata: Any,
-        param_dtype: torch.dtype,
-        *,
-        out: Tensor | None = None,
-    ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
-        """The weight that the layer sees, on the codes that were gathered."""
-        scale, outer_scale, quantizer, size, group = metadata
-        (codes,) = all_gather_outputs
-        if out is None:
-            # FSDP2 laid the parts along the dim that it cut, and counts rows as if they were along the first
-            shape = codes_shape(size, quantizer)
-            codes = codes.view(-1)[: math.prod(shape)].view(shape)
-            return self.gathered(codes, scale, quantizer, param_dtype, group, outer_scale), ()
-        # FSDP2 gathered into the memory that its codes are a view of
-        own = _compat.local_itself(out)
-        own.scale, own.outer_scale = scale, outer_scale
-        return None
+    def sets_to_gather(
+        self, mesh: DeviceMesh, size: tuple[int, ...], module: nn.Module, mp_policy: MixedPrecisionPolicy
+    ) -> tuple[DimSharding, list[SetToGather]]:
+        """Codes that are cast now, by scales that all ranks know, or by those of this rank's own blocks."""
+        part = part_of_weight(self, mesh, size, mp_policy)
+        every = self.quantizers_of(module).items()
+        return part.cuts[-1], [self._to_gather(part, size, module, *each) for each in every]
+
+    def place_of_gathered(self, shards: DimSharding) -> dict[str, Any]:
+        """Tensor parallel ranks that have parts of it, too; or those of FSDP2, of which each has all of it."""
+        if self.batch:
+            return {}
+        resolve = torch.distributed.distributed_c10d._resolve_process_group
+        if not self.cuts:
+            return {"group": resolve(shards.group)}
+        return {"group": resolve(self.cuts[0].group), "shard_dim": self.cuts[0].dim, "sizes": self.cuts[0].sizes}
+
+    def _to_gather(
+        self, part: Plain, size: tuple[int, ...], module: nn.Module, gemm: Gemm, quantizer: Quantizer
+    ) -> SetToGather:
+        is_own = self.own_levels(part, quantizer)
+        blocks, *outer = scale_shapes(size, quantizer)
+        if not is_own[0]:
+            of_whole = torch.empty(scale_shape(part.whole_shape(), quantizer), device="meta")
+            blocks = tuple(self._scale_of(of_whole, size, quantizer).shape)
+
+        def make(as_sent: Quantizer) -> tuple[Tensor, ...]:
+            by = self._by_own_blocks if is_own[0] else self._by_known_scales
+            codes, *scales = by(part, size, module, gemm, quantizer)
+            return two_a_byte(codes, as_sent), *(each for each in scales if each is not None)
+
+        return SetToGather(gemm, quantizer, is_own, (blocks, *outer), make)
+
+    def _by_own_blocks(
+        self, part: Plain, size: tuple[int, ...], module: nn.Module, gemm: Gemm, quantizer: Quantizer
+    ) -> tuple[Tensor | None, ...]:
+        """Codes of a part, one a byte, and all levels of its scales: no other rank has elements of its blocks."""
+        own, outer_amax = Plain(part.local, TensorLayout(batch=self.batch)), None
+        if not all(self.own_levels(part, quantizer)):
+            outer_amax = module.weight_scales.outer_amax(module, self.name, gemm.b).to(self.device)
+        multiplier, *scales = scales_of(whole_amax(own, quantizer), quantizer, outer_amax=outer_amax)
+        return cast_part(own, multiplier, quantizer).contiguous(), *scales
+
+    def _by_known_scales(
+        self, part: Plain, size: tuple[int, ...], module: nn.Module, gemm: Gemm, quantizer: Quantizer
+    ) -> tuple[Tensor | None, ...]:
+        """Codes of a part, one a byte, and all levels of scales of the whole weight, which all ranks know."""
+        multiplier, scale, outer_scale = module.weight_scales.of(module, self.name, gemm.b)
+        codes = cast_part(part, multiplier.to(self.device), quantizer)
+        return codes, self._scale_of(scale, size, quantizer), outer_scale
+
+    def _scale_of(self, scale: Tensor, size: tuple[int, ...], quantizer: Quantizer) -> Tensor:
+        """Scales of what FSDP2 gathers, of those of the whole weight."""
+        return local_scales(scale, size, self.cuts, quantizer) if self.cuts else scale
 
 
 def _written(func: Any, args: tuple, kwargs: dict) -> list[ShardedWeight]:
@@ -242,9 +264,9 @@ def _written(func: Any, args: tuple, kwargs: dict) -> list[ShardedWeight]:
 
 
 def part_of_weight(
-    weight: ShardedWeight, mesh: DeviceMesh, size: torch.Size, mp_policy: MixedPrecisionPolicy
+    weight: ShardedWeight, mesh: DeviceMesh, size: Sequence[int], mp_policy: MixedPrecisionPolicy
 ) -> Plain:
-    """What this rank has of a weight, in the dtype that the layer computes in: cast first, as a plain gather does.
+    """What this rank has of a weight, in the dtype that the layer computes in.
 
     Args:
         weight: The shard.
@@ -255,7 +277,7 @@ def part_of_weight(
     Raises:
         ValueError: FSDP2 shards a dim that it can't be gathered along.
     """
-    ranks, rank, dim = mesh.size(), mesh.get_local_rank(), weight.shard_dim(size)
+    ranks, rank, dim = mesh.size(), mesh.get_local_rank(), cut_dim(weight, size) if weight.batch else 0
     sizes = chunk_sizes(size[dim], ranks)
     if tuple(weight.shape) != (*size[:dim], sizes[rank], *size[dim + 1 :]):
         raise ValueError(
@@ -263,13 +285,7 @@ def part_of_weight(
             "weights that are gathered as codes are sharded along dim 0. Leave out shard_placement_fn for them."
         )
     shards = DimSharding(mesh.get_group().group_name, rank, dim, sizes)
-    layout = TensorLayout((*weight.cuts, shards), weight.batch)
-    return Plain(weight.plain.to(mp_policy.param_dtype or weight.dtype), layout)
-
-
-def _described(cut: DimSharding) -> tuple:
-    """Group, dim and sizes of a tensor-parallel weight, as a `QuantizedTensor` has them."""
-    return torch.distributed.distributed_c10d._resolve_process_group(cut.group), cut.dim, cut.sizes
+    return Plain(weight.values_to_gather(mp_policy), TensorLayout((*weight.cuts, shards), weight.batch))
 
 
 VIEWS = {

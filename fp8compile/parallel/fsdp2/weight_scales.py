@@ -12,7 +12,7 @@ from fp8compile import _compat
 from fp8compile.layout.quantized import Plain, TensorLayout
 from fp8compile.nn.state import RowOfWeight
 from fp8compile.ops.collectives import all_reduce_amaxes
-from fp8compile.ops.layer.quantize import Scales
+from fp8compile.ops.layer.quantize import Scales, outer_amax_of, scales_of, whole_amax
 from fp8compile.parallel.fsdp2.sharded_weight import Edits, ShardedWeight, part_of_weight
 from fp8compile.quantizers import DelayedScaling, Quantizer
 
@@ -100,11 +100,10 @@ class WeightScales:
             shard = _compat.local_itself(parameter.sharded)
             part = part_of_weight(shard, parameter.mesh, parameter.size, parameter.mp_policy)
             for slot, quantizer in shard.quantizers_over_ranks(parameter.module, part).items():
-                is_outer = shard.has_own_blocks(part, quantizer)
-                own = shard.amax_of(
-                    Plain(part.local, TensorLayout(batch=part.layout.batch)) if is_outer else part, quantizer
-                )
-                own = shard.outer_amax_of(own, quantizer) if is_outer else own
+                is_outer = shard.own_levels(part, quantizer)[0]
+                alone = Plain(part.local, TensorLayout(batch=shard.batch))
+                own = whole_amax(alone if is_outer else part, quantizer)
+                own = outer_amax_of(own, quantizer) if is_outer else own
                 changed.append((weight, slot, quantizer, is_outer))
                 amaxes.append(own.to(parameter.device))
                 groups.append(tuple(cut.group for cut in part.cuts))
@@ -116,7 +115,7 @@ class WeightScales:
                 self._scales[weight].outer_amaxes[slot] = amax.clone()  # what it is a view of is freed
             else:
                 shard = _compat.local_itself(known[weight].sharded)
-                self._scales[weight].by_slot[slot] = shard.scales_from(amax, quantizer)
+                self._scales[weight].by_slot[slot] = scales_of(amax, quantizer)
 
 
 def _of_steps_before(module: nn.Module, slot: str) -> Scales:

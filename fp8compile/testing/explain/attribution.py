@@ -191,7 +191,7 @@ class Owners:
         return len(user.inputs) == 1 and user.op.startswith("aten::") and not is_reduction
 
     def source(self, value: Value) -> Value:
-        """The value before operators that keep its numbers; a value of the forward if the backward got it from there."""
+        """The value before operators that keep its numbers; the forward's value if the backward got it from there."""
         while value.op in SAME_VALUES and value.inputs:
             value = value.inputs[0]
         return value

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 from fp8compile import _compat
 from fp8compile.quantizers import GEMMS, Gemm
-from fp8compile.tensor.pair import Turns
+from fp8compile.tensor.pass_in_memory import PassInMemory
 
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = ["BOTH", "GATHERED", "OWN", "PLAIN", "Gathers"]
+__all__ = ["BOTH", "GATHERED", "OWN", "PLAIN", "GatherPolicy"]
 
 GATHERED = "gathered"  # on a layer: what FSDP2 gathers of its weight
 PAIR = OUTPUT, GRAD_INPUT = GEMMS[:2]
@@ -25,33 +25,33 @@ IN_WORDS = {
 
 
 @dataclass
-class Gathers:
+class GatherPolicy:
     """What all gathers of one weight are like. FSDP2 makes its buffers once, so they stay what the first one was.
 
     Attributes:
         for_both: What is gathered where one gather serves both passes, ``"codes"`` or ``"param_dtype"``.
         checkpointed: Whether the backward repeats the forward.
         kind: ``OWN``, ``BOTH`` or ``PLAIN``, from the first gather on.
-        turns: Whose codes are in memory, where each pass gathers its own.
-        name: Of the weight in its module, of a parameter that is codes.
+        in_memory: Whose codes are in memory, if each pass gathers its own.
+        name: The weight's in its module.
     """
 
     for_both: str
     checkpointed: bool
     kind: str | None = None
-    turns: Turns = field(default_factory=Turns)
+    in_memory: PassInMemory = field(default_factory=PassInMemory)
     name: str = "weight"
     _parameter: _compat.FsdpParameter | None = None
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Gathers:
+    def __deepcopy__(self, memo: dict[int, Any]) -> GatherPolicy:
         """What a copied weight starts with: FSDP2 has not gathered it, and modules and groups are the original's."""
-        return Gathers(self.for_both, self.checkpointed, name=self.name)
+        return GatherPolicy(self.for_both, self.checkpointed, name=self.name)
 
-    def now(self, module: nn.Module, name: str = "weight") -> tuple[str, tuple[Gemm, ...]]:
+    def now(self, module: nn.Module) -> tuple[str, tuple[Gemm, ...]]:
         """What a gather that is about to start brings: its kind, and the products whose codes it brings."""
         if self._parameter is None:
             self._parameter = next(
-                each for each in _compat.fsdp_parameters() if (each.module, each.name) == (module, name)
+                each for each in _compat.fsdp_parameters() if (each.module, each.name) == (module, self.name)
             )
         kind = self._kind_for(self._parameter)
         own_pass = (GRAD_INPUT,) if self._parameter.is_in_backward else (OUTPUT,)

@@ -1,0 +1,118 @@
+"""New tensors like a QuantizedParameter: memory for another one, FSDP2's shards, and what optimizers keep of it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fp8compile.layout.packing import packed_dim
+from fp8compile.tensor.attributes import moved
+from fp8compile.tensor.codes import Codes
+from fp8compile.tensor.parameter import BLANK, WHOLE, WRITES, QuantizedParameter
+from fp8compile.tensor.scale_without_values import scale_without_values
+from fp8compile.tensor.shards import cut_dim
+from fp8compile.tensor.update import shared_with
+
+aten = torch.ops.aten
+
+
+def _empty_like(func: Any, x: QuantizedParameter, **kwargs: Any) -> Tensor:
+    """Codes without values; the scales are NaN until there are some."""
+    if kwargs.pop("dtype", None) not in (None, x.dtype):
+        raise TypeError(f"{func} of a QuantizedParameter in another dtype: take that of .dequantize().")
+    sets = []
+    for own in x.sets():
+        codes, outer = func(own.codes, **kwargs), own.outer_scale
+        scale = scale_without_values(own.quantizer, own.scale.shape, torch.nan, codes.device)
+        outer = None if outer is None else torch.full(outer.shape, torch.nan, device=codes.device)
+        sets.append(replace(own, codes=codes, scale=scale, outer_scale=outer))
+    found = x.like(sets).alone()
+    found.gathers = copy.deepcopy(x.gathers)
+    if x.initial is not None:
+        found.initial = torch.tensor(torch.nan)
+    return found
+
+
+def _plain_like(func: Any, x: QuantizedParameter, *args: Any, **kwargs: Any) -> Tensor:
+    """What optimizers keep of a parameter is in high precision."""
+    values = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
+    return func(values, *args, **{"device": x.device, **kwargs})
+
+
+def _cuts_blocks(x: QuantizedParameter, own: Codes, size: Sequence[int]) -> bool:
+    """Whether this is memory for a part of a whole weight that ends within a block: FSDP2 asks for it."""
+    if x.extent != WHOLE or len(size) != x.ndim:
+        return False
+    dim = cut_dim(x, size)
+    is_part = size[dim] < x.shape[dim] and (x.batch or dim == 0)
+    is_part = is_part and tuple(size[dim + 1 :]) == tuple(x.shape[dim + 1 :])
+    block = x.block_along(own, dim)
+    return bool(is_part and block not in (1, -1) and size[dim] % block)
+
+
+def _blank_set(func: Any, x: QuantizedParameter, own: Codes, size: Sequence[int], **kwargs: Any) -> Codes:
+    """Zeros with scales of their own: those of the whole, if it has them, for a rank without elements has them too."""
+    if packed_dim(own.quantizer) == -2 and (len(size) < 2 or size[-2] % 2):
+        raise TypeError(
+            f"{func} {tuple(size)} of a QuantizedParameter whose codes share a byte with the next row's, by "
+            f"{own.quantizer!r}. If this is fully_shard: give each rank an even number of rows, take "
+            "fp8compile.recipes.nvfp4() with weight_block=(16, 16), or leave quantized_parameters out."
+        )
+    batch, outer = tuple(size[: x.batch]), own.outer_scale
+    codes = own.codes.new_zeros((*batch, *own.quantizer.codes_shape(size[x.batch :])), **kwargs)
+    if outer is not None:
+        is_same = not x.batch or size[0] == x.shape[0]
+        outer = outer.to(codes.device).clone() if is_same else torch.ones(size[0], device=codes.device)
+    found = replace(own, codes=codes, outer_scale=outer)
+    dim = cut_dim(x, size) if len(size) == x.ndim else 0
+    if not own.has_all_scales and _cuts_blocks(x, own, size):
+        is_column = dim == x.ndim - 1
+        found = replace(found, has_scales_of_whole=(not is_column, is_column))
+    shape = (*batch, *own.quantizer.scale_shape(size[x.batch :]))
+    if found.has_all_scales:
+        return replace(found, scale=own.scale.to(codes.device).clone())
+    if x.block_along(own, dim) == -1 and own.scale.shape == shape:
+        return replace(found, scale=own.scale.to(codes.device).clone())
+    return replace(found, scale=scale_without_values(own.quantizer, shape, 1.0, codes.device))
+
+
+def _new_zeros(func: Any, x: QuantizedParameter, size: Sequence[int], **kwargs: Any) -> Tensor:
+    """Memory for a part, or for another tensor like it."""
+    if x.batch and len(size) != x.ndim:  # FSDP2, for a rank without elements
+        return x.flat([own.codes.new_empty(size, **kwargs) for own in x.sets()])
+    if kwargs.pop("dtype", None) not in (None, x.dtype):
+        raise TypeError(f"{func} of a QuantizedParameter in another dtype: use torch.zeros.")
+    sets = [_blank_set(func, x, own, size, **kwargs) for own in x.sets()]
+    found = QuantizedParameter.of_sets(sets, x.dtype, batch=x.batch)
+    if x.extent == WHOLE:  # FSDP2 is about to cut it
+        found.outer = tuple(shared_with(x, own) for own in x.stored())
+    else:
+        found.group, found.shard_dim, found.outer = x.group, x.shard_dim, x.outer
+    found.sizes = x.sizes if found.has_all_scales else None
+    found.extent = BLANK if not x.batch or cut_dim(x, size) else WHOLE  # each rank has whole matrices
+    found.written, found.gathers, found.state = x.written, x.gathers, x.state
+    found.blank = True
+    if x.initial is not None:
+        found.initial = torch.zeros(())
+    return found
+
+
+def _made(make: Callable[..., Tensor]) -> Callable[[Any, tuple, dict], Tensor]:
+    return lambda func, args, kwargs: moved(func, args[0], make(func, *args, **kwargs))
+
+
+WRITES.update(
+    {
+        aten.empty_like.default: _made(_empty_like),
+        aten.zeros_like.default: _made(_plain_like),
+        aten.ones_like.default: _made(_plain_like),
+        aten.full_like.default: _made(_plain_like),
+        aten.new_zeros.default: _made(_new_zeros),
+        aten.new_empty.default: _made(_new_zeros),  # FSDP2, for a rank without elements
+    }
+)

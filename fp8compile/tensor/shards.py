@@ -1,0 +1,54 @@
+"""How ranks cut a weight, and which of them share its scales."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from fp8compile._compat import is_dtensor, local_itself
+from fp8compile.layout.cuts import DimSharding, Sharding, chunk_sizes
+
+__all__ = ["cut_dim", "share_scale_of_part", "share_scales_of_shard", "sharded_dims", "sharding_of"]
+
+
+def sharded_dims(placements: Sequence[Any], ndim: int = 2) -> list[tuple[int, int]]:
+    """Dims of the mesh over which a tensor is cut, and along which of its own ``ndim`` dims."""
+    # asked so, for what FSDP2 makes of rows that tensor parallelism has cut says that it is no Shard
+    cut = [index for index, each in enumerate(placements) if not (each.is_replicate() or each.is_partial())]
+    return [(index, placements[index].dim % ndim) for index in cut]
+
+
+def cut_dim(shard: Tensor, outer_size: Sequence[int]) -> int:
+    """The dim along which a shard has less than there is; 0 if it has all, of which other ranks then have nothing."""
+    return next((dim for dim in range(shard.ndim) if shard.shape[dim] != outer_size[dim]), 0)
+
+
+def share_scales_of_shard(shard: Tensor, mesh: Any, outer_size: Sequence[int], module: Any) -> None:
+    """Let a shard know the ranks that have its scale too; and that which it is a copy of, if it stays on the CPU."""
+    dim = cut_dim(shard, outer_size)
+    for each in (shard, *map(local_itself, module.parameters(recurse=False))):
+        if hasattr(each, "share_scale") and each.shape == shard.shape:
+            each.share_scale(mesh.get_group(), dim, outer_size[dim])
+
+
+def sharding_of(weight: Tensor) -> Sharding:
+    """How ranks cut a weight, if it is a DTensor: by tensor parallelism, and then by FSDP2, whose dims come first."""
+    if not is_dtensor(weight):
+        return ()
+    mesh, size, cuts = weight.device_mesh, list(weight.shape), []
+    for index, dim in reversed(sharded_dims(weight.placements, weight.ndim)):
+        sizes = chunk_sizes(size[dim], mesh.size(index))
+        cuts.append(DimSharding(mesh.get_group(index), mesh.get_local_rank(index), dim, sizes))
+        size[dim] = cuts[-1].length
+    return tuple(cuts)
+
+
+def share_scale_of_part(parameter: Any) -> None:
+    """Let a shard of a quantized parameter, a DTensor, know the ranks that have its scale too, if it does not yet."""
+    local = local_itself(parameter)
+    if local.group is not None:  # of tensor parallelism alone, or since a forward
+        return
+    if cuts := sharding_of(parameter):
+        local.share_scale(cuts[-1].group, cuts[-1].dim, cuts[-1].total)
