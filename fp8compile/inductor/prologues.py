@@ -29,7 +29,7 @@ __all__ = ["register_tile_kernel"]
 
 
 def register_tile_kernel(op: torch._ops.OpOverload, launch: Callable[..., TileLaunch | None]) -> None:
-    """Let Inductor call ``op``, and on a GPU make the pointwise code that its matrix comes from a part of its kernel.
+    """Let Inductor call ``op``; on a GPU, fuse the pointwise code that computes its matrix into its kernel.
 
     Args:
         op: The operator. Its first argument is the matrix that it reads, its results are one tensor or several.
