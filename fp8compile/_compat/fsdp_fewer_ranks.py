@@ -1,4 +1,4 @@
-"""FSDP2's ``reshard_after_forward=N`` for tensors that say themselves what they gather.
+"""FSDP2's ``reshard_after_forward=N`` for tensors with all-gather hooks.
 
     forward     shards of all ranks  --all-gather--> what arrived --each of N ranks keeps a part-->
     backward    parts of N ranks     --all-gather--> what had arrived

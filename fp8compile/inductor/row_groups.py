@@ -1,4 +1,4 @@
-"""Inductor's IR of one reduction over groups of rows, that reads what makes a matrix once and lays the matrix down.
+"""Inductor's IR of one reduction over groups of rows, which computes a matrix once, stores it, and reduces it.
 
     for each group of rows and each column:  x_0 .. x_n --stored as they are--> the matrix
                                               |

@@ -346,7 +346,7 @@ def both_packed_kernel(
 
 
 def constants(rows: TwoLevelScaling, columns: TwoLevelScaling, target: Target) -> dict[str, object]:
-    """What the kernel is compiled for."""
+    """Compile-time constants of the kernel."""
     return {
         "GROUPS": GROUPS,
         "COLUMNS": COLUMNS,

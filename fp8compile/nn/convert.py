@@ -43,7 +43,7 @@ EXPORTED_LINEAR = torch.ops.aten.linear.default
 
 
 def _is_compiled(module: nn.Module) -> bool:
-    """Whether a call of the module runs what was compiled of it: ``torch.compile(module)``, ``module.compile()``."""
+    """Whether a call of the module runs compiled code, by ``torch.compile(module)`` or ``module.compile()``."""
     return type(module).__name__ == "OptimizedModule" or module._compiled_call_impl is not None
 
 
@@ -62,7 +62,7 @@ def _check_not_compiled(model: nn.Module) -> None:
 
 
 def _is_frozen(module: nn.Module) -> bool:
-    """Whether linears of the module became calls in a graph: by TorchScript, or by `torch.export`."""
+    """Whether TorchScript or `torch.export` turned the module's linears into calls of a graph."""
     graph = getattr(module, "graph", None)
     exported = isinstance(graph, torch.fx.Graph) and graph.find_nodes(op="call_function", target=EXPORTED_LINEAR)
     return isinstance(module, torch.jit.ScriptModule) or bool(exported)
@@ -80,7 +80,7 @@ def _check_not_frozen(model: nn.Module) -> None:
 def _asker(
     model: nn.Module, recipe: Recipes, filter: Filter | None, keep_ends: int, fqns: list[str]
 ) -> Callable[[nn.Module, list[str]], tuple[Recipe | None, str]]:
-    """A function that says what the caller's arguments ask for a layer: its recipe, or None and why."""
+    """Make a function that returns what the caller asked for a layer: its recipe, or None and the reason."""
     filter_reason, assign, kept = resolve_filter(filter, fqns), assigner(recipe, fqns), ends(model, keep_ends)
 
     def asked(layer: nn.Module, names: list[str]) -> tuple[Recipe | None, str]:
@@ -99,9 +99,9 @@ def _asker(
 def _plan(
     model: nn.Module, recipe: Recipes, filter: Filter | None, keep_ends: int
 ) -> tuple[dict[nn.Module, tuple[Recipe | None, str]], bool]:
-    """For each layer that isn't converted yet: its recipe, or None and why it is left out.
+    """The recipe of each unconverted layer, or None and the reason why it is left out.
 
-    And whether there is one that is converted already and would be again.
+    The second result is whether a layer is converted already and would be converted again.
     """
     found = dict(layers(model))
     if not found:

@@ -1,4 +1,4 @@
-"""Tokens that several ranks have in common, as tensor parallel ranks do: each sends its share of them to the experts.
+"""Tokens that several ranks share, such as tensor parallel ranks: each sends its share of them to the experts.
 
     all tokens --own_share--> (tokens / R, ...) --experts, wherever they are--> --all_shares--> all tokens, everywhere
 
