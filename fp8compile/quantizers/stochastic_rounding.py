@@ -44,7 +44,7 @@ def _mixed(h: Tensor) -> Tensor:
 
 
 def positions(shape: Sequence[int], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Where rows and columns of a whole matrix are, as `noise` takes it."""
+    """Positions of the rows and columns of a whole matrix, as `noise` takes them."""
     return torch.arange(shape[0], device=device) * shape[1], torch.arange(shape[1], device=device)
 
 
