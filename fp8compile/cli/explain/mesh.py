@@ -44,7 +44,7 @@ def sizes_of(text: str) -> dict[str, int]:
 
 
 def _builder(text: str) -> tuple[Callable[..., Any], int]:
-    """What TARGET names, and how many arguments it takes: the mesh, or that and a recipe."""
+    """The function that TARGET names, and its number of arguments: the mesh, or the mesh and a recipe."""
     function = found_at(text)
     if not callable(function):
         raise UserError(f"{text} is a {type(function).__name__}; with --mesh it has to be {WANTED}")

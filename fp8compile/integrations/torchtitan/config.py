@@ -18,7 +18,7 @@ __all__ = ["convert"]
 
 @dataclass(frozen=True)
 class _Quantized:
-    """Metrics of a quantized model: torchtitan gives no share of the bf16 peak then, and asks only its own classes."""
+    """Metrics of a quantized model, without the share of the bf16 peak; torchtitan looks for its own classes only."""
 
     def build(self, plain: type, config: Any, kwargs: dict[str, Any]) -> Any:
         return plain.build(config, **{**kwargs, "has_quantization": True})

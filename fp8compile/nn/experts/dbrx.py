@@ -1,4 +1,4 @@
-"""Experts of transformers' DBRX: matrices of all experts below one another in 2-D parameters of a child module."""
+"""Experts of transformers' DBRX: a child module has 2-D parameters with the matrices of all experts, stacked by rows."""
 
 from __future__ import annotations
 

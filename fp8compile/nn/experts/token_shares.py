@@ -34,7 +34,7 @@ def own_share(tensor: Tensor, mesh: DeviceMesh) -> Tensor:
 
 
 def all_shares(local: Tensor, mesh: DeviceMesh, tokens: int) -> Tensor:
-    """The whole tensor, on each rank, of the rows that each has.
+    """Gather the rows of all ranks to the whole tensor, on each rank.
 
     Args:
         local: (about tokens / R, features), as `own_share` cut them.

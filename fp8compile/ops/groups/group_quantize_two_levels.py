@@ -3,10 +3,10 @@
     along rows      codes (R, K / 2), two of a row a byte      scales in tiles of each group's rows
     along tokens    codes (K, C / 2), two of a column a byte   scales in tiles of each group's tokens
 
-Both directions come from one read; the outer amaxes, one a group, come from a read before
-(`fp8compile.ops.groups.group_outer_amaxes`). K is rounded up to a multiple of 32, C is said by
-`fp8compile.ops.groups.tiles`; what is behind a group is zeros. On a GPU this op is one Triton kernel; on a CPU, and as
-the reference, it is the steps of `group_two_levels`, laid out.
+Both directions come from one read; the outer amaxes, one for each group, come from a read before
+(`fp8compile.ops.groups.group_outer_amaxes`). K is rounded up to a multiple of 32; `fp8compile.ops.groups.tiles`
+defines C. Padding behind a group is zeros. On a GPU this op is one Triton kernel; on a CPU, and as the reference, it
+is the steps of `group_two_levels` in that layout.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Groups of rows in programs that leave this package: no size of a group is read, so each step is over all rows.
+"""Grouped ops for programs that leave this package: no size of a group is read, so each step takes all rows.
 
 rows    a a b b b .     group 0: all rows as if they were its own, of which a a are taken;  group 1: b b b
 """
