@@ -1,4 +1,4 @@
-"""Experts of transformers' DBRX: a child module has 2-D parameters with the matrices of all experts, stacked by rows."""
+"""Experts of transformers' DBRX: 2-D parameters of a child module hold the matrices of all experts."""
 
 from __future__ import annotations
 
