@@ -261,7 +261,7 @@ class _Loads(WrapperHandler):
 
 
 class _Computing(ir.TritonTemplateBuffer):
-    """The result: it knows which elements of which buffers its code reads."""
+    """The buffer of the result; it knows which elements of other buffers its code reads."""
 
     def __init__(self, choice: Any, computed: Any) -> None:
         super().__init__(choice.layout, choice.input_nodes, choice.make_kernel_render, choice.mutated_inputs)

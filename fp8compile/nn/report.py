@@ -45,10 +45,10 @@ class ConversionRow:
             or ``"param_dtype: "`` and why; empty before.
         sharded: Whether ``fully_shard`` was called for it; before, ``gathered`` says what it will gather.
         quantized_weight: Whether its weight is kept as codes: ``quantized_parameters=True`` of ``fp8compile.convert``.
-        past_forward: Of a converted layer, the method that reads its weight itself, which is not in FP8; empty if
+        past_forward: The method that reads a converted layer's weight itself, which is not in FP8; empty if
             neither the first forward nor the one that the report was given showed any.
-        called: Of a converted layer, whether the forward called it that the report was given; of experts, whether it
-            called their products. None if none was given.
+        called: Whether the given forward called a converted layer, or the products of converted experts; None if no
+            forward was given.
     """
 
     fqn: str

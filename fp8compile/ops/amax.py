@@ -30,7 +30,7 @@ def empty_grid(x: Tensor, quantizer: Quantizer, groups: int | None = None) -> Te
 
     Args:
         x: The matrix.
-        quantizer: Whose blocks.
+        quantizer: The quantizer whose blocks are reduced.
         groups: How many.
     """
     rows, columns = shape_said(quantizer, "scale_shape", x.shape)

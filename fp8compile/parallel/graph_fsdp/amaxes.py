@@ -41,7 +41,7 @@ class WeightAmaxPlan:
 
 
 def weight_amax_plan(layer: Linear, local: Tensor, sharding: ParameterSharding) -> WeightAmaxPlan:
-    """Plan the exchange for a layer of which this rank has ``local``."""
+    """Plan the exchange for a layer whose weight on this rank is ``local``."""
     every = (*placed_cuts(sharding.rows.placed, sharding.tensor_parallel_groups()), rows_cut(sharding.rows))
     same = layer.recipe.quantizer_read("weight_for_grad_input") == layer.recipe.weight
     shard, grids = Plain(local, TensorLayout(every)), {}

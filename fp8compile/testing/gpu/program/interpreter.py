@@ -82,7 +82,7 @@ class Interpreter:
             name: For messages.
             fn: The Python function under ``triton.jit``.
             grid: Numbers of programs, up to three.
-            arguments: By name; tensors on the CPU, and constants.
+            arguments: Arguments by name: tensors on the CPU, and constants.
 
         Raises:
             IndexError: A program accesses memory outside of the tensors.
