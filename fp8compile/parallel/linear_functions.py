@@ -1,10 +1,10 @@
-"""Linear layers on what one rank of a group has of them: plain tensors in and out, as Megatron's layers have them.
+"""Tensor parallel linear layers on plain tensors of one rank, as Megatron's layers are.
 
     column_parallel_linear   weight (N/R, K)    tokens, whole or cut  ->  features of the output, cut
     row_parallel_linear      weight (N, K/R)    features of the input, cut  ->  tokens, whole or cut
 
-Put behind one another they are an MLP or an attention block: nothing is sent between the two. What is sent are codes,
-where a tensor is put together, and the dtype of the tensor, where summands are added.
+One after the other they are an MLP or an attention block, and nothing is sent between the two. Gathers send codes; sums
+are sent in the dtype of the tensor.
 
     tokens    column, forward and backward                     row, forward and backward
     whole     nothing; grad_input all-reduced                  output all-reduced; nothing

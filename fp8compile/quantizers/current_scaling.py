@@ -74,7 +74,7 @@ class CurrentScaling(Quantizer):
         return self.rounding == "nearest"
 
     def multiplier(self, amax: Tensor) -> Tensor:
-        """Computed by the rule that ``scale`` names."""
+        """The value by the rule that ``scale`` names."""
         return SCALE_RULES[self.scale](amax, self.element_format(), self.eps)
 
     def cast(self, x: Tensor, multiplier: Tensor) -> Tensor:

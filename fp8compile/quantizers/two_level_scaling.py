@@ -198,7 +198,7 @@ class TwoLevelScaling(Quantizer):
         return from_matrix(super().amax(self._transformed(x)), self.scale_shape(x.shape))
 
     def outer_scale(self, outer_amax: Tensor) -> Tensor:
-        """Computed by the rule that ``scale`` names."""
+        """The value by the rule that ``scale`` names."""
         return self._rule().outer_scale(outer_amax)
 
     def block_scale(self, amax: Tensor, outer_amax: Tensor) -> Tensor:
@@ -206,7 +206,7 @@ class TwoLevelScaling(Quantizer):
         return self._rule().block_scale(amax, outer_amax)
 
     def block_multiplier(self, scale: Tensor, outer_scale: Tensor) -> Tensor:
-        """Computed by the rule that ``scale`` names."""
+        """The value by the rule that ``scale`` names."""
         return self._rule().multiplier(scale, outer_scale)
 
     def cast(self, x: Tensor, multiplier: Tensor) -> Tensor:

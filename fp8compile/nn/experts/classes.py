@@ -75,7 +75,7 @@ class ConvertedModule(CodesInState, MadeClass):
         return bool(self._quantized_parameters())
 
     def extra_repr(self) -> str:
-        """What the class shows, and the recipe: its name if it has one."""
+        """The text of the class, and the recipe, by name if it has one."""
         name = describe(self.recipe)
         own = super().extra_repr()  # type: ignore[misc]
         return f"{own}{', ' if own else ''}recipe={shown(self.recipe) if name == 'custom' else name}"
