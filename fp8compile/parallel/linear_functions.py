@@ -3,8 +3,8 @@
     column_parallel_linear   weight (N/R, K)    tokens, whole or cut  ->  features of the output, cut
     row_parallel_linear      weight (N, K/R)    features of the input, cut  ->  tokens, whole or cut
 
-One after the other they are an MLP or an attention block, and nothing is sent between the two. Gathers send codes; sums
-are sent in the dtype of the tensor.
+One after the other they are an MLP or an attention block, and nothing is sent between the two. Gathers send codes;
+sums are sent in the dtype of the tensor.
 
     tokens    column, forward and backward                     row, forward and backward
     whole     nothing; grad_input all-reduced                  output all-reduced; nothing
