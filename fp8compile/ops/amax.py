@@ -31,10 +31,10 @@ def empty_grid(x: Tensor, quantizer: Quantizer, groups: int | None = None) -> Te
     Args:
         x: The matrix.
         quantizer: The quantizer whose blocks are reduced.
-        groups: How many.
+        groups: Number of groups; None for a matrix.
     """
-    rows, columns = shape_said(quantizer, "scale_shape", x.shape)
-    return x.new_empty((rows if groups is None else groups, columns), dtype=torch.float32)
+    shape = shape_said(quantizer, "scale_shape", x.shape)  # as many dims as x
+    return x.new_empty(shape if groups is None else (groups, shape[-1]), dtype=torch.float32)
 
 
 def _fake(x: Tensor, quantizer: Quantizer) -> Tensor:
