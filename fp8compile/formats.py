@@ -190,7 +190,7 @@ class ExponentFormat:
         return self._bytes(values, 2 * self.bias - (values.view(torch.int32) >> FLOAT32_MANTISSA_BITS))
 
     def _bytes(self, values: Tensor, exponents: Tensor) -> Tensor:
-        """Exponents as bytes, NaN's where a value is NaN, of which the comparison doesn't hold."""
+        """Exponents as bytes; the byte of NaN for a value that is NaN, because comparisons with it are false."""
         return torch.where(values <= torch.inf, exponents, self.nan).to(torch.uint8)
 
     def decode(self, codes: Tensor) -> Tensor:
@@ -247,7 +247,7 @@ def pack(codes: Tensor, dim: int) -> Tensor:
 
 
 def repack(packed: Tensor) -> Tensor:
-    """Codes of which two of a row share a byte, (M, K / 2), as those of which two of a column do, (M / 2, K)."""
+    """Repack codes from two of a row in a byte, (M, K / 2), to two of a column in a byte, (M / 2, K)."""
     first, second = packed[::2], packed[1::2]
     return torch.stack([(first & 15) | (second << 4), (first >> 4) | (second & 240)], -1).flatten(-2)
 

@@ -81,12 +81,12 @@ def tensorwise(
     scale: str = "fp32",
     eps: float = 0.0,
 ) -> Recipe:
-    """One scale a tensor, all three GEMMs in FP8.
+    """One scale for each tensor; all three GEMMs in FP8.
 
     Args:
-        format: Of inputs and weights.
-        grad_format: Of gradients, whose range is wider.
-        grad_rounding: Of gradients to codes, ``"nearest"`` or ``"stochastic"``.
+        format: Format of inputs and weights.
+        grad_format: Format of gradients, whose range is wider.
+        grad_rounding: Rounding of gradients to codes, ``"nearest"`` or ``"stochastic"``.
         scale: Scale rule, see ``CurrentScaling``.
         eps: Floor under the amax.
 
@@ -106,12 +106,12 @@ def rowwise(
     scale: str = "fp32",
     eps: float = 0.0,
 ) -> Recipe:
-    """One scale a row of the left and a column of the right operand of each GEMM, all three in FP8.
+    """A scale for each row of a GEMM's left operand and each column of its right one; all three GEMMs in FP8.
 
     Args:
-        format: Of inputs and weights.
-        grad_format: Of gradients; with a scale a row, e4m3 has range enough.
-        grad_rounding: Of gradients to codes, ``"nearest"`` or ``"stochastic"``.
+        format: Format of inputs and weights.
+        grad_format: Format of gradients; with a scale a row, e4m3 has range enough.
+        grad_rounding: Rounding of gradients to codes, ``"nearest"`` or ``"stochastic"``.
         scale: Scale rule, see ``CurrentScaling``.
         eps: Floor under the amax.
     """
@@ -129,12 +129,12 @@ def rowwise_bf16_wgrad(
     scale: str = "fp32",
     eps: float = 0.0,
 ) -> Recipe:
-    """As ``rowwise`` for output and grad_input; grad_weight stays in the dtype of its operands.
+    """The same as ``rowwise`` for output and grad_input; grad_weight stays in the dtype of its operands.
 
     Args:
-        format: Of inputs and weights.
-        grad_format: Of gradients.
-        grad_rounding: Of gradients to codes, ``"nearest"`` or ``"stochastic"``.
+        format: Format of inputs and weights.
+        grad_format: Format of gradients.
+        grad_rounding: Rounding of gradients to codes, ``"nearest"`` or ``"stochastic"``.
         scale: Scale rule, see ``CurrentScaling``.
         eps: Floor under the amax.
     """
@@ -156,15 +156,15 @@ def blockwise(
     scale: str = "fp32",
     eps: float = 0.0,
 ) -> Recipe:
-    """One scale for 128 values along the sum of inputs and gradients, for 128 x 128 of weights, all three in FP8.
+    """A scale for 128 values of inputs and gradients, for 128 x 128 of weights; all three GEMMs in FP8.
 
-    Blocks are 1 x 128 of x_MK and dy_MN, 128 x 128 of w_NK, and 128 x 1, along tokens, of dy_MN and x_MK where
-    grad_weight sums over those.
+    Blocks lie along the dim that a GEMM sums over: 1 x 128 in x_MK and dy_MN, 128 x 128 in w_NK. grad_weight sums over
+    tokens, so its blocks are 128 x 1.
 
     Args:
-        format: Of inputs and weights.
-        grad_format: Of gradients.
-        grad_rounding: Of gradients to codes, ``"nearest"`` or ``"stochastic"``.
+        format: Format of inputs and weights.
+        grad_format: Format of gradients.
+        grad_rounding: Rounding of gradients to codes, ``"nearest"`` or ``"stochastic"``.
         scale: ``"fp32"``, or ``"pow2"`` for powers of two.
         eps: Floor under the amax.
 
@@ -186,15 +186,15 @@ def mxfp8(
     weight_block: tuple[int, int] = MX_LINE,
     emulate: bool = False,
 ) -> Recipe:
-    """MXFP8: a power of two, stored as one byte, for 32 values along the sum of every GEMM, all three in FP8.
+    """MXFP8: a scale for 32 values along the sum, a power of two stored as one byte; all three GEMMs in FP8.
 
     Forward and backward sum over different sides of a weight, and so multiply two sets of its codes. With one scale
     for 32 x 32 values of a weight both multiply the same codes, which are half the bytes.
 
     Args:
-        format: Of inputs and weights.
-        grad_format: Of gradients.
-        grad_rounding: Of gradients to codes, ``"nearest"`` or ``"stochastic"``.
+        format: Format of inputs and weights.
+        grad_format: Format of gradients.
+        grad_rounding: Rounding of gradients to codes, ``"nearest"`` or ``"stochastic"``.
         scale: ``"e8m0_rceil"`` rounds a scale up, so that nothing saturates; ``"e8m0_floor"`` is the rule in the
             specification of the format.
         eps: Floor under the amax.
@@ -243,13 +243,13 @@ def nvfp4(
 
     Args:
         weight_block: (16, 16), or (1, 16) for a scale for each 16 values along the sum.
-        grad_rounding: Of gradients to codes, ``"stochastic"``, ``"nearest"``, or ``"stochastic_hardware"``: the
-            instruction that a B200 has for it, faster and with other bits, see ``fp8compile.TwoLevelScaling``.
-        seed: Of stochastic rounding.
+        grad_rounding: Rounding of gradients to codes, ``"stochastic"``, ``"nearest"``, or ``"stochastic_hardware"``:
+            the instruction that a B200 has for it, faster and with other bits, see ``fp8compile.TwoLevelScaling``.
+        seed: Seed of stochastic rounding.
         hadamard: Sixteen signs of the transform of grad_weight's operands, TransformerEngine's by default; () for no
             transform.
         backward: ``"nvfp4"``; ``"bf16"`` for both gradients in the dtype of their operands; or ``"dequantized"`` for
-            that too, of the values that the forward's codes stand for in place of x and the weight.
+            that too, but with the values of the forward's codes in place of x and the weight.
         scale: The rule of both scales, ``"transformer_engine"`` or ``"torchao"``.
         emulate: Whether a GPU multiplies the exact values in float64, slowly, instead of raising.
 
@@ -287,18 +287,18 @@ def delayed(
     margin: int = 0,
     keep_weight_codes: bool = True,
 ) -> Recipe:
-    """One scale a tensor, made of the amaxes of the steps before, all three GEMMs in FP8.
+    """One scale for each tensor, from the amaxes of earlier steps; all three GEMMs in FP8.
 
-    Each layer keeps a state, see ``fp8compile.DelayedState``: ``fp8compile.Linear`` does so in its buffers.
+    Each layer keeps a state, see ``fp8compile.DelayedState``; ``fp8compile.Linear`` keeps it in buffers.
 
     Args:
-        format: Of inputs and weights.
-        grad_format: Of gradients, whose range is wider.
+        format: Format of inputs and weights.
+        grad_format: Format of gradients, whose range is wider.
         history: How many amaxes are remembered.
         algorithm: ``"max"`` or ``"most_recent"``, see ``fp8compile.DelayedScaling``.
         margin: Powers of two that stay free above the amax.
         keep_weight_codes: Whether codes of weights are kept from the forward to the backward, a byte an element, see
-            ``fp8compile.Recipe``. Off, they are made again.
+            ``fp8compile.Recipe``. If not, they are made again.
 
     Source: as ``fp8compile.DelayedScaling``; the defaults are TransformerEngine's, format ``HYBRID``.
     """
@@ -316,14 +316,14 @@ def delayed(
 
 
 def of_quantizer(quantizer: Quantizer) -> Recipe:
-    """One quantizer for all operands: as it is where it fits, with rows and columns exchanged where a GEMM needs that.
+    """One quantizer for all operands; rows and columns are exchanged if a GEMM needs that.
 
     Args:
-        quantizer: Of x_MK and w_NK for the output, as ``Recipe`` has them.
+        quantizer: Quantizer of the output's operands, x_MK and w_NK.
 
     Raises:
-        TypeError: It is none.
-        ValueError: No GEMM multiplies such blocks; the message names those that one does.
+        TypeError: The argument is no quantizer.
+        ValueError: No GEMM multiplies such blocks; the message names the blocks that one does.
     """
     if not isinstance(quantizer, Quantizer):
         raise TypeError(
@@ -406,7 +406,7 @@ def by_name(name: str, **arguments: object) -> Recipe:
 
     Args:
         name: The name.
-        arguments: As the ready recipe's function takes them; none for one of a package.
+        arguments: Keyword arguments of the ready recipe's function; none for a recipe of another package.
 
     Raises:
         ValueError: No such recipe; the message names the closest. Or what a package offers makes none.

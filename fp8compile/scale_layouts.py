@@ -64,7 +64,7 @@ def tiles_numel(rows: int, blocks: int) -> int:
 
 
 def untiled(tiles: Tensor, rows: int, blocks: int) -> Tensor:
-    """The bytes (rows, blocks) of which `tiled` made these tiles, given 1-D."""
+    """The inverse of `tiled`: scales (rows, blocks) from their tiles, given 1-D."""
     down, along = -(-rows // TILE_ROWS), -(-blocks // TILE_BLOCKS)
     found = tiles.view(down, along, GROUP, TILE_ROWS // GROUP, TILE_BLOCKS).permute(0, 3, 2, 1, 4)
     return found.reshape(down * TILE_ROWS, along * TILE_BLOCKS)[:rows, :blocks]

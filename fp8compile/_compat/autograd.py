@@ -32,7 +32,7 @@ def impl_autograd(
     backward: Callable | None,
     prepare: Callable | None = None,
 ) -> None:
-    """Register the derivative of an operator. Without ``backward``, a backward pass through it raises an error.
+    """Register the derivative of an operator. Without ``backward``, a backward pass through the op raises.
 
     ``prepare(needs_input_grad, args)`` gives the arguments of the call below autograd, where gradients are recorded.
 
@@ -108,38 +108,38 @@ def counting_versions() -> AbstractContextManager[None]:
 
 
 def uncounted_write(memory: torch.Tensor) -> AbstractContextManager[None]:
-    """Write to memory as FSDP2 does where it gathers: a backward that saved a tensor on it does not notice."""
+    """Write to memory without counting a version, as FSDP2's gathers do; a backward that saved it does not notice."""
     return torch.autograd._unsafe_preserve_version_counter(memory)
 
 
 def version_in_eager(tensor: torch.Tensor) -> int | None:
-    """How often a tensor was written to; None for one that stands in a graph, whose writes have an order there."""
+    """A tensor's version counter; None for a traced tensor, because a graph orders writes by itself."""
     return tensor._version if type(tensor) is torch.Tensor else None
 
 
 def runs_in_backward() -> bool:
-    """Whether the autograd engine calls what runs here: a backward, or a forward that checkpointing repeats."""
+    """Whether the autograd engine is running: in a backward, or in a forward that checkpointing repeats."""
     return torch._C._current_graph_task_id() != -1
 
 
 def will_run(ctx: Any, place: int) -> bool:
-    """Whether this backward goes on to where a tensor comes from: ``torch.autograd.grad`` goes where it is asked to.
+    """Whether this backward continues to the origin of a tensor; ``torch.autograd.grad`` goes only where it is asked.
 
     Args:
-        ctx: Of an op, in its ``backward``.
-        place: Of the tensor, among the op's arguments that are tensors.
+        ctx: Context of an op, in its ``backward``.
+        place: Index of the tensor, among the op's arguments that are tensors.
     """
     node = ctx.next_functions[place][0]
     return hasattr(node, "variable") or torch._C._will_engine_execute_node(node)  # of a leaf PyTorch does not say it
 
 
 def keep_grad_dtype(source: torch.Tensor, target: torch.Tensor) -> None:
-    """Have gradients of a parameter in the dtype that was set for another one; before 2.15 FSDP2 does not ask."""
+    """Copy the gradient dtype that was set for one parameter to another; before 2.15 FSDP2 does not use it."""
     if getattr(source, "_has_grad_dtype_override", False):
         target.grad_dtype = source.grad_dtype
 
 
 def plain_alias(tensor: torch.Tensor) -> torch.Tensor:
-    """A plain tensor without history on the memory of a subclass that has memory, with the same version counter."""
+    """A plain tensor, without history, on a subclass's memory and with its version counter."""
     with no_dispatch():
         return tensor.detach()

@@ -1,4 +1,4 @@
-"""PyTorch's dispatcher: the keys that its own kernels run below."""
+"""PyTorch's dispatcher: running below the keys below which its own kernels run."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ABOVE_KERNELS = (
 
 
 def as_kernel(impl: Callable) -> Callable:
-    """``impl`` as PyTorch's own kernels run, below autocast and autograd.
+    """Let ``impl`` run like PyTorch's own kernels, below autocast and autograd.
 
     Rowwise `torch._scaled_mm` on a CPU is a float32 matmul, which autocast would turn into a bfloat16 one. A kernel
     that ends in a reshape would return a view, which autograd lets nobody write to: no ReLU(inplace=True) after it.

@@ -1,4 +1,4 @@
-"""DTensor's insides: local tensors, placements, and kinds of shards."""
+"""DTensor's private interfaces: local tensors, placements, and kinds of shards."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def is_dtensor(tensor: object) -> bool:
 
 
 def tell_apart_by_local_tensors() -> None:
-    """Put what a DTensor wraps into the key of AOTAutograd's cache, where that has a key of its own.
+    """Put the local tensor's key into a DTensor's key in AOTAutograd's cache, if the local tensor has one.
 
     PyTorch's key holds the placements alone (2.13, 2.15): one that wraps codes met the code compiled for one that
     wraps a plain tensor, and the process died.
@@ -52,12 +52,12 @@ def forget_meshes() -> None:
 
 
 def local_itself(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor that a DTensor wraps, and any other tensor as it is. ``to_local()`` may return a view of it."""
+    """The tensor that a DTensor wraps; any other tensor itself. ``to_local()`` may return a view instead."""
     return tensor._local_tensor if is_dtensor(tensor) else tensor
 
 
 def set_local_itself(tensor: torch.Tensor, local: torch.Tensor) -> None:
-    """Give a tensor, or the one that a DTensor wraps, the memory of another one."""
+    """Replace the memory of a tensor, or of the tensor that a DTensor wraps, by another tensor's."""
     if is_dtensor(tensor):
         tensor._local_tensor = local  # .data of what it wraps, which is a view, would leave the old memory alive
     else:
@@ -65,19 +65,20 @@ def set_local_itself(tensor: torch.Tensor, local: torch.Tensor) -> None:
 
 
 def replicated(tensor: torch.Tensor) -> torch.Tensor:
-    """What every rank has of a DTensor that is replicated, and any other tensor as it is."""
+    """The local tensor of a replicated DTensor; any other tensor itself."""
     return tensor.to_local() if is_dtensor(tensor) else tensor
 
 
 def placement_of(tensor: torch.Tensor) -> tuple | None:
-    """How a DTensor lies on its mesh; None of any other tensor."""
+    """Mesh and placements of a DTensor; None for any other tensor."""
     return tensor.placements if is_dtensor(tensor) else None
 
 
 def scattered_like(grad: torch.Tensor | None, placements: tuple | None) -> torch.Tensor | None:
-    """The gradient of an input: what is a sum over ranks is cut at once where the input, by its placements, was.
+    """The gradient of an input; a partial sum is reduced and scattered at once if the input was cut.
 
-    Left a sum, a norm before the layer would go on with it and have ranks add three float32 tensors in its place.
+    If it stayed a partial sum, the norm before the layer would compute with it, and ranks would add three float32
+    tensors instead of one.
     """
     if placements is None or not is_dtensor(grad):
         return grad

@@ -1,4 +1,4 @@
-"""FSDP2's insides: its modules and the parameters that it shards."""
+"""FSDP2's private interfaces: its modules, and the parameters that it shards."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ def is_fsdp(module: torch.nn.Module) -> bool:
 
 
 def is_sharded_class(cls: type) -> bool:
-    """Whether `fully_shard` or `replicate` made a class in place of a module's own; by name, to import neither."""
+    """Whether `fully_shard` or `replicate` made this class; it is found by name, to import neither of them."""
     return any(base.__name__ in ("FSDPModule", "ReplicateModule") for base in cls.__mro__)
 
 
 def is_fsdp_managed(module: torch.nn.Module) -> bool:
-    """Whether a module's parameters are among those that FSDP, of itself or of a module above, shards and frees."""
+    """Whether FSDP, applied to this module or to one above, shards and frees the module's parameters."""
     return getattr(module, "_is_fsdp_managed_module", False)
 
 
@@ -46,7 +46,7 @@ class FsdpParameter:
 
     @property
     def name(self) -> str:
-        """Its name there."""
+        """Its name in that module."""
         return self._parameter._module_info.param_name
 
     @property
@@ -56,27 +56,27 @@ class FsdpParameter:
 
     @property
     def mesh(self) -> Any:
-        """The mesh, of one dim, whose ranks have its shards."""
+        """The mesh whose ranks have the shards; it has one dim."""
         return self._parameter.shard_mesh
 
     @property
     def size(self) -> torch.Size:
-        """The size of what these ranks have together."""
+        """The size of the parameter on these ranks together."""
         return self._parameter._orig_size
 
     @property
     def mp_policy(self) -> Any:
-        """Mixed precision."""
+        """The policy of mixed precision."""
         return self._parameter.mp_policy
 
     @property
     def stays_after_forward(self) -> bool:
-        """Whether the backward has what was gathered for the forward: all of it, or put together of kept parts."""
+        """Whether the backward reuses the forward's gather: all of it, or kept parts."""
         return not self._group._reshard_after_forward or self._group._use_post_forward_mesh
 
     @property
     def is_in_backward(self) -> bool:
-        """Whether what it gathers now is for the backward: prefetching, too, says for which pass it is."""
+        """Whether the current gather is for the backward; FSDP2 knows that for prefetches too."""
         from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
         state = self._group._training_state
@@ -86,14 +86,14 @@ class FsdpParameter:
 
     @property
     def device(self) -> torch.device:
-        """Where it is gathered."""
+        """The device on which it is gathered."""
         return self._parameter.device
 
 
 def fsdp_parameters() -> Iterator[FsdpParameter]:
     """All parameters that FSDP2 manages in this process.
 
-    It tells a tensor of its mesh and policy when it gathers it, too late for who has to know all tensors at once.
+    FSDP2 tells a tensor its mesh and policy only when it gathers that tensor; some callers need all tensors earlier.
     """
     from torch.distributed._composable_state import _module_state_mapping
 

@@ -1,4 +1,4 @@
-"""FSDP2's ``reshard_after_forward=N`` for tensors that say themselves what they gather.
+"""FSDP2's ``reshard_after_forward=N`` for tensors with all-gather hooks.
 
     forward     shards of all ranks  --all-gather--> what arrived --each of N ranks keeps a part-->
     backward    parts of N ranks     --all-gather--> what had arrived
@@ -22,7 +22,7 @@ _MARK = "_fp8compile_keeps_parts"
 
 
 def keeps_parts_after_forward(cls: type) -> type:
-    """Let FSDP2 keep parts of what tensors of a class have gathered, where it is told to reshard to fewer ranks."""
+    """Let FSDP2 keep parts of gathered tensors of a class, if it is told to reshard to fewer ranks."""
     setattr(cls, _MARK, True)
     when_imported("torch.distributed.fsdp._fully_shard._fsdp_param", _extend)
     return cls
@@ -46,14 +46,14 @@ def _check_dim(parameter: Any) -> None:
 
 
 def _writes(parameter: Any) -> tuple[int, ...]:
-    """How often a parameter was written to."""
+    """Number of writes to a parameter."""
     local = parameter._sharded_local_tensor
     edits = getattr(local, "edits", None)
     return parameter.sharded_param._version, local._version, 0 if edits is None else edits.count
 
 
 def _check_not_written(parameter: Any) -> None:
-    """Raise if what is kept is of values that are no more: FSDP2 forgets it in a backward, and there was none."""
+    """Raise if a parameter was written to since its parts were kept; only a backward makes FSDP2 drop them."""
     if _writes(parameter) != parameter._writes_when_kept:
         raise RuntimeError(
             f"reshard_after_forward={parameter.post_forward_mesh_info.shard_mesh_size}: "
@@ -64,7 +64,7 @@ def _check_not_written(parameter: Any) -> None:
 
 @functools.cache
 def _extend() -> None:
-    """Have FSDP2's parameters keep and gather parts."""
+    """Patch FSDP2's parameters to keep and gather parts."""
     from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, ShardedState
 
     def to_sharded_post_forward(self: Any) -> None:

@@ -15,8 +15,8 @@ __all__ = ["when_imported"]
 class _AfterImport(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     """Runs callbacks right after a module was imported for the first time.
 
-    Inductor's decomposition table costs a second to import, which `import fp8compile` must not pay; and no compile may
-    ever see the table without our entries. So they are added in the moment the table comes into being.
+    Inductor's decomposition table costs a second to import, which `import fp8compile` must not pay. And no compile may
+    see the table without our entries. So they are added right when the table is made.
     """
 
     def __init__(self, name: str) -> None:

@@ -1,4 +1,4 @@
-"""Inductor's private interfaces, one of its faults, and what a rank compiles."""
+"""Inductor's private interfaces, a fix for one of its bugs, and cache keys of ranks."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ __all__ = ["async_tp", "concatenated_buffers", "rank_salt"]
 
 
 def _share_constant_types() -> None:
-    """Let a file of generated code know the classes of constants that regions in it name.
+    """Give a file of generated code the classes of constants that regions in it name.
 
-    A call of an op with a quantizer names the quantizer's class. PyTorch (2.11 to 2.15) hands a file those that its
-    outermost graph names: a call inside of a region is a NameError when it runs.
+    A call of an op with a quantizer names the quantizer's class. PyTorch (2.11 to 2.15) gives a file only the classes
+    that its outermost graph names, so a call inside of a region raises a NameError when it runs.
     """
     from torch._inductor.graph import SubgraphLowering
 
@@ -42,7 +42,7 @@ def async_tp() -> bool:
 
 
 def rank_salt() -> str:
-    """What tells graphs of different ranks apart in a cache's key; empty outside of torch.distributed.
+    """Text that makes cache keys of different ranks differ; empty outside of torch.distributed.
 
     A rank's graph holds where its part of a tensor begins. The key of AOTAutograd's cache is made of the graph before
     DTensors are taken apart, which is the same on all ranks, and the ranks of one machine share a folder: on 2.13 a
@@ -56,7 +56,7 @@ def rank_salt() -> str:
 
 
 def concatenated_buffers(parts: Sequence[Any], dim: int) -> Any:
-    """Inductor's IR of one buffer whose parts along ``dim`` are stored tensors, each written to its place."""
+    """Inductor's IR of a concatenation along ``dim``, into which each tensor is stored directly."""
     from torch._inductor import ir
     from torch._inductor.virtualized import V
 

@@ -13,15 +13,15 @@ __all__ = ["OnlookingMode", "is_in_mode"]
 
 
 def is_in_mode() -> bool:
-    """Whether a dispatch mode is at work, such as the one that `make_fx` traces by."""
+    """Whether a dispatch mode is active, such as the tracer of `make_fx`."""
     return torch._C._len_torch_dispatch_stack() > 0
 
 
 class OnlookingMode(TorchDispatchMode):
-    """Sees every operator that runs inside; code that was compiled runs and compiles there as it does outside.
+    """A mode that sees every operator that runs inside, while compiled code runs and compiles as it does outside.
 
-    A plain mode imports Dynamo at its first operator, only to say that it is not to be traced, which costs seconds.
-    And where it is, Dynamo compiles nothing.
+    A plain mode imports Dynamo at its first operator, which costs seconds, only to exclude itself from tracing. And
+    Dynamo compiles nothing inside of a plain mode.
     """
 
     def look(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -34,7 +34,7 @@ class OnlookingMode(TorchDispatchMode):
 
     @classmethod
     def is_infra_mode(cls) -> bool:
-        """Whether Dynamo goes on as if there were no mode."""
+        """Whether Dynamo ignores the mode."""
         return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:

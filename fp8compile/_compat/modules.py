@@ -12,7 +12,7 @@ __all__ = ["keep_address", "keep_through_inference", "rebind_load_hooks"]
 
 
 def rebind_load_hooks(module: torch.nn.Module) -> None:
-    """Hand the `load_state_dict` hooks of a module to the one that takes its place.
+    """Move the `load_state_dict` hooks of a module to the module that replaces it.
 
     Those registered with their module hold a weak reference to it, which would die with the one replaced.
     """
@@ -23,7 +23,7 @@ def rebind_load_hooks(module: torch.nn.Module) -> None:
 
 
 def keep_address(tensor: torch.Tensor) -> torch.Tensor:
-    """Mark a tensor that compiled code may write to without another reason to record a CUDA graph, as it may buffers.
+    """Mark a tensor that compiled code may write to, like a buffer, without recording a CUDA graph anew.
 
     ``torch._dynamo.mark_static_address`` without importing the compiler.
     """
@@ -32,9 +32,9 @@ def keep_address(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def keep_through_inference(tensors_of: Callable[[torch.nn.Module], list[torch.Tensor]]) -> None:
-    """Let `PipelineStage` leave these tensors of its module as they were before it finds out about shapes.
+    """Let `PipelineStage` restore these tensors of its module after it inferred shapes.
 
-    It does so by a forward and a backward on uninitialised memory. From 2.15 it gives buffers their values back
+    It infers them by a forward and a backward on uninitialised memory. From 2.15 it gives buffers their values back
     itself; where it has no method for the backward, none ran. Called once the module of PyTorch is there.
     """
     from torch.distributed.pipelining.stage import PipelineStage

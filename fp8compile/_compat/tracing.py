@@ -1,4 +1,4 @@
-"""What is being traced: fake tensors, sizes that are symbols, transforms that look on."""
+"""Questions about tracing: fake tensors, symbolic sizes, active transforms."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ graph_tracer = partial(torch._C._get_dispatch_mode, torch._C._TorchDispatchModeK
 
 
 def is_traced(tensor: torch.Tensor) -> bool:
-    """Whether a tensor stands in a graph that is being traced, or has no data for another reason."""
+    """Whether a tensor is being traced, or has no data for another reason."""
     from torch._subclasses import FakeTensor
     from torch._subclasses.functional_tensor import FunctionalTensor
 
@@ -54,7 +54,7 @@ def nodes_of(tensor: torch.Tensor) -> list[Any]:
 
 
 def is_traced_as_subgraph() -> bool:
-    """Whether what is being traced is a graph inside of another one, such as a region's."""
+    """Whether a graph inside of another one is being traced, such as a region's."""
     from torch.fx.experimental import proxy_tensor
 
     tracer = proxy_tensor._CURRENT_MAKE_FX_TRACER
@@ -62,7 +62,7 @@ def is_traced_as_subgraph() -> bool:
 
 
 def assert_on_device(condition: torch.Tensor, text: str) -> None:
-    """Stop the device where a condition is false, without the host waiting for it; in a graph, a node of it."""
+    """Stop the device if a condition is false; the host does not wait. In a graph this is a node."""
     torch.ops.aten._assert_async.msg(condition, text)
 
 
@@ -85,7 +85,7 @@ def statically_equal(sizes: Iterable[Any], others: Iterable[Any]) -> bool:
 
 
 def any_is_zero(sizes: Iterable[Any]) -> bool:
-    """Whether one of some sizes is 0; one that is not known when compiling is taken for larger."""
+    """Whether one of the sizes is 0; a size that is unknown when compiling counts as larger."""
     for size in sizes:
         is_zero = size == 0
         if is_zero if isinstance(is_zero, bool) else guard_or_false(is_zero):
@@ -94,7 +94,7 @@ def any_is_zero(sizes: Iterable[Any]) -> bool:
 
 
 def is_static(size: Any) -> bool:
-    """Whether a size is a number, and no symbol for which a graph is made."""
+    """Whether a size is a number, and not a symbol of the graph."""
     if not torch.compiler.is_compiling():
         return isinstance(size, int)
     from torch.fx.experimental.symbolic_shapes import has_static_value  # to Dynamo, a symbol is an int too
@@ -103,19 +103,19 @@ def is_static(size: Any) -> bool:
 
 
 def is_fake(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is one without content, that a tracer computes shapes with."""
+    """Whether a tensor is a fake one, by which a tracer computes shapes."""
     from torch._subclasses import FakeTensor
 
     return isinstance(tensor, FakeTensor)
 
 
 def no_dispatch() -> AbstractContextManager[None]:
-    """What is computed inside is on memory, whatever tracer is at work."""
+    """Compute on memory inside, even if a tracer is active."""
     return torch._C._DisableTorchDispatch()
 
 
 def guard_or_false(condition: Any) -> bool:
-    """Truth of a condition on sizes; False where a size is not known when compiling."""
+    """Truth of a condition on sizes; False if a size is unknown when compiling."""
     if isinstance(condition, bool):
         return condition  # an eager call asks five times, a microsecond each
     from torch.fx.experimental.symbolic_shapes import guard_or_false
@@ -133,10 +133,10 @@ def is_unbacked(size: Any) -> bool:
 
 
 def new_dynamic_size() -> torch.SymInt:
-    """A size that is data, for a fake kernel: `new_dynamic_size` of its context, without asking for permission.
+    """A size that is data, for a fake kernel; works without Dynamo's option for such operators.
 
-    PyTorch gives one to ``fullgraph=True`` and otherwise breaks the graph, unless an option of Dynamo says that such
-    operators are to be traced. A graph that may break has no reason to break here.
+    PyTorch's own `new_dynamic_size` breaks a graph unless that option or ``fullgraph=True`` is set. There is no reason
+    to break a graph here.
     """
     from torch.fx.experimental.symbolic_shapes import _constrain_range_for_size
 
@@ -150,7 +150,7 @@ def new_dynamic_size() -> torch.SymInt:
 
 
 def is_transformed(tensor: torch.Tensor) -> bool:
-    """Whether a transform of `torch.func` (grad, vmap, jvp) or forward-mode autograd looks on, in eager mode."""
+    """Whether a transform of `torch.func` (grad, vmap, jvp) or forward-mode autograd is active, in eager mode."""
     if torch.compiler.is_compiling():
         return False  # Dynamo can't trace the question
     is_dual = forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None
@@ -158,9 +158,9 @@ def is_transformed(tensor: torch.Tensor) -> bool:
 
 
 def constant_when_traced(fn: Callable) -> Callable:
-    """Let Dynamo call ``fn`` while it traces, and take the result for a constant.
+    """Let Dynamo call ``fn`` while it traces, and use the result as a constant.
 
-    For texts of errors: Dynamo can't trace the `repr` of every object, and its own error would take their place.
+    It serves texts of errors: Dynamo can't trace the `repr` of every object, and would raise its own error instead.
     `torch.compiler.assume_constant_result` is this line behind an import of Dynamo, which costs a second.
     """
     fn._dynamo_marked_constant = True

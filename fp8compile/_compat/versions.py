@@ -70,9 +70,9 @@ def is_constant_type(cls: type) -> bool:
 
 
 def is_stand_in(value: object) -> bool:
-    """Whether an op's fake was given something without content for a constant: one that the traced function makes.
+    """Whether an op's fake got a stand-in for a constant, because the traced function makes that constant.
 
-    It claims the constant's class, so only its type tells.
+    A stand-in claims the constant's class, so only its type tells.
     """
     return type(value).__name__ == "FakeScriptObject"
 
@@ -90,7 +90,7 @@ def as_region(function: Callable, often: int) -> Callable:
 
 
 def with_floats_pinned(call: Callable) -> Callable:
-    """A compiled callable for which floats are constants: a region can not ask of a symbol if it is below 0."""
+    """Wrap a compiled callable so that floats are constants, because a region can't compare a symbol with 0."""
 
     @functools.wraps(call)
     def pinned(*args: Any, **kwargs: Any) -> Any:
@@ -106,41 +106,41 @@ def is_exporting() -> bool:
 
 
 def all_gather_single(x: torch.Tensor, dim: int, group: Any) -> torch.Tensor:
-    """The functional collective, which 2.13 gave this name."""
+    """PyTorch's functional collective, which has this name since 2.13."""
     from torch.distributed import _functional_collectives as funcol
 
     return (getattr(funcol, "all_gather_single", None) or funcol.all_gather_tensor)(x, dim, group)
 
 
 def reduce_scatter_single(x: torch.Tensor, reduction: str, dim: int, group: Any) -> torch.Tensor:
-    """The functional collective, which 2.13 gave this name."""
+    """PyTorch's functional collective, which has this name since 2.13."""
     from torch.distributed import _functional_collectives as funcol
 
     return (getattr(funcol, "reduce_scatter_single", None) or funcol.reduce_scatter_tensor)(x, reduction, dim, group)
 
 
 def declare_grad_dtype(ctx: Any, dtype: torch.dtype, used: torch.dtype) -> None:
-    """Have a backward get the gradient of its op's one result as FSDP2 gets that of a parameter that it gathered.
+    """Let a backward get its result's gradient in the dtype in which FSDP2 gets a gathered parameter's.
 
-    From 2.15 on a norm's float32 gradient of a bfloat16 weight reaches the sum over ranks as it is; before, autograd
+    From 2.15 on, a norm's float32 gradient of a bfloat16 weight reaches the sum over ranks unrounded. Before, autograd
     rounds it to the dtype of the weight first.
 
     Args:
-        ctx: Of the op, in its ``setup_context``.
-        dtype: In which ranks add. Gradients that are to be cast to a wider one come as they are.
-        used: Of the result.
+        ctx: Context of the op, in its ``setup_context``.
+        dtype: Dtype in which ranks add. A gradient that is to be cast to a wider one comes as it is.
+        used: Dtype of the op's result.
     """
     if TORCH_VERSION >= (2, 15) and ctx.needs_input_grad[0]:
         ctx.set_output_grad_dtype(None if dtype.itemsize > used.itemsize else dtype)
 
 
 def default_reduce_dtype(own: torch.dtype, used: torch.dtype) -> torch.dtype:
-    """The dtype in which FSDP2 sums a parameter's gradients if no policy names one: its own, or that of its use."""
+    """The dtype in which FSDP2 sums gradients by default: the parameter's; before 2.15, the one that is used."""
     return own if TORCH_VERSION >= (2, 15) else used
 
 
 def allow_group_in_subclass() -> None:
-    """Make a ProcessGroup acceptable as an inner value of a tensor subclass.
+    """Let a ProcessGroup be an inner value of a tensor subclass.
 
     Raises:
         RuntimeError: This PyTorch takes every inner value for a tensor.
@@ -164,12 +164,12 @@ allow_group_in_subclass._dynamo_marked_constant = True
 
 
 def has_groups(mesh: Any) -> bool:
-    """Whether a mesh has process groups; one made to ask how an op would be spread over ranks has none."""
+    """Whether a mesh has process groups; a mesh that is made to compute placements has none."""
     return hasattr(mesh, "_dim_group_names")  # its get_group raises without, and nothing public tells
 
 
 def concatenated(first: Any, second: Any) -> Any:
-    """The mesh that has the dims of two others, parts of one mesh."""
+    """The mesh with the dims of two others, which are parts of one mesh."""
     from torch.distributed.device_mesh import DeviceMesh
 
     return DeviceMesh._concatenate([first, second])
@@ -181,7 +181,7 @@ def root_mesh(mesh: Any) -> Any:
 
 
 def strided_shard(dim: int, parts: int) -> Any:
-    """The placement of a tensor of which each of so many parts was cut along ``dim`` once more."""
+    """The placement of a tensor whose ``dim`` was cut into parts first, and each part once more."""
     from torch.distributed.tensor.placement_types import _StridedShard
 
     return _StridedShard(dim, split_factor=parts)
@@ -198,10 +198,10 @@ def traces_no_constant() -> bool:
 
 
 def asks_a_constant(fn: Callable) -> Callable:
-    """Let traced code ask a constant, such as a quantizer, for what its methods say.
+    """Let traced code call a method of a constant, such as a quantizer.
 
-    PyTorch 2.11 traces no method of a constant: there the answer is taken for a constant of the graph, which an equal
-    quantizer compiles once more.
+    PyTorch 2.11 traces no such method. There the answer becomes a constant of the graph, and an equal quantizer
+    compiles once more.
     """
     if TORCH_VERSION < (2, 12):
         fn._dynamo_marked_constant = True

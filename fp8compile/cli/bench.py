@@ -59,7 +59,7 @@ def checkout() -> Path:
 
 
 def _measured(name: str, folder: Path) -> Result:
-    """What a script printed; ``error`` instead of rows if it failed."""
+    """The rows that a script printed; ``error`` instead of rows if it failed."""
     began = time.perf_counter()
     command = [sys.executable, "-W", "ignore", "-m", f"benchmarks.{name}", "--json"]
     finished = subprocess.run(command, cwd=folder, capture_output=True, text=True)

@@ -1,4 +1,4 @@
-"""The self-checks of `fp8compile doctor`: is what we registered with PyTorch in force, and are the numbers right?"""
+"""The self-checks of `fp8compile doctor`: whether our registrations with PyTorch work, and numbers are right."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ def _chain(error: BaseException | None) -> list[BaseException]:
 
 
 def _lack(error: Exception) -> str | None:
-    """Say that the disk is full, if that is why this failed."""
+    """Say that the disk is full, if that caused the error."""
     for cause in _chain(error):
         if isinstance(cause, OSError) and cause.errno in NO_SPACE:
             place = f" {cause.filename}" if cause.filename else ""
@@ -72,7 +72,7 @@ def _complain(command: str, message: str) -> None:
 
 
 def _check_streams() -> None:
-    """Look at what Python makes of streams that were closed when the process began: nothing."""
+    """Handle streams that were closed before the process began; Python sets them to None."""
     if sys.stderr is None:
         # print(file=None) would take standard output
         sys.stderr = os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")
@@ -81,7 +81,7 @@ def _check_streams() -> None:
 
 
 def _settle_output() -> None:
-    """Write what standard output still holds, or drop it: a flush at exit would complain again, by exit code 120."""
+    """Flush standard output, or drop its content if that fails; else the flush at exit would end by exit code 120."""
     try:
         sys.stdout.flush()
     except OSError:

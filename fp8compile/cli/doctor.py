@@ -47,7 +47,7 @@ def _broken(error: Exception) -> dict[str, str]:
 
 
 def _gemms(name: str, device: str, *, grouped: bool = False) -> list[dict[str, str]]:
-    """How the GEMMs of a recipe run, of linears or of experts; of an installed package that fails, the error."""
+    """How the GEMMs of a recipe run, for linears or for experts; the error, if an installed package fails."""
     import torch
 
     from fp8compile import recipes
@@ -81,7 +81,7 @@ def _recipes(devices: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _warnings() -> list[str]:
-    """What is no fault and may become one: a PyTorch newer than those that fp8compile was tested on."""
+    """Warnings about what may become a fault, such as a PyTorch newer than those that fp8compile was tested on."""
     import torch
 
     from fp8compile._compat import KNOWN_VERSIONS, TORCH_VERSION
@@ -97,7 +97,7 @@ def _warnings() -> list[str]:
 
 
 def examine() -> dict[str, Any]:
-    """Everything that doctor knows, as plain values for JSON.
+    """All results of doctor, as plain values for JSON.
 
     Returns:
         ``versions``, ``warnings``, ``devices``, ``recipes`` (how each GEMM runs where, of linears and of

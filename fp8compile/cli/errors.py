@@ -1,4 +1,4 @@
-"""How a subcommand ends early; the command turns each into one line and an exit code."""
+"""Exceptions by which a subcommand ends early; the command turns each into one line and an exit code."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ __all__ = ["Failed", "UserError"]
 
 
 class UserError(Exception):
-    """A mistake or a lack that the user can mend; exit code 2."""
+    """An error that the user can fix, such as a wrong argument or a missing package; exit code 2."""
 
 
 class Failed(Exception):
-    """The run ended, and what it should show did not come true; exit code 1."""
+    """The run ended, and its criterion was not met; exit code 1."""

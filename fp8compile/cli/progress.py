@@ -1,4 +1,4 @@
-"""What a command is doing, on standard error: a line a step, for whoever waits. Standard output has the answer alone.
+"""Progress of a command on standard error, a line for each step; standard output has only the answer.
 
 Any module says it by ``logging.getLogger(__name__).info``: who calls the library and not the command sees nothing.
 """
@@ -15,7 +15,7 @@ __all__ = ["steps_shown"]
 
 @contextmanager
 def steps_shown() -> Iterator[None]:
-    """Print what the package logs, while this runs."""
+    """Print the package's log messages while this runs."""
     logger = logging.getLogger("fp8compile")
     level, propagates = logger.level, logger.propagate
     handler = logging.StreamHandler(sys.stderr)

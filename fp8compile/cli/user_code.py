@@ -21,7 +21,7 @@ AT_ONCE = ("_exit", "execv", "execve")
 
 
 class _EndedAtOnce(BaseException):
-    """Raised in the place of a call that would end the process at once; no handler of ``Exception`` sees it."""
+    """Raised in place of a call that would end the process at once; no handler of ``Exception`` catches it."""
 
 
 def _raising(name: str) -> Callable[..., Any]:

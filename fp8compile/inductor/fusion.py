@@ -1,4 +1,4 @@
-"""What Inductor fuses: whether the code that makes a tensor can be a part of the kernel that reads it."""
+"""Whether Inductor fuses a tensor: whether the kernel that reads it can compute it too."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ COPIES = {torch.ops.aten._to_copy.default, torch.ops.aten.clone.default, torch.o
 
 
 def is_fusible(tensor: torch.Tensor) -> bool:
-    """Whether a tensor that is being traced comes out of code that Inductor fuses with what reads it.
+    """Whether Inductor computes a traced tensor by code that it fuses with the tensor's readers.
 
-    Inputs of the graph do not, and neither do results of products and other calls, nor anything in eager mode.
+    That is not so for inputs of the graph, for results of products and other calls, and in eager mode.
     """
     for node in nodes_of(tensor):
         while node.op == "call_function" and node.target in VIEWS:

@@ -21,10 +21,10 @@ PARTS = VIEWS | {torch.ops.aten.select.int, torch.ops.aten.constant_pad_nd.defau
 
 
 def once_a_graph(fn: Callable) -> Callable:
-    """A function whose equal calls in a graph that is being traced are one call.
+    """Make equal calls of a function in one traced graph a single call.
 
-    PyTorch's partitioner merges equal nodes, and from 2.15 on not a node that only the forward needs with one of the
-    backward: the backward of a graph's last layer would compute the amaxes of its weight again.
+    PyTorch's partitioner merges equal nodes. But from 2.15 on it does not merge a node that only the forward needs
+    with one of the backward: the backward of a graph's last layer would compute its weight's amaxes again.
 
     Args:
         fn: Takes tensors, the first argument among them, and values with a hash. Nobody writes to its results.
@@ -48,13 +48,13 @@ def once_a_graph(fn: Callable) -> Callable:
 
 
 def constant(number: float, dtype: torch.dtype, like: torch.Tensor, shape: tuple[int, ...] = ()) -> torch.Tensor:
-    """A number as a tensor, one for all of a graph that is being traced: made anew, each is a millisecond of tracing.
+    """A number as a tensor, shared in a traced graph, because making each one costs a millisecond of tracing.
 
     Args:
         number: What all elements are.
-        dtype: Of the tensor.
+        dtype: Dtype of the tensor.
         like: A tensor on whose device it is, and in whose graph.
-        shape: Of the tensor. Nobody writes to it.
+        shape: Shape of the tensor. Nobody writes to it.
     """
     if torch.compiler.is_dynamo_compiling() or graph_tracer() is None or len(found := _nodes_below(like)) != 1:
         return torch.full(shape, number, dtype=dtype, device=like.device)
@@ -64,7 +64,7 @@ def constant(number: float, dtype: torch.dtype, like: torch.Tensor, shape: tuple
 
 
 def _remembered(graph: torch.fx.Graph, key: tuple, make: Callable[[], Any]) -> Any:
-    """What ``make`` has returned for this key while this graph was traced."""
+    """The result of ``make`` for this key, remembered while this graph is traced."""
     results = vars(graph).setdefault(RESULTS, {})
     if key not in results:
         results[key] = make()
@@ -82,7 +82,7 @@ def _nodes_below(tensor: torch.Tensor) -> list[Any]:
 
 
 def _meaning(value: Any) -> Any:
-    """A node, or what it does to another one if it is a view, a part or a padded copy of it: equal for equal ones."""
+    """A key for a node; for a view, part or padded copy, the operation and the key of its source."""
     if isinstance(value, (list, tuple)):
         return tuple(map(_meaning, value))
     if isinstance(value, torch.SymInt):

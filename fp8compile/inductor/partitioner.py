@@ -1,4 +1,4 @@
-"""Marks on traced values, which say where the partitioner computes them: in the forward, in the backward, or anew."""
+"""Marks that tell the partitioner where to compute traced values: in the forward, in the backward, or in both."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ IN_BACKWARD = {"partitioner_tag": "must_be_in_backward"}
 
 
 def never_recompute(tensor: torch.Tensor) -> None:
-    """Let a traced backward have this tensor as the forward made it, checkpointed or not."""
+    """Keep this tensor from the forward for a traced backward, even under checkpointing."""
     from torch.utils.checkpoint import CheckpointPolicy
 
     for node in nodes_of(tensor):
@@ -33,14 +33,14 @@ def never_recompute(tensor: torch.Tensor) -> None:
 
 
 def make_in_backward(tensor: torch.Tensor) -> None:
-    """Let a traced backward make this tensor, where PyTorch's partitioner could have the forward make and keep it."""
+    """Compute this tensor in a traced backward, though PyTorch's partitioner might compute it in the forward."""
     for node in nodes_of(tensor):
         node.meta.update(IN_BACKWARD)
 
 
 @contextmanager
 def _marked(marks: dict[str, Any]) -> Iterator[None]:
-    """What is traced inside carries these marks, which PyTorch's partitioner reads."""
+    """Put marks, which PyTorch's partitioner reads, on everything that is traced inside."""
     from torch.fx import traceback
 
     meta = traceback.current_meta
@@ -55,7 +55,7 @@ def _marked(marks: dict[str, Any]) -> Iterator[None]:
 
 
 def is_repeated_in_backward() -> bool:
-    """Whether what is being traced is in a checkpointed region, and no policy of it keeps its results."""
+    """Whether the traced code is in a checkpointed region whose policy does not keep its results."""
     from torch.fx import traceback
     from torch.utils.checkpoint import CheckpointPolicy
 
@@ -64,7 +64,7 @@ def is_repeated_in_backward() -> bool:
 
 
 def recomputed(*, in_backward: bool = False) -> AbstractContextManager[None]:
-    """What is traced inside is never kept for the backward, which makes it once more, as with checkpointing.
+    """Recompute in the backward everything that is traced inside, as checkpointing does.
 
     Args:
         in_backward: It belongs to the backward alone. PyTorch's partitioner would put it in the forward too where it
@@ -80,10 +80,10 @@ def recomputed(*, in_backward: bool = False) -> AbstractContextManager[None]:
 
 
 def left_in_forward() -> AbstractContextManager[None]:
-    """What is traced inside stays in the forward, for nothing in the backward reads it.
+    """Keep in the forward everything that is traced inside; the backward does not read it.
 
-    PyTorch's partitioner holds the wait for a collective for a side effect, and would have the backward repeat it and
-    keep its operand. In a checkpointed region the backward repeats it together with what reads it.
+    PyTorch's partitioner treats the wait for a collective as a side effect: it would repeat it in the backward, and
+    keep its operand. In a checkpointed region the backward repeats it together with its readers.
     """
     from torch.fx import traceback
 
@@ -91,16 +91,16 @@ def left_in_forward() -> AbstractContextManager[None]:
 
 
 def left_in_backward() -> AbstractContextManager[None]:
-    """What is traced inside stays in the backward, where PyTorch's partitioner could have it in the forward as well.
+    """Keep in the backward everything that is traced inside, though PyTorch's partitioner might move it forward.
 
-    It decides by sizes. Where those of ranks differ, so may what it decides, and a rank would wait in its forward for
-    a message that another one sends in its backward.
+    The partitioner decides by sizes. If sizes differ between ranks, so may its decisions, and a rank would wait in its
+    forward for a message that another rank sends in its backward.
     """
     return _marked(IN_BACKWARD)
 
 
 def current_marks() -> tuple:
-    """What the partitioner is told of what is being traced: results that it treats unlike are not shared."""
+    """The marks in effect; results with different marks are not shared."""
     from torch.fx import traceback
 
     place = traceback.current_meta.get("partitioner_tag")  # also says that a backward is traced, which is no order

@@ -29,12 +29,12 @@ __all__ = ["register_tile_kernel"]
 
 
 def register_tile_kernel(op: torch._ops.OpOverload, launch: Callable[..., TileLaunch | None]) -> None:
-    """Let Inductor call ``op``, and on a GPU make the pointwise code that its matrix comes from a part of its kernel.
+    """Let Inductor call ``op``; on a GPU, fuse the pointwise code that computes its matrix into its kernel.
 
     Args:
         op: The operator. Its first argument is the matrix that it reads, its results are one tensor or several.
-        launch: How its kernel is launched for the operator's arguments, fake tensors among them, of which the matrix
-            is not empty and the others will be contiguous; None where there is none.
+        launch: Takes the operator's arguments, as fake tensors, and returns how its kernel is launched, or None. The
+            matrix is not empty, and the other tensors will be contiguous.
     """
     register_fallback(op)
 

@@ -32,10 +32,10 @@ def register_decomposition(op: torch._ops.OpOverload, fn: Callable) -> None:
 
 
 def _seeks_schema() -> bool:
-    """Whether PyTorch traces a region only to learn which of its inputs are written to.
+    """Whether PyTorch traces a region only to learn which inputs it writes to.
 
-    It does so at each call of the region, twice, and throws the graph away. An op's schema answers the question, and
-    its decomposition would be traced for nothing: a quarter of the time that a joint graph takes.
+    It does so twice at each call of the region, and throws the graph away. An op's schema answers the question;
+    tracing its decomposition would cost a quarter of a joint graph's time for nothing.
     """
     from torch._higher_order_ops.invoke_subgraph import InvokeSubgraphHOP
 
@@ -57,7 +57,7 @@ def register_lowering(op: torch._ops.OpOverload, fn: Callable) -> None:
 
 
 def register_fallback(op: torch._ops.OpOverload, *, contiguous: bool = False) -> None:
-    """Let Inductor call ``op`` where it has no decomposition, or that returned NotImplemented.
+    """Let Inductor call ``op`` if it has no decomposition, or if that returned NotImplemented.
 
     Args:
         op: The operator.

@@ -1,4 +1,4 @@
-"""Inductor's IR of one reduction over groups of rows, that reads what makes a matrix once and lays the matrix down.
+"""Inductor's IR of one reduction over groups of rows, which computes a matrix once, stores it, and reduces it.
 
     for each group of rows and each column:  x_0 .. x_n --stored as they are--> the matrix
                                               |
@@ -24,7 +24,7 @@ MAGNITUDE = 0x7FFFFFFF
 
 
 def _is_made_by_inductor(x: Any) -> bool:
-    """Whether it is computed where it is read, and lies nowhere yet."""
+    """Whether Inductor computes the matrix in its readers, and has not stored it."""
     from torch._inductor import ir
 
     while isinstance(x, (ir.TensorBox, ir.BaseView)):
@@ -33,7 +33,7 @@ def _is_made_by_inductor(x: Any) -> bool:
 
 
 def _laid_down(x: Any, rows: int) -> tuple[Any, list[Callable]]:
-    """The matrix, in memory once this is computed, and loaders of row i of a group."""
+    """The stored matrix, and loaders of row i of a group."""
     from torch._inductor import ir, lowering
 
     m, k = x.get_size()
@@ -67,7 +67,7 @@ def _sums(values: Sequence[Any], factors: Factors) -> list[Any]:
 
 
 def lower_largest_of_sums(x: Any, rows: int, kinds: Sequence[Factors]) -> tuple[Any, list[Any]]:
-    """Lower a matrix to itself and, for each kind of sums, the largest magnitude of them.
+    """Lower a matrix to the stored matrix and the largest magnitude of each kind of sums.
 
     Args:
         x: IR of (M, K), M a multiple of ``rows``.

@@ -13,7 +13,7 @@ __all__ = ["TileKernel", "TileLaunch"]
 
 @dataclass(frozen=True)
 class TileKernel:
-    """A kernel under ``triton.jit`` that reads a matrix by `values`, a tile at a time, and all of it.
+    """A kernel under ``triton.jit`` that reads a whole matrix by `values`, a tile at a time.
 
     Attributes:
         function: The kernel. Its first parameter is ``x_ptr``; it returns nothing.
@@ -39,11 +39,11 @@ class TileLaunch:
     """A launch of a kernel of tiles.
 
     Attributes:
-        kernel: Which one.
-        grid: Numbers of programs, three.
-        sizes: Of ``TileKernel.sizes``; int or SymInt, as those of the grid.
-        constants: What it is compiled for.
-        warps: Of 32 threads each.
+        kernel: The kernel to launch.
+        grid: Numbers of programs along three axes.
+        sizes: A value for each name in ``TileKernel.sizes``; int or SymInt, as in the grid.
+        constants: Compile-time arguments.
+        warps: Number of warps, of 32 threads each.
     """
 
     kernel: TileKernel
@@ -53,7 +53,7 @@ class TileLaunch:
     warps: int
 
     def __call__(self, x: torch.Tensor, *tensors: torch.Tensor) -> None:
-        """Launch the kernel as it is, on the input, the other inputs and the outputs."""
+        """Launch the kernel on the matrix, the other inputs and the outputs."""
         self.kernel.function[self.grid](
             x, *tensors, **self.sizes, **self.constants, stride_m=x.stride(0), stride_k=x.stride(1),
             num_warps=self.warps,

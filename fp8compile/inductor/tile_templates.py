@@ -1,4 +1,4 @@
-"""Templates of Inductor that are made of a kernel's source, for kernels that compute their input.
+"""Inductor templates, made from a kernel's source, for kernels that compute their input.
 
 Inductor's templates are no public API. What is used of them is the same from 2.11 to 2.15: a subclass of the kernel
 that prints one part of the template, one of the buffer that says what the kernel reads. This module imports Inductor;
@@ -33,10 +33,10 @@ ROW, COLUMN = "tmp_row", "tmp_column"  # Inductor gives names that begin with ot
 
 
 def lower_computing(launch: Callable[..., TileLaunch | None], x: Any, *args: Any) -> Any:
-    """Results of an op whose kernel computes x; None where Inductor is to call it.
+    """Lower an op to a kernel that computes x itself; None if Inductor should call the op.
 
     Args:
-        launch: As `register_tile_kernel` takes it.
+        launch: How the kernel is launched, as `register_tile_kernel` takes it.
         x: The matrix that the op reads, in Inductor's IR.
         args: The op's other arguments.
     """
@@ -50,7 +50,7 @@ def lower_computing(launch: Callable[..., TileLaunch | None], x: Any, *args: Any
 
 
 def _computed(x: Any) -> Any:
-    """The pointwise code whose result a matrix is, if a GPU is to compute it and nobody has asked for it before."""
+    """The pointwise code that computes a matrix, if a GPU should compute it and nothing has stored it before."""
     if x.get_device().type != "cuda" or len(x.get_size()) != 2 or not isinstance(x.data, ir.StorageBox):
         return None
     node = V.graph.current_node
@@ -63,7 +63,7 @@ def _computed(x: Any) -> Any:
 
 
 def _is_changed(buffer: Any) -> bool:
-    """Whether a buffer, or one that its code reads, was written to since."""
+    """Whether a buffer, or one that its code reads, was written to after the code was made."""
     return any(name in V.graph.mutated_buffers for name in (buffer.get_name(), *buffer.get_read_names()))
 
 
@@ -158,7 +158,7 @@ def _source(kernel: TileKernel, writes_values: bool) -> str:
 
 
 def _imports(function: Any) -> str:
-    """What a kernel's source calls, from its module."""
+    """Import statements for the functions that a kernel's source calls."""
     names = [name for name in function.fn.__code__.co_names if name in function.fn.__globals__ and name != "tl"]
     return f"from {function.fn.__module__} import {', '.join(names)}\n"
 
@@ -215,7 +215,7 @@ def _loop_body(computed: Any) -> Any:
 
 
 class _Loads(WrapperHandler):
-    """Loads a tile, where there is one; arithmetic is Inductor's."""
+    """Loads tiles with the mask of the kernel; arithmetic is Inductor's."""
 
     def __init__(self, kernel: _Kernel, is_inside: str) -> None:
         super().__init__(V.ops)
@@ -246,7 +246,7 @@ class _Loads(WrapperHandler):
         return self._made(f"{tile}.to({triton_type(dtype)})", dtype, self.tile)
 
     def indirect_indexing(self, index: Any, size: Any, check: bool = True, wrap_neg: bool = True) -> Any:
-        """Use a place that memory holds as any kernel does: one below 0 counts from the end."""
+        """Use an index from memory as every kernel does: a negative one counts from the end."""
         if wrap_neg:
             index = self._made(
                 f"tl.where({index} < 0, {index} + {self._index(size)}, {index})", index.dtype, index.shape
@@ -254,14 +254,14 @@ class _Loads(WrapperHandler):
         return sympy_index_symbol(str(index))
 
     def check_bounds(self, *args: Any) -> None:
-        """A place outside of a tensor is the model's own fault, as in any kernel without assertions."""
+        """Check nothing: an index outside of a tensor is the model's fault, as in every kernel without assertions."""
 
     def store(self, name: str, index: Any, value: Any, mode: Any = None) -> None:
         self.stored = value
 
 
 class _Computing(ir.TritonTemplateBuffer):
-    """The result: it knows which elements of which buffers its code reads."""
+    """The buffer of the result; it knows which elements of other buffers its code reads."""
 
     def __init__(self, choice: Any, computed: Any) -> None:
         super().__init__(choice.layout, choice.input_nodes, choice.make_kernel_render, choice.mutated_inputs)

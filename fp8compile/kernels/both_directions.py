@@ -1,4 +1,4 @@
-"""One read of a matrix, or of each of a stack, its codes along rows and along columns: a program has 128 x 128.
+"""Reads a matrix, or each matrix of a stack, once, for codes along rows and along columns; a program has 128 x 128.
 
     x (M, K) --load once--> tile --amax of each row's blocks-----> multipliers --> codes (M, K), scales
                               |
@@ -44,13 +44,13 @@ def _float(bits):
 
 @triton.jit
 def _power(byte):
-    """2**(byte - 127), subnormal where the byte is 0."""
+    """2**(byte - 127); a subnormal number if the byte is 0."""
     return _float(tl.where(byte == 0, HALF, byte << MANTISSA_BITS))
 
 
 @triton.jit
 def _scales(amax_bits, MAX: tl.constexpr, MAX_EXPONENT: tl.constexpr, RULE: tl.constexpr, EPS: tl.constexpr):
-    """Multiplier and stored scale of blocks, as `quantizers/scale_rules.py` has them."""
+    """Multiplier and stored scale of blocks, by the rules of `quantizers/scale_rules.py`."""
     amax = _float(amax_bits)
     is_finite = amax_bits < EXPONENT_MASK
     floored = amax.to(tl.float64)
@@ -96,7 +96,7 @@ def both_kernel(
     R_MAX: tl.constexpr, R_EXPONENT: tl.constexpr, R_E4M3: tl.constexpr, R_RULE: tl.constexpr, R_EPS: tl.constexpr,
     C_MAX: tl.constexpr, C_EXPONENT: tl.constexpr, C_E4M3: tl.constexpr, C_RULE: tl.constexpr, C_EPS: tl.constexpr,
 ):  # fmt: skip
-    """One tile of one matrix; rows beyond M and columns beyond K are zeros, which never are the largest."""
+    """One tile of one matrix; rows beyond M and columns beyond K are zeros, which are never the largest."""
     BLOCKS: tl.constexpr = TILE // BLOCK
     before = tl.program_id(2).to(tl.int64) * M  # rows of the matrices before
     first_m, first_k = tl.program_id(0).to(tl.int64) * TILE, tl.program_id(1).to(tl.int64) * TILE
@@ -127,7 +127,7 @@ def both_kernel(
 
 
 def constants(rows: CurrentScaling, columns: CurrentScaling) -> dict[str, object]:
-    """What the kernel is compiled for."""
+    """Compile-time constants of the kernel."""
     return {"TILE": TILE, "BLOCK": rows.block[1], **_of_direction("R", rows), **_of_direction("C", columns)}
 
 

@@ -1,4 +1,4 @@
-"""Products of codes group by group, with a scale for 128 values of the sum: for Hopper, where PyTorch has none.
+"""Grouped products of codes with a scale for 128 values of the sum, for Hopper; PyTorch has no such product.
 
     rows     y_RN  = a_RK @ b_e,NK^T    a tile of 128 rows of one group, or of rows behind the last, by 128 columns
     tokens   d_eNK = a_NC @ b_KC^T      a tile of 128 x 128 of one group's matrix
@@ -6,8 +6,8 @@
 A tensor core sums 128 products, and keeps 14 bits of the largest. Each such sum is multiplied by its scales and added
 in float32, so no error grows with the length of the sum. (DeepSeek-V3 technical report, arXiv:2412.19437, 3.3.2.)
 
-Which tile a program has depends on the sizes of groups, which the device knows alone: the grid of `rows` has as many
-programs as any split of the rows needs.
+The tile of a program depends on the sizes of groups, which only the device knows. So the grid of `rows` has enough
+programs for every split of the rows.
 
 This module needs Triton; `fp8compile.ops.gemms.grouped` imports it when a GPU asks.
 """
@@ -66,7 +66,7 @@ def rows_kernel(
     a_scale_stride_m, a_scale_stride_k, b_scale_stride_e, b_scale_stride_n, b_scale_stride_k,
     TILE: tl.constexpr, IS_EVEN: tl.constexpr, HAS_TILES: tl.constexpr,
 ):  # fmt: skip
-    """One tile of rows and columns; programs that no group needs have rows behind the last, which are zeros."""
+    """One tile of rows and columns; spare programs have rows behind the last group, and write zeros."""
     columns = tl.cdiv(N, TILE)
     tile = tl.program_id(0) // columns
     first_n = tl.program_id(0) % columns * TILE
@@ -92,7 +92,7 @@ def rows_kernel(
 
 @triton.jit
 def _blocks_before(offsets_ptr, group, TILE: tl.constexpr):
-    """Blocks of tokens of all groups before one."""
+    """Number of blocks of tokens in all groups before one."""
     blocks = 0
     for first in range(0, group, SEARCHED):
         blocks += tl.sum(tl.cdiv(_sizes(offsets_ptr, first + tl.arange(0, SEARCHED), group), TILE), 0)
@@ -126,7 +126,7 @@ def tokens_kernel(
 
 
 def multiply_rows(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, offsets: Tensor, y: Tensor) -> None:
-    """Each row by the matrix of its group; rows behind the last group become zeros.
+    """Multiply each row by the matrix of its group; rows behind the last group become zeros.
 
     Args:
         a: (R, K), contiguous, float8.
@@ -147,7 +147,7 @@ def multiply_rows(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, offset
 
 
 def multiply_tokens(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, offsets: Tensor, d: Tensor) -> None:
-    """The product over the tokens of each group; of a group without tokens, zeros.
+    """Multiply over the tokens of each group; a group without tokens gets zeros.
 
     Args:
         a: (N, C), contiguous, float8: transposed codes, the groups from multiples of 128 columns.

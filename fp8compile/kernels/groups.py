@@ -1,4 +1,4 @@
-"""Tokens in groups: the amax of each group, and transposed codes at padded columns, `fp8compile.ops.groups.layout`.
+"""Tokens in groups: the amax of each group, and transposed codes at padded columns (`fp8compile.ops.groups.layout`).
 
     amax       tile of 128 tokens x 128 --for each group in it, the largest of each column--> atomic maximum
     cast       128 columns of codes --rows that they hold--> tokens, x multipliers of their groups --> codes (K, C)
@@ -46,14 +46,14 @@ CAST_WARPS = 16
 
 @triton.jit
 def _sizes(offsets_ptr, e, E):
-    """Tokens of groups, 0 behind the last."""
+    """Number of tokens of each group; 0 behind the last group."""
     start = tl.load(offsets_ptr + e - 1, (e > 0) & (e < E), other=0)
     return tl.maximum(tl.load(offsets_ptr + e, e < E, other=0) - start, 0)
 
 
 @triton.jit
 def _groups_ended(offsets_ptr, row, E):
-    """How many groups end at a row or before it."""
+    """Number of groups that end at a row or before it."""
     count = 0
     for first in range(0, E, SEARCHED):
         e = first + tl.arange(0, SEARCHED)
@@ -67,7 +67,7 @@ def amax_kernel(
     x_ptr, offsets_ptr, amax_ptr, R, K, E, stride_m, stride_k,
     TILE: tl.constexpr, IS_WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """One tile, group by group; with IS_WHOLE a group has one number, otherwise one a column."""
+    """One tile, group by group; a group has one amax with IS_WHOLE, otherwise an amax for each column."""
     first = tl.program_id(0) * TILE
     m, k = first + tl.arange(0, TILE), tl.program_id(1).to(tl.int64) * TILE + tl.arange(0, TILE)
     is_token = m < tl.minimum(tl.load(offsets_ptr + E - 1), R)
@@ -87,7 +87,7 @@ def amax_kernel(
 
 @triton.jit
 def _units(offsets_ptr, first, E, ALIGN: tl.constexpr, UNITS: tl.constexpr):
-    """For each unit of columns from `first` on: its group (E behind the last), its first row, and the group's end."""
+    """For each unit of columns from `first` on: its group (E if behind the last), first row, and the group's end."""
     unit = first + tl.arange(0, UNITS) * ALIGN
     group, padding, columns = tl.zeros((UNITS,), tl.int32), tl.zeros((UNITS,), tl.int32), 0
     for first_e in range(0, E, SEARCHED):
@@ -103,7 +103,7 @@ def _units(offsets_ptr, first, E, ALIGN: tl.constexpr, UNITS: tl.constexpr):
 
 @triton.jit
 def _rows(row, end, R, ALIGN: tl.constexpr, TILE: tl.constexpr):
-    """The rows that TILE columns of codes hold, (TILE, 1), and where a column holds one and is not padding."""
+    """The row of each of TILE columns of codes, (TILE, 1), and a mask of columns that are not padding."""
     m = row[:, None] + tl.arange(0, ALIGN)[None, :]
     is_row = tl.reshape((m < end[:, None]) & (m < R), (TILE, 1))
     return tl.reshape(m, (TILE, 1)).to(tl.int64), is_row
@@ -111,7 +111,7 @@ def _rows(row, end, R, ALIGN: tl.constexpr, TILE: tl.constexpr):
 
 @triton.jit
 def _transposed(codes, is_token, first, k, K, C, TILE: tl.constexpr):
-    """Where codes lie in (K, C), and the codes, 0 where a column is padding: there a multiplier of NaN makes NaN."""
+    """Offsets of codes in (K, C), and the codes; padding is set to 0, also where the multiplier is NaN."""
     at, column = tl.trans(k), first + tl.arange(0, TILE)[None, :]
     return at, column, tl.trans(tl.where(is_token, codes, 0).to(tl.uint8)), (at < K) & (column < C)
 
@@ -165,18 +165,18 @@ def quantize_kernel(
 
 
 def amax_constants(quantizer: CurrentScaling) -> dict[str, object]:
-    """What the kernel of amaxes is compiled for."""
+    """Compile-time constants of the kernel of amaxes."""
     return {"TILE": TILE, "IS_WHOLE": quantizer.block[1] == -1}
 
 
 def cast_constants(quantizer: CurrentScaling, align: int) -> dict[str, object]:
-    """What the kernel that casts is compiled for."""
+    """Compile-time constants of the kernel that casts."""
     fmt = _of_direction("Q", quantizer)
     return {"TILE": TILE, "ALIGN": align} | {name: fmt[name] for name in ("Q_MAX", "Q_E4M3")}
 
 
 def quantize_constants(quantizer: CurrentScaling, align: int) -> dict[str, object]:
-    """What the kernel that quantizes is compiled for."""
+    """Compile-time constants of the kernel that quantizes."""
     return {"TILE": TILE, "ALIGN": align, "BLOCK": quantizer.block[0], **_of_direction("Q", quantizer)}
 
 

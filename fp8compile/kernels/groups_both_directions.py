@@ -1,4 +1,4 @@
-"""One read of tokens in groups, their codes along rows and along tokens: a tile of 128 x 128 a program.
+"""Reads tokens in groups once, for codes along rows and along tokens; a program has a tile of 128 x 128.
 
     128 columns of codes --rows that they hold--> tile --amax of each row's blocks--> codes (R, K), scales
                                                    |
@@ -32,7 +32,7 @@ def groups_both_kernel(
     R_MAX: tl.constexpr, R_EXPONENT: tl.constexpr, R_E4M3: tl.constexpr, R_RULE: tl.constexpr, R_EPS: tl.constexpr,
     C_MAX: tl.constexpr, C_EXPONENT: tl.constexpr, C_E4M3: tl.constexpr, C_RULE: tl.constexpr, C_EPS: tl.constexpr,
 ):  # fmt: skip
-    """One tile of columns of codes; columns that hold no row are zeros, which never are the largest."""
+    """One tile of columns of codes; columns without a row are zeros, which never are the largest."""
     BLOCKS: tl.constexpr = TILE // BLOCK
     UNITS: tl.constexpr = TILE // ALIGN
     first, first_k = tl.program_id(0) * TILE, tl.program_id(1).to(tl.int64) * TILE
@@ -72,14 +72,14 @@ GROUPS_BOTH = TileKernel(
 
 
 def group_constants(rows: CurrentScaling, columns: CurrentScaling, align: int) -> dict[str, object]:
-    """What the kernel is compiled for."""
+    """Compile-time constants of the kernel."""
     return {**constants(rows, columns), "ALIGN": align}
 
 
 def groups_both_directions(
     x: Tensor, offsets: Tensor, length: int, rows: CurrentScaling, columns: CurrentScaling, align: int
 ) -> TileLaunch:
-    """How the kernel is launched: on x, the offsets and the outputs.
+    """The launch of the kernel, on x, the offsets and the outputs.
 
     These are contiguous: codes (R, K) and scales (ceil(K / n), R) of rows, codes (K, C) and scales (C / n, K) of
     tokens.

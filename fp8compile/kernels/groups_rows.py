@@ -1,7 +1,7 @@
-"""One read of tokens in groups: their codes along rows, and the amax of each column of each group.
+"""Reads tokens in groups once, and writes codes along rows and the amax of each column of each group.
 
-A program has some rows, one batch after the other, and keeps the largest of each column on the way; where a group
-ends, it hands them over. The rest is that of `fp8compile.kernels.weights` and `fp8compile.kernels.groups`.
+A program has some rows, takes them in batches, and keeps the largest magnitude of each column; at the end of a group
+it writes them. The rest is the same as in `fp8compile.kernels.weights` and `fp8compile.kernels.groups`.
 
 This module needs Triton; `fp8compile.ops.groups.group_quantize_rows` imports it when a GPU asks.
 """
@@ -29,7 +29,7 @@ def group_rows_kernel(
     WIDTH: tl.constexpr, BATCH: tl.constexpr,
     R_MAX: tl.constexpr, R_EXPONENT: tl.constexpr, R_E4M3: tl.constexpr, R_RULE: tl.constexpr, R_EPS: tl.constexpr,
 ):  # fmt: skip
-    """ROWS whole rows, group by group; those behind the last group are the last, and in no amax."""
+    """ROWS whole rows, group by group; rows behind the last group come last, and are in no amax."""
     k = tl.arange(0, WIDTH)[None, :]
     first = tl.program_id(0) * ROWS
     last = tl.minimum(first + ROWS, R)
@@ -49,7 +49,7 @@ def group_rows_kernel(
 
 
 def group_row_constants(quantizer: CurrentScaling, k: int) -> dict[str, object]:
-    """What the kernel is compiled for."""
+    """Compile-time constants of the kernel."""
     constants = row_constants(quantizer, k)
     return {**constants, "BATCH": max(1, BATCH // constants["WIDTH"])}
 
@@ -65,7 +65,7 @@ GROUP_ROWS = TileKernel(
 
 
 def rows_of_groups(x: Tensor, offsets: Tensor, quantizer: CurrentScaling) -> TileLaunch:
-    """How the kernel is launched: on x, the offsets, and the outputs, which are contiguous.
+    """The launch of the kernel, on x, the offsets and the outputs, which are contiguous.
 
     These are codes (R, K) uint8, their scales (R, 1), and the amax of each column of each group, (E, K) float32,
     zeros.

@@ -1,12 +1,12 @@
-"""Tokens in groups, their four-bit codes along rows and along tokens: sixteen rows at a time, for four times sixteen.
+"""Four-bit codes of tokens in groups, along rows and along tokens; a program takes four times sixteen rows.
 
     amaxes    tile of 64 tokens x 128 --largest, and largest sum of sixteen--> atomic maximum, a number a group each
     codes     the same tile, with the outer amaxes of its group --> codes and scales of both directions
 
 Columns come in tiles of 128 that belong to one group (`fp8compile.ops.groups.tiles`), so a program has one group, and
-its two outer scales are two numbers. Scales go to where the grouped GEMM reads them. Every byte is written: what is
-behind a group, and rows behind the last one, are zeros, whatever the latter hold. Offsets that are no ends of groups
-give wrong results, and no access outside of the tensors.
+its two outer scales are two numbers. Scales are stored as the grouped GEMM reads them. Every byte is written: padding
+behind a group is zeros, and so are codes of rows behind the last group, whatever these hold. Offsets that are no ends
+of groups give wrong results, but no access outside of the tensors.
 
 Each step is that of `TwoLevelScaling` on the group alone, as in `fp8compile.kernels.two_levels`, the roundings too.
 
@@ -234,7 +234,7 @@ def codes_kernel(
 
 
 def amax_constants(rows: TwoLevelScaling | None, columns: TwoLevelScaling | None, target: Target) -> dict[str, object]:
-    """What the kernel of amaxes is compiled for."""
+    """Compile-time constants of the kernel of amaxes."""
     chosen = code_constants(rows, columns, target)
     return {name: value for name, value in chosen.items() if name in amaxes_kernel.arg_names}
 
@@ -294,7 +294,7 @@ def codes_of_groups(
         amaxes: (2, E), contiguous, float32.
         rows: Block (1, 16), or None for no codes along rows.
         columns: Block (16, 1), or None; not both are None.
-        outputs: As of `fp8compile.ops.groups.group_quantize_two_levels`, contiguous, codes as int64.
+        outputs: Results of `fp8compile.ops.groups.group_quantize_two_levels`, contiguous, codes as int64.
     """
     (r, k), groups = x.shape, offsets.shape[0]
     width = (r // TILE_ROWS + groups) * TILE_ROWS

@@ -346,7 +346,7 @@ def both_packed_kernel(
 
 
 def constants(rows: TwoLevelScaling, columns: TwoLevelScaling, target: Target) -> dict[str, object]:
-    """What the kernel is compiled for."""
+    """Compile-time constants of the kernel."""
     return {
         "GROUPS": GROUPS,
         "COLUMNS": COLUMNS,
@@ -371,7 +371,7 @@ def both_packed(
 
     Args:
         x: (M, K), contiguous, float32, bfloat16 or float16; both multiples of 16 and neither 0.
-        outer_amaxes: Of the matrix along rows and of what is quantized along columns, (1,) float32 each.
+        outer_amaxes: Amax of the matrix along rows, and of what is quantized along columns; (1,) float32 each.
         rows: Block (1, 16).
         columns: Block (16, 1).
         outputs: Codes, scales in tiles and outer scale of rows, then of columns, contiguous, codes as int64.

@@ -45,11 +45,10 @@ class DimSharding:
     """One dim of a tensor, cut over the ranks of a group, in their order.
 
     Attributes:
-        group: The ranks, or the name of their group; None if there are none: only shapes are asked, on the meta
-            device.
-        rank: This one's number in the group.
-        dim: Of the tensor, counted from 0.
-        sizes: Of every rank's part along it.
+        group: The process group, or its name; None on the meta device, if only shapes are asked.
+        rank: This rank's number in the group.
+        dim: The dim that is cut, counted from 0.
+        sizes: Number of entries that each rank has along it.
     """
 
     group: ProcessGroup | str | None
@@ -73,11 +72,11 @@ class DimSharding:
         return sum(self.sizes)
 
     def is_even(self) -> bool:
-        """Whether all ranks have as much."""
+        """Whether all ranks have the same number of entries."""
         return all(size == self.sizes[0] for size in self.sizes)
 
     def by_name(self) -> DimSharding:
-        """The same, with the name of the group: a group can be neither copied nor pickled."""
+        """The same cut with the group's name in place of the group, which can be neither copied nor pickled."""
         return self if isinstance(self.group, str) else replace(self, group=self.group.group_name)
 
     def matches(self, other: DimSharding | None) -> bool:
@@ -86,7 +85,7 @@ class DimSharding:
 
 
 def chunk_sizes(total: int, ranks: int) -> tuple[int, ...]:
-    """Sizes of the parts of a dim, as DTensor and FSDP2 cut it: full ones first, then the rest, then nothing."""
+    """Sizes of the parts into which DTensor and FSDP2 cut a dim: full parts first, then the rest, then empty ones."""
     if total % ranks == 0:
         return (total // ranks,) * ranks
     full = -(-total // ranks)
@@ -104,10 +103,10 @@ class AxisBlocks:
     Methods take the dim of the matrix or the grid that this side is, ``ROWS`` or ``COLUMNS``.
 
     Attributes:
-        kind: ``"aligned"``, ``"spanning"`` or ``"split"``, as the head of this file has it.
-        groups: Who has elements of the same blocks.
-        block: Elements that share a scale.
-        sizes: Leading to trailing, the dims that this side flattens: (start, length, total) of each.
+        kind: ``"aligned"``, ``"spanning"`` or ``"split"``; the table at the head of this file defines them.
+        groups: Process groups whose ranks share blocks with this rank.
+        block: Number of elements that share a scale.
+        sizes: (start, length, total) of each dim that this side flattens, from the leading to the trailing one.
     """
 
     kind: str
@@ -127,7 +126,7 @@ class AxisBlocks:
 
     @property
     def first(self) -> int | None:
-        """Where this rank's elements begin, if they are one run of the whole; None if they are several."""
+        """Index of this rank's first element, if its elements are one run of the whole; None for several runs."""
         run, first, inner = True, 0, 1
         for start, length, total in reversed(self.sizes):
             if not run and length != 1:
@@ -138,14 +137,14 @@ class AxisBlocks:
         return first
 
     def _positions(self, device: torch.device) -> Tensor:
-        """Where each of this rank's elements is in the whole."""
+        """Index in the whole of each of this rank's elements."""
         found = torch.zeros((1,), dtype=torch.int64, device=device)
         for start, length, total in self.sizes:
             found = (found.unsqueeze(1) * total + torch.arange(start, start + length, device=device)).flatten()
         return found
 
     def embed(self, matrix: Tensor, dim: int) -> Tensor:
-        """The window: this rank's elements where they are in whole blocks, zeros around them."""
+        """The window: whole blocks that hold this rank's elements in their positions, and zeros around them."""
         if self.kind == "aligned":
             return matrix
         if self.first is None:
@@ -164,7 +163,7 @@ class AxisBlocks:
         return window.narrow(dim, self.first % self.block, self.length)
 
     def _blocks(self) -> tuple[int, int, int]:
-        """First block of the window, how many it has, how many there are."""
+        """Index of the window's first block, number of blocks in the window, number of blocks in the whole."""
         every = -(-self.total // self.block)
         if self.first is None:
             return 0, every, every
@@ -173,7 +172,7 @@ class AxisBlocks:
         return self.first // self.block, -(-(before + self.length) // self.block), every
 
     def window_positions(self, device: torch.device) -> Tensor:
-        """Where each element of this rank's window is in the whole, (elements,) int64."""
+        """Index in the whole of each element of this rank's window, (elements,) int64."""
         if self.kind != "split":
             return self._positions(device)
         if self.first is None:
@@ -181,7 +180,7 @@ class AxisBlocks:
         return torch.arange(self.first - self.first % self.block, self.first + self.length, device=device)
 
     def widen(self, grid: Tensor, dim: int) -> Tensor:
-        """The grid of a window, or of blocks that are this rank's own, among zeros, as the grid of the whole."""
+        """Pad the grid of this rank's blocks with zeros to the grid of the whole."""
         first, count, every = self._blocks()
         if self.kind == "aligned" and self.first is None:
             shape = list(grid.shape)
@@ -192,7 +191,7 @@ class AxisBlocks:
         return pad(grid, (0, 0, first, after) if dim == ROWS else (first, after)) if first or after else grid
 
     def window(self, grid: Tensor, dim: int) -> Tensor:
-        """The grid of this rank's window, of that of the whole."""
+        """Cut the grid of this rank's window out of the grid of the whole."""
         if self.kind == "aligned" and self.first is None:
             return grid.index_select(dim, self._positions(grid.device)[:: self.block] // self.block)
         first, count, _ = self._blocks()
@@ -233,10 +232,10 @@ def axis_blocks(
     """Rows and columns of a rank's matrix, or of each matrix of its stack.
 
     Args:
-        shape: Of the rank's part, any number of dims from 1.
-        cuts: Of the tensor.
-        block: Over the (M, K) view of the whole, or of each matrix.
-        batch: Number of leading dims over which matrices are stacked: cuts of those cut no blocks.
+        shape: Shape of this rank's part, with one dim or more.
+        cuts: How the tensor is cut.
+        block: Rows and columns that share a scale, in the (M, K) view of the whole or of each matrix.
+        batch: Number of leading dims over which matrices are stacked. Cuts of those dims cut no blocks.
     """
     for cut in cuts:
         if cut is not None and type(cut.group) is not str:  # no cache keeps a group alive

@@ -17,18 +17,18 @@ DIMS = {"rows": -1, "columns": -2}  # whose neighbours share a byte, of a matrix
 
 
 def packed_dim(quantizer: Quantizer) -> int | None:
-    """The dim of a matrix whose neighbouring codes share a byte, -1 or -2; None of none, or of another's class."""
+    """The dim, -1 or -2, whose neighbouring codes share a byte; None if not ours or not packed."""
     return DIMS.get(quantizer.packed) if isinstance(quantizer, TwoLevelScaling) else None
 
 
 def packed_in_rows(quantizer: Quantizer, shape: Sequence[int]) -> Quantizer:
-    """The quantizer of the same codes, of which two of a row share a byte if they can.
+    """The quantizer of the same codes, packed along rows if the shape allows it.
 
-    With square blocks it doesn't matter to codes along which side of a matrix they are packed.
+    Square blocks make the same codes whichever side of a matrix they are packed along.
 
     Args:
-        quantizer: Any.
-        shape: Of the matrix, or of a stack of matrices.
+        quantizer: Any quantizer.
+        shape: Shape of the matrix, or of a stack of matrices.
     """
     if packed_dim(quantizer) == DIMS["columns"] and quantizer.block[0] == quantizer.block[1]:
         quantizer = replace(quantizer, packed="rows")
@@ -36,11 +36,11 @@ def packed_in_rows(quantizer: Quantizer, shape: Sequence[int]) -> Quantizer:
 
 
 def one_a_byte(codes: Tensor, quantizer: Quantizer) -> tuple[Tensor, Quantizer]:
-    """Codes of a matrix, or of a stack of them, as their ``unpacked`` quantizer lays them down, and that quantizer.
+    """Unpack codes to one a byte; returns them and the quantizer of such codes.
 
     Args:
-        codes: uint8, ``quantizer.codes_shape`` of the matrix, or a stack of such.
-        quantizer: What made them.
+        codes: Codes of a matrix, ``quantizer.codes_shape``, uint8, or a stack of such.
+        quantizer: The quantizer that made them.
     """
     if (dim := packed_dim(quantizer)) is None:
         return codes, quantizer
@@ -48,7 +48,7 @@ def one_a_byte(codes: Tensor, quantizer: Quantizer) -> tuple[Tensor, Quantizer]:
 
 
 def two_a_byte(codes: Tensor, quantizer: Quantizer) -> Tensor:
-    """Codes of a matrix or of a stack, one a byte, as a quantizer lays them down; as they are, if it packs none."""
+    """Pack codes of a matrix or of a stack as the quantizer stores them; unchanged if the quantizer does not pack."""
     return codes if (dim := packed_dim(quantizer)) is None else pack(codes, dim)
 
 
@@ -61,7 +61,7 @@ def are_same_codes(one: Quantizer | None, other: Quantizer | None) -> bool:
 
 @cache
 def with_a_code_a_byte(recipe: Recipe) -> Recipe:
-    """A recipe whose quantizers of one level are their ``unpacked`` ones, for steps that may begin within a byte."""
+    """The recipe with one-level quantizers unpacked, for steps that may begin in the middle of a byte."""
     slots = {slot: getattr(recipe, slot) for gemm in GEMMS for slot in (gemm.a, gemm.b)}
     packs = {slot: each for slot, each in slots.items() if each is not None and not each.has_outer_scale()}
     changed = {slot: own for slot, each in packs.items() if (own := each.unpacked()) is not None and own != each}

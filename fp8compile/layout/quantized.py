@@ -3,8 +3,8 @@
     Plain        numbers in their own dtype
     Quantized    codes and scales of such numbers, and the quantizer that made them
 
-    TensorLayout    how a tensor lies: its batch, the leading dims over which matrices are stacked, each quantized by
-                    itself; the ends of groups of rows, such as the tokens of each expert; which part this rank has
+    TensorLayout    how a tensor lies: the leading dims over which matrices are stacked, each quantized by itself; the
+                    ends of groups of rows, such as each expert's tokens; the part that this rank has
 
 A matrix has no batch, tokens without ends are one group, a tensor that is whole has no cuts.
 """
@@ -46,11 +46,11 @@ STACK = TensorLayout(batch=1)
 
 @dataclass(frozen=True)
 class Plain:
-    """Numbers that are not quantized: what this rank has of a tensor.
+    """This rank's part of a tensor that is not quantized.
 
     Attributes:
-        local: The elements, in the order of the whole.
-        layout: How they lie in it.
+        local: The elements of the part.
+        layout: How the part lies in the whole.
     """
 
     local: Tensor
@@ -58,7 +58,7 @@ class Plain:
 
     @property
     def cuts(self) -> Sharding:
-        """Which part of the whole this rank has, see `TensorLayout`."""
+        """The cuts of the layout: which part of the whole this rank has."""
         return self.layout.cuts
 
     @property
@@ -67,7 +67,7 @@ class Plain:
         return self.local.ndim
 
     def whole_shape(self, index: int = 0) -> tuple[int, ...]:
-        """The shape of what this group and those after it have together; for the first one, of the whole."""
+        """The shape once the groups from ``index`` on are gathered; for index 0 the shape of the whole."""
         shape = list(self.local.shape)
         for cut in reversed(self.cuts[index:]):
             if cut is not None:
@@ -83,21 +83,20 @@ class Plain:
 class Quantized:
     """Codes and scales, the quantizer that made them, and how they lie. One side of a product is such a value.
 
-    The fields of a tensor that ranks share, or of a stack, are those of this rank's part.
+    If ranks share the tensor, the fields are those of this rank's part.
 
     Attributes:
-        codes: uint8. Of a matrix (M, K) or a stack (E, N, K) ``quantizer.codes_shape`` of each matrix. Along the
-            tokens of groups (features, C), columns as `fp8compile.ops.groups.layout` has them.
-        scale: Grid of the quantizer's blocks over ``codes``, one more dim for a stack; or the same of a matrix in
-            tiles (`scale_layouts.tiled`), 1-D, if what made them knew of a GEMM that reads tiles. Along the tokens of
-            groups blocks of tokens by features, (C / block, features); or (E, features) and (E, 1) if a group is one
-            block.
-        quantizer: In the coordinates of ``codes``, over one matrix or the rows of one group.
-        outer_scale: The second level, float32: (1,) of a matrix, (E,) of a stack or of groups. None of a quantizer
-            with one level of scales.
+        codes: uint8, ``quantizer.codes_shape`` of the matrix (M, K), or of each matrix of a stack (E, N, K). Codes
+            along the tokens of groups are (features, C), with the columns of `fp8compile.ops.groups.layout`.
+        scale: Grid of the quantizer's blocks, with one more dim for a stack. It is 1-D if it was written in tiles
+            (`scale_layouts.tiled`) for a GEMM that reads those. Along the tokens of groups it is (C / block,
+            features); (E, features) or (E, 1) if a group is one block.
+        quantizer: The quantizer that made one matrix, or the rows of one group, in the coordinates of ``codes``.
+        outer_scale: Second level of scales, float32: (1,) for a matrix, (E,) for a stack or for groups; None if the
+            quantizer has one level.
         layout: How the codes lie.
-        has_scales_of_whole: Whether rows, and columns, of ``scale`` are those of the grid of the whole tensor, because
-            ranks cut blocks along them.
+        has_scales_of_whole: Whether ``scale`` has the rows, and the columns, of the whole tensor's grid, because ranks
+            cut blocks along that side.
     """
 
     codes: Tensor
@@ -109,12 +108,12 @@ class Quantized:
 
     @property
     def scales(self) -> tuple[Tensor, ...]:
-        """Scales by level: those of blocks, then the outer one."""
+        """Scales by level: of blocks first, then the outer scale if there is one."""
         return (self.scale,) if self.outer_scale is None else (self.scale, self.outer_scale)
 
     @property
     def cuts(self) -> Sharding:
-        """Which part of the whole this rank has, see `TensorLayout`."""
+        """The cuts of the layout: which part of the whole this rank has."""
         return self.layout.cuts
 
     @property
@@ -124,7 +123,7 @@ class Quantized:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Sizes of the values that the codes stand for; packed codes are fewer."""
+        """Shape of the values; packed codes are fewer."""
         codes, batch = self.codes.shape, self.layout.batch
         if is_own(type(self.quantizer)) and not batch:
             return self.quantizer.values_shape(codes)

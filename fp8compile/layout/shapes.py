@@ -1,8 +1,8 @@
-"""Shapes of the codes and scales of a weight: of a matrix, or of a stack of matrices, each quantized for itself.
+"""Shapes of the codes and scales of a weight: a matrix, or a stack of matrices that are quantized one by one.
 
 weight       codes                      scale                  outer scale, of two levels
 (N, K)       quantizer.codes_shape      quantizer.scale_shape  (1,)
-(E, N, K)    E times that of a matrix   likewise               (E,)
+(E, N, K)    E times that of a matrix   E times that           (E,)
 """
 
 from __future__ import annotations
@@ -30,6 +30,6 @@ def scale_shape(size: Sequence[int], quantizer: Quantizer) -> tuple[int, ...]:
 
 
 def scale_shapes(size: Sequence[int], quantizer: Quantizer) -> tuple[tuple[int, ...], ...]:
-    """The shapes of all levels of scales of a weight of this size: those of blocks, then the outer ones."""
+    """The shapes of a weight's scales by level: of blocks first, then the outer scales."""
     blocks = scale_shape(size, quantizer)
     return (blocks, tuple(size[:-2]) or (1,)) if quantizer.has_outer_scale() else (blocks,)

@@ -62,10 +62,10 @@ def _by_function(function: Callable[[nn.Module, str], Recipe | None]) -> Assigne
 
 
 def assigner(recipe: Recipes, fqns: list[str]) -> Assigner:
-    """A function that gives the recipe of a layer from it and all its names, None for high precision.
+    """Make a function that returns a layer's recipe, or None for high precision, from the layer and its names.
 
     Args:
-        recipe: As `convert` takes it.
+        recipe: A recipe, recipes by name pattern, or a function, as `convert` takes them.
         fqns: Names of the model's linears, to check patterns against.
 
     Raises:
@@ -81,7 +81,7 @@ def assigner(recipe: Recipes, fqns: list[str]) -> Assigner:
 
 
 def _blocks(model: nn.Module) -> list[nn.Module]:
-    """What the model is a stack of: the entries of its list that hold the most layers; none if it has no list."""
+    """The blocks of a model: the entries of the list that holds the most layers; empty if it has no list."""
 
     def count(module: nn.Module) -> int:
         return sum(map(is_layer, module.modules()))
@@ -93,13 +93,13 @@ def _blocks(model: nn.Module) -> list[nn.Module]:
 
 
 def with_tail(model: nn.Module, recipe: Recipes, share: float, tail_recipe: Recipe | None) -> Recipes:
-    """Recipes of `convert`, with another one for the last blocks of a model and all layers behind them.
+    """Replace the recipe of a model's last blocks, and of all layers behind them.
 
     Args:
-        model: A stack of blocks, as `ends` has it.
-        recipe: Of the other layers.
-        share: Of all blocks, rounded up to whole ones; 0 for no tail.
-        tail_recipe: Of the last ones; None for high precision.
+        model: A model with blocks, as `ends` finds them.
+        recipe: Recipe of the other layers.
+        share: Share of all blocks, rounded up to whole ones; 0 for no tail.
+        tail_recipe: Recipe of the last blocks; None for high precision.
 
     Raises:
         ValueError: The share is no number from 0 to 1, or 0 with a recipe.

@@ -1,4 +1,4 @@
-"""Which converted layers a forward of a model calls."""
+"""Finds the converted layers that a forward of a model calls."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["called_layers"]
 
 @contextmanager
 def _recorded(layer: nn.Module, called: set[nn.Module]) -> Iterator[None]:
-    """Note each call of the method that multiplies, also one that goes past ``__call__`` and its hooks."""
+    """Record each call of the method that multiplies, even if it bypasses ``__call__`` and its hooks."""
     name = method_of(layer)
     method, own = getattr(layer, name), vars(layer).get(name)
 

@@ -1,4 +1,4 @@
-"""Which modules `convert` may put in FP8: a ``nn.Linear``, or one that it knows by its host, such as experts."""
+"""The modules that `convert` can put in FP8: ``nn.Linear``, and modules of known hosts, such as experts."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ __all__ = [
 
 
 def is_layer(module: nn.Module) -> bool:
-    """Whether a module is one that `convert` is asked about: a linear, one by another name, or one of experts."""
+    """Whether `convert` considers a module: a linear, a linear by another name, or experts."""
     return isinstance(module, nn.Linear) or is_hosted(module)
 
 
@@ -58,7 +58,7 @@ def is_converted(module: nn.Module) -> bool:
 
 
 def layers(model: nn.Module) -> Iterator[tuple[nn.Module, list[str]]]:
-    """All linears, by other names too, and all experts of a model, each with all names that it has there."""
+    """All linears, linears by another name, and experts of a model, each with all its names."""
     names: dict[nn.Module, list[str]] = {}
     for fqn, module in model.named_modules(remove_duplicate=False):
         if is_layer(module):
@@ -67,35 +67,35 @@ def layers(model: nn.Module) -> Iterator[tuple[nn.Module, list[str]]]:
 
 
 def weight_names(layer: nn.Module) -> tuple[str, ...]:
-    """The parameters that a layer multiplies by; ``"mlp.w1"`` is one of a child."""
+    """Names of the parameters that a layer multiplies by; ``"mlp.w1"`` is a child's parameter."""
     return ("weight",) if isinstance(layer, nn.Linear) else tuple(layout_of(layer).weights)
 
 
 def weight_slots(layer: nn.Module) -> list[tuple[nn.Module, str]]:
-    """Where the weights of a layer are: each time a module, the layer or one in it, and a name there."""
+    """The module (the layer or a child) and the name of each weight of a layer."""
     paths = (name.rpartition(".") for name in weight_names(layer))
     return [(layer.get_submodule(path), name) for path, _, name in paths]
 
 
 def matrices(layer: nn.Module) -> list[tuple[int, int]]:
-    """(out_features, in_features) of each matrix that a row meets: a linear has one, an expert several."""
+    """(out_features, in_features) of each matrix that multiplies a row: one for a linear, several for an expert."""
     if isinstance(layer, nn.Linear):
         return [(layer.out_features, layer.in_features)]
     return list(layout_of(layer).matrices)
 
 
 def method_of(layer: nn.Module) -> str:
-    """The name of a layer's method in which its products are: experts may have a forward that calls it or not."""
+    """Name of the method with a layer's products; the forward of experts may call another method for them."""
     return "forward" if isinstance(layer, nn.Linear) else method_that_multiplies(layer)
 
 
 def device_of(layer: nn.Module) -> torch.device:
-    """Where a layer's weights are."""
+    """Device of a layer's weights."""
     return attrgetter(weight_names(layer)[0])(layer).device
 
 
 def _cannot_keep_class(module: nn.Linear) -> str | None:
-    """Why a subclass of ``nn.Linear`` can't be in FP8 and stay what it is, or None."""
+    """Why a layer of a subclass of ``nn.Linear`` can't be converted and keep its class, or None."""
     cls = type(module)
     subclass = f"a subclass of nn.Linear ({cls.__qualname__})"
     if is_parametrized(module):
@@ -126,17 +126,17 @@ def _cannot_convert_linear(module: nn.Linear) -> str | None:
 
 
 def cannot_convert(layer: nn.Module) -> str | None:
-    """Why a layer can't be in FP8 whatever the recipe, or None."""
+    """Why a layer can't be converted by any recipe, or None."""
     return _cannot_convert_linear(layer) if isinstance(layer, nn.Linear) else cannot_convert_hosted(layer)
 
 
 def cannot_take(layer: nn.Module, recipe: Recipe) -> str | None:
-    """Why a layer that can be in FP8 can't be with this recipe, or None."""
+    """Why a layer can't be converted by this recipe, or None."""
     return None if isinstance(layer, nn.Linear) else cannot_take_hosted(layer, recipe)
 
 
 def converted_class(layer: nn.Module) -> type:
-    """The class that a layer gets when it is converted; made here, so that nothing is changed if it can't be."""
+    """The class of a layer once it is converted. It is made before anything is changed, and may raise."""
     return float8_class(type(layer)) if isinstance(layer, nn.Linear) else hosted_class(type(layer))
 
 
@@ -150,7 +150,7 @@ def put_in_float8(layer: nn.Module, recipe: Recipe, amax_group: ProcessGroup | N
 
 
 def cannot_go_back(layer: nn.Module) -> str | None:
-    """Why a converted layer can't become again what it was, or None."""
+    """Why a converted layer can't be reverted, or None."""
     return cannot_revert(layer) if isinstance(layer, Linear) else cannot_revert_hosted(layer)
 
 

@@ -1,4 +1,4 @@
-"""What a state dict has of weights that are codes: codes and scales, of one set or of two, in place of values.
+"""Entries of a state dict for quantized weights: codes and scales, of one set or two, in place of values.
 
 weight    weight_codes, weight_scale,  and of two sets  weight_codes_for_grad_input, weight_scale_for_grad_input
           of two levels of scales  weight_outer_scale, weight_outer_scale_for_grad_input
@@ -22,14 +22,14 @@ __all__ = ["CodesInState", "codes_and_scales", "reach_codes"]
 
 
 def codes_of(weight: Tensor, own: Codes) -> Tensor:
-    """A set of codes of a weight, spread over ranks as the weight is."""
+    """The codes of one set of a weight, as a DTensor if the weight is one."""
     if not is_dtensor(weight):
         return own.codes
     return _placed(weight, own.codes, weight.placements, own.codes_shape(tuple(weight.shape)))
 
 
 def scale_of(weight: Tensor, own: Codes) -> Tensor:
-    """The scale of a set of codes of a weight: one for all ranks, or spread over them as the weight is."""
+    """The scale of one set of a weight: replicated over ranks, or cut as the weight is."""
     if not is_dtensor(weight):
         return own.scale
     placements = placements_of_scale(weight, own)
@@ -39,7 +39,7 @@ def scale_of(weight: Tensor, own: Codes) -> Tensor:
 
 
 def outer_scale_of(weight: Tensor, own: Codes) -> Tensor:
-    """The outer scale of a set of codes, which all ranks have; of a stack, spread over them as its matrices are."""
+    """The outer scale of one set of a weight: replicated over ranks; for a stack, cut as its matrices are."""
     if not is_dtensor(weight):
         return own.outer_scale
     placements = placements_of_outer_scale(weight)
@@ -61,7 +61,7 @@ ENDS = ("", "_for_grad_input")  # of the first set of codes, and of the second
 
 
 def _part(weight: Tensor, part: str, index: int) -> Tensor | None:
-    """A part of one of the sets of codes of a quantized parameter, or None: it has none."""
+    """Codes, scale or outer scale of one set of a quantized parameter; None if it has no such part."""
     sets = local_itself(weight).sets()
     if index >= len(sets) or (part == "outer_scale" and sets[index].outer_scale is None):
         return None
@@ -79,13 +79,13 @@ def codes_and_scales(name: str, weight: Tensor) -> dict[str, Tensor]:
 
 
 class PartOfCodes:
-    """A key that a state dict has in place of a parameter, as an attribute of the parameter's module.
+    """Makes a key of a state dict, which replaces a parameter there, an attribute of the parameter's module.
 
-    PyTorch's checkpoints reach each key of a state dict by ``getattr``. A module whose parameter is no codes, or has
-    no such part, has no such attribute. (A ``__getattr__`` would be traced for each parameter of compiled code.)
+    PyTorch's checkpoints reach each key of a state dict by ``getattr``. If the parameter is not quantized, or has no
+    such part, the attribute does not exist. (A ``__getattr__`` would be traced for each parameter of compiled code.)
 
     Args:
-        parameter: Its name.
+        parameter: Name of the parameter.
         part: ``"codes"``, ``"scale"`` or ``"outer_scale"``.
         index: 0, or 1 for the second set of codes.
     """
@@ -106,7 +106,7 @@ class PartOfCodes:
 
 
 def reach_codes(cls: type[CodesInState], parameter: str) -> None:
-    """Make whatever a state dict has in place of a parameter an attribute of a class of modules."""
+    """Add to a module class the attributes for the keys that replace a parameter in a state dict."""
     for index, end in enumerate(ENDS):
         for part in PARTS:
             if not hasattr(cls, f"{parameter}_{part}{end}"):
@@ -114,7 +114,7 @@ def reach_codes(cls: type[CodesInState], parameter: str) -> None:
 
 
 class CodesInState:
-    """A module whose state dict has codes and scales of its quantized parameters, and takes values for them too."""
+    """Base of modules whose state dict has codes and scales of quantized parameters; it loads values as well."""
 
     def _quantized_parameters(self) -> dict[str, Tensor]:
         """Parameters that are kept as codes and scales, by name."""

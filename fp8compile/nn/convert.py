@@ -43,7 +43,7 @@ EXPORTED_LINEAR = torch.ops.aten.linear.default
 
 
 def _is_compiled(module: nn.Module) -> bool:
-    """Whether a call of the module runs what was compiled of it: ``torch.compile(module)``, ``module.compile()``."""
+    """Whether a call of the module runs compiled code, by ``torch.compile(module)`` or ``module.compile()``."""
     return type(module).__name__ == "OptimizedModule" or module._compiled_call_impl is not None
 
 
@@ -62,7 +62,7 @@ def _check_not_compiled(model: nn.Module) -> None:
 
 
 def _is_frozen(module: nn.Module) -> bool:
-    """Whether linears of the module became calls in a graph: by TorchScript, or by `torch.export`."""
+    """Whether TorchScript or `torch.export` turned the module's linears into calls of a graph."""
     graph = getattr(module, "graph", None)
     exported = isinstance(graph, torch.fx.Graph) and graph.find_nodes(op="call_function", target=EXPORTED_LINEAR)
     return isinstance(module, torch.jit.ScriptModule) or bool(exported)
@@ -80,7 +80,7 @@ def _check_not_frozen(model: nn.Module) -> None:
 def _asker(
     model: nn.Module, recipe: Recipes, filter: Filter | None, keep_ends: int, fqns: list[str]
 ) -> Callable[[nn.Module, list[str]], tuple[Recipe | None, str]]:
-    """A function that says what the caller's arguments ask for a layer: its recipe, or None and why."""
+    """Make a function that returns what the caller asked for a layer: its recipe, or None and the reason."""
     filter_reason, assign, kept = resolve_filter(filter, fqns), assigner(recipe, fqns), ends(model, keep_ends)
 
     def asked(layer: nn.Module, names: list[str]) -> tuple[Recipe | None, str]:
@@ -99,9 +99,9 @@ def _asker(
 def _plan(
     model: nn.Module, recipe: Recipes, filter: Filter | None, keep_ends: int
 ) -> tuple[dict[nn.Module, tuple[Recipe | None, str]], bool]:
-    """For each layer that isn't converted yet: its recipe, or None and why it is left out.
+    """The recipe of each unconverted layer, or None and the reason why it is left out.
 
-    And whether there is one that is converted already and would be again.
+    The second result is whether a layer is converted already and would be converted again.
     """
     found = dict(layers(model))
     if not found:
@@ -166,8 +166,8 @@ def convert(
 
     Args:
         model: Any module.
-        recipe: Quantizers for the layers' GEMMs; or one recipe for each name pattern, of which the first that matches
-            decides (``{"*.down_proj": a, "layers.*": b}``); or a function ``(module, fqn) -> Recipe``, called once a
+        recipe: Quantizers for the layers' GEMMs; or a recipe for each name pattern (``{"*.down_proj": a, "layers.*":
+            b}``), and the first pattern that matches decides; or a function ``(module, fqn) -> Recipe``, called once a
             layer. None in place of a recipe, and a name that no pattern matches, leave a layer in high precision.
         filter: Which layers: a function ``(module, fqn) -> bool``, or name patterns (``"layers.*"``, ``"!lm_head"``);
             by default all but those that FP8 can't help. It is asked about a module of experts as about a linear.
@@ -176,14 +176,14 @@ def convert(
             largest ``ModuleList`` or ``Sequential``; without one, each linear is a block.
         tail: The share of the last blocks that get ``tail_recipe``, with all layers behind them, 0.15 as NVIDIA trains
             in four bits; blocks are those of ``keep_ends``. Rounded up to whole blocks.
-        tail_recipe: Of these layers, such as ``fp8compile.recipes.mxfp8()``; None for high precision.
-        amax_group: Of delayed scaling: ranks whose amaxes become one, as ``fp8compile.Linear`` takes it.
+        tail_recipe: Recipe of these layers, such as ``fp8compile.recipes.mxfp8()``; None for high precision.
+        amax_group: The ranks that reduce their amaxes, for delayed scaling, as ``fp8compile.Linear`` takes it.
         quantized_parameters: Whether the layers' weights themselves become codes and scales, with nothing in high
             precision beside them, those of experts too; parameters are new objects then. Where forward and backward
             multiply different codes (rowwise, MX), they have both sets; see ``docs/parameters.md``.
-        keep_initial: With it, whether the values that weights had are kept on the CPU, until
-            ``fp8compile.MasterWeights`` takes them. Under FSDP2 each rank keeps those of its shards; of weights on the
-            meta device, what is written to them later.
+        keep_initial: Whether the values that quantized weights had are kept on the CPU, until
+            ``fp8compile.MasterWeights`` takes them. Under FSDP2 each rank keeps those of its shards. If a weight is on
+            the meta device, what is written to it later is kept.
         strict: Whether to raise, instead of warning, where no layer at all is converted; and in the first forward, if
             a converted layer's weight is multiplied past the layer's forward.
 

@@ -38,12 +38,12 @@ LEAST_GAINING = {(9, 0): 137, (10, 0): 187}
 
 
 def size_of_gain(in_features: int, out_features: int) -> int:
-    """K N / (K + N): what a layer's GEMMs gain in FP8 over what casts cost, but for a factor of the GPU."""
+    """K N / (K + N): gain of a layer's GEMMs in FP8 over the cost of casts, up to a factor of the GPU."""
     return in_features * out_features // (in_features + out_features)
 
 
 def default_filter_reason(module: nn.Module, fqn: str) -> str | None:
-    """Why FP8 can't help this linear, or an expert of these, where the weights are; None if it can."""
+    """Why FP8 can't speed up this linear, or these experts, on the device of the weights; None if it can."""
     sizes = matrices(module)
     smallest = min(min(size) for size in sizes)
     if smallest < SMALLEST_DIM:
@@ -73,17 +73,17 @@ def _pattern_reason(patterns: tuple[str, ...]) -> Reason:
 
 
 def check_pattern_matches(pattern: str, fqns: list[str], *, given: str) -> None:
-    """Raise a ValueError that shows what was given, if the pattern in it matches none of these names."""
+    """Raise a ValueError, which shows the argument, if its pattern matches none of the names."""
     if not any(fnmatchcase(fqn, pattern) for fqn in fqns):
         shown = ", ".join(fqns[:5]) + (", ..." if len(fqns) > 5 else "")
         raise ValueError(f"convert: the pattern {given!r} matches none of the model's linears: {shown}.")
 
 
 def resolve_filter(filter: Filter | None, fqns: list[str]) -> Reason:
-    """A function that says why a layer is left out, None if it is converted.
+    """Make a function that returns why a layer is left out, or None if it is converted.
 
     Args:
-        filter: As `convert` takes it; None is the default, which leaves out what FP8 can't help.
+        filter: A filter as `convert` takes it; None for the default, which leaves out what FP8 can't help.
         fqns: Names of the model's linears, to check patterns against.
 
     Raises:

@@ -1,4 +1,4 @@
-"""What one rank finds wrong, all ranks raise: it travels with the first message, so that nobody waits for a later one.
+"""Errors that all ranks raise if one rank finds them: they travel with the first message, so no rank waits for ever.
 
 rank 0   rows are right   --its counts-->     the host reads counts that are negative   --> both raise the text
 rank 1   rows are wrong   --FOUND, FOUND-->   the host reads its own                    -->
@@ -25,7 +25,7 @@ WAITING = (
 
 
 def tried(function: Callable[..., Any], *args: Any) -> tuple[Any, Exception | None]:
-    """The result of a function and no error, or no result and its error; a compiler's errors are raised at once."""
+    """Call a function; returns its result and None, or None and its error. Errors of a compiler are raised."""
     if torch.compiler.is_compiling():
         return function(*args), None
     try:
@@ -36,7 +36,7 @@ def tried(function: Callable[..., Any], *args: Any) -> tuple[Any, Exception | No
 
 @contextmanager
 def noted() -> Iterator[None]:
-    """Add to an error that is raised inside: other ranks wait for this one."""
+    """Add a note to an error that is raised inside: other ranks wait for this rank."""
     try:
         yield
     except Exception as error:
@@ -45,7 +45,7 @@ def noted() -> Iterator[None]:
 
 
 def raise_on_all(function: str, error: Exception | None, group: str) -> None:
-    """Raise what ranks of a group found; each calls it, once it knows that one of them found something.
+    """Raise the errors that ranks of a group found; all of them call it once they know that there is one.
 
     Args:
         function: In whose name.

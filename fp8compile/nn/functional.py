@@ -1,4 +1,4 @@
-"""fp8compile.linear: the function, with the checks and the autocast rule that the op leaves out."""
+"""fp8compile.linear: the function around the op, with its checks and the rule of autocast."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TAKE_CODES = (("weight", "linear"), ("weight", "grouped_linear"))
 
 
 def check_recipe(function: str, recipe: object) -> None:
-    """Raise a TypeError in the name of ``function`` if it was given something else than a recipe."""
+    """Raise a TypeError in the name of ``function`` if its argument is no recipe."""
     if not isinstance(recipe, Recipe):
         raise TypeError(
             f"{function}: recipe is {shown(recipe)}; it is a fp8compile.Recipe, such as fp8compile.recipes.rowwise() "
@@ -86,7 +86,7 @@ def _check_shapes(function: str, x: Tensor, weight: Tensor, bias: Tensor | None)
 
 
 def in_dtype_of_autocast(function: str, operands: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The operands of a layer, ``"x"`` and ``"weight"`` among them, in the dtype of autocast if that is on."""
+    """Cast the operands of a layer, which include ``"x"`` and ``"weight"``, to autocast's dtype if that is on."""
     x = operands["x"]
     if not isinstance(x, Tensor) or x.device.type == "meta" or not torch.is_autocast_enabled(x.device.type):
         return operands
@@ -100,10 +100,10 @@ def in_dtype_of_autocast(function: str, operands: dict[str, Tensor]) -> dict[str
 def checked_operands(
     function: str, x: Tensor, weight: Tensor, bias: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """What the op is given: the operands of a linear layer in the dtype of autocast, if that is on.
+    """Check the operands of a linear layer, and cast them to autocast's dtype if that is on.
 
     Args:
-        function: In whose name errors are.
+        function: Name of the function, for errors.
         x: Shape (..., in_features).
         weight: Shape (out_features, in_features).
         bias: Shape (out_features,), or None.
@@ -144,15 +144,14 @@ def linear(
             scales are then the operand of the output and, transposed, of grad_input; its gradient is a plain tensor.
         bias: Shape (out_features,), the dtype of ``x``, or None. Added in that dtype.
         recipe: Quantizers for the operands.
-        state: Of a recipe with delayed scaling, and of no other: what it remembers of this layer. The backward
-            updates it in place.
+        state: This layer's state, for a recipe with delayed scaling only. The backward updates it in place.
 
     Returns:
         Shape (..., out_features), the dtype of ``x`` (or of autocast).
 
     Raises:
-        TypeError: The recipe is none, a dtype or layout is not taken, or dtypes differ, autocast's from a quantized
-            weight's too.
+        TypeError: ``recipe`` is no recipe, a dtype or layout is not taken, or dtypes differ; autocast's dtype also has
+            to be that of a quantized weight.
         ValueError: Shapes or devices do not fit; the recipe has delayed scaling and no state is given, or one that
             is not the recipe's; a quantized weight has other codes than the recipe asks for, or codes of a shard that
             cuts blocks.

@@ -1,4 +1,4 @@
-"""A linear layer for each group of tokens, with the checks that the op leaves out.
+"""fp8compile.grouped_linear: the function around the op, with its checks.
 
 `grouped_linear` has the arguments of ``fp8compile.linear``, `grouped_mm` those of
 ``torch.nn.functional.grouped_mm``, in whose place it can be written.
@@ -74,7 +74,7 @@ def _check_ungathered(x: Tensor, weight: UngatheredStack) -> None:
 def checked_groups(
     x: Tensor, weight: Tensor | UngatheredStack, offsets: Tensor, bias: Tensor | None
 ) -> tuple[Tensor, Tensor | UngatheredStack, Tensor | None]:
-    """Operands of a grouped layer in one dtype, or an error that says which of them does not fit."""
+    """Check the operands of a grouped layer, and cast them to one dtype."""
     if torch.jit.is_tracing():
         raise RuntimeError(
             "grouped_linear: torch.jit.trace has no type for a recipe. Use torch.compile or torch.export."
@@ -167,15 +167,15 @@ def grouped_mm(
     out_dtype: torch.dtype | None = None,
     recipe: Recipe,
 ) -> Tensor:
-    """``torch.nn.functional.grouped_mm`` of rows and matrices, in FP8: `grouped_linear` with the other's arguments.
+    """``torch.nn.functional.grouped_mm`` in FP8: `grouped_linear` with the arguments of that function.
 
     Args:
         mat_a: (rows, in_features), sorted by group.
         mat_b: (groups, in_features, out_features).
         offs: (groups,), int32: where each group ends.
         bias: (groups, out_features) or None.
-        out_dtype: That of ``mat_a``, or None.
-        recipe: As of `grouped_linear`.
+        out_dtype: The dtype of ``mat_a``, or None.
+        recipe: Quantizers, as `grouped_linear` takes them.
 
     Returns:
         (rows, out_features), zeros behind the last group.

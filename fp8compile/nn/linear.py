@@ -56,10 +56,10 @@ class Linear(CodesInState, nn.Linear):
         out_features: N.
         bias: Whether there is a bias.
         recipe: Quantizers for the operands of the three GEMMs.
-        amax_group: Of delayed scaling: ranks whose amaxes become one, in a message a backward. All of them run the
-            same backwards.
-        device: Of the parameters.
-        dtype: Of the parameters: bfloat16, float16 or float32.
+        amax_group: The ranks that reduce their amaxes, in one message a backward, for delayed scaling. All of them
+            run the same backwards.
+        device: Device of the parameters.
+        dtype: Dtype of the parameters: bfloat16, float16 or float32.
 
     Raises:
         TypeError: The recipe is none, the group none, or the dtype another one.
@@ -89,12 +89,12 @@ class Linear(CodesInState, nn.Linear):
 
     @classmethod
     def from_linear(cls, linear: nn.Linear, recipe: Recipe, *, amax_group: ProcessGroup | None = None) -> Self:
-        """The same layer in FP8: same parameters (not copies), hooks and mode.
+        """Convert a linear to FP8, with the same parameters (not copies), hooks and mode.
 
         Args:
             linear: A ``nn.Linear``, no subclass of it.
             recipe: Quantizers for the operands.
-            amax_group: Ranks whose amaxes become one, as the class takes it.
+            amax_group: The ranks that reduce their amaxes, as the class takes it.
 
         Raises:
             TypeError: ``linear`` is no plain ``nn.Linear``, the recipe none, or the group none.
@@ -119,7 +119,7 @@ class Linear(CodesInState, nn.Linear):
         return module
 
     def to_linear(self) -> nn.Linear:
-        """The same layer as a ``torch.nn.Linear``, or as what `convert` took: same parameters, hooks and mode.
+        """Turn the layer back into a ``torch.nn.Linear``, or what `convert` took: same parameters, hooks and mode.
 
         Raises:
             TypeError: This is a subclass or parametrized, or its forward was replaced or compiled on the instance.
@@ -150,13 +150,13 @@ class Linear(CodesInState, nn.Linear):
         return linear(input, self.weight, self.bias, recipe=recipe, state=self.delayed_state())
 
     def delayed_state(self) -> DelayedState | None:
-        """What delayed scaling remembers, the buffers themselves; None for a recipe without it."""
+        """The state of delayed scaling, which is the layer's buffers; None for a recipe without it."""
         if "amax_history" not in self._buffers:
             return None
         return DelayedState(self.amax_history, self.multiplier, self.amax_group)
 
     def reset_parameters(self) -> None:
-        """As ``nn.Linear`` does; delayed scaling starts anew too."""
+        """Initialize parameters as ``nn.Linear`` does, and start delayed scaling anew."""
         self._reset_state()  # first: codes of a weight are made by it
         super().reset_parameters()
 
@@ -182,7 +182,7 @@ class Linear(CodesInState, nn.Linear):
         self.own_weight()
 
     def own_weight(self) -> None:
-        """Let a weight that is codes by delayed scaling know whose state has its multiplier."""
+        """Tell a weight that is quantized by delayed scaling which layer's state has its multiplier."""
         if self._delays_codes():
             local_itself(self.weight).state = RowOfWeight(self)
 
@@ -192,7 +192,7 @@ class Linear(CodesInState, nn.Linear):
     # ------------------------------------------------------------------ what a checkpoint has of it
 
     def _names_of_codes(self) -> tuple[str, ...]:
-        """What a checkpoint has in place of the weight."""
+        """Names of the checkpoint's entries that replace the weight."""
         return tuple(codes_and_scales("weight", self.weight))
 
     def is_quantized(self) -> bool:
@@ -206,7 +206,7 @@ class Linear(CodesInState, nn.Linear):
             warnings.warn(ONE_RANK, stacklevel=2)
 
     def _state_is_of_one_rank(self) -> bool:
-        """Whether other ranks, which surely have this layer too, remember something else of it."""
+        """Whether other ranks, which have this layer too, have another state for it."""
         if (state := self.delayed_state()) is None or state.group is not None:
             return False
         is_sharded = is_fsdp_managed(self) or hasattr(self, "graph_fsdp")
@@ -243,7 +243,7 @@ class Linear(CodesInState, nn.Linear):
         )
 
     def extra_repr(self) -> str:
-        """What ``nn.Linear`` shows, and the recipe: its name if it has one."""
+        """The text of ``nn.Linear``, and the recipe, by name if it has one."""
         name = describe(self.recipe)
         return f"{super().extra_repr()}, recipe={shown(self.recipe) if name == 'custom' else name}"
 
@@ -253,12 +253,12 @@ reach_codes(Linear, "weight")
 
 @cache  # one object for all layers: graphs are guarded by which one it is
 def _keeping_nothing(recipe: Recipe) -> Recipe:
-    """For FSDP, which frees a weight between forward and backward, where codes of it that are kept would stay."""
+    """The recipe without kept weight codes, for FSDP: it frees a weight after the forward, but codes would stay."""
     return replace(recipe, keep_weight_codes=False) if recipe.keep_weight_codes else recipe
 
 
 def become_float8(layer: Linear, recipe: Recipe, amax_group: ProcessGroup | None) -> None:
-    """Give a layer what a `Linear` has beside its class: the recipe, and the state that it needs."""
+    """Give a layer the attributes of a `Linear`: the recipe, and the state that it needs."""
     layer.recipe = recipe
     CONVERTED.add(layer)
     if recipe.history():
@@ -269,7 +269,7 @@ def become_float8(layer: Linear, recipe: Recipe, amax_group: ProcessGroup | None
 
 
 def become_plain(layer: nn.Linear) -> None:
-    """Take from a layer what `become_float8` gave it."""
+    """Remove the attributes that `become_float8` gave a layer."""
     for name in ("_recipe", "_recipe_under_fsdp", "amax_group"):
         vars(layer).pop(name, None)
     CONVERTED.discard(layer)
@@ -278,12 +278,12 @@ def become_plain(layer: nn.Linear) -> None:
 
 
 def _bypasses_class(layer: nn.Linear) -> bool:
-    """Whether a call of the layer runs something kept on the instance, whatever its class becomes."""
+    """Whether a call of the layer runs something stored on the instance, and not its class's forward."""
     return "forward" in vars(layer) or layer._compiled_call_impl is not None
 
 
 def cannot_revert(layer: Linear) -> str | None:
-    """Why a layer can't become again what it was before `convert`, or None."""
+    """Why a layer can't be reverted, or None."""
     if "_plain" not in vars(type(layer)):
         return f"this is a {type(layer).__name__}, and its own forward or parametrization would be lost. Undo that."
     if _bypasses_class(layer):

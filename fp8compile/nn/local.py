@@ -1,4 +1,4 @@
-"""A tensor where another one is, whether that is spread over ranks or not."""
+"""Place a tensor over ranks as another tensor is placed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["on_all_ranks_of", "placed_like", "wrapped_like"]
 
 
 def wrapped_like(local: Tensor, tensor: Tensor) -> Tensor:
-    """A local tensor spread over ranks as another tensor is, if that is."""
+    """Wrap a local tensor as a DTensor with another tensor's placements; unchanged if that one is no DTensor."""
     if not is_dtensor(tensor):
         return local
     mesh, placements = tensor.device_mesh, tensor.placements
@@ -20,7 +20,7 @@ def wrapped_like(local: Tensor, tensor: Tensor) -> Tensor:
 
 
 def placed_like(whole: Tensor, tensor: Tensor) -> Tensor:
-    """A whole tensor, which every rank has, spread over them as another tensor is, if that is; nothing is sent."""
+    """Cut a tensor that every rank has as another tensor is cut; nothing is sent."""
     if not is_dtensor(tensor) or is_dtensor(whole):
         return whole
     from torch.distributed.tensor import distribute_tensor
@@ -30,7 +30,7 @@ def placed_like(whole: Tensor, tensor: Tensor) -> Tensor:
 
 
 def on_all_ranks_of(weight: Tensor, tensor: Tensor) -> Tensor:
-    """A tensor as it is; beside a DTensor for a weight, as one that all ranks of its mesh have, as plans make it."""
+    """Wrap a tensor as a replicated DTensor on a weight's mesh, as plans do; unchanged if the weight is no DTensor."""
     if not is_dtensor(weight):
         return tensor
     from torch.distributed.tensor import Replicate

@@ -1,4 +1,4 @@
-"""Classes that are made while a program runs, for modules that exist: their instances are copied and pickled."""
+"""Classes made at run time for existing modules, whose instances can be copied and pickled."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["MadeClass"]
 
 
 class MadeClass:
-    """Base of a class that a function made of somebody's class, to take its place in an instance.
+    """Base of a class that a function made from a user's class, to replace that class in an instance.
 
     Such a class has no name that pickle could find it by. Its instances name the function instead.
 
@@ -21,7 +21,7 @@ class MadeClass:
     made_by: ClassVar[tuple[Callable[..., type], Any]]
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Somebody's class isn't told: one that registers its subclasses would find one that nobody wrote."""
+        """Skip the user's own hook, because a class that registers its subclasses would find one that nobody wrote."""
 
     def __reduce_ex__(self, protocol: int) -> Any:
         function, arguments, *rest = super().__reduce_ex__(max(protocol, 2))
@@ -32,7 +32,7 @@ class MadeClass:
 
 
 def _new(made_by: tuple, *arguments: Any) -> Any:
-    """An empty instance: pickle and copy fill it."""
+    """Make an empty instance, which pickle and copy fill."""
     function, *given = made_by
     cls = function(*given)
     return cls.__new__(cls, *arguments)

@@ -39,25 +39,25 @@ STOCHASTIC = CurrentScaling, TwoLevelScaling  # quantizers that may round so
 
 
 class MasterWeights(Optimizer):
-    """An optimizer whose quantized weights have float32 masters: it updates those, and rounds them once a step.
+    """An optimizer that keeps float32 masters of quantized weights, updates those, and rounds them once a step.
 
-    After each step codes and scales are those of the masters, quantized by the weights' own quantizers, with one amax
-    message for all weights whose scales ranks share. Where something else wrote to a weight (``load_state_dict`` of a
-    model without its optimizer), its master starts anew from what the codes stand for. Other parameters are updated as
-    the optimizer does. Learning rate schedulers work on it, ``add_param_group`` does not; its state dict is that of
-    the optimizer, with the master beside each weight's moments. ``train`` and ``eval`` are there if the optimizer has
-    them, as schedule-free ones do. A deep copy or a pickle has weights of its own; one of ``(model, optimizer)`` has
-    those of the model in it.
+    After each step, codes and scales are the masters' values, quantized by the weights' own quantizers. Ranks that
+    share scales exchange one amax message for all weights. If something else wrote to a weight (``load_state_dict`` of
+    a model without its optimizer), its master starts anew from the values of the codes. Other parameters are updated
+    by the optimizer directly. Learning rate schedulers work on it, ``add_param_group`` does not. Its state dict is
+    that of the optimizer, with the master beside each weight's moments. It has ``train`` and ``eval`` if the optimizer
+    has them, such as a schedule-free one. A deep copy or a pickle of it has weights of its own; a copy of ``(model,
+    optimizer)`` has the weights of the copied model.
 
     Args:
         optimizer: A class of ``torch.optim``, or one like it, whose step needs no closure.
         params: Parameters, named or not, or groups of them, as ``torch.optim`` takes them.
-        keep: Whether masters stay from step to step. If not, a step starts from what the codes stand for, and updates
-            that are smaller than half a step between codes are lost, but for stochastic rounding.
-        rounding: Of masters to codes: ``"nearest"``, or ``"stochastic"``, by noise that is another one each step, and
-            for a shard that of the whole weight.
-        seed: Of stochastic rounding.
-        options: Of the optimizer.
+        keep: Whether masters stay from step to step. If not, a step starts from the values of the codes, and without
+            stochastic rounding it loses updates that are smaller than half the distance between codes.
+        rounding: Rounding of masters to codes, ``"nearest"`` or ``"stochastic"``. The noise differs from step to step,
+            and a shard has the noise of the whole weight.
+        seed: Seed of stochastic rounding.
+        options: Options of the optimizer.
 
     Raises:
         TypeError: ``optimizer`` is no class of optimizers, or its step needs a closure, as that of LBFGS.
@@ -121,7 +121,7 @@ class MasterWeights(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step of the optimizer, then one rounding of every quantized weight that had a gradient."""
+        """Run one step of the optimizer, then round every quantized weight that had a gradient once."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -132,7 +132,7 @@ class MasterWeights(Optimizer):
         return loss
 
     def __getattr__(self, name: str) -> Any:
-        """``train`` and ``eval``, where the optimizer has them: they change weights, and so run on the masters."""
+        """Find ``train`` and ``eval`` of the optimizer; they change weights, so they run on the masters."""
         inner = vars(self).get("inner")
         if name in ("train", "eval") and hasattr(inner, name):
             return partial(self._switch, name)
@@ -145,7 +145,7 @@ class MasterWeights(Optimizer):
 
     @contextmanager
     def _computing(self, params: list[Tensor]) -> Iterator[None]:
-        """The inner optimizer runs on masters, those of ``params`` up to date; then each of these is rounded once."""
+        """Let the inner optimizer run on up-to-date masters of ``params``; round each once afterwards."""
         for p in params:
             local_itself(p).check_writable("a step")
         self._take_over(params)
@@ -167,7 +167,7 @@ class MasterWeights(Optimizer):
 
     @contextmanager
     def _lent(self, groups: list[dict[str, Any]]) -> Iterator[None]:
-        """Groups hold masters in place of weights, for the inner optimizer."""
+        """Let the groups hold masters in place of weights, while the inner optimizer runs."""
         weights = [group["params"] for group in groups]
         for group in groups:
             group["params"] = [self._masters.get(p, p) for p in group["params"]]
@@ -178,7 +178,7 @@ class MasterWeights(Optimizer):
                 group["params"] = params
 
     def _share_groups(self, weights: list[list[Tensor]]) -> None:
-        """Take the inner optimizer's groups, which it has just made of masters, for those of weights."""
+        """Use the inner optimizer's groups, which it just made from masters, as the groups of weights."""
         for group, params in zip(self.inner.param_groups, weights, strict=True):
             group["params"] = params
         self.param_groups = self.inner.param_groups
@@ -192,9 +192,9 @@ class MasterWeights(Optimizer):
         return weights, values, dtypes, self._rounding_of, [sharding_of(p) for p in params]
 
     def _take_over(self, params: list[Tensor]) -> None:
-        """Weights that something else wrote to win: masters that are not theirs start from what they stand for.
+        """Restart the masters of weights that something else wrote to, from the weights' values.
 
-        After a checkpoint was loaded masters are theirs, whichever of model and optimizer came first.
+        After a checkpoint is loaded, masters stay, whichever of model and optimizer was loaded first.
         """
         written = [p for p in params if self._keep and local_itself(p).written]
         for p, is_same in zip(written, stand_for(*self._as_written(written)), strict=True):
@@ -208,12 +208,12 @@ class MasterWeights(Optimizer):
         return replace(quantizer, rounding="stochastic", seed=(self._seed + 65537 * self._steps) & 0x7FFFFFFF)
 
     def _fill(self, params: list[Tensor]) -> None:
-        """Without kept masters: what the codes stand for."""
+        """Fill masters that are not kept with the values of the codes."""
         for p in params if not self._keep else ():
             set_local_itself(self._masters[p], local_itself(p).dequantize(torch.float32))
 
     def _free(self) -> None:
-        """Masters that are not kept are empty between steps, not tensors without memory, which no file takes."""
+        """Empty masters that are not kept; they are tensors without elements, because files take no freed memory."""
         for master in self._masters.values() if not self._keep else ():
             set_local_itself(master, torch.empty(0, device=master.device))
 
@@ -240,7 +240,7 @@ class MasterWeights(Optimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take up what ``state_dict`` gave. Weights are not changed: they are in the model's own state."""
+        """Load what ``state_dict`` returned. Weights are not changed: they are in the model's own state."""
         state = {index: dict(each) for index, each in state_dict["state"].items()}
         groups = [dict(group) for group in state_dict["param_groups"]]
         params = [p for group in self.param_groups for p in group["params"]]
@@ -270,7 +270,7 @@ class MasterWeights(Optimizer):
         return super().__getstate__() | {name: getattr(self, name) for name in names}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Only while it is made: masters are those of the first groups."""
+        """Raise, except during construction, because masters belong to the first groups."""
         if hasattr(self, "_ready"):
             raise NotImplementedError("MasterWeights: give all groups at once.")
         super().add_param_group(param_group)

@@ -54,13 +54,13 @@ def _why_not(shape: Sequence[int], mesh: Any, placements: Sequence[Any], quantiz
 
 
 def not_placed(weight: Tensor, quantizers: Sequence[Quantizer]) -> str | None:
-    """Why a DTensor can't become codes, its parts cutting blocks for one, or None if it can."""
+    """Why a DTensor can't be quantized, such as parts that cut blocks; None if it can."""
     reasons = (_why_not(weight.shape, weight.device_mesh, weight.placements, each) for each in quantizers)
     return next((reason for reason in reasons if reason is not None), None)
 
 
 def placements_of_scale(weight: Tensor, own: Codes) -> list[Any]:
-    """How the scale of a set of codes of a DTensor lies on its mesh: where blocks span ranks, they all have it."""
+    """Placements of one set's scale on a DTensor's mesh: replicated if blocks span ranks, else cut like the codes."""
     from torch.distributed.tensor import Replicate
 
     found, cut = list(weight.placements), sharded_dims(weight.placements, weight.ndim)
@@ -72,7 +72,7 @@ def placements_of_scale(weight: Tensor, own: Codes) -> list[Any]:
 
 
 def placements_of_outer_scale(weight: Tensor) -> list[Any]:
-    """How outer scales of a DTensor lie on its mesh: those of matrices of a stack as the stack is cut along them."""
+    """Placements of outer scales on a DTensor's mesh: cut if ranks have whole matrices of a stack, else replicated."""
     from torch.distributed.tensor import Replicate
 
     found = list(weight.placements)
@@ -82,9 +82,9 @@ def placements_of_outer_scale(weight: Tensor) -> list[Any]:
 
 
 def quantized_part(weight: Tensor, quantizers: Sequence[Quantizer]) -> Tensor:
-    """A DTensor of one set of codes or two, of one of values whose parts cut no block.
+    """Quantize a DTensor of values whose parts cut no block, to one set of codes or two.
 
-    Ranks that share a scale all call this.
+    All ranks that share a scale call this.
     """
     local, mesh = _compat.local_itself(weight).detach(), weight.device_mesh
     options = {}
@@ -104,7 +104,7 @@ def _codes_of(local: Tensor, quantizer: Quantizer, options: dict[str, Any]) -> C
 
 
 def unwritten(weight: Tensor, quantizer: DelayedScaling) -> Tensor:
-    """Memory for codes of a weight, or of what a rank has of a DTensor: the first write makes them."""
+    """A quantized weight, or a rank's part of one, without values yet; the first write makes its codes."""
     local, ones = _compat.local_itself(weight), torch.ones(quantizer.scale_shape(weight.shape), device=weight.device)
     codes = torch.zeros(local.shape, dtype=torch.uint8, device=local.device)
     found = QuantizedParameter(codes, quantizer.scale_of(ones), quantizer, local.dtype)
@@ -114,14 +114,14 @@ def unwritten(weight: Tensor, quantizer: DelayedScaling) -> Tensor:
 
 
 def place_codes(layer: nn.Module, mesh: Any, placement: Any, source: int | None, name: str = "weight") -> None:
-    """Cut a layer's weight over the ranks of a mesh of one dim, if it is whole codes; else leave it as it is.
+    """Cut a layer's quantized weight over the ranks of a mesh with one dim; another weight stays as it is.
 
     Args:
-        layer: Of any kind; stacks of matrices are cut along their first dim.
-        mesh: All its ranks call this.
-        placement: Of the weight.
-        source: The rank in the mesh whose weight it is; None if all have the same, and nothing has to be sent.
-        name: Of the weight in the layer.
+        layer: A layer of any kind; stacks of matrices are cut along their first dim.
+        mesh: The mesh; all its ranks call this.
+        placement: Placement of the weight.
+        source: The rank whose weight is sent to the others; None if all ranks have the same.
+        name: Name of the weight in the layer.
 
     Raises:
         ValueError: A block would be cut.

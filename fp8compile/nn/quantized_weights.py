@@ -40,7 +40,7 @@ def _slots(recipe: Recipe) -> tuple[Quantizer | None, ...]:
 
 
 def not_codes(recipe: Recipe) -> str | None:
-    """Why weights of this recipe can't be codes, or None."""
+    """Why weights can't be kept as codes with this recipe, or None."""
     if recipe.shares_weight_codes():
         return None
     if recipe.delayed()[1] is not None:
@@ -53,7 +53,7 @@ def not_codes(recipe: Recipe) -> str | None:
 
 
 def _sets(recipe: Recipe) -> tuple[Quantizer, ...]:
-    """What makes the codes of a weight, one set or two."""
+    """The quantizers of a weight's codes, one for each set."""
     return _slots(recipe)[:1] if recipe.shares_weight_codes() else _slots(recipe)
 
 
@@ -80,7 +80,7 @@ def _check_shared(
     weight: Tensor,
     users: Sequence[nn.Module],
 ) -> None:
-    """Raise unless all modules that have this weight take the same codes of it."""
+    """Raise unless all modules that share this weight use the same codes."""
     name, recipe = names[module] or "the model", recipes[module]
     others = [names[each] for each in users if each not in recipes]
     if others:
@@ -136,7 +136,7 @@ def check_weights(model: nn.Module, recipes: Mapping[nn.Module, Recipe]) -> None
 
 
 def quantize_weights(layers: Iterable[nn.Module], *, keep_initial: bool) -> None:
-    """Make the layers' weights codes and scales; shared ones stay shared."""
+    """Replace the layers' weights by codes and scales; shared weights stay shared."""
     made: dict[Tensor, nn.Parameter] = {}
     for layer, name in [(each, name) for each in layers for name in weight_names(each)]:
         weight = getattr(layer, name)

@@ -43,7 +43,7 @@ def compile(
         model: Any module, of Hugging Face or of one's own, converted before (`convert`) or not.
         blocks: Modules of the model that are alike, none inside of another one, such as ``model.model.layers``; ``()``
             for none, which is ``torch.compile``. Default: `repeated_blocks`.
-        fullgraph: As for ``torch.compile``, whose default is False.
+        fullgraph: Passed to ``torch.compile``, whose own default is False.
         **options: The other options of ``torch.compile``. With ``dynamic=True`` sizes vary, and floats, such as a
             module's attributes, are constants: another one compiles another graph, for PyTorch's regions take no
             float that varies.
@@ -98,7 +98,7 @@ def _outermost_repeated(module: nn.Module, prefix: str) -> Iterator[tuple[str, n
 
 
 def _found(model: nn.Module) -> list[nn.Module]:
-    """The repeated blocks that can be regions; a warning for others."""
+    """The repeated blocks that can be regions; others are warned about."""
     blocks = repeated_blocks(model)
     reasons = {name: reason for name, block in blocks.items() if (reason := _why_no_region(block)) is not None}
     if reasons:
@@ -112,7 +112,7 @@ def _found(model: nn.Module) -> list[nn.Module]:
 
 
 def _why_no_region(block: nn.Module) -> str | None:
-    """What keeps a block from being a region, to go on "block 'name' ..."; None if it can be one."""
+    """Why a block can't be a region, as the rest of a sentence that begins "block 'name' ..."; None if it can."""
     if "forward" in vars(block):
         return "has a forward of its own instance, which stands before that of its class"
     tensors = itertools.chain(block.named_parameters(), block.named_buffers())
@@ -144,7 +144,7 @@ def _checked(model: nn.Module, blocks: list[nn.Module]) -> list[nn.Module]:
 
 
 class _Region(MadeClass, nn.Module):
-    """A class that `_region_class` made: its forward is the plain class's as a region."""
+    """Base of classes that `_region_class` makes: their forward is the plain class's, as a region."""
 
 
 @cache
@@ -160,7 +160,7 @@ def _region_class(plain: type[nn.Module], often: int) -> type[nn.Module]:
 
 
 def _as_region(forward: Callable, often: int) -> Callable:
-    """A forward whose body is a region that returns new tensors only."""
+    """Wrap a forward so that its body is a region that returns only new tensors."""
 
     def body(self: nn.Module, *args: Any, **kwargs: Any) -> tuple[list, list[int | None], Any]:
         given = pytree.tree_leaves((args, kwargs))

@@ -37,19 +37,18 @@ class ConversionRow:
         converted: Whether it is in FP8.
         reason: Why it isn't; empty where it is.
         recipe: Its recipe, or None.
-        in_features: K; of experts, of the first of their matrices; of a stack that is in no known experts, the last
-            dim.
-        out_features: N, likewise; of such a stack, the dim before the last.
-        experts: Of experts, how many there are; else 0.
-        matrices: (out_features, in_features) of each matrix that a row is multiplied by: of experts, of those of one.
+        in_features: K. For experts, K of their first matrix; for a stack that is in no known experts, the last dim.
+        out_features: N, of the same matrix; for such a stack, the dim before the last.
+        experts: Number of experts; 0 for a linear.
+        matrices: (out_features, in_features) of each matrix that a row is multiplied by; for experts, of one expert.
         gathered: What of its weight FSDP2 gathers, after ``fp8compile.parallel.fsdp_float8_all_gather``: ``"codes"``,
             or ``"param_dtype: "`` and why; empty before.
         sharded: Whether ``fully_shard`` was called for it; before, ``gathered`` says what it will gather.
         quantized_weight: Whether its weight is kept as codes: ``quantized_parameters=True`` of ``fp8compile.convert``.
-        past_forward: Of a converted layer, the method that reads its weight itself, which is not in FP8; empty if
+        past_forward: The method that reads a converted layer's weight itself, which is not in FP8; empty if
             neither the first forward nor the one that the report was given showed any.
-        called: Of a converted layer, whether the forward called it that the report was given; of experts, whether it
-            called their products. None if none was given.
+        called: Whether the given forward called a converted layer, or the products of converted experts; None if no
+            forward was given.
     """
 
     fqn: str
@@ -72,20 +71,20 @@ class ConversionRow:
         return tuple(g.name for g in GEMMS if self.recipe is not None and self.recipe.quantizers(g))
 
     def _size(self) -> str:
-        """What is multiplied: "64 x 32", and of experts "8 x (64 x 32, 32 x 32)"."""
+        """Sizes of the matrices: "64 x 32", or for experts "8 x (64 x 32, 32 x 32)"."""
         if not self.experts:
             return f"{self.out_features} x {self.in_features}"
         return f"{self.experts} x ({', '.join(f'{n} x {k}' for n, k in self.matrices)})"
 
     def _gathered_in_words(self) -> str:
-        """What FSDP2 gathers; of what is not sharded yet, why it will gather no codes."""
+        """What FSDP2 gathers, in words; before sharding, why it will gather no codes."""
         if self.sharded or not self.gathered:
             return self.gathered
         plain = [words for words in self.gathered.split("; ") if words.startswith(f"{PLAIN}:")]
         return "; then ".join([NOT_SHARDED, *plain])
 
     def _in_words(self) -> str:
-        """Its GEMMs in FP8, or why there are none."""
+        """The row's GEMMs in FP8, or why it has none."""
         if not self.converted:
             return self.reason
         if self.called is False:
@@ -148,7 +147,7 @@ NOT_MULTIPLIED = (nn.Embedding, nn.EmbeddingBag, nn.modules.conv._ConvNd)
 
 
 def _not_linear(kind: Kind | None, module: nn.Module, name: str, parameter: nn.Parameter) -> str | None:
-    """Why a matrix that is multiplied without a nn.Linear can't be converted; None if it is no such matrix.
+    """Why a matrix that is multiplied without an nn.Linear can't be converted; None if it is no such matrix.
 
     What a weight is computed from is the weight's.
 
@@ -167,7 +166,7 @@ def _not_linear(kind: Kind | None, module: nn.Module, name: str, parameter: nn.P
 def _weight_rows(
     fqn: str, module: nn.Module, uses: Uses, own: set[tuple[nn.Module, str]], *, is_router: bool
 ) -> list[ConversionRow]:
-    """Matrices that are multiplied outside of layers: unknown experts, routers, attention's.
+    """Rows for matrices that are multiplied outside of layers: unknown experts, routers, attention's.
 
     Args:
         fqn: The module's name.

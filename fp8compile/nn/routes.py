@@ -25,7 +25,7 @@ OUTPUT = GEMMS[0]
 
 @dataclass(frozen=True, kw_only=True)
 class Routes:
-    """How rows of one rank reach the ranks of their experts, and come back; `expert_routes` makes it.
+    """How this rank's rows reach the ranks of their experts, and come back; `expert_routes` makes it.
 
     Attributes:
         offsets: (E,), int32: where the rows of each of this rank's E experts end, as `fp8compile.grouped_linear` takes
@@ -79,7 +79,7 @@ class Routes:
 
 
 def check_capacity(function: str, capacity: object) -> None:
-    """Raise a ValueError, in the function's name, unless this is how many rows fit in a message, or None."""
+    """Raise a ValueError, in the function's name, unless a capacity is a positive number of rows or None."""
     if capacity is not None and (type(capacity) is not int or capacity < 1):
         raise ValueError(
             f"{function}: capacity is {shown(capacity)}; it is how many rows a rank may send to another, an int of at "
@@ -100,12 +100,12 @@ def _check(counts: object, ranks: int, capacity: object) -> None:
 
 
 def _is_read(counts: Tensor) -> bool:
-    """Whether the host looks at numbers: in eager mode, if there are any."""
+    """Whether the host can read the numbers: in eager mode, on a device with data."""
     return not torch.compiler.is_compiling() and not _compat.is_fake(counts)
 
 
 def _overflow(sent: Tensor, received: Tensor, capacity: int, error: Exception | None, group: str) -> Tensor:
-    """How many rows do not fit. In eager mode it raises where there are any, on all ranks: none waits for another."""
+    """Number of rows that do not fit. In eager mode, if there are any, it raises on all ranks, so none waits."""
     found = sent.sum() - fitting(sent, capacity).sum()
     if not _is_read(found):
         return found
@@ -123,7 +123,7 @@ def _overflow(sent: Tensor, received: Tensor, capacity: int, error: Exception | 
 
 
 def _sizes(sent: Tensor, received: Tensor, error: Exception | None, group: str) -> Tensor:
-    """How many rows go to each rank, and come from each, on the host: (2, R)."""
+    """Numbers of rows that go to each rank and come from each rank, on the host, (2, R)."""
     sizes = torch.stack((sent.sum(1), received.sum(1))).cpu()
     if _is_read(sizes):
         _raise_found(int(sizes.min()), error, group)
@@ -138,7 +138,7 @@ def _raise_found(least: int, error: Exception | None, group: str) -> None:
 def expert_routes(
     counts: Tensor, *, group: ProcessGroup, capacity: int | None = None, error: Exception | None = None
 ) -> Routes:
-    """Exchange how many rows each rank has for each expert. All ranks of the group call it.
+    """Exchange the numbers of rows that each rank has for each expert. All ranks of the group call it.
 
     Without a capacity, messages are as long as rows are many: the host reads the numbers, once, and waits for the
     device to know them. With one, no number is read: each rank sends so many rows to each other, zeros among them.

@@ -32,9 +32,9 @@ def _with_forward(recipe: Recipe, forward: Recipe | None) -> Recipe:
 
 
 def _dequantizes(recipe: Recipe, forward: Recipe) -> bool:
-    """Whether gradients multiply the values of the codes that the forward has from now on.
+    """Whether gradients multiply the values of the new forward's codes.
 
-    As they did before; after a forward in high precision, which has no codes, as the recipe of the new one says.
+    They do if they did before. After a forward in high precision, which has no codes, the new recipe decides.
     """
     if recipe.input is not None:
         return recipe.dequantized_gradients
@@ -42,7 +42,7 @@ def _dequantizes(recipe: Recipe, forward: Recipe) -> bool:
 
 
 def _cannot(layer: Linear | ConvertedModule, forward: Recipe | None) -> str | None:
-    """Why a layer keeps its forward, or None."""
+    """Why a layer's forward can't be changed, or None."""
     if layer.recipe.history() or (forward is not None and forward.history()):
         return "delayed scaling keeps a state for each operand, which another forward would leave behind"
     if layer.is_quantized():
@@ -61,10 +61,10 @@ def set_recipe(model: nn.Module, *, forward: Recipe | None) -> nn.Module:
 
     Args:
         model: Converted, linears and experts; compiled or not.
-        forward: Whose quantizers of ``input`` and ``weight`` outputs are made by, with its
-            ``fast_accumulation_output``; None for outputs in the dtype of the weights: those of the
-            reverted model, bit for bit. Gradients by ``dequantized_gradients`` are those of the codes that there are:
-            with None, of the weights themselves, until another forward that has it gives codes again.
+        forward: Recipe whose ``input`` and ``weight`` quantizers and ``fast_accumulation_output`` the output uses from
+            now on; None for outputs in the dtype of the weights, which have the bits of the reverted model. Gradients
+            by ``dequantized_gradients`` multiply the values of the new codes; with None they multiply the weights
+            themselves, until another forward with ``dequantized_gradients`` has codes again.
 
     Returns:
         The model.

@@ -39,7 +39,7 @@ class DelayedState(NamedTuple):
 
         Args:
             recipe: One with delayed scaling.
-            device: Of the layer.
+            device: Device of the layer.
             group: Ranks whose amaxes become one; each of them runs the same backwards.
 
         Raises:

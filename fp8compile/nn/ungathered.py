@@ -22,13 +22,13 @@ __all__ = ["UngatheredStack"]
 
 
 class UngatheredStack:
-    """A stack of matrices of which each rank has some; it is no tensor, and no other product takes it.
+    """A stack of matrices that ranks share out; it is no tensor, and only grouped products take it.
 
     Args:
         shard: This rank's matrices, (experts of this rank, N, K).
-        rows: Which each rank has.
-        dtype: That of the products.
-        groups: How many matrices there are. PyTorch 2.11 traces no attribute of ``rows``.
+        rows: The matrices that each rank has.
+        dtype: Dtype of the products.
+        groups: Number of matrices. PyTorch 2.11 traces no attribute of ``rows``.
         spread: Under expert parallelism, the mesh over which the experts are spread, their placements on it, and how
             many of them these ranks have, whose parts ``rows`` counts.
     """

@@ -4,8 +4,8 @@
 
 Inductor's pass for it (`torch._inductor.config._micro_pipeline_tp`) takes what is gathered for the operand itself, so
 that has to be float8, which `torch._scaled_mm` multiplies; and it knows reshapes beside a product, but no views of
-other dtypes. Our codes are bytes between our ops. While that pass is on, and then only, codes are gathered as float8
-(the same bytes), and in Inductor's graph views to float8 come before the reshapes, or not at all where they undo one.
+other dtypes. Our codes are bytes between our ops. Only while that pass is on, codes are gathered as float8 (the same
+bytes). Inductor's graph then has views to float8 before the reshapes, or none if two views undo each other.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ __all__ = ["on_the_wire"]
 
 
 def on_the_wire(codes: Tensor, quantizer: Quantizer) -> Tensor:
-    """Codes as they are gathered: bytes, or float8 where async tensor parallelism is on and right.
+    """Codes as they are gathered: bytes, or float8 if async tensor parallelism is on and can multiply them.
 
-    PyTorch's fused operator takes one scale, or of a matrix one a row. Of rows of a tensor with more dims it raises,
-    and scales of blocks it would tear apart: those codes stay bytes, which the pass doesn't find.
+    PyTorch's fused operator takes one scale, or one for each row of a matrix. It raises for rows of a tensor with more
+    dims, and would tear scales of blocks apart. Such codes stay bytes, which the pass doesn't find.
 
     Args:
-        codes: uint8.
-        quantizer: What made them.
+        codes: Codes, uint8.
+        quantizer: The quantizer that made them.
     """
     element = quantizer.element_format()
     if not (_compat.async_tp() and isinstance(element, Float8Format) and target_of(codes.device).type == "cuda"):
@@ -41,7 +41,7 @@ def on_the_wire(codes: Tensor, quantizer: Quantizer) -> Tensor:
 
 
 def _source(node: fx.Node) -> tuple[fx.Node, list[fx.Node]]:
-    """Behind the reshapes that a node is made of, in their order."""
+    """The node before a chain of reshapes, and the reshapes in order."""
     reshapes: list[fx.Node] = []
     while node.target is torch.ops.aten.reshape.default:
         reshapes.insert(0, node)
@@ -50,7 +50,7 @@ def _source(node: fx.Node) -> tuple[fx.Node, list[fx.Node]]:
 
 
 def _has_plain_scales(product: fx.Node) -> bool:
-    """Whether a node is a product with one scale an operand, or one a row and a column; not one of blocks."""
+    """Whether a node is a product with a scale for each operand, or for each row and column; not for blocks."""
     if product.target is not torch.ops.aten._scaled_mm.default:
         return False
     rows, columns = product.meta["val"].shape
@@ -59,7 +59,7 @@ def _has_plain_scales(product: fx.Node) -> bool:
 
 
 def _is_of_reshaped_bytes(match: Any) -> bool:
-    """Whether a view to float8 is that of a left operand: of bytes that came from that float8, or were reshaped."""
+    """Whether a node views a left operand's bytes as float8, and they came from that float8 or were reshaped."""
     node = match.nodes[-1]
     if not _compat.async_tp() or not all(_has_plain_scales(user) and user.args[0] is node for user in node.users):
         return False
@@ -92,7 +92,7 @@ def _straighten(match: Any, *_: Any) -> None:
 
 
 def _is_no_reshape(match: Any) -> bool:
-    """Whether a product is reshaped to what it is."""
+    """Whether a reshape of a product changes nothing."""
     node = match.nodes[-1]
     if not _compat.async_tp() or node.meta["val"].shape != node.args[0].meta["val"].shape:
         return False

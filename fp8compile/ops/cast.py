@@ -1,6 +1,6 @@
 """fp8compile::cast: values times the multiplier of their block, rounded to codes.
 
-Where codes depend on the place of a value in the whole tensor, `rows` and `columns` say where a part of it lies: see
+If codes depend on a value's position in the whole tensor, `rows` and `columns` are the positions of a part: see
 `Quantizer.cast_at`.
 
 fp8compile::cast_again is the same op for the backward. Compilers merge equal calls, and would keep codes that the

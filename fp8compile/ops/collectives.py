@@ -1,4 +1,4 @@
-"""Collectives that quantization needs, as nodes of the graph: of bytes, integers, or the source's dtype."""
+"""Collectives that quantization needs, as nodes of the graph; they send bytes, integers, or the source's dtype."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _IN_BACKWARD: ContextVar[bool] = ContextVar("sent_in_backward", default=False)
 
 @contextmanager
 def sent_in_backward() -> Iterator[None]:
-    """What is sent inside is sent in the backward of a compiled graph: PyTorch does not move it into the forward."""
+    """Keep messages that are sent inside in a compiled graph's backward; PyTorch might move them into the forward."""
     token = _IN_BACKWARD.set(True)
     try:
         yield
@@ -42,7 +42,7 @@ def sent_in_backward() -> Iterator[None]:
 
 
 def _sent(collective: Callable[..., Tensor], *args: Any) -> Tensor:
-    """The result of a collective: in eager mode it is one that still has to be waited for, in a graph it has been."""
+    """Call a functional collective and wait for its result, in eager mode and in a graph."""
     from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
     # Dynamo can't trace a ContextVar, nor has it to: it traces forwards alone.
@@ -54,10 +54,10 @@ def _sent(collective: Callable[..., Tensor], *args: Any) -> Tensor:
 
 @inductor.once_a_graph
 def all_reduce_amax(amax: Tensor, group: ProcessGroup | str) -> Tensor:
-    """The largest amax over the ranks of a group; NaN where any rank has one.
+    """The largest amax over the ranks of a group; NaN if any rank has a NaN.
 
-    A float maximum of gloo loses the NaN of another rank. The bits of numbers that are not negative order like the
-    numbers, with NaN on top, so the maximum is taken of them, as integers.
+    gloo's float maximum loses the NaN of another rank. The bits of nonnegative floats, read as integers, have the same
+    order as the floats, with NaN on top. So the maximum is taken of the bits.
 
     Args:
         amax: Any shape, float32, not negative or NaN.
@@ -74,14 +74,14 @@ def all_reduce_amax(amax: Tensor, group: ProcessGroup | str) -> Tensor:
 
 
 def all_reduce_amaxes(amaxes: Sequence[Tensor], groups: Sequence[Sequence[ProcessGroup | str]]) -> list[Tensor]:
-    """Many amaxes, those over the same ranks in one message.
+    """Reduce many amaxes; those over the same ranks travel in one message.
 
     Args:
-        amaxes: As `all_reduce_amax` takes one.
-        groups: Of each, over which ranks: over those of one group after the other; of none, it stays as it is.
+        amaxes: The amaxes, each as `all_reduce_amax` takes it.
+        groups: For each amax the groups over which it is reduced, one after the other; if empty, it stays as it is.
 
     Returns:
-        Of each the same shape, float32.
+        The amaxes in their order, each with its shape, float32.
     """
     found, messages = list(amaxes), {}
     for index, own in enumerate(groups):
@@ -99,7 +99,7 @@ def all_reduce_amaxes(amaxes: Sequence[Tensor], groups: Sequence[Sequence[Proces
 
 
 def all_reduce_extreme(x: Tensor, reduction: str, group: ProcessGroup | str) -> Tensor:
-    """The largest or smallest value over the ranks of a group; NaN where any rank has one.
+    """The largest or smallest value over the ranks of a group; NaN if any rank has a NaN.
 
     Args:
         x: Any shape; float32, bfloat16, float16 or an integer dtype.
@@ -124,7 +124,7 @@ def all_reduce_extreme(x: Tensor, reduction: str, group: ProcessGroup | str) -> 
 
 
 def all_reduce(x: Tensor, reduction: str, group: ProcessGroup | str) -> Tensor:
-    """``"sum"`` or ``"avg"`` over the ranks of a group, in the dtype of ``x``; the same shape."""
+    """The sum or mean over the ranks of a group (``"sum"``, ``"avg"``), in the shape and dtype of ``x``."""
     from torch.distributed import _functional_collectives as funcol
 
     return _sent(funcol.all_reduce, x, reduction, group)
@@ -138,16 +138,16 @@ def all_reduce_sum(x: Tensor, group: ProcessGroup | str) -> Tensor:
 def all_to_all(
     x: Tensor, received: Sequence[int] | None, sent: Sequence[int] | None, group: ProcessGroup | str
 ) -> Tensor:
-    """What each rank has for this one, in the order of ranks.
+    """Exchange entries along dim 0; returns what this rank received, in the order of ranks.
 
     Args:
-        x: What goes to the first rank first.
-        received: Entries along dim 0 that come from each rank; None: as many from each.
-        sent: Entries along dim 0 that go to each rank; None: as many to each.
+        x: Entries to send, in the order of the ranks that get them.
+        received: Number of entries that come from each rank; None: the same number from each.
+        sent: Number of entries that go to each rank; None: the same number to each.
         group: The ranks, or the name of their group.
 
     Returns:
-        ``sum(received)`` along dim 0, or as much as ``x`` has.
+        ``sum(received)`` entries along dim 0, or as many as ``x`` has.
     """
     from torch.distributed import _functional_collectives as funcol
 
@@ -155,7 +155,7 @@ def all_to_all(
 
 
 def _along(dim: int, before: int, after: int, ndim: int) -> tuple[int, ...]:
-    """What `pad` takes to add entries to one dim only."""
+    """The padding argument of `pad` that adds entries to one dim only."""
     return (0, 0) * (ndim - 1 - dim) + (before, after)
 
 
@@ -165,8 +165,8 @@ def all_gather(x: Tensor, dim: int, sizes: Sequence[int], group: ProcessGroup | 
 
     Args:
         x: This rank's part.
-        dim: Along which they are put together.
-        sizes: Of every rank's part along it; they may differ and be 0.
+        dim: The dim along which parts are concatenated.
+        sizes: Size of each rank's part along it; sizes may differ and be 0.
         group: The ranks, or the name of their group.
 
     Returns:
@@ -190,8 +190,8 @@ def reduce_scatter(
     Args:
         x: This rank's summand of the whole.
         reduction: ``"sum"`` or ``"avg"``.
-        dim: Along which the result is cut.
-        sizes: Of every rank's part along it; they may differ and be 0.
+        dim: The dim along which the result is cut.
+        sizes: Size of each rank's part along it; sizes may differ and be 0.
         rank: This rank in the group.
         group: The ranks, or the name of their group.
 

@@ -1,6 +1,6 @@
 """fp8compile::dequantize: codes times scales in float32, rounded once to the dtype asked for.
 
-Of two levels, the outer scale is one more factor.
+With two levels of scales, the outer scale is one more factor.
 """
 
 from __future__ import annotations

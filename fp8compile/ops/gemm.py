@@ -1,4 +1,4 @@
-"""The product of two quantized matrices: which GEMM makes it, and that it is made.
+"""The product of two quantized matrices: it selects a GEMM and calls it.
 
 The GEMMs are values in the table of `fp8compile.ops.gemms`. Nothing here falls back on its own: a pair without a GEMM
 on a GPU raises and says which GPU has one.
@@ -44,10 +44,10 @@ def selected_gemm(
     """The GEMM that multiplies operands of these quantizers on a device.
 
     Args:
-        a: Of the left operand, over (m, k).
-        b: Of the right operand, over (k, n).
-        device: Where the codes are.
-        out_dtype: Of the product.
+        a: Quantizer of the left operand, over (m, k).
+        b: Quantizer of the right operand, over (k, n).
+        device: Device of the codes.
+        out_dtype: Dtype of the product.
         config: What the GEMM is allowed; None for no emulation on a GPU.
 
     Raises:
@@ -97,7 +97,7 @@ def register_gemm(
     detail: str = "",
     calls: tuple[str, ...] = (),
 ) -> GemmKernel:
-    """Add a GEMM for operands that no other GEMM takes: such as those of a quantizer with codes of its own.
+    """Add a GEMM for operands that no other GEMM takes, such as those of a quantizer with codes of its own.
 
     It is asked after ours and before emulation, so it changes no product that has a GEMM. Register it in the module
     that defines it, when that is imported: a graph that was compiled before keeps the GEMM which it has.

@@ -1,9 +1,9 @@
 """Hints to Inductor. In eager mode each op copies its input; in a graph it says how Inductor is to store it.
 
-    after      a tensor that counts as made after another one, which so becomes a part of the forward
+    after      identity with an artificial dependency on another tensor; the partitioner then keeps that in the forward
     realize    a value that is computed once and stored, instead of once for each use
-    snapshot   a copy that keeps its values when the tensor that it was made of is overwritten
-    store      codes that are laid down once for all GEMMs that read them
+    snapshot   a copy that keeps its values when its source is overwritten
+    store      codes that are written to memory once, in one layout, for all GEMMs that read them
 
 None of these ops changes a value. They appear in decompositions only, and Inductor lowers them to little or nothing.
 """
@@ -38,7 +38,7 @@ def _samples() -> Iterator[tuple]:
 
 
 def _register(name: str, lower: Callable) -> torch._ops.OpOverload:
-    """An op that copies its tensor; ``lower`` is what Inductor makes of it, from IR to IR."""
+    """Register an op that copies its tensor; ``lower`` is its lowering, from IR to IR."""
     op = register_op(
         name,
         _copy,

@@ -46,10 +46,10 @@ def _kernel(
         a: (m, k / 2) uint8, two codes of a row a byte; m a multiple of 16, k of 32.
         b: (n, k / 2) uint8; n a multiple of 16.
         a_scale: e4m3 bytes of 1 x 16 codes in tiles, 1-D, see `scale_layouts`.
-        b_scale: Likewise.
+        b_scale: The same for ``b``.
         a_outer_scale: (1,) float32.
         b_outer_scale: (1,) float32.
-        out_dtype: Of the product (m, n).
+        out_dtype: Dtype of the product (m, n).
     """
     if target_of(a.device).type == "cpu":
         outer = a_outer_scale.double() * b_outer_scale.double()

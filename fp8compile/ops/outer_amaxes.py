@@ -1,4 +1,4 @@
-"""fp8compile::outer_amaxes: the amaxes of a whole matrix as it is and as it is transformed, and the matrix laid down.
+"""fp8compile::outer_amaxes: stores a matrix, and returns its amax as it is and as it is transformed.
 
 Codes of two levels wait for the amax of the whole tensor, so it is read twice: this is the first read. On a GPU it is
 one kernel of Inductor's that also computes the matrix, such as an activation, and stores it for the second read.
@@ -33,7 +33,7 @@ def _step_by_step(x: Tensor, rows: Quantizer, columns: Quantizer) -> tuple[Tenso
 
 
 def _kernel(x: Tensor, rows: Quantizer, columns: Quantizer) -> tuple[Tensor, Tensor, Tensor]:
-    """The matrix itself and the outer amaxes, (1,) float32, of what each quantizer takes of it.
+    """The matrix itself, and the outer amax, (1,) float32, for each quantizer.
 
     Args:
         x: (M, K); on a GPU, M is a multiple of 16.

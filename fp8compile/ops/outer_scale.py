@@ -1,7 +1,6 @@
 """Scales of two levels, as ops: fp8compile::outer_amax and fp8compile::two_scales.
 
-The amax of the whole tensor is a step of its own: where a tensor is spread over ranks, they take their maximum of it
-before any scale is made.
+The amax of the whole tensor is a step of its own: if ranks share a tensor, they reduce it before any scale is made.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """fp8compile::quantize_both: codes and scales of a matrix along rows and along columns, from one read of it.
 
 A gradient is multiplied along its rows for grad_input and along its columns for grad_weight. With blocks along each,
-the two casts have nothing in common but their input, and Inductor reads that twice for each. On a GPU this op is one
-Triton kernel that reads it once; on a CPU, and as the reference, it is the two casts. A stack (E, M, K) is quantized
+the two casts share only their input, and Inductor reads that twice for each. On a GPU this op is one Triton kernel
+that reads it once; on a CPU, and as the reference, it is the two casts. A stack (E, M, K) is quantized
 matrix by matrix: blocks along columns end with each.
 """
 
@@ -30,9 +30,9 @@ LARGEST_BLOCK = 128
 
 
 def is_pair(rows: Quantizer | None, columns: Quantizer | None) -> bool:
-    """Whether the kernel makes codes of these two: current scaling to the nearest code, blocks (1, n) and (n, 1).
+    """Whether the kernel serves both quantizers: current scaling to the nearest code, blocks (1, n) and (n, 1).
 
-    n divides 128.
+    n has to divide 128.
     """
     if type(rows) is not CurrentScaling or type(columns) is not CurrentScaling:
         return False
@@ -43,7 +43,7 @@ def is_pair(rows: Quantizer | None, columns: Quantizer | None) -> bool:
 
 
 def empty_outputs(x: Tensor, rows: Quantizer, columns: Quantizer) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Results in the layouts of the GEMMs: scales of rows down all rows, codes of columns column by column."""
+    """Results without values, in the layouts that GEMMs read: scales of rows and codes of columns are column-major."""
     *stack, m, k = x.shape
     row_blocks, column_blocks = rows.scale_shape((m, k))[1], columns.scale_shape((m, k))[0]
     return (
@@ -67,7 +67,7 @@ def along_rows(x: Tensor, quantizer: Quantizer, steps: Steps) -> tuple[Tensor, T
 
 
 def two_casts(x: Tensor, rows: Quantizer, columns: Quantizer) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The reference: one cast after the other, in the layouts of `empty_outputs`."""
+    """The reference: both casts one after the other, in the layouts of `empty_outputs`."""
     if x.ndim == 3:
         codes, scales, *along_columns = zip(*(two_casts(matrix, rows, columns) for matrix in x), strict=True)
         turned, column_scales = along_columns

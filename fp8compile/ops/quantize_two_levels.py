@@ -1,7 +1,7 @@
 """fp8compile::quantize_two_levels: four-bit codes of a matrix along rows and along columns, from one read of it.
 
-What `fp8compile.ops.quantize_both` is to codes of eight bits. The outer amaxes are given, for codes wait for them
-(`fp8compile.ops.outer_amaxes`). Scales are in tiles, where the GEMM of a GPU reads them. On a GPU this op is one
+It is `fp8compile.ops.quantize_both` for codes of four bits. The outer amaxes are arguments, because codes wait for
+them (`fp8compile.ops.outer_amaxes`). Scales are in tiles, as the GEMM of a GPU reads them. On a GPU this op is one
 Triton kernel; on a CPU, and as the reference, it is the steps themselves.
 """
 
@@ -25,7 +25,7 @@ Outputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
 def is_packed_pair(rows: Quantizer | None, columns: Quantizer | None) -> bool:
-    """Whether the kernel makes codes of these two: two levels by one rule, packed, blocks (1, 16) and (16, 1)."""
+    """Whether the kernel serves both quantizers: two levels by one rule, packed, blocks (1, 16) and (16, 1)."""
     if type(rows) is not TwoLevelScaling or type(columns) is not TwoLevelScaling:
         return False
     if (rows.packed, columns.packed) != ("rows", "columns") or rows.scale != columns.scale:
@@ -67,12 +67,12 @@ def _step_by_step(x: Tensor, row_amax: Tensor, column_amax: Tensor, rows: Quanti
 def _kernel(
     x: Tensor, row_amax: Tensor, column_amax: Tensor, rows: Quantizer, columns: Quantizer
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Codes, scales in tiles and outer scale of rows, then of columns, whose codes are laid down column by column.
+    """Codes, scales in tiles and outer scale along rows, then along columns; the latter codes are column-major.
 
     Args:
         x: (M, K), both multiples of 16.
-        row_amax: Outer amax, (1,) float32.
-        column_amax: Likewise.
+        row_amax: Outer amax for codes along rows, (1,) float32.
+        column_amax: Outer amax for codes along columns, (1,) float32.
         rows: Block (1, 16).
         columns: Block (16, 1).
     """

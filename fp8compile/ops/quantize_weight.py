@@ -31,12 +31,14 @@ ROWS, COLUMNS = (1, -1), (-1, 1)
 
 
 def is_weight_pair(first: Quantizer | None, again: Quantizer | None, columns: int) -> bool:
-    """Whether the kernel quantizes by the first and takes amaxes for the other: rows and columns, or square blocks.
+    """Whether the kernel quantizes by the first quantizer and takes amaxes for the other one.
+
+    It does for rows and columns, and for square blocks.
 
     Args:
-        first: Of the forward.
-        again: Of grad_input.
-        columns: Of the weight; rows may be as wide as the kernel holds.
+        first: Quantizer of the forward.
+        again: Quantizer of grad_input.
+        columns: Number of the weight's columns; a row has to fit the kernel.
     """
     if type(first) is not CurrentScaling or type(again) is not CurrentScaling or first.rounding != "nearest":
         return False
@@ -55,7 +57,7 @@ def _fake(weight: Tensor, first: Quantizer, again: Quantizer) -> tuple[Tensor, T
 
 
 def step_by_step(weight: Tensor, first: Quantizer, again: Quantizer) -> tuple[Tensor, Tensor, Tensor]:
-    """The reference."""
+    """The steps one by one, which the kernel is compared with."""
     multiplier, own_scale = scale(amax(weight, first), first)
     return cast(weight, multiplier, first), own_scale, amax(weight, again)
 

@@ -1,4 +1,4 @@
-"""One call that makes a PyTorch operator: schema, kernel, fake, derivative, decomposition, sharding rule, samples.
+"""register_op: one call that makes a PyTorch operator, from schema to samples.
 
 What it takes, and what each part is for:
 
@@ -287,14 +287,14 @@ def register_op(
 
 
 def for_every_op(listener: Callable[[Op], None]) -> None:
-    """Call ``listener`` with each op that is registered, and from now on with each that will be."""
+    """Call ``listener`` with each registered op, and later with each op that is registered."""
     LISTENERS.append(listener)
     for op in OPS.values():
         listener(op)
 
 
 def _portable(op: Op) -> Callable:
-    """What stands in the place of an op in a program that leaves this package; raises where nothing can."""
+    """The function that replaces an op in a program that leaves this package; raises if there is none."""
     if callable(op.portable):
         return op.portable
 

@@ -5,7 +5,7 @@ norm before it would see other numbers than in eager mode. Looking at the value'
 rounding; the `or` with 0 keeps Inductor from removing the pair of views. On generated H200 code it costs no byte and
 no kernel.
 
-The same thing can be said in two ways, and compilers merge only what is said in one: see `rounded`.
+There are two such operators for the same bits, because compilers merge only calls of one operator: see `rounded`.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ __all__ = ["rounded"]
 
 
 def rounded(x: Tensor, *, apart: bool = False) -> Tensor:
-    """``x`` in float32, rounded to its own dtype also where the op that made it was fused (decompositions only).
+    """``x`` in float32, rounded to its own dtype even if the op that made it was fused; for decompositions.
 
     Args:
         x: float32, bfloat16 or float16.
-        apart: Say it with other operators, for the same bits: what is computed from the two isn't merged. Codes that
-            the backward needs in another layout than the forward has are as cheap to make again as to turn around,
-            and kept for it, all activations and weights would stand in memory once more.
+        apart: Whether to use the other operator, with the same bits, so that casts of forward and backward are not
+            merged. The backward needs codes in another layout, which are as cheap to make again as to transpose; kept
+            from the forward, they would hold all activations and weights in memory once more.
     """
     return _rounded(x, apart)
 

@@ -1,4 +1,4 @@
-"""Sample inputs of the ops: what every op has to get right, from one place."""
+"""Sample inputs that all ops share."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def _values(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
 
 
 def matrices() -> Iterator[Tensor]:
-    """Tensors of 1 to 3 dims: contiguous, permuted, strided, empty, one row; each floating dtype that ops take."""
+    """Tensors with 1 to 3 dims in each floating dtype that ops take: contiguous, permuted, strided, empty, one row."""
     yield _values(17, 24)
     yield _values(8, 40, dtype=torch.float32)
     yield _values(24, 17, dtype=torch.float16).t()

@@ -99,7 +99,7 @@ def _sharding(
     config: GemmConfig,
     *outer_scales: Tensor | None,
 ) -> list[Split]:
-    """By rows of a and by columns of b. Cut along the sum, its bits would depend on how many ranks share it."""
+    """Cut rows of a, or columns of b. If the summed dim were cut, bits would depend on the number of ranks."""
     (a_cut, a_grid), (b_cut, b_grid) = _outer_cut(0, a_quantizer.block[0]), _outer_cut(1, b_quantizer.block[1])
     whole = (None,) * (4 + len(outer_scales))
     return [

@@ -1,7 +1,7 @@
 """fp8compile::scatter_sum: this rank's part of a sum over ranks, whose gradient stays where it is.
 
-DTensor's own redistribution of a sum gathers the gradient in its dtype before the layer sees it. Here the layer gets
-the part that this rank has, quantizes that, and gathers codes. A tensor that is no DTensor has one summand, itself.
+DTensor's own redistribution of a sum gathers the gradient in its dtype before the layer sees it. With this op the
+layer gets this rank's part of the gradient, quantizes that, and gathers codes. A plain tensor is its own sum.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ REDUCTIONS = ("max", "min", "sum")
 
 @dataclass(frozen=True)
 class Cut:
-    """Where an argument may be cut.
+    """A dim along which an argument may be cut.
 
     Attributes:
         dim: The dim, counted from either end.
@@ -39,13 +39,12 @@ class Split:
     """One way to run an op on shards so that the result is that of the whole.
 
     Attributes:
-        inputs: One entry an argument of the op: a ``Cut``, or None for what every rank has as a whole (and for what
-            is no tensor).
-        outputs: One entry a result: the dim along which the ranks' results stand side by side, or ``"max"``,
-            ``"min"``, ``"sum"``: the whole is that of the ranks' results, element by element, NaN included; or None:
-            every rank has the whole.
-        exact: Whether that holds to the bit. False for matrix products: each element is the same sum, but a backend
-            chooses its order by the sizes that it gets.
+        inputs: An entry for each argument of the op: a ``Cut``, or None if every rank has all of it (or if it is no
+            tensor).
+        outputs: An entry for each result: the dim along which ranks' results are concatenated; ``"max"``, ``"min"`` or
+            ``"sum"`` if they are reduced element by element, NaN included; None if every rank has the whole.
+        exact: Whether the result has the same bits as the whole. False for matrix products: each element is the same
+            sum, but a backend chooses its order by the sizes that it gets.
     """
 
     inputs: tuple[Cut | None, ...]
@@ -81,15 +80,15 @@ def along_every_dim(ndim: int, *, inputs: int, outputs: int, others: int = 0) ->
 
 
 def grid_cuts(shape: Sequence[int], block: Block) -> list[tuple[Cut, Cut | None]]:
-    """Where a tensor can be cut between blocks, and where its grid of scales is cut with it.
+    """The cuts of a tensor between its blocks, each with the cut of its grid of scales.
 
     Args:
-        shape: Of the tensor.
-        block: Over its (M, K) view.
+        shape: Shape of the tensor.
+        block: Rows and columns that share a scale, in the (M, K) view.
 
     Returns:
-        Pairs of cuts, of the tensor and of its grid; None for a grid that has one entry along the dim. That entry
-        then stands for the whole dim: enough to cast or dequantize a shard, not enough to compute it from one.
+        Pairs of cuts: of the tensor, and of its grid. The latter is None if the grid has one entry along the dim,
+        which serves to cast or dequantize a shard, but can't be computed from one.
     """
     cuts: list[tuple[Cut, Cut | None]] = []
     last = len(shape) - 1

@@ -1,4 +1,4 @@
-"""fp8compile::straight_through: values that are known already, with the derivative of another tensor.
+"""fp8compile::straight_through: the values of one tensor, with the derivative of another.
 
     values ---------> result
     x      <--------- d(result)

@@ -20,8 +20,9 @@ class GemmSupport:
 
     Attributes:
         gemm: ``"output"``, ``"grad_input"`` or ``"grad_weight"``.
-        kind: As `select_gemm` says; ``"high_precision"`` if the recipe asks for that, ``"none"`` if it can't run.
-        detail: In words; the reason where it can't run.
+        kind: Name of the GEMM, as `select_gemm` returns it; ``"high_precision"`` if the recipe has no quantizers for
+            it, ``"none"`` if it can't run.
+        detail: The same in words; the reason if it can't run.
     """
 
     gemm: str

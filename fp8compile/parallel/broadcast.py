@@ -1,4 +1,4 @@
-"""Parameters of one rank to all others: what DistributedDataParallel does itself for plain ones."""
+"""Broadcast one rank's parameters to all others, as DistributedDataParallel does itself with plain ones."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["broadcast_parameters"]
 
 
 def _take_initial(parameter: Tensor, group: ProcessGroup | None, source: int) -> None:
-    """Have masters start from those of the rank that gives: from what its codes were made of, where that is kept."""
+    """Let masters start from the source rank's values: those before quantization if they were kept."""
     parameter.written = True
     if parameter.initial is not None:
         values = parameter.initial.to(parameter.device)
@@ -21,16 +21,16 @@ def _take_initial(parameter: Tensor, group: ProcessGroup | None, source: int) ->
 
 
 def broadcast_parameters(model: nn.Module, *, group: ProcessGroup | None = None, source: int = 0) -> nn.Module:
-    """Give all ranks one rank's parameters and buffers: of quantized ones, codes and scale as they are.
+    """Give all ranks one rank's parameters and buffers; quantized parameters travel as codes and scales.
 
-    ``DistributedDataParallel`` would put values of all parameters in one message, which quantized ones have not. After
-    this, tell it that they are the same: ``DistributedDataParallel(model, init_sync=False)``. Make
-    optimizers afterwards: masters (``fp8compile.MasterWeights``) start from what the one rank has.
+    ``DistributedDataParallel`` would send the values of all parameters in one message, and quantized ones have none.
+    Afterwards tell it that ranks agree: ``DistributedDataParallel(model, init_sync=False)``. Make optimizers
+    afterwards too: masters (``fp8compile.MasterWeights``) start from the source rank's values.
 
     Args:
-        model: With the same parameters on all ranks; all of them call this.
-        group: The ranks; all there are, by default.
-        source: The number in the group of the rank that gives.
+        model: A model with the same parameters on all ranks; all of them call this.
+        group: The ranks; all ranks by default.
+        source: Number, in the group, of the rank whose parameters are sent.
 
     Returns:
         The model.

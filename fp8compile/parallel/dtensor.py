@@ -1,4 +1,4 @@
-"""What DTensor asks when it meets one of our ops, or another library's: see `fp8compile.parallel.dtensor_ops`."""
+"""Handlers by which DTensor runs our ops and other libraries': see `fp8compile.parallel.dtensor_ops`."""
 
 from __future__ import annotations
 
@@ -26,6 +26,6 @@ def _register(op: Op) -> None:
 
 
 def register() -> None:
-    """Let DTensor find the ops, those too that are registered later."""
+    """Let DTensor find the ops, including those that are registered later."""
     _compat.tell_apart_by_local_tensors()
     for_every_op(_register)

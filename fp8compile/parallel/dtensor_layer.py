@@ -1,11 +1,11 @@
-"""The linear layer on DTensors: one handler for the ops of every family.
+"""The linear layer on DTensors: one handler for the ops of all layers.
 
     left operand      this rank's part of a DTensor
     right operand     its part of the weight, as values or codes; under FSDP in the graph, its rows of that part
     product           codes, messages of codes, GEMM, and the sum over ranks if there is one (`ops.layer.products`)
 
-The placements of a result are those that a plain linear layer gives, so that stock plans work as they are. What ranks
-send on the way are codes, one byte an element, and scales.
+A result has the placements that a plain linear layer would give it, so stock plans work unchanged. On the way, ranks
+send codes, one byte an element, and scales.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ class _Weight:
     """The weight of a layer as the right operand of a product.
 
     Attributes:
-        part: What this rank has of it, and how the whole is cut; under FSDP in the graph, its rows of that.
-        shape: (N, K), of the whole.
-        given: Where its codes come from, if not from the part alone: arguments of `Operands`.
+        part: This rank's part and its cuts; under FSDP in the graph, this rank's rows of the part.
+        shape: (N, K) of the whole weight.
+        given: Arguments of `Operands` for codes that are not made from the part alone.
     """
 
     part: Plain
@@ -54,7 +54,7 @@ class _Weight:
 
 
 def _codes_of(gemm: Gemm, weight: Plain, recipe: Recipe) -> Quantized:
-    """The codes of a weight whose part on this rank was quantized before: FSDP has gathered it so."""
+    """The codes of a weight that was quantized before FSDP gathered it."""
     function, local = gemm.name, weight.local
     check_serves(function, local, recipe)
     part, local = local.shape, local.set_of(gemm)
@@ -80,7 +80,7 @@ def _codes_of(gemm: Gemm, weight: Plain, recipe: Recipe) -> Quantized:
 
 
 def _placed(gemm: Gemm, weight: DTensor, recipe: Recipe) -> _Weight:
-    """A weight that is a DTensor, of values or of codes."""
+    """Describe a weight that is a DTensor, of values or of codes."""
     part, (n, k) = part_of(gemm.name, weight), weight.shape
     if not has_codes(part.local):
         return _Weight(part, (n, k))
@@ -89,7 +89,7 @@ def _placed(gemm: Gemm, weight: DTensor, recipe: Recipe) -> _Weight:
 
 
 def _rows_of(tokens: DTensor, shard: Tensor, amax: Tensor | None, rows: Rows) -> _Weight:
-    """A weight whose part on a tensor parallel rank is shared by FSDP: gathered, as codes, it is what the rank has."""
+    """Describe a weight whose part on a tensor parallel rank is cut by FSDP; its codes are gathered to that part."""
     mesh = tokens.device_mesh
     cuts = placed_cuts(rows.placed, [mesh.get_group(index) for index in range(mesh.ndim)])
     part = Plain(shard.to(tokens.dtype), TensorLayout(cuts))
@@ -108,7 +108,7 @@ def _product_of_tokens(
     multiplier: Tensor | None = None,
     bias: DTensor | None = None,
 ) -> DTensor:
-    """The output (..., N), or grad_input (..., K), of tokens (..., m)."""
+    """The output (..., N) or grad_input (..., K) for tokens (..., m)."""
     a, mesh = part_of(gemm.name, tokens), tokens.device_mesh
     operands = Operands(recipe, Phase.of(gemm, a.local), multiplier, **weight.given)
     own = None if bias is None else part_of(gemm.name, bias)
@@ -178,7 +178,7 @@ def _grad_weight_of_codes(
 
 
 def _amax_over_ranks(tensor: DTensor, quantizer: DelayedScaling | None, like: Tensor) -> Tensor:
-    """The amax of the whole, (), on every rank; 0 for a tensor without delayed scaling."""
+    """The amax of the whole tensor, (), the same on every rank; 0 for a tensor without delayed scaling."""
     return like.new_zeros(()) if quantizer is None else part_amax(part_of("linear", tensor), quantizer).view(())
 
 

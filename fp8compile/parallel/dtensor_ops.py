@@ -1,8 +1,8 @@
 """Every registered op on DTensors, by its sharding rule: ours, and those of other libraries.
 
-Of the ways to cut an op (`Split`), each dim of a mesh takes the one that gathers the fewest bytes, given where the
-arguments are; to take a part of what all ranks have costs nothing. A result that is a maximum over ranks is reduced
-at once: as a `Partial("max")` it would meet a float maximum of gloo, which loses the NaN of another rank.
+Each dim of a mesh takes the `Split` that gathers the fewest bytes from where the arguments are; to narrow what all
+ranks have costs nothing. A maximum over ranks is reduced at once: as a `Partial("max")` it would be reduced by gloo's
+float maximum, which loses the NaN of another rank.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ def _units(cut: DimSharding, unit: int) -> tuple[int, ...] | None:
 
 @dataclass(frozen=True)
 class Way:
-    """One way to run an op in one group of ranks: what each argument becomes, and what becomes of each result.
+    """One way to run an op in one group of ranks.
 
     Attributes:
-        wanted: For each argument, None (all of it) or its dim and unit.
-        outputs: As of a ``Split``.
-        gathered: Places of the arguments that are put together first.
-        units: How many units each rank then has of the arguments that are cut.
-        cost: Bytes of what is put together.
+        wanted: How each argument has to be cut: its dim and unit, or None for all of it.
+        outputs: Outputs, as ``Split`` has them.
+        gathered: Indices of the arguments that are gathered first.
+        units: Number of units that each rank then has of the arguments that are cut.
+        cost: Bytes that are gathered.
     """
 
     wanted: tuple[Cut | None, ...]
@@ -104,8 +104,8 @@ def dispatch_by_rule(op: Op, args: Sequence[Any]) -> DTensor | tuple[DTensor, ..
     """Run an op on DTensors.
 
     Args:
-        op: With a sharding rule.
-        args: Its arguments; all tensors among them are DTensors of one mesh.
+        op: An op with a sharding rule.
+        args: Its arguments; all tensors among them are DTensors on one mesh.
 
     Raises:
         TypeError: Some tensors are DTensors and some are not, or the op has no sharding rule.

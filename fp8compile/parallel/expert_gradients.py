@@ -1,4 +1,4 @@
-"""Parameters of experts that are spread over ranks: what FSDP over these ranks leaves alone, and their gradients."""
+"""Parameters of experts that are spread over ranks: FSDP leaves them alone, and their gradients need an average."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def _named(model: nn.Module) -> dict[str, nn.Parameter]:
 def expert_parameters(model: nn.Module) -> set[nn.Parameter]:
     """The parameters that `ExpertParallel` or `spread_experts` placed.
 
-    Where FSDP is over the ranks that experts are spread over, they are what ``fsdp_float8_all_gather``,
-    ``fully_shard`` and ``graph_fsdp`` each take as ``ignored_params``. Call it once they are placed.
+    If FSDP runs over the same ranks, pass them as ``ignored_params`` to ``fsdp_float8_all_gather``, ``fully_shard`` or
+    ``graph_fsdp``. Call this after experts are placed.
 
     Args:
         model: A model; one without expert parallelism has none.
@@ -42,16 +42,17 @@ def expert_parameters(model: nn.Module) -> set[nn.Parameter]:
 def average_expert_gradients(model: nn.Module, parts: int, *, replicas: ProcessGroup | None = None) -> None:
     """Make the gradients of spread experts those of the mean loss over the whole batch, in place.
 
-    An expert's gradient is a sum over the rows that all ranks sent it, of which each comes from the mean loss of its
+    An expert's gradient is a sum over the rows that all ranks sent it, and each row comes from the mean loss of its
     own part of the batch: divided by the parts, it is that of the mean. Call it after each backward that ends a step.
 
     Args:
-        model: With experts that `ExpertParallel` or `spread_experts` has placed; gradients of other parameters stay.
-        parts: Into how many parts of one size the batch was cut for the ranks whose gradients are summed: those that
-            experts are spread over, without those that have the same tokens, times ``replicas``. FSDP takes the mean
-            over its own ranks: leave those out if it shards the experts.
-        replicas: Ranks that have the same experts and other tokens, whose gradients are summed first; None: FSDP sums
-            them, or no other rank has these experts.
+        model: A model with experts that `ExpertParallel` or `spread_experts` has placed. Gradients of other parameters
+            stay as they are.
+        parts: Number of equal parts into which the batch was cut, over all ranks whose gradients are summed. That is
+            the number of ranks that experts are spread over, counting ranks with the same tokens once, times
+            ``replicas``. If FSDP shards the experts, leave out its ranks: it takes the mean over them.
+        replicas: Ranks that have the same experts and other tokens, whose gradients are summed first. None if FSDP
+            sums them, or no other rank has these experts.
 
     Raises:
         ValueError: ``parts`` is no positive int.
@@ -67,7 +68,7 @@ def average_expert_gradients(model: nn.Module, parts: int, *, replicas: ProcessG
 
 
 def has_no_other_ranks(mesh: DeviceMesh) -> bool:
-    """Whether a mesh takes all ranks of the mesh that it is a part of, so that no dim is left for FSDP."""
+    """Whether a mesh has all ranks of its root mesh, so that no dim is left for FSDP."""
     root = root_mesh(mesh)
     own = set(mesh.mesh_dim_names or ())
     others = [size for name, size in zip(root.mesh_dim_names or (), root.mesh.shape, strict=False) if name not in own]
@@ -84,10 +85,10 @@ def check_meshes(
     """Raise if FSDP would shard experts over ranks that they are spread over already.
 
     Args:
-        function: In whose name.
-        model: Not sharded yet.
+        function: Name of the function, for the error.
+        model: A model that is not sharded yet.
         ignored: Parameters that FSDP leaves alone.
-        mesh: The mesh that FSDP shards over; None: it is not known yet.
+        mesh: The mesh that FSDP shards over; None if it is not known yet.
     """
 
     def overlaps(parameter: nn.Parameter) -> bool:

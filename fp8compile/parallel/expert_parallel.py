@@ -20,21 +20,21 @@ __all__ = ["ExpertParallel", "overflowed_rows"]
 class ExpertParallel(ParallelStyle):
     """Experts cut over the ranks of a mesh; each rank has tokens of its own, and sends them to their experts.
 
-    Parameters become DTensors with ``Shard(0)``. Rows travel as codes and scales of the recipe's input, where every
-    product that reads them takes codes, and come back in their own dtype; in the backward gradients travel as codes
-    of the recipe's grad_output, and come back likewise.
+    Parameters become DTensors with ``Shard(0)``. If every product that reads the rows takes codes, rows travel as
+    codes and scales of the recipe's input; results come back in their own dtype. In the backward, gradients travel as
+    codes of the recipe's grad_output, and come back in their own dtype too.
 
     Args:
-        capacity: How many rows a rank may send to another. None: as many as there are, for which the host waits for
-            the numbers, once in a forward. With a number it never waits; rows that do not fit raise in eager mode, and
-            are counted in compiled code, see `overflowed_rows`.
-        float8_dispatch: Whether rows travel as codes. Codes that come are rounded twice where a product makes others
-            of them, such as grad_weight of ``rowwise``: then losses differ in the last digits from those without
-            expert parallel. Off, they are the same.
-        same_tokens: A mesh of one dim whose ranks have the same tokens, as tensor parallel ranks of the attention
-            before do, and are all among those over which experts are cut. Each of them sends its share of the tokens,
-            and all get all results. None: each rank has tokens of its own. Ranks with the same tokens that are not
-            named here count each token several times in the gradients of experts.
+        capacity: Number of rows that a rank may send to another. None for no limit; the host then waits for the
+            numbers of rows, once in a forward. With a capacity it never waits. Rows that do not fit raise in eager
+            mode, and are counted in compiled code, see `overflowed_rows`.
+        float8_dispatch: Whether rows travel as codes. If a product makes other codes of them, such as grad_weight of
+            ``rowwise``, values are rounded twice, and losses differ in the last digits from those without expert
+            parallel. If False, losses are the same.
+        same_tokens: A mesh with one dim whose ranks have the same tokens, such as tensor parallel ranks of the
+            attention before; all of them are ranks over which experts are cut. Each of them sends its share of the
+            tokens, and all get all results. None: each rank has tokens of its own. If ranks with the same tokens are
+            not named here, each token counts several times in the gradients of experts.
 
     Raises:
         TypeError: When applied: the module is not one of experts that ``fp8compile.convert`` converted and that route
@@ -102,13 +102,13 @@ def _check_same_tokens(same: DeviceMesh | None, mesh: DeviceMesh) -> None:
 
 
 def overflowed_rows(model: nn.Module) -> dict[str, int]:
-    """How many rows did not fit in the messages of each module of experts with a capacity, on this rank so far.
+    """Number of rows that did not fit in messages so far, on this rank, for each module of experts with a capacity.
 
     Args:
         model: A model, compiled or not. Reading the numbers waits for its device.
 
     Returns:
-        By name of the module. Zeros say that nothing was dropped.
+        The numbers by the name of the module; 0 means that nothing was dropped.
     """
     return {
         name: int(counter_of(module))

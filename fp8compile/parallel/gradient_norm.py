@@ -3,8 +3,8 @@
     parameters of one mesh, cut over the same dims of it   --each rank: the norm of its parts-->   one message a dim
     parameters that each rank has                          --each rank: their norm-->              none
 
-No operator of DTensor takes two meshes, so `torch.nn.utils.clip_grad_norm_` raises there; and it raises for the
-infinity norm where a rank has nothing of a parameter.
+No operator of DTensor takes two meshes, so `torch.nn.utils.clip_grad_norm_` raises for such a model. It also raises
+for the infinity norm if a rank has nothing of a parameter.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Place = tuple[DeviceMesh, tuple[int, ...]]  # a mesh, and over which of its dims
 
 
 def _place(parameter: nn.Parameter) -> Place | None:
-    """Where a parameter lies; None: each rank has it."""
+    """The mesh and cut dims of a parameter; None if each rank has all of it."""
     if not isinstance(parameter, DTensor):
         return None
     cut = (index for index, each in enumerate(parameter.placements) if not each.is_replicate())
@@ -34,7 +34,7 @@ def _place(parameter: nn.Parameter) -> Place | None:
 
 
 def _local(grad: Tensor, parameter: nn.Parameter) -> Tensor:
-    """This rank's part of a gradient; what is still to be summed over ranks is summed first."""
+    """This rank's part of a gradient; a partial sum is reduced over ranks first."""
     if not isinstance(grad, DTensor):
         return grad
     if any(each.is_partial() for each in grad.placements):
@@ -45,7 +45,7 @@ def _local(grad: Tensor, parameter: nn.Parameter) -> Tensor:
 
 
 def _norm(parts: Sequence[Tensor], norm_type: float, foreach: bool | None, device: torch.device) -> Tensor:
-    """The norm of what a rank has. An empty part has none: PyTorch raises for its largest element."""
+    """The norm of this rank's part; an empty part counts as 0, because PyTorch raises for its largest element."""
     parts = [part for part in parts if part.numel()]
     if not parts:
         return torch.zeros((), device=device)
@@ -53,7 +53,7 @@ def _norm(parts: Sequence[Tensor], norm_type: float, foreach: bool | None, devic
 
 
 def _over_ranks(norm: Tensor, place: Place, norm_type: float) -> Tensor:
-    """The norm of what all ranks have together, from each one's."""
+    """The norm over all ranks, from the norm of each rank's part."""
     mesh, dims = place
     groups = [mesh.get_group(index) for index in dims]
     if norm_type == torch.inf:
@@ -130,7 +130,7 @@ def clip_grad_norm_(
 
 
 def _total(norms: Sequence[Tensor], norm_type: float, grads: Sequence[Tensor]) -> Tensor:
-    """The norm of parts from theirs, in the dtype of what they are norms of."""
+    """The norm of the whole from the norms of its parts, in the dtype of the gradients."""
     if not norms:
         return torch.tensor(0.0)
     first, *others = norms

@@ -1,10 +1,10 @@
-"""Linear layers of groups, such as experts, of whose matrices each rank has a part: tensor parallel within experts.
+"""Grouped linear layers whose matrices are cut over ranks: tensor parallel within experts.
 
     column_parallel_grouped_linear   weights (E, N/R, K)    all rows  ->  features of the output, cut
     row_parallel_grouped_linear      weights (E, N, K/R)    features of the input, cut  ->  all rows
 
-Put behind one another they are the feed-forward layers of experts: nothing is sent between the two but amaxes of
-blocks that several ranks have elements of. The sum over ranks is of all rows, before those of a token are added.
+One after the other they are the feed-forward layers of experts. Between the two, ranks send only the amaxes of blocks
+that span several ranks. The sum over ranks is taken for all rows, before the rows of one token are added.
 """
 
 from __future__ import annotations
@@ -61,17 +61,17 @@ def column_parallel_grouped_linear(
     group: ProcessGroup,
     feature_sizes: Sequence[int] | None = None,
 ) -> Tensor:
-    """`fp8compile.grouped_linear` of whose matrices each rank has some rows: this rank's features of the output.
+    """`fp8compile.grouped_linear` where each rank has some rows of every matrix; returns this rank's output features.
 
-    Codes and scales are those of one process. So are output and weight's gradient, bit for bit; the gradient of ``x``
-    is the sum of what the ranks have. Differentiable once. All ranks of the group call this with the same rows.
+    Codes and scales are the same as in one process, and so are the output and the weight's gradient, bit for bit. The
+    gradient of ``x`` is a sum over ranks. Differentiable once. All ranks of the group call this with the same rows.
 
     Args:
         x: (rows, in_features), sorted by group, the same on all ranks.
         weight: (groups, out_features / R, in_features), this rank's rows of each matrix.
         offsets: (groups,), int32: where each group ends, the same on all ranks.
-        bias: (groups, out_features / R), this rank's, or None.
-        recipe: As `fp8compile.grouped_linear` takes it.
+        bias: (groups, out_features / R), this rank's part, or None.
+        recipe: Quantizers, as `fp8compile.grouped_linear` takes them.
         group: The R ranks.
         feature_sizes: Rows of each matrix that each rank has; as many as this one by default. Where a block is
             neither one row nor all of them, parts end where blocks end.
@@ -80,8 +80,9 @@ def column_parallel_grouped_linear(
         (rows, out_features / R), the dtype of ``x`` (or of autocast), zeros behind the last group.
 
     Raises:
-        TypeError, RuntimeError: As `fp8compile.grouped_linear`; or the group is none.
-        ValueError: As `fp8compile.grouped_linear`; or a part ends within a block, or ranks give different sizes.
+        TypeError, RuntimeError: The same as `fp8compile.grouped_linear`; or the group is none.
+        ValueError: The same as `fp8compile.grouped_linear`; or a part ends within a block, or ranks give different
+            sizes.
     """
     return _parallel("column_parallel_grouped_linear", 1, x, weight, offsets, bias, recipe, group, feature_sizes)
 
@@ -96,17 +97,17 @@ def row_parallel_grouped_linear(
     group: ProcessGroup,
     feature_sizes: Sequence[int] | None = None,
 ) -> Tensor:
-    """`fp8compile.grouped_linear` of whose matrices each rank has some columns: the sum over ranks, of all rows.
+    """`fp8compile.grouped_linear` where each rank has some columns of every matrix; returns the sum over ranks.
 
-    Codes and scales are those of one process. So are both gradients, bit for bit; the output is the sum of what the
-    ranks have, in the dtype of ``x``. Differentiable once. All ranks of the group call this with the same rows.
+    Codes and scales are the same as in one process, and so are both gradients, bit for bit. The output is a sum over
+    ranks, in the dtype of ``x``. Differentiable once. All ranks of the group call this with the same rows.
 
     Args:
         x: (rows, in_features / R), sorted by group, this rank's features.
         weight: (groups, out_features, in_features / R), this rank's columns of each matrix.
         offsets: (groups,), int32: where each group ends, the same on all ranks.
         bias: (groups, out_features), the same on all ranks, or None. Added once.
-        recipe: As `fp8compile.grouped_linear` takes it.
+        recipe: Quantizers, as `fp8compile.grouped_linear` takes them.
         group: The R ranks.
         feature_sizes: Columns of each matrix that each rank has; as many as this one by default. Where a block is
             neither one column nor all of them, parts end where blocks end.
@@ -115,7 +116,8 @@ def row_parallel_grouped_linear(
         (rows, out_features), the dtype of ``x`` (or of autocast), zeros behind the last group.
 
     Raises:
-        TypeError, RuntimeError: As `fp8compile.grouped_linear`; or the group is none.
-        ValueError: As `fp8compile.grouped_linear`; or a part ends within a block, or ranks give different sizes.
+        TypeError, RuntimeError: The same as `fp8compile.grouped_linear`; or the group is none.
+        ValueError: The same as `fp8compile.grouped_linear`; or a part ends within a block, or ranks give different
+            sizes.
     """
     return _parallel("row_parallel_grouped_linear", 2, x, weight, offsets, bias, recipe, group, feature_sizes)

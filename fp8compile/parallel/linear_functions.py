@@ -1,10 +1,10 @@
-"""Linear layers on what one rank of a group has of them: plain tensors in and out, as Megatron's layers have them.
+"""Tensor parallel linear layers on plain tensors of one rank, as Megatron's layers are.
 
     column_parallel_linear   weight (N/R, K)    tokens, whole or cut  ->  features of the output, cut
     row_parallel_linear      weight (N, K/R)    features of the input, cut  ->  tokens, whole or cut
 
-Put behind one another they are an MLP or an attention block: nothing is sent between the two. What is sent are codes,
-where a tensor is put together, and the dtype of the tensor, where summands are added.
+One after the other they are an MLP or an attention block, and nothing is sent between the two. Gathers send codes;
+sums are sent in the dtype of the tensor.
 
     tokens    column, forward and backward                     row, forward and backward
     whole     nothing; grad_input all-reduced                  output all-reduced; nothing
@@ -89,11 +89,10 @@ def column_parallel_linear(
     sequence_sizes: Sequence[int] | None = None,
     feature_sizes: Sequence[int] | None = None,
 ) -> Tensor:
-    """A linear layer of whose weight each rank has some rows: this rank's features of the output, for all tokens.
+    """A linear layer where each rank has some rows of the weight; returns this rank's output features for all tokens.
 
-    Codes and scales are those of one process, with whatever blocks, also where the end of a rank's part cuts one. So
-    are output and grad_weight, bit for bit; grad_input is the sum of what the ranks have. Differentiable once. All
-    ranks of the group call this.
+    Codes and scales are the same as in one process, even if the end of a rank's part cuts a block. So are output and
+    grad_weight, bit for bit; grad_input is a sum over ranks. Differentiable once. All ranks of the group call this.
 
     Args:
         x: Shape (..., in_features), bfloat16, float16 or float32: all tokens, or this rank's.
@@ -102,7 +101,7 @@ def column_parallel_linear(
         recipe: Quantizers for the operands.
         group: The R ranks.
         sequence_dim: Which dim of ``x`` is cut over the ranks; None: each of them has all tokens.
-        sequence_sizes: What each rank has along it; as much as this one by default. A rank may have nothing.
+        sequence_sizes: Tokens that each rank has along that dim; as many as this rank by default. May hold zeros.
         feature_sizes: Rows of the weight that each rank has; as many as this one by default.
 
     Returns:
@@ -138,11 +137,11 @@ def row_parallel_linear(
     sequence_sizes: Sequence[int] | None = None,
     feature_sizes: Sequence[int] | None = None,
 ) -> Tensor:
-    """A linear layer of whose weight each rank has some columns: the sum over ranks, of all tokens or of this one's.
+    """A linear layer where each rank has some columns of the weight; returns the sum over ranks.
 
-    Codes and scales are those of one process, with whatever blocks, also where the end of a rank's part cuts one. So
-    are grad_input and grad_weight, bit for bit; the output is the sum of what the ranks have, in the dtype of ``x``.
-    Differentiable once. All ranks of the group call this.
+    Codes and scales are the same as in one process, even if the end of a rank's part cuts a block. So are grad_input
+    and grad_weight, bit for bit. The output, for all tokens or for this rank's, is a sum over ranks in the dtype of
+    ``x``. Differentiable once. All ranks of the group call this.
 
     Args:
         x: Shape (..., in_features / R), this rank's features for all tokens; bfloat16, float16 or float32.
@@ -151,7 +150,7 @@ def row_parallel_linear(
         recipe: Quantizers for the operands.
         group: The R ranks.
         sequence_dim: Which dim of the output is cut over the ranks; None: each of them gets all tokens.
-        sequence_sizes: What each rank gets along it; even parts by default. A rank may get nothing.
+        sequence_sizes: Tokens that each rank gets along that dim; even parts by default. May hold zeros.
         feature_sizes: Columns of the weight that each rank has; as many as this one by default.
 
     Returns:

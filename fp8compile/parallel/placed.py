@@ -78,7 +78,7 @@ def part_of(function: str, tensor: DTensor) -> Plain:
 
 
 def whole_of(local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int]) -> DTensor:
-    """The DTensor of this shape, contiguous, of which this rank has ``local``."""
+    """The DTensor of this shape, contiguous, whose part on this rank is ``local``."""
     stride = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
     return DTensor.from_local(
         local.contiguous(), mesh, list(placements), run_check=False, shape=torch.Size(shape), stride=stride

@@ -56,12 +56,12 @@ def _rows_columns(shape: Sequence[int]) -> tuple[int, int]:
 
 
 def as_matrix(x: Tensor) -> Tensor:
-    """The (M, K) view of a tensor of any rank (a copy where its strides allow no view)."""
+    """The (M, K) view of a tensor of any rank; a copy if its strides allow no view."""
     return x if x.ndim == 2 else x.reshape(_rows_columns(x.shape))
 
 
 def from_matrix(matrix: Tensor, shape: Sequence[int]) -> Tensor:
-    """The tensor of this shape that a matrix is the (M, K) view of; also of one value a block, its grid."""
+    """Reshape a matrix, the (M, K) view, to the shape of the tensor; a grid is reshaped likewise."""
     return matrix if len(shape) == 2 else matrix.reshape(shape)
 
 
@@ -86,7 +86,7 @@ def _sides(shape: Sequence[int], block: Block) -> tuple[int, int, int, int]:
 
 
 def block_amax(x: Tensor, block: Block) -> Tensor:
-    """The largest magnitude in each block; NaN where a block holds a NaN, 0 where it holds nothing.
+    """The largest magnitude in each block; NaN if a block holds a NaN, 0 if it is empty.
 
     Args:
         x: Any shape, floating point.

@@ -1,4 +1,4 @@
-"""What a quantizer's step returned, checked before anything builds on it: a tensor, its shape, its dtype.
+"""Checks of what a quantizer's step returned, before anything builds on it: a tensor, its shape, its dtype.
 
 A quantizer is the code of others, and what it returns by mistake would surface as an error of a kernel that knows
 nothing of it, or not at all. A look at metadata costs no kernel, no sync and no node in a graph; of sizes that are
@@ -38,14 +38,14 @@ def could_be(found: Sequence[Any], expected: Sequence[Any]) -> bool:
 def returned(
     found: Any, quantizer: Quantizer, step: str, shape: Sequence[int], dtype: torch.dtype, shape_of: str
 ) -> Tensor:
-    """What a step returned, if it is what that step returns.
+    """Return a step's result, after checking its type, shape and dtype.
 
     Args:
         found: What it returned.
-        quantizer: Whose step it is.
+        quantizer: The quantizer whose step returned it.
         step: Its name.
         shape: What it returns.
-        dtype: Of it.
+        dtype: Dtype that the result should have.
         shape_of: Where the shape is from, for the error.
 
     Raises:
@@ -63,7 +63,7 @@ def returned(
 
 
 def shape_said(quantizer: Quantizer, method: str, shape: Sequence[int]) -> tuple[int, ...]:
-    """A shape that a quantizer's layout gives.
+    """A shape that a method of a quantizer returns, checked.
 
     Args:
         quantizer: The quantizer.
@@ -84,7 +84,7 @@ def shape_said(quantizer: Quantizer, method: str, shape: Sequence[int]) -> tuple
 
 
 def dtype_said(quantizer: Quantizer) -> torch.dtype:
-    """The dtype of a quantizer's scales.
+    """The dtype of a quantizer's scales, checked.
 
     Raises:
         TypeError: It says none.

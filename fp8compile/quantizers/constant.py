@@ -37,7 +37,7 @@ ALLOWED_FIELD_TYPES = (str, int, float, bool, type(None))
 
 
 def _python_files(roots: list[Any]) -> list[Any]:
-    """Python files at and under these places, in one order everywhere."""
+    """Python files at and under these paths, in the same order on every machine."""
     found, pending = [], list(roots)
     while pending:
         entry = pending.pop()
@@ -62,7 +62,7 @@ def _is_foreign(module: str) -> bool:
 
 
 def _foreign_source(module_name: str) -> bytes:
-    """All source that code of a foreign module may call: of its whole package, or of the module if that stands alone.
+    """All source that code of a foreign module may call: its whole package's, or the module's if it stands alone.
 
     What was typed at a prompt has no source that can be found again; a number of this process's own stands for it, so
     that its graphs miss the cache instead of meeting somebody else's.
@@ -77,7 +77,7 @@ def _foreign_source(module_name: str) -> bytes:
 
 
 def salt_with(module_name: str, function: str = "") -> None:
-    """Let a module's source be part of every salt from now on: a graph may contain what its ops are compiled to.
+    """Add a module's source to every salt from now on, because a graph may contain code of its ops.
 
     An op has no text of its own in a cache's key, so the constants that graphs hold beside it carry its source there.
 
@@ -107,7 +107,7 @@ def source_salt(cls: type) -> str:
 
 @cache
 def _global_name(cls: type) -> str:
-    """A name for the class in a graph's globals, which two classes never share.
+    """The name of a class in a graph's globals; no two classes share one.
 
     FX keeps the first of two globals of one name and lets the other's users have it. A function that defines a class
     makes another one of the same name in each call.
@@ -144,7 +144,7 @@ def _check_field(owner: str, name: str, value: Any) -> None:
 
 @cache
 def _foreign_types(cls: type) -> dict[str, Any]:
-    """Types of the fields that classes of other packages declare; our own check theirs, in words of their own."""
+    """Types of the fields that classes of other packages declare; our own classes check their fields themselves."""
     declared = {name for base in cls.__mro__ if _is_foreign(base.__module__) for name in inspect.get_annotations(base)}
     return {name: hint for name, hint in field_types(cls).items() if name in declared}
 

@@ -27,10 +27,10 @@ class CurrentScaling(Quantizer):
         scale: The scale rule. ``"fp32"``: format_max / amax as it is. ``"pow2"``: rounded down to a power of two.
             ``"e8m0_rceil"``, ``"e8m0_floor"``: a power of two stored as one byte, as in the MX formats.
         eps: Floor under the amax, 0 for none.
-        rounding: Of values to codes: ``"nearest"``, ties to even, or ``"stochastic"``, up or down with the probability
-            of the distance, so that the expected error is 0: for gradients. See
+        rounding: Rounding of values to codes: ``"nearest"``, ties to even, or ``"stochastic"``, up or down with the
+            probability of the distance, so that the expected error is 0: for gradients. See
             `fp8compile.quantizers.stochastic_rounding`.
-        seed: Of stochastic rounding.
+        seed: Seed of stochastic rounding.
 
     Raises:
         ValueError: A field has no allowed value.
@@ -70,11 +70,11 @@ class CurrentScaling(Quantizer):
         return torch.uint8 if self.stores_e8m0() else torch.float32
 
     def is_local(self) -> bool:
-        """Not where rounding is stochastic: its noise is that of the position."""
+        """False if rounding is stochastic, because its noise depends on the position."""
         return self.rounding == "nearest"
 
     def multiplier(self, amax: Tensor) -> Tensor:
-        """By the rule that ``scale`` names."""
+        """The value by the rule that ``scale`` names."""
         return SCALE_RULES[self.scale](amax, self.element_format(), self.eps)
 
     def cast(self, x: Tensor, multiplier: Tensor) -> Tensor:
@@ -84,7 +84,7 @@ class CurrentScaling(Quantizer):
         return self._stochastic(x, multiplier)
 
     def cast_at(self, x: Tensor, multiplier: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
-        """As ``cast``, of a part that lies there in the whole tensor, by the noise of the whole."""
+        """Codes of a part, by the noise of its positions in the whole tensor."""
         if self.rounding == "nearest":
             return super().cast(x, multiplier)
         return self._stochastic(x, multiplier, rows, columns)

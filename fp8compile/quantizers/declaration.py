@@ -1,4 +1,4 @@
-"""What the class of a constant has to look like, checked where Python can tell first.
+"""Checks of a constant's class, each at the first moment at which Python can tell.
 
 class statement    fields by their annotations and defaults, attributes that are no fields, steps that belong together
 first instance     the decorator, and annotations that name what comes later in the module: both are there by then
@@ -31,13 +31,13 @@ MUTABLE = (list, dict, set, bytearray, torch.Tensor)
 
 
 def _names_of(cls: type) -> dict[str, Any]:
-    """What annotations written as strings may name: the module's globals and the class itself."""
+    """The names that annotations written as strings may use: the module's globals and the class itself."""
     module = sys.modules.get(cls.__module__)
     return {**vars(typing), **(vars(module) if module is not None else {}), cls.__name__: cls}
 
 
 def _annotations(cls: type) -> dict[str, Any]:
-    """The class's own annotations, strings evaluated where that is possible; the rest is left to the values."""
+    """The class's own annotations; strings are evaluated if possible, and otherwise values are checked later."""
     found = {}
     for name, hint in inspect.get_annotations(cls).items():
         if isinstance(hint, str):
@@ -79,7 +79,7 @@ def _default(value: Any) -> Any:
 
 
 def check_class(cls: type, constant: type) -> None:
-    """Check what a class statement shows: fields and attributes.
+    """Check fields and attributes when a class statement runs.
 
     Args:
         cls: The new class.
@@ -122,7 +122,7 @@ def check_class(cls: type, constant: type) -> None:
 
 @cache
 def field_types(cls: type) -> dict[str, Any]:
-    """Types of a class's fields by their annotations, those that can be told; each is of the class that says it last.
+    """Types of a class's fields by their annotations, if these can be evaluated; a subclass's annotation counts.
 
     Raises:
         TypeError: An annotation names nothing.
@@ -143,7 +143,7 @@ def field_types(cls: type) -> dict[str, Any]:
 
 
 def fits(value: Any, hint: Any) -> bool:
-    """Whether a value is what an annotation says, as far as it can be told."""
+    """Whether a value fits an annotation; True if that can't be told."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
         return any(fits(value, part) for part in arguments)
@@ -217,7 +217,7 @@ def _overrides(cls: type, base: type, method: str) -> bool:
 
 
 def _check_spelling(cls: type, name: str, given: Any, methods: dict[str, Any]) -> None:
-    """A method nearly of a step's name is one that nobody would call."""
+    """Raise if a method's name is nearly that of a step, because nobody would call it."""
     inherited = any(name in vars(parent) for parent in cls.__mro__[1:])
     if name.startswith("_") or inherited or not isinstance(given, (types.FunctionType, property)):
         return
@@ -230,7 +230,7 @@ def _check_spelling(cls: type, name: str, given: Any, methods: dict[str, Any]) -
 
 
 def _check_together(cls: type, base: type) -> None:
-    """Methods that say one thing together are overridden together."""
+    """Raise unless methods that belong together are overridden together."""
     two_levels = _overrides(cls, base, "outer_scale")
     for first, second, what in TOGETHER:
         if two_levels and second == "scale_of":

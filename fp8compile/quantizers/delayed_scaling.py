@@ -30,7 +30,7 @@ LARGEST_MARGIN = 8
 def next_state(
     history: Tensor, multiplier: Tensor, amax: Tensor, room: Tensor, algorithm: str
 ) -> tuple[Tensor, Tensor]:
-    """Histories and multipliers after one more amax each.
+    """Histories and multipliers after one more amax for each tensor.
 
     The oldest amax of a history stands at 1, the newest at the end; entry 0 is the place where an amax joins them, and
     stays as it is: 0, or the amax of what the codes of a weight were made of, where a parameter is these codes.
@@ -102,7 +102,7 @@ class DelayedScaling(Quantizer):
             )
 
     def amax(self, x: Tensor) -> Tensor:
-        """As in the base class, row by row first.
+        """The largest magnitude, reduced row by row first.
 
         A kernel that makes the amax of a whole tensor flat and lays its codes down along columns too, which is what
         the backward needs of a gradient, would scatter them byte by byte; one of rows has tiles.
@@ -112,7 +112,7 @@ class DelayedScaling(Quantizer):
         return block_amax(x, ROWS).amax().float().view(self.scale_shape(x.shape))
 
     def multiplier(self, amax: Tensor) -> Tensor:
-        """Raises: there is no multiplier without the steps before.
+        """Raise, because there is no multiplier without the steps before.
 
         Raises:
             RuntimeError: Always.
@@ -124,16 +124,16 @@ class DelayedScaling(Quantizer):
         )
 
     def room(self) -> float:
-        """What the amax becomes: the largest code, less the margin."""
+        """The value to which the amax is scaled: the largest code, less the margin."""
         return self.element_format().max * 2.0**-self.margin  # exact: a power of two
 
     def next_state(self, history: Tensor, multiplier: Tensor, amax: Tensor) -> tuple[Tensor, Tensor]:
-        """As the function of this name, for tensors of this quantizer."""
+        """The function `next_state`, for tensors of this quantizer."""
         room = torch.full((), self.room(), dtype=torch.float64, device=amax.device)
         return next_state(history, multiplier, amax, room, self.algorithm)
 
     def cast(self, x: Tensor, multiplier: Tensor) -> Tensor:
-        """As in the base class, but NaN and inf become NaN, one by one: no amax of theirs has made the block NaN."""
+        """Codes of values; each NaN and inf becomes NaN by itself, because the multiplier does not know of it."""
         values = scaled(x, multiplier, self.block)
         codes = self.element_format().encode_numbers(values)  # a finite value times a multiplier is no NaN
         return torch.where(as_matrix(x).float().abs() < torch.inf, codes, NAN_CODE).reshape(x.shape)

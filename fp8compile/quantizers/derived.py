@@ -1,4 +1,4 @@
-"""Quantizers that follow from another one, made once: each new one is checked field by field, in every eager call."""
+"""Quantizers derived from another one, made once, because making one checks its fields, in every eager call."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["transposed", "with_block"]
 
 @lru_cache(maxsize=256)
 def transposed(quantizer: Quantizer) -> Quantizer:
-    """What ``quantizer.transposed()`` returns."""
+    """The result of ``quantizer.transposed()``, remembered."""
     return quantizer.transposed()
 
 

@@ -46,7 +46,7 @@ def _entries() -> dict[str, metadata.EntryPoint]:
 
 
 def source(name: str) -> str:
-    """Which entry point this name is, and whose, for errors.
+    """The entry point of a name and its package, in words, for errors.
 
     Args:
         name: One of ``installed()``.
@@ -56,7 +56,7 @@ def source(name: str) -> str:
 
 @constant_when_traced
 def installed() -> tuple[str, ...]:
-    """Names of what installed packages offer, sorted; none of them is imported.
+    """Names of the entry points of installed packages, sorted; none of them is imported.
 
     Raises:
         ValueError: Two packages use one name for different things.
@@ -66,7 +66,7 @@ def installed() -> tuple[str, ...]:
 
 @constant_when_traced
 def load(name: str) -> Quantizer | Recipe:
-    """What a package offers by this name.
+    """Load the recipe or quantizer that a package offers by this name.
 
     Args:
         name: One of ``installed()``.
@@ -96,12 +96,12 @@ def load(name: str) -> Quantizer | Recipe:
 
 @lru_cache(maxsize=1)
 def _entries_on(path: tuple[str, ...]) -> list[metadata.EntryPoint]:
-    """All entry points of one ``sys.path``: to look through it takes milliseconds, and a model prints many layers."""
+    """All entry points of one ``sys.path``, remembered, because a search takes milliseconds and reports ask often."""
     return sorted(metadata.entry_points(group=GROUP))
 
 
 def _value_of_imported(entry: metadata.EntryPoint) -> Any:
-    """What an entry point gives, if that takes no import and no call of a function; else None."""
+    """The value of an entry point, if that needs no import and no call; else None."""
     if entry in LOADED:
         return LOADED[entry]
     try:
@@ -112,7 +112,7 @@ def _value_of_imported(entry: metadata.EntryPoint) -> Any:
 
 
 def imported() -> Iterator[tuple[str, Quantizer | Recipe]]:
-    """What packages offer that are imported already, each with its name; none is imported for it.
+    """Names and values of entry points whose packages are imported already; none is imported for it.
 
     Of a function, what it gave when it was asked for by its name.
     """

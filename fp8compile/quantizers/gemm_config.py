@@ -1,4 +1,4 @@
-"""GemmConfig: how a GEMM may be computed, beside what it multiplies."""
+"""GemmConfig: options of a GEMM beside its operands."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["GemmConfig"]
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class GemmConfig(Constant):
-    """What a GEMM is allowed.
+    """Options that a GEMM may use.
 
     Attributes:
         fast_accumulation: Whether it may accumulate in the tensor core's fewer bits. Off, partial sums are promoted to

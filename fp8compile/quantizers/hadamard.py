@@ -32,10 +32,10 @@ def is_signs(signs: object) -> bool:
 
 
 def _parity_quarters(places: Tensor, dtype: torch.dtype) -> dict[int, Tensor]:
-    """A quarter of (-1)**popcount(i & j) for each place j, of each i but 0, where it is a quarter.
+    """0.25 * (-1)**popcount(i & j) for all places j, by i; i = 0 is left out, because it is 0.25 everywhere.
 
-    Each is the product of that without the highest bit of i and of the sign of this bit: a graph holds one node for
-    each i, where counting bits would take eight.
+    Each entry is the one without the highest bit of i, times the sign of that bit. So a graph holds one node for each
+    i; counting bits would take eight.
     """
     quarters: dict[int, Tensor] = {}
     for bit in range(GROUP.bit_length() - 1):
@@ -46,20 +46,20 @@ def _parity_quarters(places: Tensor, dtype: torch.dtype) -> dict[int, Tensor]:
 
 
 def _sign_vector(signs: tuple[int, ...], places: Tensor) -> Tensor:
-    """The signs as a tensor, computed of one number: a graph then holds no constant tensor."""
+    """The signs as a tensor, computed from one number, so that a graph holds no constant tensor."""
     negative = sum(1 << i for i, sign in enumerate(signs) if sign < 0)
     return (1 - 2 * ((negative >> places) & 1)).float()
 
 
 def factors(signs: tuple[int, ...]) -> tuple[tuple[float, ...], ...]:
-    """What the sixteen neighbours are multiplied by in each of the sixteen sums."""
+    """Factors of the sixteen neighbours in each of the sixteen sums."""
     return tuple(
         tuple(0.25 * sign * (-1) ** (i & j).bit_count() for i, sign in enumerate(signs)) for j in range(GROUP)
     )
 
 
 def _groups(x: Tensor, dim: int) -> Tensor:
-    """(M, K) as (groups, 16, K) or (M, groups, 16), zeros behind."""
+    """View (M, K) as (groups, 16, K) or (M, groups, 16), padded with zeros."""
     missing = -x.shape[dim] % GROUP
     if not statically_true(missing == 0):
         x = pad(x, (0, 0, 0, missing) if dim == 0 else (0, missing))
@@ -95,7 +95,7 @@ def random_hadamard(x: Tensor, dim: int, signs: tuple[int, ...], *, every: slice
 
 
 def inverse_hadamard(y: Tensor, dim: int, signs: tuple[int, ...]) -> Tensor:
-    """What was transformed, in the dtype of ``y``, whose size along ``dim`` is a multiple of 16."""
+    """Undo the transform, in the dtype of ``y``, whose size along ``dim`` is a multiple of 16."""
     places = _places(dim, y.device)
     sums = _sums(_groups(y, dim), dim, places, (1,) * GROUP)
     return (sums * _sign_vector(signs, places).to(y.dtype)).flatten(dim, dim + 1)

@@ -47,8 +47,8 @@ class Quantizer(Constant):
     """Base of quantizers: format, block, and the steps from values to codes and back.
 
     A quantizer never holds a tensor or a process group, and nothing changes it. It is equal to another one with the
-    same class and fields, hashable, picklable, and a constant of compiled graphs. Its steps look at values only; where
-    a tensor is spread over ranks, the amax is reduced between them (see ``fp8compile.quantize``).
+    same class and fields, hashable, picklable, and a constant of compiled graphs. Its steps look at values only; if
+    a tensor is spread over ranks, the amax is reduced between two steps (see ``fp8compile.quantize``).
 
     A subclass defines ``multiplier``, the scale rule. It may override any other step, and the layout: a format that
     packs codes ``codes_shape``, ``values_shape``, ``cast``, ``dequantize`` and ``transposed``; scales in another dtype
@@ -57,7 +57,7 @@ class Quantizer(Constant):
     ``class Family(Quantizer, abstract=True)`` is a base of others.
 
     A quantizer of two levels overrides ``outer_scale``, ``block_scale`` and ``block_multiplier`` in place of
-    ``multiplier``. ``dequantize`` leaves the outer scale to who calls it: it is one more factor, of the whole tensor.
+    ``multiplier``. ``dequantize`` leaves the outer scale to its caller: it is one more factor, for the whole tensor.
 
     ``dequantize`` alone says what codes mean. A GEMM of the hardware reads float8 codes, one a byte, times the scales
     of their blocks, so it multiplies the codes of a class that inherits ``dequantize``. Other codes are multiplied by
@@ -114,22 +114,22 @@ class Quantizer(Constant):
         """The quantizer of the same codes, one a byte, which can be cut anywhere.
 
         Returns:
-            Itself, if it packs none; None of a class that packs and has no other: ranks can't cut or send its codes.
+            Itself if it doesn't pack; None if it packs and has no such quantizer: ranks then can't cut or send codes.
         """
         return self if type(self).codes_shape is Quantizer.codes_shape else None
 
     def code_bits(self) -> int:
-        """Bits of a code that mean something: 4 of those that ranks may send two to a byte, else 8."""
+        """Bits of a code that carry information: 4 if ranks may send two codes in a byte, else 8."""
         return 8
 
     def for_shape(self, shape: Sequence[int]) -> Quantizer:
-        """The quantizer that a layer takes for a matrix of this shape: itself, or `unpacked` where it can't pack."""
+        """The quantizer that a layer uses for a matrix of this shape: itself, or `unpacked` if it can't pack it."""
         return self
 
     def transform(self) -> tuple[int, ...]:
-        """What stands for the orthogonal transform that codes are made behind, along the dim that is summed over.
+        """Signs of the orthogonal transform along the summed dim, applied before values are cast; () for none.
 
-        Both operands of a product have the same one: () for none.
+        Both operands of a product have the same one.
         """
         return ()
 
@@ -160,7 +160,7 @@ class Quantizer(Constant):
         """What all values of a tensor are multiplied by, beside the scales of their blocks.
 
         Args:
-            outer_amax: Shape (1,), float32, of the whole tensor.
+            outer_amax: Amax of the whole tensor, shape (1,), float32.
 
         Returns:
             Shape (1,), float32; NaN where the amax isn't finite.
@@ -172,7 +172,7 @@ class Quantizer(Constant):
 
         Args:
             amax: Shape of the grid, float32.
-            outer_amax: Shape (1,), float32, of the whole tensor.
+            outer_amax: Amax of the whole tensor, shape (1,), float32.
 
         Returns:
             Shape of the grid, in ``scale_dtype()``.
@@ -235,7 +235,7 @@ class Quantizer(Constant):
         Returns:
             The same shape, float32, positive and finite, or NaN where the amax isn't finite.
 
-        Of a quantizer of two levels, of a whole tensor, whose outer amax is the largest of these.
+        If the quantizer has two levels, ``amax`` is that of a whole tensor, and its largest entry is the outer amax.
 
         Raises:
             NotImplementedError: The class defines none.
@@ -274,19 +274,19 @@ class Quantizer(Constant):
         return from_matrix(self.element_format().encode(values), x.shape)
 
     def cast_at(self, x: Tensor, multiplier: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
-        """As `cast`, of a part of a tensor, where codes depend on the place of a value (`is_local` returns False).
+        """Codes of a part of a tensor, if codes depend on the position of a value (`is_local` returns False).
 
         Args:
-            x: As of `cast`.
-            multiplier: As of `cast`.
-            rows: Of each row of the (M, K) view the index that its first column's element would have in the whole
-                tensor if that were the whole's first column, (M,) int64.
-            columns: Columns of the whole that these are, (K,) int64. An element's index is the sum of the two.
+            x: Values, as `cast` takes them.
+            multiplier: Multipliers, as `cast` takes them.
+            rows: Index in the whole tensor of the first element of each row of the whole that has a row here, (M,)
+                int64.
+            columns: Column in the whole tensor of each column here, (K,) int64. An element's index is the sum of both.
         """
         return self.cast(x, multiplier)
 
     def dequantize(self, codes: Tensor, scale: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Values of codes: codes times scale. An outer scale is left to who calls it.
+        """Values of codes: codes times scale. An outer scale is left to the caller.
 
         Args:
             codes: Shape ``codes_shape(shape)``, uint8.

@@ -37,7 +37,7 @@ class Gemm(NamedTuple):
     b_transposed: bool = False
 
     def oriented(self, a: Any, b: Any) -> tuple[Any, Any]:
-        """The operands as they enter the product: tensors, or whatever else has a transpose ``t()``."""
+        """The operands as they enter the product, transposed if needed; they are tensors or have ``t()``."""
         return a.t() if self.a_transposed else a, b.t() if self.b_transposed else b
 
 
@@ -92,16 +92,16 @@ class Recipe(Constant):
         weight_for_grad_input: w_NK of grad_input.
         grad_output_for_grad_weight: dy_MN of grad_weight.
         input_for_grad_weight: x_MK of grad_weight.
-        fast_accumulation_output: Whether the output's GEMM may accumulate in the tensor core's fewer bits; the two
-            below likewise. Off, partial sums are promoted to float32 (a "split accumulator"). A GEMM without such a
+        fast_accumulation_output: Whether the output's GEMM may accumulate in the tensor core's fewer bits. If off,
+            partial sums are promoted to float32 (a "split accumulator"). A GEMM without such a
             mode (blockwise, MX, on a CPU) has none to use.
-        fast_accumulation_grad_input: As above.
-        fast_accumulation_grad_weight: As above.
-        keep_weight_codes: Whether compiled code on a GPU lays the codes of a weight down for grad_input too while it
-            makes those for the output, and keeps them for the backward: a weight is read once instead of twice, for a
-            byte an element of memory in between, half of one in four bits. Codes are the same. None are kept of a
-            weight whose sides are not multiples of 32, of a ``Linear`` under FSDP, which frees weights in between,
-            and of a checkpointed region (PyTorch 2.11 keeps those).
+        fast_accumulation_grad_input: The same for grad_input's GEMM.
+        fast_accumulation_grad_weight: The same for grad_weight's GEMM.
+        keep_weight_codes: Whether compiled code on a GPU writes a weight's codes for grad_input together with those
+            for the output, and keeps them for the backward: a weight is read once instead of twice, for a
+            byte an element of memory in between, half a byte in four bits. Codes are the same. None are kept if a
+            side of the weight is not a multiple of 32, under FSDP, which frees weights in between, and in a
+            checkpointed region (PyTorch 2.11 keeps those).
         dequantized_gradients: Whether gradients whose GEMM stays in high precision multiply the values of the codes
             that the forward multiplied, rounded to the dtype of the layer, in place of x and w themselves: gradients
             of what the forward computed.
@@ -164,7 +164,7 @@ class Recipe(Constant):
             )
 
     def _check_delayed(self) -> None:
-        """A tensor has one history and one multiplier, and a layer one length of histories."""
+        """Raise unless each tensor has one delayed quantizer, and the layer one length of histories."""
         for tensor, slots in TENSORS.items():
             given = [getattr(self, slot) for slot in slots]
             if all(isinstance(quantizer, DelayedScaling) for quantizer in given) and given[0] != given[1]:
@@ -180,7 +180,7 @@ class Recipe(Constant):
             )
 
     def delayed(self) -> tuple[DelayedScaling | None, ...]:
-        """The delayed scaling of input, weight and grad_output, None for a tensor that has none."""
+        """The delayed quantizers of input, weight and grad_output; None for a tensor without one."""
         found: tuple[DelayedScaling | None, ...] = ()
         for slots in TENSORS.values():
             given = [getattr(self, slot) for slot in slots]
@@ -188,7 +188,7 @@ class Recipe(Constant):
         return found
 
     def history(self) -> int:
-        """How many amaxes of a tensor delayed scaling remembers; 0 for a recipe without it."""
+        """Number of amaxes that delayed scaling remembers for a tensor; 0 for a recipe without it."""
         # every eager call asks; `isinstance` of an opaque class takes twice as long
         for slot in SLOTS:
             if issubclass(type(given := getattr(self, slot)), DelayedScaling):
@@ -196,7 +196,7 @@ class Recipe(Constant):
         return 0
 
     def shares_weight_codes(self) -> bool:
-        """Whether codes of a weight, made once, serve the output and grad_input too: as codes, or by their values."""
+        """Whether one set of a weight's codes serves both the output and grad_input, as codes or by values."""
         quantizer = self.weight
         return quantizer is not None and quantizer == self.quantizer_read("weight_for_grad_input")
 
@@ -243,7 +243,7 @@ class Recipe(Constant):
         return None if a is None else (a, b)
 
     def quantizer_read(self, slot: str) -> Quantizer | None:
-        """The quantizer of what a product reads for a slot; of `dequantized_gradients`, that of the forward."""
+        """The quantizer of the codes that a product reads for a slot; the forward's with `dequantized_gradients`."""
         return getattr(self, FORWARD_SLOTS.get(slot, slot) if self.is_dequantized(slot) else slot)
 
     def is_dequantized(self, slot: str) -> bool:
@@ -251,11 +251,11 @@ class Recipe(Constant):
         return self.dequantized_gradients and slot in FORWARD_SLOTS and getattr(self, slot) is None
 
     def gemm_config(self, gemm: Gemm) -> GemmConfig:
-        """What a GEMM is allowed."""
+        """Options that a GEMM may use."""
         return _gemm_config(getattr(self, f"fast_accumulation_{gemm.name}"), self.emulate)
 
 
 @cache
 def _gemm_config(fast_accumulation: bool, emulate: bool) -> GemmConfig:
-    """One of the four, made and checked once: every product asks for its own."""
+    """A `GemmConfig`, made and checked once for each of four combinations, because every product asks for one."""
     return GemmConfig(fast_accumulation=fast_accumulation, emulate=emulate)

@@ -46,7 +46,7 @@ def exact_quotient(number: float, x: Tensor) -> Tensor:
 
 
 def _floored(amax: Tensor, eps: float) -> Tensor:
-    """Amax with its floor, which is made in float64: eps is a Python float, and most have no float32 equal."""
+    """The amax, at least eps; compared in float64, because eps is a Python float and rarely equals a float32."""
     return amax.double().clamp(min=eps) if eps else amax
 
 
@@ -56,7 +56,7 @@ def _by_bits(bits: Tensor) -> Tensor:
 
 
 def nan_where_not_finite(amax: Tensor, multiplier: Tensor) -> Tensor:
-    """A multiplier or scale, NaN where the amax that it was made of is NaN or infinite."""
+    """Set a multiplier or scale to NaN where its amax is NaN or infinite."""
     finite = amax < torch.inf  # a magnitude, or NaN, of which it doesn't hold: `isfinite` would be four operations
     return torch.where(finite, multiplier, _by_bits(constant(FLOAT32_NAN, torch.int32, amax)))
 

@@ -4,7 +4,7 @@
 
 No generator's state is read, so there is none to keep, and a run that is resumed, or recomputes a forward, rounds as
 before. What varies from step to step is the values, whose bits stand for the step. A position is the element's index
-in the whole tensor, so shards are rounded by the noise of the whole; who quantizes a shard says where it lies.
+in the whole tensor, so shards are rounded by the noise of the whole; whoever quantizes a shard says where it lies.
 
 Source: Wellons, "Prospecting for Hash Functions" (2018), for the 32-bit mixing constants; Gupta et al. 2015, "Deep
 Learning with Limited Numerical Precision", arXiv:1502.02551, for stochastic rounding.
@@ -44,7 +44,7 @@ def _mixed(h: Tensor) -> Tensor:
 
 
 def positions(shape: Sequence[int], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Where rows and columns of a whole matrix are, as `noise` takes it."""
+    """Positions of the rows and columns of a whole matrix, as `noise` takes them."""
     return torch.arange(shape[0], device=device) * shape[1], torch.arange(shape[1], device=device)
 
 
@@ -54,8 +54,8 @@ def noise(values: Tensor, seed: int, rows: Tensor | None = None, columns: Tensor
     Args:
         values: (M, K), float32.
         seed: At least 0.
-        rows: (M,), int64, of each row the index of its first element, and
-        columns: (K,), int64, what the other elements of a row add to that; both None for a whole tensor.
+        rows: Index of the first element of each row, (M,) int64; None for a whole tensor.
+        columns: What the other elements of a row add to that, (K,) int64; None for a whole tensor.
 
     Returns:
         The same shape, float32.

@@ -1,6 +1,6 @@
 """Rules of two levels: from the amaxes of a tensor and of its blocks to their scales and to the multiplier of values.
 
-    outer_amax f32 --> outer_scale f32, of the whole tensor ------------------+
+    outer_amax f32 --> outer_scale f32, one for the whole tensor -------------+
                                                                               +--> multiplier f32 of a block's values
     amax of a block, outer_amax --> block scale, an e4m3 number in a byte ----+
 

@@ -32,7 +32,7 @@ OTHER = {"rows": "columns", "columns": "rows", "none": "none"}
 
 @dataclass(frozen=True, repr=False)
 class TwoLevelScaling(Quantizer):
-    """Quantizer to e2m1 codes, with a scale for 16 values or 16 x 16, and an outer scale of the whole tensor.
+    """Quantizer to e2m1 codes, with a scale for 16 or 16 x 16 values, and an outer scale for the whole tensor.
 
     Attributes:
         format: ``"e2m1"``.
@@ -40,10 +40,10 @@ class TwoLevelScaling(Quantizer):
         packed: Which neighbours share a byte: ``"rows"``, those in a row, ``"columns"``, those in a column, or
             ``"none"``, a byte for each code. It changes no value.
         scale: The rule of both scales, ``"transformer_engine"`` or ``"torchao"``.
-        rounding: Of values to codes, ``"nearest"`` or ``"stochastic"``, as ``CurrentScaling`` has it; or
-            ``"stochastic_hardware"``, which is ``"stochastic"``, but that kernels for compute capability 10.x round by
-            the GPU's instruction. That is faster, and draws other bits: its codes aren't those of a CPU.
-        seed: Of stochastic rounding.
+        rounding: Rounding of values to codes, ``"nearest"`` or ``"stochastic"``, as ``CurrentScaling`` has it; or
+            ``"stochastic_hardware"``: the same, but kernels for compute capability 10.x round by the GPU's
+            instruction, which is faster and draws other bits, so codes differ from those of a CPU.
+        seed: Seed of stochastic rounding.
         hadamard: Sixteen of 1 and -1, the signs of a random Hadamard transform along the block's sixteen values; empty
             for none. Blocks are (1, 16) or (16, 1) then.
 
@@ -90,7 +90,7 @@ class TwoLevelScaling(Quantizer):
         return 1 if self.block == ROWS else 0
 
     def _codes_matrix(self, shape: Sequence[int]) -> tuple[int, int]:
-        """Rows and columns of the codes, before two share a byte."""
+        """Rows and columns of the codes, one code a byte."""
         sizes = [math.prod(shape[:-1]), shape[-1]] if len(shape) else [1, 1]
         if self.hadamard:
             dim = self._summed_dim()
@@ -98,7 +98,7 @@ class TwoLevelScaling(Quantizer):
         return sizes[0], sizes[1]
 
     def codes_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """Half as many along the dim whose neighbours share a byte, of even size.
+        """Shape of the codes: half the size along the dim whose neighbours share a byte; that size is even.
 
         Transformed, sizes are rounded up to a multiple of 16 before.
 
@@ -127,7 +127,7 @@ class TwoLevelScaling(Quantizer):
         return (*shape[:-1], columns) if len(shape) else ()
 
     def values_shape(self, codes_shape: Sequence[int]) -> tuple[int, ...]:
-        """Shape of the tensor that codes of this shape stand for; transformed, with the zeros behind it."""
+        """Shape of the values of codes; with a transform it includes the padding."""
         if self.packed == "rows":
             return (*codes_shape[:-1], codes_shape[-1] * 2)
         if self.packed == "columns":
@@ -157,11 +157,11 @@ class TwoLevelScaling(Quantizer):
         return TwoLevelScaling(self.format, block, packed, self.scale, self.rounding, self.seed, self.hadamard)
 
     def code_bits(self) -> int:
-        """4."""
+        """Bits of a code: 4."""
         return self.element_format().bits
 
     def for_shape(self, shape: Sequence[int]) -> TwoLevelScaling:
-        """`unpacked` where the size along which codes are packed isn't known to be even."""
+        """The quantizer itself, or `unpacked` if the size along which it packs is not known to be even."""
         if self.packed == "none":
             return self
         sizes = self._codes_matrix(shape)
@@ -172,11 +172,11 @@ class TwoLevelScaling(Quantizer):
         return self.hadamard
 
     def is_local(self) -> bool:
-        """Not where rounding is stochastic: its noise is that of the position."""
+        """False if rounding is stochastic, because its noise depends on the position."""
         return self.rounding == "nearest" and not self.hadamard
 
     def gemm_format(self) -> Float8Format | None:
-        """None: codes are no float8 numbers."""
+        """None, because codes are no float8 numbers."""
         return None
 
     # ------------------------------------------------------------------ steps
@@ -185,7 +185,7 @@ class TwoLevelScaling(Quantizer):
         return TWO_LEVEL_RULES[self.scale]
 
     def _transformed(self, x: Tensor, dim: int = 0, every: slice = slice(None)) -> Tensor:
-        """The matrix that is quantized, or every so many of its rows or columns; transformed in float32."""
+        """The matrix to quantize, or some of its rows or columns; transformed, in float32."""
         matrix = as_matrix(x)
         if self.hadamard:
             return random_hadamard(matrix.float(), self._summed_dim(), self.hadamard, every=every)
@@ -198,15 +198,15 @@ class TwoLevelScaling(Quantizer):
         return from_matrix(super().amax(self._transformed(x)), self.scale_shape(x.shape))
 
     def outer_scale(self, outer_amax: Tensor) -> Tensor:
-        """By the rule that ``scale`` names."""
+        """The value by the rule that ``scale`` names."""
         return self._rule().outer_scale(outer_amax)
 
     def block_scale(self, amax: Tensor, outer_amax: Tensor) -> Tensor:
-        """By the rule that ``scale`` names, e4m3 bytes."""
+        """Scales of blocks by the rule that ``scale`` names, as e4m3 bytes."""
         return self._rule().block_scale(amax, outer_amax)
 
     def block_multiplier(self, scale: Tensor, outer_scale: Tensor) -> Tensor:
-        """By the rule that ``scale`` names."""
+        """The value by the rule that ``scale`` names."""
         return self._rule().multiplier(scale, outer_scale)
 
     def cast(self, x: Tensor, multiplier: Tensor) -> Tensor:
@@ -214,7 +214,7 @@ class TwoLevelScaling(Quantizer):
         return self._cast(x, multiplier)
 
     def cast_at(self, x: Tensor, multiplier: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
-        """As ``cast``, of a part that lies there in the whole tensor, by the noise of the whole."""
+        """Codes of a part, by the noise of its positions in the whole tensor."""
         return self._cast(x, multiplier, rows, columns)
 
     def _cast(self, x: Tensor, multiplier: Tensor, *where: Tensor) -> Tensor:
@@ -226,7 +226,7 @@ class TwoLevelScaling(Quantizer):
         return from_matrix(codes, self.codes_shape(x.shape))
 
     def _every_other(self, x: Tensor, multiplier: Tensor, start: int, *where: Tensor) -> Tensor:
-        """The first (``start`` 0) or second (1) of each two codes that share a byte, from their values alone.
+        """The first (``start`` 0) or second (1) of each two codes that share a byte, computed from its values only.
 
         If all codes were computed first and split afterwards, compiled code would store them, or their float32 values.
         """

@@ -1,4 +1,4 @@
-"""Comparison in words: to the bit, or for sums whose order a backend chooses."""
+"""Comparisons of tensors, with results in words: bit for bit, or for sums whose order a backend chooses."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def difference(actual: Tensor, expected: Tensor) -> str | None:
     """How two tensors differ in dtype, shape or bits (all NaN count as one), or None.
 
     Args:
-        actual: What came out.
-        expected: What should have.
+        actual: The tensor to check.
+        expected: The tensor that it should be.
 
     Returns:
         Words that name the first element that differs, or None.
@@ -50,9 +50,9 @@ def difference(actual: Tensor, expected: Tensor) -> str | None:
 
 
 def sum_difference(actual: Tensor, expected: Tensor) -> str | None:
-    """As ``difference`` for what may be summed in another order: within some roundings of the largest element.
+    """Compare like ``difference``, but allow some roundings of the largest element, for sums in another order.
 
-    A backend chooses the order by the sizes of a product, and Inductor that of a plain sum; each rounds otherwise.
+    A backend chooses the order by the sizes of a product, and Inductor chooses that of a plain sum.
     """
     differs = difference(actual, expected)
     alike = (actual.dtype, actual.shape) == (expected.dtype, expected.shape) and actual.is_floating_point()

@@ -1,4 +1,4 @@
-"""Where users have `ptx_of` from; what it does is in `fp8compile.testing.gpu.ptx_report`."""
+"""Public home of `ptx_of`; its code is in `fp8compile.testing.gpu.ptx_report`."""
 
 from __future__ import annotations
 

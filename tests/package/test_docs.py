@@ -80,7 +80,7 @@ def test_getting_started_and_readme_have_code():
     assert {"README.md", "getting-started.md", "concepts.md", "numerics.md"} <= with_code
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda d: d.name)
+@pytest.mark.parametrize("document", [*DOCUMENTS, ROOT / "CONTRIBUTING.md"], ids=lambda d: d.name)
 def test_relative_links_lead_somewhere(document):
     missing = [link for link in LINK.findall(document.read_text()) if not (document.parent / link).exists()]
     assert not missing
@@ -95,15 +95,41 @@ def test_files_named_in_a_document_exist(document):
     assert not missing
 
 
-def test_files_that_the_architecture_names_exist():
+DECISIONS = sorted((ROOT / "docs" / "decisions").glob("[0-9]*.md"))
+
+
+@pytest.mark.parametrize("document", [ROOT / "docs" / "architecture.md", *DECISIONS], ids=lambda d: d.stem)
+def test_files_that_the_architecture_names_exist(document):
     """It names them as the package has them: from its root, or by what ends their path."""
-    document = (ROOT / "docs" / "architecture.md").read_text()
-    named = {name.rstrip("/") for name in re.findall(r"`([a-z_]+(?:/[a-z_]+)*(?:\.py|/))`", document)}
+    named = {
+        name.rstrip("/") for name in re.findall(r"`([a-z_0-9]+(?:/[a-z_0-9]+)*(?:\.py|/))`", document.read_text())
+    }
     package = ROOT / "fp8compile"
     there = [str(path.relative_to(ROOT)) for path in (*package.rglob("*"), ROOT / "tests", ROOT / "compile_tests")]
     tops = {path.name for path in ROOT.iterdir()}
     missing = sorted(name for name in named if not any(f"/{each}".endswith(f"/{name}") for each in there))
     assert [name for name in missing if name.split("/")[0] not in tops] == []
+
+
+def test_the_architecture_is_one_page():
+    assert len((ROOT / "docs" / "architecture.md").read_text().splitlines()) <= 100
+
+
+@pytest.mark.parametrize("document", DECISIONS, ids=lambda d: d.stem)
+def test_a_decision_has_a_number_a_date_and_its_reasons(document):
+    title, _, date, *rest = document.read_text().splitlines()
+    assert title.startswith(f"# {int(document.stem[:2])}. ")
+    assert re.fullmatch(r"20\d\d-\d\d-\d\d", date)
+    assert [line for line in rest if line.startswith("#")] == ["## Context", "## Decision", "## What it rests on"]
+
+
+def test_decisions_are_numbered_in_order_of_time_and_indexed():
+    assert [int(document.stem[:2]) for document in DECISIONS] == list(range(1, len(DECISIONS) + 1))
+    lines = [document.read_text().splitlines() for document in DECISIONS]
+    assert [date for _, _, date, *_ in lines] == sorted(date for _, _, date, *_ in lines)
+    rows = [f"| {date} | [{title[2:]}]({d.name}) |" for d, (title, _, date, *_) in zip(DECISIONS, lines, strict=True)]
+    index = (ROOT / "docs" / "decisions" / "README.md").read_text().splitlines()
+    assert [line for line in index if line.startswith("| 2")] == rows
 
 
 WRITTEN = [each for each in DOCUMENTS if each.parent.name != "results"]

@@ -1,4 +1,4 @@
-"""An explanation as one page that needs nothing else: no script, no font, no image from anywhere."""
+"""An explanation as one self-contained page, without external scripts, fonts or images."""
 
 from __future__ import annotations
 

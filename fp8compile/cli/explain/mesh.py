@@ -44,7 +44,7 @@ def sizes_of(text: str) -> dict[str, int]:
 
 
 def _builder(text: str) -> tuple[Callable[..., Any], int]:
-    """What TARGET names, and how many arguments it takes: the mesh, or that and a recipe."""
+    """The function that TARGET names, and its number of arguments: the mesh, or the mesh and a recipe."""
     function = found_at(text)
     if not callable(function):
         raise UserError(f"{text} is a {type(function).__name__}; with --mesh it has to be {WANTED}")
@@ -72,12 +72,12 @@ def explain_on_mesh(text: str, mesh: str, recipe: str | None, gpu: str) -> dict[
 
     Args:
         text: TARGET.
-        mesh: As `sizes_of` takes it.
+        mesh: Sizes of the mesh, as `sizes_of` takes them.
         recipe: Name of a recipe, for a TARGET that takes one.
         gpu: Key of its peaks.
 
     Returns:
-        By the name of the column.
+        An explanation for each column, by its name.
 
     Raises:
         UserError: TARGET is something else, fails, or the flags don't fit it.

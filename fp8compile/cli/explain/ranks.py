@@ -1,4 +1,4 @@
-"""`fp8compile explain --tp N`: this process as the first of N ranks, of which there are no others.
+"""`fp8compile explain --tp N`: this process as the first of N ranks; the others do not exist.
 
 A fake process group takes every message and sends none, so the plan of a model is applied, traced and run as on N
 ranks. The numbers of such a run mean nothing; what is sent, and in what each GEMM runs, does.

@@ -1,4 +1,4 @@
-"""What an explanation shows, as titled tables of plain text: one source for the terminal and for the page."""
+"""The sections of an explanation, titled tables of plain text, for the terminal and for the page."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def _sends(sent: Sends) -> Section:
 
 
 def _small(found: Explanation) -> Section:
-    """Which of the layers in FP8 the default filter leaves out on the GPU."""
+    """Names of the layers in FP8 that the default filter would leave out on the GPU."""
     rows = tuple(
         (layer.name, f"{layer.out_features} x {layer.in_features}", f"{layer.size}", f"{layer.least_gaining}")
         for layer in found.layers

@@ -76,7 +76,7 @@ def _convert(model: Any, name: str) -> None:
 
 
 def _check_writable(path: Path) -> None:
-    """Refuse a page that can't be written before minutes are spent on it."""
+    """Raise early if the page can't be written, before minutes are spent."""
     is_new = not path.exists()
     try:
         path.open("a", encoding="utf-8").close()
@@ -87,7 +87,7 @@ def _check_writable(path: Path) -> None:
 
 
 def _explained(parsed: argparse.Namespace) -> Explanation:
-    """The explanation; what the user's code prints goes to standard error, where it is not taken for ours."""
+    """Explain the model; output of the user's code goes to standard error, to keep it apart from ours."""
     from fp8compile.cli.explain.ranks import check_spread, pretended_ranks
     from fp8compile.cli.explain.target import load_target
     from fp8compile.testing.explain import explain

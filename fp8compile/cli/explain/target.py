@@ -1,4 +1,4 @@
-"""What `fp8compile explain` explains: from a name on the command line to a model and inputs for it."""
+"""Loads the target of `fp8compile explain`: a model and its inputs, from a name on the command line."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ class Target:
     """A model, and a call of it.
 
     Attributes:
-        name: As typed.
+        name: What the user typed.
         model: The model.
-        args: Of the call.
-        kwargs: Of the call.
+        args: Arguments of the call.
+        kwargs: Keyword arguments of the call.
     """
 
     name: str
@@ -41,7 +41,7 @@ class Target:
     kwargs: dict[str, Any]
 
     def try_out(self) -> None:
-        """Call the model once, so that inputs which don't fit it are told from what a compiler can't do.
+        """Call the model once, to find inputs that don't fit it before a compiler fails on them.
 
         Raises:
             UserError: The call fails.
@@ -90,7 +90,7 @@ def _attribute(module: ModuleType, place: str, name: str) -> Any:
 
 
 def found_at(text: str) -> Any:
-    """What a name on the command line names: ``package.module:name``, ``FILE.py:name`` or ``FILE.py``."""
+    """The object that a name on the command line means: ``package.module:name``, ``FILE.py:name`` or ``FILE.py``."""
     place, colon, name = text.rpartition(":")
     if not colon:
         place, name = text, ""
@@ -107,7 +107,7 @@ def found_at(text: str) -> Any:
 
 
 def _called(text: str, value: Any) -> Any:
-    """What a function returns, or an object of a class."""
+    """Call a function or a class; returns the result."""
     with running(f"{text}: calling it without arguments"):
         return value()
 
@@ -144,7 +144,7 @@ def _loaded(text: str) -> Target:
 
 
 def load_target(text: str) -> Target:
-    """Find and call what is to be explained.
+    """Find the target, and call it to get a model and inputs.
 
     Args:
         text: ``package.module:name``, ``FILE.py:name`` or ``FILE.py``.

@@ -1,4 +1,4 @@
-"""Config classes that build what another config class builds, and change it on the way.
+"""Config classes that build another config's object, and then change it.
 
 A torchtitan config builds the class that it is nested in. A subclass of a config builds the same class, so whoever
 asks for the type of a config, or for that of what it builds, sees no difference.
@@ -16,10 +16,10 @@ __all__ = ["Change", "building"]
 
 
 class Change(Protocol):
-    """What happens when a config builds. It is hashable, and ``to_dict`` is what a log of the config shows of it."""
+    """The change that is made to a built object. It is hashable; a log of the config shows its ``to_dict``."""
 
     def build(self, plain: type, config: Any, kwargs: dict[str, Any]) -> Any:
-        """Build what ``plain.build(config, **kwargs)`` builds, and change it."""
+        """Call ``plain.build(config, **kwargs)``, and change the result."""
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values."""

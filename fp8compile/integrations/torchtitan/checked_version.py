@@ -1,4 +1,4 @@
-"""Which torchtitan this is written for. Its configs change from version to version, so another one raises."""
+"""The torchtitan version that this is written for; another one raises, because its configs change."""
 
 from __future__ import annotations
 

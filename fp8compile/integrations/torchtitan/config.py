@@ -18,7 +18,7 @@ __all__ = ["convert"]
 
 @dataclass(frozen=True)
 class _Quantized:
-    """Metrics of a quantized model: torchtitan gives no share of the bf16 peak then, and asks only its own classes."""
+    """Metrics of a quantized model, without the share of the bf16 peak; torchtitan looks for its own classes only."""
 
     def build(self, plain: type, config: Any, kwargs: dict[str, Any]) -> Any:
         return plain.build(config, **{**kwargs, "has_quantization": True})
@@ -38,8 +38,8 @@ def convert(
     """The config of the same training in FP8. The one that is given stays as it is.
 
     Args:
-        config: As torchtitan's config registries return it.
-        recipe: As `fp8compile.convert` takes it.
+        config: A config as torchtitan's registries return it.
+        recipe: A recipe, or recipes by name pattern, as `fp8compile.convert` takes them.
         filter: Which layers; None leaves out what FP8 can't help.
         keep_ends: How many blocks at each end of the model stay in high precision.
         fsdp_float8_all_gather: Whether FSDP2 gathers weights as codes, for recipes that allow it; with one rank

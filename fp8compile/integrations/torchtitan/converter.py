@@ -79,7 +79,7 @@ class Float8Converter(QuantizationConverter):
         """The config of the same model in FP8; the one that is given stays as it is.
 
         Args:
-            model_config: Of a whole model.
+            model_config: Config of the whole model.
         """
         own = self.config
         return building(model_config, _Conversion(recipe=own.recipe, filter=own.filter, keep_ends=own.keep_ends))

@@ -1,4 +1,4 @@
-"""What a converted model needs while torchtitan spreads it over ranks: one function around its own.
+"""Wraps torchtitan's function that spreads a model over ranks, for a converted model.
 
 A ``parallelize_fn`` of torchtitan does this, of which only activation checkpointing is given to it as an object:
 
@@ -37,7 +37,7 @@ NO_CODES = (
 
 @dataclass(frozen=True)
 class _BeforeCompile:
-    """A policy of activation checkpointing, or None, and what is done at the same moment."""
+    """A policy of activation checkpointing, or None, with a function to run at the same moment."""
 
     policy: ActivationCheckpointing | None
     gather: bool
@@ -62,7 +62,7 @@ class CheckpointingConfig:
     gather: bool = False
 
     def build(self, **kwargs: Any) -> _BeforeCompile:
-        """What torchtitan then calls ``apply(model)`` of."""
+        """The object on which torchtitan calls ``apply(model)``."""
         policy = None if self.plain is None else self.plain.build(**kwargs)
         if isinstance(policy, SelectiveAC):
             own = policy.get_save_ops  # its config is the user's, from the command line too: only the object is ours

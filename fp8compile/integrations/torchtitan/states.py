@@ -1,4 +1,4 @@
-"""What delayed scaling remembers of each layer, as torchtitan spreads tensors over ranks."""
+"""Placement of delayed scaling's states, as torchtitan spreads tensors over ranks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _with_state(model: nn.Module) -> Iterator[Linear]:
 
 
 def declare_states(model: nn.Module) -> None:
-    """Say in each layer's sharding config where its state is, on every rank: torchtitan wants that of each buffer."""
+    """Declare each layer's state as replicated in its sharding config, which torchtitan needs for each buffer."""
     for layer in _with_state(model):
         sharding = layer._sharding_config
         if sharding is not None:
@@ -33,7 +33,7 @@ def declare_states(model: nn.Module) -> None:
 
 
 def _group(parallel_dims: ParallelDims) -> dist.ProcessGroup | None:
-    """The ranks whose amaxes are of one tensor, beside those that a DTensor's mesh has."""
+    """The ranks that share a tensor's amaxes, beside those of the DTensor's mesh."""
     if parallel_dims.spmd_backend != "spmd_types" or not parallel_dims.tp_enabled:
         mesh = parallel_dims.get_optional_mesh("loss")
         return None if mesh is None else mesh.get_group()
@@ -47,11 +47,11 @@ def _group(parallel_dims: ParallelDims) -> dist.ProcessGroup | None:
 
 
 def share_states(model: nn.Module, parallel_dims: ParallelDims) -> None:
-    """Make the amaxes of delayed scaling those of all ranks that have a part of the same tensor.
+    """Reduce amaxes of delayed scaling over all ranks that have a part of the same tensor.
 
     Args:
         model: Built, not parallelized yet.
-        parallel_dims: Of the run.
+        parallel_dims: torchtitan's parallel dims of the run.
 
     Raises:
         ValueError: Under spmd_types, with tensor and pipeline parallel at once.

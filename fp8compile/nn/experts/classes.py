@@ -42,7 +42,7 @@ __all__ = [
 
 
 class ConvertedModule(CodesInState, MadeClass):
-    """What a converted module has beside its own class. Parameters and the state dict are as they were.
+    """Base of converted modules, beside their own class. Parameters and the state dict stay.
 
     Only ``fp8compile.convert`` with ``quantized_parameters=True`` makes the weights codes and scales.
 
@@ -75,7 +75,7 @@ class ConvertedModule(CodesInState, MadeClass):
         return bool(self._quantized_parameters())
 
     def extra_repr(self) -> str:
-        """What the class shows, and the recipe: its name if it has one."""
+        """The text of the class, and the recipe, by name if it has one."""
         name = describe(self.recipe)
         own = super().extra_repr()  # type: ignore[misc]
         return f"{own}{', ' if own else ''}recipe={shown(self.recipe) if name == 'custom' else name}"
@@ -88,7 +88,7 @@ class ConvertedModule(CodesInState, MadeClass):
 
 
 class ConvertedExperts(ConvertedModule):
-    """What converted experts have beside their own class.
+    """Base of converted experts, beside their own class.
 
     Attributes:
         dispatch_options: How rows travel, where ranks have different experts.
@@ -112,7 +112,7 @@ class ConvertedExperts(ConvertedModule):
 
 
 class ConvertedLinearLike(ConvertedModule):
-    """What a converted linear by another name has beside its own class."""
+    """Base of converted linears by another name, beside their own class."""
 
     @staticmethod
     def check_takes(recipe: Recipe) -> None:
@@ -128,7 +128,7 @@ OWN_NAMES = frozenset({"recipe", "_recipe", "dispatch_options", NAME, "is_quanti
 
 
 def _multiplying(replacement: Callable[..., Any]) -> Callable[..., Any]:
-    """The method that multiplies in FP8, after a look at whether FSDP has what it was to have."""
+    """Wrap the method that multiplies in FP8; it warns first if FSDP does not manage the module as announced."""
 
     @wraps(replacement)
     def method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -151,7 +151,7 @@ def hosted_class(plain: type[nn.Module]) -> type[ConvertedModule]:
 
 @cache
 def class_by(host: Host, plain: type[nn.Module]) -> type[ConvertedModule]:
-    """A class by one host: one that was registered later makes another of the same plain class."""
+    """The converted class by one host; a host that is registered later makes another one of the same plain class."""
     base = ConvertedLinearLike if host.is_linear else ConvertedExperts
     names = {
         "__module__": __name__,
@@ -169,13 +169,13 @@ experts_class = hosted_class  # the name in modules that were pickled before the
 
 
 def _bypassed(module: nn.Module) -> str | None:
-    """The method kept on the instance that would run whatever the class becomes, or None."""
+    """The name of a method that is stored on the instance and would hide the class's, or None."""
     host = host_of(module)
     return host.method if host is not None and host.method in vars(module) else None
 
 
 def cannot_convert_hosted(module: nn.Module) -> str | None:
-    """Why a module can't be in FP8, whatever the recipe, or None."""
+    """Why a module can't be converted by any recipe, or None."""
     if is_parametrized(module):
         return "a weight is parametrized; convert first and parametrize what convert returns"
     if is_sharded_class(type(module)):
@@ -198,7 +198,7 @@ def cannot_convert_hosted(module: nn.Module) -> str | None:
 
 
 def cannot_take_experts(recipe: Recipe) -> str | None:
-    """Why no experts can be in FP8 with this recipe, or None."""
+    """Why no experts can be converted by this recipe, or None."""
     try:
         check_recipe_of_groups(recipe)
     except ValueError as error:
@@ -207,7 +207,7 @@ def cannot_take_experts(recipe: Recipe) -> str | None:
 
 
 def cannot_take_hosted(module: nn.Module, recipe: Recipe) -> str | None:
-    """Why a module that can be in FP8 can't be with this recipe, or None."""
+    """Why a module can't be converted by this recipe, or None."""
     if is_experts(module):
         return cannot_take_experts(recipe)
     try:
@@ -218,7 +218,7 @@ def cannot_take_hosted(module: nn.Module, recipe: Recipe) -> str | None:
 
 
 def cannot_revert_hosted(module: nn.Module) -> str | None:
-    """Why a converted module can't become again what it was, or None."""
+    """Why a converted module can't be reverted, or None."""
     if "_plain_class" not in vars(type(module)):
         return f"this is a {type(module).__name__}, and its own methods would be lost. Undo that."
     if module.is_quantized():

@@ -1,4 +1,4 @@
-"""Experts of transformers' DBRX: matrices of all experts below one another in 2-D parameters of a child module."""
+"""Experts of transformers' DBRX: 2-D parameters of a child module hold the matrices of all experts."""
 
 from __future__ import annotations
 

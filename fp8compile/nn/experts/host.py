@@ -1,4 +1,4 @@
-"""What is known of a library's way to write a module that multiplies: experts, or a linear by another name."""
+"""Host: how a library writes a module that multiplies, such as experts or a linear by another name."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ class Host:
     """A way to write a module that multiplies by parameters of its own.
 
     Attributes:
-        takes: Whether a class is written in this way. It looks at the class only, and imports nothing.
+        takes: Returns whether a class is written in this way. It looks at the class only, and imports nothing.
         method: The name of the method that multiplies.
         replacement: That method in FP8. It finds the recipe in ``self.recipe``.
         is_transposed: Whether a module keeps its matrices as (in_features, out_features).
-        layout: What a module multiplies by, where that is not its own 3-D parameters, (experts, matrix).
-        is_linear: Whether it is one linear layer by another name, and no experts.
+        layout: Returns what a module multiplies by, if that is not its own 3-D parameters.
+        is_linear: Whether it is one linear layer by another name, and not experts.
     """
 
     takes: Callable[[type[nn.Module]], bool]
@@ -49,7 +49,7 @@ class Host:
 
 
 def stacks(module: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters of a module that are stacks of matrices, by name; of a parametrized one, its original."""
+    """The parameters of a module that are stacks of matrices, by name; the original of a parametrized one."""
     own = dict(module.named_parameters(recurse=False))
     for name, computed in getattr(module, "parametrizations", {}).items():
         own.update((name, original) for original in computed.parameters(recurse=False))
@@ -64,5 +64,5 @@ def code_of(cls: type[nn.Module]) -> tuple[str, str]:
 
 
 def inherits(cls: type[nn.Module], base: type[nn.Module], method: str) -> bool:
-    """Whether a class is another one or has inherited this method of it."""
+    """Whether a class is another one, or inherited this method from it."""
     return issubclass(cls, base) and getattr(cls, method, None) is getattr(base, method)

@@ -1,4 +1,4 @@
-"""Which modules of other libraries convert knows, and what matrices they have."""
+"""The hosts that convert knows, and the matrices of their modules."""
 
 from __future__ import annotations
 
@@ -34,18 +34,18 @@ HOSTS = [ROUTED, DENSE, DBRX, SIZED, METHOD, CONV1D]
 
 @cache
 def host_of_class(plain: type[nn.Module]) -> Host | None:
-    """In whose way a class is written; None if convert knows of none."""
+    """The host of a class; None if convert knows none."""
     return next((host for host in HOSTS if host.takes(plain)), None)
 
 
 def add_host(host: Host) -> None:
-    """Let convert know another way to write modules; it is asked before those that are known."""
+    """Add a host; it is asked before those that convert knows."""
     HOSTS.insert(0, host)
     host_of_class.cache_clear()
 
 
 def host_of(module: nn.Module) -> Host | None:
-    """In whose way a module is written; of a converted one, by which it was converted, whatever came later."""
+    """The host of a module; for a converted module, the host by which it was converted."""
     return getattr(type(module), "_host", None) or host_of_class(type(module))
 
 
@@ -67,7 +67,7 @@ def _host(module: nn.Module) -> Host:
 
 
 def holds_no_stacks(module: nn.Module) -> str | None:
-    """Why the weights of experts can be no codes outside of a product, for FSDP or as parameters; or None."""
+    """Why the weights of experts can't be kept or gathered as codes, outside of a product; None if they can."""
     host = host_of(module)
     if host is None or host.layout is None or host.is_linear:
         return None
@@ -81,12 +81,12 @@ def is_transposed(module: nn.Module) -> bool:
 
 
 def as_it_lies(module: nn.Module, quantizer: Quantizer) -> Quantizer:
-    """The quantizer of a module's matrices in the order that memory has: transposed where the module keeps them so."""
+    """The quantizer of a module's matrices as memory has them: transposed if the module keeps them transposed."""
     return quantizer.transposed() if is_transposed(module) else quantizer
 
 
 def layout_of(module: nn.Module) -> Layout:
-    """What a module that `is_hosted` multiplies by."""
+    """The matrices by which a hosted module multiplies."""
     host = _host(module)
     if host.layout is not None:
         return host.layout(module)
@@ -97,7 +97,7 @@ def layout_of(module: nn.Module) -> Layout:
 
 
 def num_experts(module: nn.Module) -> int:
-    """How many experts a module has."""
+    """Number of a module's experts."""
     return layout_of(module).num_experts
 
 

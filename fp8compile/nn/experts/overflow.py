@@ -1,4 +1,4 @@
-"""How many rows did not fit into the messages of a module of experts, on this rank so far.
+"""Counters of the rows that did not fit into the messages of a module of experts, on this rank so far.
 
 The counter is no buffer: DistributedDataParallel would send one rank's to all, ``to_empty`` would leave in it what
 memory held. It is a tensor of the module beside them, on the device of its parameters.
@@ -32,7 +32,7 @@ def start_counting(module: nn.Module) -> None:
 
 
 def place_counter(module: nn.Module) -> None:
-    """Let the counter of a module, if it has one, follow its parameters; a device with no memory has counted none."""
+    """Move a module's counter, if it has one, to the device of its parameters; it is 0 after the meta device."""
     counter = counter_of(module)
     if counter is None or counter.device == _device(module):
         return

@@ -1,4 +1,4 @@
-"""Experts that are spread over ranks: which ranks, as the placements of their parameters say."""
+"""Experts that are spread over ranks; the placements of their parameters say which ranks."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class DispatchOptions:
 
 
 def check_mesh(function: str, experts: int, mesh: DeviceMesh) -> None:
-    """Raise a ValueError, in the function's name, unless each rank of the mesh can have as many experts."""
+    """Raise a ValueError, in the function's name, unless each rank of the mesh can have the same number of experts."""
     if mesh.ndim != 1:
         raise ValueError(
             f"{function}: the mesh has {mesh.ndim} dims, {mesh.mesh_dim_names}; take the one over which experts "
@@ -85,7 +85,7 @@ def is_spread(module: nn.Module) -> bool:
 
 
 def group_of_experts(stack: Tensor | UngatheredStack) -> ProcessGroup | None:
-    """The ranks over which experts are spread, or None: each rank has all of them.
+    """The ranks over which experts are spread; None if each rank has all of them.
 
     Args:
         stack: A parameter (experts, ...), as its module sees it in a forward.
@@ -103,7 +103,7 @@ def group_of_experts(stack: Tensor | UngatheredStack) -> ProcessGroup | None:
 
 
 def local_stack(module: nn.Module, name: str) -> Tensor | UngatheredStack:
-    """What this rank has of a parameter of experts, or gathers for a product."""
+    """This rank's part of a parameter of experts, or the stack that it gathers for a product."""
     stack = getattr(module, name)
     if isinstance(stack, UngatheredStack):
         return stack.to_local()

@@ -1,4 +1,4 @@
-"""How other libraries tell convert of their modules: experts that are held as they like, linears by another name."""
+"""Registration of other libraries' modules with convert: experts, and linears by another name."""
 
 from __future__ import annotations
 

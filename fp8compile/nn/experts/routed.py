@@ -63,7 +63,7 @@ def _check_given(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, to
 
 
 def _rows(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> SortedRows:
-    """Rows of all tokens or of this rank's share; what is found wrong here, no rank has sent yet."""
+    """Rows of all tokens or of this rank's share. Errors are found here, before any rank sends."""
     given = hidden_states, top_k_index, top_k_weights
     _check_given(self, *given)
     if (mesh := self.dispatch_options.same_tokens) is not None:
@@ -72,7 +72,7 @@ def _rows(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_wei
 
 
 def _products(self: nn.Module, x: Tensor, offsets: Tensor) -> Tensor:
-    """What experts make of their rows."""
+    """The results of experts for their rows."""
     has_gate, has_norm = getattr(self, "has_gate", True), getattr(self, "has_post_expert_norm", False)  # not in 5.0
     inner = _project(self, x, offsets, "gate_up_proj" if has_gate else "up_proj")
     inner = self._apply_gate(inner) if has_gate else self.act_fn(inner)
@@ -81,7 +81,7 @@ def _products(self: nn.Module, x: Tensor, offsets: Tensor) -> Tensor:
 
 
 def _on_ranks(self: nn.Module, rows: SortedRows | None, error: Exception | None, group: ProcessGroup) -> Tensor:
-    """The sums, of rows that go to the ranks of their experts and come back."""
+    """The weighted sums, by way of the ranks of the experts: rows go there and come back."""
     experts, capacity = self.down_proj.shape[0], self.dispatch_options.capacity
     if error is None:
         counts = sizes_of_groups(rows.offsets)
@@ -98,7 +98,7 @@ def _on_ranks(self: nn.Module, rows: SortedRows | None, error: Exception | None,
 
 
 def _forward(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """The experts' results for all tokens, or where other ranks have the same tokens, for a share and then for all.
+    """The experts' results for all tokens; if ranks have the same tokens, each computes a share and all get all.
 
     Args:
         self: The module.

@@ -1,4 +1,4 @@
-"""Routers: what scores the experts for each token. They stay in high precision, as they cost next to nothing.
+"""Routers, which score the experts for each token; they cost next to nothing, and stay in high precision.
 
 No class says that it is a router. It stands beside its experts, or beside the module that they are a part of, and all
 its matrices have as many rows as there are experts, on all ranks:
@@ -24,7 +24,7 @@ def _matrices(module: nn.Module) -> list[nn.Parameter]:
 
 
 def _counts(experts: nn.Module, beside: nn.Module) -> set[int]:
-    """How many experts there are: those that this module has, or as many for each rank as one of the two says."""
+    """The numbers of experts that a router may score: those of this module, or those of all ranks together."""
     own = num_experts(experts)
     said = {getattr(each, "num_experts", None) for each in (experts, *beside.modules())}
     return {own} | {count for count in said if type(count) is int and count % max(own, 1) == 0}
@@ -42,7 +42,7 @@ def _beside(module: nn.Module, parent: nn.Module) -> list[nn.Module]:
 
 
 def _routers_of(experts: nn.Module, parents: dict[nn.Module, list[nn.Module]]) -> set[nn.Module]:
-    """Climbs from the experts to where another module has matrices too, which a wrapper hasn't."""
+    """Climb from the experts to the first parent with another child that has matrices; wrappers have none."""
     below, level = {experts}, 0
     while below and level < LEVELS:
         above = [(module, parent) for module in below for parent in parents.get(module, ())]

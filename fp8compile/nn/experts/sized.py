@@ -1,4 +1,4 @@
-"""Experts of transformers' JetMoE: one product a module, of rows that are sorted by expert, and how many each gets."""
+"""Experts of transformers' JetMoE: one product a module, of rows sorted by expert with the size of each group."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tokens as rows that are sorted by expert, and the weighted sum of what experts make of them."""
+"""Tokens as rows that are sorted by expert, and the weighted sum of the experts' results."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class SortedRows(NamedTuple):
 
 
 def _check_index(index: Tensor, num_experts: int) -> None:
-    """Raise unless each index is an expert's, or the one behind the last: of an expert that is elsewhere."""
+    """Raise unless each index is that of an expert, or the number of experts, which means an expert elsewhere."""
     is_right = ((index >= 0) & (index <= num_experts)).all()
     rule = f"an index is 0 to {num_experts - 1}, or {num_experts} for an expert of another rank"
     if index.device.type != "cpu":

@@ -1,4 +1,4 @@
-"""Tokens that several ranks have in common, as tensor parallel ranks do: each sends its share of them to the experts.
+"""Tokens that several ranks share, such as tensor parallel ranks: each sends its share of them to the experts.
 
     all tokens --own_share--> (tokens / R, ...) --experts, wherever they are--> --all_shares--> all tokens, everywhere
 
@@ -34,7 +34,7 @@ def own_share(tensor: Tensor, mesh: DeviceMesh) -> Tensor:
 
 
 def all_shares(local: Tensor, mesh: DeviceMesh, tokens: int) -> Tensor:
-    """The whole tensor, on each rank, of the rows that each has.
+    """Gather the rows of all ranks to the whole tensor, on each rank.
 
     Args:
         local: (about tokens / R, features), as `own_share` cut them.

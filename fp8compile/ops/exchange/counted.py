@@ -1,8 +1,8 @@
-"""fp8compile::counted: a counter and what comes to it, unless a backward repeats the forward that counted it already.
+"""fp8compile::counted: adds to a counter, except in a forward that activation checkpointing repeats.
 
-Activation checkpointing runs a forward twice, the second time in a backward, whether it is compiled or not. What is
-counted in a forward is counted once: this op looks, while it runs, whether it does so in a backward. Where the
-checkpoint is inside of a graph, the counter is written by the forward alone.
+Activation checkpointing runs a forward twice, the second time in a backward, whether it is compiled or not. When this
+op runs in a backward, it leaves the counter as it is. If the checkpoint is inside of a graph, only the forward writes
+the counter.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ OUTPUT, GRAD_INPUT, _ = GEMMS
 
 
 def _sent(rows: Tensor, sizes: Tensor | None, back: bool, length: int | None, ranks: int, group: str) -> Tensor:
-    """What comes for what goes, from one rank after the other."""
+    """Exchange rows; returns what came, in the order of ranks."""
     if sizes is not None:
         return exchange_rows(rows, sizes, back, length, group)
     return all_to_all(rows, None, None, group) if ranks > 1 else rows
@@ -128,7 +128,7 @@ def _combine_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 
 
 def _samples() -> Iterator[tuple]:
-    """One rank's; more need processes (tests/parallel/test_expert_parallel.py)."""
+    """Samples for one rank; more ranks need processes (tests/parallel/test_expert_parallel.py)."""
     rows = torch.randn(12, 24, generator=torch.Generator().manual_seed(0)).bfloat16()
     counts = torch.tensor([[5, 0, 7]])
     for index, recipe in enumerate(samples.recipes()):
@@ -169,13 +169,13 @@ combine = register_op(
 
 
 def traveling(rows: Tensor, length: int | None, slot: str, recipe: Recipe) -> tuple[torch.dtype, int]:
-    """What `dispatch` sends: its dtype, and how many elements of it.
+    """Dtype of what `dispatch` sends, and its number of elements.
 
     Args:
-        rows: Those that are given.
-        length: With a capacity, how many places messages have; else None.
-        slot: What the rows are for the layer that reads them.
-        recipe: That of the layer.
+        rows: The rows that are sent.
+        length: Number of places in messages if there is a capacity; else None.
+        slot: Slot of the recipe by which the layer reads the rows.
+        recipe: Recipe of the layer.
     """
     quantizer, features = sent_as(recipe, slot), rows.shape[1]
     count = rows.shape[0] if length is None else length

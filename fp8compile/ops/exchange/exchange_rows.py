@@ -1,7 +1,7 @@
-"""fp8compile::exchange_rows: each rank gets the rows that the others have for it, as many as there are.
+"""fp8compile::exchange_rows: each rank gets the rows that the others have for it.
 
-How many rows go where is data, and a message of a known size is sent for each pair of ranks: the host has to know the
-numbers, so they are given in its memory. How many rows come is a symbol of the graph that no guard depends on.
+The numbers of rows are data, and the host needs them to send messages of the right sizes, so they are given in its
+memory. The number of rows that arrive is a symbol of the graph, and no guard depends on it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def _fake(rows: Tensor, sizes: Tensor, back: bool, length: int | None, group: st
 
 
 def _samples() -> Iterator[tuple]:
-    """One rank's; more need processes (tests/parallel/test_expert_parallel.py)."""
+    """Samples for one rank; more ranks need processes (tests/parallel/test_expert_parallel.py)."""
     rows = torch.arange(24, dtype=torch.uint8).view(6, 4)
     yield rows[::2, :3], torch.tensor([[2], [3]]), THERE, 3, ""
     for count in (6, 4, 0):

@@ -27,30 +27,30 @@ __all__ = ["Moves", "fitting", "take"]
 
 
 def fitting(counts: Tensor, capacity: int) -> Tensor:
-    """How many rows of each expert fit, (R, E) int64: those of a rank's first experts before those of its last.
+    """Number of rows of each expert that fit, (R, E) int64; the first experts of a rank come first.
 
     Args:
-        counts: (R, E), int64: rows of each expert.
-        capacity: How many rows fit for each of the R ranks.
+        counts: Number of rows of each expert, (R, E) int64.
+        capacity: Number of rows that fit for each of the R ranks.
     """
     ends = counts.cumsum(1).clamp(max=capacity)
     return torch.diff(ends, dim=1, prepend=ends.new_zeros((ends.shape[0], 1)))
 
 
 def _starts(sizes: Tensor) -> Tensor:
-    """Where each part begins if parts lie one behind the other, in the order of the flattened tensor."""
+    """Offset of each part if parts lie one behind the other, in the order of the flattened tensor."""
     flat = sizes.flatten()
     return (flat.cumsum(0) - flat).view(sizes.shape)
 
 
 def _sources(length: int, to: Tensor, at: Tensor, sizes: Tensor) -> Tensor:
-    """Which row each of ``length`` places takes, (length,) int64; -1 for a place that stays empty.
+    """Index of the row that each place takes, (length,) int64; -1 for a place that stays empty.
 
     Args:
-        length: How many places there are.
-        to: Where each part is put, (parts,), not falling.
-        at: Where each part lies now, (parts,).
-        sizes: How many rows each part has, (parts,).
+        length: Number of places.
+        to: Offset at which each part is put, (parts,), not decreasing.
+        at: Offset of each part now, (parts,).
+        sizes: Number of rows in each part, (parts,).
     """
     place = torch.arange(length, device=to.device)
     part = (torch.searchsorted(to.contiguous(), place, right=True) - 1).clamp(min=0)
@@ -59,7 +59,7 @@ def _sources(length: int, to: Tensor, at: Tensor, sizes: Tensor) -> Tensor:
 
 
 def take(rows: Tensor, sources: Tensor) -> Tensor:
-    """The rows at these places; zeros where a place is -1."""
+    """Take rows by index; an index of -1 gives zeros."""
     if guard_or_false(rows.shape[0] == 0):
         return rows.new_zeros((sources.shape[0], *rows.shape[1:]))
     return torch.where((sources >= 0).unsqueeze(1), rows[sources.clamp(min=0)], 0)
@@ -70,9 +70,9 @@ class Moves:
     """The four ways between rows, slots, buffer and grouped rows.
 
     Attributes:
-        sent: (R, E), int64: rows that this rank has for each expert of each rank.
-        received: (R, E), int64: rows that each rank has for each expert of this one.
-        capacity: Places for each rank's part; None where parts lie one behind the other.
+        sent: Number of rows that this rank has for each expert of each rank, (R, E) int64.
+        received: Number of rows that each rank has for each expert of this rank, (R, E) int64.
+        capacity: Number of places for each rank's part; None if parts lie one behind the other.
     """
 
     sent: Tensor
@@ -83,7 +83,7 @@ class Moves:
         return counts if self.capacity is None else fitting(counts, self.capacity)
 
     def _parts(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Where rows for each rank begin, where their slots begin, and how many go there, (R,) each."""
+        """For each rank: offset of its rows, offset of its slots, and number of rows that go there, (R,) each."""
         sizes, rows = self._fitting(self.sent).sum(1), self.sent.sum(1)
         begins = _starts(rows)
         if self.capacity is None:
@@ -91,7 +91,7 @@ class Moves:
         return begins, torch.arange(sizes.shape[0], device=sizes.device) * self.capacity, sizes
 
     def _pieces(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Where rows of each expert from each rank lie in the buffer and among grouped rows, and how many, (R, E)."""
+        """For each rank and expert: offset in the buffer, offset among grouped rows, number of rows; (R, E) each."""
         sizes = self._fitting(self.received)
         buffer = _starts(sizes)
         if self.capacity is not None:
@@ -100,21 +100,21 @@ class Moves:
         return buffer, _starts(sizes.t()).t(), sizes
 
     def rows_of_slots(self, length: int) -> Tensor:
-        """Which row each slot takes, of ``length`` slots."""
+        """Index of the row in each of ``length`` slots."""
         rows, slots, sizes = self._parts()
         return _sources(length, slots, rows, sizes)
 
     def slots_of_rows(self, length: int) -> Tensor:
-        """Which slot each row came from, of ``length`` rows."""
+        """Index of the slot of each of ``length`` rows."""
         rows, slots, sizes = self._parts()
         return _sources(length, rows, slots, sizes)
 
     def buffer_of_grouped(self, length: int) -> Tensor:
-        """Which place of the buffer each grouped row takes, of ``length``."""
+        """Index in the buffer of each of ``length`` grouped rows."""
         buffer, grouped, sizes = (each.t().flatten() for each in self._pieces())
         return _sources(length, grouped, buffer, sizes)
 
     def grouped_of_buffer(self, length: int) -> Tensor:
-        """Which grouped row each place of the buffer came from, of ``length``."""
+        """Index of the grouped row at each of ``length`` places of the buffer."""
         buffer, grouped, sizes = (each.flatten() for each in self._pieces())
         return _sources(length, buffer, grouped, sizes)

@@ -31,7 +31,7 @@ def sent_as(recipe: Recipe, slot: str) -> Quantizer | None:
     """The quantizer of rows that travel as codes; None for rows that travel as they are.
 
     Args:
-        recipe: That of the products which read the rows.
+        recipe: Recipe of the products that read the rows.
         slot: ``"input"`` or ``"grad_output"``.
     """
     (slots,) = (each for each in TENSORS.values() if slot in each)
@@ -42,7 +42,7 @@ def sent_as(recipe: Recipe, slot: str) -> Quantizer | None:
 
 
 def wire_width(features: int, quantizer: Quantizer) -> int:
-    """Bytes of a row on its way: those of its codes and its scales."""
+    """Bytes of a row in a message: its codes and its scales."""
     of_rows = by_row(quantizer)
     scales = of_rows.scale_shape((1, features))[1] * of_rows.scale_dtype().itemsize
     return of_rows.codes_shape((1, features))[1] + scales
@@ -56,7 +56,7 @@ def packed(rows: Tensor, counts: Tensor, quantizer: Quantizer, group: str, phase
         counts: (R, E), int64: rows of each expert of each rank.
         quantizer: Blocks within a row, or tensorwise.
         group: The ranks.
-        phase: Who takes the steps.
+        phase: In which code the steps run.
     """
     steps = STEPS[phase]
     if quantizer.block[0] == 1:
@@ -86,8 +86,8 @@ def unpacked(wire: Tensor, features: int, quantizer: Quantizer, dtype: torch.dty
 def _seen_as(x: Tensor, dtype: torch.dtype) -> Tensor:
     """The bytes of rows as another dtype, copied.
 
-    A copy, as a slice of a row may begin anywhere. In one dim, as only a last dim without gaps has such a view:
-    `contiguous` keeps odd strides of a single row, and Inductor (2.11) chooses strides of its own for a column.
+    It copies, because a slice of a row may begin at any byte. It flattens first, because only a last dim without gaps
+    can be viewed so: `contiguous` keeps odd strides of a single row, and Inductor (2.11) chooses its own for a column.
     """
     shape = x.shape[0], x.shape[1] * x.dtype.itemsize // dtype.itemsize
     if guard_or_false(x.shape[0] == 0):  # of which Inductor (2.11) has no such view

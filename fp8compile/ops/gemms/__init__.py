@@ -1,4 +1,4 @@
-"""The GEMMs, a value each: which codes it takes, where it runs, how it multiplies. `table` has them in their order.
+"""The GEMMs, a file each: which codes one takes, where it runs, how it multiplies. `table` has their order.
 
     tensorwise   torch._scaled_mm with two numbers                          GPUs from compute capability 8.9
     rowwise      torch._scaled_mm with a scale a row and a column           GPUs from 9.0 (bf16 out); CPU, for both

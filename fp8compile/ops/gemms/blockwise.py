@@ -30,7 +30,7 @@ def _lacks(problem: GemmProblem) -> str | None:
 
 
 def _block_scales(operand: Quantized, rows: int) -> Tensor:
-    """Scales of blocks along the sum, as Hopper's GEMM wants them."""
+    """Scales of blocks along the sum, in the layout of Hopper's GEMM."""
     values = operand.scale_values()
     if operand.quantizer.block[0] == BLOCK:
         return rows_of_fours(values)

@@ -1,7 +1,7 @@
-"""What the GEMMs of `torch._scaled_mm` have in common: float8 codes, tensor cores, padding, and the call.
+"""What the GEMMs of `torch._scaled_mm` share: float8 codes, tensor cores, padding, and the call.
 
-A GPU wants rows of codes in multiples of 16 bytes, a row-major left and a column-major right operand. Zeros are
-appended where sizes are others, and what they make is cut off the product.
+A GPU wants rows of codes in multiples of 16 bytes, a row-major left and a column-major right operand. Other sizes are
+padded with zeros, and the product is cut to its size.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ ASK = "Take a recipe that this GPU has, or ask for emulation in float64 (emulate
 
 
 def float8_kind(a: Quantizer, b: Quantizer) -> str | None:
-    """How a product of float8 codes undoes its scales, as `gemm_kind` says; None where the codes are no float8."""
+    """How a product of float8 codes undoes its scales, as `gemm_kind` returns it; None if codes are not float8."""
     is_float8 = a.gemm_format() is not None and b.gemm_format() is not None
     return gemm_kind(a.block, b.block) if is_float8 else None
 
 
 def lacks_nvidia(problem: GemmProblem) -> str | None:
-    """Why a device is no NVIDIA GPU; None if it is. Those of AMD have capabilities that look like NVIDIA's."""
+    """Why a device is no NVIDIA GPU, or None if it is one. AMD's GPUs report capabilities that look like NVIDIA's."""
     target = problem.target
     if target.type != "cuda":
         return f"has no FP8 GEMM on device {target.type!r}; it runs on 'cuda' and 'cpu'."
@@ -45,7 +45,7 @@ def lacks_nvidia(problem: GemmProblem) -> str | None:
 
 
 def lacks_tensor_cores(problem: GemmProblem) -> str | None:
-    """Why a device has no tensor cores for float8 codes of these formats; None if it has."""
+    """Why a device has no tensor cores for float8 codes of these formats; None if it has them."""
     target, formats = problem.target, (problem.a.gemm_format(), problem.b.gemm_format())
     if (lacking := lacks_nvidia(problem)) is not None:
         return lacking
@@ -60,7 +60,7 @@ def lacks_tensor_cores(problem: GemmProblem) -> str | None:
 
 
 def padded(x: Tensor, rows: int, columns: int, *, value: float = 0.0) -> Tensor:
-    """A matrix with this many more rows and columns; itself where both are known to be 0."""
+    """Pad a matrix by so many rows and columns; returns the matrix itself if both are known to be 0."""
     if _compat.statically_equal((rows, columns), (0, 0)):
         return x
     return pad(x, (0, columns, 0, rows), value=value)
@@ -97,10 +97,10 @@ def scaled_mm(
     Args:
         a: (m, k), float8 codes.
         b: (k, n), float8 codes.
-        out_dtype: Of the product.
-        scales: From the operands and the padded m and n, the scales of a product of these sizes, in its layout.
-        rows_to: What m is padded to a multiple of: more than 1 where each row has scales of its own.
-        sum_to: What k is padded to a multiple of.
+        out_dtype: Dtype of the product.
+        scales: Function of the operands and the padded m and n; returns the scales in the GEMM's layout.
+        rows_to: Number to whose multiple m is padded; more than 1 if each row has scales of its own.
+        sum_to: Number to whose multiple k is padded.
         fast_accumulation: Whether partial sums may stay in the tensor core's fewer bits.
 
     Returns:

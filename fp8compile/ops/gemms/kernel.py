@@ -41,14 +41,14 @@ class GemmKernel:
     Attributes:
         name: What `select_gemm` and reports call it.
         detail: How it runs, in the words of ``fp8compile doctor``.
-        takes: ``(a, b) -> bool``, of the two quantizers: whether it reads their codes and scales, on whatever device.
-        lacks: ``(problem) -> str | None``, asked where it takes the operands: None where it runs. Otherwise the
-            reason, as the rest of a sentence about the operands, and what to do.
+        takes: ``(a, b) -> bool`` of the two quantizers: whether it reads their codes and scales, on any device.
+        lacks: ``(problem) -> str | None``, asked if it takes the operands. It returns None if the device can run it;
+            otherwise the reason, as the rest of a sentence about the operands, and what to do.
         multiply: ``(a, b, out_dtype, config) -> Tensor``: the product of two operands (m, k) and (k, n) without an
             empty side, in ``out_dtype``, contiguous. Plain PyTorch: eager mode runs it and Inductor traces it.
         calls: Names of the PyTorch operators that multiply, by which reports find it in generated code and profiles.
-        rounds_in_call: Whether the operator itself gives ``out_dtype``. If it does not, compiled code stores the last
-            rounding explicitly, for Inductor drops that of a value which it fuses with what follows.
+        rounds_in_call: Whether the operator itself rounds to ``out_dtype``. If not, compiled code rounds explicitly,
+            because Inductor drops the rounding of a value that it fuses with its reader.
     """
 
     name: str

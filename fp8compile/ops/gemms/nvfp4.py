@@ -34,7 +34,7 @@ def _lacks(problem: GemmProblem) -> str | None:
 
 
 def _rows_of_pairs(operand: Quantized, rows_to: int) -> Tensor:
-    """Codes (rows, sum / 2), two of a row a byte, both sides padded with zeros as the GEMM wants them."""
+    """Codes (rows, sum / 2), two of a row in a byte, padded with zeros to the sizes that the GEMM takes."""
     quantizer = operand.quantizer
     codes, per_byte = operand.codes, 2 if quantizer.packed == "rows" else 1
     if quantizer.packed == "columns":

@@ -1,4 +1,4 @@
-"""A GEMM of another package: what is checked of it when it is registered, and of what it answers when it is asked."""
+"""Checks of another package's GEMM: of its parts when it is registered, and of each answer that it gives."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def _lacking(name: str, lacks: Callable, problem: GemmProblem) -> str | None:
 
 
 def _is_contiguous(x: Tensor) -> bool:
-    """Whether that is so, as far as numbers tell: of sizes that are symbols nothing is asked."""
+    """Whether a tensor is contiguous, if its sizes are numbers; True if they are symbols."""
     return not all(type(size) is int for size in (*x.shape, *x.stride())) or x.is_contiguous()
 
 
@@ -124,7 +124,7 @@ def _product(
 def _check_parts(
     function: str, name: str, taken: Container[str], functions: dict[str, Any], detail: str, calls: tuple[str, ...]
 ) -> None:
-    """Check what both kinds of GEMMs are made of, and put the sources into the keys of compile caches."""
+    """Check the parts that both kinds of GEMMs have, and put their sources into the keys of compile caches."""
     _check_name(function, name, taken)
     for argument, given in functions.items():
         _check_function(function, name, argument, given)

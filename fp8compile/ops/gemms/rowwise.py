@@ -1,7 +1,7 @@
 """The rowwise GEMM: `torch._scaled_mm` with a scale for each row of a and each column of b.
 
-A CPU gets a tensorwise scale as one a row: for e4m3 by e4m3 with two numbers oneDNN has a reference loop only, much
-slower and with the same bits (`benchmarks/cpu_gemm.py`). Before PyTorch 2.13 that loop is all there is, so the CPU
+On a CPU a tensorwise scale is repeated for each row: with one scale, oneDNN multiplies e4m3 by e4m3 in a reference
+loop, much slower and with the same bits (`benchmarks/cpu_gemm.py`). PyTorch before 2.13 has only that loop, so the CPU
 emulates.
 """
 
@@ -34,7 +34,7 @@ def _lacks(problem: GemmProblem) -> str | None:
 
 
 def _row_scales(operand: Quantized, rows: int) -> Tensor:
-    """A scale a row, (rows, 1), from one for all or one each; rows beyond the operand's have 1."""
+    """A scale for each row, (rows, 1), from one scale or a scale for each; padded rows get 1."""
     m, scale = operand.codes.shape[0], operand.scale_values()
     if not _compat.statically_equal(scale.stride(), (1, 1)):
         scale = scale.reshape(-1).unsqueeze(1)  # a (1, m) scale that was turned, whose strides would not do

@@ -58,7 +58,7 @@ def first_running(
         function: In whose name errors are.
         problem: The product.
         tiers: The GEMMs, of `GemmKernel` or `GroupedGemm`, in the order in which they are asked.
-        registered: Names of those of other packages. Which of two to take in one tier is not for us to say.
+        registered: Names of other packages' GEMMs. If two of them take the operands, it raises.
 
     Raises:
         RuntimeError: None runs; the text is the reason of the first one that takes the operands. Or two packages have
@@ -80,7 +80,7 @@ def gemm_for(problem: GemmProblem) -> GemmKernel:
     """The first GEMM of the table that takes the operands and runs on the target.
 
     Args:
-        problem: Whose blocks some sum can undo.
+        problem: The product; some GEMM can undo its blocks.
 
     Raises:
         RuntimeError: None does; the text is the reason of the first one that takes the operands. Or two packages have

@@ -1,7 +1,7 @@
-"""fp8compile::checked_offsets: ends of groups as they are, or an error where they can't be ends of groups.
+"""fp8compile::checked_offsets: returns the ends of groups unchanged, or raises if they can't be ends of groups.
 
-Sizes of groups are data, which a graph doesn't look at. This op does: what reads its result waits for the check. A CPU
-raises; a GPU stops by an assertion on the device, without the host waiting for it.
+Sizes of groups are data, which a graph doesn't look at. This op checks them, and readers of its result wait for that.
+A CPU raises; a GPU stops by an assertion on the device, and the host does not wait.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""fp8compile::group_cast: transposed codes of tokens by the multipliers of their groups, at padded columns.
+"""fp8compile::group_cast: casts tokens by the multipliers of their groups, to transposed codes at padded columns.
 
 `fp8compile.ops.groups.layout` says where the columns of a group are; zeros lie between. On a GPU this op is one Triton
 kernel; on a CPU, and as the reference, it is the quantizer's own cast of each group's rows.

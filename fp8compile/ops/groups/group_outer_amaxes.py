@@ -1,7 +1,7 @@
 """fp8compile::group_outer_amaxes: the amax of each group's tokens, as they are and as they are transformed.
 
 Codes of two levels wait for the amax of their whole group, so tokens are read twice: this is the first read, for codes
-along rows and for those along tokens. On a GPU it is one Triton kernel, that in a graph computes the tokens too.
+along rows and along tokens. On a GPU it is one Triton kernel; in a graph that kernel computes the tokens too.
 """
 
 from __future__ import annotations
@@ -29,28 +29,28 @@ DIRECTIONS = ("both", "rows", "tokens")
 
 
 def rows_of_two_levels(quantizer: Quantizer | None) -> bool:
-    """Whether the kernel makes its codes along rows."""
+    """Whether the kernel serves a quantizer along rows."""
     return type(quantizer) is TwoLevelScaling and quantizer.block == (1, GROUP) and not quantizer.hadamard
 
 
 def tokens_of_two_levels(quantizer: Quantizer | None) -> bool:
-    """Whether the kernel makes its codes along tokens."""
+    """Whether the kernel serves a quantizer along tokens."""
     return type(quantizer) is TwoLevelScaling and quantizer.block == (GROUP, 1)
 
 
 def is_two_level_pair(rows: Quantizer | None, columns: Quantizer | None) -> bool:
-    """Whether the kernel makes codes of both at once: by one rule of scales."""
+    """Whether the kernel serves both quantizers at once, because they have one rule of scales."""
     return rows_of_two_levels(rows) and tokens_of_two_levels(columns) and rows.scale == columns.scale
 
 
 def check_directions(op: str, rows: Quantizer, columns: Quantizer, directions: str) -> None:
-    """Raise a ValueError unless the kernels make codes of these in these directions.
+    """Raise a ValueError unless the kernels serve these quantizers in these directions.
 
     Args:
-        op: Its name.
-        rows: Given to it.
-        columns: Likewise.
-        directions: Likewise.
+        op: Name of the op, for the error.
+        rows: Its quantizer along rows.
+        columns: Its quantizer along columns.
+        directions: ``"both"``, ``"rows"`` or ``"tokens"``.
     """
     allowed = {
         "both": is_two_level_pair(rows, columns),
@@ -84,7 +84,7 @@ def _wanted(rows: Quantizer, columns: Quantizer, directions: str) -> tuple[Quant
 
 
 def _kernel(x: Tensor, offsets: Tensor, rows: Quantizer, columns: Quantizer, directions: str) -> Tensor:
-    """Outer amaxes along rows, then along tokens, (2, E) float32; zeros of a direction that is left out.
+    """Outer amaxes along rows, then along tokens, (2, E) float32; zeros for a direction that is left out.
 
     Args:
         x: (R, K), sorted by group; rows behind the last group are in no amax.
@@ -106,7 +106,7 @@ def _kernel(x: Tensor, offsets: Tensor, rows: Quantizer, columns: Quantizer, dir
 
 
 def two_level_samples() -> Iterator[tuple]:
-    """Arguments of the op, for tests of it and of that which makes codes."""
+    """Samples of this op, and of the op that makes the codes."""
     noisy = {"rounding": "stochastic", "seed": 3}
     line, pillar = TwoLevelScaling(**noisy), TwoLevelScaling(block=(GROUP, 1), packed="columns")
     for number, (x, offsets) in enumerate(tokens()):

@@ -1,7 +1,7 @@
 """fp8compile::group_quantize_both: codes and scales of tokens along rows and along the tokens of each group.
 
-It is to `group_quantize` what `fp8compile.ops.quantize_both` is to a cast: a gradient of groups is multiplied along
-its rows for grad_input and along its tokens for grad_weight. On a GPU this op is one Triton kernel that reads the
+It is `fp8compile.ops.quantize_both` for groups: a gradient is multiplied along its rows for grad_input and along its
+tokens for grad_weight. On a GPU this op is one Triton kernel that reads the
 tokens once; on a CPU, and as the reference, it is the two casts. Rows behind the last group have codes along rows.
 """
 
@@ -29,7 +29,7 @@ __all__ = ["group_quantize_both", "is_group_pair"]
 
 
 def is_group_pair(rows: Quantizer | None, columns: Quantizer | None) -> bool:
-    """Whether the kernel makes codes of these two, each over one group's matrix."""
+    """Whether the kernel serves both quantizers, each over one group's matrix."""
     return is_pair(rows, columns) and has_block_kernel(columns)
 
 

@@ -28,12 +28,12 @@ __all__ = ["group_quantize_rows", "is_row_pair"]
 
 
 def is_row_pair(rows: Quantizer | None, columns: Quantizer | None, width: int) -> bool:
-    """Whether the kernel quantizes rows by the first and takes amaxes of groups' columns for the other.
+    """Whether the kernel quantizes rows by the first quantizer and takes amaxes of groups' columns for the other.
 
     Args:
-        rows: Over one group's matrix.
-        columns: Likewise; `group_cast` casts by it.
-        width: Of the rows.
+        rows: Quantizer along rows, over one group's matrix.
+        columns: Quantizer along columns, over one group's matrix; `group_cast` casts by it.
+        width: Number of columns.
     """
     return is_weight_pair(rows, columns, width) and columns.block == COLUMNS and has_group_kernel(columns)
 

@@ -3,10 +3,10 @@
     along rows      codes (R, K / 2), two of a row a byte      scales in tiles of each group's rows
     along tokens    codes (K, C / 2), two of a column a byte   scales in tiles of each group's tokens
 
-Both directions come from one read; the outer amaxes, one a group, come from a read before
-(`fp8compile.ops.groups.group_outer_amaxes`). K is rounded up to a multiple of 32, C is said by
-`fp8compile.ops.groups.tiles`; what is behind a group is zeros. On a GPU this op is one Triton kernel; on a CPU, and as
-the reference, it is the steps of `group_two_levels`, laid out.
+Both directions come from one read; the outer amaxes, one for each group, come from a read before
+(`fp8compile.ops.groups.group_outer_amaxes`). K is rounded up to a multiple of 32; `fp8compile.ops.groups.tiles`
+defines C. Padding behind a group is zeros. On a GPU this op is one Triton kernel; on a CPU, and as the reference, it
+is the steps of `group_two_levels` in that layout.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def _empty_outputs(
 
 
 def _quantized(x: Tensor, outer_amax: Tensor, quantizer: Quantizer) -> tuple[Tensor, Tensor, Tensor]:
-    """Codes, one a byte, scales and outer scale of one group's tokens."""
+    """Codes of one group's tokens, one a byte, with scales and outer scale."""
     return by_outer_amax(x, outer_amax, quantizer.unpacked())
 
 
@@ -108,19 +108,19 @@ def _group_by_group(
 
 
 def _words(codes: Tensor) -> Tensor:
-    """Sixteen codes a number, as the kernel writes them."""
+    """View codes as numbers of 64 bits, sixteen codes each, as the kernel writes them."""
     return codes.view(torch.int64) if codes.numel() else codes
 
 
 def _kernel(
     x: Tensor, offsets: Tensor, amaxes: Tensor, rows: Quantizer, columns: Quantizer, directions: str
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Codes, scales in tiles and outer scales along rows, then those along tokens.
+    """Codes, scales in tiles and outer scales along rows, then the same along tokens.
 
     Args:
         x: (R, K), sorted by group; rows behind the last group are not read.
         offsets: Ends of the groups, (E,) int32.
-        amaxes: Outer amaxes of each group, (2, E) float32, as `group_outer_amaxes` has them.
+        amaxes: Outer amaxes of each group, (2, E) float32, as `group_outer_amaxes` returns them.
         rows: Block (1, 16), no transform.
         columns: Block (16, 1).
         directions: ``"both"``, ``"rows"`` or ``"tokens"``; results of a direction that is left out have no elements.
@@ -163,6 +163,6 @@ inductor.register_fallback(group_quantize_two_levels)
 def quantize_groups_in_two_levels(
     x: Tensor, offsets: Tensor, rows: Quantizer, columns: Quantizer, directions: str
 ) -> Outputs:
-    """Codes, scales in tiles and outer scales, by both ops; forward and backward ask for it, and have one of it."""
+    """Codes, scales in tiles and outer scales by both ops; forward and backward of a graph share one call."""
     amaxes = group_outer_amaxes(x, offsets, rows, columns, directions)
     return group_quantize_two_levels(x, offsets, amaxes, rows, columns, directions)

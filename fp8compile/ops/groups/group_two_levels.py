@@ -1,10 +1,10 @@
-"""fp8compile::group_two_levels: codes and both levels of scales of each group's rows, as if it were alone.
+"""fp8compile::group_two_levels: codes and both levels of scales; each group is quantized as if it were alone.
 
     quantizer of rows, or square    codes (R, K)     scales (R / block, ...)     a group's rows begin with a block
     quantizer along tokens          codes (K, C)     scales (C / block, K)       at padded columns, as `group_quantize`
 
-Each group has an outer scale of its own, (E,). Codes are one a byte. Neighbours that are transformed together, and the
-noise of stochastic rounding, are those of the group. A CPU takes the quantizer's steps group by group; a GPU has
+Each group has an outer scale of its own, (E,). Codes are one a byte. Transforms, and positions for stochastic
+rounding, begin anew with each group. A CPU runs the quantizer's steps group by group; a GPU has
 `group_quantize_two_levels`, for `TwoLevelScaling`.
 """
 
@@ -36,7 +36,7 @@ NO_GROUPS_OF_TWO_LEVELS = (
 
 
 def token_columns(columns: slice, quantizer: Quantizer) -> slice:
-    """Columns of a group's codes along tokens, of those of its tokens: a transform fills the last block of them."""
+    """Number of columns of a group's codes along tokens; a transform fills the last block."""
     missing = (columns.start - columns.stop) % quantizer.block[0] if quantizer.transform() else 0
     return slice(columns.start, columns.stop + missing)
 
@@ -55,7 +55,7 @@ def _kernel(x: Tensor, offsets: Tensor, quantizer: Quantizer, along_tokens: bool
     Args:
         x: (R, K), sorted by group.
         offsets: Ends of the groups, (E,) int32; multiples of the block's rows, but along tokens.
-        quantizer: Of two levels, one code a byte.
+        quantizer: Quantizer of two levels, one code a byte.
         along_tokens: Whether codes are transposed, at padded columns.
     """
     if target_of(x.device).type != "cpu":
@@ -81,7 +81,7 @@ def _kernel(x: Tensor, offsets: Tensor, quantizer: Quantizer, along_tokens: bool
 
 
 def _portable(x: Tensor, offsets: Tensor, quantizer: Quantizer, along_tokens: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """The rules of `TwoLevelScaling` are elementwise, so each row of blocks takes the outer amax of its group."""
+    """Run the elementwise rules on all groups at once; each row of blocks takes its group's outer amax."""
     if along_tokens or type(quantizer) is not TwoLevelScaling or quantizer.rounding != "nearest":
         why = OF_BACKWARD if along_tokens else f"{quantizer!r} is no TwoLevelScaling that rounds to nearest"
         raise RuntimeError(f"decompositions: fp8compile::group_two_levels can't be taken apart: {why}.")

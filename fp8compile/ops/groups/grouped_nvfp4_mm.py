@@ -33,7 +33,7 @@ MOST_GROUPS = 1024  # one block of threads prepares all of them
 
 
 def _groups_of(codes: Tensor, tiles: Tensor, offsets: Tensor, *, over_tokens: bool) -> Iterator[Tensor]:
-    """Each group's numbers, of its rows or of its columns; its tiles lie behind those of the group before."""
+    """The values of each group's rows or columns; its tiles lie behind those of the group before."""
     flat, start, at = tiles.contiguous().view(-1), 0, 0
     for end in offsets.tolist():
         own = codes[:, start // 2 : end // 2] if over_tokens else codes[start:end]
@@ -79,9 +79,9 @@ def _kernel(
             from a tile on; or (N in tiles, C / 16), a group's tiles together.
         b_scale: (E, bytes of a matrix's tiles), or (K in tiles, C / 16).
         a_outer_scale: (E,) float32, a number for each group.
-        b_outer_scale: Likewise.
-        offsets: Ends of the groups, (E,) int32: among the rows, or among C columns, of which each has whole tiles.
-        out_dtype: Of the product; bfloat16 on a GPU.
+        b_outer_scale: (E,) float32, a number for each group.
+        offsets: Ends of the groups, (E,) int32: among the rows, or among C columns, where each group has whole tiles.
+        out_dtype: Dtype of the product; bfloat16 on a GPU.
     """
     scales, outer_scales = (a_scale, b_scale), (a_outer_scale, b_outer_scale)
     if target_of(a.device).type == "cpu":

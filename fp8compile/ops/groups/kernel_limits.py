@@ -31,8 +31,8 @@ def check_has_kernel(op: str, quantizer: Quantizer) -> None:
     """Raise a ValueError if an op's kernel does not take a quantizer.
 
     Args:
-        op: Its name.
-        quantizer: Given to it.
+        op: Name of the op.
+        quantizer: The quantizer that it was given.
     """
     is_blocks = op == "group_quantize"
     if not (has_block_kernel if is_blocks else has_group_kernel)(quantizer):

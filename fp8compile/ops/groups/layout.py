@@ -1,4 +1,4 @@
-"""Where the rows of groups lie when codes are transposed: each group begins at a multiple of `align` columns.
+"""The layout of transposed codes of groups: each group begins at a multiple of `align` columns.
 
 Tokens are sorted by group, and ``offsets`` (E,) int32 says where each group ends. A GEMM that sums over tokens of a
 group reads codes along tokens, from addresses that are multiples of 16 bytes; blocks of 32 or 128 tokens begin with
@@ -8,7 +8,7 @@ zeros in between, and no activation is ever padded or copied:
     tokens (R)      a a a b b b b b . .          offsets (3, 8), rows behind the last group belong to none
     columns (C)     a a a 0 b b b b b 0 0 0      align 4: starts 0, 4
 
-How many columns there are is known from sizes alone, ``padded_length``; where groups lie in them is data.
+The number of columns, ``padded_length``, is known from sizes alone; where groups lie in them is data.
 """
 
 from __future__ import annotations
@@ -39,47 +39,47 @@ TOKEN_ALIGNMENT = 16  # bytes, so codes: where a grouped GEMM may begin to read 
 
 
 def alignment(quantizer: Quantizer) -> int:
-    """What a group's first column is a multiple of: GEMMs read from there, and blocks of tokens begin there."""
+    """The ``align`` of a quantizer: GEMMs read, and blocks of tokens begin, at multiples of it."""
     rows = quantizer.block[0]
     return TOKEN_ALIGNMENT if rows == -1 else lcm(rows, TOKEN_ALIGNMENT)
 
 
 def padded_length(rows: int, groups: int, align: int) -> int:
-    """Columns that any split of ``rows`` tokens into ``groups`` fits into."""
+    """Number of columns that suffices for every split of ``rows`` tokens into ``groups`` groups."""
     return (rows + groups * (align - 1)) // align * align
 
 
 def sizes_of_groups(offsets: Tensor) -> Tensor:
-    """How many rows each group has, (E,), the dtype of ``offsets``."""
+    """Number of rows of each group, (E,), in the dtype of ``offsets``."""
     return torch.diff(offsets, prepend=offsets.new_zeros(1))
 
 
 def padded_offsets(offsets: Tensor, align: int) -> Tensor:
-    """Where each group ends among the columns, (E,) int32; it begins where the one before it ends."""
+    """End of each group among the columns, (E,) int32; a group begins at the end of the one before."""
     return ((sizes_of_groups(offsets) + (align - 1)) // align * align).cumsum(0, dtype=torch.int32)
 
 
 def group_of_rows(offsets: Tensor, rows: int) -> Tensor:
-    """The group of each of ``rows`` rows, (rows,) int64; of one behind the last group, the number of groups."""
+    """The group of each of ``rows`` rows, (rows,) int64; a row behind the last group gets the number of groups."""
     return torch.searchsorted(offsets, torch.arange(rows, dtype=torch.int32, device=offsets.device), right=True)
 
 
 def group_to_read(offsets: Tensor, rows: int) -> Tensor:
-    """As `group_of_rows`, to index what groups have: the last group for a row behind it."""
+    """The group of each row, to index tensors by group; a row behind the last group gets the last group."""
     return group_of_rows(offsets, rows).clamp(max=offsets.shape[0] - 1)
 
 
 def row_of_columns(offsets: Tensor, align: int, columns: int) -> tuple[Tensor, Tensor]:
-    """What each column of transposed codes holds.
+    """The row and the group of each column of transposed codes.
 
     Args:
         offsets: Ends of the groups among the rows, (E,) int32.
-        align: What a group's first column is a multiple of.
-        columns: How many there are, ``padded_length``.
+        align: Number whose multiples groups begin at.
+        columns: Number of columns, ``padded_length``.
 
     Returns:
-        The row, (columns,) int32, -1 where a column is padding; and the group, (columns,) int32, that of the columns
-        before it where a column is padding.
+        The row of each column, (columns,) int32, -1 for padding; and its group, (columns,) int32. Padding belongs to
+        the group before it.
     """
     ends = padded_offsets(offsets, align)
     column = torch.arange(columns, dtype=torch.int32, device=offsets.device)
@@ -91,7 +91,7 @@ def row_of_columns(offsets: Tensor, align: int, columns: int) -> tuple[Tensor, T
 
 
 def zero_behind(rows: Tensor, offsets: Tensor) -> Tensor:
-    """The rows of the groups, and zeros behind the last one, whatever is there: PyTorch's products write nothing.
+    """Zero the rows behind the last group, which PyTorch's products leave unwritten.
 
     The backward makes the mask again. If it were kept, the forward would write both the product and the masked copy.
     """
@@ -101,14 +101,14 @@ def zero_behind(rows: Tensor, offsets: Tensor) -> Tensor:
 
 
 def zero_where_empty(matrices: Tensor, ends: Tensor) -> Tensor:
-    """Products over the rows of each group, and zeros for a group without rows.
+    """Zero the products of groups without rows.
 
-    PyTorch's grouped products write them on compute capability 9.0. From 10.0 on they skip such a group and leave
-    what was in memory (pytorch#172439).
+    PyTorch's grouped products write those zeros on compute capability 9.0. From 10.0 on they skip such a group and
+    leave what was in memory (pytorch#172439).
 
     Args:
-        matrices: (E, ...), one a group.
-        ends: Where each group ends, (E,) int32.
+        matrices: A product for each group, (E, ...).
+        ends: End of each group, (E,) int32.
     """
     if target_of(matrices.device).capability < (10, 0):
         return matrices

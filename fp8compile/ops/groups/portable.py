@@ -1,4 +1,4 @@
-"""Groups of rows in programs that leave this package: no size of a group is read, so each step is over all rows.
+"""Grouped ops for programs that leave this package: no size of a group is read, so each step takes all rows.
 
 rows    a a b b b .     group 0: all rows as if they were its own, of which a a are taken;  group 1: b b b
 """
@@ -21,11 +21,11 @@ ON_GPU = "it is a kernel of this package for groups of rows on a GPU. Export the
 
 
 def masks_of_groups(offsets: Tensor, rows: int) -> Iterator[Tensor]:
-    """Which of the rows each group has, (rows, 1) bool, one group after the other.
+    """Masks of the groups' rows, (rows, 1) bool, one for each group.
 
     Args:
         offsets: Ends of the groups, (E,).
-        rows: How many rows there are.
+        rows: Number of rows.
     """
     group = group_of_rows(offsets, rows).unsqueeze(1)
     for index in range(offsets.shape[0]):

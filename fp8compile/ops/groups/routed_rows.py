@@ -1,10 +1,10 @@
 """fp8compile::routed_rows: rows of tokens in the order of their experts, whose gradient is read and not scattered.
 
-    order (R,)    which of the R pairs of a token and an expert comes where
-    places (R,)   where each pair went, the inverse of `order`
+    order (R,)    index of the pair of a token and an expert at each of R places
+    places (R,)   place of each pair, the inverse of `order`
 
-The gradient of ``x[order // top_k]`` in PyTorch adds rows to where they came from, in the dtype of x and, on a GPU, in
-any order. The inverse is known: here each token reads its rows and sums them once, always to the same bits.
+In PyTorch, the gradient of ``x[order // top_k]`` adds each row to its token's, in the dtype of x and, on a GPU, in any
+order. Because the inverse is known, each token reads its rows here and sums them once, always to the same bits.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["routed_rows"]
 
 
 def _times(pairs: int, tokens: int) -> int:
-    """How many pairs a token has."""
+    """Number of pairs of each token."""
     return pairs // tokens if tokens else 1
 
 

@@ -1,4 +1,4 @@
-"""Where each group lies, as numbers: for kernels on a CPU, which take one group after the other."""
+"""The bounds of groups as numbers on the host, for CPU kernels that take one group after the other."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ __all__ = ["spans"]
 
 
 def spans(offsets: Tensor, align: int) -> Iterator[tuple[slice, slice]]:
-    """The rows of each group, and the columns of its transposed codes, without their padding.
+    """The rows of each group, and the columns of its transposed codes without padding.
 
     Args:
         offsets: Ends of the groups among the rows, (E,) int32; read on the host.
-        align: What a group's first column is a multiple of.
+        align: Number whose multiples groups begin at.
     """
     row = column = 0
     for end in offsets.tolist():

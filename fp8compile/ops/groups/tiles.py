@@ -1,4 +1,4 @@
-"""Where groups lie in what a GPU's four-bit grouped product reads: each in whole tiles of 128 columns, one at least.
+"""The layout of groups that a GPU's four-bit grouped product reads: whole tiles of 128 columns, at least one a group.
 
     tokens (R)              a a a b b b b b . .       offsets (3, 3, 8): the second group has no tokens
     columns (C), tiles of 4 a a a 0 0 0 0 0 b b b b b 0 0 0
@@ -27,12 +27,12 @@ __all__ = ["scales_of_rows", "tile_columns", "tile_ends", "tile_spans"]
 
 
 def tile_columns(rows: int, groups: int) -> int:
-    """Columns that any split of ``rows`` tokens into ``groups`` fits into."""
+    """Number of columns that suffices for every split of ``rows`` tokens into ``groups`` groups."""
     return (rows // TILE_ROWS + groups) * TILE_ROWS
 
 
 def tile_ends(offsets: Tensor) -> Tensor:
-    """Where each group ends among the columns, (E,) int32; it begins where the one before it ends."""
+    """End of each group among the columns, (E,) int32; a group begins at the end of the one before."""
     tiles = ((sizes_of_groups(offsets) + (TILE_ROWS - 1)) // TILE_ROWS).clamp(min=1)
     return (tiles * TILE_ROWS).cumsum(0, dtype=torch.int32)
 

@@ -3,11 +3,11 @@
     forward     fsdp_tokens -----------> fsdp_amaxes_together ----------> fsdp_delayed_linear --> y
     backward    state <- next state <--- amaxes over ranks: a message <-- this rank's amaxes <--- gradient of y
 
-A token is zeros that nothing reads, and its gradient is an amax: so autograd brings the amaxes of all layers together
-before ranks send them, and updates states last, in whatever order layers run. A layer has two of them, for not all
-amaxes are to be known of the same ranks:
+A token is zeros that nothing reads, and its gradient is an amax. So autograd brings the amaxes of all layers together
+before ranks send them, and updates states last, in whatever order layers run. A layer has two tokens, because its
+activations' amaxes and its weight's are reduced over different ranks:
 
-    of activations (3,)    1 where the layer's backward ran, amax of x, amax of grad_output
+    of activations (3,)    1 if the layer's backward ran, amax of x, amax of grad_output
     of the weight (1,)     amax of this rank's rows
 """
 
@@ -71,10 +71,10 @@ fsdp_tokens = register_op(
 
 @dataclass(frozen=True, repr=False)
 class AmaxGroups(Constant):
-    """Over which ranks amaxes become one.
+    """The process groups over which amaxes are reduced.
 
     Attributes:
-        names: Of groups, one after the other.
+        names: Names of the groups; amaxes are reduced over one after the other.
     """
 
     names: tuple[str, ...]
@@ -95,7 +95,7 @@ def _together_backward(ctx: Any, amaxes: Tensor) -> tuple[Tensor, None]:
 
 
 def _together_samples() -> Iterator[tuple]:
-    """One rank's; more need processes (tests/parallel/test_graph_fsdp_delayed.py)."""
+    """Samples for one rank; more ranks need processes (tests/parallel/test_graph_fsdp_delayed.py)."""
     yield torch.zeros(8), AmaxGroups(())
     yield torch.zeros(12)[::3], AmaxGroups(())
     yield torch.zeros(0), AmaxGroups(())

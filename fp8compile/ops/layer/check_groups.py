@@ -1,4 +1,4 @@
-"""Which recipes quantize groups of tokens each for itself, and why others can't."""
+"""Checks of recipes for groups: each group of tokens is quantized by itself, and not every recipe can do that."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def _check_slot(slot: str, quantizer: Quantizer, allowed: bool, blocks: str) -> 
 
 
 def check_recipe_of_groups(recipe: Recipe) -> None:
-    """Raise a ValueError if a recipe can't quantize groups of tokens each for itself."""
+    """Raise a ValueError if a recipe can't quantize each group of tokens by itself."""
     if not _compat.is_stand_in(recipe):  # PyTorch 2.11 traces no method of a recipe
         _check_recipe(recipe)
 
@@ -59,7 +59,7 @@ def _check_quantizer_of_groups(gemm: Gemm, slot: str, quantizer: Quantizer) -> N
 
 
 def check_cut_of_groups(recipe: Recipe, ranks: int) -> None:
-    """Raise a ValueError if ranks share each matrix, and its outer scale would be of several ranks."""
+    """Raise a ValueError if ranks share each matrix and the recipe has outer scales, which would span those ranks."""
     if ranks == 1 or _compat.is_stand_in(recipe):
         return
     if any(quantizer.has_outer_scale() for gemm in GEMMS for quantizer in recipe.quantizers(gemm) or ()):

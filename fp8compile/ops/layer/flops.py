@@ -1,7 +1,7 @@
 """How many floating-point operations our products are, for `torch.utils.flop_counter`.
 
-With them `FlopCounterMode`, and what measures utilization by it, counts a converted model as it counts the unconverted
-one. Quantizing is no product and counts nothing, as elsewhere.
+`FlopCounterMode`, and tools that measure utilization by it, then count a converted model like the unconverted one.
+Quantizing is no product and counts nothing, as elsewhere.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Shape = Sequence[int]
 
 
 def _formula(op: LayerOp) -> Callable[..., int]:
-    """Twice the tokens that a rank multiplies, by the features of both sides; every row counts, of a group or not."""
+    """2 * tokens * in_features * out_features on this rank; rows behind the last group count too."""
 
     def formula(*args: Any, **_: Any) -> int:
         (left, right, *_), ends, place, last = op.split(args)
@@ -44,18 +44,18 @@ def _formula(op: LayerOp) -> Callable[..., int]:
 
 
 def _scaled_mm(a: Shape, b: Shape, *rest: Any, **__: Any) -> int:
-    """The product of what codes stand for, of which two may share a byte."""
+    """Count by the shapes of values, because two codes may share a byte."""
     _, _, a_quantizer, b_quantizer, *_ = rest
     return 2 * prod(a_quantizer.values_shape(a)) * b_quantizer.values_shape(b)[1]
 
 
 def _grouped(a: Shape, b: Shape, *_: Any, **__: Any) -> int:
-    """The product of every row: how many belong to no group is data."""
+    """Count every row, because how many rows belong to no group is data."""
     return 2 * prod(a) * b[-2] if len(b) == 3 else 2 * prod(a) * b[0]
 
 
 def _in_pairs(a: Shape, b: Shape, *_: Any, **__: Any) -> int:
-    """The product of two matrices, or of groups, with two codes in a byte along what is summed over."""
+    """Count for codes that are packed two to a byte along the summed dim."""
     return 2 * _grouped(a, b)
 
 

@@ -1,6 +1,6 @@
-"""fp8compile::fsdp_amax: what a rank knows of the amaxes of a sharded weight.
+"""fp8compile::fsdp_amax: this rank's contribution to the amaxes of a sharded weight.
 
-Ranks send those of all layers in one message, before the layers run.
+Ranks reduce the contributions of all layers in one message, before the layers run.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def _kernel(
     slot: str,
     recipe: Recipe,
 ) -> Tensor:
-    """What this rank knows of the amaxes of the whole weight, ``grid``, float32: see `whole_amax`."""
+    """This rank's contribution to the whole weight's amaxes, shape ``grid``, float32: see `whole_amax`."""
     part = Plain(shard.to(dtype), TensorLayout((*placed_cuts(rows.placed), rows_cut(rows))))
     return whole_amax(part, getattr(recipe, slot)).clone()
 

@@ -1,10 +1,10 @@
-"""fp8compile::fsdp_gather: all of a parameter, of which each rank of a group has some rows; its gradient goes back.
+"""fp8compile::fsdp_gather: gather a parameter that ranks share by rows; its gradient is reduced and scattered back.
 
     forward    shard --cast to dtype--> all-gather --> the parameter
     backward   gradient --cast to reduce_dtype--> reduce-scatter, mean --> mean over replicas --> shard's dtype
 
-What `torch.distributed.fsdp.fully_shard` does around a module, as nodes of the graph. In compiled code the gather is
-repeated in the backward: only the shard is kept.
+These are the steps of `torch.distributed.fsdp.fully_shard` around a module, as nodes of the graph. In compiled code
+the gather is repeated in the backward: only the shard is kept.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ __all__ = ["fsdp_gather", "fsdp_reduce", "gathered", "reduced"]
 
 
 def gathered(shard: Tensor, rows: Rows, *, in_backward: bool = False) -> Tensor:
-    """All rows, in the dtype of this rank's; in compiled code gathered once more by the backward, not kept."""
+    """Gather all rows in the shard's dtype; compiled code gathers again in the backward instead of keeping them."""
     if len(rows.sizes) == 1:
         return shard
     with inductor.recomputed(in_backward=in_backward):
@@ -33,7 +33,7 @@ def gathered(shard: Tensor, rows: Rows, *, in_backward: bool = False) -> Tensor:
 
 
 def _divisors(dtype: torch.dtype, ranks: int) -> tuple[float, float]:
-    """Before and after a sum over ranks that must not overflow: about the root of their number each, as FSDP2 does."""
+    """Divisors before and after a sum over ranks, so that it can't overflow: about sqrt(ranks) each, as in FSDP2."""
     before = 1
     while ranks % before == 0 and ranks / before > before:
         before *= 2
@@ -44,9 +44,9 @@ def reduced(grad: Tensor, dtype: torch.dtype, rows: Rows) -> Tensor:
     """This rank's rows of the mean gradient over the ranks of both groups, by the arithmetic of `fully_shard`.
 
     Args:
-        grad: Of the whole parameter, from this rank's data.
-        dtype: Of the result.
-        rows: Of whom.
+        grad: Gradient of the whole parameter, from this rank's data.
+        dtype: Dtype of the result.
+        rows: How the parameter is cut.
     """
     copies = _resolve_process_group(rows.replicas).size() if rows.replicas else 1
     ranks = len(rows.sizes) * copies
@@ -117,7 +117,7 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 
 
 def _samples() -> Iterator[tuple]:
-    """One rank's; more need processes (tests/parallel/test_graph_fsdp.py)."""
+    """Samples for one rank; more ranks need processes (tests/parallel/test_graph_fsdp.py)."""
     for shape in ((6,), (3, 4), (0, 4)):
         for dtype in (torch.float32, torch.bfloat16):
             yield torch.ones(shape), dtype, Rows.alone(shape[0])

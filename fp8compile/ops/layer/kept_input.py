@@ -50,7 +50,7 @@ def keeps_codes(x: Tensor, recipe: Recipe) -> bool:
 
 
 def _is_along_rows(quantizer: Quantizer) -> bool:
-    """Whether grad_weight reads the codes that the forward multiplied, by their values."""
+    """Whether grad_weight reads the values of the codes that the forward multiplied."""
     return quantizer.block[1] != 1
 
 
@@ -86,9 +86,9 @@ def keep_input(part: Plain, quantizer: Quantizer, steps: Steps) -> Kept:
     """Codes of an input for grad_weight, the scales of their blocks and the outer scale.
 
     Args:
-        part: Of the input, as the layer holds it.
-        quantizer: What grad_weight reads it by.
-        steps: How it is quantized.
+        part: The input as the layer holds it.
+        quantizer: Quantizer of grad_weight's operand.
+        steps: The functions that compute the steps.
     """
     along_rows = _is_along_rows(quantizer)
     if part.layout.ends is not None:
@@ -137,7 +137,7 @@ def kept_input_as_quantized(kept: Kept, quantizer: Quantizer, layout: TensorLayo
 
 
 def features_of(codes: Sequence[int], quantizer: Quantizer, layout: TensorLayout) -> int:
-    """Columns of the input, given the shape of the codes that are kept of it."""
+    """Columns of the input, from the shape of its kept codes."""
     if not _is_along_rows(quantizer):
         return codes[-1 if layout.ends is None else 0]
     is_packed = packed_dim(quantizer) is not None or layout.cuts or layout.ends is not None

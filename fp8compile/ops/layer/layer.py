@@ -1,4 +1,4 @@
-"""A linear layer: its three products, its derivative and what tracing sees, for every placement.
+"""The three products of a linear layer, for every placement.
 
     output       y  = x @ w^T + b
     grad_input   dx = dy @ w
@@ -10,8 +10,8 @@ gradient needs them: which codes the backward wants depends on the recipe, and u
 tensor become one read of it. If codes have four bits, eager mode saves those in place of x (`kept_input`). The bias is
 added in the dtype of the output; if the output stays in high precision, by `torch.addmm`, as ``nn.Linear`` does.
 
-Rows of groups (``ends``) are multiplied each by the matrix of its group; what is behind the last group is never read,
-and is zeros in y and in dx.
+With groups (``ends``) each row is multiplied by the matrix of its group. Rows behind the last group are never read,
+and are zeros in y and in dx.
 """
 
 from __future__ import annotations
@@ -53,12 +53,12 @@ def _operands(recipe: Recipe, phase: Phase, ends: Tensor | None, given: dict[str
 
 
 def _part(tokens: Tensor, layout: TensorLayout) -> Plain:
-    """Tokens as a product takes them: a matrix, unless ranks cut one of their dims."""
+    """Tokens as a product takes them: flattened to a matrix, unless ranks cut one of their dims."""
     return Plain(tokens if layout.cuts else as_matrix(tokens), layout)
 
 
 def check(x: Tensor, ends: Tensor | None, place: Placement, recipe: Recipe) -> None:
-    """Raise a ValueError if this recipe, or this state, is none for such a layer."""
+    """Raise a ValueError if a layer with this placement can't run by this recipe or state."""
     # in the op, for PyTorch 2.11 traces no method of a recipe
     place.check(x, recipe)
     if ends is not None:
@@ -78,16 +78,16 @@ def output(
     recipe: Recipe,
     codes: dict[str, Any] | None = None,
 ) -> Any:
-    """The output; with a state also what of it was used, and amaxes.
+    """The output; with a state also the multipliers that were used, and the amaxes.
 
     Args:
-        phase: Who takes the steps.
+        phase: In which code the steps run.
         x: The input.
-        weight: As the layer holds it.
-        ends: Of the groups of rows, or None.
-        bias: Of the layer, or None.
-        place: Where they lie.
-        recipe: Of the layer.
+        weight: The weight as the layer holds it.
+        ends: Ends of the groups of rows, or None.
+        bias: The bias, or None.
+        place: Placement of the tensors.
+        recipe: Recipe of the layer.
         codes: Arguments of `Operands` for a weight that is quantized already.
     """
     check(x, ends, place, recipe)
@@ -113,7 +113,7 @@ def grad_input(
     recipe: Recipe,
     codes: dict[str, Any] | None = None,
 ) -> Tensor:
-    """The gradient of the input; arguments as `output` has them."""
+    """The gradient of the input; takes the same arguments as `output`."""
     layouts = place.layouts(grad_output.ndim, ends)
     operands = _operands(recipe, phase, ends, {**place.given(), **(codes or {})})
     parts = _part(grad_output, layouts.output), Plain(place.cast(weight, grad_output.dtype), layouts.weight)
@@ -153,7 +153,7 @@ def keep(phase: Phase, x: Tensor, ends: Tensor | None, place: Placement, quantiz
 
 @cache
 def _for_one_gradient(recipe: Recipe, gemm: Gemm) -> Recipe:
-    """The recipe without the other gradient's GEMM, if it would have grad_output quantized for both."""
+    """The recipe for one gradient alone: without the other GEMM if one kernel would quantize grad_output for both."""
     if not is_pair(recipe.grad_output, recipe.grad_output_for_grad_weight):
         return recipe
     other = GRAD_INPUT if gemm is GRAD_WEIGHT else GRAD_WEIGHT
@@ -162,7 +162,7 @@ def _for_one_gradient(recipe: Recipe, gemm: Gemm) -> Recipe:
 
 
 def for_gradients_of(recipe: Recipe, *, x: bool, weight: bool) -> Recipe:
-    """The recipe for a backward that makes these gradients."""
+    """The recipe for a backward that computes only the gradients that are wanted."""
     if (x and weight) or _compat.is_stand_in(recipe):
         return recipe
     return _for_one_gradient(recipe, GRAD_INPUT if x else GRAD_WEIGHT)
@@ -174,11 +174,11 @@ def _without_grad_weight(recipe: Recipe) -> Recipe:
 
 
 def for_trained_weight(needs_input_grad: Sequence[bool], args: Sequence[Any]) -> Sequence[Any]:
-    """Arguments of a layer: the forward of a frozen weight makes no codes for a gradient that nobody takes.
+    """Replace the recipe of a frozen weight's layer, so that its forward makes no codes for grad_weight.
 
     Args:
-        needs_input_grad: Of each argument; the second is the weight.
-        args: Those of the op, the recipe last.
+        needs_input_grad: Whether each argument needs a gradient; the weight is the second argument.
+        args: The op's arguments; the recipe is the last one.
     """
     *others, recipe = args
     if needs_input_grad[1] or _compat.is_stand_in(recipe) or recipe.dequantized_gradients:

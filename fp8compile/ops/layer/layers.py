@@ -1,4 +1,4 @@
-"""The linear layers that stand in graphs, whatever their recipe: one op for each product and each placement.
+"""The linear layers that stand in graphs: one op for each product and each placement, whatever the recipe.
 
     linear                    all of it is here
     delayed_linear            with the state of delayed scaling

@@ -1,4 +1,4 @@
-"""Operands whose tensor is read once for two purposes, by kernels that do that, if ranks need not talk first.
+"""Kernels that read a tensor once and quantize it for two products, if ranks need not exchange amaxes first.
 
     weight         codes for the output, and the amaxes that grad_input casts it by       `quantize_weight`
     matrices       the same of a stack, a scale a row and a column of each                `group_quantize_rows`
@@ -36,7 +36,7 @@ ALONG_ROWS = {columns: rows for rows, columns in ALONG_TOKENS.items()}
 
 
 def by_one_read(part: Plain, slot: str, recipe: Recipe, steps: Steps) -> Quantized:
-    """Quantize a part for a slot of the recipe, by such a kernel if there is one, otherwise by steps."""
+    """Quantize a part for a slot of the recipe: by such a kernel if there is one, otherwise step by step."""
     quantizer = getattr(recipe, slot)
     if slot in (OUTPUT.b, GRAD_INPUT.b):
         return _weight(part, slot, recipe, steps)
@@ -72,7 +72,7 @@ def _weight(part: Plain, slot: str, recipe: Recipe, steps: Steps) -> Quantized:
 def _matrices(
     part: Plain, quantizer: Quantizer, first: Quantizer, again: Quantizer | None, steps: Steps, *, is_first: bool
 ) -> Quantized:
-    """A stack of matrices, each as its own weight; no rank has elements of another one's blocks."""
+    """Quantize a stack of matrices one by one; no block spans ranks."""
     stack = part.local
     if is_pair(first, again) and not any(part.cuts):
         found = quantize_both(stack, first, again)
@@ -101,9 +101,9 @@ def _ends_of_matrices(stack: Tensor) -> Tensor:
 
 
 def _has_grad_kernel(grad_output: Plain, rows: Quantizer | None, columns: Quantizer | None) -> bool:
-    """Whether one kernel quantizes a grad_output for both gradients.
+    """Whether one kernel quantizes grad_output for both gradients.
 
-    One that Inductor makes, such as that of an activation, is quantized by the kernel that makes it.
+    A grad_output that Inductor computes, such as an activation's, is quantized by the kernel that computes it.
     """
     return (
         is_pair(rows, columns)
@@ -132,7 +132,7 @@ def _both_directions(part: Plain, rows: Quantizer, columns: Quantizer) -> tuple[
 
 
 def _has_packed_kernel(part: Plain, rows: Quantizer | None, columns: Quantizer | None) -> bool:
-    """Whether one kernel makes packed codes of both directions: of a whole matrix of groups of sixteen."""
+    """Whether one kernel makes packed codes of both directions: for whole matrices with multiples of sixteen."""
     sizes = part.local.shape
     return (
         is_packed_pair(rows, columns)

@@ -1,10 +1,10 @@
-"""The operands of a layer's products: codes and scales, wherever a tensor lies and wherever its scale comes from.
+"""The operands of a layer's products: codes and scales, for every layout and every source of scales.
 
     a scale comes from      for
     the tensor's own amax   current scaling; ranks that share a block exchange its amax
     a multiplier            delayed scaling, which knows it before it sees the tensor
     an amax that is given   a weight over ranks, which exchange the amaxes of all layers at once
-    codes that are given    a weight that is quantized already, an input of which the forward kept codes
+    codes that are given    a weight that is quantized already, an input whose codes the forward kept
 
 Which steps are taken, and how, depends on who takes them:
 
@@ -61,7 +61,7 @@ WEIGHT_SLOTS = (OUTPUT.b, GRAD_INPUT.b)
 
 
 class Phase(Enum):
-    """Who takes the steps, see the head of this file."""
+    """In which code the steps run; the table at the head of this file says what follows."""
 
     EAGER = auto()
     INFERENCE = auto()
@@ -77,7 +77,7 @@ class Phase(Enum):
 
     @staticmethod
     def of(gemm: Gemm, tensor: Tensor) -> Phase:
-        """The phase of a product, by one of its tensors: in eager mode it has data."""
+        """The phase of a product, from whether one of its tensors is traced."""
         return Phase.compiled(gemm) if _compat.is_traced(tensor) else Phase.EAGER
 
 
@@ -92,9 +92,10 @@ STEPS = {
 def _cast_in_backward(x: Tensor, multiplier: Tensor, quantizer: Quantizer, *where: Tensor) -> Tensor:
     """Make codes of a weight's shard, or of a weight in a region, in the backward and nowhere else.
 
-    The partitioner knows that parameters cost nothing to keep, and makes their codes again. Of tensors inside of a
-    DTensor it doesn't know it (PyTorch 2.13 counts them wrongly), and to a region its parameters are activations: it
-    would keep the codes. Elsewhere it is left alone: a mark moves what else it chooses (blockwise: act for its codes).
+    The partitioner knows that parameters cost nothing to keep, and makes their codes again. It does not know that of
+    tensors inside of a DTensor (PyTorch 2.13 counts them wrongly), and in a region parameters count as activations:
+    there it would keep the codes. Elsewhere there is no mark, because a mark changes its other choices (blockwise: it
+    keeps the activation in place of its codes).
     """
     codes = cast_again(x, multiplier, quantizer, *where)
     inductor.make_in_backward(codes)
@@ -109,19 +110,19 @@ class Operands:
     """What quantizes and multiplies the operands of one product of a layer.
 
     Attributes:
-        recipe: Quantizers by slot; for groups, those of one level lay down a code a byte.
-        phase: Who takes the steps.
+        recipe: Quantizers by slot. For groups, those with one level of scales store one code a byte.
+        phase: In which code the steps run.
         multiplier: (3,) float32, of input, weight and grad_output, for slots with delayed scaling.
         waits_for: Amaxes of input and weight, () each. Scales by multipliers depend on them artificially, which
             changes no value: the partitioner then computes an amax in the forward, fused with the cast. Otherwise the
             backward reads the tensor once more: 7.10 GB instead of 6.33 for the block of ``benchmarks.kernels``.
         input: The input's codes for grad_weight, if the forward kept them.
         weight: The weight's codes, if it is quantized already.
-        weight_in_turns: Whether their memory has the codes for the output in the forward and those for grad_input in
-            the backward: then each pass has to read them itself.
+        weight_in_turns: Whether the weight's memory holds the codes for the output in the forward and those for
+            grad_input in the backward. Each pass then has to read them itself.
         weight_amax: Amaxes of the whole weight for this product, if they are known.
-        rows: How FSDP cuts the weight along its first dim, whose codes are gathered before the product; None for a
-            weight that isn't.
+        rows: How FSDP cuts the weight along its first dim; its codes are gathered before the product. None if FSDP
+            does not cut it.
     """
 
     recipe: Recipe
@@ -144,7 +145,7 @@ class Operands:
             slot: Such as ``"weight_for_grad_input"``.
 
         Returns:
-            Its codes; of a weight under FSDP those of all rows.
+            Its codes; for a weight under FSDP the codes of all rows.
         """
         if slot == GRAD_WEIGHT.b and self.input is not None:
             return self.input
@@ -172,19 +173,19 @@ class Operands:
         return _without_padding(found, rows) if part.layout.batch else found
 
     def _rows_of_blocks(self) -> int:
-        """Rows in which blocks for both products end, if blocks are no whole columns."""
+        """Number of rows after which blocks of both products end; blocks that are whole columns don't count."""
         pair = (self.recipe.weight, self.recipe.weight_for_grad_input)
         return lcm(*(each.block[0] for each in pair if each is not None and each.block[0] > 0))
 
     def in_high_precision(self, part: Plain, slot: str, dtype: torch.dtype) -> Plain:
-        """A right operand of a product in high precision: as it is, of a weight all rows that FSDP cuts.
+        """The right operand of a product in high precision; a weight that FSDP cuts is gathered.
 
         With ``dequantized_gradients`` it is the values of the codes that the forward multiplied.
 
         Args:
-            part: Of the weight, or of the input for grad_weight.
+            part: Part of the weight, or of the input for grad_weight.
             slot: Its slot of the recipe.
-            dtype: Of the product.
+            dtype: Dtype of the product.
         """
         if self.recipe.is_dequantized(slot):
             return dequantized(self.of(part, slot), dtype)
@@ -193,7 +194,7 @@ class Operands:
         return replace(part, local=gathered(part.local, self.rows, in_backward=slot == GRAD_INPUT.b))
 
     def laid_out(self, operand: Quantized, slot: str) -> Quantized:
-        """An operand as its GEMM reads it, in memory once for all products that read it.
+        """Store an operand as its GEMM reads it, once for all products that read it.
 
         Layers that share an input, such as q, k and v, share its codes.
         """
@@ -210,7 +211,7 @@ class Operands:
         return operand
 
     def multiply(self, left: Quantized, right: Quantized, out_dtype: torch.dtype, gemm: Gemm) -> Tensor:
-        """The product of two operands as the layer holds them; of groups, each row by the matrix of its group."""
+        """Multiply two operands as the layer holds them; with groups, each row by the matrix of its group."""
         config = self.recipe.gemm_config(gemm)
         if left.layout.ends is None:
             run = multiply if self.phase is Phase.EAGER else multiply_operands
@@ -302,24 +303,24 @@ def _on_gpu(tensor: Tensor) -> bool:
 
 
 def _is_aligned(codes: Tensor) -> bool:
-    """Whether a GEMM reads these codes as they are, whatever their sizes turn out to be: else it pads a copy."""
+    """Whether a GEMM reads these codes without padding a copy, for all sizes that they may turn out to have."""
     return all(_compat.statically_true(size % PADDED_TO == 0) for size in codes.shape[-2:])
 
 
 def _keeps_codes(recipe: Recipe, weight: Plain) -> bool:
-    """Whether codes of this weight for grad_input are made in the forward and kept, as the recipe wants it."""
+    """Whether the forward makes this weight's codes for grad_input and keeps them, as the recipe asks."""
     return recipe.keep_weight_codes and _on_gpu(weight.local) and _is_aligned(weight.local)
 
 
 def _as_summed(stack: Plain, quantizer: Quantizer, slot: str) -> Quantizer:
-    """The quantizer of matrices in two levels: on a GPU it packs codes of four bits along the sum of the product."""
+    """The quantizer of a stack in two levels; on a GPU it packs four-bit codes along the dim that the GEMM sums."""
     if is_cut_within(stack) or not is_four_bits_on_gpu(stack.local, quantizer):
         return quantizer.unpacked()
     return replace(quantizer, packed="columns" if slot == GRAD_INPUT.b else "rows")
 
 
 def _packed_along_columns(codes: Quantized) -> Quantized:
-    """Packed codes of a weight as grad_input sums over them; others as they are."""
+    """Repack a weight's codes along the dim that grad_input sums; codes that are not packed stay as they are."""
     quantizer = codes.quantizer
     if type(quantizer) is not TwoLevelScaling or quantizer.packed != "rows":
         return codes
@@ -330,7 +331,7 @@ def _packed_along_columns(codes: Quantized) -> Quantized:
 
 
 def _without_padding(stack: Quantized, rows: int) -> Quantized:
-    """Codes of the rows that each matrix has; those that are packed along columns keep their whole blocks."""
+    """Drop the rows that pad each matrix to whole blocks; codes that are packed along columns keep them."""
     if packed_dim(stack.quantizer) == -2 or stack.codes.shape[1] == rows:
         return stack
     blocks = stack.quantizer.scale_shape((rows, stack.codes.shape[2]))[0]
@@ -338,7 +339,7 @@ def _without_padding(stack: Quantized, rows: int) -> Quantized:
 
 
 def _gathered_rows(codes: Quantized, *, in_backward: bool) -> Quantized:
-    """Codes of a weight: what the ranks of FSDP have, put together; as other ranks cut it."""
+    """Gather the codes of a weight over the ranks of FSDP; cuts by other ranks stay."""
     if codes.cuts[-1] is not None:
         with inductor.recomputed(in_backward=True) if in_backward else inductor.left_in_forward():
             codes = gather(codes, len(codes.cuts) - 1)

@@ -1,4 +1,4 @@
-"""Parts of a tensor that ranks put together, or take of what they have: of numbers, and of codes with their scales."""
+"""Gather parts of a tensor over ranks, or narrow it to this rank's part: plain numbers, and codes with scales."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _without(cuts: Sharding, index: int) -> Sharding:
 
 
 def _cut_again(cuts: Sharding, index: int, dim: int) -> int | None:
-    """The last group, behind this one, that cuts a dim: parts of parts, to be put together before it is cut anew."""
+    """The last group behind this one that cuts the same dim; its parts are gathered before the dim is cut anew."""
     return next((i for i in reversed(range(index + 1, len(cuts))) if cuts[i] is not None and cuts[i].dim == dim), None)
 
 
@@ -47,11 +47,11 @@ def check_not_packed(quantizer: Quantizer, codes: Sequence[int], values: Sequenc
 
 
 def gather(part: Part, index: int) -> Part:
-    """Put together what the ranks of one group have, and before, along the same dim, of those behind it.
+    """Gather a part over the ranks of one group; first over the groups behind it that cut the same dim.
 
     Args:
-        part: This rank's. Of codes, scales travel too if ranks have different ones.
-        index: Of the group among ``part.cuts``.
+        part: This rank's part. Scales of codes travel too if ranks have different ones.
+        index: Index of the group among ``part.cuts``.
     """
     cut = part.cuts[index]
     if isinstance(part, Quantized):
@@ -112,9 +112,9 @@ def narrow(part: Part, index: int, cut: DimSharding) -> Part:
     """Take this rank's part of what all ranks of a group have.
 
     Args:
-        part: Not cut by this group.
-        index: Of the group among ``part.cuts``.
-        cut: Which part each rank takes.
+        part: A part that this group does not cut.
+        index: Index of the group among ``part.cuts``.
+        cut: The part that each rank takes.
     """
     if isinstance(part, Quantized):
         check_not_packed(part.quantizer, part.codes.shape, part.shape)
@@ -139,10 +139,10 @@ def narrow(part: Part, index: int, cut: DimSharding) -> Part:
 
 
 def as_operand(part: Quantized) -> tuple[Quantized, AxisBlocks | None, AxisBlocks | None]:
-    """What a GEMM takes, of no ranks: a matrix or a stack; and the sides along which it is a window, in whole blocks.
+    """A part as a GEMM takes it, a matrix or a stack without cuts; and the sides along which that is a window.
 
     Args:
-        part: A rank's. Along a side that cuts blocks, codes are laid where they are in whole blocks, zeros around.
+        part: This rank's part. Along a side whose blocks ranks cut, codes are put in whole blocks with zeros around.
     """
     is_whole = part.layout.ends is not None and not any(part.has_scales_of_whole)
     if not part.cuts or is_whole:

@@ -1,12 +1,12 @@
-"""Where the tensors of a layer lie: what the arguments of its ops behind the tensors say, and what follows from it.
+"""Placements: where the tensors of a layer lie. An op's arguments between its tensors and its recipe are one.
 
-    Whole          all of it is here
+    Whole          every tensor is whole on this rank
     CutOverGroup   ranks of a group share the weight's features, and maybe the tokens
     RowsOverFsdp   ranks of FSDP share the weight's first dim, and gather it as codes
 
-A placement answers how each tensor lies (`layouts`), what `Operands` need to know (`given`), what becomes of a product
-(`finish`, `reduced`) and how large it is. Its fields are arguments of the ops, in their order. The matrices of groups
-are a stack, so every placement is one of groups too.
+A placement answers how each tensor lies (`layouts`), what `Operands` need to know (`given`), what happens to a product
+(`finish`, `reduced`) and how large a result is. Its fields are the ops' arguments, in order. It is asked with the ends
+of groups too: their matrices are a stack.
 """
 
 from __future__ import annotations
@@ -65,27 +65,27 @@ def _with_ends(ends: Tensor) -> Layouts:
 
 
 def sum_of_tokens(grad_output: Tensor) -> Tensor:
-    """The gradient of a bias, (N,). Dim by dim: a tensor that is spread over ranks need not be flattened for it."""
+    """The gradient of a bias, (N,). It sums dim by dim, so that a tensor over ranks need not be flattened."""
     return grad_output.sum(tuple(range(grad_output.ndim - 1))) if grad_output.ndim > 1 else grad_output.clone()
 
 
 @dataclass(slots=True)
 class Placement:
-    """A layer whose tensors are whole, and the base of those whose are not."""
+    """Base of placements; by itself a layer whose tensors are whole."""
 
     weight_name: ClassVar[str] = "weight"  # the name of the weight in the op's schema
     has_state: ClassVar[bool] = False
     updates: ClassVar[tuple[str, ...]] = ()  # fields that the backward writes to
 
     def check(self, x: Tensor, recipe: Recipe) -> None:
-        """Raise a ValueError if a layer that lies so can't run by a recipe."""
+        """Raise a ValueError if a layer with this placement can't run by a recipe."""
 
     def layouts(self, ndim: int, ends: Tensor | None) -> Layouts:
         """How each tensor lies.
 
         Args:
-            ndim: Of the tokens, features included.
-            ends: Of the groups of tokens, or None.
+            ndim: Number of dims of the tokens, features included.
+            ends: Ends of the groups of tokens, or None.
         """
         return ALL_WHOLE if ends is None else _with_ends(ends)
 
@@ -98,52 +98,52 @@ class Placement:
         return weight
 
     def finish(self, product: Product, tokens: TensorLayout, shape: torch.Size) -> Tensor:
-        """The output or grad_input as this rank is to have it.
+        """Turn this rank's product into its output or grad_input: reshape, and sum over ranks if it is a summand.
 
         Args:
-            product: What this rank multiplied.
-            tokens: How the result lies.
-            shape: Of the left operand.
+            product: This rank's product.
+            tokens: Layout of the result.
+            shape: Shape of the left operand.
         """
         return product.local.view(*shape[:-1], product.local.shape[-1])
 
     def reduced(self, grad_weight: Tensor, phase: Phase) -> Tensor:
-        """The weight's gradient as this rank is to have it."""
+        """Turn this rank's product into its part of the weight's gradient."""
         return grad_weight
 
     def grad_bias(self, grad_output: Tensor, ends: Tensor | None, recipe: Recipe) -> Tensor:
-        """The bias's gradient: (N,), or (E, N) of groups."""
+        """The bias's gradient: (N,), or (E, N) with groups."""
         if ends is not None:
             return group_sum(grad_output, ends, recipe.gemm_config(OUTPUT))
         return sum_of_tokens(grad_output)
 
     def out_features(self, weight: Sequence[int], ends: Any) -> int:
-        """Columns of a product with a weight of which this rank has this shape."""
+        """Columns of a product, from the shape of this rank's part of the weight."""
         return weight[-2]
 
     def tokens_multiplied(self, tokens: Sequence[int]) -> Sequence[int]:
-        """The shape of the tokens that this rank multiplies, given that of those which it has."""
+        """Shape of the tokens that this rank multiplies, from the shape of the tokens that it has."""
         return tokens
 
     def tokens_of_output(self, tokens: Sequence[int]) -> Sequence[int]:
-        """The leading sizes of the output that this rank has."""
+        """Leading sizes of this rank's output, from those of its tokens."""
         return tokens
 
     def empty_output(self, x: Tensor, weight: Tensor, ends: Tensor | None) -> Tensor:
-        """An empty output."""
+        """An output without values, for tracing."""
         return x.new_empty((*x.shape[:-1], self.out_features(weight.shape, ends)))
 
     def empty_grad_input(self, grad_output: Tensor, weight: Tensor) -> Tensor:
-        """An empty grad_input."""
+        """A grad_input without values, for tracing."""
         return grad_output.new_empty((*grad_output.shape[:-1], weight.shape[-1]))
 
     def empty_grad_weight(self, grad_output: Tensor, features: int, ends: Tensor | None) -> Tensor:
-        """An empty grad_weight."""
+        """A grad_weight without values, for tracing."""
         batch = () if ends is None else (ends.shape[0],)
         return grad_output.new_empty((*batch, grad_output.shape[-1], features))
 
     def for_grad_input(self, used: Tensor | None) -> Placement:
-        """That of the op for grad_input.
+        """The placement of the op for grad_input.
 
         Args:
             used: The multipliers that the forward used, if there are some.
@@ -151,25 +151,25 @@ class Placement:
         return self
 
     def for_grad_weight(self, dtype: torch.dtype, used: Tensor | None) -> Placement:
-        """That of the op for grad_weight, of a weight of this dtype."""
+        """The placement of the op for grad_weight, for a weight of this dtype."""
         return self
 
     def for_keep(self) -> Placement:
-        """That of the op that keeps codes of the input: all of it is here."""
+        """The placement of the op that keeps codes of the input; the input is whole."""
         return Placement()
 
     def saved(self) -> tuple[Placement, tuple[Tensor | None, ...]]:
-        """Itself without the tensors that only autograd may keep for a backward, and those that grad_input needs."""
+        """The placement without its tensors, which only autograd may keep, and the tensors that grad_input needs."""
         return self, ()
 
     def restored(self, saved: Sequence[Tensor | None]) -> Placement:
-        """Itself with the tensors that `saved` gave."""
+        """The placement with the tensors that `saved` returned."""
         return self
 
 
 @dataclass(slots=True)
 class Whole(Placement):
-    """All of it is here."""
+    """Every tensor is whole on this rank."""
 
     def check(self, x: Tensor, recipe: Recipe) -> None:
         """Refuse delayed scaling, whose scales are a state."""
@@ -183,7 +183,7 @@ class Whole(Placement):
 
 @dataclass(slots=True)
 class WholeGroups(Placement):
-    """All of it is here, the matrix of each group."""
+    """Rows of groups; every matrix is whole on this rank."""
 
 
 # ---------------------------------------------------------------------------------- a group of ranks
@@ -191,14 +191,14 @@ class WholeGroups(Placement):
 
 @dataclass(slots=True)
 class _OverGroup(Placement):
-    """What a rank of a group has of a layer.
+    """Base of layers whose weight the ranks of a group share.
 
-    What ranks send is part of the op, so a graph that holds one holds the name of its group: the graph of one group
-    never runs on another. In a group of one rank nothing is cut and nothing sent.
+    Messages are part of the op, so its graph holds the group's name, and never runs for another group. In a group of
+    one rank nothing is cut and nothing sent.
     """
 
     def layouts(self, ndim: int, ends: Tensor | None) -> Layouts:
-        """How each tensor is cut; one group, so one entry each."""
+        """How each tensor lies; there is one group, so each has one cut."""
         if len(self.feature_sizes) == 1:
             return ALL_WHOLE if ends is None else _with_ends(ends)
         features = DimSharding(self.group, self.rank, ndim - 1, tuple(self.feature_sizes))
@@ -216,7 +216,7 @@ class _OverGroup(Placement):
         return self.weight_dim == (0 if ends is None else 1)
 
     def finish(self, product: Product, tokens: TensorLayout, shape: torch.Size) -> Tensor:
-        """The product; if it is a summand the sum, for all tokens or for those of this rank."""
+        """The product; if it is a summand, the sum over ranks, for all tokens or for this rank's."""
         if not tokens.cuts:
             return Placement.finish(self, product, tokens, shape)
         (step,), (cut,) = product.steps, tokens.cuts
@@ -228,23 +228,23 @@ class _OverGroup(Placement):
         return local.contiguous()
 
     def for_keep(self) -> Placement:
-        """Itself: ranks share the input, or its features."""
+        """The placement itself, because ranks share the input or its features."""
         return self
 
     def reduced(self, grad_weight: Tensor, phase: Phase) -> Tensor:
-        """Its own part, contiguous."""
+        """This rank's part, contiguous."""
         return grad_weight.contiguous()
 
 
 @dataclass(slots=True)
 class GroupsCutOverGroup(_OverGroup):
-    """What ranks of a group have of the matrices of groups; every rank has all rows.
+    """Ranks share each matrix of a stack; every rank has all rows.
 
     Attributes:
-        weight_dim: The dim of the stack that is cut: 1, its out_features, and then the output's are, or 2, its
-            in_features, and then the input's are and the output is summed.
-        feature_sizes: What each rank has along it.
-        rank: This one's number in the group.
+        weight_dim: The dim of the stack that is cut. If 1 (out_features), the output's features are cut too; if 2
+            (in_features), the input's features are, and the output is a sum over ranks.
+        feature_sizes: Features that each rank has.
+        rank: This rank's number in the group.
         group: The name of the group.
     """
 
@@ -260,16 +260,16 @@ class GroupsCutOverGroup(_OverGroup):
 
 @dataclass(slots=True)
 class CutOverGroup(_OverGroup):
-    """What a rank of a group has of a layer.
+    """Ranks share the weight, and maybe the tokens.
 
     Attributes:
-        weight_dim: The dim of the weight that is cut: 0, its out_features, and then the output's are, or 1, its
-            in_features, and then the input's are and the output is summed.
-        feature_sizes: What each rank has along it.
-        rank: This one's number in the group.
+        weight_dim: The dim of the weight that is cut. If 0 (out_features), the output's features are cut too; if 1
+            (in_features), the input's features are, and the output is a sum over ranks.
+        feature_sizes: Features that each rank has.
+        rank: This rank's number in the group.
         group: The name of the group.
-        sequence_dim: Which leading dim of the tokens is cut where features are not; None: every rank has all tokens.
-        sequence_sizes: What each rank has along it.
+        sequence_dim: The leading dim that is cut in tokens whose features are whole; None: every rank has all tokens.
+        sequence_sizes: Tokens that each rank has along that dim.
     """
 
     weight_dim: int
@@ -293,13 +293,13 @@ class CutOverGroup(_OverGroup):
         return replace(features, dim=self.sequence_dim, sizes=tuple(self.sequence_sizes))
 
     def grad_bias(self, grad_output: Tensor, ends: Tensor | None, recipe: Recipe) -> Tensor:
-        """Over all tokens, wherever they are."""
+        """The sum over all tokens, also those of other ranks."""
         own = sum_of_tokens(grad_output)
         parts_of_tokens = self.weight_dim == 1 and self.sequence_dim is not None and len(self.feature_sizes) > 1
         return all_reduce_sum(own, self.group) if parts_of_tokens else own
 
     def tokens_multiplied(self, tokens: Sequence[int]) -> Sequence[int]:
-        """All of them, wherever the sequence is cut."""
+        """All tokens of the sequence, also those of other ranks."""
         if self.sequence_dim is None:
             return tokens
         shape = list(tokens)
@@ -307,11 +307,11 @@ class CutOverGroup(_OverGroup):
         return shape
 
     def empty_output(self, x: Tensor, weight: Tensor, ends: Tensor | None) -> Tensor:
-        """Of all tokens if the output's features are cut."""
+        """It has all tokens if the output's features are cut."""
         return self._empty(x, weight.shape[0], all_tokens=self.weight_dim == 0)
 
     def empty_grad_input(self, grad_output: Tensor, weight: Tensor) -> Tensor:
-        """Of all tokens if the input's features are cut."""
+        """It has all tokens if the input's features are cut."""
         return self._empty(grad_output, weight.shape[1], all_tokens=self.weight_dim == 1)
 
     def _empty(self, like: Tensor, features: int, *, all_tokens: bool) -> Tensor:
@@ -326,16 +326,16 @@ class CutOverGroup(_OverGroup):
 
 @dataclass(slots=True)
 class _OverFsdp(Placement):
-    """A weight of which each rank has some of the first dim: rows of a matrix, or matrices of a stack.
+    """Base of layers whose weight FSDP cuts along the first dim: by rows of a matrix, or by matrices of a stack.
 
-    Codes and scales are those that a layer on the whole weight has, in the dtype of the tokens; saved for backward is
-    the shard. A product that the recipe leaves in high precision gathers the weight in that dtype.
+    Codes and scales are the same as in a layer on the whole weight, in the dtype of the tokens. The shard is saved for
+    backward. A product that the recipe leaves in high precision gathers the weight in that dtype.
     """
 
     weight_name: ClassVar[str] = "shard"
 
     def given(self) -> dict[str, Any]:
-        """Who has which rows."""
+        """The rows that each rank has."""
         return {"rows": self.rows}
 
     def cast(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
@@ -343,20 +343,20 @@ class _OverFsdp(Placement):
         return weight.to(dtype)
 
     def out_features(self, weight: Sequence[int], ends: Any) -> int:
-        """Those of all ranks."""
+        """Rows of the weight on all ranks together; of a stack its own."""
         return sum(self.rows.sizes) if ends is None else weight[-2]
 
 
 @dataclass(slots=True)
 class _OverFsdpForGradWeight(Placement):
     def reduced(self, grad_weight: Tensor, phase: Phase) -> Tensor:
-        """This rank's part of the mean; rounded to its dtype first, in fused code too, if it is reduced in another."""
+        """This rank's part of the mean over ranks; the product is rounded before a reduction in another dtype."""
         if grad_weight.dtype != getattr(torch, self.rows.reduce_dtype):
             grad_weight = as_read(grad_weight, phase)
         return reduced(grad_weight, self.dtype, self.rows).contiguous()
 
     def empty_grad_weight(self, grad_output: Tensor, features: int, ends: Tensor | None) -> Tensor:
-        """Of this rank's part."""
+        """It has this rank's part of the weight."""
         own = self.rows.sizes[self.rows.rank]
         shape = (own, features) if ends is None else (own, grad_output.shape[1], features)
         return grad_output.new_empty(shape, dtype=self.dtype)
@@ -364,26 +364,26 @@ class _OverFsdpForGradWeight(Placement):
 
 @dataclass(slots=True)
 class RowsOverFsdpBase(_OverFsdp):
-    """What `RowsOverFsdp` does, whatever other fields there are."""
+    """Base of layers whose weight FSDP cuts by rows, with or without the fields of delayed scaling."""
 
     def given(self) -> dict[str, Any]:
-        """Who has which rows, and the amax."""
+        """The rows that each rank has, and the amax."""
         return {"rows": self.rows, "weight_amax": self.amax}
 
     def saved(self) -> tuple[Placement, tuple[Tensor | None, ...]]:
-        """Without amaxes, and the one for grad_input."""
+        """The placement without amaxes, and the amax for grad_input."""
         return replace(self, amax=None, amax_for_grad_input=None), (self.amax_for_grad_input,)
 
     def restored(self, saved: Sequence[Tensor | None]) -> Placement:
-        """With the amax for grad_input."""
+        """The placement with the amax for grad_input."""
         return replace(self, amax_for_grad_input=saved[0])
 
     def for_grad_input(self, used: Tensor | None) -> Placement:
-        """With the other amax."""
+        """The placement with grad_input's amax."""
         return RowsOverFsdpForGradInput(self.amax_for_grad_input, used, self.rows)
 
     def for_grad_weight(self, dtype: torch.dtype, used: Tensor | None) -> Placement:
-        """With the dtype of the shard."""
+        """The placement with the dtype of the shard."""
         return RowsOverFsdpForGradWeight(used, dtype, self.rows)
 
 
@@ -392,10 +392,10 @@ class RowsOverFsdp(RowsOverFsdpBase):
     """A weight that FSDP cuts by rows.
 
     Attributes:
-        amax: That of the whole weight for the output; None: the op sends what it needs. Ranks can send the amaxes of
-            all layers at once.
-        amax_for_grad_input: Likewise.
-        rows: Who has which.
+        amax: Amax of the whole weight for the output, if ranks have exchanged those of all layers at once; None: the
+            op exchanges it.
+        amax_for_grad_input: The same for grad_input.
+        rows: The rows that each rank has.
     """
 
     amax: Tensor | None
@@ -420,7 +420,7 @@ class RowsOverFsdpForGradInput(_OverFsdp):
     rows: Rows
 
     def given(self) -> dict[str, Any]:
-        """Who has which rows, the amax and the multipliers."""
+        """The rows that each rank has, the amax and the multipliers."""
         return {"rows": self.rows, "weight_amax": self.amax, "multiplier": self.multiplier}
 
 
@@ -439,12 +439,12 @@ class RowsOverFsdpForGradWeight(_OverFsdpForGradWeight):
 
 @dataclass(slots=True)
 class GroupsOverFsdp(_OverFsdp):
-    """Matrices of groups that FSDP shares out: one is whole on one rank, so no amax is sent."""
+    """FSDP cuts a stack by matrices: each is whole on one rank, so no amax is sent."""
 
     rows: Rows
 
     def for_grad_weight(self, dtype: torch.dtype, used: Tensor | None) -> Placement:
-        """With the dtype of the shard."""
+        """The placement with the dtype of the shard."""
         return GroupsOverFsdpForGradWeight(dtype, self.rows)
 
 

@@ -1,4 +1,4 @@
-"""A GEMM of the linear layer on operands that are spread over ranks.
+"""The GEMMs of the linear layer on operands that are spread over ranks.
 
 For C = A @ B, each group of ranks cuts A along m or k, or not at all, and B along k or n. What then happens in it:
 
@@ -10,9 +10,9 @@ For C = A @ B, each group of ranks cuts A along m or k, or not at all, and B alo
     k     -     a summand: B is cut as A is
     -     k     a summand: A is cut as B is
 
-A weight is never gathered: what a layer sends is its activations and gradients, one byte an element. That table is
-all there is to decide, and it knows placements only, so who laid out the tensors knows what will be sent. B may be a
-stack of matrices, and the rows of A then are groups, each multiplied by its own.
+A weight is never gathered: a layer sends its activations and gradients, one byte an element. The table decides by cuts
+alone, so whoever placed the tensors knows what will be sent. B may be a stack of matrices; the rows of A are then
+groups, and each is multiplied by its own matrix.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Step:
 
     Attributes:
         gather: ``"a"``, ``"b"`` or None: the operand whose parts are put together before the product.
-        narrow: ``"a"``, ``"b"`` or None: the operand of which a rank then takes the part that fits the other's.
+        narrow: ``"a"``, ``"b"`` or None: the operand that a rank then narrows to the part that fits the other's.
         out: ``"m"``, ``"n"``, ``"sum"`` or None: whether a rank has rows, columns, a summand or all of the result.
     """
 
@@ -55,7 +55,7 @@ class Step:
 
 
 def _role(cut: DimSharding | None, ndim: int, columns: str, rows: str, *, transposed: bool) -> str | None:
-    """What the cut dim of an operand is to the GEMM."""
+    """The GEMM's name for the dim of an operand that is cut."""
     return None if cut is None else columns if (cut.dim == ndim - 1) != transposed else rows
 
 
@@ -75,7 +75,7 @@ def _step(gemm: Gemm, a: str | None, b: str | None, *, same: bool) -> Step:
 
 
 def _step_of(gemm: Gemm, index: int, a: Plain | Quantized, b: Plain | Quantized) -> Step:
-    """What one group does, given where the operands are after those before it."""
+    """The step of one group, after the steps of the groups before it."""
     (ndim_a, cut_a), (ndim_b, cut_b) = ((each.ndim, each.cuts[index]) for each in (a, b))
     role_a = _role(cut_a, ndim_a, "k", "m", transposed=gemm.a_transposed)
     role_b = _role(cut_b, ndim_b, "n", "k", transposed=gemm.b_transposed)
@@ -86,13 +86,13 @@ def _step_of(gemm: Gemm, index: int, a: Plain | Quantized, b: Plain | Quantized)
 
 @dataclass(frozen=True)
 class Product:
-    """What a rank has of a GEMM's result.
+    """This rank's part of a GEMM's result.
 
     Attributes:
-        local: (m, n) of this rank.
-        steps: What each group did for it.
-        cuts: Of the left operand as it was multiplied.
-        shape: Of the left operand's part as it was multiplied, as the layer holds it.
+        local: The part, (m, n).
+        steps: The step that each group took.
+        cuts: Cuts of the left operand as it was multiplied.
+        shape: Shape of the left operand's part as it was multiplied, as the layer holds it.
     """
 
     local: Tensor
@@ -113,7 +113,7 @@ def _summed_dim(gemm: Gemm, name: str, ndim: int, cut: DimSharding) -> int:
 def _prepared(
     gemm: Gemm, a: Plain | Quantized, b: Plain | Quantized
 ) -> tuple[Plain | Quantized, Plain | Quantized, list[Step]]:
-    """Both operands, gathered and narrowed group by group, and what each group did."""
+    """Gather and narrow both operands group by group; returns them and the steps taken."""
     operands, steps = {"a": a, "b": b}, []
     for index in range(len(a.cuts)):
         step = _step_of(gemm, index, operands["a"], operands["b"])
@@ -128,12 +128,12 @@ def _prepared(
 
 
 def steps_of(gemm: Gemm, a: Plain, b: Plain) -> list[Step]:
-    """What each group does for a GEMM of such operands, without a rank saying anything.
+    """The steps of each group for a GEMM of such operands; no rank sends anything.
 
     Args:
-        gemm: Which of the three.
-        a: Its left operand; of its elements only their number and where they are counts.
-        b: Its right operand.
+        gemm: Which of the three GEMMs.
+        a: Its left operand; only its shape and layout are read.
+        b: Its right operand; the same.
     """
     without_data = [replace(part, local=torch.empty_like(part.local, device="meta")) for part in (a, b)]
     return _prepared(gemm, *without_data)[2]
@@ -156,7 +156,7 @@ def _multiply_codes(
 
 
 def _product_as_is(gemm: Gemm, a: Plain, b: Plain, operands: Operands, bias: Plain | None = None) -> Product:
-    """A product in the operands' own dtype; with a bias the one op that ``nn.Linear`` makes, which rounds once."""
+    """Multiply in the operands' own dtype; a bias is added by the op that ``nn.Linear`` uses, which rounds once."""
     weight = b.cuts
     a, b, steps = _prepared(gemm, a, b)
     if (ends := a.layout.ends) is not None:
@@ -173,13 +173,13 @@ def multiply_parts(gemm: Gemm, a: Plain, b: Plain, operands: Operands, bias: Pla
     """One GEMM of the layer, from its operands as the layer holds them, in the dtype of ``a``.
 
     Args:
-        gemm: Which of the three.
+        gemm: Which of the three GEMMs.
         a: Its left operand.
         b: Its right operand.
-        operands: What quantizes and multiplies them; a GEMM without quantizers stays in the operands' dtype, and that
-            is what is gathered.
-        bias: What is added to the rounded product of codes: cut as the weight's rows are, or not at all. For the
-            output alone, and for no groups.
+        operands: What quantizes and multiplies them. A GEMM without quantizers multiplies, and gathers, the operands
+            in their own dtype.
+        bias: What is added to the rounded product, cut like the weight's rows or not at all. Only the output without
+            groups has one.
     """
     if a.local.is_meta:
         return _product_as_is(gemm, a, b, operands, bias)  # there are no data: only the shape and the steps are asked
@@ -210,16 +210,16 @@ def _multiply_parts(gemm: Gemm, a: Plain, b: Plain, operands: Operands, bias: Pl
 
 
 def as_read(tensor: Tensor, phase: Phase) -> Tensor:
-    """A tensor as eager mode reads it: compiled code may hold what it was before it was rounded to its dtype."""
+    """A tensor rounded to its dtype, as eager mode reads it; fused code may hold more digits."""
     return tensor if phase is Phase.EAGER else rounded(tensor).to(tensor.dtype)
 
 
 def _bias_of_columns(bias: Plain, steps: list[Step], a: Sharding, weight: Sharding) -> Tensor | None:
-    """The bias of the columns that a rank has; of summands the first rank alone adds it.
+    """The bias for this rank's columns; if ranks have summands, only the first rank adds it.
 
     Args:
-        bias: Cut as the weight's rows are, or not at all.
-        steps: What happens to the output over ranks.
+        bias: The bias, cut like the weight's rows or not at all.
+        steps: The step that each group takes for the output.
         a: Cuts of the left operand as it was multiplied.
         weight: Cuts of the weight.
     """

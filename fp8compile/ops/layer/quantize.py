@@ -1,11 +1,11 @@
-"""Quantize what a rank has of a tensor as the whole tensor would be: by the same codes and scales.
+"""Quantize a rank's part of a tensor to the codes and scales that the whole tensor would have.
 
     a matrix, rows of tokens    amax -> scale -> cast over its blocks
     a stack of matrices         each as if it were alone: all of them are one matrix, whose blocks end where theirs do
     a part of either            ranks that have elements of the same block, or of a whole with an outer scale,
                                 exchange its amax first
 
-An amax, a multiplier and a scale are grids of one value a block; of a stack (E, rows of blocks, columns of blocks).
+Amaxes, multipliers and scales are grids with a value for each block; for a stack (E, block rows, block columns).
 """
 
 from __future__ import annotations
@@ -55,13 +55,13 @@ __all__ = [
 
 
 def in_whole_blocks(stack: Tensor, rows: int) -> Tensor:
-    """(E, N, K) with zeros behind each matrix, to the next multiple of ``rows``: no block has rows of two matrices."""
+    """Pad each matrix of (E, N, K) with zeros to a multiple of ``rows``, so that no block has rows of two matrices."""
     missing = -stack.shape[1] % rows
     return pad(stack, (0, 0, 0, missing)) if missing else stack
 
 
 def _in_own_blocks(stack: Tensor, quantizer: Quantizer) -> tuple[Tensor, Quantizer]:
-    """A stack in whole blocks, and what quantizes each of its matrices when all of them are one matrix."""
+    """Pad a stack to whole blocks; returns it and the quantizer for all its matrices flattened to one."""
     rows, columns = quantizer.block
     if rows != -1:
         return in_whole_blocks(stack, rows), quantizer
@@ -71,7 +71,7 @@ def _in_own_blocks(stack: Tensor, quantizer: Quantizer) -> tuple[Tensor, Quantiz
 
 
 def _amax_of_matrices(window: Tensor, quantizer: Quantizer, batch: int, amax: Callable[..., Tensor]) -> Tensor:
-    """The grid of a matrix, or of each matrix of a stack."""
+    """The amax grid of a matrix, or of each matrix of a stack."""
     if not batch:
         return amax(window, quantizer)
     stack, own = _in_own_blocks(window, quantizer)
@@ -79,13 +79,13 @@ def _amax_of_matrices(window: Tensor, quantizer: Quantizer, batch: int, amax: Ca
 
 
 def _by_blocks(window: Tensor, grid: Tensor, quantizer: Quantizer, compute: Callable[..., Tensor]) -> Tensor:
-    """What is computed of each element of a stack (E, N, K) and of the value of its block in a grid.
+    """Compute something from each element of a stack (E, N, K) and from its block's entry in a grid.
 
     Args:
         window: The stack, in whole blocks of columns.
-        grid: (E, rows of blocks, columns of blocks).
-        quantizer: Of each matrix.
-        compute: ``(matrix, grid, quantizer) -> matrix``.
+        grid: (E, block rows, block columns).
+        quantizer: Quantizer of each matrix.
+        compute: The computation for one matrix, ``(matrix, grid, quantizer) -> matrix``.
     """
     stack, own = _in_own_blocks(window, quantizer)
     matrix = stack.flatten(0, 1)
@@ -103,7 +103,7 @@ def _sides(part: Plain, quantizer: Quantizer) -> tuple[AxisBlocks, AxisBlocks]:
 
 
 def _window(part: Plain, sides: tuple[AxisBlocks, AxisBlocks]) -> Tensor:
-    """The part; or if it cuts blocks, its matrices in whole blocks, with zeros around."""
+    """The part; if it cuts blocks, its elements in whole blocks with zeros around them."""
     if all(side.kind != "split" for side in sides):
         return part.local
     window = part.local if part.layout.batch else as_matrix(part.local)
@@ -113,7 +113,7 @@ def _window(part: Plain, sides: tuple[AxisBlocks, AxisBlocks]) -> Tensor:
 
 
 def _extracted(codes: Tensor, part: Plain, sides: tuple[AxisBlocks, AxisBlocks]) -> Tensor:
-    """The part's own codes, of those of its window."""
+    """Cut the part's own codes out of the codes of its window."""
     if all(side.kind != "split" for side in sides):
         return codes
     for dim, side in zip(SIDES, sides, strict=True):
@@ -125,7 +125,7 @@ def _extracted(codes: Tensor, part: Plain, sides: tuple[AxisBlocks, AxisBlocks])
 
 
 def part_amax(part: Plain, quantizer: Quantizer) -> Tensor:
-    """The amax of the blocks of a part, over all ranks that have elements of them: see `quantize_part`."""
+    """Amaxes of a part's blocks, over all ranks that have elements of them; see `quantize_part`."""
     return _window_and_amax(part, quantizer, OPS_OF_STEPS)[1]
 
 
@@ -137,7 +137,7 @@ def _check_part(part: Plain, quantizer: Quantizer) -> None:
 
 
 def _check_transform(part: Plain, quantizer: Quantizer) -> None:
-    """Raise a ValueError if neighbours that are transformed together lie on several ranks, or are too few."""
+    """Raise a ValueError if values that are transformed together lie on several ranks, or are too few."""
     if not (group := len(quantizer.transform())):
         return
     tokens = quantizer.block[0] == group
@@ -179,16 +179,16 @@ def _window_and_amax_over_ranks(
 
 
 def whole_amax(part: Plain, quantizer: Quantizer) -> Tensor:
-    """What this rank knows of the amaxes of the whole: their maximum over all ranks is the amax of every block.
+    """This rank's contribution to the whole tensor's amaxes: the maximum over ranks is the amax of every block.
 
-    With it, ranks reduce the amaxes of many tensors in one message, and each then has the scales of all blocks.
+    So ranks reduce the amaxes of many tensors in one message, and each rank then has the scales of all blocks.
 
     Args:
-        part: Of a matrix or of a stack.
-        quantizer: How it, or each matrix, will be quantized.
+        part: Part of a matrix or of a stack.
+        quantizer: Quantizer of the matrix, or of each.
 
     Returns:
-        The grid of the whole, float32; 0 where this rank has no element of a block.
+        The grid of the whole, float32; 0 for each block without elements on this rank.
     """
     quantizer, batch = quantizer.unpacked() or quantizer, part.layout.batch
     sides = _sides(part, quantizer)
@@ -203,7 +203,7 @@ def whole_amax(part: Plain, quantizer: Quantizer) -> Tensor:
 
 
 def _cut_of_matrices(part: Plain) -> DimSharding | None:
-    """How ranks share out the matrices of a stack, if they do."""
+    """The cut that gives each rank whole matrices of a stack; None if there is none."""
     return next((cut for cut in part.cuts if cut is not None and cut.dim < part.layout.batch), None)
 
 
@@ -211,7 +211,7 @@ def _cut_of_matrices(part: Plain) -> DimSharding | None:
 
 
 def _takes_all_matrices(quantizer: Quantizer) -> bool:
-    """Whether the rules of its two levels take an outer amax for each matrix; another package's take that of one."""
+    """Whether its rules take an outer amax for each matrix at once; those of another package take one matrix."""
     return type(quantizer) is TwoLevelScaling
 
 
@@ -269,13 +269,13 @@ def _two_scales_of_stack(amaxes: Tensor, outer_amax: Tensor, quantizer: Quantize
 
 
 def local_scales(scales: Tensor, shape: Sequence[int], cuts: Sharding, quantizer: Quantizer, batch: int = 0) -> Tensor:
-    """Scales of a rank's part, of those of the whole tensor; along an axis that splits blocks all of them.
+    """Cut a part's scales out of the whole tensor's; along a side whose blocks are split, all of them stay.
 
     Args:
         scales: The grid of the whole.
-        shape: Of the rank's part.
-        cuts: Of the tensor.
-        quantizer: Its quantizer.
+        shape: Shape of the rank's part.
+        cuts: Cuts of the tensor.
+        quantizer: Quantizer of the tensor.
         batch: Number of leading dims over which matrices are stacked.
     """
     for dim, side in zip(SIDES, axis_blocks(shape, cuts, quantizer.block, batch), strict=True):
@@ -287,12 +287,12 @@ def local_scales(scales: Tensor, shape: Sequence[int], cuts: Sharding, quantizer
 
 
 def positions(part: Plain, quantizer: Quantizer) -> tuple[Tensor, ...]:
-    """Rows and columns of a part in the whole, as `fp8compile.ops.cast` takes them, if codes depend on them."""
+    """Positions of a part's rows and columns in the whole, for `fp8compile.ops.cast`; () if codes ignore them."""
     return _positions(_sides(part, quantizer), quantizer, part)
 
 
 def _positions(sides: tuple[AxisBlocks, AxisBlocks], quantizer: Quantizer, part: Plain) -> tuple[Tensor, ...]:
-    """Where the rows and columns of the window are in the whole, or in each whole matrix of a stack."""
+    """Positions of the window's rows and columns in the whole, or in each whole matrix of a stack."""
     if quantizer.is_local():
         return ()
     rows, columns = (side.window_positions(part.local.device) for side in sides)
@@ -302,7 +302,7 @@ def _positions(sides: tuple[AxisBlocks, AxisBlocks], quantizer: Quantizer, part:
 def _cast(
     window: Tensor, multiplier: Tensor, quantizer: Quantizer, batch: int, steps: Steps, where: tuple[Tensor, ...]
 ) -> Tensor:
-    """Codes of a window, by the grid of its multipliers."""
+    """Cast a window, by the grid of its multipliers."""
     if not batch:
         return steps.cast(window, multiplier, quantizer, *where)
 
@@ -319,13 +319,13 @@ def _cast(
 
 
 def is_cut_within(part: Plain) -> bool:
-    """Whether ranks share matrices, and not only share them out."""
+    """Whether ranks cut the matrices themselves, and not only the dims over which they are stacked."""
     cuts, batch = part.layout.cuts, part.layout.batch
     return bool(cuts) and any(cut is not None and cut.dim >= batch for cut in cuts)
 
 
 def is_aligned(part: Plain, quantizer: Quantizer) -> bool:
-    """Whether all blocks that a part has elements of are its own, so that ranks need not talk to quantize it."""
+    """Whether no block of the part spans ranks, so that ranks exchange nothing to quantize it."""
     return not is_cut_within(part) or all(side.kind == "aligned" for side in _sides(part, quantizer))
 
 
@@ -337,12 +337,12 @@ def quantize_part(
     local_amax: Tensor | None = None,
     whole_amax: Tensor | None = None,
 ) -> Quantized:
-    """Quantize a part as the whole tensor would be, by the same codes and scales.
+    """Quantize a part to the codes and scales that the whole tensor would have.
 
     Args:
-        part: Of a matrix, of rows, or of a stack. All ranks of its groups call this with theirs.
-        quantizer: Of the matrix, or of each.
-        steps: By which steps.
+        part: Part of a matrix, of rows, or of a stack. All ranks of its groups call this with theirs.
+        quantizer: Quantizer of the matrix, or of each.
+        steps: The functions that compute the steps.
         local_amax: The grid of the part's own elements, if it is known and no block is cut.
         whole_amax: The grid of the whole, if it is known: then ranks exchange no amax of blocks.
 
@@ -373,7 +373,7 @@ def quantize_part(
 
 
 def _quantize_matrix(part: Plain, quantizer: Quantizer, steps: Steps, known: Tensor | None) -> Quantized:
-    """A whole matrix, which eager layers quantize most of all."""
+    """Quantize a whole matrix; eager layers mostly do that."""
     quantizer = quantizer.for_shape(part.local.shape)
     amaxes = steps.amax(part.local, quantizer) if known is None else known
     multiplier, scale, outer_scale = scales_of(amaxes, quantizer, steps)
@@ -382,7 +382,7 @@ def _quantize_matrix(part: Plain, quantizer: Quantizer, steps: Steps, known: Ten
 
 
 def _for_matrices(part: Plain, quantizer: Quantizer) -> Quantizer:
-    """The quantizer of a stack: it packs codes if it is ours and the sizes of each matrix allow it."""
+    """The quantizer of a stack; ours packs codes if the sizes of each matrix allow it, others don't pack."""
     if _takes_all_matrices(quantizer):
         return quantizer.for_shape(part.local.shape[1:])
     quantizer = quantizer.unpacked() or quantizer
@@ -411,13 +411,13 @@ def _by_whole_amax(part: Plain, quantizer: Quantizer, steps: Steps, whole_amax: 
 
 
 def cast_part(part: Plain, multiplier: Tensor, quantizer: Quantizer, steps: Steps = OPS_OF_STEPS) -> Tensor:
-    """Codes of a part, by the multipliers of all blocks of the whole.
+    """Cast a part, by the multipliers of the whole.
 
     Args:
-        part: Of a matrix or of a stack. Stochastic noise of a stack is that of this rank's part.
+        part: Part of a matrix or of a stack. In a stack, positions for stochastic rounding are those in this part.
         multiplier: The grid of the whole, float32.
-        quantizer: Of each matrix.
-        steps: By which steps.
+        quantizer: Quantizer of each matrix.
+        steps: The functions that compute the steps.
 
     Returns:
         uint8, the shape of the part: one byte a code.
@@ -438,7 +438,7 @@ def _grid_of_part(grid: Tensor, part: Plain, sides: tuple[AxisBlocks, AxisBlocks
 
 
 def dequantized(part: Quantized, dtype: torch.dtype) -> Plain:
-    """The values that codes stand for, codes times scales in float32, rounded once to a dtype."""
+    """The values of codes: codes times scales in float32, rounded once to a dtype."""
     operand, *windows = as_operand(part)
     codes, quantizer, outer = operand.codes, operand.quantizer, operand.scales[1:]
     if part.layout.batch:

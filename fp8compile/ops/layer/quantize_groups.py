@@ -1,9 +1,9 @@
-"""Quantize rows that are sorted by group, each group as if it were alone.
+"""Quantize rows that are sorted by group; each group gets the codes that it would have alone.
 
-    along rows      codes (R, K), blocks within a row; tensorwise, a scale for the rows of each group
+    along rows      codes (R, K), blocks within a row; tensorwise: a scale for the rows of each group
     along tokens    codes (K, C), blocks of tokens, as `fp8compile.ops.groups.layout` lays them
 
-Ranks may share the features: then a block that has elements on several ranks has their largest amax.
+If ranks share the features, the amax of a block that spans ranks is reduced over them.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _rows_and_amaxes = inductor.once_a_graph(group_quantize_rows)
 
 
 def by_row(quantizer: Quantizer) -> Quantizer:
-    """The quantizer of codes that come with a scale for each row, as GEMMs over groups read them."""
+    """The quantizer with a scale for each row, as grouped GEMMs read codes."""
     return quantizer if quantizer.block[0] == 1 else with_block(quantizer, (1, -1))
 
 
@@ -56,15 +56,14 @@ def quantize_groups(
     """Quantize the rows of groups in one of two directions.
 
     Args:
-        part: Rows (R, K), whose layout has the ends of the groups.
-        rows: Quantizer along rows, over one group's matrix.
-        tokens: Quantizer along tokens, over one group's matrix. The one of the direction that is not asked for may be
-            None.
-        steps: How amaxes become scales, and values codes.
-        along_tokens: The direction.
-        reads_once: Whether kernels that read the rows once for both directions may be called: in compiled code for a
-            GPU, where both products ask for the same call, of which a graph has one. The forward then makes codes
-            along tokens, and the backward keeps them, a byte an element, in place of the rows.
+        part: Rows (R, K); the layout has the ends of the groups.
+        rows: Quantizer along rows, over one group's matrix; may be None if ``along_tokens``.
+        tokens: Quantizer along tokens, over one group's matrix; may be None if not ``along_tokens``.
+        steps: The functions that compute the steps.
+        along_tokens: Whether to quantize along tokens, and not along rows.
+        reads_once: Whether a kernel may read the rows once for both directions. That is for compiled code on a GPU:
+            both products make the same call, and the graph keeps one of them. The forward then makes the codes along
+            tokens too, and keeps them, a byte an element, in place of the rows.
     """
     quantizer = tokens if along_tokens else rows
     reads_once = reads_once and not any(part.cuts)
@@ -88,14 +87,14 @@ def quantize_groups(
 def cast_rows(
     x: Tensor, ends: Tensor, quantizer: Quantizer, steps: Steps, over_ranks: Callable[[Tensor], Tensor]
 ) -> tuple[Tensor, Tensor]:
-    """Codes (R, K) of rows, and for each row the scale of its group, (R, 1).
+    """Codes (R, K) of rows, and the scale of each row's group, (R, 1).
 
     Args:
         x: (R, K), sorted by group.
         ends: Ends of the groups, (E,) int32.
         quantizer: One block for the rows of a group.
-        steps: How amaxes become scales, and values codes.
-        over_ranks: Makes of this rank's amaxes those of all ranks that have rows of the groups.
+        steps: The functions that compute the steps.
+        over_ranks: Reduces this rank's amaxes over all ranks that have rows of the groups.
     """
     multiplier, scale = steps.scale(over_ranks(group_amax(x, ends, quantizer)), quantizer)
     group = group_to_read(ends, x.shape[0])
@@ -117,7 +116,7 @@ def _tokens(
 
 
 def _over_ranks(amaxes: Tensor, part: Plain, quantizer: Quantizer) -> Tensor:
-    """Amaxes of groups, of blocks that have elements on several ranks those of all of them."""
+    """Amaxes of groups, reduced over ranks if blocks span them."""
     columns = axis_blocks(part.local.shape, part.cuts, quantizer.block)[1]
     for group in columns.groups if columns.kind == "spanning" else ():
         amaxes = all_reduce_amax(amaxes, group)
@@ -128,7 +127,7 @@ def _over_ranks(amaxes: Tensor, part: Plain, quantizer: Quantizer) -> Tensor:
 
 
 def is_four_bits_on_gpu(x: Tensor, quantizer: Quantizer) -> bool:
-    """Whether codes are made as a GPU's four-bit product reads them."""
+    """Whether codes are stored as a GPU's four-bit product reads them."""
     return type(quantizer) is TwoLevelScaling and target_of(x.device).type == "cuda"
 
 

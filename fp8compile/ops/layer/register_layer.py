@@ -44,13 +44,13 @@ TENSORS = {  # names of the tensors that an op takes before its placement; offse
 
 @dataclass(frozen=True, kw_only=True)
 class LayerOp:
-    """One op of a layer: how its loose arguments are a call of a function of `fp8compile.ops.layer.layer`.
+    """One op of a layer: maps its loose arguments to a call of a function of `fp8compile.ops.layer.layer`.
 
     Attributes:
-        kind: A key of ``TENSORS``.
-        placement: What the arguments between the tensors and the recipe are.
-        ends: Whether rows are those of groups.
-        names: Of the tensors before the placement.
+        kind: Which op, a key of ``TENSORS``.
+        placement: Class of the placement, whose fields are the arguments between the tensors and the recipe.
+        ends: Whether rows are in groups.
+        names: Names of the tensor arguments before the placement.
         has_fields: Whether the placement has arguments.
     """
 
@@ -77,7 +77,7 @@ class LayerOp:
         return [inspect.Parameter(name, kind, annotation=hint) for name, hint in found.items()]
 
     def split(self, args: tuple) -> tuple[list[Any], Tensor | None, Placement, Any]:
-        """Tensors without offsets, offsets or None, the placement, and the recipe or quantizer."""
+        """Split loose arguments: the tensors, the offsets or None, the placement, the recipe or quantizer."""
         count = len(self.names)
         place = self.placement(*args[count:-1]) if self.has_fields else self.placement()
         tensors = list(args[:count])
@@ -85,12 +85,12 @@ class LayerOp:
         return tensors, ends, place, args[-1]
 
     def run(self, phase: Phase, args: tuple, codes: dict[str, Any] | None = None) -> Any:
-        """Call the function.
+        """Run the op's computation.
 
         Args:
-            phase: Who takes the steps.
-            args: Of the op.
-            codes: Of a weight that is quantized already, as `layer.output` takes them.
+            phase: In which code the steps run.
+            args: The op's arguments.
+            codes: Codes of a weight that is quantized already, as `layer.output` takes them.
         """
         tensors, ends, place, last = self.split(args)
         if self.kind == "output":
@@ -106,7 +106,7 @@ class LayerOp:
         return layer.grad_weight_of_codes(phase, grad_output, tuple(kept), ends, place, last)
 
     def empty(self, args: tuple) -> Any:
-        """What tracing runs: empty results."""
+        """Results without values, for tracing."""
         tensors, ends, place, last = self.split(args)
         if self.kind == "output":
             x, weight, _ = tensors
@@ -125,7 +125,7 @@ class LayerOp:
 
 
 def _loose(op: LayerOp, function: Callable[[tuple], Any], returns: Any) -> Callable:
-    """A function of loose arguments, as an op's schema has them."""
+    """Wrap a function of a tuple as a function of loose arguments with the op's schema."""
 
     def loose(*args: Any) -> Any:
         return function(args)
@@ -141,15 +141,15 @@ def _loose(op: LayerOp, function: Callable[[tuple], Any], returns: Any) -> Calla
 
 @dataclass(frozen=True, kw_only=True)
 class Layer:
-    """The ops of a linear layer whose tensors lie in one way.
+    """The ops of a linear layer for one placement.
 
     Attributes:
-        placement: How they lie.
+        placement: Class of the placement.
         output: The differentiable op.
         grad_input: The gradient of its input.
         grad_weight: The gradient of its weight.
-        keep: The codes that eager mode keeps of an input.
-        grad_weight_of_codes: The gradient of its weight from those.
+        keep: Makes the codes that eager mode keeps in place of an input.
+        grad_weight_of_codes: The gradient of its weight from those codes.
     """
 
     placement: type[Placement]
@@ -162,7 +162,7 @@ class Layer:
 
 @dataclass(frozen=True, kw_only=True)
 class _Derivative:
-    """The derivative of a layer's output; what it calls are its gradients."""
+    """The derivative of a layer's output op: what it saves, and the gradient ops that it calls."""
 
     op: LayerOp
     grad_input: torch._ops.OpOverload
@@ -260,20 +260,20 @@ def register_layer(
     gradients: Layer | None = None,
     keep: torch._ops.OpOverload | None = None,
 ) -> Layer:
-    """Make the ops of a linear layer whose tensors lie in one way.
+    """Register the ops of a linear layer for one placement.
 
     Args:
-        prefix: Of the names, such as ``"sharded_"``.
-        placement: How they lie: its fields are arguments of the output's op.
-        samples: Arguments of the output's op; those of the others follow from them.
-        for_grad_input: What `Placement.for_grad_input` gives, if it is of another class.
-        for_grad_weight: What `Placement.for_grad_weight` gives.
-        ends: Whether rows are those of groups.
-        gradients: A layer that has the same gradients: then no other ops are made for them.
-        keep: The op that keeps codes of the input, if another layer's input lies alike.
+        prefix: Prefix of the ops' names, such as ``"sharded_"``.
+        placement: Class of the placement; its fields are arguments of the output's op.
+        samples: Arguments of the output's op. Samples of the other ops follow from them.
+        for_grad_input: Class that `Placement.for_grad_input` returns, if it is another one.
+        for_grad_weight: Class that `Placement.for_grad_weight` returns, if it is another one.
+        ends: Whether rows are in groups.
+        gradients: A layer whose gradient ops are used, in place of new ones.
+        keep: The op that keeps codes of the input, if another layer has the same one.
 
     Returns:
-        Its ops.
+        The ops.
     """
     op = LayerOp(kind="output", placement=placement, ends=ends)
     if gradients is None:
@@ -312,7 +312,7 @@ def register_layer(
 
 @dataclass(frozen=True)
 class _Samples:
-    """Arguments of a layer's other ops, from those of its output."""
+    """Samples of a layer's other ops, from samples of its output op."""
 
     op: LayerOp
     samples: Callable[[], Iterable[tuple]]
@@ -327,22 +327,22 @@ class _Samples:
             yield grad.to(x.dtype).movedim(0, -1), x, weight, _given(ends), place, recipe, used  # not contiguous
 
     def of_grad_input(self) -> Iterator[tuple]:
-        """Arguments of grad_input."""
+        """Samples of grad_input."""
         for grad, _, weight, offsets, place, recipe, used in self._each():
             yield grad, weight, *offsets, *_fields_of(place.for_grad_input(used)), recipe
 
     def of_grad_weight(self) -> Iterator[tuple]:
-        """Arguments of grad_weight."""
+        """Samples of grad_weight."""
         for grad, x, weight, offsets, place, recipe, used in self._each():
             yield grad, x, *offsets, *_fields_of(place.for_grad_weight(weight.dtype, used)), recipe
 
     def of_keep(self) -> Iterator[tuple]:
-        """Arguments of the op that keeps codes."""
+        """Samples of the op that keeps codes."""
         for _, x, offsets, place, quantizer in self._kept():
             yield x, *offsets, *_fields_of(place.for_keep()), quantizer
 
     def of_grad_weight_of_codes(self) -> Iterator[tuple]:
-        """Arguments of grad_weight from codes."""
+        """Samples of grad_weight from codes."""
         for grad, x, offsets, place, quantizer in self._kept():
             recipe = Recipe(grad_output_for_grad_weight=quantizer, input_for_grad_weight=quantizer)
             ends = offsets[0] if offsets else None

@@ -1,8 +1,8 @@
-"""Rows: which rows of a parameter each rank has, and of whom its ops get the others; a constant of the graph.
+"""Rows: which rows of a parameter each rank of FSDP has; a constant of the graph.
 
-A weight is cut once by each dim of the mesh of tensor parallel ranks, if there are any, and then by rows over the
-ranks of FSDP. The cuts of the former are numbers here: for each dim of that mesh -1, or the weight's dim that it cuts,
-this rank's number, how many ranks there are, and what each of them has.
+If there are tensor parallel ranks, each dim of their mesh cuts the weight first. Those cuts are stored as numbers: for
+each dim of the mesh -1 if it cuts nothing, otherwise the weight's dim, this rank's number, the number of ranks, and
+the size of each rank's part.
 """
 
 from __future__ import annotations
@@ -20,16 +20,15 @@ __all__ = ["Rows", "placed_cuts", "placed_of", "rows_cut"]
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Rows(Constant):
-    """What the ops of sharded parameters take behind their tensors.
+    """How FSDP cuts a parameter, as the ops of sharded parameters take it.
 
     Attributes:
         sizes: Rows that each rank has; they may differ and be 0.
-        rank: This one's number among them.
-        group: Name of their group; empty for one rank.
+        rank: This rank's number.
+        group: Name of the ranks' group; empty for one rank.
         replicas: Name of the group whose ranks have the same rows (HSDP), or empty.
-        reduce_dtype: Name of the dtype of gradients on their way.
-        placed: How tensor parallel ranks cut the parameter before its rows are, as `placed_of` has it; empty without
-            such ranks.
+        reduce_dtype: Name of the dtype in which gradients are reduced.
+        placed: How tensor parallel ranks cut the parameter first, as `placed_of` returns it; empty without them.
     """
 
     sizes: tuple[int, ...]
@@ -41,17 +40,17 @@ class Rows(Constant):
 
     @staticmethod
     def alone(rows: int, reduce_dtype: str = "float32") -> Rows:
-        """All rows, of one rank."""
+        """All rows, on one rank."""
         return Rows(sizes=(rows,), rank=0, group="", replicas="", reduce_dtype=reduce_dtype)
 
 
 def rows_cut(rows: Rows) -> DimSharding | None:
-    """How FSDP cuts the rows that a rank would have; None for a group of one rank."""
+    """The cut of FSDP; None for a group of one rank."""
     return None if len(rows.sizes) == 1 else DimSharding(rows.group, rows.rank, 0, rows.sizes)
 
 
 def placed_of(cuts: Sharding) -> tuple[int, ...]:
-    """Cuts of tensor parallel ranks as numbers."""
+    """Store the cuts of tensor parallel ranks as numbers."""
     found: list[int] = []
     for cut in cuts:
         found += [-1] if cut is None else [cut.dim, cut.rank, len(cut.sizes), *cut.sizes]
@@ -59,7 +58,7 @@ def placed_of(cuts: Sharding) -> tuple[int, ...]:
 
 
 def placed_cuts(placed: Sequence[int], groups: Sequence[ProcessGroup | str] = ()) -> Sharding:
-    """Numbers as cuts; those of no group where none are given."""
+    """Read such numbers as cuts; cuts have no group if none are given."""
     cuts: list[DimSharding | None] = []
     rest = list(placed)
     while rest:

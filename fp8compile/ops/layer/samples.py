@@ -56,7 +56,7 @@ def delayed_samples() -> Iterator[tuple]:
 
 
 def sharded_samples() -> Iterator[tuple]:
-    """Those of a group of one rank."""
+    """Samples for a group of one rank."""
     for index, (x, weight, bias, recipe) in enumerate(linear_samples()):
         weight_dim = index % 2
         yield x, weight, bias, weight_dim, [weight.shape[weight_dim]], None, [0], 0, "", recipe
@@ -95,14 +95,14 @@ def grouped_samples() -> Iterator[tuple]:
 
 
 def sharded_grouped_samples() -> Iterator[tuple]:
-    """Those of a group of one rank."""
+    """Samples for a group of one rank."""
     for index, (x, weight, offsets, bias, recipe) in enumerate(grouped_samples()):
         weight_dim = 1 + index % 2
         yield x, weight, offsets, bias, weight_dim, [weight.shape[weight_dim]], 0, "", recipe
 
 
 def fsdp_grouped_samples() -> Iterator[tuple]:
-    """Those of FSDP over one rank."""
+    """Samples for FSDP over one rank."""
     for index, (x, weight, offsets, bias, recipe) in enumerate(grouped_samples()):
         shard = weight.float() if index % 2 else weight
         yield x, shard, offsets, bias, Rows.alone(weight.shape[0]), recipe

@@ -1,12 +1,12 @@
-"""The state of delayed scaling: what a layer is given, which scales it makes of it, and how a backward updates it.
+"""The state of delayed scaling: what a layer is given, which multipliers it uses, and how a backward updates it.
 
-    state          amax_history (3, L), multiplier (3,): a row each for input, weight, grad_output
+    state          amax_history (3, L), multiplier (3,): rows for input, weight, grad_output
     forward        y, the multipliers that it used, amaxes of x and w
     backward       gradients, by those multipliers;  state <- next state(state, amaxes of x, w and dy)
 
-The state is updated by the backward, once for each: where none runs (evaluation, no_grad) it stays, and activation
-checkpointing, which runs the forward twice, updates it once. What the forward used are outputs of it, because another
-backward may have updated the state by the time that its own runs. A tensor without delayed scaling keeps its row.
+Each backward updates the state once. If none runs (evaluation, no_grad), the state stays; activation checkpointing,
+which runs the forward twice, updates it once. The multipliers that a forward used are among its outputs, because
+another backward may have updated the state before its own runs. A tensor without delayed scaling keeps its row.
 """
 
 from __future__ import annotations
@@ -37,19 +37,19 @@ ROW_OF_WEIGHT = 1
 
 
 def amax_of(tensor: Tensor, quantizer: DelayedScaling | None) -> Tensor:
-    """The amax, () float32; 0 for a tensor without delayed scaling, which leaves its row as it is."""
+    """The amax, () float32; 0 for a tensor without delayed scaling, whose row stays as it is."""
     if quantizer is None:
         return tensor.new_zeros((), dtype=torch.float32)
     return amax(tensor, quantizer).view(())
 
 
 def kept_amax(history: Tensor) -> Tensor:
-    """The amax, () float32, of what the codes of a weight were made of, which a parameter that is codes puts there."""
+    """Amax of the values last written to a quantized weight, which `QuantizedParameter` stores in history[0]."""
     return snapshot(history[ROW_OF_WEIGHT, 0])
 
 
 def next_layer_state(history: Tensor, multiplier: Tensor, amaxes: Tensor, recipe: Recipe) -> tuple[Tensor, Tensor]:
-    """The layer's state after one more backward, from that before and three amaxes."""
+    """The layer's state after one more backward, from the state before and three amaxes."""
     quantizers = recipe.delayed()
     rooms = [1.0 if quantizer is None else quantizer.room() for quantizer in quantizers]
     room = torch.stack([torch.full((), each, dtype=torch.float64, device=amaxes.device) for each in rooms])
@@ -61,7 +61,7 @@ def next_layer_state(history: Tensor, multiplier: Tensor, amaxes: Tensor, recipe
 
 
 def check_state(x: Tensor, amax_history: Tensor, multiplier: Tensor, recipe: Recipe) -> None:
-    """Raise if the state is not of this recipe; in the words of `fp8compile.linear`, whose argument it is."""
+    """Raise if the state does not fit the recipe; the text speaks of `fp8compile.linear`, which takes the state."""
     if _compat.is_stand_in(recipe):
         return
     rows, length = len(TENSORS), recipe.history()
@@ -77,15 +77,15 @@ def check_state(x: Tensor, amax_history: Tensor, multiplier: Tensor, recipe: Rec
 
 
 def keep_used(ctx: Any, multiplier: Tensor, output: tuple[Tensor, Tensor, Tensor, Tensor]) -> Tensor:
-    """Let a layer's backward find what its forward used, and the amaxes, as the forward left them.
+    """Save the multipliers that a forward used, and its amaxes, for the backward.
 
     Args:
-        ctx: Of the layer, which then has ``multiplier``, ``used`` and ``amaxes``.
-        multiplier: Of the state.
-        output: Of the layer.
+        ctx: Autograd's context of the layer; gets ``multiplier``, ``used`` and ``amaxes``.
+        multiplier: Multipliers of the state.
+        output: Outputs of the layer.
 
     Returns:
-        What the forward used.
+        The multipliers that the forward used.
     """
     _, ctx.used, *ctx.amaxes = output
     ctx.multiplier = multiplier
@@ -98,7 +98,7 @@ def keep_used(ctx: Any, multiplier: Tensor, output: tuple[Tensor, Tensor, Tensor
 
 
 def check_repeated_forward(ctx: Any, repeated: Tensor) -> None:
-    """Raise if checkpointing repeated the forward by other multipliers than those of the first."""
+    """Raise if checkpointing repeated the forward with other multipliers than the first forward used."""
     now = _compat.version_in_eager(_compat.replicated(ctx.multiplier))
     if ctx.version == now or torch.equal(*map(_compat.replicated, (repeated, ctx.used))):
         return
@@ -112,16 +112,17 @@ def check_repeated_forward(ctx: Any, repeated: Tensor) -> None:
 
 @torch.no_grad()
 def update_state(state: Sequence[Tensor], amaxes: Tensor, recipe: Recipe, *, ran: Tensor | None = None) -> None:
-    """Make a layer's state, its history and multiplier, the next one, in place.
+    """Update a layer's state in place: its history and its multipliers.
 
     Args:
-        state: The two tensors.
-        amaxes: Of input, weight and grad_output, (3,) float32, over all ranks that share the state.
-        recipe: Of the layer.
-        ran: If it is given, and 0, the state stays: the backward has not run.
+        state: History and multipliers.
+        amaxes: Amaxes of input, weight and grad_output, (3,) float32, over all ranks that share the state.
+        recipe: Recipe of the layer.
+        ran: 0 if the backward has not run: the state then stays. None counts as 1.
 
     Raises:
-        RuntimeError: A transform of torch.func runs this backward, and the state is none of its function's arguments.
+        RuntimeError: A transform of torch.func runs this backward, and its function does not take the state as an
+            argument.
     """
     updated = next_layer_state(*state, amaxes, recipe)
     if ran is not None:

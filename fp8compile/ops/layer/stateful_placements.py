@@ -1,4 +1,4 @@
-"""Placements of layers with delayed scaling: their fields have the state, or what brings amaxes to it.
+"""Placements of layers with delayed scaling: their fields hold the state, or the tokens that bring amaxes to it.
 
 Delayed           its own backward updates the state
 DelayedOverFsdp   amaxes travel as gradients of tokens, see `fp8compile.ops.layer.amax_tokens`
@@ -38,12 +38,12 @@ def _by_used(used: Tensor, amaxes: tuple[Tensor, Tensor], operands: Operands) ->
 
 @dataclass(slots=True)
 class Delayed(Placement):
-    """All of it is here, the state too.
+    """Every tensor is whole on this rank, the state too.
 
     Attributes:
         amax_history: (3, L) float32.
         multiplier: (3,) float32.
-        group: The name of the ranks whose amaxes are one, or None.
+        group: Name of the group over which amaxes are reduced, or None.
     """
 
     has_state: ClassVar[bool] = True
@@ -54,11 +54,11 @@ class Delayed(Placement):
     group: str | None
 
     def check(self, x: Tensor, recipe: Recipe) -> None:
-        """Raise if the state is not of this recipe."""
+        """Raise if the state does not fit the recipe."""
         check_state(x, self.amax_history, self.multiplier, recipe)
 
     def begin(self, x: Tensor, weight: Tensor, operands: Operands) -> tuple[Operands, tuple[Tensor, ...]]:
-        """Operands with the multipliers that the output uses; those, and amaxes of input and weight."""
+        """Operands with the multipliers that the output uses; and beside them those multipliers and two amaxes."""
         used, is_codes = snapshot(self.multiplier), operands.weight is not None
         of_input, of_weight, _ = operands.recipe.delayed()
         is_kept = is_codes and of_weight is not None
@@ -67,16 +67,16 @@ class Delayed(Placement):
         return _by_used(used, amaxes, operands), (used, *amaxes)
 
     def empty_beside(self) -> tuple[Tensor, ...]:
-        """What `begin` returns beside operands, empty."""
+        """What `begin` returns beside operands, without values, for tracing."""
         like = self.multiplier
         return torch.empty_like(like), like.new_empty(()), like.new_empty(())
 
     def keep_used(self, ctx: Any, output: tuple[Tensor, Tensor, Tensor, Tensor]) -> Tensor:
-        """Let the backward find what the output used."""
+        """Save the multipliers that the output used for the backward."""
         return keep_used(ctx, self.multiplier, output)
 
     def end(self, ctx: Any, grad_output: Tensor, repeated: Tensor) -> tuple[Tensor, tuple[Tensor | None, ...]]:
-        """Update the state; what the output used, and gradients of the fields."""
+        """Update the state; returns the multipliers that the output used, and gradients of the fields."""
         check_repeated_forward(ctx, repeated)
         # of a layer that is spread over ranks, all of them have the same state, and update their own
         state = [_compat.replicated(each) for each in (self.amax_history, self.multiplier)]
@@ -88,17 +88,17 @@ class Delayed(Placement):
         return ctx.used, (None, None, None)
 
     def for_grad_input(self, used: Tensor | None) -> Placement:
-        """With what the output used."""
+        """The placement with the multipliers that the output used."""
         return DelayedForGradient(used)
 
     def for_grad_weight(self, dtype: torch.dtype, used: Tensor | None) -> Placement:
-        """With what the output used."""
+        """The placement with the multipliers that the output used."""
         return DelayedForGradient(used)
 
 
 @dataclass(slots=True)
 class DelayedForGradient(Placement):
-    """The argument of `Delayed`'s gradients: ``multiplier`` (3,) that the output used."""
+    """Placement of `Delayed`'s gradients: ``multiplier`` (3,) is what the output used."""
 
     multiplier: Tensor
 
@@ -112,12 +112,13 @@ class DelayedOverFsdp(RowsOverFsdpBase):
     """A weight that FSDP cuts by rows, with the layer's multipliers.
 
     Attributes:
-        of_activations: (3,) zeros whose gradient is: 1 where the layer's backward ran, amax of x, amax of grad_output.
-        of_weight: (1,) a zero whose gradient is the amax of this rank's rows.
-        amax: That of the whole weight for the output; None: the op sends what it needs.
-        amax_for_grad_input: Likewise.
-        multiplier: (3,) float32, of the state.
-        rows: Who has which.
+        of_activations: Token (3,) whose gradient is 1 if the layer's backward ran, the amax of x, and that of
+            grad_output.
+        of_weight: Token (1,) whose gradient is the amax of this rank's rows.
+        amax: Amax of the whole weight for the output, if it is known; None: the op exchanges it.
+        amax_for_grad_input: The same for grad_input.
+        multiplier: Multipliers of the state, (3,) float32.
+        rows: The rows that each rank has.
     """
 
     has_state: ClassVar[bool] = True
@@ -130,10 +131,10 @@ class DelayedOverFsdp(RowsOverFsdpBase):
     rows: Rows
 
     def check(self, x: Tensor, recipe: Recipe) -> None:
-        """Nothing: the op that made the tokens has looked at the state."""
+        """Check nothing: the op that made the tokens has checked the state."""
 
     def begin(self, x: Tensor, weight: Tensor, operands: Operands) -> tuple[Operands, tuple[Tensor, ...]]:
-        """Operands with the multipliers that the output uses; those, and amaxes of input and this rank's rows."""
+        """Operands with the multipliers that the output uses; and beside them those multipliers and two amaxes."""
         used, pairs = snapshot(self.multiplier), zip((x, weight), operands.recipe.delayed(), strict=False)
         amax_of_x, amax_of_weight = (amax_of(tensor, each) for tensor, each in pairs)
         amaxes = amax_of_x, amax_of_weight
@@ -142,16 +143,16 @@ class DelayedOverFsdp(RowsOverFsdpBase):
     empty_beside = Delayed.empty_beside
 
     def keep_used(self, ctx: Any, output: tuple[Tensor, Tensor, Tensor, Tensor]) -> Tensor:
-        """Let the backward find what the output used."""
+        """Save the multipliers that the output used for the backward."""
         return keep_used(ctx, self.multiplier, output)
 
     def saved(self) -> tuple[Placement, tuple[Tensor | None, ...]]:
-        """Without tensors, and the amax for grad_input."""
+        """The placement without tensors, and the amax for grad_input."""
         tensors = ("of_activations", "of_weight", "amax", "amax_for_grad_input", "multiplier")
         return replace(self, **dict.fromkeys(tensors)), (self.amax_for_grad_input,)
 
     def end(self, ctx: Any, grad_output: Tensor, repeated: Tensor) -> tuple[Tensor, tuple[Tensor | None, ...]]:
-        """What the output used, and the amaxes as gradients of the tokens."""
+        """The multipliers that the output used, and the amaxes as gradients of the tokens."""
         place = 2 + ctx.has_bias
         is_eager = type(_compat.local_itself(grad_output)) is Tensor  # a graph has the backward to everything
         if is_eager and ctx.needs_input_grad[3] and not _compat.will_run(ctx, place):

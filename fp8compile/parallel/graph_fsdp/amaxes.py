@@ -17,21 +17,21 @@ from fp8compile.ops import fsdp_amax
 from fp8compile.ops.collectives import all_reduce_amaxes
 from fp8compile.ops.layer.quantize import is_aligned
 from fp8compile.ops.layer.rows import placed_cuts, rows_cut
-from fp8compile.parallel.graph_fsdp.shards import Where, used_dtype
+from fp8compile.parallel.graph_fsdp.shards import ParameterSharding, used_dtype
 from fp8compile.quantizers import DelayedScaling
 
-__all__ = ["SharedAmaxes", "exchange", "shared_amaxes"]
+__all__ = ["WeightAmaxPlan", "exchange", "weight_amax_plan"]
 
 SLOTS = ("weight", "weight_for_grad_input")
 
 
 @dataclass(frozen=True)
-class SharedAmaxes:
-    """What ranks have to tell each other of a layer's weight.
+class WeightAmaxPlan:
+    """Which amaxes of a layer's weight the ranks exchange.
 
     Attributes:
-        grids: For each slot of the recipe whose blocks have elements on several ranks, the shape of its amaxes.
-        groups: Names of the groups that these ranks are.
+        grids: Shape of the amaxes, for each slot of the recipe whose blocks span several ranks.
+        groups: Names of the process groups that reduce them.
         same: Whether forward and backward quantize the weight alike.
     """
 
@@ -40,9 +40,9 @@ class SharedAmaxes:
     same: bool
 
 
-def shared_amaxes(layer: Linear, local: Tensor, where: Where) -> SharedAmaxes:
-    """For a layer of which this rank has ``local``, cut by tensor parallel ranks if there are any, then by rows."""
-    every = (*placed_cuts(where.rows.placed, where.tensor_parallel_groups()), rows_cut(where.rows))
+def weight_amax_plan(layer: Linear, local: Tensor, sharding: ParameterSharding) -> WeightAmaxPlan:
+    """Plan the exchange for a layer whose weight on this rank is ``local``."""
+    every = (*placed_cuts(sharding.rows.placed, sharding.tensor_parallel_groups()), rows_cut(sharding.rows))
     same = layer.recipe.quantizer_read("weight_for_grad_input") == layer.recipe.weight
     shard, grids = Plain(local, TensorLayout(every)), {}
     for slot in SLOTS:
@@ -51,15 +51,15 @@ def shared_amaxes(layer: Linear, local: Tensor, where: Where) -> SharedAmaxes:
             continue
         if not is_aligned(shard, quantizer):
             grids[slot] = tuple(quantizer.scale_shape(shard.whole_shape()))
-    return SharedAmaxes(grids, tuple(cut.group for cut in every if cut is not None), same)
+    return WeightAmaxPlan(grids, tuple(cut.group for cut in every if cut is not None), same)
 
 
 def _known(layer: Linear, slot: str) -> Tensor:
     state = layer.graph_fsdp
-    where, shared = state.where["weight"], state.shared_amaxes
+    sharding, plan = state.shardings["weight"], state.weight_amax_plan
     shard = layer._parameters["weight"].to_local().detach()  # inference mode can't detach a DTensor
-    dtype = used_dtype(where, shard.device.type)
-    return fsdp_amax(shard, dtype, where.rows, list(shared.grids[slot]), slot, layer.recipe)
+    dtype = used_dtype(sharding, shard.device.type)
+    return fsdp_amax(shard, dtype, sharding.rows, list(plan.grids[slot]), slot, layer.recipe)
 
 
 def exchange(layers: Iterable[nn.Module]) -> None:
@@ -67,10 +67,10 @@ def exchange(layers: Iterable[nn.Module]) -> None:
     entries = [
         (layer, slot)
         for layer in layers
-        for slot in layer.graph_fsdp.shared_amaxes.grids
+        for slot in layer.graph_fsdp.weight_amax_plan.grids
         if slot == SLOTS[0] or torch.is_grad_enabled()
     ]
     known = [_known(layer, slot) for layer, slot in entries]
-    groups = [layer.graph_fsdp.shared_amaxes.groups for layer, _ in entries]
+    groups = [layer.graph_fsdp.weight_amax_plan.groups for layer, _ in entries]
     for (layer, slot), amax in zip(entries, all_reduce_amaxes(known, groups), strict=True):
         layer.graph_fsdp.amaxes[slot] = amax

@@ -1,7 +1,8 @@
-"""Delayed scaling of sharded layers: who is to know of which amaxes, and that all of them travel in one message.
+"""Delayed scaling of sharded layers: which ranks reduce which amaxes, all in one message.
 
-See `fp8compile.ops.layer.amax_tokens` for how a backward brings them together. A layer that is called once more in a
-forward, or outside of the model's, sends its own.
+An amax carrier is two tensors of zeros whose gradients are one layer's amaxes: `fp8compile.ops.layer.amax_tokens` says
+how a backward brings them together. A layer that is called a second time in a forward, or outside of the model's
+forward, sends a message of its own.
 """
 
 from __future__ import annotations
@@ -19,19 +20,20 @@ from fp8compile import _compat
 from fp8compile.nn import Linear
 from fp8compile.ops import fsdp_amaxes_together, fsdp_tokens
 from fp8compile.ops.layer.amax_tokens import AmaxGroups
-from fp8compile.parallel.graph_fsdp.shards import Where
+from fp8compile.parallel.graph_fsdp.shards import ParameterSharding
 
-__all__ = ["Later", "Tokens", "give", "later_amaxes", "take"]
+__all__ = ["AmaxCarrier", "AmaxReduction", "amax_reduction", "attach", "consume"]
 
-Tokens = tuple[Tensor | None, Tensor | None]
+AmaxCarrier = tuple[Tensor | None, Tensor | None]  # tokens of a layer: for activations, for the weight
 
 
-class Later(NamedTuple):
-    """Over which ranks a backward of a layer reduces amaxes, those of activations and those of the weight.
+class AmaxReduction(NamedTuple):
+    """The ranks over which a layer's backward reduces its amaxes: of activations first, of the weight second.
 
     Attributes:
-        names: Of their groups.
-        groups: The same for the op, for PyTorch 2.11 traces no attribute of a constant; None for no group.
+        names: Names of the process groups.
+        groups: The same groups as the op takes them, because PyTorch 2.11 traces no attribute of a constant; None if
+            there is no group.
     """
 
     names: tuple[tuple[str, ...], tuple[str, ...]]
@@ -39,7 +41,7 @@ class Later(NamedTuple):
 
 
 def _without_parts(names: Iterable[str]) -> tuple[str, ...]:
-    """Groups without those all of whose ranks another one has."""
+    """The groups, without each whose ranks are all in another one."""
     ranks = {name: set(get_process_group_ranks(_resolve_process_group(name))) for name in dict.fromkeys(names)}
     found: list[str] = []
     for name, own in sorted(ranks.items(), key=lambda each: -len(each[1])):
@@ -48,19 +50,19 @@ def _without_parts(names: Iterable[str]) -> tuple[str, ...]:
     return tuple(found)
 
 
-def later_amaxes(layer: Linear, where: Where) -> Later | None:
-    """For a layer that was just sharded; None without delayed scaling."""
+def amax_reduction(layer: Linear, sharding: ParameterSharding) -> AmaxReduction | None:
+    """The reduction of a layer that was just sharded; None if it has no delayed scaling."""
     if not layer.recipe.history():
         return None
     of_layer = () if layer.amax_group is None else (layer.amax_group,)
-    rows = (where.rows.group,) if len(where.rows.sizes) > 1 else ()
-    of_weight = (*of_layer, *rows, *where.tensor_parallel_groups())
+    rows = (sharding.rows.group,) if len(sharding.rows.sizes) > 1 else ()
+    of_weight = (*of_layer, *rows, *sharding.tensor_parallel_groups())
     names = _without_parts(of_layer), _without_parts(of_weight)
-    return Later(names, tuple(AmaxGroups(each) if each else None for each in names))
+    return AmaxReduction(names, tuple(AmaxGroups(each) if each else None for each in names))
 
 
 def _origin(layer: Linear, module: nn.Module, inputs: Any) -> Tensor | None:
-    """Something whose gradient a backward through this layer computes; None if there is no backward."""
+    """A tensor whose gradient a backward through this layer computes; None if there is no backward."""
     weight = layer._parameters["weight"]
     if weight.requires_grad:
         return weight
@@ -69,36 +71,36 @@ def _origin(layer: Linear, module: nn.Module, inputs: Any) -> Tensor | None:
 
 
 def _together(tokens: list[Tensor], groups: AmaxGroups | None) -> Sequence[Tensor]:
-    """The tokens anew, whose gradients are the amaxes of all these ranks."""
+    """The same tokens behind a reduction: their gradients are the amaxes over all ranks of the groups."""
     if groups is None:
         return tokens
     return fsdp_amaxes_together(torch.cat(tokens), groups).split([token.numel() for token in tokens])
 
 
-def expect(layers: Sequence[nn.Module], module: nn.Module, inputs: Any) -> list[Tokens]:
-    """Tokens by which the backward of this forward gets the amaxes of layers, those of activations and of the weight.
+def assign(layers: Sequence[nn.Module], module: nn.Module, inputs: Any) -> list[AmaxCarrier]:
+    """Make an amax carrier for each layer, by which the backward of this forward collects the layers' amaxes.
 
     Args:
-        layers: Those that this forward runs.
-        module: Whose forward it is.
-        inputs: Of it.
+        layers: The layers that this forward runs.
+        module: The module that runs it.
+        inputs: Its inputs.
 
     Returns:
-        Two for each layer; None, None where it has no delayed scaling, or no backward.
+        A carrier for each layer; (None, None) if the layer has no delayed scaling or there is no backward.
     """
-    found: list[Tokens] = [(None, None)] * len(layers)
+    found: list[AmaxCarrier] = [(None, None)] * len(layers)
     messages: dict[tuple[str, ...], list[tuple[int, int, Tensor]]] = {}
     kinds: dict[tuple[str, ...], AmaxGroups | None] = {}
     for index, layer in enumerate(layers):
-        later = layer.graph_fsdp.later
-        origin = _origin(layer, module, inputs) if later is not None and torch.is_grad_enabled() else None
+        reduction = layer.graph_fsdp.amax_reduction
+        origin = _origin(layer, module, inputs) if reduction is not None and torch.is_grad_enabled() else None
         if origin is None:
             continue
         state = layer.delayed_state()
         history, multiplier = _compat.replicated(state.amax_history), _compat.replicated(state.multiplier)
         tokens = fsdp_tokens(origin, history, multiplier, layer.recipe)
-        for place, names in enumerate(later.names):
-            kinds[names] = later.groups[place]
+        for place, names in enumerate(reduction.names):
+            kinds[names] = reduction.groups[place]
             messages.setdefault(names, []).append((index, place, tokens[place]))
     for names, entries in messages.items():
         together = _together([token for _, _, token in entries], kinds[names])
@@ -107,37 +109,40 @@ def expect(layers: Sequence[nn.Module], module: nn.Module, inputs: Any) -> list[
     return found
 
 
-# ---------------------------------------------------------------------------------- the first call takes them
+# ---------------------------------------------------------------------------------- the first call consumes them
 
-UNTAKEN: set[int] = set()  # while Dynamo traces: layers that the model's forward gave tokens
-
-
-@_compat.constant_when_traced
-def _offer(keys: tuple[int, ...]) -> None:
-    UNTAKEN.update(keys)
+UNCONSUMED: set[int] = set()  # while Dynamo traces: keys of the layers to which the model's forward attached carriers
 
 
 @_compat.constant_when_traced
-def _take(key: int) -> bool:
-    is_first = key in UNTAKEN
-    UNTAKEN.discard(key)
+def _mark_attached(keys: tuple[int, ...]) -> None:
+    UNCONSUMED.update(keys)
+
+
+@_compat.constant_when_traced
+def _mark_consumed(key: int) -> bool:
+    is_first = key in UNCONSUMED
+    UNCONSUMED.discard(key)
     return is_first
 
 
-def give(layers: Sequence[nn.Module], module: nn.Module, inputs: Any) -> None:
-    """Have the first call of each layer in a model's forward use tokens of one message; arguments as of `expect`."""
-    for layer, tokens in zip(layers, expect(layers, module, inputs), strict=True):
-        layer.graph_fsdp.tokens = tokens
+def attach(layers: Sequence[nn.Module], module: nn.Module, inputs: Any) -> None:
+    """Attach to each layer a carrier for its first call, so that all amaxes travel in one message; see `assign`."""
+    for layer, carrier in zip(layers, assign(layers, module, inputs), strict=True):
+        layer.graph_fsdp.carrier = carrier
     if torch.compiler.is_dynamo_compiling():
-        _offer(tuple([layer.graph_fsdp.key for layer in layers]))
+        _mark_attached(tuple([layer.graph_fsdp.key for layer in layers]))
 
 
-def take(layer: Linear, x: Tensor) -> Tokens:
-    """What a call of a layer uses: what `give` gave, once, for gradients of two uses would be added; or its own."""
+def consume(layer: Linear, x: Tensor) -> AmaxCarrier:
+    """The carrier of one call of a layer: the attached one for the first call, a new one for each later call.
+
+    Gradients of two uses of one carrier would be added, so it is used once.
+    """
     state = layer.graph_fsdp
     if torch.compiler.is_dynamo_compiling():
         # what activation checkpointing repeats may change nothing that Dynamo sees
-        tokens = state.tokens if _take(state.key) else None
+        carrier = state.carrier if _mark_consumed(state.key) else None
     else:
-        tokens, state.tokens = state.tokens, None
-    return expect([layer], layer, x)[0] if tokens is None else tokens
+        carrier, state.carrier = state.carrier, None
+    return assign([layer], layer, x)[0] if carrier is None else carrier

@@ -15,10 +15,10 @@ from fp8compile.nn.candidates import is_converted, weight_names
 from fp8compile.nn.experts import ConvertedExperts, stacks
 from fp8compile.nn.users_of_parameters import users_of_parameters
 from fp8compile.parallel.expert_gradients import check_meshes
-from fp8compile.parallel.graph_fsdp.amaxes import shared_amaxes
-from fp8compile.parallel.graph_fsdp.delayed import later_amaxes
-from fp8compile.parallel.graph_fsdp.modules import Forward, Sharded, become_sharded, is_sharded
-from fp8compile.parallel.graph_fsdp.shards import Shared, shard_parameter
+from fp8compile.parallel.graph_fsdp.amaxes import weight_amax_plan
+from fp8compile.parallel.graph_fsdp.delayed import amax_reduction
+from fp8compile.parallel.graph_fsdp.modules import ForwardScope, ModuleState, become_sharded, is_sharded
+from fp8compile.parallel.graph_fsdp.shards import TensorParallelLayout, shard_parameter
 from fp8compile.tensor import QuantizedTensor, shown
 
 if TYPE_CHECKING:
@@ -94,14 +94,14 @@ def _check_model(model: nn.Module, mesh: DeviceMesh, ignored: set[nn.Parameter])
             _check_parameter(name, parameter, mesh)
 
 
-def _stacks_of_whole_experts(module: nn.Module, state: Sharded) -> frozenset[str]:
+def _stacks_of_whole_experts(module: nn.Module, state: ModuleState) -> frozenset[str]:
     """Weights of experts that products gather. Parts of experts are gathered as a DTensor, which a product refuses."""
 
-    def is_cut_by_experts(shared: Shared | None) -> bool:
-        return shared is None or all(each.is_replicate() or each.is_shard(0) for each in shared.placements)
+    def is_cut_by_experts(layout: TensorParallelLayout | None) -> bool:
+        return layout is None or all(each.is_replicate() or each.is_shard(0) for each in layout.placements)
 
-    sharded = (name for name in stacks(module) if name in state.where)
-    return frozenset(name for name in sharded if is_cut_by_experts(state.where[name].shared))
+    sharded = (name for name in stacks(module) if name in state.shardings)
+    return frozenset(name for name in sharded if is_cut_by_experts(state.shardings[name].tensor_parallel))
 
 
 def _reads_children(module: nn.Module) -> bool:
@@ -120,7 +120,7 @@ def _tie(model: nn.Module) -> None:
     owners: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
     for module in filter(is_sharded, model.modules()):
         for name, parameter in module._parameters.items():
-            if parameter is not None and not (module.graph_fsdp.shared_amaxes is not None and name == "weight"):
+            if parameter is not None and not (module.graph_fsdp.weight_amax_plan is not None and name == "weight"):
                 owners.setdefault(parameter, []).append((module, name))
     tied = [every for every in owners.values() if len(every) > 1]
     for place, every in enumerate(tied):
@@ -173,7 +173,7 @@ def graph_fsdp(
     _check_model(model, mesh, ignored)
     users = users_of_parameters(model)
     by_ops = {module for module in modules.values() if _gathers_codes(module, users)}
-    forward, done, layers = Forward(), {}, []
+    forward, done, layers = ForwardScope(), {}, []
     for module in modules.values():
         own = {name: each for name, each in module._parameters.items() if each is not None and each not in ignored}
         for name, parameter in own.items():
@@ -182,13 +182,13 @@ def graph_fsdp(
             setattr(module, name, done[parameter][0])
         if not own and module is not model and not _reads_children(module):
             continue
-        state = Sharded(forward, {name: done[parameter][1] for name, parameter in own.items()})
+        state = ModuleState(forward, {name: done[parameter][1] for name, parameter in own.items()})
         if isinstance(module, ConvertedExperts):
             state.stacks = _stacks_of_whole_experts(module, state)
         if module in by_ops and "weight" in own:
-            shard, where = done[own["weight"]]
-            state.shared_amaxes = shared_amaxes(module, shard.detach().to_local(), where)
-            state.later = later_amaxes(module, where)
+            shard, sharding = done[own["weight"]]
+            state.weight_amax_plan = weight_amax_plan(module, shard.detach().to_local(), sharding)
+            state.amax_reduction = amax_reduction(module, sharding)
             layers.append(module)
         if module is model:
             state.cast, state.layers = mp_policy, layers

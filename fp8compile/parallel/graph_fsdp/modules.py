@@ -1,4 +1,4 @@
-"""What a module becomes whose parameters are sharded: in its forward they are whole, outside of it they are shards.
+"""The class of a module whose parameters are sharded: whole ones in its forward, shards outside of it.
 
 A parameter is a property of the module's new class, which gathers it while a forward runs. So initialization,
 optimizers, state dicts and users find the shards, which is what there is to change; changing a gathered copy would do
@@ -21,24 +21,25 @@ from fp8compile import _compat
 from fp8compile.nn import Linear
 from fp8compile.nn.ungathered import UngatheredStack
 from fp8compile.ops import fsdp_delayed_linear, fsdp_linear
-from fp8compile.parallel.graph_fsdp.amaxes import SharedAmaxes, exchange
-from fp8compile.parallel.graph_fsdp.delayed import Later, Tokens, give, take
-from fp8compile.parallel.graph_fsdp.shards import Where, gather, used_dtype
+from fp8compile.parallel.graph_fsdp.amaxes import WeightAmaxPlan, exchange
+from fp8compile.parallel.graph_fsdp.delayed import AmaxCarrier, AmaxReduction, attach, consume
+from fp8compile.parallel.graph_fsdp.shards import ParameterSharding, gather, used_dtype
 from fp8compile.tensor import SOURCE_DTYPES
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy  # importing it needs DTensor, which imports this
 
-__all__ = ["Forward", "Sharded", "become_sharded", "is_sharded"]
+__all__ = ["ForwardScope", "ModuleState", "become_sharded", "is_sharded"]
 
 
 @dataclass
-class Forward:
-    """A forward of the model, one for all of its modules.
+class ForwardScope:
+    """A forward of the model, shared by all of its modules.
 
     Attributes:
-        runs: Whether it does.
-        tied: Parameters that several modules have, gathered once: so their gradients are added before ranks add them.
+        runs: Whether it is running.
+        tied: Parameters that several modules have. Each is gathered once, so its gradients are added up before they
+            are reduced over ranks.
     """
 
     runs: bool = False
@@ -46,47 +47,48 @@ class Forward:
 
 
 @dataclass
-class Sharded:
-    """What a module remembers.
+class ModuleState:
+    """What graph_fsdp knows of one module.
 
     Attributes:
-        forward: Of the model.
-        where: Of each parameter, by name.
-        cast: Of the root, which casts what goes in and what comes out; None for others.
-        tied: Of each parameter that others gather too, its place in `Forward.tied`.
-        stacks: Of experts, the names of the weights that their products gather.
-        layers: Of the root, those with FP8.
-        owners: Of the root, for each place there, a module that has it, and its name.
-        shared_amaxes: Of a layer, which.
-        amaxes: Of a layer, while the model's forward runs: those of the whole weight, by slot of the recipe.
-        later: Of a layer with delayed scaling, who tells whom.
-        tokens: Of a layer with delayed scaling, until it is called: by which its backward gives its amaxes.
-        key: A number of its own.
+        forward: The model's forward.
+        shardings: Sharding of each parameter, by name.
+        cast: Policy by which the root casts inputs and outputs; None in other modules.
+        tied: Index in `ForwardScope.tied` of each parameter that another module gathers too.
+        stacks: Names of the experts' weights that their products gather.
+        layers: The FP8 layers of the model; filled in the root.
+        owners: For each entry of `ForwardScope.tied` one module that has the parameter, and its name there; filled in
+            the root.
+        weight_amax_plan: Which amaxes of this layer's weight the ranks exchange; None if ops don't gather the weight.
+        amaxes: Amaxes of the whole weight by slot of the recipe, while the model's forward runs.
+        amax_reduction: The ranks that reduce this layer's amaxes, if it has delayed scaling.
+        carrier: Brings this layer's amaxes out of its backward, if it has delayed scaling; None once it is consumed.
+        key: A number that no other module has.
     """
 
-    forward: Forward
-    where: dict[str, Where]
+    forward: ForwardScope
+    shardings: dict[str, ParameterSharding]
     cast: MixedPrecisionPolicy | None = None
     tied: dict[str, int] = field(default_factory=dict)
     stacks: frozenset[str] = frozenset()
     layers: list[nn.Module] = field(default_factory=list)
     owners: list[tuple[nn.Module, str]] = field(default_factory=list)
-    shared_amaxes: SharedAmaxes | None = None
+    weight_amax_plan: WeightAmaxPlan | None = None
     amaxes: dict[str, Tensor] = field(default_factory=dict)
-    later: Later | None = None
-    tokens: Tokens | None = None
+    amax_reduction: AmaxReduction | None = None
+    carrier: AmaxCarrier | None = None
     key: int = field(default_factory=count().__next__)
 
 
 def _cast(values: Any, dtype: torch.dtype | None) -> Any:
-    """All floating-point tensors among these, in this dtype."""
+    """Cast all floating-point tensors among the values."""
     if dtype is None:
         return values
     return pytree.tree_map(lambda v: v.to(dtype) if isinstance(v, Tensor) and v.is_floating_point() else v, values)
 
 
 class _ShardedModule(nn.Module):
-    graph_fsdp: Sharded
+    graph_fsdp: ModuleState
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         state = self.graph_fsdp
@@ -98,10 +100,10 @@ class _ShardedModule(nn.Module):
         layers = self._without_amaxes()
         try:
             if state.owners:
-                own = [(module._parameters[name], module.graph_fsdp.where[name]) for module, name in state.owners]
+                own = [(module._parameters[name], module.graph_fsdp.shardings[name]) for module, name in state.owners]
                 state.forward.tied = [gather(*each) for each in own]
             exchange(layers)
-            give(state.layers, self, (args, kwargs))
+            attach(state.layers, self, (args, kwargs))
             output = self._forward(*args, **kwargs)
         finally:
             if starts:
@@ -111,11 +113,11 @@ class _ShardedModule(nn.Module):
             for layer in layers:
                 layer.graph_fsdp.amaxes.clear()
             for layer in state.layers:
-                layer.graph_fsdp.tokens = None
+                layer.graph_fsdp.carrier = None
         return output if state.cast is None else _cast(output, state.cast.output_dtype)
 
     def _without_amaxes(self) -> list[nn.Module]:
-        """Layers for which this forward exchanges them."""
+        """The layers whose weight amaxes this forward exchanges."""
         return self.graph_fsdp.layers
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -129,31 +131,34 @@ class _ShardedModule(nn.Module):
         if name in state.tied and state.forward.tied:
             return state.forward.tied[state.tied[name]]
         if name in state.stacks:
-            return _ungathered(parameter, state.where[name])
-        return gather(parameter, state.where[name])
+            return _ungathered(parameter, state.shardings[name])
+        return gather(parameter, state.shardings[name])
 
 
-def _check_one_cast(name: str, weight: Tensor, where: Where, used: torch.dtype) -> None:
+def _check_one_cast(name: str, weight: Tensor, sharding: ParameterSharding, used: torch.dtype) -> None:
     """Raise unless a weight is cast once, by autocast or by the policy."""
-    if used != where.dtype and where.dtype != weight.dtype:
+    if used != sharding.dtype and sharding.dtype != weight.dtype:
         raise TypeError(
-            f"{name}: autocast casts to {used} and param_dtype of mp_policy is {where.dtype}. Leave one of them "
+            f"{name}: autocast casts to {used} and param_dtype of mp_policy is {sharding.dtype}. Leave one of them "
             "out, or make them the same."
         )
 
 
-def _ungathered(weight: Tensor, where: Where) -> UngatheredStack:
-    """The weights of experts, as their module sees them."""
+def _ungathered(weight: Tensor, sharding: ParameterSharding) -> UngatheredStack:
+    """The weights of experts, as their module sees them: shards that a product gathers."""
     local = weight.to_local()
-    used = used_dtype(where, local.device.type)
-    _check_one_cast("experts", weight, where, used)
+    used = used_dtype(sharding, local.device.type)
+    _check_one_cast("experts", weight, sharding, used)
     spread = None
-    if where.shared is not None:
-        spread = where.shared.mesh, where.shared.placements, where.experts
-    return UngatheredStack(local, where.rows, used, weight.shape[0], spread)
+    if sharding.tensor_parallel is not None:
+        layout = sharding.tensor_parallel
+        spread = layout.mesh, layout.placements, sharding.experts
+    return UngatheredStack(local, sharding.rows, used, weight.shape[0], spread)
 
 
-def _checked(layer: Linear, x: Tensor, bias: Tensor | None, where: Where) -> tuple[Tensor, Tensor | None]:
+def _checked(
+    layer: Linear, x: Tensor, bias: Tensor | None, sharding: ParameterSharding
+) -> tuple[Tensor, Tensor | None]:
     """Input and bias in the dtype of autocast, if that is on; raises if the layer can't take them."""
     if not isinstance(x, Tensor) or x.dtype not in SOURCE_DTYPES:
         given = x.dtype if isinstance(x, Tensor) else type(x).__name__
@@ -162,15 +167,15 @@ def _checked(layer: Linear, x: Tensor, bias: Tensor | None, where: Where) -> tup
         raise ValueError(
             f"Linear: x has shape {tuple(x.shape)}; its last dim has to be in_features, {layer.in_features}."
         )
-    if _compat.is_dtensor(x) != (where.shared is not None):
-        one, other = ("x", "the weight") if where.shared is None else ("the weight", "x")
+    if _compat.is_dtensor(x) != (sharding.tensor_parallel is not None):
+        one, other = ("x", "the weight") if sharding.tensor_parallel is None else ("the weight", "x")
         raise TypeError(
             f"Linear: {one} is spread over tensor parallel ranks and {other} is not. Use parallelize_module for all "
             "of the layer, or for none of it."
         )
-    used = used_dtype(where, x.device.type)
-    _check_one_cast("Linear", layer._parameters["weight"], where, used)
-    if used != where.dtype:
+    used = used_dtype(sharding, x.device.type)
+    _check_one_cast("Linear", layer._parameters["weight"], sharding, used)
+    if used != sharding.dtype:
         bias = None if bias is None else bias.to(used)
     if x.device.type != "meta" and torch.is_autocast_enabled(x.device.type):
         x = x.to(used)
@@ -186,35 +191,35 @@ class _ShardedLinear(_ShardedModule):
     def _without_amaxes(self) -> list[nn.Module]:
         # a forward of its own, such as the one that activation checkpointing repeats, has to save what the first did
         state = self.graph_fsdp
-        return [self] if state.shared_amaxes.grids and not state.amaxes else []
+        return [self] if state.weight_amax_plan.grids and not state.amaxes else []
 
     def _forward(self, input: Tensor) -> Tensor:
-        where = self.graph_fsdp.where["weight"]
-        x, bias = _checked(self, input, self._parameter("bias"), where)
+        sharding = self.graph_fsdp.shardings["weight"]
+        x, bias = _checked(self, input, self._parameter("bias"), sharding)
         state = self.graph_fsdp
         amax = state.amaxes.get("weight")
-        amaxes = amax, amax if state.shared_amaxes.same else state.amaxes.get("weight_for_grad_input")
+        amaxes = amax, amax if state.weight_amax_plan.same else state.amaxes.get("weight_for_grad_input")
         operands = x, self._parameters["weight"].to_local(), bias
-        if state.later is None:
-            return fsdp_linear(*operands, *amaxes, where.rows, self.recipe)
+        if state.amax_reduction is None:
+            return fsdp_linear(*operands, *amaxes, sharding.rows, self.recipe)
         multiplier = _compat.replicated(self.multiplier)
-        return fsdp_delayed_linear(*operands, *take(self, x), *amaxes, multiplier, where.rows, self.recipe)[0]
+        return fsdp_delayed_linear(*operands, *consume(self, x), *amaxes, multiplier, sharding.rows, self.recipe)[0]
 
 
 @cache
 def _class_of(cls: type[nn.Module], names: tuple[str, ...], *, gathers_codes: bool) -> type[nn.Module]:
-    """``cls`` with these parameters as properties, but for the weight of an FP8 layer that its op gathers."""
+    """A subclass of ``cls`` whose parameters are properties, except an FP8 layer's weight, which its op gathers."""
     base = _ShardedLinear if gathers_codes else _ShardedModule
     members = {name: property(lambda self, name=name: self._parameter(name)) for name in names}
     return type(f"GraphFSDP{cls.__name__}", (base, cls), {**members, "__module__": cls.__module__})
 
 
 def is_sharded(module: nn.Module) -> bool:
-    """Whether `become_sharded` made it what it is."""
+    """Whether `become_sharded` changed the module's class."""
     return isinstance(module, _ShardedModule)
 
 
-def become_sharded(module: nn.Module, state: Sharded, names: Sequence[str]) -> None:
-    """Give a module, whose parameters of these names are shards already, the class that gathers them."""
+def become_sharded(module: nn.Module, state: ModuleState, names: Sequence[str]) -> None:
+    """Give a module whose named parameters are shards the class that gathers them."""
     module.graph_fsdp = state
-    module.__class__ = _class_of(type(module), tuple(names), gathers_codes=state.shared_amaxes is not None)
+    module.__class__ = _class_of(type(module), tuple(names), gathers_codes=state.weight_amax_plan is not None)

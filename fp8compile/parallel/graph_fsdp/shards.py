@@ -1,4 +1,4 @@
-"""Which rows of a parameter a rank has, and what its ops have to know of that.
+"""The rows of a parameter that a rank has, and what its ops have to know of them.
 
     mesh                   parameter                                         groups
     (shard)                Shard(0)                                          rows: its ranks
@@ -29,16 +29,16 @@ from fp8compile.tensor import in_place_of
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy  # importing it needs DTensor, which imports this
 
-__all__ = ["Shared", "Where", "gather", "shard_parameter", "used_dtype"]
+__all__ = ["ParameterSharding", "TensorParallelLayout", "gather", "shard_parameter", "used_dtype"]
 
 
 @dataclass(frozen=True)
-class Shared:
-    """What tensor parallel ranks have of a parameter, before it is sharded.
+class TensorParallelLayout:
+    """Where a parameter lies over tensor parallel ranks, before FSDP shards it.
 
     Attributes:
-        mesh: Their mesh.
-        placements: A parameter's on it.
+        mesh: The tensor parallel mesh.
+        placements: Placements of the parameter on it.
     """
 
     mesh: DeviceMesh
@@ -46,43 +46,48 @@ class Shared:
 
 
 @dataclass(frozen=True)
-class Where:
-    """What is known of a parameter.
+class ParameterSharding:
+    """How one parameter is sharded.
 
     Attributes:
-        dtype: In which it is used.
-        rows: Which each rank has.
-        shared: With tensor parallel ranks, or with those that have other experts.
+        dtype: Dtype in which the parameter is used.
+        rows: Rows that each rank has.
+        tensor_parallel: Where it lies over tensor parallel ranks, or over ranks that have other experts; None if it
+            lies over neither.
     """
 
     dtype: torch.dtype
     rows: Rows
-    shared: Shared | None = None
+    tensor_parallel: TensorParallelLayout | None = None
 
     @property
     def experts(self) -> int:
-        """How many experts' matrices the ranks that share the rows have together."""
+        """Number of experts' matrices that the ranks of ``rows`` have together."""
         return sum(self.rows.sizes)
 
     def tensor_parallel_groups(self) -> list[str]:
         """Names of the groups that share the parameter before it is sharded, one for each dim of their mesh."""
-        mesh = None if self.shared is None else self.shared.mesh
+        mesh = None if self.tensor_parallel is None else self.tensor_parallel.mesh
         return [] if mesh is None else [mesh.get_group(index).group_name for index in range(mesh.ndim)]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         return self  # a copy of a model is on the same ranks
 
 
-def used_dtype(where: Where, device_type: str) -> torch.dtype:
+def used_dtype(sharding: ParameterSharding, device_type: str) -> torch.dtype:
     """The dtype in which a layer multiplies: that of autocast, if it is on."""
     if device_type != "meta" and torch.is_autocast_enabled(device_type):
         return torch.get_autocast_dtype(device_type)
-    return where.dtype
+    return sharding.dtype
 
 
-def _where(
-    mesh: DeviceMesh, local: Tensor, mp_policy: MixedPrecisionPolicy, shared: Shared | None, cuts: Sharding
-) -> Where:
+def _sharding_of(
+    mesh: DeviceMesh,
+    local: Tensor,
+    mp_policy: MixedPrecisionPolicy,
+    tensor_parallel: TensorParallelLayout | None,
+    cuts: Sharding,
+) -> ParameterSharding:
     last = mesh.ndim - 1
     dtype = local.dtype
     if mp_policy.param_dtype is not None and dtype.is_floating_point:
@@ -96,50 +101,55 @@ def _where(
         reduce_dtype=str(reduce_dtype).removeprefix("torch."),
         placed=placed_of(cuts),
     )
-    return Where(dtype, rows, shared)
+    return ParameterSharding(dtype, rows, tensor_parallel)
 
 
-def _whole_placements(mesh: DeviceMesh, shared: Shared | None) -> tuple[DeviceMesh, Sequence[Placement]]:
-    """The mesh of the sharded parameter, and where it is on that."""
+def _whole_placements(
+    mesh: DeviceMesh, tensor_parallel: TensorParallelLayout | None
+) -> tuple[DeviceMesh, Sequence[Placement]]:
+    """The mesh of the sharded parameter, and its placements there."""
     replicate = (Replicate(),) * (mesh.ndim - 1)
-    if shared is None:
+    if tensor_parallel is None:
         return mesh, (*replicate, Shard(0))
     parts = 1
-    for index, placement in enumerate(shared.placements):
+    for index, placement in enumerate(tensor_parallel.placements):
         if placement.is_shard(0):
-            parts *= shared.mesh.size(index)
+            parts *= tensor_parallel.mesh.size(index)
     own = Shard(0) if parts == 1 else _compat.strided_shard(0, parts)
-    return _compat.concatenated(mesh, shared.mesh), (*replicate, own, *shared.placements)
+    return _compat.concatenated(mesh, tensor_parallel.mesh), (*replicate, own, *tensor_parallel.placements)
 
 
 def shard_parameter(
     parameter: nn.Parameter, mesh: DeviceMesh, mp_policy: MixedPrecisionPolicy
-) -> tuple[nn.Parameter, Where]:
-    """This rank's rows of a parameter, as a DTensor, and where they are.
+) -> tuple[nn.Parameter, ParameterSharding]:
+    """Shard a parameter: this rank's rows as a DTensor, and how they are cut.
 
     Args:
-        parameter: Plain, or a DTensor on a tensor parallel mesh; on all ranks the same values.
-        mesh: Of one dim, or of two, the first of which replicates.
-        mp_policy: Dtypes.
+        parameter: A plain parameter, or a DTensor on a tensor parallel mesh, with the same values on all ranks.
+        mesh: Mesh with one dim, or with two, whose first one replicates.
+        mp_policy: Dtypes of use and of reduction.
     """
-    shape, stride, local, shared, cuts = parameter.shape, parameter.stride(), parameter.detach(), None, ()
+    shape, stride, local = parameter.shape, parameter.stride(), parameter.detach()
+    layout: TensorParallelLayout | None = None
+    cuts: Sharding = ()
     if isinstance(local, DTensor):
-        shared, cuts = Shared(local.device_mesh, tuple(local.placements)), part_of("graph_fsdp", local).cuts
+        layout = TensorParallelLayout(local.device_mesh, tuple(local.placements))
+        cuts = part_of("graph_fsdp", local).cuts
         local = local.to_local()
-    where = _where(mesh, local, mp_policy, shared, cuts)
-    sizes, rank = where.rows.sizes, where.rows.rank
+    sharding = _sharding_of(mesh, local, mp_policy, layout, cuts)
+    sizes, rank = sharding.rows.sizes, sharding.rows.rank
     # a copy: a view would keep the whole parameter alive
     own = local.narrow(0, sum(sizes[:rank]), sizes[rank]).clone(memory_format=torch.contiguous_format)
-    whole_mesh, placements = _whole_placements(mesh, shared)
+    whole_mesh, placements = _whole_placements(mesh, layout)
     whole = DTensor.from_local(own, whole_mesh, placements, run_check=False, shape=shape, stride=stride)
-    return in_place_of(parameter, whole), where
+    return in_place_of(parameter, whole), sharding
 
 
-def gather(parameter: Tensor, where: Where) -> Tensor:
+def gather(parameter: Tensor, sharding: ParameterSharding) -> Tensor:
     """The whole parameter in the dtype in which it is used; with tensor parallel ranks, a DTensor on their mesh."""
-    whole = fsdp_gather(parameter.to_local(), where.dtype, where.rows)
-    if (shared := where.shared) is None:
+    whole = fsdp_gather(parameter.to_local(), sharding.dtype, sharding.rows)
+    if (layout := sharding.tensor_parallel) is None:
         return whole
     return DTensor.from_local(
-        whole, shared.mesh, shared.placements, run_check=False, shape=parameter.shape, stride=parameter.stride()
+        whole, layout.mesh, layout.placements, run_check=False, shape=parameter.shape, stride=parameter.stride()
     )

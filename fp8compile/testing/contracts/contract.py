@@ -1,7 +1,7 @@
-"""Contracts: named checks whose breaches are collected and told together, each with what to do about it.
+"""Contracts: named checks whose failures are collected and reported together, each with what to do about it.
 
-A contract that holds is printed as it does. One that can't look at something says so by `NotLookedAt`: that is printed
-and returned, and never counts as held.
+Each contract that holds is printed. A contract that can't check everything raises `NotLookedAt`: that is printed and
+returned, and never counts as held.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ _INPUT: ContextVar[str | None] = ContextVar("the input that a contract looks at"
 
 
 class BrokenContract(Exception):
-    """What a contract found.
+    """Raised by a contract that is broken.
 
     Args:
-        expected: What has to be so.
-        found: What is.
+        expected: What the contract asks for.
+        found: What was found instead.
         mend: What to write.
     """
 
@@ -35,10 +35,10 @@ class BrokenContract(Exception):
 
 
 class NotLookedAt(Exception):
-    """Raised by a contract that found nothing wrong and could not look at all that it is about.
+    """Raised by a contract that found nothing wrong, but could not check everything.
 
     Args:
-        what: What was not looked at, and what the caller can do so that it is.
+        what: What was not checked, and what the caller can do about it.
     """
 
 
@@ -50,20 +50,20 @@ def shown(value: Any) -> str:
 
 
 def looking_at(value: Input) -> Input:
-    """The value; a breach that is found from now on is told with its shapes and dtypes."""
+    """Return the value, and mention its shapes and dtypes in failures from now on."""
     _INPUT.set(shown(value))
     return value
 
 
 def looked_at(inputs: Iterable[Input]) -> Iterator[Input]:
-    """The inputs one after the other, each as `looking_at` gives it."""
+    """Iterate over inputs, each passed through `looking_at`."""
     for each in inputs:
         yield looking_at(each)
     _INPUT.set(None)
 
 
 def compiled_afresh(fn: Callable, **options: Any) -> Callable:
-    """``fn`` as one graph, with no graph of an earlier check in the way."""
+    """Compile ``fn`` to one graph, after graphs of earlier checks are dropped."""
     torch._dynamo.reset()
     return torch.compile(fn, fullgraph=True, **options)
 
@@ -117,18 +117,18 @@ def check_contracts(
     foundation: str = "",
     state: Callable[[], Any] = _nothing,
 ) -> dict[str, str]:
-    """Run each contract, print what came of it, and tell all that are broken.
+    """Run each contract, print its outcome, and raise with all that are broken.
 
     Args:
-        subject: What is checked, for the text.
+        subject: Name of what is checked, for the text.
         contracts: Functions named after what they check; each raises a BrokenContract at its first breach.
-        arguments: Of each of them.
+        arguments: Arguments of each of them.
         skip: Names of contracts to leave out.
-        foundation: Name of one without which those behind it would only say the same again: they are not run.
-        state: What no contract may change.
+        foundation: Name of a contract that others rest on; if it is broken, those behind it are not run.
+        state: Returns the state that no contract may change.
 
     Returns:
-        What was not looked at, in words, by the name of the contract: what was skipped, too.
+        What was not checked, in words, by the name of the contract; skipped contracts are included.
 
     Raises:
         TypeError: ``skip`` is one name and no list of them.

@@ -1,4 +1,4 @@
-"""What a derivative has to be: there, of the right shapes, and that of the function."""
+"""Contracts of a derivative: it exists, has the right shapes, and is the derivative of the function."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MEND = (
 
 
 def _updated(op: Op) -> list[int]:
-    """Places of the arguments that the backward writes to."""
+    """Positions of the arguments that the backward writes to."""
     return [place for place, name in enumerate(inspect.signature(op.impl).parameters) if name in op.updates]
 
 
@@ -34,7 +34,7 @@ def _is_leaf(op: Op, place: int, arg: Any) -> bool:
 
 
 def differentiable(op: Op, args: tuple) -> tuple[tuple, list[Tensor]]:
-    """The arguments with gradients asked of the floating point ones that have any, and those."""
+    """The arguments, with gradients required for floating point ones with elements; and a list of the latter."""
     leaves, given = [], []
     for place, arg in enumerate(args):
         if _is_leaf(op, place, arg):
@@ -45,7 +45,7 @@ def differentiable(op: Op, args: tuple) -> tuple[tuple, list[Tensor]]:
 
 
 def gradients_of(op: Op, call: Callable, args: tuple, leaves: list[Tensor]) -> tuple[Tensor, ...]:
-    """Gradients of the leaves, and what the backward made of the arguments that it writes to."""
+    """Gradients of the leaves, and the arguments that the backward writes to, afterwards."""
     given = [arg.clone() if place in _updated(op) else arg for place, arg in enumerate(args)]
     outputs = [out for out in results(call(*given)) if out.requires_grad]
     found = torch.autograd.grad(outputs, leaves, _weights_like(outputs), allow_unused=True)
@@ -84,9 +84,9 @@ def backward_is_there_or_raises(op: Op, device: torch.device) -> None:
 
 
 def _half_of_the_digits(actual: Tensor, expected: Tensor) -> str | None:
-    """As ``difference``, up to half of the dtype's digits of the largest element.
+    """Compare like ``difference``, up to half of the dtype's digits of the largest element.
 
-    A derivative by another formula rounds at other places, and a wrong one is far off.
+    A derivative by another formula rounds elsewhere, but a wrong one is far off.
     """
     finite = expected.isfinite()
     if not finite.any():
@@ -101,7 +101,7 @@ def _weights_like(outputs: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _autograd(call: Callable, args: tuple, leaves: list[Tensor]) -> list[Tensor | None]:
-    """What autograd makes of PyTorch code; None for what it does not reach."""
+    """Gradients by autograd of PyTorch code; None for arguments that it does not reach."""
     outputs = [out for out in results(call(*args)) if out.requires_grad]
     if not outputs:
         return [None] * len(leaves)
@@ -109,7 +109,7 @@ def _autograd(call: Callable, args: tuple, leaves: list[Tensor]) -> list[Tensor 
 
 
 def _by_autograd(op: Op, args: tuple, reference: Callable | None) -> tuple[str, list[Tensor | None]] | None:
-    """The gradients that autograd has of something with the op's derivative, and of what; None if it has none."""
+    """Gradients by autograd of a function with the op's derivative, and its name; None if there is none."""
     calls = {"impl": op.impl, "decompose": op.decompose} if reference is None else {"the reference": reference}
     for what, call in calls.items():
         given, leaves = differentiable(op, args)
@@ -125,7 +125,7 @@ def _by_autograd(op: Op, args: tuple, reference: Callable | None) -> tuple[str, 
 
 
 def _slopes(op: Op, args: tuple, direction: list[Tensor]) -> list[float]:
-    """Central differences of a weighted sum of impl's results along a direction, by steps of several sizes."""
+    """Central differences, with steps of several sizes, of a weighted sum of impl's results along a direction."""
 
     def value(step: float) -> float:
         along = iter(direction)
@@ -139,7 +139,7 @@ def _slopes(op: Op, args: tuple, direction: list[Tensor]) -> list[float]:
 
 
 def _check_by_differences(op: Op, args: tuple) -> bool:
-    """Hold gradients against float64 differences; False where impl takes no float64 or is not smooth there."""
+    """Compare gradients with float64 differences; False if impl takes no float64 or is not smooth there."""
     args = tuple(arg.double() if _is_leaf(op, place, arg) else arg for place, arg in enumerate(args))
     given, leaves = differentiable(op, args)
     direction = [torch.randn(leaf.shape, generator=torch.Generator().manual_seed(3)).to(leaf) for leaf in leaves]

@@ -1,4 +1,4 @@
-"""A constant's text in a graph, from a process that starts afresh: as the code stands, and after an edit to it."""
+"""Reads a constant's text for graphs in fresh processes: with the code as it is, and after an edit to it."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ print(json.dumps({"text": text, "equal": again == value and hash(again) == hash(
 
 
 class ConstantElsewhere:
-    """A constant as a fresh process sees it.
+    """What a fresh process reported about a constant.
 
     Attributes:
         text: Its ``__fx_repr__``.
-        equal: Whether that text evaluates back to it.
-        error: Why there is none of these, or None.
+        equal: Whether that text evaluates to an equal constant.
+        error: Why there is no answer, or None.
     """
 
     def __init__(self, output: bytes, errors: bytes) -> None:
@@ -71,14 +71,14 @@ def _start(value: Constant, path: list[str], modules: list[str]) -> tuple[subpro
 def fresh_texts(value: Constant, module: ModuleType) -> tuple[ConstantElsewhere, ConstantElsewhere, ConstantElsewhere]:
     """The text of a constant in three fresh processes: two with the code as it is, one with ``module`` edited.
 
-    Two, because this process is no measure: the files may have changed since it read them.
+    Two, because this process can't serve as one of them: files may have changed since it read them.
 
     Args:
-        value: Its class can be imported by name.
-        module: Of a quantizer's class, or of an op's implementation.
+        value: A constant whose class can be imported by name.
+        module: Module of a quantizer's class, or of an op's implementation.
 
     Returns:
-        As it is, as it is, edited.
+        The reports: unedited, unedited, edited.
     """
     modules = sorted({*SALTED_MODULES, module.__name__} - {"__main__"})
     with tempfile.TemporaryDirectory() as folder:

@@ -1,6 +1,6 @@
-"""What an operator has to be, so that it works wherever a built-in one does; one function a contract.
+"""Contracts of an operator, one function each: an operator that holds them works wherever a built-in one does.
 
-All of them run on the op's own samples, so an op is checked as far as these go.
+All of them run on the op's own samples, and check it no further than those go.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def _compare(
 
 
 def samples_cover_it(op: Op, device: torch.device) -> None:
-    """There are samples, and an empty and a non-contiguous tensor among them."""
+    """The op has samples, among them an empty and a non-contiguous tensor."""
     samples = samples_on(op, device)
     tensors = [tensor for args in samples for tensor in tensors_of(args)]
     for what, holds in {
@@ -93,7 +93,7 @@ def samples_cover_it(op: Op, device: torch.device) -> None:
 
 
 def results_are_new(op: Op, device: torch.device) -> None:
-    """What it returns shares no memory with what it's given, and what it's given stays as it is."""
+    """Results share no memory with arguments, and arguments stay unchanged."""
     for args in looked_at(samples_on(op, device)):
         before = [tensor.clone() for tensor in tensors_of(args)]
         given = {tensor.untyped_storage().data_ptr() for tensor in tensors_of(args) if tensor.numel()}
@@ -114,7 +114,7 @@ def results_are_new(op: Op, device: torch.device) -> None:
 
 
 def fake_is_like_the_result(op: Op, device: torch.device) -> None:
-    """On tensors without data it returns the shapes, dtypes, strides and devices of the real results."""
+    """On tensors without data the op returns the shapes, dtypes, strides and devices of the real results."""
     for args in looked_at(samples_on(op, device)):
         real = results(op.overload(*args))
         mode = FakeTensorMode(shape_env=ShapeEnv())
@@ -150,7 +150,7 @@ def _aspect(tensor: Tensor, aspect: str, fake: Tensor) -> Any:
 
 
 def decompose_is_the_kernel(op: Op, device: torch.device) -> None:
-    """In eager mode, decompose gives the bits of impl, but where it leaves the op as one call."""
+    """In eager mode, decompose gives the bits of impl; samples for which it keeps the op as one call are left out."""
     if op.decompose is not None:
         samples = samples_on(op, device)
         samples += filled(op, samples)
@@ -182,7 +182,7 @@ def passes_opcheck(op: Op, device: torch.device) -> None:
 
 
 def compiled_gives_the_bits_of_eager(op: Op, device: torch.device) -> None:
-    """Compiled without a graph break, by AOTAutograd and by Inductor, results have the bits of eager mode."""
+    """The op compiles without a graph break, by AOTAutograd and by Inductor, to the bits of eager mode."""
     samples = some_samples(op, device)
     for backend in BACKENDS:
         got = compiled_afresh(_call_all, backend=backend, dynamic=False)(op.overload, samples)
@@ -204,7 +204,7 @@ def compiled_backward_gives_the_bits_of_eager(op: Op, device: torch.device) -> N
 
 
 def equal_arguments_run_the_same_graph(op: Op, device: torch.device) -> None:
-    """Called with equal constants and tensors of the same kind, it compiles nothing new."""
+    """A call with equal constants and tensors of the same kind compiles nothing new."""
     from torch._dynamo.utils import counters
 
     compiled = compiled_afresh(op.overload, backend="aot_eager", dynamic=False)
@@ -226,7 +226,7 @@ def _package(module: str) -> str:
 
 
 def cache_key_follows_its_source(op: Op, device: torch.device) -> None:
-    """Once the source of the implementation changed, the constants beside it have another text in a graph."""
+    """An edit to the implementation's source changes the text of constants in graphs, and so the cache key."""
     if op.decompose is None and op.backward is None:
         return  # compiled code holds nothing of it but the call
     constants = [arg for args in all_samples(op) for arg in args if isinstance(arg, Constant)]
@@ -252,7 +252,7 @@ def cache_key_follows_its_source(op: Op, device: torch.device) -> None:
 
 
 def sharded_gives_the_bits_of_whole(op: Op, device: torch.device) -> None:
-    """Run on shards as its rule says, and put together, results are those of the whole (to the bit if exact)."""
+    """On shards cut by its rule, the op's results combine to the results of the whole (bit for bit if exact)."""
     if op.sharding is None:
         return
     ran = 0
@@ -321,19 +321,19 @@ def check_op(
 
     Takes some ten seconds: it compiles, and starts two processes. Compiled graphs are forgotten.
 
-    The values of a derivative are held against those that autograd has of ``impl`` or of ``decompose``, to half of the
-    digits, and where it gets through neither, against float64 differences if ``impl`` is smooth. Where it quantizes,
-    it is not, and without ``gradient`` shapes and dtypes are all that is checked: the result says so.
+    A derivative is compared with autograd's of ``impl`` or of ``decompose``, to half of the digits. If autograd gets
+    through neither, it is compared with float64 differences, provided that ``impl`` is smooth. An op that quantizes is
+    not smooth; without ``gradient`` only shapes and dtypes are checked then, and the result says so.
 
     Args:
         op: What ``register_op`` returned, or its name.
-        gradient: A differentiable function of impl's arguments, which has the derivative that ``backward`` is to give;
-            None: impl itself. For a rounding that is passed straight through: the function without the rounding.
+        gradient: A differentiable function of impl's arguments whose derivative ``backward`` should give; None: impl
+            itself. For a straight-through rounding, pass the function without the rounding.
         device: Where to run it; the samples are moved there.
         skip: Names of contracts to leave out, as the report prints them: a list or tuple.
 
     Returns:
-        What was not looked at, in words, by the name of the contract; empty if all of them held.
+        What was not checked, in words, by the name of the contract; empty if all of them held.
 
     Raises:
         TypeError: No such op was registered, its samples are no tuples of arguments, or ``skip`` is one name alone.

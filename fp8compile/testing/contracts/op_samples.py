@@ -1,4 +1,4 @@
-"""The inputs that an op's contracts look at: its own samples, and what is derived of them."""
+"""The inputs of an op's contracts: its own samples, and inputs derived from them."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def all_samples(op: Op) -> tuple[tuple, ...]:
 
 
 def _are_arguments(args: Sequence[Any], defaults: Sequence[Any]) -> bool:
-    """Whether there are as many as a function takes, whose last ones may have defaults."""
+    """Whether the number of arguments fits a function; its last parameters may have defaults."""
     return len(args) <= len(defaults) and inspect.Parameter.empty not in defaults[len(args) :]
 
 
@@ -69,7 +69,7 @@ def _with_dtypes(args: tuple, dtypes: tuple[torch.dtype, ...]) -> tuple:
 
 
 def filled(op: Op, samples: list[tuple]) -> Iterator[tuple]:
-    """Samples with elements, cast to the dtypes of samples that are empty alone: these would show nothing."""
+    """Samples with elements in the dtypes for which all samples are empty, because empty ones would show nothing."""
     full = [args for args in samples if _has_elements(args)]
     seen = set(map(_dtypes, full))
     for dtypes in dict.fromkeys(map(_dtypes, samples)):
@@ -86,7 +86,7 @@ def filled(op: Op, samples: list[tuple]) -> Iterator[tuple]:
 
 
 def some_samples(op: Op, device: torch.device) -> list[tuple]:
-    """Samples spread over all of them, and one with elements for each dtype: to compile each would take minutes."""
+    """A selection of samples, with elements for each dtype, because compiling all of them would take minutes."""
     samples = samples_on(op, device)
     count = min(COMPILED_SAMPLES, len(samples))
     chosen = [samples[index * len(samples) // count] for index in range(count)]

@@ -1,6 +1,6 @@
-"""What products of a quantizer's codes have to be: those of the values that its ``dequantize`` gives.
+"""Contracts of products of a quantizer's codes: they are products of the values that its ``dequantize`` returns.
 
-Each holds on the CPU that runs it and, as far as a choice can be looked at without a GPU, on GPUs that aren't there.
+They are checked on this CPU; for GPUs, the choice of a GEMM is checked without one.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ OWN_MEANING = (
 
 
 def _as_left_operand(q: Quantizer) -> Quantizer | None:
-    """The quantizer, or that of the transposed matrix: which a GEMM takes on its left; None if it takes neither."""
+    """The quantizer, or its transposed one, that a GEMM takes for its left operand; None if it takes neither."""
     for candidate in (q, q.transposed()):
         if gemm_kind(candidate.block, candidate.transposed().block) is not None:
             return candidate
@@ -43,7 +43,7 @@ def _as_left_operand(q: Quantizer) -> Quantizer | None:
 
 
 def _partner(q: Quantizer) -> Quantizer:
-    """What a product's other operand is quantized by: the same, but for e5m2, which no GEMM multiplies by itself."""
+    """The quantizer of a product's other operand: the same one, or e4m3 for e5m2, because no GEMM takes e5m2 twice."""
     return CurrentScaling(block=q.block) if q.gemm_format() == E5M2 else q
 
 
@@ -58,7 +58,7 @@ def _exact(x: Tensor, q: Quantizer) -> Tensor:
 
 
 def _check_product(found: Tensor, a: Tensor, b: Tensor, what: str) -> None:
-    """Compare with the exact product, up to what float32 sums in any order may differ: (k + 4) roundings a term."""
+    """Compare with the exact product, up to the error of float32 sums in any order: (k + 4) roundings a term."""
     bound = (a.shape[1] + 4) * 2.0**-23 * (a.abs() @ b.abs())
     apart = (found.double() - a @ b).abs()
     if not (apart <= bound).all():
@@ -104,7 +104,7 @@ def _check_layer(recipe: Recipe, x: Tensor, weight: Tensor) -> None:
 
 
 def _as_read(quantized: QuantizedTensor) -> Tensor:
-    """The float64 values that a GPU's GEMM makes of codes: float8 numbers times the scales of their blocks."""
+    """The values of codes as a GPU's GEMM reads them, in float64: float8 numbers times the scales of their blocks."""
     q = quantized.quantizer
     stored = E8M0.decode(quantized.scale) if q.stores_e8m0() else q.scale_values(quantized.scale)
     scales = expand_blocks(stored.double(), quantized.shape, q.block)
@@ -112,7 +112,7 @@ def _as_read(quantized: QuantizedTensor) -> Tensor:
 
 
 def _gemms(q: Quantizer) -> Iterator[str]:
-    """The GEMMs for float8 codes that GPUs would take for a product of such codes with their transposed."""
+    """The float8 GEMMs that GPUs would select for a product of such codes with their transpose."""
     for target in PRETENDED:
         with pretend_target(target):
             try:
@@ -124,7 +124,7 @@ def _gemms(q: Quantizer) -> Iterator[str]:
 
 
 def _check_four_bit_product(q: Quantizer) -> None:
-    """Its one call, with operands in a GPU's layout, makes what dequantize says; on a CPU both are exact."""
+    """The four-bit product of operands in a GPU's layout equals that of dequantized values; both are exact."""
     quantized = quantize(looking_at(_random(48, 48, 0, torch.device("cpu"))), q)
     codes, scale, outer = quantized.codes, quantized.scale, quantized.outer_scale
     a = Quantized(codes=codes, scale=scale, quantizer=q, outer_scale=outer)
@@ -158,7 +158,7 @@ def gemms_read_what_dequantize_gives(q: Quantizer, device: torch.device) -> None
 
 
 def code_zero_is_zero(q: Quantizer, device: torch.device) -> None:
-    """A byte of zeros stands for the value zero: shards that cut blocks, and odd sizes, are padded with it."""
+    """Code 0 has the value zero, because shards that cut blocks, and odd sizes, are padded with it."""
     quantized = quantize(looking_at(_random(48, 48, 0, device)), q)
     found = q.dequantize(torch.zeros_like(quantized.codes), quantized.scale)
     if found.any():

@@ -1,6 +1,6 @@
-"""What a quantizer has to be, so that it works wherever a built-in one does; one function a contract.
+"""Contracts of a quantizer, one function each: a quantizer that holds them works wherever a built-in one does.
 
-What every check looks at: odd shapes, each floating dtype, blocks that are empty, NaN or infinite.
+Every check runs on odd shapes, each floating dtype, and blocks that are empty, NaN or infinite.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def _random(shape: Sequence[int], dtype: torch.dtype, device: Device) -> Tensor:
 
 
 def _taken(q: Quantizer, shape: tuple[int, ...]) -> tuple[int, ...] | None:
-    """This shape, or if the quantizer packs or transforms neighbours, the next larger one that it takes; or None."""
+    """The shape, or the next larger one if the quantizer packs or transforms neighbours; None if it takes none."""
     refused = False
     for unit in (1, 2, 16):
         sizes = tuple(-(-size // unit) * unit for size in shape)
@@ -78,14 +78,14 @@ def _inputs(q: Quantizer, device: Device) -> Iterator[Tensor]:
 
 
 def _blocky(q: Quantizer, device: Device, dtype: torch.dtype = torch.float32) -> Tensor:
-    """A matrix of several whole blocks and partial ones, whose magnitude differs from place to place."""
+    """A matrix with several whole and partial blocks, and a different magnitude in each."""
     x = next(_inputs(q, device))
     grown = torch.exp2(torch.arange(x.shape[0], device=device) % 9 - 4.0).unsqueeze(1)
     return (x * grown).to(dtype)
 
 
 def _first_block(q: Quantizer, x: Tensor) -> tuple[slice, slice]:
-    """The elements that share the first one's scales: of two levels, all of them."""
+    """The elements that share the first element's scale; with two levels, all elements."""
     if q.has_outer_scale():
         return slice(None), slice(None)
     rows, columns = (None if size == -1 else size for size in q.block)
@@ -93,7 +93,7 @@ def _first_block(q: Quantizer, x: Tensor) -> tuple[slice, slice]:
 
 
 def _steps(q: Quantizer, x: Tensor) -> dict[str, Tensor]:
-    """Its steps one after the other, each looked at as the ops do."""
+    """Run a quantizer's steps one after the other, with the checks that the ops make."""
     impl = {name: op.impl for name, op in ops.OPS.items()}
     found = {"amax": impl["fp8compile::amax"](x, q)}
     if q.has_outer_scale():
@@ -116,7 +116,7 @@ def _dequantize_arguments(q: Quantizer, steps: dict[str, Tensor], dtype: torch.d
 
 
 def equal_after_copy_and_pickle(q: Quantizer, device: Device) -> None:
-    """A copy, a pickled one and one made of the same fields are equal to it, and hash alike."""
+    """A copy, an unpickled quantizer and one with the same fields are equal to it, and have its hash."""
     for how, make in {
         "copy.copy": copy.copy,
         "copy.deepcopy": copy.deepcopy,
@@ -181,7 +181,7 @@ def immutable(q: Quantizer, device: Device) -> None:
 
 
 def text_in_graphs_rebuilds_it(q: Quantizer, device: Device) -> None:
-    """Its text in a graph evaluates to an equal quantizer, from the types that the text names."""
+    """Its text in a graph evaluates to an equal quantizer, given the types that the text names."""
     text, names = q.__fx_repr__()
     others = [name for name, value in names.items() if not isinstance(value, type)]
     if others:
@@ -461,7 +461,7 @@ def equal_one_runs_the_same_graph(q: Quantizer, device: Device) -> None:
 
 
 def _op_arguments(q: Quantizer, x: Tensor) -> dict[str, tuple]:
-    """What our ops get on the way from x to codes and back; x itself is left to who runs them."""
+    """Arguments of our ops on the way from x to codes and back, without x."""
     steps = _steps(q, x.clone())
     scales = {"fp8compile::scale": (steps["amax"], q)}
     if q.has_outer_scale():
@@ -494,7 +494,7 @@ def passes_opcheck(q: Quantizer, device: Device) -> None:
 
 
 def sharded_gives_the_bits_of_whole(q: Quantizer, device: Device) -> None:
-    """Cut between blocks, or reduced over ranks where a block spans them, each step gives what the whole gives."""
+    """Each step on shards gives the results of the whole: cut between blocks, or reduced if blocks span shards."""
     for x in looked_at((_blocky(q, device), *_inputs(q, device))):
         arguments = _op_arguments(q, x)
         for name in arguments:
@@ -542,7 +542,7 @@ def check_quantizer(
         skip: Names of contracts to leave out, as the report prints them: a list or tuple.
 
     Returns:
-        What was not looked at, in words, by the name of the contract; empty if all of them held.
+        What was not checked, in words, by the name of the contract; empty if all of them held.
 
     Raises:
         TypeError: It is no quantizer, or ``skip`` is one name alone.

@@ -23,7 +23,7 @@ RANKS = (2, 3)
 
 
 class ShardCheck:
-    """What ``check_shards`` found: how many ways of cutting it ran, and the first that goes wrong, in words."""
+    """Result of ``check_shards``: the number of splits that ran, and the first failure in words."""
 
     def __init__(self) -> None:
         self.ran = 0
@@ -31,7 +31,7 @@ class ShardCheck:
 
 
 def splits_of(op: Op, args: tuple) -> list[Split]:
-    """What the rule of an op returns for these arguments, seeing shapes only."""
+    """The splits that an op's rule returns for the shapes of these arguments."""
     assert op.sharding is not None, f"{op.name} has no sharding rule"
     shapes = (torch.empty(a.shape, dtype=a.dtype, device="meta") if isinstance(a, Tensor) else a for a in args)
     return list(op.sharding(*shapes))
@@ -96,7 +96,7 @@ def check_shards(op: Op, args: tuple) -> ShardCheck:
     """Run an op on 2 and 3 shards in each way that its rule allows, and compare with the whole.
 
     Args:
-        op: With a sharding rule.
+        op: An op with a sharding rule.
         args: Arguments of the op.
     """
     found = ShardCheck()

@@ -1,8 +1,8 @@
-"""Whose product it is: the layers that each product of a graph belongs to, and which of their three GEMMs it is.
+"""Attribution: the layer that each product of a graph belongs to, and which of the layer's three GEMMs it is.
 
-A product is a layer's because it multiplies data by a form of the layer's weight, or because its result leaves the
-graph as that weight's gradient. One of parameters alone is none: it computes a weight, or something about it. Only
-where the weight is none of the graph's parameters the module that was being called decides.
+A product is a layer's if it multiplies data by a form of the layer's weight, or if its result leaves the graph as that
+weight's gradient. A product of parameters alone belongs to no layer: it computes a weight, or something about it. If
+the weight is no parameter of the graph, the module that was being called decides.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ OUTPUT, GRAD_INPUT, GRAD_WEIGHT = GEMMS
 
 @dataclass(frozen=True, kw_only=True)
 class Unknown:
-    """An operator that takes a layer's weight and data, of which no graph tells what it does with them.
+    """An opaque operator that takes a layer's weight and data.
 
     Attributes:
         layer: Name of the layer.
         op: The operator.
-        file: Of the line that it comes from; empty where it isn't known.
-        line: 0 where it isn't known.
+        file: File that it comes from; empty if it isn't known.
+        line: Line in that file; 0 if it isn't known.
     """
 
     layer: str
@@ -57,25 +57,25 @@ class Unknown:
 
 
 def _input_index(described: Any) -> int | None:
-    """Which of a graph's inputs is meant; of a tensor subclass's parts, the subclass."""
+    """Index of a graph's input; for a part of a tensor subclass, the index of the subclass."""
     while hasattr(described, "base"):
         described = described.base
     return getattr(getattr(described, "grad_of", described), "idx", None)
 
 
 class Owners:
-    """Forward and backward of one graph: what flows from and to the layers' weights.
+    """Forward and backward of one graph: the values that come from layers' weights, and those that lead to gradients.
 
     Args:
         recorded: The graph.
-        weights: By identity of a parameter, the layers whose weight it is, or is computed from it.
-        constants: Identities of the model's buffers, which are no data.
-        names: Of layers and modules.
+        weights: For each parameter, by identity, the layers whose weight it is or is computed from it.
+        constants: Identities of the model's buffers, which don't count as data.
+        names: Names of layers and modules.
 
     Attributes:
         forward: Values of the forward graph.
-        backward: Of the backward graph; empty if there is none.
-        needs_grad: Values of the forward that depend on what requires grad.
+        backward: Values of the backward graph; empty if there is none.
+        needs_grad: Values of the forward that depend on something that requires grad.
     """
 
     def __init__(
@@ -129,24 +129,24 @@ class Owners:
         return Form(frozenset([weights] if weights else []), is_data=not self.constants[index])
 
     def _asks_for_grad(self, value: Value, inputs: Sequence[Any]) -> bool:
-        """Whether a value of the forward depends on something that requires grad; those it is made of are known."""
+        """Whether a value of the forward depends on something that requires grad, from its arguments' answers."""
         if value.op and value.op != "aten::detach":
             return not self.needs_grad.isdisjoint(value.inputs)
         index = None if value.op else _input_index(value.node.meta.get("desc"))
         return index is not None and index < len(inputs) and getattr(inputs[index], "requires_grad", False)
 
     def operands(self, value: Value) -> list[Value]:
-        """What a product may multiply data by: one of two, or a layer op's weight."""
+        """The operands that may be a weight: both of a product, or a layer op's weight."""
         if LAYER_OPS.get(value.op) in (OUTPUT, GRAD_INPUT):
             return [value.operand(1)]
         return [value.operand(index) for index in PRODUCTS.get(value.op, ())]
 
     def _weights(self, values: Iterable[Value]) -> frozenset[tuple[str, ...]]:
-        """Weights that any of these is a form of."""
+        """The weights that any of these values is a form of."""
         return frozenset().union(*(self.forms[value].weights for value in values))
 
     def _own_call(self, value: Value) -> str | None:
-        """The layer whose call a product of parameters alone is made in, such as of learned queries."""
+        """The layer whose call contains a product of parameters alone, such as a product of learned queries."""
         of_layer = [
             {layer for weight in self.forms[operand].weights for layer in weight} for operand in self.operands(value)
         ]
@@ -154,12 +154,12 @@ class Owners:
         return called if sum(called in layers for layers in of_layer) == 1 else None
 
     def _of_forward(self, value: Value) -> list[Value]:
-        """The products of the forward that one of the backward is the gradient of, or whatever else it is of."""
+        """The products of the forward whose gradient a product of the backward is."""
         candidates = self.by_sequence.get(value.node.meta.get("seq_nr"), [])
         return [each for each in candidates if each.op in (*PRODUCTS, *LAYER_OPS)] or candidates
 
     def is_recomputed(self, value: Value) -> bool:
-        """Whether a value of the backward is one of the forward, computed again."""
+        """Whether a value of the backward recomputes one of the forward."""
         if value.node.graph is not self.backward_graph:
             # in a subgraph, what has no mark of the backward
             meta = value.node.meta
@@ -168,12 +168,12 @@ class Owners:
         return twin is not None and twin.op == value.op
 
     def _computes_weights(self, value: Value) -> bool:
-        """Whether a value of the backward is the gradient of something that parameters alone are made into."""
+        """Whether a value of the backward is the gradient of something computed from parameters alone."""
         forward = self._of_forward(value)
         return bool(forward) and not any(self.forms[each].is_data for each in forward)
 
     def _gradient_of(self, value: Value) -> set[tuple[str, ...]]:
-        """Weights as whose gradient a result leaves the graph, alone, as a summand, in parts, or computed with."""
+        """The weights whose gradient a result is, or becomes: as a summand, in parts, or after more operators."""
         todo, seen = [value], set()
         while todo:
             value = todo.pop()
@@ -191,13 +191,13 @@ class Owners:
         return len(user.inputs) == 1 and user.op.startswith("aten::") and not is_reduction
 
     def source(self, value: Value) -> Value:
-        """The value that has these numbers, in the forward graph where the backward got them from there."""
+        """The value before operators that keep its numbers; the forward's value if the backward got it from there."""
         while value.op in SAME_VALUES and value.inputs:
             value = value.inputs[0]
         return value
 
     def is_parameter(self, value: Value) -> bool:
-        """Whether a value has a parameter's numbers."""
+        """Whether a value is a parameter, or a copy or view of one."""
         index = _input_index(self.source(value).node.meta.get("desc"))
         return index is not None and index < len(self.parameters) and self.parameters[index]
 
@@ -207,12 +207,12 @@ class Owners:
         return called if called in weight else weight[0]
 
     def _called(self, node: fx.Node) -> str | None:
-        """The layer that was being called, where its weight is none of the graph's parameters."""
+        """The layer that was being called, for a weight that is no parameter of the graph."""
         called = layer_of_stack(node, self.names)
         return None if called in self.known else called
 
     def whose(self, value: Value, *, backward: bool) -> tuple[list[str | None], str]:
-        """Layers and GEMM of a product."""
+        """The layers of a product, and which GEMM it is."""
         node, operands = value.node, self.operands(value)
         weights = self._weights(operands)
         gemm = OUTPUT.name
@@ -237,7 +237,7 @@ class Owners:
         return [self._called(node)], gemm
 
     def unknown(self, value: Value, *, backward: bool) -> Iterator[Unknown]:
-        """For each layer, that an operator takes its weight and data."""
+        """For each layer, the opaque operators that take its weight and data."""
         if not takes_weight_and_data(value, self.forms):
             return
         if backward and (is_elementwise(value) or self._computes_weights(value)):

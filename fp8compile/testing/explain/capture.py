@@ -1,4 +1,4 @@
-"""A model's graphs, with the tensors that each was called with: by these a parameter is found again."""
+"""A model's graphs, each with the tensors that it was called with, by which parameters are found again."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["Recorded", "record"]
 
 
 class _Watching(Recording):
-    """Keeps, beside the graphs, the tensors that each was first called with."""
+    """A backend that keeps graphs, and the tensors of each graph's first call."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ def record(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> l
     """Compile a model, forward and backward, and call it once.
 
     Returns:
-        Its graphs, one if nothing breaks them.
+        The model's graphs; one if nothing breaks it.
     """
     watching = _Watching()
     torch._dynamo.reset()

@@ -1,4 +1,4 @@
-"""What the exchanges of experts send, told to the reports of graphs, which know PyTorch's collectives alone."""
+"""Registers the messages of expert exchanges with graph reports, which know only PyTorch's collectives."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _dispatched(node: fx.Node) -> Mapping[torch.dtype, int]:
 
 
 def _rows(node: fx.Node) -> Mapping[torch.dtype, int]:
-    """Bytes of the rows alone: the other arguments are numbers of rows."""
+    """Bytes of the rows; the other arguments are numbers of rows and don't count."""
     return bytes_by_dtype(tensors_in([arg.meta.get("val") for arg in node.all_input_nodes])[:1], node)
 
 

@@ -1,4 +1,4 @@
-"""explain: everything there is to know of a model in FP8, as one value."""
+"""explain: all reports about a model in FP8, as one value."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ class Explanation:
         graphs: What the compiler made of two equal calls.
         layers: Every linear.
         gpu: What a GPU would launch; None if not asked for.
-        roofline: Least times by that GPU's peaks; None if not asked for, or where layers are spread over ranks.
-        sends: What each layer sends; None where no layer is spread over ranks.
+        roofline: Least times by that GPU's peaks; None if not asked for, or if layers are spread over ranks.
+        sends: Messages of each layer; None if no layer is spread over ranks.
     """
 
     torch: str
@@ -84,7 +84,7 @@ class Explanation:
 
     @property
     def unproven(self) -> tuple[str, ...]:
-        """A line for each converted layer with a GEMM of which no graph tells, and one for what breaks the graphs."""
+        """A line for each converted layer with a GEMM that no graph proves, and a line for graph breaks."""
         lines = [
             f"{name}: {', '.join(gemm.gemm for gemm in gemms)}: {gemms[0].detail}"
             for name, gemms in self._of_converted(UNPROVEN).items()
@@ -95,7 +95,7 @@ class Explanation:
 
     @property
     def runs_in_fp8(self) -> bool:
-        """Whether the answer is yes; of a model that nobody converted it is no."""
+        """Whether the answer is yes; it is no for a model that was not converted."""
         return self.verdict.startswith("YES")
 
     @property
@@ -127,7 +127,7 @@ class Explanation:
         return [*doubts, *(line for line in self.unproven[layers:])]
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, as JSON has them, the answers too."""
+        """The explanation, with its answers, as plain values for JSON."""
         answers = {"verdict": self.verdict, "fell_back": self.fell_back, "unproven": self.unproven}
         return json.loads(json.dumps({**answers, **asdict(self)}))
 
@@ -137,7 +137,7 @@ class Explanation:
 
 
 def _no_code(model: nn.Module, report: GraphReport) -> str:
-    """Why there is no use in asking for generated code; empty if there is."""
+    """Why code can't be generated for a GPU; empty if it can."""
     if any(parameter.is_meta for parameter in model.parameters()):
         return "it needs parameters in memory, and this model has some on the meta device"
     if is_spread(model):
@@ -181,17 +181,17 @@ def explain(
     *,
     gpu: str | None = "h200",
 ) -> Explanation:
-    """Compile and run a model, and say of each linear in what its three GEMMs really run.
+    """Compile and run a model, and report for each linear in which formats its three GEMMs really run.
 
     The proof is the graphs: a GEMM is in FP8 if the forward or backward graph multiplies FP8 operands there. What a
-    layer says of itself doesn't count. Modes, buffers, gradients and random numbers are left as they are, arguments
-    that the model changes in place are not; compiled graphs are forgotten.
+    layer says about itself doesn't count. Modes, buffers, gradients and random numbers are restored; arguments that
+    the model changes in place are not. Compiled graphs are forgotten.
 
     Args:
         model: Converted or not, and not compiled.
-        args: Of the call that is explained; inputs that require grad have their gradient explained too.
-        kwargs: Of it.
-        gpu: Generate code for this one, and give its least times: a key of `PEAKS`; None leaves that out.
+        args: Arguments of the call that is explained; inputs that require grad have their gradient explained too.
+        kwargs: Keyword arguments of that call.
+        gpu: GPU whose code is generated and whose least times are given, a key of `PEAKS`; None leaves that out.
 
     Returns:
         The explanation.

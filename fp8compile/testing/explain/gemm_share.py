@@ -1,4 +1,4 @@
-"""Which share of a model's matrix products runs in FP8, read off the graphs that a compiler gets.
+"""The share of a model's matrix products that runs in FP8, from the graphs that a compiler gets.
 
     model --Dynamo, AOTAutograd--> forward graph, backward graph --a look at every node--> GemmShare
 
@@ -37,17 +37,17 @@ LOOKS_LIKE_PRODUCT = re.compile(r"(mm|mv|dot|matmul|linear)(_|$)|attention|convo
 
 @dataclass(frozen=True, kw_only=True)
 class GemmShare:
-    """Matrix products in graphs, and which of them have FP8 or FP4 operands; printed, one line.
+    """Counts of matrix products in graphs, and of those with FP8 or FP4 operands; printed, one line.
 
     Attributes:
-        fp8: How many multiply codes, of eight bits or of four.
-        linear: How many are products of two matrices: linear layers of any kind, converted or not, also those without
-            a ``nn.Linear`` (``Conv1D``, routers).
-        total: How many there are: these, and attention, stacked experts, convolutions.
-        fp8_flops: Floating-point operations of the FP8 ones.
-        fp8_linear_flops: Those of the FP8 ones that are products of two matrices.
-        linear_flops: Those of the products of two matrices.
-        flops: Those of all.
+        fp8: Number of products of codes, with eight bits or four.
+        linear: Number of products of two matrices: linear layers of any kind, converted or not, and those without a
+            ``nn.Linear`` (``Conv1D``, routers).
+        total: Number of all products: also attention, stacked experts, convolutions.
+        fp8_flops: Floating-point operations of products of codes.
+        fp8_linear_flops: Floating-point operations of products of two matrices of codes.
+        linear_flops: Floating-point operations of products of two matrices.
+        flops: Floating-point operations of all products.
     """
 
     fp8: int
@@ -83,7 +83,7 @@ class _Product:
 
 
 def _grouped_flops(a: Sequence[int], b: Sequence[int]) -> int:
-    """Operations of a grouped product; a side without a dim of groups has its rows, columns or sum divided.
+    """Operations of a grouped product; a side without a group dim is split along its rows, columns or sum.
 
     (m, k) by (g, k, n), (g, m, k) by (k, n), (m, k) by (k, n) or (g, m, k) by (g, k, n).
     """
@@ -177,7 +177,7 @@ def gemm_share(*graphs: fx.GraphModule) -> GemmShare:
         graphs: Forward and backward, each node with its value in ``meta["val"]``; sizes are numbers.
 
     Returns:
-        The count; two shares: of all products, and of those of linear layers.
+        The counts, with two shares: FP8 in all products, and in products of linear layers.
 
     Raises:
         TypeError: What is given is no graph.

@@ -1,4 +1,4 @@
-"""What a GPU would launch for a model: kernels, GEMMs and bytes, and what each operand's cast is fused with."""
+"""What a GPU would launch for a model: kernels, GEMMs, bytes, and the operators that each cast is fused with."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Cast:
         operand: "a" or "b" of the product (m, k) by (k, n).
         kernel: The Triton kernel that writes the codes; empty if they come from the forward.
         fused_with: Operators that the same kernel computes beside quantizing, such as "aten.silu".
-        serves: How many GEMMs read these codes.
+        serves: Number of GEMMs that read these codes.
     """
 
     layer: str | None
@@ -66,11 +66,11 @@ class GraphCost:
 
     Attributes:
         backward: Whether it is the backward.
-        kernels: Launches of Triton kernels.
-        gemms: Matrix products of a library.
-        fp8_gemms: Of ``gemms``, those with FP8 operands.
-        opaque: Other operators, which launch what they will.
-        bytes: Read and written, each buffer once a launch.
+        kernels: Number of launches of Triton kernels.
+        gemms: Number of a library's matrix products.
+        fp8_gemms: Number of those products with FP8 operands.
+        opaque: Number of other operators, whose launches are not known.
+        bytes: Bytes read and written; each buffer counts once a launch.
     """
 
     backward: bool
@@ -86,14 +86,14 @@ class GpuExplanation:
     """Generated code for a GPU, in numbers.
 
     Attributes:
-        gpu: Its name.
-        problem: Why there is none; empty if there is.
-        no_gemm: A layer whose products the GPU has no GEMM for, and what to do; empty if it has them all.
-        costs: Forward, and backward if there is one.
-        bf16_costs: Of the same model unconverted; empty if that can't be built.
-        bf16_problem: Why not; empty if it can, or if nothing is converted.
-        casts: Of every FP8 GEMM's operands.
-        gemms: By which GEMMs the GPU multiplies for the converted layers, each with the number of products.
+        gpu: Name of the GPU.
+        problem: Why there is no code; empty if there is.
+        no_gemm: A layer that the GPU has no GEMM for, and what to do; empty if it has them all.
+        costs: Costs of the forward, and of the backward if there is one.
+        bf16_costs: Costs of the same model unconverted; empty if that can't be built.
+        bf16_problem: Why it can't be built; empty if it can, or if nothing is converted.
+        casts: Casts of every FP8 GEMM's operands.
+        gemms: Number of the converted layers' products by GEMM of the GPU.
     """
 
     gpu: str
@@ -116,7 +116,7 @@ def _support(model: nn.Module, gpu: Gpu) -> list[tuple[str, GemmSupport]]:
 
 
 def _support_of(layer: nn.Module, device: torch.device) -> list[GemmSupport]:
-    """How each product of a layer would run; of experts, those of each of their weights."""
+    """How each product of a layer would run; for experts, the products of each weight."""
     if not isinstance(layer, ConvertedExperts):
         return list(recipe_support(layer.recipe, device, layer.weight.dtype))
     found = recipe_support(layer.recipe, device, next(layer.parameters()).dtype, grouped=True)
@@ -125,18 +125,18 @@ def _support_of(layer: nn.Module, device: torch.device) -> list[GemmSupport]:
 
 
 def missing_gemm(model: nn.Module, gpu: Gpu) -> str:
-    """The first layer of a model whose recipe a GPU has no GEMM for, and the reason; empty if there is none."""
+    """The first layer of a model that a GPU has no GEMM for, and the reason; empty if there is none."""
     lacking = ((name, each) for name, each in _support(model, gpu) if each.kind == "none")
     return next((f"{name}, {each.gemm}: {each.detail.removeprefix('scaled_mm: ')}" for name, each in lacking), "")
 
 
 def _gemms(model: nn.Module, gpu: Gpu) -> tuple[tuple[str, int], ...]:
-    """Names of the GEMMs that a GPU would take for the converted layers, and of how many products."""
+    """Number of the converted layers' products by the name of the GEMM that a GPU would take."""
     return tuple(Counter(each.kind for _, each in _support(model, gpu)).items())
 
 
 def _works(op: str) -> bool:
-    """Whether an operator computes something, and is no part of quantizing."""
+    """Whether an operator computes something other than a quantization."""
     namespace, _, rest = op.partition(".")
     return namespace != "fp8compile" and rest.partition(".")[0].lstrip("_") not in NO_WORK
 
@@ -214,13 +214,13 @@ def _unconverted(
 def explain_gpu(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], names: Names, gpu: Gpu, *, name: str
 ) -> GpuExplanation:
-    """What a GPU would launch, beside the same model unconverted.
+    """What a GPU would launch for a model, and for the same model unconverted.
 
     Args:
         model: The model, without graph breaks.
-        args: Of a call.
-        kwargs: Of it.
-        names: Of its layers and modules.
+        args: Arguments of a call.
+        kwargs: Keyword arguments of the call.
+        names: Names of the model's layers and modules.
         gpu: The GPU.
         name: What reports call it.
 

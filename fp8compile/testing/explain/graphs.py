@@ -34,23 +34,23 @@ class GraphGemm:
     """One product in a graph.
 
     Attributes:
-        layer: Name of the layer, None where it is no layer's.
+        layer: Name of the layer; None if it belongs to no layer.
         gemm: "output", "grad_input" or "grad_weight".
         op: The operator.
         runs: Operands' formats and scales as `describe` says them, or their dtype.
         is_fp8: Whether both operands are codes, of FP8 or FP4.
         m: Rows of the result.
-        k: What is summed over.
+        k: Size of the summed dim.
         n: Columns of the result.
-        in_bytes: Of an element of each operand before it is quantized.
-        out_bytes: Of an element of the result.
-        code_bits: Of a code of the operands, where they are codes; of two formats, the larger.
-        sum_to: What a GPU pads ``k`` to a multiple of, where they are.
-        casts: Of each operand that is quantized its source, quantizer and number of elements; equal ones are one cast.
-        parameters: For each of ``casts``, whether it is of a parameter.
-        shared_by: Layers whose weights are multiplied at once.
-        file: Of the line that it comes from; empty where it isn't known.
-        line: 0 where it isn't known.
+        in_bytes: Bytes of an element of each operand before it is quantized.
+        out_bytes: Bytes of an element of the result.
+        code_bits: Bits of a code; the larger number if operands have two formats.
+        sum_to: Number to whose multiple a GPU pads ``k`` for codes.
+        casts: Source, quantizer and number of elements of each quantized operand; equal entries are one cast.
+        parameters: Whether each of ``casts`` reads a parameter.
+        shared_by: Number of layers whose weights are multiplied at once.
+        file: File that it comes from; empty if it isn't known.
+        line: Line in that file; 0 if it isn't known.
     """
 
     layer: str | None
@@ -73,12 +73,12 @@ class GraphGemm:
 
 
 def _described(a: Quantizer, b: Quantizer) -> str:
-    """Formats and scales of operands as they are multiplied."""
+    """Formats and scales of a product's operands, in words."""
     return f"{_codes_of(a)} x {_codes_of(b)} {gemm_kind(a.block, b.block)}"
 
 
 def _codes_of(quantizer: Quantizer) -> str:
-    """The format of the codes; the quantizer's class where only its own ``dequantize`` knows what they mean."""
+    """The format of the codes; the quantizer's class if it has a ``dequantize`` of its own."""
     return quantizer.format if quantizer.gemm_format() is not None else type(quantizer).__name__
 
 
@@ -92,7 +92,7 @@ def describe(recipe: Recipe, gemm: Gemm) -> str | None:
 
 
 def _code_sizes(a: Quantizer, b: Quantizer) -> dict[str, int]:
-    """What a GPU's product makes of operands' codes: how large they are, and to what it pads the sum."""
+    """Bits of the operands' codes, and the number to whose multiple a GPU pads the sum."""
     bits = max(a.code_bits(), b.code_bits())
     return {"code_bits": bits, "sum_to": MX_BLOCK if is_mx(a) and is_mx(b) else ALIGNMENT * 8 // bits}
 
@@ -164,7 +164,7 @@ def _other_gemm(value: Value, operands: Sequence[Value]) -> dict[str, Any]:
 
 
 def _gemms(owners: Owners, value: Value, *, backward: bool) -> Iterator[GraphGemm]:
-    """A product, once for each layer that it is of."""
+    """A product as a `GraphGemm` for each layer that it belongs to."""
     layers, gemm = owners.whose(value, backward=backward)
     if value.op in LAYER_OPS:
         gemm, found = LAYER_OPS[value.op].name, _layer_gemm(value, owners)
@@ -186,17 +186,17 @@ def _gemms(owners: Owners, value: Value, *, backward: bool) -> Iterator[GraphGem
 def graph_gemms(
     recorded: Sequence[Recorded], weights: Mapping[int, Sequence[str]], constants: set[int], names: Names
 ) -> tuple[list[GraphGemm], list[Unknown]]:
-    """All products of all owners.
+    """All products of a model's graphs.
 
     Args:
-        recorded: Of `record`.
-        weights: By identity of a parameter, the layers whose weight it is, or is computed from it.
-        constants: Identities of the model's buffers, which are no data.
-        names: Of layers and modules.
+        recorded: What `record` returned.
+        weights: For each parameter, by identity, the layers whose weight it is or is computed from it.
+        constants: Identities of the model's buffers, which don't count as data.
+        names: Names of layers and modules.
 
     Returns:
-        In the order of the graphs; the layer of one that is no layer's, such as attention's, is None. And beside
-        them what may be a product of a layer's, and can't be looked into.
+        The products in the order of the graphs, and the opaque operators that may be a layer's product. The layer of
+        a product that belongs to none, such as attention's, is None.
     """
     gemms: list[GraphGemm] = []
     unknown: list[Unknown] = []

@@ -1,4 +1,4 @@
-"""Each linear of a model: converted or not, and in what each of its three GEMMs really runs."""
+"""Each linear of a model: whether it is converted, and in which formats its three GEMMs really run."""
 
 from __future__ import annotations
 
@@ -43,17 +43,17 @@ class GemmExplanation:
     Attributes:
         gemm: "output", "grad_input" or "grad_weight".
         status: "fp8", "high precision", "fell back" (not as the recipe says), "not in the graph" or "no proof".
-        runs: Formats and scales, or the dtype, of the operands in the graph; empty where it is in none.
-        detail: What else there is to say of it, may be empty.
-        ops: Operators of the graph that prove it, one a call.
-        places: Operators that run otherwise than the recipe says, or tell nothing, each with its line.
-        m: Rows of the result; 0 where it is in no graph.
-        k: What is summed over.
+        runs: Formats and scales, or the dtype, of the operands in the graph; empty if it is in no graph.
+        detail: A remark; may be empty.
+        ops: Operators of the graph that prove it, one for each call.
+        places: Operators that run otherwise than the recipe says, or prove nothing, each with its line.
+        m: Rows of the result; 0 if it is in no graph.
+        k: Size of the summed dim.
         n: Columns of the result.
         padded_k: ``k`` as a GPU pads it.
         padded_n: ``n`` as a GPU pads it.
         seconds: Least time of all calls by the GPU's peaks.
-        bf16_seconds: Likewise, were it in bfloat16.
+        bf16_seconds: Least time of the same calls in bfloat16.
     """
 
     gemm: str
@@ -72,7 +72,7 @@ class GemmExplanation:
 
     @property
     def padding_flops(self) -> float:
-        """Operations on padding, as a share of those asked for."""
+        """Operations on padding, as a share of the operations without padding."""
         return self.padded_k * self.padded_n / (self.k * self.n) - 1 if self.k * self.n else 0.0
 
     def __str__(self) -> str:
@@ -87,15 +87,15 @@ class LayerExplanation:
     """One linear.
 
     Attributes:
-        fqn: Its name in the model; of what is no ``nn.Linear``, its parameter's.
+        fqn: Its name in the model; the parameter's name if it is no ``nn.Linear``.
         module: Its class.
         converted: Whether it is a ``fp8compile.Linear``.
-        reason: Why it isn't; empty where it is.
+        reason: Why it isn't; empty if it is.
         recipe: Its recipe's name, "custom" or empty.
         in_features: K.
         out_features: N.
         gemms: output, grad_input, grad_weight.
-        least_gaining: K N / (K + N) from which on the GPU's FP8 gains by its peaks; 0 where no GPU is asked.
+        least_gaining: Smallest K N / (K + N) at which FP8 gains by the GPU's peaks; 0 if no GPU was asked for.
     """
 
     fqn: str
@@ -110,7 +110,7 @@ class LayerExplanation:
 
     @property
     def size(self) -> int:
-        """K N / (K + N), which the gain of FP8 over bfloat16 grows with."""
+        """K N / (K + N); the gain of FP8 over bfloat16 grows with it."""
         return size_of_gain(self.in_features, self.out_features)
 
     @property
@@ -130,7 +130,7 @@ class LayerExplanation:
 
 
 def weight_parameters(module: nn.Module) -> list[nn.Parameter]:
-    """The parameters that a layer's weights are, or those that a linear's is computed from."""
+    """The parameters that are a layer's weights, or from which a linear's weight is computed."""
     if not isinstance(module, nn.Linear):
         return list(layout_of(module).weights.values())
     weight = module._parameters.get("weight")  # an attribute may be a tensor of the moment
@@ -141,7 +141,7 @@ def weight_parameters(module: nn.Module) -> list[nn.Parameter]:
 
 
 def layer_weights(model: nn.Module) -> dict[int, list[str]]:
-    """By identity of a parameter, the layers of `conversion_report` whose weight it is, or is computed from it."""
+    """For each parameter, by identity, the layers of `conversion_report` whose weight it is or is computed from it."""
     modules, parameters = dict(model.named_modules()), dict(model.named_parameters(remove_duplicate=False))
     weights: dict[int, list[str]] = {}
     for row in conversion_report(model).rows:
@@ -153,7 +153,7 @@ def layer_weights(model: nn.Module) -> dict[int, list[str]]:
 
 
 def _absent(gemm: Gemm, row: ConversionRow, model: nn.Module, report: GraphReport, *, called: bool) -> GemmExplanation:
-    """What to say of a GEMM that is in no graph: why there is none, or that nothing tells."""
+    """Status and detail of a GEMM that is in no graph: why there is none, or that there is no proof."""
     if not called:
         if report.breaks or not report.graphs:
             why = "graph break, it runs outside the graphs" if report.breaks else "nothing was compiled"
@@ -207,7 +207,7 @@ def _explained(gemm: Gemm, row: ConversionRow, found: Sequence[GraphGemm], peaks
 
 
 def _doubted(part: GemmExplanation, unknown: Sequence[Unknown]) -> GemmExplanation:
-    """A GEMM in FP8 or in no graph, of a layer whose weight is read by what no graph tells the inside of."""
+    """Status of a GEMM in FP8 or in no graph, if an opaque operator reads the layer's weight."""
     if part.status == FELL_BACK:
         return part
     places = tuple(f"{each.op} at {place_text(each.file, each.line)}" for each in unknown)
@@ -249,8 +249,8 @@ def explain_layers(
         model: The model.
         report: What the compiler made of it.
         gemms: Products of its graphs.
-        unknown: What may be a product of a layer's beside them.
-        peaks: Of the GPU, for the least times; None leaves them out.
+        unknown: Opaque operators that may be a layer's product.
+        peaks: Peaks of the GPU, for the least times; None leaves them out.
     """
     explained = []
     for row in conversion_report(model).rows:

@@ -1,4 +1,4 @@
-"""A model on a mesh of ranks that are not there: one rank's graphs, what it sends and keeps, and the least time.
+"""One rank of a model on a pretended mesh: its graphs, its messages, the bytes that it keeps, and least times.
 
     build(mesh) --traced as the first rank of a fake group--> forward, backward --> products, messages, kept bytes
 
@@ -46,9 +46,9 @@ class Product:
     Attributes:
         op: Its operator.
         fp8: Whether it multiplies codes.
-        code_bits: Of such a code.
-        flops: Its operations.
-        bytes: Its operands and its result.
+        code_bits: Bits of a code.
+        flops: Number of its operations.
+        bytes: Bytes of its operands and its result.
         backward: Whether it is in the backward.
     """
 
@@ -60,7 +60,7 @@ class Product:
     code_bits: int = 8
 
     def seconds(self, peaks: Peaks) -> float:
-        """The least time for it."""
+        """The least time of the product by a GPU's peaks."""
         peak = peaks.of_codes(self.code_bits) if self.fp8 else peaks.bf16
         return max(self.flops / peak, self.bytes / peaks.bandwidth)
 
@@ -72,16 +72,16 @@ class MeshExplanation:
     Attributes:
         gpu: Name of the GPU that code was traced for.
         mesh: Sizes by name.
-        graphs: How many graphs there are: forward and backward.
+        graphs: Number of graphs, forward and backward.
         products: The matrix products.
-        expected_fp8: How many products the recipes of converted layers have in FP8, if each is called once.
+        expected_fp8: Number of products in FP8 by the recipes of converted layers, if each is called once.
         astray: A line for each converted layer with a product that its recipe has in FP8 and the graphs have not.
-        messages: What is sent.
-        kept_bytes: What the forward keeps for the backward, beside its arguments.
-        parameter_bytes: This rank's part of the parameters.
+        messages: The messages.
+        kept_bytes: Bytes that the forward keeps for the backward, beside its arguments.
+        parameter_bytes: Bytes of this rank's part of the parameters.
         product_seconds: Least time of the products, one after another.
         message_seconds: Least time of the messages, one after another, as if nothing ran beside them.
-        no_gemm: A layer whose products the GPU has no GEMM for; empty if it has them all.
+        no_gemm: A layer that the GPU has no GEMM for; empty if it has them all.
     """
 
     gpu: str
@@ -99,17 +99,17 @@ class MeshExplanation:
 
     @property
     def fp8_products(self) -> int:
-        """How many products multiply codes."""
+        """Number of products of codes."""
         return sum(each.fp8 for each in self.products)
 
     @property
     def sent_bytes(self) -> int:
-        """What a rank sends to others."""
+        """Bytes that a rank sends to others."""
         return sum(each.bytes for each in self.messages)
 
     @property
     def sent(self) -> dict[tuple[str, str, int], tuple[int, int]]:
-        """By operator, dtype and number of ranks: how many messages, and their bytes."""
+        """Number of messages and their bytes, by operator, dtype and number of ranks."""
         counts: Counter = Counter()
         sums: Counter = Counter()
         for each in self.messages:
@@ -134,7 +134,7 @@ def pretended_mesh(sizes: Mapping[str, int]) -> Iterator[DeviceMesh]:
     """A mesh on the CPU whose other ranks are not there: messages are traced, and none arrives.
 
     Args:
-        sizes: By name of the dim, the outermost first.
+        sizes: Size of each dim by its name, the outermost first.
 
     Raises:
         RuntimeError: This process is in a process group already.
@@ -200,8 +200,8 @@ def explain_mesh(
     """Trace a model as one rank of a mesh, and say what that rank multiplies, sends and keeps.
 
     Args:
-        build: Given the mesh, returns the model, spread over it, and the inputs of this rank. Inputs that require grad
-            have their gradient looked at too.
+        build: Takes the mesh; returns the model, spread over it, and the inputs of this rank. Gradients of inputs that
+            require grad are traced too.
         sizes: Ranks of each dim of the mesh by its name, the outermost first.
         gpu: The GPU whose code is traced and whose peaks count: a key of `PEAKS`.
 

@@ -33,14 +33,14 @@ OUTPUT, GRAD_INPUT, GRAD_WEIGHT = GEMMS
 
 @dataclass
 class _Weight:
-    """A weight of a converted layer, and what the graphs multiply of it.
+    """A weight of a converted layer, and its products in the graphs.
 
     Attributes:
-        recipe: The layer's.
+        recipe: The layer's recipe.
         is_frozen: Whether it needs no gradient.
         dtypes: For each GEMM, the operands' dtypes in each of its products.
-        input_needs_grad: Whether what it is multiplied with in the forward does.
-        unknown: Operators that take it and data, and of which no graph tells what they do.
+        input_needs_grad: Whether the input that it is multiplied with needs a gradient.
+        unknown: Opaque operators that take it and data.
     """
 
     recipe: Recipe
@@ -72,7 +72,7 @@ class _Weight:
 
 
 def _converted(model: nn.Module) -> tuple[dict[str, _Weight], dict[int, list[str]]]:
-    """Weights of converted layers by name, each stack of experts by its own; names by identity of a parameter."""
+    """Weights of converted layers by name, a name for each stack of experts; and names by a parameter's identity."""
     weights: dict[str, _Weight] = {}
     names = layer_weights(model)
     for fqn, layer in model.named_modules():
@@ -108,7 +108,7 @@ def _note_products(owners: Owners, weights: Mapping[str, _Weight]) -> None:
 def layers_astray(model: nn.Module, graphs: Sequence[GpuGraph]) -> tuple[str, ...]:
     """A line for each weight of a converted layer with a product that its recipe has in FP8 and the graphs have not.
 
-    A frozen weight needs no grad_weight, and an input that nothing before needs the gradient of no grad_input.
+    A frozen weight needs no grad_weight. If an input needs no gradient, its layer needs no grad_input.
 
     Args:
         model: The model.

@@ -1,4 +1,4 @@
-"""The messages of a graph, as a network sees them: who takes part, how many bytes a rank sends, over which links."""
+"""The messages of a graph as a network sees them: their ranks, the bytes that a rank sends, and the links."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ class Message:
 
     Attributes:
         op: "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single" or "all_reduce".
-        dtype: Of what is sent.
-        ranks: How many take part.
-        bytes: What one of them sends to others, at least.
+        dtype: Dtype of what is sent.
+        ranks: Number of ranks that take part.
+        bytes: Bytes that one rank sends to others, at least.
         in_node: Whether all of them are GPUs of one node.
         backward: Whether it is in the backward.
     """
@@ -62,7 +62,7 @@ def messages(graph: GpuGraph, *, backward: bool) -> Iterator[Message]:
     """The messages of a graph whose ops are taken apart, in its order.
 
     Args:
-        graph: Traced where the groups of its messages are.
+        graph: A graph that was traced in a process with the groups of its messages.
         backward: Whether it is the backward.
 
     Raises:
@@ -92,6 +92,6 @@ def messages(graph: GpuGraph, *, backward: bool) -> Iterator[Message]:
 def seconds(found: list[Message], peaks: Peaks) -> float:
     """The least time of messages, one after another, by the published rates of a GPU's links.
 
-    A message among GPUs of several nodes counts as one that the network carries whole.
+    A message among GPUs of several nodes counts as if the network carried all of it.
     """
     return sum(each.bytes / (peaks.nvlink if each.in_node else peaks.network) for each in found)

@@ -1,4 +1,4 @@
-"""Which module was being called when a node of a graph was traced."""
+"""The module that was being called when a node of a graph was traced."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ STEP = re.compile(r"\._modules\['([^']+)'\]|\['([^']+)'\]|\[(\d+)\]|\.(\w+)")
 
 @dataclass(frozen=True, kw_only=True)
 class Names:
-    """What the modules of a model are called.
+    """Names of a model's modules.
 
     Attributes:
-        layers: All linears of `conversion_report`.
-        modules: Of every path that leads to a module, the first path to it: a module may have several names.
+        layers: Names of all linears of `conversion_report`.
+        modules: For each path to a module, the first path to the same module, because it may have several.
     """
 
     layers: Sequence[str]
@@ -29,14 +29,14 @@ class Names:
 
     @staticmethod
     def of(model: nn.Module) -> Names:
-        """Those of a model."""
+        """The names of a model's modules."""
         first = {id(module): name for name, module in model.named_modules()}
         paths = {name: first[id(module)] for name, module in model.named_modules(remove_duplicate=False)}
         return Names(layers=[row.fqn for row in conversion_report(model).rows], modules=paths)
 
 
 def _path(text: str) -> str:
-    """``layers.0.gate`` of ``L['self']._modules['layers'][0].gate``: without what the outermost object was called."""
+    """Turn ``L['self']._modules['layers'][0].gate`` into ``layers.0.gate``; the outermost object's name is dropped."""
     rest = re.sub(r"^L\['\w+'\]", "", text)
     return ".".join(next(filter(None, match)) for match in STEP.findall(rest))
 
@@ -44,8 +44,8 @@ def _path(text: str) -> str:
 def _module(path: str, modules: Mapping[str, str]) -> str | None:
     """The module that a path leads to.
 
-    A path may have a function's variable before it. And after a graph break the frames of inner modules are traced on
-    their own, so it may lack its beginning; where two modules end alike, none is meant.
+    A path may have a function's variable before it. After a graph break the frames of inner modules are traced on
+    their own, so a path may lack its beginning; if two modules end alike, the answer is none of them.
     """
     if path in modules:
         return modules[path]
@@ -57,7 +57,7 @@ def _module(path: str, modules: Mapping[str, str]) -> str | None:
 
 
 def layer_of_stack(node: fx.Node, names: Names) -> str | None:
-    """The layer that was being called when a node was traced: the innermost module, if it is one; else None."""
+    """The layer that was being called when a node was traced; None if the innermost module is no layer."""
     stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
     for text, _ in reversed(list(stack.values())):
         module = _module(_path(text), names.modules)

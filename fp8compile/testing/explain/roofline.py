@@ -1,9 +1,9 @@
-"""What a GPU's published peaks allow: the least time for a product, of its operations and of its bytes.
+"""The least time for a product by a GPU's published peaks, from its operations and its bytes.
 
     seconds >= max(2 m n k / peak, (m k + k n + m n elements) / bandwidth)
 
-A bound, no measurement: kernels reach 60 to 80 % of the peak in practice, and norms, activations, attention and the
-time between kernels are not in it.
+This is a bound and no measurement: kernels reach 60 to 80 % of the peak in practice, and norms, activations, attention
+and the time between kernels are not counted.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ class Peaks:
     Attributes:
         name: Its full name.
         capability: Its compute capability.
-        fp4: Operations a second of FP4 tensor cores; of a GPU without them, of those that it has instead.
+        fp4: Operations a second of FP4 tensor cores; if the GPU has none, of the cores that it uses instead.
         fp8: Operations a second of FP8 tensor cores.
-        bf16: Of bfloat16 and float16 tensor cores.
-        fp32: Of float32 arithmetic, without TF32.
+        bf16: Operations a second of bfloat16 and float16 tensor cores.
+        fp32: Operations a second of float32 arithmetic, without TF32.
         bandwidth: Bytes a second of its memory.
         nvlink: Bytes a second that it sends to the other GPUs of its node.
         network: Bytes a second that it sends to other nodes, by an adapter of its own.
@@ -44,7 +44,7 @@ class Peaks:
     network: float
 
     def of_codes(self, bits: int) -> float:
-        """Operations a second of the tensor cores that multiply codes of so many bits, 4 or 8."""
+        """Operations a second of the tensor cores for codes of 4 or 8 bits."""
         return self.fp4 if bits == 4 else self.fp8
 
 
@@ -70,11 +70,11 @@ class Roofline:
 
     Attributes:
         gpu: Its name.
-        seconds: As the graphs have them: FP8 products, casts, and those in high precision.
-        gemm_seconds: Of ``seconds``, the products.
-        cast_seconds: Of ``seconds``, the casts: a parameter is read and its codes written, of anything else the codes
-            only, because whoever computes it can write them at once.
-        bf16_seconds: The same products, all in bfloat16.
+        seconds: Time for the graphs as they are: products in FP8 and in high precision, and casts.
+        gemm_seconds: The part of ``seconds`` for products.
+        cast_seconds: The part of ``seconds`` for casts. A parameter is read and its codes are written; for any other
+            tensor only codes are written, because the kernel that computes it can write them.
+        bf16_seconds: Time for the same products in bfloat16.
     """
 
     gpu: str
@@ -85,12 +85,12 @@ class Roofline:
 
     @property
     def ratio(self) -> float:
-        """Least bfloat16 time over least time as it is."""
+        """Least time in bfloat16 over least time as it is."""
         return self.bf16_seconds / self.seconds if self.seconds else 1.0
 
 
 def padding(gemm: GraphGemm) -> tuple[int, int]:
-    """What the sum and the columns of a product of codes are padded to on a GPU: (k, n)."""
+    """Sizes (k, n) to which a GPU pads the sum and the columns of a product of codes."""
     if not gemm.is_fp8:
         return gemm.k, gemm.n
     return gemm.k + -gemm.k % gemm.sum_to, gemm.n + -gemm.n % ALIGNMENT
@@ -102,7 +102,7 @@ def _seconds(m: int, k: int, n: int, in_bytes: float, out_bytes: int, peak: floa
 
 
 def gemm_seconds(gemm: GraphGemm, peaks: Peaks) -> float:
-    """The least time of a product as it runs, padding included; of one that layers share, a layer's part."""
+    """The least time of a product as it runs, padding included; divided among the layers that share it."""
     k, n = padding(gemm)
     if gemm.is_fp8:
         peak = peaks.of_codes(gemm.code_bits)
@@ -132,8 +132,8 @@ def roofline(gemms: Iterable[GraphGemm], peaks: Peaks) -> Roofline:
     """The bound for the products of all layers.
 
     Args:
-        gemms: Of the graphs; those of no layer are left out.
-        peaks: Of the GPU.
+        gemms: Products of the graphs; those that belong to no layer are left out.
+        peaks: Peaks of the GPU.
     """
     gemms = [gemm for gemm in gemms if gemm.layer is not None]
     products = sum(gemm_seconds(gemm, peaks) for gemm in gemms)

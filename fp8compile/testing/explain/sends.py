@@ -48,20 +48,20 @@ BETWEEN = "(between layers)"
 
 @dataclass(frozen=True, kw_only=True)
 class Send:
-    """A message of a layer, as often as it sends such a one.
+    """A message of a layer, and how often the layer sends it.
 
     Attributes:
-        layer: Name of the layer; "(between layers)" for what is sent outside all of them, such as a sum of gradients
-            of several layers that read one tensor.
-        gemm: "output", "grad_input" or "grad_weight": the product that asks for it; "plan" where a style of the plan
-            moves a tensor around the layer; empty between layers.
+        layer: Name of the layer; "(between layers)" for a message outside of all layers, such as a sum of gradients of
+            several layers that read one tensor.
+        gemm: "output", "grad_input" or "grad_weight", the product that needs it; "plan" if a style of the plan moves a
+            tensor around the layer; empty between layers.
         what: "codes of grad_output", "scales of input", "amax", or the tensor in its own dtype, such as "input".
         op: "all_gather", "all_reduce max", "all_reduce sum", "reduce_scatter sum", or another operator's name.
-        dtype: Of what is sent, such as "uint8".
-        bytes_per_element: Of that dtype.
-        bytes: Of the tensor on one rank, what goes in or what comes out, whichever is more.
+        dtype: Dtype of what is sent, such as "uint8".
+        bytes_per_element: Bytes of an element of that dtype.
+        bytes: Bytes of the tensor on one rank, what goes in or what comes out, whichever is more.
         backward: Whether it is sent in the backward.
-        times: How often.
+        times: Number of times that it is sent.
     """
 
     layer: str
@@ -77,7 +77,7 @@ class Send:
 
 @dataclass(frozen=True, kw_only=True)
 class Sends:
-    """Rows in the order in which they are sent first; printed, a table.
+    """Messages in the order in which they are first sent; printed, a table.
 
     Attributes:
         rows: The messages.
@@ -299,8 +299,8 @@ def sends(model: nn.Module, *args: Any, **kwargs: Any) -> Sends:
 
     Args:
         model: A module, parallelized, not compiled.
-        args: Of the call.
-        kwargs: Of the call.
+        args: Arguments of the call.
+        kwargs: Keyword arguments of the call.
 
     Returns:
         The messages; print them, or go through ``rows``. Layers of plain functions on groups

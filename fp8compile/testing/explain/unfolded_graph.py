@@ -145,7 +145,7 @@ def unfold(graph: fx.GraphModule, saved: Mapping[str, Value] | None = None) -> U
 
     Args:
         graph: One of AOTAutograd's.
-        saved: Of a backward graph, what the forward hands to it, by name.
+        saved: Values that the forward hands to a backward graph, by name.
     """
     unfolding = _Unfolding(saved or {})
     outputs = unfolding.run(graph, {})

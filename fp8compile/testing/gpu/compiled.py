@@ -24,11 +24,11 @@ class CompiledKernel:
     """One kernel in one of the configurations that Inductor would choose from.
 
     Attributes:
-        name: Of the kernel.
+        name: Name of the kernel.
         config: Its block sizes.
-        num_warps: Of 32 threads each.
+        num_warps: Number of warps, of 32 threads each.
         arguments: Names and Triton's types ("*bf16", "i32") of the PTX's parameters, in their order.
-        shared_bytes: Of shared memory, of a program.
+        shared_bytes: Bytes of shared memory of a program.
         ptx: The text.
     """
 
@@ -56,7 +56,7 @@ def _loaded(name: str, source: str, folder: str) -> ModuleType:
 def _compiled(
     fn: Any, kinds: dict[str, str], constants: dict[str, Any], attributes: dict, options: dict[str, int], gpu: Gpu
 ) -> tuple[dict[str, str], int, str]:
-    """Parameters, bytes of shared memory and PTX of a jitted function; ``kinds`` are types of its arguments."""
+    """Parameters, bytes of shared memory and PTX of a jitted function; ``kinds`` are its arguments' types."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -74,7 +74,7 @@ def _compiled(
 
 
 def _generated(name: str, source: str, folder: str, gpu: Gpu) -> Iterator[CompiledKernel]:
-    """A kernel that Inductor generated, in each of its configurations, compiled as it is asked for."""
+    """Compile a kernel that Inductor generated, in each of its configurations, one after the other."""
     module = _loaded(name, source, folder)
     tuner = next(value for value in vars(module).values() if type(value).__name__.endswith("Autotuner"))
     meta, fn = tuner.triton_meta, tuner.fn
@@ -96,7 +96,7 @@ def compiled_kernels(source: str, gpu: Gpu, *, most: int | None = None) -> Itera
     Args:
         source: What Inductor generated, `GpuCode.source`.
         gpu: The GPU.
-        most: How many of a kernel's configurations, from the first on; None for all that Inductor would time.
+        most: Number of a kernel's configurations to compile, from the first on; None for all.
 
     Raises:
         ModuleNotFoundError: There is no Triton.
@@ -116,9 +116,9 @@ def compiled_jit(
         kinds: Triton's type of each argument that is no constant, such as "*bf16" and "i32"; pointers and sizes are
             taken for multiples of 16.
         constants: Its ``tl.constexpr`` arguments.
-        num_warps: Of 32 threads each.
+        num_warps: Number of warps, of 32 threads each.
         gpu: The GPU.
-        num_stages: Of a pipelined loop; Triton's default is 3.
+        num_stages: Number of stages of a pipelined loop; Triton's default is 3.
 
     Raises:
         ModuleNotFoundError: There is no Triton.

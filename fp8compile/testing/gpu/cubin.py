@@ -23,12 +23,12 @@ class KernelResources:
     """One kernel in one of the configurations that Inductor would choose from.
 
     Attributes:
-        name: Of the kernel.
+        name: Name of the kernel.
         config: Its block sizes.
-        num_warps: Of 32 threads each.
-        registers: A thread's.
-        spilled_bytes: A thread's, stored and loaded: registers that did not suffice.
-        shared_bytes: Of shared memory, of a program.
+        num_warps: Number of warps, of 32 threads each.
+        registers: Registers of a thread.
+        spilled_bytes: Bytes that a thread stores and loads because registers do not suffice.
+        shared_bytes: Bytes of shared memory of a program.
     """
 
     name: str
@@ -61,7 +61,7 @@ def _ptxas(ptx: str, gpu: Gpu) -> tuple[int, int]:
 
 
 def assembled(kernel: CompiledKernel, gpu: Gpu) -> KernelResources:
-    """What a compiled kernel takes of a GPU."""
+    """Registers, spills and shared memory of a compiled kernel."""
     registers, spilled = _ptxas(kernel.ptx, gpu)
     return KernelResources(
         name=kernel.name, config=kernel.config, num_warps=kernel.num_warps, registers=registers,

@@ -1,7 +1,7 @@
-"""A GPU that isn't there: what PyTorch, Inductor and Triton ask a GPU before they generate code for it.
+"""A pretended GPU: it answers what PyTorch, Inductor and Triton ask a GPU before they generate code for it.
 
-Nothing can run on it. It stands in for the real one also on a machine that has a GPU, so that generated code is the
-same everywhere.
+Nothing can run on it. It replaces the real GPU too if the machine has one, so that generated code is the same
+everywhere.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Gpu:
 
     @property
     def target(self) -> Target:
-        """What our ops look at."""
+        """The target that our ops ask for."""
         return Target("cuda", (self.major, self.minor))
 
 
@@ -76,7 +76,7 @@ def gpu_called(arch: str) -> Gpu:
 
 
 def _answers(gpu: Gpu) -> dict[str, object]:
-    """What each function of `torch.cuda` returns."""
+    """The answer of each function of `torch.cuda` that is replaced."""
     properties = dict.fromkeys(("get_device_properties", "_get_device_properties"), gpu)
     nothing = dict.fromkeys(("_lazy_init", "set_device", "synchronize", "set_rng_state"), None)
     device = dict.fromkeys(("current_device", "_exchange_device", "_maybe_exchange_device"), 0)
@@ -112,7 +112,7 @@ def _triton_driver(gpu: Gpu) -> Any:
 
 
 def _unguarded() -> dict[str, Callable]:
-    """Methods of tensors without the guard of their device, which a PyTorch built without CUDA doesn't have."""
+    """Replace tensor methods that guard the device, because a PyTorch built without CUDA has no such guard."""
     index = Tensor.__getitem__
     return {
         "__invert__": lambda tensor: torch.bitwise_not(tensor),

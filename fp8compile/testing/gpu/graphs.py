@@ -2,7 +2,7 @@
 
 fn, args on the CPU --Dynamo, AOTAutograd with Inductor's decompositions, min-cut partitioner--> forward, backward
 
-Our ops, while they are traced, choose as they do on the GPU.
+While they are traced, our ops make the choices that they make on the GPU.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ class GpuGraph:
     """A graph of decomposed operators, and tensors like those that it would be called with.
 
     Attributes:
-        graph: On the CPU still.
+        graph: The graph, with tensors on the CPU.
         inputs: Its arguments.
-        returned: Positions of the outputs that a caller gets, whose strides Inductor leaves alone. It may pad the
-            strides of the others, which are saved for backward.
-        called_with: The tensors that a forward was given, before subclasses are taken apart: a parameter is found
+        returned: Positions of the outputs that a caller gets; Inductor keeps their strides. It may pad the strides of
+            the other outputs, which are saved for backward.
+        called_with: The tensors that a forward was given, before subclasses are taken apart; parameters are found
             again by them. Empty for a backward.
     """
 
@@ -56,14 +56,14 @@ def all_outputs(graph: fx.GraphModule) -> tuple[int, ...]:
 
 
 def returned_outputs() -> tuple[int, ...]:
-    """Positions of what a forward with a backward returns to its caller; asked while AOTAutograd compiles it."""
+    """Positions of the outputs that a forward returns to its caller; call it while AOTAutograd compiles the graph."""
     meta = torch._guards.TracingContext.get().fw_metadata
     first = meta.num_mutated_inp_runtime_indices
     return tuple(range(first, first + meta.num_outputs))
 
 
 def _empty_outputs(graph: fx.GraphModule) -> list[Any]:
-    """Something of the shapes that the graph returns: what it computes is not asked for."""
+    """Return uninitialized tensors of the output shapes, because nobody reads the values."""
     (outputs,) = graph.graph.find_nodes(op="output")[0].args
     values = [node.meta["val"] if isinstance(node, fx.Node) else node for node in outputs]
     if any(is_unbacked(size) for value in values if isinstance(value, Tensor) for size in value.shape):
@@ -94,7 +94,7 @@ def gpu_graphs(fn: Callable, args: Sequence[Any], gpu: Gpu) -> list[GpuGraph]:
     Args:
         fn: A module or function.
         args: Its arguments, on the CPU.
-        gpu: What it is traced for.
+        gpu: The GPU that it is traced for.
 
     Returns:
         Forward and, where an output requires grad, backward.
@@ -151,7 +151,7 @@ def gpu_graphs(fn: Callable, args: Sequence[Any], gpu: Gpu) -> list[GpuGraph]:
 
 
 def kept_bytes(forward: GpuGraph) -> int:
-    """What the forward saves beside its own arguments; a storage is counted once."""
+    """Bytes that the forward saves beside its own arguments; a storage counts once."""
     nodes = forward.graph.graph.find_nodes(op="placeholder")
     seen = {node.meta["val"].untyped_storage()._cdata for node in nodes if isinstance(node.meta["val"], Tensor)}
     (outputs,) = forward.graph.graph.find_nodes(op="output")[0].args
@@ -165,7 +165,7 @@ def kept_bytes(forward: GpuGraph) -> int:
 
 
 def check_has_no_region(graph: fx.GraphModule) -> None:
-    """Raise a NotImplementedError where a graph calls another one, whose code would not be looked at."""
+    """Raise a NotImplementedError if a graph calls another graph, because reports would miss that one's code."""
     if any(node.target is torch.ops.higher_order.invoke_subgraph for node in graph.graph.nodes):
         raise NotImplementedError(
             "the code of regions (fp8compile.compile, torch.compiler.nested_compile_region) is not looked into: for "

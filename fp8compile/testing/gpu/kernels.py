@@ -1,7 +1,7 @@
-"""gpu_kernels: the code that Inductor makes for a GPU, on a machine without one.
+"""gpu_kernels: the code that Inductor generates for a GPU, on a machine without one.
 
-Generated code says which operators were fused, how many kernels there are and what they read and write; it does not
-say how long they take. With fake tensors nothing is computed or allocated, so a layer of full size costs seconds.
+Generated code shows which operators were fused, how many kernels there are and what they read and write; it does not
+show how long they take. With fake tensors nothing is computed or allocated, so a layer of full size costs seconds.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ class Launch:
     """One kernel that the generated code starts.
 
     Attributes:
-        name: Of the Triton kernel, or of the operator that is called.
-        kind: "triton" for generated code, "gemm" for a library's matrix product, "opaque" for any other operator that
-            Inductor can't look into: what it launches inside isn't known.
-        ops: Operators that it does the work of, before Inductor took them apart, in their order.
-        bytes_read: Each buffer once.
-        bytes_written: Each buffer once.
+        name: Name of the Triton kernel, or of the operator that is called.
+        kind: "triton" for generated code, "gemm" for a library's matrix product, "opaque" for any other operator,
+            whose launches Inductor doesn't know.
+        ops: The operators that it computes, before decomposition, in order.
+        bytes_read: Bytes read; each buffer counts once.
+        bytes_written: Bytes written; each buffer counts once.
     """
 
     name: str
@@ -53,9 +53,9 @@ class GpuCode:
 
     Attributes:
         source: The Python file with Triton kernels and the calls.
-        bytes: Read and written by kernels and GEMMs, as Inductor counts: each buffer once a kernel.
-        launches: Kernels and library calls in their order.
-        gpu: What it is for.
+        bytes: Bytes read and written by kernels and GEMMs, as Inductor counts: each buffer once a kernel.
+        launches: Kernels and library calls in order.
+        gpu: The GPU that it is for.
         no_cuda_graph: Why Inductor would not replay it as a CUDA graph; None if it would.
         mutated_inputs: Positions of the arguments that it writes to. Those of a backward that aren't gradients stay
             where they are, so a CUDA graph may write to them.

@@ -1,8 +1,8 @@
 """PTX as Triton prints it: its instructions, each with the registers that it reads and writes.
 
-PTX is the last form of a kernel in which an instruction still says how it computes: whether a division is exact
-(`div.rn`) or approximate (`div.full`), whether subnormals are flushed (`.ftz`), how many bytes a thread stores at
-once. ptxas makes machine code of it, and changes none of that.
+PTX is the last form of a kernel in which an instruction shows how it computes: whether a division is exact (`div.rn`)
+or approximate (`div.full`), whether subnormals are flushed (`.ftz`), how many bytes a thread stores at once. ptxas
+translates it to machine code, and changes none of that.
 
 Source: NVIDIA, "Parallel Thread Execution ISA", version 8.7.
 """
@@ -36,13 +36,13 @@ class Instruction:
 
     Attributes:
         line: Its line in the PTX, from 1.
-        text: As it is printed, without its semicolon.
+        text: Its text as printed, without the semicolon.
         opcode: Its name with all modifiers, such as "div.full.f32".
-        guard: The predicate under which it runs; None if it always does.
+        guard: The predicate under which it runs; None if it always runs.
         outputs: The registers that it writes.
-        operands: The others, as they are printed.
-        inputs: The registers among the operands, those of addresses too.
-        source: The line of the Triton program that it was made for, such as "triton_red__0.py:37:16"; may be empty.
+        operands: The other operands as printed.
+        inputs: The registers among the operands, also those in addresses.
+        source: The line of the Triton program that it belongs to, such as "triton_red__0.py:37:16"; may be empty.
     """
 
     line: int
@@ -56,12 +56,12 @@ class Instruction:
 
     @cached_property
     def addresses(self) -> tuple[str, ...]:
-        """What stands in brackets, in its order."""
+        """The texts in brackets, in order."""
         return tuple(found[1] for operand in self.operands if (found := ADDRESS.match(operand)))
 
     @cached_property
     def bytes(self) -> int:
-        """How many bytes a thread loads or stores by it: those of all elements of its vector."""
+        """Number of bytes that a thread loads or stores by it; all elements of a vector count."""
         elements, bits = VECTOR.search(self.opcode).groups()
         return int(elements or 1) * int(bits) // 8
 
@@ -70,11 +70,11 @@ class Ptx:
     """The instructions of one kernel.
 
     Args:
-        text: Of PTX with one kernel.
+        text: The text of PTX with one kernel.
 
     Attributes:
-        instructions: In their order.
-        parameters: Names of the kernel's parameters, in their order.
+        instructions: The instructions in order.
+        parameters: Names of the kernel's parameters in order.
         labels: The line of each label.
 
     Raises:
@@ -90,7 +90,7 @@ class Ptx:
 
     @cached_property
     def writers(self) -> dict[str, list[Instruction]]:
-        """The instructions that write each register; more than one where paths of a loop meet."""
+        """The instructions that write each register; several if paths of a loop meet."""
         found: dict[str, list[Instruction]] = {}
         for each in self.instructions:
             for register in each.outputs:
@@ -98,7 +98,7 @@ class Ptx:
         return found
 
     def registers_in(self, text: str) -> tuple[str, ...]:
-        """The registers that a piece of an instruction names."""
+        """The registers named in a part of an instruction."""
         return tuple(word for word in WORD.findall(text) if word in self._registers)
 
     def _read(self, text: str) -> Iterator[Instruction]:
@@ -151,7 +151,7 @@ def _statements(code: str) -> Iterator[str]:
 
 
 def _operands(text: str) -> tuple[str, ...]:
-    """What commas separate, outside of braces and brackets."""
+    """Split at commas outside of braces and brackets."""
     found, depth = [""], 0
     for letter in text:
         depth += (letter in "{[(") - (letter in "}])")

@@ -10,10 +10,10 @@ it is the arithmetic of scales and codes, which may not. Casts see rounded value
 (`fp8compile.ops.rounding_barrier`), so each activation has such a rounding or is loaded as 16 bits. In a model of
 float32 nothing tells the two apart, and the walk goes through the model's functions too.
 
-It takes more than is computed rather than less: a register has all values that are written to it anywhere, and what
-decides a branch counts. Shared memory is Triton's scratch: an operator (a reduction, a change of layout, a copy ahead)
-stores there and loads again, and both are marked with its place in the Triton program. So a load reads what is stored
-for the same place; where nothing is, it may read whatever the kernel stores.
+The walk may find too much, but never too little: a register counts as having every value that is written to it, and
+the condition of a branch counts too. Shared memory is Triton's scratch: an operator (a reduction, a change of layout,
+a prefetch) stores there and loads again, and both are marked with its line in the Triton program. So a load reads what
+was stored for the same line; if nothing was, it may read anything that the kernel stores.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class _Walk:
                 todo += self._through(writer)
 
     def _through(self, instruction: Instruction) -> tuple[str, ...]:
-        """Registers from which to go on."""
+        """The registers from which the walk goes on."""
         if id(instruction) in self.found:
             return ()
         self.found[id(instruction)] = instruction
@@ -62,13 +62,13 @@ class _Walk:
         return instruction.inputs + guard
 
     def _stored(self, store: Instruction) -> tuple[str, ...]:
-        """What a store puts into shared memory; an asynchronous copy puts there what it loads from global memory."""
+        """The registers that a store writes to shared memory; an asynchronous copy writes what it loads."""
         self.found[id(store)] = store
         return () if store.opcode.startswith("cp.async") else _values(self._ptx, store)
 
 
 def _values(ptx: Ptx, store: Instruction) -> tuple[str, ...]:
-    """The registers that a store puts into memory: its second operand, behind the address."""
+    """The registers whose values a store writes: its second operand."""
     return ptx.registers_in(store.operands[1])
 
 
@@ -92,7 +92,7 @@ def stored_to(ptx: Ptx, parameters: Iterable[int]) -> list[Instruction]:
 
     Args:
         ptx: The kernel.
-        parameters: Positions of pointers among its parameters.
+        parameters: Positions of those pointers among the kernel's parameters.
     """
     wanted = set(parameters)
     stores = (each for each in ptx.instructions if each.opcode.startswith(("st.global", "atom.global", "red.global")))
@@ -100,14 +100,14 @@ def stored_to(ptx: Ptx, parameters: Iterable[int]) -> list[Instruction]:
 
 
 def traced(ptx: Ptx, stores: Iterable[Instruction]) -> list[Instruction]:
-    """What the numbers that some stores write are computed from.
+    """The instructions that compute the numbers which some stores write.
 
     Args:
         ptx: The kernel.
-        stores: Of `stored_to`.
+        stores: The stores, as `stored_to` returns them.
 
     Returns:
-        The instructions, in the order of the PTX.
+        The instructions in the order of the PTX.
     """
     walk = _Walk(ptx)
     for store in stores:

@@ -1,4 +1,4 @@
-"""What the PTX of generated kernels says of codes and scales: exact arithmetic, float64 where it is meant, widths."""
+"""Checks of generated kernels' PTX: exact arithmetic for codes and scales, float64 only on purpose, wide stores."""
 
 from __future__ import annotations
 
@@ -39,10 +39,11 @@ class Finding:
     """An instruction that should not be there.
 
     Attributes:
-        kernel: Its name and configuration.
-        instruction: With its line in the PTX.
+        kernel: Name and configuration of the kernel.
+        instruction: The instruction, with its line in the PTX.
         why: What is wrong with it.
-        parameters: Names of those that the kernel writes codes, scales, or what they are computed from through.
+        parameters: Names of the parameters through which the kernel writes codes, scales, or values that those are
+            computed from.
     """
 
     kernel: str
@@ -60,13 +61,13 @@ class Finding:
 
 @dataclass(frozen=True, kw_only=True)
 class KernelPtx:
-    """A compiled kernel, looked at.
+    """What was found in a compiled kernel.
 
     Attributes:
         kernel: The kernel in one configuration.
         findings: Instructions that should not be there.
-        code_stores: For each parameter that converted codes are written through, how many bytes a thread stores by
-            one instruction; the fewest, where stores differ.
+        code_stores: For each parameter through which codes are written, the number of bytes that a thread stores by
+            one instruction; the smallest one if stores differ.
     """
 
     kernel: CompiledKernel
@@ -105,12 +106,12 @@ def _complaints(
 
 
 def kernel_ptx(kernel: CompiledKernel, written: Iterable[int]) -> KernelPtx:
-    """Look at one kernel.
+    """Check one kernel.
 
     Args:
-        kernel: Of `compiled_kernels` or `compiled_jit`.
-        written: Positions of the arguments that codes, scales, or what they are computed from are written through;
-            of others among them nothing is asked.
+        kernel: A kernel, as `compiled_kernels` or `compiled_jit` returns it.
+        written: Positions of the arguments through which codes, scales, or values that those are computed from are
+            written; positions of other arguments are ignored.
     """
     ptx, arguments = Ptx(kernel.ptx), list(kernel.arguments.items())
     pointers = [number for number in sorted(written) if arguments[number][1].startswith("*")]
@@ -130,13 +131,13 @@ def kernel_ptx(kernel: CompiledKernel, written: Iterable[int]) -> KernelPtx:
 
 
 def ptx_of(fn: Callable, *args: Any, arch: str = "h200", most: int | None = 1) -> list[KernelPtx]:
-    """Look at the PTX of all kernels that Inductor generates for ``fn(*args)`` and its backward on a GPU.
+    """Check the PTX of all kernels that Inductor generates for ``fn(*args)`` and its backward on a GPU.
 
     Args:
         fn: A module or function, in bfloat16 or float16: see `fp8compile.testing.gpu.ptx_paths`.
         args: Its arguments, on the CPU; fake ones for sizes that don't fit here.
         arch: The GPU, a key of ``fp8compile.testing.gpu.gpus.GPUS``.
-        most: How many of a kernel's configurations; None for all.
+        most: Number of a kernel's configurations to check; None for all.
 
     Raises:
         ValueError: No such GPU is known.

@@ -1,13 +1,13 @@
-"""Which buffers of generated code hold codes, scales, and what these are computed from: read from the graphs.
+"""Finds, from graphs, the buffers of generated code with codes, scales, and values that those are computed from.
 
     activation bf16 --amax--> f32 --> multiplier f32 --> scale --> product
           |                               |                          ^
           +--------- product, round <-----+--> codes ----------------+
 
-Behind products' operands and delayed scaling's states the walk follows every value of a graph that isn't a 16-bit
-float; a 16-bit float is an activation, a weight or a gradient, which the model computes. What a backward gets from
-its forward is followed there. Codes that are returned count too; a float32 output doesn't, since nothing tells a scale
-from another number.
+From products' operands and delayed scaling's states, the walk goes back through every value that isn't a 16-bit float;
+a 16-bit float is an activation, a weight or a gradient, which the model computes. A value that a backward gets from
+its forward is followed there. Codes that are returned count too. A float32 output doesn't, because a scale looks like
+any other number.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def _followed(node: fx.Node) -> bool:
 
 
 def _roots(graph: fx.Graph) -> Iterable[fx.Node]:
-    """Operands of scaled products, new values of states, and codes that are returned."""
+    """The nodes where the walk starts: operands of scaled products, new states, and codes that are returned."""
     for node in graph.nodes:
         if "scaled_mm" in str(node.target):
             yield from (each for each in node.args[:OPERANDS] if isinstance(each, fx.Node))
@@ -63,7 +63,7 @@ def _returned(graph: fx.Graph) -> Sequence[fx.Node | None]:
 
 
 def _nodes_on_path(graphs: Sequence[GpuGraph], schedules: Sequence[Schedule]) -> list[set[fx.Node]]:
-    """The nodes of each lowered graph that codes and scales are computed from; the backward is looked at first."""
+    """The nodes of each lowered graph from which codes and scales are computed; the backward comes first."""
     found: list[set[fx.Node]] = []
     asked_for: set[str] = set()  # by a backward, of its forward
     for made, scheduled in zip(reversed(graphs), reversed(schedules), strict=True):
@@ -79,14 +79,14 @@ def _nodes_on_path(graphs: Sequence[GpuGraph], schedules: Sequence[Schedule]) ->
 
 
 def _arguments(call: str) -> list[str | None]:
-    """The buffers that a launch is given, by position; None for a size."""
+    """The buffers that a launch gets as arguments, by position; None for a size."""
     given = ast.parse(call).body[0].value.args
     names = [[each.id for each in ast.walk(argument) if isinstance(each, ast.Name)] for argument in given]
     return [next((name for name in each if name.startswith(("buf", "arg"))), None) for each in names]
 
 
 def _positions(launch: ScheduledLaunch, call: str, scheduled: Schedule, nodes: set[fx.Node]) -> set[int]:
-    """Arguments of a launch by which it writes what is on the path."""
+    """Positions of the arguments through which a launch writes buffers on the path."""
     wanted = {name for name in launch.made if scheduled.holder(name) in nodes}
     if not wanted:
         return set()
@@ -107,15 +107,15 @@ def _unknown_form(what: str) -> RuntimeError:
 
 
 def written_parameters(graphs: Sequence[GpuGraph], schedules: Sequence[Schedule]) -> list[dict[str, set[int]]]:
-    """By which parameters the kernels of each graph write codes, scales, and what these are computed from.
+    """The parameters through which kernels write codes, scales, and values that those are computed from.
 
     Args:
-        graphs: Forward and backward, of `gpu_graphs`.
-        schedules: Of each graph.
+        graphs: Forward and backward, as `gpu_graphs` returns them.
+        schedules: The schedule of each graph.
 
     Returns:
-        For each graph, by a kernel's name, positions among its arguments. A kernel that is launched for several
-        purposes has those of all of them; some may be read only.
+        For each graph, positions among a kernel's arguments by the kernel's name. A kernel that is launched several
+        times has the positions of all launches, so it may only read some of them in one launch.
 
     Raises:
         RuntimeError: This version of PyTorch prints launches in a form that isn't known here.

@@ -38,13 +38,13 @@ class ScheduledLaunch:
     """One kernel that is started.
 
     Attributes:
-        name: Of the Triton kernel, or of the operator that is called.
+        name: Name of the Triton kernel, or of the operator that is called.
         kind: "triton", "gemm" or "opaque".
-        bytes_read: Each buffer once.
-        bytes_written: Each buffer once, also those that nobody reads.
-        made: The buffers that it makes, and the node of the lowered graph whose value each holds. Of a buffer that a
-            product asked for, in the layout it wants, no node is known here.
-        read: The buffers that it reads; a product's operands in their order.
+        bytes_read: Bytes read; each buffer counts once.
+        bytes_written: Bytes written; each buffer counts once, even if nobody reads it.
+        made: The buffers that it makes, each with the node of the lowered graph whose value it holds. A copy in the
+            layout that a product wants has no node here.
+        read: The buffers that it reads; a product's operands in order.
     """
 
     name: str
@@ -61,17 +61,18 @@ class Schedule:
 
     Attributes:
         source: The Python file with Triton kernels and the calls.
-        bytes: Read and written, as Inductor counts: each buffer once a kernel; and what an operator writes that nobody
-            reads.
-        launches: In their order.
-        sources: Nodes of the graph that was given, by name.
+        bytes: Bytes read and written. Inductor counts each buffer once a kernel; results of an operator that nobody
+            reads are added.
+        launches: The launches in order.
+        sources: Nodes of the given graph by name.
         placed: Buffers that no launch makes as a whole, and the node whose value each holds: one of several results
             of an operator, or a place that several kernels write to.
         no_cuda_graph: Why Inductor would not replay it as a CUDA graph; None if it would.
         mutated_inputs: Positions of the arguments that it writes to.
         constants: What the source names and doesn't define: types of opaque values, tensors of the graph.
         lowered: The graph on the GPU that was lowered.
-        output_strides: Of each output, None where it isn't known. Inductor may pad those that are saved for backward.
+        output_strides: Strides of each output; None if they aren't known. Inductor may pad outputs that are saved for
+            backward.
     """
 
     source: str
@@ -92,7 +93,7 @@ class Schedule:
 
     @cached_property
     def _holders(self) -> dict[str, fx.Node | None]:
-        """The node that each buffer holds; a product's operands are those of its node."""
+        """The node whose value each buffer holds; a product's operands have its node's operands."""
         holders = {name: node for launch in self.launches for name, node in launch.made.items()} | self.placed
         for launch in self.launches:
             product = next(iter(launch.made.values()), None)
@@ -107,10 +108,10 @@ class Schedule:
         return self._holders.get(name)
 
     def computed(self, launch: ScheduledLaunch) -> list[fx.Node]:
-        """Nodes of the given graph that a launch does the work of, in their order.
+        """Nodes of the given graph that a launch computes, in order.
 
-        What Inductor lists for a kernel includes some that its inputs come from. This is everything between the
-        buffers that it reads and those that it makes.
+        Inductor's own list for a kernel includes some nodes of its inputs. This list has everything between the
+        buffers that the launch reads and those that it makes.
         """
         edge = {self._holders.get(name) for name in launch.read}
         found: set[fx.Node] = set()
@@ -146,7 +147,7 @@ class Schedule:
 
 
 def operator_of(node: fx.Node) -> str:
-    """The operator that a decomposed node was in the graph before, such as "aten.silu" or "fp8compile.linear"."""
+    """The operator that a node was before decomposition, such as "aten.silu" or "fp8compile.linear"."""
     return str(node.meta.get("original_aten") or node.target).removesuffix(".default")
 
 
@@ -154,7 +155,7 @@ def operator_of(node: fx.Node) -> str:
 
 
 def _node_of(buffer: Any) -> fx.Node | None:
-    """The graph's node whose value a buffer holds; None if Inductor made it while it lowered a product."""
+    """The node whose value a buffer holds; None if Inductor made the buffer while it lowered a product."""
     data = getattr(buffer, "data", None)
     node = getattr(data, "origin_node", None) or getattr(buffer, "origin_node", None)
     if node is None and getattr(data, "origins", None):
@@ -195,7 +196,7 @@ def _launch(node: Any, call: dict[str, str]) -> ScheduledLaunch:
 
 
 def _unread_bytes(node: Any) -> int:
-    """Results of an operator that nobody reads: its kernel writes them, and Inductor doesn't count them."""
+    """Bytes of an operator's results that nobody reads; its kernel writes them, but Inductor doesn't count them."""
     from torch._inductor import ir
 
     if not isinstance(getattr(node, "node", None), ir.FallbackKernel):
@@ -220,7 +221,7 @@ def _is_called(node: Any) -> bool:
 
 
 def _launches(nodes: Sequence[Any], source: str) -> tuple[ScheduledLaunch, ...]:
-    """Nodes of the schedule beside the calls that were printed for them, both in one order."""
+    """Pair nodes of the schedule with the calls that were printed for them, in order."""
     calls = [match.groupdict() for match in LAUNCH.finditer(source[source.index("def call(") :])]
     if len(nodes) != len(calls):
         raise RuntimeError(
@@ -258,20 +259,20 @@ def _on_gpu(value: Any) -> Any:
 
 
 def _shape_env(inputs: Sequence[Any]) -> Any:
-    """Where the sizes of a graph have their symbols and hints; without it Inductor would make symbols of its own."""
+    """The environment of a graph's symbolic sizes; without it Inductor would make new symbols."""
     sizes = (size for value in inputs for size in (value.size() if isinstance(value, Tensor) else (value,)))
     return next((size.node.shape_env for size in sizes if isinstance(size, torch.SymInt)), None)
 
 
 def _device_argument(node: fx.Node) -> str | None:
-    """The name by which an operator takes a device, if it does and was given none, or was by that name."""
+    """The name of an operator's device argument, if it has one that is not given by position."""
     schema = getattr(node.target, "_schema", None)
     names = [argument.name for argument in schema.arguments] if schema is not None else []
     return "device" if "device" in names[len(node.args) :] else None
 
 
 def _moved(graph: fx.GraphModule) -> fx.GraphModule:
-    """A copy that makes its tensors on the GPU, each node with its name where tracing keeps it."""
+    """A copy of a graph with its tensors on the GPU; nodes keep their names if tracing keeps them."""
     from torch._inductor.fx_passes.post_grad import view_to_reshape
 
     graph = copy.deepcopy(graph)
@@ -289,7 +290,7 @@ def schedule(made_for: GpuGraph, gpu: Gpu) -> Schedule:
     """Let Inductor compile a graph for a GPU; take the code where it would load it.
 
     Args:
-        made_for: Of `gpu_graphs`.
+        made_for: A graph, as `gpu_graphs` returns it.
         gpu: The GPU.
 
     Raises:

@@ -30,7 +30,7 @@ def _report(fn: Callable | GraphReport, args: tuple[Any, ...], options: dict[str
 
 
 def check_report(report: object, assertion: str) -> None:
-    """Refuse what is no report, such as a model."""
+    """Raise a TypeError if the argument is no report."""
     if not isinstance(report, GraphReport):
         raise TypeError(
             f"{assertion} takes a GraphReport, and is given a {type(report).__name__}; call graph_report(model, x) "
@@ -51,7 +51,7 @@ def assert_fullgraph(fn: Callable | GraphReport, *args: Any, **options: Any) -> 
 
     Args:
         fn: A module or function, or a report.
-        args: Of the first call, as `graph_report` takes them.
+        args: Arguments of the first call, as `graph_report` takes them.
         options: Further arguments of `graph_report`.
 
     Returns:
@@ -81,7 +81,7 @@ def assert_no_recompile(
     Args:
         fn: A module or function, or a report of such calls.
         calls: At least two argument tuples, or `Call` with modes: shapes, train and eval, a second step.
-        allowed: Recompilations that are as they should be: one for eval beside train, say.
+        allowed: Number of recompilations that are expected, such as 1 for eval beside train.
         options: Further arguments of `graph_report`.
 
     Returns:
@@ -109,7 +109,7 @@ def assert_cacheable(fn: Callable | GraphReport, *args: Any, **options: Any) -> 
 
     Args:
         fn: A module or function, or a report.
-        args: Of the first call.
+        args: Arguments of the first call.
         options: Further arguments of `graph_report`.
 
     Returns:
@@ -125,7 +125,7 @@ def assert_cacheable(fn: Callable | GraphReport, *args: Any, **options: Any) -> 
 
 
 def _matching(name: str, ops: Sequence[str]) -> list[str]:
-    """Operators by the beginning of their name: "aten.mm", "fp8compile::linear", "fp8compile"."""
+    """Operators whose names begin so: "aten.mm", "fp8compile::linear", "fp8compile"."""
     name = name.replace("::", ".")
     return [op for op in ops if op == name or op.startswith(f"{name}.")]
 
@@ -134,9 +134,9 @@ def assert_ops(report: GraphReport, *, contains: Iterable[str] = (), absent: Ite
     """Assert which operators are in the graphs, forward or backward.
 
     Args:
-        report: Of `graph_report`.
+        report: What `graph_report` returned.
         contains: Names, or beginnings of names at a dot: "fp8compile::linear", "aten.mm", "_c10d_functional".
-        absent: Likewise.
+        absent: Names that may not be there, in the same form.
 
     Raises:
         AssertionError: One is missing, or there and should not be.
@@ -165,10 +165,10 @@ def assert_comm(
     """Assert what ranks send each other.
 
     Args:
-        report: Of `graph_report`.
+        report: What `graph_report` returned.
         op: Only these collectives, by the beginning of their name: "_c10d_functional.all_gather_into_tensor".
-        dtype: What all of them send, or several that they may.
-        max_bytes: Of all of them together, on one rank.
+        dtype: The dtype that all of them send, or several that they may send.
+        max_bytes: Largest number of bytes that all of them send together, on one rank.
 
     Raises:
         AssertionError: There is no collective, one has another dtype, or they send more.

@@ -1,7 +1,7 @@
-"""What the compiler says of itself: graph breaks, recompilations and bypassed caches, from PyTorch's structured log.
+"""Graph breaks, recompilations and bypassed caches, from PyTorch's structured log.
 
 `fullgraph=True` stops at the first break, and counters have no places. The log that `TORCH_TRACE` writes has
-everything, with the user's file and line; here it is listened to instead of written.
+everything, with the user's file and line; this module listens to it, and writes nothing.
 """
 
 from __future__ import annotations
@@ -66,12 +66,12 @@ class GraphBreak:
 
     Attributes:
         reason: One line.
-        explanation: PyTorch's, may be empty.
-        hints: PyTorch's.
+        explanation: PyTorch's explanation; may be empty.
+        hints: PyTorch's hints.
         code: PyTorch's number of the kind of break, such as "gb0059", or empty.
-        url: Its page.
-        file: Of the user's code.
-        line: In it.
+        url: PyTorch's page about that kind.
+        file: File of the user's code.
+        line: Line in that file.
         gives_up: Whether PyTorch runs a function without a graph for it.
         without_graph: Names of such functions, each with file and line; callers of the one that breaks may be among
             them.
@@ -95,12 +95,12 @@ class Recompile:
     """A function compiled again, because what an earlier graph of it relies on no longer holds.
 
     Attributes:
-        function: Its name.
-        file: Where it is.
+        function: Name of the function.
+        file: File that defines it.
         line: Its first line.
         guards: Conditions that failed, the newest graph's first.
-        call: Which of the calls of ``graph_report`` needed it, the first is 0; None where nobody numbers calls, as in
-            a test that is marked ``fullgraph``.
+        call: Number of the call of ``graph_report`` that needed it, from 0; None if calls have no numbers, as in a
+            test that is marked ``fullgraph``.
     """
 
     function: str
@@ -116,9 +116,9 @@ class CacheBypass:
 
     Attributes:
         cache: Which one: "AOTAutograd", "FX graph" (Inductor's) or "Dynamo".
-        reason: PyTorch's.
-        file: Of the line that is the cause; empty where it isn't known.
-        line: 0 where it isn't known.
+        reason: PyTorch's reason.
+        file: File that causes it; empty if it isn't known.
+        line: Line in that file; 0 if it isn't known.
     """
 
     cache: str
@@ -129,14 +129,14 @@ class CacheBypass:
 
 @dataclass
 class CompilerLog:
-    """What was heard, in its order.
+    """What the compiler logged, in order.
 
     Attributes:
-        breaks: Each place once, however often its function was compiled.
-        bypasses: Graphs that no cache holds; of their places nothing is heard.
+        breaks: Graph breaks; each place once, even if its function was compiled several times.
+        bypasses: Graphs that no cache holds; the log has no places for them.
         functions: Name, file and first line of what was compiled, by graph number.
-        recompiles: Functions compiled again.
-        graphs: How many were compiled.
+        recompiles: Functions that were compiled again.
+        graphs: Number of compiled graphs.
         call: Number of the call that is being made, if calls have numbers.
     """
 
@@ -152,7 +152,7 @@ class CompilerLog:
     _given_up: dict[str, int] = field(default_factory=dict)
 
     def hear(self, metadata: dict[str, Any], payload: str) -> None:
-        """Take in one record of the log."""
+        """Read one record of the log."""
         compile_id = f"{metadata.get('frame_id')}/{metadata.get('frame_compile_id')}"
         name = metadata.get("artifact", {}).get("name")
         if name == "dynamo_graph_break_reason":
@@ -199,13 +199,13 @@ class CompilerLog:
 
 
 def _function(name: str) -> str:
-    """A function's name, quoted; of what Dynamo makes of a function behind a break, in words."""
+    """A function's name, quoted; in words if Dynamo made the function for the code behind a break."""
     resumed = RESUMED.fullmatch(name)
     return f"the rest of `{resumed['function']}` after line {resumed['line']}" if resumed else f"`{name}`"
 
 
 def numbered(number: int, noun: str) -> str:
-    """A number and its noun, which is given with its s: "1 graph", "2 graphs"."""
+    """A number and its noun: "1 graph", "2 graphs". The noun is passed in the plural."""
     return f"{number} {noun.removesuffix('s') if number == 1 else noun}"
 
 
@@ -222,7 +222,7 @@ def _json_or_text(payload: str) -> Any:
 
 
 def _guard(text: str) -> str:
-    """A guard that failed, in one line, with the place that it comes from, or the text there, where PyTorch tells."""
+    """A guard that failed, in one line, with the place or the source text that it comes from if PyTorch logs it."""
     condition, _, trace = text.partition("\n")
     # the user's line as a comment, then the end of its path, cut off anywhere
     condition, *comments = re.split(r"\s+# ", re.sub(r"^\d+/\d+: ", "", condition))
@@ -238,7 +238,7 @@ def _user_frames(trace: str) -> Iterator[str]:
 
 
 def parse_break(text: str) -> GraphBreak:
-    """A break from the text that PyTorch logs of it; what it doesn't know the form of becomes the reason."""
+    """Parse the text that PyTorch logs for a break; text of unknown form becomes the reason."""
     match = BREAK.match(text)
     if match is None:
         reason = one_line(text.partition("\n")[0])
@@ -277,7 +277,7 @@ class _Listener(logging.Handler):
 
 
 def _wants_everything(handler: logging.Handler) -> bool:
-    """Whether a handler is a listener of ours or one of PyTorch's own, which write what ``TORCH_TRACE`` asks for."""
+    """Whether a log handler is one of ours, or one of PyTorch's that writes the log for ``TORCH_TRACE``."""
     return isinstance(handler, _Listener) or any(
         cls.__module__.partition(".")[0] == "torch" for cls in type(handler).__mro__
     )

@@ -1,4 +1,4 @@
-"""A module's state, left as it was by whoever only wants to see it run."""
+"""Run a module to look at it, and restore its state afterwards."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ def _put_back(tensor: Tensor, before: Tensor) -> None:
 
 
 def _is_expanded(tensor: Tensor) -> bool:
-    """Whether elements share memory, so that no operator writes to it and there is nothing to put back."""
+    """Whether elements of a tensor share memory; no operator writes to such a tensor, so it needs no restoring."""
     return any(size > 1 and stride == 0 for size, stride in zip(tensor.size(), tensor.stride(), strict=True))
 
 
 @contextmanager
 def _buffers_kept(modules: list[nn.Module]) -> Iterator[None]:
-    """Buffers are the same tensors with the same numbers, also where they were replaced."""
+    """Restore buffers: the same tensors with the same values, even if they were replaced."""
     owned = [dict(module._buffers) for module in modules]
     found = dict.fromkeys(buffer for buffers in owned for buffer in buffers.values() if buffer is not None)
     values = [(buffer, buffer.clone()) for buffer in found if not _is_expanded(buffer)]
@@ -55,13 +55,13 @@ def _gradients_kept(tensors: list[Tensor]) -> Iterator[None]:
 
 @contextmanager
 def kept_state(fn: Any, arguments: Any = ()) -> Iterator[None]:
-    """Modes, buffers and gradients of a module, gradients of arguments, and random numbers are left as they were.
+    """Restore a module's modes, buffers and gradients, gradients of arguments, and the state of random numbers.
 
     Arguments that are changed in place stay changed.
 
     Args:
-        fn: A module; of anything else there is nothing to keep but random numbers.
-        arguments: What it will be called with, in any nesting.
+        fn: A module; for anything else only random numbers are restored.
+        arguments: The arguments of the coming call, in any nesting.
     """
     modules = list(fn.modules()) if isinstance(fn, nn.Module) else []
     modes = [module.training for module in modules]

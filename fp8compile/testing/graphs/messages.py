@@ -1,6 +1,6 @@
 """Messages between ranks in a graph: which nodes send, and how many bytes of which dtype.
 
-PyTorch's collectives are known here. Whoever has operators that send says so by `register_message`.
+PyTorch's collectives are known here. Other operators that send are added by `register_message`.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ def register_message(op: torch._ops.OpOverload, sent: Callable[[fx.Node], Sent])
     """Let reports count the calls of an operator as messages.
 
     Args:
-        op: Sends from rank to rank.
-        sent: Bytes by dtype of what a call sends, from its node, whose ``meta["val"]`` are fake tensors.
+        op: An operator that sends from rank to rank.
+        sent: Function of a call's node that returns the bytes it sends, by dtype; ``meta["val"]`` has fake tensors.
     """
     REGISTERED[op] = sent
 
@@ -39,14 +39,14 @@ def is_message(node: fx.Node) -> bool:
 
 
 def sent_bytes(node: fx.Node) -> Sent:
-    """Bytes of a message by dtype: a coalesced one may send several."""
+    """Bytes of a message by dtype; a coalesced message may have several."""
     if node.target in REGISTERED:
         return REGISTERED[node.target](node)
     return bytes_by_dtype(tensors_in([arg.meta.get("val") for arg in node.all_input_nodes]), node)
 
 
 def bytes_by_dtype(given: Sequence[Tensor], node: fx.Node) -> Sent:
-    """Bytes of the tensors that a node is given to send or of those that it makes, whichever are more."""
+    """Bytes of a node's inputs or of its results, whichever are more, by dtype."""
     made = tensors_in(node.meta.get("val"))
     return {
         dtype: max(_bytes([t for t in tensors if t.dtype == dtype]) for tensors in (given, made))
@@ -60,7 +60,7 @@ def tensors_in(value: Any) -> list[Tensor]:
 
 
 def size_of(size: Any) -> int:
-    """A size, or for a symbol what it was when traced; 0 where only a run can tell."""
+    """A size; for a symbol the value while tracing, or 0 if only a run can tell."""
     if is_unbacked(size):
         return 0
     return size.node.hint if isinstance(size, torch.SymInt) else size

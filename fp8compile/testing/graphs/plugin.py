@@ -1,4 +1,4 @@
-"""What the pytest plugin does with a test that it guards: listen, count, compare with the baseline."""
+"""The pytest plugin's work on a guarded test: it listens, counts, and compares with the baseline."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ REPORTS = pytest.StashKey[list[GraphReport]]()
 
 @dataclass(frozen=True, kw_only=True)
 class Counts:
-    """What a test compiled; fewer is better, of each.
+    """What a test compiled; fewer is better for each number.
 
     Attributes:
-        graphs: Compiled, forward and backward of one as one. None at all is no better.
-        breaks: Places where a graph ended early.
-        recompiles: Functions compiled again.
-        bypasses: Graphs that no cache holds.
-        saved_bytes: Kept for backward passes, by the reports of the fixture; None without one.
-        sent_bytes: Sent between ranks, by these; None without one.
+        graphs: Number of compiled graphs; a forward and its backward count as one. 0 is not better than 1.
+        breaks: Number of places where a graph ended early.
+        recompiles: Number of functions that were compiled again.
+        bypasses: Number of graphs that no cache holds.
+        saved_bytes: Bytes kept for backward passes in the fixture's reports; None without a report.
+        sent_bytes: Bytes sent between ranks in the fixture's reports; None without a report.
     """
 
     graphs: int
@@ -99,7 +99,7 @@ def _refuse_marker(text: str) -> NoReturn:
 
 
 def _folders(package: str) -> tuple[str, ...]:
-    """Where a package's code is; what ends in a separator is a folder."""
+    """The files and folders of a package's code; folders end in a separator."""
     try:
         spec = importlib.util.find_spec(package)
     except Exception as error:  # it imports the packages around this one
@@ -136,7 +136,7 @@ def _check_limits(log: CompilerLog, limits: _Limits) -> None:
 
 
 def _baseline_file(folder: Path, nodeid: str) -> Path:
-    """A file for a test: readable, and never that of another test whose name reads the same."""
+    """The baseline file of a test: its name is readable, and differs from that of every other test."""
     readable = re.sub(r"\W+", "_", nodeid).strip("_")[-80:]
     return folder / f"{readable}.{hashlib.sha256(nodeid.encode()).hexdigest()[:8]}.json"
 
@@ -149,7 +149,7 @@ def _portable(file: str, root: Path) -> str:
 
 
 def _places(item: pytest.Item, log: CompilerLog) -> dict[str, list[GraphBreak]]:
-    """Breaks by file and reason. No line: what is written above a break moves it, and changes nothing."""
+    """Count breaks by file and reason; lines are left out, because edits above a break move it."""
     places: dict[str, list[GraphBreak]] = {}
     for found in log.breaks:
         places.setdefault(f"{_portable(found.file, item.config.rootpath)}: {found.reason}", []).append(found)
@@ -231,9 +231,9 @@ def _check_baseline(item: pytest.Item, counts: Counts, log: CompilerLog) -> None
 
 @contextmanager
 def guarded(item: pytest.Item) -> Iterator[None]:
-    """Run a test, count what it compiles, hold it against the marker's limits and the baseline.
+    """Run a test, count what it compiles, and compare that with the marker's limits and the baseline.
 
-    What a test that fails by itself compiled is counted and not judged.
+    If the test itself fails, its counts are not compared.
     """
     limits = _limits(item)
     torch._dynamo.reset()

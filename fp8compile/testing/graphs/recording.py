@@ -23,9 +23,9 @@ class KeptGraph:
 
     Attributes:
         compile_id: PyTorch's number of the compilation, ``function/attempt``; again from 0 after a reset.
-        dynamo: As Dynamo traced it.
-        forward: After AOTAutograd; with Inductor as backend, decomposed.
-        backward: Likewise, None if no gradient is asked for.
+        dynamo: The graph that Dynamo traced.
+        forward: The forward graph after AOTAutograd; decomposed if Inductor is the backend.
+        backward: The backward graph, in the same form; None if no gradient is asked for.
     """
 
     compile_id: str
@@ -42,7 +42,7 @@ class Recording:
         backend: "aot_eager" runs the graphs as they are, "inductor" compiles them.
 
     Attributes:
-        graphs: In the order of compilation.
+        graphs: The graphs in the order of compilation.
     """
 
     def __init__(self, backend: str = "aot_eager") -> None:
@@ -95,7 +95,7 @@ def _compile_by_inductor(kept: KeptGraph, graph: fx.GraphModule, inputs: Sequenc
 
 
 def user_place(node: fx.Node) -> tuple[str, int]:
-    """File and line that a node comes from, outside PyTorch; an empty name where that isn't known."""
+    """File and line of user code that a node comes from; an empty name if it isn't known."""
     frames = FRAME.findall(node.meta.get("stack_trace") or "")
     file, line, _ = next((frame for frame in reversed(frames) if not frame[0].startswith(TORCH)), ("", "0", ""))
     return file, int(line)

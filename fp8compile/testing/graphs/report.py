@@ -58,8 +58,8 @@ class CallReport:
     """What one call cost.
 
     Attributes:
-        name: Of the call, or its arguments' shapes.
-        graphs: How many graphs the call compiled; 0 where it found all of them from earlier calls.
+        name: Name of the call, or its arguments' shapes.
+        graphs: Number of graphs that the call compiled; 0 if earlier calls had compiled all of them.
     """
 
     name: str
@@ -72,13 +72,13 @@ class Collective:
 
     Attributes:
         op: Its operator.
-        dtype: Of what is sent, such as "uint8".
-        bytes: Of the tensors on one rank, those that go in or those that come out, whichever are more: an all-gather
-            counts what it makes, a reduce-scatter what it is given. How a network sends them is not in it. A size
-            that is known only when the graph runs, such as how many rows other ranks send, counts as 0.
+        dtype: Dtype of what is sent, such as "uint8".
+        bytes: Bytes of the tensors on one rank, those that go in or those that come out, whichever are more: an
+            all-gather counts what it makes, a reduce-scatter what it is given. How a network sends them is not in it.
+            A size that is known only when the graph runs, such as how many rows other ranks send, counts as 0.
         backward: Whether it is in the backward graph.
-        file: Of the line that it comes from; empty where it isn't known.
-        line: 0 where it isn't known.
+        file: File that it comes from; empty if it isn't known.
+        line: Line in that file; 0 if it isn't known.
     """
 
     op: str
@@ -94,13 +94,13 @@ class GraphInfo:
     """A compiled graph.
 
     Attributes:
-        function: Name of what it was made from.
-        file: Where that is.
+        function: Name of the function that it was made from.
+        file: File that defines the function.
         line: Its first line.
-        forward: Operators in their order, such as "aten.mm.default".
-        backward: Likewise; None if no gradient was asked for.
+        forward: Operators of the forward in order, such as "aten.mm.default".
+        backward: Operators of the backward in order; None if no gradient was asked for.
         collectives: Messages between ranks.
-        saved_bytes: Kept for the backward beside inputs and parameters.
+        saved_bytes: Bytes kept for the backward beside inputs and parameters.
     """
 
     function: str
@@ -130,9 +130,9 @@ class GraphReport:
     """What the compiler made of some calls.
 
     Attributes:
-        backend: The one that graphs went to.
-        calls: Graphs each call cost.
-        graphs: What was compiled.
+        backend: Name of the backend.
+        calls: Number of graphs that each call compiled.
+        graphs: The compiled graphs.
         breaks: Places where a graph ended early.
         recompiles: Functions compiled more than once, with the guards that failed.
         bypasses: Graphs that no cache on disk holds.
@@ -198,7 +198,7 @@ def _graph_lines(report: GraphReport) -> Iterator[str]:
 
 
 def break_lines(found: GraphBreak) -> Iterator[str]:
-    """A break in words: where, why, what mends it."""
+    """A break in words: its place, its reason, how to mend it."""
     yield f"graph break at {place_text(found.file, found.line)}: {found.reason}"
     if found.gives_up:
         yield from (f"  {each} runs without a graph" for each in found.without_graph or ["the rest of the function"])
@@ -210,7 +210,7 @@ def break_lines(found: GraphBreak) -> Iterator[str]:
 
 
 def recompile_lines(found: Recompile) -> Iterator[str]:
-    """A recompilation in words; of the guards only the newest graph's, for older graphs failed earlier calls too."""
+    """A recompilation in words, with the newest graph's guards only, because older graphs failed earlier calls too."""
     call = "" if found.call is None else f" for call {found.call}"
     yield f"recompile of {found.function} at {place_text(found.file, found.line)}{call}"
     for guard in found.guards[:1]:
@@ -327,7 +327,7 @@ def _shapes(call: Call) -> str:
 
 
 def _leaves(outputs: Sequence[Tensor]) -> list[Tensor]:
-    """What gradients would be accumulated in: parameters and inputs, wherever the function has them from."""
+    """The leaves in which gradients would be accumulated: parameters and inputs, wherever the function got them."""
     pending, seen, found = [output.grad_fn for output in outputs], set(), []
     while pending:
         node = pending.pop()
@@ -399,12 +399,12 @@ def graph_report(
 
     Args:
         fn: A module or function, not compiled.
-        args: Of the first call.
+        args: Arguments of the first call.
         backend: "aot_eager", which is quick, or "inductor", whose graphs are decomposed.
         backward: Whether to make the backward of graphs, and run that of outputs that require grad.
         calls: Further calls: argument tuples, or `Call` with modes.
-        dynamic: As `torch.compile` takes it.
-        kwargs: Of the first call.
+        dynamic: Passed to `torch.compile`.
+        kwargs: Keyword arguments of the first call.
 
     Returns:
         The report; print it, or hand it to the assertions of this package.

@@ -29,7 +29,7 @@ def snapshot(report: GraphReport) -> str:
     the text into it.
 
     Args:
-        report: Of `graph_report`.
+        report: What `graph_report` returned.
 
     Returns:
         Lines: new graphs of each call; of each graph its operators, sorted, with their number, and what it sends; then

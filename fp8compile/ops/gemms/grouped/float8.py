@@ -38,7 +38,7 @@ def lacks_grouped(problem: GemmProblem) -> str | None:
 
 
 def padded_features(codes: Tensor, multiples: tuple[int, ...], *, value: float = 0) -> Tensor:
-    """A tensor whose last dims are multiples of these, by zeros behind."""
+    """Pad the last dims of a tensor with zeros to multiples of these numbers."""
     missing = [-size % multiple for size, multiple in zip(codes.shape[-len(multiples) :], multiples, strict=True)]
     if _compat.statically_equal(missing, (0,) * len(missing)):
         return codes
@@ -60,16 +60,16 @@ def scaled_rows(
     sum_to: int = ALIGNMENT,
     fast_accumulation: bool = False,
 ) -> Tensor:
-    """Each row by the matrix of its group.
+    """Multiply each row by the matrix of its group.
 
     Args:
         a: (R, K), float8 codes.
         b: (E, N, K), float8 codes.
-        a_scale: In the GEMM's layout.
-        b_scale: Likewise, of N padded to a multiple of 16.
+        a_scale: Scales of ``a`` in the GEMM's layout.
+        b_scale: Scales of ``b`` in the GEMM's layout; N is padded to a multiple of 16.
         offsets: Ends of the groups among the rows.
-        out_dtype: Of the product.
-        sum_to: What K is padded to a multiple of.
+        out_dtype: Dtype of the product.
+        sum_to: Number to whose multiple K is padded.
         fast_accumulation: Whether partial sums may stay in the tensor core's fewer bits.
 
     Returns:
@@ -102,10 +102,10 @@ def scaled_outer(
     Args:
         a: (N, C), float8 codes.
         b: (K, C), float8 codes.
-        a_scale: In the GEMM's layout, of N padded to a multiple of 16.
-        b_scale: Likewise, of K.
-        ends: Where each group ends among the columns.
-        out_dtype: Of the product.
+        a_scale: Scales of ``a`` in the GEMM's layout; N is padded to a multiple of 16.
+        b_scale: Scales of ``b`` in the GEMM's layout; K is padded to a multiple of 16.
+        ends: End of each group among the columns.
+        out_dtype: Dtype of the product.
         fast_accumulation: Whether partial sums may stay in the tensor core's fewer bits.
 
     Returns:

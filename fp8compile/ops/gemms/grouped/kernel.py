@@ -20,7 +20,7 @@ __all__ = ["REGISTERED_GROUPED", "GroupedGemm", "product_shape"]
 
 
 def product_shape(a: Tensor, b: Tensor, offsets: Tensor) -> tuple[int, ...]:
-    """The shape of a grouped product, of ``rows`` or of ``outer``, by the codes of its operands."""
+    """The shape of a grouped product (``rows`` or ``outer``), from the codes of its operands."""
     return (a.shape[0], b.shape[1]) if b.ndim == 3 else (offsets.shape[0], a.shape[0], b.shape[0])
 
 
@@ -35,9 +35,9 @@ class GroupedGemm:
         name: What `select_grouped_gemm` and reports call it.
         detail: How it runs, in the words of ``fp8compile doctor``.
         takes: ``(a, b) -> bool``, of two quantizers over (m, k) and (k, n): whether it reads their codes and scales.
-        lacks: ``(problem) -> str | None``, as of a ``GemmKernel``.
+        lacks: ``(problem) -> str | None``, as ``GemmKernel`` has it.
         rows: ``(a, b, offsets, out_dtype, config) -> Tensor``, the first product at the head of this file, (R, N).
-        outer: The second, (E, N, K). Both are plain PyTorch, or `fp8compile` ops, which Inductor traces.
+        outer: The second product there, (E, N, K). Inductor traces both, so they are PyTorch or `fp8compile` ops.
         calls: Names of the operators that multiply, by which reports find it in generated code and profiles.
         is_opaque: Whether it reads sizes of groups, which compiled code can't: the op then stays one call.
     """

@@ -57,7 +57,7 @@ def token_scales(scale: Tensor, ends: Tensor) -> Tensor:
 
     Args:
         scale: A row for each block of 32 columns.
-        ends: Where each group ends among the columns.
+        ends: End of each group among the columns.
     """
     blocks = ends // MX_BLOCK
     features = -(-scale.shape[1] // TILE_ROWS)  # tiles down the features

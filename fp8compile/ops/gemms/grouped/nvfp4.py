@@ -47,7 +47,7 @@ def _check_laid_out(operand: Quantized, *packed: str) -> None:
 
 
 def _codes_of_matrices(operand: Quantized) -> Tensor:
-    """(E, N, K / 2), two codes of a row a byte, padded with zeros as the GEMM wants them."""
+    """Codes (E, N, K / 2), two of a row in a byte, padded with zeros to the sizes that the GEMM takes."""
     if operand.quantizer.packed == "rows":
         return padded_features(operand.codes, (ALIGNMENT, SUM_TO // 2)).contiguous()
     return pack(padded_features(operand.codes, (ALIGNMENT, SUM_TO)), -1).contiguous()

@@ -1,6 +1,6 @@
-"""A CPU multiplies one group after the other, by the GEMM of two matrices: it can read the sizes of the groups.
+"""The grouped GEMM of a CPU: one group after the other, by the GEMM of two matrices.
 
-A GPU would have to wait for them, so it has no emulation of grouped products, and says so.
+It reads the sizes of groups. A GPU would have to wait for them, so it has no emulation of grouped products.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def _rows(a: Quantized, b: Quantized, offsets: Tensor, out_dtype: torch.dtype, c
 
 
 def every_row(a: Quantized, b: Quantized, offsets: Tensor, out_dtype: torch.dtype, config: GemmConfig) -> Tensor:
-    """As `ONE_BY_ONE` multiplies rows, without reading where groups end: all by each matrix, and some are taken."""
+    """Multiply rows without reading where groups end: all rows by each matrix, and take those of the group."""
     count = a.codes.shape[0]
     product = a.codes.new_zeros((count, b.codes.shape[1]), dtype=out_dtype)
     if guard_or_false(count == 0):
@@ -79,7 +79,7 @@ def every_row(a: Quantized, b: Quantized, offsets: Tensor, out_dtype: torch.dtyp
 
 
 def _tokens_of_groups(operand: Quantized, offsets: Tensor) -> Iterator[Quantized]:
-    """Each group's codes as (tokens, features), in the layout that a layer without groups has them."""
+    """Each group's codes as (tokens, features), in the layout of a layer without groups."""
     block = operand.quantizer.block[0]
     for group, (_, columns) in enumerate(spans(offsets, alignment(operand.quantizer))):
         columns = token_columns(columns, operand.quantizer)

@@ -38,7 +38,7 @@ def _lacks(problem: GemmProblem) -> str | None:
 
 
 def _feature_scales(operand: Quantized, scale: Tensor, features: int) -> Tensor:
-    """A scale for each feature of each group, (E, features padded); those behind have 1."""
+    """A scale for each feature of each group, (E, padded features); padding gets 1."""
     scales = operand.quantizer.scale_values(scale).expand(scale.shape[0], features)
     return padded_features(scales, (ALIGNMENT,), value=1).contiguous()
 

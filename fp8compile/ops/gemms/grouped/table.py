@@ -51,10 +51,10 @@ def selected_grouped_gemm(
     """The grouped GEMM that multiplies operands of these quantizers on a device.
 
     Args:
-        a: Of the left operand, over (m, k) of one group.
-        b: Of the right operand, over (k, n).
-        device: Where the codes are.
-        out_dtype: Of the product.
+        a: Quantizer of the left operand, over (m, k) of one group.
+        b: Quantizer of the right operand, over (k, n).
+        device: Device of the codes.
+        out_dtype: Dtype of the product.
         config: What the GEMM is allowed.
 
     Raises:
@@ -87,15 +87,16 @@ def register_grouped_gemm(
         name: ``package::name``; ``fp8compile doctor`` and ``fp8compile explain`` call it so.
         takes: ``(a, b) -> bool``, of two quantizers over (m, k) and (k, n) of one group, as of `register_gemm`.
         lacks: ``(problem) -> str | None``, as of `register_gemm`.
-        rows: ``(a, b, offsets, out_dtype, config) -> Tensor``: each row of a (R, K) by the matrix of its group, of b
-            (E, N, K): (R, N), zeros behind the last group. `Quantized` says how codes and scales lie.
-        outer: ``(a, b, offsets, out_dtype, config) -> Tensor``: over the tokens of each group, of a (N, C) and b
-            (K, C): (E, N, K), zeros for a group without.
+        rows: ``(a, b, offsets, out_dtype, config) -> Tensor``: multiplies each row of a, (R, K), by the matrix of its
+            group in b, (E, N, K). Returns (R, N), zeros behind the last group. `Quantized` says how codes and scales
+            lie.
+        outer: ``(a, b, offsets, out_dtype, config) -> Tensor``: multiplies a, (N, C), and b, (K, C), over the tokens
+            of each group. Returns (E, N, K), zeros for a group without tokens.
         detail: How it runs, in a few words.
         calls: Names of the operators that multiply codes, by which reports count them.
         is_opaque: Whether it reads data of ``offsets`` on the host, which compiled code can't: the op stays one call.
-        before_ours: Whether it is asked before ours, and so takes the place of one of ours where it runs. Otherwise it
-            is asked after them, and changes no product that has a GEMM.
+        before_ours: Whether it is asked before ours, and so replaces one of ours on a device where it runs. Otherwise
+            it is asked after ours, and changes no product that has a GEMM.
 
     Returns:
         The GEMM.

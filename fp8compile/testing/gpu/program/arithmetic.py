@@ -29,12 +29,12 @@ Function = Callable[..., torch.Tensor]
 
 @dataclass(frozen=True)
 class Arithmetic:
-    """What a GPU's compiler may choose.
+    """Choices that a GPU's compiler is free to make.
 
     Attributes:
-        contract: Each float32 product that is added to something is one fused multiply-add.
-        approximate: Float32 division is ``div.full``, exponentials and roots are ``ex2.approx`` and ``rsqrt.approx``:
-            results that these instructions may give, up to 2 units in the last place off.
+        contract: Whether each float32 product that is added to something is one fused multiply-add.
+        approximate: Whether float32 division is ``div.full``, and exponentials and roots are ``ex2.approx`` and
+            ``rsqrt.approx``: results that these instructions may give, up to 2 units in the last place off.
     """
 
     contract: bool = False
@@ -63,7 +63,7 @@ def convert(bits: np.ndarray, source: str, target: str) -> np.ndarray:
 
 
 def on_arrays(function: Function) -> Callable[..., np.ndarray]:
-    """A function of PyTorch as one of arrays; float16 is computed in float32 and rounded."""
+    """Wrap a function of PyTorch as a function of arrays; float16 is computed in float32 and rounded."""
 
     def call(*arrays: np.ndarray) -> np.ndarray:
         return function(*(torch.from_numpy(np.ascontiguousarray(array)) for array in arrays)).numpy()
@@ -74,8 +74,8 @@ def on_arrays(function: Function) -> Callable[..., np.ndarray]:
 def fma(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
     """``a * b + c`` of float32 arrays, rounded once.
 
-    The product is exact in float64. The sum is rounded there to odd, after which rounding to float32 is as if it were
-    the first (Boldo and Melquiond 2008).
+    The product is exact in float64. The sum is rounded to odd there, and then to float32; the result is the same as
+    with one rounding (Boldo and Melquiond 2008).
     """
     product, addend = np.broadcast_arrays(a.astype(np.float64) * b.astype(np.float64), c.astype(np.float64))
     total = np.asarray(product + addend)
@@ -88,14 +88,14 @@ def fma(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
 
 
 def truncated(exact: np.ndarray) -> np.ndarray:
-    """Float64 values as float32 towards zero: a unit in the last place off where the nearest lies above."""
+    """Round float64 values to float32 towards zero."""
     nearest = exact.astype(np.float32)
     beyond = np.isfinite(nearest) & (np.abs(nearest.astype(np.float64)) > np.abs(exact))
     return np.where(beyond, np.nextafter(nearest, np.float32(0)), nearest)
 
 
 def full_division(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """Float32 as ``div.full.f32`` may give it: by the reciprocal. Float64 is divided exactly on a GPU too."""
+    """Divide as ``div.full.f32`` may: by the reciprocal. Float64 is divided exactly, as on a GPU."""
     return a * truncated(1 / b.astype(np.float64)) if a.dtype == np.float32 else a / b
 
 
@@ -115,7 +115,7 @@ def approximate_rsqrt(x: np.ndarray) -> np.ndarray:
 
 
 def unary_functions(arithmetic: Arithmetic) -> dict[str, Callable[[np.ndarray], np.ndarray]]:
-    """What Triton's functions of one number compute, by their names."""
+    """Implementations of Triton's functions of one number, by name."""
     names = ("exp", "exp2", "log", "log2", "rsqrt", "sin", "cos", "erf")
     functions = {name: on_arrays(getattr(torch, name)) for name in names}
     if arithmetic.approximate:

@@ -1,4 +1,4 @@
-"""Inline assembly of our kernels, as the PTX ISA describes its instructions; what isn't known raises."""
+"""Interprets the inline assembly of our kernels, as the PTX ISA describes it; an unknown instruction raises."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ BYTES = (
 
 
 def _to_a_neighbour(values: np.ndarray, noise: np.ndarray) -> np.ndarray:
-    """Codes of e2m1: a carry of 8 bits of noise and the first 8 that are dropped takes a magnitude up."""
+    """Round to e2m1: the first 8 dropped bits plus 8 bits of noise; a carry raises the magnitude by one code."""
     magnitude = np.minimum(np.abs(values), np.float32(E2M1.max))  # a NaN passes, and is the largest below
     unit = np.select([magnitude < 2, magnitude < 4], [0.5, 1.0], 2.0)
     in_units = magnitude / unit
@@ -50,7 +50,7 @@ KNOWN: dict[re.Pattern, Callable[..., np.ndarray]] = {CVT_RS: _cvt_rs}
 def inline_assembly(
     builder: Any, text: str, constraints: str, values: Sequence[Any], kinds: Sequence[Any], is_pure: bool, pack: int
 ) -> SimpleNamespace:
-    """In place of what the interpreter has for ``tl.inline_asm_elementwise``: one result, an element at a time.
+    """The interpreter's ``tl.inline_asm_elementwise``: one result, an element at a time.
 
     Raises:
         NotImplementedError: The instruction isn't known, or takes several elements at once.

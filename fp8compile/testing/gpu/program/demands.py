@@ -1,4 +1,4 @@
-"""What products of a GPU demand of their operands: the check, sizes that all of them know, tiles of scales."""
+"""Requirements of a GPU's products on their operands: the check, common sizes, tiles of scales."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ E8M0 = torch.float8_e8m0fnu
 
 
 def demand(satisfied: bool, product: str, what: str) -> None:
-    """Raise a ValueError in the name of a product unless a demand is satisfied."""
+    """Raise a ValueError in a product's name unless a requirement holds."""
     if not satisfied:
         raise ValueError(f"{product}: the GPU's product takes {what}")
 
 
 def tiled_values(scale: Tensor, rows: int, blocks: int, dtype: torch.dtype = E8M0) -> Tensor:
-    """Scales (rows, blocks), bytes of a float8 dtype, as numbers, of tiles of 128 by 4 one after the other."""
+    """Read scales from tiles of 128 by 4: (rows, blocks) numbers, from bytes of a float8 dtype."""
     along = -(-blocks // TILE_BLOCKS)
     row, block = torch.arange(rows)[:, None], torch.arange(blocks)[None, :]
     tile = row // TILE_ROWS * along + block // TILE_BLOCKS
@@ -31,7 +31,7 @@ def tiled_values(scale: Tensor, rows: int, blocks: int, dtype: torch.dtype = E8M
 
 
 def four_bit_values(codes: Tensor, scale: Tensor, product: str) -> Tensor:
-    """Numbers of e2m1 codes (rows, sum / 2), two of a row a byte, of an e4m3 scale in tiles for each 16 of them."""
+    """The values of e2m1 codes (rows, sum / 2), two of a row in a byte, with an e4m3 scale in tiles for each 16."""
     rows, blocks = codes.shape[0], codes.shape[1] // 8
     needed = -(-rows // TILE_ROWS) * TILE_ROWS * (-(-blocks // TILE_BLOCKS) * TILE_BLOCKS)
     laid = scale.dtype == torch.uint8 and scale.is_contiguous() and scale.numel() == needed

@@ -27,8 +27,8 @@ class EagerRun:
     """A function in eager mode.
 
     Attributes:
-        outputs: Its tensors.
-        gradients: By name, as in a `GpuRun`.
+        outputs: Its output tensors.
+        gradients: Gradients by name, as in a `GpuRun`.
     """
 
     outputs: tuple[Tensor, ...] = field(repr=False)
@@ -38,13 +38,13 @@ class EagerRun:
 def _exact(
     a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, *_: Any, out_dtype: Any = None, **__: Any
 ) -> Tensor:
-    """`torch._scaled_mm` as eager layers call it on a CPU: numbers, or a number a row and a column."""
+    """`torch._scaled_mm` as eager layers call it on a CPU: one scale an operand, or one a row and a column."""
     out_dtype = next((each for each in _ if isinstance(each, torch.dtype)), out_dtype)
     return ((a.double() * scale_a.double()) @ (b.double() * scale_b.double())).to(out_dtype)
 
 
 class _Eager(TorchDispatchMode):
-    """Products in float64, collectives emulated; also those that ops of this library call."""
+    """A mode that multiplies in float64 and emulates collectives, also inside of this library's ops."""
 
     def __init__(self, gpu: Gpu | None) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ class _Eager(TorchDispatchMode):
         return self._computed(op, args, kwargs) if _is_float(args) else op(*args, **kwargs)
 
     def _computed(self, op: Any, args: tuple, kwargs: dict) -> Any:
-        """An operator by its parts, as a program has them: CPU kernels have sums and functions of their own."""
+        """Compute an operator by its decomposition, as a program does, because CPU kernels round otherwise."""
         if op in self._parts:
             with self:
                 result = self._parts[op](*args, **kwargs)
@@ -100,7 +100,7 @@ def eager_run(
         arch: None: FP8 layers run as on a CPU. The GPU whose products they choose, a key of
             ``fp8compile.testing.gpu.gpus.GPUS``: it matters where scales are applied after the product, which rounds
             otherwise (rowwise in float32 and float16).
-        grad_outputs: As for `run_gpu_program`.
+        grad_outputs: Gradients of the outputs, as `run_gpu_program` takes them.
 
     Raises:
         ValueError: No such GPU is known; operands that the GPU's product would not take.

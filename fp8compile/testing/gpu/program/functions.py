@@ -25,7 +25,7 @@ OTHER_NAMES = {"fabs": torch.abs, "nearbyint": torch.round, "rint": torch.round,
 
 
 def unknown(name: str) -> Callable:
-    """A function that says that it isn't known."""
+    """A function that raises because it isn't known."""
 
     def call(*args: Any, **kwargs: Any) -> None:
         raise NotImplementedError(f"run_gpu_program: a kernel calls {name}, which is not known here.")
@@ -34,7 +34,7 @@ def unknown(name: str) -> Callable:
 
 
 def _on_tensors(function: Callable[..., np.ndarray]) -> Callable:
-    """A function of arrays as one of Triton's tensors."""
+    """Wrap a function of arrays as a function of Triton's tensors."""
 
     def call(*args: Any) -> tl.tensor:
         tensors = [interpreter.interpreter_semantic.to_tensor(arg) for arg in args]
@@ -47,7 +47,7 @@ def _on_tensors(function: Callable[..., np.ndarray]) -> Callable:
 
 
 def libdevice_functions(chosen: Mapping[str, Callable]) -> dict[str, Callable]:
-    """All of libdevice, by name: PyTorch's functions or those that are chosen; what isn't known raises."""
+    """All functions of libdevice by name: PyTorch's, or those of ``Arithmetic``; unknown ones raise."""
     known = {name: gpu.on_arrays(getattr(torch, name)) for name in LIBDEVICE}
     known |= {name: gpu.on_arrays(function) for name, function in OTHER_NAMES.items()} | dict(chosen)
     names = [name for name, value in vars(libdevice).items() if isinstance(value, FunctionType)]
@@ -55,14 +55,14 @@ def libdevice_functions(chosen: Mapping[str, Callable]) -> dict[str, Callable]:
 
 
 def reductions() -> Iterator[tuple]:
-    """What is patched of the interpreter, where, and by what."""
+    """Patches of the interpreter's reductions: object, attribute, replacement."""
     yield interpreter.ReduceOps, "generic_reduce", _by_halves
     yield interpreter.ReduceOps, "sum", _sum
     yield interpreter.ReduceOps, "min_max", _extreme
 
 
 def _by_halves(reduction: Any, inputs: tuple) -> list:
-    """A reduction by any function: of the two halves, then of the quarters, as warps do."""
+    """Reduce by any function: halves first, then quarters, as warps do."""
     if reduction.axis is None:
         inputs = [reduction.to_tensor(each.handle.data.reshape(-1), each.dtype) for each in inputs]
     axis = (reduction.axis or 0) % len(inputs[0].handle.data.shape)

@@ -61,7 +61,7 @@ class _Compared:
 
     Attributes:
         schedule: What Inductor made of it.
-        differences: Of the program from the reference, in all runs.
+        differences: Differences of the program from the reference, in all runs.
     """
 
     def __init__(self, name: str, traced: GpuGraph, settings: Settings, folder: str) -> None:
@@ -96,7 +96,7 @@ class _Compared:
         return results
 
     def _reference(self, given: list[Any]) -> tuple[Reference, list[Any], list[Any]]:
-        """The reference after it ran, its results, and its inputs, which it may have changed."""
+        """Run the reference; returns it, its results, and its inputs, which it may have changed."""
         settings = self._settings
         reference = Reference(self._graph, settings.gpu, self.schedule, rounds_each=settings.precision_casts)
         with torch.no_grad(), pretend_target(Target("cpu")):  # the ops' own reference code, and none of their kernels
@@ -116,7 +116,7 @@ class GpuBackend:
     """Compiles functions.
 
     Attributes:
-        graphs: As they were compiled.
+        graphs: Graphs in the order of compilation.
     """
 
     def __init__(self, settings: Settings, folder: str) -> None:
@@ -124,7 +124,7 @@ class GpuBackend:
         self.graphs: list[_Compared] = []
 
     def compile(self, fn: Callable) -> Callable:
-        """The function as one graph for the GPU, that runs here."""
+        """Compile a function to one graph for the GPU, which runs here."""
         from torch._dynamo.backends.common import aot_autograd
         from torch._inductor import compile_fx
 
@@ -138,11 +138,11 @@ class GpuBackend:
         return torch.compile(fn, fullgraph=True, backend=backend)
 
     def _whole(self, name: str, graph: fx.GraphModule, inputs: list[Any]) -> Callable:
-        """A graph all of whose outputs its caller gets."""
+        """Compile a graph that saves nothing for a backward."""
         return self._compiled(name, GpuGraph(graph, inputs, all_outputs(graph)))
 
     def _forward(self, graph: fx.GraphModule, inputs: list[Any]) -> Callable:
-        """A graph that saves tensors for a backward, which is compiled for the strides that Inductor gave them."""
+        """Compile a graph that saves tensors for a backward; the backward gets the strides that Inductor chose."""
         call = self._compiled("forward", GpuGraph(graph, inputs, returned_outputs()))
         torch._guards.TracingContext.get().output_strides.extend(self.graphs[-1].schedule.output_strides)
         return call

@@ -1,7 +1,7 @@
-"""Grouped matrix products of generated code: what a GPU's library demands of their operands, and the results.
+"""Grouped matrix products of generated code: a GPU library's requirements on operands, and the results.
 
-Rows behind the last group, and groups' columns of padding, are not read. What PyTorch leaves unwritten is NaN here, so
-that whatever reads it shows.
+Rows behind the last group, and padding columns of groups, are not read. Elements that PyTorch leaves unwritten are NaN
+here, so that a read of them shows.
 
 Sources of the demands: PyTorch's checks in `_grouped_mm` and `_scaled_grouped_mm`
 (aten/src/ATen/native/cuda/GroupedBlas.cpp, aten/src/ATen/native/GroupedMMUtils.h); for four bits also the arguments
@@ -42,7 +42,7 @@ def _spans(offs: Tensor, total: int, name: str) -> Iterator[tuple[int, int, int]
 
 
 def _check_strides(x: Tensor, name: str) -> None:
-    """Rows or columns side by side, the others at multiples of 16 bytes."""
+    """Check strides: one side is contiguous, the other is a multiple of 16 bytes."""
     one, other = (x.stride(-1), x.stride(-2)) if x.stride(-1) == 1 else (x.stride(-2), x.stride(-1))
     demand(one == 1, name, f"matrices with rows or columns side by side, not strides {x.stride()}.")
     aligned = other * x.itemsize % ALIGNMENT == 0 and x.data_ptr() % ALIGNMENT == 0
@@ -50,7 +50,7 @@ def _check_strides(x: Tensor, name: str) -> None:
 
 
 def _multiplied(gpu: Gpu, a: Tensor, b: Tensor, offs: Tensor, dtype: torch.dtype, name: str) -> Tensor:
-    """Products in float64, rounded once; what the GPU leaves unwritten is NaN."""
+    """Multiply in float64 and round once; elements that the GPU leaves unwritten are NaN."""
     a, b = a.double(), b.double()
     if b.ndim == 3:
         result = torch.full((a.shape[0], b.shape[2]), torch.nan, dtype=dtype)
@@ -77,7 +77,7 @@ def grouped_mm(
 
 
 def _mx_rows(scale: Tensor, rows: int, k: int, offs: Tensor, name: str) -> Tensor:
-    """A number for each element of (rows, k): each group's tiles begin with a tile of rows."""
+    """Scales for each element of (rows, k), from tiles; each group begins with a new tile of rows."""
     blocks = k // MX_BLOCK
     width = -(-blocks // TILE_BLOCKS) * TILE_BLOCKS
     demand(scale.ndim == 2 and scale.shape[1] == width, name, f"scales of rows in {width} columns of tiles.")
@@ -92,7 +92,7 @@ def _mx_rows(scale: Tensor, rows: int, k: int, offs: Tensor, name: str) -> Tenso
 
 
 def _mx_tokens(scale: Tensor, features: int, columns: int, offs: Tensor, name: str) -> Tensor:
-    """A number for each element of (features, columns): a group's tiles, all its features, then the next group's."""
+    """Scales for each element of (features, columns), from tiles; those of a group lie together."""
     tall = -(-features // TILE_ROWS) * TILE_ROWS
     demand(scale.ndim == 2 and scale.shape[0] == tall, name, f"scales of {tall} features in whole tiles.")
     flat, first = scale.contiguous().reshape(-1), 0
@@ -178,7 +178,7 @@ def _round_up(size: int, multiple: int) -> int:
 
 
 def _own_tiles(codes: Tensor, scale: Tensor, first: int, name: str) -> tuple[Tensor, int]:
-    """The numbers of one group's codes, by tiles from a place on; and where those of the next group begin."""
+    """The values of one group's codes, by tiles from an offset on; and the offset of the next group's tiles."""
     size = _round_up(codes.shape[0], TILE_ROWS) * _round_up(codes.shape[1] // 8, TILE_BLOCKS)
     demand(first + size <= scale.numel(), name, f"scales of all groups in whole tiles, {first + size} bytes and more.")
     return four_bit_values(codes, scale.view(-1)[first : first + size], name), first + size

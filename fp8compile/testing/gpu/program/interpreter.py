@@ -1,7 +1,7 @@
 """Triton's interpreter with a GPU's semantics: kernels run on CPU tensors, program by program, in an order of choice.
 
-Triton decides when it is imported whether it interprets. Here it need not: functions under ``triton.jit`` that a
-kernel calls are interpreted while `Interpreter.active` lasts, so one process can interpret and compile.
+Triton decides at import whether it interprets. Here, functions under ``triton.jit`` are interpreted while
+`Interpreter.active` lasts, so one process can interpret and compile.
 
 What is mended (docs/upstream.md lists it, tests/testing/gpu/test_gpu_interpreter.py compares each with PyTorch):
 
@@ -64,8 +64,8 @@ class Interpreter:
     """Runs kernels.
 
     Attributes:
-        arithmetic: What the GPU's compiler may choose.
-        multiply_adds: How many elements were computed by a fused multiply-add.
+        arithmetic: The choices of the GPU's compiler.
+        multiply_adds: Number of elements that a fused multiply-add computed.
     """
 
     def __init__(self, arithmetic: gpu.Arithmetic) -> None:
@@ -82,7 +82,7 @@ class Interpreter:
             name: For messages.
             fn: The Python function under ``triton.jit``.
             grid: Numbers of programs, up to three.
-            arguments: By name; tensors on the CPU, and constants.
+            arguments: Arguments by name: tensors on the CPU, and constants.
 
         Raises:
             IndexError: A program accesses memory outside of the tensors.
@@ -122,7 +122,7 @@ class Interpreter:
         """While this runs, functions under ``triton.jit`` can be launched and called on the CPU.
 
         Args:
-            order: Of a launch's programs, one of ``ORDERS``.
+            order: Order of a launch's programs, one of ``ORDERS``.
         """
         self._order = order
         with ExitStack() as stack:
@@ -219,7 +219,7 @@ def _argument(value: Any) -> Any:
 
 
 def _cast(_: Builder, source: Handle, target: tl.dtype) -> Handle:
-    """A conversion between numbers; bfloat16 by way of float32, in which all of its values are."""
+    """Convert between number types; bfloat16 by way of float32, which holds all of its values."""
     values, kinds = source.data, (source.dtype.scalar, target.scalar)
     if tl.bfloat16 not in kinds:
         return Handle(values.astype(interpreter._get_np_dtype(target)), target.scalar)

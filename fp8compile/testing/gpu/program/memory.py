@@ -1,7 +1,7 @@
-"""What the programs of a launch read and write: inside of its tensors only, and no two of them the same address.
+"""Checks of a launch's memory accesses: inside of its tensors, and without races between programs.
 
-A GPU runs the programs of a launch in any order, some at the same time. So where one writes to an address that another
-one reads or writes, the result depends on chance, unless all of them do it by atomic operations.
+A GPU runs the programs of a launch in any order, some at the same time. If one program writes to an address that
+another one reads or writes, the result depends on chance, unless all of them use atomic operations.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ __all__ = ["Access", "poisoned"]
 
 
 def poisoned(size: Any, stride: Any, dtype: torch.dtype, byte: int) -> Tensor:
-    """Memory as a GPU's allocator gives it, with a byte in it that nobody should read; 255 is NaN in every format."""
+    """Allocate memory filled with a byte that nobody should read; 255 is NaN in every format."""
     tensor = torch.empty_strided(size, stride, dtype=dtype)
     if tensor.untyped_storage().nbytes():
         torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage()).fill_(byte)
@@ -26,7 +26,7 @@ def poisoned(size: Any, stride: Any, dtype: torch.dtype, byte: int) -> Tensor:
 
 
 def _span(tensor: Tensor) -> tuple[int, int]:
-    """Addresses of the first byte of a tensor, and after its last."""
+    """Address of a tensor's first byte, and the address behind its last byte."""
     last = sum((size - 1) * stride for size, stride in zip(tensor.size(), tensor.stride(), strict=True))
     end = (last + 1) * tensor.element_size() if tensor.numel() else 0
     return tensor.data_ptr(), tensor.data_ptr() + end
@@ -37,7 +37,7 @@ class Access:
     """One launch: its tensors, and what each of its programs did.
 
     Attributes:
-        name: Of the kernel.
+        name: Name of the kernel.
         spans: First and last address of each tensor, by the argument's name.
         program: Which one runs.
     """
@@ -51,16 +51,16 @@ class Access:
 
     @classmethod
     def of(cls, name: str, arguments: Mapping[str, Any]) -> Access:
-        """For a launch with these arguments."""
+        """The record of a launch with these arguments."""
         return cls(name, {each: _span(value) for each, value in arguments.items() if isinstance(value, Tensor)})
 
     def record(self, kind: str, pointers: np.ndarray, mask: np.ndarray, width: int) -> None:
-        """Take note of an access, before it is made.
+        """Record an access before it is made.
 
         Args:
             kind: "load", "store" or "atomic".
-            pointers: Addresses.
-            mask: Which of them.
+            pointers: Addresses of the elements.
+            mask: Which elements are accessed.
             width: Bytes of an element.
 
         Raises:
@@ -85,7 +85,7 @@ class Access:
         )
 
     def assert_no_race(self) -> None:
-        """After all programs ran.
+        """Check for races, after all programs ran.
 
         Raises:
             RuntimeError: The result depends on the order of the programs.
@@ -106,7 +106,7 @@ class Access:
 
 
 def _flat(parts: list[tuple[int, np.ndarray]]) -> tuple[np.ndarray, np.ndarray]:
-    """Addresses, and the program of each; each pair once."""
+    """Pairs of an address and a program, without repeats."""
     if not parts:
         return np.zeros(0, np.uint64), np.zeros(0, np.int64)
     addresses = np.concatenate([addresses for _, addresses in parts])
@@ -119,7 +119,7 @@ def _flat(parts: list[tuple[int, np.ndarray]]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _shared(first: np.ndarray, by_first: np.ndarray, second: np.ndarray, by_second: np.ndarray) -> np.ndarray:
-    """Addresses in both that are not one and the same program's."""
+    """Addresses that two different programs access."""
     if not len(first) or not len(second):
         return first[:0]
     lowest = np.searchsorted(first, second, side="left")

@@ -1,7 +1,7 @@
-"""Functional collectives without other ranks: the messages of the others are made of this rank's own.
+"""Functional collectives without other ranks: messages of other ranks are made from this rank's tensor.
 
-Rank ``r`` has what this rank has, its elements moved on by ``r`` minus this rank's number. So what is gathered, added
-and compared differs from rank to rank, and a program and its reference get the same.
+Rank ``r`` has this rank's elements, rotated by ``r`` minus this rank's number. So ranks have different values, and a
+program and its reference get the same ones.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def _ranks(group: Any) -> tuple[int, int]:
 
 
 def _of_rank(x: Tensor, other: int) -> Tensor:
-    """What the rank has that is ``other`` places behind this one."""
+    """The tensor of the rank ``other`` places behind this one."""
     integers = x.contiguous().view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()])
     return integers.flatten().roll(other).view(x.shape).view(x.dtype)
 
@@ -83,7 +83,7 @@ MESSAGES: dict[str, Callable[..., Tensor]] = {
 
 
 def message(op: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> Tensor:
-    """What a functional collective gives this rank.
+    """The result of a functional collective on this rank.
 
     Raises:
         NotImplementedError: A collective that isn't known here.

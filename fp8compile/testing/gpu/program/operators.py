@@ -1,6 +1,6 @@
 """Operators of PyTorch as a program computes them: sums are rounded once, functions are the interpreter's.
 
-PyTorch's CPU kernels add in an order of their own, and have several codes for one function, with other last bits.
+PyTorch's CPU kernels add in an order of their own, and implement one function in several ways, with other last bits.
 A division by a number is a product with its reciprocal on a GPU, in PyTorch's kernels and in Inductor's.
 """
 
@@ -22,7 +22,7 @@ FUNCTIONS = ("exp", "rsqrt", "sigmoid", "tanh", "erf", "log", "sin", "cos", "exp
 
 
 def computed(op: torch._ops.OpOverload, args: tuple, kwargs: dict) -> Any:
-    """The result of an operator; all but those that are named here are PyTorch's own."""
+    """Compute an operator: by this file if it is named here, otherwise by PyTorch."""
     if op is aten.view.default:  # saved tensors have the strides that Inductor gave them
         op = aten.reshape.default
     if op in SUMS:
@@ -55,7 +55,7 @@ def _sum(target: Any, args: tuple, kwargs: dict) -> Tensor:
 
 
 def _var_mean(x: Tensor, dims: list[int] | None = None, *, correction: float = 1, keepdim: bool = False) -> Any:
-    """In two sums, as Inductor has it where a row fits a block; its Welford loops are a unit in the last place off."""
+    """Compute variance and mean by two sums, as Inductor does if a row fits a block."""
     dims = dims or list(range(x.ndim))
     count = float(torch.Size([x.shape[dim] for dim in dims]).numel())
     mean = _sum(aten.mean.dim, (x, dims, True), {})

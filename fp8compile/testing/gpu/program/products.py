@@ -1,7 +1,7 @@
-"""Matrix products of generated code: what a GPU's library demands of their operands, and the result, rounded once.
+"""Matrix products of generated code: a GPU library's requirements on operands, and results that are rounded once.
 
-A result is summed in float64 and rounded to its dtype, so it depends on nothing but the operands' values. cuBLASLt has
-an order of sums, and for float8 a precision, of its own.
+A result is summed in float64 and rounded to its dtype, so it depends only on the operands' values. cuBLASLt has an
+order of sums, and for float8 a precision, of its own.
 
 Sources of the demands: PyTorch's checks in `_scaled_mm` (aten/src/ATen/native/cuda/ScaledBlas.cpp) and in `_int_mm`
 (Blas.cpp beside it); cuBLAS documentation, "1D Block Scaling Factors Layout".
@@ -45,9 +45,9 @@ class Product:
     """A matrix product that was called.
 
     Attributes:
-        name: Of the operator, such as "_scaled_mm".
+        name: Name of the operator, such as "_scaled_mm".
         operands: Copies of its tensors, in the order of its arguments: the matrices, then scales.
-        result: A copy.
+        result: A copy of the result.
     """
 
     name: str
@@ -63,7 +63,7 @@ class Product:
 
 
 def _spread(scale: Tensor, rows: int, k: int, side: str, gpu: Gpu) -> tuple[str, Tensor]:
-    """The kind of scaling, and a number for each element of (rows, k); ``scale`` has a row for each of the rows."""
+    """The kind of scaling, and the scale of each element of (rows, k); ``scale`` has a row for each of the rows."""
     name, blocks = f"_scaled_mm, scale {side} {tuple(scale.shape)}, strides {scale.stride()}", -(-k // BLOCK)
     if scale.dtype == E8M0:
         return "mx", _swizzled_values(scale, rows, k, name, gpu)
@@ -95,7 +95,7 @@ def _swizzled_values(scale: Tensor, rows: int, k: int, name: str, gpu: Gpu) -> T
 
 
 def _turned(scale: Tensor) -> Tensor:
-    """The scales of a right operand as those of its transpose."""
+    """The scales of a right operand, turned into those of its transpose."""
     return scale.t() if scale.ndim == 2 else scale
 
 
@@ -133,7 +133,7 @@ def scaled_mm(
     gpu: Gpu, a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, bias: Tensor | None = None,
     scale_result: Tensor | None = None, out_dtype: torch.dtype | None = None, use_fast_accum: bool = False,
 ) -> Tensor:  # fmt: skip
-    """`torch._scaled_mm`, its demands checked."""
+    """`torch._scaled_mm`, with its requirements checked."""
     demand(bias is None and scale_result is None, "_scaled_mm", "no bias and no scale of its result here.")
     (m, k), n = a.shape, b.shape[1]
     _check_codes(a, b)
@@ -164,17 +164,17 @@ def nvfp4_mm(
 
 
 def _wide(tensor: Tensor) -> Tensor:
-    """In float64 and in one layout, so that the same values give the same sums."""
+    """Convert to float64 in one layout, so that the same values give the same sums."""
     return tensor.contiguous().double() if tensor.is_floating_point() else tensor.contiguous()
 
 
 def mm(gpu: Gpu, a: Tensor, b: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
-    """``a @ b``, of two or three dims."""
+    """``a @ b`` for two or three dims."""
     return (_wide(a) @ _wide(b)).to(out_dtype or a.dtype)
 
 
 def addmm(gpu: Gpu, bias: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
-    """``beta * bias + alpha * a @ b``, of two or three dims."""
+    """``beta * bias + alpha * a @ b`` for two or three dims."""
     return (beta * _wide(bias) + alpha * (_wide(a) @ _wide(b))).to(a.dtype)
 
 
@@ -206,8 +206,8 @@ class Products:
     """Computes products and keeps what they were called with.
 
     Attributes:
-        gpu: Whose demands are checked; only `_scaled_mm` needs it, `_int_mm` of a CPU demands less.
-        called: In their order.
+        gpu: The GPU whose requirements are checked; only `_scaled_mm` needs it.
+        called: The products in the order of their calls.
     """
 
     def __init__(self, gpu: Gpu | None) -> None:
@@ -215,7 +215,7 @@ class Products:
         self.called: list[Product] = []
 
     def __getattr__(self, name: str) -> Callable[..., Tensor]:
-        """As Inductor's ``extern_kernels``."""
+        """The product of that name, as generated code looks it up in Inductor's ``extern_kernels``."""
         if name not in PRODUCTS:
             raise NotImplementedError(
                 f"run_gpu_program: generated code calls extern_kernels.{name}; known are {', '.join(PRODUCTS)}."

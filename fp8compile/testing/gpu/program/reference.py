@@ -29,7 +29,7 @@ class Reference(fx.Interpreter):
     """Runs a graph.
 
     Attributes:
-        products: What multiplies, and every product that was called.
+        products: Computes the products, and keeps every one that was called.
     """
 
     def __init__(self, graph: fx.GraphModule, gpu: Gpu, found: Schedule, *, rounds_each: bool) -> None:
@@ -71,7 +71,7 @@ class Reference(fx.Interpreter):
         return result.float() if is_low and not self._rounds_each else result
 
     def _operand(self, node: fx.Node, operand: fx.Node, kernel: str | None) -> Any:
-        """An operand as an operator gets it: as the same kernel computed it, or from memory."""
+        """The value of an operand: computed in the same kernel, or read from memory."""
         if self._rounds_each:
             return self.env[operand]
         value = self._inside.get((operand, kernel), self.env[operand])
@@ -136,7 +136,7 @@ def _rounded(node: fx.Node, value: Any) -> Any:
 
 
 def _computed_by(found: Schedule) -> dict[fx.Node, list[str]]:
-    """The generated kernels that compute each node; a value that is cheap to make is made in several."""
+    """The generated kernels that compute each node; a cheap value is computed in several."""
     makers: dict[fx.Node, list[str]] = {}
     for launch in found.launches:
         # one that reads nothing writes the constants around others' results, such as a padding
@@ -146,7 +146,7 @@ def _computed_by(found: Schedule) -> dict[fx.Node, list[str]]:
 
 
 def _id(launch: ScheduledLaunch) -> str:
-    """Its first buffer, which no other launch makes; a kernel of one name is launched several times."""
+    """Identify a launch by its first buffer, which no other launch makes; kernels are launched several times."""
     return next(iter(launch.made))
 
 

@@ -28,7 +28,7 @@ class Difference:
         expected: That element of the reference, or what was expected in words.
         got: The program's.
         count: How many elements differ.
-        total: Of how many.
+        total: Total of how many.
     """
 
     where: str
@@ -64,7 +64,7 @@ class GraphRun:
         name: "forward" or "backward".
         source: The generated code.
         products: In their order.
-        launches: Of generated kernels, in their order.
+        launches: Launches of generated kernels, in order.
         library_calls: Operators that PyTorch's CPU kernels computed: what a GPU's library makes of them isn't seen.
         seconds: To generate it, and to run it in all the ways that were asked for.
     """
@@ -91,7 +91,7 @@ class GpuRun:
 
     Attributes:
         outputs: Its tensors.
-        gradients: By name: "args[0]" and the names of parameters.
+        gradients: Gradients by name: "args[0]" and the names of parameters.
         graphs: Forward and, where there is one, backward.
         differences: From the reference; empty where every product's operands, every output of each graph and every
             tensor that is changed have its bits.

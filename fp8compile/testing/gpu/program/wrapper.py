@@ -45,7 +45,7 @@ class Way:
     """One way of running a program.
 
     Attributes:
-        order: Of the programs of a launch.
+        order: Order of the programs of a launch.
         configuration: Which of a kernel's configurations; None: the one with the fewest programs.
     """
 
@@ -68,7 +68,7 @@ class KernelLaunch:
     """A generated kernel that was started.
 
     Attributes:
-        name: Of the kernel.
+        name: Name of the kernel.
         grid: Numbers of programs.
         configuration: Block sizes.
         configurations: How many Inductor would time.
@@ -173,7 +173,7 @@ class Program:
 
     Attributes:
         products: What multiplies, and every product of the last run.
-        launches: Of the last run.
+        launches: Launches of the last run.
         library_calls: Operators of the last run that PyTorch's CPU kernels computed.
         configurations: The most that Inductor would time for one kernel.
         way: How it runs.

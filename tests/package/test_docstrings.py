@@ -1,0 +1,31 @@
+"""The draw of docstrings that readers judge: seeded, and from all of the package."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import fp8compile
+from benchmarks.docstrings import docstrings, drawn, main
+
+PACKAGE = Path(fp8compile.__file__).parent
+
+
+def test_the_same_seed_draws_the_same_and_another_one_others():
+    one = drawn(PACKAGE, 1, 30)
+    assert len(set(one)) == 30
+    assert drawn(PACKAGE, 1, 30) == one
+    assert drawn(PACKAGE, 2, 30) != one
+
+
+def test_modules_classes_and_functions_are_drawn_from(tmp_path):
+    (tmp_path / "a.py").write_text('"""Of a module."""\n\n\nclass A:\n    """Of a class."""\n\n    def f(self): ...\n')
+    assert sorted((line, name, text) for _, line, name, text in docstrings(tmp_path)) == [
+        (1, "a", "Of a module."),
+        (4, "A", "Of a class."),
+    ]
+
+
+def test_the_command_prints_where_each_is(tmp_path, capsys):
+    (tmp_path / "a.py").write_text('def f():\n    """First.\n\n    Second.\n    """\n')
+    main(["--seed", "3", "--root", str(tmp_path)])
+    assert capsys.readouterr().out == f"{tmp_path}/a.py:1 f\n    First.\n    \n    Second.\n\n"
