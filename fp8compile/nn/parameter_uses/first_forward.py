@@ -65,14 +65,8 @@ RUNNING = _Running()
 
 
 @contextmanager
-def untold(model: nn.Module | None = None) -> Iterator[None]:
-    """Let no forward inside count as the first one: who runs it tells of weights by other means.
-
-    Args:
-        model: Its modules keep what compiled code does with other parameters than weights of layers.
-    """
-    if model is not None:
-        ROOTS.add(model)
+def untold() -> Iterator[None]:
+    """Let no forward inside count as the first one: who runs it tells of weights by other means."""
     before, RUNNING.is_untold = RUNNING.is_untold, True
     try:
         yield

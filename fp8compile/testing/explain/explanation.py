@@ -208,5 +208,5 @@ def explain(
         raise TypeError("explain: model is compiled already; pass what torch.compile was given.")
     kwargs = kwargs or {}
     peaks = None if gpu is None else PEAKS[gpu]
-    with kept_state(model, (args, kwargs)), untold(model):
+    with kept_state(model, (args, kwargs)), untold():
         return _explained(model, args, kwargs, gpu, peaks)
