@@ -136,7 +136,7 @@ def test_a_checkpointed_block_keeps_none():
 def test_a_layer_under_fsdp_keeps_none():
     """Whoever frees the weights between forward and backward does not want to keep the codes of all of them."""
     model, x = layers(RECIPES["delayed"])
-    with pretended_ranks(2, sp=False):
+    with pretended_ranks(2):
         fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
     alone, _ = layers(replace(RECIPES["delayed"], keep_weight_codes=False))
     for layer, own in zip(alone, model, strict=True):
