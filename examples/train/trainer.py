@@ -92,7 +92,7 @@ def _counter(group: str) -> Counter[str]:
 
 
 def _peak_bytes(device: torch.device) -> int:
-    """Of tensors on a GPU; of the whole process, PyTorch and compiler too, on a CPU."""
+    """Memory of tensors on a GPU. On a CPU it is the whole process, with PyTorch and its compiler."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

@@ -30,8 +30,8 @@ def empty_grid(x: Tensor, quantizer: Quantizer, groups: int | None = None) -> Te
 
     Args:
         x: The tensor, of any rank; rows of groups are a matrix.
-        quantizer: Whose blocks.
-        groups: How many.
+        quantizer: The quantizer whose blocks are reduced.
+        groups: Number of groups; None for a tensor without.
     """
     shape = shape_said(quantizer, "scale_shape", x.shape)
     return x.new_empty(shape if groups is None else (groups, shape[-1]), dtype=torch.float32)

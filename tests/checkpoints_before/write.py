@@ -50,7 +50,7 @@ def step(model):
 
 
 def write_states():
-    """Of each recipe a state dict by safetensors, of some by torch.save and DCP; and one of values."""
+    """Write a state dict of each recipe by safetensors, some by torch.save and DCP too, and one of values."""
     expected = {}
     for name in RECIPES:
         model = model_of(name, seed=1)
@@ -125,7 +125,7 @@ def write_tensors():
 
 
 def write_sharded(rank, folder):
-    """Of some recipes a state that two ranks of FSDP2 have."""
+    """Write the state that two ranks of FSDP2 have, for some recipes."""
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
     for name in SHARDED:
         model = model_of(name, seed=8, experts=SHARDED[name])

@@ -22,7 +22,7 @@ def uses_in_graph(graph: fx.GraphModule, inputs: Sequence[Any], owners: Owners, 
     Args:
         graph: One that Dynamo made.
         inputs: Those that it was traced for, in the order of its placeholders.
-        owners: Whose the parameters are.
+        owners: The parameters of the watched modules, by their memory.
         traced: The class whose method was traced.
     """
     given = [_value_of_input(each, owners) for each in inputs]

@@ -41,7 +41,7 @@ class _Running(threading.local):
     """The forward that is being watched in this thread.
 
     Attributes:
-        module: Whose call ends it; None if it is not a call of a module that does.
+        module: The module whose call ends it; None if no module's call does.
         watching: What sees it; None if none is watched.
         is_untold: Whether somebody else tells of what runs.
     """
@@ -114,13 +114,12 @@ def stop_watching(model: nn.Module) -> None:
     Code that was compiled is guarded by the number of hooks that it was traced with. If Dynamo has traced any since,
     they stay and do nothing.
     """
-    for module in (model,):
-        if vars(module).pop(WATCHED, None) != _Traced.count:
-            continue
-        for hooks in (module._forward_pre_hooks, module._forward_hooks):
-            for key in [key for key, hook in hooks.items() if hook in (_begin, _end)]:
-                del hooks[key]
-                module._forward_hooks_always_called.pop(key, None)
+    if vars(model).pop(WATCHED, None) != _Traced.count:
+        return
+    for hooks in (model._forward_pre_hooks, model._forward_hooks):
+        for key in [key for key, hook in hooks.items() if hook in (_begin, _end)]:
+            del hooks[key]
+            model._forward_hooks_always_called.pop(key, None)
 
 
 @_compat.constant_when_traced

@@ -1,4 +1,4 @@
-"""Whose parameter a tensor is: found by its memory, for views and gathered weights are other objects."""
+"""Find the module of a parameter: found by its memory, for views and gathered weights are other objects."""
 
 from __future__ import annotations
 

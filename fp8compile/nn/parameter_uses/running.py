@@ -36,7 +36,7 @@ class Watching(_compat.OnlookingMode):
 
     Attributes:
         uses: What was seen.
-        owners: Whose the parameters are.
+        owners: The parameters of the watched modules, by their memory.
     """
 
     def __init__(self, model: nn.Module) -> None:

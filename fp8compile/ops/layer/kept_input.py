@@ -108,10 +108,10 @@ def kept_input_as_quantized(kept: Kept, quantizer: Quantizer, layout: TensorLayo
     """What `keep_input` returned, as an operand of grad_weight.
 
     Args:
-        kept: That.
-        quantizer: What it was given.
-        layout: Of the input.
-        rows: Tokens of this rank; asked of a whole matrix alone.
+        kept: What `keep_input` returned.
+        quantizer: The quantizer that `keep_input` was given.
+        layout: Layout of the input.
+        rows: Tokens of this rank; read for a whole matrix alone.
     """
     codes, scale, outer_scale = kept
     if layout.ends is not None:

@@ -166,7 +166,7 @@ class Operands:
                 # Scales of no rows are constants. Compilers would merge messages of two layers, on that rank alone.
                 own = replace(own, scale=after(own.scale, own.codes))
             return _gathered_rows(own, in_backward=slot == GRAD_INPUT.b)
-        if self.phase in (Phase.FORWARD, Phase.BACKWARD) and _keeps_codes(self.recipe, part):
+        if self._reads_once(part) and self.recipe.keep_weight_codes and _is_aligned(part.local):
             found = self._kept(part, quantizer, slot)
         else:
             found = self._quantized(part, quantizer, slot)
@@ -240,26 +240,27 @@ class Operands:
             return self._by_multiplier(part, quantizer, slot)
         if self.weight_amax is not None and slot in WEIGHT_SLOTS:
             return quantize_part(part, quantizer, self._steps(part, slot), whole_amax=self.weight_amax)
-        is_compiled = self.phase in (Phase.FORWARD, Phase.BACKWARD)
         if part.layout.batch and quantizer.has_outer_scale():
             quantizer = _as_summed(part, quantizer, slot)
-            return quantize_part(part, quantizer, self._steps(part, slot))
-        if is_compiled and _on_gpu(part.local) and not self.recipe.is_dequantized(slot):
+        elif self._reads_once(part) and not self.recipe.is_dequantized(slot):
             return by_one_read(part, slot, self.recipe, self._steps(part, slot))
         return quantize_part(part, quantizer, self._steps(part, slot))
+
+    def _reads_once(self, part: Plain) -> bool:
+        """Whether kernels may read a tensor once for two purposes: in compiled code on a GPU, with gradients."""
+        return self.phase in (Phase.FORWARD, Phase.BACKWARD) and _on_gpu(part.local)
 
     def _groups(self, part: Plain, slot: str) -> Quantized:
         recipe = self.recipe
         is_forwards = recipe.is_dequantized(slot)  # what the forward multiplied, along rows
         rows = OUTPUT.a if is_forwards else ALONG_ROWS.get(slot, slot)
-        is_compiled = self.phase in (Phase.FORWARD, Phase.BACKWARD)
         found = quantize_groups(
             part,
             getattr(recipe, rows),
             getattr(recipe, ALONG_TOKENS[rows]),
             self._steps(part, slot),
             along_tokens=slot in ALONG_ROWS and not is_forwards,
-            reads_once=is_compiled and _on_gpu(part.local),
+            reads_once=self._reads_once(part),
         )
         return as_values_of_rows(found, part.local.shape[-1]) if is_forwards else found
 
@@ -305,11 +306,6 @@ def _on_gpu(tensor: Tensor) -> bool:
 def _is_aligned(codes: Tensor) -> bool:
     """Whether a GEMM reads these codes without padding a copy, for all sizes that they may turn out to have."""
     return all(_compat.statically_true(size % PADDED_TO == 0) for size in codes.shape[-2:])
-
-
-def _keeps_codes(recipe: Recipe, weight: Plain) -> bool:
-    """Whether the forward makes this weight's codes for grad_input and keeps them, as the recipe asks."""
-    return recipe.keep_weight_codes and _on_gpu(weight.local) and _is_aligned(weight.local)
 
 
 def _as_summed(stack: Plain, quantizer: Quantizer, slot: str) -> Quantizer:

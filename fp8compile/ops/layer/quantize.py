@@ -236,10 +236,10 @@ def scales_of(
 
     Args:
         amaxes: The grid of a matrix or of a stack, of the whole or of a part.
-        quantizer: Of each matrix.
-        steps: By which steps.
-        cuts: Of the part, over whose ranks the outer amax of a matrix is reduced first.
-        outer_amax: Of each whole matrix, if ranks know it already: then they reduce none.
+        quantizer: Quantizer of each matrix.
+        steps: The functions that compute the steps.
+        cuts: Cuts of the part; the outer amax of a matrix is reduced over their ranks first.
+        outer_amax: Amax of each whole matrix, if ranks know it already: then they reduce none.
         batch: Number of leading dims over which matrices are stacked.
     """
     if not quantizer.has_outer_scale():
@@ -308,11 +308,10 @@ def _cast(
 
     def cast(matrix: Tensor, grid: Tensor, own: Quantizer) -> Tensor:
         places = ()
-        if where:  # noise is that of a place in its own matrix
+        if where and len(window):  # noise is that of a place in its own matrix
             rows, columns = where
             per_matrix = matrix.shape[0] // window.shape[0]
-            rows = rows.new_zeros(per_matrix) if not len(rows) else pad(rows, (0, per_matrix - len(rows)))
-            places = rows.repeat(window.shape[0]), columns
+            places = pad(rows, (0, per_matrix - len(rows))).repeat(window.shape[0]), columns
         return steps.cast(matrix, grid, own, *places)
 
     return _by_blocks(window, multiplier, quantizer, cast)

@@ -26,18 +26,43 @@ from fp8compile.ops.layer.state import (
     kept_amax,
     update_state,
 )
-from fp8compile.quantizers import Recipe
+from fp8compile.quantizers import DelayedScaling, Recipe
 
 __all__ = ["Delayed", "DelayedForGradient", "DelayedOverFsdp"]
 
 
-def _by_used(used: Tensor, amaxes: tuple[Tensor, Tensor], operands: Operands) -> Operands:
-    waits_for = amaxes if operands.phase is Phase.FORWARD else ()
-    return replace(operands, multiplier=used, waits_for=waits_for)
+class _WithMultiplier:
+    """What placements with the multipliers of delayed scaling do alike; ``multiplier`` is a field of each."""
+
+    __slots__ = ()
+
+    has_state: ClassVar[bool] = True
+
+    def begin(self, x: Tensor, weight: Tensor, operands: Operands) -> tuple[Operands, tuple[Tensor, ...]]:
+        """Operands with the multipliers that the output uses; and beside them those multipliers and two amaxes."""
+        used = snapshot(self.multiplier)
+        of_input, of_weight, _ = operands.recipe.delayed()
+        amaxes = amax_of(x, of_input), self._amax_of_weight(x, weight, operands, of_weight)
+        waits_for = amaxes if operands.phase is Phase.FORWARD else ()
+        return replace(operands, multiplier=used, waits_for=waits_for), (used, *amaxes)
+
+    def _amax_of_weight(
+        self, x: Tensor, weight: Tensor, operands: Operands, quantizer: DelayedScaling | None
+    ) -> Tensor:
+        return amax_of(weight, quantizer)
+
+    def empty_beside(self) -> tuple[Tensor, ...]:
+        """What `begin` returns beside operands, without values, for tracing."""
+        like = self.multiplier
+        return torch.empty_like(like), like.new_empty(()), like.new_empty(())
+
+    def keep_used(self, ctx: Any, output: tuple[Tensor, Tensor, Tensor, Tensor]) -> Tensor:
+        """Save the multipliers that the output used for the backward."""
+        return keep_used(ctx, self.multiplier, output)
 
 
 @dataclass(slots=True)
-class Delayed(Placement):
+class Delayed(_WithMultiplier, Placement):
     """Every tensor is whole on this rank, the state too.
 
     Attributes:
@@ -46,7 +71,6 @@ class Delayed(Placement):
         group: Name of the group over which amaxes are reduced, or None.
     """
 
-    has_state: ClassVar[bool] = True
     updates: ClassVar[tuple[str, ...]] = ("amax_history", "multiplier")
 
     amax_history: Tensor
@@ -57,23 +81,12 @@ class Delayed(Placement):
         """Raise if the state does not fit the recipe."""
         check_state(x, self.amax_history, self.multiplier, recipe)
 
-    def begin(self, x: Tensor, weight: Tensor, operands: Operands) -> tuple[Operands, tuple[Tensor, ...]]:
-        """Operands with the multipliers that the output uses; and beside them those multipliers and two amaxes."""
-        used, is_codes = snapshot(self.multiplier), operands.weight is not None
-        of_input, of_weight, _ = operands.recipe.delayed()
-        is_kept = is_codes and of_weight is not None
-        amax_of_weight = kept_amax(self.amax_history) if is_kept else amax_of(x if is_codes else weight, of_weight)
-        amaxes = amax_of(x, of_input), amax_of_weight
-        return _by_used(used, amaxes, operands), (used, *amaxes)
-
-    def empty_beside(self) -> tuple[Tensor, ...]:
-        """What `begin` returns beside operands, without values, for tracing."""
-        like = self.multiplier
-        return torch.empty_like(like), like.new_empty(()), like.new_empty(())
-
-    def keep_used(self, ctx: Any, output: tuple[Tensor, Tensor, Tensor, Tensor]) -> Tensor:
-        """Save the multipliers that the output used for the backward."""
-        return keep_used(ctx, self.multiplier, output)
+    def _amax_of_weight(
+        self, x: Tensor, weight: Tensor, operands: Operands, quantizer: DelayedScaling | None
+    ) -> Tensor:
+        if operands.weight is None:
+            return amax_of(weight, quantizer)
+        return amax_of(x, None) if quantizer is None else kept_amax(self.amax_history)
 
     def end(self, ctx: Any, grad_output: Tensor, repeated: Tensor) -> tuple[Tensor, tuple[Tensor | None, ...]]:
         """Update the state; returns the multipliers that the output used, and gradients of the fields."""
@@ -108,7 +121,7 @@ class DelayedForGradient(Placement):
 
 
 @dataclass(slots=True)
-class DelayedOverFsdp(RowsOverFsdpBase):
+class DelayedOverFsdp(_WithMultiplier, RowsOverFsdpBase):
     """A weight that FSDP cuts by rows, with the layer's multipliers.
 
     Attributes:
@@ -121,8 +134,6 @@ class DelayedOverFsdp(RowsOverFsdpBase):
         rows: The rows that each rank has.
     """
 
-    has_state: ClassVar[bool] = True
-
     of_activations: Tensor | None
     of_weight: Tensor | None
     amax: Tensor | None
@@ -132,19 +143,6 @@ class DelayedOverFsdp(RowsOverFsdpBase):
 
     def check(self, x: Tensor, recipe: Recipe) -> None:
         """Check nothing: the op that made the tokens has checked the state."""
-
-    def begin(self, x: Tensor, weight: Tensor, operands: Operands) -> tuple[Operands, tuple[Tensor, ...]]:
-        """Operands with the multipliers that the output uses; and beside them those multipliers and two amaxes."""
-        used, pairs = snapshot(self.multiplier), zip((x, weight), operands.recipe.delayed(), strict=False)
-        amax_of_x, amax_of_weight = (amax_of(tensor, each) for tensor, each in pairs)
-        amaxes = amax_of_x, amax_of_weight
-        return _by_used(used, amaxes, operands), (used, *amaxes)
-
-    empty_beside = Delayed.empty_beside
-
-    def keep_used(self, ctx: Any, output: tuple[Tensor, Tensor, Tensor, Tensor]) -> Tensor:
-        """Save the multipliers that the output used for the backward."""
-        return keep_used(ctx, self.multiplier, output)
 
     def saved(self) -> tuple[Placement, tuple[Tensor | None, ...]]:
         """The placement without tensors, and the amax for grad_input."""

@@ -262,7 +262,7 @@ def test_the_table_says_what_is_emulated(text_file, tmp_path, capsys):
 
 @pytest.fixture
 def falls_back(monkeypatch):
-    """Layers that run in bf16 without a word."""
+    """Make layers run in bf16 without a word."""
     monkeypatch.setattr(f8.Linear, "forward", lambda self, x: F.linear(x, self.weight))
 
 
