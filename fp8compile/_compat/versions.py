@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch._library import opaque_object
@@ -38,10 +38,16 @@ __all__ = [
     "with_floats_pinned",
 ]
 
-try:
-    from torch._custom_class_base import CustomClassBase as OpaqueBase  # 2.15
-except ImportError:
-    from torch._opaque_base import OpaqueBase  # to 2.13
+if TYPE_CHECKING:
+
+    class OpaqueBase:
+        """What PyTorch derives constants of a graph from; a type checker finds it in no version."""
+
+else:
+    try:
+        from torch._custom_class_base import CustomClassBase as OpaqueBase  # 2.15
+    except ImportError:
+        from torch._opaque_base import OpaqueBase  # to 2.13
 
 
 KNOWN_VERSIONS = ((2, 11), (2, 13), (2, 15))  # those that the tests run on
