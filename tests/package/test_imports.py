@@ -16,7 +16,7 @@ import fp8compile
 PACKAGE = Path(fp8compile.__file__).parent
 # Each may import those before it, and itself. The package's own __init__ stands above all but the command.
 LAYERS = {
-    "_compat": 0,
+    "_compat": -1,
     "formats": 0,
     "scale_layouts": 0,
     "target": 0,
