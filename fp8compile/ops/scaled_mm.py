@@ -19,10 +19,10 @@ from fp8compile.quantizers.check_returned import shape_said
 __all__ = ["as_sides", "multiply_operands", "outer_scales_of", "scaled_mm"]
 
 
-def as_sides(codes: tuple, scales: tuple, quantizers: tuple, outer_scales: tuple) -> tuple[Quantized, ...]:
+def as_sides(codes: tuple, scales: tuple, quantizers: tuple, outer_scales: tuple) -> list[Quantized]:
     """The left and the right side of a product, of arguments that have an entry for each."""
     parts = zip(codes, scales, quantizers, outer_scales, strict=True)
-    return tuple(Quantized(codes=c, scale=s, quantizer=q, outer_scale=o) for c, s, q, o in parts)
+    return [Quantized(codes=c, scale=s, quantizer=q, outer_scale=o) for c, s, q, o in parts]
 
 
 def outer_scales_of(a: Quantized, b: Quantized) -> tuple[Tensor | None, ...]:

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import torch
 from torch import Tensor
 
 from fp8compile import inductor
+from fp8compile.ops.cast import empty_codes
 from fp8compile.ops.groups.group_amax import group_amax
 from fp8compile.ops.groups.kernel_limits import check_has_kernel
 from fp8compile.ops.groups.layout import alignment, padded_length
@@ -28,7 +28,7 @@ __all__ = ["group_cast"]
 
 def _fake(x: Tensor, offsets: Tensor, multiplier: Tensor, quantizer: Quantizer) -> Tensor:
     columns = padded_length(x.shape[0], offsets.shape[0], alignment(quantizer))
-    return x.new_empty((x.shape[1], columns), dtype=torch.uint8)
+    return empty_codes(x, quantizer, columns)
 
 
 def _group_by_group(x: Tensor, offsets: Tensor, multiplier: Tensor, quantizer: Quantizer) -> Tensor:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from fp8compile import inductor
+from fp8compile.ops.cast import empty_codes
 from fp8compile.ops.groups.kernel_limits import check_has_kernel
 from fp8compile.ops.groups.layout import alignment, padded_length
 from fp8compile.ops.groups.portable import OF_BACKWARD
@@ -33,7 +34,7 @@ def empty_outputs(x: Tensor, offsets: Tensor, quantizer: Quantizer) -> tuple[Ten
     """Codes (K, C) and scales (C / block, K), without values."""
     columns = padded_length(x.shape[0], offsets.shape[0], alignment(quantizer))
     return (
-        x.new_empty((x.shape[1], columns), dtype=torch.uint8),
+        empty_codes(x, quantizer, columns),
         x.new_empty((columns // quantizer.block[0], x.shape[1]), dtype=quantizer.scale_dtype()),
     )
 
