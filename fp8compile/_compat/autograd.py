@@ -28,9 +28,9 @@ __all__ = [
 def impl_autograd(
     lib: torch.library.Library,
     op: torch._ops.OpOverload,
-    setup_context: Callable | None,
-    backward: Callable | None,
-    prepare: Callable | None = None,
+    setup_context: Callable[..., Any] | None,
+    backward: Callable[..., Any] | None,
+    prepare: Callable[..., Any] | None = None,
 ) -> None:
     """Register the derivative of an operator. Without ``backward``, a backward pass through the op raises.
 

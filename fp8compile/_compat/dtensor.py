@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 __all__ = [
@@ -69,12 +71,12 @@ def replicated(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if is_dtensor(tensor) else tensor
 
 
-def placement_of(tensor: torch.Tensor) -> tuple | None:
+def placement_of(tensor: torch.Tensor) -> tuple[Any, ...] | None:
     """Mesh and placements of a DTensor; None for any other tensor."""
     return tensor.placements if is_dtensor(tensor) else None
 
 
-def scattered_like(grad: torch.Tensor | None, placements: tuple | None) -> torch.Tensor | None:
+def scattered_like(grad: torch.Tensor | None, placements: tuple[Any, ...] | None) -> torch.Tensor | None:
     """The gradient of an input; a partial sum is reduced and scattered at once if the input was cut.
 
     If it stayed a partial sum, the norm before the layer would compute with it, and ranks would add three float32

@@ -21,7 +21,7 @@ __all__ = ["keeps_parts_after_forward"]
 _MARK = "_fp8compile_keeps_parts"
 
 
-def keeps_parts_after_forward(cls: type) -> type:
+def keeps_parts_after_forward(cls: type[Any]) -> type[Any]:
     """Let FSDP2 keep parts of gathered tensors of a class, if it is told to reshard to fewer ranks."""
     setattr(cls, _MARK, True)
     when_imported("torch.distributed.fsdp._fully_shard._fsdp_param", _extend)

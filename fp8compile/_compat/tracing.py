@@ -157,7 +157,7 @@ def is_transformed(tensor: torch.Tensor) -> bool:
     return is_dual or torch._C._functorch.is_functorch_wrapped_tensor(tensor)
 
 
-def constant_when_traced(fn: Callable) -> Callable:
+def constant_when_traced(fn: Callable[..., Any]) -> Callable[..., Any]:
     """Let Dynamo call ``fn`` while it traces, and use the result as a constant.
 
     It serves texts of errors: Dynamo can't trace the `repr` of every object, and would raise its own error instead.
@@ -167,7 +167,7 @@ def constant_when_traced(fn: Callable) -> Callable:
     return fn
 
 
-def untraced(fn: Callable) -> Callable:
+def untraced(fn: Callable[..., Any]) -> Callable[..., Any]:
     """Let Dynamo break its graph at a call of ``fn``, which runs as it is.
 
     This is `torch.compiler.disable` without its import of Dynamo, which costs a second.

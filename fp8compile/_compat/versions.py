@@ -55,7 +55,7 @@ GROUPS_ALLOWED: list[bool] = []  # not empty once PyTorch takes them
 TORCH_VERSION = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
 
 
-def register_constant_type(cls: type) -> None:
+def register_constant_type(cls: type[Any]) -> None:
     """Tell torch.compile that instances of ``cls`` are constants: compared by ``==``, printed by ``__fx_repr__``."""
     name = f"{cls.__module__}.{cls.__qualname__}"
     by_name = getattr(opaque_object, "_OPAQUE_TYPES_BY_NAME", {})
@@ -69,7 +69,7 @@ def register_constant_type(cls: type) -> None:
         opaque_object.register_opaque_type(cls, typ="value")
 
 
-def is_constant_type(cls: type) -> bool:
+def is_constant_type(cls: type[Any]) -> bool:
     """Whether instances of ``cls`` are constants to torch.compile."""
     ask = getattr(opaque_object, "is_custom_class", None) or opaque_object.is_opaque_type
     return ask(cls)
@@ -83,7 +83,7 @@ def is_stand_in(value: object) -> bool:
     return type(value).__name__ == "FakeScriptObject"
 
 
-def as_region(function: Callable, often: int) -> Callable:
+def as_region(function: Callable[..., Any], often: int) -> Callable[..., Any]:
     """A function that is compiled once wherever a graph calls it.
 
     Args:
@@ -95,7 +95,7 @@ def as_region(function: Callable, often: int) -> Callable:
     return torch.compiler.nested_compile_region(function, max_reuse_entries=max(often, 8))
 
 
-def with_floats_pinned(call: Callable) -> Callable:
+def with_floats_pinned(call: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap a compiled callable so that floats are constants, because a region can't compare a symbol with 0."""
 
     @functools.wraps(call)
@@ -203,7 +203,7 @@ def traces_no_constant() -> bool:
     return TORCH_VERSION < (2, 12) and torch.compiler.is_compiling()
 
 
-def asks_a_constant(fn: Callable) -> Callable:
+def asks_a_constant(fn: Callable[..., Any]) -> Callable[..., Any]:
     """Let traced code call a method of a constant, such as a quantizer.
 
     PyTorch 2.11 traces no such method. There the answer becomes a constant of the graph, and an equal quantizer

@@ -14,7 +14,7 @@ from fp8compile._compat import when_imported
 __all__ = ["register_decomposition", "register_fallback", "register_lowering"]
 
 
-def register_decomposition(op: torch._ops.OpOverload, fn: Callable) -> None:
+def register_decomposition(op: torch._ops.OpOverload, fn: Callable[..., Any]) -> None:
     """Let Inductor see through ``op``, by ``fn`` with the same arguments."""
 
     @functools.wraps(fn)
@@ -45,7 +45,7 @@ def _seeks_schema() -> bool:
     return frame is not None
 
 
-def register_lowering(op: torch._ops.OpOverload, fn: Callable) -> None:
+def register_lowering(op: torch._ops.OpOverload, fn: Callable[..., Any]) -> None:
     """Let Inductor lower ``op`` by ``fn``, from its IR to its IR."""
 
     def register() -> None:

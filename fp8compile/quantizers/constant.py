@@ -93,7 +93,7 @@ def salt_with(module_name: str, function: str = "") -> None:
 
 
 @cache
-def source_salt(cls: type) -> str:
+def source_salt(cls: type[Any]) -> str:
     """Eight hex digits that change when the package's rules or the source of a foreign class or op change."""
     digest = hashlib.sha256(_package_hash())
     modules = [base.__module__ for base in cls.__mro__ if _is_foreign(base.__module__)]
@@ -106,7 +106,7 @@ def source_salt(cls: type) -> str:
 
 
 @cache
-def _global_name(cls: type) -> str:
+def _global_name(cls: type[Any]) -> str:
     """The name of a class in a graph's globals; no two classes share one.
 
     FX keeps the first of two globals of one name and lets the other's users have it. A function that defines a class
@@ -117,7 +117,7 @@ def _global_name(cls: type) -> str:
     return name if NAMED[name] == 1 else f"{name}_{NAMED[name]}"
 
 
-def _expression(value: Any, names: dict[str, type]) -> str:
+def _expression(value: Any, names: dict[str, type[Any]]) -> str:
     if isinstance(value, Constant):
         cls = type(value)
         names[_global_name(cls)] = cls
@@ -143,7 +143,7 @@ def _check_field(owner: str, name: str, value: Any) -> None:
 
 
 @cache
-def _foreign_types(cls: type) -> dict[str, Any]:
+def _foreign_types(cls: type[Any]) -> dict[str, Any]:
     """Types of the fields that classes of other packages declare; our own classes check their fields themselves."""
     declared = {name for base in cls.__mro__ if _is_foreign(base.__module__) for name in inspect.get_annotations(base)}
     return {name: hint for name, hint in field_types(cls).items() if name in declared}
@@ -203,7 +203,7 @@ class Constant(_compat.OpaqueBase):
         arguments = ", ".join(f"{f.name}={getattr(self, f.name)!r}" for f in fields(self) if f.repr)
         return f"{type(self).__name__}({arguments})"
 
-    def __fx_repr__(self) -> tuple[str, dict[str, type]]:
+    def __fx_repr__(self) -> tuple[str, dict[str, type[Any]]]:
         """The expression that stands for this value in a graph's source, and the types it names."""
-        names: dict[str, type] = {}
+        names: dict[str, type[Any]] = {}
         return _expression(self, names), names

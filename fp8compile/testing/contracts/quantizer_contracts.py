@@ -12,6 +12,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import FrozenInstanceError, fields, replace
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -107,7 +108,7 @@ def _steps(q: Quantizer, x: Tensor) -> dict[str, Tensor]:
     return found
 
 
-def _dequantize_arguments(q: Quantizer, steps: dict[str, Tensor], dtype: torch.dtype) -> tuple:
+def _dequantize_arguments(q: Quantizer, steps: dict[str, Tensor], dtype: torch.dtype) -> tuple[Any, ...]:
     outer = (steps["outer_scale"],) if q.has_outer_scale() else ()
     return steps["codes"], steps["scale"], q, dtype, *outer
 
@@ -460,7 +461,7 @@ def equal_one_runs_the_same_graph(q: Quantizer, device: Device) -> None:
         )
 
 
-def _op_arguments(q: Quantizer, x: Tensor) -> dict[str, tuple]:
+def _op_arguments(q: Quantizer, x: Tensor) -> dict[str, tuple[Any, ...]]:
     """Arguments of our ops on the way from x to codes and back, without x."""
     steps = _steps(q, x.clone())
     scales = {"fp8compile::scale": (steps["amax"], q)}

@@ -184,7 +184,7 @@ def _cost(found: Schedule, *, backward: bool) -> GraphCost:
 
 
 def _costs(
-    model: nn.Module, args: tuple, kwargs: dict, names: Names, gpu: Gpu
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], names: Names, gpu: Gpu
 ) -> tuple[tuple[GraphCost, ...], tuple[Cast, ...]]:
     fn = (lambda *args: model(*args, **kwargs)) if kwargs else model
     costs, casts = [], []
@@ -200,7 +200,7 @@ def _said(error: Exception) -> str:
 
 
 def _unconverted(
-    model: nn.Module, args: tuple, kwargs: dict, names: Names, gpu: Gpu
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], names: Names, gpu: Gpu
 ) -> tuple[tuple[GraphCost, ...], str]:
     if not any(is_converted(module) for module in model.modules()):
         return (), ""

@@ -220,7 +220,9 @@ class _Listener(TorchDispatchMode):
         self.partial: list[str] = []  # operands that are sums over ranks still
         self.codes_of: set[str] = set()  # groups that have sent the codes of their operand
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         if any(map(_compat.is_dtensor, args)):
             if (gemm := OPS.get(func._schema.name)) is not None:
                 self.gemm, self.recipe = gemm, next(arg for arg in args if isinstance(arg, Recipe))
@@ -237,7 +239,7 @@ class _Listener(TorchDispatchMode):
             self._note(func, args, made)
         return made
 
-    def _note(self, func: Any, args: tuple, made: Any) -> None:
+    def _note(self, func: Any, args: tuple[Any, ...], made: Any) -> None:
         given = [leaf for leaf in pytree.tree_leaves(args) if isinstance(leaf, Tensor)]
         results = [leaf for leaf in pytree.tree_leaves(made) if isinstance(leaf, Tensor)]
         words = [arg for arg in args if isinstance(arg, str)]

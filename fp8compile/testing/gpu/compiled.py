@@ -54,7 +54,12 @@ def _loaded(name: str, source: str, folder: str) -> ModuleType:
 
 
 def _compiled(
-    fn: Any, kinds: dict[str, str], constants: dict[str, Any], attributes: dict, options: dict[str, int], gpu: Gpu
+    fn: Any,
+    kinds: dict[str, str],
+    constants: dict[str, Any],
+    attributes: dict[str, Any],
+    options: dict[str, int],
+    gpu: Gpu,
 ) -> tuple[dict[str, str], int, str]:
     """Parameters, bytes of shared memory and PTX of a jitted function; ``kinds`` are its arguments' types."""
     import triton

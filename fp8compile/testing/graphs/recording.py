@@ -56,7 +56,7 @@ class Recording:
         """Forward and backward graphs, one after the other."""
         return [graph for kept in self.graphs for graph in (kept.forward, kept.backward) if graph is not None]
 
-    def __call__(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable:
+    def __call__(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         """Keep the graph and compile it."""
         compilation = torch._guards.CompileContext.try_get()
         kept = KeptGraph(str(compilation and compilation.compile_id), graph, _compilation=compilation)
@@ -67,11 +67,11 @@ class Recording:
         return (_compile_by_inductor if self.backend == "inductor" else _run_as_is)(kept, graph, inputs)
 
 
-def _run_as_is(kept: KeptGraph, graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable:
+def _run_as_is(kept: KeptGraph, graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
     from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
     from torch._dynamo.backends.common import aot_autograd
 
-    def keep(which: str, graph: fx.GraphModule, _: Sequence[Any]) -> Callable:
+    def keep(which: str, graph: fx.GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
         setattr(kept, which, graph)
         return make_boxed_func(graph)
 
@@ -84,7 +84,7 @@ def _run_as_is(kept: KeptGraph, graph: fx.GraphModule, inputs: Sequence[Any]) ->
     return backend(graph, inputs)
 
 
-def _compile_by_inductor(kept: KeptGraph, graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable:
+def _compile_by_inductor(kept: KeptGraph, graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
     def keep(graph: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Any:

@@ -102,7 +102,7 @@ class Reference(fx.Interpreter):
         is_library = f"{namespace}.{name}" in self._library or namespace not in ("aten", "prims")
         return name in PRODUCTS or is_library
 
-    def call_function(self, target: Any, args: tuple, kwargs: dict) -> Any:
+    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """An operator by the rules of the program."""
         if not isinstance(target, torch._ops.OpOverload):
             return super().call_function(target, args, kwargs)
@@ -119,7 +119,7 @@ class Reference(fx.Interpreter):
             return args[0].float()
         return computed(target, args, kwargs)
 
-    def _product(self, name: str, args: tuple, kwargs: dict) -> Tensor:
+    def _product(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         """A product; bias added after it was rounded where Inductor took the sum out of the product."""
         if name == "addmm" and self._adds_bias_later:
             bias, a, b = args

@@ -147,7 +147,9 @@ class _Dispatch(TorchDispatchMode):
         super().__init__()
         self._program = program
 
-    def __torch_dispatch__(self, op: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+    def __torch_dispatch__(
+        self, op: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         namespace, _, name = op._schema.name.partition("::")
         if namespace == "_c10d_functional":
             return message(op, *args, **(kwargs or {}))
@@ -216,7 +218,7 @@ class Program:
     @contextmanager
     def _pretend_runtime(self) -> Iterator[None]:
         """What the wrapper takes of a GPU's runtime."""
-        nothing: Callable = lambda *args, **kwargs: None  # noqa: E731
+        nothing: Callable[..., Any] = lambda *args, **kwargs: None  # noqa: E731
         answers = (
             (torch._C, "_cuda_getCurrentRawStream", lambda device: 0),
             (torch._C._dynamo.guards, "_empty_strided_cuda", self._empty),
