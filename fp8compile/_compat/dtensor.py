@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 __all__ = [
     "forget_meshes",
@@ -18,7 +21,7 @@ __all__ = [
 ]
 
 
-def is_dtensor(tensor: object) -> bool:
+def is_dtensor(tensor: object) -> TypeGuard[DTensor]:
     """Whether a tensor is a DTensor: by name, for its module costs half a second to import."""
     return type(tensor).__name__ == "DTensor"
 
@@ -82,7 +85,7 @@ def scattered_like(grad: torch.Tensor | None, placements: tuple[Any, ...] | None
     If it stayed a partial sum, the norm before the layer would compute with it, and ranks would add three float32
     tensors instead of one.
     """
-    if placements is None or not is_dtensor(grad):
+    if placements is None or grad is None or not is_dtensor(grad):
         return grad
     cut = [
         wanted if own.is_partial() and wanted.is_shard() else own

@@ -96,7 +96,7 @@ def _extend() -> None:
         return theirs_inputs(self)
 
     theirs_to_sharded, theirs_init = FSDPParam.to_sharded_post_forward, FSDPParam.init_unsharded_param
-    theirs_inputs = FSDPParam.all_gather_inputs.fget
+    theirs_inputs = vars(FSDPParam)["all_gather_inputs"].fget
     FSDPParam.to_sharded_post_forward = to_sharded_post_forward
     FSDPParam.init_unsharded_param = init_unsharded_param
-    FSDPParam.all_gather_inputs = property(all_gather_inputs)
+    FSDPParam.all_gather_inputs = property(all_gather_inputs)  # type: ignore[assignment]  # it is one

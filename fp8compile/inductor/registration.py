@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 import torch
@@ -39,7 +40,8 @@ def _seeks_schema() -> bool:
     """
     from torch._higher_order_ops.invoke_subgraph import InvokeSubgraphHOP
 
-    sought, frame = InvokeSubgraphHOP.gen_schema.__code__, sys._getframe(1)
+    sought = InvokeSubgraphHOP.gen_schema.__code__
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code is not sought:
         frame = frame.f_back
     return frame is not None

@@ -45,4 +45,4 @@ def building(config: Any, change: Change) -> Any:
         change: It is kept in the field ``float8``.
     """
     given = {each.name: getattr(config, each.name) for each in fields(config) if each.init}
-    return _class(type(config))(**given, float8=change)
+    return _class(type(config))(**given, float8=change)  # type: ignore[arg-type]  # classes are hashable

@@ -149,8 +149,8 @@ def check_contracts(
             continue
         try:
             breach = _breach(known[name], arguments, state)
-        except NotLookedAt as reason:
-            unseen[name] = str(reason)
+        except NotLookedAt as unlooked:
+            unseen[name] = str(unlooked)
             continue
         if breach is None:
             print(f"{subject}: {name} holds", flush=True)

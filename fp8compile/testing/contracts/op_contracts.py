@@ -162,7 +162,7 @@ def decompose_is_the_kernel(op: Op, device: torch.device) -> None:
 
 def passes_opcheck(op: Op, device: torch.device) -> None:
     """PyTorch's own checks of operators pass."""
-    checks = [
+    checks: list[tuple[tuple[Any, ...], tuple[str, ...]]] = [
         (args, ("test_schema", "test_autograd_registration", "test_faketensor")) for args in samples_on(op, device)
     ]
     # this one takes a NaN for unequal to itself

@@ -27,7 +27,8 @@ def all_samples(op: Op) -> tuple[tuple[Any, ...], ...]:
     """
     samples, parameters = list(op.samples()), inspect.signature(op.impl).parameters
     defaults = [each.default for each in parameters.values()]
-    for args in samples or [None]:
+    given: list[Any] = samples or [None]
+    for args in given:
         if not isinstance(args, (tuple, list)) or not _are_arguments(args, defaults):
             what = f"yields {shown((args,))}" if samples else "yields nothing"
             raise TypeError(

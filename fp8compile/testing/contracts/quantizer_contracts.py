@@ -464,7 +464,7 @@ def equal_one_runs_the_same_graph(q: Quantizer, device: Device) -> None:
 def _op_arguments(q: Quantizer, x: Tensor) -> dict[str, tuple[Any, ...]]:
     """Arguments of our ops on the way from x to codes and back, without x."""
     steps = _steps(q, x.clone())
-    scales = {"fp8compile::scale": (steps["amax"], q)}
+    scales: dict[str, tuple[Any, ...]] = {"fp8compile::scale": (steps["amax"], q)}
     if q.has_outer_scale():
         scales = {
             "fp8compile::outer_amax": (steps["amax"], q),

@@ -91,7 +91,8 @@ def _compile_by_inductor(kept: KeptGraph, graph: fx.GraphModule, inputs: Sequenc
         setattr(kept, "backward" if options.get("is_backward") else "forward", graph)
         return compile_fx_inner(graph, inputs, **options)
 
-    return compile_fx(graph, list(inputs), inner_compile=keep)
+    compiled: Any = compile_fx(graph, list(inputs), inner_compile=keep)  # the other types are those of ahead of time
+    return compiled
 
 
 def user_place(node: fx.Node) -> tuple[str, int]:
@@ -104,7 +105,8 @@ def user_place(node: fx.Node) -> tuple[str, int]:
 def op_name(target: Any) -> str:
     """``namespace::name`` of an operator, whichever overload; of anything else its own name."""
     packet = target.overloadpacket if isinstance(target, torch._ops.OpOverload) else target
-    return getattr(packet, "_qualified_op_name", None) or getattr(packet, "__name__", str(packet))
+    name: str = getattr(packet, "_qualified_op_name", None) or getattr(packet, "__name__", str(packet))
+    return name
 
 
 def node_value(node: fx.Node) -> Any:
