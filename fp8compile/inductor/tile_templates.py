@@ -99,7 +99,7 @@ def _lower(launch: TileLaunch, x: Any, fake_x: torch.Tensor, computed: Any, args
         num_warps=launch.warps,
         **launch.constants,
     )
-    result = ir.TensorBox.create(_Computing(choice, computed))
+    result: Any = ir.TensorBox.create(_Computing(choice, computed))
     for written in values:
         written.data.data.data._post_init_setattr("origin_node", node.args[0])
     for written in values if kernel.writes else [result]:
@@ -184,7 +184,8 @@ class _Kernel(TritonTemplateKernel):
 
     def computed(self, is_inside: str, indent: int) -> str:
         """Lines that make ``x``."""
-        (buffer,) = self.subgraphs or ()
+        subgraphs: Any = self.subgraphs
+        (buffer,) = subgraphs
         with self.create_subgraph_body("computed"):
             handler = _Loads(self, is_inside)
             with V.set_ops_handler(handler):

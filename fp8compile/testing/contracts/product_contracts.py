@@ -6,11 +6,12 @@ They are checked on this CPU; for GPUs, the choice of a GEMM is checked without 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from fp8compile.formats import E5M2, E8M0
+from fp8compile.formats import E5M2, E8M0, Float8Format
 from fp8compile.layout.quantized import Quantized
 from fp8compile.nn import linear
 from fp8compile.ops.gemm import select_gemm
@@ -97,7 +98,7 @@ def _check_layer(recipe: Recipe, x: Tensor, weight: Tensor) -> None:
     y = linear(*leaves, recipe=recipe)
     y.backward(grad)
     given = {"output": (x, weight), "grad_input": (grad, weight), "grad_weight": (grad, x)}
-    found = {"output": y.detach(), "grad_input": leaves[0].grad, "grad_weight": leaves[1].grad}
+    found: dict[str, Any] = {"output": y.detach(), "grad_input": leaves[0].grad, "grad_weight": leaves[1].grad}
     for gemm in GEMMS:
         quantizers = recipe.quantizers(gemm)
         assert quantizers is not None, f"the recipe quantizes {gemm.name}"

@@ -418,8 +418,8 @@ def one_graph_for_every_size(q: Quantizer, device: Device) -> None:
     counts = [_graphs()]
     # two blocks or more a dim: PyTorch specialises on 1
     row, column = (max(size, 8) for size in q.block)
-    sizes = [(3 * row, 5 * column), (2 * row + 1, 4 * column - 1), (7 * row + 3, 2 * column + 1)]
-    sizes = [_taken(q, size) for size in sizes]
+    asked = [(3 * row, 5 * column), (2 * row + 1, 4 * column - 1), (7 * row + 3, 2 * column + 1)]
+    sizes = [_taken(q, size) or size for size in asked]
     for rows, columns in sizes:
         x = _random((rows, columns), torch.bfloat16, device)
         got = compiled(x, q)
@@ -444,7 +444,7 @@ def equal_one_runs_the_same_graph(q: Quantizer, device: Device) -> None:
     """An equal quantizer compiles nothing, and a different one does once."""
     compiled, x = (
         compiled_afresh(_quantized, backend="aot_eager", dynamic=False),
-        _random(_taken(q, (24, 40)), torch.bfloat16, device),
+        _random(_taken(q, (24, 40)) or (24, 40), torch.bfloat16, device),
     )
     other = next((replace(q, block=b) for b in ((1, -1), (-1, -1), (-1, 1)) if b != q.block and _makes(q, b)), None)
     counts = [_graphs()]

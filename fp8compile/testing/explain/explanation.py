@@ -157,7 +157,7 @@ def _explained(
     buffers = set(map(id, model.buffers()))
     gemms, unknown = graph_gemms(record(model, args, kwargs), layer_weights(model), buffers, names)
     on_gpu, spread = None, is_spread(model)
-    if peaks is not None:
+    if peaks is not None and gpu is not None:
         missing = missing_gemm(model, GPUS[gpu])
         problem = missing or _no_code(model, report)
         on_gpu = GpuExplanation(gpu=peaks.name, problem=problem, no_gemm=missing)

@@ -160,13 +160,13 @@ def _casts(found: Schedule, names: Names) -> Iterator[Cast]:
         gemm = GEMM_OF.get(operator_of(node).rpartition(".")[2], "output")
         for operand, name in zip("ab", product.read, strict=False):
             by = found.maker.get(name)
-            is_kernel = by is not None and by.kind == "triton"
+            kernel = by if by is not None and by.kind == "triton" else None
             yield Cast(
                 layer=layer_of_stack(node, names),
                 gemm=gemm,
                 operand=operand,
-                kernel=by.name if is_kernel else "",
-                fused_with=_fused_with(found, by) if is_kernel else (),
+                kernel="" if kernel is None else kernel.name,
+                fused_with=() if kernel is None else _fused_with(found, kernel),
                 serves=sum(name in other.read[:2] for other in products),
             )
 
@@ -187,7 +187,8 @@ def _costs(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], names: Names, gpu: Gpu
 ) -> tuple[tuple[GraphCost, ...], tuple[Cast, ...]]:
     fn = (lambda *args: model(*args, **kwargs)) if kwargs else model
-    costs, casts = [], []
+    costs: list[GraphCost] = []
+    casts: list[Cast] = []
     for number, graph in enumerate(gpu_graphs(fn, args, gpu)):
         found = schedule(graph, gpu)
         costs.append(_cost(found, backward=number > 0))

@@ -58,6 +58,7 @@ def all_outputs(graph: fx.GraphModule) -> tuple[int, ...]:
 def returned_outputs() -> tuple[int, ...]:
     """Positions of the outputs that a forward returns to its caller; call it while AOTAutograd compiles the graph."""
     meta = torch._guards.TracingContext.get().fw_metadata
+    assert meta is not None, "AOTAutograd compiles a graph"
     first = meta.num_mutated_inp_runtime_indices
     return tuple(range(first, first + meta.num_outputs))
 

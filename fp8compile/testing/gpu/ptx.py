@@ -62,7 +62,7 @@ class Instruction:
     @cached_property
     def bytes(self) -> int:
         """Number of bytes that a thread loads or stores by it; all elements of a vector count."""
-        elements, bits = VECTOR.search(self.opcode).groups()
+        (elements, bits), *_ = VECTOR.findall(self.opcode)
         return int(elements or 1) * int(bits) // 8
 
 

@@ -105,8 +105,7 @@ def user_place(node: fx.Node) -> tuple[str, int]:
 def op_name(target: Any) -> str:
     """``namespace::name`` of an operator, whichever overload; of anything else its own name."""
     packet = target.overloadpacket if isinstance(target, torch._ops.OpOverload) else target
-    name: str = getattr(packet, "_qualified_op_name", None) or getattr(packet, "__name__", str(packet))
-    return name
+    return str(getattr(packet, "_qualified_op_name", None) or getattr(packet, "__name__", str(packet)))
 
 
 def node_value(node: fx.Node) -> Any:

@@ -21,7 +21,12 @@ LIBDEVICE = (  # the names that PyTorch has too
     "cosh", "sin", "cos", "tan", "asin", "acos", "atan", "asinh", "acosh", "atanh", "floor", "ceil", "trunc", "isnan",
     "isinf", "signbit", "lgamma", "copysign", "pow", "fmod", "atan2", "hypot", "abs",
 )  # fmt: skip
-OTHER_NAMES = {"fabs": torch.abs, "nearbyint": torch.round, "rint": torch.round, "div_rn": torch.div}
+OTHER_NAMES: dict[str, Callable[..., Any]] = {
+    "fabs": torch.abs,
+    "nearbyint": torch.round,
+    "rint": torch.round,
+    "div_rn": torch.div,
+}
 
 
 def unknown(name: str) -> Callable[..., Any]:
@@ -64,7 +69,7 @@ def reductions() -> Iterator[tuple[Any, ...]]:
 def _by_halves(reduction: Any, inputs: tuple[Any, ...]) -> list[Any]:
     """Reduce by any function: halves first, then quarters, as warps do."""
     if reduction.axis is None:
-        inputs = [reduction.to_tensor(each.handle.data.reshape(-1), each.dtype) for each in inputs]
+        inputs = tuple(reduction.to_tensor(each.handle.data.reshape(-1), each.dtype) for each in inputs)
     axis = (reduction.axis or 0) % len(inputs[0].handle.data.shape)
     parts = [np.moveaxis(each.handle.data, axis, 0) for each in inputs]
     kinds = [each.dtype for each in inputs]

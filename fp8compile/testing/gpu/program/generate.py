@@ -144,7 +144,8 @@ class GpuBackend:
     def _forward(self, graph: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
         """Compile a graph that saves tensors for a backward; the backward gets the strides that Inductor chose."""
         call = self._compiled("forward", GpuGraph(graph, inputs, returned_outputs()))
-        torch._guards.TracingContext.get().output_strides.extend(self.graphs[-1].schedule.output_strides)
+        strides: Any = torch._guards.TracingContext.get().output_strides  # a list while a graph is compiled
+        strides.extend(self.graphs[-1].schedule.output_strides)
         return call
 
     def _compiled(self, name: str, traced: GpuGraph) -> Callable[..., Any]:
@@ -157,5 +158,5 @@ class GpuBackend:
         def call(args: list[Any]) -> list[Any]:
             return compared(args)
 
-        call._boxed_call = True
+        call._boxed_call = True  # type: ignore[attr-defined]  # PyTorch's mark
         return call

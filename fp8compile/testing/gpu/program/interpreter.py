@@ -35,6 +35,8 @@ import triton.runtime.interpreter as interpreter
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 from triton.language.extra import libdevice
+from triton.runtime.interpreter import InterpreterBuilder as Builder
+from triton.runtime.interpreter import TensorHandle as Handle
 
 from fp8compile.testing.gpu.program import arithmetic as gpu
 from fp8compile.testing.gpu.program.assembly import inline_assembly
@@ -44,8 +46,7 @@ from fp8compile.testing.gpu.program.memory import Access
 __all__ = ["ORDERS", "Interpreter"]
 
 ORDERS = ("forwards", "backwards", "shuffled")
-Builder = interpreter.InterpreterBuilder
-Handle = interpreter.TensorHandle
+
 NOT_INTERPRETED = ("x_grid_barrier", "exclusive_scan_decoupled_lookback")  # programs that wait for one another
 
 
@@ -72,7 +73,7 @@ class Interpreter:
         self.arithmetic = arithmetic
         self.multiply_adds = 0
         self._order = ORDERS[0]
-        self._access: Access | None = None
+        self._access: Any = None  # an `Access` while a kernel runs
         self._rewritten: dict[Callable[..., Any], Callable[..., Any]] = {}
 
     def launch(self, name: str, fn: Callable[..., Any], grid: Sequence[int], arguments: Mapping[str, Any]) -> None:

@@ -74,7 +74,7 @@ class Reference(fx.Interpreter):
         """The value of an operand: computed in the same kernel, or read from memory."""
         if self._rounds_each:
             return self.env[operand]
-        value = self._inside.get((operand, kernel), self.env[operand])
+        value = self.env[operand] if kernel is None else self._inside.get((operand, kernel), self.env[operand])
         if self._looks_at_bits(node):
             return _rounded(operand, value)
         if operand in self._stored_by and (operand, kernel) not in self._inside:
@@ -87,8 +87,10 @@ class Reference(fx.Interpreter):
     def _sum_in_product(self, node: fx.Node) -> Tensor:
         """A product and what is added to it, rounded once."""
         product = self._sums[node]
-        (other,) = (arg for arg in node.args if arg is not product)
-        return self.products.multiply("addmm", *map(self._memory, (other, *product.args)))
+        added: list[Any] = [arg for arg in node.args if arg is not product]
+        (other,) = added
+        factors: tuple[Any, ...] = product.args
+        return self.products.multiply("addmm", *map(self._memory, (other, *factors)))
 
     def _looks_at_bits(self, node: fx.Node) -> bool:
         """Whether an operator takes its operands in their dtypes."""
@@ -155,8 +157,12 @@ def _sums_in_products(found: Schedule) -> dict[fx.Node, fx.Node]:
     sums: dict[fx.Node, fx.Node] = {}
     for launch in found.launches:
         lowered = next(iter(launch.made.values()))
-        node = found.source_of(lowered) if launch.kind == "gemm" and lowered is not None else None
+        if launch.kind != "gemm" or lowered is None:
+            continue
+        node = found.source_of(lowered)
         if node is not None and node.target is aten.add.Tensor:
-            added = found.source_of(lowered.args[0])
-            (sums[node],) = (arg for arg in node.args if arg is not added)
+            first: Any = lowered.args[0]
+            added = found.source_of(first)
+            products: list[Any] = [arg for arg in node.args if arg is not added]
+            (sums[node],) = products
     return sums

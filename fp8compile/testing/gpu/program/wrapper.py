@@ -105,6 +105,8 @@ class Kernel:
         path = Path(program.folder) / f"{name}_{len(list(Path(program.folder).iterdir()))}.py"
         path.write_text(re.sub(r"\s*triton_helpers\.set_driver_to_gpu\(\)", "", source))
         spec = importlib.util.spec_from_file_location(path.stem, path)
+        assert spec is not None, f"{path} ends in .py"
+        assert spec.loader is not None, f"{path} ends in .py"
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
         self._program, self._name, self._tuner = program, name, getattr(module, name)
