@@ -56,7 +56,7 @@ def forget_meshes() -> None:
     _clear_sharding_prop_cache()
 
 
-def local_itself(tensor: torch.Tensor) -> torch.Tensor:
+def local_itself(tensor: Any) -> Any:
     """The tensor that a DTensor wraps; any other tensor itself. ``to_local()`` may return a view instead."""
     return tensor._local_tensor if is_dtensor(tensor) else tensor
 

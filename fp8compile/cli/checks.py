@@ -8,7 +8,7 @@ from typing import Any
 
 __all__ = ["run_checks"]
 
-log = logging.getLogger(__name__)
+log: logging.Logger = logging.getLogger(__name__)
 
 
 def _every_op_is_registered() -> str:

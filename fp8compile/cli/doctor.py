@@ -12,7 +12,7 @@ from typing import Any
 
 __all__ = ["add_parser", "examine"]
 
-log = logging.getLogger(__name__)
+log: logging.Logger = logging.getLogger(__name__)
 PACKAGES = ("torch", "triton", "numpy", "rich", "matplotlib", "torchao")
 
 

@@ -94,7 +94,7 @@ class PartOfCodes:
         self._where = parameter, part, index
         self.__doc__ = f"The {part} of a quantized ``{parameter}``{', for grad_input' * index}, as its state dict has."
 
-    def __get__(self, module: CodesInState | None, owner: type | None = None) -> Any:
+    def __get__(self, module: CodesInState | None, owner: type[Any] | None = None) -> Any:
         if module is None:
             return self
         parameter, part, index = self._where

@@ -55,9 +55,10 @@ class _Weight:
 
 def _codes_of(gemm: Gemm, weight: Plain, recipe: Recipe) -> Quantized:
     """The codes of a weight that was quantized before FSDP gathered it."""
-    function, local = gemm.name, weight.local
-    check_serves(function, local, recipe)
-    part, local = local.shape, local.set_of(gemm)
+    function, quantized = gemm.name, weight.local
+    assert has_codes(quantized), "the weight is quantized"
+    check_serves(function, quantized, recipe)
+    part, local = quantized.shape, quantized.set_of(gemm)
     sides = axis_blocks(part, weight.cuts, local.quantizer.block)
     whole = split_axes(part, weight.cuts, local.quantizer.block)
     shape = tuple(side.total if split else side.length for side, split in zip(sides, whole, strict=True))
@@ -114,7 +115,7 @@ def _product_of_tokens(
     own = None if bias is None else part_of(gemm.name, bias)
     product = multiply_parts(gemm, a, weight.part, operands, own)
     shape = (*tokens.shape[:-1], weight.shape[0 if gemm is OUTPUT else 1])
-    rows = [None if cut is None else cut.dim for cut in product.cuts]
+    rows: list[Any] = [None if cut is None else cut.dim for cut in product.cuts]
     placements = placements_of(product.steps, {"m": rows, "n": [tokens.ndim - 1] * mesh.ndim})
     return whole_of(product.local.view(*product.shape[:-1], product.local.shape[1]), mesh, placements, shape)
 
@@ -148,8 +149,8 @@ def _kept_input(x: DTensor, quantizer: Quantizer) -> tuple[DTensor, DTensor, DTe
     codes, *scales = keep_input(part, quantizer, STEPS[Phase.EAGER])
     shape, placements = list(x.shape), [Replicate() if p.is_partial() else p for p in x.placements]
     shape[packed_while_kept(part.layout, quantizer)] //= 2
-    own = [whole_of(each, mesh, [Replicate()] * mesh.ndim, each.shape) for each in scales]
-    return whole_of(codes, mesh, placements, shape), *own
+    scale, outer_scale = (whole_of(each, mesh, [Replicate()] * mesh.ndim, each.shape) for each in scales)
+    return whole_of(codes, mesh, placements, shape), scale, outer_scale
 
 
 def _grad_weight_of_codes(
@@ -162,7 +163,7 @@ def _grad_weight_of_codes(
 ) -> DTensor:
     mesh = grad_output.device_mesh
     a, packed = part_of("grad_weight", grad_output), part_of("grad_weight", codes)
-    quantizer = recipe.quantizer_read(GRAD_WEIGHT.b)
+    quantizer: Any = recipe.quantizer_read(GRAD_WEIGHT.b)
     dim = packed_while_kept(packed.layout, quantizer) % codes.ndim
     cuts = tuple(
         replace(cut, sizes=tuple(2 * size for size in cut.sizes)) if cut is not None and cut.dim == dim else cut

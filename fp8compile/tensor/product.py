@@ -38,7 +38,7 @@ def _fake(product: Tensor, a: Tensor, b: Tensor, quantizer: Quantizer) -> Tensor
     return torch.empty_like(product)
 
 
-def _setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     _, a, b, _ = inputs
     ctx.save_for_backward(a, b)
 
@@ -57,7 +57,7 @@ def _sharding(product: Tensor, a: Tensor, b: Tensor, quantizer: Quantizer) -> li
     return [Split((Cut(0), Cut(0), None, None), (0,)), Split((Cut(1), None, Cut(1), None), (1,))]
 
 
-def _samples() -> Iterator[tuple]:
+def _samples() -> Iterator[tuple[Any, ...]]:
     generator = torch.Generator().manual_seed(0)
     for m, k, n in ((5, 24, 7), (1, 8, 3), (0, 8, 4)):
         a, b = torch.randn(m, k, generator=generator), torch.randn(n, k, generator=generator).t()

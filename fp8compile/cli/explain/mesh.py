@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = ["explain_on_mesh", "sizes_of"]
 
-log = logging.getLogger(__name__)
+log: logging.Logger = logging.getLogger(__name__)
 WANTED = "a function of the mesh, or of the mesh and a recipe, that returns (model, args)"
 
 

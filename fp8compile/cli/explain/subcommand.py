@@ -33,7 +33,7 @@ package.module:name or FILE.py:name, a function that returns (model, args) or (m
 its class) with a method example_inputs(); FILE.py alone looks for model_and_inputs, then example
 """
 GPUS = ("h200", "b200")  # keys of PEAKS, which takes PyTorch to load
-log = logging.getLogger(__name__)
+log: logging.Logger = logging.getLogger(__name__)
 
 
 def add_parser(subparsers: Any) -> None:

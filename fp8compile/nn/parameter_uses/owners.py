@@ -49,7 +49,7 @@ class Owners:
         if (memory := memory_of(parameter)) is None:
             return
         own = local_itself(parameter)
-        part = own.storage_offset(), own.storage_offset() + own.numel()
+        part: tuple[int, int] = (own.storage_offset(), own.storage_offset() + own.numel())
         slots = self.parts.setdefault(memory, {}).setdefault(part, set())
         if parameter.ndim > 1 and not has_codes(parameter):  # codes are multiplied as such, by their class
             slots.add((module, name))

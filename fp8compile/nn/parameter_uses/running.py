@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from types import FrameType
 from typing import Any
 
 from torch import Tensor, nn
@@ -20,7 +21,7 @@ CALLS = nn.modules.module.__file__  # frames of __call__ and of hooks
 
 def running_method() -> str:
     """The innermost method of a module that is running."""
-    frame = sys._getframe(1)
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         code = frame.f_code
         if code.co_varnames[:1] == ("self",) and code.co_filename != CALLS:
@@ -44,7 +45,7 @@ class Watching(_compat.OnlookingMode):
         self.uses, self.owners = Uses(), Owners(model.modules())
         self.forms: dict[StorageWeakRef, Value] = {}
 
-    def look(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    def look(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the operator, and follow the parameters that it is called with."""
         result = func(*args, **kwargs)
         given = tensors_in([*args, *kwargs.values()])

@@ -29,6 +29,10 @@ class BrokenContract(Exception):
         mend: What to write.
     """
 
+    expected: str
+    found: str
+    mend: str
+
     def __init__(self, *, expected: str, found: str, mend: str) -> None:
         super().__init__(expected, found, mend)
         self.expected, self.found, self.mend = expected, found, mend

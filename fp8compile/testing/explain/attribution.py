@@ -82,9 +82,9 @@ class Owners:
         self, recorded: Recorded, weights: Mapping[int, Sequence[str]], constants: set[int], names: Names
     ) -> None:
         self.names = names
-        self.weights = [tuple(weights.get(id(tensor), ())) for tensor in recorded.inputs]
-        self.parameters = [isinstance(tensor, nn.Parameter) for tensor in recorded.inputs]
-        self.constants = [
+        self.weights: list[tuple[str, ...]] = [tuple(weights.get(id(tensor), ())) for tensor in recorded.inputs]
+        self.parameters: list[bool] = [isinstance(tensor, nn.Parameter) for tensor in recorded.inputs]
+        self.constants: list[bool] = [
             is_parameter or id(tensor) in constants
             for is_parameter, tensor in zip(self.parameters, recorded.inputs, strict=True)
         ]
@@ -93,15 +93,16 @@ class Owners:
         assert graph is not None, "what was recorded has run"
         forward = unfold(graph)
         self._add(forward.values)
-        self.forward = forward.values
-        self.known = {layer for form in self.forms.values() for weight in form.weights for layer in weight}
+        self.forward: list[Value] = forward.values
+        self.known: set[str] = {layer for form in self.forms.values() for weight in form.weights for layer in weight}
         self.backward: list[Value] = []
-        self.backward_graph = None if recorded.kept.backward is None else recorded.kept.backward.graph
+        kept = recorded.kept.backward
+        self.backward_graph: fx.Graph | None = None if kept is None else kept.graph
         self.gradients: dict[Value, tuple[str, ...]] = {}
         # a subgraph's names are its own
-        self.named = {v.node.name: v for v in forward.values if v.node.graph is graph.graph}
-        if recorded.kept.backward is not None:
-            backward = unfold(recorded.kept.backward, self.named)
+        self.named: dict[str, Value] = {v.node.name: v for v in forward.values if v.node.graph is graph.graph}
+        if kept is not None:
+            backward = unfold(kept, self.named)
             self.backward = backward.values
             for value, described in backward.outputs:
                 index = _input_index(described)

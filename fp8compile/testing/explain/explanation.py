@@ -34,7 +34,7 @@ from fp8compile.testing.graphs.report import Call, GraphReport, graph_report, is
 __all__ = ["Explanation", "explain"]
 
 
-log = logging.getLogger(__name__)
+log: logging.Logger = logging.getLogger(__name__)
 SHOWN = 5  # names in a line; the table has them all
 
 

@@ -115,7 +115,7 @@ def _support(model: nn.Module, gpu: Gpu) -> list[tuple[str, GemmSupport]]:
         ]
 
 
-def _support_of(layer: nn.Module, device: torch.device) -> list[GemmSupport]:
+def _support_of(layer: Any, device: torch.device) -> list[GemmSupport]:
     """How each product of a layer would run; for experts, the products of each weight."""
     if not isinstance(layer, ConvertedExperts):
         return list(recipe_support(layer.recipe, device, layer.weight.dtype))

@@ -204,7 +204,8 @@ def _gathered(gemm: Gemm, a: Tensor, b: Tensor) -> dict[str, str]:
     given: tuple[Any, ...] = (("a", a), ("b", b))  # DTensors
     parts = {side: Plain(t.to_local(), TensorLayout(cuts_of(t))) for side, t in given}
     steps = [(index, step.gather) for index, step in enumerate(steps_of(gemm, **parts)) if step.gather is not None]
-    return {parts[side].cuts[index].group.group_name: _tensor_name(getattr(gemm, side)) for index, side in steps}
+    cuts: dict[str, Any] = {side: part.cuts for side, part in parts.items()}
+    return {cuts[side][index].group.group_name: _tensor_name(getattr(gemm, side)) for index, side in steps}
 
 
 def _tensor_name(slot: str) -> str:

@@ -15,7 +15,8 @@ from fp8compile.testing.gpu.program.arithmetic import fma
 
 __all__ = ["computed"]
 
-aten, prims = torch.ops.aten, torch.ops.prims
+aten: Any = torch.ops.aten
+prims: Any = torch.ops.prims
 SUMS = (aten.mean.dim, aten.mean.default, aten.sum.dim_IntList, aten.sum.default)
 DIVISIONS = (aten.div.Tensor, aten.div.Scalar, prims.div.default)
 FUNCTIONS = ("exp", "rsqrt", "sigmoid", "tanh", "erf", "log", "sin", "cos", "exp2", "log2", "sqrt")

@@ -21,7 +21,8 @@ from fp8compile.testing.gpu.schedule import Schedule, ScheduledLaunch
 
 __all__ = ["Reference"]
 
-aten, prims = torch.ops.aten, torch.ops.prims
+aten: Any = torch.ops.aten
+prims: Any = torch.ops.prims
 LOW_PRECISION = (torch.bfloat16, torch.float16)
 
 
@@ -34,7 +35,7 @@ class Reference(fx.Interpreter):
 
     def __init__(self, graph: fx.GraphModule, gpu: Gpu, found: Schedule, *, rounds_each: bool) -> None:
         super().__init__(graph, garbage_collect_values=False)
-        self.products = Products(gpu)
+        self.products: Products = Products(gpu)
         self._rounds_each = rounds_each
         self._stored_by = found.stored_by
         self._computed_by = _computed_by(found)

@@ -194,12 +194,15 @@ class Program:
         poison: int,
         folder: str,
     ) -> None:
-        self.gpu, self.interpreter, self.poison, self.folder = gpu, interpreter, poison, folder
-        self.products = Products(gpu)
+        self.gpu: Gpu = gpu
+        self.interpreter: Interpreter = interpreter
+        self.poison: int = poison
+        self.folder: str = folder
+        self.products: Products = Products(gpu)
         self.launches: list[KernelLaunch] = []
         self.library_calls: list[str] = []
         self.configurations = 1
-        self.way = Way("forwards", None)
+        self.way: Way = Way("forwards", None)
         self._scope: dict[str, Any] = {"__name__": "generated", **constants}
         with pretend_gpu(gpu), self._pretend_runtime():
             exec(compile(source, "generated", "exec"), self._scope)
