@@ -13,9 +13,9 @@ from fp8compile import recipes
 from fp8compile._compat import is_fsdp_managed
 from fp8compile.nn.calls import called_layers
 from fp8compile.nn.candidates import is_converted, is_layer, matrices, weight_slots
-from fp8compile.nn.convert import LEFT_OUT, ROUTER
 from fp8compile.nn.experts import layout_of, routers
 from fp8compile.nn.parameter_uses import PAST_FORWARD, Kind, Uses, past_forward, uses_seen
+from fp8compile.nn.why_left_out import LEFT_OUT, ROUTER
 from fp8compile.quantizers import GEMMS, Recipe
 from fp8compile.tensor import GATHERED, PLAIN, shown
 

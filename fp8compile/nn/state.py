@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from fp8compile._compat import replicated
-from fp8compile.ops.layer.state import ROW_OF_WEIGHT
+from fp8compile.ops.layer.write_state import ROW_OF_WEIGHT
 from fp8compile.quantizers import TENSORS, Recipe
 from fp8compile.tensor import shown
 

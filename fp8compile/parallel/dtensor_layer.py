@@ -23,7 +23,7 @@ from fp8compile.layout.cuts import axis_blocks, split_axes
 from fp8compile.layout.packing import one_a_byte
 from fp8compile.layout.quantized import Plain, Quantized, TensorLayout
 from fp8compile.ops.inductor_hints import snapshot
-from fp8compile.ops.layer import state
+from fp8compile.ops.layer import write_state
 from fp8compile.ops.layer.amax_tokens import fsdp_tokens
 from fp8compile.ops.layer.fsdp_gather import reduced
 from fp8compile.ops.layer.kept_input import keep_input, kept_input_as_quantized, packed_while_kept
@@ -204,12 +204,12 @@ def _delayed_linear(
 ) -> tuple[DTensor, ...]:
     tensors = {"x": x, "weight": weight, "bias": bias, "amax_history": amax_history, "multiplier": multiplier}
     mesh = check_one_mesh("linear", tensors)
-    state.check_state(x, amax_history, multiplier, recipe)
+    write_state.check_state(x, amax_history, multiplier, recipe)
     used = snapshot(_state_of(multiplier))
     y = _linear(x, weight, bias, recipe, used)
     for_x, for_weight, _ = recipe.delayed()
     is_codes = for_weight is not None and has_codes(_compat.local_itself(weight))
-    kept = state.kept_amax(_state_of(amax_history)) if is_codes else _amax_over_ranks(weight, for_weight, used)
+    kept = write_state.kept_amax(_state_of(amax_history)) if is_codes else _amax_over_ranks(weight, for_weight, used)
     amaxes = _amax_over_ranks(x, for_x, used), kept
     everywhere = [Replicate()] * mesh.ndim
     return y, *(whole_of(each, mesh, everywhere, each.shape) for each in (used, *amaxes))
@@ -260,7 +260,7 @@ def _fsdp_delayed_linear(
     # the ranks that share a layer's tokens tell each other, as they do without FSDP; rows of the weight are for later
     amax_of_x = _amax_over_ranks(x, for_x, used)
     y = _fsdp_linear(x, shard, bias, amax, amax_for_grad_input, rows, recipe, used)
-    return y, used, amax_of_x, state.amax_of(shard.to(x.dtype), for_weight)
+    return y, used, amax_of_x, write_state.amax_of(shard.to(x.dtype), for_weight)
 
 
 def _fsdp_grad_input(

@@ -9,8 +9,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from fp8compile.nn.experts.classes import ConvertedExperts
-from fp8compile.nn.experts.hosts import holds_no_stacks, host_of, num_experts
+from fp8compile.nn.experts.converted_class import ConvertedExperts
+from fp8compile.nn.experts.known_modules import holds_no_stacks, host_of, num_experts
 from fp8compile.nn.experts.overflow import counter_of, start_counting
 from fp8compile.nn.experts.placed import DispatchOptions, check_mesh, spread_experts
 from fp8compile.nn.experts.routed import ROUTED

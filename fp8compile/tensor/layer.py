@@ -15,7 +15,7 @@ from fp8compile.layout.quantized import STACK, Quantized
 from fp8compile.ops.layer import LAYER_OPS, OPS_OF_LAYERS, layers
 from fp8compile.ops.layer.operands import Phase
 from fp8compile.quantizers import GEMMS, Gemm, Quantizer, Recipe
-from fp8compile.tensor.quantized import LAYERS, QuantizedTensor, cuts_blocks, has_codes
+from fp8compile.tensor.quantized_tensor import LAYERS, QuantizedTensor, cuts_blocks, has_codes
 
 __all__ = ["check_serves", "is_stack", "unserved"]
 

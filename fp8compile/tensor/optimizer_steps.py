@@ -28,7 +28,7 @@ from fp8compile._compat import local_itself, untraced
 from fp8compile.tensor.update import assign
 
 if TYPE_CHECKING:
-    from fp8compile.tensor.parameter import QuantizedParameter
+    from fp8compile.tensor.quantized_parameter import QuantizedParameter
 
 __all__ = [
     "Pending",

@@ -13,7 +13,7 @@ from torch import Tensor
 from fp8compile.layout.packing import packed_dim
 from fp8compile.tensor.attributes import moved
 from fp8compile.tensor.codes import Codes
-from fp8compile.tensor.parameter import BLANK, WHOLE, WRITES, QuantizedParameter
+from fp8compile.tensor.quantized_parameter import BLANK, WHOLE, WRITES, QuantizedParameter
 from fp8compile.tensor.scale_without_values import scale_without_values
 from fp8compile.tensor.shards import cut_dim
 from fp8compile.tensor.update import shared_with

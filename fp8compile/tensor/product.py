@@ -21,7 +21,7 @@ from fp8compile.ops.scaled_mm import multiply_operands
 from fp8compile.ops.sharding import Cut, Split
 from fp8compile.quantizers import CurrentScaling, GemmConfig, Quantizer
 from fp8compile.tensor.arguments import SOURCE_DTYPES
-from fp8compile.tensor.quantized import LAYERS, QuantizedTensor, cuts_blocks
+from fp8compile.tensor.quantized_tensor import LAYERS, QuantizedTensor, cuts_blocks
 
 __all__ = ["scaled_mm", "with_product_gradient"]
 

@@ -23,7 +23,7 @@ from fp8compile.ops.layer.quantize import quantize_part
 from fp8compile.quantizers import Quantizer
 from fp8compile.quantizers.check_returned import shape_said
 from fp8compile.tensor.arguments import SOURCE_DTYPES, not_dense, own_sizes, shown
-from fp8compile.tensor.quantized import QuantizedTensor
+from fp8compile.tensor.quantized_tensor import QuantizedTensor
 
 __all__ = ["quantize"]
 

@@ -22,7 +22,7 @@ from fp8compile.quantizers import DelayedScaling, Quantizer
 from fp8compile.tensor.codes import Codes
 
 if TYPE_CHECKING:
-    from fp8compile.tensor.parameter import QuantizedParameter
+    from fp8compile.tensor.quantized_parameter import QuantizedParameter
 
 __all__ = ["assign", "count_write", "shared_with", "stand_for"]
 

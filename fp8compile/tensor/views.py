@@ -16,7 +16,7 @@ from torch import Tensor
 from fp8compile import _compat
 from fp8compile.layout.packing import packed_dim
 from fp8compile.tensor.codes import Codes
-from fp8compile.tensor.quantized import HANDLERS, VIEWS, QuantizedTensor, no_meaning
+from fp8compile.tensor.quantized_tensor import HANDLERS, VIEWS, QuantizedTensor, no_meaning
 
 __all__ = ["ALIASES"]
 

@@ -11,8 +11,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from fp8compile.tensor.arguments import SOURCE_DTYPES
 from fp8compile.tensor.codes import Codes
 from fp8compile.tensor.optimizer_steps import computed_values, values_of, write
-from fp8compile.tensor.parameter import SLICE, WRITES, QuantizedParameter
-from fp8compile.tensor.quantized import QuantizedTensor, has_codes
+from fp8compile.tensor.quantized_parameter import SLICE, WRITES, QuantizedParameter
+from fp8compile.tensor.quantized_tensor import QuantizedTensor, has_codes
 from fp8compile.tensor.update import count_write
 
 __all__ = ["READS", "UPDATES"]

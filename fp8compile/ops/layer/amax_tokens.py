@@ -22,7 +22,7 @@ from torch import Tensor
 
 from fp8compile.ops.collectives import all_reduce_amaxes, sent_in_backward
 from fp8compile.ops.layer.samples import delayed_samples
-from fp8compile.ops.layer.state import check_state, update_state
+from fp8compile.ops.layer.write_state import check_state, update_state
 from fp8compile.ops.registry import register_op
 from fp8compile.quantizers import Recipe
 from fp8compile.quantizers.constant import Constant

@@ -18,7 +18,7 @@ from fp8compile.ops.inductor_hints import snapshot
 from fp8compile.ops.layer.operands import Operands, Phase
 from fp8compile.ops.layer.placements import Placement, RowsOverFsdpBase
 from fp8compile.ops.layer.rows import Rows
-from fp8compile.ops.layer.state import (
+from fp8compile.ops.layer.write_state import (
     amax_of,
     check_repeated_forward,
     check_state,

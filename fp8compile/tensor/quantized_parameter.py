@@ -20,12 +20,12 @@ from fp8compile.ops.layer.quantize import cast_part, positions, scales_of, whole
 from fp8compile.quantizers import GEMMS, Quantizer
 from fp8compile.tensor.attributes import moved
 from fp8compile.tensor.codes import Codes
-from fp8compile.tensor.fully_shard import FullyShardHooks
+from fp8compile.tensor.fsdp2_hooks import FullyShardHooks
 from fp8compile.tensor.gather_layout import SetToGather
 from fp8compile.tensor.gather_policy import BOTH, GatherPolicy
 from fp8compile.tensor.optimizer_steps import Pending, check_outside_of_graph_of_step, listen_to_optimizers, settle
 from fp8compile.tensor.quantize import quantize
-from fp8compile.tensor.quantized import INNER, LAYERS, QuantizedTensor
+from fp8compile.tensor.quantized_tensor import INNER, LAYERS, QuantizedTensor
 from fp8compile.tensor.shards import cut_dim, share_scales_of_shard
 
 __all__ = ["BLANK", "EXTENTS", "SHARD", "SLICE", "WHOLE", "QuantizedParameter", "as_leaf", "is_quantized_parameter"]

@@ -11,7 +11,7 @@ import torch
 
 from fp8compile._compat import graph_tracer, nodes_of
 from fp8compile.inductor.fusion import VIEWS
-from fp8compile.inductor.partitioner import current_marks
+from fp8compile.inductor.partitioner_marks import current_marks
 
 __all__ = ["constant", "once_a_graph"]
 

@@ -26,7 +26,7 @@ from fp8compile.quantizers import GEMMS
 from fp8compile.tensor.codes import Codes
 from fp8compile.tensor.gather_layout import GatherLayout, SetToGather, as_sent, codes_to_send
 from fp8compile.tensor.gather_policy import BOTH, PLAIN, GatherPolicy
-from fp8compile.tensor.quantized import QuantizedTensor
+from fp8compile.tensor.quantized_tensor import QuantizedTensor
 from fp8compile.tensor.scale_without_values import scale_without_values
 
 __all__ = ["FullyShardHooks"]

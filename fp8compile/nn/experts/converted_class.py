@@ -15,7 +15,7 @@ from fp8compile._compat import is_sharded_class
 from fp8compile.nn.codes_in_state import CodesInState
 from fp8compile.nn.converted_layers import CONVERTED
 from fp8compile.nn.experts.host import Host
-from fp8compile.nn.experts.hosts import host_of, host_of_class, is_experts, layout_of
+from fp8compile.nn.experts.known_modules import host_of, host_of_class, is_experts, layout_of
 from fp8compile.nn.experts.overflow import NAME, place_counter
 from fp8compile.nn.experts.placed import DispatchOptions
 from fp8compile.nn.functional import check_recipe
