@@ -87,7 +87,7 @@ def device_of(layer: nn.Module) -> torch.device:
     return attrgetter(weight_names(layer)[0])(layer).device
 
 
-def converted_class(layer: nn.Module) -> type:
+def converted_class(layer: nn.Module) -> type[Any]:
     """The class of a layer once it is converted. It is made before anything is changed, and may raise."""
     if isinstance(layer, nn.Linear):
         return float8_class(type(layer))  # type: ignore[arg-type]  # classes are hashable

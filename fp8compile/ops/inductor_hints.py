@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 
 from fp8compile import inductor
 from fp8compile.ops.registry import register_op
@@ -31,13 +32,13 @@ def _sharding(x: Tensor) -> list[Split]:
     return along_every_dim(x.ndim, inputs=1, outputs=1)
 
 
-def _samples() -> Iterator[tuple]:
+def _samples() -> Iterator[tuple[Any, ...]]:
     yield (torch.arange(6.0).view(2, 3),)
     yield (torch.arange(6.0).view(2, 3).t(),)
     yield (torch.empty(0, 3),)
 
 
-def _register(name: str, lower: Callable) -> torch._ops.OpOverload:
+def _register(name: str, lower: Callable[..., Any]) -> torch._ops.OpOverload:
     """Register an op that copies its tensor; ``lower`` is its lowering, from IR to IR."""
     op = register_op(
         name,
@@ -67,13 +68,13 @@ def _after_sharding(x: Tensor, other: Tensor) -> list[Split]:
     return along_every_dim(x.ndim, inputs=1, outputs=1, others=1)
 
 
-def _after_samples() -> Iterator[tuple]:
+def _after_samples() -> Iterator[tuple[Any, ...]]:
     yield torch.arange(6.0).view(2, 3), torch.ones(4)
     yield torch.arange(6.0).view(2, 3).t(), torch.ones(())
     yield torch.empty(0, 3), torch.empty(0, dtype=torch.uint8)
 
 
-after = register_op(
+after: OpOverload = register_op(
     "fp8compile::after",
     _after,
     fake=_after_fake,

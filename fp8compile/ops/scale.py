@@ -7,9 +7,11 @@ on all ranks, and where a third party's scale rule runs.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 
 from fp8compile.ops import samples
 from fp8compile.ops.inductor_hints import realize
@@ -55,7 +57,7 @@ def _sharding(amax: Tensor, quantizer: Quantizer) -> list[Split]:
     return along_every_dim(amax.ndim, inputs=1, outputs=2, others=1)
 
 
-def _samples() -> Iterator[tuple]:
+def _samples() -> Iterator[tuple[Any, ...]]:
     special = torch.tensor([[0.0, 1e-45, 1e-39, 448.0], [3.4e38, torch.inf, torch.nan, 1.75]])
     for quantizer in samples.quantizers():
         yield special, quantizer
@@ -63,7 +65,7 @@ def _samples() -> Iterator[tuple]:
         yield special[:0], quantizer
 
 
-scale = register_op(
+scale: OpOverload = register_op(
     "fp8compile::scale",
     _kernel,
     fake=_fake,
