@@ -25,14 +25,14 @@ __all__ = ["scale"]
 
 def _multiplier(amax: Tensor, quantizer: Quantizer) -> Tensor:
     found = quantizer.multiplier(amax)
-    if is_own(type(quantizer)):
+    if is_own(type(quantizer)):  # type: ignore[arg-type]  # classes are hashable
         return found
     return returned(found, quantizer, "multiplier", amax.shape, torch.float32, "that of amax")
 
 
 def _scale(multiplier: Tensor, quantizer: Quantizer) -> Tensor:
     found = quantizer.scale_of(multiplier)
-    if is_own(type(quantizer)):
+    if is_own(type(quantizer)):  # type: ignore[arg-type]  # classes are hashable
         return found
     what = "that of multiplier, in scale_dtype()"
     return returned(found, quantizer, "scale_of", multiplier.shape, dtype_said(quantizer), what)

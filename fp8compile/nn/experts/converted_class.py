@@ -77,7 +77,7 @@ class ConvertedModule(CodesInState, MadeClass):
     def extra_repr(self) -> str:
         """The text of the class, and the recipe, by name if it has one."""
         name = describe(self.recipe)
-        own = super().extra_repr()  # type: ignore[misc]
+        own = super().extra_repr()
         return f"{own}{', ' if own else ''}recipe={shown(self.recipe) if name == 'custom' else name}"
 
     def __prepare_scriptable__(self) -> Any:
@@ -102,7 +102,7 @@ class ConvertedExperts(ConvertedModule):
         check_recipe_of_groups(recipe)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        super()._apply(fn, recurse)  # type: ignore[misc]
+        super()._apply(fn, recurse)
         place_counter(self)
         return self
 

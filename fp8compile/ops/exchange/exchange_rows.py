@@ -33,9 +33,8 @@ def _kernel(rows: Tensor, sizes: Tensor, back: bool, length: int | None, group: 
 
 
 def _fake(rows: Tensor, sizes: Tensor, back: bool, length: int | None, group: str) -> Tensor:
-    if length is None:
-        length = _compat.new_dynamic_size()
-    return rows.new_empty((length, *rows.shape[1:]))
+    received: Any = _compat.new_dynamic_size() if length is None else length
+    return rows.new_empty((received, *rows.shape[1:]))
 
 
 def _samples() -> Iterator[tuple[Any, ...]]:

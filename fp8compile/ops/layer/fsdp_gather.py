@@ -49,7 +49,8 @@ def reduced(grad: Tensor, dtype: torch.dtype, rows: Rows) -> Tensor:
         dtype: Dtype of the result.
         rows: How the parameter is cut.
     """
-    copies = _resolve_process_group(rows.replicas).size() if rows.replicas else 1
+    replicas: Any = rows.replicas  # a name
+    copies = _resolve_process_group(replicas).size() if replicas else 1
     ranks = len(rows.sizes) * copies
     reduce_dtype = getattr(torch, rows.reduce_dtype)
     # float32 and bfloat16 have room for a sum; which divides first, NCCL's mean or we, is not to differ from FSDP2

@@ -68,10 +68,13 @@ class LayerOp:
     def parameters(self) -> list[inspect.Parameter]:
         """The op's schema."""
         hints = get_type_hints(self.placement)
-        found = {self.placement.weight_name if name == "weight" else name: Tensor for name in self.names}
+        found: dict[str, Any] = {
+            self.placement.weight_name if name == "weight" else name: Tensor for name in self.names
+        }
         if "bias" in found:
             found["bias"] = Tensor | None
-        found |= {name: hints[name] for name in self.placement.__match_args__}
+        fields: tuple[str, ...] = self.placement.__match_args__
+        found |= {name: hints[name] for name in fields}
         found |= {"quantizer": Quantizer} if self.kind == "kept_input" else {"recipe": Recipe}
         kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
         return [inspect.Parameter(name, kind, annotation=hint) for name, hint in found.items()]
@@ -97,11 +100,14 @@ class LayerOp:
             x, weight, bias = tensors
             return layer.output(phase, x, weight, ends, bias, place, last, codes)
         if self.kind == "grad_input":
-            return layer.grad_input(phase, *tensors, ends, place, last, codes)
+            grad_output, weight = tensors
+            return layer.grad_input(phase, grad_output, weight, ends, place, last, codes)
         if self.kind == "grad_weight":
-            return layer.grad_weight(phase, *tensors, ends, place, last)
+            grad_output, x = tensors
+            return layer.grad_weight(phase, grad_output, x, ends, place, last)
         if self.kind == "kept_input":
-            return layer.keep(phase, *tensors, ends, place, last)
+            (x,) = tensors
+            return layer.keep(phase, x, ends, place, last)
         grad_output, *kept = tensors
         return layer.grad_weight_of_codes(phase, grad_output, tuple(kept), ends, place, last)
 
@@ -112,13 +118,15 @@ class LayerOp:
             x, weight, _ = tensors
             layer.check(x, ends, place, last)
             y = place.empty_output(x, weight, ends)
-            return (y, *place.empty_beside()) if place.has_state else y
+            stateful: Any = place
+            return (y, *stateful.empty_beside()) if place.has_state else y
         if self.kind == "grad_input":
             return place.empty_grad_input(*tensors)
         if self.kind == "grad_weight":
             return place.empty_grad_weight(tensors[0], tensors[1].shape[-1], ends)
         if self.kind == "kept_input":
-            return layer.keep(Phase.FORWARD, *tensors, ends, place, last)
+            (x,) = tensors
+            return layer.keep(Phase.FORWARD, x, ends, place, last)
         layout = place.layouts(tensors[0].ndim, ends).input
         features = features_of(tensors[1].shape, last.quantizer_read(GRAD_WEIGHT.b), layout)
         return place.empty_grad_weight(tensors[0], features, ends)
@@ -176,7 +184,8 @@ class _Derivative:
         ctx.placements = _compat.placement_of(x)
         ctx.recipe, ctx.dtype, ctx.has_bias, used = recipe, weight.dtype, bias is not None, None
         if place.has_state:
-            used = place.keep_used(ctx, output)
+            stateful: Any = place
+            used = stateful.keep_used(ctx, output)
         kept: tuple[Tensor, ...] = (x,) if needs_weight else ()
         if needs_weight and keeps_codes(x, recipe):
             quantizer = recipe.quantizer_read(GRAD_WEIGHT.b)
@@ -214,7 +223,8 @@ def _given(ends: Tensor | None) -> tuple[Tensor, ...]:
 
 
 def _fields_of(place: Placement) -> list[Any]:
-    return [getattr(place, name) for name in place.__match_args__]
+    fields: tuple[str, ...] = place.__match_args__
+    return [getattr(place, name) for name in fields]
 
 
 # ---------------------------------------------------------------------------------- registration
@@ -320,7 +330,8 @@ class _Samples:
     def _each(self) -> Iterator[tuple[Any, ...]]:
         for args in self.samples():
             (x, weight, _), ends, place, recipe = self.op.split(args)
-            used = place.multiplier if place.has_state else None
+            stateful: Any = place
+            used = stateful.multiplier if place.has_state else None
             generator = torch.Generator().manual_seed(1)
             tokens = place.tokens_of_output(x.shape[:-1])
             grad = torch.randn((place.out_features(weight.shape, ends), *tokens), generator=generator)

@@ -39,7 +39,7 @@ def _recipes() -> Iterator[Recipe]:
     """Delayed scaling everywhere, with grad_weight in high precision, and beside current scaling."""
     value, grad = DelayedScaling(history=4), DelayedScaling(format="e5m2", history=4, margin=1)
     own = CurrentScaling()
-    every = {"input": value, "weight": value, "grad_output": grad, "weight_for_grad_input": value}
+    every: dict[str, Any] = {"input": value, "weight": value, "grad_output": grad, "weight_for_grad_input": value}
     yield Recipe(**every, grad_output_for_grad_weight=grad, input_for_grad_weight=value)
     yield Recipe(**every)
     yield Recipe(input=value, weight=own, grad_output=own, weight_for_grad_input=own)
