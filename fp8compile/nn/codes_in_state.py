@@ -6,7 +6,7 @@ weight    weight_codes, weight_scale,  and of two sets  weight_codes_for_grad_in
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -61,7 +61,11 @@ def _placed(weight: Any, local: Tensor | None, placements: Sequence[Any], shape:
     )
 
 
-PARTS = {"codes": codes_of, "scale": scale_of, "outer_scale": outer_scale_of}
+PARTS: dict[str, Callable[[Tensor, Codes], Tensor | None]] = {
+    "codes": codes_of,
+    "scale": scale_of,
+    "outer_scale": outer_scale_of,
+}
 ENDS = ("", "_for_grad_input")  # of the first set of codes, and of the second
 
 

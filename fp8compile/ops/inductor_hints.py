@@ -105,7 +105,7 @@ def _lower_realize(x: Any) -> Any:
     return x
 
 
-realize = _register("fp8compile::realize", _lower_realize)
+realize: OpOverload = _register("fp8compile::realize", _lower_realize)
 """A value that Inductor computes once and stores, instead of once for each use.
 
 Inductor inlines pointwise code into whatever reads it. For the multiplier of a block that means an exact (float64)
@@ -121,7 +121,7 @@ def _lower_snapshot(x: Any) -> Any:
     return copy
 
 
-snapshot = _register("fp8compile::snapshot", _lower_snapshot)
+snapshot: OpOverload = _register("fp8compile::snapshot", _lower_snapshot)
 """A copy that keeps its values when the tensor that it was made of is overwritten.
 
 `clone` would say the same, but compilers take a clone of an unchanged input for the input itself, also where another
@@ -139,7 +139,7 @@ def _lower_store(x: Any) -> Any:
     return x
 
 
-store = _register("fp8compile::store", _lower_store)
+store: OpOverload = _register("fp8compile::store", _lower_store)
 """Codes that Inductor lays down once, as they are, for all GEMMs that read them.
 
 Layers that share an input, such as q, k and v, share its codes. But Inductor copies what a product reads through a

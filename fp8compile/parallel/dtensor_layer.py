@@ -10,7 +10,7 @@ send codes, one byte an element, and scales.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -300,7 +300,7 @@ def _fsdp_tokens(origin: DTensor, amax_history: Tensor, multiplier: Tensor, reci
     return fsdp_tokens(multiplier, amax_history, multiplier, recipe)  # of the origin only its gradient matters
 
 
-HANDLERS = {
+HANDLERS: dict[str, Callable[..., Any]] = {
     "fp8compile::linear": _linear,
     "fp8compile::grad_input": _grad_input,
     "fp8compile::grad_weight": _grad_weight,

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 
 from fp8compile.layout.quantized import WHOLE, Quantized
 from fp8compile.ops.registry import register_op
@@ -65,7 +66,7 @@ def _samples() -> Iterator[tuple[Any, ...]]:
         yield (a @ b).round(), a.bfloat16(), b.bfloat16(), CurrentScaling()
 
 
-with_product_gradient = register_op(
+with_product_gradient: OpOverload = register_op(
     "fp8compile::with_product_gradient",
     _kernel,
     fake=_fake,

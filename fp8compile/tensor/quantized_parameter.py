@@ -100,6 +100,9 @@ class QuantizedParameter(FullyShardHooks, QuantizedTensor):
     extent: str = WHOLE
     may_cut_blocks = True
     _shared: _Shared
+    group: ProcessGroup | None
+    shard_dim: int | None
+    sizes: tuple[int, ...] | None
     # declared, so that they are no attributes of others
     _codes: Tensor
     _scale: Tensor

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Hashable
 from types import FrameType
 from typing import Any
 
 from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from fp8compile import _compat
 from fp8compile.nn.parameter_uses.flow import DATA, Value, result_of
@@ -42,8 +42,9 @@ class Watching(_compat.OnlookingMode):
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        self.uses, self.owners = Uses(), Owners(model.modules())
-        self.forms: dict[StorageWeakRef, Value] = {}
+        self.uses: Uses = Uses()
+        self.owners: Owners = Owners(model.modules())
+        self.forms: dict[Hashable, Value] = {}
 
     def look(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the operator, and follow the parameters that it is called with."""

@@ -22,7 +22,7 @@ from fp8compile.quantizers.constant import salt_with
 __all__ = ["new_gemm", "new_grouped_gemm"]
 
 # what to write for a function that was left out, and what it is called with
-FUNCTIONS = {
+FUNCTIONS: dict[str, tuple[tuple[str, ...], str]] = {
     "takes": (
         ("a", "b"),
         "a function (a, b) of the two quantizers that returns whether the GEMM reads their codes and scales; "

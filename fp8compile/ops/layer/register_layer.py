@@ -33,7 +33,8 @@ from fp8compile.quantizers import Gemm, Quantizer, Recipe, TwoLevelScaling
 
 __all__ = ["LAYER_OPS", "OPS_OF_LAYERS", "Layer", "LayerOp", "register_layer"]
 
-TENSORS = {  # names of the tensors that an op takes before its placement; offsets are those of groups alone
+# names of the tensors that an op takes before its placement; offsets are those of groups alone
+TENSORS: dict[str, tuple[str, ...]] = {
     "output": ("x", "weight", "offsets", "bias"),
     "grad_input": ("grad_output", "weight", "offsets"),
     "grad_weight": ("grad_output", "x", "offsets"),
