@@ -12,7 +12,7 @@ from typing import Any
 
 __all__ = ["add_parser", "examine"]
 
-log = logging.getLogger(__name__)
+log: logging.Logger = logging.getLogger(__name__)
 PACKAGES = ("torch", "triton", "numpy", "rich", "matplotlib", "torchao")
 
 
@@ -127,7 +127,7 @@ def _print_table(rows: list[tuple[str, ...]]) -> None:
 
 def _recipe_lines(row: dict[str, Any]) -> list[tuple[str, ...]]:
     """A line for the GEMMs of a recipe that run the same way, the way last."""
-    lines = []
+    lines: list[tuple[str, ...]] = []
     for layers in ("gemms", "experts"):
         ways: dict[str, list[str]] = {}
         for gemm in row[layers]:

@@ -99,7 +99,7 @@ def left_in_backward() -> AbstractContextManager[None]:
     return _marked(IN_BACKWARD)
 
 
-def current_marks() -> tuple:
+def current_marks() -> tuple[Any, ...]:
     """The marks in effect; results with different marks are not shared."""
     from torch.fx import traceback
 

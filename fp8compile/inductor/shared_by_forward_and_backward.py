@@ -20,7 +20,7 @@ RESULTS = "_fp8compile_results"  # on a graph that is being traced
 PARTS = VIEWS | {torch.ops.aten.select.int, torch.ops.aten.constant_pad_nd.default, torch.ops.aten.clone.default}
 
 
-def once_a_graph(fn: Callable) -> Callable:
+def once_a_graph(fn: Callable[..., Any]) -> Callable[..., Any]:
     """Make equal calls of a function in one traced graph a single call.
 
     PyTorch's partitioner merges equal nodes. But from 2.15 on it does not merge a node that only the forward needs
@@ -63,7 +63,7 @@ def constant(number: float, dtype: torch.dtype, like: torch.Tensor, shape: tuple
     return _remembered(found[0].graph, key, make)
 
 
-def _remembered(graph: torch.fx.Graph, key: tuple, make: Callable[[], Any]) -> Any:
+def _remembered(graph: torch.fx.Graph, key: tuple[Any, ...], make: Callable[[], Any]) -> Any:
     """The result of ``make`` for this key, remembered while this graph is traced."""
     results = vars(graph).setdefault(RESULTS, {})
     if key not in results:

@@ -13,13 +13,12 @@ This module needs Triton; `fp8compile.ops.quantize_both` imports it when a GPU a
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.language.target_info import cuda_capability_geq
 
-from fp8compile.formats import FLOAT32_EXPONENT_MASK, FLOAT32_MANTISSA_BITS, FLOAT32_MAX
+from fp8compile.formats import E4M3, FLOAT32_EXPONENT_MASK, FLOAT32_MANTISSA_BITS, FLOAT32_MAX
 from fp8compile.quantizers import CurrentScaling
 
 __all__ = ["WARPS", "both_directions", "both_kernel", "constants"]
@@ -162,7 +161,7 @@ def _of_direction(prefix: str, quantizer: CurrentScaling) -> dict[str, object]:
     return {
         f"{prefix}_MAX": fmt.max,
         f"{prefix}_EXPONENT": fmt.max_exponent,
-        f"{prefix}_E4M3": fmt.dtype == torch.float8_e4m3fn,
+        f"{prefix}_E4M3": fmt == E4M3,
         f"{prefix}_RULE": RULES[quantizer.scale],
         f"{prefix}_EPS": float(quantizer.eps),
     }

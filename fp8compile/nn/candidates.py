@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from operator import attrgetter
+from typing import Any, TypeGuard
 
 import torch
 from torch import nn
@@ -44,7 +45,7 @@ def is_layer(module: nn.Module) -> bool:
     return isinstance(module, nn.Linear) or is_hosted(module)
 
 
-def is_converted(module: nn.Module) -> bool:
+def is_converted(module: nn.Module) -> TypeGuard[Linear | ConvertedModule]:
     """Whether a module is in FP8."""
     return isinstance(module, (Linear, ConvertedModule))
 
@@ -86,16 +87,19 @@ def device_of(layer: nn.Module) -> torch.device:
     return attrgetter(weight_names(layer)[0])(layer).device
 
 
-def converted_class(layer: nn.Module) -> type:
+def converted_class(layer: nn.Module) -> type[Any]:
     """The class of a layer once it is converted. It is made before anything is changed, and may raise."""
-    return float8_class(type(layer)) if isinstance(layer, nn.Linear) else hosted_class(type(layer))
+    if isinstance(layer, nn.Linear):
+        return float8_class(type(layer))  # type: ignore[arg-type]  # classes are hashable
+    return hosted_class(type(layer))
 
 
 def put_in_float8(layer: nn.Module, recipe: Recipe, amax_group: ProcessGroup | None) -> None:
     """Swap a layer's class, in place: whoever else holds the module, in a list or a closure, has FP8 too."""
     if isinstance(layer, nn.Linear):
-        layer.__class__ = float8_class(type(layer))
-        become_float8(layer, recipe, amax_group if recipe.history() else None)
+        converted: Any = layer
+        converted.__class__ = float8_class(type(layer))  # type: ignore[arg-type]  # classes are hashable
+        become_float8(converted, recipe, amax_group if recipe.history() else None)
     else:
         become_float8_hosted(layer, recipe)
 
@@ -109,6 +113,7 @@ def go_back(layer: nn.Module) -> None:
     """Undo `put_in_float8`."""
     if isinstance(layer, Linear):
         become_plain(layer)
-        layer.__class__ = layer._plain
+        plain: Any = layer._plain
+        layer.__class__ = plain
     else:
         become_plain_hosted(layer)

@@ -184,7 +184,7 @@ def revert(model: nn.Module) -> nn.Module:
     for layer in every:
         if is_converted(layer) and (reason := cannot_go_back(layer)) is not None:
             raise TypeError(f"revert: {reason}")
-    if type(model).__name__ == "OptimizedModule" and is_converted(model._orig_mod):
+    if type(model).__name__ == "OptimizedModule" and is_converted(model.get_submodule("_orig_mod")):
         raise TypeError("revert: the layer itself was compiled, and would go on in FP8. Revert what was compiled.")
     stop_watching(model)
     for layer in every:

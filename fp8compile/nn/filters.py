@@ -91,7 +91,7 @@ def resolve_filter(filter: Filter | None, fqns: list[str]) -> Reason:
         ValueError: A pattern matches no linear.
     """
     if filter is None:
-        return default_filter_reason  # type: ignore[return-value]
+        return default_filter_reason
     if callable(filter) and not isinstance(filter, type):  # filter=nn.Linear would make a layer of each layer
         return lambda module, fqn: None if filter(module, fqn) else "left out by the filter"
     patterns = (filter,) if isinstance(filter, str) else tuple(filter) if isinstance(filter, Iterable) else None

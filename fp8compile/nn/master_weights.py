@@ -87,9 +87,9 @@ class MasterWeights(Optimizer):
         weights = [p for group in self.param_groups for p in group["params"]]
         self._masters = {p: self._master_of(p) for p in weights if _is_quantized(p)}
         with self._lent(self.param_groups):
-            self.inner = optimizer([dict(group) for group in self.param_groups], **options)
+            self.inner: Optimizer = optimizer([dict(group) for group in self.param_groups], **options)
         self._share_groups([group["params"] for group in self.param_groups])
-        self.defaults = self.inner.defaults
+        self.defaults: dict[str, Any] = self.inner.defaults
         self._ready = True
         self._free()
 
@@ -181,9 +181,9 @@ class MasterWeights(Optimizer):
         """Use the inner optimizer's groups, which it just made from masters, as the groups of weights."""
         for group, params in zip(self.inner.param_groups, weights, strict=True):
             group["params"] = params
-        self.param_groups = self.inner.param_groups
+        self.param_groups: list[dict[str, Any]] = self.inner.param_groups
 
-    def _as_written(self, params: list[Tensor]) -> tuple[list, ...]:
+    def _as_written(self, params: list[Tensor]) -> tuple[Any, ...]:
         """What `assign` takes: local weights, their masters, and how these are rounded."""
         weights = [local_itself(p) for p in params]
         # as a copy of the master in the weight's dtype would be; noise is for the digits that such a copy loses
@@ -205,7 +205,8 @@ class MasterWeights(Optimizer):
     def _rounding_of(self, quantizer: Quantizer) -> Quantizer:
         if self._rounding == "nearest":
             return quantizer
-        return replace(quantizer, rounding="stochastic", seed=(self._seed + 65537 * self._steps) & 0x7FFFFFFF)
+        rounding: dict[str, Any] = {"rounding": "stochastic", "seed": (self._seed + 65537 * self._steps) & 0x7FFFFFFF}
+        return replace(quantizer, **rounding)
 
     def _fill(self, params: list[Tensor]) -> None:
         """Fill masters that are not kept with the values of the codes."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 from torch.nn.utils.parametrize import ParametrizationList
@@ -119,6 +120,7 @@ class ConversionReport:
 
 def _layer_row(fqn: str, module: nn.Module, uses: Uses, called: set[nn.Module] | None) -> ConversionRow:
     converted, sizes = is_converted(module), matrices(module)
+    layer: Any = module  # if it is converted
     is_linear = isinstance(module, nn.Linear)
     not_seen = "convert() has not seen it"
     return ConversionRow(
@@ -126,14 +128,14 @@ def _layer_row(fqn: str, module: nn.Module, uses: Uses, called: set[nn.Module] |
         module=type(module).__name__,
         converted=converted,
         reason="" if converted else getattr(module, LEFT_OUT, not_seen),
-        recipe=module.recipe if converted else None,
+        recipe=layer.recipe if converted else None,
         in_features=sizes[0][1],
         out_features=sizes[0][0],
         experts=0 if is_linear else layout_of(module).num_experts,
         matrices=tuple(sizes),
         gathered=getattr(module, GATHERED, ""),
         sharded=is_fsdp_managed(module),
-        quantized_weight=converted and module.is_quantized(),
+        quantized_weight=converted and layer.is_quantized(),
         past_forward=(past_forward(module, uses) or "") if converted else "",
         called=module in called if converted and called is not None else None,
     )

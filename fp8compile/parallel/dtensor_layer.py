@@ -11,7 +11,7 @@ send codes, one byte an element, and scales.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -69,9 +69,10 @@ class _Right:
 
 def _codes_of(gemm: Gemm, weight: Plain, recipe: Recipe) -> Quantized:
     """The codes of a weight that was quantized before FSDP gathered it."""
-    function, local = gemm.name, weight.local
-    check_serves(function, local, recipe)
-    part, local = local.shape, local.set_of(gemm)
+    function, quantized = gemm.name, weight.local
+    assert has_codes(quantized), "the weight is quantized"
+    check_serves(function, quantized, recipe)
+    part, local = quantized.shape, quantized.set_of(gemm)
     sides = axis_blocks(part, weight.cuts, local.quantizer.block)
     whole = split_axes(part, weight.cuts, local.quantizer.block)
     shape = tuple(side.total if split else side.length for side, split in zip(sides, whole, strict=True))
@@ -180,8 +181,8 @@ def _kept_input(x: DTensor, quantizer: Quantizer) -> tuple[DTensor, DTensor, DTe
     codes, *scales = keep_input(part, quantizer, STEPS[Phase.EAGER])
     shape, placements = list(x.shape), [Replicate() if p.is_partial() else p for p in x.placements]
     shape[packed_while_kept(part.layout, quantizer)] //= 2
-    own = [whole_of(each, mesh, [Replicate()] * mesh.ndim, each.shape) for each in scales]
-    return whole_of(codes, mesh, placements, shape), *own
+    scale, outer_scale = (whole_of(each, mesh, [Replicate()] * mesh.ndim, each.shape) for each in scales)
+    return whole_of(codes, mesh, placements, shape), scale, outer_scale
 
 
 # ---------------------------------------------------------------------------------- beside products
@@ -236,7 +237,7 @@ def _fsdp_tokens(origin: DTensor, amax_history: Tensor, multiplier: Tensor, reci
     return fsdp_tokens(multiplier, amax_history, multiplier, recipe)  # of the origin only its gradient matters
 
 
-HANDLERS = {
+HANDLERS: dict[str, Callable[..., Any]] = {
     **{
         op.name(): partial(_product, OPS_OF_LAYERS[op], gemm)
         for op, gemm in LAYER_OPS.items()

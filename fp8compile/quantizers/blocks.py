@@ -65,7 +65,7 @@ def grid_shape(shape: Sequence[int], block: Block) -> tuple[int, ...]:
     """Shape of the grid of blocks over a tensor of this shape: one entry a block."""
     if len(shape) == 0:
         return ()
-    *leading, columns = shape
+    leading, columns = tuple(shape[:-1]), shape[-1]
     if block[0] == -1:
         leading = (1,) * len(leading)
     elif block[0] != 1:

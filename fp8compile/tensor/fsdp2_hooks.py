@@ -84,10 +84,12 @@ class FullyShardHooks:
             rows, *others = metadata.size
             return None if out is not None else (all_gather_outputs[0].view(-1, *others)[:rows], ())
         if out is not None:
-            _fill(_compat.local_itself(out), all_gather_outputs, metadata)
+            before: Any = _compat.local_itself(out)
+            _fill(before, all_gather_outputs, metadata)
             return None
         sets, own = _memory(all_gather_outputs, metadata)
-        in_memory = None if len(metadata.scales) == len(sets) else self.gathers.in_memory
+        alone = len(metadata.scales) < len(sets)  # then there are two, and `gathers` says which
+        in_memory = self.gathers.in_memory if alone and self.gathers is not None else None
         place = self.place_of_gathered(metadata.shards)
         weight = QuantizedTensor.of_sets(sets, param_dtype, batch=self.batch, in_memory=in_memory, **place)
         _fill(weight, all_gather_outputs, metadata)
@@ -99,7 +101,7 @@ def _memory(gathered: Sequence[Tensor], layout: GatherLayout) -> tuple[list[Code
     sets, own = [], []
     with torch.inference_mode(mode=False):  # later gathers write to it, under whatever mode
         if not layout.is_alone_with_both:
-            memories = [gathered[0], gathered[len(layout.scales) - 1]]
+            memories = [gathered[0], gathered[len(layout.scales or ()) - 1]]
         else:  # FSDP2 makes no parameter of a view into the middle
             memories = [gathered[0].view(2, -1)[0], gathered[0].new_empty(gathered[0].numel() // 2)]
             own.append(memories[1])
@@ -128,7 +130,7 @@ def _fill(weight: QuantizedTensor, gathered: Sequence[Tensor], layout: GatherLay
         for memory, each in zip(own.scales, values, strict=True):
             _write(memory, each.view(memory.shape))
     if weight.in_memory is not None:
-        (gemm,) = layout.scales
+        gemm, *_ = layout.scales or PAIR
         weight.in_memory.gemm = gemm.name
 
 

@@ -73,7 +73,7 @@ def _check_weight(function: str, x: Tensor, weight: QuantizedTensor, recipe: Rec
         )
 
 
-def _check_matrices(x: Tensor, weight: Tensor, recipe: Recipe) -> None:
+def _check_matrices(x: Tensor, weight: Any, recipe: Recipe) -> None:
     if has_codes(x) or not is_stack(weight):
         raise TypeError(
             "grouped_linear: only the weight may be quantized, as codes of each matrix by itself; the layer quantizes "

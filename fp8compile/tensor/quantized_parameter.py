@@ -30,10 +30,11 @@ from fp8compile.tensor.shards import cut_dim, share_scales_of_shard
 
 __all__ = ["BLANK", "EXTENTS", "SHARD", "SLICE", "WHOLE", "QuantizedParameter", "as_leaf", "is_quantized_parameter"]
 
-aten = torch.ops.aten
+aten: Any = torch.ops.aten
 EXTENTS = WHOLE, SLICE, SHARD, BLANK = ("whole", "slice", "shard", "blank")
 COPIES = {aten.clone.default, aten._to_copy.default, aten._pin_memory.default}
-WRITES: dict[Any, Callable] = {}  # ops of PyTorch beside those of a QuantizedTensor: filled by the files that say how
+# ops of PyTorch beside those of a QuantizedTensor: filled by the files that say how
+WRITES: dict[Any, Callable[..., Any]] = {}
 CUT_BY_COLUMNS = (
     "quantized_parameters: a weight whose forward and backward multiply different codes is sharded along dim 1. Leave "
     "out shard_placement_fn for it."
@@ -59,7 +60,7 @@ class _Shared:
         self.gathers: GatherPolicy | None = None  # of two sets of codes
 
 
-def _of_shared(name: str, what: str) -> property:
+def _of_shared(name: str, what: str) -> Any:
     """An attribute that all views of a parameter have in common."""
     return property(
         lambda self: getattr(self._shared, name), lambda self, value: setattr(self._shared, name, value), doc=what
@@ -99,6 +100,9 @@ class QuantizedParameter(FullyShardHooks, QuantizedTensor):
     extent: str = WHOLE
     may_cut_blocks = True
     _shared: _Shared
+    group: ProcessGroup | None
+    shard_dim: int | None
+    sizes: tuple[int, ...] | None
     # declared, so that they are no attributes of others
     _codes: Tensor
     _scale: Tensor
@@ -128,11 +132,16 @@ class QuantizedParameter(FullyShardHooks, QuantizedTensor):
 
     # ------------------------------------------------------------------ what its views have in common
 
-    pending = _of_shared("pending", "What it is during an optimizer's step, if one runs.")
-    blank = _of_shared("blank", "Whether ``new_zeros`` made it, and nothing was written to it yet.")
-    state = _of_shared("state", "What gives the row of delayed scaling that is its own, or None.")
-    outer = _of_shared("outer", "For each set, tensor parallel ranks that have its scale too, under FSDP2.")
-    gathers = _of_shared("gathers", "What FSDP2's gathers of two sets of codes are like.")  # type: ignore[assignment]
+    pending: Pending | None = _of_shared("pending", "What it is during an optimizer's step, if one runs.")
+    blank: bool = _of_shared("blank", "Whether ``new_zeros`` made it, and nothing was written to it yet.")
+    state: Callable[[], tuple[Tensor, Tensor] | None] = _of_shared(
+        "state", "What gives the row of delayed scaling that is its own, or None."
+    )
+    # Tensor.outer is a product, which has no meaning here
+    outer: tuple[ProcessGroup | None, ...] = _of_shared(  # type: ignore[assignment]
+        "outer", "For each set, tensor parallel ranks that have its scale too, under FSDP2."
+    )
+    gathers: GatherPolicy | None = _of_shared("gathers", "What FSDP2's gathers of two sets of codes are like.")
 
     @property
     def written(self) -> bool:
@@ -170,8 +179,8 @@ class QuantizedParameter(FullyShardHooks, QuantizedTensor):
 
     def keep(self, values: Tensor) -> None:
         """Take these, or what they stand for, for what its codes were made of, if that is kept."""
-        if self._shared.initial is not None:
-            self.initial.copy_(values.dequantize(torch.float32) if isinstance(values, QuantizedTensor) else values)
+        if (initial := self.initial) is not None:
+            initial.copy_(values.dequantize(torch.float32) if isinstance(values, QuantizedTensor) else values)
 
     def row(self) -> tuple[Tensor, Tensor]:
         """What delayed scaling remembers of it, in its layer's state: history (L,) and multiplier (), float32.
@@ -192,9 +201,9 @@ class QuantizedParameter(FullyShardHooks, QuantizedTensor):
         return self._sets_named("_")
 
     @property
-    def values(self) -> Tensor:
+    def values(self) -> Tensor:  # type: ignore[override]  # Tensor.values is of sparse ones
         """Its values in an optimizer's step, for a compiled one."""
-        return self.pending.given()
+        return self.pending.given()  # type: ignore[union-attr]  # a compiled step asks, while one runs
 
     # ------------------------------------------------------------------ which part of a weight it is
 
@@ -231,7 +240,7 @@ class QuantizedParameter(FullyShardHooks, QuantizedTensor):
         if self.has_all_scales:
             self.sizes = chunk_sizes(total, group.size())
 
-    def _values(self, dtype: torch.dtype) -> Tensor:
+    def _values(self, dtype: torch.dtype) -> Tensor:  # type: ignore[override]  # Tensor._values is of sparse ones
         if self.has_all_scales and self.sizes is None:
             raise RuntimeError(
                 "values of a part of a QuantizedParameter that cuts blocks, before it knows which part it is. Call "
@@ -316,7 +325,7 @@ class QuantizedParameter(FullyShardHooks, QuantizedTensor):
 
     # ------------------------------------------------------------------ graphs, copies and files
 
-    def __tensor_flatten__(self) -> tuple[list[str], tuple]:
+    def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
         place = None if self.pending is None else self.pending.place
         if any(self.outer) and place is None:
             raise TypeError(
@@ -331,16 +340,19 @@ class QuantizedParameter(FullyShardHooks, QuantizedTensor):
         return names, (*metadata, self.extent, place)
 
     @staticmethod
-    def __tensor_unflatten__(inner: dict, metadata: tuple, outer_size: Any, outer_stride: Any) -> QuantizedParameter:
-        *metadata, extent, place = metadata
-        found = QuantizedParameter._unflattened(inner, metadata)
+    def __tensor_unflatten__(
+        inner: dict[str, Any], metadata: tuple[Any, ...], outer_size: Any, outer_stride: Any
+    ) -> QuantizedParameter:
+        *own, extent, place = metadata
+        found = QuantizedParameter._unflattened(inner, tuple(own))
         found.extent = extent
         if place is not None:
             found.pending = Pending(place, values=inner["values"])
         return found
 
-    def __deepcopy__(self, memo: dict) -> QuantizedParameter:
-        found = as_leaf(self.clone().detach(), self.requires_grad, isinstance(self, torch.nn.Parameter))
+    def __deepcopy__(self, memo: dict[int, Any]) -> QuantizedParameter:
+        copied: Any = self.clone()
+        found = as_leaf(copied.detach(), self.requires_grad, isinstance(self, torch.nn.Parameter))
         found.gathers = copy.deepcopy(self.gathers)
         memo[id(self)] = found
         return found
@@ -391,7 +403,9 @@ class QuantizedParameter(FullyShardHooks, QuantizedTensor):
     # ------------------------------------------------------------------ ops
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]  # as PyTorch calls it
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         kwargs = kwargs or {}
         if func in LAYERS:
             check_outside_of_graph_of_step(args, func)

@@ -22,7 +22,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self, TypeGuard
 
 import torch
 from torch import Tensor
@@ -45,9 +45,9 @@ from fp8compile.tensor.refusals import refuse_operators
 __all__ = ["HANDLERS", "LAYERS", "VIEWS", "QuantizedTensor", "cuts_blocks", "has_codes", "no_meaning"]
 
 # What works on one: filled by the files that say how.
-HANDLERS: dict[Any, Callable] = {}  # ops of PyTorch whose first argument it is
+HANDLERS: dict[Any, Callable[..., Any]] = {}  # ops of PyTorch whose first argument it is
 VIEWS: set[Any] = set()  # those of them whose result is a view of it
-LAYERS: dict[Any, Callable] = {  # our own ops that take one in any place
+LAYERS: dict[Any, Callable[..., Any]] = {  # our own ops that take one in any place
     # what is known is the result; nothing is computed, and a graph holds no such op
     ops.straight_through: lambda func, values, *others: values.detach(),
 }
@@ -249,14 +249,14 @@ class QuantizedTensor(Tensor):
     @property
     def codes_in_forward(self) -> Tensor:
         """The codes for the output, where both sets share memory: raises in a forward that is repeated."""
-        self.in_memory.check_forward()
+        self.in_memory.check_forward()  # type: ignore[union-attr]  # asked of sets that share memory
         return self.codes
 
     def _inner_names(self) -> list[str]:
         sets = zip(self.stored(), ENDS, strict=False)
         return [f"{part}{end}" for own, end in sets for part in PARTS[: len(own.parts())]]
 
-    def __tensor_flatten__(self) -> tuple[list[str], tuple]:
+    def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
         names, quantizers = self._inner_names(), tuple(own.quantizer for own in self.stored())
         if self.in_memory is not None:
             names[0] = "codes_in_forward"
@@ -279,18 +279,25 @@ class QuantizedTensor(Tensor):
         return hashlib.blake2b(repr((*values, inner, metadata)).encode(), digest_size=16).hexdigest()
 
     @classmethod
-    def _unflattened(cls, inner: dict, metadata: tuple) -> Self:
+    def _unflattened(cls, inner: dict[str, Any], metadata: tuple[Any, ...]) -> Self:
         quantizers, dtype, batch, shares_memory, identity = metadata
         parts = {name.removeprefix("_").replace("codes_in_forward", "codes"): each for name, each in inner.items()}
         sets = [
-            Codes(**{part: parts.get(f"{part}{end}") for part in PARTS}, quantizer=quantizer)
+            Codes(
+                codes=parts[f"codes{end}"],
+                scale=parts[f"scale{end}"],
+                outer_scale=parts.get(f"outer_scale{end}"),
+                quantizer=quantizer,
+            )
             for quantizer, end in zip(quantizers, ENDS, strict=False)
         ]
         shard = {} if identity is None else {"group": inner["group"], "shard_dim": identity[3], "sizes": identity[4]}
         return cls.of_sets(sets, dtype, batch=batch, in_memory=PassInMemory() if shares_memory else None, **shard)
 
     @staticmethod
-    def __tensor_unflatten__(inner: dict, metadata: tuple, outer_size: Any, outer_stride: Any) -> QuantizedTensor:
+    def __tensor_unflatten__(
+        inner: dict[str, Any], metadata: tuple[Any, ...], outer_size: Any, outer_stride: Any
+    ) -> QuantizedTensor:
         return QuantizedTensor._unflattened(inner, metadata)
 
     def __coerce_tangent_metadata__(self) -> QuantizedTensor:
@@ -317,7 +324,7 @@ class QuantizedTensor(Tensor):
             raise TypeError(f"dequantize: dtype is {dtype}; codes stand for numbers of a floating point dtype.")
         return ops.straight_through(self._values(dtype or self.dtype), self, self.quantizer)
 
-    def _values(self, dtype: torch.dtype) -> Tensor:
+    def _values(self, dtype: torch.dtype) -> Tensor:  # type: ignore[override]  # Tensor._values is of sparse ones
         own = self.set_of(GEMMS[0])
         cuts = self.cuts_of(own)
         if not cuts and not self.batch:
@@ -341,7 +348,10 @@ class QuantizedTensor(Tensor):
 
     def shards(self) -> DimSharding:
         """How ranks cut the whole tensor, where ``sizes`` are known."""
-        return DimSharding(self.group, self.group.rank(), self.shard_dim, self.sizes)
+        group: Any = self.group  # whoever has sizes has all three
+        dim: Any = self.shard_dim
+        sizes: Any = self.sizes
+        return DimSharding(group, group.rank(), dim, sizes)
 
     def all_gather(self, dim: int, sizes: Sequence[int] | None = None) -> QuantizedTensor:
         """The whole tensor, of the parts that the ranks of its group have. All of them call this.
@@ -380,7 +390,7 @@ class QuantizedTensor(Tensor):
         return QuantizedTensor(gathered.codes, scale, self.quantizer, self.dtype, outer_scale=self.outer_scale)
 
     @property
-    def data(self) -> QuantizedTensor:  # type: ignore[override]
+    def data(self) -> QuantizedTensor:
         """The same tensor, without its history."""
         return self.detach()
 
@@ -422,7 +432,7 @@ class QuantizedTensor(Tensor):
 
     def like(self, sets: Sequence[Codes]) -> Self:
         """One of the same shape, by other codes or by views of these."""
-        where = {"group": self.group, "shard_dim": self.shard_dim, "sizes": self.sizes}
+        where: dict[str, Any] = {"group": self.group, "shard_dim": self.shard_dim, "sizes": self.sizes}
         return self.of_sets(sets, self.dtype, batch=self.batch, in_memory=self.in_memory, **where)
 
     def view_of(self, sets: Sequence[Codes], shard_dim: int | None, *, along_batch: bool = False) -> Self:
@@ -434,14 +444,31 @@ class QuantizedTensor(Tensor):
             along_batch: Whether it has some of the matrices, all of each.
         """
         codes, own = sets[0].codes, self.stored()[0].codes
-        has_all = shard_dim is not None and codes.shape[shard_dim] == own.shape[self.shard_dim]
-        where = {"group": self.group, "shard_dim": shard_dim, "sizes": self.sizes if has_all else None}
+        before: Any = self.shard_dim  # where the view has such a dim
+        has_all = shard_dim is not None and codes.shape[shard_dim] == own.shape[before]
+        where: dict[str, Any] = {
+            "group": self.group,
+            "shard_dim": shard_dim,
+            "sizes": self.sizes if has_all else None,
+        }
         return self.of_sets(sets, self.dtype, batch=self.batch, in_memory=self.in_memory, **where)
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    if TYPE_CHECKING:  # its views are what it is
+
+        def t(self) -> Self:
+            """The transposed matrix, a view."""
+
+        def detach(self) -> Self:
+            """The same tensor without its history, a view."""
+
+        T: Self
+
+    __torch_function__: Any = torch._C._disabled_torch_function_impl
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]  # as PyTorch calls it
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         kwargs = kwargs or {}
         if func in LAYERS:
             return LAYERS[func](func, *args)
@@ -456,12 +483,12 @@ class QuantizedTensor(Tensor):
         return result
 
 
-def has_codes(tensor: object) -> bool:
+def has_codes(tensor: object) -> TypeGuard[QuantizedTensor]:
     """Whether a tensor is made of codes."""
     return isinstance(tensor, QuantizedTensor)
 
 
-def _place_of_values(codes: Tensor, shape: Sequence[int]) -> tuple[tuple[int, ...], int]:
+def _place_of_values(codes: Tensor, shape: Sequence[int]) -> tuple[tuple[int, ...], int | torch.SymInt]:
     """Strides and offset of the values that codes stand for, as if each value had a place in a memory of its own.
 
     Where several neighbours along one dim share a byte, that memory has as many times the places, in the same order.

@@ -119,7 +119,7 @@ def _launches(gpu: GpuExplanation) -> Section:
             direction = "backward" if cost.backward else "forward"
             numbers = (cost.kernels, cost.gemms, cost.fp8_gemms, cost.opaque)
             rows.append((name, direction, *map(str, numbers), f"{cost.bytes:,}"))
-    lines = ("From the code that Inductor generates; nothing was launched.",)
+    lines: tuple[str, ...] = ("From the code that Inductor generates; nothing was launched.",)
     if gpu.gemms:
         lines += (f"GEMMs of converted layers: {', '.join(f'{name} ({count})' for name, count in gpu.gemms)}.",)
     if gpu.bf16_problem:

@@ -34,7 +34,7 @@ its class) with a method example_inputs(); FILE.py alone looks for model_and_inp
 """
 # keys of PEAKS, which takes PyTorch to load
 GPUS = ("h200", "b200", "rtx4090", "l40s", "h100", "b300", "rtx5090", "rtx_pro_6000", "gb10")
-log = logging.getLogger(__name__)
+log: logging.Logger = logging.getLogger(__name__)
 
 
 def add_parser(subparsers: Any) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.box import ASCII2
 from rich.console import Console
@@ -44,7 +44,7 @@ def print_sections(shown: Iterable[Section]) -> None:
         shown: One after another.
     """
     # names of layers may look like rich's markup
-    plain = {"markup": False, "highlight": False, "emoji": False}
+    plain: dict[str, Any] = {"markup": False, "highlight": False, "emoji": False}
     console = Console(**plain)
     if not console.is_terminal:
         console = Console(width=LOG_WIDTH, **plain)

@@ -77,7 +77,7 @@ class ConvertedModule(CodesInState, MadeClass):
     def extra_repr(self) -> str:
         """The text of the class, and the recipe, by name if it has one."""
         name = describe(self.recipe)
-        own = super().extra_repr()  # type: ignore[misc]
+        own = super().extra_repr()
         return f"{own}{', ' if own else ''}recipe={shown(self.recipe) if name == 'custom' else name}"
 
     def __prepare_scriptable__(self) -> Any:
@@ -102,7 +102,7 @@ class ConvertedExperts(ConvertedModule):
         check_recipe_of_groups(recipe)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        super()._apply(fn, recurse)  # type: ignore[misc]
+        super()._apply(fn, recurse)
         place_counter(self)
         return self
 
@@ -144,9 +144,9 @@ def hosted_class(plain: type[nn.Module]) -> type[ConvertedModule]:
     Args:
         plain: A class that a host takes.
     """
-    host = host_of_class(plain)
+    host = host_of_class(plain)  # type: ignore[arg-type]  # classes are hashable
     assert host is not None
-    return class_by(host, plain)
+    return class_by(host, plain)  # type: ignore[arg-type]  # classes are hashable
 
 
 @cache
@@ -217,7 +217,7 @@ def cannot_take_hosted(module: nn.Module, recipe: Recipe) -> str | None:
     return None
 
 
-def cannot_revert_hosted(module: nn.Module) -> str | None:
+def cannot_revert_hosted(module: Any) -> str | None:
     """Why a converted module can't be reverted, or None."""
     if "_plain_class" not in vars(type(module)):
         return f"this is a {type(module).__name__}, and its own methods would be lost. Undo that."
@@ -232,8 +232,9 @@ def cannot_revert_hosted(module: nn.Module) -> str | None:
 
 def become_float8_hosted(module: nn.Module, recipe: Recipe) -> None:
     """Swap the class of a module for the one in FP8, in place."""
-    module.__class__ = hosted_class(type(module))
-    module.recipe = recipe
+    converted: Any = module
+    converted.__class__ = hosted_class(type(module))
+    converted.recipe = recipe
     CONVERTED.add(module)
 
 
@@ -241,4 +242,4 @@ def become_plain_hosted(module: nn.Module) -> None:
     """Undo `become_float8_hosted`."""
     vars(module).pop("_recipe", None)
     CONVERTED.discard(module)
-    module.__class__ = type(module)._plain_class
+    module.__class__ = vars(type(module))["_plain_class"]

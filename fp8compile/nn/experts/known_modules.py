@@ -46,7 +46,7 @@ def add_host(host: Host) -> None:
 
 def host_of(module: nn.Module) -> Host | None:
     """The host of a module; for a converted module, the host by which it was converted."""
-    return getattr(type(module), "_host", None) or host_of_class(type(module))
+    return getattr(type(module), "_host", None) or host_of_class(type(module))  # type: ignore[arg-type]  # it is hashable
 
 
 def is_hosted(module: nn.Module) -> bool:
@@ -91,8 +91,8 @@ def layout_of(module: nn.Module) -> Layout:
     if host.layout is not None:
         return host.layout(module)
     own = stacks(module)
-    shapes = [tuple(each.shape[1:]) for each in own.values()]
-    matrices = tuple(shape[::-1] if host.is_transposed(module) else shape for shape in shapes)
+    shapes = [each.shape[1:] for each in own.values()]
+    matrices = tuple((n, k) if not host.is_transposed(module) else (k, n) for n, k in shapes)
     return Layout(weights=own, matrices=matrices, num_experts=next(iter(own.values())).shape[0])
 
 

@@ -47,7 +47,8 @@ def _padded_codes(a: Quantized, b: Quantized, rows_to: int, sum_to: int) -> tupl
     # statically: a guard on M % 16 would compile the backward twice, for its sum runs over tokens
     rows = padded(a.codes, extra_m, extra_k)
     columns = padded(b.codes.t(), extra_n, extra_k)
-    a_float8, b_float8 = a.quantizer.gemm_format().dtype, b.quantizer.gemm_format().dtype
+    a_format, b_format = a.quantizer.gemm_format(), b.quantizer.gemm_format()
+    a_float8, b_float8 = a_format.dtype, b_format.dtype  # type: ignore[union-attr]  # which are why it was chosen
     return rows.contiguous().view(a_float8), columns.contiguous().view(b_float8).t()
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -31,7 +33,7 @@ def _lacks(problem: GemmProblem) -> str | None:
 
 def _rows_of_pairs(operand: Quantized, rows_to: int) -> Tensor:
     """Codes (rows, sum / 2), two of a row in a byte, padded with zeros to the sizes that the GEMM takes."""
-    quantizer = operand.quantizer
+    quantizer: Any = operand.quantizer  # TwoLevelScaling
     codes, per_byte = operand.codes, 2 if quantizer.packed == "rows" else 1
     if quantizer.packed == "columns":
         codes = unpack(codes, 0)

@@ -124,7 +124,8 @@ def update_state(state: Sequence[Tensor], amaxes: Tensor, recipe: Recipe, *, ran
         RuntimeError: A transform of torch.func runs this backward, and its function does not take the state as an
             argument.
     """
-    updated = next_layer_state(*state, amaxes, recipe)
+    history, multiplier = state
+    updated: Sequence[Tensor] = next_layer_state(history, multiplier, amaxes, recipe)
     if ran is not None:
         updated = [torch.where(ran > 0, new, old) for old, new in zip(state, updated, strict=True)]
     try:

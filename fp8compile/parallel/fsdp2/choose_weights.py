@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import count
 from operator import attrgetter
+from typing import Any
 
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -47,7 +48,7 @@ ORDER = (
 class _Weight:
     """A parameter that FP8 products multiply by."""
 
-    module: nn.Module
+    module: Any  # an FP8 layer
     name: str
 
     @property
@@ -131,7 +132,7 @@ def _wrapped(weight: _Weight, gathers: GatherPolicy | None) -> nn.Parameter:
     return in_place_of(parameter, wrapped_like(local, parameter))
 
 
-def _wrap_loaded(name: str, module: nn.Module, state_dict: dict, prefix: str, *_: object) -> None:
+def _wrap_loaded(name: str, module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: object) -> None:
     """Keep a weight what it is when `load_state_dict(assign=True)` puts a plain one in its place."""
     key = f"{prefix}{name}"
     loaded = state_dict.get(key)
@@ -244,7 +245,7 @@ def _ask_pair(parameter: QuantizedParameter, checkpointed: bool, one_gather: str
             f"fsdp_float8_all_gather: one_gather is {PLAIN!r}, and parameters that are codes (quantized_parameters of "
             f"fp8compile.convert) have no values to gather. Take {BOTH!r}."
         )
-    parameter.gathers.checkpointed = checkpointed
+    parameter.gathers.checkpointed = checkpointed  # type: ignore[union-attr]  # there are two sets of its codes
 
 
 def _wrap_all(chosen: list[_Weight], gathers: dict[nn.Parameter, GatherPolicy]) -> None:

@@ -34,7 +34,7 @@ from fp8compile.testing.graphs.report import Call, GraphReport, graph_report, is
 __all__ = ["Explanation", "explain"]
 
 
-log = logging.getLogger(__name__)
+log: logging.Logger = logging.getLogger(__name__)
 SHOWN = 5  # names in a line; the table has them all
 
 
@@ -157,7 +157,7 @@ def _explained(
     buffers = set(map(id, model.buffers()))
     gemms, unknown = graph_gemms(record(model, args, kwargs), layer_weights(model), buffers, names)
     on_gpu, spread = None, is_spread(model)
-    if peaks is not None:
+    if peaks is not None and gpu is not None:
         missing = missing_gemm(model, GPUS[gpu])
         problem = missing or _no_code(model, report)
         on_gpu = GpuExplanation(gpu=peaks.name, problem=problem, no_gemm=missing)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 from fp8compile.ops.gemm import ALIGNMENT
 from fp8compile.testing.explain.graphs import GraphGemm
@@ -147,7 +148,7 @@ def bf16_seconds(gemm: GraphGemm, peaks: Peaks) -> float:
 
 
 def _cast_bytes(gemms: Iterable[GraphGemm]) -> float:
-    casts: dict[tuple, float] = {}
+    casts: dict[tuple[Any, ...], float] = {}
     for gemm in gemms:
         for cast, is_parameter in zip(gemm.casts, gemm.parameters, strict=True):
             # an equal cast of a tensor is done once in a graph; two graphs do it twice

@@ -137,7 +137,7 @@ def _triton_driver(gpu: Gpu) -> Any:
     return driver
 
 
-def _unguarded() -> dict[str, Callable]:
+def _unguarded() -> dict[str, Callable[..., Any]]:
     """Replace tensor methods that guard the device, because a PyTorch built without CUDA has no such guard."""
     index = Tensor.__getitem__
     return {

@@ -79,7 +79,7 @@ def _limits(item: pytest.Item) -> _Limits | None:
     marker = item.get_closest_marker("fullgraph")
     if marker is None:
         return None
-    given = dict(zip(_Limits.__dataclass_fields__, marker.args, strict=False)) | marker.kwargs
+    given = {**dict(zip(_Limits.__dataclass_fields__, marker.args, strict=False)), **marker.kwargs}
     names = ", ".join(_Limits.__dataclass_fields__)
     if unknown := [*map(repr, marker.args[len(_Limits.__dataclass_fields__) :]), *(given.keys() - names.split(", "))]:
         _refuse_marker(f"is given {', '.join(unknown)}; it takes {names}.")
@@ -173,7 +173,8 @@ def _store(path: Path, nodeid: str, counts: Counts, places: dict[str, int]) -> N
 
 def _changes(known: Counts, counts: Counts) -> tuple[list[str], list[str]]:
     """What got worse and what got better, each as "breaks 0 -> 1"."""
-    worse, better = [], []
+    worse: list[str] = []
+    better: list[str] = []
     for name, now in asdict(counts).items():
         before = getattr(known, name)
         if now == before or None in (now, before):  # bytes are counted by reports alone

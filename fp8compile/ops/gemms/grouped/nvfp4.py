@@ -6,6 +6,8 @@ matrices are laid out here.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -31,8 +33,14 @@ def _lacks(problem: GemmProblem) -> str | None:
     return why_not("nvfp4 groups", problem)
 
 
+def _packed(operand: Quantized) -> str:
+    """Along what two codes of an operand share a byte."""
+    quantizer: Any = operand.quantizer  # TwoLevelScaling
+    return quantizer.packed
+
+
 def _check_laid_out(operand: Quantized, *packed: str) -> None:
-    if operand.quantizer.packed not in packed:
+    if _packed(operand) not in packed:
         raise ValueError(
             f"fp8compile::scaled_grouped_mm: codes by {operand.quantizer!r} are not packed as a GPU reads them. Those "
             "of tokens are made by fp8compile::group_quantize_two_levels, with scales in tiles; those of matrices are "
@@ -42,7 +50,7 @@ def _check_laid_out(operand: Quantized, *packed: str) -> None:
 
 def _codes_of_matrices(operand: Quantized) -> Tensor:
     """Codes (E, N, K / 2), two of a row in a byte, padded with zeros to the sizes that the GEMM takes."""
-    if operand.quantizer.packed == "rows":
+    if _packed(operand) == "rows":
         return padded_features(operand.codes, (ALIGNMENT, SUM_TO // 2)).contiguous()
     return pack(padded_features(operand.codes, (ALIGNMENT, SUM_TO)), -1).contiguous()
 

@@ -44,9 +44,9 @@ def _rows(a: Quantized, b: Quantized, offsets: Tensor, out_dtype: torch.dtype, c
 
 def _outer(a: Quantized, b: Quantized, offsets: Tensor, out_dtype: torch.dtype, config: GemmConfig) -> Tensor:
     # one group's features after the other's
-    scales = [_feature_scales(each, each.scale, each.codes.shape[0]).view(-1) for each in (a, b)]
+    scale_a, scale_b = (_feature_scales(each, each.scale, each.codes.shape[0]).view(-1) for each in (a, b))
     ends = padded_offsets(offsets, alignment(a.quantizer))
-    return scaled_outer(a, b, *scales, ends, out_dtype, fast_accumulation=config.fast_accumulation)
+    return scaled_outer(a, b, scale_a, scale_b, ends, out_dtype, fast_accumulation=config.fast_accumulation)
 
 
 ROWWISE = GroupedGemm(

@@ -9,13 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 
 __all__ = ["Arithmetic", "convert", "fma", "on_arrays"]
 
-STORED_AS = {  # Triton's name of a type: PyTorch's, and the unsigned integers that hold its bits
+# Triton's name of a type: PyTorch's, and the unsigned integers that hold its bits
+STORED_AS: dict[str, tuple[torch.dtype, type[np.unsignedinteger[Any]]]] = {
     "fp8e4nv": (torch.float8_e4m3fn, np.uint8),
     "fp8e5": (torch.float8_e5m2, np.uint8),
     "bf16": (torch.bfloat16, np.uint16),
@@ -23,7 +25,8 @@ STORED_AS = {  # Triton's name of a type: PyTorch's, and the unsigned integers t
     "fp32": (torch.float32, np.uint32),
     "fp64": (torch.float64, np.uint64),
 }
-SIGNED = {np.uint8: np.uint8, np.uint16: np.int16, np.uint32: np.int32, np.uint64: np.int64}  # torch has few unsigned
+# torch has few unsigned
+SIGNED: dict[Any, Any] = {np.uint8: np.uint8, np.uint16: np.int16, np.uint32: np.int32, np.uint64: np.int64}
 Function = Callable[..., torch.Tensor]
 
 

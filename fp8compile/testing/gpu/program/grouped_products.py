@@ -116,8 +116,8 @@ def _mx(scale: Tensor, shape: torch.Size, offs: Tensor, *, over_tokens: bool, na
         demand(tuple(scale.shape) == (groups, size), name, f"scales of matrices in shape ({groups}, {size}).")
         return torch.stack([tiled_values(s, rows, k // MX_BLOCK).repeat_interleave(MX_BLOCK, 1) for s in scale])
     if over_tokens:
-        return _mx_tokens(scale, *shape, offs, name)
-    return _mx_rows(scale, *shape, offs, name)
+        return _mx_tokens(scale, shape[0], shape[1], offs, name)
+    return _mx_rows(scale, shape[0], shape[1], offs, name)
 
 
 def _rowwise(scale: Tensor, shape: torch.Size, offs: Tensor, *, over_tokens: bool, name: str) -> Tensor:
@@ -158,7 +158,7 @@ def scaled_grouped_mm(
     turned = b.transpose(-2, -1)
     left = a.double() * values(scale_a, a.shape, offs, over_tokens=over_tokens, name=name)
     right = turned.double() * values(scale_b, turned.shape, offs, over_tokens=over_tokens, name=name)
-    return _multiplied(gpu, left, right.transpose(-2, -1), offs, out_dtype, name)
+    return _multiplied(gpu, left, right.transpose(-2, -1), offs, torch.bfloat16, name)
 
 
 def grouped_blockwise_mm(

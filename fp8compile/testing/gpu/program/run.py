@@ -21,7 +21,7 @@ __all__ = ["run_gpu_program"]
 
 
 def run_gpu_program(
-    fn: Callable,
+    fn: Callable[..., Any],
     *args: Any,
     arch: str = "h200",
     grad_outputs: Sequence[Tensor] | None = None,
