@@ -25,10 +25,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fp8compile import MasterWeights as EagerMasterWeights
-from fp8compile._compat import is_dtensor, local_itself
 from fp8compile.integrations.conversion import Conversion
 from fp8compile.nn.assignment import Recipes
-from fp8compile.tensor import is_quantized_parameter, share_scale_of_part
+from fp8compile.tensor import is_quantized_parameter
 
 __all__ = ["MasterWeights", "convert", "converted", "fsdp2_plugin"]
 
@@ -161,14 +160,7 @@ class MasterWeights(EagerMasterWeights):
         if self._to_make is not None:
             optimizer, options = self._to_make
             self._to_make = None
-            self._share_scales()
             super().__init__(optimizer, [dict(group) for group in self.param_groups], **options)
-
-    def _share_scales(self) -> None:
-        """Let shards know the ranks that have their scales too: a resumed run steps before its first forward."""
-        for parameter in (each for group in self.param_groups for each in group["params"]):
-            if is_dtensor(parameter) and is_quantized_parameter(local_itself(parameter)):
-                share_scale_of_part(parameter)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step, as `fp8compile.MasterWeights` has it."""

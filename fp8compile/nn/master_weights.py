@@ -104,14 +104,14 @@ class MasterWeights(Optimizer):
                 "MasterWeights: stochastic rounding of experts that ranks share: its noise would be that of each "
                 "rank's own experts, and not that of one process. Take rounding='nearest'."
             )
-        if local.has_all_scales:
-            share_scale_of_part(p)  # says which part it is
-            if self._rounding == "stochastic" and len(sharding_of(p)) > 1:
-                raise ValueError(
-                    "MasterWeights: stochastic rounding of a weight that tensor parallel ranks have parts of, whose "
-                    "blocks FSDP2 cuts: its noise would be that of other places. Take rounding='nearest', or shapes "
-                    f"of which each rank of FSDP2 has a multiple of {local.sets()[-1].quantizer.block[0]} rows."
-                )
+        if local.has_all_scales or is_dtensor(p):
+            share_scale_of_part(p)  # says which part it is; a resumed run steps before its first forward
+        if local.has_all_scales and self._rounding == "stochastic" and len(sharding_of(p)) > 1:
+            raise ValueError(
+                "MasterWeights: stochastic rounding of a weight that tensor parallel ranks have parts of, whose "
+                "blocks FSDP2 cuts: its noise would be that of other places. Take rounding='nearest', or shapes "
+                f"of which each rank of FSDP2 has a multiple of {local.sets()[-1].quantizer.block[0]} rows."
+            )
         initial, local.initial = local.initial, None
         values = local.detach().dequantize(torch.float32) if initial is None else initial
         values = values.to(local.device, torch.float32)

@@ -166,22 +166,26 @@ def test_masters_resume_from_what_accelerate_saved(tmp_path):
         assert found == expected
 
 
-def without_the_integration(whole):
+def confused(whole):
     """accelerate exchanges the parameters that masters were made of, and finds them by their address."""
     from fp8compile.integrations import accelerate as f8accelerate
 
+    accelerator = accelerator_of(sharded=True)
+    if whole:
+        model = f8.convert(llama(), f8.recipes.rowwise(), **MASTERS)
+    else:
+        model = f8accelerate.convert(accelerator, llama(), f8.recipes.rowwise(), **MASTERS)
+    optimizer = f8.MasterWeights(torch.optim.AdamW, model.parameters(), lr=3e-3)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    steps(accelerator, model, optimizer, 0, 1)
+
+
+def without_the_integration(whole):
     text = r"data_ptr of a QuantizedParameter.*convert by fp8compile\.integrations\.accelerate\.convert"
     if not whole:
         text = r"are not those it was made of.*fp8compile\.integrations\.accelerate\.MasterWeights"
     with sharding_ranks(), pytest.raises(RuntimeError, match=text):
-        accelerator = accelerator_of(sharded=True)
-        if whole:
-            model = f8.convert(llama(), f8.recipes.rowwise(), **MASTERS)
-        else:
-            model = f8accelerate.convert(accelerator, llama(), f8.recipes.rowwise(), **MASTERS)
-        optimizer = f8.MasterWeights(torch.optim.AdamW, model.parameters(), lr=3e-3)
-        model, optimizer = accelerator.prepare(model, optimizer)
-        steps(accelerator, model, optimizer, 0, 1)
+        confused(whole)
 
 
 @needs_groups
