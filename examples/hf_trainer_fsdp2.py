@@ -97,8 +97,8 @@ def main() -> None:
         losses["resumed"] = train(recipe, given.steps, f"{folder}/fp8", resume=middle)
         same = [given.recipe, "resumed"]
         if dist.is_initialized():
-            losses["values travel"] = train(recipe, given.steps, f"{folder}/values", codes=False)
-            same.append("values travel")
+            losses["values gathered"] = train(recipe, given.steps, f"{folder}/values", codes=False)
+            same.append("values gathered")
         show(losses, same=same)
 
 

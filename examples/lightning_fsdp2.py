@@ -94,7 +94,7 @@ def main() -> None:
     recipe = f8.recipes.by_name(given.recipe)
     losses = {"bf16": train(None, given.steps), given.recipe: train(recipe, given.steps)}
     if RANKS > 1:
-        losses["values travel"] = train(recipe, given.steps, codes=False)
+        losses["values gathered"] = train(recipe, given.steps, codes=False)
     show(losses, same=list(losses)[1:])
 
 

@@ -60,8 +60,8 @@ def main() -> None:
     with joined():
         losses = {"bf16": train(None, given.steps)}
         losses[given.recipe] = train(recipe, given.steps, codes=True)
-        losses["values travel"] = train(recipe, given.steps)
-        show(losses, same=(given.recipe, "values travel"))
+        losses["values gathered"] = train(recipe, given.steps)
+        show(losses, same=(given.recipe, "values gathered"))
 
 
 if __name__ == "__main__":
