@@ -21,7 +21,7 @@ VOCABULARY = 256  # a token is a byte
 def options(description: str | None, *, recipe: str = "rowwise", steps: int = 40) -> argparse.Namespace:
     """Options of an example: ``--recipe``, one of `fp8compile.recipes`, and ``--steps``."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--recipe", default=recipe, choices=f8.recipes.READY, help=f"default {recipe}")
+    parser.add_argument("--recipe", default=recipe, choices=f8.recipes.names(), help=f"default {recipe}")
     parser.add_argument("--steps", default=steps, type=int, help=f"default {steps}")
     return parser.parse_args()
 
