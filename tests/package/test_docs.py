@@ -31,7 +31,7 @@ DOCUMENTS = [
     *(document for top in ("docs", "examples") for document in sorted((ROOT / top).rglob("*.md"))),
 ]
 FENCE = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-OPTIONAL_CLIENTS = {"torchtitan.md": "torchtitan"}
+OPTIONAL_CLIENTS = {"torchtitan.md": "torchtitan", "lightning.md": "lightning"}
 # upstream.md has programs that show what PyTorch 2.13 and 2.15 do
 NEED_RANKS = ("fsdp.md", "upstream.md")
 LINK = re.compile(r"\]\((?!https?:|#)([^)#]+)")
