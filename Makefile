@@ -39,8 +39,7 @@ test-full: lint
 	$(BIN)/python tests/products.py
 
 docs: $(INSTALLED)
-	$(BIN)/pdoc --docformat google --output-directory site fp8compile fp8compile.parallel \
-		fp8compile.testing fp8compile.testing.explain
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
 
 # installs nothing: a machine that is lent with a GPU has its own PyTorch, and often no network
 gpu gpu-rehearsal:
