@@ -297,9 +297,7 @@ def main(argv: list[str] | None = None) -> int:
     sections = [placement_section()]
     for python in arguments.python:
         environment = os.environ | {"PYTHONPATH": root}
-        ran = subprocess.run(
-            [python, *command], cwd=root, env=environment, stdout=subprocess.PIPE, text=True, check=True
-        )
+        shown = subprocess.check_output([python, *command], cwd=root, env=environment, text=True)
         sections.append(shown.strip())
     linear, experts = gpu_section("Linear layers", grouped=False), gpu_section("Experts", grouped=True)
     PAGE.write_text("\n\n".join([HEAD, GEMMS_OF, linear, experts, TRIALS, *sorted(sections)]) + "\n")
