@@ -44,7 +44,7 @@ def _place(path: str) -> str:
 
 
 def expanded(nav: list[Any], pages: list[str]) -> list[Any]:
-    """A nav whose entries ``folder/*`` are replaced by the pages of that folder.
+    """A nav whose entries ``folder/*`` are replaced by the pages of that folder, and ``*`` by those of docs/ itself.
 
     Args:
         nav: As mkdocs.yml has it.
@@ -80,8 +80,8 @@ def _expanded(nav: list[Any], pages: list[str]) -> list[Any]:
                 name: value if isinstance(value, str) else _expanded(value, pages) for name, value in entry.items()
             }
             found += [entry] if any(entry.values()) else []
-        elif entry.endswith("/*"):
-            found += [page for page in pages if page.startswith(entry[:-1])]
+        elif entry.endswith("*"):
+            found += [page for page in pages if f"{Path(page).parent}/".removeprefix("./") == entry[:-1]]
         else:
             found.append(entry)
     return found

@@ -68,6 +68,6 @@ def test_a_page_that_fetches_from_elsewhere_is_found(tmp_path):
 
 
 def test_a_folder_in_the_nav_is_its_other_pages_with_the_index_first():
-    nav = [{"A": ["a.md", {"B": ["b/*"]}, "b/named.md"]}, {"Empty": ["c/*"]}]
+    nav = [{"A": ["a.md", {"B": ["b/*"]}, "b/named.md", "*"]}, {"Empty": ["c/*"]}]
     pages = ["a.md", "b/z.md", "b/README.md", "b/named.md", "other.md"]
-    assert hooks.expanded(nav, pages) == [{"A": ["a.md", {"B": ["b/README.md", "b/z.md"]}, "b/named.md"]}]
+    assert hooks.expanded(nav, pages) == [{"A": ["a.md", {"B": ["b/README.md", "b/z.md"]}, "b/named.md", "other.md"]}]
