@@ -58,7 +58,8 @@ def run_script(script: Path, backend: str) -> None:
 def test_code_in_a_document_runs_from_top_to_bottom(document, tmp_path):
     if (client := OPTIONAL_CLIENTS.get(document.name)) and not find_spec(client):
         pytest.skip(f"needs {client}, which is not among what tests install")
-    if document.name in NEED_RANKS and TORCH_VERSION < (2, 12):
+    needs_ranks = document.name in NEED_RANKS or "fsdp_float8_all_gather(" in "".join(fences(document))
+    if needs_ranks and TORCH_VERSION < (2, 12):
         pytest.skip(f"groups of ranks in a subclass need PyTorch 2.12, this is {torch.__version__}")
     script = tmp_path / "document.py"
     script.write_text("\n".join(fences(document)))
