@@ -11,7 +11,7 @@ from fp8compile.ops.gemms.kernel import GemmKernel, GemmProblem
 from fp8compile.quantizers import GemmConfig, Quantizer
 from fp8compile.scale_layouts import down_the_rows, rows_of_fours
 
-__all__ = ["BLOCK", "BLOCKWISE"]
+__all__ = ["BLOCK", "BLOCKWISE", "lacks_hopper"]
 
 BLOCK = 128
 
@@ -21,7 +21,8 @@ def _takes(a: Quantizer, b: Quantizer) -> bool:
     return is_blockwise and not a.block[0] == b.block[1] == BLOCK  # tiles on one side at most
 
 
-def _lacks(problem: GemmProblem) -> str | None:
+def lacks_hopper(problem: GemmProblem) -> str | None:
+    """Why a device is no GPU of compute capability 9.0 for a product of float8 codes; None if it is one."""
     if (lacking := lacks_tensor_cores(problem)) is not None:
         return lacking
     # cuBLASLt has these on Hopper alone
@@ -49,7 +50,7 @@ BLOCKWISE = GemmKernel(
     name="blockwise",
     detail="native, blockwise GEMM",
     takes=_takes,
-    lacks=_lacks,
+    lacks=lacks_hopper,
     multiply=_multiply,
     calls=("_scaled_mm",),
     rounds_in_call=True,

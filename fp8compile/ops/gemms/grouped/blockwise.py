@@ -6,10 +6,9 @@ import torch
 from torch import Tensor
 
 from fp8compile.layout.quantized import Quantized
-from fp8compile.ops.gemms.blockwise import BLOCK
-from fp8compile.ops.gemms.float8 import ASK, float8_kind, lacks_tensor_cores
+from fp8compile.ops.gemms.blockwise import BLOCK, lacks_hopper
+from fp8compile.ops.gemms.float8 import float8_kind
 from fp8compile.ops.gemms.grouped.kernel import GroupedGemm
-from fp8compile.ops.gemms.kernel import GemmProblem
 from fp8compile.ops.groups.grouped_blockwise_mm import grouped_blockwise_mm
 from fp8compile.quantizers import GemmConfig, Quantizer
 
@@ -18,13 +17,6 @@ __all__ = ["BLOCKWISE"]
 
 def _takes(a: Quantizer, b: Quantizer) -> bool:
     return float8_kind(a, b) == "blockwise" and a.block == (1, BLOCK) and b.block in ((BLOCK, BLOCK), (BLOCK, 1))
-
-
-def _lacks(problem: GemmProblem) -> str | None:
-    if (lacking := lacks_tensor_cores(problem)) is not None:
-        return lacking
-    is_hopper = problem.target.capability[0] == 9
-    return None if is_hopper else f"needs a GPU of compute capability 9.0 (H100, H200). {ASK}"
 
 
 def _multiply(a: Quantized, b: Quantized, offsets: Tensor, out_dtype: torch.dtype, config: GemmConfig) -> Tensor:
@@ -39,7 +31,7 @@ BLOCKWISE = GroupedGemm(
     name="blockwise",
     detail="native, blockwise grouped GEMM in Triton",
     takes=_takes,
-    lacks=_lacks,
+    lacks=lacks_hopper,
     rows=_multiply,
     outer=_multiply,
     calls=("grouped_blockwise_mm",),
