@@ -78,6 +78,32 @@ def _sequence_dim(function: str, x: Tensor, sequence_dim: object, sequence_sizes
     return sequence_dim % x.ndim
 
 
+def _parallel(
+    function: str,
+    weight_dim: int,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    recipe: Recipe,
+    group: ProcessGroup,
+    sequence_dim: int | None,
+    sequence_sizes: Sequence[int] | None,
+    feature_sizes: Sequence[int] | None,
+) -> Tensor:
+    name = check_group(function, group, x, weight, bias)
+    check_recipe(function, recipe)
+    x, weight, bias = checked_operands(function, x, weight, bias)
+    what = f"the {('rows', 'columns')[weight_dim]} of weight"
+    features = own_sizes(function, "feature_sizes", feature_sizes, group, weight.shape[weight_dim], what)
+    dim, tokens = _sequence_dim(function, x, sequence_dim, sequence_sizes), (0,) * group.size()
+    if dim is not None:
+        known = own_sizes if weight_dim == 0 else _shared_sizes  # each rank has its tokens, or gets them of a sum
+        what = f"the entries of x along dim {dim}"
+        tokens = known(function, "sequence_sizes", sequence_sizes, group, x.shape[dim], what)
+    check_agreement(function, x, group, feature_sizes=features, sequence_sizes=tokens)
+    return sharded_linear(x, weight, bias, weight_dim, features, dim, tokens, group.rank(), name, recipe)
+
+
 def column_parallel_linear(
     x: Tensor,
     weight: Tensor,
@@ -113,17 +139,8 @@ def column_parallel_linear(
             sizes, which they compare in the first call with a group.
         RuntimeError: This device has no GEMM for the recipe.
     """
-    function = "column_parallel_linear"
-    name = check_group(function, group, x, weight, bias)
-    check_recipe(function, recipe)
-    x, weight, bias = checked_operands(function, x, weight, bias)
-    features = own_sizes(function, "feature_sizes", feature_sizes, group, weight.shape[0], "the rows of weight")
-    dim, tokens = _sequence_dim(function, x, sequence_dim, sequence_sizes), (0,) * group.size()
-    if dim is not None:
-        what = f"the entries of x along dim {dim}"
-        tokens = own_sizes(function, "sequence_sizes", sequence_sizes, group, x.shape[dim], what)
-    check_agreement(function, x, group, feature_sizes=features, sequence_sizes=tokens)
-    return sharded_linear(x, weight, bias, 0, features, dim, tokens, group.rank(), name, recipe)
+    sizes = sequence_dim, sequence_sizes, feature_sizes
+    return _parallel("column_parallel_linear", 0, x, weight, bias, recipe, group, *sizes)
 
 
 def row_parallel_linear(
@@ -162,14 +179,5 @@ def row_parallel_linear(
             sizes, which they compare in the first call with a group.
         RuntimeError: This device has no GEMM for the recipe.
     """
-    function = "row_parallel_linear"
-    name = check_group(function, group, x, weight, bias)
-    check_recipe(function, recipe)
-    x, weight, bias = checked_operands(function, x, weight, bias)
-    features = own_sizes(function, "feature_sizes", feature_sizes, group, weight.shape[1], "the columns of weight")
-    dim, tokens = _sequence_dim(function, x, sequence_dim, sequence_sizes), (0,) * group.size()
-    if dim is not None:
-        what = f"the entries of x along dim {dim}"
-        tokens = _shared_sizes(function, "sequence_sizes", sequence_sizes, group, x.shape[dim], what)
-    check_agreement(function, x, group, feature_sizes=features, sequence_sizes=tokens)
-    return sharded_linear(x, weight, bias, 1, features, dim, tokens, group.rank(), name, recipe)
+    sizes = sequence_dim, sequence_sizes, feature_sizes
+    return _parallel("row_parallel_linear", 1, x, weight, bias, recipe, group, *sizes)
