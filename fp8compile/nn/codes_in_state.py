@@ -13,7 +13,7 @@ import torch
 from torch import Size, Tensor
 
 from fp8compile._compat import is_dtensor, local_itself
-from fp8compile.nn.converted_layers import CONVERTED
+from fp8compile.nn.converted_layers import CONVERTED, USES
 from fp8compile.nn.local import placed_like
 from fp8compile.nn.placed_weights import placements_of_outer_scale, placements_of_scale
 from fp8compile.tensor import Codes, count_write, is_quantized_parameter
@@ -61,6 +61,7 @@ def _placed(weight: Any, local: Tensor | None, placements: Sequence[Any], shape:
     )
 
 
+COPIED_USES = "_fp8compile_uses"  # in the state of a copy: what forwards of the original did with its parameters
 PARTS: dict[str, Callable[[Tensor, Codes], Tensor | None]] = {
     "codes": codes_of,
     "scale": scale_of,
@@ -135,8 +136,13 @@ class CodesInState(Module):
         for name in self._quantized_parameters():
             reach_codes(type(self), name)
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), COPIED_USES: USES[self]} if self in USES else super().__getstate__()
+
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
+        if COPIED_USES in state:
+            USES[self] = state[COPIED_USES]
+        super().__setstate__({name: each for name, each in state.items() if name != COPIED_USES})
         self.reach_codes()
         CONVERTED.add(self)
 

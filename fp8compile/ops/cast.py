@@ -10,9 +10,11 @@ backward reads as well, a byte an element, from the forward on; they compute the
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 
 from fp8compile.ops import samples
 from fp8compile.ops.registry import register_op
@@ -21,7 +23,7 @@ from fp8compile.ops.sharding import Split, grid_cuts
 from fp8compile.quantizers import Quantizer
 from fp8compile.quantizers.check_returned import is_own, returned, shape_said
 
-__all__ = ["cast", "cast_again"]
+__all__ = ["cast", "cast_again", "empty_codes"]
 
 
 def _kernel(
@@ -35,16 +37,24 @@ def _kernel(
     return returned(found, quantizer, "cast", shape, torch.uint8, "what codes_shape says").contiguous()
 
 
-def _fake(
-    x: Tensor, multiplier: Tensor, quantizer: Quantizer, rows: Tensor | None = None, columns: Tensor | None = None
-) -> Tensor:
-    return x.new_empty(shape_said(quantizer, "codes_shape", x.shape), dtype=torch.uint8)
+def empty_codes(x: Tensor, quantizer: Quantizer, columns: int | None = None) -> Tensor:
+    """Codes of a tensor, without values; or transposed ones of rows of groups, each from a column of its own on.
+
+    Args:
+        x: The tensor, of any rank; rows of groups are a matrix.
+        quantizer: The quantizer that makes the codes.
+        columns: Number of columns of transposed codes; None for a tensor without groups.
+    """
+    shape = shape_said(quantizer, "codes_shape", x.shape if columns is None else (columns, x.shape[1]))
+    return x.new_empty(shape if columns is None else shape[::-1], dtype=torch.uint8)
 
 
-def _decompose(
-    x: Tensor, multiplier: Tensor, quantizer: Quantizer, rows: Tensor | None = None, columns: Tensor | None = None
-) -> Tensor:
-    return _kernel(rounded(x), multiplier, quantizer, rows, columns)
+def _fake(x: Tensor, multiplier: Tensor, quantizer: Quantizer, *where: Tensor | None) -> Tensor:
+    return empty_codes(x, quantizer)
+
+
+def _decompose(x: Tensor, multiplier: Tensor, quantizer: Quantizer, *where: Tensor | None) -> Tensor:
+    return _kernel(rounded(x), multiplier, quantizer, *where)
 
 
 def _sharding(x: Tensor, multiplier: Tensor, quantizer: Quantizer, *where: Tensor | None) -> list[Split]:
@@ -55,7 +65,7 @@ def _sharding(x: Tensor, multiplier: Tensor, quantizer: Quantizer, *where: Tenso
     return [Split((cut, grid, *whole), (cut.dim,)) for cut, grid in grid_cuts(x.shape, quantizer.block)]
 
 
-def _samples() -> Iterator[tuple]:
+def _samples() -> Iterator[tuple[Any, ...]]:
     for x in samples.matrices():
         for quantizer in samples.quantizers():
             yield x, quantizer.multiplier(quantizer.amax(x)), quantizer, None, None
@@ -64,7 +74,7 @@ def _samples() -> Iterator[tuple]:
                 yield x, quantizer.multiplier(quantizer.amax(x)), quantizer, (rows + 3) * 100, columns + 5
 
 
-cast = register_op(
+cast: OpOverload = register_op(
     "fp8compile::cast",
     _kernel,
     fake=_fake,
@@ -75,13 +85,11 @@ cast = register_op(
 )
 
 
-def _decompose_again(
-    x: Tensor, multiplier: Tensor, quantizer: Quantizer, rows: Tensor | None = None, columns: Tensor | None = None
-) -> Tensor:
-    return _kernel(rounded(x, apart=True), multiplier, quantizer, rows, columns)
+def _decompose_again(x: Tensor, multiplier: Tensor, quantizer: Quantizer, *where: Tensor | None) -> Tensor:
+    return _kernel(rounded(x, apart=True), multiplier, quantizer, *where)
 
 
-cast_again = register_op(
+cast_again: OpOverload = register_op(
     "fp8compile::cast_again",
     _kernel,
     fake=_fake,

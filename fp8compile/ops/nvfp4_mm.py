@@ -7,9 +7,11 @@ it is from then on; so the op stays one call. On a CPU it multiplies the same op
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 
 from fp8compile import inductor
 from fp8compile.formats import E2M1, E4M3, pack, unpack
@@ -61,19 +63,12 @@ def _kernel(
     return torch.ops.aten._scaled_mm_v2(*operands, left, kinds, order, right, kinds, order, None, out_dtype)
 
 
-def _fake(
-    a: Tensor,
-    b: Tensor,
-    a_scale: Tensor,
-    b_scale: Tensor,
-    a_outer_scale: Tensor,
-    b_outer_scale: Tensor,
-    out_dtype: torch.dtype,
-) -> Tensor:
+def _fake(*args: Any) -> Tensor:
+    a, b, *_, out_dtype = args
     return a.new_empty((a.shape[0], b.shape[0]), dtype=out_dtype)
 
 
-def _samples() -> Iterator[tuple]:
+def _samples() -> Iterator[tuple[Any, ...]]:
     generator = torch.Generator().manual_seed(0)
     for m, k, n, dtype in ((16, 32, 32, torch.bfloat16), (144, 96, 16, torch.float32), (0, 32, 16, torch.bfloat16)):
         sizes = [(16, (rows, k)) for rows in (m, n)] + [(120, (rows, k // NV_BLOCK)) for rows in (m, n)]
@@ -86,7 +81,7 @@ def _samples() -> Iterator[tuple]:
         yield *packed, *(tiled(each).reshape(-1) for each in scales), *outer, dtype
 
 
-nvfp4_mm = register_op(
+nvfp4_mm: OpOverload = register_op(
     "fp8compile::nvfp4_mm",
     _kernel,
     fake=_fake,

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 
 from fp8compile import inductor
 from fp8compile.ops import samples
@@ -60,7 +61,7 @@ def _lower(x: Any, rows: TwoLevelScaling, columns: TwoLevelScaling) -> tuple[Any
     return whole, largest[0], largest[-1]
 
 
-def _samples() -> Iterator[tuple]:
+def _samples() -> Iterator[tuple[Any, ...]]:
     row, pillar = TwoLevelScaling(), TwoLevelScaling(block=(16, 1), packed="columns")
     turned = TwoLevelScaling(block=(16, 1), packed="columns", hadamard=(1, -1) * 8)
     for x in samples.matrices():
@@ -69,7 +70,7 @@ def _samples() -> Iterator[tuple]:
             yield x, row, turned
 
 
-outer_amaxes = register_op(
+outer_amaxes: OpOverload = register_op(
     "fp8compile::outer_amaxes",
     _kernel,
     fake=_fake,

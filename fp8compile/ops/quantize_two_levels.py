@@ -8,9 +8,11 @@ Triton kernel; on a CPU, and as the reference, it is the steps themselves.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 
 from fp8compile import _compat, inductor
 from fp8compile.ops.registry import register_op
@@ -93,7 +95,7 @@ def _decompose(x: Tensor, row_amax: Tensor, column_amax: Tensor, rows: Quantizer
     return _step_by_step(x, row_amax, column_amax, rows, columns)
 
 
-def _samples() -> Iterator[tuple]:
+def _samples() -> Iterator[tuple[Any, ...]]:
     generator = torch.Generator().manual_seed(0)
     noisy = {"rounding": "stochastic", "seed": 5}
     for shape, dtype in (((16, 32), torch.bfloat16), ((48, 144), torch.float32), ((0, 16), torch.float16)):
@@ -108,7 +110,7 @@ def _samples() -> Iterator[tuple]:
             yield x, *amaxes, rows, turned
 
 
-quantize_two_levels = register_op(
+quantize_two_levels: OpOverload = register_op(
     "fp8compile::quantize_two_levels",
     _kernel,
     fake=_empty_outputs,

@@ -9,9 +9,11 @@ and as the reference, it is the steps themselves.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 
 from fp8compile import _compat, inductor
 from fp8compile.ops import samples
@@ -81,7 +83,7 @@ def _decompose(weight: Tensor, first: Quantizer, again: Quantizer) -> tuple[Tens
     return step_by_step(weight, first, again)
 
 
-def _samples() -> Iterator[tuple]:
+def _samples() -> Iterator[tuple[Any, ...]]:
     row, column = CurrentScaling(block=ROWS), CurrentScaling(block=COLUMNS, format="e5m2")
     square = CurrentScaling(block=(16, 16), scale="pow2")
     for x in samples.matrices():
@@ -90,7 +92,7 @@ def _samples() -> Iterator[tuple]:
             yield x, square, square
 
 
-quantize_weight = register_op(
+quantize_weight: OpOverload = register_op(
     "fp8compile::quantize_weight",
     _kernel,
     fake=_fake,

@@ -157,9 +157,10 @@ def scaled(*block, **options):
 
 HARDWARE = {
     "CPU, PyTorch 2.13": Target("cpu"),
-    "8.9 (L4, RTX 40)": Target("cuda", (8, 9)),
+    "8.9 (L40S, RTX 40)": Target("cuda", (8, 9)),
     "9.0 (H100, H200)": Target("cuda", (9, 0)),
-    "10.0 (B200)": Target("cuda", (10, 0)),
+    "10.x, 11.0 (B200, B300, Thor)": Target("cuda", (10, 0)),
+    "12.x (RTX 50, RTX PRO, GB10)": Target("cuda", (12, 0)),
 }
 OPERANDS = {
     "tensorwise": (scaled(-1, -1), scaled(-1, -1), torch.bfloat16),

@@ -32,7 +32,8 @@ TARGET = """
 package.module:name or FILE.py:name, a function that returns (model, args) or (model, args, kwargs), or a module (or
 its class) with a method example_inputs(); FILE.py alone looks for model_and_inputs, then example
 """
-GPUS = ("h200", "b200")  # keys of PEAKS, which takes PyTorch to load
+# keys of PEAKS, which takes PyTorch to load
+GPUS = ("h200", "b200", "rtx4090", "l40s", "h100", "b300", "rtx5090", "rtx_pro_6000", "gb10")
 log: logging.Logger = logging.getLogger(__name__)
 
 

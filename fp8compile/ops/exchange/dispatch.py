@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 
 from fp8compile import _compat
 from fp8compile.ops import samples
@@ -86,34 +87,19 @@ def _combine(
     return rows if sizes is not None else take(rows, moves.slots_of_rows(length))
 
 
-def _dispatch_fake(
-    rows: Tensor,
-    sent: Tensor,
-    received: Tensor,
-    sizes: Tensor | None,
-    length: int | None,
-    slot: str,
-    recipe: Recipe,
-    group: str,
-) -> Tensor:
+def _dispatch_fake(*args: Any) -> Tensor:
+    rows, _, _, _, length, *_ = args
     if length is None:
         length = _compat.new_dynamic_size()
     return rows.new_empty((length, rows.shape[1]))
 
 
-def _combine_fake(
-    grouped: Tensor,
-    sent: Tensor,
-    received: Tensor,
-    sizes: Tensor | None,
-    length: int,
-    recipe: Recipe,
-    group: str,
-) -> Tensor:
+def _combine_fake(*args: Any) -> Tensor:
+    grouped, _, _, _, length, *_ = args
     return grouped.new_empty((length, grouped.shape[1]))
 
 
-def _setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     rows, sent, received, sizes, *others = inputs
     ctx.rows, (ctx.recipe, ctx.group) = rows.shape[0], others[-2:]
     ctx.save_for_backward(sent, received, sizes)
@@ -127,7 +113,7 @@ def _combine_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     return dispatch(grad, *ctx.saved_tensors, ctx.rows, GRAD_INPUT.a, ctx.recipe, ctx.group), *[None] * 6
 
 
-def _samples() -> Iterator[tuple]:
+def _samples() -> Iterator[tuple[Any, ...]]:
     """Samples for one rank; more ranks need processes (tests/parallel/test_expert_parallel.py)."""
     rows = torch.randn(12, 24, generator=torch.Generator().manual_seed(0)).bfloat16()
     counts = torch.tensor([[5, 0, 7]])
@@ -139,13 +125,13 @@ def _samples() -> Iterator[tuple]:
     yield rows.float().t()[:8].t(), counts[:, :1], counts[:, :1], torch.tensor([[5], [5]]), 5, OUTPUT.a, Recipe(), ""
 
 
-def _combine_samples() -> Iterator[tuple]:
+def _combine_samples() -> Iterator[tuple[Any, ...]]:
     for rows, sent, received, sizes, length, _, recipe, group in _samples():
         grouped = rows[: int(sent.sum())] if sizes is not None else rows.repeat(2, 1)[:length]
         yield grouped, sent, received, sizes, rows.shape[0], recipe, group
 
 
-dispatch = register_op(
+dispatch: OpOverload = register_op(
     "fp8compile::dispatch",
     _dispatch,
     fake=_dispatch_fake,
@@ -156,7 +142,7 @@ dispatch = register_op(
     samples=_samples,
 )
 
-combine = register_op(
+combine: OpOverload = register_op(
     "fp8compile::combine",
     _combine,
     fake=_combine_fake,

@@ -12,6 +12,7 @@ is the steps of `group_two_levels` in that layout.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,9 +26,9 @@ from fp8compile.ops.groups.group_outer_amaxes import (
     two_level_samples,
 )
 from fp8compile.ops.groups.portable import ON_GPU
+from fp8compile.ops.groups.register_group_op import register_group_op
 from fp8compile.ops.groups.tiles import tile_columns, tile_spans
 from fp8compile.ops.quantize_two_levels import by_outer_amax
-from fp8compile.ops.registry import register_op
 from fp8compile.quantizers import Quantizer
 from fp8compile.quantizers.hadamard import GROUP
 from fp8compile.scale_layouts import TILE_BLOCKS, TILE_ROWS, tiled
@@ -141,22 +142,14 @@ def _kernel(
     return outputs
 
 
-def _samples() -> Iterator[tuple]:
+def _samples() -> Iterator[tuple[Any, ...]]:
     for x, offsets, *how in two_level_samples():
         yield x, offsets, group_outer_amaxes(x, offsets, *how), *how
 
 
-group_quantize_two_levels = register_op(
-    "fp8compile::group_quantize_two_levels",
-    _kernel,
-    fake=_empty_outputs,
-    backward=None,
-    decompose=None,  # on a CPU the loop over groups reads the offsets
-    portable=ON_GPU,
-    sharding=None,  # groups are whole on a rank
-    samples=_samples,
+group_quantize_two_levels = register_group_op(
+    "fp8compile::group_quantize_two_levels", _kernel, fake=_empty_outputs, portable=ON_GPU, samples=_samples
 )
-inductor.register_fallback(group_quantize_two_levels)
 
 
 @inductor.once_a_graph

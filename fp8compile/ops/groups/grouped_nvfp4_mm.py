@@ -10,9 +10,11 @@ lowering; so the op stays one call. On a CPU it multiplies the same operands exa
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 
 from fp8compile import inductor
 from fp8compile.formats import E4M3
@@ -102,20 +104,12 @@ def _kernel(
     )
 
 
-def _fake(
-    a: Tensor,
-    b: Tensor,
-    a_scale: Tensor,
-    b_scale: Tensor,
-    a_outer_scale: Tensor,
-    b_outer_scale: Tensor,
-    offsets: Tensor,
-    out_dtype: torch.dtype,
-) -> Tensor:
+def _fake(*args: Any) -> Tensor:
+    a, b, *_, offsets, out_dtype = args
     return a.new_empty(product_shape(a, b, offsets), dtype=out_dtype)
 
 
-def _samples() -> Iterator[tuple]:
+def _samples() -> Iterator[tuple[Any, ...]]:
     line, pillar = TwoLevelScaling(), TwoLevelScaling(block=(NV_BLOCK, 1), packed="columns")
     generator = torch.Generator().manual_seed(0)
     for x, offsets in tokens():
@@ -130,7 +124,7 @@ def _samples() -> Iterator[tuple]:
         yield of_half[0], turned[0], of_half[1], turned[1], turned[2], turned[2], tile_ends(offsets), torch.float32
 
 
-grouped_nvfp4_mm = register_op(
+grouped_nvfp4_mm: OpOverload = register_op(
     "fp8compile::grouped_nvfp4_mm",
     _kernel,
     fake=_fake,

@@ -6,9 +6,11 @@ Ranks reduce the contributions of all layers in one message, before the layers r
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 
 from fp8compile.layout.quantized import Plain, TensorLayout
 from fp8compile.ops.layer.quantize import whole_amax
@@ -20,31 +22,17 @@ from fp8compile.quantizers import Recipe
 __all__ = ["fsdp_amax"]
 
 
-def _kernel(
-    shard: Tensor,
-    dtype: torch.dtype,
-    rows: Rows,
-    grid: Sequence[int],
-    slot: str,
-    recipe: Recipe,
-) -> Tensor:
+def _kernel(shard: Tensor, dtype: torch.dtype, rows: Rows, grid: Sequence[int], slot: str, recipe: Recipe) -> Tensor:
     """This rank's contribution to the whole weight's amaxes, shape ``grid``, float32: see `whole_amax`."""
     part = Plain(shard.to(dtype), TensorLayout((*placed_cuts(rows.placed), rows_cut(rows))))
     return whole_amax(part, getattr(recipe, slot)).clone()
 
 
-def _fake(
-    shard: Tensor,
-    dtype: torch.dtype,
-    rows: Rows,
-    grid: Sequence[int],
-    slot: str,
-    recipe: Recipe,
-) -> Tensor:
+def _fake(shard: Tensor, dtype: torch.dtype, rows: Rows, grid: Sequence[int], slot: str, recipe: Recipe) -> Tensor:
     return shard.new_empty(tuple(grid), dtype=torch.float32)
 
 
-def _samples() -> Iterator[tuple]:
+def _samples() -> Iterator[tuple[Any, ...]]:
     for index, (_, weight, _, recipe) in enumerate(linear_samples()):
         own = weight.float()[: 0 if index % 5 == 4 else 40]
         own = own.t().contiguous().t() if index % 2 else own
@@ -55,7 +43,7 @@ def _samples() -> Iterator[tuple]:
                 yield own, weight.dtype, rows, grid, slot, recipe
 
 
-fsdp_amax = register_op(
+fsdp_amax: OpOverload = register_op(
     "fp8compile::fsdp_amax",
     _kernel,
     fake=_fake,

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from fp8compile.formats import pack
 from fp8compile.layout.quantized import Quantized
-from fp8compile.ops.gemms.float8 import ALIGNMENT, lacks_nvidia
+from fp8compile.ops.gemms.float8 import ALIGNMENT
+from fp8compile.ops.gemms.gates import why_not
 from fp8compile.ops.gemms.grouped.float8 import padded_features
 from fp8compile.ops.gemms.grouped.kernel import GroupedGemm
 from fp8compile.ops.gemms.kernel import GemmProblem
@@ -29,14 +30,7 @@ __all__ = ["NVFP4"]
 
 
 def _lacks(problem: GemmProblem) -> str | None:
-    target = problem.target
-    if target.hip is not None:
-        return lacks_nvidia(problem)
-    if target.type != "cuda" or target.capability[0] != 10:
-        return "is NVFP4 in groups, which needs compute capability 10.0 (B200). Take a recipe that this GPU has."
-    if problem.out_dtype != torch.bfloat16:
-        return f"gives bfloat16 only in a grouped GEMM, and {problem.out_dtype} is asked for. Cast x and weight."
-    return None
+    return why_not("nvfp4 groups", problem)
 
 
 def _packed(operand: Quantized) -> str:

@@ -27,14 +27,7 @@ def _takes(a: Quantizer, b: Quantizer) -> bool:
 
 
 def _lacks(problem: GemmProblem) -> str | None:
-    if (lacking := lacks_grouped(problem)) is not None:
-        return lacking
-    if problem.target.capability[0] != 9:
-        return (
-            "needs a grouped GEMM with scales of rows, which PyTorch has for compute capability 9.0 alone (H100, "
-            "H200). Take fp8compile.recipes.mxfp8() or nvfp4() for experts here, or leave them in bfloat16."
-        )
-    return None
+    return lacks_grouped("rowwise groups", problem)
 
 
 def _feature_scales(operand: Quantized, scale: Tensor, features: int) -> Tensor:

@@ -170,11 +170,16 @@ class Interpreter:
         yield Builder, "create_atomic_cas", unknown("atomic_cas")
         yield Builder, "create_inline_asm", inline_assembly
 
+    def _converted(self, bits: np.ndarray, source: str, target: str) -> np.ndarray:
+        if self.arithmetic.float8_by_float16 and source == "fp32" and target.startswith("fp8"):
+            bits = gpu.through_float16(np.asarray(bits).view(np.float32)).view(np.asarray(bits).dtype)
+        return gpu.convert(bits, source, target)
+
     def _floats(self) -> Iterator[tuple[Any, ...]]:
         yield (
             interpreter,
             "_convert_float",
-            lambda bits, source, target, _: gpu.convert(bits, source.name, target.name),
+            lambda bits, source, target, _: self._converted(bits, source.name, target.name),
         )
         yield Builder, "cast_impl", _cast
         yield Builder, "create_ashr", _arithmetic_shift

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from fp8compile.formats import CASTS_BY_FLOAT16
 from fp8compile.target import pretend_target
 from fp8compile.testing.gpu.gpus import gpu_called
 from fp8compile.testing.gpu.program.step import step
@@ -100,8 +101,10 @@ def _settings(
     if isinstance(configurations, str) and configurations not in ("largest", "all"):
         raise ValueError(f"run_gpu_program: configurations is {configurations!r}; it is 'largest', 'all' or numbers.")
     named = {"largest": None, "all": ()}
+    gpu = gpu_called(arch)
+    arithmetic = Arithmetic(contract, approximate, gpu.target.capability == CASTS_BY_FLOAT16)
     return Settings(
-        gpu=gpu_called(arch), precision_casts=precision_casts, arithmetic=Arithmetic(contract, approximate),
+        gpu=gpu, precision_casts=precision_casts, arithmetic=arithmetic,
         poison=poison, orders=tuple(orders),
         configurations=named[configurations] if isinstance(configurations, str) else tuple(configurations),
     )  # fmt: skip
