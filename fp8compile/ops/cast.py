@@ -29,9 +29,11 @@ __all__ = ["cast", "cast_again", "empty_codes"]
 def _kernel(
     x: Tensor, multiplier: Tensor, quantizer: Quantizer, rows: Tensor | None = None, columns: Tensor | None = None
 ) -> Tensor:
-    whole = rows is None or columns is None
-    found = quantizer.cast(x, multiplier) if whole else quantizer.cast_at(x, multiplier, rows, columns)
-    if is_own(type(quantizer)):
+    if rows is None or columns is None:
+        found = quantizer.cast(x, multiplier)
+    else:
+        found = quantizer.cast_at(x, multiplier, rows, columns)
+    if is_own(type(quantizer)):  # type: ignore[arg-type]  # classes are hashable
         return found.contiguous()
     shape = shape_said(quantizer, "codes_shape", x.shape)
     return returned(found, quantizer, "cast", shape, torch.uint8, "what codes_shape says").contiguous()

@@ -29,8 +29,8 @@ def outer_amax_of_values(x: Tensor, quantizer: Quantizer) -> Tensor:
 
 
 def _step_by_step(x: Tensor, rows: Quantizer, columns: Quantizer) -> tuple[Tensor, Tensor, Tensor]:
-    amaxes = (outer_amax_of_values(x, each).clone() for each in (rows, columns))
-    return x.clone(memory_format=torch.contiguous_format), *amaxes
+    of_rows, of_columns = (outer_amax_of_values(x, each).clone() for each in (rows, columns))
+    return x.clone(memory_format=torch.contiguous_format), of_rows, of_columns
 
 
 def _kernel(x: Tensor, rows: Quantizer, columns: Quantizer) -> tuple[Tensor, Tensor, Tensor]:

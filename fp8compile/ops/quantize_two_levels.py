@@ -61,9 +61,9 @@ def _direction(x: Tensor, outer_amax: Tensor, quantizer: Quantizer) -> tuple[Ten
 
 
 def _step_by_step(x: Tensor, row_amax: Tensor, column_amax: Tensor, rows: Quantizer, columns: Quantizer) -> Outputs:
-    codes, *scales = _direction(x, row_amax, rows)
-    column_codes, *column_scales = _direction(x, column_amax, columns)
-    return codes.contiguous(), *scales, column_codes.t().contiguous().t(), *column_scales
+    codes, scale, outer = _direction(x, row_amax, rows)
+    column_codes, column_scale, column_outer = _direction(x, column_amax, columns)
+    return codes.contiguous(), scale, outer, column_codes.t().contiguous().t(), column_scale, column_outer
 
 
 def _kernel(
@@ -85,7 +85,7 @@ def _kernel(
     outputs = _empty_outputs(x, row_amax, column_amax, rows, columns)
     codes, scale, outer, column_codes, *others = outputs
     contiguous = codes.view(torch.int64), scale, outer, column_codes.t().view(torch.int64), *others
-    both_packed(x.contiguous(), (row_amax, column_amax), rows, columns, contiguous)
+    both_packed(x.contiguous(), (row_amax, column_amax), rows, columns, contiguous)  # type: ignore[arg-type]  # of its class, says `_launch`
     return outputs
 
 
@@ -97,7 +97,7 @@ def _decompose(x: Tensor, row_amax: Tensor, column_amax: Tensor, rows: Quantizer
 
 def _samples() -> Iterator[tuple[Any, ...]]:
     generator = torch.Generator().manual_seed(0)
-    noisy = {"rounding": "stochastic", "seed": 5}
+    noisy: dict[str, Any] = {"rounding": "stochastic", "seed": 5}
     for shape, dtype in (((16, 32), torch.bfloat16), ((48, 144), torch.float32), ((0, 16), torch.float16)):
         for turned in (
             TwoLevelScaling(block=(16, 1), packed="columns"),

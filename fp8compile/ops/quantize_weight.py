@@ -71,9 +71,9 @@ def _kernel(weight: Tensor, first: Quantizer, again: Quantizer) -> tuple[Tensor,
 
     codes, own_scale, other_amax = _fake(weight, first, again)
     if first.block == ROWS:
-        rows_and_columns(weight.contiguous(), first, codes, own_scale, other_amax.zero_())
+        rows_and_columns(weight.contiguous(), first, codes, own_scale, other_amax.zero_())  # type: ignore[arg-type]  # it is CurrentScaling
     else:
-        square_blocks(weight.contiguous(), first, codes, own_scale, other_amax)
+        square_blocks(weight.contiguous(), first, codes, own_scale, other_amax)  # type: ignore[arg-type]  # it is CurrentScaling
     return codes, own_scale, other_amax
 
 

@@ -240,7 +240,7 @@ def register_op(
     """
     _check_name(name)
     _check_known(name, unknown)
-    given = {
+    given: dict[str, Any] = {
         "fake": fake,
         "backward": backward,
         "decompose": decompose,
@@ -262,22 +262,22 @@ def register_op(
     lib = _library(namespace)
     lib.define(op_name + schema, tags=(torch.Tag.pt2_compliant_tag,))
     lib.impl(op_name, _compat.as_kernel(impl), "CompositeExplicitAutograd")
-    torch.library.register_fake(name, fake or impl, lib=lib)
+    torch.library.register_fake(name, given["fake"] or impl, lib=lib)
     overload = getattr(getattr(torch.ops, namespace), op_name).default
-    _compat.impl_autograd(lib, overload, setup_context, backward, prepare)
+    _compat.impl_autograd(lib, overload, setup_context, given["backward"], prepare)
     if decompose is not None:
-        inductor.register_decomposition(overload, decompose)
+        inductor.register_decomposition(overload, given["decompose"])
     if compiled:
         salt_with(impl.__module__)
     op = OPS[name] = Op(
         name=name,
         overload=overload,
         impl=impl,
-        fake=fake or impl,
-        backward=backward,
-        decompose=decompose,
-        sharding=sharding,
-        samples=samples,
+        fake=given["fake"] or impl,
+        backward=given["backward"],
+        decompose=given["decompose"],
+        sharding=given["sharding"],
+        samples=given["samples"],
         updates=updates,
         portable=portable,
     )

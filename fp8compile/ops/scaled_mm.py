@@ -47,7 +47,8 @@ def _kernel(
     b_outer_scale: Tensor | None = None,
 ) -> Tensor:
     sides = as_sides((a, b), (a_scale, b_scale), (a_quantizer, b_quantizer), (a_outer_scale, b_outer_scale))
-    return multiply(*sides, out_dtype, config)
+    left, right = sides
+    return multiply(left, right, out_dtype, config)
 
 
 def _fake(*args: Any) -> Tensor:
@@ -89,7 +90,8 @@ def _outer_cut(dim: int, block: int) -> tuple[Cut, Cut | None]:
 def _samples() -> Iterator[tuple[Any, ...]]:
     for m, k, n, dtype in ((17, 24, 40, torch.bfloat16), (1, 32, 16, torch.float32), (0, 16, 16, torch.bfloat16)):
         for recipe in samples.recipes():
-            a_quantizer, b_quantizer = recipe.quantizers(GEMMS[0])
+            quantizers: Any = recipe.quantizers(GEMMS[0])
+            a_quantizer, b_quantizer = quantizers
             a = _operand(torch.randn(m, k), a_quantizer)
             b = _operand(torch.randn(n, k), b_quantizer).t()
             yield a.codes, b.codes, a.scale, b.scale, a.quantizer, b.quantizer, dtype, GemmConfig(), None, None

@@ -40,7 +40,7 @@ from fp8compile.quantizers import GEMMS, Recipe
 
 __all__ = ["combine", "dispatch", "traveling"]
 
-OUTPUT, GRAD_INPUT, _ = GEMMS
+OUTPUT, GRAD_INPUT = GEMMS[:2]
 
 
 def _sent(rows: Tensor, sizes: Tensor | None, back: bool, length: int | None, ranks: int, group: str) -> Tensor:
@@ -63,9 +63,10 @@ def _dispatch(
     ranks, quantizer = sent.shape[0], sent_as(recipe, slot)
     phase = Phase.FORWARD if _compat.is_traced(rows) else Phase.EAGER
     wire = rows if quantizer is None else packed(rows, sent, quantizer, group, phase)
-    moves = Moves(sent, received, None if sizes is not None else length // ranks)
+    slots: Any = length  # of all ranks, where sizes are not sent
+    moves = Moves(sent, received, None if sizes is not None else slots // ranks)
     if sizes is None:
-        wire = take(wire, moves.rows_of_slots(length))
+        wire = take(wire, moves.rows_of_slots(slots))
     buffer = _sent(wire, sizes, THERE, length, ranks, group)
     grouped = take(buffer, moves.buffer_of_grouped(buffer.shape[0]))
     return grouped if quantizer is None else unpacked(grouped, rows.shape[1], quantizer, rows.dtype)

@@ -46,7 +46,8 @@ def _kernel(x: Tensor, offsets: Tensor, multiplier: Tensor, quantizer: Quantizer
     if codes.numel():
         from fp8compile.kernels.groups import cast_groups
 
-        cast_groups(x, offsets.contiguous(), multiplier, quantizer, alignment(quantizer), codes)
+        current: Any = quantizer  # CurrentScaling
+        cast_groups(x, offsets.contiguous(), multiplier, current, alignment(quantizer), codes)
     return codes
 
 

@@ -61,7 +61,8 @@ def _kernel(x: Tensor, offsets: Tensor, quantizer: Quantizer) -> tuple[Tensor, T
     if codes.numel():
         from fp8compile.kernels.groups import quantize_groups
 
-        quantize_groups(x, offsets.contiguous(), quantizer, alignment(quantizer), codes, scales)
+        current: Any = quantizer  # CurrentScaling
+        quantize_groups(x, offsets.contiguous(), current, alignment(quantizer), codes, scales)
     return codes, scales
 
 

@@ -27,7 +27,7 @@ from fp8compile.target import target_of
 __all__ = ["group_quantize_rows", "is_row_pair"]
 
 
-def is_row_pair(rows: Quantizer | None, columns: Quantizer | None, width: int) -> bool:
+def is_row_pair(rows: Quantizer | None, columns: Any, width: int) -> bool:
     """Whether the kernel quantizes rows by the first quantizer and takes amaxes of groups' columns for the other.
 
     Args:
@@ -51,7 +51,7 @@ def _step_by_step(x: Tensor, offsets: Tensor, rows: Quantizer, columns: Quantize
     return PYTHON_OF_STEPS.cast(x, multiplier, rows), scale, group_amax(x, offsets, columns)
 
 
-def _launch(x: Tensor, offsets: Tensor, rows: Quantizer) -> TileLaunch:
+def _launch(x: Tensor, offsets: Tensor, rows: Any) -> TileLaunch:
     from fp8compile.kernels.groups_rows import rows_of_groups
 
     return rows_of_groups(x, offsets, rows)

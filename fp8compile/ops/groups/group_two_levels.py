@@ -98,7 +98,7 @@ def _portable(x: Tensor, offsets: Tensor, quantizer: Quantizer, along_tokens: bo
 
 
 def _samples() -> Iterator[tuple[Any, ...]]:
-    noisy = {"rounding": "stochastic", "seed": 3}
+    noisy: dict[str, Any] = {"rounding": "stochastic", "seed": 3}
     for x, offsets in tokens():
         yield x, offsets, TwoLevelScaling(packed="none", **noisy), False
         yield x, offsets, TwoLevelScaling(block=(16, 1), packed="none", hadamard=(1, -1) * 8, **noisy), True

@@ -67,8 +67,8 @@ def _kernel(
     if product.numel():
         from fp8compile.kernels.grouped_blockwise import multiply_rows, multiply_tokens
 
-        left = a.contiguous().view(element_format(a_format).dtype)
-        right = b.contiguous().view(element_format(b_format).dtype)
+        formats: Any = (element_format(a_format), element_format(b_format))  # of float8
+        left, right = (codes.contiguous().view(each.dtype) for codes, each in zip((a, b), formats, strict=True))
         if b.ndim == 3:
             multiply_rows(left, right, a_scale, b_scale, offsets.contiguous(), product)
         else:

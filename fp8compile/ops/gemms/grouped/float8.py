@@ -40,7 +40,7 @@ def padded_features(codes: Tensor, multiples: tuple[int, ...], *, value: float =
 
 
 def _float8(codes: Tensor, quantizer: Quantizer) -> Tensor:
-    return codes.contiguous().view(quantizer.gemm_format().dtype)
+    return codes.contiguous().view(quantizer.gemm_format().dtype)  # type: ignore[union-attr]  # which is why it is here
 
 
 def scaled_rows(
