@@ -40,8 +40,7 @@ test-full: lint
 	$(BIN)/python tests/products.py
 
 docs: $(INSTALLED)
-	$(BIN)/pdoc --docformat google --output-directory site fp8compile fp8compile.parallel \
-		fp8compile.testing fp8compile.testing.explain
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
 
 # dist/, built and installed beside each PyTorch; takes 10 GB of disk for a while
 release:

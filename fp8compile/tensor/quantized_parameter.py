@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, Self
+from typing import Any, Self, TypeGuard
 
 import torch
 from torch import Tensor
@@ -130,6 +130,18 @@ class QuantizedParameter(FullyShardHooks, QuantizedTensor):
         make = _codes_of_stack if batch else _codes_of_matrix
         return QuantizedParameter.of_sets([make(x, each) for each in quantizers], x.dtype, batch=batch)
 
+    def data_ptr(self) -> int:
+        """Raise: no values lie anywhere. For other tensors of its kind PyTorch says 0, and whoever compares is misled.
+
+        Raises:
+            RuntimeError: Always.
+        """
+        raise RuntimeError(
+            "data_ptr of a QuantizedParameter: there are codes in memory, and no values. Take that of .codes. (Under "
+            "accelerate, whose FSDP2 finds an optimizer's parameters by it: convert by "
+            "fp8compile.integrations.accelerate.convert, or F8Callback of fp8compile.integrations.transformers.)"
+        )
+
     # ------------------------------------------------------------------ what its views have in common
 
     pending: Pending | None = _of_shared("pending", "What it is during an optimizer's step, if one runs.")
@@ -177,6 +189,7 @@ class QuantizedParameter(FullyShardHooks, QuantizedTensor):
             self._shared.initial = torch.zeros(size, dtype=torch.float32, device=device)
             self.keep(values)
 
+    @torch.no_grad()
     def keep(self, values: Tensor) -> None:
         """Take these, or what they stand for, for what its codes were made of, if that is kept."""
         if (initial := self.initial) is not None:
@@ -481,7 +494,7 @@ def _have_scales_in_common(whole: Codes, part: Codes) -> bool:
     return any(one.numel() == other.numel() for one, other in zip(whole.scales, part.scales, strict=True))
 
 
-def is_quantized_parameter(tensor: object) -> bool:
+def is_quantized_parameter(tensor: object) -> TypeGuard[QuantizedParameter]:
     """Whether a tensor is made of codes that optimizers write to."""
     return isinstance(tensor, QuantizedParameter)
 

@@ -1,4 +1,4 @@
-"""The example package in tests/example_library, from outside: what it imports, installed, over ranks."""
+"""The example package in examples/custom_quantizer, from outside: what it imports, installed, over ranks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import fp8compile as f8
 from fp8compile import _compat
 from fp8compile.quantizers import entry_points
 
-ROOT = Path(__file__).parents[1] / "example_library"
+ROOT = Path(__file__).parents[2] / "examples" / "custom_quantizer"
 FILES = sorted((ROOT / "swiglu8").glob("*.py"))
 
 
