@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 
 from fp8compile.ops.amax import empty_grid
 from fp8compile.ops.groups.kernel_limits import check_has_kernel
@@ -60,4 +61,6 @@ def _samples() -> Iterator[tuple[Any, ...]]:
         yield x, offsets, CurrentScaling()
 
 
-group_amax = register_group_op("fp8compile::group_amax", _kernel, fake=_fake, portable=_portable, samples=_samples)
+group_amax: OpOverload = register_group_op(
+    "fp8compile::group_amax", _kernel, fake=_fake, portable=_portable, samples=_samples
+)

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor
+from torch._ops import OpOverload
 
 from fp8compile.ops.cast import empty_codes
 from fp8compile.ops.groups.group_amax import group_amax
@@ -62,4 +63,6 @@ def _samples() -> Iterator[tuple[Any, ...]]:
             yield x, offsets, quantizer.multiplier(group_amax(x, offsets, quantizer)), quantizer
 
 
-group_cast = register_group_op("fp8compile::group_cast", _kernel, fake=_fake, portable=OF_BACKWARD, samples=_samples)
+group_cast: OpOverload = register_group_op(
+    "fp8compile::group_cast", _kernel, fake=_fake, portable=OF_BACKWARD, samples=_samples
+)

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 
 from fp8compile.inductor import TileLaunch
 from fp8compile.ops.groups.portable import ON_GPU
@@ -115,6 +116,6 @@ def two_level_samples() -> Iterator[tuple[Any, ...]]:
         yield x, offsets, *(replace(each, scale="torchao") for each in (line, pillar)), "both"
 
 
-group_outer_amaxes = register_group_op(
+group_outer_amaxes: OpOverload = register_group_op(
     "fp8compile::group_outer_amaxes", _kernel, fake=_fake, portable=ON_GPU, samples=two_level_samples, launch=_launch
 )

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 
 from fp8compile.ops.cast import empty_codes
 from fp8compile.ops.groups.kernel_limits import check_has_kernel
@@ -72,6 +73,6 @@ def _samples() -> Iterator[tuple[Any, ...]]:
         yield x, offsets, CurrentScaling(block=(32, 1), format="e5m2", scale="e8m0_rceil", eps=1e-6)
 
 
-group_quantize = register_group_op(
+group_quantize: OpOverload = register_group_op(
     "fp8compile::group_quantize", _kernel, fake=empty_outputs, portable=OF_BACKWARD, samples=_samples
 )

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 
 from fp8compile.inductor import TileLaunch
 from fp8compile.ops.groups.group_quantize import empty_outputs, group_quantize
@@ -83,6 +84,6 @@ def _launch_in_graph(x: Tensor, offsets: Tensor, rows: Quantizer, columns: Quant
     return _launch(x, offsets, rows, columns) if is_group_pair(rows, columns) else None
 
 
-group_quantize_both = register_group_op(
+group_quantize_both: OpOverload = register_group_op(
     "fp8compile::group_quantize_both", _kernel, fake=_fake, portable=ON_GPU, samples=_samples, launch=_launch_in_graph
 )

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 
 from fp8compile.inductor import TileLaunch
 from fp8compile.ops.groups.group_amax import group_amax
@@ -84,6 +85,6 @@ def _launch_in_graph(x: Tensor, offsets: Tensor, rows: Quantizer, columns: Quant
     return _launch(x, offsets, rows) if is_row_pair(rows, columns, x.shape[1]) else None
 
 
-group_quantize_rows = register_group_op(
+group_quantize_rows: OpOverload = register_group_op(
     "fp8compile::group_quantize_rows", _kernel, fake=_fake, portable=ON_GPU, samples=_samples, launch=_launch_in_graph
 )

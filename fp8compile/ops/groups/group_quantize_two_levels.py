@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 from torch.nn.functional import pad
 
 from fp8compile import inductor
@@ -148,7 +149,7 @@ def _samples() -> Iterator[tuple[Any, ...]]:
         yield x, offsets, group_outer_amaxes(x, offsets, *how), *how
 
 
-group_quantize_two_levels = register_group_op(
+group_quantize_two_levels: OpOverload = register_group_op(
     "fp8compile::group_quantize_two_levels", _kernel, fake=_empty_outputs, portable=ON_GPU, samples=_samples
 )
 

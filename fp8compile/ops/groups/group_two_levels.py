@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 
 from fp8compile.ops.groups.group_quantize import empty_outputs
 from fp8compile.ops.groups.layout import alignment, group_to_read, zero_behind
@@ -108,6 +109,6 @@ def _samples() -> Iterator[tuple[Any, ...]]:
     yield stack, ends, TwoLevelScaling(block=(16, 16), packed="none"), False
 
 
-group_two_levels = register_group_op(
+group_two_levels: OpOverload = register_group_op(
     "fp8compile::group_two_levels", _kernel, fake=_fake, portable=_portable, samples=_samples
 )

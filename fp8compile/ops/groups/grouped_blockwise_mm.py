@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 
 from fp8compile.formats import element_format
 from fp8compile.layout.quantized import Quantized
@@ -91,6 +92,6 @@ def _samples() -> Iterator[tuple[Any, ...]]:
         yield codes, codes[: k // 2], scale, scale[:, : k // 2], offsets, "e4m3", "e4m3", torch.bfloat16
 
 
-grouped_blockwise_mm = register_group_op(
+grouped_blockwise_mm: OpOverload = register_group_op(
     "fp8compile::grouped_blockwise_mm", _kernel, fake=_fake, portable=ON_GPU, samples=_samples
 )
