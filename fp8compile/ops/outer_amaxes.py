@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 
 from fp8compile import inductor
 from fp8compile.ops import samples
@@ -27,8 +28,8 @@ def outer_amax_of_values(x: Tensor, quantizer: Quantizer) -> Tensor:
 
 
 def _step_by_step(x: Tensor, rows: Quantizer, columns: Quantizer) -> tuple[Tensor, Tensor, Tensor]:
-    amaxes = (outer_amax_of_values(x, each).clone() for each in (rows, columns))
-    return x.clone(memory_format=torch.contiguous_format), *amaxes
+    of_rows, of_columns = (outer_amax_of_values(x, each).clone() for each in (rows, columns))
+    return x.clone(memory_format=torch.contiguous_format), of_rows, of_columns
 
 
 def _kernel(x: Tensor, rows: Quantizer, columns: Quantizer) -> tuple[Tensor, Tensor, Tensor]:
@@ -53,7 +54,7 @@ def _lower(x: Any, rows: TwoLevelScaling, columns: TwoLevelScaling) -> tuple[Any
     return whole, largest[0], largest[-1]
 
 
-def _samples() -> Iterator[tuple]:
+def _samples() -> Iterator[tuple[Any, ...]]:
     row, pillar = TwoLevelScaling(), TwoLevelScaling(block=(16, 1), packed="columns")
     turned = TwoLevelScaling(block=(16, 1), packed="columns", hadamard=(1, -1) * 8)
     for x in samples.matrices():
@@ -62,7 +63,7 @@ def _samples() -> Iterator[tuple]:
             yield x, row, turned
 
 
-outer_amaxes = register_op(
+outer_amaxes: OpOverload = register_op(
     "fp8compile::outer_amaxes",
     _kernel,
     fake=_fake,

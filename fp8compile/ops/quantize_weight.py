@@ -9,9 +9,11 @@ and as the reference, it is the steps themselves.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 
 from fp8compile import _compat, inductor
 from fp8compile.ops import samples
@@ -69,13 +71,13 @@ def _kernel(weight: Tensor, first: Quantizer, again: Quantizer) -> tuple[Tensor,
 
     codes, own_scale, other_amax = _fake(weight, first, again)
     if first.block == ROWS:
-        rows_and_columns(weight.contiguous(), first, codes, own_scale, other_amax.zero_())
+        rows_and_columns(weight.contiguous(), first, codes, own_scale, other_amax.zero_())  # type: ignore[arg-type]  # it is CurrentScaling
     else:
-        square_blocks(weight.contiguous(), first, codes, own_scale, other_amax)
+        square_blocks(weight.contiguous(), first, codes, own_scale, other_amax)  # type: ignore[arg-type]  # it is CurrentScaling
     return codes, own_scale, other_amax
 
 
-def _samples() -> Iterator[tuple]:
+def _samples() -> Iterator[tuple[Any, ...]]:
     row, column = CurrentScaling(block=ROWS), CurrentScaling(block=COLUMNS, format="e5m2")
     square = CurrentScaling(block=(16, 16), scale="pow2")
     for x in samples.matrices():
@@ -84,7 +86,7 @@ def _samples() -> Iterator[tuple]:
             yield x, square, square
 
 
-quantize_weight = register_op(
+quantize_weight: OpOverload = register_op(
     "fp8compile::quantize_weight",
     _kernel,
     fake=_fake,

@@ -76,14 +76,14 @@ class Op:
 
     name: str
     overload: torch._ops.OpOverload
-    impl: Callable
-    fake: Callable
-    backward: Callable | None
-    decompose: Callable | None
+    impl: Callable[..., Any]
+    fake: Callable[..., Any]
+    backward: Callable[..., Any] | None
+    decompose: Callable[..., Any] | None
     sharding: Sharding | None
     samples: Samples
     updates: tuple[str, ...] = ()
-    portable: Callable | str | None = None
+    portable: Callable[..., Any] | str | None = None
 
 
 OPS: dict[str, Op] = {}
@@ -137,7 +137,7 @@ def _check_given(name: str, given: dict[str, Any]) -> None:
         )
 
 
-def _check_signatures(name: str, impl: Callable, given: dict[str, Any]) -> None:
+def _check_signatures(name: str, impl: Callable[..., Any], given: dict[str, Any]) -> None:
     if not inspect.isfunction(impl):
         raise TypeError(f"register_op: {name}: impl is {impl!r}; it is a function, whose annotations are the schema.")
     parameters = inspect.signature(impl).parameters
@@ -166,7 +166,7 @@ def _check_signatures(name: str, impl: Callable, given: dict[str, Any]) -> None:
             ) from None
 
 
-def _schema(name: str, impl: Callable) -> str:
+def _schema(name: str, impl: Callable[..., Any]) -> str:
     try:
         return torch.library.infer_schema(impl, mutates_args=())
     except ValueError as error:
@@ -177,7 +177,7 @@ def _schema(name: str, impl: Callable) -> str:
         ) from None
 
 
-def _check_salted(name: str, impl: Callable) -> None:
+def _check_salted(name: str, impl: Callable[..., Any]) -> None:
     """What compiled code contains of an op has to be in the key of the compile cache; constants carry it there."""
     hints = inspect.get_annotations(impl, eval_str=True)
     types = [part for hint in hints.values() for part in (hint, *get_args(hint))]  # of `Recipe | None` too
@@ -192,17 +192,17 @@ def _check_salted(name: str, impl: Callable) -> None:
 
 def register_op(
     name: str,
-    impl: Callable,
+    impl: Callable[..., Any],
     *,
-    fake: Callable | _Missing | None = MISSING,
-    backward: Callable | _Missing | None = MISSING,
-    decompose: Callable | _Missing | None = MISSING,
+    fake: Callable[..., Any] | _Missing | None = MISSING,
+    backward: Callable[..., Any] | _Missing | None = MISSING,
+    decompose: Callable[..., Any] | _Missing | None = MISSING,
     sharding: Sharding | _Missing | None = MISSING,
     samples: Samples | _Missing = MISSING,
-    setup_context: Callable | None = None,
-    prepare: Callable | None = None,
+    setup_context: Callable[..., Any] | None = None,
+    prepare: Callable[..., Any] | None = None,
     updates: tuple[str, ...] = (),
-    portable: Callable | str | None = None,
+    portable: Callable[..., Any] | str | None = None,
     **unknown: Any,
 ) -> torch._ops.OpOverload:
     """Make an operator that torch.compile, Inductor and autograd know.
@@ -241,7 +241,7 @@ def register_op(
     """
     _check_name(name)
     _check_known(name, unknown)
-    given = {
+    given: dict[str, Any] = {
         "fake": fake,
         "backward": backward,
         "decompose": decompose,
@@ -263,22 +263,22 @@ def register_op(
     lib = _library(namespace)
     lib.define(op_name + schema, tags=(torch.Tag.pt2_compliant_tag,))
     lib.impl(op_name, _compat.as_kernel(impl), "CompositeExplicitAutograd")
-    torch.library.register_fake(name, fake or impl, lib=lib)
+    torch.library.register_fake(name, given["fake"] or impl, lib=lib)
     overload = getattr(getattr(torch.ops, namespace), op_name).default
-    _compat.impl_autograd(lib, overload, setup_context, backward, prepare)
+    _compat.impl_autograd(lib, overload, setup_context, given["backward"], prepare)
     if decompose is not None:
-        inductor.register_decomposition(overload, decompose)
+        inductor.register_decomposition(overload, given["decompose"])
     if compiled:
         salt_with(impl.__module__)
     op = OPS[name] = Op(
         name=name,
         overload=overload,
         impl=impl,
-        fake=fake or impl,
-        backward=backward,
-        decompose=decompose,
-        sharding=sharding,
-        samples=samples,
+        fake=given["fake"] or impl,
+        backward=given["backward"],
+        decompose=given["decompose"],
+        sharding=given["sharding"],
+        samples=given["samples"],
         updates=updates,
         portable=portable,
     )
@@ -308,7 +308,7 @@ def for_every_op(listener: Callable[[Op], None]) -> None:
         listener(op)
 
 
-def _portable(op: Op) -> Callable:
+def _portable(op: Op) -> Callable[..., Any]:
     """The function that replaces an op in a program that leaves this package; raises if there is none."""
     if callable(op.portable):
         return op.portable
@@ -328,7 +328,7 @@ def _device(args: Iterable[Any]) -> str:
     return next((str(each.device) for each in args if isinstance(each, torch.Tensor)), "this one")
 
 
-def decompositions() -> dict[torch._ops.OpOverload, Callable]:
+def decompositions() -> dict[torch._ops.OpOverload, Callable[..., Any]]:
     """Every registered operator in terms of PyTorch's own, as ``ExportedProgram.run_decompositions`` takes it.
 
     What is left of a program then runs, and is saved and loaded, without this package. What can't be said in PyTorch's

@@ -31,7 +31,6 @@ from fp8compile.ops.layer.fsdp_gather import reduced
 from fp8compile.ops.layer.kept_input import keep_input, kept_input_as_quantized, packed_while_kept
 from fp8compile.ops.layer.operands import GRAD_INPUT, GRAD_WEIGHT, OUTPUT, STEPS, Operands, Phase
 from fp8compile.ops.layer.placements import (
-    Placement,
     RowsOverFsdpBase,
     RowsOverFsdpForGradInput,
     RowsOverFsdpForGradWeight,
@@ -103,7 +102,7 @@ def _weight(gemm: Gemm, weight: DTensor, recipe: Recipe) -> _Right:
     return _Right(part, columns, {"weight": codes, "weight_in_turns": part.local.in_memory is not None})
 
 
-def _rows(gemm: Gemm, tokens: DTensor, shard: Tensor, place: Placement) -> _Right:
+def _rows(gemm: Gemm, tokens: DTensor, shard: Tensor, place: Any) -> _Right:
     """A weight whose part on a tensor parallel rank is cut by FSDP; its codes are gathered to that part."""
     mesh = tokens.device_mesh
     cuts = placed_cuts(place.rows.placed, [mesh.get_group(index) for index in range(mesh.ndim)])
@@ -117,7 +116,8 @@ def _rows(gemm: Gemm, tokens: DTensor, shard: Tensor, place: Placement) -> _Righ
 
 def _kept(codes: DTensor, scale: DTensor, outer_scale: DTensor, recipe: Recipe, rows: int) -> _Right:
     """The codes that the forward kept of an input, of which this rank has so many rows if it has all columns."""
-    packed, quantizer = part_of("grad_weight", codes), recipe.quantizer_read(GRAD_WEIGHT.b)
+    packed = part_of("grad_weight", codes)
+    quantizer: Any = recipe.quantizer_read(GRAD_WEIGHT.b)
     dim = packed_while_kept(packed.layout, quantizer) % codes.ndim
     cuts = tuple(
         replace(cut, sizes=tuple(2 * size for size in cut.sizes)) if cut is not None and cut.dim == dim else cut
@@ -133,20 +133,22 @@ def _kept(codes: DTensor, scale: DTensor, outer_scale: DTensor, recipe: Recipe, 
 
 def _product(op: LayerOp, gemm: Gemm, *args: Any) -> Any:
     """Run a layer's op on DTensors, or on DTensors and shards of FSDP in the graph."""
-    tensors, _, place, recipe = op.split(args)
+    split: Any = op.split(args)
+    tensors, _, place, recipe = split
     left, over_fsdp = tensors[0], isinstance(place, OVER_FSDP)
     if not over_fsdp:
         names = {name: getattr(place, name) for name in place.updates}
         check_one_mesh("linear" if gemm is OUTPUT else gemm.name, dict(zip(op.names, tensors, strict=True)) | names)
     if gemm is OUTPUT:
         place.check(left, recipe)
-    multiplier = _whole_state(place.multiplier if place.has_state else place.given().get("multiplier"))
+    multiplier: Any = _whole_state(place.multiplier if place.has_state else place.given().get("multiplier"))
     multiplier = snapshot(multiplier) if place.has_state else multiplier
     a = part_of(gemm.name, left)
     if op.kind == "grad_weight":
         right = _Right(part_of("grad_weight", tensors[1]), tensors[1].shape[-1])
     elif op.kind == "grad_weight_of_codes":
-        right = _kept(*tensors[1:], recipe, a.local.shape[0])
+        codes, scale, outer_scale = tensors[1:]
+        right = _kept(codes, scale, outer_scale, recipe, a.local.shape[0])
     else:
         right = _rows(gemm, left, tensors[1], place) if over_fsdp else _weight(gemm, tensors[1], recipe)
     operands = Operands(recipe, Phase.of(gemm, a.local), multiplier, **right.given)
@@ -163,7 +165,7 @@ def _of_tokens(
 ) -> DTensor:
     """The output (..., N) or grad_input (..., K) for tokens (..., m)."""
     product, mesh = multiply_parts(gemm, a, right.part, operands, bias), tokens.device_mesh
-    rows = [None if cut is None else cut.dim for cut in product.cuts]
+    rows: list[Any] = [None if cut is None else cut.dim for cut in product.cuts]
     placements = placements_of(product.steps, {"m": rows, "n": [tokens.ndim - 1] * mesh.ndim})
     local = product.local.view(*product.shape[:-1], product.local.shape[1])
     return whole_of(local, mesh, placements, (*tokens.shape[:-1], right.columns))
@@ -193,7 +195,7 @@ def _amax_over_ranks(tensor: DTensor, quantizer: DelayedScaling | None, like: Te
     return like.new_zeros(()) if quantizer is None else part_amax(part_of("linear", tensor), quantizer).view(())
 
 
-def _beside(x: DTensor, weight: Tensor, place: Placement, recipe: Recipe, used: Tensor) -> tuple[Tensor, ...]:
+def _beside(x: DTensor, weight: Any, place: Any, recipe: Recipe, used: Tensor) -> tuple[Tensor, ...]:
     """The multipliers that an output used, and the amaxes of x and of the weight.
 
     Ranks that share a layer's tokens tell each other the amax of x; under FSDP in the graph, that of their rows of the
@@ -203,7 +205,8 @@ def _beside(x: DTensor, weight: Tensor, place: Placement, recipe: Recipe, used: 
     if isinstance(place, OVER_FSDP):
         return used, _amax_over_ranks(x, for_x, used), write_state.amax_of(weight.to(x.dtype), for_weight)
     if for_weight is not None and has_codes(_compat.local_itself(weight)):
-        of_weight = write_state.kept_amax(_whole_state(place.amax_history))
+        history: Any = _whole_state(place.amax_history)
+        of_weight = write_state.kept_amax(history)
     else:
         of_weight = _amax_over_ranks(weight, for_weight, used)
     found = used, _amax_over_ranks(x, for_x, used), of_weight

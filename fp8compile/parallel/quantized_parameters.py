@@ -6,12 +6,13 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fp8compile._compat import local_itself
+from fp8compile.nn.model_type import Model
 from fp8compile.tensor import is_quantized_parameter, share_scale_of_part
 
 __all__ = ["share_scales"]
 
 
-def share_scales(model: nn.Module) -> nn.Module:
+def share_scales(model: Model) -> Model:
     """Let each shard of a quantized parameter know the ranks that have its scale too.
 
     ``fully_shard`` makes the shards and does not say; the first forward does. So this is for weights that are written

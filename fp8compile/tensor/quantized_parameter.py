@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, Self
+from typing import Any, Self, TypeGuard
 
 import torch
 from torch import Tensor
@@ -494,7 +494,7 @@ def _have_scales_in_common(whole: Codes, part: Codes) -> bool:
     return any(one.numel() == other.numel() for one, other in zip(whole.scales, part.scales, strict=True))
 
 
-def is_quantized_parameter(tensor: object) -> bool:
+def is_quantized_parameter(tensor: object) -> TypeGuard[QuantizedParameter]:
     """Whether a tensor is made of codes that optimizers write to."""
     return isinstance(tensor, QuantizedParameter)
 

@@ -24,6 +24,7 @@ from fp8compile.nn import Linear
 from fp8compile.nn.candidates import is_converted, weight_names
 from fp8compile.nn.experts import holds_no_stacks
 from fp8compile.nn.local import wrapped_like
+from fp8compile.nn.model_type import Model
 from fp8compile.nn.not_sharded import MARK
 from fp8compile.nn.users_of_parameters import users_of_parameters
 from fp8compile.parallel.expert_gradients import check_meshes
@@ -160,12 +161,12 @@ def _check_arguments(checkpointed: object, one_gather: object) -> None:
 
 
 def fsdp_float8_all_gather(
-    model: nn.Module,
+    model: Model,
     *,
     checkpointed: bool = False,
     one_gather: str = "codes",
     ignored_params: Collection[nn.Parameter] = (),
-) -> nn.Module:
+) -> Model:
     """Have `fully_shard` gather the weights of FP8 layers as codes, one byte an element, instead of ``param_dtype``.
 
     Those of experts too: the parameters of a module of experts, cut along experts or, by ``shard_placement_fn``, along

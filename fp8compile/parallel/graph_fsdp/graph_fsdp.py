@@ -13,6 +13,7 @@ from fp8compile import _compat
 from fp8compile.nn import Linear
 from fp8compile.nn.candidates import is_converted, weight_names
 from fp8compile.nn.experts import ConvertedExperts, stacks
+from fp8compile.nn.model_type import Model
 from fp8compile.nn.users_of_parameters import users_of_parameters
 from fp8compile.parallel.expert_gradients import check_meshes
 from fp8compile.parallel.graph_fsdp.amaxes import weight_amax_plan
@@ -131,12 +132,12 @@ def _tie(model: Any) -> None:
 
 
 def graph_fsdp(
-    model: nn.Module,
+    model: Model,
     mesh: DeviceMesh,
     *,
     mp_policy: MixedPrecisionPolicy | None = None,
     ignored_params: Collection[nn.Parameter] = (),
-) -> nn.Module:
+) -> Model:
     """Shard all parameters of a model over ranks, in place; ``torch.compile(model, fullgraph=True)`` is one graph.
 
     All that ranks send is in that graph. Weights of ``fp8compile.Linear`` and 3-D stacks of experts in FP8 travel as

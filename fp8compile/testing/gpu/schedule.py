@@ -330,4 +330,5 @@ def schedule(made_for: GpuGraph, gpu: Gpu) -> Schedule:
         outputs: Any = output.args[0]
         output.meta["user_visible_output_idxs"] = [at for at in made_for.returned if isinstance(outputs[at], fx.Node)]
         compile_fx.compile_fx_inner(graph, fakes)
-    return replace(found[0], output_strides=tuple(context.output_strides))
+    strides: Any = context.output_strides  # filled while it compiled
+    return replace(found[0], output_strides=tuple(strides))

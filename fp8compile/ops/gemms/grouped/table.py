@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache
+from typing import Any
 
 import torch
 
@@ -100,7 +101,7 @@ def register_grouped_gemm(
         ValueError: The name has no package or is taken.
         TypeError: A function is left out, is none or takes other arguments; ``detail`` or ``calls`` is no text.
     """
-    parts = {"takes": takes, "lacks": lacks, "rows": rows, "outer": outer}
+    parts: dict[str, Any] = {"takes": takes, "lacks": lacks, "rows": rows, "outer": outer}
     gemm = new_grouped_gemm(name, **parts, detail=detail, calls=calls, is_opaque=is_opaque)
     REGISTERED_GROUPED[name] = gemm
     if before_ours:
