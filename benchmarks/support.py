@@ -16,8 +16,6 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Callable
-from dataclasses import replace
-from itertools import product
 from pathlib import Path
 
 import torch
@@ -29,26 +27,19 @@ from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import parallelize_module
 
 import fp8compile as f8
-from fp8compile.ops.gemms.gates import GPU_NAMES
 from fp8compile.ops.support import recipe_support
-from fp8compile.target import Build, Target, pretend_target
+from fp8compile.target import Target, pretend_target
 
-__all__ = ["BUILDS", "GPUS", "PLACES", "RECIPES", "TRIED", "build_section", "gpu_section", "main", "placement_section"]
+__all__ = ["GPUS", "PLACES", "RECIPES", "TRIED", "gpu_section", "main", "placement_section"]
 
 PAGE = Path(__file__).parents[1] / "docs" / "results" / "support.md"
 TRIED = ("2.11", "2.13", "2.15")
-BUILDS = {
-    "PyTorch 2.13, CUDA 13.0, Linux": Build((2, 13), (13, 0)),  # the tables; of the others what differs
-    "PyTorch 2.11, CUDA 13.0": Build((2, 11), (13, 0)),
-    "PyTorch 2.15, CUDA 13.0": Build((2, 15), (13, 0)),
-    "CUDA 12.8": Build((2, 13), (12, 8)),
-    "CUDA 12.6": Build((2, 13), (12, 6)),
-    "Windows": Build((2, 13), (13, 0), is_windows=True),
-    "without MSLK": Build((2, 13), (13, 0), has_mslk=False),
-}
 GPUS = {
     "8.0 (A100)": Target("cuda", (8, 0)),
-    **{f"{major}.{minor} ({names})": Target("cuda", (major, minor)) for (major, minor), names in GPU_NAMES.items()},
+    "8.9 (L4, RTX 40)": Target("cuda", (8, 9)),
+    "9.0 (H100, H200)": Target("cuda", (9, 0)),
+    "10.0 (B200)": Target("cuda", (10, 0)),
+    "12.0 (RTX 50)": Target("cuda", (12, 0)),
     "AMD": Target("cuda", (9, 4), hip="7.0"),
 }
 RECIPES = {
@@ -64,15 +55,12 @@ RECIPES = {
 HEAD = """# Support matrix
 
 Written by `python -m benchmarks.support`, from the tables of GEMMs and by trying each placement on
-one rank. **No GPU has run any of it**: a GPU's column is what the code chooses there, by PyTorch
-2.13 for CUDA 13.0 on Linux, after [PyTorch's sources](../numerics.md#products)."""
+one rank. **No GPU has run any of it**: a GPU's column is what the code chooses for it."""
 GEMMS_OF = """- A word is the GEMM that multiplies all three products of a layer; with several, those of output,
   grad_input and grad_weight, where `-` is a product that the recipe leaves in bf16.
 - *no (n)*: the product raises, for the reason n. With `emulate=True` of a recipe's function a
   linear layer runs there in float64: right, and slow."""
-TRIALS = """Each placement was tried:
-
-- *yes*: forward and backward run. Under FSDP2 the cell says what is gathered.
+TRIALS = """- *yes*: forward and backward run. Under FSDP2 the cell says what is gathered.
 - *no (n)*: an error says so, for the reason n.
 
 On PyTorch 2.11 the tests run what needs one process; several ranks are promised from 2.13 on."""
@@ -106,51 +94,29 @@ def _reason(text: str) -> str:
     return re.sub(r" This (GPU has compute capability|is ROCm) [\d.]+$", "", text).strip()
 
 
-def _answer(recipe: f8.Recipe, target: Target, *, grouped: bool) -> tuple[str, str | None]:
-    """The GEMMs of a recipe on a GPU, and why it raises there."""
+def _cell(recipe: f8.Recipe, target: Target, notes: Notes, *, grouped: bool) -> str:
     with pretend_target(target):
         found = recipe_support(recipe, torch.device("cpu"), grouped=grouped)
     lacking = [gemm for gemm in found if gemm.kind == "none"]
     if lacking:
-        return "no", _reason(lacking[0].detail)
+        return notes.no(_reason(lacking[0].detail))
     kinds = ["-" if gemm.kind == "high_precision" else gemm.kind for gemm in found]
-    return kinds[0] if len(set(kinds)) == 1 else ", ".join(kinds), None
+    return kinds[0] if len(set(kinds)) == 1 else ", ".join(kinds)
 
 
 def _table(heads: list[str], rows: list[list[str]]) -> list[str]:
     return ["| " + " | ".join(row) + " |" for row in (heads, ["---"] * len(heads), *rows)]
 
 
-def _on(target: Target, build: str) -> Target:
-    return replace(target, build=BUILDS[build])
-
-
 def gpu_section(title: str, *, grouped: bool) -> str:
-    """The table of GPUs by the first build, for linear layers or for experts."""
-    notes, rows, first = Notes(), [], next(iter(BUILDS))
-    for name, recipe in RECIPES.items():
-        answers = [_answer(recipe, _on(target, first), grouped=grouped) for target in GPUS.values()]
-        rows.append([name, *(kinds if why is None else notes.no(why) for kinds, why in answers)])
+    """The table of GPUs, for linear layers or for experts."""
+    notes = Notes()
+    rows = [
+        [f"`{name}`" if "," not in name else name]
+        + [_cell(recipe, target, notes, grouped=grouped) for target in GPUS.values()]
+        for name, recipe in RECIPES.items()
+    ]
     return "\n".join([f"## {title}", "", *_table(["recipe", *GPUS], rows), "", *notes.lines()])
-
-
-def build_section() -> str:
-    """What differs by other builds of PyTorch, a row for GPUs that differ alike."""
-    notes, first, rows = Notes(), next(iter(BUILDS)), []
-    for build in list(BUILDS)[1:]:
-        for layers in ("linear layers", "experts"):
-            alike: dict[tuple[str, str], list[str]] = {}
-            for (name, recipe), (gpu, target) in product(RECIPES.items(), GPUS.items()):
-                given = {"grouped": layers == "experts"}
-                kinds, why = _answer(recipe, _on(target, build), **given)
-                if kinds != _answer(recipe, _on(target, first), **given)[0]:
-                    alike.setdefault((gpu.split(" ")[0], kinds if why is None else notes.no(why)), []).append(name)
-            by_recipes: dict[tuple[str, str], list[str]] = {}
-            for (gpu, cell), names in alike.items():
-                by_recipes.setdefault((", ".join(names), cell), []).append(gpu)
-            rows += [[build, layers, names, ", ".join(gpus), cell] for (names, cell), gpus in by_recipes.items()]
-    table = _table(["build", "layers", "recipes", "GPUs", "there"], rows)
-    return "\n".join(["## Other builds of PyTorch", "", *table, "", *notes.lines()])
 
 
 # ---------------------------------------------------------------------------------- recipe x placement
@@ -334,7 +300,7 @@ def main(argv: list[str] | None = None) -> int:
         shown = subprocess.check_output([python, *command], cwd=root, env=environment, text=True)
         sections.append(shown.strip())
     linear, experts = gpu_section("Linear layers", grouped=False), gpu_section("Experts", grouped=True)
-    PAGE.write_text("\n\n".join([HEAD, GEMMS_OF, linear, experts, build_section(), TRIALS, *sorted(sections)]) + "\n")
+    PAGE.write_text("\n\n".join([HEAD, GEMMS_OF, linear, experts, TRIALS, *sorted(sections)]) + "\n")
     print(f"wrote {PAGE.relative_to(PAGE.parents[2])}", file=sys.stderr)
     return 0
 
