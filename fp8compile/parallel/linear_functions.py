@@ -3,8 +3,8 @@
     column_parallel_linear   weight (N/R, K)    tokens, whole or cut  ->  features of the output, cut
     row_parallel_linear      weight (N, K/R)    features of the input, cut  ->  tokens, whole or cut
 
-One after the other they are an MLP or an attention block, and nothing is sent between the two. Gathers send codes;
-sums are sent in the dtype of the tensor.
+The first followed by the second computes an MLP or an attention block, and nothing is sent between the two. Gathers
+send codes; sums are sent in the dtype of the tensor.
 
     tokens    column, forward and backward                     row, forward and backward
     whole     nothing; grad_input all-reduced                  output all-reduced; nothing
@@ -30,7 +30,7 @@ __all__ = ["check_group", "column_parallel_linear", "row_parallel_linear"]
 
 
 def check_group(function: str, group: object, *tensors: object) -> str:
-    """The name of a group; a TypeError, in the function's name, if it is none or a tensor is a DTensor."""
+    """The name of a group; raises a TypeError that names ``function`` if it is no group or a tensor is a DTensor."""
     if any(isinstance(tensor, DTensor) for tensor in tensors):
         raise TypeError(
             f"{function}: a tensor is a DTensor, which knows its ranks itself; this function takes what one rank has. "
@@ -45,7 +45,7 @@ def check_group(function: str, group: object, *tensors: object) -> str:
 def _shared_sizes(
     function: str, argument: str, given: object, group: ProcessGroup, total: int, what: str
 ) -> tuple[int, ...]:
-    """What each rank gets of a whole; even parts if nothing is given."""
+    """The size of each rank's part of ``total``: the given sizes, or equal parts if none are given."""
     if given is None:
         if total % group.size():
             raise ValueError(
@@ -60,7 +60,7 @@ def _shared_sizes(
 
 
 def _sequence_dim(function: str, x: Tensor, sequence_dim: object, sequence_sizes: object) -> int | None:
-    """Counted from 0."""
+    """The checked ``sequence_dim`` as a nonnegative dim of ``x``; None if none is given."""
     if sequence_dim is None:
         if sequence_sizes is not None:
             raise ValueError(
@@ -123,12 +123,13 @@ def column_parallel_linear(
     Args:
         x: Shape (..., in_features), bfloat16, float16 or float32: all tokens, or this rank's.
         weight: Shape (out_features / R, in_features), this rank's rows, the dtype of ``x``.
-        bias: Shape (out_features / R,), this rank's, or None.
+        bias: Shape (out_features / R,), this rank's part, or None.
         recipe: Quantizers for the operands.
         group: The R ranks.
-        sequence_dim: Which dim of ``x`` is cut over the ranks; None: each of them has all tokens.
-        sequence_sizes: Tokens that each rank has along that dim; as many as this rank by default. May hold zeros.
-        feature_sizes: Rows of the weight that each rank has; as many as this one by default.
+        sequence_dim: The dim of ``x`` that is cut over the ranks; None if each rank has all tokens.
+        sequence_sizes: Number of tokens of each rank along that dim, zeros allowed; by default all ranks have as many
+            as this one.
+        feature_sizes: Number of rows of the weight for each rank; by default all ranks have as many as this one.
 
     Returns:
         Shape (..., out_features / R) for all tokens, the dtype of ``x`` (or of autocast).
@@ -166,9 +167,9 @@ def row_parallel_linear(
         bias: Shape (out_features,), the same on all ranks, or None. Added once; its gradient is that of all tokens.
         recipe: Quantizers for the operands.
         group: The R ranks.
-        sequence_dim: Which dim of the output is cut over the ranks; None: each of them gets all tokens.
-        sequence_sizes: Tokens that each rank gets along that dim; even parts by default. May hold zeros.
-        feature_sizes: Columns of the weight that each rank has; as many as this one by default.
+        sequence_dim: The dim of the output that is cut over the ranks; None if each rank gets all tokens.
+        sequence_sizes: Number of tokens that each rank gets along that dim, zeros allowed; equal parts by default.
+        feature_sizes: Number of columns of the weight for each rank; by default all ranks have as many as this one.
 
     Returns:
         Shape (..., out_features), the dtype of ``x`` (or of autocast).
