@@ -151,9 +151,9 @@ class CodesInState(Module):
 
     def extra_repr(self) -> str:
         """The text of the class, and the recipe, by name if it has one."""
-        name = describe(self.recipe)
-        own = super().extra_repr()  # type: ignore[misc]
-        return f"{own}{', ' if own else ''}recipe={shown(self.recipe) if name == 'custom' else name}"
+        recipe: Any = self.recipe
+        name, own = describe(recipe), super().extra_repr()
+        return f"{own}{', ' if own else ''}recipe={shown(recipe) if name == 'custom' else name}"
 
     def __prepare_scriptable__(self) -> Any:
         raise TypeError(

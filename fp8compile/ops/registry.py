@@ -287,7 +287,7 @@ def register_op(
     return overload
 
 
-def in_steps_on_cpu(steps: Callable) -> Callable:
+def in_steps_on_cpu(steps: Callable[..., Any]) -> Callable[..., Any]:
     """The decomposition of an op that is one kernel on a GPU, and there stays one call: its steps on a CPU.
 
     Args:

@@ -6,6 +6,8 @@ they make is cut off the product; tokens are never padded.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
@@ -39,7 +41,8 @@ def padded_features(codes: Tensor, multiples: tuple[int, ...], *, value: float =
 
 
 def _float8(operand: Quantized, multiples: tuple[int, ...]) -> Tensor:
-    return padded_features(operand.codes, multiples).contiguous().view(operand.quantizer.gemm_format().dtype)
+    stored: Any = operand.quantizer.gemm_format()  # which is why it is here
+    return padded_features(operand.codes, multiples).contiguous().view(stored.dtype)
 
 
 def scaled_rows(
