@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from fp8compile import _compat
 from fp8compile.layout.cuts import DimSharding, chunk_sizes, split_axes
 from fp8compile.layout.packing import two_a_byte
-from fp8compile.layout.quantized import Quantized
 from fp8compile.nn.local import wrapped_like
 from fp8compile.quantizers import DelayedScaling, Quantizer
 from fp8compile.tensor import (
@@ -63,7 +62,7 @@ def not_placed(weight: DTensor, quantizers: Sequence[Quantizer]) -> str | None:
     return next((reason for reason in reasons if reason is not None), None)
 
 
-def placements_of_scale(weight: DTensor, own: Quantized) -> list[Any]:
+def placements_of_scale(weight: DTensor, own: Codes) -> list[Any]:
     """Placements of one set's scale on a DTensor's mesh: replicated if blocks span ranks, else cut like the codes."""
     from torch.distributed.tensor import Replicate
 
