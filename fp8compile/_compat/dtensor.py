@@ -1,4 +1,4 @@
-"""DTensor's private interfaces: local tensors, placements, and kinds of shards."""
+"""Private interfaces of DTensor: local tensors, placements and cache keys."""
 
 from __future__ import annotations
 

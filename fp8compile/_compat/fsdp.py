@@ -11,7 +11,7 @@ __all__ = ["FsdpParameter", "fsdp_parameters", "is_fsdp", "is_fsdp_managed", "is
 
 
 def is_fsdp(module: torch.nn.Module) -> bool:
-    """Whether `fully_shard` was called for a module."""
+    """Whether `fully_shard` was called on a module."""
     from torch.distributed.fsdp import FSDPModule
 
     return isinstance(module, FSDPModule)

@@ -34,7 +34,7 @@ class OnlookingMode(TorchDispatchMode):
 
     @classmethod
     def is_infra_mode(cls) -> bool:
-        """Whether Dynamo ignores the mode."""
+        """True, so that Dynamo ignores this mode."""
         return True
 
     def __torch_dispatch__(

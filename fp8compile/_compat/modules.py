@@ -12,9 +12,10 @@ __all__ = ["keep_address", "keep_through_inference", "rebind_load_hooks"]
 
 
 def rebind_load_hooks(module: torch.nn.Module) -> None:
-    """Bind `load_state_dict` hooks that were copied from another module to this module, which replaces it.
+    """Bind a module's `load_state_dict` hooks to the module, after they were copied from the module that it replaces.
 
-    A hook that was registered with its module holds a weak reference to that module, which dies with it.
+    A hook that was registered with ``with_module=True`` holds a weak reference to the old module. The reference dies
+    with the old module.
     """
     hooks: dict[int, Any] = module._load_state_dict_pre_hooks
     for key, hook in hooks.items():

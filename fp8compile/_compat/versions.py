@@ -169,7 +169,7 @@ def allow_group_in_subclass() -> None:
     GROUPS_ALLOWED.append(True)
 
 
-# Dynamo calls it while it traces, instead of tracing it: it would warn of a cache, and guard the list that is written
+# Dynamo calls this function instead of tracing it: tracing would warn of a cache, and guard the list that is written
 allow_group_in_subclass._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 

@@ -155,7 +155,7 @@ def both_kernel(
 
 
 def constants(rows: CurrentScaling, columns: CurrentScaling) -> dict[str, object]:
-    """Compile-time constants of the kernel."""
+    """Compile-time constants of `both_kernel`."""
     return {"TILE": TILE, "BLOCK": rows.block[1], **_of_direction("R", rows), **_of_direction("C", columns)}
 
 

@@ -89,7 +89,10 @@ def amax_kernel(
 
 @triton.jit
 def _units(offsets_ptr, first, E, ALIGN: tl.constexpr, UNITS: tl.constexpr):
-    """For each unit of columns from ``first`` on: its group (E after the last), its first row, its group's end."""
+    """Find the groups of units of columns from ``first`` on; E after the last group.
+
+    Returns the group, the first row and the end of the group for each unit.
+    """
     unit = first + tl.arange(0, UNITS) * ALIGN
     group, padding, columns = tl.zeros((UNITS,), tl.int32), tl.zeros((UNITS,), tl.int32), 0
     for first_e in range(0, E, SEARCHED):
@@ -113,7 +116,10 @@ def _rows(row, end, R, ALIGN: tl.constexpr, TILE: tl.constexpr):
 
 @triton.jit
 def _transposed(codes, is_token, first, k, K, C, TILE: tl.constexpr):
-    """Rows and columns in (K, C), the transposed codes, and a mask; padding is 0 even if a multiplier is NaN."""
+    """Transpose codes, and set padding to 0, even if a multiplier is NaN.
+
+    Returns rows and columns of the codes in (K, C), the transposed codes, and the mask with which they are stored.
+    """
     at, column = tl.trans(k), first + tl.arange(0, TILE)[None, :]
     return at, column, tl.trans(tl.where(is_token, codes, 0).to(tl.uint8)), (at < K) & (column < C)
 

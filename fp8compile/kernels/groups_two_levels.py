@@ -69,7 +69,10 @@ def _tiles(size, e, E):
 
 @triton.jit
 def _group_of(offsets_ptr, tile, E):
-    """For a tile of columns: its group (E after the last), the group's first tile and row, empty groups before it."""
+    """Find the group of a tile of columns; E after the last group.
+
+    Returns the group, the group's first tile and first row, and the number of groups without tokens before it.
+    """
     group, first, start, empty, tiles = 0, 0, 0, 0, 0
     for first_e in range(0, E, SEARCHED):
         e = first_e + tl.arange(0, SEARCHED)
@@ -170,7 +173,7 @@ def _along_rows(
     x, codes_ptr, scales_ptr, outer, m, end, is_group, inside, scale_row, is_tile, k, K,
     GROUPS: tl.constexpr, COLUMNS: tl.constexpr, IS_TE: tl.constexpr, ROUNDING: tl.constexpr, SEED: tl.constexpr,
 ):  # fmt: skip
-    """Quantize some rows along rows; rows after the last group get zeros."""
+    """Quantize some rows in blocks along the rows; rows after the last group get zeros."""
     BLOCKS: tl.constexpr = COLUMNS // SIXTEEN
     split: tl.constexpr = (GROUPS, BLOCKS, SIXTEEN)
     x, position = tl.reshape(x, split), tl.reshape(inside.to(tl.int64)[:, None] * K + k[None, :], split)

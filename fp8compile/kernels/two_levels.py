@@ -182,7 +182,7 @@ def _to_a_neighbour(values, noise):
 
 @triton.jit
 def _products(x, multiplier, IS_TE: tl.constexpr):
-    """The scaled values that are rounded to codes."""
+    """Multiply values by their multiplier; the products are what is rounded to codes."""
     values = x * multiplier
     if IS_TE:
         values = tl.where(x == 0, 0.0, values)
@@ -247,7 +247,7 @@ def _quantized_rows(
     x, m, k, M, K, codes_ptr, scales_ptr, outer,
     COLUMNS: tl.constexpr, IS_TE: tl.constexpr, ROUNDING: tl.constexpr, SEED: tl.constexpr,
 ):  # fmt: skip
-    """Quantize some rows along rows; blocks beyond M and K get zeros as scales."""
+    """Quantize some rows in blocks along the rows; blocks beyond M and K get zeros as scales."""
     BLOCKS: tl.constexpr = COLUMNS // SIXTEEN
     split: tl.constexpr = (x.shape[0], BLOCKS, SIXTEEN)
     x, position = tl.reshape(x, split), tl.reshape(m[:, None] * K + k[None, :], split)

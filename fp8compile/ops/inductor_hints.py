@@ -87,8 +87,8 @@ after: OpOverload = register_op(
 
 The partitioner places a tensor that only the backward reads in the backward, and computes it there from saved tensors.
 A mark that the tensor must be saved works only if the forward needs the tensor (PyTorch 2.11 to 2.15). Sometimes the
-forward could compute it for free, while the backward would have to read a large tensor again. `after` then makes an
-operand of the forward depend on it.
+forward could compute the tensor for free, while the backward would have to read a large source again. `after` then
+makes an operand of the forward depend on the tensor.
 """
 
 

@@ -1,6 +1,6 @@
 """fp8compile::dispatch sends rows to the ranks of their experts, fp8compile::combine sends them back.
 
-    dispatch   rows_NK  --codes--> ranks --sorted by expert--> grouped_MK     its gradient is sent in the rows' dtype
+    dispatch   rows_NK  --codes--> ranks --sorted by expert--> grouped_MK     its gradient is sent in its own dtype
     combine    grouped_MK --> ranks --in the order of rows--> rows_NK         its gradient is sent as codes
 
 Each op is the gradient of the other. Arguments of both after the rows:

@@ -86,7 +86,10 @@ class Moves:
         return counts if self.capacity is None else fitting(counts, self.capacity)
 
     def _parts(self) -> tuple[Tensor, Tensor, Tensor]:
-        """For each rank, (R,) each: offset of its rows, offset of its slots, and number of rows that go to it."""
+        """Returns three tensors (R,), with a value for each receiving rank.
+
+        They are the offset of its rows, the offset of its slots, and the number of rows that go to it.
+        """
         sizes, rows = self._fitting(self.sent).sum(1), self.sent.sum(1)
         begins = _starts(rows)
         if self.capacity is None:
@@ -94,7 +97,10 @@ class Moves:
         return begins, torch.arange(sizes.shape[0], device=sizes.device) * self.capacity, sizes
 
     def _pieces(self) -> tuple[Tensor, Tensor, Tensor]:
-        """For each rank and expert, (R, E) each: offset in the buffer, offset among grouped rows, number of rows."""
+        """Returns three tensors (R, E), with a value for each sending rank and each expert.
+
+        They are the offset in the buffer, the offset among grouped rows, and the number of rows.
+        """
         sizes = self._fitting(self.received)
         buffer = _starts(sizes)
         if self.capacity is not None:

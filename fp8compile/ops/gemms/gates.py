@@ -61,7 +61,10 @@ class Gate:
     needs_mslk: bool = False
 
     def lacks(self, build: Build) -> str | None:
-        """What a build of PyTorch lacks to run this kernel, as the rest of an error's sentence; None if nothing."""
+        """What a build of PyTorch lacks to run this kernel; None if it lacks nothing.
+
+        The text completes an error message that begins with the operands.
+        """
         if build.cuda is not None and build.cuda < self.cuda:
             return f"needs a PyTorch built with CUDA {_dotted(self.cuda)} or later; this one has {_dotted(build.cuda)}"
         if build.torch < self.torch:
@@ -186,7 +189,9 @@ def gates_of(product: str, target: Target) -> tuple[Gate, ...]:
 
 
 def why_not(product: str, problem: GemmProblem) -> str | None:
-    """Why a product does not run on a problem's target, as the rest of an error's sentence; None if it runs.
+    """Why a product does not run on a problem's target; None if it runs.
+
+    The reason completes an error message that begins with the operands.
 
     Args:
         product: A key of ``PRODUCTS``.

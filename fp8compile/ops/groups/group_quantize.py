@@ -2,7 +2,7 @@
 
     tokens, blocks of 4     a a a a a a b b b b b . .
     columns of codes        a a a a a a 0 0 b b b b b 0 0 0
-    rows of scales          a       a       b       b            the second of a covers 2 tokens, that of b 1 token
+    rows of scales          a       a       b       b            the second block of a has 2 tokens, of b 1 token
 
 `fp8compile.ops.groups.layout` says at which columns a group lies. On a GPU this op is one Triton kernel that reads the
 tokens once. On a CPU, and as the reference, it runs the steps of the quantizer on each group's rows.

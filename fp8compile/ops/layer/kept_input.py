@@ -57,7 +57,7 @@ def _is_along_rows(quantizer: Quantizer) -> bool:
 
 
 def packed_while_kept(layout: TensorLayout, quantizer: Quantizer) -> int:
-    """The dim along which two neighbouring codes are packed into a byte while they are kept."""
+    """The dim along which two neighbouring codes share a byte while they are kept."""
     if layout.ends is not None:
         return -1  # tokens if codes are cast along tokens, features if along rows
     return packed_dim(quantizer) or DIMS["columns" if quantizer.block[1] == 1 else "rows"]

@@ -58,7 +58,7 @@ def _part(tokens: Tensor, layout: TensorLayout) -> Plain:
 
 
 def check(x: Tensor, ends: Tensor | None, place: Placement, recipe: Recipe) -> None:
-    """Raise a ValueError if a layer with this placement can't run by this recipe or state."""
+    """Raise a ValueError if a layer with this placement can't run with this recipe or state."""
     # checked in the op, because PyTorch 2.11 traces no method of a recipe
     place.check(x, recipe)
     if ends is not None:

@@ -5,7 +5,7 @@
     stack of weights          codes and amaxes as above, a scale for each row and column       `group_quantize_rows`
                               codes for both products, in blocks along rows and columns        `quantize_both`
     grad_output               codes along rows and along tokens                                `quantize_both`
-    grad_output, weight, x    four-bit codes for both directions; a read before gives amaxes   `quantize_two_levels`
+    grad_output, x            four-bit codes along rows and tokens, after a read for amaxes    `quantize_two_levels`
 
 Forward and backward, or the two gradients, make the same call, and the graph keeps one of them. Rows that are sorted
 by group have their own kernels, see `fp8compile.ops.layer.quantize_groups`.

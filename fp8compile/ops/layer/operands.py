@@ -293,7 +293,7 @@ class Operands:
 def _codes_of_stack(local: Tensor, layout: TensorLayout, quantizer: Quantizer) -> Quantized:
     """The forward's codes of a stack with two levels of scales.
 
-    Both passes share one call, because the partitioner would take scales that the backward makes for other ones.
+    Forward and backward share one call, because the partitioner would not merge the scales of two calls.
     """
     return quantize_part(Plain(local, layout), quantizer, STEPS[Phase.FORWARD])
 

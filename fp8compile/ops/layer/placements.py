@@ -66,7 +66,10 @@ def _with_ends(ends: Tensor) -> Layouts:
 
 
 def sum_of_tokens(grad_output: Tensor) -> Tensor:
-    """The gradient of a bias, (N,): the sum over all leading dims, without a flattening that a DTensor can't do."""
+    """The gradient of a bias, (N,): the sum over all leading dims.
+
+    It does not flatten these dims, so that a DTensor need not be redistributed.
+    """
     return grad_output.sum(tuple(range(grad_output.ndim - 1))) if grad_output.ndim > 1 else grad_output.clone()
 
 
@@ -79,7 +82,7 @@ class Placement:
     updates: ClassVar[tuple[str, ...]] = ()  # fields that the backward writes to
 
     def check(self, x: Tensor, recipe: Recipe) -> None:
-        """Raise a ValueError if a layer with this placement can't run by a recipe."""
+        """Raise a ValueError if a layer with this placement can't run with a recipe."""
 
     def layouts(self, ndim: int, ends: Tensor | None) -> Layouts:
         """The layout of each tensor.

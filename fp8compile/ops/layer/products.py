@@ -58,7 +58,7 @@ class Step:
 
 
 def _role(cut: DimSharding | None, ndim: int, columns: str, rows: str, *, transposed: bool) -> str | None:
-    """The GEMM's name for the dim of an operand that is cut."""
+    """The GEMM's name for the dim that ``cut`` cuts: ``"m"``, ``"n"`` or ``"k"``; None if nothing is cut."""
     return None if cut is None else columns if (cut.dim == ndim - 1) != transposed else rows
 
 

@@ -142,7 +142,10 @@ def _check_part(part: Plain, quantizer: Quantizer) -> None:
 
 
 def _check_transform(part: Plain, quantizer: Quantizer) -> None:
-    """Raise a ValueError if values that are transformed together lie on several ranks, or a group lacks values."""
+    """Raise a ValueError if values that are transformed together lie on several ranks, or if some are missing.
+
+    The number of values along the transformed dim must be a multiple of the transform's size.
+    """
     if not (group := len(quantizer.transform())):
         return
     tokens = quantizer.block[0] == group

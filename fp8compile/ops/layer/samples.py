@@ -26,7 +26,7 @@ __all__ = [
 
 
 def linear_samples() -> Iterator[tuple[Any, ...]]:
-    """Sample arguments of fp8compile::linear, from which those of similar ops are made."""
+    """Sample arguments of fp8compile::linear; samples of similar ops are made from them."""
     generator = torch.Generator().manual_seed(0)
     for x in samples.matrices():
         for recipe in samples.recipes():
@@ -46,7 +46,7 @@ def _recipes() -> Iterator[Recipe]:
 
 
 def delayed_samples() -> Iterator[tuple[Any, ...]]:
-    """Sample arguments of fp8compile::delayed_linear, from which those of similar ops are made."""
+    """Sample arguments of fp8compile::delayed_linear; samples of similar ops are made from them."""
     generator = torch.Generator().manual_seed(0)
     for x in samples.matrices():
         for recipe in _recipes():
@@ -82,7 +82,7 @@ def fsdp_delayed_samples() -> Iterator[tuple[Any, ...]]:
 
 
 def grouped_samples() -> Iterator[tuple[Any, ...]]:
-    """Sample arguments of fp8compile::grouped_linear, from which those of similar ops are made."""
+    """Sample arguments of fp8compile::grouped_linear; samples of similar ops are made from them."""
     generator = torch.Generator().manual_seed(0)
     for recipe in samples.recipes():
         for offsets in sample_offsets():

@@ -84,7 +84,7 @@ class Delayed(_WithMultiplier, Placement):
     group: str | None
 
     def check(self, x: Tensor, recipe: Recipe) -> None:
-        """Raise if the state does not fit the recipe."""
+        """Raise a ValueError if the state does not fit the recipe."""
         check_state(x, self.amax_history, self.multiplier, recipe)
 
     def _amax_of_weight(
