@@ -56,7 +56,7 @@ def _writes(parameter: Any) -> tuple[int, ...]:
 def _check_not_written(parameter: Any) -> None:
     """Raise a RuntimeError if something wrote to a parameter since its parts were kept.
 
-    FSDP2 drops the parts only after a backward, so without one they would be stale.
+    FSDP2 drops the parts only after a backward. If no backward ran before the write, the parts are stale.
     """
     if _writes(parameter) != parameter._writes_when_kept:
         raise RuntimeError(

@@ -9,5 +9,5 @@
     (registered) added by other packages with `register_gemm`               where the packages say
     emulated     float64 product of the exact values                        CPU without a kernel; a GPU if asked
 
-To add one, write a file like `blockwise.py` and name its value in `table.py`.
+To add a GEMM, write a file like `blockwise.py` and add its `GemmKernel` to `NATIVE` in `table.py`.
 """

@@ -1,4 +1,4 @@
-"""Check that a recipe fits a layer on groups of tokens: each group is quantized by itself."""
+"""Check that a recipe can quantize each group of tokens by itself, as layers with groups need."""
 
 from __future__ import annotations
 

@@ -363,7 +363,7 @@ class _OverFsdp(Placement):
 @dataclass(slots=True)
 class _OverFsdpForGradWeight(Placement):
     def reduced(self: Any, grad_weight: Tensor, phase: Phase) -> Tensor:
-        """This rank's part of the weight's gradient: of its mean over ranks.
+        """This rank's part of the weight's gradient, averaged over ranks.
 
         If the reduction runs in another dtype than the product, the product is rounded to its own dtype first.
         """
