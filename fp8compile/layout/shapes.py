@@ -2,7 +2,7 @@
 
 weight       codes                      scale                  outer scale, of two levels
 (N, K)       quantizer.codes_shape      quantizer.scale_shape  (1,)
-(E, N, K)    E times that of a matrix   E times that           (E,)
+(E, N, K)    E of these, stacked        E of these, stacked    (E,)
 """
 
 from __future__ import annotations
