@@ -176,7 +176,7 @@ class Float4Format:
         return torch.where(magnitude <= self.max, code, 0).to(torch.uint8)  # False for NaN
 
     def encode_stochastic(self, values: Tensor, noise: Tensor) -> Tensor:
-        """Round each value at random to one of the two codes around it, see `Float8Format`; NaN gives the code 0."""
+        """Round each value at random to one of its two neighbours, as `Float8Format` does; NaN gives the code 0."""
         return self.encode(_to_a_neighbour(values, noise, self))
 
     def decode(self, codes: Tensor) -> Tensor:

@@ -4,7 +4,7 @@
     CurrentScaling  a quantizer with scale rules, to derive from
     register_op     makes an operator: schema, kernel, fake, derivative, decomposition, sharding, samples
     register_linear_like, register_experts
-                    let convert convert another library's linear layers or experts
+                    make convert take another library's linear layers or experts
     register_gemm   adds a GEMM for codes that no other GEMM reads; register_grouped_gemm adds one for experts
     Split, Cut      describe how an op runs on shards
     rounded         in a decomposition: rounds a value to the dtype in which eager mode would have stored it

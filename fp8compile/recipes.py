@@ -100,7 +100,7 @@ def tensorwise(
         grad_format: Format of gradients, whose range is wider.
         grad_rounding: Rounding of gradients to codes, ``"nearest"`` or ``"stochastic"``.
         scale: Scale rule, see ``CurrentScaling``.
-        eps: Floor under the amax.
+        eps: Lower bound of the amax; 0 for none.
 
     Source: Micikevicius et al. 2022, arXiv:2209.05433: e4m3 forward, e5m2 for gradients.
     """
@@ -125,7 +125,7 @@ def rowwise(
         grad_format: Format of gradients; with a scale for each row, e4m3 has enough range.
         grad_rounding: Rounding of gradients to codes, ``"nearest"`` or ``"stochastic"``.
         scale: Scale rule, see ``CurrentScaling``.
-        eps: Floor under the amax.
+        eps: Lower bound of the amax; 0 for none.
     """
     blocks = (ROW, ROW, COLUMN, COLUMN)
     return _of_blocks(
@@ -148,7 +148,7 @@ def rowwise_bf16_wgrad(
         grad_format: Format of gradients.
         grad_rounding: Rounding of gradients to codes, ``"nearest"`` or ``"stochastic"``.
         scale: Scale rule, see ``CurrentScaling``.
-        eps: Floor under the amax.
+        eps: Lower bound of the amax; 0 for none.
     """
     rule: dict[str, Any] = {"scale": scale, "eps": eps}
     value = CurrentScaling(format=format, block=ROW, **rule)
@@ -178,7 +178,7 @@ def blockwise(
         grad_format: Format of gradients.
         grad_rounding: Rounding of gradients to codes, ``"nearest"`` or ``"stochastic"``.
         scale: ``"fp32"``, or ``"pow2"`` for powers of two.
-        eps: Floor under the amax.
+        eps: Lower bound of the amax; 0 for none.
 
     Source: DeepSeek-AI 2024, "DeepSeek-V3 Technical Report", section 3.3, arXiv:2412.19437.
     """
@@ -209,7 +209,7 @@ def mxfp8(
         grad_rounding: Rounding of gradients to codes, ``"nearest"`` or ``"stochastic"``.
         scale: ``"e8m0_rceil"`` rounds a scale up, so that nothing saturates; ``"e8m0_floor"`` is the rule in the
             specification of the format.
-        eps: Floor under the amax.
+        eps: Lower bound of the amax; 0 for none.
         weight_block: (1, 32), or (32, 32) for one set of codes.
         emulate: Whether a GPU without MX (before compute capability 10.0) multiplies the exact values in float64,
             slowly, instead of raising.

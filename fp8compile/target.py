@@ -22,13 +22,13 @@ __all__ = ["Build", "Target", "pretend_target", "target_of"]
 
 @dataclass(frozen=True)
 class Build:
-    """The PyTorch that runs the code. The defaults are the wheel for CUDA 13.0 on Linux, of this version of PyTorch.
+    """The PyTorch build that runs the code. By default the Linux wheel for CUDA 13.0 of this version of PyTorch.
 
     Attributes:
-        torch: (major, minor).
-        cuda: CUDA that it was built with, (major, minor); None for a build without.
+        torch: Version of PyTorch, (major, minor).
+        cuda: Version of CUDA of the build, (major, minor); None for a build without CUDA.
         is_windows: Whether it is a build for Windows.
-        has_mslk: Whether it has Meta's kernels.
+        has_mslk: Whether the build has MSLK, Meta's kernels.
     """
 
     torch: tuple[int, int] = TORCH_VERSION
@@ -39,7 +39,7 @@ class Build:
     @staticmethod
     @cache
     def here() -> Build:
-        """The PyTorch of this process."""
+        """The PyTorch build of this process."""
         cuda = torch.version.cuda
         return Build(
             TORCH_VERSION,

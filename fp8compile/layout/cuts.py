@@ -140,7 +140,7 @@ class AxisBlocks:
         return first
 
     def _positions(self, device: torch.device) -> Tensor:
-        """Index in the whole of each of this rank's elements."""
+        """For each of this rank's elements, its index in the whole, (elements,) int64."""
         found = torch.zeros((1,), dtype=torch.int64, device=device)
         for start, length, total in self.sizes:
             found = (found.unsqueeze(1) * total + torch.arange(start, start + length, device=device)).flatten()
@@ -175,7 +175,7 @@ class AxisBlocks:
         return self.first // self.block, -(-(before + self.length) // self.block), every
 
     def window_positions(self, device: torch.device) -> Tensor:
-        """Index in the whole of each element of this rank's window, (elements,) int64."""
+        """For each element of this rank's window, its index in the whole, (elements,) int64."""
         if self.kind != "split":
             return self._positions(device)
         if self.first is None:

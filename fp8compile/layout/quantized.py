@@ -49,7 +49,7 @@ class Plain:
 
     Attributes:
         local: The elements of the part.
-        layout: How the part lies in the whole.
+        layout: How the whole tensor is divided, and which part of it this is.
     """
 
     local: Tensor
@@ -66,7 +66,7 @@ class Plain:
         return self.local.ndim
 
     def whole_shape(self, index: int = 0) -> tuple[int, ...]:
-        """The shape once the groups from ``index`` on are gathered; for index 0 the shape of the whole."""
+        """The shape of this part after a gather over the groups of ``cuts[index:]``; index 0 gives the whole shape."""
         shape = list(self.local.shape)
         for cut in reversed(self.cuts[index:]):
             if cut is not None:
@@ -108,7 +108,7 @@ class Quantized:
 
     @property
     def scales(self) -> tuple[Tensor, ...]:
-        """Scales by level: of blocks first, then the outer scale if there is one."""
+        """The scales by level: first those of blocks, then the outer scale if there is one."""
         return (self.scale,) if self.outer_scale is None else (self.scale, self.outer_scale)
 
     @property
@@ -139,7 +139,7 @@ class Quantized:
         return untiled(self.scale, columns, rows // self.quantizer.block[0]).t()
 
     def t(self) -> Quantized:
-        """The transposed matrix, or a stack of them; no data moves."""
+        """The transposed matrix, or the stack of transposed matrices, as a view."""
         codes, scale = self.codes, self.scale
         is_matrix = codes.ndim == 2
         return Quantized(

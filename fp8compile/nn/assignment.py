@@ -83,7 +83,7 @@ def assigner(recipe: Recipes, fqns: list[str]) -> Assigner:
 
 
 def _blocks(model: nn.Module) -> list[nn.Module]:
-    """The blocks of a model: the entries of the list that holds the most layers; empty if it has no list."""
+    """The blocks of a model: the entries of the module list with the most layers; empty if it has no such list."""
 
     def count(module: nn.Module) -> int:
         return sum(map(is_layer, module.modules()))

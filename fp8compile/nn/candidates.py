@@ -110,7 +110,7 @@ def cannot_go_back(layer: nn.Module) -> str | None:
 
 
 def go_back(layer: nn.Module) -> None:
-    """Undo `put_in_float8`."""
+    """Undo `put_in_float8` for a layer, in place."""
     if isinstance(layer, Linear):
         become_plain(layer)
         plain: Any = layer._plain

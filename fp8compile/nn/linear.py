@@ -138,7 +138,7 @@ class Linear(CodesInState, nn.Linear):
 
     @property
     def recipe(self) -> Recipe:
-        """Quantizers for the operands of the three GEMMs. It can be set."""
+        """The recipe: quantizers for the operands of the three GEMMs. It can be set to another recipe."""
         return self._recipe
 
     @recipe.setter

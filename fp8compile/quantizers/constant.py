@@ -189,7 +189,7 @@ class Constant(_compat.OpaqueBase):
         return hash((type(self), *vars(self).values()))
 
     def __post_init__(self) -> None:
-        """Check the fields; subclasses that override it call it first."""
+        """Check the fields. A subclass that overrides this method calls ``super().__post_init__()`` first."""
         check_decorated(type(self))  # type: ignore[arg-type]  # classes are hashable
         for field in fields(self):
             _check_field(type(self).__name__, field.name, getattr(self, field.name))

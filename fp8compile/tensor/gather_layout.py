@@ -102,7 +102,7 @@ class GatherLayout:
 
 
 def as_sent(local: Tensor, shards: DimSharding) -> Tensor:
-    """This rank's shard, padded to the length that every rank sends."""
+    """Pad this rank's shard to the length that all ranks send."""
     padding = max(shards.sizes) - shards.length  # only rows are padded: FSDP2 cuts other dims into equal parts
     local = pad(local, (*(0, 0) * (local.ndim - 1), 0, padding)) if padding else local
     return local.contiguous()

@@ -48,7 +48,7 @@ class ConvertedModule(CodesInState, MadeClass):
     ``quantized_parameters=True``, which makes the weights codes and scales.
 
     Attributes:
-        recipe: Quantizers for the operands of each product. It can be set.
+        recipe: Quantizers for the operands of each product. It can be set to another recipe.
     """
 
     _plain_class: ClassVar[type[nn.Module]]  # the class that `revert` restores
@@ -62,7 +62,7 @@ class ConvertedModule(CodesInState, MadeClass):
 
     @property
     def recipe(self) -> Recipe:
-        """Quantizers for the operands of each product. It can be set."""
+        """The recipe: quantizers for the operands of each product. It can be set to another recipe."""
         return self._recipe
 
     @recipe.setter

@@ -102,5 +102,5 @@ def num_experts(module: nn.Module) -> int:
 
 
 def method_that_multiplies(module: nn.Module) -> str:
-    """The name of the method that multiplies."""
+    """The name of the method in which a hosted module multiplies by its matrices."""
     return _host(module).method

@@ -23,7 +23,7 @@ def linear_host(takes: Callable[[type[nn.Module]], bool], *, is_transposed: bool
     """The host for classes whose forward is ``x @ weight.T + bias``, or if transposed ``x @ weight + bias``.
 
     Args:
-        takes: Returns whether a class is such a class.
+        takes: Returns whether a class has such a forward.
         is_transposed: Whether ``weight`` is (in_features, out_features).
     """
 

@@ -42,11 +42,11 @@ def place_counter(module: nn.Module) -> None:
 
 
 def count(module: nn.Module, rows: Tensor) -> None:
-    """Add rows to the counter; a forward that checkpointing repeats adds none.
+    """Add a number of rows to the counter. A forward that checkpointing repeats adds nothing.
 
     Args:
         module: The module of experts.
-        rows: (), int64.
+        rows: The number of rows, () int64.
     """
     counter = getattr(module, NAME)
     counter.copy_(counted(counter, rows))

@@ -24,7 +24,7 @@ def _check(function: str, cls: object, method: str) -> None:
 
 
 def register_linear_like(cls: type[nn.Module], *, is_transposed: bool = False) -> type[nn.Module]:
-    """Let ``fp8compile.convert`` convert the modules of a class that is a linear layer, but not a ``nn.Linear``.
+    """Make ``fp8compile.convert`` take the modules of a class that is a linear layer, but not a ``nn.Linear``.
 
     The forward of the class computes ``x @ weight.T + bias`` for x with any leading dims, and does nothing else. Its
     parameters are named ``weight`` and ``bias``; the bias may be missing or None. Subclasses that inherit the forward
@@ -53,7 +53,7 @@ def register_experts(
     is_transposed: bool = False,
     layout: Callable[[nn.Module], Layout] | None = None,
 ) -> type[nn.Module]:
-    """Let ``fp8compile.convert`` convert the modules of a class that holds experts.
+    """Make ``fp8compile.convert`` take the modules of a class that holds experts.
 
     A converted module gets a subclass of its class, in which ``replacement`` replaces ``method``. Subclasses that
     inherit the method are converted too.

@@ -67,7 +67,7 @@ RUNNING = _Running()
 
 @contextmanager
 def untold() -> Iterator[None]:
-    """Context in which no forward counts as the first one, because the caller reports weights in another way."""
+    """Context in which no forward counts as the first one and nothing is warned about: the caller reports uses."""
     before, RUNNING.is_untold = RUNNING.is_untold, True
     try:
         yield

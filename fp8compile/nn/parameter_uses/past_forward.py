@@ -1,4 +1,4 @@
-"""Find layers whose weight is multiplied by other code than the layer's forward, so that the product is not in FP8."""
+"""Find layers whose weight other code multiplies without calling the layer, so that the product is not in FP8."""
 
 from __future__ import annotations
 
@@ -40,8 +40,9 @@ def past_forward(layer: nn.Module, uses: Uses) -> str | None:
 
 
 def settled(uses: Uses, owners: Owners, layers: Iterable[nn.Module] = CONVERTED) -> Uses:
-    """Remove uses that are no mistake: a tied weight that its layer multiplies in FP8, and another module by its name.
+    """Remove the uses of tied weights that are no mistake.
 
+    If a layer multiplies its weight in FP8, another module that shares the weight may multiply it by its own name.
     For example, an embedding that shares its matrix with the head may multiply the matrix itself.
     """
     of_layers = {slot for layer in layers for slot in weight_slots(layer)}
