@@ -194,7 +194,7 @@ class AxisBlocks:
         return pad(grid, (0, 0, first, after) if dim == ROWS else (first, after)) if first or after else grid
 
     def window(self, grid: Tensor, dim: int) -> Tensor:
-        """Cut the grid of this rank's window out of the grid of the whole."""
+        """Cut the scales of this rank's window (see `embed`) out of the grid of the whole."""
         if self.kind == "aligned" and self.first is None:
             return grid.index_select(dim, self._positions(grid.device)[:: self.block] // self.block)
         first, count, _ = self._blocks()

@@ -148,7 +148,7 @@ class Linear(CodesInState, nn.Linear):
         self._recipe_under_fsdp = _keeping_nothing(recipe)
 
     def forward(self, input: Tensor) -> Tensor:
-        """Compute ``input @ weight.T + bias`` with shape (..., out_features), in the dtype of the input."""
+        """Compute ``input @ weight.T + bias``, of shape (..., out_features) and the dtype of the input."""
         recipe = self._recipe_under_fsdp if is_fsdp_managed(self) else self.recipe
         warn_if_not_sharded(self)
         return linear(input, self.weight, self.bias, recipe=recipe, state=self.delayed_state())

@@ -81,7 +81,7 @@ class UngatheredStack:
         return UngatheredStack(self.shard.transpose(first, second), self.rows, self.dtype, self.groups, self.spread)
 
     def to_local(self) -> UngatheredStack:
-        """The stack of the experts that this rank multiplies by, which under expert parallelism are a part of all."""
+        """The stack of this rank's experts; under expert parallelism these are only a part of all experts."""
         if self.spread is None:
             return self
         return UngatheredStack(self.shard, self.rows, self.dtype, self.spread[2])

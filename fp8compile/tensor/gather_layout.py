@@ -50,7 +50,7 @@ class SetToGather:
     make: Callable[[Quantizer], Sequence[Tensor]]
 
     def bytes_of_own_scales(self, size: Sequence[int]) -> int:
-        """Number of bytes of the scales that only one rank has, for a shard of this size."""
+        """Number of bytes of those scales that differ from rank to rank, for a shard of this size."""
         dtypes = self.quantizer.scale_dtype(), torch.float32
         levels = zip(scale_shapes(size, self.quantizer), dtypes, self.is_own, strict=False)
         return sum(math.prod(shape) * dtype.itemsize for shape, dtype, is_own in levels if is_own)

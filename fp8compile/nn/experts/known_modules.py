@@ -67,7 +67,7 @@ def _host(module: nn.Module) -> Host:
 
 
 def holds_no_stacks(module: nn.Module) -> str | None:
-    """The reason why a module's experts can't be kept or gathered as codes; None if they can."""
+    """The reason why a module's experts can't be kept or gathered as codes; None if they are its 3-D parameters."""
     host = host_of(module)
     if host is None or host.layout is None or host.is_linear:
         return None
