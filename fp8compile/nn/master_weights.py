@@ -296,7 +296,7 @@ class MasterWeights(Optimizer):
         return super().__getstate__() | {name: getattr(self, name) for name in names}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Raise a NotImplementedError, except during construction, because masters are made only in the constructor."""
+        """Raise a NotImplementedError, except during construction, because only the constructor makes masters."""
         if hasattr(self, "_ready"):
             raise NotImplementedError("MasterWeights: give all groups at once.")
         super().add_param_group(param_group)

@@ -255,7 +255,7 @@ class TwoLevelScaling(Quantizer):
         return fmt.encode_stochastic(values, noise(values, self.seed, *where))
 
     def dequantize(self, codes: Tensor, scale: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Multiply codes by their blocks' scales exactly, and undo the transform. The caller applies the outer scale."""
+        """Multiply codes by their blocks' scales and undo the transform, exactly. The outer scale is left out."""
         shape = self.values_shape(codes.shape)
         matrix = as_matrix(codes)
         matrix = matrix if self.packed == "none" else unpack(matrix, PAIRS[self.packed])
