@@ -11,8 +11,10 @@ A matrix has no batch, tokens without ends are one group, a tensor that is whole
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
+import torch
 from torch import Tensor
 
 from fp8compile.layout.cuts import Sharding
@@ -112,6 +114,11 @@ class Quantized:
         return (self.scale,) if self.outer_scale is None else (self.scale, self.outer_scale)
 
     @property
+    def has_all_scales(self) -> bool:
+        """Whether it has scales of blocks that other ranks have elements of."""
+        return any(self.has_scales_of_whole)
+
+    @property
     def cuts(self) -> Sharding:
         """The cuts of the layout: which part of the whole this rank has."""
         return self.layout.cuts
@@ -149,6 +156,22 @@ class Quantized:
             outer_scale=self.outer_scale,
             layout=self.layout,
         )
+
+    def parts(self) -> tuple[Tensor, ...]:
+        """The plain tensors that it is made of."""
+        return self.codes, *self.scales
+
+    def each(self, change: Callable[[Tensor], Tensor]) -> Quantized:
+        """The same with each of its parts changed."""
+        outer = None if self.outer_scale is None else change(self.outer_scale)
+        return replace(self, codes=change(self.codes), scale=change(self.scale), outer_scale=outer)
+
+    def showing(self, codes: Tensor, scale: Tensor | None = None, **others: object) -> Quantized:
+        """What a view has: these codes, and views of the scales that are not given."""
+        alias = torch.ops.aten.alias.default
+        scale = alias(self.scale) if scale is None else scale
+        outer = None if self.outer_scale is None else alias(self.outer_scale)
+        return replace(self, **{"codes": codes, "scale": scale, "outer_scale": outer, **others})
 
     def scale_values(self) -> Tensor:
         """The scales of blocks as float32 numbers."""

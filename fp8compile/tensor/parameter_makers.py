@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from fp8compile.layout.packing import packed_dim
+from fp8compile.layout.quantized import Quantized
 from fp8compile.tensor.attributes import moved
-from fp8compile.tensor.codes import Codes
 from fp8compile.tensor.parameter import BLANK, WHOLE, WRITES, QuantizedParameter
 from fp8compile.tensor.scale_without_values import scale_without_values
 from fp8compile.tensor.shards import cut_dim
@@ -44,7 +44,7 @@ def _plain_like(func: Any, x: QuantizedParameter, *args: Any, **kwargs: Any) -> 
     return func(values, *args, **{"device": x.device, **kwargs})
 
 
-def _cuts_blocks(x: QuantizedParameter, own: Codes, size: Sequence[int]) -> bool:
+def _cuts_blocks(x: QuantizedParameter, own: Quantized, size: Sequence[int]) -> bool:
     """Whether this is memory for a part of a whole weight that ends within a block: FSDP2 asks for it."""
     if x.extent != WHOLE or len(size) != x.ndim:
         return False
@@ -55,7 +55,7 @@ def _cuts_blocks(x: QuantizedParameter, own: Codes, size: Sequence[int]) -> bool
     return bool(is_part and block not in (1, -1) and size[dim] % block)
 
 
-def _blank_set(func: Any, x: QuantizedParameter, own: Codes, size: Sequence[int], **kwargs: Any) -> Codes:
+def _blank_set(func: Any, x: QuantizedParameter, own: Quantized, size: Sequence[int], **kwargs: Any) -> Quantized:
     """Zeros with scales of their own: those of the whole, if it has them, for a rank without elements has them too."""
     if packed_dim(own.quantizer) == -2 and (len(size) < 2 or size[-2] % 2):
         raise TypeError(

@@ -38,7 +38,6 @@ from fp8compile.ops.layer.quantize import dequantized
 from fp8compile.quantizers import GEMMS, Gemm, Quantizer
 from fp8compile.tensor.agreement import check_agreement
 from fp8compile.tensor.arguments import own_sizes, shown
-from fp8compile.tensor.codes import Codes
 from fp8compile.tensor.pass_in_memory import PassInMemory
 from fp8compile.tensor.refusals import refuse_operators
 
@@ -127,7 +126,7 @@ class QuantizedTensor(Tensor):
     sizes: tuple[int, ...] | None
     batch: int
     in_memory: PassInMemory | None
-    scales_of_whole: tuple[tuple[bool, bool], ...] = ((False, False),) * 2  # of each set, as `Codes` has it
+    scales_of_whole: tuple[tuple[bool, bool], ...] = ((False, False),) * 2  # of each set, as `Quantized` has it
     instead_of_cutting: str = "call .dequantize() first."
     ends_in_padding = False  # whether nothing is lost where a view ends within a block
     may_cut_blocks = False  # whether a view may begin or end within a block, and then have the scales of all blocks
@@ -144,7 +143,7 @@ class QuantizedTensor(Tensor):
         sizes: tuple[int, ...] | None = None,
         outer_scale: Tensor | None = None,
         batch: int = 0,
-        second: Codes | None = None,
+        second: Quantized | None = None,
         in_memory: PassInMemory | None = None,
     ) -> QuantizedTensor:
         """Wrap codes and scales that a quantizer made of a tensor of this dtype; ``quantize`` is the usual way."""
@@ -172,7 +171,7 @@ class QuantizedTensor(Tensor):
         sizes: tuple[int, ...] | None = None,
         outer_scale: Tensor | None = None,
         batch: int = 0,
-        second: Codes | None = None,
+        second: Quantized | None = None,
         in_memory: PassInMemory | None = None,
     ) -> None:
         if quantizer.has_outer_scale() != (outer_scale is not None):
@@ -195,7 +194,7 @@ class QuantizedTensor(Tensor):
         self.in_memory = in_memory
 
     @classmethod
-    def of_sets(cls, sets: Sequence[Codes], dtype: torch.dtype, **others: Any) -> Self:
+    def of_sets(cls, sets: Sequence[Quantized], dtype: torch.dtype, **others: Any) -> Self:
         """Wrap one set of codes or two; other arguments as of the class."""
         first, second = sets[0], sets[1] if len(sets) == 2 else None
         own = first.codes, first.scale, first.quantizer, dtype
@@ -205,25 +204,25 @@ class QuantizedTensor(Tensor):
 
     # ------------------------------------------------------------------ its codes
 
-    def _sets_named(self, before: str) -> tuple[Codes, ...]:
+    def _sets_named(self, before: str) -> tuple[Quantized, ...]:
         found = []
         quantizers = self.quantizer, self.quantizer_for_grad_input
         for end, quantizer, of_whole in zip(ENDS, quantizers, self.scales_of_whole, strict=True):
             if quantizer is not None:
                 parts = {part: getattr(self, f"{before}{part}{end}") for part in PARTS}
                 layout = TensorLayout(batch=self.batch)
-                found.append(Codes(**parts, quantizer=quantizer, layout=layout, has_scales_of_whole=of_whole))
+                found.append(Quantized(**parts, quantizer=quantizer, layout=layout, has_scales_of_whole=of_whole))
         return tuple(found)
 
-    def sets(self) -> tuple[Codes, ...]:
+    def sets(self) -> tuple[Quantized, ...]:
         """All sets of codes that it has, one or two, whichever of them is in memory."""
         return self._sets_named("")
 
-    def stored(self) -> tuple[Codes, ...]:
+    def stored(self) -> tuple[Quantized, ...]:
         """All sets of codes, as they are in memory: of a parameter, before what a running step has computed."""
         return self.sets()
 
-    def set_of(self, gemm: Gemm) -> Codes:
+    def set_of(self, gemm: Gemm) -> Quantized:
         """The set of codes that a product of a layer multiplies.
 
         Raises:
@@ -283,7 +282,7 @@ class QuantizedTensor(Tensor):
         quantizers, dtype, batch, shares_memory, identity = metadata
         parts = {name.removeprefix("_").replace("codes_in_forward", "codes"): each for name, each in inner.items()}
         sets = [
-            Codes(**{part: parts.get(f"{part}{end}") for part in PARTS}, quantizer=quantizer)
+            Quantized(**{part: parts.get(f"{part}{end}") for part in PARTS}, quantizer=quantizer)
             for quantizer, end in zip(quantizers, ENDS, strict=False)
         ]
         shard = {} if identity is None else {"group": inner["group"], "shard_dim": identity[3], "sizes": identity[4]}
@@ -328,14 +327,14 @@ class QuantizedTensor(Tensor):
         part = replace(own, codes=codes, quantizer=quantizer, layout=layout, has_scales_of_whole=whole)
         return dequantized(part, dtype).local
 
-    def cuts_of(self, own: Codes) -> Sharding:
+    def cuts_of(self, own: Quantized) -> Sharding:
         """How ranks cut this tensor, if they cut blocks of a set of its codes; else none.
 
         Of blocks that span the dim that is cut, every rank has the one scale, and none is cut.
         """
         return (self.shards(),) if _cuts_blocks_of(self, own.quantizer) else ()
 
-    def block_along(self, own: Codes, dim: int) -> int:
+    def block_along(self, own: Quantized, dim: int) -> int:
         """How many elements along a dim share a scale of a set; -1 for all of them."""
         return 1 if dim < self.batch else own.quantizer.block[int(dim == self.ndim - 1)]
 
@@ -420,12 +419,12 @@ class QuantizedTensor(Tensor):
 
     # ------------------------------------------------------------------ views
 
-    def like(self, sets: Sequence[Codes]) -> Self:
+    def like(self, sets: Sequence[Quantized]) -> Self:
         """One of the same shape, by other codes or by views of these."""
         where = {"group": self.group, "shard_dim": self.shard_dim, "sizes": self.sizes}
         return self.of_sets(sets, self.dtype, batch=self.batch, in_memory=self.in_memory, **where)
 
-    def view_of(self, sets: Sequence[Codes], shard_dim: int | None, *, along_batch: bool = False) -> Self:
+    def view_of(self, sets: Sequence[Quantized], shard_dim: int | None, *, along_batch: bool = False) -> Self:
         """A view of another shape.
 
         Args:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fp8compile import _compat
 from fp8compile.layout.packing import packed_dim
-from fp8compile.tensor.codes import Codes
+from fp8compile.layout.quantized import Quantized
 from fp8compile.tensor.quantized import HANDLERS, VIEWS, QuantizedTensor, no_meaning
 
 __all__ = ["ALIASES"]
@@ -52,7 +52,7 @@ def _is_packed(x: QuantizedTensor) -> bool:
     return any(own.codes.shape != x.shape for own in x.stored())
 
 
-def _check_not_packed(func: Any, x: QuantizedTensor, own: Codes) -> None:
+def _check_not_packed(func: Any, x: QuantizedTensor, own: Quantized) -> None:
     if own.codes.shape != x.shape:
         raise TypeError(
             f"{func} of a QuantizedTensor of {own.quantizer!r}, which packs several values in a byte: its codes have "
@@ -61,7 +61,7 @@ def _check_not_packed(func: Any, x: QuantizedTensor, own: Codes) -> None:
         )
 
 
-def _check_keeps_blocks(func: Any, x: QuantizedTensor, own: Codes, *, keeps_bytes: bool = False) -> None:
+def _check_keeps_blocks(func: Any, x: QuantizedTensor, own: Quantized, *, keeps_bytes: bool = False) -> None:
     """Raise a TypeError if no view but the whole keeps the blocks of a set, or the bytes that its codes share."""
     if not keeps_bytes or packed_dim(own.quantizer) is None:
         _check_not_packed(func, x, own)
@@ -205,7 +205,7 @@ def _position(offset: int, stride: tuple[int, ...]) -> list[int]:
 # ---------------------------------------------------------------------------------- parts
 
 
-def _block_along(x: QuantizedTensor, own: Codes, dim: int) -> int:
+def _block_along(x: QuantizedTensor, own: Quantized, dim: int) -> int:
     """Elements along ``dim`` that share a scale, -1 for all of them, where scales can be cut along that dim."""
     block = x.block_along(own, dim)
     if dim == x.ndim - 1 or block in (1, -1) or x.ndim - x.batch == 2:
@@ -236,7 +236,7 @@ def _slice(
     return x.view_of([_slice_of(func, x, own, dim, (start, end, step), may_cut) for own in x.stored()], x.shard_dim)
 
 
-def _slice_of(func: Any, x: QuantizedTensor, own: Codes, dim: int, where: Place, may_cut: bool) -> Codes:
+def _slice_of(func: Any, x: QuantizedTensor, own: Quantized, dim: int, where: Place, may_cut: bool) -> Quantized:
     """A set of the codes of a slice along a dim of its matrices."""
     size, is_column = x.shape[dim], dim == x.ndim - 1
     first, last, step = slice(*where).indices(size)
@@ -259,7 +259,7 @@ def _slice_of(func: Any, x: QuantizedTensor, own: Codes, dim: int, where: Place,
     return own.showing(_codes_slice(func, x, own, dim, where), scale)
 
 
-def _codes_slice(func: Any, x: QuantizedTensor, own: Codes, dim: int, where: Place) -> Tensor:
+def _codes_slice(func: Any, x: QuantizedTensor, own: Quantized, dim: int, where: Place) -> Tensor:
     """The codes of a slice along a dim; along the one whose neighbours share a byte, of whole bytes."""
     if own.codes.shape[dim] == x.shape[dim]:
         return func(own.codes, dim, *where)
