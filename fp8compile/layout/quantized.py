@@ -10,8 +10,11 @@ cuts: the part of the tensor that this rank has; empty for a whole tensor
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from fp8compile.layout.cuts import Sharding
@@ -112,6 +115,11 @@ class Quantized:
         return (self.scale,) if self.outer_scale is None else (self.scale, self.outer_scale)
 
     @property
+    def has_all_scales(self) -> bool:
+        """Whether it has scales of blocks that other ranks have elements of."""
+        return any(self.has_scales_of_whole)
+
+    @property
     def cuts(self) -> Sharding:
         """The cuts of the layout: which part of the whole this rank has."""
         return self.layout.cuts
@@ -149,6 +157,23 @@ class Quantized:
             outer_scale=self.outer_scale,
             layout=self.layout,
         )
+
+    def parts(self) -> tuple[Tensor, ...]:
+        """The plain tensors: codes, then scales by level."""
+        return self.codes, *self.scales
+
+    def each(self, change: Callable[[Tensor], Tensor]) -> Quantized:
+        """A set with `change` applied to each tensor."""
+        outer = None if self.outer_scale is None else change(self.outer_scale)
+        return replace(self, codes=change(self.codes), scale=change(self.scale), outer_scale=outer)
+
+    def showing(self, codes: Tensor, scale: Tensor | None = None, **others: Any) -> Quantized:
+        """The set of codes of a view: the given codes, and views of all scales that are not given."""
+        alias = torch.ops.aten.alias.default
+        scale = alias(self.scale) if scale is None else scale
+        outer = None if self.outer_scale is None else alias(self.outer_scale)
+        changed: dict[str, Any] = {"codes": codes, "scale": scale, "outer_scale": outer, **others}
+        return replace(self, **changed)
 
     def scale_values(self) -> Tensor:
         """The scales of blocks as float32 numbers."""

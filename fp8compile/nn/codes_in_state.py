@@ -19,7 +19,7 @@ from fp8compile.nn.converted_layers import CONVERTED, USES
 from fp8compile.nn.local import placed_like
 from fp8compile.nn.placed_weights import placements_of_outer_scale, placements_of_scale
 from fp8compile.recipes import describe
-from fp8compile.tensor import Codes, count_write, is_quantized_parameter, shown
+from fp8compile.tensor import count_write, is_quantized_parameter, shown
 
 if TYPE_CHECKING:
     from torch.nn import Module  # CodesInState is always combined with a Module
@@ -36,7 +36,7 @@ def codes_of(weight: Tensor, own: Quantized) -> Tensor:
     return _placed(weight, own.codes, weight.placements, codes_shape(weight.shape, own.quantizer))
 
 
-def scale_of(weight: Tensor, own: Codes) -> Tensor:
+def scale_of(weight: Tensor, own: Quantized) -> Tensor:
     """The scale of one set of a weight: replicated over ranks, or cut as the weight is."""
     if not is_dtensor(weight):
         return own.scale

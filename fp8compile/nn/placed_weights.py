@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from fp8compile import _compat
 from fp8compile.layout.cuts import DimSharding, chunk_sizes, split_axes
 from fp8compile.layout.packing import two_a_byte
+from fp8compile.layout.quantized import Quantized
 from fp8compile.nn.local import wrapped_like
 from fp8compile.quantizers import DelayedScaling, Quantizer
 from fp8compile.tensor import (
-    Codes,
     QuantizedParameter,
     in_place_of,
     is_quantized_parameter,
@@ -62,7 +62,7 @@ def not_placed(weight: DTensor, quantizers: Sequence[Quantizer]) -> str | None:
     return next((reason for reason in reasons if reason is not None), None)
 
 
-def placements_of_scale(weight: DTensor, own: Codes) -> list[Any]:
+def placements_of_scale(weight: DTensor, own: Quantized) -> list[Any]:
     """Placements of one set's scale on a DTensor's mesh: replicated if blocks span ranks, else cut like the codes."""
     from torch.distributed.tensor import Replicate
 
@@ -99,11 +99,11 @@ def quantized_part(weight: DTensor, quantizers: Sequence[Quantizer]) -> Tensor:
     return wrapped_like(QuantizedParameter.of_sets(sets, local.dtype, **options), weight)
 
 
-def _codes_of(local: Tensor, quantizer: Quantizer, options: dict[str, Any]) -> Codes:
+def _codes_of(local: Tensor, quantizer: Quantizer, options: dict[str, Any]) -> Quantized:
     """Quantize a rank's part of a weight; codes of four bits are packed two to a byte if the shape allows it."""
     q, own = quantize(local, quantizer, **options), quantizer.for_shape(local.shape)
     codes = q.codes if own == q.quantizer else two_a_byte(q.codes, own)
-    return Codes(codes=codes, scale=q.scale, quantizer=own, outer_scale=q.outer_scale)
+    return Quantized(codes=codes, scale=q.scale, quantizer=own, outer_scale=q.outer_scale)
 
 
 def unwritten(weight: Tensor, quantizer: DelayedScaling) -> Tensor:

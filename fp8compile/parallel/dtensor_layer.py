@@ -88,14 +88,7 @@ def _codes_of(gemm: Gemm, weight: Plain, recipe: Recipe) -> Quantized:
             "shard_dim= and sizes=."
         )
     codes, quantizer = one_a_byte(local.codes, local.quantizer) if weight.cuts else (local.codes, local.quantizer)
-    return Quantized(
-        codes=codes,
-        scale=local.scale,
-        quantizer=quantizer,
-        outer_scale=local.outer_scale,
-        layout=weight.layout,
-        has_scales_of_whole=whole,
-    )
+    return replace(local, codes=codes, quantizer=quantizer, layout=weight.layout, has_scales_of_whole=whole)
 
 
 def _weight(gemm: Gemm, weight: DTensor, recipe: Recipe) -> _Right:

@@ -6,13 +6,14 @@ of a grouped layer.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
 
 from fp8compile import _compat
 from fp8compile.layout.packing import are_same_codes, one_a_byte
-from fp8compile.layout.quantized import STACK, Quantized
+from fp8compile.layout.quantized import Quantized
 from fp8compile.ops.layer import LAYER_OPS, OPS_OF_LAYERS, layers
 from fp8compile.ops.layer.operands import Phase
 from fp8compile.quantizers import GEMMS, Gemm, Quantizer, Recipe
@@ -93,9 +94,9 @@ def _check_matrices(x: Tensor, weight: Any, recipe: Recipe) -> None:
 def _codes(weight: QuantizedTensor, gemm: Gemm) -> Quantized:
     own = weight.set_of(gemm)
     if not weight.batch:
-        return Quantized(codes=own.codes, scale=own.scale, quantizer=own.quantizer, outer_scale=own.outer_scale)
+        return own
     codes, quantizer = one_a_byte(own.codes, own.quantizer)
-    return Quantized(codes=codes, scale=own.scale, quantizer=quantizer, outer_scale=own.outer_scale, layout=STACK)
+    return replace(own, codes=codes, quantizer=quantizer)
 
 
 def _run(func: Any, *args: Any) -> Any:

@@ -16,9 +16,9 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from fp8compile.inductor import TileLaunch
+from fp8compile.ops.groups.layout import spans
 from fp8compile.ops.groups.portable import ON_GPU
 from fp8compile.ops.groups.register_group_op import register_group_op
-from fp8compile.ops.groups.spans import spans
 from fp8compile.ops.groups.token_samples import tokens
 from fp8compile.ops.outer_amaxes import outer_amax_of_values
 from fp8compile.quantizers import Quantizer, TwoLevelScaling

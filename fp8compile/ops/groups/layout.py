@@ -13,6 +13,7 @@ The number of columns, ``padded_length``, follows from shapes alone. Where each 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from math import lcm
 
 import torch
@@ -31,6 +32,7 @@ __all__ = [
     "padded_offsets",
     "row_of_columns",
     "sizes_of_groups",
+    "spans",
     "zero_behind",
     "zero_where_empty",
 ]
@@ -47,6 +49,22 @@ def alignment(quantizer: Quantizer) -> int:
 def padded_length(rows: int, groups: int, align: int) -> int:
     """Number of columns that suffices for every split of ``rows`` tokens into ``groups`` groups."""
     return (rows + groups * (align - 1)) // align * align
+
+
+def spans(offsets: Tensor, align: int) -> Iterator[tuple[slice, slice]]:
+    """The rows of each group, and the columns of its transposed codes without padding, as numbers on the host.
+
+    CPU kernels take one group after the other by them.
+
+    Args:
+        offsets: Ends of the groups among the rows, (E,) int32; read on the host.
+        align: Number whose multiples groups begin at.
+    """
+    row = column = 0
+    for end in offsets.tolist():
+        size = end - row
+        yield slice(row, end), slice(column, column + size)
+        row, column = end, column + (size if align == 1 else padded_length(size, 1, align))
 
 
 def sizes_of_groups(offsets: Tensor) -> Tensor:

@@ -18,9 +18,8 @@ from fp8compile.ops.gemms.emulated import EMULATED
 from fp8compile.ops.gemms.grouped.kernel import GroupedGemm
 from fp8compile.ops.gemms.kernel import GemmProblem
 from fp8compile.ops.groups.group_two_levels import NO_GROUPS_OF_TWO_LEVELS, token_columns
-from fp8compile.ops.groups.layout import alignment
+from fp8compile.ops.groups.layout import alignment, spans
 from fp8compile.ops.groups.portable import masks_of_groups
-from fp8compile.ops.groups.spans import spans
 from fp8compile.quantizers import GemmConfig, Quantizer, transposed
 
 __all__ = ["ONE_BY_ONE", "every_row"]
