@@ -1,7 +1,6 @@
 """The command: ``python -m examples.train``, or ``torchrun --nproc-per-node N -m examples.train`` for N processes.
 
-Exit codes: 0 if the run is done; 1 if --check finds that the criterion is not met, or if a loss is not finite; 2 for a
-mistake that the user can mend.
+Exit codes: 0 done; 1 if --check finds the criterion not met or a loss is not finite; 2 for a mistake of the user.
 """
 
 from __future__ import annotations

@@ -48,10 +48,7 @@ def save_checkpoint(folder: Path, step: int, model: nn.Module, optimizer: Optimi
 
 
 def load_checkpoint(folder: Path, model: nn.Module, optimizer: Optimizer) -> int:
-    """Load the newest complete checkpoint, and return its step; 0 if there is none.
-
-    All ranks call this. Their number may differ from that of the ranks that wrote the checkpoint.
-    """
+    """Load the newest complete checkpoint, on all ranks (of any number), and return its step; 0 if there is none."""
     step = last_step(folder)
     if step:
         state = _state(model, optimizer)

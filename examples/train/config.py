@@ -34,13 +34,10 @@ def _switch(text: str) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """All options that decide the numbers of a run.
+    """All options that decide the numbers of a run. A `UsageError` is raised if they contradict one another.
 
     The defaults are the preset of the criterion: on two CPU cores rowwise and bf16 together take less than four
     minutes, and the model's loss gets well below that of counting triples of bytes.
-
-    Raises:
-        UsageError: Options contradict one another.
     """
 
     recipe: str = _option(f"{', '.join(f8.recipes.names())}, an installed package's, or {BF16} for none", "rowwise")

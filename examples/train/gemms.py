@@ -74,10 +74,7 @@ def _inside(event: FunctionEvent) -> Iterator[FunctionEvent]:
 
 
 def _is_counted(event: FunctionEvent) -> bool:
-    """Whether an event counts as a product.
-
-    Parts of another product don't count. An eager product of DTensors doesn't either, because its local product does.
-    """
+    """Whether a product counts: it is no part of another one, and no call on DTensors, whose local product counts."""
     is_part = any(_is_product(above) and above.name != event.name for above in _above(event))
     return not is_part and not any(child.name == event.name for child in _inside(event))
 
@@ -87,10 +84,7 @@ def _matrices(event: FunctionEvent) -> list[list[int]]:
 
 
 def _flops(event: FunctionEvent, rows_in_groups: int) -> int:
-    """Operations of a product.
-
-    A grouped product that sums over tokens has padding between groups, so ``rows_in_groups`` is the size of its sum.
-    """
+    """Operations of a product. A sum over grouped tokens has ``rows_in_groups`` terms, because padding doesn't count."""
     first, second = _matrices(event)
     if not GROUPED_CALL.fullmatch(event.name):
         return 2 * first[0] * first[1] * second[1]

@@ -144,11 +144,7 @@ def _data_group(layout: Layout) -> ProcessGroup:
 
 
 def layout_of(config: TrainConfig, *, rank: int = 0, size: int = 1) -> Layout:
-    """The layout of a run's processes, which are those of the process group if there is one.
-
-    Raises:
-        UsageError: The options need another number of processes.
-    """
+    """The layout of a run's processes; raises a `UsageError` if its options need another number of processes."""
     if dist.is_initialized():
         rank, size = dist.get_rank(), dist.get_world_size()
     unit = config.tp * (2 * REPLICAS if config.hsdp else 1)

@@ -93,8 +93,7 @@ class Run:
         return self._finish(list(recipes))
 
     def _finish(self, trained: list[Arm]) -> bool:
-        # arms with other seeds only serve the criterion's spread
-        print(table(self.rows, [arm for arm in trained if arm.seed == self.config.seed]))
+        print(table(self.rows, [arm for arm in trained if arm.seed == self.config.seed]))  # without the spread's seeds
         found = complaints(self.rows, trained)
         for complaint in found:
             print(f"not as asked for: {complaint}")
@@ -136,11 +135,7 @@ def _write_config(folder: Path, config: TrainConfig, text: Text) -> None:
 
 
 def start_run(config: TrainConfig, folder: Path) -> Run:
-    """Begin a run in a folder that has none.
-
-    Raises:
-        UsageError: The folder has a run already, or options can't be combined.
-    """
+    """Begin a run in a folder; raises a `UsageError` if the folder has a run, or if options can't be combined."""
     layout_of(config)
     text = _text(config)
     for arm in arms(config):
@@ -156,11 +151,7 @@ def start_run(config: TrainConfig, folder: Path) -> Run:
 
 
 def resumed_run(folder: Path, *, steps: int | None = None) -> Run:
-    """Go on with the run in a folder, to its end or to more steps.
-
-    Raises:
-        UsageError: The folder has no run, its text has changed, or ``steps`` is less than the run has.
-    """
+    """Go on with a run, to its end or to more steps; raises a `UsageError` if there is none or its text has changed."""
     try:
         kept = json.loads((folder / "config.json").read_text())
     except OSError as error:

@@ -52,11 +52,7 @@ def reproduce_bits(*, threads: int) -> None:
 
 
 def named_recipe(name: str) -> f8.Recipe | None:
-    """The recipe called ``name``; None for "bf16".
-
-    Raises:
-        UsageError: There is no such recipe, or the package that provides it fails.
-    """
+    """The recipe called ``name``; None for "bf16". Raises a `UsageError` if there is none, or if its package fails."""
     if name == BF16:
         return None
     try:
@@ -152,10 +148,7 @@ class Trainer:
                 getattr(module, name).copy_(values)  # the float32 values, from which masters start
 
     def _drawn(self) -> dict[tuple[nn.Module, str], Tensor]:
-        """The initial float32 values of weights that become codes, by module and name.
-
-        Weights that FSDP2 shards are left out, because it takes parameters of one dtype.
-        """
+        """Initial values of weights that become codes, except those that FSDP2 shards, which takes only one dtype."""
         experts = [layer.experts for layer in mixtures(self.model)]
         routers = [layer.router for layer in mixtures(self.model)]
         linears = [each for each in self.model.blocks.modules() if isinstance(each, nn.Linear) and each not in routers]

@@ -17,10 +17,7 @@ from examples.train.model import Attention
 
 
 class _Product(torch.autograd.Function):
-    """y_MN = x_MK @ w_NK^T, with its two gradients.
-
-    It is an autograd.Function because AOTAutograd would trace the gradients of plain ops under autocast.
-    """
+    """y_MN = x_MK @ w_NK^T. Gradients are written out because AOTAutograd would trace those of ops under autocast."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
