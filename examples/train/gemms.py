@@ -84,7 +84,7 @@ def _matrices(event: FunctionEvent) -> list[list[int]]:
 
 
 def _flops(event: FunctionEvent, rows_in_groups: int) -> int:
-    """Operations of a product. A sum over grouped tokens has ``rows_in_groups`` terms, because padding doesn't count."""
+    """Operations of a product. A sum over grouped tokens has ``rows_in_groups`` terms; padding doesn't count."""
     first, second = _matrices(event)
     if not GROUPED_CALL.fullmatch(event.name):
         return 2 * first[0] * first[1] * second[1]

@@ -151,7 +151,7 @@ def start_run(config: TrainConfig, folder: Path) -> Run:
 
 
 def resumed_run(folder: Path, *, steps: int | None = None) -> Run:
-    """Go on with a run, to its end or to more steps; raises a `UsageError` if there is none or its text has changed."""
+    """Go on with a run, to its end or to more steps; a `UsageError` if there is none, or if its text has changed."""
     try:
         kept = json.loads((folder / "config.json").read_text())
     except OSError as error:

@@ -210,7 +210,7 @@ def _amax_over_ranks(tensor: DTensor, quantizer: DelayedScaling | None, like: Te
 
 
 def _beside(x: DTensor, weight: Tensor, place: Placement, recipe: Recipe, used: Tensor) -> tuple[Tensor, ...]:
-    """The results of a layer with delayed scaling beside its output.
+    """The results of a layer with delayed scaling, other than its output.
 
     Returns:
         The multipliers that the output used, the amax of x and the amax of the weight. Amaxes are those of the whole

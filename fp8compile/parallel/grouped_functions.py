@@ -81,7 +81,7 @@ def column_parallel_grouped_linear(
         (rows, out_features / R), the dtype of ``x`` (or of autocast), zeros after the last group.
 
     Raises:
-        TypeError, RuntimeError: The same as `fp8compile.grouped_linear`; or the group is none.
+        TypeError, RuntimeError: The same as `fp8compile.grouped_linear`; or ``group`` is no process group.
         ValueError: The same as `fp8compile.grouped_linear`; or a part ends within a block, or ranks give different
             sizes.
     """
@@ -117,7 +117,7 @@ def row_parallel_grouped_linear(
         (rows, out_features), the dtype of ``x`` (or of autocast), zeros after the last group.
 
     Raises:
-        TypeError, RuntimeError: The same as `fp8compile.grouped_linear`; or the group is none.
+        TypeError, RuntimeError: The same as `fp8compile.grouped_linear`; or ``group`` is no process group.
         ValueError: The same as `fp8compile.grouped_linear`; or a part ends within a block, or ranks give different
             sizes.
     """

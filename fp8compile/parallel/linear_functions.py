@@ -109,7 +109,8 @@ def column_parallel_linear(
         Shape (..., out_features / R) for all tokens, the dtype of ``x`` (or of autocast).
 
     Raises:
-        TypeError: The recipe is none, the group none, a dtype or layout is not taken, or a tensor is a DTensor.
+        TypeError: ``recipe`` is no Recipe, ``group`` no process group, a dtype or layout is not taken, or a tensor is a
+            DTensor.
         ValueError: Shapes, sizes or devices do not fit; or the recipe has delayed scaling; or ranks give different
             sizes, which they compare in the first call with a group.
         RuntimeError: This device has no GEMM for the recipe.
@@ -158,7 +159,8 @@ def row_parallel_linear(
         Shape (..., out_features), the dtype of ``x`` (or of autocast).
 
     Raises:
-        TypeError: The recipe is none, the group none, a dtype or layout is not taken, or a tensor is a DTensor.
+        TypeError: ``recipe`` is no Recipe, ``group`` no process group, a dtype or layout is not taken, or a tensor is a
+            DTensor.
         ValueError: Shapes, sizes or devices do not fit; or the recipe has delayed scaling; or ranks give different
             sizes, which they compare in the first call with a group.
         RuntimeError: This device has no GEMM for the recipe.

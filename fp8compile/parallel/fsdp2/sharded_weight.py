@@ -271,7 +271,7 @@ class ShardedWeight(FullyShardHooks, Tensor):
         return codes, self._scale_of(scale, size, quantizer), outer_scale
 
     def _scale_of(self, scale: Tensor, size: tuple[int, ...], quantizer: Quantizer) -> Tensor:
-        """Select, from the scales of the whole weight, those of the tensor parallel part that FSDP2 gathers."""
+        """Select the scales of the tensor parallel part that FSDP2 gathers, from the scales of the whole weight."""
         return local_scales(scale, size, self.cuts, quantizer) if self.cuts else scale
 
 

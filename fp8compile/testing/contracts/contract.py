@@ -24,9 +24,9 @@ class BrokenContract(Exception):
     """Raised by a contract that is broken.
 
     Args:
-        expected: What the contract asks for.
-        found: What was found instead.
-        mend: What to write.
+        expected: Words for what the contract asks for.
+        found: Words for what was found instead.
+        mend: Advice: what to write to hold the contract.
     """
 
     expected: str

@@ -149,7 +149,7 @@ class Owners:
         return [value.operand(index) for index in PRODUCTS.get(value.op, ())]
 
     def _weights(self, values: Iterable[Value]) -> frozenset[tuple[str, ...]]:
-        """The weights that any of these values is a form of."""
+        """The weights that have a form among these values."""
         return frozenset().union(*(self.forms[value].weights for value in values))
 
     def _own_call(self, value: Value) -> str | None:

@@ -132,7 +132,7 @@ class _Place:
 
 
 def _nodes(start: Any, end: set[Any]) -> Iterator[Any]:
-    """The nodes of autograd's graph that are reached from ``start``, without those of ``end`` and beyond."""
+    """The nodes of autograd's graph from ``start`` up to, and without, the nodes in ``end``."""
     pending, seen = [start], set(end)
     while pending:
         node = pending.pop()

@@ -141,7 +141,7 @@ def ptx_of(fn: Callable[..., Any], *args: Any, arch: str = "h200", most: int | N
 
     Raises:
         ValueError: No such GPU is known.
-        ModuleNotFoundError: There is no Triton.
+        ModuleNotFoundError: Triton is not installed.
         NotImplementedError: A kernel has an instruction that can't be followed.
         RuntimeError: This version of PyTorch prints code in a form that isn't known here.
     """

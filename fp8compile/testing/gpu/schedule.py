@@ -297,7 +297,7 @@ def schedule(made_for: GpuGraph, gpu: Gpu) -> Schedule:
         gpu: The GPU.
 
     Raises:
-        ModuleNotFoundError: There is no Triton.
+        ModuleNotFoundError: Triton is not installed.
         RuntimeError: This version of PyTorch prints code in a form that isn't known here.
     """
     from torch._inductor import compile_fx, config

@@ -1,4 +1,4 @@
-"""snapshot: a report as a short text that stays the same until the graphs change."""
+"""snapshot: writes a report as a short text that changes only if the graphs change."""
 
 from __future__ import annotations
 
