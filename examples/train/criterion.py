@@ -50,7 +50,7 @@ class Baseline:
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """The judgement of one FP8 training, by its final held-out loss in nats per byte."""
+    """The criterion applied to one FP8 training, by its final held-out loss in nats per byte."""
 
     name: str
     loss: float

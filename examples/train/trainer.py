@@ -39,7 +39,7 @@ MAX_GRADIENT_NORM = 1.0
 
 
 class Diverged(Exception):
-    """A loss is not finite."""
+    """Raised if a loss is not finite."""
 
 
 def reproduce_bits(*, threads: int) -> None:

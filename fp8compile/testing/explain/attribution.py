@@ -218,7 +218,7 @@ class Owners:
         return called if called is not None and called in weight else weight[0]
 
     def _called(self, node: fx.Node) -> str | None:
-        """The layer that was being called, for a weight that is no parameter of the graph."""
+        """The layer that was being called; None if that layer's weight is a parameter of the graph, or if none was."""
         called = layer_of_stack(node, self.names)
         return None if called in self.known else called
 

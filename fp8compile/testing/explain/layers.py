@@ -1,4 +1,4 @@
-"""Each linear of a model: whether it is converted, and in which formats its three GEMMs really run."""
+"""Explains each linear of a model: whether it is converted, and in which formats its three GEMMs really run."""
 
 from __future__ import annotations
 
@@ -110,12 +110,12 @@ class LayerExplanation:
 
     @property
     def size(self) -> int:
-        """K N / (K + N); the gain of FP8 over bfloat16 grows with it."""
+        """K N / (K + N). The gain of FP8 over bfloat16 grows with this number."""
         return size_of_gain(self.in_features, self.out_features)
 
     @property
     def is_small(self) -> bool:
-        """Whether the default filter would leave the layer in high precision on that GPU."""
+        """Whether the default filter would leave the layer in high precision on the GPU that was asked for."""
         return self.size < self.least_gaining
 
     @property

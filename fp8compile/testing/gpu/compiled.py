@@ -85,7 +85,7 @@ def _compiled(
 
 
 def _generated(name: str, source: str, folder: str, gpu: Gpu) -> Iterator[CompiledKernel]:
-    """Compile a kernel that Inductor generated, in each of its configurations, one after the other."""
+    """Compile a kernel that Inductor generated, once for each of its configurations."""
     module = _loaded(name, source, folder)
     tuner = next(value for value in vars(module).values() if type(value).__name__.endswith("Autotuner"))
     meta, fn = tuner.triton_meta, tuner.fn

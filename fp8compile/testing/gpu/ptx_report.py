@@ -1,4 +1,4 @@
-"""Checks of generated kernels' PTX: exact arithmetic for codes and scales, float64 only on purpose, wide stores."""
+"""Checks the PTX of generated kernels: exact arithmetic for codes and scales, float64 only on purpose, wide stores."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class KernelPtx:
 
 
 def _loops(ptx: Ptx) -> Iterator[range]:
-    """Lines between a label and a branch back to it."""
+    """The lines of each loop: between a label and a branch back to that label."""
     for each in ptx.instructions:
         start = ptx.labels.get(each.operands[-1], each.line) if each.opcode.startswith("bra") else each.line
         if start < each.line:
