@@ -49,7 +49,7 @@ from fp8compile.tensor import check_serves, has_codes
 __all__ = ["HANDLERS"]
 
 OVER_FSDP = RowsOverFsdpBase, RowsOverFsdpForGradInput, RowsOverFsdpForGradWeight
-ON_MESHES = Whole, Delayed, DelayedForGradient, *OVER_FSDP  # groups of rows and of named ranks take no DTensors
+ON_MESHES = Whole, Delayed, DelayedForGradient, *OVER_FSDP  # other placements take no DTensors
 
 
 @dataclass(frozen=True)

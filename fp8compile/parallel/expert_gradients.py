@@ -65,7 +65,7 @@ def average_expert_gradients(model: nn.Module, parts: int, *, replicas: ProcessG
         if parameter.grad is None:
             continue
         if replicas is not None:
-            grad: Any = parameter.grad  # a DTensor, as its parameter
+            grad: Any = parameter.grad  # a DTensor, because its parameter is one
             torch.distributed.all_reduce(grad.to_local(), group=replicas)
         parameter.grad /= parts
 

@@ -216,7 +216,7 @@ class ShardedWeight(FullyShardHooks, Tensor):
         """
         part = part_of_weight(self, mesh, size, mp_policy)
         every = self.quantizers_of(module).items()
-        own: Any = part.cuts[-1]  # FSDP2's
+        own: Any = part.cuts[-1]  # FSDP2 cuts last
         return own, [self._to_gather(part, size, module, *each) for each in every]
 
     def place_of_gathered(self, shards: DimSharding) -> dict[str, Any]:

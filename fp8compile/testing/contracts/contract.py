@@ -91,7 +91,7 @@ def _breach(contract: Callable[..., Any], arguments: Sequence[Any], state: Calla
         return broken
     except NotLookedAt:
         raise
-    except Exception as error:  # what is checked is the code of others
+    except Exception as error:  # the code that is checked may raise anything
         return BrokenContract(
             expected=_first_sentence(contract),
             found=f"{type(error).__name__}: {error}",

@@ -157,7 +157,7 @@ def different_fields_differ(q: Quantizer, device: Device) -> None:
 def _makes(q: Quantizer, block: tuple[int, int]) -> bool:
     try:
         replace(q, block=block)
-    except (TypeError, ValueError):  # it allows its own blocks only
+    except (TypeError, ValueError):  # the quantizer's class allows no such block
         return False
     return True
 
