@@ -29,7 +29,7 @@ def _named(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def expert_parameters(model: nn.Module) -> set[nn.Parameter]:
-    """The parameters that `ExpertParallel` or `spread_experts` placed.
+    """The parameters that `ExpertParallel` or `spread_experts` has spread over ranks.
 
     If FSDP runs over the same ranks, pass them as ``ignored_params`` to ``fsdp_float8_all_gather``, ``fully_shard`` or
     ``graph_fsdp``. Call this after experts are placed.

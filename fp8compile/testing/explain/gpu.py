@@ -126,7 +126,7 @@ def _support_of(layer: Any, device: torch.device) -> list[GemmSupport]:
 
 
 def missing_gemm(model: nn.Module, gpu: Gpu) -> str:
-    """The name of the first layer that a GPU has no GEMM for, with the product and the reason; empty if none is."""
+    """Name the first layer that a GPU has no GEMM for, with the product and the reason; empty if there is none."""
     lacking = ((name, each) for name, each in _support(model, gpu) if each.kind == "none")
     return next((f"{name}, {each.gemm}: {each.detail.removeprefix('scaled_mm: ')}" for name, each in lacking), "")
 

@@ -1,4 +1,4 @@
-"""Restores a module's state after it was run only for a report."""
+"""Restores the state of a module that was run only to report on it."""
 
 from __future__ import annotations
 
