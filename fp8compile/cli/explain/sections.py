@@ -1,4 +1,4 @@
-"""The sections of an explanation, titled tables of plain text, for the terminal and for the page."""
+"""The sections of an explanation: titled tables of plain text, for the terminal and for the HTML page."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ __all__ = ["Section", "sections"]
 
 @dataclass(frozen=True, kw_only=True)
 class Section:
-    """A title, lines of text, a table.
+    """One part of an explanation: a title, lines of text and a table.
 
     Attributes:
-        title: What it answers.
-        lines: Above the table.
-        columns: Headings; empty where there is no table.
-        rows: Cells.
-        loud: Rows that must not be overlooked, by number.
+        title: The title.
+        lines: Lines of text above the table.
+        columns: Headings of the table; empty if there is no table.
+        rows: Cells of the table, row by row.
+        loud: Numbers of the rows to highlight; of lines, if there is no table.
     """
 
     title: str
@@ -62,7 +62,7 @@ def _sends(sent: Sends) -> Section:
 
 
 def _small(found: Explanation) -> Section:
-    """Names of the layers in FP8 that the default filter would leave out on the GPU."""
+    """The section on layers in FP8 that the default filter would leave out on the GPU."""
     rows = tuple(
         (layer.name, f"{layer.out_features} x {layer.in_features}", f"{layer.size}", f"{layer.least_gaining}")
         for layer in found.layers
@@ -144,10 +144,10 @@ def _roofline(bound: Roofline) -> Section:
 
 
 def sections(found: Explanation) -> Iterator[Section]:
-    """All sections, the answer first.
+    """All sections of an explanation, the answer first.
 
     Args:
-        found: What is to be shown.
+        found: The explanation.
     """
     yield Section(
         title="is this really running in FP8?",

@@ -1,4 +1,4 @@
-"""An explanation in the terminal."""
+"""Prints an explanation in the terminal, as titled tables."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _table(section: Section) -> Table:
 
 
 def print_explanation(found: Explanation) -> None:
-    """Print it.
+    """Print all sections of an explanation.
 
     Args:
         found: The explanation.
@@ -41,7 +41,7 @@ def print_sections(shown: Iterable[Section]) -> None:
     """Print titled tables.
 
     Args:
-        shown: One after another.
+        shown: The sections, in order.
     """
     # names of layers may look like rich's markup
     plain: dict[str, Any] = {"markup": False, "highlight": False, "emoji": False}

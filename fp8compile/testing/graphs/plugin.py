@@ -1,4 +1,4 @@
-"""The pytest plugin's work on a guarded test: it listens, counts, and compares with the baseline."""
+"""The pytest plugin's work on a guarded test: it counts what the test compiles, and compares with a baseline."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ REPORTS = pytest.StashKey[list[GraphReport]]()
 
 @dataclass(frozen=True, kw_only=True)
 class Counts:
-    """What a test compiled; fewer is better for each number.
+    """What a test compiled, in numbers. A smaller number is better, except 0 graphs, which prove nothing.
 
     Attributes:
-        graphs: Number of compiled graphs; a forward and its backward count as one. 0 is not better than 1.
+        graphs: Number of compiled graphs; a forward and its backward count as one.
         breaks: Number of places where a graph ended early.
-        recompiles: Number of functions that were compiled again.
-        bypasses: Number of graphs that no cache holds.
+        recompiles: Number of recompilations.
+        bypasses: Number of graphs that no cache can hold.
         saved_bytes: Bytes kept for backward passes in the fixture's reports; None without a report.
         sent_bytes: Bytes sent between ranks in the fixture's reports; None without a report.
     """
@@ -75,7 +75,7 @@ class _Limits:
 
 
 def _limits(item: pytest.Item) -> _Limits | None:
-    """The marker's arguments, checked before the test runs; None without a marker."""
+    """The marker's arguments; fails the test if they are wrong. None if the test has no marker."""
     marker = item.get_closest_marker("fullgraph")
     if marker is None:
         return None
@@ -99,10 +99,10 @@ def _refuse_marker(text: str) -> NoReturn:
 
 
 def _folders(package: str) -> tuple[str, ...]:
-    """The files and folders of a package's code; folders end in a separator."""
+    """The file or the folders of a package's code; folders end in a separator."""
     try:
         spec = importlib.util.find_spec(package)
-    except Exception as error:  # it imports the packages around this one
+    except Exception as error:  # find_spec imports the parent packages, which may raise anything
         _refuse_marker(f"own={package!r} is no package that can be imported ({type(error).__name__}: {error}).")
     if spec is None:
         _refuse_marker(f"own={package!r} is no package that can be imported.")
@@ -136,20 +136,20 @@ def _check_limits(log: CompilerLog, limits: _Limits) -> None:
 
 
 def _baseline_file(folder: Path, nodeid: str) -> Path:
-    """The baseline file of a test: its name is readable, and differs from that of every other test."""
+    """The baseline file of a test. Its name is readable, and a hash makes it differ from those of all other tests."""
     readable = re.sub(r"\W+", "_", nodeid).strip("_")[-80:]
     return folder / f"{readable}.{hashlib.sha256(nodeid.encode()).hexdigest()[:8]}.json"
 
 
 def _portable(file: str, root: Path) -> str:
-    """A path that is the same on another machine: from the project's root, or from where Python imports it."""
+    """A path that is the same on other machines: relative to the project's root, or to a folder of ``sys.path``."""
     path = Path(file)
     roots = [root, *sorted(map(Path, sys.path), key=lambda folder: -len(folder.parts))]
     return next((path.relative_to(folder).as_posix() for folder in roots if path.is_relative_to(folder)), file)
 
 
 def _places(item: pytest.Item, log: CompilerLog) -> dict[str, list[GraphBreak]]:
-    """Count breaks by file and reason; lines are left out, because edits above a break move it."""
+    """Graph breaks by file and reason. Lines are left out, because edits above a break move it."""
     places: dict[str, list[GraphBreak]] = {}
     for found in log.breaks:
         places.setdefault(f"{_portable(found.file, item.config.rootpath)}: {found.reason}", []).append(found)
@@ -172,16 +172,16 @@ def _store(path: Path, nodeid: str, counts: Counts, places: dict[str, int]) -> N
 
 
 def _changes(known: Counts, counts: Counts) -> tuple[list[str], list[str]]:
-    """What got worse and what got better, each as "breaks 0 -> 1"."""
+    """Descriptions of the numbers that got worse, and of those that got better, such as "breaks 0 -> 1"."""
     worse: list[str] = []
     better: list[str] = []
     for name, now in asdict(counts).items():
         before = getattr(known, name)
-        if now == before or None in (now, before):  # bytes are counted by reports alone
+        if now == before or None in (now, before):  # without a report there are no bytes to compare
             continue
         if name == "saved_bytes" and counts.breaks < known.breaks:
-            continue  # what lay between the graphs was saved too, by eager mode, and nobody counted it
-        # a test that compiles nothing shows nothing
+            continue  # code between graphs saved tensors too, in eager mode, and they were not counted
+        # 0 graphs are worse: a test that compiles nothing shows nothing
         grew = now > before or (name == "graphs" and now == 0)
         (worse if grew else better).append(f"{name} {before} -> {now}")
     return worse, better
@@ -232,7 +232,7 @@ def _check_baseline(item: pytest.Item, counts: Counts, log: CompilerLog) -> None
 
 @contextmanager
 def guarded(item: pytest.Item) -> Iterator[None]:
-    """Run a test, count what it compiles, and compare that with the marker's limits and the baseline.
+    """Run a test, count what it compiles, and compare the counts with the marker's limits and the baseline.
 
     If the test itself fails, its counts are not compared.
     """
@@ -243,7 +243,7 @@ def guarded(item: pytest.Item) -> Iterator[None]:
             yield
         finally:
             counts = _counts(log, item.stash.get(REPORTS, []))
-            # a test that is run again starts from nothing
+            # drop the counts of an earlier run of the same test
             item.user_properties[:] = [entry for entry in item.user_properties if entry[0] not in PROPERTIES]
             item.user_properties += [(f"graph_{name}", n) for name, n in asdict(counts).items() if n is not None]
     if limits is not None:
@@ -252,7 +252,7 @@ def guarded(item: pytest.Item) -> Iterator[None]:
 
 
 def recorded_graph_report(item: pytest.Item) -> Callable[..., GraphReport]:
-    """``graph_report`` for a test: its reports are kept."""
+    """A ``graph_report`` for one test, which also keeps its reports for the test's counts."""
     reports = item.stash[REPORTS] = []
 
     def run(*args: Any, **options: Any) -> GraphReport:
