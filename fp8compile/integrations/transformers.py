@@ -32,7 +32,7 @@ __all__ = ["F8Callback", "master_weights"]
 
 OPTIMIZER_IS_MADE = (
     "F8Callback: the Trainer was given an optimizer, and the parameters that it updates are replaced: FSDP2 is told "
-    "to gather codes, or weights become codes. Leave out optimizers=, and pass optimizer_cls_and_kwargs=, of which "
+    "to gather codes, or weights become codes. Leave out optimizers=, and pass optimizer_cls_and_kwargs=, from which "
     "the Trainer makes an optimizer later; or take fsdp_float8_all_gather=False."
 )
 NOT_CONVERTED = (
