@@ -22,7 +22,9 @@ MODULES = {
     "reference/quantizers.md": "fp8compile.quantizers",
     "reference/parallel.md": "fp8compile.parallel",
     "reference/testing.md": "fp8compile.testing",
+    "reference/graphs.md": "fp8compile.testing.graphs",
     "reference/explain.md": "fp8compile.testing.explain",
+    "reference/ptx_report.md": "fp8compile.testing.ptx_report",
     "reference/library.md": "fp8compile.library",
     "reference/ops.md": "fp8compile.ops",
 }
