@@ -55,7 +55,9 @@ def _operator_words(op: Any) -> str:
     kernel = OPS[op._schema.name].impl
     head = importlib.import_module(kernel.__module__).__doc__ or ""
     own = re.search(rf"^ *{op._opname}  +(.+?)(?=\n\n|\n *\w+  |\Z)", head, re.MULTILINE | re.DOTALL)
-    return _first_paragraph(kernel.__doc__ or (own and own.group(1)) or head)
+    words = _first_paragraph(kernel.__doc__ or (own and own.group(1)) or head)
+    words = re.sub(r"^fp8compile::[^:]*: ", "", words)  # a file's head begins with the names of its operators
+    return f"{words[0].upper()}{words[1:]}"
 
 
 def _layer_words(name: str, table: str) -> str:
