@@ -86,6 +86,8 @@ def main() -> None:
     if chosen.pyright is None:
         raise SystemExit(f"public_types: there is no pyright. pip install {PYRIGHT}; it needs Node.")
     with _beside_packages() if chosen.python is None else nullcontext(chosen.python) as python:
+        if not _is_installed("torch", python):
+            raise SystemExit(f"public_types: {python} has no torch, of whose types those of the package are made.")
         report = _report(chosen.pyright, python)
         lines = unknown_types(report, python)
     for line in lines:
