@@ -27,20 +27,27 @@ from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import parallelize_module
 
 import fp8compile as f8
+from fp8compile.ops.gemms.gates import GPU_NAMES, PRODUCTS, Gate, gates_of
 from fp8compile.ops.support import recipe_support
-from fp8compile.target import Target, pretend_target
+from fp8compile.target import Build, Target, pretend_target
 
-__all__ = ["GPUS", "PLACES", "RECIPES", "TRIED", "gpu_section", "main", "placement_section"]
+__all__ = ["BUILDS", "GPUS", "PLACES", "RECIPES", "TRIED", "build_section", "gpu_section", "main", "placement_section"]
 
 PAGE = Path(__file__).parents[1] / "docs" / "results" / "support.md"
 TRIED = ("2.11", "2.13", "2.15")
 GPUS = {
     "8.0 (A100)": Target("cuda", (8, 0)),
-    "8.9 (L4, RTX 40)": Target("cuda", (8, 9)),
-    "9.0 (H100, H200)": Target("cuda", (9, 0)),
-    "10.0 (B200)": Target("cuda", (10, 0)),
-    "12.0 (RTX 50)": Target("cuda", (12, 0)),
+    **{f"{major}.{minor} ({name})": Target("cuda", (major, minor)) for (major, minor), name in GPU_NAMES.items()},
     "AMD": Target("cuda", (9, 4), hip="7.0"),
+}
+BUILDS = {
+    "2.11, CUDA 12.6": Build((2, 11), (12, 6)),
+    "2.11, CUDA 13.0": Build((2, 11), (13, 0)),
+    "2.13, CUDA 12.6": Build((2, 13), (12, 6)),
+    "2.13, CUDA 13.0": Build((2, 13), (13, 0)),
+    "2.13, CUDA 13.0, Windows": Build((2, 13), (13, 0), is_windows=True),
+    "2.15, CUDA 13.0": Build((2, 15), (13, 0)),
+    "2.15, CUDA 13.0, without MSLK": Build((2, 15), (13, 0), has_mslk=False),
 }
 RECIPES = {
     "tensorwise": f8.recipes.tensorwise(),
@@ -117,6 +124,45 @@ def gpu_section(title: str, *, grouped: bool) -> str:
         for name, recipe in RECIPES.items()
     ]
     return "\n".join([f"## {title}", "", *_table(["recipe", *GPUS], rows), "", *notes.lines()])
+
+
+# ---------------------------------------------------------------------------------- product x build of PyTorch
+
+BUILT = """## Products, by the build of PyTorch
+
+For each product the compute capabilities that run it; the result may be bf16, fp16 or fp32 unless a
+cell says so. From the one table of gates (`fp8compile/ops/gemms/gates.py`, which names its
+sources). Where a GPU lacks `rowwise`, rowwise recipes take the tensorwise product and apply the
+scales after it."""
+DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+
+
+def _running(product: str, build: Build) -> str:
+    """The capabilities that run a product, those with the same dtypes together."""
+    of_dtypes: dict[str, list[str]] = {}
+    for major, minor in GPU_NAMES:
+        gates: tuple[Gate, ...] = gates_of(product, Target("cuda", (major, minor), None, build))
+        dtypes = [name for dtype, name in DTYPES.items() if any(dtype in gate.out_dtypes for gate in gates)]
+        if dtypes:
+            of_dtypes.setdefault(", ".join(dtypes), []).append(f"{major}.{minor}")
+    every = ", ".join(DTYPES.values())
+    return "; ".join(
+        _between(where) + ("" if dtypes == every else f" ({dtypes} only)") for dtypes, where in of_dtypes.items()
+    ) or "-"  # fmt: skip
+
+
+def _between(capabilities: list[str]) -> str:
+    """Capabilities as a reader names them: all of them, those from one on, or each."""
+    known = [f"{major}.{minor}" for major, minor in GPU_NAMES]
+    if len(capabilities) > 2 and capabilities == known[known.index(capabilities[0]) :]:
+        return f"{capabilities[0]} to {capabilities[-1]}"
+    return ", ".join(capabilities)
+
+
+def build_section() -> str:
+    """The table of products and builds of PyTorch."""
+    rows = [[f"{product}", *(_running(product, build) for build in BUILDS.values())] for product in PRODUCTS]
+    return "\n".join([BUILT, "", *_table(["product", *BUILDS], rows)])
 
 
 # ---------------------------------------------------------------------------------- recipe x placement
@@ -300,7 +346,7 @@ def main(argv: list[str] | None = None) -> int:
         shown = subprocess.check_output([python, *command], cwd=root, env=environment, text=True)
         sections.append(shown.strip())
     linear, experts = gpu_section("Linear layers", grouped=False), gpu_section("Experts", grouped=True)
-    PAGE.write_text("\n\n".join([HEAD, GEMMS_OF, linear, experts, TRIALS, *sorted(sections)]) + "\n")
+    PAGE.write_text("\n\n".join([HEAD, GEMMS_OF, linear, experts, build_section(), TRIALS, *sorted(sections)]) + "\n")
     print(f"wrote {PAGE.relative_to(PAGE.parents[2])}", file=sys.stderr)
     return 0
 

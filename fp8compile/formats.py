@@ -98,19 +98,18 @@ class Float8Format:
         saturated = self._saturated(values)
         # of NaN it doesn't hold; `isnan` on a GPU would first take a magnitude with subnormals flushed
         is_number = saturated <= self.max
-        return torch.where(is_number, self._cast(saturated), NAN_CODE)
+        return torch.where(is_number, saturated.to(self.dtype).view(torch.uint8), NAN_CODE)
 
     def encode_numbers(self, values: Tensor) -> Tensor:
         """As ``encode``, for who knows where values are NaN: there its codes are some NaN."""
-        return self._cast(self._saturated(values))
-
-    def _cast(self, saturated: Tensor) -> Tensor:
-        if target_of(saturated.device).capability == CASTS_BY_FLOAT16:
-            saturated = _to_nearest(saturated, self)
-        return saturated.to(self.dtype).view(torch.uint8)
+        return self._saturated(values).to(self.dtype).view(torch.uint8)
 
     def _saturated(self, values: Tensor) -> Tensor:
-        return values.clamp(-self.max, self.max)
+        """The values within the format's range; rounded to codes' values if the target's own cast rounds wrongly."""
+        saturated = values.clamp(-self.max, self.max)
+        if target_of(values.device).capability == CASTS_BY_FLOAT16:
+            return _to_nearest(saturated, self)
+        return saturated
 
     def encode_stochastic(self, values: Tensor, noise: Tensor) -> Tensor:
         """Round to one of the two codes around each value, up with the probability of its distance from the lower one.

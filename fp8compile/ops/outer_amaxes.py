@@ -15,10 +15,9 @@ from torch._ops import OpOverload
 
 from fp8compile import inductor
 from fp8compile.ops import samples
-from fp8compile.ops.registry import register_op
+from fp8compile.ops.registry import in_steps_on_cpu, register_op
 from fp8compile.quantizers import Quantizer, TwoLevelScaling
 from fp8compile.quantizers.hadamard import GROUP, factors
-from fp8compile.target import target_of
 
 __all__ = ["outer_amax_of_values", "outer_amaxes"]
 
@@ -49,12 +48,6 @@ def _fake(x: Tensor, rows: Quantizer, columns: Quantizer) -> tuple[Tensor, Tenso
     return x.new_empty(x.shape), x.new_empty(one, dtype=torch.float32), x.new_empty(one, dtype=torch.float32)
 
 
-def _decompose(x: Tensor, rows: Quantizer, columns: Quantizer) -> tuple[Tensor, Tensor, Tensor]:
-    if target_of(x.device).type != "cpu":
-        return NotImplemented  # lowered
-    return _step_by_step(x, rows, columns)
-
-
 def _lower(x: Any, rows: TwoLevelScaling, columns: TwoLevelScaling) -> tuple[Any, Any, Any]:
     kinds = [None, factors(columns.hadamard)] if columns.hadamard else [None]
     whole, largest = inductor.lower_largest_of_sums(x, GROUP, kinds)
@@ -75,7 +68,7 @@ outer_amaxes: OpOverload = register_op(
     _kernel,
     fake=_fake,
     backward=None,
-    decompose=_decompose,
+    decompose=in_steps_on_cpu(_step_by_step),
     portable=_step_by_step,
     sharding=None,  # ranks reduce outer amaxes, by steps
     samples=_samples,

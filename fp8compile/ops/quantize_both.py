@@ -20,7 +20,7 @@ from fp8compile.ops import samples
 from fp8compile.ops.amax import amax
 from fp8compile.ops.cast import cast
 from fp8compile.ops.quantization_steps import OPS_OF_STEPS, Steps
-from fp8compile.ops.registry import register_op
+from fp8compile.ops.registry import in_steps_on_cpu, register_op
 from fp8compile.ops.scale import scale
 from fp8compile.ops.sharding import Cut, Split
 from fp8compile.quantizers import CurrentScaling, Quantizer
@@ -100,12 +100,6 @@ def _kernel(x: Tensor, rows: Quantizer, columns: Quantizer) -> tuple[Tensor, Ten
     return outputs
 
 
-def _decompose(x: Tensor, rows: Quantizer, columns: Quantizer) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    if target_of(x.device).type != "cpu":
-        return NotImplemented  # stays one call, of the kernel
-    return two_casts(x, rows, columns)
-
-
 def _sharding(x: Tensor, rows: Quantizer, columns: Quantizer) -> list[Split]:
     units = (*[1] * (x.ndim - 2), rows.block[1], rows.block[1])
     return [Split((Cut(dim, unit), None, None), (dim, dim, dim, dim)) for dim, unit in enumerate(units)]
@@ -131,7 +125,7 @@ quantize_both: OpOverload = register_op(
     _kernel,
     fake=empty_outputs,
     backward=None,
-    decompose=_decompose,
+    decompose=in_steps_on_cpu(two_casts),
     portable=two_casts,
     sharding=_sharding,
     samples=_samples,

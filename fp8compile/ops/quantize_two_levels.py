@@ -15,7 +15,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from fp8compile import _compat, inductor
-from fp8compile.ops.registry import register_op
+from fp8compile.ops.registry import in_steps_on_cpu, register_op
 from fp8compile.quantizers import Quantizer, TwoLevelScaling
 from fp8compile.quantizers.hadamard import GROUP
 from fp8compile.scale_layouts import tiled, tiles_numel
@@ -89,12 +89,6 @@ def _kernel(
     return outputs
 
 
-def _decompose(x: Tensor, row_amax: Tensor, column_amax: Tensor, rows: Quantizer, columns: Quantizer) -> Outputs:
-    if target_of(x.device).type != "cpu":
-        return NotImplemented  # stays one call, of the kernel
-    return _step_by_step(x, row_amax, column_amax, rows, columns)
-
-
 def _samples() -> Iterator[tuple[Any, ...]]:
     generator = torch.Generator().manual_seed(0)
     noisy: dict[str, Any] = {"rounding": "stochastic", "seed": 5}
@@ -115,7 +109,7 @@ quantize_two_levels: OpOverload = register_op(
     _kernel,
     fake=_empty_outputs,
     backward=None,
-    decompose=_decompose,
+    decompose=in_steps_on_cpu(_step_by_step),
     portable=_step_by_step,
     sharding=None,  # its codes are packed, and ranks can't cut them
     samples=_samples,

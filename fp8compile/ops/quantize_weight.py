@@ -20,7 +20,7 @@ from fp8compile.ops import samples
 from fp8compile.ops.amax import amax
 from fp8compile.ops.cast import cast
 from fp8compile.ops.quantize_both import LARGEST_BLOCK
-from fp8compile.ops.registry import register_op
+from fp8compile.ops.registry import in_steps_on_cpu, register_op
 from fp8compile.ops.scale import scale
 from fp8compile.quantizers import CurrentScaling, Quantizer
 from fp8compile.target import target_of
@@ -77,12 +77,6 @@ def _kernel(weight: Tensor, first: Quantizer, again: Quantizer) -> tuple[Tensor,
     return codes, own_scale, other_amax
 
 
-def _decompose(weight: Tensor, first: Quantizer, again: Quantizer) -> tuple[Tensor, Tensor, Tensor]:
-    if target_of(weight.device).type != "cpu":
-        return NotImplemented  # stays one call, of the kernel
-    return step_by_step(weight, first, again)
-
-
 def _samples() -> Iterator[tuple[Any, ...]]:
     row, column = CurrentScaling(block=ROWS), CurrentScaling(block=COLUMNS, format="e5m2")
     square = CurrentScaling(block=(16, 16), scale="pow2")
@@ -97,7 +91,7 @@ quantize_weight: OpOverload = register_op(
     _kernel,
     fake=_fake,
     backward=None,
-    decompose=_decompose,
+    decompose=in_steps_on_cpu(step_by_step),
     portable=step_by_step,
     sharding=None,  # a weight that is spread over ranks is taken apart before
     samples=_samples,

@@ -29,8 +29,9 @@ import torch
 from fp8compile import _compat, inductor
 from fp8compile.ops.sharding import Sharding
 from fp8compile.quantizers.constant import Constant, salt_with
+from fp8compile.target import target_of
 
-__all__ = ["OPS", "Op", "decompositions", "for_every_op", "register_op"]
+__all__ = ["OPS", "Op", "decompositions", "for_every_op", "in_steps_on_cpu", "register_op"]
 
 Samples = Callable[[], Iterable[tuple[Any, ...]]]
 
@@ -284,6 +285,20 @@ def register_op(
     for listener in LISTENERS:
         listener(op)
     return overload
+
+
+def in_steps_on_cpu(steps: Callable[..., Any]) -> Callable[..., Any]:
+    """The decomposition of an op that is one kernel on a GPU, and there stays one call: its steps on a CPU.
+
+    Args:
+        steps: The op's computation, a function of the same arguments.
+    """
+
+    @functools.wraps(steps)
+    def decompose(*args: Any) -> Any:
+        return steps(*args) if target_of(args[0].device).type == "cpu" else NotImplemented
+
+    return decompose
 
 
 def for_every_op(listener: Callable[[Op], None]) -> None:

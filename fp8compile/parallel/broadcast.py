@@ -1,4 +1,4 @@
-"""Broadcast one rank's parameters to all others, as DistributedDataParallel does itself with plain ones."""
+"""Broadcast one rank's parameters to all others, as DistributedDataParallel itself does with plain parameters."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["broadcast_parameters"]
 
 
 def _take_initial(parameter: Any, group: ProcessGroup | None, source: int) -> None:
-    """Let masters start from the source rank's values: those before quantization if they were kept."""
+    """Let masters start from the source rank's values; values from before quantization are sent if they were kept."""
     parameter.written = True
     if parameter.initial is not None:
         values = parameter.initial.to(parameter.device)

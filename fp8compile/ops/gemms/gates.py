@@ -30,6 +30,7 @@ GPU_NAMES = {
     (12, 1): "GB10",
 }
 HOPPER = ((9, 0),)
+DATA_CENTRE = ((10, 0), (10, 3))
 BLACKWELL = ((10, 0), (10, 3), (11, 0), (12, 0), (12, 1))
 ALL = tuple(GPU_NAMES)
 BF16 = (torch.bfloat16,)
@@ -128,13 +129,13 @@ GATES: tuple[Product, ...] = (
     ),
     Product(
         name="mx groups",
-        gates=(Gate(kernel="MSLK", capabilities=((10, 0), (10, 3)), out_dtypes=BF16, needs_mslk=True),),
+        gates=(Gate(kernel="MSLK", capabilities=DATA_CENTRE, out_dtypes=BF16, cuda=(12, 8), needs_mslk=True),),
         needs="is MX in groups, which needs",
         instead="Take a recipe that this GPU has for experts, or leave them in bfloat16.",
     ),
     Product(
         name="nvfp4 groups",
-        gates=(Gate(kernel="MSLK", capabilities=((10, 0), (10, 3)), out_dtypes=BF16, needs_mslk=True),),
+        gates=(Gate(kernel="MSLK", capabilities=DATA_CENTRE, out_dtypes=BF16, cuda=(12, 8), needs_mslk=True),),
         needs="is NVFP4 in groups, which needs",
         instead="Take a recipe that this GPU has for experts, or leave them in bfloat16.",
     ),

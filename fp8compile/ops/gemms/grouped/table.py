@@ -7,11 +7,9 @@ from functools import lru_cache
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from fp8compile.layout.quantized import Quantized
 from fp8compile.ops.gemms.grouped.blockwise import BLOCKWISE
-from fp8compile.ops.gemms.grouped.kernel import REGISTERED_GROUPED, GroupedGemm
+from fp8compile.ops.gemms.grouped.kernel import REGISTERED_GROUPED, GroupedGemm, Multiply
 from fp8compile.ops.gemms.grouped.mx import MX
 from fp8compile.ops.gemms.grouped.nvfp4 import NVFP4
 from fp8compile.ops.gemms.grouped.one_by_one import ONE_BY_ONE
@@ -62,9 +60,6 @@ def selected_grouped_gemm(
         RuntimeError: This device has none.
     """
     return _selected(a, b, target_of(device), out_dtype, config)
-
-
-Multiply = Callable[[Quantized, Quantized, Tensor, torch.dtype, GemmConfig], Tensor]
 
 
 def register_grouped_gemm(
