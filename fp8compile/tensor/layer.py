@@ -50,7 +50,7 @@ def unserved(quantizer: Quantizer, recipe: Recipe, for_grad_input: Quantizer | N
 
 
 def check_serves(function: str, weight: QuantizedTensor, recipe: Recipe) -> None:
-    """Raise a ValueError, in the name of ``function``, if a layer with this recipe can't run on these codes."""
+    """Raise a ValueError that names ``function``, if a layer with this recipe can't run on this weight's codes."""
     if (reason := unserved(weight.quantizer, recipe, weight.quantizer_for_grad_input)) is not None:
         raise ValueError(f"{function}: {reason}")
 
@@ -99,7 +99,9 @@ def _codes(weight: QuantizedTensor, gemm: Gemm) -> Quantized:
 
 
 def _run(func: Any, *args: Any) -> Any:
-    """Run a layer's op on the codes that its weight has. In a graph, Inductor fuses the other operand's quantization.
+    """Run a layer's op on the codes that its weight has; the op quantizes only its other operand.
+
+    In a graph that is being traced, the other operand is quantized by the steps for the forward or for the backward.
 
     Args:
         func: The layer's op.

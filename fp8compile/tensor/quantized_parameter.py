@@ -166,8 +166,8 @@ class QuantizedParameter(FullyShardHooks, QuantizedTensor):
     def written(self) -> bool:
         """Whether anything but `MasterWeights` has written to this parameter, through any view of it.
 
-        All ranks that share the scale have the same answer. FSDP2 copies the shards of some ranks alone, in order to
-        pad them. It copies them into a blank, and the blank then takes the answer of the shard.
+        The value is the same on all ranks that share the scale. FSDP2 pads the shards of some ranks only, by a copy
+        into a blank. This copy does not count as a write: the blank takes over the shard's value of ``written``.
         """
         return self._shared.written
 
@@ -295,7 +295,7 @@ class QuantizedParameter(FullyShardHooks, QuantizedTensor):
         Args:
             own: The set of codes that is replaced.
             values: The new values.
-            multiplier: The reciprocal of the scale of each block.
+            multiplier: The factor of each block's values, by which they are multiplied before they are rounded.
             quantizer: The quantizer that rounds, with the format and block of the set's quantizer.
             placed: How ranks cut the weight; stochastic rounding of a matrix depends on the place in the whole. For a
                 stack it depends on the place in this rank's stack, see `MasterWeights`.
@@ -307,7 +307,13 @@ class QuantizedParameter(FullyShardHooks, QuantizedTensor):
         return two_a_byte(cast_part(part, multiplier, quantizer), quantizer)
 
     def check_writable(self, what: object) -> None:
-        """Raise unless new values can be written to this tensor alone."""
+        """Raise a RuntimeError if new values can't be written to this tensor.
+
+        They can't if elements outside of it share its scale, or if it does not know yet which ranks share its scale.
+
+        Args:
+            what: The op that writes, for the error's text.
+        """
         sets = self.stored()
         spans = self.has_all_scales or any(
             -1 in own.quantizer.block or own.quantizer.has_outer_scale() for own in sets

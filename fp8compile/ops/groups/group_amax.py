@@ -1,7 +1,7 @@
 """fp8compile::group_amax: the largest magnitude in each group, or in each column of each group.
 
-Rows behind the last group are not read. On a GPU this op is one Triton kernel that reads the tokens once; on a CPU,
-and as the reference, it is the quantizer's own amax of each group's rows.
+Rows after the last group are not read. On a GPU this op is one Triton kernel that reads the tokens once. On a CPU, and
+as the reference, it computes the quantizer's own amax of each group's rows.
 """
 
 from __future__ import annotations

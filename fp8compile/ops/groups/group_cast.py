@@ -1,7 +1,7 @@
-"""fp8compile::group_cast: casts tokens by the multipliers of their groups, to transposed codes at padded columns.
+"""fp8compile::group_cast: casts tokens by the multipliers of their groups, to transposed codes in padded columns.
 
-`fp8compile.ops.groups.layout` says where the columns of a group are; zeros lie between. On a GPU this op is one Triton
-kernel; on a CPU, and as the reference, it is the quantizer's own cast of each group's rows.
+`fp8compile.ops.groups.layout` says at which columns a group lies; columns between groups are zeros. On a GPU this op
+is one Triton kernel. On a CPU, and as the reference, it runs the quantizer's own cast of each group's rows.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The bounds of groups as numbers on the host, for CPU kernels that take one group after the other."""
+"""The bounds of groups as Python integers, for CPU kernels that loop over the groups."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ __all__ = ["spans"]
 
 
 def spans(offsets: Tensor, align: int) -> Iterator[tuple[slice, slice]]:
-    """The rows of each group, and the columns of its transposed codes without padding.
+    """For each group, the slice of its rows and the slice of its transposed codes' columns, without padding.
 
     Args:
         offsets: Ends of the groups among the rows, (E,) int32; read on the host.
-        align: Number whose multiples groups begin at.
+        align: Groups begin at multiples of this number of columns.
     """
     row = column = 0
     for end in offsets.tolist():
