@@ -247,6 +247,8 @@ class Operands:
             return quantize_part(part, quantizer, self._steps(part, slot), whole_amax=self.weight_amax)
         if part.layout.batch and quantizer.has_outer_scale():
             quantizer = _as_summed(part, quantizer, slot)
+            if self.phase is Phase.FORWARD:
+                return _codes_of_stack(part.local, part.layout, quantizer)
         elif self._reads_once(part) and not self.recipe.is_dequantized(slot):
             return by_one_read(part, slot, self.recipe, self._steps(part, slot))
         return quantize_part(part, quantizer, self._steps(part, slot))
@@ -280,10 +282,7 @@ class Operands:
 
     def _kept(self, part: Plain, quantizer: Quantizer, slot: str) -> Quantized:
         """Codes of a weight for one product. The forward makes a transposed copy of them, which grad_input reads."""
-        if part.layout.batch and quantizer.has_outer_scale():
-            forward = _codes_of_stack(part.local, part.layout, _as_summed(part, quantizer, OUTPUT.b))
-        else:
-            forward = replace(self, phase=Phase.FORWARD)._quantized(part, quantizer, OUTPUT.b)
+        forward = replace(self, phase=Phase.FORWARD)._quantized(part, quantizer, OUTPUT.b)
         other = _packed_along_columns(forward)
         copy = _transposed_contiguous(other.codes)  # it is stored, so no partitioner computes it again
         if slot == GRAD_INPUT.b:
