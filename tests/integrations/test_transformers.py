@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from accelerate.utils import DistributedType
 from accelerate_ranks import sharding_ranks, without_state
 from gloo_ranks import shared_ranks
 
@@ -154,6 +156,36 @@ def test_a_callback_that_came_too_late_is_refused(tmp_path):
     trainer.add_callback(callback())
     with pytest.raises(ValueError, match=r"nothing in FP8.*callbacks=\[\.\.\.\], not by add_callback"):
         trainer.train()
+
+
+def test_a_model_that_is_made_when_training_begins_is_refused(tmp_path):
+    import transformers
+
+    arguments = arguments_of(str(tmp_path), sharded=False, save_strategy="no")
+    trainer = transformers.Trainer(
+        model_init=lambda: llama(), args=arguments, train_dataset=Batches(), callbacks=[callback()], model=None
+    )
+    assert any(row.converted for row in f8.conversion_report(trainer.model).rows)
+    with pytest.raises(ValueError, match=r"With model_init= the Trainer makes another model.*convert in model_init"):
+        trainer.train()
+
+
+def test_codes_are_not_gathered_by_version_1_of_fsdp():
+    from fp8compile.integrations import accelerate as f8accelerate
+    from fp8compile.integrations.conversion import Conversion
+
+    # what accelerate's state says of it; it makes such a state on GPUs only
+    state = SimpleNamespace(distributed_type=DistributedType.FSDP, is_fsdp2=False, mixed_precision="bf16")
+    for gather in (True, False):
+        conversion = Conversion(recipe=f8.recipes.rowwise(), gather=gather, options={})
+        layer = torch.nn.Sequential(torch.nn.Linear(32, 32))
+        if gather:
+            with pytest.raises(ValueError, match=r"fsdp_version 1.*Take fsdp_version 2"):
+                f8accelerate.converted(conversion, layer, state, checkpointed=False)
+            assert type(layer[0]) is torch.nn.Linear
+        else:
+            f8accelerate.converted(conversion, layer, state, checkpointed=False)
+            assert isinstance(layer[0], f8.Linear)
 
 
 def test_an_optimizer_that_is_made_of_the_model_has_no_masters(tmp_path, monkeypatch):
