@@ -19,6 +19,7 @@ LAYERS = {
     "_compat": 0,
     "formats": 0,
     "scale_layouts": 0,
+    "tables": 0,
     "target": 0,
     "inductor": 1,
     "quantizers": 2,
@@ -120,7 +121,7 @@ def test_an_import_from_above_is_found(file, source, found):
 
 # rooms of testing/, each with those that it may import; bits, which compares tensors, is everyone's
 ROOMS = {
-    "graphs": {"_compat"},
+    "graphs": {"_compat", "tables"},
     "contracts": {"graphs", "bits"},
     "gpu": {"graphs", "bits"},
     "explain": {"graphs", "gpu"},

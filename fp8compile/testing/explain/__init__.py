@@ -1,7 +1,7 @@
 """Is this really running in FP8? A model's linears, GEMM by GEMM, with the proof from its graphs."""
 
 import fp8compile.testing.explain.exchanges  # noqa: F401  reports of graphs hear of the exchanges
-from fp8compile.testing.explain.explanation import Explanation, explain
+from fp8compile.testing.explain.explanation import Explanation, explain, explain_in_steps
 from fp8compile.testing.explain.gpu import Cast, GpuExplanation, GraphCost
 from fp8compile.testing.explain.layers import GemmExplanation, LayerExplanation
 from fp8compile.testing.explain.mesh import MeshExplanation, Product, explain_mesh
@@ -22,5 +22,6 @@ __all__ = [
     "Product",
     "Roofline",
     "explain",
+    "explain_in_steps",
     "explain_mesh",
 ]

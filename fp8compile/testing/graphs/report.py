@@ -16,6 +16,7 @@ import torch._functorch.config
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
+from fp8compile.tables import listed, terminal_width
 from fp8compile.testing.graphs.compiler_log import (
     NOTHING_HIDDEN,
     TORCH,
@@ -121,8 +122,12 @@ def place_text(file: str, line: int) -> str:
     return f"{shown}:{line}"
 
 
-def _counted(ops: Sequence[str]) -> str:
-    return ", ".join(f"{op} x{n}" if n > 1 else op for op, n in Counter(ops).items()) or "nothing"
+def _counted(head: str, ops: Sequence[str]) -> list[str]:
+    """Operators by number, other libraries' first, in three lines at most."""
+    counts = Counter(ops)
+    order = sorted(counts, key=lambda op: (op.startswith(("aten.", "prims.")), -counts[op]))
+    shown = [f"{op} x{counts[op]}" if counts[op] > 1 else op for op in order]
+    return listed(head, shown or ["nothing"], width=terminal_width())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,9 +193,9 @@ def _call_lines(report: GraphReport) -> Iterator[str]:
 def _graph_lines(report: GraphReport) -> Iterator[str]:
     for number, graph in enumerate(report.graphs):
         yield f"graph {number}: {graph.function}" + (f" at {place_text(graph.file, graph.line)}" if graph.file else "")
-        yield f"  forward: {_counted(graph.forward)}"
+        yield from _counted("  forward: ", graph.forward)
         if graph.backward is not None:
-            yield f"  backward: {_counted(graph.backward)}"
+            yield from _counted("  backward: ", graph.backward)
             yield f"  saved for backward: {graph.saved_bytes} bytes"
         for collective in graph.collectives:
             where = "backward" if collective.backward else "forward"
