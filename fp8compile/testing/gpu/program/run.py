@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fp8compile.target import pretend_target
 from fp8compile.testing.gpu.gpus import gpu_called
@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from fp8compile.testing.gpu.program.result import GpuRun
 
 __all__ = ["run_gpu_program"]
+
+DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 
 
 def run_gpu_program(
@@ -64,9 +66,10 @@ def run_gpu_program(
         ValueError: An argument isn't one of those above; operands that the GPU's product would not take.
         IndexError: A kernel accesses memory outside of its tensors.
         RuntimeError: A kernel's result depends on the order of its programs.
-        NotImplementedError: The generated code does something that isn't known here.
+        NotImplementedError: The generated code does something that isn't known here, or dropout is on.
         ModuleNotFoundError: There is no Triton.
     """
+    _check_draws_nothing(fn)
     settings = _settings(arch, precision_casts, orders, configurations, contract, approximate, poison)
     from fp8compile.testing.gpu.program.generate import GpuBackend
     from fp8compile.testing.gpu.program.result import Differences, GpuRun
@@ -85,6 +88,20 @@ def run_gpu_program(
         graphs=tuple(graph.run() for graph in backend.graphs),
         differences=Differences(difference for graph in backend.graphs for difference in graph.differences),
     )
+
+
+def _check_draws_nothing(fn: Callable) -> None:
+    """Raise a NotImplementedError if a module has dropout that drops, before minutes go into code for a GPU."""
+    modules = fn.named_modules() if isinstance(fn, nn.Module) else ()
+    dropping = [
+        name or "the model" for name, each in modules if isinstance(each, DROPOUTS) and each.training and each.p
+    ]
+    if dropping:
+        raise NotImplementedError(
+            f"run_gpu_program: dropout is on ({', '.join(dropping[:3])}{', ...' if len(dropping) > 3 else ''}), and no "
+            "reference draws the numbers that a GPU's code draws. Call model.eval() first: gradients are taken all "
+            "the same."
+        )
 
 
 def _settings(
