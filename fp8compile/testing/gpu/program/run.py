@@ -93,14 +93,12 @@ def run_gpu_program(
 def _check_draws_nothing(fn: Callable) -> None:
     """Raise a NotImplementedError if a module has dropout that drops, before minutes go into code for a GPU."""
     modules = fn.named_modules() if isinstance(fn, nn.Module) else ()
-    dropping = [
-        name or "the model" for name, each in modules if isinstance(each, DROPOUTS) and each.training and each.p
-    ]
-    if dropping:
+    drops = [name or "the model" for name, each in modules if isinstance(each, DROPOUTS) and each.training and each.p]
+    if drops:
+        shown = ", ".join(drops[:3]) + (", ..." if len(drops) > 3 else "")
         raise NotImplementedError(
-            f"run_gpu_program: dropout is on ({', '.join(dropping[:3])}{', ...' if len(dropping) > 3 else ''}), and no "
-            "reference draws the numbers that a GPU's code draws. Call model.eval() first: gradients are taken all "
-            "the same."
+            f"run_gpu_program: dropout is on ({shown}), and no reference draws the numbers that a GPU's code draws. "
+            "Call model.eval() first: gradients are taken all the same."
         )
 
 
