@@ -14,6 +14,7 @@ from fp8compile.testing.graphs.report import (
     GraphReport,
     break_lines,
     bypass_lines,
+    counted_at,
     graph_report,
     recompile_lines,
 )
@@ -63,7 +64,7 @@ def assert_fullgraph(fn: Callable | GraphReport, *args: Any, **options: Any) -> 
     report = _report(fn, args, options)
     _fail_if(
         (line for each in report.breaks for line in break_lines(each)),
-        f"{numbered(len(report.breaks), 'graph breaks')}:",
+        f"{counted_at(report.breaks, 'graph breaks')}:",
     )
     if not report.graphs:
         raise AssertionError("nothing was compiled: Dynamo skips this function, or no tensor operation is in it.")
@@ -100,7 +101,7 @@ def assert_no_recompile(
         )
     if len(report.recompiles) > allowed:
         lines = (line for each in report.recompiles for line in recompile_lines(each))
-        _fail_if(lines, f"{numbered(len(report.recompiles), 'recompiles')}, {allowed} allowed:")
+        _fail_if(lines, f"{counted_at(report.recompiles, 'recompiles')}, {allowed} allowed:")
     return report
 
 
@@ -120,7 +121,7 @@ def assert_cacheable(fn: Callable | GraphReport, *args: Any, **options: Any) -> 
     """
     report = _report(fn, args, options)
     lines = (line for each in report.bypasses for line in bypass_lines(each))
-    _fail_if(lines, f"{len(report.bypasses)} cache bypasses:")
+    _fail_if(lines, f"{counted_at(report.bypasses, 'cache bypasses')}:")
     return report
 
 

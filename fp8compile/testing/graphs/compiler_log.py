@@ -206,7 +206,8 @@ def _function(name: str) -> str:
 
 def numbered(number: int, noun: str) -> str:
     """A number and its noun: "1 graph", "2 graphs". The noun is passed in the plural."""
-    return f"{number} {noun.removesuffix('s') if number == 1 else noun}"
+    one = noun.removesuffix("es") if noun.endswith("sses") else noun.removesuffix("s")
+    return f"{number} {one if number == 1 else noun}"
 
 
 def one_line(text: str) -> str:

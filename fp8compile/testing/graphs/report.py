@@ -32,7 +32,17 @@ from fp8compile.testing.graphs.kept_state import kept_state
 from fp8compile.testing.graphs.messages import is_message, sent_bytes, size_of, tensors_in
 from fp8compile.testing.graphs.recording import KeptGraph, Recording, user_place
 
-__all__ = ["Call", "CallReport", "Collective", "GraphInfo", "GraphReport", "graph_report", "is_compiled", "place_text"]
+__all__ = [
+    "Call",
+    "CallReport",
+    "Collective",
+    "GraphInfo",
+    "GraphReport",
+    "counted_at",
+    "graph_report",
+    "is_compiled",
+    "place_text",
+]
 
 
 @dataclass(frozen=True)
@@ -200,6 +210,12 @@ def _graph_lines(report: GraphReport) -> Iterator[str]:
         for collective in graph.collectives:
             where = "backward" if collective.backward else "forward"
             yield f"  {where} sends {collective.bytes} bytes of {collective.dtype} by {collective.op}"
+
+
+def counted_at(found: Sequence[GraphBreak] | Sequence[Recompile] | Sequence[CacheBypass], noun: str) -> str:
+    """A number with the first place: "1 graph break at model.py:5", "3 graph breaks, the first at model.py:5"."""
+    where = place_text(found[0].file, found[0].line) if found else ""
+    return numbered(len(found), noun) + (f"{' at' if len(found) == 1 else ', the first at'} {where}" if found else "")
 
 
 def break_lines(found: GraphBreak) -> Iterator[str]:
