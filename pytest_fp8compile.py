@@ -32,7 +32,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
         "markers",
         f"{MARKER}: fail on graph breaks and recompiles in the test; with `own`, of the breaks only on those in that "
-        "package, and on every recompile all the same; max_bypasses and max_graphs limit what no cache holds and graphs",
+        "package, and on every recompile all the same; max_bypasses: graphs that no cache holds; max_graphs: all",
     )
     given = config.getoption("--graph-baseline")
     update, frozen = config.getoption("--graph-update"), config.getoption("--graph-frozen")
@@ -66,13 +66,15 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     """A test that fails by a limit or by its baseline says so once: PyTorch logs the same twice more."""
     report = yield
     if report.failed and _is_guarded(item):
         from fp8compile.testing.graphs.plugin import without_compilers_log
 
-        without_compilers_log(item, report)
+        without_compilers_log(item, call, report)
     return report
 
 
@@ -127,12 +129,9 @@ def _numbered(number: int, name: str) -> str:
 
 def _count_faulty_baselines(terminalreporter: pytest.TerminalReporter) -> None:
     """In pytest's last line, beside what passed: baselines that were made with breaks, which nobody may have seen."""
-    found = [dict(report.user_properties) | {"report": report} for _, report in _reports(terminalreporter)]
-    made = [
-        each
-        for each in found
-        if str(each.get(BASELINE, "")).startswith("made with ") and each["report"].when == "call"
-    ]
+    called = (report for _, report in _reports(terminalreporter) if report.when == "call")
+    found = [dict(report.user_properties) | {"report": report} for report in called]
+    made = [each for each in found if str(each.get(BASELINE, "")).startswith("made with ")]
     if breaks := sum(each["graph_breaks"] for each in made):
         with_breaks = [each["report"] for each in made if each["graph_breaks"]]
         noun = "baseline" if len(with_breaks) == 1 else "baselines"

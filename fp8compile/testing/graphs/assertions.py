@@ -40,6 +40,7 @@ def check_report(report: object, assertion: str) -> None:
 
 
 def _fail_if(lines: Iterable[str], what: str) -> None:
+    __tracebackhide__ = True  # pytest then shows the caller's line, and not this one
     lines = list(lines)
     if lines:
         raise AssertionError("\n".join([what, *lines]))
@@ -61,6 +62,7 @@ def assert_fullgraph(fn: Callable | GraphReport, *args: Any, **options: Any) -> 
     Raises:
         AssertionError: With every break, its place, and PyTorch's hints.
     """
+    __tracebackhide__ = True
     report = _report(fn, args, options)
     _fail_if(
         (line for each in report.breaks for line in break_lines(each)),
@@ -93,6 +95,7 @@ def assert_no_recompile(
         TypeError: ``calls`` is no list of calls.
         ValueError: Fewer than two calls can't show a recompilation.
     """
+    __tracebackhide__ = True
     no_calls = isinstance(calls, Sequence) and not calls
     report = _report(fn, (), options if no_calls else options | {"calls": calls})
     if len(report.calls) < 2:
@@ -119,6 +122,7 @@ def assert_cacheable(fn: Callable | GraphReport, *args: Any, **options: Any) -> 
     Raises:
         AssertionError: With every reason and its place.
     """
+    __tracebackhide__ = True
     report = _report(fn, args, options)
     lines = (line for each in report.bypasses for line in bypass_lines(each))
     _fail_if(lines, f"{counted_at(report.bypasses, 'cache bypasses')}:")
@@ -142,6 +146,7 @@ def assert_ops(report: GraphReport, *, contains: Iterable[str] = (), absent: Ite
     Raises:
         AssertionError: One is missing, or there and should not be.
     """
+    __tracebackhide__ = True
     check_report(report, "assert_ops")
     contains, absent = ([names] if isinstance(names, str) else list(names) for names in (contains, absent))
     present = sorted(set(report.ops))
@@ -175,6 +180,7 @@ def assert_comm(
         AssertionError: There is no collective, one has another dtype, or they send more.
         TypeError: ``report`` or ``dtype`` is something else.
     """
+    __tracebackhide__ = True
     check_report(report, "assert_comm")
     dtypes = [] if dtype is None else [dtype] if isinstance(dtype, (torch.dtype, str)) else list(dtype)
     if not all(isinstance(each, torch.dtype) for each in dtypes):

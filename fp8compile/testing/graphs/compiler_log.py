@@ -176,6 +176,10 @@ class CompilerLog:
             self.functions[metrics["compile_id"]] = code
             self._hear_compiled(metrics["compile_id"], *code)
 
+    def graph_functions(self) -> list[tuple[str, str, int]]:
+        """Name, file and first line of each function that a graph was compiled of."""
+        return [self.functions[number] for number in self._attempts if number in self.functions]
+
     def _hear_compiled(self, compile_id: str, function: str, file: str, line: int) -> None:
         if compile_id in self._pending:
             guards, call = self._pending.pop(compile_id)

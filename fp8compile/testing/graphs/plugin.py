@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any, NoReturn
 
 import pytest
@@ -41,6 +42,7 @@ LOGGED = re.compile(r"[VDIWEC]\d{4} \d\d:\d\d:\d\d\.\d+ \d+ torch/")
 RECORDS = re.compile(r"^(?=(?:DEBUG|INFO|WARNING|ERROR|CRITICAL) +\S+:\S+\.py:\d+ )", re.MULTILINE)
 OF_TORCH = re.compile(r"[A-Z]+ +torch\.")
 REPORTS = pytest.StashKey[list[GraphReport]]()
+ASSERTIONS = Path(__file__).with_name("assertions.py")
 OURS = pytest.StashKey[bool]()  # on a test: what failed is said by us, with all that PyTorch logs of it
 
 
@@ -101,21 +103,23 @@ def _owned(breaks: list[GraphBreak], own: str | None) -> list[GraphBreak]:
     return [found for found in breaks if found.file.startswith(folders)]
 
 
-def _over(found: Sequence[Any], noun: str, most: int | None, lines: Callable[[Any], Iterable[str]]) -> list[str]:
+def _over(
+    found: Sequence[Any], noun: str, most: int | None, lines: Callable[[Any], Iterable[str]], *, inside: str = ""
+) -> list[str]:
     """Lines about what is more than its limit, the place in the first one; none if it isn't."""
     if most is None or len(found) <= most:
         return []
-    return [f"{counted_at(found, noun)}, {most} allowed:", *(line for each in found for line in lines(each))]
+    return [f"{counted_at(found, noun)}{inside}, {most} allowed:", *(line for each in found for line in lines(each))]
 
 
 def _graph_lines(log: CompilerLog) -> Iterator[str]:
-    for function, file, line in log.functions.values():
+    for function, file, line in log.graph_functions():
         yield f"  {function} at {place_text(file, line)}"
 
 
 def _check_limits(log: CompilerLog, limits: _Limits, counts: Counts, bypasses: Sequence[CacheBypass]) -> None:
-    own = f"graph breaks in {limits.own}" if limits.own else "graph breaks"
-    lines = _over(_owned(log.breaks, limits.own), own, limits.max_breaks, break_lines)
+    inside = f" in {limits.own}" if limits.own else ""
+    lines = _over(_owned(log.breaks, limits.own), "graph breaks", limits.max_breaks, break_lines, inside=inside)
     lines += _over(log.recompiles, "recompiles", limits.max_recompiles, recompile_lines)
     lines += _over(bypasses, "cache bypasses", limits.max_bypasses, bypass_lines)
     if limits.max_graphs is not None and counts.graphs > limits.max_graphs:
@@ -154,12 +158,17 @@ def guarded(item: pytest.Item) -> Iterator[None]:
     item.stash[OURS] = False
 
 
-def without_compilers_log(item: pytest.Item, report: pytest.TestReport) -> None:
-    """Drop what PyTorch logged of the same, on standard error and in the log, where a test failed by our limits.
+def _is_our_assertion(call: pytest.CallInfo[None]) -> bool:
+    error = call.excinfo
+    return error is not None and error.errisinstance(AssertionError) and error.traceback[-1].path == ASSERTIONS
+
+
+def without_compilers_log(item: pytest.Item, call: pytest.CallInfo[None], report: pytest.TestReport) -> None:
+    """Drop what PyTorch logged of the same, on standard error and in the log, where a test failed by what we found.
 
     Other lines stay, and all of them where the test itself failed.
     """
-    if not item.stash.get(OURS, False):
+    if not (item.stash.get(OURS, False) or _is_our_assertion(call)):
         return
     kept = []
     for title, text in report.sections:
