@@ -14,7 +14,7 @@ BIN := $(VENV)/bin
 GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,python3)
 INSTALLED := $(VENV)/.installed
 
-.PHONY: install train test test-full lint docs gpu gpu-rehearsal gpu-wheels clean
+.PHONY: install train test test-full lint docs release gpu gpu-rehearsal gpu-wheels clean
 
 install: $(INSTALLED)
 
@@ -39,8 +39,11 @@ test-full: lint
 	$(BIN)/python tests/products.py
 
 docs: $(INSTALLED)
-	$(BIN)/pdoc --docformat google --output-directory site fp8compile fp8compile.parallel \
-		fp8compile.testing fp8compile.testing.explain
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
+
+# dist/, built and installed beside each PyTorch; takes 10 GB of disk for a while
+release:
+	PYTHON=$(PYTHON) bash .ci/release
 
 # installs nothing: a machine that is lent with a GPU has its own PyTorch, and often no network
 gpu gpu-rehearsal:

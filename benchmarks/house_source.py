@@ -62,9 +62,9 @@ def _registers_a_layer(tree: ast.Module) -> bool:
     registered = [
         target.id
         for node in tree.body
-        if isinstance(node, ast.Assign)
+        if isinstance(node, (ast.Assign, ast.AnnAssign))
         if isinstance(node.value, ast.Call) and ast.unparse(node.value.func).startswith(REGISTERS)
-        for target in node.targets
+        for target in (node.targets if isinstance(node, ast.Assign) else [node.target])
         if isinstance(target, ast.Name)
     ]
     return not registered or any(name.endswith("linear") for name in registered)

@@ -17,44 +17,29 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from benchmarks.table import Row, emit
+from fp8compile.testing.explain.roofline import PEAKS, Peaks
 
-__all__ = ["PEAKS", "Peak", "bound_ms", "smallest_side"]
-
-
-@dataclass(frozen=True)
-class Peak:
-    """Published peaks of one GPU, without sparsity: operations and bytes a second; FP4 as FP8 where it has no FP4."""
-
-    fp4: float
-    fp8: float
-    bf16: float
-    memory: float
+__all__ = ["CASTS", "PEAKS", "bound_ms", "smallest_side"]
 
 
-# Source: data sheets of NVIDIA H200 Tensor Core GPU (SXM) and of NVIDIA HGX B200 (an eighth); dense is half of sparse.
-PEAKS = {
-    "h200": Peak(fp4=1979e12, fp8=1979e12, bf16=989.5e12, memory=4.8e12),
-    "b200": Peak(fp4=9000e12, fp8=4500e12, bf16=2250e12, memory=8e12),
-}
 CASTS = {"casts alone": 6, "casts fused": 2}  # bytes an element of x and of the gradient of y
 
 
 def bound_ms(moved: int, operations: Mapping[str, float], arch: str) -> float:
     """Milliseconds below which a GPU can't move these bytes and do these operations, one after the other.
 
-    Operations are by the units that do them, which are fields of `Peak`.
+    Operations are by the units that do them, which are fields of `Peaks`.
     """
     peak = PEAKS[arch]
-    return 1e3 * (moved / peak.memory + sum(count / getattr(peak, unit) for unit, count in operations.items()))
+    return 1e3 * (moved / peak.bandwidth + sum(count / getattr(peak, unit) for unit, count in operations.items()))
 
 
-def smallest_side(peak: Peak, cast_bytes: int) -> float:
+def smallest_side(peak: Peaks, cast_bytes: int) -> float:
     """The side of a square layer, K = N, from which on FP8 can gain."""
     saved = 6 * (1 / peak.bf16 - 1 / peak.fp8)  # a token, by K N
-    return 2 * cast_bytes / peak.memory / saved
+    return 2 * cast_bytes / peak.bandwidth / saved
 
 
 def main() -> None:

@@ -20,7 +20,7 @@ pytestmark = [
     ),
     pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION is unset:UserWarning"),  # Triton 3.9, once a process
 ]
-# to the least of benchmarks.experts_bytes; docs/benchmarks.md says what holds the gaps
+# to the least of benchmarks.experts_bytes; docs/results/bytes.md says what holds the gaps
 MOST = {
     "rowwise_bf16_wgrad": 1.005,
     "rowwise": 1.1,

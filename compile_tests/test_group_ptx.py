@@ -33,7 +33,7 @@ def assert_good(fn, kinds, constants, warps, gpu, codes=()):
     assert all(found.code_stores[name] >= 4 for name in codes), found.code_stores
 
 
-@pytest.mark.parametrize("arch", GPUS)
+@pytest.mark.parametrize("arch", ["h200", "b200"])
 @pytest.mark.parametrize("block", [(-1, 1), (-1, -1)], ids=str)
 def test_amax_and_cast(arch, block):
     quantizer, gpu, x = f8.CurrentScaling(block=block), GPUS[arch], {"x_ptr": "*bf16"}
@@ -46,7 +46,7 @@ def test_amax_and_cast(arch, block):
     assert_good(groups.cast_kernel, kinds, constants, groups.CAST_WARPS, gpu, codes=["codes_ptr"])
 
 
-@pytest.mark.parametrize("arch", GPUS)
+@pytest.mark.parametrize("arch", ["h200", "b200"])
 @pytest.mark.parametrize(("x_type", "rule", "n"), [("*bf16", "fp32", 128), ("*fp32", "e8m0_rceil", 32)], ids=str)
 def test_quantize(arch, x_type, rule, n):
     quantizer, gpu = f8.CurrentScaling(block=(n, 1), scale=rule), GPUS[arch]
@@ -61,7 +61,7 @@ def test_quantize(arch, x_type, rule, n):
     assert_good(fn, kinds, constants, warps, gpu, codes=["rows_ptr", "columns_ptr"])
 
 
-@pytest.mark.parametrize("arch", GPUS)
+@pytest.mark.parametrize("arch", ["h200", "b200"])
 @pytest.mark.parametrize(("x_type", "k"), [("*bf16", 2048), ("*bf16", 7168), ("*fp32", 4096)], ids=str)
 def test_rows(arch, x_type, k):
     kinds = TOKENS | {"x_ptr": x_type, "codes_ptr": "*u8", "scales_ptr": "*fp32", "amax_ptr": "*i32", "ROWS": "i32"}

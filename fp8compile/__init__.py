@@ -31,7 +31,7 @@ from fp8compile.nn import (
 from fp8compile.quantizers import CurrentScaling, DelayedScaling, Quantizer, Recipe, TwoLevelScaling
 from fp8compile.tensor import QuantizedTensor, quantize, scaled_mm
 
-__version__ = "0.1.0.dev0"
+__version__ = "0.1.0"
 
 __all__ = [
     "ConversionReport",

@@ -16,8 +16,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from fp8compile.target import target_of
+
 __all__ = ["E2M1", "E4M3", "E5M2", "E8M0", "Float8Format", "element_format", "pack", "unpack"]
 
+CASTS_BY_FLOAT16 = (8, 9)  # Triton rounds float32 toward zero to float16 there, and that to float8 (triton#11753)
 FLOAT32_EXPONENT_MASK = 0x7F800000
 FLOAT32_MANTISSA_BITS = 23
 FLOAT32_BIAS = 127
@@ -40,6 +43,24 @@ def _to_a_neighbour(values: Tensor, noise: Tensor, fmt: Float8Format | Float4For
     lower = in_units.floor()
     rounded = (lower + (noise < in_units - lower).float()) * unit
     return rounded.copysign(saturated)
+
+
+def _to_nearest(values: Tensor, fmt: Float8Format) -> Tensor:
+    """The values of the nearest codes, ties to even, float32, by integers and exact products alone; NaN stays NaN.
+
+    Args:
+        values: Float32, no magnitude above ``fmt.max``.
+        fmt: The format of the codes.
+    """
+    dropped = FLOAT32_MANTISSA_BITS - fmt.mantissa_bits
+    bits = values.view(torch.int32)
+    odd = (bits >> dropped) & 1
+    normal = ((bits + ((1 << dropped - 1) - 1) + odd) & -(1 << dropped)).view(torch.float32)
+    per_unit = 2.0 ** (fmt.mantissa_bits - fmt.min_exponent)
+    subnormal = (values * per_unit).round() * (1 / per_unit)
+    magnitude = values.abs()
+    rounded = torch.where(magnitude < 2.0**fmt.min_exponent, subnormal, normal)
+    return torch.where(magnitude <= fmt.max, rounded, values)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +105,11 @@ class Float8Format:
         return self._saturated(values).to(self.dtype).view(torch.uint8)
 
     def _saturated(self, values: Tensor) -> Tensor:
-        return values.clamp(-self.max, self.max)
+        """The values within the format's range; rounded to codes' values if the target's own cast rounds wrongly."""
+        saturated = values.clamp(-self.max, self.max)
+        if target_of(values.device).capability == CASTS_BY_FLOAT16:
+            return _to_nearest(saturated, self)
+        return saturated
 
     def encode_stochastic(self, values: Tensor, noise: Tensor) -> Tensor:
         """Round to one of the two codes around each value, up with the probability of its distance from the lower one.

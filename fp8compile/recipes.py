@@ -138,7 +138,7 @@ def rowwise_bf16_wgrad(
         scale: Scale rule, see ``CurrentScaling``.
         eps: Floor under the amax.
     """
-    rule = {"scale": scale, "eps": eps}
+    rule: dict[str, Any] = {"scale": scale, "eps": eps}
     value = CurrentScaling(format=format, block=ROW, **rule)
     return Recipe(
         input=value,
@@ -264,18 +264,24 @@ def nvfp4(
         raise ValueError(f"nvfp4: backward is {backward!r}; it is 'nvfp4', 'bf16' or 'dequantized'.")
     # by constructors: Dynamo traces no `replace`, for a recipe that is made in the compiled function
     line, weight = TwoLevelScaling(scale=scale), TwoLevelScaling(block=weight_block, scale=scale)
-    pillar = {"block": NV_PILLAR, "packed": "columns", "scale": scale}
-    gradient = {"rounding": grad_rounding, "seed": seed}
+    pillar: dict[str, Any] = {"block": NV_PILLAR, "packed": "columns", "scale": scale}
+    gradient: dict[str, Any] = {"rounding": grad_rounding, "seed": seed}
     gradients = {
         "grad_output": TwoLevelScaling(scale=scale, **gradient),
         "weight_for_grad_input": weight if weight_block == NV_TILE else TwoLevelScaling(**pillar),
         "grad_output_for_grad_weight": TwoLevelScaling(**pillar, **gradient, hadamard=hadamard),
         "input_for_grad_weight": TwoLevelScaling(**pillar, hadamard=hadamard),
     }
-    taken = gradients if backward == "nvfp4" else {}
+    taken: dict[str, Any] = gradients if backward == "nvfp4" else {}
     keeps = backward == "nvfp4" and weight_block == NV_TILE  # which both products of the weight read
-    switches = {"keep_weight_codes": keeps, "dequantized_gradients": backward == "dequantized"}
-    return Recipe(input=line, weight=weight, emulate=emulate, **switches, **taken)
+    return Recipe(
+        input=line,
+        weight=weight,
+        emulate=emulate,
+        keep_weight_codes=keeps,
+        dequantized_gradients=backward == "dequantized",
+        **taken,
+    )
 
 
 def delayed(
@@ -442,11 +448,12 @@ def _call(name: str, recipe: Recipe) -> str | None:
     """How a ready recipe's function is called to give a recipe, without its defaults; None if it can't."""
     function = READY[name]
     defaults = {each.name: each.default for each in inspect.signature(function).parameters.values()}
+    weight: Any = recipe.weight  # of whichever class
     try:
         if "backward" in defaults and recipe.grad_output is None:
             arguments = {
-                "weight_block": recipe.weight.block,
-                "scale": recipe.weight.scale,
+                "weight_block": weight.block,
+                "scale": weight.scale,
                 "backward": "dequantized" if recipe.dequantized_gradients else "bf16",
                 "emulate": recipe.emulate,
             }

@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
+from typing import TypeVar
 
 __all__ = [
     "LOG_WIDTH",
@@ -54,6 +55,7 @@ class Note:
 
 
 Cell = str | Note
+Content = TypeVar("Content", bound=Hashable)
 
 
 def terminal_width() -> int:
@@ -133,7 +135,7 @@ def folded_names(names: Iterable[str]) -> list[str]:
     return [_shown(pattern) for pattern in _patterns(names)]
 
 
-def folded(rows: Iterable[tuple[str, Hashable]]) -> list[tuple[str, Hashable]]:
+def folded(rows: Iterable[tuple[str, Content]]) -> list[tuple[str, Content]]:
     """Named rows, those with equal content as one under a pattern of their names.
 
     Args:
@@ -142,8 +144,8 @@ def folded(rows: Iterable[tuple[str, Hashable]]) -> list[tuple[str, Hashable]]:
     Returns:
         The same, fewer, in the order of the first of each.
     """
-    names: dict[Hashable, list[str]] = {}
-    place: dict[tuple[str, Hashable], int] = {}
+    names: dict[Content, list[str]] = {}
+    place: dict[tuple[str, Content], int] = {}
     for at, (name, rest) in enumerate(rows):
         names.setdefault(rest, []).append(name)
         place.setdefault((name, rest), at)

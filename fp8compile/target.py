@@ -6,6 +6,7 @@ its padding, an index) therefore asks here, and never the tensor.
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -14,7 +15,38 @@ from functools import cache
 
 import torch
 
-__all__ = ["Target", "pretend_target", "target_of"]
+from fp8compile._compat import TORCH_VERSION
+
+__all__ = ["Build", "Target", "pretend_target", "target_of"]
+
+
+@dataclass(frozen=True)
+class Build:
+    """The PyTorch that runs the code. The defaults are the wheel for CUDA 13.0 on Linux, of this version of PyTorch.
+
+    Attributes:
+        torch: (major, minor).
+        cuda: CUDA that it was built with, (major, minor); None for a build without.
+        is_windows: Whether it is a build for Windows.
+        has_mslk: Whether it has Meta's kernels.
+    """
+
+    torch: tuple[int, int] = TORCH_VERSION
+    cuda: tuple[int, int] | None = (13, 0)
+    is_windows: bool = False
+    has_mslk: bool = True
+
+    @staticmethod
+    @cache
+    def here() -> Build:
+        """The PyTorch of this process."""
+        cuda = torch.version.cuda
+        return Build(
+            TORCH_VERSION,
+            None if cuda is None else tuple(int(part) for part in cuda.split(".")[:2]),
+            platform.system() == "Windows",
+            "MSLK" in torch.__config__.show().upper(),
+        )
 
 
 @dataclass(frozen=True)
@@ -26,11 +58,13 @@ class Target:
         capability: Compute capability of a GPU, such as (9, 0); (0, 0) for any other device.
         hip: Version of ROCm, whose GPUs are "cuda" to PyTorch and have capabilities like those of NVIDIA's; None for
             every other device.
+        build: The PyTorch that runs the code there.
     """
 
     type: str
     capability: tuple[int, int] = (0, 0)
     hip: str | None = None
+    build: Build = Build()
 
 
 _PRETENDED: ContextVar[Target | None] = ContextVar("pretended target", default=None)
@@ -46,7 +80,7 @@ def target_of(device: torch.device) -> Target:
         return pretended
     if device.type != "cuda":
         return _made(device.type)
-    return _made(device.type, torch.cuda.get_device_capability(device), torch.version.hip)
+    return _made(device.type, torch.cuda.get_device_capability(device), torch.version.hip, Build.here())
 
 
 @contextmanager

@@ -1,146 +1,17 @@
-"""What PyTorch does not promise, and so may differ between its versions; nothing else."""
+"""What PyTorch does not promise, and so may differ between its versions; nothing else.
 
-from fp8compile._compat.autograd import (
-    counting_versions,
-    impl_autograd,
-    keep_grad_dtype,
-    plain_alias,
-    runs_in_backward,
-    uncounted_write,
-    version_in_eager,
-    will_run,
-)
-from fp8compile._compat.dispatch import as_kernel
-from fp8compile._compat.dtensor import (
-    forget_meshes,
-    is_dtensor,
-    local_itself,
-    placement_of,
-    replicated,
-    scattered_like,
-    set_local_itself,
-    tell_apart_by_local_tensors,
-)
-from fp8compile._compat.dynamo import when_graph_is_made
-from fp8compile._compat.fsdp import FsdpParameter, fsdp_parameters, is_fsdp, is_fsdp_managed, is_sharded_class
-from fp8compile._compat.fsdp_fewer_ranks import keeps_parts_after_forward
-from fp8compile._compat.imports import when_imported
-from fp8compile._compat.inductor import async_tp, concatenated_buffers, rank_salt
-from fp8compile._compat.modes import OnlookingMode, is_in_mode
-from fp8compile._compat.modules import keep_address, keep_through_inference, rebind_load_hooks
-from fp8compile._compat.tracing import (
-    any_is_zero,
-    assert_on_device,
-    constant_when_traced,
-    graph_tracer,
-    guard_or_false,
-    is_fake,
-    is_static,
-    is_traced,
-    is_traced_as_subgraph,
-    is_transformed,
-    is_unbacked,
-    new_dynamic_size,
-    no_dispatch,
-    nodes_of,
-    statically_equal,
-    statically_true,
-    untraced,
-)
-from fp8compile._compat.versions import (
-    KNOWN_VERSIONS,
-    TORCH_VERSION,
-    OpaqueBase,
-    all_gather_single,
-    allow_group_in_subclass,
-    as_region,
-    asks_a_constant,
-    concatenated,
-    cpu_has_rowwise_gemm,
-    declare_grad_dtype,
-    default_reduce_dtype,
-    has_groups,
-    is_constant_type,
-    is_exporting,
-    is_stand_in,
-    reduce_scatter_single,
-    register_constant_type,
-    root_mesh,
-    strided_shard,
-    traces_no_constant,
-    with_floats_pinned,
-)
+It has what its files list in ``__all__``.
+"""
 
-__all__ = [
-    "asks_a_constant",
-    "any_is_zero",
-    "assert_on_device",
-    "traces_no_constant",
-    "KNOWN_VERSIONS",
-    "has_groups",
-    "new_dynamic_size",
-    "FsdpParameter",
-    "OnlookingMode",
-    "OpaqueBase",
-    "TORCH_VERSION",
-    "all_gather_single",
-    "allow_group_in_subclass",
-    "as_kernel",
-    "as_region",
-    "async_tp",
-    "concatenated",
-    "concatenated_buffers",
-    "constant_when_traced",
-    "counting_versions",
-    "cpu_has_rowwise_gemm",
-    "declare_grad_dtype",
-    "default_reduce_dtype",
-    "forget_meshes",
-    "fsdp_parameters",
-    "graph_tracer",
-    "guard_or_false",
-    "impl_autograd",
-    "is_constant_type",
-    "is_dtensor",
-    "is_exporting",
-    "is_fake",
-    "is_fsdp",
-    "is_fsdp_managed",
-    "is_sharded_class",
-    "is_stand_in",
-    "is_in_mode",
-    "is_static",
-    "is_traced",
-    "is_traced_as_subgraph",
-    "is_transformed",
-    "is_unbacked",
-    "keep_address",
-    "keep_grad_dtype",
-    "keep_through_inference",
-    "keeps_parts_after_forward",
-    "local_itself",
-    "no_dispatch",
-    "nodes_of",
-    "placement_of",
-    "plain_alias",
-    "rank_salt",
-    "rebind_load_hooks",
-    "reduce_scatter_single",
-    "register_constant_type",
-    "replicated",
-    "runs_in_backward",
-    "scattered_like",
-    "set_local_itself",
-    "statically_equal",
-    "statically_true",
-    "root_mesh",
-    "strided_shard",
-    "tell_apart_by_local_tensors",
-    "uncounted_write",
-    "untraced",
-    "version_in_eager",
-    "when_graph_is_made",
-    "when_imported",
-    "will_run",
-    "with_floats_pinned",
-]
+from fp8compile._compat.autograd import *
+from fp8compile._compat.dispatch import *
+from fp8compile._compat.dtensor import *
+from fp8compile._compat.dynamo import *
+from fp8compile._compat.fsdp import *
+from fp8compile._compat.fsdp_fewer_ranks import *
+from fp8compile._compat.imports import *
+from fp8compile._compat.inductor import *
+from fp8compile._compat.modes import *
+from fp8compile._compat.modules import *
+from fp8compile._compat.tracing import *
+from fp8compile._compat.versions import *

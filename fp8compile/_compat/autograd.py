@@ -28,9 +28,9 @@ __all__ = [
 def impl_autograd(
     lib: torch.library.Library,
     op: torch._ops.OpOverload,
-    setup_context: Callable | None,
-    backward: Callable | None,
-    prepare: Callable | None = None,
+    setup_context: Callable[..., Any] | None,
+    backward: Callable[..., Any] | None,
+    prepare: Callable[..., Any] | None = None,
 ) -> None:
     """Register the derivative of an operator. Without ``backward``, a backward pass through the op raises.
 
@@ -64,7 +64,7 @@ def impl_autograd(
         )
 
     def call_backward(ctx: Any, *grads: Any) -> Any:
-        return *backward(ctx, *grads), None, None
+        return *backward(ctx, *grads), None, None  # type: ignore[misc]  # `members` has it where backward is not None
 
     def no_jvp(ctx: Any, *tangents: Any) -> Any:
         raise RuntimeError(
@@ -77,7 +77,7 @@ def impl_autograd(
         "jvp": staticmethod(no_jvp),
         "backward": staticmethod(no_backward if backward is None else call_backward),
     }
-    function = type(f"{op._opname}_backward", (_SingleLevelFunction,), members)
+    function: Any = type(f"{op._opname}_backward", (_SingleLevelFunction,), members)
 
     def kernel(keyset: Any, *args: Any) -> Any:
         if _records_nothing():

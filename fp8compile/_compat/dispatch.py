@@ -16,7 +16,7 @@ ABOVE_KERNELS = (
 )
 
 
-def as_kernel(impl: Callable) -> Callable:
+def as_kernel(impl: Callable[..., Any]) -> Callable[..., Any]:
     """Let ``impl`` run like PyTorch's own kernels, below autocast and autograd.
 
     Rowwise `torch._scaled_mm` on a CPU is a float32 matmul, which autocast would turn into a bfloat16 one. A kernel

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any, TypeGuard
+
 import torch
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 __all__ = [
     "forget_meshes",
@@ -16,7 +21,7 @@ __all__ = [
 ]
 
 
-def is_dtensor(tensor: object) -> bool:
+def is_dtensor(tensor: object) -> TypeGuard[DTensor]:
     """Whether a tensor is a DTensor: by name, for its module costs half a second to import."""
     return type(tensor).__name__ == "DTensor"
 
@@ -51,7 +56,7 @@ def forget_meshes() -> None:
     _clear_sharding_prop_cache()
 
 
-def local_itself(tensor: torch.Tensor) -> torch.Tensor:
+def local_itself(tensor: Any) -> Any:
     """The tensor that a DTensor wraps; any other tensor itself. ``to_local()`` may return a view instead."""
     return tensor._local_tensor if is_dtensor(tensor) else tensor
 
@@ -69,18 +74,18 @@ def replicated(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if is_dtensor(tensor) else tensor
 
 
-def placement_of(tensor: torch.Tensor) -> tuple | None:
+def placement_of(tensor: torch.Tensor) -> tuple[Any, ...] | None:
     """Mesh and placements of a DTensor; None for any other tensor."""
     return tensor.placements if is_dtensor(tensor) else None
 
 
-def scattered_like(grad: torch.Tensor | None, placements: tuple | None) -> torch.Tensor | None:
+def scattered_like(grad: torch.Tensor | None, placements: tuple[Any, ...] | None) -> torch.Tensor | None:
     """The gradient of an input; a partial sum is reduced and scattered at once if the input was cut.
 
     If it stayed a partial sum, the norm before the layer would compute with it, and ranks would add three float32
     tensors instead of one.
     """
-    if placements is None or not is_dtensor(grad):
+    if placements is None or grad is None or not is_dtensor(grad):
         return grad
     cut = [
         wanted if own.is_partial() and wanted.is_shard() else own

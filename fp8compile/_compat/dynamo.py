@@ -25,7 +25,7 @@ def when_graph_is_made(callback: Callable[[fx.GraphModule, Sequence[Any], object
         plain = OutputGraph.call_user_compiler
 
         @functools.wraps(plain)
-        def seen_first(self: Any, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
+        def seen_first(self: Any, gm: fx.GraphModule, example_inputs: list[Any]) -> Any:
             callback(gm, example_inputs, self.local_scope.get("self"))
             return plain(self, gm, example_inputs)
 

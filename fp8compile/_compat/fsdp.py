@@ -17,7 +17,7 @@ def is_fsdp(module: torch.nn.Module) -> bool:
     return isinstance(module, FSDPModule)
 
 
-def is_sharded_class(cls: type) -> bool:
+def is_sharded_class(cls: type[Any]) -> bool:
     """Whether `fully_shard` or `replicate` made this class; it is found by name, to import neither of them."""
     return any(base.__name__ in ("FSDPModule", "ReplicateModule") for base in cls.__mro__)
 

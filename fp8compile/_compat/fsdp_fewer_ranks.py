@@ -10,7 +10,7 @@ bytes, whatever they mean, so parts of it are kept and put together again.
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -18,10 +18,11 @@ from fp8compile._compat.inductor import when_imported
 
 __all__ = ["keeps_parts_after_forward"]
 
+Class = TypeVar("Class")
 _MARK = "_fp8compile_keeps_parts"
 
 
-def keeps_parts_after_forward(cls: type) -> type:
+def keeps_parts_after_forward(cls: type[Class]) -> type[Class]:
     """Let FSDP2 keep parts of gathered tensors of a class, if it is told to reshard to fewer ranks."""
     setattr(cls, _MARK, True)
     when_imported("torch.distributed.fsdp._fully_shard._fsdp_param", _extend)
@@ -96,7 +97,7 @@ def _extend() -> None:
         return theirs_inputs(self)
 
     theirs_to_sharded, theirs_init = FSDPParam.to_sharded_post_forward, FSDPParam.init_unsharded_param
-    theirs_inputs = FSDPParam.all_gather_inputs.fget
+    theirs_inputs = vars(FSDPParam)["all_gather_inputs"].fget
     FSDPParam.to_sharded_post_forward = to_sharded_post_forward
     FSDPParam.init_unsharded_param = init_unsharded_param
-    FSDPParam.all_gather_inputs = property(all_gather_inputs)
+    FSDPParam.all_gather_inputs = property(all_gather_inputs)  # type: ignore[assignment]  # it is one

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.abc
 import importlib.util
 import sys
@@ -21,7 +22,7 @@ class _AfterImport(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.callbacks: list[Callable[[], None]] = []
+        self.callbacks: list[Callable[[], object]] = []
         self.searching = threading.local()  # an import in another thread must still meet this finder
 
     def find_spec(self, fullname: str, path: Sequence[str] | None, target: Any = None) -> Any:
@@ -32,9 +33,11 @@ class _AfterImport(importlib.abc.MetaPathFinder, importlib.abc.Loader):
             spec = importlib.util.find_spec(fullname)
         finally:
             self.searching.now = False
-        if spec is not None:
+        if spec is not None and spec.loader is not None:
             self.loader, spec.loader = spec.loader, self
         return spec
+
+    loader: importlib.abc.Loader
 
     def create_module(self, spec: Any) -> Any:
         return self.loader.create_module(spec)
@@ -64,6 +67,6 @@ def when_imported(name: str, callback: Callable[[], None]) -> None:
         return
     if name not in _PENDING:
         hook = _PENDING[name] = _AfterImport(name)
-        hook.callbacks.append(lambda: _PENDING.pop(name))
+        hook.callbacks.append(functools.partial(_PENDING.pop, name, None))
         sys.meta_path.insert(0, hook)
     _PENDING[name].callbacks.append(callback)

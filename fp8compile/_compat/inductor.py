@@ -63,5 +63,6 @@ def concatenated_buffers(parts: Sequence[Any], dim: int) -> Any:
     if TORCH_VERSION >= (2, 13):
         return ir.ConcatKernel.create(parts, dim)
     # 2.11 asks that the node that is lowered is a concatenation, and reads no more of it where all parts are stored
-    with V.graph.set_current_node(SimpleNamespace(args=([],))):
+    node: Any = SimpleNamespace(args=([],))
+    with V.graph.set_current_node(node):
         return ir.ConcatKernel.create(parts, dim)

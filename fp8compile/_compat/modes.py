@@ -24,7 +24,7 @@ class OnlookingMode(TorchDispatchMode):
     Dynamo compiles nothing inside of a plain mode.
     """
 
-    def look(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    def look(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the operator and return what it returns."""
         raise NotImplementedError
 
@@ -37,7 +37,9 @@ class OnlookingMode(TorchDispatchMode):
         """Whether Dynamo ignores the mode."""
         return True
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         return self.look(func, args, kwargs or {})
 
 

@@ -16,7 +16,7 @@ def rebind_load_hooks(module: torch.nn.Module) -> None:
 
     Those registered with their module hold a weak reference to it, which would die with the one replaced.
     """
-    hooks = module._load_state_dict_pre_hooks
+    hooks: dict[int, Any] = module._load_state_dict_pre_hooks
     for key, hook in hooks.items():
         if getattr(hook, "with_module", False):
             hooks[key] = type(hook)(hook.hook, module)
@@ -27,7 +27,7 @@ def keep_address(tensor: torch.Tensor) -> torch.Tensor:
 
     ``torch._dynamo.mark_static_address`` without importing the compiler.
     """
-    tensor._dynamo_static_input_type = "unguarded"
+    tensor._dynamo_static_input_type = "unguarded"  # type: ignore[attr-defined]
     return tensor
 
 

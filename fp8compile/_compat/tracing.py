@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.autograd import forward_ad
@@ -30,6 +30,7 @@ __all__ = [
     "untraced",
 ]
 
+F = TypeVar("F", bound=Callable[..., Any])
 # What makes nodes of the operators that are called, or None: then no tensor has a node. An eager call asks ten times.
 graph_tracer = partial(torch._C._get_dispatch_mode, torch._C._TorchDispatchModeKey.PROXY)
 
@@ -157,17 +158,17 @@ def is_transformed(tensor: torch.Tensor) -> bool:
     return is_dual or torch._C._functorch.is_functorch_wrapped_tensor(tensor)
 
 
-def constant_when_traced(fn: Callable) -> Callable:
+def constant_when_traced(fn: F) -> F:
     """Let Dynamo call ``fn`` while it traces, and use the result as a constant.
 
     It serves texts of errors: Dynamo can't trace the `repr` of every object, and would raise its own error instead.
     `torch.compiler.assume_constant_result` is this line behind an import of Dynamo, which costs a second.
     """
-    fn._dynamo_marked_constant = True
+    fn._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return fn
 
 
-def untraced(fn: Callable) -> Callable:
+def untraced(fn: Callable[..., Any]) -> Callable[..., Any]:
     """Let Dynamo break its graph at a call of ``fn``, which runs as it is.
 
     This is `torch.compiler.disable` without its import of Dynamo, which costs a second.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch._library import opaque_object
@@ -38,32 +38,39 @@ __all__ = [
     "with_floats_pinned",
 ]
 
-try:
-    from torch._custom_class_base import CustomClassBase as OpaqueBase  # 2.15
-except ImportError:
-    from torch._opaque_base import OpaqueBase  # to 2.13
+if TYPE_CHECKING:
+
+    class OpaqueBase:
+        """What PyTorch derives constants of a graph from; a type checker finds it in no version."""
+
+else:
+    try:
+        from torch._custom_class_base import CustomClassBase as OpaqueBase  # 2.15
+    except ImportError:
+        from torch._opaque_base import OpaqueBase  # to 2.13
 
 
 KNOWN_VERSIONS = ((2, 11), (2, 13), (2, 15))  # those that the tests run on
+F = TypeVar("F", bound=Callable[..., Any])
 GROUPS_ALLOWED: list[bool] = []  # not empty once PyTorch takes them
 TORCH_VERSION = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
 
 
-def register_constant_type(cls: type) -> None:
+def register_constant_type(cls: type[Any]) -> None:
     """Tell torch.compile that instances of ``cls`` are constants: compared by ``==``, printed by ``__fx_repr__``."""
     name = f"{cls.__module__}.{cls.__qualname__}"
     by_name = getattr(opaque_object, "_OPAQUE_TYPES_BY_NAME", {})
     if name in by_name:
         # the cell of a notebook, run again, makes a new class of the same name: it takes the old one's place
         by_name.pop(name)
-        torch._C._unregister_opaque_type(name)
+        torch._C._unregister_opaque_type(name)  # type: ignore[attr-defined]  # in no stub
     if hasattr(opaque_object, "register_custom_class"):
         opaque_object.register_custom_class(cls, typ="constant")
     else:
         opaque_object.register_opaque_type(cls, typ="value")
 
 
-def is_constant_type(cls: type) -> bool:
+def is_constant_type(cls: type[Any]) -> bool:
     """Whether instances of ``cls`` are constants to torch.compile."""
     ask = getattr(opaque_object, "is_custom_class", None) or opaque_object.is_opaque_type
     return ask(cls)
@@ -77,7 +84,7 @@ def is_stand_in(value: object) -> bool:
     return type(value).__name__ == "FakeScriptObject"
 
 
-def as_region(function: Callable, often: int) -> Callable:
+def as_region(function: Callable[..., Any], often: int) -> Callable[..., Any]:
     """A function that is compiled once wherever a graph calls it.
 
     Args:
@@ -89,7 +96,7 @@ def as_region(function: Callable, often: int) -> Callable:
     return torch.compiler.nested_compile_region(function, max_reuse_entries=max(often, 8))
 
 
-def with_floats_pinned(call: Callable) -> Callable:
+def with_floats_pinned(call: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap a compiled callable so that floats are constants, because a region can't compare a symbol with 0."""
 
     @functools.wraps(call)
@@ -160,7 +167,7 @@ def allow_group_in_subclass() -> None:
 
 
 # Dynamo runs it while it traces: it warns of a cache, and would guard a list that it sees written to
-allow_group_in_subclass._dynamo_marked_constant = True
+allow_group_in_subclass._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def has_groups(mesh: Any) -> bool:
@@ -197,12 +204,12 @@ def traces_no_constant() -> bool:
     return TORCH_VERSION < (2, 12) and torch.compiler.is_compiling()
 
 
-def asks_a_constant(fn: Callable) -> Callable:
+def asks_a_constant(fn: F) -> F:
     """Let traced code call a method of a constant, such as a quantizer.
 
     PyTorch 2.11 traces no such method. There the answer becomes a constant of the graph, and an equal quantizer
     compiles once more.
     """
     if TORCH_VERSION < (2, 12):
-        fn._dynamo_marked_constant = True
+        fn._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return fn

@@ -28,7 +28,7 @@ NAMES = (
     "gemm", "linear", "block", "train",
 )  # fmt: skip
 # what a picture shows of a table: names, values
-PLOTTED = {
+PLOTTED: dict[str, tuple[tuple[str, ...], str]] = {
     "kernels": (("block",), "sum GB"),
     "bytes_limit": (("recipe",), "ratio"),
     "memory": (("block",), "saved MB"),
@@ -41,7 +41,7 @@ PLOTTED = {
     "train": (("contender",), "speed to bf16"),
 }
 Result = dict[str, Any]
-log = logging.getLogger(__name__)
+log: logging.Logger = logging.getLogger(__name__)
 
 
 def checkout() -> Path:

@@ -8,7 +8,7 @@ from typing import Any
 
 __all__ = ["run_checks"]
 
-log = logging.getLogger(__name__)
+log: logging.Logger = logging.getLogger(__name__)
 
 
 def _every_op_is_registered() -> str:
@@ -76,7 +76,7 @@ def _compiled(backend: str) -> str:
     layer = f8.Linear(64, 48, recipe=f8.recipes.rowwise(), dtype=torch.bfloat16)
     x = torch.randn(32, 64, dtype=torch.bfloat16, requires_grad=True)
 
-    def step(layer: Any) -> tuple:
+    def step(layer: Any) -> tuple[Any, ...]:
         y = layer(x)
         return y, *torch.autograd.grad(y.float().square().sum(), (x, layer.weight, layer.bias))
 

@@ -16,7 +16,7 @@ from fp8compile.tables import Cell, Note
 
 __all__ = ["add_parser", "examine"]
 
-log = logging.getLogger(__name__)
+log: logging.Logger = logging.getLogger(__name__)
 ALL_GEMMS, CANNOT = "all three", "can't run"
 DEVICE_KEYS = ("device", "name", "capability", "rocm", "threads")
 PACKAGES = ("torch", "triton", "numpy", "matplotlib", "torchao")
@@ -153,8 +153,8 @@ def _sections() -> Iterator[Section]:
     keys = [key for key in DEVICE_KEYS if any(key in device for device in devices)]
     rows = tuple(tuple(str(device.get(key, "")) for key in keys) for device in devices)
     yield Section(title="devices", columns=tuple(keys), rows=rows)
-    rows = tuple(row for found in _recipes(devices) for row in _recipe_rows(found))
-    yield Section(title="recipes, and how their GEMMs run", columns=("device", "recipe", "GEMMs", "run"), rows=rows)
+    ways = [row for found in _recipes(devices) for row in _recipe_rows(found)]
+    yield Section(title="recipes, and how their GEMMs run", columns=("device", "recipe", "GEMMs", "run"), rows=ways)
 
 
 def _print() -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fp8compile.tables import Cell
@@ -25,6 +26,6 @@ class Section:
     title: str
     lines: tuple[str, ...] = ()
     columns: tuple[str, ...] = ()
-    rows: tuple[tuple[Cell, ...], ...] = ()
+    rows: Sequence[tuple[Cell, ...]] = ()
     loud: frozenset[int] = frozenset()
     numbers: tuple[int, ...] = ()

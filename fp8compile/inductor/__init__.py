@@ -1,8 +1,7 @@
 """What teaches Inductor: lowerings, marks for the partitioner, kernels that compute their input."""
 
 from fp8compile.inductor.fusion import is_fusible
-from fp8compile.inductor.once_a_graph import constant, once_a_graph
-from fp8compile.inductor.partitioner import (
+from fp8compile.inductor.partitioner_marks import (
     is_repeated_in_backward,
     left_in_backward,
     left_in_forward,
@@ -13,6 +12,7 @@ from fp8compile.inductor.partitioner import (
 from fp8compile.inductor.prologues import register_tile_kernel
 from fp8compile.inductor.registration import register_decomposition, register_fallback, register_lowering
 from fp8compile.inductor.row_groups import lower_largest_of_sums
+from fp8compile.inductor.shared_by_forward_and_backward import constant, once_a_graph
 from fp8compile.inductor.tile_kernels import TileKernel, TileLaunch
 
 __all__ = [

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from fp8compile._compat import when_imported
 __all__ = ["register_decomposition", "register_fallback", "register_lowering"]
 
 
-def register_decomposition(op: torch._ops.OpOverload, fn: Callable) -> None:
+def register_decomposition(op: torch._ops.OpOverload, fn: Callable[..., Any]) -> None:
     """Let Inductor see through ``op``, by ``fn`` with the same arguments."""
 
     @functools.wraps(fn)
@@ -39,13 +40,14 @@ def _seeks_schema() -> bool:
     """
     from torch._higher_order_ops.invoke_subgraph import InvokeSubgraphHOP
 
-    sought, frame = InvokeSubgraphHOP.gen_schema.__code__, sys._getframe(1)
+    sought = InvokeSubgraphHOP.gen_schema.__code__
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code is not sought:
         frame = frame.f_back
     return frame is not None
 
 
-def register_lowering(op: torch._ops.OpOverload, fn: Callable) -> None:
+def register_lowering(op: torch._ops.OpOverload, fn: Callable[..., Any]) -> None:
     """Let Inductor lower ``op`` by ``fn``, from its IR to its IR."""
 
     def register() -> None:

@@ -32,7 +32,7 @@ def _is_made_by_inductor(x: Any) -> bool:
     return isinstance(x, ir.StorageBox) and isinstance(x.data, ir.Pointwise)
 
 
-def _laid_down(x: Any, rows: int) -> tuple[Any, list[Callable]]:
+def _laid_down(x: Any, rows: int) -> tuple[Any, list[Callable[..., Any]]]:
     """The stored matrix, and loaders of row i of a group."""
     from torch._inductor import ir, lowering
 

@@ -21,6 +21,7 @@ from torch._inductor.ops_handler import WrapperHandler
 from torch._inductor.select_algorithm import SymbolicGridFn, TritonTemplate, TritonTemplateKernel
 from torch._inductor.utils import sympy_index_symbol, triton_type
 from torch._inductor.virtualized import V, ops
+from torch.utils._ordered_set import OrderedSet
 
 from fp8compile._compat import statically_true
 from fp8compile.inductor.tile_kernels import TileKernel, TileLaunch
@@ -40,7 +41,7 @@ def lower_computing(launch: Callable[..., TileLaunch | None], x: Any, *args: Any
         x: The matrix that the op reads, in Inductor's IR.
         args: The op's other arguments.
     """
-    fakes = torch.fx.map_arg(list(V.graph.current_node.args), lambda node: node.meta["val"])
+    fakes: Any = torch.fx.map_arg(list(V.graph.current_node.args), lambda node: node.meta["val"])
     computed = _computed(x) if statically_true(fakes[0].numel() > 0) else None
     found = launch(*fakes) if computed is not None else None
     return None if found is None else _lower(found, x, fakes[0], computed, args)
@@ -54,7 +55,7 @@ def _computed(x: Any) -> Any:
     if x.get_device().type != "cuda" or len(x.get_size()) != 2 or not isinstance(x.data, ir.StorageBox):
         return None
     node = V.graph.current_node
-    if any(user < node for user in node.args[0].users):
+    if any(user < node for user in node.all_input_nodes[0].users):
         return None
     data = x.data.data
     if isinstance(data, ir.ComputedBuffer) and not _is_changed(data):
@@ -74,7 +75,7 @@ def _lower(launch: TileLaunch, x: Any, fake_x: torch.Tensor, computed: Any, args
     device, kernel, node = computed.get_device(), launch.kernel, V.graph.current_node
     results = node.meta["val"] if isinstance(node.meta["val"], tuple) else (node.meta["val"],)
     first, *others = results if kernel.writes else (fake_x.contiguous(), *results)
-    writes_beside = kernel.writes and len(node.args[0].users) > 1
+    writes_beside = kernel.writes and len(node.all_input_nodes[0].users) > 1
     inputs = [ir.ExternKernel.require_contiguous(each) for each in args if isinstance(each, ir.TensorBox)]
     outputs = [
         _allocated(each, device, zero=name in kernel.added_to)
@@ -98,7 +99,7 @@ def _lower(launch: TileLaunch, x: Any, fake_x: torch.Tensor, computed: Any, args
         num_warps=launch.warps,
         **launch.constants,
     )
-    result = ir.TensorBox.create(_Computing(choice, computed))
+    result: Any = ir.TensorBox.create(_Computing(choice, computed))
     for written in values:
         written.data.data.data._post_init_setattr("origin_node", node.args[0])
     for written in values if kernel.writes else [result]:
@@ -136,13 +137,13 @@ def _template(kernel: TileKernel, writes_values: bool) -> Any:
 def _source(kernel: TileKernel, writes_values: bool) -> str:
     """The template: the kernel's source with its two lines replaced."""
     source = inspect.cleandoc("\n" + inspect.getsource(kernel.function.fn))
-    body = source[re.search(r"\):.*\n(?=    )", source).end() :]
+    _, body = re.split(r"\):.*\n(?=    )", source, maxsplit=1)
 
     def stored(indent: str, i: str, j: str, values: str, is_stored: str) -> str:
         store = f'store_output(("tmp_i", "tmp_j"), "{values}", "{is_stored}", {len(indent)}, {kernel.tile})'
         return f"{indent}tmp_i, tmp_j = {i}, {j}\n{indent}{{{{{store}}}}}\n"
 
-    def computed(line: re.Match) -> str:
+    def computed(line: re.Match[str]) -> str:
         indent, m, k, is_inside = line.groups()
         made = f'{indent}{ROW}, {COLUMN} = {m}, {k}\n{indent}{{{{computed("{is_inside}", {len(indent)})}}}}\n'
         return made if kernel.writes else made + stored(indent, m, k, "x", is_inside)
@@ -174,7 +175,7 @@ class _Kernel(TritonTemplateKernel):
         self.extra_template_env_fns += [self.size_called, self.computed]
 
     @classmethod
-    def gen_common_triton_imports(cls) -> str:
+    def gen_common_triton_imports(cls) -> str:  # type: ignore[override]  # PyTorch's is cached
         return f"{super().gen_common_triton_imports()}\n{_imports(cls.described.function)}"
 
     def size_called(self, name: str) -> str:
@@ -183,7 +184,8 @@ class _Kernel(TritonTemplateKernel):
 
     def computed(self, is_inside: str, indent: int) -> str:
         """Lines that make ``x``."""
-        (buffer,) = self.subgraphs
+        subgraphs: Any = self.subgraphs
+        (buffer,) = subgraphs
         with self.create_subgraph_body("computed"):
             handler = _Loads(self, is_inside)
             with V.set_ops_handler(handler):
@@ -195,7 +197,7 @@ class _Kernel(TritonTemplateKernel):
                 width = self.kexpr(self.rename_indexing(buffer.data.ranges[1]))
                 self.body.writeline(f"tl.store(values_ptr + {ROW} * {width} + {COLUMN}, x, {is_inside})")
             text = self.body.getvalue()
-            self.cse.invalidate(set())
+            self.cse.invalidate(OrderedSet())
         return text.strip().replace("\n", "\n" + " " * indent)
 
 

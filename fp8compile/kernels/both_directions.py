@@ -13,12 +13,12 @@ This module needs Triton; `fp8compile.ops.quantize_both` imports it when a GPU a
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.target_info import cuda_capability_geq
 
-from fp8compile.formats import FLOAT32_EXPONENT_MASK, FLOAT32_MANTISSA_BITS, FLOAT32_MAX
+from fp8compile.formats import E4M3, FLOAT32_EXPONENT_MASK, FLOAT32_MANTISSA_BITS, FLOAT32_MAX
 from fp8compile.quantizers import CurrentScaling
 
 __all__ = ["WARPS", "both_directions", "both_kernel", "constants"]
@@ -30,6 +30,7 @@ RULES = {"fp32": 0, "pow2": 1, "e8m0_rceil": 2, "e8m0_floor": 3}
 MANTISSA_BITS = tl.constexpr(FLOAT32_MANTISSA_BITS)
 EXPONENT_MASK = tl.constexpr(FLOAT32_EXPONENT_MASK)
 MANTISSA_MASK = tl.constexpr((1 << FLOAT32_MANTISSA_BITS) - 1)
+SIGN_MASK = tl.constexpr(-(1 << 31))
 HALF = tl.constexpr(1 << (FLOAT32_MANTISSA_BITS - 1))
 LARGEST = tl.constexpr(FLOAT32_MAX)
 NAN_CODE = tl.constexpr(0x7F)
@@ -79,9 +80,33 @@ def _scales(amax_bits, MAX: tl.constexpr, MAX_EXPONENT: tl.constexpr, RULE: tl.c
 
 
 @triton.jit
+def _to_nearest(values, MAX: tl.constexpr, STEP: tl.constexpr, LEAST: tl.constexpr, PER_UNIT: tl.constexpr):
+    """As `fp8compile.formats` has it, for compute capability 8.9: values of the nearest codes.
+
+    STEP is the last bit of a code's mantissa in float32, LEAST the smallest normal value, 1 / PER_UNIT the smallest.
+    """
+    bits = values.to(tl.int32, bitcast=True)
+    odd = tl.where((bits & STEP) != 0, 1, 0)
+    normal = _float((bits + (STEP // 2 - 1) + odd) & -STEP)
+    magnitude = tl.abs(values)
+    in_units = magnitude * PER_UNIT  # a power of two: exact
+    lower = tl.floor(in_units)
+    above, is_odd = in_units - lower, (lower.to(tl.int32) & 1) == 1
+    subnormal = (lower + tl.where((above > 0.5) | ((above == 0.5) & is_odd), 1.0, 0.0)) * (1.0 / PER_UNIT)
+    subnormal = _float(subnormal.to(tl.int32, bitcast=True) | (bits & SIGN_MASK))
+    rounded = tl.where(magnitude < LEAST, subnormal, normal)
+    return tl.where(magnitude <= MAX, rounded, values)
+
+
+@triton.jit
 def _encode(values, MAX: tl.constexpr, IS_E4M3: tl.constexpr):
     """Codes of products: saturated, rounded to nearest even, one code for NaN."""
     saturated = tl.clamp(values, -MAX, MAX, propagate_nan=tl.PropagateNan.ALL)
+    if not cuda_capability_geq(9):
+        if IS_E4M3:
+            saturated = _to_nearest(saturated, MAX, STEP=1 << 20, LEAST=0.015625, PER_UNIT=512.0)
+        else:
+            saturated = _to_nearest(saturated, MAX, STEP=1 << 21, LEAST=6.103515625e-05, PER_UNIT=65536.0)
     if IS_E4M3:
         codes = saturated.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
     else:
@@ -136,7 +161,7 @@ def _of_direction(prefix: str, quantizer: CurrentScaling) -> dict[str, object]:
     return {
         f"{prefix}_MAX": fmt.max,
         f"{prefix}_EXPONENT": fmt.max_exponent,
-        f"{prefix}_E4M3": fmt.dtype == torch.float8_e4m3fn,
+        f"{prefix}_E4M3": fmt == E4M3,
         f"{prefix}_RULE": RULES[quantizer.scale],
         f"{prefix}_EPS": float(quantizer.eps),
     }

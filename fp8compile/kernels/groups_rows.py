@@ -8,6 +8,8 @@ This module needs Triton; `fp8compile.ops.groups.group_quantize_rows` imports it
 
 from __future__ import annotations
 
+from typing import Any
+
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -50,7 +52,7 @@ def group_rows_kernel(
 
 def group_row_constants(quantizer: CurrentScaling, k: int) -> dict[str, object]:
     """Compile-time constants of the kernel."""
-    constants = row_constants(quantizer, k)
+    constants: dict[str, Any] = row_constants(quantizer, k)
     return {**constants, "BATCH": max(1, BATCH // constants["WIDTH"])}
 
 

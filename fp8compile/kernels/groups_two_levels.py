@@ -242,6 +242,8 @@ def amax_constants(rows: TwoLevelScaling | None, columns: TwoLevelScaling | None
 def code_constants(rows: TwoLevelScaling | None, columns: TwoLevelScaling | None, target: Target) -> dict[str, object]:
     """What the kernel of codes is compiled for."""
     first, second = rows or columns, columns or rows
+    assert first is not None, "rows, columns or both have a quantizer"
+    assert second is not None, "rows, columns or both have a quantizer"
     return {**constants(first, second, target), "HAS_ROWS": rows is not None, "HAS_COLUMNS": columns is not None}
 
 

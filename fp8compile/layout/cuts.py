@@ -21,6 +21,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -77,7 +78,9 @@ class DimSharding:
 
     def by_name(self) -> DimSharding:
         """The same cut with the group's name in place of the group, which can be neither copied nor pickled."""
-        return self if isinstance(self.group, str) else replace(self, group=self.group.group_name)
+        if isinstance(self.group, str):
+            return self
+        return replace(self, group=self.group.group_name)  # type: ignore[union-attr]  # cuts that travel have one
 
     def matches(self, other: DimSharding | None) -> bool:
         """Whether a dim of another tensor is cut in the same places, by the same ranks."""
@@ -204,7 +207,7 @@ def _side(dims: range, shape: Sequence[int], cuts: Sharding, block: int) -> Axis
         (sum(cut.start for cut in found), shape[dim], found[0].total if found else shape[dim])
         for dim, found in zip(dims, own, strict=True)
     )
-    groups = tuple(cut.group for found in own for cut in found)
+    groups: tuple[Any, ...] = tuple(cut.group for found in own for cut in found)  # None where only shapes are asked
     if not groups or block == 1:
         return AxisBlocks("aligned", (), block, sizes)
     if block == -1:

@@ -30,7 +30,11 @@ def packed_in_rows(quantizer: Quantizer, shape: Sequence[int]) -> Quantizer:
         quantizer: Any quantizer.
         shape: Shape of the matrix, or of a stack of matrices.
     """
-    if packed_dim(quantizer) == DIMS["columns"] and quantizer.block[0] == quantizer.block[1]:
+    if (
+        isinstance(quantizer, TwoLevelScaling)
+        and packed_dim(quantizer) == DIMS["columns"]
+        and quantizer.block[0] == quantizer.block[1]
+    ):
         quantizer = replace(quantizer, packed="rows")
     return quantizer.for_shape(shape[-2:])
 
@@ -44,7 +48,7 @@ def one_a_byte(codes: Tensor, quantizer: Quantizer) -> tuple[Tensor, Quantizer]:
     """
     if (dim := packed_dim(quantizer)) is None:
         return codes, quantizer
-    return unpack(codes, dim), quantizer.unpacked()
+    return unpack(codes, dim), quantizer.unpacked() or quantizer
 
 
 def two_a_byte(codes: Tensor, quantizer: Quantizer) -> Tensor:

@@ -125,7 +125,7 @@ class Quantized:
     def shape(self) -> tuple[int, ...]:
         """Shape of the values; packed codes are fewer."""
         codes, batch = self.codes.shape, self.layout.batch
-        if is_own(type(self.quantizer)) and not batch:
+        if is_own(type(self.quantizer)) and not batch:  # type: ignore[arg-type]  # classes are hashable
             return self.quantizer.values_shape(codes)
         return (*codes[:batch], *shape_said(self.quantizer, "values_shape", codes[batch:]))
 

@@ -11,6 +11,7 @@ import inspect
 import math
 from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
+from typing import Any
 
 from torch import nn
 
@@ -77,7 +78,8 @@ def assigner(recipe: Recipes, fqns: list[str]) -> Assigner:
     if callable(recipe) and not isinstance(recipe, (Recipe, type)):
         return _by_function(recipe)
     check_recipe("convert", recipe)
-    return lambda module, names: recipe
+    one: Any = recipe
+    return lambda module, names: one
 
 
 def _blocks(model: nn.Module) -> list[nn.Module]:

@@ -6,17 +6,22 @@ weight    weight_codes, weight_scale,  and of two sets  weight_codes_for_grad_in
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Size, Tensor
 
 from fp8compile._compat import is_dtensor, local_itself
-from fp8compile.nn.converted_layers import CONVERTED
+from fp8compile.nn.converted_layers import CONVERTED, USES
 from fp8compile.nn.local import placed_like
 from fp8compile.nn.placed_weights import placements_of_outer_scale, placements_of_scale
 from fp8compile.tensor import Codes, count_write, is_quantized_parameter
+
+if TYPE_CHECKING:
+    from torch.nn import Module  # beside which it stands among the bases of a class
+else:
+    Module = object
 
 __all__ = ["CodesInState", "codes_and_scales", "reach_codes"]
 
@@ -38,7 +43,7 @@ def scale_of(weight: Tensor, own: Codes) -> Tensor:
     return _placed(weight, own.scale, placements, own.scale_shapes(tuple(weight.shape))[0])
 
 
-def outer_scale_of(weight: Tensor, own: Codes) -> Tensor:
+def outer_scale_of(weight: Tensor, own: Codes) -> Tensor | None:
     """The outer scale of one set of a weight: replicated over ranks; for a stack, cut as its matrices are."""
     if not is_dtensor(weight):
         return own.outer_scale
@@ -48,7 +53,7 @@ def outer_scale_of(weight: Tensor, own: Codes) -> Tensor:
     return _placed(weight, own.outer_scale, placements, weight.shape[:1])
 
 
-def _placed(weight: Tensor, local: Tensor, placements: Sequence[Any], shape: Sequence[int]) -> Tensor:
+def _placed(weight: Any, local: Tensor | None, placements: Sequence[Any], shape: Sequence[int]) -> Tensor:
     """A DTensor of this shape on the mesh of a weight."""
     stride = torch.empty(tuple(shape), device="meta").stride()
     return type(weight).from_local(
@@ -56,7 +61,12 @@ def _placed(weight: Tensor, local: Tensor, placements: Sequence[Any], shape: Seq
     )
 
 
-PARTS = {"codes": codes_of, "scale": scale_of, "outer_scale": outer_scale_of}
+COPIED_USES = "_fp8compile_uses"  # in the state of a copy: what forwards of the original did with its parameters
+PARTS: dict[str, Callable[[Tensor, Codes], Tensor | None]] = {
+    "codes": codes_of,
+    "scale": scale_of,
+    "outer_scale": outer_scale_of,
+}
 ENDS = ("", "_for_grad_input")  # of the first set of codes, and of the second
 
 
@@ -94,7 +104,7 @@ class PartOfCodes:
         self._where = parameter, part, index
         self.__doc__ = f"The {part} of a quantized ``{parameter}``{', for grad_input' * index}, as its state dict has."
 
-    def __get__(self, module: CodesInState | None, owner: type | None = None) -> Any:
+    def __get__(self, module: CodesInState | None, owner: type[Any] | None = None) -> Any:
         if module is None:
             return self
         parameter, part, index = self._where
@@ -113,7 +123,7 @@ def reach_codes(cls: type[CodesInState], parameter: str) -> None:
                 setattr(cls, f"{parameter}_{part}{end}", PartOfCodes(parameter, part, index))
 
 
-class CodesInState:
+class CodesInState(Module):
     """Base of modules whose state dict has codes and scales of quantized parameters; it loads values as well."""
 
     def _quantized_parameters(self) -> dict[str, Tensor]:
@@ -126,8 +136,13 @@ class CodesInState:
         for name in self._quantized_parameters():
             reach_codes(type(self), name)
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), COPIED_USES: USES[self]} if self in USES else super().__getstate__()
+
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
+        if COPIED_USES in state:
+            USES[self] = state[COPIED_USES]
+        super().__setstate__({name: each for name, each in state.items() if name != COPIED_USES})
         self.reach_codes()
         CONVERTED.add(self)
 

@@ -4,40 +4,33 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Callable
 
 import torch
 from torch import nn
 from torch.distributed import ProcessGroup
 
-from fp8compile.nn.assignment import Recipes, assigner, ends, with_tail
+from fp8compile.nn.assignment import Recipes, with_tail
 from fp8compile.nn.candidates import (
-    cannot_convert,
     cannot_go_back,
-    cannot_take,
     converted_class,
     go_back,
     is_converted,
     layers,
     put_in_float8,
 )
-from fp8compile.nn.experts import routers
-from fp8compile.nn.filters import Filter, resolve_filter
+from fp8compile.nn.filters import Filter
 from fp8compile.nn.parameter_uses import (
-    PAST_FORWARD,
     forget_uses,
-    known_past_forward,
     stop_watching,
     watch_first_forward,
 )
 from fp8compile.nn.quantized_weights import check_weights, quantize_weights
 from fp8compile.nn.state import check_amax_group
+from fp8compile.nn.why_left_out import LEFT_OUT, recipes_and_reasons
 from fp8compile.quantizers import Recipe
 
-__all__ = ["LEFT_OUT", "ROUTER", "convert", "revert"]
+__all__ = ["convert", "revert"]
 
-LEFT_OUT = "_fp8compile_left_out"  # on a layer that convert saw and left: why
-ROUTER = "a router: the scores that choose experts stay in high precision"
 REASONS = 5  # in the warning; the report has them all
 EXPORTED_LINEAR = torch.ops.aten.linear.default
 
@@ -75,59 +68,6 @@ def _check_not_frozen(model: nn.Module) -> None:
             f"convert: {frozen[0]} is a graph made by torch.jit or torch.export, and its linears are calls in it. "
             "Convert the model that it was made of, or only the parts of this one that are no graph."
         )
-
-
-def _asker(
-    model: nn.Module, recipe: Recipes, filter: Filter | None, keep_ends: int, fqns: list[str]
-) -> Callable[[nn.Module, list[str]], tuple[Recipe | None, str]]:
-    """Make a function that returns what the caller asked for a layer: its recipe, or None and the reason."""
-    filter_reason, assign, kept = resolve_filter(filter, fqns), assigner(recipe, fqns), ends(model, keep_ends)
-
-    def asked(layer: nn.Module, names: list[str]) -> tuple[Recipe | None, str]:
-        # a layer with several names is one layer: whoever leaves out one of them leaves it out
-        left_out = next((reason for fqn in names if (reason := filter_reason(layer, fqn)) is not None), None)
-        if left_out is None and layer in kept:
-            left_out = f"at an end of the model (keep_ends={keep_ends})"
-        if left_out is not None:
-            return None, left_out
-        own = assign(layer, names)
-        return own, "" if own is not None else "no recipe is given for it"
-
-    return asked
-
-
-def _plan(
-    model: nn.Module, recipe: Recipes, filter: Filter | None, keep_ends: int
-) -> tuple[dict[nn.Module, tuple[Recipe | None, str]], bool]:
-    """The recipe of each unconverted layer, or None and the reason why it is left out.
-
-    The second result is whether a layer is converted already and would be converted again.
-    """
-    found = dict(layers(model))
-    if not found:
-        raise ValueError(f"convert: {type(model).__name__} has no nn.Linear, so there is nothing to convert.")
-    asked = _asker(model, recipe, filter, keep_ends, [fqn for names in found.values() for fqn in names])
-    past_forward, scoring = known_past_forward(model), routers(model)
-    plan: dict[nn.Module, tuple[Recipe | None, str]] = {}
-    again = False
-    for layer, names in found.items():
-        own, why_not = asked(layer, names)
-        if is_converted(layer):
-            if own is not None and layer.recipe != own:
-                raise ValueError(
-                    f"convert: {names[0] or 'the model'} is converted already, with another recipe. Call "
-                    "fp8compile.revert(model) first, or leave it out by the filter."
-                )
-            again |= own is not None
-            continue
-        reason = ROUTER if layer in scoring else cannot_convert(layer)
-        if not reason and layer in past_forward:
-            reason = f"{past_forward[layer]} {PAST_FORWARD}, which would not be FP8"
-        reason = reason or why_not
-        if not reason and own is not None:
-            reason = cannot_take(layer, own)
-        plan[layer] = (None, reason) if reason else (own, "")
-    return plan, again
 
 
 def _say_that_nothing_is_converted(reasons: list[str], *, strict: bool) -> None:
@@ -203,7 +143,7 @@ def convert(
     _check_not_compiled(model)
     _check_not_frozen(model)
     recipe = with_tail(model, recipe, tail, tail_recipe)
-    plan, again = _plan(model, recipe, filter, keep_ends)
+    plan, again = recipes_and_reasons(model, recipe, filter, keep_ends)
     given = [own for own, _ in plan.values() if own is not None]
     check_amax_group("convert", given, amax_group, none_has="no layer gets")
     if keep_initial and not quantized_parameters:
@@ -244,7 +184,7 @@ def revert(model: nn.Module) -> nn.Module:
     for layer in every:
         if is_converted(layer) and (reason := cannot_go_back(layer)) is not None:
             raise TypeError(f"revert: {reason}")
-    if type(model).__name__ == "OptimizedModule" and is_converted(model._orig_mod):
+    if type(model).__name__ == "OptimizedModule" and is_converted(model.get_submodule("_orig_mod")):
         raise TypeError("revert: the layer itself was compiled, and would go on in FP8. Revert what was compiled.")
     stop_watching(model)
     for layer in every:

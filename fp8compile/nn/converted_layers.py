@@ -1,11 +1,15 @@
-"""All layers of this process that are in FP8, wherever they come from: made, converted, copied or loaded."""
+"""What this process knows of modules, beside them: a graph may be guarded by attributes of their own."""
 
 from __future__ import annotations
 
-from weakref import WeakSet
+from typing import Any
+from weakref import WeakKeyDictionary, WeakSet
 
 from torch import nn
 
-__all__ = ["CONVERTED"]
+__all__ = ["CONVERTED", "USES"]
 
-CONVERTED: WeakSet[nn.Module] = WeakSet()  # a layer that was reverted may be among them
+# All layers in FP8: made, converted, copied or loaded. One that was reverted may be among them.
+CONVERTED: WeakSet[nn.Module] = WeakSet()
+# By name of a parameter, what forwards do with it: a `fp8compile.nn.parameter_uses.uses.Use`.
+USES: WeakKeyDictionary[nn.Module, dict[str, Any]] = WeakKeyDictionary()

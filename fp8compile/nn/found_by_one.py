@@ -56,7 +56,7 @@ def raise_on_all(function: str, error: Exception | None, group: str) -> None:
         Exception: The rank's own error, if all ranks found the same.
         RuntimeError: Else, one text on all ranks.
     """
-    ranks = _resolve_process_group(group)
+    ranks = _resolve_process_group(group)  # type: ignore[arg-type]  # names are a type of their own since 2.13
     found: list[str | None] = [None] * ranks.size()
     dist.all_gather_object(found, None if error is None else f"{type(error).__name__}: {error}", group=ranks)
     if error is not None and len({*found}) == 1:

@@ -6,6 +6,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
@@ -58,7 +60,7 @@ def _check_shapes(x: Tensor, weight: Tensor | UngatheredStack, offsets: Tensor, 
         )
 
 
-def _check_ungathered(x: Tensor, weight: UngatheredStack) -> None:
+def _check_ungathered(x: Tensor, weight: Any) -> None:  # an UngatheredStack
     if weight.spread is not None:
         raise TypeError(
             "grouped_linear: the experts of weight are spread over ranks; groups are those of one rank. Send rows to "
@@ -73,13 +75,13 @@ def _check_ungathered(x: Tensor, weight: UngatheredStack) -> None:
 
 def checked_groups(
     x: Tensor, weight: Tensor | UngatheredStack, offsets: Tensor, bias: Tensor | None
-) -> tuple[Tensor, Tensor | UngatheredStack, Tensor | None]:
+) -> tuple[Tensor, Any, Tensor | None]:
     """Check the operands of a grouped layer, and cast them to one dtype."""
     if torch.jit.is_tracing():
         raise RuntimeError(
             "grouped_linear: torch.jit.trace has no type for a recipe. Use torch.compile or torch.export."
         )
-    operands = {"x": x, "weight": weight} | ({} if bias is None else {"bias": bias})
+    operands: dict[str, Any] = {"x": x, "weight": weight, **({} if bias is None else {"bias": bias})}
     is_ungathered = isinstance(weight, UngatheredStack)
     tensors = [name for name in operands if name != "weight" or not is_ungathered]
     for name in tensors:

@@ -67,6 +67,8 @@ class Linear(CodesInState, nn.Linear):
     """
 
     amax_group: str | None = None  # its name: a group can be neither copied nor pickled
+    amax_history: Tensor  # the state of delayed scaling, where the recipe has it
+    multiplier: Tensor
     _plain: ClassVar[type[nn.Linear]] = nn.Linear  # what `revert` makes of a layer of this very class
 
     def __init__(
@@ -165,13 +167,14 @@ class Linear(CodesInState, nn.Linear):
             state.reset()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        before = {name: self._buffers[name] for name in STATE if name in self._buffers}
+        buffers: dict[str, Any] = self._buffers
+        before = {name: buffers[name] for name in STATE if name in buffers}
         super()._apply(fn, recurse)
         for name, buffer in before.items():
-            after = self._buffers[name]
+            after = buffers[name]
             if after.dtype != buffer.dtype:  # .half() is about values; the state is about their scale
-                self._buffers[name] = buffer.to(after.device)
-        if any(buffer.is_meta and not self._buffers[name].is_meta for name, buffer in before.items()):
+                buffers[name] = buffer.to(after.device)
+        if any(buffer.is_meta and not buffers[name].is_meta for name, buffer in before.items()):
             self.amax_history.zero_()  # to_empty() leaves memory as it was, which no one would notice in a scale
             self._reset_state()
         self.own_weight()

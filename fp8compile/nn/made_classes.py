@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copyreg
+import operator
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any, ClassVar, SupportsIndex
 
 __all__ = ["MadeClass"]
 
@@ -18,20 +19,21 @@ class MadeClass:
         made_by: The function and its arguments, of the class itself: ``made_by[0](*made_by[1:])`` is the class.
     """
 
-    made_by: ClassVar[tuple[Callable[..., type], Any]]
+    made_by: ClassVar[tuple[Callable[..., type[Any]], Any]]
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Skip the user's own hook, because a class that registers its subclasses would find one that nobody wrote."""
 
-    def __reduce_ex__(self, protocol: int) -> Any:
-        function, arguments, *rest = super().__reduce_ex__(max(protocol, 2))
+    def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
+        reduced: Any = super().__reduce_ex__(max(operator.index(protocol), 2))
+        function, arguments, *rest = reduced
         # somebody's class says itself how it is copied, or stands above this one
-        if function is not copyreg.__newobj__ or "made_by" not in vars(type(self)):
+        if function is not vars(copyreg)["__newobj__"] or "made_by" not in vars(type(self)):
             return (function, arguments, *rest)
         return (_new, (self.made_by, *arguments[1:]), *rest)
 
 
-def _new(made_by: tuple, *arguments: Any) -> Any:
+def _new(made_by: tuple[Any, ...], *arguments: Any) -> Any:
     """Make an empty instance, which pickle and copy fill."""
     function, *given = made_by
     cls = function(*given)

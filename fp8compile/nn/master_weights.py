@@ -87,9 +87,9 @@ class MasterWeights(Optimizer):
         weights = [p for group in self.param_groups for p in group["params"]]
         self._masters = {p: self._master_of(p) for p in weights if _is_quantized(p)}
         with self._lent(self.param_groups):
-            self.inner = optimizer([dict(group) for group in self.param_groups], **options)
+            self.inner: Optimizer = optimizer([dict(group) for group in self.param_groups], **options)
         self._share_groups([group["params"] for group in self.param_groups])
-        self.defaults = self.inner.defaults
+        self.defaults: dict[str, Any] = self.inner.defaults
         self._ready = True
         self._free()
 
@@ -104,14 +104,14 @@ class MasterWeights(Optimizer):
                 "MasterWeights: stochastic rounding of experts that ranks share: its noise would be that of each "
                 "rank's own experts, and not that of one process. Take rounding='nearest'."
             )
-        if local.has_all_scales:
-            share_scale_of_part(p)  # says which part it is
-            if self._rounding == "stochastic" and len(sharding_of(p)) > 1:
-                raise ValueError(
-                    "MasterWeights: stochastic rounding of a weight that tensor parallel ranks have parts of, whose "
-                    "blocks FSDP2 cuts: its noise would be that of other places. Take rounding='nearest', or shapes "
-                    f"of which each rank of FSDP2 has a multiple of {local.sets()[-1].quantizer.block[0]} rows."
-                )
+        if local.has_all_scales or is_dtensor(p):
+            share_scale_of_part(p)  # says which part it is; a resumed run steps before its first forward
+        if local.has_all_scales and self._rounding == "stochastic" and len(sharding_of(p)) > 1:
+            raise ValueError(
+                "MasterWeights: stochastic rounding of a weight that tensor parallel ranks have parts of, whose "
+                "blocks FSDP2 cuts: its noise would be that of other places. Take rounding='nearest', or shapes "
+                f"of which each rank of FSDP2 has a multiple of {local.sets()[-1].quantizer.block[0]} rows."
+            )
         initial, local.initial = local.initial, None
         values = local.detach().dequantize(torch.float32) if initial is None else initial
         values = values.to(local.device, torch.float32)
@@ -126,10 +126,18 @@ class MasterWeights(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        with self._computing([p for p in self._masters if p.grad is not None]):
+        with self._computing([p for p in self._masters if p.grad is not None], rounds=not self._stands_still()):
             self.inner.step()
             self._steps += 1
         return loss
+
+    def _stands_still(self) -> bool:
+        """Whether no group has a learning rate, as in the step by which `torch.distributed.checkpoint` makes states.
+
+        Codes that were just loaded are not rounded anew by it: of two sets, the second would be made of the first.
+        """
+        rates = [group.get("lr") for group in self.param_groups]
+        return all(not (isinstance(rate, Tensor) and not rate.is_cpu) and rate == 0 for rate in rates)
 
     def __getattr__(self, name: str) -> Any:
         """Find ``train`` and ``eval`` of the optimizer; they change weights, so they run on the masters."""
@@ -144,10 +152,11 @@ class MasterWeights(Optimizer):
             getattr(self.inner, name)()
 
     @contextmanager
-    def _computing(self, params: list[Tensor]) -> Iterator[None]:
-        """Let the inner optimizer run on up-to-date masters of ``params``; round each once afterwards."""
+    def _computing(self, params: list[Tensor], *, rounds: bool = True) -> Iterator[None]:
+        """Let the inner optimizer run on up-to-date masters of ``params``; if told so, round each once afterwards."""
         for p in params:
             local_itself(p).check_writable("a step")
+        self._check_exchanged()
         self._take_over(params)
         self._fill(params)
         try:
@@ -155,8 +164,9 @@ class MasterWeights(Optimizer):
                 self._masters[p].grad = None if p.grad is None else p.grad.to(torch.float32)
             with self._lent(self.param_groups):
                 yield
-            assign(*self._as_written(params))
-            for p in params:
+            if rounds:
+                assign(*self._as_written(params))
+            for p in params if rounds else ():
                 count_write(p)
                 local_itself(p).written = False
         finally:
@@ -164,6 +174,16 @@ class MasterWeights(Optimizer):
                 self._masters[p].grad = None
             self._free()
         self._show_state()
+
+    def _check_exchanged(self) -> None:
+        """Raise where something put other quantized parameters into the groups, which have no masters."""
+        if any(_is_quantized(p) and p not in self._masters for group in self.param_groups for p in group["params"]):
+            raise RuntimeError(
+                "MasterWeights: quantized parameters of its groups are not those it was made of. Make it after "
+                "fully_shard. accelerate's FSDP2 exchanges parameters in prepare: take "
+                "fp8compile.integrations.accelerate.MasterWeights, or for a Trainer "
+                "fp8compile.integrations.transformers.master_weights."
+            )
 
     @contextmanager
     def _lent(self, groups: list[dict[str, Any]]) -> Iterator[None]:
@@ -181,9 +201,9 @@ class MasterWeights(Optimizer):
         """Use the inner optimizer's groups, which it just made from masters, as the groups of weights."""
         for group, params in zip(self.inner.param_groups, weights, strict=True):
             group["params"] = params
-        self.param_groups = self.inner.param_groups
+        self.param_groups: list[dict[str, Any]] = self.inner.param_groups
 
-    def _as_written(self, params: list[Tensor]) -> tuple[list, ...]:
+    def _as_written(self, params: list[Tensor]) -> tuple[Any, ...]:
         """What `assign` takes: local weights, their masters, and how these are rounded."""
         weights = [local_itself(p) for p in params]
         # as a copy of the master in the weight's dtype would be; noise is for the digits that such a copy loses
@@ -205,7 +225,8 @@ class MasterWeights(Optimizer):
     def _rounding_of(self, quantizer: Quantizer) -> Quantizer:
         if self._rounding == "nearest":
             return quantizer
-        return replace(quantizer, rounding="stochastic", seed=(self._seed + 65537 * self._steps) & 0x7FFFFFFF)
+        rounding: dict[str, Any] = {"rounding": "stochastic", "seed": (self._seed + 65537 * self._steps) & 0x7FFFFFFF}
+        return replace(quantizer, **rounding)
 
     def _fill(self, params: list[Tensor]) -> None:
         """Fill masters that are not kept with the values of the codes."""

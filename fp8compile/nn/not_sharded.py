@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from typing import Any
 
 import torch
 from torch import nn
@@ -37,5 +38,6 @@ def warn_if_not_sharded(module: nn.Module) -> None:
     Several processes are needed to warn: one has nothing to gather. Export and passes of shapes alone are silent.
     """
     marks = module.__dict__
-    if MARK in marks and not is_fsdp_managed(module) and not next(iter(module._parameters.values())).is_meta:
+    parameters: dict[str, Any] = module._parameters
+    if MARK in marks and not is_fsdp_managed(module) and not next(iter(parameters.values())).is_meta:
         _warn(marks[MARK])

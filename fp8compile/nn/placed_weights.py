@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +27,9 @@ from fp8compile.tensor import (
     sharded_dims,
     sharding_of,
 )
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 __all__ = [
     "not_placed",
@@ -53,13 +56,13 @@ def _why_not(shape: Sequence[int], mesh: Any, placements: Sequence[Any], quantiz
     return None
 
 
-def not_placed(weight: Tensor, quantizers: Sequence[Quantizer]) -> str | None:
+def not_placed(weight: DTensor, quantizers: Sequence[Quantizer]) -> str | None:
     """Why a DTensor can't be quantized, such as parts that cut blocks; None if it can."""
     reasons = (_why_not(weight.shape, weight.device_mesh, weight.placements, each) for each in quantizers)
     return next((reason for reason in reasons if reason is not None), None)
 
 
-def placements_of_scale(weight: Tensor, own: Codes) -> list[Any]:
+def placements_of_scale(weight: DTensor, own: Codes) -> list[Any]:
     """Placements of one set's scale on a DTensor's mesh: replicated if blocks span ranks, else cut like the codes."""
     from torch.distributed.tensor import Replicate
 
@@ -71,7 +74,7 @@ def placements_of_scale(weight: Tensor, own: Codes) -> list[Any]:
     return found
 
 
-def placements_of_outer_scale(weight: Tensor) -> list[Any]:
+def placements_of_outer_scale(weight: DTensor) -> list[Any]:
     """Placements of outer scales on a DTensor's mesh: cut if ranks have whole matrices of a stack, else replicated."""
     from torch.distributed.tensor import Replicate
 
@@ -81,7 +84,7 @@ def placements_of_outer_scale(weight: Tensor) -> list[Any]:
     return found
 
 
-def quantized_part(weight: Tensor, quantizers: Sequence[Quantizer]) -> Tensor:
+def quantized_part(weight: DTensor, quantizers: Sequence[Quantizer]) -> Tensor:
     """Quantize a DTensor of values whose parts cut no block, to one set of codes or two.
 
     All ranks that share a scale call this.
@@ -108,7 +111,8 @@ def unwritten(weight: Tensor, quantizer: DelayedScaling) -> Tensor:
     local, ones = _compat.local_itself(weight), torch.ones(quantizer.scale_shape(weight.shape), device=weight.device)
     codes = torch.zeros(local.shape, dtype=torch.uint8, device=local.device)
     found = QuantizedParameter(codes, quantizer.scale_of(ones), quantizer, local.dtype)
-    if cuts := sharding_of(weight):
+    cuts: Sequence[Any] = sharding_of(weight)
+    if cuts:
         found.share_scale(cuts[0].group, cuts[0].dim, cuts[0].total)
     return wrapped_like(found, weight)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from operator import attrgetter
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -47,12 +48,12 @@ def not_codes(recipe: Recipe) -> str | None:
         return "has delayed scaling for one product of the weight, and not for the other"
     if None in _slots(recipe):
         return "leaves a product of the weight in high precision, which needs its values"
-    if not all(quantizer.is_local() for quantizer in _slots(recipe)):
+    if not all(quantizer.is_local() for quantizer in _slots(recipe) if quantizer is not None):
         return "makes codes that depend on where in the tensor a value stands, and differ between its two products"
     return None
 
 
-def _sets(recipe: Recipe) -> tuple[Quantizer, ...]:
+def _sets(recipe: Recipe) -> tuple[Any, ...]:
     """The quantizers of a weight's codes, one for each set."""
     return _slots(recipe)[:1] if recipe.shares_weight_codes() else _slots(recipe)
 
@@ -62,7 +63,7 @@ def _sets_as_it_lies(layer: nn.Module, recipe: Recipe) -> tuple[Quantizer, ...]:
     return tuple(as_it_lies(layer, each) for each in _sets(recipe))
 
 
-def _codes(layer: nn.Module, weight: Tensor) -> Tensor:
+def _codes(layer: Any, weight: Tensor) -> Tensor:
     sets = _sets_as_it_lies(layer, layer.recipe)
     if weight.ndim == 3:
         return QuantizedParameter.of(weight, *sets, batch=1)
@@ -135,7 +136,7 @@ def check_weights(model: nn.Module, recipes: Mapping[nn.Module, Recipe]) -> None
         _check_shared(names, recipes, module, weight, users[weight])
 
 
-def quantize_weights(layers: Iterable[nn.Module], *, keep_initial: bool) -> None:
+def quantize_weights(layers: Iterable[Any], *, keep_initial: bool) -> None:
     """Replace the layers' weights by codes and scales; shared weights stay shared."""
     made: dict[Tensor, nn.Parameter] = {}
     for layer, name in [(each, name) for each in layers for name in weight_names(each)]:

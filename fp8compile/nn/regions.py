@@ -16,7 +16,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -29,11 +29,12 @@ __all__ = ["compile", "repeated_blocks"]
 
 CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 PLAIN = (torch.Tensor, nn.Parameter, nn.Buffer)
+Model = TypeVar("Model", bound=nn.Module)
 
 
 def compile(
-    model: nn.Module, *, blocks: Iterable[nn.Module] | None = None, fullgraph: bool = True, **options: Any
-) -> Any:
+    model: Model, *, blocks: Iterable[nn.Module] | None = None, fullgraph: bool = True, **options: Any
+) -> Model:
     """Compile a model as one graph, each kind of repeated block once.
 
     The blocks' forwards become regions, in place: their class is replaced by a subclass of the same name. Parameters,
@@ -49,7 +50,7 @@ def compile(
             float that varies.
 
     Returns:
-        What ``torch.compile`` returns.
+        What ``torch.compile`` returns: a module with the model's attributes, which type checkers take for the model.
 
     Raises:
         TypeError: The model is no module, or a block isn't one.
@@ -65,8 +66,8 @@ def compile(
     alike = Counter(map(type, chosen))
     for block in chosen:
         if not issubclass(type(block), _Region):
-            block.__class__ = _region_class(type(block), alike[type(block)])
-    compiled = torch.compile(model, fullgraph=fullgraph, **options)
+            block.__class__ = _region_class(type(block), alike[type(block)])  # type: ignore[arg-type]  # it is hashable
+    compiled: Any = torch.compile(model, fullgraph=fullgraph, **options)
     if chosen and options.get("dynamic"):
         compiled.forward = _compat.with_floats_pinned(compiled.forward)
     return compiled
@@ -159,10 +160,10 @@ def _region_class(plain: type[nn.Module], often: int) -> type[nn.Module]:
     return types.new_class(plain.__name__, (_Region, plain), exec_body=lambda space: space.update(names))
 
 
-def _as_region(forward: Callable, often: int) -> Callable:
+def _as_region(forward: Callable[..., Any], often: int) -> Callable[..., Any]:
     """Wrap a forward so that its body is a region that returns only new tensors."""
 
-    def body(self: nn.Module, *args: Any, **kwargs: Any) -> tuple[list, list[int | None], Any]:
+    def body(self: nn.Module, *args: Any, **kwargs: Any) -> tuple[list[Any], list[int | None], Any]:
         given = pytree.tree_leaves((args, kwargs))
         leaves, spec = pytree.tree_flatten(forward(self, *args, **kwargs))
         places = [next((at for at, one in enumerate(given) if one is leaf), None) for leaf in leaves]

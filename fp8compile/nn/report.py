@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 from torch.nn.utils.parametrize import ParametrizationList
@@ -12,9 +13,9 @@ from fp8compile import recipes
 from fp8compile._compat import is_fsdp_managed
 from fp8compile.nn.calls import called_layers
 from fp8compile.nn.candidates import is_converted, is_layer, matrices, weight_slots
-from fp8compile.nn.convert import LEFT_OUT, ROUTER
 from fp8compile.nn.experts import layout_of, routers
 from fp8compile.nn.parameter_uses import PAST_FORWARD, Kind, Uses, past_forward, uses_seen
+from fp8compile.nn.why_left_out import LEFT_OUT, ROUTER
 from fp8compile.quantizers import GEMMS, Recipe
 from fp8compile.tables import Cell, Note, folded, table_lines, terminal_width
 from fp8compile.tensor import GATHERED, PLAIN, shown
@@ -120,6 +121,7 @@ class ConversionReport:
 
 def _layer_row(fqn: str, module: nn.Module, uses: Uses, called: set[nn.Module] | None) -> ConversionRow:
     converted, sizes = is_converted(module), matrices(module)
+    layer: Any = module  # if it is converted
     is_linear = isinstance(module, nn.Linear)
     not_seen = "convert() has not seen it"
     return ConversionRow(
@@ -127,14 +129,14 @@ def _layer_row(fqn: str, module: nn.Module, uses: Uses, called: set[nn.Module] |
         module=type(module).__name__,
         converted=converted,
         reason="" if converted else getattr(module, LEFT_OUT, not_seen),
-        recipe=module.recipe if converted else None,
+        recipe=layer.recipe if converted else None,
         in_features=sizes[0][1],
         out_features=sizes[0][0],
         experts=0 if is_linear else layout_of(module).num_experts,
         matrices=tuple(sizes),
         gathered=getattr(module, GATHERED, ""),
         sharded=is_fsdp_managed(module),
-        quantized_weight=converted and module.is_quantized(),
+        quantized_weight=converted and layer.is_quantized(),
         past_forward=(past_forward(module, uses) or "") if converted else "",
         called=module in called if converted and called is not None else None,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -130,7 +131,7 @@ def _sizes(sent: Tensor, received: Tensor, error: Exception | None, group: str) 
     return sizes
 
 
-def _raise_found(least: int, error: Exception | None, group: str) -> None:
+def _raise_found(least: int, error: Exception | None, group: Any) -> None:
     if least < 0 and torch.distributed.get_backend(_resolve_process_group(group)) != "fake":  # which sends nothing
         raise_on_all("expert_routes", error, group)
 

@@ -10,9 +10,10 @@ from dataclasses import replace
 
 from torch import nn
 
-from fp8compile.nn.candidates import cannot_take, is_converted
+from fp8compile.nn.candidates import is_converted
 from fp8compile.nn.experts import ConvertedModule
 from fp8compile.nn.linear import Linear
+from fp8compile.nn.why_left_out import cannot_take
 from fp8compile.quantizers import GEMMS, Recipe
 
 __all__ = ["set_recipe"]

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from fp8compile._compat import replicated
-from fp8compile.ops.layer.state import ROW_OF_WEIGHT
+from fp8compile.ops.layer.write_state import ROW_OF_WEIGHT
 from fp8compile.quantizers import TENSORS, Recipe
 from fp8compile.tensor import shown
 
@@ -62,7 +62,7 @@ class DelayedState(NamedTuple):
 class RowOfWeight:
     """Gives the part of a layer's state that is of its weight, whichever buffers the layer has by then."""
 
-    def __init__(self, layer: nn.Module) -> None:
+    def __init__(self, layer: Any) -> None:
         self._layer = weakref.ref(layer)
 
     def __call__(self) -> tuple[Tensor, Tensor] | None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 
 from fp8compile.ops import samples
 from fp8compile.ops.registry import register_op
@@ -19,7 +21,7 @@ __all__ = ["amax", "empty_grid"]
 
 def _kernel(x: Tensor, quantizer: Quantizer) -> Tensor:
     found = quantizer.amax(x)
-    if is_own(type(quantizer)):
+    if is_own(type(quantizer)):  # type: ignore[arg-type]  # classes are hashable
         return found
     shape = shape_said(quantizer, "scale_shape", x.shape)
     return returned(found, quantizer, "amax", shape, torch.float32, "what scale_shape says")
@@ -52,13 +54,13 @@ def _sharding(x: Tensor, quantizer: Quantizer) -> list[Split]:
     return splits
 
 
-def _samples() -> Iterator[tuple]:
+def _samples() -> Iterator[tuple[Any, ...]]:
     for x in samples.matrices():
         for quantizer in samples.quantizers():
             yield x, quantizer
 
 
-amax = register_op(
+amax: OpOverload = register_op(
     "fp8compile::amax",
     _kernel,
     fake=_fake,

@@ -40,9 +40,9 @@ def on_the_wire(codes: Tensor, quantizer: Quantizer) -> Tensor:
     return codes.view(element.dtype) if taken else codes
 
 
-def _source(node: fx.Node) -> tuple[fx.Node, list[fx.Node]]:
+def _source(node: Any) -> tuple[fx.Node, list[Any]]:
     """The node before a chain of reshapes, and the reshapes in order."""
-    reshapes: list[fx.Node] = []
+    reshapes: list[Any] = []
     while node.target is torch.ops.aten.reshape.default:
         reshapes.insert(0, node)
         node = node.args[0]
@@ -54,7 +54,8 @@ def _has_plain_scales(product: fx.Node) -> bool:
     if product.target is not torch.ops.aten._scaled_mm.default:
         return False
     rows, columns = product.meta["val"].shape
-    scales = [tuple(scale.meta["val"].shape) for scale in product.args[2:4]]
+    scales: Any = product.args[2:4]
+    scales = [tuple(scale.meta["val"].shape) for scale in scales]
     return scales in ([(), ()], [(rows, 1), (1, columns)])
 
 
@@ -66,13 +67,15 @@ def _is_of_reshaped_bytes(match: Any) -> bool:
     source, reshapes = _source(node.args[0])
     if source.target is not torch.ops.aten.view.dtype:
         return bool(reshapes) and source.meta["val"].dtype == torch.uint8
-    before, between, after = (each.meta["val"].dtype for each in (source.args[0], source, node))
+    given: Any = source.args[0]
+    before, between, after = (each.meta["val"].dtype for each in (given, source, node))
     return before == after and before.itemsize == 1 and between == torch.uint8
 
 
 def _straighten(match: Any, *_: Any) -> None:
     """The reshapes after the view: of the float8 that was there, or of one view of the bytes."""
     node = match.nodes[-1]
+    found: Any
     source, reshapes = _source(node.args[0])
     dtype = node.meta["val"].dtype
     with match.graph.inserting_before(node):

@@ -21,7 +21,7 @@ from fp8compile.ops.sharding import Split, grid_cuts
 from fp8compile.quantizers import Quantizer
 from fp8compile.quantizers.check_returned import is_own, returned, shape_said
 
-__all__ = ["cast", "cast_again"]
+__all__ = ["cast", "cast_again", "empty_codes"]
 
 
 def _kernel(
@@ -35,16 +35,24 @@ def _kernel(
     return returned(found, quantizer, "cast", shape, torch.uint8, "what codes_shape says").contiguous()
 
 
-def _fake(
-    x: Tensor, multiplier: Tensor, quantizer: Quantizer, rows: Tensor | None = None, columns: Tensor | None = None
-) -> Tensor:
-    return x.new_empty(shape_said(quantizer, "codes_shape", x.shape), dtype=torch.uint8)
+def empty_codes(x: Tensor, quantizer: Quantizer, columns: int | None = None) -> Tensor:
+    """Codes of a tensor, without values; or transposed ones of rows of groups, each from a column of its own on.
+
+    Args:
+        x: The tensor, of any rank; rows of groups are a matrix.
+        quantizer: The quantizer that makes the codes.
+        columns: Number of columns of transposed codes; None for a tensor without groups.
+    """
+    shape = shape_said(quantizer, "codes_shape", x.shape if columns is None else (columns, x.shape[1]))
+    return x.new_empty(shape if columns is None else shape[::-1], dtype=torch.uint8)
 
 
-def _decompose(
-    x: Tensor, multiplier: Tensor, quantizer: Quantizer, rows: Tensor | None = None, columns: Tensor | None = None
-) -> Tensor:
-    return _kernel(rounded(x), multiplier, quantizer, rows, columns)
+def _fake(x: Tensor, multiplier: Tensor, quantizer: Quantizer, *where: Tensor | None) -> Tensor:
+    return empty_codes(x, quantizer)
+
+
+def _decompose(x: Tensor, multiplier: Tensor, quantizer: Quantizer, *where: Tensor | None) -> Tensor:
+    return _kernel(rounded(x), multiplier, quantizer, *where)
 
 
 def _sharding(x: Tensor, multiplier: Tensor, quantizer: Quantizer, *where: Tensor | None) -> list[Split]:
@@ -75,10 +83,8 @@ cast = register_op(
 )
 
 
-def _decompose_again(
-    x: Tensor, multiplier: Tensor, quantizer: Quantizer, rows: Tensor | None = None, columns: Tensor | None = None
-) -> Tensor:
-    return _kernel(rounded(x, apart=True), multiplier, quantizer, rows, columns)
+def _decompose_again(x: Tensor, multiplier: Tensor, quantizer: Quantizer, *where: Tensor | None) -> Tensor:
+    return _kernel(rounded(x, apart=True), multiplier, quantizer, *where)
 
 
 cast_again = register_op(

@@ -83,7 +83,8 @@ def all_reduce_amaxes(amaxes: Sequence[Tensor], groups: Sequence[Sequence[Proces
     Returns:
         The amaxes in their order, each with its shape, float32.
     """
-    found, messages = list(amaxes), {}
+    found = list(amaxes)
+    messages: dict[tuple[ProcessGroup | str, ...], list[int]] = {}
     for index, own in enumerate(groups):
         messages.setdefault(tuple(own), []).append(index)
     for own, indices in messages.items():

@@ -6,9 +6,11 @@ With two levels of scales, the outer scale is one more factor.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 
 from fp8compile.ops import samples
 from fp8compile.ops.registry import register_op
@@ -50,7 +52,7 @@ def _sharding(
     return [Split((cut, grid, *whole), (cut.dim,)) for cut, grid in grid_cuts(codes.shape, quantizer.block)]
 
 
-def _samples() -> Iterator[tuple]:
+def _samples() -> Iterator[tuple[Any, ...]]:
     for x in samples.matrices():
         for quantizer in samples.quantizers():
             multiplier = quantizer.multiplier(quantizer.amax(x))
@@ -62,7 +64,7 @@ def _samples() -> Iterator[tuple]:
             yield own.cast(x, own.multiplier(amax)), scale, own, x.dtype, outer_scale
 
 
-dequantize = register_op(
+dequantize: OpOverload = register_op(
     "fp8compile::dequantize",
     _kernel,
     fake=_fake,

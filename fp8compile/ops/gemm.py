@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -123,6 +124,7 @@ def register_gemm(
         ValueError: The name has no package or is taken.
         TypeError: A function is left out, is none or takes other arguments; ``detail`` or ``calls`` is no text.
     """
-    gemm = new_gemm(name, takes=takes, lacks=lacks, multiply=multiply, detail=detail, calls=calls)
+    given: dict[str, Any] = {"takes": takes, "lacks": lacks, "multiply": multiply}
+    gemm = new_gemm(name, **given, detail=detail, calls=calls)
     _selected.cache_clear()
     return gemm

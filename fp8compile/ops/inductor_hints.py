@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 
 from fp8compile import inductor
 from fp8compile.ops.registry import register_op
@@ -31,13 +32,13 @@ def _sharding(x: Tensor) -> list[Split]:
     return along_every_dim(x.ndim, inputs=1, outputs=1)
 
 
-def _samples() -> Iterator[tuple]:
+def _samples() -> Iterator[tuple[Any, ...]]:
     yield (torch.arange(6.0).view(2, 3),)
     yield (torch.arange(6.0).view(2, 3).t(),)
     yield (torch.empty(0, 3),)
 
 
-def _register(name: str, lower: Callable) -> torch._ops.OpOverload:
+def _register(name: str, lower: Callable[..., Any]) -> torch._ops.OpOverload:
     """Register an op that copies its tensor; ``lower`` is its lowering, from IR to IR."""
     op = register_op(
         name,
@@ -67,13 +68,13 @@ def _after_sharding(x: Tensor, other: Tensor) -> list[Split]:
     return along_every_dim(x.ndim, inputs=1, outputs=1, others=1)
 
 
-def _after_samples() -> Iterator[tuple]:
+def _after_samples() -> Iterator[tuple[Any, ...]]:
     yield torch.arange(6.0).view(2, 3), torch.ones(4)
     yield torch.arange(6.0).view(2, 3).t(), torch.ones(())
     yield torch.empty(0, 3), torch.empty(0, dtype=torch.uint8)
 
 
-after = register_op(
+after: OpOverload = register_op(
     "fp8compile::after",
     _after,
     fake=_after_fake,
@@ -104,7 +105,7 @@ def _lower_realize(x: Any) -> Any:
     return x
 
 
-realize = _register("fp8compile::realize", _lower_realize)
+realize: OpOverload = _register("fp8compile::realize", _lower_realize)
 """A value that Inductor computes once and stores, instead of once for each use.
 
 Inductor inlines pointwise code into whatever reads it. For the multiplier of a block that means an exact (float64)
@@ -120,7 +121,7 @@ def _lower_snapshot(x: Any) -> Any:
     return copy
 
 
-snapshot = _register("fp8compile::snapshot", _lower_snapshot)
+snapshot: OpOverload = _register("fp8compile::snapshot", _lower_snapshot)
 """A copy that keeps its values when the tensor that it was made of is overwritten.
 
 `clone` would say the same, but compilers take a clone of an unchanged input for the input itself, also where another
@@ -138,7 +139,7 @@ def _lower_store(x: Any) -> Any:
     return x
 
 
-store = _register("fp8compile::store", _lower_store)
+store: OpOverload = _register("fp8compile::store", _lower_store)
 """Codes that Inductor lays down once, as they are, for all GEMMs that read them.
 
 Layers that share an input, such as q, k and v, share its codes. But Inductor copies what a product reads through a

@@ -7,6 +7,7 @@ it is from then on; so the op stays one call. On a CPU it multiplies the same op
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -61,15 +62,8 @@ def _kernel(
     return torch.ops.aten._scaled_mm_v2(*operands, left, kinds, order, right, kinds, order, None, out_dtype)
 
 
-def _fake(
-    a: Tensor,
-    b: Tensor,
-    a_scale: Tensor,
-    b_scale: Tensor,
-    a_outer_scale: Tensor,
-    b_outer_scale: Tensor,
-    out_dtype: torch.dtype,
-) -> Tensor:
+def _fake(*args: Any) -> Tensor:
+    a, b, *_, out_dtype = args
     return a.new_empty((a.shape[0], b.shape[0]), dtype=out_dtype)
 
 

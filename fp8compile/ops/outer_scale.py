@@ -6,9 +6,11 @@ The amax of the whole tensor is a step of its own: if ranks share a tensor, they
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 
 from fp8compile.ops import samples
 from fp8compile.ops.inductor_hints import realize
@@ -42,14 +44,14 @@ def _amax_sharding(amax: Tensor, quantizer: Quantizer) -> list[Split]:
     return [Split((Cut(dim), None), ("max",)) for dim in range(amax.ndim)]
 
 
-def _amax_samples() -> Iterator[tuple]:
+def _amax_samples() -> Iterator[tuple[Any, ...]]:
     special = torch.tensor([[0.0, 1e-45, 1e-39, 448.0], [3.4e38, torch.inf, torch.nan, 1.75]])
     for quantizer in samples.two_level_quantizers():
         for amax in (special[:, :4:3], special, special.t(), special[:0], special[0]):
             yield amax, quantizer
 
 
-outer_amax = register_op(
+outer_amax: OpOverload = register_op(
     "fp8compile::outer_amax",
     _amax_kernel,
     fake=_amax_fake,
@@ -99,12 +101,12 @@ def _scales_sharding(amax: Tensor, outer_amax: Tensor, quantizer: Quantizer) -> 
     return [Split((Cut(dim), None, None), (dim, dim, None)) for dim in range(amax.ndim)]
 
 
-def _scales_samples() -> Iterator[tuple]:
+def _scales_samples() -> Iterator[tuple[Any, ...]]:
     for amax, quantizer in _amax_samples():
         yield amax, quantizer.outer_amax(amax), quantizer
 
 
-two_scales = register_op(
+two_scales: OpOverload = register_op(
     "fp8compile::two_scales",
     _scales_kernel,
     fake=_scales_fake,

@@ -7,9 +7,11 @@ on all ranks, and where a third party's scale rule runs.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 
 from fp8compile.ops import samples
 from fp8compile.ops.inductor_hints import realize
@@ -23,14 +25,14 @@ __all__ = ["scale"]
 
 def _multiplier(amax: Tensor, quantizer: Quantizer) -> Tensor:
     found = quantizer.multiplier(amax)
-    if is_own(type(quantizer)):
+    if is_own(type(quantizer)):  # type: ignore[arg-type]  # classes are hashable
         return found
     return returned(found, quantizer, "multiplier", amax.shape, torch.float32, "that of amax")
 
 
 def _scale(multiplier: Tensor, quantizer: Quantizer) -> Tensor:
     found = quantizer.scale_of(multiplier)
-    if is_own(type(quantizer)):
+    if is_own(type(quantizer)):  # type: ignore[arg-type]  # classes are hashable
         return found
     what = "that of multiplier, in scale_dtype()"
     return returned(found, quantizer, "scale_of", multiplier.shape, dtype_said(quantizer), what)
@@ -55,7 +57,7 @@ def _sharding(amax: Tensor, quantizer: Quantizer) -> list[Split]:
     return along_every_dim(amax.ndim, inputs=1, outputs=2, others=1)
 
 
-def _samples() -> Iterator[tuple]:
+def _samples() -> Iterator[tuple[Any, ...]]:
     special = torch.tensor([[0.0, 1e-45, 1e-39, 448.0], [3.4e38, torch.inf, torch.nan, 1.75]])
     for quantizer in samples.quantizers():
         yield special, quantizer
@@ -63,7 +65,7 @@ def _samples() -> Iterator[tuple]:
         yield special[:0], quantizer
 
 
-scale = register_op(
+scale: OpOverload = register_op(
     "fp8compile::scale",
     _kernel,
     fake=_fake,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,10 +20,10 @@ from fp8compile.quantizers.check_returned import shape_said
 __all__ = ["as_sides", "multiply_operands", "outer_scales_of", "scaled_mm"]
 
 
-def as_sides(codes: tuple, scales: tuple, quantizers: tuple, outer_scales: tuple) -> tuple[Quantized, ...]:
+def as_sides(codes: tuple, scales: tuple, quantizers: tuple, outer_scales: tuple) -> list[Quantized]:
     """The left and the right side of a product, of arguments that have an entry for each."""
     parts = zip(codes, scales, quantizers, outer_scales, strict=True)
-    return tuple(Quantized(codes=c, scale=s, quantizer=q, outer_scale=o) for c, s, q, o in parts)
+    return [Quantized(codes=c, scale=s, quantizer=q, outer_scale=o) for c, s, q, o in parts]
 
 
 def outer_scales_of(a: Quantized, b: Quantized) -> tuple[Tensor | None, ...]:
@@ -46,38 +47,17 @@ def _kernel(
     return multiply(*sides, out_dtype, config)
 
 
-def _fake(
-    a: Tensor,
-    b: Tensor,
-    a_scale: Tensor,
-    b_scale: Tensor,
-    a_quantizer: Quantizer,
-    b_quantizer: Quantizer,
-    out_dtype: torch.dtype,
-    config: GemmConfig,
-    a_outer_scale: Tensor | None = None,
-    b_outer_scale: Tensor | None = None,
-) -> Tensor:
+def _fake(*args: Any) -> Tensor:
+    a, b, _, _, a_quantizer, b_quantizer, out_dtype, *_ = args
     m, k = shape_said(a_quantizer, "values_shape", a.shape)
     other_k, n = shape_said(b_quantizer, "values_shape", b.shape)
     torch._check(k == other_k, lambda: f"scaled_mm: ({m}, {k}) by ({other_k}, {n}): inner sizes differ.")
     return a.new_empty((m, n), dtype=out_dtype)
 
 
-def _decompose(
-    a: Tensor,
-    b: Tensor,
-    a_scale: Tensor,
-    b_scale: Tensor,
-    a_quantizer: Quantizer,
-    b_quantizer: Quantizer,
-    out_dtype: torch.dtype,
-    config: GemmConfig,
-    a_outer_scale: Tensor | None = None,
-    b_outer_scale: Tensor | None = None,
-) -> Tensor:
-    outer = a_outer_scale, b_outer_scale
-    product = _kernel(a, b, a_scale, b_scale, a_quantizer, b_quantizer, out_dtype, config, *outer)
+def _decompose(*args: Any) -> Tensor:
+    product = _kernel(*args)
+    a, _, _, _, a_quantizer, b_quantizer, out_dtype, config, *_ = args
     if selected_gemm(a_quantizer, b_quantizer, a.device, out_dtype, config).rounds_in_call:
         return product
     return rounded(product).to(out_dtype)  # made by Inductor, which would drop its rounding in what follows
@@ -88,20 +68,11 @@ def _operand(x: Tensor, quantizer: Quantizer) -> Quantized:
     return Quantized(codes=quantizer.cast(x, multiplier), scale=quantizer.scale_of(multiplier), quantizer=quantizer)
 
 
-def _sharding(
-    a: Tensor,
-    b: Tensor,
-    a_scale: Tensor,
-    b_scale: Tensor,
-    a_quantizer: Quantizer,
-    b_quantizer: Quantizer,
-    out_dtype: torch.dtype,
-    config: GemmConfig,
-    *outer_scales: Tensor | None,
-) -> list[Split]:
+def _sharding(*args: Any) -> list[Split]:
     """Cut rows of a, or columns of b. If the summed dim were cut, bits would depend on the number of ranks."""
+    _, _, _, _, a_quantizer, b_quantizer, *others = args
     (a_cut, a_grid), (b_cut, b_grid) = _outer_cut(0, a_quantizer.block[0]), _outer_cut(1, b_quantizer.block[1])
-    whole = (None,) * (4 + len(outer_scales))
+    whole = (None,) * (2 + len(others))
     return [
         Split((a_cut, None, a_grid, None, *whole), (0,), exact=False),
         Split((None, b_cut, None, b_grid, *whole), (1,), exact=False),

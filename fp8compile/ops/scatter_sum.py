@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 
 from fp8compile.ops.registry import register_op
 from fp8compile.quantizers import Recipe
@@ -30,13 +31,13 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
     return grad, None, None
 
 
-def _samples() -> Iterator[tuple]:
+def _samples() -> Iterator[tuple[Any, ...]]:
     yield torch.arange(6.0).view(2, 3), 0, Recipe()
     yield torch.arange(6.0).view(2, 3).t(), 1, Recipe()
     yield torch.empty(0, 3), 0, Recipe()
 
 
-scatter_sum = register_op(
+scatter_sum: OpOverload = register_op(
     "fp8compile::scatter_sum",
     _kernel,
     fake=lambda x, dim, recipe: x.new_empty(x.shape),

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 
 from fp8compile.ops.registry import register_op
 from fp8compile.ops.sharding import Split, along_every_dim
@@ -32,7 +33,7 @@ def _fake(values: Tensor, x: Tensor, quantizer: Quantizer) -> Tensor:
     return torch.empty_like(values)
 
 
-def _setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.dtype = inputs[1].dtype
 
 
@@ -44,14 +45,14 @@ def _sharding(values: Tensor, x: Tensor, quantizer: Quantizer) -> list[Split]:
     return along_every_dim(x.ndim, inputs=2, outputs=1, others=1)
 
 
-def _samples() -> Iterator[tuple]:
+def _samples() -> Iterator[tuple[Any, ...]]:
     generator = torch.Generator().manual_seed(0)
     for x in (torch.randn(5, 24, generator=generator), torch.randn(6, 4, generator=generator).t(), torch.empty(0, 8)):
         yield x.round(), x, CurrentScaling()
         yield x.round(), x.bfloat16(), CurrentScaling()
 
 
-straight_through = register_op(
+straight_through: OpOverload = register_op(
     "fp8compile::straight_through",
     _kernel,
     fake=_fake,

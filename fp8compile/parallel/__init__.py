@@ -9,7 +9,7 @@ from fp8compile.nn.routes import Routes, expert_routes
 from fp8compile.parallel.broadcast import broadcast_parameters
 from fp8compile.parallel.expert_gradients import average_expert_gradients, expert_parameters
 from fp8compile.parallel.expert_parallel import ExpertParallel, overflowed_rows
-from fp8compile.parallel.fsdp2.all_gather import fsdp_float8_all_gather
+from fp8compile.parallel.fsdp2.choose_weights import fsdp_float8_all_gather
 from fp8compile.parallel.gradient_norm import clip_grad_norm_
 from fp8compile.parallel.graph_fsdp.graph_fsdp import graph_fsdp
 from fp8compile.parallel.grouped_functions import column_parallel_grouped_linear, row_parallel_grouped_linear

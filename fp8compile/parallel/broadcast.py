@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
-from torch import Tensor, distributed, nn
+from torch import distributed, nn
 from torch.distributed import ProcessGroup
 
 from fp8compile.tensor import count_write, has_codes, is_quantized_parameter
@@ -11,7 +13,7 @@ from fp8compile.tensor import count_write, has_codes, is_quantized_parameter
 __all__ = ["broadcast_parameters"]
 
 
-def _take_initial(parameter: Tensor, group: ProcessGroup | None, source: int) -> None:
+def _take_initial(parameter: Any, group: ProcessGroup | None, source: int) -> None:
     """Let masters start from the source rank's values: those before quantization if they were kept."""
     parameter.written = True
     if parameter.initial is not None:
@@ -43,7 +45,7 @@ def broadcast_parameters(model: nn.Module, *, group: ProcessGroup | None = None,
     with torch.no_grad():
         for tensor in [*model.parameters(), *model.buffers()]:
             is_codes = has_codes(tensor)
-            parts = tensor.parts() if is_codes else [tensor.detach()]
+            parts: Any = tensor.parts() if has_codes(tensor) else [tensor.detach()]
             for part in parts:
                 distributed.broadcast(part, group=group, group_src=source)
             if is_codes:

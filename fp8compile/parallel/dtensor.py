@@ -16,7 +16,7 @@ __all__ = ["register"]
 
 
 def _register(op: Op) -> None:
-    handler = HANDLERS.get(op.name)
+    handler: Any = HANDLERS.get(op.name)
 
     def dispatch(*call: Any) -> Any:
         args = call[-2]

@@ -1,7 +1,8 @@
 """The linear layer on DTensors: one handler for the ops of all layers.
 
     left operand      this rank's part of a DTensor
-    right operand     its part of the weight, as values or codes; under FSDP in the graph, its rows of that part
+    right operand     its part of the weight or of the input, as values or codes; under FSDP in the graph, its rows of
+                      that part of the weight
     product           codes, messages of codes, GEMM, and the sum over ranks if there is one (`ops.layer.products`)
 
 A result has the placements that a plain linear layer would give it, so stock plans work unchanged. On the way, ranks
@@ -10,8 +11,9 @@ send codes, one byte an element, and scales.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,41 +25,54 @@ from fp8compile.layout.cuts import axis_blocks, split_axes
 from fp8compile.layout.packing import one_a_byte
 from fp8compile.layout.quantized import Plain, Quantized, TensorLayout
 from fp8compile.ops.inductor_hints import snapshot
-from fp8compile.ops.layer import state
+from fp8compile.ops.layer import LAYER_OPS, OPS_OF_LAYERS, write_state
 from fp8compile.ops.layer.amax_tokens import fsdp_tokens
 from fp8compile.ops.layer.fsdp_gather import reduced
 from fp8compile.ops.layer.kept_input import keep_input, kept_input_as_quantized, packed_while_kept
 from fp8compile.ops.layer.operands import GRAD_INPUT, GRAD_WEIGHT, OUTPUT, STEPS, Operands, Phase
+from fp8compile.ops.layer.placements import (
+    Placement,
+    RowsOverFsdpBase,
+    RowsOverFsdpForGradInput,
+    RowsOverFsdpForGradWeight,
+    Whole,
+)
 from fp8compile.ops.layer.products import multiply_parts
 from fp8compile.ops.layer.quantize import part_amax
+from fp8compile.ops.layer.register_layer import LayerOp
 from fp8compile.ops.layer.rows import Rows, placed_cuts
+from fp8compile.ops.layer.stateful_placements import Delayed, DelayedForGradient
 from fp8compile.parallel.placed import check_one_mesh, part_of, placements_of, whole_of
 from fp8compile.quantizers import DelayedScaling, Gemm, Quantizer, Recipe
 from fp8compile.tensor import check_serves, has_codes
 
 __all__ = ["HANDLERS"]
 
+OVER_FSDP = RowsOverFsdpBase, RowsOverFsdpForGradInput, RowsOverFsdpForGradWeight
+ON_MESHES = Whole, Delayed, DelayedForGradient, *OVER_FSDP  # groups of rows and of named ranks take no DTensors
+
 
 @dataclass(frozen=True)
-class _Weight:
-    """The weight of a layer as the right operand of a product.
+class _Right:
+    """The right operand of a product.
 
     Attributes:
-        part: This rank's part and its cuts; under FSDP in the graph, this rank's rows of the part.
-        shape: (N, K) of the whole weight.
+        part: This rank's part and its cuts; of a weight under FSDP in the graph, this rank's rows of the part.
+        columns: Columns of the whole product.
         given: Arguments of `Operands` for codes that are not made from the part alone.
     """
 
     part: Plain
-    shape: tuple[int, int]
+    columns: int
     given: dict[str, Any] = field(default_factory=dict)
 
 
 def _codes_of(gemm: Gemm, weight: Plain, recipe: Recipe) -> Quantized:
     """The codes of a weight that was quantized before FSDP gathered it."""
-    function, local = gemm.name, weight.local
-    check_serves(function, local, recipe)
-    part, local = local.shape, local.set_of(gemm)
+    function, quantized = gemm.name, weight.local
+    assert has_codes(quantized), "the weight is quantized"
+    check_serves(function, quantized, recipe)
+    part, local = quantized.shape, quantized.set_of(gemm)
     sides = axis_blocks(part, weight.cuts, local.quantizer.block)
     whole = split_axes(part, weight.cuts, local.quantizer.block)
     shape = tuple(side.total if split else side.length for side, split in zip(sides, whole, strict=True))
@@ -79,67 +94,85 @@ def _codes_of(gemm: Gemm, weight: Plain, recipe: Recipe) -> Quantized:
     )
 
 
-def _placed(gemm: Gemm, weight: DTensor, recipe: Recipe) -> _Weight:
-    """Describe a weight that is a DTensor, of values or of codes."""
-    part, (n, k) = part_of(gemm.name, weight), weight.shape
+def _weight(gemm: Gemm, weight: DTensor, recipe: Recipe) -> _Right:
+    """A weight that is a DTensor, of values or of codes."""
+    part, columns = part_of(gemm.name, weight), weight.shape[gemm is GRAD_INPUT]
     if not has_codes(part.local):
-        return _Weight(part, (n, k))
+        return _Right(part, columns)
     codes = _codes_of(gemm, part, recipe)
-    return _Weight(part, (n, k), {"weight": codes, "weight_in_turns": part.local.in_memory is not None})
+    return _Right(part, columns, {"weight": codes, "weight_in_turns": part.local.in_memory is not None})
 
 
-def _rows_of(tokens: DTensor, shard: Tensor, amax: Tensor | None, rows: Rows) -> _Weight:
-    """Describe a weight whose part on a tensor parallel rank is cut by FSDP; its codes are gathered to that part."""
+def _rows(gemm: Gemm, tokens: DTensor, shard: Tensor, place: Placement) -> _Right:
+    """A weight whose part on a tensor parallel rank is cut by FSDP; its codes are gathered to that part."""
     mesh = tokens.device_mesh
-    cuts = placed_cuts(rows.placed, [mesh.get_group(index) for index in range(mesh.ndim)])
+    cuts = placed_cuts(place.rows.placed, [mesh.get_group(index) for index in range(mesh.ndim)])
     part = Plain(shard.to(tokens.dtype), TensorLayout(cuts))
-    shape = [sum(rows.sizes), shard.shape[1]]
+    shape = [sum(place.rows.sizes), shard.shape[1]]
     for cut in reversed(part.cuts):
         if cut is not None:
             shape[cut.dim] = cut.total
-    return _Weight(part, (shape[0], shape[1]), {"weight_amax": amax, "rows": rows})
+    return _Right(part, shape[gemm is GRAD_INPUT], {"weight_amax": place.amax, "rows": place.rows})
 
 
-def _product_of_tokens(
-    gemm: Gemm,
-    tokens: DTensor,
-    weight: _Weight,
-    recipe: Recipe,
-    multiplier: Tensor | None = None,
-    bias: DTensor | None = None,
+def _kept(codes: DTensor, scale: DTensor, outer_scale: DTensor, recipe: Recipe, rows: int) -> _Right:
+    """The codes that the forward kept of an input, of which this rank has so many rows if it has all columns."""
+    packed, quantizer = part_of("grad_weight", codes), recipe.quantizer_read(GRAD_WEIGHT.b)
+    dim = packed_while_kept(packed.layout, quantizer) % codes.ndim
+    cuts = tuple(
+        replace(cut, sizes=tuple(2 * size for size in cut.sizes)) if cut is not None and cut.dim == dim else cut
+        for cut in packed.cuts
+    )
+    kept = packed.local, *(_compat.local_itself(each) for each in (scale, outer_scale))
+    x = kept_input_as_quantized(kept, quantizer, TensorLayout(cuts), rows)
+    return _Right(Plain(x.codes, x.layout), codes.shape[-1] * (1 + (dim == codes.ndim - 1)), {"input": x})
+
+
+# ---------------------------------------------------------------------------------- products
+
+
+def _product(op: LayerOp, gemm: Gemm, *args: Any) -> Any:
+    """Run a layer's op on DTensors, or on DTensors and shards of FSDP in the graph."""
+    tensors, _, place, recipe = op.split(args)
+    left, over_fsdp = tensors[0], isinstance(place, OVER_FSDP)
+    if not over_fsdp:
+        names = {name: getattr(place, name) for name in place.updates}
+        check_one_mesh("linear" if gemm is OUTPUT else gemm.name, dict(zip(op.names, tensors, strict=True)) | names)
+    if gemm is OUTPUT:
+        place.check(left, recipe)
+    multiplier = _whole_state(place.multiplier if place.has_state else place.given().get("multiplier"))
+    multiplier = snapshot(multiplier) if place.has_state else multiplier
+    a = part_of(gemm.name, left)
+    if op.kind == "grad_weight":
+        right = _Right(part_of("grad_weight", tensors[1]), tensors[1].shape[-1])
+    elif op.kind == "grad_weight_of_codes":
+        right = _kept(*tensors[1:], recipe, a.local.shape[0])
+    else:
+        right = _rows(gemm, left, tensors[1], place) if over_fsdp else _weight(gemm, tensors[1], recipe)
+    operands = Operands(recipe, Phase.of(gemm, a.local), multiplier, **right.given)
+    if gemm is GRAD_WEIGHT:
+        whole = _grad_weight(left, a, right, operands)
+        return _reduced(whole, place.dtype, place.rows) if over_fsdp else whole
+    bias = part_of(gemm.name, tensors[2]) if gemm is OUTPUT and tensors[2] is not None else None
+    y = _of_tokens(gemm, left, a, right, operands, bias)
+    return (y, *_beside(left, tensors[1], place, recipe, multiplier)) if place.has_state else y
+
+
+def _of_tokens(
+    gemm: Gemm, tokens: DTensor, a: Plain, right: _Right, operands: Operands, bias: Plain | None
 ) -> DTensor:
     """The output (..., N) or grad_input (..., K) for tokens (..., m)."""
-    a, mesh = part_of(gemm.name, tokens), tokens.device_mesh
-    operands = Operands(recipe, Phase.of(gemm, a.local), multiplier, **weight.given)
-    own = None if bias is None else part_of(gemm.name, bias)
-    product = multiply_parts(gemm, a, weight.part, operands, own)
-    shape = (*tokens.shape[:-1], weight.shape[0 if gemm is OUTPUT else 1])
+    product, mesh = multiply_parts(gemm, a, right.part, operands, bias), tokens.device_mesh
     rows = [None if cut is None else cut.dim for cut in product.cuts]
     placements = placements_of(product.steps, {"m": rows, "n": [tokens.ndim - 1] * mesh.ndim})
-    return whole_of(product.local.view(*product.shape[:-1], product.local.shape[1]), mesh, placements, shape)
+    local = product.local.view(*product.shape[:-1], product.local.shape[1])
+    return whole_of(local, mesh, placements, (*tokens.shape[:-1], right.columns))
 
 
-# ---------------------------------------------------------------------------------- weights that are DTensors
-
-
-def _linear(
-    x: DTensor, weight: DTensor, bias: DTensor | None, recipe: Recipe, multiplier: Tensor | None = None
-) -> DTensor:
-    check_one_mesh("linear", {"x": x, "weight": weight, "bias": bias})
-    return _product_of_tokens(OUTPUT, x, _placed(OUTPUT, weight, recipe), recipe, multiplier, bias)
-
-
-def _grad_input(grad_output: DTensor, weight: DTensor, recipe: Recipe, multiplier: Tensor | None = None) -> DTensor:
-    check_one_mesh("grad_input", {"grad_output": grad_output, "weight": weight})
-    return _product_of_tokens(GRAD_INPUT, grad_output, _placed(GRAD_INPUT, weight, recipe), recipe, multiplier)
-
-
-def _grad_weight(grad_output: DTensor, x: DTensor, recipe: Recipe, multiplier: Tensor | None = None) -> DTensor:
-    mesh = check_one_mesh("grad_weight", {"grad_output": grad_output, "x": x})
-    a, b = part_of("grad_weight", grad_output), part_of("grad_weight", x)
-    product = multiply_parts(GRAD_WEIGHT, a, b, Operands(recipe, Phase.of(GRAD_WEIGHT, a.local), multiplier))
+def _grad_weight(grad_output: DTensor, a: Plain, right: _Right, operands: Operands) -> DTensor:
+    product, mesh = multiply_parts(GRAD_WEIGHT, a, right.part, operands), grad_output.device_mesh
     placements = placements_of(product.steps, {"m": [0] * mesh.ndim, "n": [1] * mesh.ndim})
-    return whole_of(product.local, mesh, placements, (grad_output.shape[-1], x.shape[-1]))
+    return whole_of(product.local, mesh, placements, (grad_output.shape[-1], right.columns))
 
 
 def _kept_input(x: DTensor, quantizer: Quantizer) -> tuple[DTensor, DTensor, DTensor]:
@@ -148,33 +181,11 @@ def _kept_input(x: DTensor, quantizer: Quantizer) -> tuple[DTensor, DTensor, DTe
     codes, *scales = keep_input(part, quantizer, STEPS[Phase.EAGER])
     shape, placements = list(x.shape), [Replicate() if p.is_partial() else p for p in x.placements]
     shape[packed_while_kept(part.layout, quantizer)] //= 2
-    own = [whole_of(each, mesh, [Replicate()] * mesh.ndim, each.shape) for each in scales]
-    return whole_of(codes, mesh, placements, shape), *own
+    scale, outer_scale = (whole_of(each, mesh, [Replicate()] * mesh.ndim, each.shape) for each in scales)
+    return whole_of(codes, mesh, placements, shape), scale, outer_scale
 
 
-def _grad_weight_of_codes(
-    grad_output: DTensor,
-    codes: DTensor,
-    scale: DTensor,
-    outer_scale: DTensor,
-    recipe: Recipe,
-    multiplier: Tensor | None = None,
-) -> DTensor:
-    mesh = grad_output.device_mesh
-    a, packed = part_of("grad_weight", grad_output), part_of("grad_weight", codes)
-    quantizer = recipe.quantizer_read(GRAD_WEIGHT.b)
-    dim = packed_while_kept(packed.layout, quantizer) % codes.ndim
-    cuts = tuple(
-        replace(cut, sizes=tuple(2 * size for size in cut.sizes)) if cut is not None and cut.dim == dim else cut
-        for cut in packed.cuts
-    )
-    kept = packed.local, *(_compat.local_itself(each) for each in (scale, outer_scale))
-    x = kept_input_as_quantized(kept, quantizer, TensorLayout(cuts), a.local.shape[0])
-    operands = Operands(recipe, Phase.of(GRAD_WEIGHT, a.local), multiplier, input=x)
-    product = multiply_parts(GRAD_WEIGHT, a, Plain(x.codes, x.layout), operands)
-    placements = placements_of(product.steps, {"m": [0] * mesh.ndim, "n": [1] * mesh.ndim})
-    features = codes.shape[-1] * (2 if dim == codes.ndim - 1 else 1)
-    return whole_of(product.local, mesh, placements, (grad_output.shape[-1], features))
+# ---------------------------------------------------------------------------------- beside products
 
 
 def _amax_over_ranks(tensor: DTensor, quantizer: DelayedScaling | None, like: Tensor) -> Tensor:
@@ -182,7 +193,27 @@ def _amax_over_ranks(tensor: DTensor, quantizer: DelayedScaling | None, like: Te
     return like.new_zeros(()) if quantizer is None else part_amax(part_of("linear", tensor), quantizer).view(())
 
 
-def _state_of(multiplier: DTensor) -> Tensor:
+def _beside(x: DTensor, weight: Tensor, place: Placement, recipe: Recipe, used: Tensor) -> tuple[Tensor, ...]:
+    """The multipliers that an output used, and the amaxes of x and of the weight.
+
+    Ranks that share a layer's tokens tell each other the amax of x; under FSDP in the graph, that of their rows of the
+    weight is for later.
+    """
+    (for_x, for_weight, _), mesh = recipe.delayed(), x.device_mesh
+    if isinstance(place, OVER_FSDP):
+        return used, _amax_over_ranks(x, for_x, used), write_state.amax_of(weight.to(x.dtype), for_weight)
+    if for_weight is not None and has_codes(_compat.local_itself(weight)):
+        of_weight = write_state.kept_amax(_whole_state(place.amax_history))
+    else:
+        of_weight = _amax_over_ranks(weight, for_weight, used)
+    found = used, _amax_over_ranks(x, for_x, used), of_weight
+    return tuple(whole_of(each, mesh, [Replicate()] * mesh.ndim, each.shape) for each in found)
+
+
+def _whole_state(multiplier: Tensor | None) -> Tensor | None:
+    """What every rank has of a state, which is no DTensor under FSDP in the graph."""
+    if not isinstance(multiplier, DTensor):
+        return multiplier
     part = part_of("linear", multiplier)
     if any(part.cuts):
         raise ValueError(
@@ -192,101 +223,8 @@ def _state_of(multiplier: DTensor) -> Tensor:
     return part.local
 
 
-def _delayed_linear(
-    x: DTensor,
-    weight: DTensor,
-    bias: DTensor | None,
-    amax_history: DTensor,
-    multiplier: DTensor,
-    group: str | None,
-    recipe: Recipe,
-) -> tuple[DTensor, ...]:
-    tensors = {"x": x, "weight": weight, "bias": bias, "amax_history": amax_history, "multiplier": multiplier}
-    mesh = check_one_mesh("linear", tensors)
-    state.check_state(x, amax_history, multiplier, recipe)
-    used = snapshot(_state_of(multiplier))
-    y = _linear(x, weight, bias, recipe, used)
-    for_x, for_weight, _ = recipe.delayed()
-    is_codes = for_weight is not None and has_codes(_compat.local_itself(weight))
-    kept = state.kept_amax(_state_of(amax_history)) if is_codes else _amax_over_ranks(weight, for_weight, used)
-    amaxes = _amax_over_ranks(x, for_x, used), kept
-    everywhere = [Replicate()] * mesh.ndim
-    return y, *(whole_of(each, mesh, everywhere, each.shape) for each in (used, *amaxes))
-
-
-def _delayed_grad_input(grad_output: DTensor, weight: DTensor, multiplier: DTensor, recipe: Recipe) -> DTensor:
-    return _grad_input(grad_output, weight, recipe, _state_of(multiplier))
-
-
-def _delayed_grad_weight(grad_output: DTensor, x: DTensor, multiplier: DTensor, recipe: Recipe) -> DTensor:
-    return _grad_weight(grad_output, x, recipe, _state_of(multiplier))
-
-
 def _scatter_sum(x: DTensor, dim: int, recipe: Recipe) -> DTensor:
     return x.redistribute(placements=[Shard(dim) if p.is_partial() else p for p in x.placements])
-
-
-# ---------------------------------------------------------------------------------- weights of FSDP in the graph
-
-
-def _fsdp_linear(
-    x: DTensor,
-    shard: Tensor,
-    bias: DTensor | None,
-    amax: Tensor | None,
-    amax_for_grad_input: Tensor | None,
-    rows: Rows,
-    recipe: Recipe,
-    multiplier: Tensor | None = None,
-) -> DTensor:
-    return _product_of_tokens(OUTPUT, x, _rows_of(x, shard, amax, rows), recipe, multiplier, bias)
-
-
-def _fsdp_delayed_linear(
-    x: DTensor,
-    shard: Tensor,
-    bias: DTensor | None,
-    of_activations: Tensor | None,
-    of_weight: Tensor | None,
-    amax: Tensor | None,
-    amax_for_grad_input: Tensor | None,
-    multiplier: Tensor,
-    rows: Rows,
-    recipe: Recipe,
-) -> tuple[DTensor, Tensor, Tensor, Tensor]:
-    used = snapshot(multiplier)
-    for_x, for_weight, _ = recipe.delayed()
-    # the ranks that share a layer's tokens tell each other, as they do without FSDP; rows of the weight are for later
-    amax_of_x = _amax_over_ranks(x, for_x, used)
-    y = _fsdp_linear(x, shard, bias, amax, amax_for_grad_input, rows, recipe, used)
-    return y, used, amax_of_x, state.amax_of(shard.to(x.dtype), for_weight)
-
-
-def _fsdp_grad_input(
-    grad_output: DTensor, shard: Tensor, amax: Tensor | None, multiplier: Tensor | None, rows: Rows, recipe: Recipe
-) -> DTensor:
-    weight = _rows_of(grad_output, shard, amax, rows)
-    return _product_of_tokens(GRAD_INPUT, grad_output, weight, recipe, multiplier)
-
-
-def _fsdp_grad_weight(
-    grad_output: DTensor, x: DTensor, multiplier: Tensor | None, dtype: torch.dtype, rows: Rows, recipe: Recipe
-) -> Tensor:
-    return _reduced(_grad_weight(grad_output, x, recipe, multiplier), dtype, rows)
-
-
-def _fsdp_grad_weight_of_codes(
-    grad_output: DTensor,
-    codes: DTensor,
-    scale: DTensor,
-    outer_scale: DTensor,
-    multiplier: Tensor | None,
-    dtype: torch.dtype,
-    rows: Rows,
-    recipe: Recipe,
-) -> Tensor:
-    kept = codes, scale, outer_scale
-    return _reduced(_grad_weight_of_codes(grad_output, *kept, recipe, multiplier), dtype, rows)
 
 
 def _reduced(grad_weight: DTensor, dtype: torch.dtype, rows: Rows) -> Tensor:
@@ -299,20 +237,13 @@ def _fsdp_tokens(origin: DTensor, amax_history: Tensor, multiplier: Tensor, reci
     return fsdp_tokens(multiplier, amax_history, multiplier, recipe)  # of the origin only its gradient matters
 
 
-HANDLERS = {
-    "fp8compile::linear": _linear,
-    "fp8compile::grad_input": _grad_input,
-    "fp8compile::grad_weight": _grad_weight,
+HANDLERS: dict[str, Callable[..., Any]] = {
+    **{
+        op.name(): partial(_product, OPS_OF_LAYERS[op], gemm)
+        for op, gemm in LAYER_OPS.items()
+        if issubclass(OPS_OF_LAYERS[op].placement, ON_MESHES)
+    },
     "fp8compile::kept_input": _kept_input,
-    "fp8compile::grad_weight_of_codes": _grad_weight_of_codes,
-    "fp8compile::delayed_linear": _delayed_linear,
-    "fp8compile::delayed_grad_input": _delayed_grad_input,
-    "fp8compile::delayed_grad_weight": _delayed_grad_weight,
-    "fp8compile::fsdp_linear": _fsdp_linear,
-    "fp8compile::fsdp_grad_input": _fsdp_grad_input,
-    "fp8compile::fsdp_grad_weight": _fsdp_grad_weight,
-    "fp8compile::fsdp_grad_weight_of_codes": _fsdp_grad_weight_of_codes,
-    "fp8compile::fsdp_delayed_linear": _fsdp_delayed_linear,
     "fp8compile::fsdp_tokens": _fsdp_tokens,
     "fp8compile::scatter_sum": _scatter_sum,
 }

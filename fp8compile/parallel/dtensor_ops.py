@@ -59,7 +59,7 @@ class Way:
     cost: int
 
 
-def _way(split: Split, parts: Sequence[Plain | None], index: int, ranks: int) -> Way:
+def _way(split: Split, parts: Sequence[Any], index: int, ranks: int) -> Way:
     gathered, units, cost = set(), None, 0
     for place, (part, cut) in enumerate(zip(parts, split.inputs, strict=True)):
         has = None if part is None else part.cuts[index]
@@ -73,8 +73,8 @@ def _way(split: Split, parts: Sequence[Plain | None], index: int, ranks: int) ->
         else:
             units = own
     if units is None and any(split.inputs):
-        place = next(place for place, cut in enumerate(split.inputs) if cut is not None)
-        cut, shape = split.inputs[place], parts[place].whole_shape(index)
+        place, cut = next((place, cut) for place, cut in enumerate(split.inputs) if cut is not None)
+        shape = parts[place].whole_shape(index)
         units = chunk_sizes(-(-shape[cut.dim] // cut.unit), ranks)
     return Way(split.inputs, split.outputs, frozenset(gathered), units or (), cost)
 
@@ -134,9 +134,9 @@ def dispatch_by_rule(op: Op, args: Sequence[Any]) -> DTensor | tuple[DTensor, ..
         ways.append(way)
     local = op.overload(*(a if part is None else part.local for part, a in zip(parts, args, strict=True)))
     results = list(local) if isinstance(local, tuple) else [local]
-    shapes = _whole_shapes(op, args)
+    sizes = _whole_shapes(op, args)
     placed = tuple(
-        _placed(result, [way.outputs[number] for way in ways], mesh, shapes[number])
+        _placed(result, [way.outputs[number] for way in ways], mesh, sizes[number])
         for number, result in enumerate(results)
     )
     return placed if isinstance(local, tuple) else placed[0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
+from typing import Any
 
 import torch
 from torch import nn
@@ -63,7 +64,8 @@ def average_expert_gradients(model: nn.Module, parts: int, *, replicas: ProcessG
         if parameter.grad is None:
             continue
         if replicas is not None:
-            torch.distributed.all_reduce(parameter.grad.to_local(), group=replicas)
+            grad: Any = parameter.grad  # a DTensor, as its parameter
+            torch.distributed.all_reduce(grad.to_local(), group=replicas)
         parameter.grad /= parts
 
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from fp8compile.nn.experts.classes import ConvertedExperts
-from fp8compile.nn.experts.hosts import holds_no_stacks, host_of, num_experts
+from fp8compile.nn.experts.converted_class import ConvertedExperts
+from fp8compile.nn.experts.known_modules import holds_no_stacks, host_of, num_experts
 from fp8compile.nn.experts.overflow import counter_of, start_counting
 from fp8compile.nn.experts.placed import DispatchOptions, check_mesh, spread_experts
 from fp8compile.nn.experts.routed import ROUTED
@@ -50,13 +52,16 @@ class ExpertParallel(ParallelStyle):
         if same_tokens is not None and not isinstance(same_tokens, DeviceMesh):
             raise TypeError(f"ExpertParallel: same_tokens is a {type(same_tokens).__name__}; it is a DeviceMesh.")
         super().__init__()
-        self.options = DispatchOptions(capacity=capacity, codes=float8_dispatch, same_tokens=same_tokens)
+        self.options: DispatchOptions = DispatchOptions(
+            capacity=capacity, codes=float8_dispatch, same_tokens=same_tokens
+        )
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         _check(module, device_mesh)
         _check_same_tokens(self.options.same_tokens, device_mesh)
         spread_experts(module, device_mesh, src_data_rank=self.src_data_rank)
-        module.dispatch_options = self.options
+        experts: Any = module
+        experts.dispatch_options = self.options
         if self.options.capacity is not None:
             start_counting(module)
         return module
@@ -110,8 +115,7 @@ def overflowed_rows(model: nn.Module) -> dict[str, int]:
     Returns:
         The numbers by the name of the module; 0 means that nothing was dropped.
     """
-    return {
-        name: int(counter_of(module))
-        for name, module in model.named_modules()
-        if isinstance(module, ConvertedExperts) and counter_of(module) is not None
+    counters = {
+        name: counter_of(module) for name, module in model.named_modules() if isinstance(module, ConvertedExperts)
     }
+    return {name: int(counter) for name, counter in counters.items() if counter is not None}

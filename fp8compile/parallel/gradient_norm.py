@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import reduce
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -33,7 +34,7 @@ def _place(parameter: nn.Parameter) -> Place | None:
     return parameter.device_mesh, tuple(cut)
 
 
-def _local(grad: Tensor, parameter: nn.Parameter) -> Tensor:
+def _local(grad: Tensor, parameter: Any) -> Tensor:
     """This rank's part of a gradient; a partial sum is reduced over ranks first."""
     if not isinstance(grad, DTensor):
         return grad

@@ -6,7 +6,8 @@ Placements are read as DTensor means them: Shard(d) on several dims of a mesh cu
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,7 +39,7 @@ def _group_and_rank(mesh: DeviceMesh, index: int, *, is_meta: bool) -> tuple[Pro
     Without data nothing is sent, and a mesh may have no groups: type checkers ask so how a layer's result would lie.
     """
     if is_meta and not _compat.has_groups(mesh):
-        return None, mesh.get_coordinate()[index]
+        return None, mesh.get_coordinate()[index]  # type: ignore[index]  # this rank is on the mesh
     return mesh.get_group(index), mesh.get_local_rank(index)
 
 
@@ -49,7 +50,8 @@ def cuts_of(tensor: DTensor) -> Sharding:
         tensor: With placements that `part_of` takes. Its mesh may be without process groups if it is on the meta
             device.
     """
-    mesh, sizes, cuts = tensor.device_mesh, list(tensor.shape), []
+    mesh, sizes = tensor.device_mesh, list(tensor.shape)
+    cuts: list[DimSharding | None] = []
     for index, placement in enumerate(tensor.placements):
         if not isinstance(placement, Shard):
             cuts.append(None)
@@ -103,7 +105,7 @@ def placements_of(steps: Sequence[Step], dims: dict[str, Sequence[int]]) -> list
     return found
 
 
-def check_one_mesh(function: str, tensors: dict[str, Tensor | None]) -> DeviceMesh:
+def check_one_mesh(function: str, tensors: Mapping[str, Any]) -> DeviceMesh:
     """The mesh that all tensors are on.
 
     Raises:

@@ -12,6 +12,8 @@ stock style's: sums over ranks are in the output's dtype.
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard, parallel
@@ -58,7 +60,7 @@ class ColwiseParallel(parallel.ColwiseParallel):
         use_local_output: bool = True,
     ) -> None:
         super().__init__(input_layouts=input_layouts, output_layouts=output_layouts, use_local_output=use_local_output)
-        self.desired_input_layouts = self.input_layouts  # as they are: the stock style redistributes nothing
+        self.desired_input_layouts: Any = self.input_layouts  # as they are: the stock style redistributes nothing
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         _check_linear("ColwiseParallel", module)

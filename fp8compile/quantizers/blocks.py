@@ -41,12 +41,8 @@ def check_block(owner: str, block: object) -> None:
         )
 
 
-def _ceil_div(a: int, b: int) -> int:
-    return (a + b - 1) // b
-
-
 def _count(size: int, block: int) -> int:
-    return 1 if block == -1 else size if block == 1 else _ceil_div(size, block)
+    return 1 if block == -1 else size if block == 1 else (size + block - 1) // block
 
 
 def _rows_columns(shape: Sequence[int]) -> tuple[int, int]:
@@ -69,7 +65,7 @@ def grid_shape(shape: Sequence[int], block: Block) -> tuple[int, ...]:
     """Shape of the grid of blocks over a tensor of this shape: one entry a block."""
     if len(shape) == 0:
         return ()
-    *leading, columns = shape
+    leading, columns = tuple(shape[:-1]), shape[-1]
     if block[0] == -1:
         leading = (1,) * len(leading)
     elif block[0] != 1:
@@ -77,9 +73,8 @@ def grid_shape(shape: Sequence[int], block: Block) -> tuple[int, ...]:
     return (*leading, 1 if block[1] == -1 else _count(columns, block[1]))
 
 
-def _sides(shape: Sequence[int], block: Block) -> tuple[int, int, int, int]:
+def _sides(rows: int, columns: int, block: Block) -> tuple[int, int, int, int]:
     """(grid rows, block rows, grid columns, block columns), -1 resolved; rows x columns cover the padded view."""
-    rows, columns = _rows_columns(shape)
     block_rows = rows if block[0] == -1 else block[0]
     block_columns = columns if block[1] == -1 else block[1]
     return _count(rows, block[0]), block_rows, _count(columns, block[1]), block_columns
@@ -107,7 +102,7 @@ def block_amax(x: Tensor, block: Block) -> Tensor:
             return magnitude.amax().view(grid)
         return from_matrix(magnitude.amax(1 if block[0] == 1 else 0, keepdim=True), grid)
     rows, columns = _rows_columns(x.shape)
-    grid_rows, block_rows, grid_columns, block_columns = _sides(x.shape, block)
+    grid_rows, block_rows, grid_columns, block_columns = _sides(rows, columns, block)
     missing_rows, missing_columns = grid_rows * block_rows - rows, grid_columns * block_columns - columns
     if block[0] == -1 and is_unbacked(rows):
         missing_rows = 1  # as above
@@ -149,7 +144,7 @@ def expand_blocks(per_block: Tensor, shape: Sequence[int], block: Block) -> Tens
         Something that broadcasts against the (M, K) view of a tensor of that shape.
     """
     rows, columns = _rows_columns(shape)
-    grid_rows, block_rows, grid_columns, block_columns = _sides(shape, block)
+    grid_rows, block_rows, grid_columns, block_columns = _sides(rows, columns, block)
     values, wanted = per_block, (grid_rows, grid_columns)
     if values.ndim != 2 or not statically_equal(values.shape, wanted):
         values = values.reshape(wanted)  # a slice of a grid of more dims has no such view

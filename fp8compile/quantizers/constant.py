@@ -16,7 +16,7 @@ import sys
 import uuid
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import Field, fields
 from functools import cache
 from typing import Any, ClassVar
 
@@ -93,7 +93,7 @@ def salt_with(module_name: str, function: str = "") -> None:
 
 
 @cache
-def source_salt(cls: type) -> str:
+def source_salt(cls: type[Any]) -> str:
     """Eight hex digits that change when the package's rules or the source of a foreign class or op change."""
     digest = hashlib.sha256(_package_hash())
     modules = [base.__module__ for base in cls.__mro__ if _is_foreign(base.__module__)]
@@ -106,7 +106,7 @@ def source_salt(cls: type) -> str:
 
 
 @cache
-def _global_name(cls: type) -> str:
+def _global_name(cls: type[Any]) -> str:
     """The name of a class in a graph's globals; no two classes share one.
 
     FX keeps the first of two globals of one name and lets the other's users have it. A function that defines a class
@@ -117,13 +117,14 @@ def _global_name(cls: type) -> str:
     return name if NAMED[name] == 1 else f"{name}_{NAMED[name]}"
 
 
-def _expression(value: Any, names: dict[str, type]) -> str:
+def _expression(value: Any, names: dict[str, type[Any]]) -> str:
     if isinstance(value, Constant):
         cls = type(value)
-        names[_global_name(cls)] = cls
+        names[_global_name(cls)] = cls  # type: ignore[arg-type]  # classes are hashable
         arguments = [f"{f.name}={_expression(getattr(value, f.name), names)}" for f in fields(value)]
-        salt = source_salt(cls) + _compat.rank_salt()
-        return f"{_global_name(cls)}.from_graph({', '.join([repr(salt), *arguments])})"
+        salt = source_salt(cls) + _compat.rank_salt()  # type: ignore[arg-type]  # classes are hashable
+        name = _global_name(cls)  # type: ignore[arg-type]  # classes are hashable
+        return f"{name}.from_graph({', '.join([repr(salt), *arguments])})"
     if isinstance(value, tuple):
         return "(" + "".join(_expression(v, names) + ", " for v in value) + ")"
     return repr(value)
@@ -143,10 +144,11 @@ def _check_field(owner: str, name: str, value: Any) -> None:
 
 
 @cache
-def _foreign_types(cls: type) -> dict[str, Any]:
+def _foreign_types(cls: type[Any]) -> dict[str, Any]:
     """Types of the fields that classes of other packages declare; our own classes check their fields themselves."""
     declared = {name for base in cls.__mro__ if _is_foreign(base.__module__) for name in inspect.get_annotations(base)}
-    return {name: hint for name, hint in field_types(cls).items() if name in declared}
+    types = field_types(cls)  # type: ignore[arg-type]  # classes are hashable
+    return {name: hint for name, hint in types.items() if name in declared}
 
 
 class Constant(_compat.OpaqueBase):
@@ -161,6 +163,7 @@ class Constant(_compat.OpaqueBase):
     """
 
     from_graph: ClassVar[Callable[..., Constant]]
+    __dataclass_fields__: ClassVar[dict[str, Field[Any]]]  # of every subclass, and for type checkers
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -185,10 +188,11 @@ class Constant(_compat.OpaqueBase):
 
     def __post_init__(self) -> None:
         """Check the fields; subclasses that override it call it first."""
-        check_decorated(type(self))
+        check_decorated(type(self))  # type: ignore[arg-type]  # classes are hashable
         for field in fields(self):
             _check_field(type(self).__name__, field.name, getattr(self, field.name))
-        for name, hint in _foreign_types(type(self)).items():
+        foreign = _foreign_types(type(self))  # type: ignore[arg-type]  # classes are hashable
+        for name, hint in foreign.items():
             if not fits(getattr(self, name), hint):
                 raise TypeError(
                     f"{type(self).__name__}: field {name} is {getattr(self, name)!r}; it is annotated as "
@@ -203,7 +207,7 @@ class Constant(_compat.OpaqueBase):
         arguments = ", ".join(f"{f.name}={getattr(self, f.name)!r}" for f in fields(self) if f.repr)
         return f"{type(self).__name__}({arguments})"
 
-    def __fx_repr__(self) -> tuple[str, dict[str, type]]:
+    def __fx_repr__(self) -> tuple[str, dict[str, type[Any]]]:
         """The expression that stands for this value in a graph's source, and the types it names."""
-        names: dict[str, type] = {}
+        names: dict[str, type[Any]] = {}
         return _expression(self, names), names

@@ -30,13 +30,13 @@ ALLOWED = (
 MUTABLE = (list, dict, set, bytearray, torch.Tensor)
 
 
-def _names_of(cls: type) -> dict[str, Any]:
+def _names_of(cls: type[Any]) -> dict[str, Any]:
     """The names that annotations written as strings may use: the module's globals and the class itself."""
     module = sys.modules.get(cls.__module__)
     return {**vars(typing), **(vars(module) if module is not None else {}), cls.__name__: cls}
 
 
-def _annotations(cls: type) -> dict[str, Any]:
+def _annotations(cls: type[Any]) -> dict[str, Any]:
     """The class's own annotations; strings are evaluated if possible, and otherwise values are checked later."""
     found = {}
     for name, hint in inspect.get_annotations(cls).items():
@@ -49,7 +49,7 @@ def _annotations(cls: type) -> dict[str, Any]:
     return found
 
 
-def _refused(hint: Any, constant: type) -> Any:
+def _refused(hint: Any, constant: type[Any]) -> Any:
     """The part of an annotation that no field may hold, or None."""
     if hint in (None, Any, Ellipsis) or isinstance(hint, (typing.TypeVar, str)):
         return None
@@ -78,7 +78,7 @@ def _default(value: Any) -> Any:
     return factory() if factory in MUTABLE else value.default
 
 
-def check_class(cls: type, constant: type) -> None:
+def check_class(cls: type[Any], constant: type[Any]) -> None:
     """Check fields and attributes when a class statement runs.
 
     Args:
@@ -121,7 +121,7 @@ def check_class(cls: type, constant: type) -> None:
 
 
 @cache
-def field_types(cls: type) -> dict[str, Any]:
+def field_types(cls: type[Any]) -> dict[str, Any]:
     """Types of a class's fields by their annotations, if these can be evaluated; a subclass's annotation counts.
 
     Raises:
@@ -166,7 +166,7 @@ def fits(value: Any, hint: Any) -> bool:
 
 
 @cache
-def check_decorated(cls: type) -> None:
+def check_decorated(cls: type[Any]) -> None:
     """Check that a class is a frozen dataclass whose every field takes part in equality.
 
     Raises:
@@ -212,11 +212,11 @@ DECLARED = (
 )
 
 
-def _overrides(cls: type, base: type, method: str) -> bool:
+def _overrides(cls: type[Any], base: type[Any], method: str) -> bool:
     return getattr(cls, method) is not getattr(base, method)
 
 
-def _check_spelling(cls: type, name: str, given: Any, methods: dict[str, Any]) -> None:
+def _check_spelling(cls: type[Any], name: str, given: Any, methods: dict[str, Any]) -> None:
     """Raise if a method's name is nearly that of a step, because nobody would call it."""
     inherited = any(name in vars(parent) for parent in cls.__mro__[1:])
     if name.startswith("_") or inherited or not isinstance(given, (types.FunctionType, property)):
@@ -229,7 +229,7 @@ def _check_spelling(cls: type, name: str, given: Any, methods: dict[str, Any]) -
         )
 
 
-def _check_together(cls: type, base: type) -> None:
+def _check_together(cls: type[Any], base: type[Any]) -> None:
     """Raise unless methods that belong together are overridden together."""
     two_levels = _overrides(cls, base, "outer_scale")
     for first, second, what in TOGETHER:
@@ -245,7 +245,7 @@ def _check_together(cls: type, base: type) -> None:
             )
 
 
-def check_steps(cls: type, base: type) -> None:
+def check_steps(cls: type[Any], base: type[Any]) -> None:
     """Check the steps of a quantizer's class against those of the base class.
 
     Raises:

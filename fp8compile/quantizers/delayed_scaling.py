@@ -135,5 +135,6 @@ class DelayedScaling(Quantizer):
     def cast(self, x: Tensor, multiplier: Tensor) -> Tensor:
         """Codes of values; each NaN and inf becomes NaN by itself, because the multiplier does not know of it."""
         values = scaled(x, multiplier, self.block)
-        codes = self.element_format().encode_numbers(values)  # a finite value times a multiplier is no NaN
+        # a finite value times a multiplier is no NaN
+        codes = self.element_format().encode_numbers(values)  # type: ignore[union-attr]  # never Float4Format
         return torch.where(as_matrix(x).float().abs() < torch.inf, codes, NAN_CODE).reshape(x.shape)

@@ -2,17 +2,17 @@
 
     arguments.py    what callers hand over, checked
     codes.py        one set of codes and scales, as plain tensors
-    quantized.py    the class, and what torch.compile asks of it
+    quantized_tensor.py  the class, and what torch.compile asks of it
     views.py        the ops that keep what it stands for
     layer.py        as the weight of a layer
     quantize.py     making one
     product.py      multiplying two
-    parameter.py    one that is trained
+    quantized_parameter.py  one that is trained
     parameter_makers.py  new tensors like it
     write_ops.py    ops that write to it
     optimizer_steps.py  one rounding a step
     update.py       new values for many of them
-    fully_shard.py  what FSDP2 asks of one: hooks
+    fsdp2_hooks.py  what FSDP2 asks of one: hooks
     gather_layout.py, gather_policy.py, pass_in_memory.py  what its gathers send, when they send which codes, and
                     whose are in memory
     shards.py       how ranks cut one
@@ -33,14 +33,14 @@ from fp8compile.tensor.agreement import check_agreement
 from fp8compile.tensor.arguments import SOURCE_DTYPES, checked_sizes, not_dense, own_sizes, shown
 from fp8compile.tensor.attributes import attributes_of_others, in_place_of, moved
 from fp8compile.tensor.codes import Codes
-from fp8compile.tensor.fully_shard import FullyShardHooks
+from fp8compile.tensor.fsdp2_hooks import FullyShardHooks
 from fp8compile.tensor.gather_layout import SetToGather
 from fp8compile.tensor.gather_policy import BOTH, GATHERED, PLAIN, GatherPolicy
 from fp8compile.tensor.layer import check_serves, is_stack, unserved
-from fp8compile.tensor.parameter import QuantizedParameter, is_quantized_parameter
 from fp8compile.tensor.product import scaled_mm
 from fp8compile.tensor.quantize import quantize
-from fp8compile.tensor.quantized import QuantizedTensor, has_codes
+from fp8compile.tensor.quantized_parameter import QuantizedParameter, is_quantized_parameter
+from fp8compile.tensor.quantized_tensor import QuantizedTensor, has_codes
 from fp8compile.tensor.shards import cut_dim, sharded_dims, sharding_of, share_scale_of_part
 from fp8compile.tensor.update import assign, count_write, stand_for
 

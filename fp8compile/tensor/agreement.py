@@ -33,7 +33,9 @@ def _of_all_ranks(numbers: list[int], group: ProcessGroup, device: torch.device)
 def _compare_once(
     function: str, group_name: str, device: torch.device, names: tuple[str, ...], sizes: tuple[tuple[int, ...], ...]
 ) -> None:
-    group, key = _resolve_process_group(group_name), (function, *names)  # Dynamo hands over no group itself
+    # Dynamo hands over no group itself
+    group = _resolve_process_group(group_name)  # type: ignore[arg-type]  # names are a type of their own since 2.13
+    key = (function, *names)
     agreed = _AGREED.setdefault(group, set())
     if key in agreed or distributed.get_backend(group) == "fake":  # nobody is there to ask
         return

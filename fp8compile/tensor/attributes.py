@@ -19,7 +19,7 @@ MOVES = {torch.ops.aten.detach.default, torch.ops.aten._to_copy.default, torch.o
 
 
 @cache
-def _declared(cls: type) -> set[str]:
+def _declared(cls: type[Any]) -> set[str]:
     return {name for each in cls.__mro__ for name in inspect.get_annotations(each)}
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,7 +31,13 @@ class Codes(Quantized):
     def showing(self, codes: Tensor, scale: Tensor | None = None, **others: object) -> Codes:
         """Those of a view: these codes, and views of the scales that are not given."""
         scale = alias_of(self.scale) if scale is None else scale
-        return replace(self, **{"codes": codes, "scale": scale, "outer_scale": alias_of(self.outer_scale), **others})
+        given: dict[str, Any] = {
+            "codes": codes,
+            "scale": scale,
+            "outer_scale": alias_of(self.outer_scale),
+            **others,
+        }
+        return replace(self, **given)
 
     def each(self, change: Callable[[Tensor], Tensor]) -> Codes:
         """Those of which each part is changed."""

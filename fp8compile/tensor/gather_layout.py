@@ -89,7 +89,7 @@ class GatherLayout:
         """Scales of the whole weight, by level, of the sets that were gathered."""
         found: dict[Gemm, list[Tensor]] = {}
         start = 0
-        for gemm, levels in self.scales.items():
+        for gemm, levels in (self.scales or {}).items():
             found[gemm] = []
             for values, travelled in levels:
                 if travelled:
@@ -137,8 +137,8 @@ def codes_to_send(
     if beside and (room := sum(needed) if together else max(needed)):
         travelling = [level for levels in scales.values() for level, travels in levels if travels]
         row = [each.contiguous().flatten().view(torch.uint8) for each in travelling]
-        row = torch.cat([sent[0].new_empty(0), *row])
-        sent.append(pad(row, (0, room - row.numel())))
+        together_in_row = torch.cat([sent[0].new_empty(0), *row])
+        sent.append(pad(together_in_row, (0, room - together_in_row.numel())))
     shapes = tuple(each.scale_shapes for each in sets)
     return tuple(sent), GatherLayout(shards, size, quantizers, shapes, scales)
 
@@ -172,7 +172,7 @@ def _as_it_travels(quantizer: Quantizer, shards: DimSharding, size: Sequence[int
     if along is None or not shards.is_even() or shards.dim:
         return quantizer.unpacked() or quantizer
     cuts_bytes = len(size) + along == shards.dim and shards.length % 2
-    return quantizer.unpacked() if cuts_bytes else found
+    return found if not cuts_bytes else quantizer.unpacked() or quantizer
 
 
 @cache

@@ -15,7 +15,7 @@ from fp8compile.layout.quantized import STACK, Quantized
 from fp8compile.ops.layer import LAYER_OPS, OPS_OF_LAYERS, layers
 from fp8compile.ops.layer.operands import Phase
 from fp8compile.quantizers import GEMMS, Gemm, Quantizer, Recipe
-from fp8compile.tensor.quantized import LAYERS, QuantizedTensor, cuts_blocks, has_codes
+from fp8compile.tensor.quantized_tensor import LAYERS, QuantizedTensor, cuts_blocks, has_codes
 
 __all__ = ["check_serves", "is_stack", "unserved"]
 
@@ -73,7 +73,7 @@ def _check_weight(function: str, x: Tensor, weight: QuantizedTensor, recipe: Rec
         )
 
 
-def _check_matrices(x: Tensor, weight: Tensor, recipe: Recipe) -> None:
+def _check_matrices(x: Tensor, weight: Any, recipe: Recipe) -> None:
     if has_codes(x) or not is_stack(weight):
         raise TypeError(
             "grouped_linear: only the weight may be quantized, as codes of each matrix by itself; the layer quantizes "

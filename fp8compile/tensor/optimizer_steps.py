@@ -28,7 +28,7 @@ from fp8compile._compat import local_itself, untraced
 from fp8compile.tensor.update import assign
 
 if TYPE_CHECKING:
-    from fp8compile.tensor.parameter import QuantizedParameter
+    from fp8compile.tensor.quantized_parameter import QuantizedParameter
 
 __all__ = [
     "Pending",
@@ -83,7 +83,7 @@ class Pending:
     def given(self) -> Tensor:
         """Return the values that a compiled step reads and writes; computed from the codes if there are none yet."""
         if self.values is None:
-            self.values = self.parameter.dequantize().detach()
+            self.values = self.parameter.dequantize().detach()  # type: ignore[union-attr]  # a graph is given values
         return self.values
 
     def take(self, values: Tensor) -> None:
@@ -122,7 +122,7 @@ def settle(parameters: Iterable[QuantizedParameter]) -> None:
     """Quantize what a step has computed so far, for all these parameters with one message of amaxes."""
     found = (each.pending for each in parameters)
     every = {id(pending): pending for pending in found if pending is not None and pending.parameter is not None}
-    due = [(pending.parameter, pending.values) for pending in every.values() if pending.values is not None]
+    due: list[Any] = [(pending.parameter, pending.values) for pending in every.values() if pending.values is not None]
     for pending in every.values():
         pending.values = None  # before the writing below, which reads codes and would settle again
     if due:
@@ -138,7 +138,7 @@ def _write_now(writes: Sequence[tuple[QuantizedParameter, Tensor]]) -> None:
 
 
 def _parameters(optimizer: Optimizer) -> list[QuantizedParameter]:
-    every = (local_itself(p) for group in optimizer.param_groups for p in group["params"])
+    every: Iterable[Any] = (local_itself(p) for group in optimizer.param_groups for p in group["params"])
     return [each for each in every if hasattr(each, "check_writable")]
 
 
@@ -169,7 +169,9 @@ def _outside(argument: Any, parameters: Sequence[QuantizedParameter]) -> Any:
 
 
 @untraced
-def _begin(optimizer: Optimizer, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
+def _begin(
+    optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     if not (parameters := _parameters(optimizer)):
         return None
     _close(parameters)  # what a step that raised has left
@@ -179,7 +181,7 @@ def _begin(optimizer: Optimizer, args: tuple, kwargs: dict) -> tuple[tuple, dict
 
 
 @untraced
-def _end(optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
+def _end(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     _close(_parameters(optimizer))
 
 

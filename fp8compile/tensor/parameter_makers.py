@@ -13,12 +13,12 @@ from torch import Tensor
 from fp8compile.layout.packing import packed_dim
 from fp8compile.tensor.attributes import moved
 from fp8compile.tensor.codes import Codes
-from fp8compile.tensor.parameter import BLANK, WHOLE, WRITES, QuantizedParameter
+from fp8compile.tensor.quantized_parameter import BLANK, WHOLE, WRITES, QuantizedParameter
 from fp8compile.tensor.scale_without_values import scale_without_values
 from fp8compile.tensor.shards import cut_dim
 from fp8compile.tensor.update import shared_with
 
-aten = torch.ops.aten
+aten: Any = torch.ops.aten
 
 
 def _empty_like(func: Any, x: QuantizedParameter, **kwargs: Any) -> Tensor:
@@ -102,7 +102,7 @@ def _new_zeros(func: Any, x: QuantizedParameter, size: Sequence[int], **kwargs: 
     return found
 
 
-def _made(make: Callable[..., Tensor]) -> Callable[[Any, tuple, dict], Tensor]:
+def _made(make: Callable[..., Tensor]) -> Callable[[Any, tuple[Any, ...], dict[str, Any]], Tensor]:
     return lambda func, args, kwargs: moved(func, args[0], make(func, *args, **kwargs))
 
 

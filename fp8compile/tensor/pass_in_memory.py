@@ -7,7 +7,7 @@ from fp8compile.quantizers import GEMMS, Gemm
 
 __all__ = ["PassInMemory"]
 
-OUTPUT, GRAD_INPUT, _ = GEMMS
+OUTPUT, GRAD_INPUT = GEMMS[:2]
 REPEATED = (
     "fp8compile.parallel.fsdp_float8_all_gather: {what}, and FSDP2 has gathered for that pass the codes that "
     "grad_input multiplies, and no others. This is activation checkpointing, which repeats a forward in the backward: "

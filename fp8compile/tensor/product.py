@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 
 from fp8compile.layout.quantized import WHOLE, Quantized
 from fp8compile.ops.registry import register_op
@@ -21,7 +22,7 @@ from fp8compile.ops.scaled_mm import multiply_operands
 from fp8compile.ops.sharding import Cut, Split
 from fp8compile.quantizers import CurrentScaling, GemmConfig, Quantizer
 from fp8compile.tensor.arguments import SOURCE_DTYPES
-from fp8compile.tensor.quantized import LAYERS, QuantizedTensor, cuts_blocks
+from fp8compile.tensor.quantized_tensor import LAYERS, QuantizedTensor, cuts_blocks
 
 __all__ = ["scaled_mm", "with_product_gradient"]
 
@@ -38,7 +39,7 @@ def _fake(product: Tensor, a: Tensor, b: Tensor, quantizer: Quantizer) -> Tensor
     return torch.empty_like(product)
 
 
-def _setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     _, a, b, _ = inputs
     ctx.save_for_backward(a, b)
 
@@ -57,7 +58,7 @@ def _sharding(product: Tensor, a: Tensor, b: Tensor, quantizer: Quantizer) -> li
     return [Split((Cut(0), Cut(0), None, None), (0,)), Split((Cut(1), None, Cut(1), None), (1,))]
 
 
-def _samples() -> Iterator[tuple]:
+def _samples() -> Iterator[tuple[Any, ...]]:
     generator = torch.Generator().manual_seed(0)
     for m, k, n in ((5, 24, 7), (1, 8, 3), (0, 8, 4)):
         a, b = torch.randn(m, k, generator=generator), torch.randn(n, k, generator=generator).t()
@@ -65,7 +66,7 @@ def _samples() -> Iterator[tuple]:
         yield (a @ b).round(), a.bfloat16(), b.bfloat16(), CurrentScaling()
 
 
-with_product_gradient = register_op(
+with_product_gradient: OpOverload = register_op(
     "fp8compile::with_product_gradient",
     _kernel,
     fake=_fake,

@@ -23,7 +23,7 @@ from fp8compile.ops.layer.quantize import quantize_part
 from fp8compile.quantizers import Quantizer
 from fp8compile.quantizers.check_returned import shape_said
 from fp8compile.tensor.arguments import SOURCE_DTYPES, not_dense, own_sizes, shown
-from fp8compile.tensor.quantized import QuantizedTensor
+from fp8compile.tensor.quantized_tensor import QuantizedTensor
 
 __all__ = ["quantize"]
 
@@ -103,7 +103,7 @@ def _check_shard(x: Tensor, group: Any, shard_dim: Any, sizes: Any) -> None:
         own_sizes("quantize", "sizes", sizes, group, x.shape[shard_dim], f"the entries of x along dim {shard_dim}")
 
 
-def _block_spans_ranks(x: Tensor, quantizer: Quantizer, group: ProcessGroup, shard_dim: int) -> bool:
+def _block_spans_ranks(x: Tensor, quantizer: Quantizer, group: ProcessGroup, shard_dim: Any) -> bool:
     """Whether one block has elements on several ranks, if none is cut.
 
     Raises:
@@ -126,7 +126,7 @@ def _block_spans_ranks(x: Tensor, quantizer: Quantizer, group: ProcessGroup, sha
 
 
 def _quantize_shard(
-    x: Tensor, quantizer: Quantizer, group: ProcessGroup, shard_dim: int, sizes: tuple[int, ...]
+    x: Tensor, quantizer: Quantizer, group: Any, shard_dim: Any, sizes: tuple[int, ...]
 ) -> QuantizedTensor:
     """A shard of a whole that is known: whatever of it lies on other ranks."""
     part = Plain(x, TensorLayout((DimSharding(group, group.rank(), shard_dim, sizes),)))
@@ -199,7 +199,7 @@ def quantize(
             "quantize: x has shape (), and this quantizer has scales of blocks beside one of the tensor. Give it a "
             "dim: x.reshape(1)."
         )
-    if group is not None:
+    if group is not None and shard_dim is not None:
         _compat.allow_group_in_subclass()
         shard_dim %= x.ndim
     if sizes is None:  # else all ranks take codes apart, and raise together, whatever each of them has

@@ -29,7 +29,7 @@ def refuse_operators(cls: type[Tensor], no_meaning: Callable[[object, Any], str]
         no_meaning: The text of the error, for what was called and the tensor.
     """
 
-    def refused(name: str) -> Callable:
+    def refused(name: str) -> Callable[..., Any]:
         def refuse(self: Tensor, *others: Any) -> Any:
             raise TypeError(no_meaning(f"Tensor.{name}", self))
 

@@ -7,14 +7,16 @@ whose attributes a file could then set. Files name the functions, so their names
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from fp8compile.layout.shapes import scale_shape, values_shape
 from fp8compile.quantizers import Quantizer
 from fp8compile.tensor.arguments import SOURCE_DTYPES
-from fp8compile.tensor.parameter import EXTENTS, SLICE, QuantizedParameter, as_leaf
-from fp8compile.tensor.quantized import QuantizedTensor
+from fp8compile.tensor.quantized_parameter import EXTENTS, SLICE, QuantizedParameter, as_leaf
+from fp8compile.tensor.quantized_tensor import QuantizedTensor
 
 __all__ = ["load_pair", "load_parameter", "load_stack", "load_tensor"]
 
@@ -45,8 +47,9 @@ def _check(
             f"{quantizer.scale_dtype()}."
         )
     outer_shape = (matrices or 1,)
-    has_outer = isinstance(outer_scale, Tensor) and outer_scale.shape == outer_shape
-    has_outer = has_outer and outer_scale.dtype == torch.float32
+    has_outer = (
+        isinstance(outer_scale, Tensor) and outer_scale.shape == outer_shape and outer_scale.dtype == torch.float32
+    )
     if has_outer != quantizer.has_outer_scale() or (outer_scale is not None and not has_outer):
         raise ValueError(
             f"load: the file has an outer scale {outer_scale!r}; by {quantizer!r} it is "
@@ -67,7 +70,7 @@ def load_parameter(
     scale: Tensor,
     quantizer: Quantizer,
     dtype: torch.dtype,
-    kept: tuple,
+    kept: tuple[Any, ...],
     leaf: tuple[bool, bool],
     outer_scale: Tensor | None = None,
 ) -> QuantizedParameter:
@@ -81,7 +84,7 @@ def load_stack(
     scale: Tensor,
     quantizer: Quantizer,
     dtype: torch.dtype,
-    kept: tuple,
+    kept: tuple[Any, ...],
     leaf: tuple[bool, bool],
     outer_scale: Tensor | None = None,
 ) -> QuantizedParameter:
@@ -92,7 +95,7 @@ def load_stack(
     return _with_kept(QuantizedParameter(codes, scale, quantizer, dtype, outer_scale=outer_scale, batch=1), kept, leaf)
 
 
-def _with_kept(found: QuantizedParameter, kept: tuple, leaf: tuple[bool, bool]) -> QuantizedParameter:
+def _with_kept(found: QuantizedParameter, kept: tuple[Any, ...], leaf: tuple[bool, bool]) -> QuantizedParameter:
     extent, written, initial = kept
     if extent not in EXTENTS:
         raise ValueError(f"load: the file has a QuantizedParameter of extent {extent!r}; it is one of {EXTENTS}.")
@@ -102,7 +105,7 @@ def _with_kept(found: QuantizedParameter, kept: tuple, leaf: tuple[bool, bool]) 
     return as_leaf(found, *map(bool, leaf))
 
 
-def load_pair(sets: tuple, leaf: tuple[bool, bool]) -> QuantizedParameter:
+def load_pair(sets: tuple[Any, ...], leaf: tuple[bool, bool]) -> QuantizedParameter:
     """What a pickle of a QuantizedParameter of two sets of codes calls, with one parameter for each."""
     if len(sets) != 2 or not all(isinstance(each, QuantizedParameter) for each in sets):
         raise TypeError(f"load: a pair is two quantized parameters; the file has {[type(s).__name__ for s in sets]}.")

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from fp8compile._compat import is_dtensor, local_itself
-from fp8compile.layout.cuts import DimSharding, Sharding, chunk_sizes
+from fp8compile.layout.cuts import DimSharding, chunk_sizes
 
 __all__ = ["cut_dim", "share_scale_of_part", "share_scales_of_shard", "sharded_dims", "sharding_of"]
 
@@ -33,7 +33,7 @@ def share_scales_of_shard(shard: Tensor, mesh: Any, outer_size: Sequence[int], m
             each.share_scale(mesh.get_group(), dim, outer_size[dim])
 
 
-def sharding_of(weight: Tensor) -> Sharding:
+def sharding_of(weight: Tensor) -> tuple[DimSharding, ...]:
     """How ranks cut a weight, if it is a DTensor: by tensor parallelism, and then by FSDP2, whose dims come first."""
     if not is_dtensor(weight):
         return ()
@@ -47,7 +47,7 @@ def sharding_of(weight: Tensor) -> Sharding:
 
 def share_scale_of_part(parameter: Any) -> None:
     """Let a shard of a quantized parameter, a DTensor, know the ranks that have its scale too, if it does not yet."""
-    local = local_itself(parameter)
+    local: Any = local_itself(parameter)
     if local.group is not None:  # of tensor parallelism alone, or since a forward
         return
     if cuts := sharding_of(parameter):

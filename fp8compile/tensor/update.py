@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ from fp8compile.quantizers import DelayedScaling, Quantizer
 from fp8compile.tensor.codes import Codes
 
 if TYPE_CHECKING:
-    from fp8compile.tensor.parameter import QuantizedParameter
+    from fp8compile.tensor.quantized_parameter import QuantizedParameter
 
 __all__ = ["assign", "count_write", "shared_with", "stand_for"]
 
@@ -100,11 +100,12 @@ def _quantized_anew(
 ) -> Iterator[tuple[_Set, Tensor, _Anew]]:
     """Each set of codes of each weight, its values, and what it becomes by them; arguments as of `assign`."""
     dtypes = dtypes or [value.dtype for value in values]
-    sets, given = [], []
-    for weight, *others in zip(weights, values, dtypes, cuts or [()] * len(weights), strict=True):
+    sets: list[_Set] = []
+    given: list[tuple[Tensor, torch.dtype, Sharding]] = []
+    for weight, value, dtype, cut in zip(weights, values, dtypes, cuts or [()] * len(weights), strict=True):
         for own, outer in zip(weight.sets(), weight.outer, strict=False):
             sets.append(_Set(weight, own, outer))
-            given.append(others)
+            given.append((value, dtype, cut))
     amaxes = [
         each.weight.amax_of(each.codes, value.to(dtype)) for each, (value, dtype, _) in zip(sets, given, strict=True)
     ]
@@ -141,7 +142,7 @@ def stand_for(
             is_same = any(torch.equal(ops.cast(value, m, quantizer), own.codes) for m in _made_by(own.scale))
         else:
             pairs = zip((new.codes, new.scale, new.outer_scale), own.parts(), strict=False)
-            is_same = all(torch.equal(*pair) for pair in pairs)
+            is_same = all(mine is not None and torch.equal(mine, its) for mine, its in pairs)
         same[id(each.weight)] &= is_same
     return list(same.values())
 
@@ -152,7 +153,7 @@ def count_write(parameter: Tensor) -> None:
     PyTorch compares version counters, and each tensor of a parameter has its own: an eager layer saves the parameter
     for its backward, a compiled one codes and scale.
     """
-    local = local_itself(parameter)
+    local: Any = local_itself(parameter)
     torch.autograd.graph.increment_version((parameter, local, *local.parts()))
 
 
@@ -176,7 +177,7 @@ def assign(
         own = each.codes
         own.codes.copy_(new.codes)
         own.scale.copy_(new.scale)
-        if new.outer_scale is not None:
+        if new.outer_scale is not None and own.outer_scale is not None:
             own.outer_scale.copy_(new.outer_scale)
         if isinstance(own.quantizer, DelayedScaling):
             history, _ = each.weight.row()

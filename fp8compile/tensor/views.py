@@ -16,11 +16,11 @@ from torch import Tensor
 from fp8compile import _compat
 from fp8compile.layout.packing import packed_dim
 from fp8compile.tensor.codes import Codes
-from fp8compile.tensor.quantized import HANDLERS, VIEWS, QuantizedTensor, no_meaning
+from fp8compile.tensor.quantized_tensor import HANDLERS, VIEWS, QuantizedTensor, no_meaning
 
 __all__ = ["ALIASES"]
 
-aten = torch.ops.aten
+aten: Any = torch.ops.aten
 Place = tuple[int | None, int | None, int]  # start, end and step of a slice
 ALIASES = {aten.detach.default, aten.alias.default}
 
@@ -95,8 +95,8 @@ def _transpose(func: Any, x: QuantizedTensor, *dims: int) -> QuantizedTensor:
         replace(own, quantizer=own.quantizer.transposed(), has_scales_of_whole=own.has_scales_of_whole[::-1])
         for own in sets
     ]
-    is_within = x.shard_dim is not None and x.shard_dim >= x.batch
-    found = x.view_of(sets, 2 * x.ndim - 3 - x.shard_dim if is_within else x.shard_dim)
+    dim = x.shard_dim
+    found = x.view_of(sets, 2 * x.ndim - 3 - dim if dim is not None and dim >= x.batch else dim)
     if found.shape != (*x.shape[:-2], x.shape[-1], x.shape[-2]):
         raise TypeError(
             f"{func} of a QuantizedTensor of shape {tuple(x.shape)}: transposed codes of {x.quantizer!r} stand for "
@@ -161,7 +161,7 @@ def _view(func: Any, x: QuantizedTensor, *args: Any) -> QuantizedTensor:
 
 
 def _as_strided(
-    func: Any, x: QuantizedTensor, size: list[int], stride: list[int], storage_offset: int | None = None
+    func: Any, x: QuantizedTensor, size: Sequence[int], stride: Sequence[int], storage_offset: int | None = None
 ) -> QuantizedTensor:
     """The view with this size and stride, found among the others: AOTAutograd asks so for views that leave a graph."""
     size, stride = tuple(size), tuple(stride)
@@ -194,7 +194,7 @@ def _as_strided(
     )
 
 
-def _position(offset: int, stride: tuple[int, ...]) -> list[int]:
+def _position(offset: Any, stride: Sequence[int]) -> list[int]:
     """Indices of the element at ``offset``."""
     indices = [0] * len(stride)
     for dim in sorted(range(len(stride)), key=lambda d: -stride[d]):
@@ -232,7 +232,7 @@ def _slice(
     if dim < x.batch:
         sets = [own.each(lambda part: func(part, dim, start, end)) for own in x.stored()]
         return x.view_of(sets, x.shard_dim, along_batch=True)
-    may_cut = x.may_cut_blocks and x.ndim - x.batch == 2 and step == 1 and (x.batch or dim == 0)
+    may_cut = x.may_cut_blocks and x.ndim - x.batch == 2 and step == 1 and (x.batch > 0 or dim == 0)
     return x.view_of([_slice_of(func, x, own, dim, (start, end, step), may_cut) for own in x.stored()], x.shard_dim)
 
 
@@ -240,7 +240,8 @@ def _slice_of(func: Any, x: QuantizedTensor, own: Codes, dim: int, where: Place,
     """A set of the codes of a slice along a dim of its matrices."""
     size, is_column = x.shape[dim], dim == x.ndim - 1
     first, last, step = slice(*where).indices(size)
-    if may_cut and (own.has_all_scales or x.cuts_by(own, dim, first, last)):
+    parameter: Any = x  # what may be cut within blocks is a QuantizedParameter
+    if may_cut and (own.has_all_scales or parameter.cuts_by(own, dim, first, last)):
         of_whole = (own.has_scales_of_whole[0] or not is_column, own.has_scales_of_whole[1] or is_column)
         return own.showing(_codes_slice(func, x, own, dim, where), has_scales_of_whole=of_whole)
     _check_keeps_blocks(func, x, own, keeps_bytes=True)

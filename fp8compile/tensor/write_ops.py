@@ -11,13 +11,13 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from fp8compile.tensor.arguments import SOURCE_DTYPES
 from fp8compile.tensor.codes import Codes
 from fp8compile.tensor.optimizer_steps import computed_values, values_of, write
-from fp8compile.tensor.parameter import SLICE, WRITES, QuantizedParameter
-from fp8compile.tensor.quantized import QuantizedTensor, has_codes
+from fp8compile.tensor.quantized_parameter import SLICE, WRITES, QuantizedParameter
+from fp8compile.tensor.quantized_tensor import QuantizedTensor, has_codes
 from fp8compile.tensor.update import count_write
 
 __all__ = ["READS", "UPDATES"]
 
-aten = torch.ops.aten
+aten: Any = torch.ops.aten
 
 
 def _overloads(*names: str) -> set[Any]:
@@ -38,7 +38,7 @@ UPDATES = _overloads(
 READS = _overloads("add", "sub", "_foreach_add", "_foreach_sub", "lerp", "norm", "linalg_vector_norm", "_foreach_norm")
 
 
-def _written(func: Any, args: tuple, kwargs: dict) -> list[Any]:
+def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
     """Arguments, and entries of lists of them, that an op writes to."""
     found = []
     for index, argument in enumerate(func._schema.arguments):
@@ -47,9 +47,9 @@ def _written(func: Any, args: tuple, kwargs: dict) -> list[Any]:
     return found
 
 
-def _compute(func: Any, args: tuple, kwargs: dict) -> Any:
+def _compute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """An op on the values of parameters; those that it writes to are quantized anew, all of them at once."""
-    written = [each for each in _written(func, args, kwargs) if has_codes(each)]
+    written: list[Any] = [each for each in _written(func, args, kwargs) if has_codes(each)]
     for each in written:
         if not isinstance(each, QuantizedParameter):
             raise TypeError(f"{func} writes to a QuantizedTensor, which stands for fixed numbers.")
@@ -81,8 +81,8 @@ def _copy(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
         )
     if not has_codes(source):
         return _copy_values(target, source)
-    is_parameter = isinstance(source, QuantizedParameter)
-    if target.pending is not None and is_parameter and (values := computed_values(source)) is not None:
+    parameter = source if isinstance(source, QuantizedParameter) else None
+    if target.pending is not None and parameter is not None and (values := computed_values(parameter)) is not None:
         return _copy_values(target, values)
     own, given = target.sets(), source.sets()
     if [each.quantizer for each in own] != [each.quantizer for each in given] or source.shape != target.shape:
@@ -97,11 +97,11 @@ def _copy(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
         is_row_of_blocks = mine.has_all_scales and target.blank and mine.scale.shape != theirs.scale.shape
         if not is_row_of_blocks:  # FSDP2 made the target of the same weight, with the scales of all its blocks
             mine.scale.copy_(theirs.scale)
-        if mine.outer_scale is not None:
+        if mine.outer_scale is not None and theirs.outer_scale is not None:
             mine.outer_scale.copy_(theirs.outer_scale)
     count_write(target)
-    target.written = source.written if is_parameter and target.blank else True
-    initial = source.initial if is_parameter else None
+    target.written = parameter.written if parameter is not None and target.blank else True
+    initial = None if parameter is None else parameter.initial
     target.keep(source if initial is None else initial)
     return target
 
@@ -122,7 +122,7 @@ def _copy_values(target: QuantizedParameter, source: Tensor) -> Tensor:
     return target
 
 
-def _refuse_cat(func: Any, args: tuple, kwargs: dict) -> None:
+def _refuse_cat(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     raise TypeError(
         "aten.cat.default of QuantizedParameters has no FP8 meaning, and nothing dequantizes in silence. If this is "
         "DistributedDataParallel, which copies values of rank 0 in one message: call "

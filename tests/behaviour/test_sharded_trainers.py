@@ -5,11 +5,9 @@ On a CPU accelerate shards nothing, so its ranks are told that they are of a kin
 
 from __future__ import annotations
 
-import os
-from contextlib import contextmanager
-
 import torch
 import torch.distributed as dist
+from accelerate_ranks import sharding_ranks
 from gloo_ranks import shared_ranks
 from ways import behaviour
 
@@ -23,35 +21,6 @@ LAYER = "LlamaDecoderLayer"
 
 
 # ---------------------------------------------------------------------------------- in each rank
-
-
-@contextmanager
-def sharding_ranks():
-    """What accelerate finds: the ranks of this group, as if they had GPUs."""
-    from accelerate.state import AcceleratorState, GradientState, PartialState
-    from accelerate.utils import DistributedType
-
-    def clean():
-        AcceleratorState._reset_state(reset_partial_state=True)
-        PartialState._reset_state()
-        GradientState._reset_state()
-
-    def init(self, *args, **options):
-        real(self, *args, **options)
-        self.distributed_type = DistributedType.MULTI_GPU
-
-    rank, size, before = dist.get_rank(), dist.get_world_size(), dict(os.environ)
-    os.environ |= {"RANK": f"{rank}", "LOCAL_RANK": f"{rank}", "WORLD_SIZE": f"{size}", "LOCAL_WORLD_SIZE": f"{size}"}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}  # which nobody asks: the group is there
-    clean()
-    real, PartialState.__init__ = PartialState.__init__, init
-    try:
-        yield
-    finally:
-        PartialState.__init__ = real
-        clean()
-        os.environ.clear()
-        os.environ.update(before)
 
 
 def llama(recipe, *, codes):

@@ -10,6 +10,7 @@ from fp8compile import library, ops, parallel, recipes, tables, testing
 __all__ = ["imported", "private"]
 
 PUBLIC = {module.__name__: module for module in (f8, library, ops, parallel, recipes, tables, testing)}
+INTEGRATIONS = "fp8compile.integrations"  # its modules are public, and need the libraries that they are for
 
 
 def _attribute(node: ast.Attribute) -> str | None:
@@ -40,6 +41,8 @@ def private(names: set[str]) -> set[str]:
 
     def is_public(whole: str) -> bool:
         module, _, name = whole.partition(":")
+        if module == INTEGRATIONS:
+            return True
         if module not in PUBLIC:
             return False
         return not name or name in PUBLIC[module].__all__ or f"{module}.{name}" in PUBLIC

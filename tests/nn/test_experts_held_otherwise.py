@@ -13,7 +13,7 @@ from transformers.models.jetmoe.modeling_jetmoe import JetMoeParallelExperts
 
 import fp8compile as f8
 from fp8compile._compat import TORCH_VERSION
-from fp8compile.nn.experts import hosts
+from fp8compile.nn.experts import known_modules
 
 EVERY = {"filter": lambda *_: True}
 COUNT, WIDTH, INNER, TOKENS = 4, 64, 48, 24
@@ -166,10 +166,10 @@ def mix(self, rows, ends):
 
 @pytest.fixture
 def registry(monkeypatch):
-    monkeypatch.setattr(hosts, "HOSTS", list(hosts.HOSTS))
-    hosts.host_of_class.cache_clear()
+    monkeypatch.setattr(known_modules, "HOSTS", list(known_modules.HOSTS))
+    known_modules.host_of_class.cache_clear()
     yield
-    hosts.host_of_class.cache_clear()
+    known_modules.host_of_class.cache_clear()
 
 
 @pytest.mark.parametrize("quantized", [False, True])

@@ -14,7 +14,7 @@ from torch.nn.functional import linear
 from transformers.pytorch_utils import Conv1D
 
 import fp8compile as f8
-from fp8compile.nn.experts import hosts
+from fp8compile.nn.experts import known_modules
 from fp8compile.testing import Recording, gemm_share
 from fp8compile.testing.bits import bits
 from fp8compile.testing.explain import explain, explain_mesh
@@ -148,10 +148,10 @@ class Scaled(Projection):
 
 @pytest.fixture
 def registered(monkeypatch):
-    monkeypatch.setattr(hosts, "HOSTS", list(hosts.HOSTS))
-    hosts.host_of_class.cache_clear()
+    monkeypatch.setattr(known_modules, "HOSTS", list(known_modules.HOSTS))
+    known_modules.host_of_class.cache_clear()
     yield f8.library.register_linear_like(Projection)
-    hosts.host_of_class.cache_clear()
+    known_modules.host_of_class.cache_clear()
 
 
 def test_a_registered_class_is_converted_and_a_subclass_with_its_own_forward_is_not(registered):

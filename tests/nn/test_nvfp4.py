@@ -164,7 +164,7 @@ def test_groups_take_gradients_of_dequantized_codes(assert_bits_equal):
 
 
 def test_a_quantized_parameter_does_not_lose_an_outer_scale_in_silence():
-    from fp8compile.tensor.parameter import QuantizedParameter
+    from fp8compile.tensor.quantized_parameter import QuantizedParameter
 
     q = f8.quantize(torch.randn(32, 32), f8.TwoLevelScaling())
     with pytest.raises(TypeError, match="QuantizedParameter of TwoLevelScaling: outer_scale is None"):

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 
 import fp8compile as f8
 from fp8compile.nn.codes_in_state import codes_and_scales
-from fp8compile.nn.experts.classes import class_by
+from fp8compile.nn.experts.converted_class import class_by
 from fp8compile.tensor import QuantizedParameter
 from fp8compile.testing.bits import difference
 

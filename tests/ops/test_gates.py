@@ -10,9 +10,10 @@ from torch import nn
 
 import fp8compile as f8
 from fp8compile.cli import checks, doctor, main
+from fp8compile.ops.gemm import select_gemm
 from fp8compile.ops.support import recipe_support
 from fp8compile.quantizers import GEMMS
-from fp8compile.target import Target, pretend_target, target_of
+from fp8compile.target import Build, Target, pretend_target, target_of
 from fp8compile.testing.explain.gpu import missing_gemm
 from fp8compile.testing.gpu.gpus import GPUS
 from fp8compile.testing.gpu.graphs import gpu_graphs
@@ -20,7 +21,7 @@ from fp8compile.testing.gpu.graphs import gpu_graphs
 CUDA = torch.device("cuda")
 AMD = {"MI300X": (9, 4), "MI355X": (9, 5), "RX 9070": (12, 0), "MI200": (9, 0)}
 TENSORWISE = f8.recipes.tensorwise(grad_format="e4m3")
-TRAPS = "PyTorch has for compute capability 9.0 alone"
+TRAPS = "scales of rows, which runs on compute capability 9.0"
 OFFSETS = torch.tensor([16, 32], dtype=torch.int32)
 
 
@@ -50,9 +51,9 @@ def test_emulation_runs_on_an_amd_gpu():
 
 def test_the_target_of_a_rocm_gpu_says_so(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 4))
-    assert target_of(CUDA) == Target("cuda", (9, 4), hip=torch.version.hip)
+    assert target_of(CUDA) == Target("cuda", (9, 4), torch.version.hip, Build.here())
     monkeypatch.setattr(torch.version, "hip", "7.0")
-    assert target_of(CUDA) == Target("cuda", (9, 4), hip="7.0")
+    assert target_of(CUDA) == Target("cuda", (9, 4), "7.0", Build.here())
     assert target_of(torch.device("cpu")) == Target("cpu")
 
 
@@ -78,8 +79,7 @@ def test_doctor_names_rocm_and_refuses(monkeypatch, capsys):
 def test_groups_by_scales_of_rows_run_on_9_alone(recipe, capability):
     found = kinds(recipe, Target("cuda", capability), grouped=True)
     assert {each.kind for each in found} == {"none"}
-    expected = TRAPS if capability[0] == 10 else "needs a grouped GEMM"
-    assert all(expected in each.detail and "experts" in each.detail for each in found)
+    assert all(TRAPS in each.detail and "experts" in each.detail for each in found)
     assert {each.kind for each in kinds(recipe, Target("cuda", (9, 0)), grouped=True)} == {"rowwise"}
 
 
@@ -130,4 +130,96 @@ def test_explain_says_which_layer_a_b200_has_no_gemm_for():
     assert missing_gemm(model, GPUS["h200"]) == ""
     missing = missing_gemm(model, GPUS["b200"])
     assert missing.startswith("experts, output")
-    assert "Take fp8compile.recipes.mxfp8() or nvfp4() for experts here" in missing
+    assert "Take fp8compile.recipes.mxfp8() or nvfp4() for experts" in missing
+
+
+# ---------------------------------------------------------------------------------- the table
+
+CU126, CU130 = (12, 6), (13, 0)
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+ROWS = f8.recipes.rowwise()
+PRODUCT_OF = {
+    "tensorwise": (TENSORWISE, False),
+    "rowwise": (ROWS, False),
+    "blockwise": (f8.recipes.blockwise(), False),
+    "mx": (f8.recipes.mxfp8(), False),
+    "nvfp4": (f8.recipes.nvfp4(), False),
+    "rowwise groups": (ROWS, True),
+    "blockwise groups": (f8.recipes.blockwise(), True),
+    "mx groups": (f8.recipes.mxfp8(), True),
+    "nvfp4 groups": (f8.recipes.nvfp4(), True),
+}
+# What PyTorch's sources refuse, or run wrongly: (product, capabilities, builds, dtypes of the result).
+ANY = ((8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (10, 3), (11, 0), (12, 0), (12, 1))
+BUILDS = [Build(version, cuda) for version in ((2, 11), (2, 13), (2, 15)) for cuda in (CU126, CU130)]
+OLD_CUDA = [build for build in BUILDS if build.cuda == CU126]
+BEFORE_215 = [build for build in BUILDS if build.torch < (2, 15)]
+NOT_HOPPER = tuple(each for each in ANY if each != (9, 0))
+BEFORE_BLACKWELL = ANY[:4]
+REFUSED = [
+    *((product, ((8, 0), (8, 6)), BUILDS, (BF16, FP16, FP32)) for product in PRODUCT_OF),
+    ("rowwise", ANY[2:], [build for build in BEFORE_215 if build.cuda == CU126], (FP16, FP32)),
+    ("rowwise", tuple(each for each in ANY[2:] if each != (9, 0)), BEFORE_215, (FP16, FP32)),
+    ("rowwise", ANY[2:], [Build((2, 13), CU126, is_windows=True)], (BF16, FP16, FP32)),
+    ("rowwise groups", ((9, 0),), [Build((2, 13), CU130, is_windows=True)], (BF16,)),
+    ("blockwise", NOT_HOPPER, BUILDS, (BF16, FP32)),
+    ("blockwise", ((9, 0),), OLD_CUDA, (BF16, FP32)),
+    ("mx", BEFORE_BLACKWELL, BUILDS, (BF16,)),
+    ("nvfp4", BEFORE_BLACKWELL, BUILDS, (BF16,)),
+    ("rowwise groups", NOT_HOPPER, BUILDS, (BF16, FP16, FP32)),
+    ("rowwise groups", ((9, 0),), BUILDS, (FP16, FP32)),
+    *((f"{name} groups", (*BEFORE_BLACKWELL, (11, 0), (12, 0), (12, 1)), BUILDS, (BF16,)) for name in ("mx", "nvfp4")),
+    *((f"{name} groups", ((10, 0),), [Build((2, 13), CU130, has_mslk=False)], (BF16,)) for name in ("mx", "nvfp4")),
+]
+RUNS = [
+    ("tensorwise", ANY[2:], BUILDS, (BF16, FP16, FP32)),
+    ("rowwise", ANY[2:], BUILDS, (BF16,)),
+    ("rowwise", ((9, 0),), [Build((2, 11), CU130), Build((2, 13), CU130)], (FP16, FP32)),
+    ("rowwise", ANY[2:], [Build((2, 15), CU130)], (FP16, FP32)),
+    ("blockwise", ((9, 0),), [Build((2, 13), CU130)], (BF16, FP32)),
+    ("mx", ANY[4:], [Build((2, 13), CU130)], (BF16, FP16, FP32)),
+    ("nvfp4", ANY[4:], [Build((2, 13), CU130)], (BF16,)),
+    ("rowwise groups", ((9, 0),), BUILDS, (BF16,)),
+    ("mx groups", ((10, 0), (10, 3)), [Build((2, 13), CU130)], (BF16,)),
+    ("nvfp4 groups", ((10, 0), (10, 3)), [Build((2, 13), CU130)], (BF16,)),
+]
+
+
+def outcomes(rows):
+    for product, capabilities, builds, dtypes in rows:
+        recipe, is_grouped = PRODUCT_OF[product]
+        for capability in capabilities:
+            for build in builds:
+                for dtype in dtypes:
+                    with pretend_target(Target("cuda", capability, None, build)):
+                        found = recipe_support(recipe, CUDA, dtype, grouped=is_grouped)
+                    yield (product, capability, build, dtype), [(each.kind, each.detail) for each in found]
+
+
+def test_no_gate_admits_what_pytorch_refuses_or_computes_wrongly():
+    seen = list(outcomes(REFUSED))
+    assert len(seen) > 300
+    wrong = [what for what, found in seen if any(kind == what[0].split()[0] for kind, _ in found)]
+    assert wrong == []
+    silent = [what for what, found in seen if any(kind == "none" and "compute" not in text for kind, text in found)]
+    assert silent == []  # a refusal names the GPU that it was asked of
+
+
+def test_what_pytorch_runs_is_not_refused():
+    seen = list(outcomes(RUNS))
+    assert [what for what, found in seen if {kind for kind, _ in found} != {what[0].split()[0]}] == []
+
+
+def test_the_left_operand_of_rows_may_be_e5m2_and_the_right_one_only_by_cublas():
+    e4m3, e5m2 = (f8.CurrentScaling(format=name, block=(1, -1)) for name in ("e4m3", "e5m2"))
+    for capability, right in (((9, 0), "rowwise"), ((10, 0), "scaled_after"), ((12, 0), "scaled_after")):
+        with pretend_target(Target("cuda", capability, None, Build((2, 13), CU130))):
+            assert select_gemm(e5m2, e4m3.transposed(), CUDA, BF16) == "rowwise"
+            assert select_gemm(e4m3, e5m2.transposed(), CUDA, BF16) == right
+
+
+def test_the_build_of_this_process_is_asked(monkeypatch):
+    here = Build.here()
+    assert here.torch == tuple(map(int, torch.__version__.split("+")[0].split(".")[:2]))
+    assert here.cuda == (torch.version.cuda and tuple(map(int, torch.version.cuda.split("."))))
+    assert not here.is_windows

@@ -194,7 +194,7 @@ def test_an_answer_of_another_form_is_refused(register, parts, text):
 @pytest.fixture
 def int8(monkeypatch):
     """The recipe of the example library's int8, whose import registers its GEMM."""
-    monkeypatch.syspath_prepend(Path(__file__).parents[1] / "example_library")
+    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "examples" / "custom_quantizer")
     import swiglu8
 
     return f8.library.recipe(swiglu8.Int8())

@@ -29,7 +29,7 @@ PACKED = {"packed": own_arithmetic.Packed, "packed, cuttable": own_arithmetic.Cu
 def recipe_of(name):
     """A recipe by name. "int8" is the example library's, which registers a GEMM; "packed" lays two codes in a byte."""
     if name == "int8":
-        folder = str(Path(__file__).parents[1] / "example_library")
+        folder = str(Path(__file__).parents[2] / "examples" / "custom_quantizer")
         if folder not in sys.path:
             sys.path.insert(0, folder)
         import swiglu8

@@ -27,7 +27,7 @@ from fp8compile import parallel
 from fp8compile.testing import Recording
 from fp8compile.testing.bits import difference, sum_difference
 
-LIBRARY = Path(__file__).parents[1] / "example_library"
+LIBRARY = Path(__file__).parents[2] / "examples" / "custom_quantizer"
 OUTPUT, GRAD_INPUT, GRAD_WEIGHT = f8.quantizers.GEMMS
 RECIPES = ("tensorwise", "rowwise", "rowwise_bf16_wgrad", "blockwise", "mxfp8")
 COLUMN, ROW = parallel.column_parallel_linear, parallel.row_parallel_linear

@@ -179,11 +179,11 @@ def codes_from_rank_0():
     return "no error"
 
 
-def early_optimizer_state():
+def early_optimizer_state(name):
     """What is said where a state by name is set before shards know their ranks: PyTorch takes a step for it."""
     mesh = DeviceMesh.from_group(GROUPS["pair"], "cpu")
     model = sharded(converted(145), mesh)
-    optimizer = OPTIMIZERS["AdamW, masters"](model.parameters())
+    optimizer = OPTIMIZERS[name](model.parameters())
     try:
         get_optimizer_state_dict(model, optimizer)
     except RuntimeError as error:
@@ -230,5 +230,7 @@ def test_codes_that_rank_0_alone_has_are_missed_by_the_others(ranks):
 
 
 def test_optimizer_state_by_name_before_a_forward_says_what_to_call(ranks):
-    for text in ranks.run(early_optimizer_state):
+    for text in ranks.run(early_optimizer_state, "AdamW, fused"):
         assert "Call fp8compile.parallel.share_scales(model) after fully_shard" in text
+    # masters are made of shards, and say whose they are
+    assert set(ranks.run(early_optimizer_state, "AdamW, masters")) == {"no error"}

@@ -222,7 +222,7 @@ def test_every_layer_on_ranks_is_that_of_one_process(ranks, recipe, layout, shap
 
 # ---------------------------------------------------------------------------------- quantizers of others
 
-LIBRARY = Path(__file__).parents[1] / "example_library"
+LIBRARY = Path(__file__).parents[2] / "examples" / "custom_quantizer"
 # blocks of 64 inside a rank's part and cut by its end, tokens and features that nothing divides, and no token
 LIBRARY_SHAPES = ("cut blocks", "nothing divides", "no token")
 

@@ -197,6 +197,29 @@ def test_run_that_is_resumed_has_the_same_losses(name):
     assert single.train(model, optimizer, 3, first=3) == expected
 
 
+def stepped_without_learning_rate(optimizer):
+    """The step by which torch.distributed.checkpoint makes states, before it loads some."""
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+        for each in group["params"]:
+            each.grad = torch.zeros(each.shape, dtype=each.dtype)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("keep_initial", [False, True])
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_step_without_learning_rate_leaves_both_sets_of_loaded_codes(name, keep_initial, assert_bits_equal):
+    trained = converted(name)
+    single.train(trained, masters(trained), 2)
+    model = converted(name, seed=1, keep_initial=keep_initial)
+    model.load_state_dict(trained.state_dict())
+    stepped_without_learning_rate(masters(model))
+    for weight, other in zip(weights_of(model), weights_of(trained), strict=True):
+        for mine, theirs in zip(parts(weight), parts(other), strict=True):
+            assert_bits_equal(mine, theirs)
+
+
 def test_states_of_other_kinds():
     model = converted()
     model.load_state_dict(single.model_of(1).state_dict())  # of values

@@ -7,6 +7,7 @@ import json
 import logging
 from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from fp8compile.cli.errors import Failed, UserError
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = ["explain_on_mesh", "sizes_of"]
 
-log = logging.getLogger(__name__)
+log: logging.Logger = logging.getLogger(__name__)
 WANTED = "a function of the mesh, or of the mesh and a recipe, that returns (model, args)"
 
 
@@ -67,6 +68,10 @@ def _checked(text: str, value: Any) -> tuple[Any, tuple[Any, ...]]:
     return model, (args,) if isinstance(args, Tensor) else tuple(args)
 
 
+def _built(text: str, function: Callable[..., Any], rest: tuple[Any, ...], mesh: Any) -> tuple[Any, tuple[Any, ...]]:
+    return _checked(text, function(mesh, *rest))
+
+
 def explain_on_mesh(text: str, mesh: str, recipe: str | None, gpu: str) -> dict[str, MeshExplanation]:
     """Explain one rank of a mesh, in FP8 and, where TARGET takes a recipe, in high precision.
 
@@ -94,14 +99,14 @@ def explain_on_mesh(text: str, mesh: str, recipe: str | None, gpu: str) -> dict[
     if taken == 2 and recipe is None:
         raise UserError(f"{text} takes a recipe; add --recipe rowwise, or another")
     columns: dict[str, tuple[Any, ...]] = {"as TARGET makes it": ()}
-    if taken == 2:
+    if taken == 2 and recipe is not None:
         with running(f"--recipe {recipe}"):
             columns = {recipe: (recipes.by_name(recipe),), "without FP8": (None,)}
     found = {}
     for name, rest in columns.items():
         log.info("tracing one rank: %s", name)
         with running(f"{text}: tracing it on {mesh}"):
-            found[name] = explain_mesh(lambda made, rest=rest: _checked(text, function(made, *rest)), sizes, gpu=gpu)
+            found[name] = explain_mesh(partial(_built, text, function, rest), sizes, gpu=gpu)
     return found
 
 

@@ -26,7 +26,7 @@ LAYER_COLUMNS = ("layer", "out x in", "recipe", "GEMMs", "really run in")
 
 def _folded(rows: Iterable[tuple[Cell, ...]]) -> tuple[tuple[Cell, ...], ...]:
     """Rows whose first cell is a layer's name; equal layers are one row."""
-    return tuple((name, *rest) for name, rest in folded((row[0], row[1:]) for row in rows))
+    return tuple((name, *rest) for name, rest in folded((str(row[0]), row[1:]) for row in rows))
 
 
 def _runs(gemm: GemmExplanation) -> Cell:
@@ -143,14 +143,14 @@ def _launches(gpu: GpuExplanation) -> Section:
             direction = "backward" if cost.backward else "forward"
             numbers = (cost.kernels, cost.gemms, cost.fp8_gemms, cost.opaque)
             rows.append((name, direction, *map(str, numbers), f"{cost.bytes:,}"))
-    lines = ("From the code that Inductor generates; nothing was launched.",)
+    lines: tuple[str, ...] = ("From the code that Inductor generates; nothing was launched.",)
     if gpu.gemms:
         lines += (f"GEMMs of converted layers: {', '.join(f'{name} ({count})' for name, count in gpu.gemms)}.",)
     if gpu.bf16_problem:
         lines += (f"No unconverted model beside it: {gpu.bf16_problem}",)
     columns = ("model", "graph", "kernels", "GEMMs", "of them FP8", "other", "bytes moved")
-    numbers = tuple(range(2, len(columns)))
-    return Section(title=f"launches on {gpu.gpu}", lines=lines, columns=columns, rows=tuple(rows), numbers=numbers)
+    right = tuple(range(2, len(columns)))
+    return Section(title=f"launches on {gpu.gpu}", lines=lines, columns=columns, rows=rows, numbers=right)
 
 
 def _roofline(bound: Roofline) -> Section:

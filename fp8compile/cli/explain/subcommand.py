@@ -6,7 +6,7 @@ import argparse
 import contextlib
 import logging
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,9 +32,10 @@ TARGET = """
 package.module:name or FILE.py:name, a function that returns (model, args) or (model, args, kwargs), or a module (or
 its class) with a method example_inputs(); FILE.py alone looks for model_and_inputs, then example
 """
-GPUS = ("h200", "b200")  # keys of PEAKS, which takes PyTorch to load
+# keys of PEAKS, which takes PyTorch to load
+GPUS = ("h200", "b200", "rtx4090", "l40s", "h100", "b300", "rtx5090", "rtx_pro_6000", "gb10")
 COMPILING = "compiling the model and running it"
-log = logging.getLogger(__name__)
+log: logging.Logger = logging.getLogger(__name__)
 
 
 def add_parser(subparsers: Any) -> None:
@@ -87,7 +88,7 @@ def _check_writable(path: Path) -> None:
         path.unlink()
 
 
-def _steps(parsed: argparse.Namespace) -> Iterator[Explanation]:
+def _steps(parsed: argparse.Namespace) -> Generator[Explanation, None, None]:
     """Explain the model; output of the user's code goes to standard error, to keep it apart from ours."""
     from fp8compile.cli.explain.ranks import check_spread, pretended_ranks
     from fp8compile.cli.explain.target import load_target
@@ -153,11 +154,11 @@ def _run(parsed: argparse.Namespace) -> int:
     from fp8compile.cli.explain.sections import gpu_sections, graph_sections
     from fp8compile.cli.terminal import print_sections
 
-    found = None
-    for each in _steps(parsed):
-        if found is None and not parsed.json:
-            print_sections(graph_sections(each))  # before minutes go into code for a GPU
-        found = each
+    with contextlib.closing(_steps(parsed)) as steps:
+        found = next(steps)
+        if not parsed.json:
+            print_sections(graph_sections(found))  # before minutes go into code for a GPU
+        found = next(steps, found)
     if parsed.html is not None:
         from fp8compile.cli.explain.html import page
 

@@ -58,6 +58,8 @@ def _from_file(path: Path) -> ModuleType:
     # what a __main__.py does under `if __name__ == "__main__"` is not asked for
     name = "explained_main" if path.stem == "__main__" else path.stem
     spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None, f"{path} ends in .py"
+    assert spec.loader is not None, f"{path} ends in .py"
     module = importlib.util.module_from_spec(spec)
     sys.modules.setdefault(name, module)  # dataclasses and pickle look their module up by name
     sys.path.insert(0, str(path.parent.resolve()))  # as `python FILE.py` does

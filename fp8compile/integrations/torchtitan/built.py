@@ -18,7 +18,7 @@ __all__ = ["Change", "building"]
 class Change(Protocol):
     """The change that is made to a built object. It is hashable; a log of the config shows its ``to_dict``."""
 
-    def build(self, plain: type, config: Any, kwargs: dict[str, Any]) -> Any:
+    def build(self, plain: type[Any], config: Any, kwargs: dict[str, Any]) -> Any:
         """Call ``plain.build(config, **kwargs)``, and change the result."""
 
     def to_dict(self) -> dict[str, Any]:
@@ -26,7 +26,7 @@ class Change(Protocol):
 
 
 @cache
-def _class(plain: type) -> type:
+def _class(plain: type[Any]) -> type[Any]:
     def build(self: Any, **kwargs: Any) -> Any:
         return self.float8.build(plain, self, kwargs)
 
@@ -45,4 +45,4 @@ def building(config: Any, change: Change) -> Any:
         change: It is kept in the field ``float8``.
     """
     given = {each.name: getattr(config, each.name) for each in fields(config) if each.init}
-    return _class(type(config))(**given, float8=change)
+    return _class(type(config))(**given, float8=change)  # type: ignore[arg-type]  # classes are hashable

@@ -20,7 +20,7 @@ __all__ = ["convert"]
 class _Quantized:
     """Metrics of a quantized model, without the share of the bf16 peak; torchtitan looks for its own classes only."""
 
-    def build(self, plain: type, config: Any, kwargs: dict[str, Any]) -> Any:
+    def build(self, plain: type[Any], config: Any, kwargs: dict[str, Any]) -> Any:
         return plain.build(config, **{**kwargs, "has_quantization": True})
 
     def to_dict(self) -> dict[str, Any]:

@@ -39,7 +39,7 @@ class _Conversion:
     filter: Filter | None
     keep_ends: int
 
-    def build(self, plain: type, config: Any, kwargs: dict[str, Any]) -> nn.Module:
+    def build(self, plain: type[Any], config: Any, kwargs: dict[str, Any]) -> nn.Module:
         model = plain.build(config, **kwargs)
         convert(model, self.recipe, filter=self.filter, keep_ends=self.keep_ends)
         declare_states(model)

@@ -66,7 +66,7 @@ class CheckpointingConfig:
         policy = None if self.plain is None else self.plain.build(**kwargs)
         if isinstance(policy, SelectiveAC):
             own = policy.get_save_ops  # its config is the user's, from the command line too: only the object is ours
-            policy.get_save_ops = lambda: {*own(), *GEMM_OPS}  # type: ignore[method-assign]
+            policy.get_save_ops = lambda: {*own(), *GEMM_OPS}
         return _BeforeCompile(policy, self.gather)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import spmd_types as spmd
 import torch.distributed as dist
@@ -25,7 +26,7 @@ def _with_state(model: nn.Module) -> Iterator[Linear]:
 def declare_states(model: nn.Module) -> None:
     """Declare each layer's state as replicated in its sharding config, which torchtitan needs for each buffer."""
     for layer in _with_state(model):
-        sharding = layer._sharding_config
+        sharding: Any = layer._sharding_config
         if sharding is not None:
             everywhere = SpmdLayout(dict.fromkeys(sharding.state_shardings["weight"].axes(), spmd.R))
             states = {**sharding.state_shardings, **dict.fromkeys(STATE, everywhere)}

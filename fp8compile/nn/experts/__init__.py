@@ -1,6 +1,6 @@
 """Modules that convert knows by the way in which another library writes them: experts, and linears by another name."""
 
-from fp8compile.nn.experts.classes import (
+from fp8compile.nn.experts.converted_class import (
     ConvertedExperts,
     ConvertedLinearLike,
     ConvertedModule,
@@ -13,7 +13,7 @@ from fp8compile.nn.experts.classes import (
     hosted_class,
 )
 from fp8compile.nn.experts.host import stacks
-from fp8compile.nn.experts.hosts import (
+from fp8compile.nn.experts.known_modules import (
     as_it_lies,
     holds_no_stacks,
     is_experts,

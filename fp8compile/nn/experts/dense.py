@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from fp8compile.nn.experts.host import Host, code_of
 from fp8compile.nn.grouped import grouped_linear
@@ -13,7 +15,7 @@ __all__ = ["DENSE"]
 LLAMA4 = ("transformers.models.llama4.modeling_llama4", "Llama4TextExperts.forward")
 
 
-def _forward(self: nn.Module, hidden_states: Tensor) -> Tensor:
+def _forward(self: Any, hidden_states: Tensor) -> Tensor:
     """(experts * tokens, hidden) to the same shape: the tokens of the first expert, then those of the second."""
     experts, hidden, _ = self.gate_up_proj.shape
     tokens = hidden_states.view(experts, -1, hidden).shape[1]

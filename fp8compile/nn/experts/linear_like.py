@@ -6,6 +6,7 @@ The Conv1D of transformers is one, which GPT-2 is made of. Others are registered
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
@@ -22,14 +23,16 @@ def linear_host(takes: Callable[[type[nn.Module]], bool], *, is_transposed: bool
     """A class whose forward is ``x @ weight.T + bias`` and nothing else; transposed, ``x @ weight + bias``."""
 
     def layout(module: nn.Module) -> Layout:
-        weight = getattr(module, "weight", None)
+        weight: Any = getattr(module, "weight", None)
         if not isinstance(weight, Tensor):
             raise TypeError(
                 f"convert: {type(module).__name__} is registered as a linear by another name, and has no weight, the "
                 "parameter that such a module multiplies by."
             )
         size = tuple(weight.shape) if not is_lazy(weight) and weight.ndim == 2 else (0, 0)
-        return Layout(weights={"weight": weight}, matrices=(size[::-1] if is_transposed else size,))
+        n, k = size[::-1] if is_transposed else size
+        own: dict[str, Any] = {"weight": weight}
+        return Layout(weights=own, matrices=((n, k),))
 
     return Host(
         takes=takes,
@@ -41,12 +44,12 @@ def linear_host(takes: Callable[[type[nn.Module]], bool], *, is_transposed: bool
     )
 
 
-def _forward(self: nn.Module, x: Tensor) -> Tensor:
+def _forward(self: Any, x: Tensor) -> Tensor:
     """(..., in_features) to (..., out_features), in the dtype of x."""
     return linear(x, self.weight, getattr(self, "bias", None), recipe=self.recipe)
 
 
-def _transposed_forward(self: nn.Module, x: Tensor) -> Tensor:
+def _transposed_forward(self: Any, x: Tensor) -> Tensor:
     """(..., in_features) to (..., out_features), in the dtype of x."""
     return linear(x, self.weight.t(), getattr(self, "bias", None), recipe=self.recipe)
 

@@ -6,6 +6,7 @@ torchtitan gives the method for others to override. Whoever writes such a method
 from __future__ import annotations
 
 import inspect
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -25,7 +26,7 @@ def _has_the_method(cls: type[nn.Module]) -> bool:
     return tuple(each.name for each in given) == ARGUMENTS and all(each.kind == each.KEYWORD_ONLY for each in given)
 
 
-def _grouped_mm(self: nn.Module, *, A: Tensor, B_t: Tensor, offs: Tensor) -> Tensor:
+def _grouped_mm(self: Any, *, A: Tensor, B_t: Tensor, offs: Tensor) -> Tensor:
     return grouped_mm(A, B_t, offs=offs, recipe=self.recipe)
 
 

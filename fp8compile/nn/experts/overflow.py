@@ -38,7 +38,7 @@ def place_counter(module: nn.Module) -> None:
         return
     start_counting(module)
     if not counter.is_meta:
-        counter_of(module).copy_(counter)
+        getattr(module, NAME).copy_(counter)
 
 
 def count(module: nn.Module, rows: Tensor) -> None:

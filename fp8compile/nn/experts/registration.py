@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from fp8compile.nn.experts.host import Host, Layout, inherits
-from fp8compile.nn.experts.hosts import add_host
+from fp8compile.nn.experts.known_modules import add_host
 from fp8compile.nn.experts.linear_like import linear_host
 
 __all__ = ["register_experts", "register_linear_like"]

@@ -7,8 +7,10 @@ forward takes the place of the latter, in one module, and reads the same flags.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from fp8compile.nn.experts.host import Host, code_of
@@ -27,14 +29,14 @@ __all__ = ["ROUTED"]
 DISPATCH = ("transformers.integrations.moe", "use_experts_implementation.<locals>.wrapper.<locals>.forward")
 
 
-def _project(self: nn.Module, x: Tensor, offsets: Tensor, name: str) -> Tensor:
+def _project(self: Any, x: Tensor, offsets: Tensor, name: str) -> Tensor:
     weight = local_stack(self, name)
-    bias = local_stack(self, f"{name}_bias") if self.has_bias else None
-    matrices = weight.transpose(-2, -1) if self.is_transposed else weight
+    bias: Any = local_stack(self, f"{name}_bias") if self.has_bias else None
+    matrices: Any = weight.transpose(-2, -1) if self.is_transposed else weight
     return grouped_linear(x.to(weight.dtype), matrices, offsets, bias, recipe=self.recipe)
 
 
-def _check_given(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> None:
+def _check_given(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> None:
     """Raise unless the tokens and their routing fit one another and the experts."""
     what = f"{type(self).__name__}:"
     weight = getattr(self, "gate_up_proj" if getattr(self, "has_gate", True) else "up_proj")
@@ -62,16 +64,16 @@ def _check_given(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, to
             raise ValueError(f"{what} {name} is on {each.device} and the experts on {weight.device}; move one.")
 
 
-def _rows(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> SortedRows:
+def _rows(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> SortedRows:
     """Rows of all tokens or of this rank's share. Errors are found here, before any rank sends."""
-    given = hidden_states, top_k_index, top_k_weights
+    given: tuple[Any, ...] = (hidden_states, top_k_index, top_k_weights)
     _check_given(self, *given)
     if (mesh := self.dispatch_options.same_tokens) is not None:
         given = tuple(own_share(each, mesh) for each in given)
     return sorted_rows(*given, num_experts=self.down_proj.shape[0], recipe=self.recipe)
 
 
-def _products(self: nn.Module, x: Tensor, offsets: Tensor) -> Tensor:
+def _products(self: Any, x: Tensor, offsets: Tensor) -> Tensor:
     """The results of experts for their rows."""
     has_gate, has_norm = getattr(self, "has_gate", True), getattr(self, "has_post_expert_norm", False)  # not in 5.0
     inner = _project(self, x, offsets, "gate_up_proj" if has_gate else "up_proj")
@@ -80,7 +82,7 @@ def _products(self: nn.Module, x: Tensor, offsets: Tensor) -> Tensor:
     return self.post_expert_norm(y) if has_norm else y
 
 
-def _on_ranks(self: nn.Module, rows: SortedRows | None, error: Exception | None, group: ProcessGroup) -> Tensor:
+def _on_ranks(self: Any, rows: Any, error: Exception | None, group: ProcessGroup) -> Tensor:
     """The weighted sums, by way of the ranks of the experts: rows go there and come back."""
     experts, capacity = self.down_proj.shape[0], self.dispatch_options.capacity
     if error is None:
@@ -97,7 +99,7 @@ def _on_ranks(self: nn.Module, rows: SortedRows | None, error: Exception | None,
     return summed(y, rows, self.recipe)
 
 
-def _forward(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+def _forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     """The experts' results for all tokens; if ranks have the same tokens, each computes a share and all get all.
 
     Args:
@@ -123,5 +125,5 @@ ROUTED = Host(
     takes=lambda cls: code_of(cls) == DISPATCH,
     method="forward",
     replacement=_forward,
-    is_transposed=lambda module: module.is_transposed,
+    is_transposed=lambda module: bool(module.is_transposed),
 )

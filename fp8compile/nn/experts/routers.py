@@ -12,7 +12,7 @@ from __future__ import annotations
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from fp8compile.nn.experts.hosts import is_experts, num_experts
+from fp8compile.nn.experts.known_modules import is_experts, num_experts
 
 __all__ = ["routers"]
 

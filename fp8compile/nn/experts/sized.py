@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from fp8compile.nn.experts.host import Host, code_of
 from fp8compile.nn.grouped import grouped_linear
@@ -16,7 +17,7 @@ __all__ = ["SIZED"]
 JETMOE = ("transformers.models.jetmoe.modeling_jetmoe", "JetMoeParallelExperts.forward")
 
 
-def _forward(self: nn.Module, inputs: Tensor, expert_size: Sequence[int]) -> Tensor:
+def _forward(self: Any, inputs: Tensor, expert_size: Sequence[int]) -> Tensor:
     """(rows, in_features) to (rows, out_features): the first ``expert_size[0]`` rows are those of the first expert."""
     rows = sum(expert_size)
     if not torch.compiler.is_compiling() and rows != inputs.shape[0]:  # a graph knows no sizes

@@ -72,7 +72,8 @@ def sorted_rows(
     places[pairs] = torch.arange(pairs.shape[0], device=pairs.device)  # scatter_ would be no code of Inductor's own
     x = routed_rows(hidden_states, pairs, places, recipe)
     weights = routed_rows(top_k_weights.reshape(-1, 1), pairs, places, recipe)
-    return SortedRows(x, weights, pairs, places, offsets, tuple(top_k_index.shape))
+    tokens, top_k = top_k_index.shape
+    return SortedRows(x, weights, pairs, places, offsets, (tokens, top_k))
 
 
 def summed(y: Tensor, rows: SortedRows, recipe: Recipe) -> Tensor:

@@ -16,7 +16,7 @@ from fp8compile.nn.parameter_uses.uses import Kind, Slot, Use, Uses
 __all__ = ["uses_in_graph"]
 
 
-def uses_in_graph(graph: fx.GraphModule, inputs: Sequence[Any], owners: Owners, traced: type) -> Uses:
+def uses_in_graph(graph: fx.GraphModule, inputs: Sequence[Any], owners: Owners, traced: type[Any]) -> Uses:
     """What a graph does with the parameters among its inputs.
 
     Args:
@@ -44,7 +44,7 @@ class _Reading:
         traced: The class whose method was traced: nodes of its own have no modules' names.
     """
 
-    def __init__(self, traced: type) -> None:
+    def __init__(self, traced: type[Any]) -> None:
         self.traced, self.uses = traced, Uses()
 
     def follow(self, graph: fx.GraphModule, given: Sequence[Value]) -> None:

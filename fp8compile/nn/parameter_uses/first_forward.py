@@ -178,7 +178,7 @@ _compat.when_graph_is_made(_in_graph)
 
 
 def _told(uses: Uses, owners: Owners, error: type[RuntimeError]) -> str:
-    """What there is to say of layers whose weight is multiplied past their forward; modules keep what was seen.
+    """What there is to say of layers whose weight is multiplied past their forward; what was seen is kept.
 
     Raises:
         RuntimeError: The layers are strict.

@@ -6,6 +6,7 @@ another is a form of these weights. A product of a form and data is what is look
     x @ weight.t()                      data times a form of weight: a product
     x @ cat(a.weight, b.weight).t()     a product with both
     x * weight.mean()                   data meets a form in no product
+    x @ layer(query).t()                data meets data, since a layer in FP8 gives data whatever it is called on
     weight @ weight.t()                 a form, since no data is in it
 """
 
@@ -18,7 +19,7 @@ import torch
 from torch._ops import HigherOrderOperator
 
 from fp8compile.nn.parameter_uses.uses import Kind, Slot
-from fp8compile.ops import OPS
+from fp8compile.ops import GEMM_OPS, OPS
 
 __all__ = ["DATA", "IN_FLOAT8", "Value", "result_of"]
 
@@ -38,6 +39,7 @@ CONVOLUTIONS = frozenset({
     "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "convolution",
     "_convolution", "convolution_overrideable",
 })  # fmt: skip
+LAYERS = frozenset(op.name() for op in GEMM_OPS)  # and other products in FP8
 ADDING = frozenset({"addmm", "_addmm_activation", "addmv", "addbmm", "baddbmm"})  # to their first operand
 # operators whose names say what they do, and those that send
 TORCH = frozenset({
@@ -69,7 +71,9 @@ def _kind_of(op: Any) -> Kind | str:
 
 def result_of(op: Any, operands: Sequence[Value]) -> tuple[Value, Met]:
     """What an operator gives, and which parameters meet data in it, by what becomes of them."""
-    name, _ = _name_and_namespace(op)
+    name, namespace = _name_and_namespace(op)
+    if f"{namespace}::{name}" in LAYERS:
+        return DATA, {IN_FLOAT8: _all(operands)}
     if name.endswith("_like") or name.startswith("new_"):
         return DATA, {}  # takes no more than sizes and a dtype
     if DATA not in operands:

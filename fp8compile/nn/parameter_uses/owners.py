@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from fp8compile.tensor import has_codes
 __all__ = ["Owners", "memory_of", "tensors_in"]
 
 
-def memory_of(tensor: Tensor) -> StorageWeakRef | None:
+def memory_of(tensor: Tensor) -> Hashable | None:
     """The memory of a tensor, or of what a DTensor wraps, as a key that does not keep it; None if it has none."""
     try:
         return StorageWeakRef(local_itself(tensor).untyped_storage())
@@ -34,8 +34,8 @@ class Owners:
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
-        self.modules = list(modules)
-        self.parts: dict[StorageWeakRef, dict[tuple[int, int], set[Slot]]] = {}
+        self.modules: list[nn.Module] = list(modules)
+        self.parts: dict[Hashable, dict[tuple[int, int], set[Slot]]] = {}
         self.refresh()
 
     def refresh(self) -> None:
@@ -49,7 +49,7 @@ class Owners:
         if (memory := memory_of(parameter)) is None:
             return
         own = local_itself(parameter)
-        part = own.storage_offset(), own.storage_offset() + own.numel()
+        part: tuple[int, int] = (own.storage_offset(), own.storage_offset() + own.numel())
         slots = self.parts.setdefault(memory, {}).setdefault(part, set())
         if parameter.ndim > 1 and not has_codes(parameter):  # codes are multiplied as such, by their class
             slots.add((module, name))

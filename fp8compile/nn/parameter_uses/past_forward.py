@@ -15,7 +15,10 @@ __all__ = ["PAST_FORWARD", "known_past_forward", "past_forward", "settled"]
 
 PAST_FORWARD = "reads its weight itself, past the layer's forward"
 # modules of PyTorch that multiply the weights of these children themselves
-KNOWN = {nn.MultiheadAttention: ("out_proj",), nn.TransformerEncoderLayer: ("linear1", "linear2")}
+KNOWN: dict[type[nn.Module], tuple[str, ...]] = {
+    nn.MultiheadAttention: ("out_proj",),
+    nn.TransformerEncoderLayer: ("linear1", "linear2"),
+}
 
 
 def known_past_forward(model: nn.Module) -> dict[nn.Module, str]:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Hashable
+from types import FrameType
 from typing import Any
 
 from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from fp8compile import _compat
 from fp8compile.nn.parameter_uses.flow import DATA, Value, result_of
@@ -20,7 +21,7 @@ CALLS = nn.modules.module.__file__  # frames of __call__ and of hooks
 
 def running_method() -> str:
     """The innermost method of a module that is running."""
-    frame = sys._getframe(1)
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         code = frame.f_code
         if code.co_varnames[:1] == ("self",) and code.co_filename != CALLS:
@@ -41,10 +42,11 @@ class Watching(_compat.OnlookingMode):
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        self.uses, self.owners = Uses(), Owners(model.modules())
-        self.forms: dict[StorageWeakRef, Value] = {}
+        self.uses: Uses = Uses()
+        self.owners: Owners = Owners(model.modules())
+        self.forms: dict[Hashable, Value] = {}
 
-    def look(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    def look(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the operator, and follow the parameters that it is called with."""
         result = func(*args, **kwargs)
         given = tensors_in([*args, *kwargs.values()])

@@ -1,4 +1,4 @@
-"""Uses of parameters: what was seen, and where a module keeps it for the report."""
+"""Uses of parameters: what was seen, and what is kept of each module for the report."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
+from fp8compile.nn.converted_layers import USES
+
 __all__ = ["Kind", "Slot", "Use", "Uses", "forget_uses", "keep_uses", "uses_seen"]
 
-SEEN = "_fp8compile_uses"  # on a module: uses of its parameters that a first forward has shown, by name
 Slot = tuple[nn.Module, str]  # a module, and the name of a parameter in it
 
 
@@ -72,22 +73,22 @@ class Uses:
 
 
 def keep_uses(uses: Uses, of_layers: Container[Slot]) -> None:
-    """Let modules keep what was seen of their parameters; if they are weights of layers, only products."""
+    """Keep what was seen of parameters; if they are weights of layers, only products."""
     for slot, use in uses.found.items():
         module, name = slot
         if use.multiplies or slot not in of_layers:
-            vars(module).setdefault(SEEN, {})[name] = use
+            USES.setdefault(module, {})[name] = use
 
 
 def uses_seen(modules: Iterable[nn.Module]) -> Uses:
-    """What these modules keep."""
+    """What is kept of these modules."""
     uses = Uses()
     for module in modules:
-        for name, use in vars(module).get(SEEN, {}).items():
+        for name, use in USES.get(module, {}).items():
             uses.add((module, name), use)
     return uses
 
 
 def forget_uses(module: nn.Module) -> None:
     """Undo `keep_uses` for a module."""
-    vars(module).pop(SEEN, None)
+    USES.pop(module, None)

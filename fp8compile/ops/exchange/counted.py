@@ -8,9 +8,11 @@ the counter.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 
 from fp8compile import _compat
 from fp8compile.ops.registry import register_op
@@ -23,14 +25,14 @@ def _kernel(counter: Tensor, more: Tensor) -> Tensor:
     return found.clone(memory_format=torch.contiguous_format)
 
 
-def _samples() -> Iterator[tuple]:
+def _samples() -> Iterator[tuple[Any, ...]]:
     yield torch.tensor(3), torch.tensor(4)
     yield torch.tensor([3, 5]), torch.tensor([0, -1])
     yield torch.arange(6).view(2, 3).t(), torch.ones(2, 3, dtype=torch.int64).t()
     yield torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=torch.int64)
 
 
-counted = register_op(
+counted: OpOverload = register_op(
     "fp8compile::counted",
     _kernel,
     fake=lambda counter, more: counter.new_empty(counter.shape),

@@ -7,9 +7,11 @@ memory. The number of rows that arrive is a symbol of the graph, and no guard de
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 
 from fp8compile import _compat
 from fp8compile.ops.collectives import all_to_all
@@ -31,12 +33,11 @@ def _kernel(rows: Tensor, sizes: Tensor, back: bool, length: int | None, group: 
 
 
 def _fake(rows: Tensor, sizes: Tensor, back: bool, length: int | None, group: str) -> Tensor:
-    if length is None:
-        length = _compat.new_dynamic_size()
-    return rows.new_empty((length, *rows.shape[1:]))
+    received: Any = _compat.new_dynamic_size() if length is None else length
+    return rows.new_empty((received, *rows.shape[1:]))
 
 
-def _samples() -> Iterator[tuple]:
+def _samples() -> Iterator[tuple[Any, ...]]:
     """Samples for one rank; more ranks need processes (tests/parallel/test_expert_parallel.py)."""
     rows = torch.arange(24, dtype=torch.uint8).view(6, 4)
     yield rows[::2, :3], torch.tensor([[2], [3]]), THERE, 3, ""
@@ -46,7 +47,7 @@ def _samples() -> Iterator[tuple]:
         yield rows[:count], sizes, BACK, 6, ""
 
 
-exchange_rows = register_op(
+exchange_rows: OpOverload = register_op(
     "fp8compile::exchange_rows",
     _kernel,
     fake=_fake,

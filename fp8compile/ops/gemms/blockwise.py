@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from fp8compile.layout.quantized import Quantized
-from fp8compile.ops.gemms.float8 import ALIGNMENT, ASK, float8_kind, lacks_tensor_cores, padded, scaled_mm
+from fp8compile.ops.gemms.float8 import ALIGNMENT, float8_kind, padded, scaled_mm
+from fp8compile.ops.gemms.gates import lacks_tensor_cores, why_not
 from fp8compile.ops.gemms.kernel import GemmKernel, GemmProblem
 from fp8compile.quantizers import GemmConfig, Quantizer
 from fp8compile.scale_layouts import down_the_rows, rows_of_fours
@@ -22,11 +23,7 @@ def _takes(a: Quantizer, b: Quantizer) -> bool:
 
 
 def _lacks(problem: GemmProblem) -> str | None:
-    if (lacking := lacks_tensor_cores(problem)) is not None:
-        return lacking
-    # cuBLASLt has these on Hopper alone
-    is_hopper = problem.target.capability[0] == 9
-    return None if is_hopper else f"needs a GPU of compute capability 9.0 (H100, H200). {ASK}"
+    return lacks_tensor_cores(problem) or why_not("blockwise", problem)
 
 
 def _block_scales(operand: Quantized, rows: int) -> Tensor:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fp8compile.layout.quantized import Quantized
 from fp8compile.ops.gemms.blockwise import BLOCK
-from fp8compile.ops.gemms.float8 import ASK, lacks_tensor_cores
+from fp8compile.ops.gemms.gates import ASK, lacks_tensor_cores
 from fp8compile.ops.gemms.kernel import GemmKernel, GemmProblem
 from fp8compile.ops.gemms.mx import MX_BLOCK
 from fp8compile.ops.inductor_hints import realize

@@ -1,4 +1,4 @@
-"""What the GEMMs of `torch._scaled_mm` share: float8 codes, tensor cores, padding, and the call.
+"""What the GEMMs of `torch._scaled_mm` share: float8 codes, padding, and the call.
 
 A GPU wants rows of codes in multiples of 16 bytes, a row-major left and a column-major right operand. Other sizes are
 padded with zeros, and the product is cut to its size.
@@ -13,50 +13,19 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from fp8compile import _compat
-from fp8compile.formats import E5M2
 from fp8compile.layout.quantized import Quantized
-from fp8compile.ops.gemms.kernel import GemmProblem
 from fp8compile.quantizers import Quantizer, gemm_kind
 from fp8compile.target import target_of
 
-__all__ = ["ALIGNMENT", "ASK", "float8_kind", "lacks_nvidia", "lacks_tensor_cores", "padded", "scaled_mm"]
+__all__ = ["ALIGNMENT", "float8_kind", "padded", "scaled_mm"]
 
 ALIGNMENT = 16  # cuBLASLt: rows of codes are multiples of 16 bytes; Inductor's CPU code: for M = 1 as well
-ASK = "Take a recipe that this GPU has, or ask for emulation in float64 (emulate=True), right and slow."
 
 
 def float8_kind(a: Quantizer, b: Quantizer) -> str | None:
     """How a product of float8 codes undoes its scales, as `gemm_kind` returns it; None if codes are not float8."""
     is_float8 = a.gemm_format() is not None and b.gemm_format() is not None
     return gemm_kind(a.block, b.block) if is_float8 else None
-
-
-def lacks_nvidia(problem: GemmProblem) -> str | None:
-    """Why a device is no NVIDIA GPU, or None if it is one. AMD's GPUs report capabilities that look like NVIDIA's."""
-    target = problem.target
-    if target.type != "cuda":
-        return f"has no FP8 GEMM on device {target.type!r}; it runs on 'cuda' and 'cpu'."
-    if target.hip is not None:
-        return (
-            "has no FP8 or FP4 GEMM on AMD GPUs: those here are made for NVIDIA's. Leave the model in bfloat16, or "
-            "ask for emulation in float64 (emulate=True), right and slow."
-        )
-    return None
-
-
-def lacks_tensor_cores(problem: GemmProblem) -> str | None:
-    """Why a device has no tensor cores for float8 codes of these formats; None if it has them."""
-    target, formats = problem.target, (problem.a.gemm_format(), problem.b.gemm_format())
-    if (lacking := lacks_nvidia(problem)) is not None:
-        return lacking
-    if target.capability < (8, 9):
-        return (
-            "needs a GPU with FP8 tensor cores, compute capability 8.9 or more (L4, RTX 40, H100, B200). Leave the "
-            "model in bfloat16 here."
-        )
-    if formats == (E5M2, E5M2):
-        return "has no GEMM: tensor cores multiply e4m3 by e4m3 or by e5m2. Make one of them e4m3."
-    return None
 
 
 def padded(x: Tensor, rows: int, columns: int, *, value: float = 0.0) -> Tensor:
@@ -78,7 +47,8 @@ def _padded_codes(a: Quantized, b: Quantized, rows_to: int, sum_to: int) -> tupl
     # statically: a guard on M % 16 would compile the backward twice, for its sum runs over tokens
     rows = padded(a.codes, extra_m, extra_k)
     columns = padded(b.codes.t(), extra_n, extra_k)
-    a_float8, b_float8 = a.quantizer.gemm_format().dtype, b.quantizer.gemm_format().dtype
+    a_format, b_format = a.quantizer.gemm_format(), b.quantizer.gemm_format()
+    a_float8, b_float8 = a_format.dtype, b_format.dtype  # type: ignore[union-attr]  # which are why it was chosen
     return rows.contiguous().view(a_float8), columns.contiguous().view(b_float8).t()
 
 

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from fp8compile.layout.quantized import Quantized
-from fp8compile.ops.gemms.float8 import ALIGNMENT, ASK, float8_kind, lacks_tensor_cores, scaled_mm
+from fp8compile.ops.gemms.float8 import ALIGNMENT, float8_kind, scaled_mm
+from fp8compile.ops.gemms.gates import lacks_tensor_cores, why_not
 from fp8compile.ops.gemms.kernel import GemmKernel, GemmProblem
 from fp8compile.quantizers import GemmConfig, Quantizer
 from fp8compile.scale_layouts import for_each_row, swizzled
@@ -30,10 +31,7 @@ def _takes(a: Quantizer, b: Quantizer) -> bool:
 
 
 def _lacks(problem: GemmProblem) -> str | None:
-    if (lacking := lacks_tensor_cores(problem)) is not None:
-        return lacking
-    is_blackwell = problem.target.capability >= (10, 0)
-    return None if is_blackwell else f"is MX, which needs compute capability 10.0 (B200). {ASK}"
+    return lacks_tensor_cores(problem) or why_not("mx", problem)
 
 
 def _row_scales(operand: Quantized) -> Tensor:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from fp8compile import _compat
 from fp8compile.formats import pack, unpack
 from fp8compile.layout.quantized import Quantized
-from fp8compile.ops.gemms.float8 import ALIGNMENT, ASK, lacks_nvidia, padded
+from fp8compile.ops.gemms.float8 import ALIGNMENT, padded
+from fp8compile.ops.gemms.gates import why_not
 from fp8compile.ops.gemms.kernel import GemmKernel, GemmProblem
 from fp8compile.ops.nvfp4_mm import NV_BLOCK, nvfp4_mm
 from fp8compile.quantizers import GemmConfig, Quantizer, TwoLevelScaling, gemm_kind
@@ -25,17 +28,12 @@ def _takes(a: Quantizer, b: Quantizer) -> bool:
 
 
 def _lacks(problem: GemmProblem) -> str | None:
-    target = problem.target
-    if target.hip is not None:
-        return lacks_nvidia(problem)
-    if target.type == "cuda" and target.capability >= (10, 0):
-        return None
-    return f"is NVFP4, which needs a GPU of compute capability 10.0 (B200). {ASK}"
+    return why_not("nvfp4", problem)
 
 
 def _rows_of_pairs(operand: Quantized, rows_to: int) -> Tensor:
     """Codes (rows, sum / 2), two of a row in a byte, padded with zeros to the sizes that the GEMM takes."""
-    quantizer = operand.quantizer
+    quantizer: Any = operand.quantizer  # TwoLevelScaling
     codes, per_byte = operand.codes, 2 if quantizer.packed == "rows" else 1
     if quantizer.packed == "columns":
         codes = unpack(codes, 0)

@@ -22,7 +22,7 @@ from fp8compile.quantizers.constant import salt_with
 __all__ = ["new_gemm", "new_grouped_gemm"]
 
 # what to write for a function that was left out, and what it is called with
-FUNCTIONS = {
+FUNCTIONS: dict[str, tuple[tuple[str, ...], str]] = {
     "takes": (
         ("a", "b"),
         "a function (a, b) of the two quantizers that returns whether the GEMM reads their codes and scales; "
@@ -83,14 +83,14 @@ def _check_words(function: str, name: str, detail: str, calls: tuple[str, ...]) 
         )
 
 
-def _taken(name: str, takes: Callable, a: Quantizer, b: Quantizer) -> bool:
+def _taken(name: str, takes: Callable[..., Any], a: Quantizer, b: Quantizer) -> bool:
     answer = takes(a, b)
     if type(answer) is not bool:
         raise TypeError(f"{name}: takes returned {answer!r} for {a!r} and {b!r}; it returns True or False.")
     return answer
 
 
-def _lacking(name: str, lacks: Callable, problem: GemmProblem) -> str | None:
+def _lacking(name: str, lacks: Callable[..., Any], problem: GemmProblem) -> str | None:
     answer = lacks(problem)
     if answer is not None and not (isinstance(answer, str) and answer):
         raise TypeError(f"{name}: lacks returned {answer!r}; it returns None where the GEMM runs, or why it does not.")
@@ -107,7 +107,7 @@ def _shown(shape: Sequence[Any], dtype: torch.dtype) -> str:
 
 
 def _product(
-    name: str, multiply: Callable, a: Quantized, b: Quantized, out_dtype: torch.dtype, config: GemmConfig
+    name: str, multiply: Callable[..., Any], a: Quantized, b: Quantized, out_dtype: torch.dtype, config: GemmConfig
 ) -> Tensor:
     product, shape = multiply(a, b, out_dtype, config), (a.shape[0], b.shape[1])
     if not isinstance(product, Tensor):
@@ -134,7 +134,13 @@ def _check_parts(
 
 
 def new_gemm(
-    name: str, *, takes: Callable, lacks: Callable, multiply: Callable, detail: str, calls: tuple[str, ...]
+    name: str,
+    *,
+    takes: Callable[..., Any],
+    lacks: Callable[..., Any],
+    multiply: Callable[..., Any],
+    detail: str,
+    calls: tuple[str, ...],
 ) -> GemmKernel:
     """Check the parts of a GEMM, put it into the table and its source into the keys of compile caches.
 
@@ -153,7 +159,7 @@ def new_gemm(
     return REGISTERED[name]
 
 
-def _grouped_product(name: str, multiply: Callable, a: Quantized, b: Quantized, *rest: Any) -> Tensor:
+def _grouped_product(name: str, multiply: Callable[..., Any], a: Quantized, b: Quantized, *rest: Any) -> Tensor:
     product, (offsets, out_dtype, _) = multiply(a, b, *rest), rest
     shape = product_shape(a.codes, b.codes, offsets)
     if isinstance(product, Tensor) and product.dtype == out_dtype and could_be(product.shape, shape):
@@ -165,10 +171,10 @@ def _grouped_product(name: str, multiply: Callable, a: Quantized, b: Quantized, 
 def new_grouped_gemm(
     name: str,
     *,
-    takes: Callable,
-    lacks: Callable,
-    rows: Callable,
-    outer: Callable,
+    takes: Callable[..., Any],
+    lacks: Callable[..., Any],
+    rows: Callable[..., Any],
+    outer: Callable[..., Any],
     detail: str,
     calls: tuple[str, ...],
     is_opaque: bool,

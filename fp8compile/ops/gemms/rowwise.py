@@ -12,7 +12,8 @@ from torch import Tensor
 
 from fp8compile import _compat
 from fp8compile.layout.quantized import Quantized
-from fp8compile.ops.gemms.float8 import float8_kind, lacks_tensor_cores, padded, scaled_mm
+from fp8compile.ops.gemms.float8 import float8_kind, padded, scaled_mm
+from fp8compile.ops.gemms.gates import lacks_tensor_cores, why_not
 from fp8compile.ops.gemms.kernel import GemmKernel, GemmProblem
 from fp8compile.quantizers import GemmConfig, Quantizer
 
@@ -26,11 +27,7 @@ def _takes(a: Quantizer, b: Quantizer) -> bool:
 def _lacks(problem: GemmProblem) -> str | None:
     if problem.target.type == "cpu":
         return None if _compat.cpu_has_rowwise_gemm() else "needs PyTorch 2.13 on a CPU."
-    if (lacking := lacks_tensor_cores(problem)) is not None:
-        return lacking
-    if problem.target.capability < (9, 0):
-        return "needs compute capability 9.0 (H100, H200, B200)."
-    return None if problem.out_dtype == torch.bfloat16 else "gives bfloat16 only."
+    return lacks_tensor_cores(problem) or why_not("rowwise", problem)
 
 
 def _row_scales(operand: Quantized, rows: int) -> Tensor:

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from fp8compile.layout.quantized import Quantized
-from fp8compile.ops.gemms.float8 import float8_kind, lacks_tensor_cores, scaled_mm
+from fp8compile.ops.gemms.float8 import float8_kind, scaled_mm
+from fp8compile.ops.gemms.gates import lacks_tensor_cores
 from fp8compile.ops.gemms.kernel import GemmKernel
 from fp8compile.quantizers import GemmConfig, Quantizer
 

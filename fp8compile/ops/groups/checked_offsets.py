@@ -7,9 +7,11 @@ A CPU raises; a GPU stops by an assertion on the device, and the host does not w
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 
 from fp8compile._compat import assert_on_device
 from fp8compile.ops.groups.layout import sizes_of_groups
@@ -41,14 +43,14 @@ def _fake(offsets: Tensor, rows: int) -> Tensor:
     return torch.empty_like(offsets)
 
 
-def _samples() -> Iterator[tuple]:
+def _samples() -> Iterator[tuple[Any, ...]]:
     for offsets in sample_offsets():
         yield offsets, 12
     yield torch.empty(0, dtype=torch.int32), 12
     yield torch.arange(8, dtype=torch.int32)[::2], 12
 
 
-checked_offsets = register_op(
+checked_offsets: OpOverload = register_op(
     "fp8compile::checked_offsets",
     _kernel,
     fake=_fake,

@@ -11,15 +11,13 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from fp8compile import inductor
 from fp8compile.ops.amax import empty_grid
 from fp8compile.ops.groups.kernel_limits import check_has_kernel
-from fp8compile.ops.groups.layout import alignment
 from fp8compile.ops.groups.portable import masks_of_groups
+from fp8compile.ops.groups.register_group_op import register_group_op
 from fp8compile.ops.groups.spans import spans
 from fp8compile.ops.groups.token_samples import tokens
 from fp8compile.ops.quantization_steps import PYTHON_OF_STEPS
-from fp8compile.ops.registry import register_op
 from fp8compile.quantizers import CurrentScaling, Quantizer
 from fp8compile.target import target_of
 
@@ -32,7 +30,7 @@ def _fake(x: Tensor, offsets: Tensor, quantizer: Quantizer) -> Tensor:
 
 def _group_by_group(x: Tensor, offsets: Tensor, quantizer: Quantizer) -> Tensor:
     found = _fake(x, offsets, quantizer)
-    for group, (rows, _) in enumerate(spans(offsets, alignment(quantizer))):
+    for group, (rows, _) in enumerate(spans(offsets, 1)):
         found[group] = PYTHON_OF_STEPS.amax(x[rows], quantizer)[0]
     return found
 
@@ -60,14 +58,4 @@ def _samples() -> Iterator[tuple]:
         yield x, offsets, CurrentScaling()
 
 
-group_amax = register_op(
-    "fp8compile::group_amax",
-    _kernel,
-    fake=_fake,
-    backward=None,
-    decompose=None,  # on a CPU the loop over groups reads the offsets
-    portable=_portable,
-    sharding=None,  # groups are whole on a rank
-    samples=_samples,
-)
-inductor.register_fallback(group_amax)
+group_amax = register_group_op("fp8compile::group_amax", _kernel, fake=_fake, portable=_portable, samples=_samples)

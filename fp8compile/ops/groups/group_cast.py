@@ -8,18 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import torch
 from torch import Tensor
 
-from fp8compile import inductor
+from fp8compile.ops.cast import empty_codes
 from fp8compile.ops.groups.group_amax import group_amax
 from fp8compile.ops.groups.kernel_limits import check_has_kernel
 from fp8compile.ops.groups.layout import alignment, padded_length
 from fp8compile.ops.groups.portable import OF_BACKWARD
+from fp8compile.ops.groups.register_group_op import register_group_op
 from fp8compile.ops.groups.spans import spans
 from fp8compile.ops.groups.token_samples import tokens
 from fp8compile.ops.quantization_steps import PYTHON_OF_STEPS
-from fp8compile.ops.registry import register_op
 from fp8compile.quantizers import CurrentScaling, Quantizer
 from fp8compile.target import target_of
 
@@ -28,7 +27,7 @@ __all__ = ["group_cast"]
 
 def _fake(x: Tensor, offsets: Tensor, multiplier: Tensor, quantizer: Quantizer) -> Tensor:
     columns = padded_length(x.shape[0], offsets.shape[0], alignment(quantizer))
-    return x.new_empty((x.shape[1], columns), dtype=torch.uint8)
+    return empty_codes(x, quantizer, columns)
 
 
 def _group_by_group(x: Tensor, offsets: Tensor, multiplier: Tensor, quantizer: Quantizer) -> Tensor:
@@ -61,14 +60,4 @@ def _samples() -> Iterator[tuple]:
             yield x, offsets, quantizer.multiplier(group_amax(x, offsets, quantizer)), quantizer
 
 
-group_cast = register_op(
-    "fp8compile::group_cast",
-    _kernel,
-    fake=_fake,
-    backward=None,
-    decompose=None,  # on a CPU the loop over groups reads the offsets
-    portable=OF_BACKWARD,
-    sharding=None,  # groups are whole on a rank
-    samples=_samples,
-)
-inductor.register_fallback(group_cast)
+group_cast = register_group_op("fp8compile::group_cast", _kernel, fake=_fake, portable=OF_BACKWARD, samples=_samples)

@@ -12,13 +12,12 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from fp8compile import inductor
 from fp8compile.inductor import TileLaunch
 from fp8compile.ops.groups.portable import ON_GPU
+from fp8compile.ops.groups.register_group_op import register_group_op
 from fp8compile.ops.groups.spans import spans
 from fp8compile.ops.groups.token_samples import tokens
 from fp8compile.ops.outer_amaxes import outer_amax_of_values
-from fp8compile.ops.registry import register_op
 from fp8compile.quantizers import Quantizer, TwoLevelScaling
 from fp8compile.quantizers.hadamard import GROUP
 from fp8compile.target import target_of
@@ -115,14 +114,6 @@ def two_level_samples() -> Iterator[tuple]:
         yield x, offsets, *(replace(each, scale="torchao") for each in (line, pillar)), "both"
 
 
-group_outer_amaxes = register_op(
-    "fp8compile::group_outer_amaxes",
-    _kernel,
-    fake=_fake,
-    backward=None,
-    decompose=None,  # on a CPU the loop over groups reads the offsets
-    portable=ON_GPU,
-    sharding=None,  # groups are whole on a rank
-    samples=two_level_samples,
+group_outer_amaxes = register_group_op(
+    "fp8compile::group_outer_amaxes", _kernel, fake=_fake, portable=ON_GPU, samples=two_level_samples, launch=_launch
 )
-inductor.register_tile_kernel(group_outer_amaxes, _launch)

@@ -15,14 +15,14 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from fp8compile import inductor
+from fp8compile.ops.cast import empty_codes
 from fp8compile.ops.groups.kernel_limits import check_has_kernel
 from fp8compile.ops.groups.layout import alignment, padded_length
 from fp8compile.ops.groups.portable import OF_BACKWARD
+from fp8compile.ops.groups.register_group_op import register_group_op
 from fp8compile.ops.groups.spans import spans
 from fp8compile.ops.groups.token_samples import tokens
 from fp8compile.ops.quantization_steps import PYTHON_OF_STEPS
-from fp8compile.ops.registry import register_op
 from fp8compile.quantizers import CurrentScaling, Quantizer
 from fp8compile.target import target_of
 
@@ -33,7 +33,7 @@ def empty_outputs(x: Tensor, offsets: Tensor, quantizer: Quantizer) -> tuple[Ten
     """Codes (K, C) and scales (C / block, K), without values."""
     columns = padded_length(x.shape[0], offsets.shape[0], alignment(quantizer))
     return (
-        x.new_empty((x.shape[1], columns), dtype=torch.uint8),
+        empty_codes(x, quantizer, columns),
         x.new_empty((columns // quantizer.block[0], x.shape[1]), dtype=quantizer.scale_dtype()),
     )
 
@@ -70,14 +70,6 @@ def _samples() -> Iterator[tuple]:
         yield x, offsets, CurrentScaling(block=(32, 1), format="e5m2", scale="e8m0_rceil", eps=1e-6)
 
 
-group_quantize = register_op(
-    "fp8compile::group_quantize",
-    _kernel,
-    fake=empty_outputs,
-    backward=None,
-    decompose=None,  # on a CPU the loop over groups reads the offsets
-    portable=OF_BACKWARD,
-    sharding=None,  # groups are whole on a rank
-    samples=_samples,
+group_quantize = register_group_op(
+    "fp8compile::group_quantize", _kernel, fake=empty_outputs, portable=OF_BACKWARD, samples=_samples
 )
-inductor.register_fallback(group_quantize)

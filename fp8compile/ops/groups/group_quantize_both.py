@@ -12,16 +12,15 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from fp8compile import inductor
 from fp8compile.inductor import TileLaunch
 from fp8compile.ops.groups.group_quantize import empty_outputs, group_quantize
 from fp8compile.ops.groups.kernel_limits import has_block_kernel
 from fp8compile.ops.groups.layout import alignment, padded_length
 from fp8compile.ops.groups.portable import ON_GPU
+from fp8compile.ops.groups.register_group_op import register_group_op
 from fp8compile.ops.groups.token_samples import tokens
 from fp8compile.ops.quantization_steps import PYTHON_OF_STEPS
 from fp8compile.ops.quantize_both import along_rows, is_pair
-from fp8compile.ops.registry import register_op
 from fp8compile.quantizers import CurrentScaling, Quantizer
 from fp8compile.target import target_of
 
@@ -79,20 +78,10 @@ def _samples() -> Iterator[tuple]:
         yield x, offsets, line, CurrentScaling(block=(32, 1), scale="e8m0_floor", eps=1e-6)
 
 
-group_quantize_both = register_op(
-    "fp8compile::group_quantize_both",
-    _kernel,
-    fake=_fake,
-    backward=None,
-    decompose=None,  # on a CPU the loop over groups reads the offsets
-    portable=ON_GPU,
-    sharding=None,  # groups are whole on a rank
-    samples=_samples,
-)
-
-
 def _launch_in_graph(x: Tensor, offsets: Tensor, rows: Quantizer, columns: Quantizer) -> TileLaunch | None:
     return _launch(x, offsets, rows, columns) if is_group_pair(rows, columns) else None
 
 
-inductor.register_tile_kernel(group_quantize_both, _launch_in_graph)
+group_quantize_both = register_group_op(
+    "fp8compile::group_quantize_both", _kernel, fake=_fake, portable=ON_GPU, samples=_samples, launch=_launch_in_graph
+)

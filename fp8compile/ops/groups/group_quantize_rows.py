@@ -12,15 +12,14 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from fp8compile import inductor
 from fp8compile.inductor import TileLaunch
 from fp8compile.ops.groups.group_amax import group_amax
 from fp8compile.ops.groups.kernel_limits import has_group_kernel
 from fp8compile.ops.groups.portable import ON_GPU
+from fp8compile.ops.groups.register_group_op import register_group_op
 from fp8compile.ops.groups.token_samples import tokens
 from fp8compile.ops.quantization_steps import PYTHON_OF_STEPS
 from fp8compile.ops.quantize_weight import COLUMNS, ROWS, is_weight_pair
-from fp8compile.ops.registry import register_op
 from fp8compile.quantizers import CurrentScaling, Quantizer
 from fp8compile.target import target_of
 
@@ -80,20 +79,10 @@ def _samples() -> Iterator[tuple]:
         yield x, offsets, line, CurrentScaling(block=COLUMNS, format="e5m2")
 
 
-group_quantize_rows = register_op(
-    "fp8compile::group_quantize_rows",
-    _kernel,
-    fake=_fake,
-    backward=None,
-    decompose=None,  # on a CPU the loop over groups reads the offsets
-    portable=ON_GPU,
-    sharding=None,  # groups are whole on a rank
-    samples=_samples,
-)
-
-
 def _launch_in_graph(x: Tensor, offsets: Tensor, rows: Quantizer, columns: Quantizer) -> TileLaunch | None:
     return _launch(x, offsets, rows) if is_row_pair(rows, columns, x.shape[1]) else None
 
 
-inductor.register_tile_kernel(group_quantize_rows, _launch_in_graph)
+group_quantize_rows = register_group_op(
+    "fp8compile::group_quantize_rows", _kernel, fake=_fake, portable=ON_GPU, samples=_samples, launch=_launch_in_graph
+)

@@ -25,9 +25,9 @@ from fp8compile.ops.groups.group_outer_amaxes import (
     two_level_samples,
 )
 from fp8compile.ops.groups.portable import ON_GPU
+from fp8compile.ops.groups.register_group_op import register_group_op
 from fp8compile.ops.groups.tiles import tile_columns, tile_spans
 from fp8compile.ops.quantize_two_levels import by_outer_amax
-from fp8compile.ops.registry import register_op
 from fp8compile.quantizers import Quantizer
 from fp8compile.quantizers.hadamard import GROUP
 from fp8compile.scale_layouts import TILE_BLOCKS, TILE_ROWS, tiled
@@ -146,17 +146,9 @@ def _samples() -> Iterator[tuple]:
         yield x, offsets, group_outer_amaxes(x, offsets, *how), *how
 
 
-group_quantize_two_levels = register_op(
-    "fp8compile::group_quantize_two_levels",
-    _kernel,
-    fake=_empty_outputs,
-    backward=None,
-    decompose=None,  # on a CPU the loop over groups reads the offsets
-    portable=ON_GPU,
-    sharding=None,  # groups are whole on a rank
-    samples=_samples,
+group_quantize_two_levels = register_group_op(
+    "fp8compile::group_quantize_two_levels", _kernel, fake=_empty_outputs, portable=ON_GPU, samples=_samples
 )
-inductor.register_fallback(group_quantize_two_levels)
 
 
 @inductor.once_a_graph

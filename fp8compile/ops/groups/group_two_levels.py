@@ -15,14 +15,13 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from fp8compile import inductor
 from fp8compile.ops.groups.group_quantize import empty_outputs
 from fp8compile.ops.groups.layout import alignment, group_to_read, zero_behind
 from fp8compile.ops.groups.portable import OF_BACKWARD, masks_of_groups
+from fp8compile.ops.groups.register_group_op import register_group_op
 from fp8compile.ops.groups.spans import spans
 from fp8compile.ops.groups.token_samples import tokens
 from fp8compile.ops.quantization_steps import PYTHON_OF_STEPS
-from fp8compile.ops.registry import register_op
 from fp8compile.quantizers import Quantizer, TwoLevelScaling
 from fp8compile.target import target_of
 
@@ -108,14 +107,6 @@ def _samples() -> Iterator[tuple]:
     yield stack, ends, TwoLevelScaling(block=(16, 16), packed="none"), False
 
 
-group_two_levels = register_op(
-    "fp8compile::group_two_levels",
-    _kernel,
-    fake=_fake,
-    backward=None,
-    decompose=None,  # the loop over groups reads the offsets
-    portable=_portable,
-    sharding=None,  # groups are whole on a rank
-    samples=_samples,
+group_two_levels = register_group_op(
+    "fp8compile::group_two_levels", _kernel, fake=_fake, portable=_portable, samples=_samples
 )
-inductor.register_fallback(group_two_levels)

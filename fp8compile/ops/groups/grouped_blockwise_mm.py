@@ -10,19 +10,19 @@ products of what the codes mean, rounded once.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from fp8compile import inductor
 from fp8compile.formats import element_format
 from fp8compile.layout.quantized import Quantized
 from fp8compile.ops.gemms.grouped.kernel import product_shape
 from fp8compile.ops.gemms.grouped.one_by_one import ONE_BY_ONE
 from fp8compile.ops.groups.group_quantize import group_quantize
 from fp8compile.ops.groups.portable import ON_GPU
+from fp8compile.ops.groups.register_group_op import register_group_op
 from fp8compile.ops.groups.token_samples import tokens
-from fp8compile.ops.registry import register_op
 from fp8compile.quantizers import CurrentScaling, GemmConfig
 from fp8compile.target import target_of
 
@@ -31,16 +31,8 @@ __all__ = ["grouped_blockwise_mm"]
 BLOCK = 128
 
 
-def _fake(
-    a: Tensor,
-    b: Tensor,
-    a_scale: Tensor,
-    b_scale: Tensor,
-    offsets: Tensor,
-    a_format: str,
-    b_format: str,
-    out_dtype: torch.dtype,
-) -> Tensor:
+def _fake(*args: Any) -> Tensor:
+    a, b, _, _, offsets, _, _, out_dtype = args
     return a.new_empty(product_shape(a, b, offsets), dtype=out_dtype)
 
 
@@ -71,7 +63,7 @@ def _kernel(
 ) -> Tensor:
     if target_of(a.device).type == "cpu":
         return _exact(a, b, a_scale, b_scale, offsets, (a_format, b_format), out_dtype)
-    product = _fake(a, b, a_scale, b_scale, offsets, a_format, b_format, out_dtype)
+    product = a.new_empty(product_shape(a, b, offsets), dtype=out_dtype)
     if product.numel():
         from fp8compile.kernels.grouped_blockwise import multiply_rows, multiply_tokens
 
@@ -99,14 +91,6 @@ def _samples() -> Iterator[tuple]:
         yield codes, codes[: k // 2], scale, scale[:, : k // 2], offsets, "e4m3", "e4m3", torch.bfloat16
 
 
-grouped_blockwise_mm = register_op(
-    "fp8compile::grouped_blockwise_mm",
-    _kernel,
-    fake=_fake,
-    backward=None,
-    decompose=None,  # on a CPU the loop over groups reads the offsets
-    portable=ON_GPU,
-    sharding=None,  # groups are whole on a rank
-    samples=_samples,
+grouped_blockwise_mm = register_group_op(
+    "fp8compile::grouped_blockwise_mm", _kernel, fake=_fake, portable=ON_GPU, samples=_samples
 )
-inductor.register_fallback(grouped_blockwise_mm)

@@ -11,9 +11,11 @@ rows behind the last group are never read and are zeros in the result; a CPU tak
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 
 from fp8compile import inductor
 from fp8compile.ops.gemms.grouped.float8 import padded_features
@@ -83,7 +85,7 @@ def _portable(a: Tensor, b: Tensor, offsets: Tensor, config: GemmConfig) -> Tens
     return product
 
 
-def _samples() -> Iterator[tuple]:
+def _samples() -> Iterator[tuple[Any, ...]]:
     for offsets in sample_offsets():
         for dtype in (torch.bfloat16, torch.float32):
             a = torch.randn(12, 24).to(dtype)
@@ -94,7 +96,7 @@ def _samples() -> Iterator[tuple]:
     yield a[:0], torch.randn(3, 20, 24), offsets, GemmConfig()  # offsets are those of no rows
 
 
-grouped_mm = register_op(
+grouped_mm: OpOverload = register_op(
     "fp8compile::grouped_mm",
     _kernel,
     fake=_fake,
@@ -124,13 +126,13 @@ def _sum_decompose(a: Tensor, offsets: Tensor, config: GemmConfig) -> Tensor:
     return NotImplemented if target_of(a.device).type == "cpu" else _sum_kernel(a, offsets, config)
 
 
-def _sum_samples() -> Iterator[tuple]:
+def _sum_samples() -> Iterator[tuple[Any, ...]]:
     for a, b, offsets, config in _samples():
         if b.ndim == 3:
             yield a, offsets, config
 
 
-group_sum = register_op(
+group_sum: OpOverload = register_op(
     "fp8compile::group_sum",
     _sum_kernel,
     fake=_sum_fake,

@@ -10,6 +10,7 @@ lowering; so the op stays one call. On a CPU it multiplies the same operands exa
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -102,16 +103,8 @@ def _kernel(
     )
 
 
-def _fake(
-    a: Tensor,
-    b: Tensor,
-    a_scale: Tensor,
-    b_scale: Tensor,
-    a_outer_scale: Tensor,
-    b_outer_scale: Tensor,
-    offsets: Tensor,
-    out_dtype: torch.dtype,
-) -> Tensor:
+def _fake(*args: Any) -> Tensor:
+    a, b, *_, offsets, out_dtype = args
     return a.new_empty(product_shape(a, b, offsets), dtype=out_dtype)
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 
 from fp8compile.ops.registry import register_op
 from fp8compile.quantizers import Recipe
@@ -44,7 +45,7 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
     return of_tokens, None, None, None
 
 
-def _samples() -> Iterator[tuple]:
+def _samples() -> Iterator[tuple[Any, ...]]:
     x = torch.randn(4, 3, generator=torch.Generator().manual_seed(0)).bfloat16()
     for order in ([2, 0, 3, 1], [5, 0, 7, 1, 6, 2, 4, 3], []):
         pairs = torch.tensor(order, dtype=torch.int64)
@@ -52,7 +53,7 @@ def _samples() -> Iterator[tuple]:
     yield x.float()[:, :1], torch.arange(12).flip(0), torch.arange(12).flip(0), Recipe()
 
 
-routed_rows = register_op(
+routed_rows: OpOverload = register_op(
     "fp8compile::routed_rows",
     _kernel,
     fake=lambda x, order, places, recipe: x.new_empty((order.shape[0], *x.shape[1:])),

@@ -10,6 +10,7 @@ group are never read, and zeros in the result; a group without tokens has zeros.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -54,63 +55,27 @@ def _kernel(
     return run(left, right, offsets, out_dtype, config).contiguous()
 
 
-def _fake(
-    a: Tensor,
-    b: Tensor,
-    a_scale: Tensor,
-    b_scale: Tensor,
-    offsets: Tensor,
-    a_quantizer: Quantizer,
-    b_quantizer: Quantizer,
-    out_dtype: torch.dtype,
-    config: GemmConfig,
-    a_outer_scale: Tensor | None = None,
-    b_outer_scale: Tensor | None = None,
-) -> Tensor:
+def _fake(*args: Any) -> Tensor:
+    a, b, _, _, offsets, _, _, out_dtype, *_ = args
     return a.new_empty(product_shape(a, b, offsets), dtype=out_dtype)
 
 
-def _decompose(
-    a: Tensor,
-    b: Tensor,
-    a_scale: Tensor,
-    b_scale: Tensor,
-    offsets: Tensor,
-    a_quantizer: Quantizer,
-    b_quantizer: Quantizer,
-    out_dtype: torch.dtype,
-    config: GemmConfig,
-    a_outer_scale: Tensor | None = None,
-    b_outer_scale: Tensor | None = None,
-) -> Tensor:
-    if _gemm(a, b, a_quantizer, b_quantizer, out_dtype, config).is_opaque:
-        return NotImplemented  # stays one call, which reads the sizes of the groups
-    outer = a_outer_scale, b_outer_scale
-    return _kernel(a, b, a_scale, b_scale, offsets, a_quantizer, b_quantizer, out_dtype, config, *outer)
+def _decompose(*args: Any) -> Tensor:
+    a, b, _, _, _, *how = args[:9]
+    # opaque: it stays one call, which reads the sizes of the groups
+    return NotImplemented if _gemm(a, b, *how).is_opaque else _kernel(*args)
 
 
-def _portable(
-    a: Tensor,
-    b: Tensor,
-    a_scale: Tensor,
-    b_scale: Tensor,
-    offsets: Tensor,
-    a_quantizer: Quantizer,
-    b_quantizer: Quantizer,
-    out_dtype: torch.dtype,
-    config: GemmConfig,
-    a_outer_scale: Tensor | None = None,
-    b_outer_scale: Tensor | None = None,
-) -> Tensor:
-    outer = a_outer_scale, b_outer_scale
-    gemm = _gemm(a, b, a_quantizer, b_quantizer, out_dtype, config)
+def _portable(*args: Any) -> Tensor:
+    a, b, a_scale, b_scale, offsets, *how = args[:9]
+    gemm = _gemm(a, b, *how)
     if not gemm.is_opaque:
-        return _kernel(a, b, a_scale, b_scale, offsets, a_quantizer, b_quantizer, out_dtype, config, *outer)
+        return _kernel(*args)
     if gemm is not ONE_BY_ONE or b.ndim == 2:
         why = OF_BACKWARD if b.ndim == 2 else f"the GEMM {gemm.name} reads how many rows each group has"
         raise RuntimeError(f"decompositions: fp8compile::scaled_grouped_mm can't be taken apart: {why}.")
-    left, right = as_sides((a, b), (a_scale, b_scale), (a_quantizer, b_quantizer), outer)
-    return every_row(left, right, offsets, out_dtype, config)
+    sides = as_sides((a, b), (a_scale, b_scale), tuple(how[:2]), args[9:] or (None, None))
+    return every_row(*sides, offsets, *how[2:])
 
 
 def sample_offsets() -> Iterator[Tensor]:

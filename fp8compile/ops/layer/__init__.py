@@ -4,7 +4,7 @@ layers.py           the ops, a line a placement
 register_layer.py   a placement becomes ops: kernel, decomposition, fake, derivative
 layer.py            the three products, for all of them
 placements.py       where tensors lie, and what follows: over a group of ranks, over FSDP
-stateful_placements.py, state.py   the same with the state of delayed scaling
+stateful_placements.py, write_state.py   the same with the state of delayed scaling
 products.py         what a product of parts gathers and sums: one table
 operands.py         codes and scales of a product's operands: one provider
 quantize.py         amax, scale and cast of a part, of a matrix or of a stack

@@ -19,10 +19,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 
 from fp8compile.ops.collectives import all_reduce_amaxes, sent_in_backward
 from fp8compile.ops.layer.samples import delayed_samples
-from fp8compile.ops.layer.state import check_state, update_state
+from fp8compile.ops.layer.write_state import check_state, update_state
 from fp8compile.ops.registry import register_op
 from fp8compile.quantizers import Recipe
 from fp8compile.quantizers.constant import Constant
@@ -37,7 +38,7 @@ def _tokens_kernel(origin: Tensor, amax_history: Tensor, multiplier: Tensor, rec
     return multiplier.new_zeros(3), multiplier.new_zeros(1)
 
 
-def _tokens_setup_context(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
+def _tokens_setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     _, *ctx.state, ctx.recipe = inputs
     ctx.set_materialize_grads(False)
 
@@ -49,12 +50,12 @@ def _tokens_backward(ctx: Any, activations: Tensor | None, weight: Tensor | None
     return None, None, None, None
 
 
-def _tokens_samples() -> Iterator[tuple]:
+def _tokens_samples() -> Iterator[tuple[Any, ...]]:
     for x, _, _, amax_history, multiplier, _, recipe in delayed_samples():
         yield x, amax_history, multiplier, recipe
 
 
-fsdp_tokens = register_op(
+fsdp_tokens: OpOverload = register_op(
     "fp8compile::fsdp_tokens",
     _tokens_kernel,
     fake=_tokens_kernel,
@@ -84,7 +85,7 @@ def _together_kernel(tokens: Tensor, groups: AmaxGroups) -> Tensor:
     return tokens.clone()
 
 
-def _together_setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
+def _together_setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     _, ctx.groups = inputs
 
 
@@ -94,14 +95,14 @@ def _together_backward(ctx: Any, amaxes: Tensor) -> tuple[Tensor, None]:
         return all_reduce_amaxes([amaxes], [ctx.groups.names])[0], None
 
 
-def _together_samples() -> Iterator[tuple]:
+def _together_samples() -> Iterator[tuple[Any, ...]]:
     """Samples for one rank; more ranks need processes (tests/parallel/test_graph_fsdp_delayed.py)."""
     yield torch.zeros(8), AmaxGroups(())
     yield torch.zeros(12)[::3], AmaxGroups(())
     yield torch.zeros(0), AmaxGroups(())
 
 
-fsdp_amaxes_together = register_op(
+fsdp_amaxes_together: OpOverload = register_op(
     "fp8compile::fsdp_amaxes_together",
     _together_kernel,
     fake=_together_kernel,

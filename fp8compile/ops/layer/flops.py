@@ -31,7 +31,8 @@ def _formula(op: LayerOp) -> Callable[..., int]:
     """2 * tokens * in_features * out_features on this rank; rows behind the last group count too."""
 
     def formula(*args: Any, **_: Any) -> int:
-        (left, right, *_), ends, place, last = op.split(args)
+        tensors, ends, place, last = op.split(args)
+        left, right = tensors[:2]
         tokens = 2 * prod(place.tokens_multiplied(left))
         if op.kind == "output":
             return tokens * place.out_features(right, ends)

@@ -20,27 +20,13 @@ from fp8compile.quantizers import Recipe
 __all__ = ["fsdp_amax"]
 
 
-def _kernel(
-    shard: Tensor,
-    dtype: torch.dtype,
-    rows: Rows,
-    grid: Sequence[int],
-    slot: str,
-    recipe: Recipe,
-) -> Tensor:
+def _kernel(shard: Tensor, dtype: torch.dtype, rows: Rows, grid: Sequence[int], slot: str, recipe: Recipe) -> Tensor:
     """This rank's contribution to the whole weight's amaxes, shape ``grid``, float32: see `whole_amax`."""
     part = Plain(shard.to(dtype), TensorLayout((*placed_cuts(rows.placed), rows_cut(rows))))
     return whole_amax(part, getattr(recipe, slot)).clone()
 
 
-def _fake(
-    shard: Tensor,
-    dtype: torch.dtype,
-    rows: Rows,
-    grid: Sequence[int],
-    slot: str,
-    recipe: Recipe,
-) -> Tensor:
+def _fake(shard: Tensor, dtype: torch.dtype, rows: Rows, grid: Sequence[int], slot: str, recipe: Recipe) -> Tensor:
     return shard.new_empty(tuple(grid), dtype=torch.float32)
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 from torch.distributed.distributed_c10d import _resolve_process_group
 
 from fp8compile import _compat, inductor
@@ -48,7 +49,8 @@ def reduced(grad: Tensor, dtype: torch.dtype, rows: Rows) -> Tensor:
         dtype: Dtype of the result.
         rows: How the parameter is cut.
     """
-    copies = _resolve_process_group(rows.replicas).size() if rows.replicas else 1
+    replicas: Any = rows.replicas  # a name
+    copies = _resolve_process_group(replicas).size() if replicas else 1
     ranks = len(rows.sizes) * copies
     reduce_dtype = getattr(torch, rows.reduce_dtype)
     # float32 and bfloat16 have room for a sum; which divides first, NCCL's mean or we, is not to differ from FSDP2
@@ -79,12 +81,12 @@ def _reduce_fake(grad: Tensor, dtype: torch.dtype, rows: Rows) -> Tensor:
     return grad.new_empty((rows.sizes[rows.rank], *grad.shape[1:]), dtype=dtype)
 
 
-def _reduce_samples() -> Iterator[tuple]:
+def _reduce_samples() -> Iterator[tuple[Any, ...]]:
     for shard, dtype, rows in _samples():
         yield torch.ones_like(shard, dtype=dtype), shard.dtype, rows
 
 
-fsdp_reduce = register_op(
+fsdp_reduce: OpOverload = register_op(
     "fp8compile::fsdp_reduce",
     _reduce_kernel,
     fake=_reduce_fake,
@@ -106,7 +108,7 @@ def _fake(shard: Tensor, dtype: torch.dtype, rows: Rows) -> Tensor:
     return shard.new_empty((sum(rows.sizes), *shard.shape[1:]), dtype=dtype)
 
 
-def _setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     shard, used, ctx.rows = inputs
     ctx.dtype = shard.dtype
     _compat.declare_grad_dtype(ctx, getattr(torch, ctx.rows.reduce_dtype), used)
@@ -116,7 +118,7 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     return fsdp_reduce(grad, ctx.dtype, ctx.rows), None, None
 
 
-def _samples() -> Iterator[tuple]:
+def _samples() -> Iterator[tuple[Any, ...]]:
     """Samples for one rank; more ranks need processes (tests/parallel/test_graph_fsdp.py)."""
     for shape in ((6,), (3, 4), (0, 4)):
         for dtype in (torch.float32, torch.bfloat16):
@@ -124,7 +126,7 @@ def _samples() -> Iterator[tuple]:
     yield torch.ones(4, 3).t(), torch.float16, Rows.alone(3, "float16")
 
 
-fsdp_gather = register_op(
+fsdp_gather: OpOverload = register_op(
     "fp8compile::fsdp_gather",
     _kernel,
     fake=_fake,

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -101,10 +102,11 @@ def keep_input(part: Plain, quantizer: Quantizer, steps: Steps) -> Kept:
     codes = found.codes
     if packed_dim(found.quantizer) is None and (part.cuts or part.layout.ends is not None):
         codes = pack(codes, packed_while_kept(part.layout, quantizer))
-    return codes, found.scale, found.outer_scale
+    outer_scale: Any = found.outer_scale  # four-bit codes have two levels of scales
+    return codes, found.scale, outer_scale
 
 
-def kept_input_as_quantized(kept: Kept, quantizer: Quantizer, layout: TensorLayout, rows: int) -> Quantized:
+def kept_input_as_quantized(kept: Kept, quantizer: Any, layout: TensorLayout, rows: int) -> Quantized:
     """What `keep_input` returned, as an operand of grad_weight.
 
     Args:

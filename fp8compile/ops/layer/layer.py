@@ -95,7 +95,8 @@ def output(
     operands, beside = _operands(recipe, phase, ends, {**place.given(), **(codes or {})}), None
     weight = place.cast(weight, x.dtype)
     if place.has_state:
-        operands, beside = place.begin(x, weight, operands)
+        stateful: Any = place
+        operands, beside = stateful.begin(x, weight, operands)
     own_bias = None if bias is None or ends is not None else Plain(bias, layouts.bias)
     parts = _part(x, layouts.input), Plain(weight, layouts.weight)
     y = place.finish(multiply_parts(OUTPUT, *parts, operands, own_bias), layouts.output, x.shape)
@@ -158,7 +159,8 @@ def _for_one_gradient(recipe: Recipe, gemm: Gemm) -> Recipe:
         return recipe
     other = GRAD_INPUT if gemm is GRAD_WEIGHT else GRAD_WEIGHT
     kept = recipe.keep_weight_codes and gemm is GRAD_INPUT
-    return replace(recipe, **{other.a: None, other.b: None}, keep_weight_codes=kept)
+    no_quantizers: dict[str, Any] = {other.a: None, other.b: None}
+    return replace(recipe, **no_quantizers, keep_weight_codes=kept)
 
 
 def for_gradients_of(recipe: Recipe, *, x: bool, weight: bool) -> Recipe:

@@ -14,6 +14,8 @@ A new placement is a class in `placements` and a line here.
 
 from __future__ import annotations
 
+from torch._ops import OpOverload
+
 from fp8compile.ops.groups.grouped_mm import grouped_mm
 from fp8compile.ops.groups.scaled_grouped_mm import scaled_grouped_mm
 from fp8compile.ops.layer import placements, samples, stateful_placements
@@ -61,22 +63,30 @@ LAYERS: tuple[Layer, ...] = (
 )  # fmt: skip
 
 # as fp8compile.ops has them
-linear, grad_input, grad_weight = LINEAR.output, LINEAR.grad_input, LINEAR.grad_weight
-kept_input, grad_weight_of_codes = LINEAR.keep, LINEAR.grad_weight_of_codes
-delayed_linear = DELAYED.output
-delayed_grad_input, delayed_grad_weight = DELAYED.grad_input, DELAYED.grad_weight
-sharded_linear = SHARDED.output
-sharded_grad_input, sharded_grad_weight = SHARDED.grad_input, SHARDED.grad_weight
-fsdp_linear, fsdp_delayed_linear = FSDP.output, FSDP_DELAYED.output
-fsdp_grad_input, fsdp_grad_weight = FSDP.grad_input, FSDP.grad_weight
-grouped_linear = GROUPED.output
-grouped_grad_input, grouped_grad_weight = GROUPED.grad_input, GROUPED.grad_weight
-sharded_grouped_linear = SHARDED_GROUPED.output
-sharded_grouped_grad_input = SHARDED_GROUPED.grad_input
-sharded_grouped_grad_weight = SHARDED_GROUPED.grad_weight
-fsdp_grouped_linear = FSDP_GROUPED.output
-fsdp_grouped_grad_input = FSDP_GROUPED.grad_input
-fsdp_grouped_grad_weight = FSDP_GROUPED.grad_weight
+linear: OpOverload = LINEAR.output
+grad_input: OpOverload = LINEAR.grad_input
+grad_weight: OpOverload = LINEAR.grad_weight
+kept_input: OpOverload = LINEAR.keep
+grad_weight_of_codes: OpOverload = LINEAR.grad_weight_of_codes
+delayed_linear: OpOverload = DELAYED.output
+delayed_grad_input: OpOverload = DELAYED.grad_input
+delayed_grad_weight: OpOverload = DELAYED.grad_weight
+sharded_linear: OpOverload = SHARDED.output
+sharded_grad_input: OpOverload = SHARDED.grad_input
+sharded_grad_weight: OpOverload = SHARDED.grad_weight
+fsdp_linear: OpOverload = FSDP.output
+fsdp_delayed_linear: OpOverload = FSDP_DELAYED.output
+fsdp_grad_input: OpOverload = FSDP.grad_input
+fsdp_grad_weight: OpOverload = FSDP.grad_weight
+grouped_linear: OpOverload = GROUPED.output
+grouped_grad_input: OpOverload = GROUPED.grad_input
+grouped_grad_weight: OpOverload = GROUPED.grad_weight
+sharded_grouped_linear: OpOverload = SHARDED_GROUPED.output
+sharded_grouped_grad_input: OpOverload = SHARDED_GROUPED.grad_input
+sharded_grouped_grad_weight: OpOverload = SHARDED_GROUPED.grad_weight
+fsdp_grouped_linear: OpOverload = FSDP_GROUPED.output
+fsdp_grouped_grad_input: OpOverload = FSDP_GROUPED.grad_input
+fsdp_grouped_grad_weight: OpOverload = FSDP_GROUPED.grad_weight
 
 # What a policy of selective activation checkpointing names to keep the products: where a plain model has aten.mm, a
 # converted one has fp8compile::linear or another of these, and never aten._scaled_mm.

@@ -12,6 +12,8 @@ kernels of their own, see `fp8compile.ops.layer.quantize_groups`.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -55,7 +57,9 @@ _quantize_weight = inductor.once_a_graph(quantize_weight)
 
 
 def _weight(part: Plain, slot: str, recipe: Recipe, steps: Steps) -> Quantized:
-    first, again, is_first = recipe.weight, recipe.weight_for_grad_input, slot == OUTPUT.b
+    first: Any = recipe.weight  # both are asked of a layer whose products have them
+    again: Any = recipe.weight_for_grad_input
+    is_first = slot == OUTPUT.b
     quantizer = first if is_first else again
     if inductor.is_fusible(part.local) or not is_aligned(part, first):  # the kernel that makes it casts it too
         return quantize_part(part, quantizer, steps)
@@ -70,7 +74,7 @@ def _weight(part: Plain, slot: str, recipe: Recipe, steps: Steps) -> Quantized:
 
 
 def _matrices(
-    part: Plain, quantizer: Quantizer, first: Quantizer, again: Quantizer | None, steps: Steps, *, is_first: bool
+    part: Plain, quantizer: Quantizer, first: Quantizer, again: Any, steps: Steps, *, is_first: bool
 ) -> Quantized:
     """Quantize a stack of matrices one by one; no block spans ranks."""
     stack = part.local
@@ -100,7 +104,7 @@ def _ends_of_matrices(stack: Tensor) -> Tensor:
 # ---------------------------------------------------------------------------------- gradients, in eight bits
 
 
-def _has_grad_kernel(grad_output: Plain, rows: Quantizer | None, columns: Quantizer | None) -> bool:
+def _has_grad_kernel(grad_output: Plain, rows: Any, columns: Any) -> bool:
     """Whether one kernel quantizes grad_output for both gradients.
 
     A grad_output that Inductor computes, such as an activation's, is quantized by the kernel that computes it.
@@ -131,7 +135,7 @@ def _both_directions(part: Plain, rows: Quantizer, columns: Quantizer) -> tuple[
 # ---------------------------------------------------------------------------------- of four bits
 
 
-def _has_packed_kernel(part: Plain, rows: Quantizer | None, columns: Quantizer | None) -> bool:
+def _has_packed_kernel(part: Plain, rows: Any, columns: Any) -> bool:
     """Whether one kernel makes packed codes of both directions: for whole matrices with multiples of sixteen."""
     sizes = part.local.shape
     return (

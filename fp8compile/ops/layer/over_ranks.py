@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from fp8compile.ops.async_tp import on_the_wire
 from fp8compile.ops.collectives import all_gather
 from fp8compile.quantizers import Quantizer
 
-__all__ = ["as_operand", "check_not_packed", "gather", "narrow"]
+__all__ = ["Part", "as_operand", "check_not_packed", "gather", "narrow"]
 
 Part = TypeVar("Part", Plain, Quantized)
 
@@ -30,7 +30,8 @@ def _without(cuts: Sharding, index: int) -> Sharding:
 
 def _cut_again(cuts: Sharding, index: int, dim: int) -> int | None:
     """The last group behind this one that cuts the same dim; its parts are gathered before the dim is cut anew."""
-    return next((i for i in reversed(range(index + 1, len(cuts))) if cuts[i] is not None and cuts[i].dim == dim), None)
+    behind = ((i, cuts[i]) for i in reversed(range(index + 1, len(cuts))))
+    return next((i for i, cut in behind if cut is not None and cut.dim == dim), None)
 
 
 def check_not_packed(quantizer: Quantizer, codes: Sequence[int], values: Sequence[int]) -> None:
@@ -53,7 +54,7 @@ def gather(part: Part, index: int) -> Part:
         part: This rank's part. Scales of codes travel too if ranks have different ones.
         index: Index of the group among ``part.cuts``.
     """
-    cut = part.cuts[index]
+    cut: Any = part.cuts[index]  # there is one
     if isinstance(part, Quantized):
         if cut.dim >= part.layout.batch:
             check_not_packed(part.quantizer, part.codes.shape, part.shape)

@@ -197,7 +197,8 @@ class _OverGroup(Placement):
     one rank nothing is cut and nothing sent.
     """
 
-    def layouts(self, ndim: int, ends: Tensor | None) -> Layouts:
+    # ``self: Any``: the fields that bases read are their subclasses', in the order of the ops' arguments
+    def layouts(self: Any, ndim: int, ends: Tensor | None) -> Layouts:
         """How each tensor lies; there is one group, so each has one cut."""
         if len(self.feature_sizes) == 1:
             return ALL_WHOLE if ends is None else _with_ends(ends)
@@ -212,10 +213,10 @@ class _OverGroup(Placement):
     def _tokens(self, features: DimSharding) -> DimSharding | None:
         return None
 
-    def _cuts_out_features(self, ends: Tensor | None) -> bool:
+    def _cuts_out_features(self: Any, ends: Tensor | None) -> bool:
         return self.weight_dim == (0 if ends is None else 1)
 
-    def finish(self, product: Product, tokens: TensorLayout, shape: torch.Size) -> Tensor:
+    def finish(self: Any, product: Product, tokens: TensorLayout, shape: torch.Size) -> Tensor:
         """The product; if it is a summand, the sum over ranks, for all tokens or for this rank's."""
         if not tokens.cuts:
             return Placement.finish(self, product, tokens, shape)
@@ -223,7 +224,7 @@ class _OverGroup(Placement):
         local = product.local.view(*product.shape[:-1], product.local.shape[1])
         if step.out == "sum" and cut is None:
             return all_reduce_sum(local, self.group)
-        if step.out == "sum":
+        if step.out == "sum" and cut is not None:
             local = reduce_scatter_sum(local, cut.dim, cut.sizes, cut.rank, self.group)
         return local.contiguous()
 
@@ -334,7 +335,7 @@ class _OverFsdp(Placement):
 
     weight_name: ClassVar[str] = "shard"
 
-    def given(self) -> dict[str, Any]:
+    def given(self: Any) -> dict[str, Any]:
         """The rows that each rank has."""
         return {"rows": self.rows}
 
@@ -342,20 +343,20 @@ class _OverFsdp(Placement):
         """The shard in the dtype of the tokens, in which it is quantized and gathered."""
         return weight.to(dtype)
 
-    def out_features(self, weight: Sequence[int], ends: Any) -> int:
+    def out_features(self: Any, weight: Sequence[int], ends: Any) -> int:
         """Rows of the weight on all ranks together; of a stack its own."""
         return sum(self.rows.sizes) if ends is None else weight[-2]
 
 
 @dataclass(slots=True)
 class _OverFsdpForGradWeight(Placement):
-    def reduced(self, grad_weight: Tensor, phase: Phase) -> Tensor:
+    def reduced(self: Any, grad_weight: Tensor, phase: Phase) -> Tensor:
         """This rank's part of the mean over ranks; the product is rounded before a reduction in another dtype."""
         if grad_weight.dtype != getattr(torch, self.rows.reduce_dtype):
             grad_weight = as_read(grad_weight, phase)
         return reduced(grad_weight, self.dtype, self.rows).contiguous()
 
-    def empty_grad_weight(self, grad_output: Tensor, features: int, ends: Tensor | None) -> Tensor:
+    def empty_grad_weight(self: Any, grad_output: Tensor, features: int, ends: Tensor | None) -> Tensor:
         """It has this rank's part of the weight."""
         own = self.rows.sizes[self.rows.rank]
         shape = (own, features) if ends is None else (own, grad_output.shape[1], features)
@@ -366,23 +367,23 @@ class _OverFsdpForGradWeight(Placement):
 class RowsOverFsdpBase(_OverFsdp):
     """Base of layers whose weight FSDP cuts by rows, with or without the fields of delayed scaling."""
 
-    def given(self) -> dict[str, Any]:
+    def given(self: Any) -> dict[str, Any]:
         """The rows that each rank has, and the amax."""
         return {"rows": self.rows, "weight_amax": self.amax}
 
-    def saved(self) -> tuple[Placement, tuple[Tensor | None, ...]]:
+    def saved(self: Any) -> tuple[Placement, tuple[Tensor | None, ...]]:
         """The placement without amaxes, and the amax for grad_input."""
         return replace(self, amax=None, amax_for_grad_input=None), (self.amax_for_grad_input,)
 
-    def restored(self, saved: Sequence[Tensor | None]) -> Placement:
+    def restored(self: Any, saved: Sequence[Tensor | None]) -> Placement:
         """The placement with the amax for grad_input."""
         return replace(self, amax_for_grad_input=saved[0])
 
-    def for_grad_input(self, used: Tensor | None) -> Placement:
+    def for_grad_input(self: Any, used: Tensor | None) -> Placement:
         """The placement with grad_input's amax."""
         return RowsOverFsdpForGradInput(self.amax_for_grad_input, used, self.rows)
 
-    def for_grad_weight(self, dtype: torch.dtype, used: Tensor | None) -> Placement:
+    def for_grad_weight(self: Any, dtype: torch.dtype, used: Tensor | None) -> Placement:
         """The placement with the dtype of the shard."""
         return RowsOverFsdpForGradWeight(used, dtype, self.rows)
 

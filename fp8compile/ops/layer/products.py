@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,7 +30,7 @@ from fp8compile.layout.quantized import Plain, Quantized
 from fp8compile.ops.collectives import sent_in_backward
 from fp8compile.ops.groups.grouped_mm import grouped_mm
 from fp8compile.ops.layer.operands import Operands, Phase
-from fp8compile.ops.layer.over_ranks import as_operand, gather, narrow
+from fp8compile.ops.layer.over_ranks import Part, as_operand, gather, narrow
 from fp8compile.ops.rounding_barrier import rounded
 from fp8compile.quantizers import GEMMS, Gemm
 from fp8compile.quantizers.blocks import as_matrix
@@ -80,7 +81,12 @@ def _step_of(gemm: Gemm, index: int, a: Plain | Quantized, b: Plain | Quantized)
     role_a = _role(cut_a, ndim_a, "k", "m", transposed=gemm.a_transposed)
     role_b = _role(cut_b, ndim_b, "n", "k", transposed=gemm.b_transposed)
     # tokens of two activations have to be the same ones, so the dims have to be the same, too
-    same = cut_a is not None and cut_a.matches(cut_b) and (gemm is not GRAD_WEIGHT or cut_a.dim == cut_b.dim)
+    same = (
+        cut_a is not None
+        and cut_b is not None
+        and cut_a.matches(cut_b)
+        and (gemm is not GRAD_WEIGHT or cut_a.dim == cut_b.dim)
+    )
     return _step(gemm, role_a, role_b, same=same)
 
 
@@ -110,17 +116,16 @@ def _summed_dim(gemm: Gemm, name: str, ndim: int, cut: DimSharding) -> int:
     return ndim - 1 if gemm.b_transposed else ndim - 2
 
 
-def _prepared(
-    gemm: Gemm, a: Plain | Quantized, b: Plain | Quantized
-) -> tuple[Plain | Quantized, Plain | Quantized, list[Step]]:
+def _prepared(gemm: Gemm, a: Part, b: Part) -> tuple[Part, Part, list[Step]]:
     """Gather and narrow both operands group by group; returns them and the steps taken."""
-    operands, steps = {"a": a, "b": b}, []
+    operands = {"a": a, "b": b}
+    steps: list[Step] = []
     for index in range(len(a.cuts)):
         step = _step_of(gemm, index, operands["a"], operands["b"])
         if step.gather is not None:
             operands[step.gather] = gather(operands[step.gather], index)
         if step.narrow is not None:
-            cut = operands["b" if step.narrow == "a" else "a"].cuts[index]
+            cut: Any = operands["b" if step.narrow == "a" else "a"].cuts[index]
             dim = _summed_dim(gemm, step.narrow, operands[step.narrow].ndim, cut)
             operands[step.narrow] = narrow(operands[step.narrow], index, replace(cut, dim=dim))
         steps.append(step)
@@ -225,8 +230,9 @@ def _bias_of_columns(bias: Plain, steps: list[Step], a: Sharding, weight: Shardi
     """
     for index, step in enumerate(steps):
         if step.out == "n" and bias.cuts[index] is None:
-            bias = narrow(bias, index, replace(weight[index], dim=0))
+            cut: Any = weight[index]
+            bias = narrow(bias, index, replace(cut, dim=0))
         elif step.out != "n" and bias.cuts[index] is not None:
             bias = gather(bias, index)
-    summands = [cut for cut, step in zip(a, steps, strict=True) if step.out == "sum"]
+    summands: list[Any] = [cut for cut, step in zip(a, steps, strict=True) if step.out == "sum"]
     return None if any(cut.rank for cut in summands) else bias.local

@@ -367,7 +367,8 @@ def quantize_part(
     for dim, side in zip(SIDES, sides, strict=True):
         multiplier = side.window(multiplier, dim) if side.kind == "split" else multiplier
     where = () if batch and not quantizer.has_outer_scale() else _positions(sides, quantizer, part)
-    codes = _extracted(_cast(window, multiplier, quantizer, batch, steps, where), part, sides)
+    codes = _cast(window, multiplier, quantizer, batch, steps, where)
+    codes = _extracted(codes, part, sides) if is_cut else codes
     return _quantized(part, codes, scale, quantizer, outer_scale)
 
 

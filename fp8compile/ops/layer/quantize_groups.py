@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 from torch import Tensor
 
@@ -46,8 +47,8 @@ def by_row(quantizer: Quantizer) -> Quantizer:
 
 def quantize_groups(
     part: Plain,
-    rows: Quantizer | None,
-    tokens: Quantizer | None,
+    rows: Any,
+    tokens: Any,
     steps: Steps,
     *,
     along_tokens: bool,
@@ -69,7 +70,8 @@ def quantize_groups(
     reads_once = reads_once and not any(part.cuts)
     if quantizer.has_outer_scale():
         return _in_two_levels(part, rows, tokens, along_tokens=along_tokens, reads_once=reads_once)
-    x, ends = part.local, part.layout.ends
+    x = part.local
+    ends: Any = part.layout.ends  # rows are in groups
     if reads_once and is_group_pair(rows, tokens):
         found = _both_directions(x, ends, rows, tokens)
         codes, scale = found[2:] if along_tokens else found[:2]
@@ -131,9 +133,7 @@ def is_four_bits_on_gpu(x: Tensor, quantizer: Quantizer) -> bool:
     return type(quantizer) is TwoLevelScaling and target_of(x.device).type == "cuda"
 
 
-def _in_two_levels(
-    part: Plain, rows: Quantizer | None, tokens: Quantizer | None, *, along_tokens: bool, reads_once: bool
-) -> Quantized:
+def _in_two_levels(part: Plain, rows: Any, tokens: Any, *, along_tokens: bool, reads_once: bool) -> Quantized:
     x, ends, quantizer = part.local, part.layout.ends, tokens if along_tokens else rows
     if not is_four_bits_on_gpu(x, quantizer):
         quantizer = quantizer.unpacked()
@@ -159,5 +159,6 @@ def as_values_of_rows(found: Quantized, features: int) -> Quantized:
     if packed_dim(quantizer) is None:
         return replace(found, quantizer=quantizer)
     codes, blocks = unpack(found.codes, -1)[:, :features], -(-features // quantizer.block[1])
-    scale = scales_of_rows(found.scale, found.layout.ends, codes.shape[0], blocks)
-    return replace(found, codes=codes, scale=scale, quantizer=quantizer.unpacked())
+    ends: Any = found.layout.ends  # rows are in groups
+    scale = scales_of_rows(found.scale, ends, codes.shape[0], blocks)
+    return replace(found, codes=codes, scale=scale, quantizer=quantizer.unpacked() or quantizer)

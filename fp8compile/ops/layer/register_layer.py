@@ -33,7 +33,8 @@ from fp8compile.quantizers import Gemm, Quantizer, Recipe, TwoLevelScaling
 
 __all__ = ["LAYER_OPS", "OPS_OF_LAYERS", "Layer", "LayerOp", "register_layer"]
 
-TENSORS = {  # names of the tensors that an op takes before its placement; offsets are those of groups alone
+# names of the tensors that an op takes before its placement; offsets are those of groups alone
+TENSORS: dict[str, tuple[str, ...]] = {
     "output": ("x", "weight", "offsets", "bias"),
     "grad_input": ("grad_output", "weight", "offsets"),
     "grad_weight": ("grad_output", "x", "offsets"),
@@ -68,15 +69,18 @@ class LayerOp:
     def parameters(self) -> list[inspect.Parameter]:
         """The op's schema."""
         hints = get_type_hints(self.placement)
-        found = {self.placement.weight_name if name == "weight" else name: Tensor for name in self.names}
+        found: dict[str, Any] = {
+            self.placement.weight_name if name == "weight" else name: Tensor for name in self.names
+        }
         if "bias" in found:
             found["bias"] = Tensor | None
-        found |= {name: hints[name] for name in self.placement.__match_args__}
+        fields: tuple[str, ...] = self.placement.__match_args__
+        found |= {name: hints[name] for name in fields}
         found |= {"quantizer": Quantizer} if self.kind == "kept_input" else {"recipe": Recipe}
         kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
         return [inspect.Parameter(name, kind, annotation=hint) for name, hint in found.items()]
 
-    def split(self, args: tuple) -> tuple[list[Any], Tensor | None, Placement, Any]:
+    def split(self, args: tuple[Any, ...]) -> tuple[list[Any], Tensor | None, Placement, Any]:
         """Split loose arguments: the tensors, the offsets or None, the placement, the recipe or quantizer."""
         count = len(self.names)
         place = self.placement(*args[count:-1]) if self.has_fields else self.placement()
@@ -84,7 +88,7 @@ class LayerOp:
         ends = tensors.pop(self.names.index("offsets")) if self.ends else None
         return tensors, ends, place, args[-1]
 
-    def run(self, phase: Phase, args: tuple, codes: dict[str, Any] | None = None) -> Any:
+    def run(self, phase: Phase, args: tuple[Any, ...], codes: dict[str, Any] | None = None) -> Any:
         """Run the op's computation.
 
         Args:
@@ -97,34 +101,39 @@ class LayerOp:
             x, weight, bias = tensors
             return layer.output(phase, x, weight, ends, bias, place, last, codes)
         if self.kind == "grad_input":
-            return layer.grad_input(phase, *tensors, ends, place, last, codes)
+            grad_output, weight = tensors
+            return layer.grad_input(phase, grad_output, weight, ends, place, last, codes)
         if self.kind == "grad_weight":
-            return layer.grad_weight(phase, *tensors, ends, place, last)
+            grad_output, x = tensors
+            return layer.grad_weight(phase, grad_output, x, ends, place, last)
         if self.kind == "kept_input":
-            return layer.keep(phase, *tensors, ends, place, last)
+            (x,) = tensors
+            return layer.keep(phase, x, ends, place, last)
         grad_output, *kept = tensors
         return layer.grad_weight_of_codes(phase, grad_output, tuple(kept), ends, place, last)
 
-    def empty(self, args: tuple) -> Any:
+    def empty(self, args: tuple[Any, ...]) -> Any:
         """Results without values, for tracing."""
         tensors, ends, place, last = self.split(args)
         if self.kind == "output":
             x, weight, _ = tensors
             layer.check(x, ends, place, last)
             y = place.empty_output(x, weight, ends)
-            return (y, *place.empty_beside()) if place.has_state else y
+            stateful: Any = place
+            return (y, *stateful.empty_beside()) if place.has_state else y
         if self.kind == "grad_input":
             return place.empty_grad_input(*tensors)
         if self.kind == "grad_weight":
             return place.empty_grad_weight(tensors[0], tensors[1].shape[-1], ends)
         if self.kind == "kept_input":
-            return layer.keep(Phase.FORWARD, *tensors, ends, place, last)
+            (x,) = tensors
+            return layer.keep(Phase.FORWARD, x, ends, place, last)
         layout = place.layouts(tensors[0].ndim, ends).input
         features = features_of(tensors[1].shape, last.quantizer_read(GRAD_WEIGHT.b), layout)
         return place.empty_grad_weight(tensors[0], features, ends)
 
 
-def _loose(op: LayerOp, function: Callable[[tuple], Any], returns: Any) -> Callable:
+def _loose(op: LayerOp, function: Callable[[tuple[Any, ...]], Any], returns: Any) -> Callable[..., Any]:
     """Wrap a function of a tuple as a function of loose arguments with the op's schema."""
 
     def loose(*args: Any) -> Any:
@@ -170,13 +179,14 @@ class _Derivative:
     keep: torch._ops.OpOverload
     grad_weight_of_codes: torch._ops.OpOverload
 
-    def setup_context(self, ctx: Any, inputs: tuple, output: Any) -> None:
+    def setup_context(self, ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         (x, weight, bias), ends, place, recipe = self.op.split(inputs)
         needs_x, needs_weight = ctx.needs_input_grad[:2]
         ctx.placements = _compat.placement_of(x)
         ctx.recipe, ctx.dtype, ctx.has_bias, used = recipe, weight.dtype, bias is not None, None
         if place.has_state:
-            used = place.keep_used(ctx, output)
+            stateful: Any = place
+            used = stateful.keep_used(ctx, output)
         kept: tuple[Tensor, ...] = (x,) if needs_weight else ()
         if needs_weight and keeps_codes(x, recipe):
             quantizer = recipe.quantizer_read(GRAD_WEIGHT.b)
@@ -214,7 +224,8 @@ def _given(ends: Tensor | None) -> tuple[Tensor, ...]:
 
 
 def _fields_of(place: Placement) -> list[Any]:
-    return [getattr(place, name) for name in place.__match_args__]
+    fields: tuple[str, ...] = place.__match_args__
+    return [getattr(place, name) for name in fields]
 
 
 # ---------------------------------------------------------------------------------- registration
@@ -231,7 +242,7 @@ def _register(name: str, op: LayerOp, gemm: Gemm | None, samples: Samples, **der
     elif op.kind == "output" and op.placement.has_state:
         returns = tuple[Tensor, Tensor, Tensor, Tensor]
 
-    def decompose(args: tuple) -> Any:
+    def decompose(args: tuple[Any, ...]) -> Any:
         return op.run(Phase.FORWARD if gemm is None else Phase.compiled(gemm), args)
 
     found = register_op(
@@ -252,7 +263,7 @@ def _register(name: str, op: LayerOp, gemm: Gemm | None, samples: Samples, **der
 def register_layer(
     prefix: str,
     placement: type[Placement],
-    samples: Callable[[], Iterable[tuple]],
+    samples: Callable[[], Iterable[tuple[Any, ...]]],
     *,
     for_grad_input: type[Placement] | None = None,
     for_grad_weight: type[Placement] | None = None,
@@ -315,33 +326,34 @@ class _Samples:
     """Samples of a layer's other ops, from samples of its output op."""
 
     op: LayerOp
-    samples: Callable[[], Iterable[tuple]]
+    samples: Callable[[], Iterable[tuple[Any, ...]]]
 
-    def _each(self) -> Iterator[tuple]:
+    def _each(self) -> Iterator[tuple[Any, ...]]:
         for args in self.samples():
             (x, weight, _), ends, place, recipe = self.op.split(args)
-            used = place.multiplier if place.has_state else None
+            stateful: Any = place
+            used = stateful.multiplier if place.has_state else None
             generator = torch.Generator().manual_seed(1)
             tokens = place.tokens_of_output(x.shape[:-1])
             grad = torch.randn((place.out_features(weight.shape, ends), *tokens), generator=generator)
             yield grad.to(x.dtype).movedim(0, -1), x, weight, _given(ends), place, recipe, used  # not contiguous
 
-    def of_grad_input(self) -> Iterator[tuple]:
+    def of_grad_input(self) -> Iterator[tuple[Any, ...]]:
         """Samples of grad_input."""
         for grad, _, weight, offsets, place, recipe, used in self._each():
             yield grad, weight, *offsets, *_fields_of(place.for_grad_input(used)), recipe
 
-    def of_grad_weight(self) -> Iterator[tuple]:
+    def of_grad_weight(self) -> Iterator[tuple[Any, ...]]:
         """Samples of grad_weight."""
         for grad, x, weight, offsets, place, recipe, used in self._each():
             yield grad, x, *offsets, *_fields_of(place.for_grad_weight(weight.dtype, used)), recipe
 
-    def of_keep(self) -> Iterator[tuple]:
+    def of_keep(self) -> Iterator[tuple[Any, ...]]:
         """Samples of the op that keeps codes."""
         for _, x, offsets, place, quantizer in self._kept():
             yield x, *offsets, *_fields_of(place.for_keep()), quantizer
 
-    def of_grad_weight_of_codes(self) -> Iterator[tuple]:
+    def of_grad_weight_of_codes(self) -> Iterator[tuple[Any, ...]]:
         """Samples of grad_weight from codes."""
         for grad, x, offsets, place, quantizer in self._kept():
             recipe = Recipe(grad_output_for_grad_weight=quantizer, input_for_grad_weight=quantizer)
@@ -349,7 +361,7 @@ class _Samples:
             kept = layer.keep(Phase.EAGER, x, ends, place, quantizer)
             yield grad, *kept, *offsets, *_fields_of(place.for_grad_weight(x.dtype, None)), recipe
 
-    def _kept(self) -> Iterator[tuple]:
+    def _kept(self) -> Iterator[tuple[Any, ...]]:
         seen = set()
         for grad, x, _, offsets, place, _, _ in self._each():
             if (key := (x.shape, x.stride())) in seen:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 
@@ -24,7 +25,7 @@ __all__ = [
 ]
 
 
-def linear_samples() -> Iterator[tuple]:
+def linear_samples() -> Iterator[tuple[Any, ...]]:
     """Arguments of the op, for tests of it and of its likes."""
     generator = torch.Generator().manual_seed(0)
     for x in samples.matrices():
@@ -38,13 +39,13 @@ def _recipes() -> Iterator[Recipe]:
     """Delayed scaling everywhere, with grad_weight in high precision, and beside current scaling."""
     value, grad = DelayedScaling(history=4), DelayedScaling(format="e5m2", history=4, margin=1)
     own = CurrentScaling()
-    every = {"input": value, "weight": value, "grad_output": grad, "weight_for_grad_input": value}
+    every: dict[str, Any] = {"input": value, "weight": value, "grad_output": grad, "weight_for_grad_input": value}
     yield Recipe(**every, grad_output_for_grad_weight=grad, input_for_grad_weight=value)
     yield Recipe(**every)
     yield Recipe(input=value, weight=own, grad_output=own, weight_for_grad_input=own)
 
 
-def delayed_samples() -> Iterator[tuple]:
+def delayed_samples() -> Iterator[tuple[Any, ...]]:
     """Arguments of the op, for tests of it and of its likes."""
     generator = torch.Generator().manual_seed(0)
     for x in samples.matrices():
@@ -55,14 +56,14 @@ def delayed_samples() -> Iterator[tuple]:
     yield x, weight, None, *state, None, recipe
 
 
-def sharded_samples() -> Iterator[tuple]:
+def sharded_samples() -> Iterator[tuple[Any, ...]]:
     """Samples for a group of one rank."""
     for index, (x, weight, bias, recipe) in enumerate(linear_samples()):
         weight_dim = index % 2
         yield x, weight, bias, weight_dim, [weight.shape[weight_dim]], None, [0], 0, "", recipe
 
 
-def fsdp_samples() -> Iterator[tuple]:
+def fsdp_samples() -> Iterator[tuple[Any, ...]]:
     """Those of FSDP over one rank, with amaxes that are known and without."""
     for index, (x, weight, bias, recipe) in enumerate(linear_samples()):
         shard = weight.float() if index % 2 else weight
@@ -73,14 +74,14 @@ def fsdp_samples() -> Iterator[tuple]:
         yield x, shard, bias, *known, Rows.alone(weight.shape[0]), recipe
 
 
-def fsdp_delayed_samples() -> Iterator[tuple]:
+def fsdp_delayed_samples() -> Iterator[tuple[Any, ...]]:
     """Those of FSDP over one rank, with delayed scaling."""
     for x, weight, bias, _, multiplier, _, recipe in delayed_samples():
         tokens = torch.zeros(3), torch.zeros(1)
         yield x, weight.float(), bias, *tokens, None, None, multiplier, Rows.alone(weight.shape[0]), recipe
 
 
-def grouped_samples() -> Iterator[tuple]:
+def grouped_samples() -> Iterator[tuple[Any, ...]]:
     """Arguments of the op, for tests of it and of its likes."""
     generator = torch.Generator().manual_seed(0)
     for recipe in samples.recipes():
@@ -94,14 +95,14 @@ def grouped_samples() -> Iterator[tuple]:
     yield torch.randn(24, 12, generator=generator).t(), weight.float(), offsets + 12, None, recipe
 
 
-def sharded_grouped_samples() -> Iterator[tuple]:
+def sharded_grouped_samples() -> Iterator[tuple[Any, ...]]:
     """Samples for a group of one rank."""
     for index, (x, weight, offsets, bias, recipe) in enumerate(grouped_samples()):
         weight_dim = 1 + index % 2
         yield x, weight, offsets, bias, weight_dim, [weight.shape[weight_dim]], 0, "", recipe
 
 
-def fsdp_grouped_samples() -> Iterator[tuple]:
+def fsdp_grouped_samples() -> Iterator[tuple[Any, ...]]:
     """Samples for FSDP over one rank."""
     for index, (x, weight, offsets, bias, recipe) in enumerate(grouped_samples()):
         shard = weight.float() if index % 2 else weight

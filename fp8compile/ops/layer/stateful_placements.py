@@ -18,7 +18,7 @@ from fp8compile.ops.inductor_hints import snapshot
 from fp8compile.ops.layer.operands import Operands, Phase
 from fp8compile.ops.layer.placements import Placement, RowsOverFsdpBase
 from fp8compile.ops.layer.rows import Rows
-from fp8compile.ops.layer.state import (
+from fp8compile.ops.layer.write_state import (
     amax_of,
     check_repeated_forward,
     check_state,
@@ -38,7 +38,8 @@ class _WithMultiplier:
 
     has_state: ClassVar[bool] = True
 
-    def begin(self, x: Tensor, weight: Tensor, operands: Operands) -> tuple[Operands, tuple[Tensor, ...]]:
+    # ``self: Any``: the fields are those of its subclasses
+    def begin(self: Any, x: Tensor, weight: Tensor, operands: Operands) -> tuple[Operands, tuple[Tensor, ...]]:
         """Operands with the multipliers that the output uses; and beside them those multipliers and two amaxes."""
         used = snapshot(self.multiplier)
         of_input, of_weight, _ = operands.recipe.delayed()
@@ -51,12 +52,12 @@ class _WithMultiplier:
     ) -> Tensor:
         return amax_of(weight, quantizer)
 
-    def empty_beside(self) -> tuple[Tensor, ...]:
+    def empty_beside(self: Any) -> tuple[Tensor, ...]:
         """What `begin` returns beside operands, without values, for tracing."""
         like = self.multiplier
         return torch.empty_like(like), like.new_empty(()), like.new_empty(())
 
-    def keep_used(self, ctx: Any, output: tuple[Tensor, Tensor, Tensor, Tensor]) -> Tensor:
+    def keep_used(self: Any, ctx: Any, output: tuple[Tensor, Tensor, Tensor, Tensor]) -> Tensor:
         """Save the multipliers that the output used for the backward."""
         return keep_used(ctx, self.multiplier, output)
 
@@ -93,8 +94,8 @@ class Delayed(_WithMultiplier, Placement):
         check_repeated_forward(ctx, repeated)
         # of a layer that is spread over ranks, all of them have the same state, and update their own
         state = [_compat.replicated(each) for each in (self.amax_history, self.multiplier)]
-        amaxes = [*ctx.amaxes, amax_of(grad_output, ctx.recipe.delayed()[2])]
-        amaxes = torch.stack([_compat.replicated(each) for each in amaxes])
+        every = [*ctx.amaxes, amax_of(grad_output, ctx.recipe.delayed()[2])]
+        amaxes = torch.stack([_compat.replicated(each) for each in every])
         if self.group is not None:
             amaxes = all_reduce_amax(amaxes, self.group)
         update_state(state, amaxes, ctx.recipe)
@@ -102,11 +103,11 @@ class Delayed(_WithMultiplier, Placement):
 
     def for_grad_input(self, used: Tensor | None) -> Placement:
         """The placement with the multipliers that the output used."""
-        return DelayedForGradient(used)
+        return DelayedForGradient(used)  # type: ignore[arg-type]  # `end` has returned it
 
     def for_grad_weight(self, dtype: torch.dtype, used: Tensor | None) -> Placement:
         """The placement with the multipliers that the output used."""
-        return DelayedForGradient(used)
+        return DelayedForGradient(used)  # type: ignore[arg-type]  # `end` has returned it
 
 
 @dataclass(slots=True)
@@ -146,8 +147,10 @@ class DelayedOverFsdp(_WithMultiplier, RowsOverFsdpBase):
 
     def saved(self) -> tuple[Placement, tuple[Tensor | None, ...]]:
         """The placement without tensors, and the amax for grad_input."""
-        tensors = ("of_activations", "of_weight", "amax", "amax_for_grad_input", "multiplier")
-        return replace(self, **dict.fromkeys(tensors)), (self.amax_for_grad_input,)
+        none: dict[str, Any] = dict.fromkeys(
+            ("of_activations", "of_weight", "amax", "amax_for_grad_input", "multiplier")
+        )
+        return replace(self, **none), (self.amax_for_grad_input,)
 
     def end(self, ctx: Any, grad_output: Tensor, repeated: Tensor) -> tuple[Tensor, tuple[Tensor | None, ...]]:
         """The multipliers that the output used, and the amaxes as gradients of the tokens."""

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Edits", "ShardedWeight", "part_of_weight"]
 
-aten = torch.ops.aten
+aten: Any = torch.ops.aten
 PAIR = GEMMS[:2]  # the products that read a weight
 
 
@@ -142,10 +142,12 @@ class ShardedWeight(FullyShardHooks, Tensor):
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self._without_class().__reduce_ex__(protocol)
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__: Any = torch._C._disabled_torch_function_impl
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]  # as PyTorch calls it
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         kwargs = kwargs or {}
         plain_args, plain_kwargs = tree_map_only(ShardedWeight, lambda weight: weight.plain, (args, kwargs))
         out = func(*plain_args, **plain_kwargs)
@@ -201,16 +203,18 @@ class ShardedWeight(FullyShardHooks, Tensor):
         """Codes that are cast now, by scales that all ranks know, or by those of this rank's own blocks."""
         part = part_of_weight(self, mesh, size, mp_policy)
         every = self.quantizers_of(module).items()
-        return part.cuts[-1], [self._to_gather(part, size, module, *each) for each in every]
+        own: Any = part.cuts[-1]  # FSDP2's
+        return own, [self._to_gather(part, size, module, *each) for each in every]
 
     def place_of_gathered(self, shards: DimSharding) -> dict[str, Any]:
         """Tensor parallel ranks that have parts of it, too; or those of FSDP2, of which each has all of it."""
         if self.batch:
             return {}
-        resolve = torch.distributed.distributed_c10d._resolve_process_group
+        resolve: Any = torch.distributed.distributed_c10d._resolve_process_group
         if not self.cuts:
             return {"group": resolve(shards.group)}
-        return {"group": resolve(self.cuts[0].group), "shard_dim": self.cuts[0].dim, "sizes": self.cuts[0].sizes}
+        cut: Any = self.cuts[0]
+        return {"group": resolve(cut.group), "shard_dim": cut.dim, "sizes": cut.sizes}
 
     def _to_gather(
         self, part: Plain, size: tuple[int, ...], module: nn.Module, gemm: Gemm, quantizer: Quantizer
@@ -222,14 +226,14 @@ class ShardedWeight(FullyShardHooks, Tensor):
             blocks = tuple(self._scale_of(of_whole, size, quantizer).shape)
 
         def make(as_sent: Quantizer) -> tuple[Tensor, ...]:
-            by = self._by_own_blocks if is_own[0] else self._by_known_scales
+            by: Any = self._by_own_blocks if is_own[0] else self._by_known_scales
             codes, *scales = by(part, size, module, gemm, quantizer)
             return two_a_byte(codes, as_sent), *(each for each in scales if each is not None)
 
         return SetToGather(gemm, quantizer, is_own, (blocks, *outer), make)
 
     def _by_own_blocks(
-        self, part: Plain, size: tuple[int, ...], module: nn.Module, gemm: Gemm, quantizer: Quantizer
+        self, part: Plain, size: tuple[int, ...], module: Any, gemm: Gemm, quantizer: Quantizer
     ) -> tuple[Tensor | None, ...]:
         """Codes of a part, one a byte, and all levels of its scales: no other rank has elements of its blocks."""
         own, outer_amax = Plain(part.local, TensorLayout(batch=self.batch)), None
@@ -239,7 +243,7 @@ class ShardedWeight(FullyShardHooks, Tensor):
         return cast_part(own, multiplier, quantizer).contiguous(), *scales
 
     def _by_known_scales(
-        self, part: Plain, size: tuple[int, ...], module: nn.Module, gemm: Gemm, quantizer: Quantizer
+        self, part: Plain, size: tuple[int, ...], module: Any, gemm: Gemm, quantizer: Quantizer
     ) -> tuple[Tensor | None, ...]:
         """Codes of a part, one a byte, and all levels of scales of the whole weight, which all ranks know."""
         multiplier, scale, outer_scale = module.weight_scales.of(module, self.name, gemm.b)
@@ -251,7 +255,7 @@ class ShardedWeight(FullyShardHooks, Tensor):
         return local_scales(scale, size, self.cuts, quantizer) if self.cuts else scale
 
 
-def _written(func: Any, args: tuple, kwargs: dict) -> list[ShardedWeight]:
+def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[ShardedWeight]:
     """The weights among the arguments that an op writes to."""
     found: list[ShardedWeight] = []
     for index, argument in enumerate(func._schema.arguments):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -91,7 +92,7 @@ class WeightScales:
     def _refresh(self, known: dict[tuple[nn.Module, str], _compat.FsdpParameter]) -> None:
         changed: list[tuple[tuple[nn.Module, str], str, Quantizer, bool]] = []
         amaxes: list[Tensor] = []
-        groups: list[tuple] = []
+        groups: list[tuple[Any, ...]] = []
         for weight, parameter in known.items():
             found = self._scales.get(weight)
             if found is not None and found.hold(parameter):
@@ -106,10 +107,12 @@ class WeightScales:
                 own = outer_amax_of(own, quantizer, shard.batch) if is_outer else own
                 changed.append((weight, slot, quantizer, is_outer))
                 amaxes.append(own.to(parameter.device))
-                groups.append(tuple(cut.group for cut in part.cuts))
+                cuts: tuple[Any, ...] = part.cuts
+                groups.append(tuple(cut.group for cut in cuts))
         for (weight, slot, quantizer, is_outer), amax in zip(changed, all_reduce_amaxes(amaxes, groups), strict=True):
             if isinstance(quantizer, DelayedScaling):
-                history, _ = RowOfWeight(weight[0])()
+                row: Any = RowOfWeight(weight[0])()
+                history, _ = row
                 history[0].copy_(amax.view(()))  # for the next backward, which makes a multiplier of it
             elif is_outer:
                 self._scales[weight].outer_amaxes[slot] = amax.clone()  # what it is a view of is freed
@@ -120,6 +123,7 @@ class WeightScales:
 
 def _of_steps_before(module: nn.Module, slot: str) -> Scales:
     """Scales of a weight with delayed scaling, which each backward changes."""
-    _, multiplier = RowOfWeight(module)()
+    row: Any = RowOfWeight(module)()
+    _, multiplier = row
     multiplier = multiplier.clone().view(1, 1)
     return multiplier, getattr(module.recipe, slot).scale_of(multiplier), None

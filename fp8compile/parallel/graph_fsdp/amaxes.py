@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from fp8compile.layout.quantized import Plain, TensorLayout
 from fp8compile.nn import Linear
@@ -51,10 +52,11 @@ def weight_amax_plan(layer: Linear, local: Tensor, sharding: ParameterSharding) 
             continue
         if not is_aligned(shard, quantizer):
             grids[slot] = tuple(quantizer.scale_shape(shard.whole_shape()))
-    return WeightAmaxPlan(grids, tuple(cut.group for cut in every if cut is not None), same)
+    groups: tuple[Any, ...] = tuple(cut.group for cut in every if cut is not None)
+    return WeightAmaxPlan(grids, groups, same)
 
 
-def _known(layer: Linear, slot: str) -> Tensor:
+def _known(layer: Any, slot: str) -> Tensor:
     state = layer.graph_fsdp
     sharding, plan = state.shardings["weight"], state.weight_amax_plan
     shard = layer._parameters["weight"].to_local().detach()  # inference mode can't detach a DTensor
@@ -62,7 +64,7 @@ def _known(layer: Linear, slot: str) -> Tensor:
     return fsdp_amax(shard, dtype, sharding.rows, list(plan.grids[slot]), slot, layer.recipe)
 
 
-def exchange(layers: Iterable[nn.Module]) -> None:
+def exchange(layers: Iterable[Any]) -> None:
     """Give each layer the amaxes of its whole weight: one message for each group of ranks, mostly one."""
     entries = [
         (layer, slot)

@@ -40,7 +40,7 @@ class AmaxReduction(NamedTuple):
     groups: tuple[AmaxGroups | None, AmaxGroups | None]
 
 
-def _without_parts(names: Iterable[str]) -> tuple[str, ...]:
+def _without_parts(names: Iterable[Any]) -> tuple[str, ...]:
     """The groups, without each whose ranks are all in another one."""
     ranks = {name: set(get_process_group_ranks(_resolve_process_group(name))) for name in dict.fromkeys(names)}
     found: list[str] = []
@@ -58,10 +58,11 @@ def amax_reduction(layer: Linear, sharding: ParameterSharding) -> AmaxReduction 
     rows = (sharding.rows.group,) if len(sharding.rows.sizes) > 1 else ()
     of_weight = (*of_layer, *rows, *sharding.tensor_parallel_groups())
     names = _without_parts(of_layer), _without_parts(of_weight)
-    return AmaxReduction(names, tuple(AmaxGroups(each) if each else None for each in names))
+    groups: Any = tuple(AmaxGroups(each) if each else None for each in names)
+    return AmaxReduction(names, groups)
 
 
-def _origin(layer: Linear, module: nn.Module, inputs: Any) -> Tensor | None:
+def _origin(layer: Any, module: nn.Module, inputs: Any) -> Tensor | None:
     """A tensor whose gradient a backward through this layer computes; None if there is no backward."""
     weight = layer._parameters["weight"]
     if weight.requires_grad:
@@ -77,7 +78,7 @@ def _together(tokens: list[Tensor], groups: AmaxGroups | None) -> Sequence[Tenso
     return fsdp_amaxes_together(torch.cat(tokens), groups).split([token.numel() for token in tokens])
 
 
-def assign(layers: Sequence[nn.Module], module: nn.Module, inputs: Any) -> list[AmaxCarrier]:
+def assign(layers: Sequence[Any], module: nn.Module, inputs: Any) -> list[AmaxCarrier]:
     """Make an amax carrier for each layer, by which the backward of this forward collects the layers' amaxes.
 
     Args:
@@ -126,7 +127,7 @@ def _mark_consumed(key: int) -> bool:
     return is_first
 
 
-def attach(layers: Sequence[nn.Module], module: nn.Module, inputs: Any) -> None:
+def attach(layers: Sequence[Any], module: nn.Module, inputs: Any) -> None:
     """Attach to each layer a carrier for its first call, so that all amaxes travel in one message; see `assign`."""
     for layer, carrier in zip(layers, assign(layers, module, inputs), strict=True):
         layer.graph_fsdp.carrier = carrier
@@ -134,7 +135,7 @@ def attach(layers: Sequence[nn.Module], module: nn.Module, inputs: Any) -> None:
         _mark_attached(tuple([layer.graph_fsdp.key for layer in layers]))
 
 
-def consume(layer: Linear, x: Tensor) -> AmaxCarrier:
+def consume(layer: Any, x: Tensor) -> AmaxCarrier:
     """The carrier of one call of a layer: the attached one for the first call, a new one for each later call.
 
     Gradients of two uses of one carrier would be added, so it is used once.

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from typing import TYPE_CHECKING
+from collections.abc import Collection, Iterable
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -18,7 +18,7 @@ from fp8compile.parallel.expert_gradients import check_meshes
 from fp8compile.parallel.graph_fsdp.amaxes import weight_amax_plan
 from fp8compile.parallel.graph_fsdp.delayed import amax_reduction
 from fp8compile.parallel.graph_fsdp.modules import ForwardScope, ModuleState, become_sharded, is_sharded
-from fp8compile.parallel.graph_fsdp.shards import TensorParallelLayout, shard_parameter
+from fp8compile.parallel.graph_fsdp.shards import ParameterSharding, TensorParallelLayout, shard_parameter
 from fp8compile.tensor import QuantizedTensor, shown
 
 if TYPE_CHECKING:
@@ -115,10 +115,11 @@ def _gathers_codes(module: nn.Module, users: dict[nn.Parameter, list[nn.Module]]
     return weight is not None and all(isinstance(user, Linear) for user in users[weight])
 
 
-def _tie(model: nn.Module) -> None:
+def _tie(model: Any) -> None:
     """Have parameters that several modules gather be gathered once; weights of FP8 layers are gathered by ops."""
-    owners: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
-    for module in filter(is_sharded, model.modules()):
+    owners: dict[nn.Parameter, list[tuple[Any, str]]] = {}
+    sharded: Iterable[Any] = filter(is_sharded, model.modules())
+    for module in sharded:
         for name, parameter in module._parameters.items():
             if parameter is not None and not (module.graph_fsdp.weight_amax_plan is not None and name == "weight"):
                 owners.setdefault(parameter, []).append((module, name))
@@ -173,7 +174,9 @@ def graph_fsdp(
     _check_model(model, mesh, ignored)
     users = users_of_parameters(model)
     by_ops = {module for module in modules.values() if _gathers_codes(module, users)}
-    forward, done, layers = ForwardScope(), {}, []
+    forward = ForwardScope()
+    done: dict[nn.Parameter, tuple[Any, ParameterSharding]] = {}
+    layers: list[nn.Module] = []
     for module in modules.values():
         own = {name: each for name, each in module._parameters.items() if each is not None and each not in ignored}
         for name, parameter in own.items():
@@ -187,8 +190,9 @@ def graph_fsdp(
             state.stacks = _stacks_of_whole_experts(module, state)
         if module in by_ops and "weight" in own:
             shard, sharding = done[own["weight"]]
-            state.weight_amax_plan = weight_amax_plan(module, shard.detach().to_local(), sharding)
-            state.amax_reduction = amax_reduction(module, sharding)
+            layer: Any = module
+            state.weight_amax_plan = weight_amax_plan(layer, shard.detach().to_local(), sharding)
+            state.amax_reduction = amax_reduction(layer, sharding)
             layers.append(module)
         if module is model:
             state.cast, state.layers = mp_policy, layers

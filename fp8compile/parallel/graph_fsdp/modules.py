@@ -18,16 +18,17 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from fp8compile import _compat
-from fp8compile.nn import Linear
 from fp8compile.nn.ungathered import UngatheredStack
 from fp8compile.ops import fsdp_delayed_linear, fsdp_linear
 from fp8compile.parallel.graph_fsdp.amaxes import WeightAmaxPlan, exchange
 from fp8compile.parallel.graph_fsdp.delayed import AmaxCarrier, AmaxReduction, attach, consume
 from fp8compile.parallel.graph_fsdp.shards import ParameterSharding, gather, used_dtype
+from fp8compile.quantizers import Recipe
 from fp8compile.tensor import SOURCE_DTYPES
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy  # importing it needs DTensor, which imports this
+    from torch.distributed.tensor import DTensor
 
 __all__ = ["ForwardScope", "ModuleState", "become_sharded", "is_sharded"]
 
@@ -71,8 +72,8 @@ class ModuleState:
     cast: MixedPrecisionPolicy | None = None
     tied: dict[str, int] = field(default_factory=dict)
     stacks: frozenset[str] = frozenset()
-    layers: list[nn.Module] = field(default_factory=list)
-    owners: list[tuple[nn.Module, str]] = field(default_factory=list)
+    layers: list[Any] = field(default_factory=list)
+    owners: list[tuple[Any, str]] = field(default_factory=list)
     weight_amax_plan: WeightAmaxPlan | None = None
     amaxes: dict[str, Tensor] = field(default_factory=dict)
     amax_reduction: AmaxReduction | None = None
@@ -100,7 +101,9 @@ class _ShardedModule(nn.Module):
         layers = self._without_amaxes()
         try:
             if state.owners:
-                own = [(module._parameters[name], module.graph_fsdp.shardings[name]) for module, name in state.owners]
+                own: list[Any] = [
+                    (module._parameters[name], module.graph_fsdp.shardings[name]) for module, name in state.owners
+                ]
                 state.forward.tied = [gather(*each) for each in own]
             exchange(layers)
             attach(state.layers, self, (args, kwargs))
@@ -116,7 +119,7 @@ class _ShardedModule(nn.Module):
                 layer.graph_fsdp.carrier = None
         return output if state.cast is None else _cast(output, state.cast.output_dtype)
 
-    def _without_amaxes(self) -> list[nn.Module]:
+    def _without_amaxes(self) -> list[Any]:
         """The layers whose weight amaxes this forward exchanges."""
         return self.graph_fsdp.layers
 
@@ -124,7 +127,7 @@ class _ShardedModule(nn.Module):
         return super().forward(*args, **kwargs)
 
     def _parameter(self, name: str) -> Tensor | UngatheredStack | None:
-        parameter = self._parameters[name]
+        parameter: Any = self._parameters[name]
         state = self.graph_fsdp
         if parameter is None or not state.forward.runs:
             return parameter
@@ -144,7 +147,7 @@ def _check_one_cast(name: str, weight: Tensor, sharding: ParameterSharding, used
         )
 
 
-def _ungathered(weight: Tensor, sharding: ParameterSharding) -> UngatheredStack:
+def _ungathered(weight: DTensor, sharding: ParameterSharding) -> UngatheredStack:
     """The weights of experts, as their module sees them: shards that a product gathers."""
     local = weight.to_local()
     used = used_dtype(sharding, local.device.type)
@@ -156,9 +159,7 @@ def _ungathered(weight: Tensor, sharding: ParameterSharding) -> UngatheredStack:
     return UngatheredStack(local, sharding.rows, used, weight.shape[0], spread)
 
 
-def _checked(
-    layer: Linear, x: Tensor, bias: Tensor | None, sharding: ParameterSharding
-) -> tuple[Tensor, Tensor | None]:
+def _checked(layer: Any, x: Tensor, bias: Tensor | None, sharding: ParameterSharding) -> tuple[Tensor, Tensor | None]:
     """Input and bias in the dtype of autocast, if that is on; raises if the layer can't take them."""
     if not isinstance(x, Tensor) or x.dtype not in SOURCE_DTYPES:
         given = x.dtype if isinstance(x, Tensor) else type(x).__name__
@@ -188,18 +189,23 @@ def _checked(
 
 
 class _ShardedLinear(_ShardedModule):
-    def _without_amaxes(self) -> list[nn.Module]:
+    recipe: Recipe  # both of the layer's own class
+    multiplier: Tensor
+
+    def _without_amaxes(self) -> list[Any]:
         # a forward of its own, such as the one that activation checkpointing repeats, has to save what the first did
-        state = self.graph_fsdp
+        state: Any = self.graph_fsdp
         return [self] if state.weight_amax_plan.grids and not state.amaxes else []
 
     def _forward(self, input: Tensor) -> Tensor:
         sharding = self.graph_fsdp.shardings["weight"]
-        x, bias = _checked(self, input, self._parameter("bias"), sharding)
-        state = self.graph_fsdp
+        given: Any = self._parameter("bias")  # no stack
+        x, bias = _checked(self, input, given, sharding)
+        state: Any = self.graph_fsdp
         amax = state.amaxes.get("weight")
         amaxes = amax, amax if state.weight_amax_plan.same else state.amaxes.get("weight_for_grad_input")
-        operands = x, self._parameters["weight"].to_local(), bias
+        weight: Any = self._parameters["weight"]
+        operands = x, weight.to_local(), bias
         if state.amax_reduction is None:
             return fsdp_linear(*operands, *amaxes, sharding.rows, self.recipe)
         multiplier = _compat.replicated(self.multiplier)
@@ -210,7 +216,10 @@ class _ShardedLinear(_ShardedModule):
 def _class_of(cls: type[nn.Module], names: tuple[str, ...], *, gathers_codes: bool) -> type[nn.Module]:
     """A subclass of ``cls`` whose parameters are properties, except an FP8 layer's weight, which its op gathers."""
     base = _ShardedLinear if gathers_codes else _ShardedModule
-    members = {name: property(lambda self, name=name: self._parameter(name)) for name in names}
+    members = {
+        name: property(lambda self, name=name: self._parameter(name))  # type: ignore[misc]  # of the default
+        for name in names
+    }
     return type(f"GraphFSDP{cls.__name__}", (base, cls), {**members, "__module__": cls.__module__})
 
 
@@ -221,5 +230,8 @@ def is_sharded(module: nn.Module) -> bool:
 
 def become_sharded(module: nn.Module, state: ModuleState, names: Sequence[str]) -> None:
     """Give a module whose named parameters are shards the class that gathers them."""
-    module.graph_fsdp = state
-    module.__class__ = _class_of(type(module), tuple(names), gathers_codes=state.weight_amax_plan is not None)
+    sharded: Any = module
+    sharded.graph_fsdp = state
+    gathers_codes = state.weight_amax_plan is not None
+    cls = _class_of(type(module), tuple(names), gathers_codes=gathers_codes)  # type: ignore[arg-type]  # it is hashable
+    sharded.__class__ = cls

@@ -145,7 +145,7 @@ def shard_parameter(
     return in_place_of(parameter, whole), sharding
 
 
-def gather(parameter: Tensor, sharding: ParameterSharding) -> Tensor:
+def gather(parameter: DTensor, sharding: ParameterSharding) -> Tensor:
     """The whole parameter in the dtype in which it is used; with tensor parallel ranks, a DTensor on their mesh."""
     whole = fsdp_gather(parameter.to_local(), sharding.dtype, sharding.rows)
     if (layout := sharding.tensor_parallel) is None:

@@ -29,6 +29,10 @@ class BrokenContract(Exception):
         mend: What to write.
     """
 
+    expected: str
+    found: str
+    mend: str
+
     def __init__(self, *, expected: str, found: str, mend: str) -> None:
         super().__init__(expected, found, mend)
         self.expected, self.found, self.mend = expected, found, mend
@@ -62,17 +66,17 @@ def looked_at(inputs: Iterable[Input]) -> Iterator[Input]:
     _INPUT.set(None)
 
 
-def compiled_afresh(fn: Callable, **options: Any) -> Callable:
+def compiled_afresh(fn: Callable[..., Any], **options: Any) -> Callable[..., Any]:
     """Compile ``fn`` to one graph, after graphs of earlier checks are dropped."""
     torch._dynamo.reset()
     return torch.compile(fn, fullgraph=True, **options)
 
 
-def _first_sentence(contract: Callable) -> str:
+def _first_sentence(contract: Callable[..., Any]) -> str:
     return (contract.__doc__ or "").strip().partition("\n")[0]
 
 
-def _breach(contract: Callable, arguments: Sequence[Any], state: Callable[[], Any]) -> BrokenContract | None:
+def _breach(contract: Callable[..., Any], arguments: Sequence[Any], state: Callable[[], Any]) -> BrokenContract | None:
     try:
         _INPUT.set(None)
         before = state()
@@ -110,7 +114,7 @@ def _nothing() -> None:
 
 def check_contracts(
     subject: str,
-    contracts: Sequence[Callable],
+    contracts: Sequence[Callable[..., Any]],
     arguments: Sequence[Any],
     *,
     skip: Sequence[str] = (),
@@ -149,8 +153,8 @@ def check_contracts(
             continue
         try:
             breach = _breach(known[name], arguments, state)
-        except NotLookedAt as reason:
-            unseen[name] = str(reason)
+        except NotLookedAt as unlooked:
+            unseen[name] = str(unlooked)
             continue
         if breach is None:
             print(f"{subject}: {name} holds", flush=True)

@@ -33,7 +33,7 @@ def _is_leaf(op: Op, place: int, arg: Any) -> bool:
     return isinstance(arg, Tensor) and arg.is_floating_point() and place not in _updated(op)
 
 
-def differentiable(op: Op, args: tuple) -> tuple[tuple, list[Tensor]]:
+def differentiable(op: Op, args: tuple[Any, ...]) -> tuple[tuple[Any, ...], list[Tensor]]:
     """The arguments, with gradients required for floating point ones with elements; and a list of the latter."""
     leaves, given = [], []
     for place, arg in enumerate(args):
@@ -44,7 +44,7 @@ def differentiable(op: Op, args: tuple) -> tuple[tuple, list[Tensor]]:
     return tuple(given), leaves
 
 
-def gradients_of(op: Op, call: Callable, args: tuple, leaves: list[Tensor]) -> tuple[Tensor, ...]:
+def gradients_of(op: Op, call: Callable[..., Any], args: tuple[Any, ...], leaves: list[Tensor]) -> tuple[Tensor, ...]:
     """Gradients of the leaves, and the arguments that the backward writes to, afterwards."""
     given = [arg.clone() if place in _updated(op) else arg for place, arg in enumerate(args)]
     outputs = [out for out in results(call(*given)) if out.requires_grad]
@@ -100,7 +100,7 @@ def _weights_like(outputs: Sequence[Tensor]) -> list[Tensor]:
     return [torch.arange(out.numel(), device=out.device).view(out.shape).cos().to(out.dtype) for out in outputs]
 
 
-def _autograd(call: Callable, args: tuple, leaves: list[Tensor]) -> list[Tensor | None]:
+def _autograd(call: Callable[..., Any], args: tuple[Any, ...], leaves: list[Tensor]) -> list[Tensor | None]:
     """Gradients by autograd of PyTorch code; None for arguments that it does not reach."""
     outputs = [out for out in results(call(*args)) if out.requires_grad]
     if not outputs:
@@ -108,13 +108,17 @@ def _autograd(call: Callable, args: tuple, leaves: list[Tensor]) -> list[Tensor 
     return list(torch.autograd.grad(outputs, leaves, _weights_like(outputs), allow_unused=True))
 
 
-def _by_autograd(op: Op, args: tuple, reference: Callable | None) -> tuple[str, list[Tensor | None]] | None:
+def _by_autograd(
+    op: Op, args: tuple[Any, ...], reference: Callable[..., Any] | None
+) -> tuple[str, list[Tensor | None]] | None:
     """Gradients by autograd of a function with the op's derivative, and its name; None if there is none."""
     calls = {"impl": op.impl, "decompose": op.decompose} if reference is None else {"the reference": reference}
     for what, call in calls.items():
         given, leaves = differentiable(op, args)
+        found: list[Tensor | None] = [None]
         try:
-            found = _autograd(call, given, leaves) if call is not None else [None]
+            if call is not None:
+                found = _autograd(call, given, leaves)
         except RuntimeError:  # an op without derivative is in it, as in all that quantizes
             if reference is not None:
                 raise
@@ -124,7 +128,7 @@ def _by_autograd(op: Op, args: tuple, reference: Callable | None) -> tuple[str, 
     return None
 
 
-def _slopes(op: Op, args: tuple, direction: list[Tensor]) -> list[float]:
+def _slopes(op: Op, args: tuple[Any, ...], direction: list[Tensor]) -> list[float]:
     """Central differences, with steps of several sizes, of a weighted sum of impl's results along a direction."""
 
     def value(step: float) -> float:
@@ -138,7 +142,7 @@ def _slopes(op: Op, args: tuple, direction: list[Tensor]) -> list[float]:
     return [(value(step) - value(-step)) / (2 * step) for step in STEPS]
 
 
-def _check_by_differences(op: Op, args: tuple) -> bool:
+def _check_by_differences(op: Op, args: tuple[Any, ...]) -> bool:
     """Compare gradients with float64 differences; False if impl takes no float64 or is not smooth there."""
     args = tuple(arg.double() if _is_leaf(op, place, arg) else arg for place, arg in enumerate(args))
     given, leaves = differentiable(op, args)
@@ -162,7 +166,7 @@ def _check_by_differences(op: Op, args: tuple) -> bool:
     return True
 
 
-def backward_is_the_derivative(op: Op, device: torch.device, reference: Callable | None = None) -> None:
+def backward_is_the_derivative(op: Op, device: torch.device, reference: Callable[..., Any] | None = None) -> None:
     """Gradients are those that autograd has of impl, of decompose, or of the reference given; or float64 slopes."""
     if op.backward is None:
         return

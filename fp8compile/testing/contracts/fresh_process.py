@@ -11,6 +11,7 @@ import sys
 import tempfile
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 from fp8compile.quantizers.constant import SALTED_MODULES, Constant
 
@@ -39,10 +40,10 @@ class ConstantElsewhere:
     """
 
     def __init__(self, output: bytes, errors: bytes) -> None:
-        answer = json.loads(output) if output.strip() else {"text": "", "equal": False}
+        answer: dict[str, Any] = json.loads(output) if output.strip() else {"text": "", "equal": False}
         self.text: str = answer["text"]
         self.equal: bool = answer["equal"]
-        self.error = None if output.strip() else errors.decode().strip().rpartition("\n")[2]
+        self.error: str | None = None if output.strip() else errors.decode().strip().rpartition("\n")[2]
 
 
 def _edited_copy(module: ModuleType, folder: Path) -> None:
@@ -59,7 +60,7 @@ def _edited_copy(module: ModuleType, folder: Path) -> None:
         file.write("\n# a change\n")
 
 
-def _start(value: Constant, path: list[str], modules: list[str]) -> tuple[subprocess.Popen, bytes]:
+def _start(value: Constant, path: list[str], modules: list[str]) -> tuple[subprocess.Popen[bytes], bytes]:
     command = [sys.executable, "-W", "ignore", "-c", PROGRAM]
     pipe = subprocess.PIPE
     return (

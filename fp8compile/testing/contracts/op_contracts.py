@@ -48,14 +48,14 @@ SAME_ARITHMETIC = (
 )
 
 
-def _call_all(call: Callable, samples: list[tuple]) -> list[tuple[Tensor, ...]]:
+def _call_all(call: Callable[..., Any], samples: list[tuple[Any, ...]]) -> list[tuple[Tensor, ...]]:
     return [results(call(*args)) for args in samples]
 
 
 def _compare(
-    got: list[tuple],
-    expected: list[tuple],
-    samples: list[tuple],
+    got: list[tuple[Any, ...]],
+    expected: list[tuple[Any, ...]],
+    samples: list[tuple[Any, ...]],
     what: str,
     mend: str,
     differ: Callable[[Tensor, Tensor], str | None] = difference,
@@ -162,7 +162,7 @@ def decompose_is_the_kernel(op: Op, device: torch.device) -> None:
 
 def passes_opcheck(op: Op, device: torch.device) -> None:
     """PyTorch's own checks of operators pass."""
-    checks = [
+    checks: list[tuple[tuple[Any, ...], tuple[str, ...]]] = [
         (args, ("test_schema", "test_autograd_registration", "test_faketensor")) for args in samples_on(op, device)
     ]
     # this one takes a NaN for unequal to itself
@@ -302,7 +302,7 @@ def _registered(op: object) -> Op:
     )
 
 
-def _with_reference(contract: Callable, reference: Callable) -> Callable:
+def _with_reference(contract: Callable[..., Any], reference: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(contract)
     def with_reference(op: Op, device: torch.device) -> None:
         contract(op, device, reference)
@@ -313,7 +313,7 @@ def _with_reference(contract: Callable, reference: Callable) -> Callable:
 def check_op(
     op: Op | torch._ops.OpOverload | str,
     *,
-    gradient: Callable | None = None,
+    gradient: Callable[..., Any] | None = None,
     device: torch.device | str = "cpu",
     skip: Sequence[str] = (),
 ) -> dict[str, str]:

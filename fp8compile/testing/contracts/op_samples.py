@@ -19,7 +19,7 @@ COMPILED_SAMPLES = 8
 
 
 @cache
-def all_samples(op: Op) -> tuple[tuple, ...]:
+def all_samples(op: Op) -> tuple[tuple[Any, ...], ...]:
     """What the op's samples yield, checked to be tuples of impl's arguments, and the defaults of those left out.
 
     Raises:
@@ -27,7 +27,8 @@ def all_samples(op: Op) -> tuple[tuple, ...]:
     """
     samples, parameters = list(op.samples()), inspect.signature(op.impl).parameters
     defaults = [each.default for each in parameters.values()]
-    for args in samples or [None]:
+    given: list[Any] = samples or [None]
+    for args in given:
         if not isinstance(args, (tuple, list)) or not _are_arguments(args, defaults):
             what = f"yields {shown((args,))}" if samples else "yields nothing"
             raise TypeError(
@@ -42,7 +43,7 @@ def _are_arguments(args: Sequence[Any], defaults: Sequence[Any]) -> bool:
     return len(args) <= len(defaults) and inspect.Parameter.empty not in defaults[len(args) :]
 
 
-def samples_on(op: Op, device: torch.device) -> list[tuple]:
+def samples_on(op: Op, device: torch.device) -> list[tuple[Any, ...]]:
     """All samples, moved to a device with their strides."""
     return [tuple(_moved(arg, device) for arg in args) for args in all_samples(op)]
 
@@ -54,21 +55,21 @@ def _moved(arg: Any, device: torch.device) -> Any:
     return moved.copy_(arg)
 
 
-def _dtypes(args: tuple) -> tuple[torch.dtype, ...]:
+def _dtypes(args: tuple[Any, ...]) -> tuple[torch.dtype, ...]:
     return tuple(tensor.dtype for tensor in tensors_of(args))
 
 
-def _has_elements(args: tuple) -> bool:
+def _has_elements(args: tuple[Any, ...]) -> bool:
     return all(tensor.numel() for tensor in tensors_of(args))
 
 
-def _with_dtypes(args: tuple, dtypes: tuple[torch.dtype, ...]) -> tuple:
+def _with_dtypes(args: tuple[Any, ...], dtypes: tuple[torch.dtype, ...]) -> tuple[Any, ...]:
     """Arguments whose floating point tensors are cast to other floating point dtypes."""
     wanted = iter(dtypes)
     return tuple(arg.to(next(wanted)) if isinstance(arg, Tensor) else arg for arg in args)
 
 
-def filled(op: Op, samples: list[tuple]) -> Iterator[tuple]:
+def filled(op: Op, samples: list[tuple[Any, ...]]) -> Iterator[tuple[Any, ...]]:
     """Samples with elements in the dtypes for which all samples are empty, because empty ones would show nothing."""
     full = [args for args in samples if _has_elements(args)]
     seen = set(map(_dtypes, full))
@@ -85,7 +86,7 @@ def filled(op: Op, samples: list[tuple]) -> Iterator[tuple]:
                 break
 
 
-def some_samples(op: Op, device: torch.device) -> list[tuple]:
+def some_samples(op: Op, device: torch.device) -> list[tuple[Any, ...]]:
     """A selection of samples, with elements for each dtype, because compiling all of them would take minutes."""
     samples = samples_on(op, device)
     count = min(COMPILED_SAMPLES, len(samples))
@@ -98,11 +99,11 @@ def some_samples(op: Op, device: torch.device) -> list[tuple]:
     return chosen
 
 
-def tensors_of(args: tuple) -> list[Tensor]:
+def tensors_of(args: tuple[Any, ...]) -> list[Tensor]:
     """The tensors among arguments."""
     return [arg for arg in args if isinstance(arg, Tensor)]
 
 
-def without_nan(args: tuple) -> tuple:
+def without_nan(args: tuple[Any, ...]) -> tuple[Any, ...]:
     """Arguments with 1 in place of each NaN."""
     return tuple(a.nan_to_num(1.0) if isinstance(a, Tensor) and a.is_floating_point() else a for a in args)

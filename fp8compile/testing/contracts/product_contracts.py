@@ -6,11 +6,12 @@ They are checked on this CPU; for GPUs, the choice of a GEMM is checked without 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from fp8compile.formats import E5M2, E8M0
+from fp8compile.formats import E5M2, E8M0, Float8Format
 from fp8compile.layout.quantized import Quantized
 from fp8compile.nn import linear
 from fp8compile.ops.gemm import select_gemm
@@ -72,9 +73,10 @@ def _check_product(found: Tensor, a: Tensor, b: Tensor, what: str) -> None:
 
 def products_are_those_of_dequantize(q: Quantizer, device: torch.device) -> None:
     """scaled_mm, and a layer with its gradients, multiply what dequantize gives for the codes."""
-    block, q = q.block, _as_left_operand(q)
-    if q is None:
-        raise NotLookedAt(f"no GEMM takes blocks {block}, so scaled_mm and recipes refuse them")
+    left = _as_left_operand(q)
+    if left is None:
+        raise NotLookedAt(f"no GEMM takes blocks {q.block}, so scaled_mm and recipes refuse them")
+    q = left
     x, weight = looking_at((_random(48, 64, 0, device), _random(32, 64, 1, device)))
     partner = _partner(q)
     product = scaled_mm(quantize(x, q), quantize(weight, partner).t(), out_dtype=torch.float32)
@@ -96,19 +98,21 @@ def _check_layer(recipe: Recipe, x: Tensor, weight: Tensor) -> None:
     y = linear(*leaves, recipe=recipe)
     y.backward(grad)
     given = {"output": (x, weight), "grad_input": (grad, weight), "grad_weight": (grad, x)}
-    found = {"output": y.detach(), "grad_input": leaves[0].grad, "grad_weight": leaves[1].grad}
+    found: dict[str, Any] = {"output": y.detach(), "grad_input": leaves[0].grad, "grad_weight": leaves[1].grad}
     for gemm in GEMMS:
-        operands = zip(given[gemm.name], recipe.quantizers(gemm), strict=True)
+        quantizers = recipe.quantizers(gemm)
+        assert quantizers is not None, f"the recipe quantizes {gemm.name}"
+        operands = zip(given[gemm.name], quantizers, strict=True)
         a, b = gemm.oriented(*(_exact(tensor, quantizer) for tensor, quantizer in operands))
         _check_product(found[gemm.name], a, b, f"{gemm.name} of a layer")
 
 
-def _as_read(quantized: QuantizedTensor) -> Tensor:
+def _as_read(quantized: QuantizedTensor, read: Float8Format) -> Tensor:
     """The values of codes as a GPU's GEMM reads them, in float64: float8 numbers times the scales of their blocks."""
     q = quantized.quantizer
     stored = E8M0.decode(quantized.scale) if q.stores_e8m0() else q.scale_values(quantized.scale)
     scales = expand_blocks(stored.double(), quantized.shape, q.block)
-    return as_matrix(quantized.codes).view(q.gemm_format().dtype).double() * scales
+    return as_matrix(quantized.codes).view(read.dtype).double() * scales
 
 
 def _gemms(q: Quantizer) -> Iterator[str]:
@@ -137,10 +141,10 @@ def gemms_read_what_dequantize_gives(q: Quantizer, device: torch.device) -> None
     """A GPU's GEMM is chosen only for codes that it reads as dequantize does."""
     left = _as_left_operand(q)
     chosen = sorted(set(_gemms(left))) if left is not None else []
-    if chosen == [NVFP4.name]:
+    if left is not None and chosen == [NVFP4.name]:
         _check_four_bit_product(left)
         return
-    if q.gemm_format() is None:
+    if (read := q.gemm_format()) is None:
         if chosen:
             raise BrokenContract(
                 expected="no native GEMM where gemm_format() is None", found=", ".join(chosen), mend=OWN_MEANING
@@ -148,10 +152,10 @@ def gemms_read_what_dequantize_gives(q: Quantizer, device: torch.device) -> None
         return
     quantized = quantize(looking_at(_random(48, 48, 0, device)), q)
     exact = q.dequantize(quantized.codes, quantized.scale, torch.float64)
-    if (differs := difference(_as_read(quantized), exact)) is not None:
+    if (differs := difference(_as_read(quantized, read), exact)) is not None:
         raise BrokenContract(
             expected=f"codes that the GEMMs of GPUs ({', '.join(chosen) or 'none today'}) read as dequantize does, "
-            f"for gemm_format() is {q.gemm_format().name}",
+            f"for gemm_format() is {read.name}",
             found=differs,
             mend=OWN_MEANING,
         )

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import FrozenInstanceError, fields, replace
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -107,7 +108,7 @@ def _steps(q: Quantizer, x: Tensor) -> dict[str, Tensor]:
     return found
 
 
-def _dequantize_arguments(q: Quantizer, steps: dict[str, Tensor], dtype: torch.dtype) -> tuple:
+def _dequantize_arguments(q: Quantizer, steps: dict[str, Tensor], dtype: torch.dtype) -> tuple[Any, ...]:
     outer = (steps["outer_scale"],) if q.has_outer_scale() else ()
     return steps["codes"], steps["scale"], q, dtype, *outer
 
@@ -417,8 +418,8 @@ def one_graph_for_every_size(q: Quantizer, device: Device) -> None:
     counts = [_graphs()]
     # two blocks or more a dim: PyTorch specialises on 1
     row, column = (max(size, 8) for size in q.block)
-    sizes = [(3 * row, 5 * column), (2 * row + 1, 4 * column - 1), (7 * row + 3, 2 * column + 1)]
-    sizes = [_taken(q, size) for size in sizes]
+    asked = [(3 * row, 5 * column), (2 * row + 1, 4 * column - 1), (7 * row + 3, 2 * column + 1)]
+    sizes = [_taken(q, size) or size for size in asked]
     for rows, columns in sizes:
         x = _random((rows, columns), torch.bfloat16, device)
         got = compiled(x, q)
@@ -443,7 +444,7 @@ def equal_one_runs_the_same_graph(q: Quantizer, device: Device) -> None:
     """An equal quantizer compiles nothing, and a different one does once."""
     compiled, x = (
         compiled_afresh(_quantized, backend="aot_eager", dynamic=False),
-        _random(_taken(q, (24, 40)), torch.bfloat16, device),
+        _random(_taken(q, (24, 40)) or (24, 40), torch.bfloat16, device),
     )
     other = next((replace(q, block=b) for b in ((1, -1), (-1, -1), (-1, 1)) if b != q.block and _makes(q, b)), None)
     counts = [_graphs()]
@@ -460,10 +461,10 @@ def equal_one_runs_the_same_graph(q: Quantizer, device: Device) -> None:
         )
 
 
-def _op_arguments(q: Quantizer, x: Tensor) -> dict[str, tuple]:
+def _op_arguments(q: Quantizer, x: Tensor) -> dict[str, tuple[Any, ...]]:
     """Arguments of our ops on the way from x to codes and back, without x."""
     steps = _steps(q, x.clone())
-    scales = {"fp8compile::scale": (steps["amax"], q)}
+    scales: dict[str, tuple[Any, ...]] = {"fp8compile::scale": (steps["amax"], q)}
     if q.has_outer_scale():
         scales = {
             "fp8compile::outer_amax": (steps["amax"], q),

@@ -30,7 +30,7 @@ class ShardCheck:
         self.wrong: str | None = None
 
 
-def splits_of(op: Op, args: tuple) -> list[Split]:
+def splits_of(op: Op, args: tuple[Any, ...]) -> list[Split]:
     """The splits that an op's rule returns for the shapes of these arguments."""
     assert op.sharding is not None, f"{op.name} has no sharding rule"
     shapes = (torch.empty(a.shape, dtype=a.dtype, device="meta") if isinstance(a, Tensor) else a for a in args)
@@ -58,7 +58,7 @@ def _whole(parts: list[Tensor], how: int | str | None) -> Tensor:
     return torch.cat(parts, how) if how is not None else parts[-1]
 
 
-def _wrong_split(split: Split, args: tuple) -> str | None:
+def _wrong_split(split: Split, args: tuple[Any, ...]) -> str | None:
     """What is wrong with a split before anything is run, or None."""
     if len(split.inputs) != len(args):
         return f"it has {len(split.inputs)} inputs, the op takes {len(args)} arguments"
@@ -71,7 +71,7 @@ def _wrong_split(split: Split, args: tuple) -> str | None:
     return None
 
 
-def _wrong_run(op: Op, split: Split, args: tuple, whole: tuple[Tensor, ...], ranks: int) -> str | None:
+def _wrong_run(op: Op, split: Split, args: tuple[Any, ...], whole: tuple[Tensor, ...], ranks: int) -> str | None:
     units = next(_units(arg, cut) for arg, cut in zip(args, split.inputs, strict=True) if cut is not None)
     per_rank = -(-units // ranks)
     shards = []
@@ -92,7 +92,7 @@ def _wrong_run(op: Op, split: Split, args: tuple, whole: tuple[Tensor, ...], ran
     return None
 
 
-def check_shards(op: Op, args: tuple) -> ShardCheck:
+def check_shards(op: Op, args: tuple[Any, ...]) -> ShardCheck:
     """Run an op on 2 and 3 shards in each way that its rule allows, and compare with the whole.
 
     Args:

@@ -82,24 +82,27 @@ class Owners:
         self, recorded: Recorded, weights: Mapping[int, Sequence[str]], constants: set[int], names: Names
     ) -> None:
         self.names = names
-        self.weights = [tuple(weights.get(id(tensor), ())) for tensor in recorded.inputs]
-        self.parameters = [isinstance(tensor, nn.Parameter) for tensor in recorded.inputs]
-        self.constants = [
+        self.weights: list[tuple[str, ...]] = [tuple(weights.get(id(tensor), ())) for tensor in recorded.inputs]
+        self.parameters: list[bool] = [isinstance(tensor, nn.Parameter) for tensor in recorded.inputs]
+        self.constants: list[bool] = [
             is_parameter or id(tensor) in constants
             for is_parameter, tensor in zip(self.parameters, recorded.inputs, strict=True)
         ]
         self.forms: dict[Value, Form] = {}
-        forward = unfold(recorded.kept.forward)
+        graph = recorded.kept.forward
+        assert graph is not None, "what was recorded has run"
+        forward = unfold(graph)
         self._add(forward.values)
-        self.forward = forward.values
-        self.known = {layer for form in self.forms.values() for weight in form.weights for layer in weight}
+        self.forward: list[Value] = forward.values
+        self.known: set[str] = {layer for form in self.forms.values() for weight in form.weights for layer in weight}
         self.backward: list[Value] = []
-        self.backward_graph = None if recorded.kept.backward is None else recorded.kept.backward.graph
+        kept = recorded.kept.backward
+        self.backward_graph: fx.Graph | None = None if kept is None else kept.graph
         self.gradients: dict[Value, tuple[str, ...]] = {}
         # a subgraph's names are its own
-        self.named = {v.node.name: v for v in forward.values if v.node.graph is recorded.kept.forward.graph}
-        if recorded.kept.backward is not None:
-            backward = unfold(recorded.kept.backward, self.named)
+        self.named: dict[str, Value] = {v.node.name: v for v in forward.values if v.node.graph is graph.graph}
+        if kept is not None:
+            backward = unfold(kept, self.named)
             self.backward = backward.values
             for value, described in backward.outputs:
                 index = _input_index(described)
@@ -155,7 +158,8 @@ class Owners:
 
     def _of_forward(self, value: Value) -> list[Value]:
         """The products of the forward whose gradient a product of the backward is."""
-        candidates = self.by_sequence.get(value.node.meta.get("seq_nr"), [])
+        number: Any = value.node.meta.get("seq_nr")
+        candidates = self.by_sequence.get(number, [])
         return [each for each in candidates if each.op in (*PRODUCTS, *LAYER_OPS)] or candidates
 
     def is_recomputed(self, value: Value) -> bool:
@@ -204,7 +208,7 @@ class Owners:
     def _one_of(self, weight: Sequence[str], node: fx.Node) -> str:
         """The layer that was being called, among those that share a weight."""
         called = layer_of_stack(node, self.names) if len(weight) > 1 else None
-        return called if called in weight else weight[0]
+        return called if called is not None and called in weight else weight[0]
 
     def _called(self, node: fx.Node) -> str | None:
         """The layer that was being called, for a weight that is no parameter of the graph."""

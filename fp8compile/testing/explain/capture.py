@@ -23,7 +23,7 @@ class _Watching(Recording):
         super().__init__()
         self.inputs: dict[str, Sequence[Any]] = {}
 
-    def __call__(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable:
+    def __call__(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         run = super().__call__(graph, inputs)
         name = self.graphs[-1].compile_id
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -34,7 +34,7 @@ from fp8compile.testing.graphs.report import Call, GraphReport, graph_report, is
 __all__ = ["Explanation", "explain", "explain_in_steps"]
 
 
-log = logging.getLogger(__name__)
+log: logging.Logger = logging.getLogger(__name__)
 SHOWN = 5  # names in a line; the table has them all
 
 
@@ -166,7 +166,7 @@ def _by_graphs(
     buffers = set(map(id, model.buffers()))
     gemms, unknown = graph_gemms(record(model, args, kwargs), layer_weights(model), buffers, names)
     on_gpu, spread = None, is_spread(model)
-    if peaks is not None:
+    if peaks is not None and gpu is not None:
         missing = missing_gemm(model, GPUS[gpu])
         on_gpu = GpuExplanation(gpu=peaks.name, problem=missing or _no_code(model, report), no_gemm=missing)
     return Explanation(
@@ -185,7 +185,7 @@ def explain_in_steps(
     kwargs: dict[str, Any] | None = None,
     *,
     gpu: str | None = "h200",
-) -> Iterator[Explanation]:
+) -> Generator[Explanation, None, None]:
     """The explanation by the graphs, then the one with the code for a GPU, which may take minutes more.
 
     Args:
@@ -213,7 +213,7 @@ def explain_in_steps(
         names = Names.of(model)
         found = _by_graphs(model, args, kwargs, gpu, peaks, names)
         yield found
-        if peaks is not None and not found.gpu.problem:
+        if gpu is not None and peaks is not None and found.gpu is not None and not found.gpu.problem:
             log.info("generating code for %s", peaks.name)
             yield replace(found, gpu=explain_gpu(model, args, kwargs, names, GPUS[gpu], name=peaks.name))
 

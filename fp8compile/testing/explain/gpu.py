@@ -117,7 +117,7 @@ def _support(model: nn.Module, gpu: Gpu) -> list[tuple[str, GemmSupport]]:
         ]
 
 
-def _support_of(layer: nn.Module, device: torch.device) -> list[GemmSupport]:
+def _support_of(layer: Any, device: torch.device) -> list[GemmSupport]:
     """How each product of a layer would run; for experts, the products of each weight."""
     if not isinstance(layer, ConvertedExperts):
         return list(recipe_support(layer.recipe, device, layer.weight.dtype))
@@ -162,13 +162,13 @@ def _casts(found: Schedule, names: Names) -> Iterator[Cast]:
         gemm = GEMM_OF.get(operator_of(node).rpartition(".")[2], "output")
         for operand, name in zip("ab", product.read, strict=False):
             by = found.maker.get(name)
-            is_kernel = by is not None and by.kind == "triton"
+            kernel = by if by is not None and by.kind == "triton" else None
             yield Cast(
                 layer=layer_of_stack(node, names),
                 gemm=gemm,
                 operand=operand,
-                kernel=by.name if is_kernel else "",
-                fused_with=_fused_with(found, by) if is_kernel else (),
+                kernel="" if kernel is None else kernel.name,
+                fused_with=() if kernel is None else _fused_with(found, kernel),
                 serves=sum(name in other.read[:2] for other in products),
             )
 
@@ -186,10 +186,11 @@ def _cost(found: Schedule, *, backward: bool) -> GraphCost:
 
 
 def _costs(
-    model: nn.Module, args: tuple, kwargs: dict, names: Names, gpu: Gpu, *, what: str
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], names: Names, gpu: Gpu, *, what: str
 ) -> tuple[tuple[GraphCost, ...], tuple[Cast, ...]]:
     fn = (lambda *args: model(*args, **kwargs)) if kwargs else model
-    costs, casts = [], []
+    costs: list[GraphCost] = []
+    casts: list[Cast] = []
     log.info("tracing %s", what)
     for number, graph in enumerate(gpu_graphs(fn, args, gpu)):
         log.info("fusing operators of the %s into kernels", "backward" if number else "forward")
@@ -204,7 +205,7 @@ def _said(error: Exception) -> str:
 
 
 def _unconverted(
-    model: nn.Module, args: tuple, kwargs: dict, names: Names, gpu: Gpu
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], names: Names, gpu: Gpu
 ) -> tuple[tuple[GraphCost, ...], str]:
     if not any(is_converted(module) for module in model.modules()):
         return (), ""

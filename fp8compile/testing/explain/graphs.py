@@ -112,10 +112,13 @@ def _sizes(gemm: str, operands: Sequence[Tensor], result: Tensor | Sequence[Tens
 
 def _layer_gemm(value: Value, owners: Owners) -> dict[str, Any]:
     node, gemm = value.node, LAYER_OPS[value.op]
-    a, b, *_, recipe = fx.map_arg(node.args, node_value)
+    given: Any = fx.map_arg(node.args, node_value)
+    a, b, *_, recipe = given
     runs, quantizers = describe(recipe, gemm), recipe.quantizers(gemm)
     m, k, n = _sizes(gemm.name, (a, b), node_value(node))
-    casts, parameters, codes = (), (), {}
+    casts: tuple[tuple[Any, Quantizer, int], ...] = ()
+    parameters: tuple[bool, ...] = ()
+    codes: dict[str, int] = {}
     if quantizers is not None:
         codes = _code_sizes(*quantizers)
         operands = [value.operand(0), value.operand(1)]
@@ -147,7 +150,7 @@ def _other_gemm(value: Value, operands: Sequence[Value]) -> dict[str, Any]:
         runs = f"{runs} by {value.op}"
     codes, left, right = {}, a.shape, b.shape
     if value.op == "fp8compile::scaled_mm":  # a layer op that was taken apart, as on DTensors: it names its quantizers
-        quantizers = value.node.args[4:6]
+        quantizers: Any = value.node.args[4:6]
         is_fp8, runs, codes = True, _described(*quantizers), _code_sizes(*quantizers)
         # two codes may share a byte
         left, right = (each.values_shape(shape) for each, shape in zip(quantizers, (left, right), strict=True))

@@ -186,7 +186,8 @@ def _judged(gemm: Gemm, row: ConversionRow, found: Sequence[GraphGemm]) -> tuple
 
 def _explained(gemm: Gemm, row: ConversionRow, found: Sequence[GraphGemm], peaks: Peaks | None) -> GemmExplanation:
     status, detail = _judged(gemm, row, found)
-    wrong = [each for each in found if status == FELL_BACK and each.runs != describe(row.recipe, gemm)]
+    wanted = describe(row.recipe, gemm) if row.recipe is not None else None
+    wrong = [each for each in found if status == FELL_BACK and each.runs != wanted]
     first = found[0]
     padded_k, padded_n = padding(first)
     return GemmExplanation(

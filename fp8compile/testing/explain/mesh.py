@@ -110,8 +110,8 @@ class MeshExplanation:
     @property
     def sent(self) -> dict[tuple[str, str, int], tuple[int, int]]:
         """Number of messages and their bytes, by operator, dtype and number of ranks."""
-        counts: Counter = Counter()
-        sums: Counter = Counter()
+        counts: Counter[tuple[str, str, int]] = Counter()
+        sums: Counter[tuple[str, str, int]] = Counter()
         for each in self.messages:
             key = each.op, each.dtype, each.ranks
             counts[key] += 1

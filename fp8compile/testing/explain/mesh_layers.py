@@ -98,7 +98,7 @@ def _note_products(owners: Owners, weights: Mapping[str, _Weight]) -> None:
                 continue
             layers, gemm = owners.whose(value, backward=backward)
             operands = owners.operands(value)
-            for weight in (weights[layer] for layer in layers if layer in weights):
+            for weight in (weights[layer] for layer in layers if layer is not None and layer in weights):
                 weight.dtypes[gemm].append(tuple(each.tensors[0].dtype for each in operands))
                 if gemm == OUTPUT.name:
                     data = (each for each in operands if owners.forms[each].is_data)

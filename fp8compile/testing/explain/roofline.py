@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 from fp8compile.ops.gemm import ALIGNMENT
 from fp8compile.testing.explain.graphs import GraphGemm
@@ -51,7 +52,9 @@ class Peaks:
 # Source: NVIDIA H200 Tensor Core GPU data sheet, H200 SXM. Its tensor core figures (FP8 3,958 TFLOPS, BF16 1,979) are
 # "with sparsity"; dense ones are half of them. NVIDIA HGX B200 data sheet, one GPU: FP4 18 PFLOPS, FP8 9 and BF16 4.5
 # with sparsity, FP32 75 TFLOPS, 8 TB/s (later editions: 7.7). NVLink's figures there, 900 GB/s and 1.8 TB/s, are of
-# both directions. DGX H200 and DGX B200 data sheets: one adapter of 400 Gb/s for each GPU.
+# both directions. DGX H200 and DGX B200 data sheets: one adapter of 400 Gb/s for each GPU. H100 and B300 likewise, and
+# the L40S data sheet. GeForce and RTX PRO: specification pages, FP8 with float32 sums (half the rate of the
+# block-scaled one on 12.x); they reach other GPUs by PCIe alone, 32 GB/s (4.0) or 64 (5.0) in one direction.
 PEAKS = {
     "h200": Peaks(
         name="NVIDIA H200 SXM", capability=(9, 0),
@@ -60,6 +63,34 @@ PEAKS = {
     "b200": Peaks(
         name="NVIDIA B200 SXM", capability=(10, 0),
         fp4=9000e12, fp8=4500e12, bf16=2250e12, fp32=75e12, bandwidth=8e12, nvlink=900e9, network=50e9,
+    ),
+    "rtx4090": Peaks(
+        name="NVIDIA GeForce RTX 4090", capability=(8, 9),
+        fp4=330e12, fp8=330e12, bf16=165e12, fp32=83e12, bandwidth=1.008e12, nvlink=32e9, network=50e9,
+    ),
+    "l40s": Peaks(
+        name="NVIDIA L40S", capability=(8, 9),
+        fp4=733e12, fp8=733e12, bf16=362e12, fp32=92e12, bandwidth=0.864e12, nvlink=32e9, network=50e9,
+    ),
+    "h100": Peaks(
+        name="NVIDIA H100 SXM", capability=(9, 0),
+        fp4=1979e12, fp8=1979e12, bf16=989e12, fp32=67e12, bandwidth=3.35e12, nvlink=450e9, network=50e9,
+    ),
+    "b300": Peaks(
+        name="NVIDIA B300 SXM", capability=(10, 3),
+        fp4=12600e12, fp8=4500e12, bf16=2250e12, fp32=75e12, bandwidth=8e12, nvlink=900e9, network=100e9,
+    ),
+    "rtx5090": Peaks(
+        name="NVIDIA GeForce RTX 5090", capability=(12, 0),
+        fp4=1676e12, fp8=419e12, bf16=209e12, fp32=105e12, bandwidth=1.792e12, nvlink=64e9, network=50e9,
+    ),
+    "rtx_pro_6000": Peaks(
+        name="NVIDIA RTX PRO 6000 Blackwell", capability=(12, 0),
+        fp4=2015e12, fp8=1008e12, bf16=504e12, fp32=125e12, bandwidth=1.792e12, nvlink=64e9, network=50e9,
+    ),
+    "gb10": Peaks(
+        name="NVIDIA GB10", capability=(12, 1),
+        fp4=500e12, fp8=250e12, bf16=125e12, fp32=31e12, bandwidth=0.273e12, nvlink=25e9, network=25e9,
     ),
 }  # fmt: skip
 
@@ -117,7 +148,7 @@ def bf16_seconds(gemm: GraphGemm, peaks: Peaks) -> float:
 
 
 def _cast_bytes(gemms: Iterable[GraphGemm]) -> float:
-    casts: dict[tuple, float] = {}
+    casts: dict[tuple[Any, ...], float] = {}
     for gemm in gemms:
         for cast, is_parameter in zip(gemm.casts, gemm.parameters, strict=True):
             # an equal cast of a tensor is done once in a graph; two graphs do it twice

@@ -105,7 +105,7 @@ class Sends:
             sent = self.of(name)
             rows += map(_cells, sent) if sent else [(name or "(the model)", "-", "nothing", *("-" for _ in range(5)))]
         rows += map(_cells, self.of(BETWEEN))
-        yield from ((name, *rest) for name, rest in folded((name, tuple(rest)) for name, *rest in rows))
+        yield from ((name, *rest) for name, rest in folded((row[0], row[1:]) for row in rows))
 
     def __str__(self) -> str:
         columns, *rows = self.cells()
@@ -201,9 +201,11 @@ def _gathered(gemm: Gemm, a: Tensor, b: Tensor) -> dict[str, str]:
     """By name of a group, which operand its ranks gather for a product."""
     from fp8compile.parallel.placed import cuts_of
 
-    parts = {side: Plain(t.to_local(), TensorLayout(cuts_of(t))) for side, t in (("a", a), ("b", b))}
+    given: tuple[Any, ...] = (("a", a), ("b", b))  # DTensors
+    parts = {side: Plain(t.to_local(), TensorLayout(cuts_of(t))) for side, t in given}
     steps = [(index, step.gather) for index, step in enumerate(steps_of(gemm, **parts)) if step.gather is not None]
-    return {parts[side].cuts[index].group.group_name: _tensor_name(getattr(gemm, side)) for index, side in steps}
+    cuts: dict[str, Any] = {side: part.cuts for side, part in parts.items()}
+    return {cuts[side][index].group.group_name: _tensor_name(getattr(gemm, side)) for index, side in steps}
 
 
 def _tensor_name(slot: str) -> str:
@@ -215,12 +217,17 @@ class _Listener(TorchDispatchMode):
 
     def __init__(self, places: _Places) -> None:
         super().__init__()
-        self.places, self.found = places, Counter()
-        self.gemm, self.recipe, self.gathered = OUTPUT, None, {}
+        self.places = places
+        self.found: Counter[Any] = Counter()
+        self.gemm = OUTPUT
+        self.recipe: Recipe | None = None
+        self.gathered: dict[str, str] = {}
         self.partial: list[str] = []  # operands that are sums over ranks still
         self.codes_of: set[str] = set()  # groups that have sent the codes of their operand
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         if any(map(_compat.is_dtensor, args)):
             if (gemm := OPS.get(func._schema.name)) is not None:
                 self.gemm, self.recipe = gemm, next(arg for arg in args if isinstance(arg, Recipe))
@@ -237,7 +244,7 @@ class _Listener(TorchDispatchMode):
             self._note(func, args, made)
         return made
 
-    def _note(self, func: Any, args: tuple, made: Any) -> None:
+    def _note(self, func: Any, args: tuple[Any, ...], made: Any) -> None:
         given = [leaf for leaf in pytree.tree_leaves(args) if isinstance(leaf, Tensor)]
         results = [leaf for leaf in pytree.tree_leaves(made) if isinstance(leaf, Tensor)]
         words = [arg for arg in args if isinstance(arg, str)]
@@ -269,7 +276,7 @@ class _Listener(TorchDispatchMode):
         if op == "all_reduce":
             return "amax" if reduction == "max" else " and ".join(self.partial)
         tensor = next((self.gathered[word] for word in words if word in self.gathered), "an operand")
-        if self.recipe.quantizers(self.gemm) is None:
+        if self.recipe is None or self.recipe.quantizers(self.gemm) is None:
             return tensor
         group = words[-1]
         kind = "scales" if group in self.codes_of else "codes"

@@ -42,7 +42,8 @@ class Value:
 
     def operand(self, index: int) -> Value:
         """The value of an argument that is a node."""
-        return self.inputs[self.node.all_input_nodes.index(self.node.args[index])]
+        argument: Any = self.node.args[index]
+        return self.inputs[self.node.all_input_nodes.index(argument)]
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -75,7 +76,7 @@ def _subgraphs(node: fx.Node) -> list[int]:
         for index, argument in enumerate(node.args)
         if isinstance(argument, fx.Node)
         and argument.op == "get_attr"
-        and isinstance(getattr(node.graph.owning_module, argument.target, None), fx.GraphModule)
+        and isinstance(getattr(node.graph.owning_module, str(argument.target), None), fx.GraphModule)
     ]
 
 
@@ -96,9 +97,10 @@ class _Unfolding:
         places = _subgraphs(node)
         operands = [leaf for leaf in pytree.tree_leaves(node.args[places[-1] + 1 :]) if not isinstance(leaf, str)]
         matches = not node.kwargs
-        results = []
+        results: list[Sequence[Value | None]] = []
         for place in places:
-            module = getattr(node.graph.owning_module, node.args[place].target)
+            name_of: Any = node.args[place]
+            module = getattr(node.graph.owning_module, name_of.target)
             names = module.graph.find_nodes(op="placeholder")
             if len(names) == len(operands):
                 given = [[env[leaf]] if isinstance(leaf, fx.Node) else [] for leaf in operands]

@@ -22,7 +22,7 @@ __all__ = ["LAYER_OPS", "PRODUCTS", "Form", "form_of", "is_elementwise", "takes_
 
 LAYER_OPS = {op.name(): gemm for op, gemm in ops.LAYER_OPS.items()}
 # of other products, where the operands stand among the arguments
-PRODUCTS = {
+PRODUCTS: dict[str, tuple[int, int]] = {
     "aten::mm": (0, 1), "aten::bmm": (0, 1), "aten::addmm": (1, 2), "aten::baddbmm": (1, 2),
     "aten::mv": (0, 1), "aten::addmv": (1, 2), "aten::dot": (0, 1), "aten::matmul": (0, 1), "aten::linear": (0, 1),
     "aten::_grouped_mm": (0, 1), "aten::_scaled_grouped_mm": (0, 1), "aten::_scaled_grouped_mm_v2": (0, 1),

@@ -48,13 +48,20 @@ def _loaded(name: str, source: str, folder: str) -> ModuleType:
     path = Path(folder) / f"{name}.py"
     path.write_text(re.sub(r"\s*triton_helpers\.set_driver_to_gpu\(\)", "", source))
     spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None, f"{path} ends in .py"
+    assert spec.loader is not None, f"{path} ends in .py"
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
 
 
 def _compiled(
-    fn: Any, kinds: dict[str, str], constants: dict[str, Any], attributes: dict, options: dict[str, int], gpu: Gpu
+    fn: Any,
+    kinds: dict[str, str],
+    constants: dict[str, Any],
+    attributes: dict[tuple[int, ...], Any],
+    options: dict[str, int],
+    gpu: Gpu,
 ) -> tuple[dict[str, str], int, str]:
     """Parameters, bytes of shared memory and PTX of a jitted function; ``kinds`` are its arguments' types."""
     import triton
@@ -123,7 +130,7 @@ def compiled_jit(
     Raises:
         ModuleNotFoundError: There is no Triton.
     """
-    aligned = {(fn.arg_names.index(name),): [["tt.divisibility", 16]] for name in kinds}
+    aligned: dict[tuple[int, ...], Any] = {(fn.arg_names.index(name),): [["tt.divisibility", 16]] for name in kinds}
     with pretend_gpu(gpu):
         options = {"num_warps": num_warps, "num_stages": num_stages}
         arguments, shared, ptx = _compiled(fn, kinds, constants, aligned, options, gpu)

@@ -57,7 +57,8 @@ def _ptxas(ptx: str, gpu: Gpu) -> tuple[int, int]:
         command = [get_ptxas(gpu.cc).path, "-v", f"--gpu-name=sm_{gpu.cc}a", str(path), "-o", "/dev/null"]
         said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
     spilled = SPILLS.search(said)
-    return int(REGISTERS.search(said)[1]), sum(map(int, spilled.groups())) if spilled else 0
+    registers, *_ = REGISTERS.findall(said)
+    return int(registers), sum(map(int, spilled.groups())) if spilled else 0
 
 
 def assembled(kernel: CompiledKernel, gpu: Gpu) -> KernelResources:

@@ -25,8 +25,8 @@ __all__ = ["GPUS", "Gpu", "gpu_called", "pretend_gpu"]
 class Gpu:
     """`torch.cuda.get_device_properties` of a GPU, as far as code generation looks. The defaults are an H200 SXM.
 
-    Source: CUDA C++ Programming Guide, table "Technical Specifications per Compute Capability", columns 9.0 and 10.0;
-    NVIDIA data sheets (memory).
+    Source: CUDA C++ Programming Guide, table "Technical Specifications per Compute Capability"; NVIDIA data sheets
+    (memory, multiprocessors, cache).
     """
 
     name: str = "NVIDIA H200"
@@ -55,17 +55,43 @@ class Gpu:
         return Target("cuda", (self.major, self.minor))
 
 
+ADA_OR_GEFORCE: dict[str, Any] = {  # 8.9 and 12.x have less shared memory, and fewer threads, than data centre GPUs
+    "max_threads_per_multi_processor": 1536,
+    "shared_memory_per_block_optin": 99 << 10,
+    "shared_memory_per_multiprocessor": 100 << 10,
+}
 GPUS = {
     "h200": Gpu(),
     "b200": Gpu(
-        name="NVIDIA B200",
-        major=10,
-        cc=100,
-        multi_processor_count=148,
-        total_memory=180 << 30,
+        name="NVIDIA B200", major=10, cc=100, multi_processor_count=148, total_memory=180 << 30,
         L2_cache_size=126 << 20,
     ),
-}
+    "rtx4090": Gpu(
+        name="NVIDIA GeForce RTX 4090", major=8, minor=9, cc=89, multi_processor_count=128, total_memory=24 << 30,
+        L2_cache_size=72 << 20, **ADA_OR_GEFORCE,
+    ),
+    "l40s": Gpu(
+        name="NVIDIA L40S", major=8, minor=9, cc=89, multi_processor_count=142, total_memory=48 << 30,
+        L2_cache_size=96 << 20, **ADA_OR_GEFORCE,
+    ),
+    "h100": Gpu(name="NVIDIA H100 80GB HBM3", total_memory=80 << 30, L2_cache_size=50 << 20),
+    "b300": Gpu(
+        name="NVIDIA B300", major=10, minor=3, cc=103, multi_processor_count=148, total_memory=270 << 30,
+        L2_cache_size=126 << 20,
+    ),
+    "rtx5090": Gpu(
+        name="NVIDIA GeForce RTX 5090", major=12, cc=120, multi_processor_count=170, total_memory=32 << 30,
+        L2_cache_size=96 << 20, **ADA_OR_GEFORCE,
+    ),
+    "rtx_pro_6000": Gpu(
+        name="NVIDIA RTX PRO 6000 Blackwell", major=12, cc=120, multi_processor_count=188, total_memory=96 << 30,
+        L2_cache_size=128 << 20, **ADA_OR_GEFORCE,
+    ),
+    "gb10": Gpu(
+        name="NVIDIA GB10", major=12, minor=1, cc=121, multi_processor_count=48, total_memory=128 << 30,
+        L2_cache_size=24 << 20, is_integrated=True, **ADA_OR_GEFORCE,
+    ),
+}  # fmt: skip
 
 
 def gpu_called(arch: str) -> Gpu:
@@ -111,7 +137,7 @@ def _triton_driver(gpu: Gpu) -> Any:
     return driver
 
 
-def _unguarded() -> dict[str, Callable]:
+def _unguarded() -> dict[str, Callable[..., Any]]:
     """Replace tensor methods that guard the device, because a PyTorch built without CUDA has no such guard."""
     index = Tensor.__getitem__
     return {

@@ -58,6 +58,7 @@ def all_outputs(graph: fx.GraphModule) -> tuple[int, ...]:
 def returned_outputs() -> tuple[int, ...]:
     """Positions of the outputs that a forward returns to its caller; call it while AOTAutograd compiles the graph."""
     meta = torch._guards.TracingContext.get().fw_metadata
+    assert meta is not None, "AOTAutograd compiles a graph"
     first = meta.num_mutated_inp_runtime_indices
     return tuple(range(first, first + meta.num_outputs))
 
@@ -88,7 +89,7 @@ def partition(joint: fx.GraphModule, inputs: Any, **kwargs: Any) -> tuple[fx.Gra
     return min_cut_rematerialization_partition(joint, inputs, **kwargs)
 
 
-def gpu_graphs(fn: Callable, args: Sequence[Any], gpu: Gpu) -> list[GpuGraph]:
+def gpu_graphs(fn: Callable[..., Any], args: Sequence[Any], gpu: Gpu) -> list[GpuGraph]:
     """Trace ``fn(*args)`` with ``fullgraph=True`` and compute nothing. Compiled graphs of others are forgotten.
 
     Args:
@@ -109,13 +110,13 @@ def gpu_graphs(fn: Callable, args: Sequence[Any], gpu: Gpu) -> list[GpuGraph]:
     forwards: list[GpuGraph] = []
     backwards: list[GpuGraph] = []
 
-    def inference_compiler(graph: fx.GraphModule, inputs: list[Any]) -> Callable:
+    def inference_compiler(graph: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
         return keep_forward(graph, inputs, all_outputs(graph))
 
-    def forward_compiler(graph: fx.GraphModule, inputs: list[Any]) -> Callable:
+    def forward_compiler(graph: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
         return keep_forward(graph, inputs, returned_outputs())
 
-    def keep_forward(graph: fx.GraphModule, inputs: list[Any], returned: tuple[int, ...]) -> Callable:
+    def keep_forward(graph: fx.GraphModule, inputs: list[Any], returned: tuple[int, ...]) -> Callable[..., Any]:
         forwards.append(GpuGraph(graph, inputs, returned))
         return make_boxed_func(lambda *_: _empty_outputs(graph))
 
@@ -131,7 +132,7 @@ def gpu_graphs(fn: Callable, args: Sequence[Any], gpu: Gpu) -> list[GpuGraph]:
         decompositions=compile_fx.select_decomp_table(), partition_fn=keep_backward,
     )  # fmt: skip
 
-    def watched(graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable:
+    def watched(graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         run = backend(graph, inputs)
 
         def call(*given: Any) -> Any:

@@ -109,7 +109,7 @@ def _code(found: Schedule, gpu: Gpu) -> GpuCode:
     return GpuCode(found.source, found.bytes, launches, gpu, found.no_cuda_graph, found.mutated_inputs)
 
 
-def gpu_kernels(fn: Callable, *args: Any, arch: str = "h200") -> list[GpuCode]:
+def gpu_kernels(fn: Callable[..., Any], *args: Any, arch: str = "h200") -> list[GpuCode]:
     """What Inductor generates for ``fn(*args)`` and its backward on a GPU.
 
     The function is traced with ``fullgraph=True`` and computes nothing. Compiled graphs of other functions are

@@ -62,7 +62,7 @@ class Instruction:
     @cached_property
     def bytes(self) -> int:
         """Number of bytes that a thread loads or stores by it; all elements of a vector count."""
-        elements, bits = VECTOR.search(self.opcode).groups()
+        (elements, bits), *_ = VECTOR.findall(self.opcode)
         return int(elements or 1) * int(bits) // 8
 
 
@@ -84,9 +84,9 @@ class Ptx:
 
     def __init__(self, text: str) -> None:
         self._registers = _declared(text)
-        self.parameters = tuple(dict.fromkeys(PARAMETER.findall(text)))
+        self.parameters: tuple[str, ...] = tuple(dict.fromkeys(PARAMETER.findall(text)))
         self.labels: dict[str, int] = {}
-        self.instructions = tuple(self._read(text))
+        self.instructions: tuple[Instruction, ...] = tuple(self._read(text))
 
     @cached_property
     def writers(self) -> dict[str, list[Instruction]]:

@@ -130,7 +130,7 @@ def kernel_ptx(kernel: CompiledKernel, written: Iterable[int]) -> KernelPtx:
     )
 
 
-def ptx_of(fn: Callable, *args: Any, arch: str = "h200", most: int | None = 1) -> list[KernelPtx]:
+def ptx_of(fn: Callable[..., Any], *args: Any, arch: str = "h200", most: int | None = 1) -> list[KernelPtx]:
     """Check the PTX of all kernels that Inductor generates for ``fn(*args)`` and its backward on a GPU.
 
     Args:

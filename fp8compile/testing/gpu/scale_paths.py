@@ -15,6 +15,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import fx
@@ -57,7 +58,7 @@ def _behind(roots: Iterable[fx.Node]) -> set[fx.Node]:
     return found
 
 
-def _returned(graph: fx.Graph) -> Sequence[fx.Node | None]:
+def _returned(graph: fx.Graph) -> Sequence[fx.Node]:
     (outputs,) = graph.find_nodes(op="output")[0].args
     return outputs
 
@@ -80,7 +81,8 @@ def _nodes_on_path(graphs: Sequence[GpuGraph], schedules: Sequence[Schedule]) ->
 
 def _arguments(call: str) -> list[str | None]:
     """The buffers that a launch gets as arguments, by position; None for a size."""
-    given = ast.parse(call).body[0].value.args
+    statement: Any = ast.parse(call).body[0]
+    given = statement.value.args
     names = [[each.id for each in ast.walk(argument) if isinstance(each, ast.Name)] for argument in given]
     return [next((name for name in each if name.startswith(("buf", "arg"))), None) for each in names]
 

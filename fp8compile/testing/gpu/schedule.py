@@ -161,7 +161,7 @@ def operator_of(node: fx.Node) -> str:
 
 def _node_of(buffer: Any) -> fx.Node | None:
     """The node whose value a buffer holds; None if Inductor made the buffer while it lowered a product."""
-    data = getattr(buffer, "data", None)
+    data: Any = getattr(buffer, "data", None)
     node = getattr(data, "origin_node", None) or getattr(buffer, "origin_node", None)
     if node is None and getattr(data, "origins", None):
         node = max(data.origins)  # the last one; those before it are what its inputs come from
@@ -328,7 +328,7 @@ def schedule(made_for: GpuGraph, gpu: Gpu) -> Schedule:
 
     def take(lowering: GraphLowering) -> SimpleNamespace:
         code, _ = lowering.codegen()
-        source = getattr(code, "value", code)
+        source: Any = getattr(code, "value", code)
         total, counts, _ = lowering.count_bytes()
         found.append(_schedule([node for node, _ in counts], source, total, sources, lowering))
         return SimpleNamespace(call=lambda inputs: None, __file__="not loaded", runner=None)
@@ -349,8 +349,7 @@ def schedule(made_for: GpuGraph, gpu: Gpu) -> Schedule:
         with fx.traceback.preserve_node_meta():  # which node each one was before it was traced again
             graph = make_fx(fx.Interpreter(_moved(made_for.graph)).run)(*fakes)
         output = graph.graph.output_node()
-        output.meta["user_visible_output_idxs"] = [
-            at for at in made_for.returned if isinstance(output.args[0][at], fx.Node)
-        ]
+        outputs: Any = output.args[0]
+        output.meta["user_visible_output_idxs"] = [at for at in made_for.returned if isinstance(outputs[at], fx.Node)]
         compile_fx.compile_fx_inner(graph, fakes)
     return replace(found[0], output_strides=tuple(context.output_strides))

@@ -22,7 +22,7 @@ from fp8compile.testing.graphs.report import (
 __all__ = ["assert_cacheable", "assert_comm", "assert_fullgraph", "assert_no_recompile", "assert_ops", "check_report"]
 
 
-def _report(fn: Callable | GraphReport, args: tuple[Any, ...], options: dict[str, Any]) -> GraphReport:
+def _report(fn: Callable[..., Any] | GraphReport, args: tuple[Any, ...], options: dict[str, Any]) -> GraphReport:
     if isinstance(fn, GraphReport):
         if args or options:
             raise TypeError("given a report, an assertion takes no arguments for calls: they were made already.")
@@ -46,7 +46,7 @@ def _fail_if(lines: Iterable[str], what: str) -> None:
         raise AssertionError("\n".join([what, *lines]))
 
 
-def assert_fullgraph(fn: Callable | GraphReport, *args: Any, **options: Any) -> GraphReport:
+def assert_fullgraph(fn: Callable[..., Any] | GraphReport, *args: Any, **options: Any) -> GraphReport:
     """Assert that there is no graph break, and that something was compiled at all.
 
     A break before the first tensor operation or after the last one counts, which the number of graphs does not show.
@@ -74,7 +74,11 @@ def assert_fullgraph(fn: Callable | GraphReport, *args: Any, **options: Any) -> 
 
 
 def assert_no_recompile(
-    fn: Callable | GraphReport, calls: Sequence[Call | tuple[Any, ...]] = (), *, allowed: int = 0, **options: Any
+    fn: Callable[..., Any] | GraphReport,
+    calls: Sequence[Call | tuple[Any, ...]] = (),
+    *,
+    allowed: int = 0,
+    **options: Any,
 ) -> GraphReport:
     """Assert that calls after the first share its graphs.
 
@@ -108,7 +112,7 @@ def assert_no_recompile(
     return report
 
 
-def assert_cacheable(fn: Callable | GraphReport, *args: Any, **options: Any) -> GraphReport:
+def assert_cacheable(fn: Callable[..., Any] | GraphReport, *args: Any, **options: Any) -> GraphReport:
     """Assert that every graph can be kept in PyTorch's caches on disk.
 
     Args:

@@ -93,7 +93,8 @@ def _store(path: Path, nodeid: str, counts: Counts, places: dict[str, int]) -> N
 
 def _changes(known: Counts, counts: Counts) -> tuple[list[str], list[str]]:
     """What got worse and what got better, each as "breaks 0 -> 1"."""
-    worse, better = [], []
+    worse: list[str] = []
+    better: list[str] = []
     for name, now in asdict(counts).items():
         before = getattr(known, name)
         if now == before or None in (now, before):  # bytes are counted by reports alone

@@ -50,7 +50,11 @@ TORCH = str(Path(torch.__file__).parent) + os.sep
 OWN = str(Path(__file__).parents[1]) + os.sep  # all of testing/, whose callers are who is meant
 RESUMED = re.compile(r"torch_dynamo_resume_in_(?P<function>.*)_at_(?P<line>\d+)")
 # past its limits, or where it suppresses an error, Dynamo goes on without a graph and without a word in its log
-NOTHING_HIDDEN = {"recompile_limit": 1 << 20, "accumulated_recompile_limit": 1 << 20, "suppress_errors": False}
+NOTHING_HIDDEN: dict[str, int | bool] = {
+    "recompile_limit": 1 << 20,
+    "accumulated_recompile_limit": 1 << 20,
+    "suppress_errors": False,
+}
 BYPASSES = {
     "aotautograd_cache_bypass": "AOTAutograd",
     "fx_graph_cache_bypass": "FX graph",

@@ -49,7 +49,7 @@ def _gradients_kept(tensors: list[Tensor]) -> Iterator[None]:
     finally:
         for leaf, gradient, before in gradients:
             leaf.grad = gradient
-            if gradient is not None:
+            if gradient is not None and before is not None:
                 _put_back(gradient, before)
 
 

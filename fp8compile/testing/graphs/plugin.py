@@ -65,7 +65,7 @@ def _limits(item: pytest.Item) -> _Limits | None:
     marker = item.get_closest_marker("fullgraph")
     if marker is None:
         return None
-    given = dict(zip(_Limits.__dataclass_fields__, marker.args, strict=False)) | marker.kwargs
+    given = {**dict(zip(_Limits.__dataclass_fields__, marker.args, strict=False)), **marker.kwargs}
     names = ", ".join(_Limits.__dataclass_fields__)
     if unknown := [*map(repr, marker.args[len(_Limits.__dataclass_fields__) :]), *(given.keys() - names.split(", "))]:
         _refuse_marker(f"is given {', '.join(unknown)}; it takes {names}.")

@@ -56,7 +56,7 @@ class Recording:
         """Forward and backward graphs, one after the other."""
         return [graph for kept in self.graphs for graph in (kept.forward, kept.backward) if graph is not None]
 
-    def __call__(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable:
+    def __call__(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         """Keep the graph and compile it."""
         compilation = torch._guards.CompileContext.try_get()
         kept = KeptGraph(str(compilation and compilation.compile_id), graph, _compilation=compilation)
@@ -67,11 +67,11 @@ class Recording:
         return (_compile_by_inductor if self.backend == "inductor" else _run_as_is)(kept, graph, inputs)
 
 
-def _run_as_is(kept: KeptGraph, graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable:
+def _run_as_is(kept: KeptGraph, graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
     from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
     from torch._dynamo.backends.common import aot_autograd
 
-    def keep(which: str, graph: fx.GraphModule, _: Sequence[Any]) -> Callable:
+    def keep(which: str, graph: fx.GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
         setattr(kept, which, graph)
         return make_boxed_func(graph)
 
@@ -84,14 +84,15 @@ def _run_as_is(kept: KeptGraph, graph: fx.GraphModule, inputs: Sequence[Any]) ->
     return backend(graph, inputs)
 
 
-def _compile_by_inductor(kept: KeptGraph, graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable:
+def _compile_by_inductor(kept: KeptGraph, graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
     def keep(graph: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Any:
         setattr(kept, "backward" if options.get("is_backward") else "forward", graph)
         return compile_fx_inner(graph, inputs, **options)
 
-    return compile_fx(graph, list(inputs), inner_compile=keep)
+    compiled: Any = compile_fx(graph, list(inputs), inner_compile=keep)  # the other types are those of ahead of time
+    return compiled
 
 
 def user_place(node: fx.Node) -> tuple[str, int]:
@@ -104,7 +105,7 @@ def user_place(node: fx.Node) -> tuple[str, int]:
 def op_name(target: Any) -> str:
     """``namespace::name`` of an operator, whichever overload; of anything else its own name."""
     packet = target.overloadpacket if isinstance(target, torch._ops.OpOverload) else target
-    return getattr(packet, "_qualified_op_name", None) or getattr(packet, "__name__", str(packet))
+    return str(getattr(packet, "_qualified_op_name", None) or getattr(packet, "__name__", str(packet)))
 
 
 def node_value(node: fx.Node) -> Any:

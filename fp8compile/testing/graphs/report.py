@@ -361,7 +361,7 @@ def _leaves(outputs: Sequence[Tensor]) -> list[Tensor]:
     return found
 
 
-def run_call(compiled: Callable, fn: Any, call: Call, *, backward: bool) -> None:
+def run_call(compiled: Callable[..., Any], fn: Any, call: Call, *, backward: bool) -> None:
     if call.train is not None:
         fn.train(call.train)
     with torch.set_grad_enabled(torch.is_grad_enabled() if call.grad is None else call.grad):
@@ -382,7 +382,7 @@ def is_compiled(fn: Any) -> bool:
     return type(fn).__name__ == "OptimizedModule" or wrapped or in_place
 
 
-def _checked_calls(fn: Any, args: tuple, kwargs: dict[str, Any], calls: Sequence[Any]) -> list[Call]:
+def _checked_calls(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], calls: Sequence[Any]) -> list[Call]:
     if isinstance(calls, (Tensor, dict, Call)):
         raise TypeError(
             f"graph_report: calls is a {type(calls).__name__}; it is a list of calls, each a tuple of arguments or a "
@@ -403,7 +403,7 @@ def _checked_calls(fn: Any, args: tuple, kwargs: dict[str, Any], calls: Sequence
 
 
 def graph_report(
-    fn: Callable,
+    fn: Callable[..., Any],
     *args: Any,
     backend: str = "aot_eager",
     backward: bool = True,

@@ -122,7 +122,7 @@ def test_the_command_prints_each_line_once_and_says_what_is_gathered(text_file, 
     assert output.count("tensorwise: step 8/8  loss") == output.count("run folder:") == 1
     assert [row[:3] for row in losses(run)] == [row[:3] for row in losses(one)]
     # Beside one process: norms and embedding in bfloat16, 2**-9 of a value, and one scale a rank's part of the
-    # batch, which moves codes, an eighth each: of 100 steps in docs/training-fsdp.md 1% at most.
+    # batch, which moves codes, an eighth each: of 100 steps in docs/results/training-on-ranks.md 1% at most.
     assert [row[3] for row in losses(run)] == pytest.approx([row[3] for row in losses(one)], rel=0.01)
     for label, cell in (("FSDP", "2 shards"), ("weights gathered as", "codes")):
         assert any(label in line and cell in line for line in output.splitlines())

@@ -371,7 +371,7 @@ def test_ranks_print_the_losses_of_one_process_and_each_line_once(text_file, tmp
     assert main(words(text_file, tmp_path / "one", *flags, "--no-compile")) == 0
     two, one = losses(tmp_path / "two"), losses(tmp_path / "one")
     assert [row[:3] for row in two] == [row[:3] for row in one]
-    # 2**-8 for a rounding of the stream, and what 8 steps make of it: in docs/training-parallel.md 0.4% at most
+    # 2**-8 for a rounding of the stream, and what 8 steps make of it: 0.4% in docs/results/training-on-ranks.md
     assert [row[3] for row in two] == pytest.approx([row[3] for row in one], rel=0.01)
     assert output.count("rowwise: step 8/8  loss") == output.count("run folder:") == 1
     assert "2 ranks, sequence parallel" in output

@@ -229,6 +229,10 @@ def test_a_layer_whose_input_is_a_parameter():
     assert [gemm.runs for gemm in plain.layers[0].gemms] == ["bfloat16"] * 3
     found = explained(lambda m, x: x @ m.a(m.queries).t())
     assert [gemm.runs for gemm in found.layers[0].gemms] == [ROWWISE] * 3
+    model = f8.convert(Model(lambda m, x: x @ m.a(m.queries).t()), RECIPE, filter="*")
+    model(bf16(16, 32))  # what this forward has shown of `queries` makes it no layer, which would own a's gradient
+    found = explain(model, (bf16(16, 32),), gpu=None)
+    assert [(layer.fqn, [gemm.runs for gemm in layer.gemms]) for layer in found.layers[:1]] == [("a", [ROWWISE] * 3)]
 
 
 class Three(nn.Module):

@@ -7,7 +7,8 @@ from torch import Tensor
 
 from fp8compile.layout.quantized import Quantized
 from fp8compile.ops.gemms.blockwise import BLOCK
-from fp8compile.ops.gemms.float8 import ASK, float8_kind, lacks_tensor_cores
+from fp8compile.ops.gemms.float8 import float8_kind
+from fp8compile.ops.gemms.gates import lacks_tensor_cores, why_not
 from fp8compile.ops.gemms.grouped.kernel import GroupedGemm
 from fp8compile.ops.gemms.kernel import GemmProblem
 from fp8compile.ops.groups.grouped_blockwise_mm import grouped_blockwise_mm
@@ -21,10 +22,7 @@ def _takes(a: Quantizer, b: Quantizer) -> bool:
 
 
 def _lacks(problem: GemmProblem) -> str | None:
-    if (lacking := lacks_tensor_cores(problem)) is not None:
-        return lacking
-    is_hopper = problem.target.capability[0] == 9
-    return None if is_hopper else f"needs a GPU of compute capability 9.0 (H100, H200). {ASK}"
+    return lacks_tensor_cores(problem) or why_not("blockwise groups", problem)
 
 
 def _multiply(a: Quantized, b: Quantized, offsets: Tensor, out_dtype: torch.dtype, config: GemmConfig) -> Tensor:

@@ -13,7 +13,8 @@ from torch.nn.functional import pad
 from fp8compile import _compat
 from fp8compile.formats import E4M3
 from fp8compile.layout.quantized import Quantized
-from fp8compile.ops.gemms.float8 import ALIGNMENT, lacks_tensor_cores
+from fp8compile.ops.gemms.float8 import ALIGNMENT
+from fp8compile.ops.gemms.gates import lacks_tensor_cores, why_not
 from fp8compile.ops.gemms.kernel import GemmProblem
 from fp8compile.ops.groups.layout import zero_behind, zero_where_empty
 from fp8compile.quantizers import Quantizer
@@ -21,17 +22,10 @@ from fp8compile.quantizers import Quantizer
 __all__ = ["lacks_grouped", "padded_features", "scaled_outer", "scaled_rows"]
 
 
-def lacks_grouped(problem: GemmProblem) -> str | None:
-    """Why a device has no `torch._scaled_grouped_mm` for a product; None if it has."""
-    if (lacking := lacks_tensor_cores(problem)) is not None:
+def lacks_grouped(product: str, problem: GemmProblem) -> str | None:
+    """Why a device has no grouped product, a key of ``gates.PRODUCTS``, for these operands; None if it has."""
+    if (lacking := lacks_tensor_cores(problem) or why_not(product, problem)) is not None:
         return lacking
-    if problem.target.capability[0] not in (9, 10):
-        return (
-            "needs a grouped GEMM, which GPUs of compute capability 9.0 and 10.x have (H100, H200, B200). Convert "
-            "linears alone, and leave experts in bfloat16 here."
-        )
-    if problem.out_dtype != torch.bfloat16:
-        return f"gives bfloat16 only in a grouped GEMM, and {problem.out_dtype} is asked for. Cast x and weight."
     if {problem.a.gemm_format(), problem.b.gemm_format()} != {E4M3}:
         return "has no grouped GEMM: it multiplies e4m3 by e4m3. Give gradients e4m3 too (grad_format='e4m3')."
     return None

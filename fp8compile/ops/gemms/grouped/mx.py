@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fp8compile.layout.quantized import Quantized
-from fp8compile.ops.gemms.float8 import ASK, float8_kind
+from fp8compile.ops.gemms.float8 import float8_kind
 from fp8compile.ops.gemms.grouped.float8 import lacks_grouped, scaled_outer, scaled_rows
 from fp8compile.ops.gemms.grouped.kernel import GroupedGemm
 from fp8compile.ops.gemms.kernel import GemmProblem
@@ -31,11 +31,7 @@ def _takes(a: Quantizer, b: Quantizer) -> bool:
 
 
 def _lacks(problem: GemmProblem) -> str | None:
-    if (lacking := lacks_grouped(problem)) is not None:
-        return lacking
-    return (
-        None if problem.target.capability >= (10, 0) else f"is MX, which needs compute capability 10.0 (B200). {ASK}"
-    )
+    return lacks_grouped("mx groups", problem)
 
 
 def row_scales(scale: Tensor, offsets: Tensor) -> Tensor:

@@ -6,12 +6,15 @@ matrices are laid out here.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from fp8compile.formats import pack
 from fp8compile.layout.quantized import Quantized
-from fp8compile.ops.gemms.float8 import ALIGNMENT, lacks_nvidia
+from fp8compile.ops.gemms.float8 import ALIGNMENT
+from fp8compile.ops.gemms.gates import why_not
 from fp8compile.ops.gemms.grouped.float8 import padded_features
 from fp8compile.ops.gemms.grouped.kernel import GroupedGemm
 from fp8compile.ops.gemms.kernel import GemmProblem
@@ -27,18 +30,17 @@ __all__ = ["NVFP4"]
 
 
 def _lacks(problem: GemmProblem) -> str | None:
-    target = problem.target
-    if target.hip is not None:
-        return lacks_nvidia(problem)
-    if target.type != "cuda" or target.capability[0] != 10:
-        return "is NVFP4 in groups, which needs compute capability 10.0 (B200). Take a recipe that this GPU has."
-    if problem.out_dtype != torch.bfloat16:
-        return f"gives bfloat16 only in a grouped GEMM, and {problem.out_dtype} is asked for. Cast x and weight."
-    return None
+    return why_not("nvfp4 groups", problem)
+
+
+def _packed(operand: Quantized) -> str:
+    """Along what two codes of an operand share a byte."""
+    quantizer: Any = operand.quantizer  # TwoLevelScaling
+    return quantizer.packed
 
 
 def _check_laid_out(operand: Quantized, *packed: str) -> None:
-    if operand.quantizer.packed not in packed:
+    if _packed(operand) not in packed:
         raise ValueError(
             f"fp8compile::scaled_grouped_mm: codes by {operand.quantizer!r} are not packed as a GPU reads them. Those "
             "of tokens are made by fp8compile::group_quantize_two_levels, with scales in tiles; those of matrices are "
@@ -48,7 +50,7 @@ def _check_laid_out(operand: Quantized, *packed: str) -> None:
 
 def _codes_of_matrices(operand: Quantized) -> Tensor:
     """Codes (E, N, K / 2), two of a row in a byte, padded with zeros to the sizes that the GEMM takes."""
-    if operand.quantizer.packed == "rows":
+    if _packed(operand) == "rows":
         return padded_features(operand.codes, (ALIGNMENT, SUM_TO // 2)).contiguous()
     return pack(padded_features(operand.codes, (ALIGNMENT, SUM_TO)), -1).contiguous()
 

@@ -5,7 +5,7 @@ It reads the sizes of groups. A GPU would have to wait for them, so it has no em
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -37,8 +37,9 @@ def _lacks(problem: GemmProblem) -> str | None:
     return EMULATED.lacks(problem)
 
 
-def _outer_scale(operand: Quantized, group: int) -> Tensor | None:
-    return None if operand.outer_scale is None else operand.outer_scale[group : group + 1]
+def _outer_scales(operand: Quantized, groups: int) -> Sequence[Tensor | None]:
+    """The outer scale of each group, (1,), or None for each."""
+    return (None,) * groups if operand.outer_scale is None else operand.outer_scale.split(1)
 
 
 def _rows(a: Quantized, b: Quantized, offsets: Tensor, out_dtype: torch.dtype, config: GemmConfig) -> Tensor:
@@ -48,13 +49,15 @@ def _rows(a: Quantized, b: Quantized, offsets: Tensor, out_dtype: torch.dtype, c
     turned, is_one_block = transposed(b.quantizer), a.quantizer.block[0] == -1
     gemm = selected_gemm(a.quantizer, turned, a.codes.device, out_dtype, config)
     codes, scales = b.codes.transpose(1, 2), b.scale.transpose(1, 2)
+    outer, outer_of_matrices = _outer_scales(a, len(codes)), _outer_scales(b, len(codes))
     for group, (rows, _) in enumerate(spans(offsets, 1)):
         if rows.start == rows.stop:
             continue
         scale = a.scale[rows][:1] if is_one_block else a.scale[rows]
-        left = Quantized(codes=a.codes[rows], scale=scale, quantizer=a.quantizer, outer_scale=_outer_scale(a, group))
-        outer = _outer_scale(b, group)
-        right = Quantized(codes=codes[group], scale=scales[group], quantizer=turned, outer_scale=outer)
+        left = Quantized(codes=a.codes[rows], scale=scale, quantizer=a.quantizer, outer_scale=outer[group])
+        right = Quantized(
+            codes=codes[group], scale=scales[group], quantizer=turned, outer_scale=outer_of_matrices[group]
+        )
         product[rows] = gemm.multiply(left, right, out_dtype, config)
     return product
 
@@ -67,12 +70,12 @@ def every_row(a: Quantized, b: Quantized, offsets: Tensor, out_dtype: torch.dtyp
         return product
     first = (torch.cat((offsets.new_zeros(1), offsets[:-1])) if offsets.shape[0] else offsets).clamp(max=count - 1)
     is_one_block = a.quantizer.block[0] == -1
+    outer, outer_of_matrices = _outer_scales(a, len(b.codes)), _outer_scales(b, len(b.codes))
     for group, own in enumerate(masks_of_groups(offsets, count)):
         scale = a.scale.index_select(0, first[group : group + 1]) if is_one_block else a.scale
-        outer, outer_of_matrix = (_outer_scale(each, group) for each in (a, b))
-        left = Quantized(codes=a.codes, scale=scale, quantizer=a.quantizer, outer_scale=outer)
+        left = Quantized(codes=a.codes, scale=scale, quantizer=a.quantizer, outer_scale=outer[group])
         right = Quantized(
-            codes=b.codes[group], scale=b.scale[group], quantizer=b.quantizer, outer_scale=outer_of_matrix
+            codes=b.codes[group], scale=b.scale[group], quantizer=b.quantizer, outer_scale=outer_of_matrices[group]
         )
         product = torch.where(own, multiply(left, right.t(), out_dtype, config), product)
     return product
@@ -80,13 +83,14 @@ def every_row(a: Quantized, b: Quantized, offsets: Tensor, out_dtype: torch.dtyp
 
 def _tokens_of_groups(operand: Quantized, offsets: Tensor) -> Iterator[Quantized]:
     """Each group's codes as (tokens, features), in the layout of a layer without groups."""
-    block = operand.quantizer.block[0]
+    block, outer = operand.quantizer.block[0], _outer_scales(operand, len(offsets))
     for group, (_, columns) in enumerate(spans(offsets, alignment(operand.quantizer))):
         columns = token_columns(columns, operand.quantizer)
         codes = operand.codes[:, columns].t().contiguous()
         blocks = slice(group, group + 1) if block == -1 else slice(columns.start // block, -(-columns.stop // block))
-        outer = _outer_scale(operand, group)
-        yield Quantized(codes=codes, scale=operand.scale[blocks], quantizer=operand.quantizer, outer_scale=outer)
+        yield Quantized(
+            codes=codes, scale=operand.scale[blocks], quantizer=operand.quantizer, outer_scale=outer[group]
+        )
 
 
 def _outer(a: Quantized, b: Quantized, offsets: Tensor, out_dtype: torch.dtype, config: GemmConfig) -> Tensor:

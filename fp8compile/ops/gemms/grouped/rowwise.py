@@ -27,14 +27,7 @@ def _takes(a: Quantizer, b: Quantizer) -> bool:
 
 
 def _lacks(problem: GemmProblem) -> str | None:
-    if (lacking := lacks_grouped(problem)) is not None:
-        return lacking
-    if problem.target.capability[0] != 9:
-        return (
-            "needs a grouped GEMM with scales of rows, which PyTorch has for compute capability 9.0 alone (H100, "
-            "H200). Take fp8compile.recipes.mxfp8() or nvfp4() for experts here, or leave them in bfloat16."
-        )
-    return None
+    return lacks_grouped("rowwise groups", problem)
 
 
 def _feature_scales(operand: Quantized, scale: Tensor, features: int) -> Tensor:
@@ -51,9 +44,9 @@ def _rows(a: Quantized, b: Quantized, offsets: Tensor, out_dtype: torch.dtype, c
 
 def _outer(a: Quantized, b: Quantized, offsets: Tensor, out_dtype: torch.dtype, config: GemmConfig) -> Tensor:
     # one group's features after the other's
-    scales = [_feature_scales(each, each.scale, each.codes.shape[0]).view(-1) for each in (a, b)]
+    scale_a, scale_b = (_feature_scales(each, each.scale, each.codes.shape[0]).view(-1) for each in (a, b))
     ends = padded_offsets(offsets, alignment(a.quantizer))
-    return scaled_outer(a, b, *scales, ends, out_dtype, fast_accumulation=config.fast_accumulation)
+    return scaled_outer(a, b, scale_a, scale_b, ends, out_dtype, fast_accumulation=config.fast_accumulation)
 
 
 ROWWISE = GroupedGemm(

@@ -44,7 +44,7 @@ def _cvt_rs(*operands: np.ndarray) -> np.ndarray:
     return codes
 
 
-KNOWN: dict[re.Pattern, Callable[..., np.ndarray]] = {CVT_RS: _cvt_rs}
+KNOWN: dict[re.Pattern[str], Callable[..., np.ndarray]] = {CVT_RS: _cvt_rs}
 
 
 def inline_assembly(

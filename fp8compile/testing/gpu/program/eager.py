@@ -52,7 +52,9 @@ class _Eager(TorchDispatchMode):
 
         self._gpu, self._products, self._parts = gpu, Products(gpu), select_decomp_table()
 
-    def __torch_dispatch__(self, op: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+    def __torch_dispatch__(
+        self, op: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         kwargs = kwargs or {}
         namespace, _, name = op._schema.name.partition("::")
         if types and any(each is not Tensor and each is not torch.nn.Parameter for each in types):
@@ -71,7 +73,7 @@ class _Eager(TorchDispatchMode):
                 return op.decompose(*args, **kwargs)
         return self._computed(op, args, kwargs) if _is_float(args) else op(*args, **kwargs)
 
-    def _computed(self, op: Any, args: tuple, kwargs: dict) -> Any:
+    def _computed(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Compute an operator by its decomposition, as a program does, because CPU kernels round otherwise."""
         if op in self._parts:
             with self:
@@ -81,12 +83,12 @@ class _Eager(TorchDispatchMode):
         return computed(op, args, kwargs)
 
 
-def _is_float(args: tuple) -> bool:
+def _is_float(args: tuple[Any, ...]) -> bool:
     return any(isinstance(arg, Tensor) and arg.is_floating_point() and arg.dtype.itemsize in (2, 4) for arg in args)
 
 
 def eager_run(
-    fn: Callable, *args: Any, arch: str | None = None, grad_outputs: Sequence[Tensor] | None = None
+    fn: Callable[..., Any], *args: Any, arch: str | None = None, grad_outputs: Sequence[Tensor] | None = None
 ) -> EagerRun:
     """Run ``fn(*args)`` and its backward in eager mode on this machine's CPU, matrix products rounded once.
 

@@ -21,10 +21,15 @@ LIBDEVICE = (  # the names that PyTorch has too
     "cosh", "sin", "cos", "tan", "asin", "acos", "atan", "asinh", "acosh", "atanh", "floor", "ceil", "trunc", "isnan",
     "isinf", "signbit", "lgamma", "copysign", "pow", "fmod", "atan2", "hypot", "abs",
 )  # fmt: skip
-OTHER_NAMES = {"fabs": torch.abs, "nearbyint": torch.round, "rint": torch.round, "div_rn": torch.div}
+OTHER_NAMES: dict[str, Callable[..., Any]] = {
+    "fabs": torch.abs,
+    "nearbyint": torch.round,
+    "rint": torch.round,
+    "div_rn": torch.div,
+}
 
 
-def unknown(name: str) -> Callable:
+def unknown(name: str) -> Callable[..., Any]:
     """A function that raises because it isn't known."""
 
     def call(*args: Any, **kwargs: Any) -> None:
@@ -33,7 +38,7 @@ def unknown(name: str) -> Callable:
     return call
 
 
-def _on_tensors(function: Callable[..., np.ndarray]) -> Callable:
+def _on_tensors(function: Callable[..., np.ndarray]) -> Callable[..., Any]:
     """Wrap a function of arrays as a function of Triton's tensors."""
 
     def call(*args: Any) -> tl.tensor:
@@ -46,7 +51,7 @@ def _on_tensors(function: Callable[..., np.ndarray]) -> Callable:
     return call
 
 
-def libdevice_functions(chosen: Mapping[str, Callable]) -> dict[str, Callable]:
+def libdevice_functions(chosen: Mapping[str, Callable[..., Any]]) -> dict[str, Callable[..., Any]]:
     """All functions of libdevice by name: PyTorch's, or those of ``Arithmetic``; unknown ones raise."""
     known = {name: gpu.on_arrays(getattr(torch, name)) for name in LIBDEVICE}
     known |= {name: gpu.on_arrays(function) for name, function in OTHER_NAMES.items()} | dict(chosen)
@@ -54,17 +59,17 @@ def libdevice_functions(chosen: Mapping[str, Callable]) -> dict[str, Callable]:
     return {name: _on_tensors(known[name]) if name in known else unknown(f"libdevice.{name}") for name in names}
 
 
-def reductions() -> Iterator[tuple]:
+def reductions() -> Iterator[tuple[Any, ...]]:
     """Patches of the interpreter's reductions: object, attribute, replacement."""
     yield interpreter.ReduceOps, "generic_reduce", _by_halves
     yield interpreter.ReduceOps, "sum", _sum
     yield interpreter.ReduceOps, "min_max", _extreme
 
 
-def _by_halves(reduction: Any, inputs: tuple) -> list:
+def _by_halves(reduction: Any, inputs: tuple[Any, ...]) -> list[Any]:
     """Reduce by any function: halves first, then quarters, as warps do."""
     if reduction.axis is None:
-        inputs = [reduction.to_tensor(each.handle.data.reshape(-1), each.dtype) for each in inputs]
+        inputs = tuple(reduction.to_tensor(each.handle.data.reshape(-1), each.dtype) for each in inputs)
     axis = (reduction.axis or 0) % len(inputs[0].handle.data.shape)
     parts = [np.moveaxis(each.handle.data, axis, 0) for each in inputs]
     kinds = [each.dtype for each in inputs]

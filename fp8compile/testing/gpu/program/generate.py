@@ -123,7 +123,7 @@ class GpuBackend:
         self._settings, self._folder = settings, folder
         self.graphs: list[_Compared] = []
 
-    def compile(self, fn: Callable) -> Callable:
+    def compile(self, fn: Callable[..., Any]) -> Callable[..., Any]:
         """Compile a function to one graph for the GPU, which runs here."""
         from torch._dynamo.backends.common import aot_autograd
         from torch._inductor import compile_fx
@@ -137,17 +137,18 @@ class GpuBackend:
         )
         return torch.compile(fn, fullgraph=True, backend=backend)
 
-    def _whole(self, name: str, graph: fx.GraphModule, inputs: list[Any]) -> Callable:
+    def _whole(self, name: str, graph: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
         """Compile a graph that saves nothing for a backward."""
         return self._compiled(name, GpuGraph(graph, inputs, all_outputs(graph)))
 
-    def _forward(self, graph: fx.GraphModule, inputs: list[Any]) -> Callable:
+    def _forward(self, graph: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
         """Compile a graph that saves tensors for a backward; the backward gets the strides that Inductor chose."""
         call = self._compiled("forward", GpuGraph(graph, inputs, returned_outputs()))
-        torch._guards.TracingContext.get().output_strides.extend(self.graphs[-1].schedule.output_strides)
+        strides: Any = torch._guards.TracingContext.get().output_strides  # a list while a graph is compiled
+        strides.extend(self.graphs[-1].schedule.output_strides)
         return call
 
-    def _compiled(self, name: str, traced: GpuGraph) -> Callable:
+    def _compiled(self, name: str, traced: GpuGraph) -> Callable[..., Any]:
         check_has_no_region(traced.graph)
         gpu = self._settings.gpu
         with pretend_target(gpu.target):
@@ -157,5 +158,5 @@ class GpuBackend:
         def call(args: list[Any]) -> list[Any]:
             return compared(args)
 
-        call._boxed_call = True
+        call._boxed_call = True  # type: ignore[attr-defined]  # PyTorch's mark
         return call

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from fp8compile.ops.gemms.gates import gates_of
 from fp8compile.ops.registry import OPS
 from fp8compile.target import Target, pretend_target
 from fp8compile.testing.gpu.gpus import Gpu
@@ -115,8 +116,8 @@ def _mx(scale: Tensor, shape: torch.Size, offs: Tensor, *, over_tokens: bool, na
         demand(tuple(scale.shape) == (groups, size), name, f"scales of matrices in shape ({groups}, {size}).")
         return torch.stack([tiled_values(s, rows, k // MX_BLOCK).repeat_interleave(MX_BLOCK, 1) for s in scale])
     if over_tokens:
-        return _mx_tokens(scale, *shape, offs, name)
-    return _mx_rows(scale, *shape, offs, name)
+        return _mx_tokens(scale, shape[0], shape[1], offs, name)
+    return _mx_rows(scale, shape[0], shape[1], offs, name)
 
 
 def _rowwise(scale: Tensor, shape: torch.Size, offs: Tensor, *, over_tokens: bool, name: str) -> Tensor:
@@ -140,15 +141,14 @@ def scaled_grouped_mm(
     """`torch._scaled_grouped_mm`, its demands checked; b has rows of the sum last but one, as `_grouped_mm` has it."""
     name = f"_scaled_grouped_mm {tuple(a.shape)} x {tuple(b.shape)}, strides {a.stride()} and {b.stride()}"
     demand(bias is None and scale_result is None and a.ndim == 2, name, "two operands without a bias here.")
-    demand(gpu.major in (9, 10), name, "compute capability 9.0 or 10.0.")
     demand(a.dtype == b.dtype == torch.float8_e4m3fn, name, f"e4m3 by e4m3, not {a.dtype} and {b.dtype}.")
     demand(out_dtype == torch.bfloat16, name, f"bfloat16 as its result, not {out_dtype}.")
     demand(a.stride(1) == 1 and b.stride(-2) == 1, name, "a row-major left and a column-major right operand.")
     for each in (a, b):
         _check_strides(each, name)
     over_tokens, is_mx = b.ndim == 2, scale_a.dtype == scale_b.dtype == E8M0
-    demand(not is_mx or gpu.major == 10, name, "MX scales from compute capability 10.0 on.")
-    demand(is_mx or gpu.major == 9, name, "scales of rows on compute capability 9.0 only: its kernel traps on others.")
+    product, where = ("mx groups", "10.0 and 10.3") if is_mx else ("rowwise groups", "9.0: its kernel traps on others")
+    demand(bool(gates_of(product, gpu.target)), name, f"compute capability {where}.")
     if over_tokens:
         demand(all(end % ALIGNMENT == 0 for end in offs.tolist()), name, f"groups from multiples of {ALIGNMENT}.")
     demand(
@@ -158,7 +158,7 @@ def scaled_grouped_mm(
     turned = b.transpose(-2, -1)
     left = a.double() * values(scale_a, a.shape, offs, over_tokens=over_tokens, name=name)
     right = turned.double() * values(scale_b, turned.shape, offs, over_tokens=over_tokens, name=name)
-    return _multiplied(gpu, left, right.transpose(-2, -1), offs, out_dtype, name)
+    return _multiplied(gpu, left, right.transpose(-2, -1), offs, torch.bfloat16, name)
 
 
 def grouped_blockwise_mm(
@@ -193,7 +193,7 @@ def grouped_nvfp4_mm(
     A group whose sum is empty is skipped: its result stays unwritten, and is NaN here.
     """
     name, groups, half = f"grouped_nvfp4_mm {tuple(a.shape)} x {tuple(b.shape)}", offs.shape[0], a.shape[1]
-    demand(gpu.major == 10, name, "compute capability 10.0.")
+    demand(bool(gates_of("nvfp4 groups", gpu.target)), name, "compute capability 10.0 or 10.3.")
     demand(out_dtype == torch.bfloat16, name, f"bfloat16 as its result, not {out_dtype}.")
     demand(half == b.shape[-1] and half % ALIGNMENT == 0, name, f"rows of one length, in {ALIGNMENT} bytes.")
     demand(b.shape[-2] % ALIGNMENT == 0, name, f"columns of the result in multiples of {ALIGNMENT}.")

@@ -35,6 +35,8 @@ import triton.runtime.interpreter as interpreter
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 from triton.language.extra import libdevice
+from triton.runtime.interpreter import InterpreterBuilder as Builder
+from triton.runtime.interpreter import TensorHandle as Handle
 
 from fp8compile.testing.gpu.program import arithmetic as gpu
 from fp8compile.testing.gpu.program.assembly import inline_assembly
@@ -44,8 +46,7 @@ from fp8compile.testing.gpu.program.memory import Access
 __all__ = ["ORDERS", "Interpreter"]
 
 ORDERS = ("forwards", "backwards", "shuffled")
-Builder = interpreter.InterpreterBuilder
-Handle = interpreter.TensorHandle
+
 NOT_INTERPRETED = ("x_grid_barrier", "exclusive_scan_decoupled_lookback")  # programs that wait for one another
 
 
@@ -72,10 +73,10 @@ class Interpreter:
         self.arithmetic = arithmetic
         self.multiply_adds = 0
         self._order = ORDERS[0]
-        self._access: Access | None = None
-        self._rewritten: dict[Callable, Callable] = {}
+        self._access: Any = None  # an `Access` while a kernel runs
+        self._rewritten: dict[Callable[..., Any], Callable[..., Any]] = {}
 
-    def launch(self, name: str, fn: Callable, grid: Sequence[int], arguments: Mapping[str, Any]) -> None:
+    def launch(self, name: str, fn: Callable[..., Any], grid: Sequence[int], arguments: Mapping[str, Any]) -> None:
         """Run a kernel over its grid.
 
         Args:
@@ -107,7 +108,7 @@ class Interpreter:
         self._access.assert_no_race()
         self._access = None
 
-    def _rewrite(self, fn: Callable) -> Callable:
+    def _rewrite(self, fn: Callable[..., Any]) -> Callable[..., Any]:
         if fn not in self._rewritten:
             if waits := [name for name in NOT_INTERPRETED if name in fn.__code__.co_names]:
                 raise NotImplementedError(
@@ -137,7 +138,7 @@ class Interpreter:
             stack.enter_context(mock.patch.object(tl.core.tensor, "__index__", _index))
             yield
 
-    def _jit(self) -> Iterator[tuple]:
+    def _jit(self) -> Iterator[tuple[Any, ...]]:
         """Launches of kernels that are written by hand, and calls of one function by another."""
         jitted = triton.runtime.jit.JITFunction
 
@@ -151,8 +152,8 @@ class Interpreter:
         yield jitted, "run", run
         yield jitted, "__call__", lambda function, *args, **kwargs: self._rewrite(function.fn)(*args, **kwargs)
 
-    def _memory(self) -> Iterator[tuple]:
-        def watched(kind: str, original: Callable, mask_at: int) -> Callable:
+    def _memory(self) -> Iterator[tuple[Any, ...]]:
+        def watched(kind: str, original: Callable[..., Any], mask_at: int) -> Callable[..., Any]:
             def call(builder: Builder, *args: Any) -> Any:
                 pointers = args[1] if kind == "atomic" else args[0]
                 width = max(1, pointers.get_element_ty().primitive_bitwidth // 8)
@@ -169,11 +170,16 @@ class Interpreter:
         yield Builder, "create_atomic_cas", unknown("atomic_cas")
         yield Builder, "create_inline_asm", inline_assembly
 
-    def _floats(self) -> Iterator[tuple]:
+    def _converted(self, bits: np.ndarray, source: str, target: str) -> np.ndarray:
+        if self.arithmetic.float8_by_float16 and source == "fp32" and target.startswith("fp8"):
+            bits = gpu.through_float16(np.asarray(bits).view(np.float32)).view(np.asarray(bits).dtype)
+        return gpu.convert(bits, source, target)
+
+    def _floats(self) -> Iterator[tuple[Any, ...]]:
         yield (
             interpreter,
             "_convert_float",
-            lambda bits, source, target, _: gpu.convert(bits, source.name, target.name),
+            lambda bits, source, target, _: self._converted(bits, source.name, target.name),
         )
         yield Builder, "cast_impl", _cast
         yield Builder, "create_ashr", _arithmetic_shift
@@ -190,7 +196,7 @@ class Interpreter:
         if self.arithmetic.contract:
             yield from self._contraction()
 
-    def _contraction(self) -> Iterator[tuple]:
+    def _contraction(self) -> Iterator[tuple[Any, ...]]:
         def multiply(builder: Builder, a: Handle, b: Handle) -> Handle:
             result = builder.binary_op(a, b, np.multiply)
             result.attr["product"] = a.data, b.data
@@ -250,7 +256,7 @@ def _clamp(builder: Builder, values: Handle, low: Handle, high: Handle, propagat
     return Handle(np.fmin(np.fmax(values.data, low.data), high.data), values.dtype.scalar)
 
 
-def _without_bfloat16(original: Callable) -> Callable:
+def _without_bfloat16(original: Callable[..., Any]) -> Callable[..., Any]:
     def call(builder: Builder, *args: Any) -> Handle:
         for arg in args[:-1]:
             if arg.dtype.scalar == tl.bfloat16:

@@ -19,7 +19,8 @@ def _ranks(group: Any) -> tuple[int, int]:
     """Size of a group, and this rank's number in it."""
     from torch.distributed import distributed_c10d
 
-    found = distributed_c10d._resolve_process_group(group) if isinstance(group, str) else group
+    resolve: Any = distributed_c10d._resolve_process_group
+    found = resolve(group) if isinstance(group, str) else group
     return found.size(), found.rank()
 
 

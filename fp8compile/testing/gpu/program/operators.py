@@ -15,13 +15,14 @@ from fp8compile.testing.gpu.program.arithmetic import fma
 
 __all__ = ["computed"]
 
-aten, prims = torch.ops.aten, torch.ops.prims
+aten: Any = torch.ops.aten
+prims: Any = torch.ops.prims
 SUMS = (aten.mean.dim, aten.mean.default, aten.sum.dim_IntList, aten.sum.default)
 DIVISIONS = (aten.div.Tensor, aten.div.Scalar, prims.div.default)
 FUNCTIONS = ("exp", "rsqrt", "sigmoid", "tanh", "erf", "log", "sin", "cos", "exp2", "log2", "sqrt")
 
 
-def computed(op: torch._ops.OpOverload, args: tuple, kwargs: dict) -> Any:
+def computed(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Compute an operator: by this file if it is named here, otherwise by PyTorch."""
     if op is aten.view.default:  # saved tensors have the strides that Inductor gave them
         op = aten.reshape.default
@@ -40,7 +41,7 @@ def computed(op: torch._ops.OpOverload, args: tuple, kwargs: dict) -> Any:
     return op(*args, **kwargs)
 
 
-def _sum(target: Any, args: tuple, kwargs: dict) -> Tensor:
+def _sum(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     """A sum in float64, rounded once to float32, as in the program; a mean is that sum and a division."""
     x, dims = args[0], args[1] if len(args) > 1 else None
     keep = args[2] if len(args) > 2 else kwargs.get("keepdim", False)

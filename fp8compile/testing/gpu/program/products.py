@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
+from fp8compile.ops.gemms.gates import gates_of
 from fp8compile.testing.gpu.gpus import Gpu
 from fp8compile.testing.gpu.program.demands import (
     ALIGNMENT,
@@ -86,7 +87,7 @@ def _spread(scale: Tensor, rows: int, k: int, side: str, gpu: Gpu) -> tuple[str,
 
 
 def _swizzled_values(scale: Tensor, rows: int, k: int, name: str, gpu: Gpu) -> Tensor:
-    demand(gpu.major >= 10, name, "MX scales from compute capability 10.0 on.")
+    demand(bool(gates_of("mx", gpu.target)), name, "MX scales on compute capability 10.0 to 12.1.")
     demand(k % MX_BLOCK == 0, name, f"a sum over a multiple of {MX_BLOCK}, not {k}.")
     blocks = k // MX_BLOCK
     needed = -(-rows // TILE_ROWS) * TILE_ROWS * (-(-blocks // TILE_BLOCKS) * TILE_BLOCKS)
@@ -116,10 +117,12 @@ def _check_kinds(kinds: tuple[str, str], out_dtype: torch.dtype, gpu: Gpu) -> No
     a, b = kinds
     name = f"_scaled_mm, scales {a} by {b} to {out_dtype}"
     if "rowwise" in (a, b):
-        demand(out_dtype == torch.bfloat16, name, "rows' scales to bfloat16 only.")
-        demand(gpu.cc >= 90, name, "rows' scales from compute capability 9.0 on.")
+        gates = gates_of("rowwise", gpu.target)
+        demand(bool(gates), name, "rows' scales on a GPU that has a kernel for them.")
+        dtypes = {dtype for gate in gates for dtype in gate.out_dtypes}
+        demand(out_dtype in dtypes, name, f"rows' scales to {', '.join(sorted(map(str, dtypes)))} only.")
     if "1x128" in (a, b) or "128x128" in (a, b):
-        demand(gpu.major == 9, name, "blocks' scales on compute capability 9.0 only.")
+        demand(bool(gates_of("blockwise", gpu.target)), name, "blocks' scales on compute capability 9.0 only.")
         demand(kinds != ("128x128", "128x128"), name, f"scales of {BLOCK} x {BLOCK} on one side at most.")
     small = {"1x128", "128x128", "rowwise or 1x128"}
     demand(
@@ -151,7 +154,7 @@ def nvfp4_mm(
 ) -> Tensor:  # fmt: skip
     """`torch._scaled_mm_v2` of four-bit codes, as `fp8compile::nvfp4_mm` calls it, its demands checked."""
     name, half, n = f"nvfp4_mm {tuple(a.shape)} x {tuple(b.shape)}", a.shape[1], b.shape[0]
-    demand(gpu.major >= 10, name, "four-bit codes from compute capability 10.0 on.")
+    demand(bool(gates_of("nvfp4", gpu.target)), name, "four-bit codes on compute capability 10.0 to 12.1.")
     demand(a.shape[1] == b.shape[1] and a.is_contiguous() and b.is_contiguous(), name, "rows of one length.")
     demand(half % ALIGNMENT == 0 and n % ALIGNMENT == 0, name, f"rows of {ALIGNMENT} bytes, columns in as many.")
     for outer in (a_outer, b_outer):

@@ -21,7 +21,8 @@ from fp8compile.testing.gpu.schedule import Schedule, ScheduledLaunch
 
 __all__ = ["Reference"]
 
-aten, prims = torch.ops.aten, torch.ops.prims
+aten: Any = torch.ops.aten
+prims: Any = torch.ops.prims
 LOW_PRECISION = (torch.bfloat16, torch.float16)
 
 
@@ -34,7 +35,7 @@ class Reference(fx.Interpreter):
 
     def __init__(self, graph: fx.GraphModule, gpu: Gpu, found: Schedule, *, rounds_each: bool) -> None:
         super().__init__(graph, garbage_collect_values=False)
-        self.products = Products(gpu)
+        self.products: Products = Products(gpu)
         self._rounds_each = rounds_each
         self._stored_by = found.stored_by
         self._computed_by = _computed_by(found)
@@ -74,7 +75,7 @@ class Reference(fx.Interpreter):
         """The value of an operand: computed in the same kernel, or read from memory."""
         if self._rounds_each:
             return self.env[operand]
-        value = self._inside.get((operand, kernel), self.env[operand])
+        value = self.env[operand] if kernel is None else self._inside.get((operand, kernel), self.env[operand])
         if self._looks_at_bits(node):
             return _rounded(operand, value)
         if operand in self._stored_by and (operand, kernel) not in self._inside:
@@ -87,8 +88,10 @@ class Reference(fx.Interpreter):
     def _sum_in_product(self, node: fx.Node) -> Tensor:
         """A product and what is added to it, rounded once."""
         product = self._sums[node]
-        (other,) = (arg for arg in node.args if arg is not product)
-        return self.products.multiply("addmm", *map(self._memory, (other, *product.args)))
+        added: list[Any] = [arg for arg in node.args if arg is not product]
+        (other,) = added
+        factors: tuple[Any, ...] = product.args
+        return self.products.multiply("addmm", *map(self._memory, (other, *factors)))
 
     def _looks_at_bits(self, node: fx.Node) -> bool:
         """Whether an operator takes its operands in their dtypes."""
@@ -102,7 +105,7 @@ class Reference(fx.Interpreter):
         is_library = f"{namespace}.{name}" in self._library or namespace not in ("aten", "prims")
         return name in PRODUCTS or is_library
 
-    def call_function(self, target: Any, args: tuple, kwargs: dict) -> Any:
+    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """An operator by the rules of the program."""
         if not isinstance(target, torch._ops.OpOverload):
             return super().call_function(target, args, kwargs)
@@ -120,7 +123,7 @@ class Reference(fx.Interpreter):
             return args[0].float()
         return computed(target, args, kwargs)
 
-    def _product(self, name: str, args: tuple, kwargs: dict) -> Tensor:
+    def _product(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         """A product; bias added after it was rounded where Inductor took the sum out of the product."""
         if name == "addmm" and self._adds_bias_later:
             bias, a, b = args
@@ -156,8 +159,12 @@ def _sums_in_products(found: Schedule) -> dict[fx.Node, fx.Node]:
     sums: dict[fx.Node, fx.Node] = {}
     for launch in found.launches:
         lowered = next(iter(launch.made.values()))
-        node = found.source_of(lowered) if launch.kind == "gemm" and lowered is not None else None
+        if launch.kind != "gemm" or lowered is None:
+            continue
+        node = found.source_of(lowered)
         if node is not None and node.target is aten.add.Tensor:
-            added = found.source_of(lowered.args[0])
-            (sums[node],) = (arg for arg in node.args if arg is not added)
+            first: Any = lowered.args[0]
+            added = found.source_of(first)
+            products: list[Any] = [arg for arg in node.args if arg is not added]
+            (sums[node],) = products
     return sums

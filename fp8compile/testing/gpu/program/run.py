@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from fp8compile.formats import CASTS_BY_FLOAT16
 from fp8compile.target import pretend_target
 from fp8compile.testing.gpu.gpus import gpu_called
 from fp8compile.testing.gpu.program.step import step
@@ -22,7 +23,7 @@ DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropou
 
 
 def run_gpu_program(
-    fn: Callable,
+    fn: Callable[..., Any],
     *args: Any,
     arch: str = "h200",
     grad_outputs: Sequence[Tensor] | None = None,
@@ -90,7 +91,7 @@ def run_gpu_program(
     )
 
 
-def _check_draws_nothing(fn: Callable) -> None:
+def _check_draws_nothing(fn: Callable[..., Any]) -> None:
     """Raise a NotImplementedError if a module has dropout that drops, before minutes go into code for a GPU."""
     modules = fn.named_modules() if isinstance(fn, nn.Module) else ()
     drops = [name or "the model" for name, each in modules if isinstance(each, DROPOUTS) and each.training and each.p]
@@ -115,8 +116,10 @@ def _settings(
     if isinstance(configurations, str) and configurations not in ("largest", "all"):
         raise ValueError(f"run_gpu_program: configurations is {configurations!r}; it is 'largest', 'all' or numbers.")
     named = {"largest": None, "all": ()}
+    gpu = gpu_called(arch)
+    arithmetic = Arithmetic(contract, approximate, gpu.target.capability == CASTS_BY_FLOAT16)
     return Settings(
-        gpu=gpu_called(arch), precision_casts=precision_casts, arithmetic=Arithmetic(contract, approximate),
+        gpu=gpu, precision_casts=precision_casts, arithmetic=arithmetic,
         poison=poison, orders=tuple(orders),
         configurations=named[configurations] if isinstance(configurations, str) else tuple(configurations),
     )  # fmt: skip

@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 __all__ = ["step"]
 
 
-def _leaves(fn: Callable, args: Sequence[Any]) -> dict[str, Tensor]:
+def _leaves(fn: Callable[..., Any], args: Sequence[Any]) -> dict[str, Tensor]:
     """What a gradient is taken of, by name."""
     named = dict(fn.named_parameters()) if isinstance(fn, nn.Module) else {}
     for number, arg in enumerate(args):
@@ -29,7 +29,7 @@ def _default_grad(output: Tensor, number: int) -> Tensor:
 
 
 def step(
-    call: Callable, fn: Callable, args: Sequence[Any], grad_outputs: Sequence[Tensor] | None
+    call: Callable[..., Any], fn: Callable[..., Any], args: Sequence[Any], grad_outputs: Sequence[Tensor] | None
 ) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
     """Outputs of ``call(*args)`` and, where there are any, gradients of what ``fn`` and its arguments hold."""
     outputs = tuple(leaf for leaf in pytree.tree_leaves(call(*args)) if isinstance(leaf, Tensor))

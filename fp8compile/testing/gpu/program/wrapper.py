@@ -105,6 +105,8 @@ class Kernel:
         path = Path(program.folder) / f"{name}_{len(list(Path(program.folder).iterdir()))}.py"
         path.write_text(re.sub(r"\s*triton_helpers\.set_driver_to_gpu\(\)", "", source))
         spec = importlib.util.spec_from_file_location(path.stem, path)
+        assert spec is not None, f"{path} ends in .py"
+        assert spec.loader is not None, f"{path} ends in .py"
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
         self._program, self._name, self._tuner = program, name, getattr(module, name)
@@ -147,7 +149,9 @@ class _Dispatch(TorchDispatchMode):
         super().__init__()
         self._program = program
 
-    def __torch_dispatch__(self, op: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+    def __torch_dispatch__(
+        self, op: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         namespace, _, name = op._schema.name.partition("::")
         if namespace == "_c10d_functional":
             return message(op, *args, **(kwargs or {}))
@@ -190,12 +194,15 @@ class Program:
         poison: int,
         folder: str,
     ) -> None:
-        self.gpu, self.interpreter, self.poison, self.folder = gpu, interpreter, poison, folder
-        self.products = Products(gpu)
+        self.gpu: Gpu = gpu
+        self.interpreter: Interpreter = interpreter
+        self.poison: int = poison
+        self.folder: str = folder
+        self.products: Products = Products(gpu)
         self.launches: list[KernelLaunch] = []
         self.library_calls: list[str] = []
         self.configurations = 1
-        self.way = Way("forwards", None)
+        self.way: Way = Way("forwards", None)
         self._scope: dict[str, Any] = {"__name__": "generated", **constants}
         with pretend_gpu(gpu), self._pretend_runtime():
             exec(compile(source, "generated", "exec"), self._scope)
@@ -216,7 +223,7 @@ class Program:
     @contextmanager
     def _pretend_runtime(self) -> Iterator[None]:
         """What the wrapper takes of a GPU's runtime."""
-        nothing: Callable = lambda *args, **kwargs: None  # noqa: E731
+        nothing: Callable[..., Any] = lambda *args, **kwargs: None  # noqa: E731
         answers = (
             (torch._C, "_cuda_getCurrentRawStream", lambda device: 0),
             (torch._C._dynamo.guards, "_empty_strided_cuda", self._empty),

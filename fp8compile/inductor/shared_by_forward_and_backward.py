@@ -1,0 +1,98 @@
+"""Calls that a graph makes once: equal ones while it is traced share one result."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import is_dataclass
+from functools import partial, wraps
+from typing import Any
+
+import torch
+
+from fp8compile._compat import graph_tracer, nodes_of
+from fp8compile.inductor.fusion import VIEWS
+from fp8compile.inductor.partitioner_marks import current_marks
+
+__all__ = ["constant", "once_a_graph"]
+
+RESULTS = "_fp8compile_results"  # on a graph that is being traced
+# Padding too: of ranks whose parts begin elsewhere in a block some pad and others do not, and all have to send alike.
+PARTS = VIEWS | {torch.ops.aten.select.int, torch.ops.aten.constant_pad_nd.default, torch.ops.aten.clone.default}
+
+
+def once_a_graph(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Make equal calls of a function in one traced graph a single call.
+
+    PyTorch's partitioner merges equal nodes. But from 2.15 on it does not merge a node that only the forward needs
+    with one of the backward: the backward of a graph's last layer would compute its weight's amaxes again.
+
+    Args:
+        fn: Takes tensors, the first argument among them, and values with a hash. Nobody writes to its results.
+    """
+
+    @wraps(fn)
+    def once(*args: Any) -> Any:
+        # to Dynamo, which can't trace the question, nothing stands in a graph yet
+        if torch.compiler.is_dynamo_compiling() or graph_tracer() is None:
+            return fn(*args)
+        found = [_nodes_below(arg) if isinstance(arg, torch.Tensor) else [arg] for arg in args]
+        if any(len(each) != 1 for each in found):
+            return fn(*args)  # a tensor stands in no graph, or in several
+        values = [value for (value,) in found]
+        graph = next(value.graph for value in values if isinstance(value, torch.fx.Node))
+        # the type, since a functional tensor and the one below it have the same node
+        key = (fn, _meaning(values), current_marks(), type(args[0]))
+        return _remembered(graph, key, lambda: fn(*args))
+
+    return once
+
+
+def constant(number: float, dtype: torch.dtype, like: torch.Tensor, shape: tuple[int, ...] = ()) -> torch.Tensor:
+    """A number as a tensor, shared in a traced graph, because making each one costs a millisecond of tracing.
+
+    Args:
+        number: What all elements are.
+        dtype: Dtype of the tensor.
+        like: A tensor on whose device it is, and in whose graph.
+        shape: Shape of the tensor. Nobody writes to it.
+    """
+    if torch.compiler.is_dynamo_compiling() or graph_tracer() is None or len(found := _nodes_below(like)) != 1:
+        return torch.full(shape, number, dtype=dtype, device=like.device)
+    key = (constant, number, dtype, like.device, shape, current_marks(), type(like))
+    make = partial(torch.full, shape, number, dtype=dtype, device=like.device)
+    return _remembered(found[0].graph, key, make)
+
+
+def _remembered(graph: torch.fx.Graph, key: tuple[Any, ...], make: Callable[[], Any]) -> Any:
+    """The result of ``make`` for this key, remembered while this graph is traced."""
+    results = vars(graph).setdefault(RESULTS, {})
+    if key not in results:
+        results[key] = make()
+    return results[key]
+
+
+def _nodes_below(tensor: torch.Tensor) -> list[Any]:
+    """The nodes of a tensor, or of the value that a functional one has at the moment."""
+    from torch._subclasses.functional_tensor import FunctionalTensor
+
+    if isinstance(tensor, FunctionalTensor):
+        torch._sync(tensor)
+        tensor = torch._from_functional_tensor(tensor.elem)
+    return nodes_of(tensor)
+
+
+def _meaning(value: Any) -> Any:
+    """A key for a node; for a view, part or padded copy, the operation and the key of its source."""
+    if isinstance(value, (list, tuple)):
+        return tuple(map(_meaning, value))
+    if isinstance(value, torch.SymInt):
+        return value.node.expr  # has no hash itself
+    if is_dataclass(value) and any(_has_symbol(each) for each in vars(value).values()):
+        return type(value), *map(_meaning, vars(value).values())
+    if isinstance(value, torch.fx.Node) and value.op == "call_function" and value.target in PARTS:
+        return value.target, *map(_meaning, value.args), *value.kwargs.items()
+    return value
+
+
+def _has_symbol(value: Any) -> bool:
+    return isinstance(value, torch.SymInt) or (isinstance(value, tuple) and any(map(_has_symbol, value)))

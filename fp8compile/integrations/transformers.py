@@ -1,0 +1,128 @@
+"""Hugging Face's Trainer in FP8: a callback, and an optimizer for weights that are codes.
+
+```python
+import transformers
+
+import fp8compile as f8
+from fp8compile.integrations import transformers as f8transformers
+
+trainer = transformers.Trainer(
+    model, args, train_dataset=dataset, callbacks=[f8transformers.F8Callback(f8.recipes.rowwise())]
+)
+trainer.train()
+```
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from accelerate.state import AcceleratorState
+from torch import nn
+from torch.optim import Optimizer
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from fp8compile.integrations.accelerate import MasterWeights, converted, fsdp2_plugin
+from fp8compile.integrations.conversion import Conversion
+from fp8compile.nn import conversion_report
+from fp8compile.nn.assignment import Recipes
+
+__all__ = ["F8Callback", "master_weights"]
+
+OPTIMIZER_IS_MADE = (
+    "F8Callback: the Trainer was given an optimizer, and the parameters that it updates are replaced: FSDP2 is told "
+    "to gather codes, or weights become codes. Leave out optimizers=, and pass optimizer_cls_and_kwargs=, of which "
+    "the Trainer makes an optimizer later; or take fsdp_float8_all_gather=False."
+)
+NOT_CONVERTED = (
+    "F8Callback: the model that is trained has nothing in FP8. The callback converts when the Trainer is made: pass "
+    "it as callbacks=[...], not by add_callback. With model_init= the Trainer makes another model when it trains: "
+    "convert in model_init, by fp8compile.convert, and leave the callback out."
+)
+
+
+class F8Callback(TrainerCallback):
+    """Converts the Trainer's model when the Trainer is made, and prints the conversion report when training begins.
+
+    If accelerate shards by FSDP2 (``fsdp=True``, ``fsdp_version`` 2), weights are gathered as codes; activation
+    checkpointing, by the training arguments or by ``fsdp_config``, is taken into account. All of
+    `fp8compile.convert` holds.
+
+    Args:
+        recipe: As `fp8compile.convert` takes it.
+        fsdp_float8_all_gather: Whether FSDP2 gathers FP8 weights as codes. Losses are the same bits either way.
+        print_report: Whether the first process prints the report.
+        options: Other arguments of `fp8compile.convert`.
+
+    Raises:
+        ValueError: The Trainer has an optimizer already whose parameters would be replaced, it shards by FSDP1, the
+            model is not the one that was converted, or what `fp8compile.convert` refuses.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipes,
+        *,
+        fsdp_float8_all_gather: bool = True,
+        print_report: bool = True,
+        **options: Any,
+    ) -> None:
+        self.conversion = Conversion(recipe=recipe, gather=fsdp_float8_all_gather, options=options)
+        self.print_report = print_report
+
+    def on_init_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Convert the model, before the Trainer makes an optimizer and has accelerate shard it."""
+        run = AcceleratorState()
+        replaces = self.conversion.replaces_parameters(sharded=fsdp2_plugin(run) is not None)
+        if replaces and kwargs.get("optimizer") is not None:
+            raise ValueError(OPTIMIZER_IS_MADE)
+        converted(self.conversion, kwargs["model"], run, checkpointed=bool(args.activation_checkpointing))
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Check that this is the model that was converted, and print the report."""
+        model: nn.Module = kwargs["model"]
+        report = conversion_report(model)
+        if not any(row.converted for row in report.rows):
+            raise ValueError(NOT_CONVERTED)
+        if self.print_report and state.is_world_process_zero:
+            print(report)
+
+
+class TrainersMasterWeights(MasterWeights):
+    """`fp8compile.integrations.accelerate.MasterWeights`, called as a Trainer calls its optimizers.
+
+    Args:
+        params: Groups of parameters.
+        optimizer: A class of ``torch.optim``.
+        options: Options of both.
+    """
+
+    def __init__(self, params: Iterable[Any], *, optimizer: type[Optimizer], **options: Any) -> None:
+        super().__init__(optimizer, params, **options)
+
+
+def master_weights(args: TrainingArguments, **options: Any) -> tuple[type[Optimizer], dict[str, Any]]:
+    """The optimizer of ``args``, with masters of weights that are codes, as ``optimizer_cls_and_kwargs`` of a Trainer.
+
+    Args:
+        args: Those of the Trainer: the optimizer that ``args.optim`` names, its learning rate and its options.
+        options: Options of `fp8compile.MasterWeights`, such as ``rounding``.
+
+    Returns:
+        The class, and its keyword arguments.
+
+    Raises:
+        TypeError: ``args.optim`` names something that is no class of optimizers of parameters.
+    """
+    optimizer, arguments = Trainer.get_optimizer_cls_and_kwargs(args)
+    if not (isinstance(optimizer, type) and issubclass(optimizer, Optimizer)) or "params" in arguments:
+        raise TypeError(
+            f"master_weights: optim={args.optim!r} makes its optimizer of the model, and not of parameters. Take one "
+            "of torch.optim, such as optim='adamw_torch'."
+        )
+    return TrainersMasterWeights, {**arguments, "optimizer": optimizer, **options}

@@ -1,0 +1,245 @@
+"""The class of a converted module of another library: its own, with the method that multiplies in FP8."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable
+from functools import cache, wraps
+from typing import Any, ClassVar, Self
+
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from torch.nn.utils.parametrize import is_parametrized
+
+from fp8compile._compat import is_sharded_class
+from fp8compile.nn.codes_in_state import CodesInState
+from fp8compile.nn.converted_layers import CONVERTED
+from fp8compile.nn.experts.host import Host
+from fp8compile.nn.experts.known_modules import host_of, host_of_class, is_experts, layout_of
+from fp8compile.nn.experts.overflow import NAME, place_counter
+from fp8compile.nn.experts.placed import DispatchOptions
+from fp8compile.nn.functional import check_recipe
+from fp8compile.nn.made_classes import MadeClass
+from fp8compile.nn.not_sharded import warn_if_not_sharded
+from fp8compile.ops.layer.check_groups import check_recipe_of_groups
+from fp8compile.quantizers import Recipe
+from fp8compile.recipes import describe
+from fp8compile.tensor import SOURCE_DTYPES, has_codes, not_dense, shown
+
+__all__ = [
+    "ConvertedExperts",
+    "ConvertedLinearLike",
+    "ConvertedModule",
+    "become_float8_hosted",
+    "become_plain_hosted",
+    "cannot_convert_hosted",
+    "cannot_revert_hosted",
+    "cannot_take_experts",
+    "cannot_take_hosted",
+    "experts_class",
+    "hosted_class",
+]
+
+
+class ConvertedModule(CodesInState, MadeClass):
+    """Base of converted modules, beside their own class. Parameters and the state dict stay.
+
+    Only ``fp8compile.convert`` with ``quantized_parameters=True`` makes the weights codes and scales.
+
+    Attributes:
+        recipe: Quantizers for the operands of each product; another may be set.
+    """
+
+    _plain_class: ClassVar[type[nn.Module]]  # what `revert` makes of it
+    _host: ClassVar[Host]  # by which it was converted
+    _recipe: Recipe
+
+    @staticmethod
+    def check_takes(recipe: Recipe) -> None:
+        """Raise a ValueError if no module of this kind can have the recipe."""
+        raise NotImplementedError
+
+    @property
+    def recipe(self) -> Recipe:
+        """Quantizers for the operands of each product; another may be set."""
+        return self._recipe
+
+    @recipe.setter
+    def recipe(self, recipe: Recipe) -> None:
+        check_recipe("recipe", recipe)
+        self.check_takes(recipe)
+        self._recipe = recipe
+
+    def is_quantized(self) -> bool:
+        """Whether the weights are kept as codes and scales."""
+        return bool(self._quantized_parameters())
+
+    def extra_repr(self) -> str:
+        """The text of the class, and the recipe, by name if it has one."""
+        name = describe(self.recipe)
+        own = super().extra_repr()
+        return f"{own}{', ' if own else ''}recipe={shown(self.recipe) if name == 'custom' else name}"
+
+    def __prepare_scriptable__(self) -> Any:
+        raise TypeError(
+            f"{type(self).__name__}: torch.jit.script has no type for a recipe. Use torch.compile or torch.export, or "
+            "script the model after fp8compile.revert."
+        )
+
+
+class ConvertedExperts(ConvertedModule):
+    """Base of converted experts, beside their own class.
+
+    Attributes:
+        dispatch_options: How rows travel, where ranks have different experts.
+    """
+
+    dispatch_options: DispatchOptions = DispatchOptions()
+
+    @staticmethod
+    def check_takes(recipe: Recipe) -> None:
+        """Raise a ValueError if experts take no such recipe."""
+        check_recipe_of_groups(recipe)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        super()._apply(fn, recurse)
+        place_counter(self)
+        return self
+
+    def _load_from_state_dict(self, *args: Any) -> None:
+        super()._load_from_state_dict(*args)
+        place_counter(self)  # assign=True brings parameters on another device
+
+
+class ConvertedLinearLike(ConvertedModule):
+    """Base of converted linears by another name, beside their own class."""
+
+    @staticmethod
+    def check_takes(recipe: Recipe) -> None:
+        """Raise a ValueError if the recipe has delayed scaling, whose state a ``fp8compile.Linear`` keeps."""
+        if recipe.history():
+            raise ValueError(
+                "recipe: delayed scaling keeps its state in a fp8compile.Linear, and this is a linear of another "
+                "class. Take a recipe that scales by the values at hand, such as fp8compile.recipes.tensorwise()."
+            )
+
+
+OWN_NAMES = frozenset({"recipe", "_recipe", "dispatch_options", NAME, "is_quantized", "check_takes"})
+
+
+def _multiplying(replacement: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap the method that multiplies in FP8; it warns first if FSDP does not manage the module as announced."""
+
+    @wraps(replacement)
+    def method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        warn_if_not_sharded(self)
+        return replacement(self, *args, **kwargs)
+
+    return method
+
+
+def hosted_class(plain: type[nn.Module]) -> type[ConvertedModule]:
+    """The class that modules of a class get when they are converted.
+
+    Args:
+        plain: A class that a host takes.
+    """
+    host = host_of_class(plain)  # type: ignore[arg-type]  # classes are hashable
+    assert host is not None
+    return class_by(host, plain)  # type: ignore[arg-type]  # classes are hashable
+
+
+@cache
+def class_by(host: Host, plain: type[nn.Module]) -> type[ConvertedModule]:
+    """The converted class by one host; a host that is registered later makes another one of the same plain class."""
+    base = ConvertedLinearLike if host.is_linear else ConvertedExperts
+    names = {
+        "__module__": __name__,
+        "__qualname__": plain.__qualname__,
+        "__doc__": plain.__doc__,
+        "_plain_class": plain,
+        "_host": host,
+        "made_by": (hosted_class, plain),
+        host.method: _multiplying(host.replacement),
+    }
+    return types.new_class(plain.__name__, (base, plain), exec_body=lambda space: space.update(names))
+
+
+experts_class = hosted_class  # the name in modules that were pickled before there were other hosts
+
+
+def _bypassed(module: nn.Module) -> str | None:
+    """The name of a method that is stored on the instance and would hide the class's, or None."""
+    host = host_of(module)
+    return host.method if host is not None and host.method in vars(module) else None
+
+
+def cannot_convert_hosted(module: nn.Module) -> str | None:
+    """Why a module can't be converted by any recipe, or None."""
+    if is_parametrized(module):
+        return "a weight is parametrized; convert first and parametrize what convert returns"
+    if is_sharded_class(type(module)):
+        return f"{type(module).__name__} is a class that fully_shard made; convert first"
+    if name := _bypassed(module):
+        return f"its {name} was replaced on the instance (a hook of another library?) and would be lost"
+    taken = OWN_NAMES & set(vars(module)).union(*map(vars, type(module).__mro__))
+    if taken:
+        return f"it has an attribute {min(taken)} of its own, and so has what is converted"
+    for name, weight in layout_of(module).weights.items():
+        if is_lazy(weight):
+            return f"its {name} has no shape before the first call; call the model, then convert"
+        if has_codes(weight) or not_dense(weight) is not None:
+            return f"its {name} is no dense tensor; FP8 layers take one and quantize it themselves"
+        if weight.ndim != 2 and not is_experts(module):
+            return f"its {name} has {weight.ndim} dims; that of a linear has 2"
+        if weight.dtype not in SOURCE_DTYPES:
+            return f"its {name} is {weight.dtype}; FP8 layers take bfloat16, float16, float32"
+    return None
+
+
+def cannot_take_experts(recipe: Recipe) -> str | None:
+    """Why no experts can be converted by this recipe, or None."""
+    try:
+        check_recipe_of_groups(recipe)
+    except ValueError as error:
+        return f"experts take no such recipe: {error}"
+    return None
+
+
+def cannot_take_hosted(module: nn.Module, recipe: Recipe) -> str | None:
+    """Why a module can't be converted by this recipe, or None."""
+    if is_experts(module):
+        return cannot_take_experts(recipe)
+    try:
+        ConvertedLinearLike.check_takes(recipe)
+    except ValueError as error:
+        return str(error).removeprefix("recipe: ")
+    return None
+
+
+def cannot_revert_hosted(module: Any) -> str | None:
+    """Why a converted module can't be reverted, or None."""
+    if "_plain_class" not in vars(type(module)):
+        return f"this is a {type(module).__name__}, and its own methods would be lost. Undo that."
+    if module.is_quantized():
+        return "its weights are codes and scales, which no plain module has. Put values there: weight.dequantize()."
+    if "dispatch_options" in vars(module):
+        return "ExpertParallel has spread it over ranks, of which its own methods know nothing. Make the model anew."
+    if _bypassed(module) is not None or module._compiled_call_impl is not None:
+        return "forward was replaced or compiled on the instance, and would go on in FP8. Undo that first."
+    return None
+
+
+def become_float8_hosted(module: nn.Module, recipe: Recipe) -> None:
+    """Swap the class of a module for the one in FP8, in place."""
+    converted: Any = module
+    converted.__class__ = hosted_class(type(module))
+    converted.recipe = recipe
+    CONVERTED.add(module)
+
+
+def become_plain_hosted(module: nn.Module) -> None:
+    """Undo `become_float8_hosted`."""
+    vars(module).pop("_recipe", None)
+    CONVERTED.discard(module)
+    module.__class__ = vars(type(module))["_plain_class"]

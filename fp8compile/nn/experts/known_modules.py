@@ -1,0 +1,106 @@
+"""The hosts that convert knows, and the matrices of their modules."""
+
+from __future__ import annotations
+
+from functools import cache
+
+from torch import nn
+
+from fp8compile.nn.experts.dbrx import DBRX
+from fp8compile.nn.experts.dense import DENSE
+from fp8compile.nn.experts.host import Host, Layout, stacks
+from fp8compile.nn.experts.linear_like import CONV1D
+from fp8compile.nn.experts.method import METHOD
+from fp8compile.nn.experts.routed import ROUTED
+from fp8compile.nn.experts.sized import SIZED
+from fp8compile.quantizers import Quantizer
+
+__all__ = [
+    "add_host",
+    "as_it_lies",
+    "holds_no_stacks",
+    "host_of",
+    "host_of_class",
+    "is_experts",
+    "is_hosted",
+    "is_transposed",
+    "layout_of",
+    "method_that_multiplies",
+    "num_experts",
+]
+
+HOSTS = [ROUTED, DENSE, DBRX, SIZED, METHOD, CONV1D]
+
+
+@cache
+def host_of_class(plain: type[nn.Module]) -> Host | None:
+    """The host of a class; None if convert knows none."""
+    return next((host for host in HOSTS if host.takes(plain)), None)
+
+
+def add_host(host: Host) -> None:
+    """Add a host; it is asked before those that convert knows."""
+    HOSTS.insert(0, host)
+    host_of_class.cache_clear()
+
+
+def host_of(module: nn.Module) -> Host | None:
+    """The host of a module; for a converted module, the host by which it was converted."""
+    return getattr(type(module), "_host", None) or host_of_class(type(module))  # type: ignore[arg-type]  # it is hashable
+
+
+def is_hosted(module: nn.Module) -> bool:
+    """Whether a module, converted or not, is one that convert knows by its host."""
+    host = host_of(module)
+    return host is not None and (host.layout is not None or bool(stacks(module)))
+
+
+def is_experts(module: nn.Module) -> bool:
+    """Whether a module is one of experts, converted or not, that `convert` knows how to convert."""
+    return is_hosted(module) and not _host(module).is_linear
+
+
+def _host(module: nn.Module) -> Host:
+    host = host_of(module)
+    assert host is not None
+    return host
+
+
+def holds_no_stacks(module: nn.Module) -> str | None:
+    """Why the weights of experts can't be kept or gathered as codes, outside of a product; None if they can."""
+    host = host_of(module)
+    if host is None or host.layout is None or host.is_linear:
+        return None
+    return "holds its experts in no 3-D parameters of its own, (experts, out_features, in_features)"
+
+
+def is_transposed(module: nn.Module) -> bool:
+    """Whether a module keeps its matrices as (in_features, out_features)."""
+    host = host_of(module)
+    return host is not None and host.is_transposed(module)
+
+
+def as_it_lies(module: nn.Module, quantizer: Quantizer) -> Quantizer:
+    """The quantizer of a module's matrices as memory has them: transposed if the module keeps them transposed."""
+    return quantizer.transposed() if is_transposed(module) else quantizer
+
+
+def layout_of(module: nn.Module) -> Layout:
+    """The matrices by which a hosted module multiplies."""
+    host = _host(module)
+    if host.layout is not None:
+        return host.layout(module)
+    own = stacks(module)
+    shapes = [each.shape[1:] for each in own.values()]
+    matrices = tuple((n, k) if not host.is_transposed(module) else (k, n) for n, k in shapes)
+    return Layout(weights=own, matrices=matrices, num_experts=next(iter(own.values())).shape[0])
+
+
+def num_experts(module: nn.Module) -> int:
+    """Number of a module's experts."""
+    return layout_of(module).num_experts
+
+
+def method_that_multiplies(module: nn.Module) -> str:
+    """The name of the method that multiplies."""
+    return _host(module).method

@@ -1,0 +1,209 @@
+"""Which GPU runs which product, and in which build of PyTorch: one table, from PyTorch's sources.
+
+Sources: aten/src/ATen/native/cuda/{ScaledBlas,GroupedBlas}.cpp (checks and dispatch), RowwiseScaledMM.cu,
+ScaledGroupMM.cu and cmake/Codegen.cmake (what a kernel is built for), torch/testing/_internal/common_cuda.py (which
+GPUs upstream tests skip), of PyTorch 2.11 to 2.15. What a check admits and a kernel does not run is left out: rowwise
+groups on 10.x trap and take the process's CUDA context along (pytorch#187095), and float16 out of the rowwise kernel
+is bfloat16 bits before 2.15 (pytorch#187569).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from fp8compile.formats import E4M3, E5M2
+from fp8compile.ops.gemms.kernel import GemmProblem
+from fp8compile.target import Build, Target
+
+__all__ = ["ASK", "GATES", "GPU_NAMES", "PRODUCTS", "Gate", "gates_of", "lacks_tensor_cores", "why_not"]
+
+ASK = "Take a recipe that this GPU has, or ask for emulation in float64 (emulate=True), right and slow."
+GPU_NAMES = {
+    (8, 9): "L4, L40S, RTX 40",
+    (9, 0): "H100, H200",
+    (10, 0): "B200",
+    (10, 3): "B300",
+    (11, 0): "Thor",
+    (12, 0): "RTX 50, RTX PRO Blackwell",
+    (12, 1): "GB10",
+}
+HOPPER = ((9, 0),)
+DATA_CENTRE = ((10, 0), (10, 3))
+BLACKWELL = ((10, 0), (10, 3), (11, 0), (12, 0), (12, 1))
+ALL = tuple(GPU_NAMES)
+BF16 = (torch.bfloat16,)
+FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gate:
+    """A kernel for a product, and what has to hold for it to run.
+
+    Attributes:
+        kernel: Whose it is, as tables show it.
+        capabilities: Compute capabilities of the GPUs that it runs on.
+        out_dtypes: Dtypes of its result.
+        b_is_e4m3: Whether the right operand's codes have to be e4m3; the left ones may be e5m2.
+        cuda: The oldest CUDA that PyTorch may be built with, (major, minor).
+        torch: The oldest PyTorch, (major, minor).
+        on_windows: Whether PyTorch builds it for Windows.
+        needs_mslk: Whether PyTorch has to be built with MSLK, Meta's kernels.
+    """
+
+    kernel: str
+    capabilities: tuple[tuple[int, int], ...]
+    out_dtypes: tuple[torch.dtype, ...] = FLOATS
+    b_is_e4m3: bool = False
+    cuda: tuple[int, int] = (12, 6)
+    torch: tuple[int, int] = (2, 11)
+    on_windows: bool = True
+    needs_mslk: bool = False
+
+    def lacks(self, build: Build) -> str | None:
+        """What a build of PyTorch lacks for this kernel, as the rest of a sentence about it; None if nothing."""
+        if build.cuda is not None and build.cuda < self.cuda:
+            return f"needs a PyTorch built with CUDA {_dotted(self.cuda)} or later; this one has {_dotted(build.cuda)}"
+        if build.torch < self.torch:
+            return f"needs PyTorch {_dotted(self.torch)}; this is {_dotted(build.torch)}"
+        if build.is_windows and not self.on_windows:
+            return "needs a kernel that PyTorch does not build for Windows"
+        if self.needs_mslk and not build.has_mslk:
+            return "needs a PyTorch built with MSLK, and torch.__config__.show() of this one has none"
+        return None
+
+
+def _dotted(version: tuple[int, ...]) -> str:
+    return ".".join(map(str, version))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Product:
+    """A product that PyTorch, or a kernel of ours, computes from codes and scales.
+
+    Attributes:
+        name: As the tables of GEMMs have it.
+        gates: The kernels, in the order in which PyTorch takes them.
+        needs: How an error begins that says where it runs.
+        instead: What to do if none runs, a sentence.
+    """
+
+    name: str
+    gates: tuple[Gate, ...]
+    needs: str = "needs"
+    instead: str = ASK
+
+
+GATES: tuple[Product, ...] = (
+    Product(name="tensorwise", gates=(Gate(kernel="cuBLASLt", capabilities=ALL),)),
+    Product(
+        name="rowwise",
+        gates=(
+            Gate(kernel="cuBLASLt", capabilities=HOPPER, cuda=(12, 9)),
+            Gate(kernel="CUTLASS", capabilities=ALL, b_is_e4m3=True, on_windows=False, out_dtypes=BF16),
+            Gate(kernel="CUTLASS", capabilities=ALL, b_is_e4m3=True, on_windows=False, torch=(2, 15)),
+        ),
+    ),
+    Product(name="blockwise", gates=(Gate(kernel="cuBLASLt", capabilities=HOPPER, cuda=(12, 9)),)),
+    Product(
+        name="mx", gates=(Gate(kernel="cuBLASLt", capabilities=BLACKWELL, cuda=(12, 8)),), needs="is MX, which needs"
+    ),
+    Product(
+        name="nvfp4",
+        gates=(Gate(kernel="cuBLASLt", capabilities=BLACKWELL, cuda=(12, 8)),),
+        needs="is NVFP4, which needs",
+    ),
+    Product(
+        name="rowwise groups",
+        gates=(Gate(kernel="CUTLASS", capabilities=HOPPER, out_dtypes=BF16, on_windows=False),),
+        needs="needs a grouped GEMM with scales of rows, which runs on",
+        instead="Take fp8compile.recipes.mxfp8() or nvfp4() for experts where this GPU has them, or leave experts in "
+        "bfloat16.",
+    ),
+    Product(
+        name="blockwise groups",
+        gates=(Gate(kernel="Triton, ours", capabilities=HOPPER),),
+        needs="needs a grouped GEMM with blocks of 128, which runs on",
+        instead="Take a recipe that this GPU has for experts, or leave them in bfloat16.",
+    ),
+    Product(
+        name="mx groups",
+        gates=(Gate(kernel="MSLK", capabilities=DATA_CENTRE, out_dtypes=BF16, cuda=(12, 8), needs_mslk=True),),
+        needs="is MX in groups, which needs",
+        instead="Take a recipe that this GPU has for experts, or leave them in bfloat16.",
+    ),
+    Product(
+        name="nvfp4 groups",
+        gates=(Gate(kernel="MSLK", capabilities=DATA_CENTRE, out_dtypes=BF16, cuda=(12, 8), needs_mslk=True),),
+        needs="is NVFP4 in groups, which needs",
+        instead="Take a recipe that this GPU has for experts, or leave them in bfloat16.",
+    ),
+)
+PRODUCTS = {product.name: product for product in GATES}
+
+
+def _names(capabilities: tuple[tuple[int, int], ...]) -> str:
+    return ", ".join(f"{_dotted(each)} ({GPU_NAMES[each]})" for each in capabilities)
+
+
+def _lacks_nvidia(target: Target) -> str | None:
+    """Why a device is no NVIDIA GPU, or None if it is one. AMD's GPUs report capabilities that look like NVIDIA's."""
+    if target.type != "cuda":
+        return f"has no FP8 GEMM on device {target.type!r}; it runs on 'cuda' and 'cpu'."
+    if target.hip is not None:
+        return (
+            "has no FP8 or FP4 GEMM on AMD GPUs: those here are made for NVIDIA's. Leave the model in bfloat16, or "
+            "ask for emulation in float64 (emulate=True), right and slow."
+        )
+    return None
+
+
+def lacks_tensor_cores(problem: GemmProblem) -> str | None:
+    """Why a device has no tensor cores for float8 codes of these formats; None if it has them."""
+    target, formats = problem.target, (problem.a.gemm_format(), problem.b.gemm_format())
+    if (lacking := _lacks_nvidia(target)) is not None:
+        return lacking
+    if target.capability < (8, 9):
+        return (
+            "needs a GPU with FP8 tensor cores, compute capability 8.9 or more (L4, RTX 40, H100, B200). Leave the "
+            "model in bfloat16 here."
+        )
+    if formats == (E5M2, E5M2):
+        return "has no GEMM: tensor cores multiply e4m3 by e4m3 or by e5m2. Make one of them e4m3."
+    return None
+
+
+def gates_of(product: str, target: Target) -> tuple[Gate, ...]:
+    """The kernels that run a product, a key of ``PRODUCTS``, on a GPU by its build of PyTorch."""
+    return tuple(
+        gate
+        for gate in PRODUCTS[product].gates
+        if target.capability in gate.capabilities and gate.lacks(target.build) is None
+    )
+
+
+def why_not(product: str, problem: GemmProblem) -> str | None:
+    """Why a product does not run on a problem's target: the rest of a sentence about its operands; None if it runs.
+
+    Args:
+        product: A key of ``PRODUCTS``.
+        problem: The product's operands, target and dtype of the result.
+    """
+    if (lacking := _lacks_nvidia(problem.target)) is not None:
+        return lacking
+    given = PRODUCTS[product]
+    gates = [gate for gate in given.gates if problem.target.capability in gate.capabilities]
+    if not gates:
+        where = tuple(dict.fromkeys(each for gate in given.gates for each in gate.capabilities))
+        return f"{given.needs} compute capability {_names(where)}. {given.instead}"
+    built = gates_of(product, problem.target)
+    if not built:
+        return f"{gates[0].lacks(problem.target.build)}. {given.instead}"
+    typed = [gate for gate in built if problem.out_dtype in gate.out_dtypes]
+    if not typed:
+        only = " or ".join(f"{dtype}".removeprefix("torch.") for dtype in built[0].out_dtypes)
+        return f"gives {only} only, and {problem.out_dtype} is asked for. Cast x and weight."
+    if all(gate.b_is_e4m3 for gate in typed) and problem.b.gemm_format() != E4M3:
+        return "has a GEMM for e4m3 codes on the right only."
+    return None

@@ -1,0 +1,45 @@
+"""register_group_op: `register_op` for ops over rows that are sorted by group."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from fp8compile import inductor
+from fp8compile.inductor import TileLaunch
+from fp8compile.ops.registry import Samples, register_op
+
+__all__ = ["register_group_op"]
+
+
+def register_group_op(
+    name: str,
+    impl: Callable,
+    *,
+    fake: Callable,
+    portable: Callable | str,
+    samples: Samples,
+    launch: Callable[..., TileLaunch | None] | None = None,
+) -> torch._ops.OpOverload:
+    """Make an operator over groups: a kernel on a GPU; on a CPU, and as the reference, a loop over the groups.
+
+    That loop reads where groups end, so the op stays one call in compiled code. It has no derivative, and no sharding
+    rule, because groups are whole on a rank.
+
+    Args:
+        name: ``namespace::name``.
+        impl: What runs on all devices, as `register_op` takes it.
+        fake: Shapes and dtypes of the result.
+        portable: What an exported program has in the op's place, or why there is nothing.
+        samples: Argument tuples for tests.
+        launch: The op's arguments; the launch of a kernel that may compute its input too, or None if none serves them.
+    """
+    op = register_op(
+        name, impl, fake=fake, backward=None, decompose=None, portable=portable, sharding=None, samples=samples
+    )
+    if launch is None:
+        inductor.register_fallback(op)
+    else:
+        inductor.register_tile_kernel(op, launch)
+    return op

@@ -1,0 +1,142 @@
+"""The state of delayed scaling: what a layer is given, which multipliers it uses, and how a backward updates it.
+
+    state          amax_history (3, L), multiplier (3,): rows for input, weight, grad_output
+    forward        y, the multipliers that it used, amaxes of x and w
+    backward       gradients, by those multipliers;  state <- next state(state, amaxes of x, w and dy)
+
+Each backward updates the state once. If none runs (evaluation, no_grad), the state stays; activation checkpointing,
+which runs the forward twice, updates it once. The multipliers that a forward used are among its outputs, because
+another backward may have updated the state before its own runs. A tensor without delayed scaling keeps its row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fp8compile import _compat, inductor
+from fp8compile.ops.amax import amax
+from fp8compile.ops.inductor_hints import after, snapshot
+from fp8compile.quantizers import TENSORS, DelayedScaling, Recipe
+from fp8compile.quantizers.delayed_scaling import next_state
+
+__all__ = [
+    "ROW_OF_WEIGHT",
+    "amax_of",
+    "check_repeated_forward",
+    "check_state",
+    "keep_used",
+    "kept_amax",
+    "update_state",
+]
+
+ROW_OF_WEIGHT = 1
+
+
+def amax_of(tensor: Tensor, quantizer: DelayedScaling | None) -> Tensor:
+    """The amax, () float32; 0 for a tensor without delayed scaling, whose row stays as it is."""
+    if quantizer is None:
+        return tensor.new_zeros((), dtype=torch.float32)
+    return amax(tensor, quantizer).view(())
+
+
+def kept_amax(history: Tensor) -> Tensor:
+    """Amax of the values last written to a quantized weight, which `QuantizedParameter` stores in history[0]."""
+    return snapshot(history[ROW_OF_WEIGHT, 0])
+
+
+def next_layer_state(history: Tensor, multiplier: Tensor, amaxes: Tensor, recipe: Recipe) -> tuple[Tensor, Tensor]:
+    """The layer's state after one more backward, from the state before and three amaxes."""
+    quantizers = recipe.delayed()
+    rooms = [1.0 if quantizer is None else quantizer.room() for quantizer in quantizers]
+    room = torch.stack([torch.full((), each, dtype=torch.float64, device=amaxes.device) for each in rooms])
+    algorithm = next(quantizer.algorithm for quantizer in quantizers if quantizer is not None)
+    updated, next_multiplier = next_state(history, multiplier, amaxes, room, algorithm)
+    # PyTorch's partitioner would write the history first where nothing here depends on the backward's gradient, and
+    # make the multiplier of what was written
+    return after(updated, next_multiplier), next_multiplier
+
+
+def check_state(x: Tensor, amax_history: Tensor, multiplier: Tensor, recipe: Recipe) -> None:
+    """Raise if the state does not fit the recipe; the text speaks of `fp8compile.linear`, which takes the state."""
+    if _compat.is_stand_in(recipe):
+        return
+    rows, length = len(TENSORS), recipe.history()
+    if not length:
+        raise ValueError("linear: state is given and the recipe has no delayed scaling. Leave it out.")
+    for name, tensor, shape in (("amax_history", amax_history, (rows, length)), ("multiplier", multiplier, (rows,))):
+        if tuple(tensor.shape) != shape or tensor.dtype != torch.float32 or tensor.device != x.device:
+            raise ValueError(
+                f"linear: {name} of the state is {tuple(tensor.shape)}, {tensor.dtype}, on {tensor.device}; for this "
+                f"recipe and x it is {shape}, torch.float32, on {x.device}. Make it by "
+                "fp8compile.DelayedState.initial(recipe, device=...)."
+            )
+
+
+def keep_used(ctx: Any, multiplier: Tensor, output: tuple[Tensor, Tensor, Tensor, Tensor]) -> Tensor:
+    """Save the multipliers that a forward used, and its amaxes, for the backward.
+
+    Args:
+        ctx: Autograd's context of the layer; gets ``multiplier``, ``used`` and ``amaxes``.
+        multiplier: Multipliers of the state.
+        output: Outputs of the layer.
+
+    Returns:
+        The multipliers that the forward used.
+    """
+    _, ctx.used, *ctx.amaxes = output
+    ctx.multiplier = multiplier
+    ctx.mark_non_differentiable(ctx.used, *ctx.amaxes)
+    ctx.set_materialize_grads(False)
+    inductor.never_recompute(ctx.used)
+    ctx.version = _compat.version_in_eager(_compat.replicated(multiplier))
+    # checkpointing gives what is saved from the forward that it repeats, what is set on ctx from the first
+    return ctx.used
+
+
+def check_repeated_forward(ctx: Any, repeated: Tensor) -> None:
+    """Raise if checkpointing repeated the forward with other multipliers than the first forward used."""
+    now = _compat.version_in_eager(_compat.replicated(ctx.multiplier))
+    if ctx.version == now or torch.equal(*map(_compat.replicated, (repeated, ctx.used))):
+        return
+    raise RuntimeError(
+        "Linear: activation checkpointing repeated this layer's forward by other scales, because "
+        "a backward updated its state in between: the layer is called twice in a step, or several forwards ran before "
+        "their backwards. Run torch.compile on the model with the checkpointing inside, which keeps the scales, or "
+        "let a policy of selective checkpointing keep fp8compile.ops.GEMM_OPS."
+    )
+
+
+@torch.no_grad()
+def update_state(state: Sequence[Tensor], amaxes: Tensor, recipe: Recipe, *, ran: Tensor | None = None) -> None:
+    """Update a layer's state in place: its history and its multipliers.
+
+    Args:
+        state: History and multipliers.
+        amaxes: Amaxes of input, weight and grad_output, (3,) float32, over all ranks that share the state.
+        recipe: Recipe of the layer.
+        ran: 0 if the backward has not run: the state then stays. None counts as 1.
+
+    Raises:
+        RuntimeError: A transform of torch.func runs this backward, and its function does not take the state as an
+            argument.
+    """
+    history, multiplier = state
+    updated: Sequence[Tensor] = next_layer_state(history, multiplier, amaxes, recipe)
+    if ran is not None:
+        updated = [torch.where(ran > 0, new, old) for old, new in zip(state, updated, strict=True)]
+    try:
+        for old, new in zip(state, updated, strict=True):
+            old.copy_(new)
+    except RuntimeError as error:
+        if not torch._C._are_functorch_transforms_active():
+            raise
+        raise RuntimeError(
+            "linear: a backward writes to the state of delayed scaling, and torch.func (grad, vjp, jacrev, vmap) lets "
+            "nothing write to a tensor that its function was not given. Call backward() or torch.autograd.grad, or "
+            "convert by a recipe without a state, such as fp8compile.recipes.tensorwise(). For torch.func.grad alone, "
+            "make the buffers amax_history and multiplier arguments of the function too (functional_call)."
+        ) from error

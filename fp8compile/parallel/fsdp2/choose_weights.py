@@ -1,0 +1,261 @@
+"""Weights that stock FSDP2 (`torch.distributed.fsdp.fully_shard`) gathers as codes, one byte an element.
+
+    once a step      each rank: amaxes of its shards --one message: maximum--> scales of all weights
+    before a layer   shard -> param_dtype -> codes --all-gather of bytes--> QuantizedTensor, which the layer multiplies
+
+The codes are those that the layer would have made of the gathered weight itself, bit for bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+from functools import partial
+from itertools import count
+from operator import attrgetter
+from typing import Any
+
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from fp8compile import _compat
+from fp8compile.layout.cuts import DimSharding
+from fp8compile.nn import Linear
+from fp8compile.nn.candidates import is_converted, weight_names
+from fp8compile.nn.experts import holds_no_stacks
+from fp8compile.nn.local import wrapped_like
+from fp8compile.nn.not_sharded import MARK
+from fp8compile.nn.users_of_parameters import users_of_parameters
+from fp8compile.parallel.expert_gradients import check_meshes
+from fp8compile.parallel.fsdp2.sharded_weight import ShardedWeight
+from fp8compile.parallel.fsdp2.weight_scales import WeightScales
+from fp8compile.parallel.placed import part_of
+from fp8compile.quantizers import GEMMS, DelayedScaling
+from fp8compile.tensor import BOTH, GATHERED, PLAIN, GatherPolicy, QuantizedParameter, QuantizedTensor, in_place_of
+
+__all__ = ["fsdp_float8_all_gather"]
+
+CALLS = count()  # each call's number
+PAIR = GEMMS[:2]  # the products that read a weight
+
+ORDER = (
+    "The order is: fp8compile.convert, parallelize_module if any, fsdp_float8_all_gather, torch.compile of each "
+    "block, fully_shard of what that returns."
+)
+
+
+@dataclass(frozen=True)
+class _Weight:
+    """A parameter that FP8 products multiply by."""
+
+    module: Any  # an FP8 layer
+    name: str
+
+    @property
+    def parameter(self) -> nn.Parameter:
+        return attrgetter(self.name)(self.module)
+
+    def is_alone(self, users: list[nn.Module]) -> bool:
+        """Whether all that is made of the parameter is products by the same codes, given the modules that have it."""
+        if self.parameter.ndim == 2:
+            kind = Linear if isinstance(self.module, Linear) else type(self.module)
+            same = all(isinstance(user, kind) and user.recipe == self.module.recipe for user in users)
+            return same and (len(users) == 1 or not isinstance(self.module.recipe.weight, DelayedScaling))
+        return len(users) == 1
+
+
+def _weights(model: nn.Module) -> list[_Weight]:
+    found: list[_Weight] = []
+    for module in model.modules():
+        if is_converted(module):
+            found += [_Weight(module, name) for name in weight_names(module)]
+    return found
+
+
+def _check_model(model: object, ignored: set[nn.Parameter]) -> list[_Weight]:
+    """The weights that FSDP2 shards of the FP8 layers of a model that is not sharded yet."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"fsdp_float8_all_gather: model is a {type(model).__name__}; it is a torch.nn.Module.")
+    if sharded := [fqn or "the model" for fqn, module in model.named_modules() if _compat.is_fsdp(module)]:
+        raise ValueError(f"fsdp_float8_all_gather: {', '.join(sharded)} went through fully_shard already. {ORDER}")
+    weights = _weights(model)
+    if not weights:
+        raise ValueError(
+            f"fsdp_float8_all_gather: {type(model).__name__} has no fp8compile.Linear and no experts in FP8. Call "
+            "fp8compile.convert first."
+        )
+    if any(isinstance(_compat.local_itself(weight.parameter), ShardedWeight) for weight in weights):
+        raise ValueError("fsdp_float8_all_gather: it was called for this model already. Call it once.")
+    if not (shared := [weight for weight in weights if weight.parameter not in ignored]):
+        raise ValueError(
+            f"fsdp_float8_all_gather: all FP8 weights of {type(model).__name__} are in ignored_params, so that "
+            "fully_shard gathers none of them. Leave this call out."
+        )
+    return shared
+
+
+def _why_plain(weight: _Weight, users: list[nn.Module]) -> str | None:
+    """Why a weight is gathered in its own dtype, or None."""
+    recipe = weight.module.recipe
+    if (missing := holds_no_stacks(weight.module)) is not None:
+        return f"the module {missing}"
+    if isinstance(_compat.local_itself(weight.parameter), QuantizedTensor):
+        return "the parameter is quantized, and travels as codes without this"
+    if (missing := next((gemm.name for gemm in PAIR if recipe.quantizer_read(gemm.b) is None), None)) is not None:
+        return f"the recipe leaves {missing} in high precision"
+    if not recipe.shares_weight_codes() and recipe.delayed()[1] is not None:
+        return "delayed scaling makes codes of one product of the weight, and not of the other"
+    for quantizer in (recipe.quantizer_read(gemm.b) for gemm in PAIR):
+        if not quantizer.is_local():
+            return f"codes of {quantizer!r} depend on where in the tensor a value stands"
+        if quantizer.unpacked() is None:
+            return f"{quantizer!r} packs codes, and its unpacked() returns no quantizer of one a byte, which ranks cut"
+    if not weight.is_alone(users):
+        return "another module reads the weight too (tied), in high precision or by another recipe"
+    if weight.parameter.ndim == 3 and any(cut.dim > 0 for cut in _cuts_of(weight.parameter)):
+        return "tensor parallel ranks have parts of each expert's matrix"
+    return None
+
+
+def _cuts_of(weight: nn.Parameter) -> tuple[DimSharding, ...]:
+    """How tensor parallelism cut a weight."""
+    if not isinstance(weight, DTensor):
+        return ()
+    return tuple(cut.by_name() for cut in part_of("fsdp_float8_all_gather", weight).cuts if cut is not None)
+
+
+def _wrapped(weight: _Weight, gathers: GatherPolicy | None) -> nn.Parameter:
+    """A parameter whose local tensor FSDP2 asks how to gather it."""
+    parameter = weight.parameter
+    cuts = () if parameter.ndim == 3 else _cuts_of(parameter)  # ranks that have other experts have no part of these
+    local = ShardedWeight(_compat.local_itself(parameter.detach()), weight.name, gathers, cuts)
+    return in_place_of(parameter, wrapped_like(local, parameter))
+
+
+def _wrap_loaded(name: str, module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: object) -> None:
+    """Keep a weight what it is when `load_state_dict(assign=True)` puts a plain one in its place."""
+    key = f"{prefix}{name}"
+    loaded = state_dict.get(key)
+    if isinstance(loaded, DTensor) and not isinstance(_compat.local_itself(loaded), ShardedWeight):
+        own = _compat.local_itself(getattr(module, name))
+        state_dict[key] = wrapped_like(own.like(_compat.local_itself(loaded.detach())), loaded)
+
+
+def _what_is_gathered(reasons: Iterable[str | None], gathers: GatherPolicy | None) -> str:
+    """What a report says of a module.
+
+    Args:
+        reasons: Why each of its weights is gathered as it is, None for codes.
+        gathers: Of its weight, where forward and backward multiply different codes.
+    """
+    codes = "codes" if gathers is None else gathers.in_words()
+    return "; ".join(dict.fromkeys(codes if reason is None else f"param_dtype: {reason}" for reason in reasons))
+
+
+def _check_arguments(checkpointed: object, one_gather: object) -> None:
+    if type(checkpointed) is not bool:
+        raise TypeError(f"fsdp_float8_all_gather: checkpointed is {checkpointed!r}; it is True or False.")
+    if one_gather not in (BOTH, PLAIN):
+        raise ValueError(f"fsdp_float8_all_gather: one_gather is {one_gather!r}; it is {BOTH!r} or {PLAIN!r}.")
+
+
+def fsdp_float8_all_gather(
+    model: nn.Module,
+    *,
+    checkpointed: bool = False,
+    one_gather: str = "codes",
+    ignored_params: Collection[nn.Parameter] = (),
+) -> nn.Module:
+    """Have `fully_shard` gather the weights of FP8 layers as codes, one byte an element, instead of ``param_dtype``.
+
+    Those of experts too: the parameters of a module of experts, cut along experts or, by ``shard_placement_fn``, along
+    another dim. Each expert has scales of its own.
+
+    Where forward and backward multiply different codes (``recipes.rowwise``, ``rowwise_bf16_wgrad``, ``mxfp8``, and
+    ``nvfp4`` with ``weight_block=(1, 16)``), each pass gathers its own, if FSDP2 frees the weight between the two.
+    Where one gather serves both passes, because FSDP2 keeps the weight (``reshard_after_forward=False``, what the root
+    has, or a number) or the backward repeats the forward (activation checkpointing), what it brings is
+    ``one_gather``. Other weights are gathered as ever, in ``param_dtype``. ``fp8compile.conversion_report`` says which
+    and why.
+
+    With delayed scaling (``recipes.delayed``) a gather casts by the multiplier that the layer has by then: that of the
+    layer itself, as long as each backward runs before the next forward.
+
+    Weights are cast to ``mp_policy.param_dtype`` before they are quantized, and a scale is that of the whole weight,
+    over the ranks of FSDP2 and of tensor parallelism: codes, scales and so outputs are those without this call, bit
+    for bit. Scales are computed anew after a weight changed, of all of them in one message.
+
+    Call it after ``fp8compile.convert`` and ``parallelize_module``, before ``fully_shard``. To compile, wrap each
+    block in ``torch.compile(block, fullgraph=True)`` and shard what that returns.
+
+    Args:
+        model: Converted, not sharded yet.
+        checkpointed: Whether the backward repeats forwards (``torch.utils.checkpoint``). A repeated forward that finds
+            the codes of the backward raises.
+        one_gather: What is gathered where one gather serves both passes: ``"codes"`` of both, two bytes an element
+            (of four bits, one), or ``"param_dtype"``.
+        ignored_params: Those that ``fully_shard`` will be given as ``ignored_params``, such as experts that
+            `ExpertParallel` has spread over the ranks of its mesh: they stay the objects that they are, and
+            ``conversion_report`` says nothing of a gather of them.
+
+    Returns:
+        The model. Optimizers are made afterwards: parameters of these layers are new objects.
+
+    Raises:
+        TypeError: The model is no module, or ``checkpointed`` no bool.
+        ValueError: There is nothing in FP8 that FSDP2 shards, none whose weight can be gathered as codes, or the model
+            is sharded already; or ``one_gather`` is neither of the two.
+        RuntimeError: PyTorch 2.11.
+    """
+    _check_arguments(checkpointed, one_gather)
+    weights = _check_model(model, set(ignored_params))
+    check_meshes("fsdp_float8_all_gather", model, set(ignored_params))
+    _compat.allow_group_in_subclass()
+    users = users_of_parameters(model)
+    reasons = {weight: _why_plain(weight, users[weight.parameter]) for weight in weights}
+    chosen = [weight for weight, reason in reasons.items() if reason is None]
+    every = [_compat.local_itself(weight.parameter) for weight in weights]
+    pairs = [each for each in every if isinstance(each, QuantizedParameter) and each.gathers is not None]
+    for parameter in pairs:
+        _ask_pair(parameter, checkpointed, one_gather)
+    if not chosen and not pairs:
+        raise ValueError(
+            "fsdp_float8_all_gather: no weight of this model can be gathered as codes, for "
+            f"{'; '.join(dict.fromkeys(reason for reason in reasons.values() if reason))}. Where it is the recipe, "
+            "take another, such as recipes.rowwise or tensorwise, or fp8compile.parallel.graph_fsdp, which gathers "
+            "codes of each fp8compile.Linear; else leave fsdp_float8_all_gather out: fully_shard gathers the weights."
+        )
+    gathers = {
+        weight.parameter: GatherPolicy(one_gather, checkpointed, name=weight.name)
+        for weight in chosen
+        if not weight.module.recipe.shares_weight_codes()
+    }
+    for module in {weight.module: None for weight in weights}:
+        own = [weight for weight in weights if weight.module is module]
+        what = _what_is_gathered((reasons[weight] for weight in own), gathers.get(own[0].parameter))
+        setattr(module, GATHERED, what)
+    _wrap_all(chosen, gathers)
+    return model
+
+
+def _ask_pair(parameter: QuantizedParameter, checkpointed: bool, one_gather: str) -> None:
+    """Tell a parameter that is codes already what its gathers are to bring."""
+    if one_gather == PLAIN:
+        raise ValueError(
+            f"fsdp_float8_all_gather: one_gather is {PLAIN!r}, and parameters that are codes (quantized_parameters of "
+            f"fp8compile.convert) have no values to gather. Take {BOTH!r}."
+        )
+    parameter.gathers.checkpointed = checkpointed  # type: ignore[union-attr]  # there are two sets of its codes
+
+
+def _wrap_all(chosen: list[_Weight], gathers: dict[nn.Parameter, GatherPolicy]) -> None:
+    """Put parameters that FSDP2 asks how to gather them in the place of the chosen ones."""
+    number, scales = next(CALLS), WeightScales((weight.module, weight.name) for weight in chosen)
+    wrapped: dict[nn.Parameter, nn.Parameter] = {}
+    for weight in chosen:
+        if weight.parameter not in wrapped:
+            wrapped[weight.parameter] = _wrapped(weight, gathers.get(weight.parameter))
+        setattr(weight.module, weight.name, wrapped[weight.parameter])
+        weight.module.weight_scales = scales
+        setattr(weight.module, MARK, number)
+        weight.module.register_load_state_dict_pre_hook(partial(_wrap_loaded, weight.name))

@@ -1,0 +1,507 @@
+"""QuantizedParameter: a weight that is trained as codes and scales, with no copy in high precision beside them."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.utils._python_dispatch import return_and_correct_aliasing
+
+from fp8compile import _compat, ops
+from fp8compile.layout.cuts import DimSharding, Sharding, chunk_sizes
+from fp8compile.layout.packing import one_a_byte, packed_dim, packed_in_rows, two_a_byte
+from fp8compile.layout.quantized import STACK, Plain, TensorLayout
+from fp8compile.ops.layer.quantize import cast_part, positions, scales_of, whole_amax
+from fp8compile.quantizers import GEMMS, Quantizer
+from fp8compile.tensor.attributes import moved
+from fp8compile.tensor.codes import Codes
+from fp8compile.tensor.fsdp2_hooks import FullyShardHooks
+from fp8compile.tensor.gather_layout import SetToGather
+from fp8compile.tensor.gather_policy import BOTH, GatherPolicy
+from fp8compile.tensor.optimizer_steps import Pending, check_outside_of_graph_of_step, listen_to_optimizers, settle
+from fp8compile.tensor.quantize import quantize
+from fp8compile.tensor.quantized_tensor import INNER, LAYERS, QuantizedTensor
+from fp8compile.tensor.shards import cut_dim, share_scales_of_shard
+
+__all__ = ["BLANK", "EXTENTS", "SHARD", "SLICE", "WHOLE", "QuantizedParameter", "as_leaf", "is_quantized_parameter"]
+
+aten: Any = torch.ops.aten
+EXTENTS = WHOLE, SLICE, SHARD, BLANK = ("whole", "slice", "shard", "blank")
+COPIES = {aten.clone.default, aten._to_copy.default, aten._pin_memory.default}
+# ops of PyTorch beside those of a QuantizedTensor: filled by the files that say how
+WRITES: dict[Any, Callable[..., Any]] = {}
+CUT_BY_COLUMNS = (
+    "quantized_parameters: a weight whose forward and backward multiply different codes is sharded along dim 1. Leave "
+    "out shard_placement_fn for it."
+)
+NO_MESSAGE = (
+    "of a QuantizedParameter: what is sent are its codes and its scale. For a plan of tensor parallelism, take "
+    "fp8compile.parallel.ColwiseParallel and RowwiseParallel, or convert after parallelize_module; for all of it, "
+    "fp8compile.parallel.broadcast_parameters(model)."
+)
+
+
+class _Shared:
+    """What all views of a parameter have in common."""
+
+    def __init__(self) -> None:
+        self.written = False
+        self.blank = False  # made by new_zeros, and nothing was written to it yet
+        # for each set, tensor parallel ranks that have its scale too, once FSDP2 has cut the part that each has
+        self.outer: tuple[ProcessGroup | None, ...] = (None, None)
+        self.initial: Tensor | None = None  # a flat one, in which a view's values lie as its codes in their memory
+        self.pending: Pending | None = None  # while an optimizer's step runs
+        self.state: Callable[[], tuple[Tensor, Tensor] | None] = lambda: None  # of delayed scaling, in its layer
+        self.gathers: GatherPolicy | None = None  # of two sets of codes
+
+
+def _of_shared(name: str, what: str) -> Any:
+    """An attribute that all views of a parameter have in common."""
+    return property(
+        lambda self: getattr(self._shared, name), lambda self, value: setattr(self._shared, name, value), doc=what
+    )
+
+
+def _up_to_date(name: str) -> property:
+    """A part of the codes; in an optimizer's step, of those of the values that it has computed so far."""
+
+    def read(self: QuantizedParameter) -> Tensor | None:
+        if self._shared.pending is not None:
+            settle([self])
+        return getattr(self, f"_{name}")
+
+    return property(read, lambda self, value: setattr(self, f"_{name}", value))
+
+
+class QuantizedParameter(FullyShardHooks, QuantizedTensor):
+    """A QuantizedTensor that optimizers write to, all sets of its codes together.
+
+    An op in place dequantizes it, computes in its dtype, and quantizes the result anew, by an amax over all ranks that
+    share its scale; a list of parameters (``foreach``) takes one message for all of them. While an optimizer's step
+    runs, ops compute with values, of which the end of the step makes codes, once (`Pending`). Which ops there are is a
+    list, ``UPDATES`` and ``READS``: what ``torch.optim`` needs, and what fills a tensor. Any other op raises, as on a
+    QuantizedTensor.
+
+    A class of its own, for a tensor that stands for fixed numbers has no op that writes to it, and nothing reads its
+    numbers but ``dequantize``: activations and gathered weights are such tensors, and a mistake there would be silent.
+
+    Attributes:
+        extent: ``"whole"``; ``"slice"``, where elements outside of this view have the same scale, so that a value
+            can't be written alone; ``"blank"``, zeros made by ``new_zeros``; or ``"shard"``, a view of such, which is
+            how FSDP2 makes its shards, and whose other elements are padding. Where ranks share a scale, a shard has
+            to know them before it is written to: from the first forward, or ``fp8compile.parallel.share_scales``.
+    """
+
+    extent: str = WHOLE
+    may_cut_blocks = True
+    _shared: _Shared
+    group: ProcessGroup | None
+    shard_dim: int | None
+    sizes: tuple[int, ...] | None
+    # declared, so that they are no attributes of others
+    _codes: Tensor
+    _scale: Tensor
+    _outer_scale: Tensor | None
+    _codes_for_grad_input: Tensor | None
+    _scale_for_grad_input: Tensor | None
+    _outer_scale_for_grad_input: Tensor | None
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._shared = _Shared()
+        super().__init__(*args, **kwargs)
+        if self.quantizer_for_grad_input is not None:
+            self._shared.gathers = GatherPolicy(BOTH, checkpointed=False)
+        listen_to_optimizers()
+
+    @staticmethod
+    def of(x: Tensor, *quantizers: Quantizer, batch: int = 0) -> QuantizedParameter:
+        """Quantize a tensor, of any dtype that ``fp8compile.quantize`` takes; on the meta device, only its shape.
+
+        Args:
+            x: A matrix, or a stack of them.
+            quantizers: What makes each set of codes.
+            batch: Number of leading dims over which matrices are stacked.
+        """
+        make = _codes_of_stack if batch else _codes_of_matrix
+        return QuantizedParameter.of_sets([make(x, each) for each in quantizers], x.dtype, batch=batch)
+
+    def data_ptr(self) -> int:
+        """Raise: no values lie anywhere. For other tensors of its kind PyTorch says 0, and whoever compares is misled.
+
+        Raises:
+            RuntimeError: Always.
+        """
+        raise RuntimeError(
+            "data_ptr of a QuantizedParameter: there are codes in memory, and no values. Take that of .codes. (Under "
+            "accelerate, whose FSDP2 finds an optimizer's parameters by it: convert by "
+            "fp8compile.integrations.accelerate.convert, or F8Callback of fp8compile.integrations.transformers.)"
+        )
+
+    # ------------------------------------------------------------------ what its views have in common
+
+    pending: Pending | None = _of_shared("pending", "What it is during an optimizer's step, if one runs.")
+    blank: bool = _of_shared("blank", "Whether ``new_zeros`` made it, and nothing was written to it yet.")
+    state: Callable[[], tuple[Tensor, Tensor] | None] = _of_shared(
+        "state", "What gives the row of delayed scaling that is its own, or None."
+    )
+    # Tensor.outer is a product, which has no meaning here
+    outer: tuple[ProcessGroup | None, ...] = _of_shared(  # type: ignore[assignment]
+        "outer", "For each set, tensor parallel ranks that have its scale too, under FSDP2."
+    )
+    gathers: GatherPolicy | None = _of_shared("gathers", "What FSDP2's gathers of two sets of codes are like.")
+
+    @property
+    def written(self) -> bool:
+        """Whether something else than `MasterWeights` has written to it, by whatever view of it.
+
+        On all ranks that have its scale or on none: FSDP2, which copies the shard of some of them alone to pad it,
+        writes to a blank, and that is then what the shard was.
+        """
+        return self._shared.written
+
+    @written.setter
+    def written(self, value: bool) -> None:
+        self._shared.written, self._shared.blank = value, False
+
+    @property
+    def initial(self) -> Tensor | None:
+        """The values that its codes were made of, float32 on the CPU; None if they are not kept.
+
+        They are where ``fp8compile.convert`` was asked to, until ``fp8compile.MasterWeights`` takes them: of the shard
+        alone, once FSDP2 has cut it, and what was written last. Set to None, no view has them any more.
+        """
+        if self._shared.initial is None:
+            return None
+        return self._shared.initial.as_strided(self.shape, self.stride(), self.storage_offset())
+
+    @initial.setter
+    def initial(self, values: Tensor | None) -> None:
+        self._shared.initial = None
+        if values is not None:
+            device = "meta" if self.codes.is_meta else "cpu"
+            per_byte = math.prod(self.quantizer.values_shape((2, 2))) // 4
+            size = self.codes.untyped_storage().nbytes() * per_byte
+            self._shared.initial = torch.zeros(size, dtype=torch.float32, device=device)
+            self.keep(values)
+
+    @torch.no_grad()
+    def keep(self, values: Tensor) -> None:
+        """Take these, or what they stand for, for what its codes were made of, if that is kept."""
+        if (initial := self.initial) is not None:
+            initial.copy_(values.dequantize(torch.float32) if isinstance(values, QuantizedTensor) else values)
+
+    def row(self) -> tuple[Tensor, Tensor]:
+        """What delayed scaling remembers of it, in its layer's state: history (L,) and multiplier (), float32.
+
+        Raises:
+            RuntimeError: It is of no layer.
+        """
+        if (found := self.state()) is None:
+            raise RuntimeError(
+                "values for a weight whose scale comes from the steps before (DelayedScaling), which its layer "
+                "remembers, and this tensor is no layer's weight: a copy of one. Write to the weight of the layer, or "
+                "to .dequantize() of the copy."
+            )
+        return found
+
+    def stored(self) -> tuple[Codes, ...]:
+        """All sets of codes, as they are in memory: before what a running step has computed."""
+        return self._sets_named("_")
+
+    @property
+    def values(self) -> Tensor:  # type: ignore[override]  # Tensor.values is of sparse ones
+        """Its values in an optimizer's step, for a compiled one."""
+        return self.pending.given()  # type: ignore[union-attr]  # a compiled step asks, while one runs
+
+    # ------------------------------------------------------------------ which part of a weight it is
+
+    @property
+    def has_all_scales(self) -> bool:
+        """Whether it has scales of all blocks of the weight, because its rows or columns begin or end within one.
+
+        Once it knows its ranks, ``sizes`` says which rows or columns it has.
+        """
+        return any(own.has_all_scales for own in self.stored())
+
+    @property
+    def ends_in_padding(self) -> bool:  # type: ignore[override]
+        """Whether it is memory for a shard, of which FSDP2 takes the rows that there are."""
+        return self.extent == BLANK
+
+    def cuts_by(self, own: Codes, dim: int, first: int, last: int) -> bool:
+        """Whether a slice of this begins or ends within a block of a set, where there is no padding."""
+        block = self.block_along(own, dim)
+        if block == -1 or self.extent in (BLANK, SHARD):
+            return False
+        return bool(first % block or (last % block and last != self.shape[dim]))
+
+    def share_scale(self, group: ProcessGroup, shard_dim: int, total: int) -> None:
+        """Say whose shards these are parts of one tensor with: their scale is one from the next update on.
+
+        Args:
+            group: The ranks.
+            shard_dim: Along which they have parts.
+            total: Of all of them, along it.
+        """
+        _compat.allow_group_in_subclass()
+        self.group, self.shard_dim = group, shard_dim
+        if self.has_all_scales:
+            self.sizes = chunk_sizes(total, group.size())
+
+    def _values(self, dtype: torch.dtype) -> Tensor:  # type: ignore[override]  # Tensor._values is of sparse ones
+        if self.has_all_scales and self.sizes is None:
+            raise RuntimeError(
+                "values of a part of a QuantizedParameter that cuts blocks, before it knows which part it is. Call "
+                "fp8compile.parallel.share_scales(model) after fully_shard, or run a forward first."
+            )
+        return super()._values(dtype)
+
+    def amax_of(self, own: Codes, values: Tensor) -> Tensor:
+        """What this rank knows of the amaxes of all blocks that a set has scales of, if these were its values."""
+        cuts = self.cuts_of(own)
+        if not cuts and not self.batch:
+            return ops.amax(values, own.quantizer)
+        return whole_amax(Plain(values, TensorLayout(cuts, self.batch)), own.quantizer)
+
+    def codes_of(
+        self, own: Codes, values: Tensor, multiplier: Tensor, quantizer: Quantizer, placed: Sharding
+    ) -> Tensor:
+        """Codes of values of this shape; arguments as of `fp8compile.tensor.update.assign`.
+
+        Stochastic noise of a stack is that of this rank's stack: see `MasterWeights`.
+        """
+        cuts = self.cuts_of(own)
+        if not cuts and not self.batch:
+            return ops.cast(values, multiplier, quantizer, *positions(Plain(values, TensorLayout(placed)), quantizer))
+        part = Plain(values, TensorLayout(cuts, self.batch))
+        return two_a_byte(cast_part(part, multiplier, quantizer), quantizer)
+
+    def check_writable(self, what: object) -> None:
+        """Raise unless new values can be written to this tensor alone."""
+        sets = self.stored()
+        spans = self.has_all_scales or any(
+            -1 in own.quantizer.block or own.quantizer.has_outer_scale() for own in sets
+        )
+        if self.extent == SLICE:
+            raise RuntimeError(
+                f"{what} of a part of a QuantizedParameter, whose scale the rest of it has too. Write to the whole "
+                "parameter."
+            )
+        if self.extent == BLANK and spans and self.group is None:
+            raise RuntimeError(
+                f"{what} of a tensor that new_zeros or new_empty made of a QuantizedParameter: it takes codes, and no "
+                "values. To compute a weight, as torch.nn.init.orthogonal_ does, take a plain tensor and copy it: "
+                "weight.copy_(torch.nn.init.orthogonal_(torch.empty(weight.shape))). If fully_shard made it, as the "
+                "shard of a rank without elements, call fp8compile.parallel.share_scales(model) first."
+            )
+        if self.extent == SHARD and spans and self.group is None:
+            raise RuntimeError(
+                f"{what} of a shard of a QuantizedParameter before it knows the ranks that have its scale too. Call "
+                "fp8compile.parallel.share_scales(model) after fully_shard, or run a forward first."
+            )
+
+    @property
+    def instead_of_cutting(self) -> str:  # type: ignore[override]
+        """What an error about a view that would cut a block advises."""
+        if self.quantizer_for_grad_input is not None:
+            return (
+                "leave this weight out of quantized_parameters by the filter of fp8compile.convert, and have FSDP2 "
+                "gather its codes by fp8compile.parallel.fsdp_float8_all_gather, which may cut blocks."
+            )
+        return (
+            "leave this weight out of quantized_parameters. If this is fully_shard: shards of rows may cut blocks, of "
+            "columns they may not (leave out shard_placement_fn)."
+        )
+
+    # ------------------------------------------------------------------ views
+
+    def like(self, sets: Sequence[Codes]) -> Self:
+        """A view of the same shape."""
+        found = super().like(sets)
+        found.extent, found._shared = SHARD if self.extent == BLANK else self.extent, self._shared
+        return found
+
+    def view_of(self, sets: Sequence[Codes], shard_dim: int | None, *, along_batch: bool = False) -> Self:
+        """A view of another shape, or of a part."""
+        found, own = self.of_sets(sets, self.dtype, batch=self.batch), self.stored()
+        found.extent, found._shared = SHARD if self.extent == BLANK else self.extent, self._shared
+        if along_batch or self.extent == BLANK or sets[0].codes.numel() == own[0].codes.numel():
+            found.group, found.shard_dim, found.sizes = self.group, shard_dim, self.sizes
+        elif any(map(_have_scales_in_common, own, sets)):
+            found.extent = SLICE
+        return found
+
+    # ------------------------------------------------------------------ graphs, copies and files
+
+    def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
+        place = None if self.pending is None else self.pending.place
+        if any(self.outer) and place is None:
+            raise TypeError(
+                "a shard of a QuantizedParameter that tensor parallel ranks have parts of too is no argument of a "
+                "compiled graph, which would forget these ranks. Leave what writes to it uncompiled, unless it is the "
+                "step of an optimizer."
+            )
+        names, metadata = super().__tensor_flatten__()
+        if place is not None:  # reading the others would round
+            own = [f"_{name}" for name in names if name in INNER]
+            names = [*own, "values", *names[len(own) :]]
+        return names, (*metadata, self.extent, place)
+
+    @staticmethod
+    def __tensor_unflatten__(
+        inner: dict[str, Any], metadata: tuple[Any, ...], outer_size: Any, outer_stride: Any
+    ) -> QuantizedParameter:
+        *own, extent, place = metadata
+        found = QuantizedParameter._unflattened(inner, tuple(own))
+        found.extent = extent
+        if place is not None:
+            found.pending = Pending(place, values=inner["values"])
+        return found
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> QuantizedParameter:
+        copied: Any = self.clone()
+        found = as_leaf(copied.detach(), self.requires_grad, isinstance(self, torch.nn.Parameter))
+        found.gathers = copy.deepcopy(self.gathers)
+        memo[id(self)] = found
+        return found
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        if self.group is not None or any(self.outer) or self.has_all_scales:
+            raise TypeError(
+                "a QuantizedParameter whose scale ranks share can't be pickled: a group lives in one process. Save "
+                "its module's state_dict(), which has codes and scale as plain tensors."
+            )
+        sets, leaf = self.sets(), (self.requires_grad, isinstance(self, torch.nn.Parameter))
+        if len(sets) == 1:
+            kept = self.extent, self.written, self.initial
+            own = sets[0].codes, sets[0].scale, self.quantizer, self.dtype
+            load = self.loaders["stack" if self.batch else "matrix"]
+            return load, (*own, kept, leaf, *sets[0].scales[1:])
+        alone = [QuantizedParameter.of_sets([own], self.dtype, batch=self.batch) for own in sets]
+        for each in alone:
+            each.extent, each.written = self.extent, self.written
+        alone[0]._shared.initial = self._shared.initial
+        return self.loaders["pair"], (tuple(alone), leaf)
+
+    loaders: dict[str, Callable[..., QuantizedParameter]]  # what its pickles call, set by `fp8compile.tensor.saved`
+
+    # ------------------------------------------------------------------ what FSDP2 asks
+
+    def sets_to_gather(
+        self, mesh: Any, size: tuple[int, ...], module: Any, mp_policy: Any
+    ) -> tuple[DimSharding, list[SetToGather]]:
+        """Its own codes; a scale that all ranks have does not travel."""
+        dim = cut_dim(self, size)
+        if dim and not self.batch and self.gathers is not None:
+            raise ValueError(CUT_BY_COLUMNS)
+        share_scales_of_shard(self, mesh, size, module)
+        shards = DimSharding(mesh.get_group(), mesh.get_local_rank(), dim, chunk_sizes(size[dim], mesh.size()))
+        return shards, [self._to_gather(*each, dim, size) for each in zip(GEMMS, self.sets(), strict=False)]
+
+    def _to_gather(self, gemm: Any, own: Codes, dim: int, size: tuple[int, ...]) -> SetToGather:
+        has_own_blocks = self.block_along(own, dim) != -1 and not own.has_all_scales
+        is_own = (has_own_blocks, dim < self.batch)[: len(own.scales)]
+
+        def make(quantizer: Quantizer) -> tuple[Tensor, ...]:
+            codes = own.codes if own.quantizer == quantizer else one_a_byte(own.codes, own.quantizer)[0]
+            return codes, *own.scales
+
+        return SetToGather(gemm, own.quantizer, is_own, own.scale_shapes(size), make)
+
+    # ------------------------------------------------------------------ ops
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # as PyTorch calls it
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in LAYERS:
+            check_outside_of_graph_of_step(args, func)
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        with _compat.counting_versions():  # of codes and scale, which a compiled layer saves for its backward
+            if func in WRITES:
+                return WRITES[func](func, args, kwargs)
+            if func.namespace == "c10d":
+                raise TypeError(f"{func} {NO_MESSAGE}")
+            if func is aten.view.default and args[0].flattens_blocks(args[1]):
+                found = args[0].flat([own.codes.view(-1) for own in args[0].sets()])
+                return return_and_correct_aliasing(func, args, kwargs, found)
+            result = super().__torch_dispatch__(func, types, args, kwargs)
+            return moved(func, args[0], result.unshared() if func in COPIES else result)
+
+    def unshared(self) -> Self:
+        """Itself, which is a copy of what it still has things in common with, with the same ones of its own."""
+        initial, written = self.initial, self.written
+        found = self.alone()
+        found.initial, found.written = initial, written
+        return found
+
+    def alone(self) -> Self:
+        """Itself, which has nothing in common with others any more: no values that it was made of."""
+        shared, self._shared = self._shared, _Shared()
+        self.outer, self.gathers = shared.outer, shared.gathers
+        return self
+
+    def flattens_blocks(self, size: Sequence[int]) -> bool:
+        """Whether a view of this size is codes in one row, which blocks do not lie in."""
+        if len(size) != 1 or self.ndim == 1:
+            return False
+        has_blocks = any(own.quantizer.block != (-1, -1) for own in self.stored())
+        return bool(self.batch) or (self.extent in (SHARD, BLANK) and has_blocks)
+
+    def flat(self, codes: Sequence[Tensor]) -> QuantizedParameter:
+        """Codes of each set in one row: FSDP2 keeps such a view of each shard, and reads it of plain parameters only.
+
+        Blocks do not lie in rows, so this has no scale, and an op on its values raises.
+        """
+        sets = [
+            own.showing(
+                each,
+                own.scale.new_empty(0),
+                quantizer=own.quantizer.transposed() if packed_dim(own.quantizer) == -2 else own.quantizer,
+                has_scales_of_whole=(False, False),
+            )
+            for own, each in zip(self.stored(), codes, strict=True)
+        ]
+        found = QuantizedParameter.of_sets(sets, self.dtype)
+        found.extent = SLICE
+        return found
+
+
+for _name in INNER:
+    setattr(QuantizedParameter, _name, _up_to_date(_name))
+
+
+def _codes_of_matrix(x: Tensor, quantizer: Quantizer) -> Codes:
+    q = quantize(x, quantizer.for_shape(x.shape))
+    return Codes(codes=q.codes, scale=q.scale, quantizer=q.quantizer, outer_scale=q.outer_scale)
+
+
+def _codes_of_stack(x: Tensor, quantizer: Quantizer) -> Codes:
+    part, quantizer = Plain(x.detach(), STACK), packed_in_rows(quantizer, x.shape)
+    multiplier, scale, outer_scale = scales_of(whole_amax(part, quantizer), quantizer, batch=1)
+    codes = cast_part(part, multiplier, quantizer).contiguous()  # else with room for the rest of blocks
+    return Codes(codes=two_a_byte(codes, quantizer), scale=scale, quantizer=quantizer, outer_scale=outer_scale)
+
+
+def _have_scales_in_common(whole: Codes, part: Codes) -> bool:
+    """Whether elements outside of a part have one of its scales."""
+    return any(one.numel() == other.numel() for one, other in zip(whole.scales, part.scales, strict=True))
+
+
+def is_quantized_parameter(tensor: object) -> bool:
+    """Whether a tensor is made of codes that optimizers write to."""
+    return isinstance(tensor, QuantizedParameter)
+
+
+def as_leaf(found: QuantizedParameter, requires_grad: bool, is_parameter: bool) -> QuantizedParameter:
+    """A new tensor as what it is a copy of: a leaf that a gradient is asked for, a parameter of a module."""
+    found.requires_grad_(requires_grad)
+    if is_parameter:
+        found._is_param = True
+    return found

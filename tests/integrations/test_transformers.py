@@ -1,0 +1,246 @@
+"""Hugging Face's Trainer as a client of `fp8compile.integrations.transformers`, on one process and on FSDP2 ranks."""
+
+from __future__ import annotations
+
+import math
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from accelerate_ranks import sharding_ranks, without_state
+from gloo_ranks import shared_ranks
+
+import fp8compile as f8
+from fp8compile._compat import TORCH_VERSION
+from fp8compile.testing.bits import difference
+
+sys.path.append(str(Path(__file__).parents[1] / "behaviour"))
+
+STEPS, ROWS, HALF = 4, 2, 2
+LAYER = "LlamaDecoderLayer"
+needs_groups = pytest.mark.skipif(TORCH_VERSION < (2, 12), reason="groups in a subclass need PyTorch 2.12")
+
+
+class Batches(torch.utils.data.Dataset):
+    """Text by the zoo's rule, a row at a time."""
+
+    def __len__(self):
+        return 64
+
+    def __getitem__(self, row):
+        from zoo import ZOO
+
+        return {name: every[row % 8] for name, every in ZOO["Llama"].batch(row // 8).items()}
+
+
+def llama(dtype=torch.float32, **options):
+    from zoo import ZOO, bf16_model  # imports transformers, which takes seconds, in the process that has the model
+
+    return bf16_model(ZOO["Llama"], attn_implementation="eager", **options).to(dtype)
+
+
+def arguments_of(folder, *, sharded, config=None, **options):
+    import transformers
+
+    if sharded:
+        # whole state dicts that accelerate collects on a CPU can't be written, see docs/upstream.md
+        own = {"fsdp_version": 2, "transformer_layer_cls_to_wrap": [LAYER], "state_dict_type": "SHARDED_STATE_DICT"}
+        options |= {"fsdp": True, "fsdp_config": own | (config or {})}
+    return transformers.TrainingArguments(
+        output_dir=folder,
+        bf16=True,
+        max_steps=STEPS,
+        per_device_train_batch_size=ROWS,
+        train_sampling_strategy="sequential",
+        learning_rate=3e-3,
+        logging_steps=1,
+        use_cpu=True,
+        report_to=[],
+        save_steps=HALF,
+        disable_tqdm=True,
+        dataloader_pin_memory=False,
+        **options,
+    )
+
+
+def trainer_of(folder, callbacks, *, model=None, master=False, config=None, trainer=None, sharded=False, **options):
+    import transformers
+
+    from fp8compile.integrations import transformers as f8transformers
+
+    arguments = arguments_of(folder, sharded=sharded, config=config, **options)
+    made = {"optimizer_cls_and_kwargs": f8transformers.master_weights(arguments)} if master else {}
+    found = transformers.Trainer(
+        model=llama() if model is None else model,
+        args=arguments,
+        train_dataset=Batches(),
+        callbacks=callbacks,
+        **made,
+        **(trainer or {}),
+    )
+    found.remove_callback(transformers.PrinterCallback)
+    return found
+
+
+def callback(recipe=None, *, print_report=False, **options):
+    from fp8compile.integrations import transformers as f8transformers
+
+    return f8transformers.F8Callback(recipe or f8.recipes.rowwise(), print_report=print_report, **options)
+
+
+def losses_of(trainer, resume=None):
+    trainer.train(resume_from_checkpoint=resume)
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+# ------------------------------------------------------------------------------------------------- one process
+
+
+@pytest.fixture(autouse=True)
+def clean():
+    with without_state():
+        yield
+
+
+def test_the_callback_converts_prints_and_trains_as_a_model_converted_before(tmp_path, capsys):
+    trainer = trainer_of(str(tmp_path), [callback(print_report=True, filter="!lm_head")], save_strategy="no")
+    assert [row.fqn for row in f8.conversion_report(trainer.model).rows if not row.converted] == ["lm_head"]
+    losses = losses_of(trainer)
+    printed = capsys.readouterr().out
+    assert "model.layers.0.self_attn.q_proj" in printed
+    before = f8.convert(llama(), f8.recipes.rowwise(), filter="!lm_head")
+    assert losses == losses_of(trainer_of(str(tmp_path), [], model=before, save_strategy="no"))
+    assert losses != losses_of(trainer_of(str(tmp_path), [], save_strategy="no"))
+
+
+@pytest.mark.parametrize("codes", [False, True])
+def test_a_trainer_resumes_to_the_digit(tmp_path, codes):
+    # weights that are codes are quantized in the dtype that autocast computes in
+    options = {"quantized_parameters": True, "keep_initial": True} if codes else {}
+    dtype = torch.bfloat16 if codes else torch.float32
+    whole, resumed = (
+        losses_of(trainer_of(str(tmp_path), [callback(**options)], model=llama(dtype), master=codes), resume)
+        for resume in (None, str(tmp_path / f"checkpoint-{HALF}"))
+    )
+    assert len(whole) == STEPS
+    assert resumed == whole
+
+
+# ------------------------------------------------------------------------------------------------- misuse
+
+
+def test_an_optimizer_of_parameters_that_are_replaced_is_refused(tmp_path):
+    model = llama()
+    optimizer = torch.optim.AdamW(model.parameters())
+    with pytest.raises(ValueError, match=r"was given an optimizer.*pass optimizer_cls_and_kwargs="):
+        trainer_of(
+            str(tmp_path),
+            [callback(quantized_parameters=True)],
+            model=model,
+            trainer={"optimizers": (optimizer, None)},
+        )
+
+
+def test_a_model_that_was_compiled_is_refused(tmp_path):
+    model = llama()
+    model.model.layers[0].compile()
+    with pytest.raises(ValueError, match=r"went through torch\.compile already"):
+        trainer_of(str(tmp_path), [callback()], model=model)
+
+
+def test_a_callback_that_came_too_late_is_refused(tmp_path):
+    trainer = trainer_of(str(tmp_path), [], save_strategy="no")
+    trainer.add_callback(callback())
+    with pytest.raises(ValueError, match=r"nothing in FP8.*callbacks=\[\.\.\.\], not by add_callback"):
+        trainer.train()
+
+
+def test_an_optimizer_that_is_made_of_the_model_has_no_masters(tmp_path, monkeypatch):
+    import transformers
+
+    from fp8compile.integrations import transformers as f8transformers
+
+    arguments = arguments_of(str(tmp_path), sharded=False, optim="sgd")
+    monkeypatch.setattr(transformers.Trainer, "get_optimizer_cls_and_kwargs", lambda args: (lambda: None, {}))
+    with pytest.raises(TypeError, match=r"optim=.*sgd.* makes its optimizer of the model"):
+        f8transformers.master_weights(arguments)
+
+
+# ------------------------------------------------------------------------------------------------- ranks
+
+
+def on_ranks(folder, ways, **options):
+    """Losses, weights, and what is gathered, for each of several ways to train."""
+    found = []
+    for own in ways:
+        with sharding_ranks():
+            own = {**options, **own}
+            resume, callback_options = own.pop("resume", None), own.pop("callback", {})
+            trainer = trainer_of(folder, [callback(**callback_options)], sharded=True, **own)
+            losses = losses_of(trainer, resume and f"{folder}/{resume}")
+            model = trainer.accelerator.unwrap_model(trainer.model_wrapped)
+            gathered = {row.gathered for row in f8.conversion_report(model).rows if row.converted}
+            state = model.state_dict().items()
+            found.append((losses, {name: getattr(v, "_local_tensor", v).clone() for name, v in state}, gathered))
+    return found
+
+
+def what_differs(first, second):
+    problems = [name for name, value in first[1].items() if difference(value, second[1][name])]
+    return problems + ([] if first[0] == second[0] and len(first[0]) == STEPS else [f"{first[0]}, {second[0]}"])
+
+
+def gathers_and_resumes(folder, options):
+    off, on, resumed = on_ranks(
+        folder,
+        [{"callback": {"fsdp_float8_all_gather": False}}, {}, {"resume": f"checkpoint-{HALF}"}],
+        **options,
+    )
+    assert off[2] == {""}
+    assert on[2]
+    assert all(what.startswith("codes") for what in on[2]), on[2]
+    return what_differs(off, on) + what_differs(on, resumed)
+
+
+@needs_groups
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_codes_are_gathered_with_the_bits_of_values_and_a_run_resumes(tmp_path, checkpointed):
+    options = {"activation_checkpointing": True} if checkpointed else {}
+    assert shared_ranks().run(gathers_and_resumes, str(tmp_path), options) == [[]] * 4
+
+
+def masters_resume(folder):
+    options = {"quantized_parameters": True, "keep_initial": True}
+    whole, resumed, plain = on_ranks(
+        folder,
+        [{}, {"resume": f"checkpoint-{HALF}"}, {"callback": {}, "master": False, "save_strategy": "no"}],
+        master=True,
+        callback=options,
+        config={"cpu_ram_efficient_loading": False},
+    )
+    # codes of float32 masters, and not of these in bfloat16: near, and no more
+    assert all(math.isclose(a, b, rel_tol=0.01) for a, b in zip(whole[0], plain[0], strict=True)), (whole, plain)
+    return what_differs(whole, resumed)
+
+
+@needs_groups
+def test_masters_of_weights_that_are_codes_resume_on_ranks(tmp_path):
+    assert shared_ranks().run(masters_resume, str(tmp_path)) == [[]] * 4
+
+
+def refused_on_ranks(folder):
+    def refused(text, **options):
+        with sharding_ranks(), pytest.raises(ValueError, match=text):
+            trainer_of(folder, [callback(**options.pop("callback", {}))], sharded=True, **options)
+
+    refused(
+        "cpu_ram_efficient_loading=False",
+        callback={"quantized_parameters": True},
+        config={"cpu_ram_efficient_loading": True},
+    )
+
+
+@needs_groups
+def test_codes_can_not_be_sent_by_ram_efficient_loading(tmp_path):
+    shared_ranks().run(refused_on_ranks, str(tmp_path))

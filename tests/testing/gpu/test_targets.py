@@ -1,0 +1,81 @@
+"""The programs of GPUs that people own, executed to the bit; the cast of compute capability 8.9, and its mend."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import fp8compile as f8
+from fp8compile import formats
+from fp8compile.target import Target, pretend_target
+from fp8compile.testing import run_gpu_program
+from fp8compile.testing.explain.roofline import PEAKS
+from fp8compile.testing.gpu.gpus import GPUS
+
+pytest.importorskip("triton", reason="generated GPU code needs Triton")
+ADA = Target("cuda", (8, 9))
+BLOCKS = {
+    "rtx4090": f8.recipes.rowwise(),
+    "h100": f8.recipes.blockwise(),
+    "b300": f8.recipes.mxfp8(),
+    "rtx5090": f8.recipes.mxfp8(),
+}
+
+
+class FeedForward(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gate, self.up = (nn.Linear(64, 128, bias=False) for _ in range(2))
+        self.down = nn.Linear(128, 64, bias=False)
+
+    def forward(self, x):
+        return self.down(nn.functional.silu(self.gate(x)) * self.up(x))
+
+
+def block(recipe):
+    torch.manual_seed(0)
+    model = f8.convert(FeedForward().bfloat16(), recipe)
+    return model, torch.randn(128, 64, dtype=torch.bfloat16, requires_grad=True)
+
+
+@pytest.mark.parametrize("arch", BLOCKS)
+def test_forward_and_backward_of_a_feed_forward_are_the_graphs_to_the_bit(arch):
+    model, x = block(BLOCKS[arch])
+    result = run_gpu_program(model, x, arch=arch)
+    assert len([product for graph in result.graphs for product in graph.products]) == 9
+    assert result.differences == ()
+
+
+def test_each_gpu_has_properties_and_peaks_of_one_capability():
+    assert GPUS.keys() == PEAKS.keys()
+    assert all(GPUS[name].target.capability == PEAKS[name].capability for name in GPUS)
+    assert all(gpu.cc == 10 * gpu.major + gpu.minor for gpu in GPUS.values())
+
+
+# ---------------------------------------------------------------------------------- 8.9 casts by float16
+
+
+def values(fmt):
+    any_bits = torch.randint(-(2**31), 2**31 - 1, (1 << 18,), dtype=torch.int64).to(torch.int32).view(torch.float32)
+    subnormal = torch.randn(1 << 16) * 2.0**fmt.min_exponent
+    edges = torch.tensor([0.0, -0.0, 1.0625001, fmt.max, float("nan"), float("inf"), -float("inf")])
+    return torch.cat((any_bits, subnormal, torch.randn(1 << 16) * fmt.max / 4, edges, -edges))
+
+
+@pytest.mark.parametrize("fmt", [formats.E4M3, formats.E5M2], ids=lambda fmt: fmt.name)
+def test_values_of_nearest_codes_are_cast_as_without(fmt):
+    x = values(fmt)
+    expected = fmt.encode(x)
+    with pretend_target(ADA):
+        assert torch.equal(fmt.encode(x), expected)
+        assert torch.equal(fmt.encode_numbers(x)[~x.isnan()], expected[~x.isnan()])
+
+
+def test_codes_of_8_9_would_differ_without_the_mend(monkeypatch):
+    monkeypatch.setattr(formats, "CASTS_BY_FLOAT16", None)
+    torch._dynamo.reset()
+    model, x = block(f8.recipes.rowwise())
+    differences = run_gpu_program(model, x, arch="rtx4090").differences
+    assert differences
+    assert any("forward, product 1" in each.where and "left operand" in each.where for each in differences)
