@@ -30,6 +30,7 @@ train: $(INSTALLED)
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/mypy
 
 test: lint
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not slow" --durations 25
@@ -53,4 +54,4 @@ gpu-wheels:
 	PYTHON=$(GPU_PYTHON) bash benchmarks/gpu_wheels.sh
 
 clean:
-	rm -rf $(VENV) dist build runs site .pytest_cache .ruff_cache
+	rm -rf $(VENV) dist build runs site .pytest_cache .ruff_cache .mypy_cache

@@ -31,8 +31,8 @@ class Build:
         has_mslk: Whether it has Meta's kernels.
     """
 
-    torch: tuple[int, int] = TORCH_VERSION
-    cuda: tuple[int, int] | None = (13, 0)
+    torch: tuple[int, ...] = TORCH_VERSION
+    cuda: tuple[int, ...] | None = (13, 0)
     is_windows: bool = False
     has_mslk: bool = True
 

@@ -8,6 +8,8 @@ import griffe
 
 __all__ = ["PublicNames"]
 
+OF_INTEGRATIONS = ("conversion",)  # what they share; each other module there is a library's
+
 
 class PublicNames(griffe.Extension):
     """Takes what no reader of a reference looks for out of it."""
@@ -20,5 +22,11 @@ class PublicNames(griffe.Extension):
     def on_module(self, *, mod: griffe.Module, **kwargs: Any) -> None:
         """Hide modules inside of a package that the package does not export, but for the integrations."""
         parent = mod.parent
-        if parent is not None and mod.is_module and parent.name != "integrations":
+        is_integration = parent is not None and parent.name == "integrations" and mod.name not in OF_INTEGRATIONS
+        if parent is not None and mod.is_module and not is_integration:
             mod.public = False
+
+    def on_alias(self, *, alias: griffe.Alias, **kwargs: Any) -> None:
+        """Hide the same of what is exported from elsewhere."""
+        if alias.name.startswith("__"):
+            alias.public = False

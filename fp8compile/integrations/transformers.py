@@ -68,8 +68,8 @@ class F8Callback(TrainerCallback):
         print_report: bool = True,
         **options: Any,
     ) -> None:
-        self.conversion = Conversion(recipe=recipe, gather=fsdp_float8_all_gather, options=options)
-        self.print_report = print_report
+        self.conversion: Conversion = Conversion(recipe=recipe, gather=fsdp_float8_all_gather, options=options)
+        self.print_report: bool = print_report
 
     def on_init_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any

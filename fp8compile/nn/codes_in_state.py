@@ -13,10 +13,13 @@ import torch
 from torch import Size, Tensor
 
 from fp8compile._compat import is_dtensor, local_itself
+from fp8compile.layout.quantized import Quantized
+from fp8compile.layout.shapes import codes_shape, scale_shape
 from fp8compile.nn.converted_layers import CONVERTED, USES
 from fp8compile.nn.local import placed_like
 from fp8compile.nn.placed_weights import placements_of_outer_scale, placements_of_scale
-from fp8compile.tensor import Codes, count_write, is_quantized_parameter
+from fp8compile.recipes import describe
+from fp8compile.tensor import Codes, count_write, is_quantized_parameter, shown
 
 if TYPE_CHECKING:
     from torch.nn import Module  # beside which it stands among the bases of a class
@@ -26,11 +29,11 @@ else:
 __all__ = ["CodesInState", "codes_and_scales", "reach_codes"]
 
 
-def codes_of(weight: Tensor, own: Codes) -> Tensor:
+def codes_of(weight: Tensor, own: Quantized) -> Tensor:
     """The codes of one set of a weight, as a DTensor if the weight is one."""
     if not is_dtensor(weight):
         return own.codes
-    return _placed(weight, own.codes, weight.placements, own.codes_shape(tuple(weight.shape)))
+    return _placed(weight, own.codes, weight.placements, codes_shape(weight.shape, own.quantizer))
 
 
 def scale_of(weight: Tensor, own: Codes) -> Tensor:
@@ -40,10 +43,10 @@ def scale_of(weight: Tensor, own: Codes) -> Tensor:
     placements = placements_of_scale(weight, own)
     if all(each.is_replicate() for each in placements):
         return own.scale  # where blocks span rows, or are cut, all ranks have it
-    return _placed(weight, own.scale, placements, own.scale_shapes(tuple(weight.shape))[0])
+    return _placed(weight, own.scale, placements, scale_shape(weight.shape, own.quantizer))
 
 
-def outer_scale_of(weight: Tensor, own: Codes) -> Tensor | None:
+def outer_scale_of(weight: Tensor, own: Quantized) -> Tensor | None:
     """The outer scale of one set of a weight: replicated over ranks; for a stack, cut as its matrices are."""
     if not is_dtensor(weight):
         return own.outer_scale
@@ -62,7 +65,7 @@ def _placed(weight: Any, local: Tensor | None, placements: Sequence[Any], shape:
 
 
 COPIED_USES = "_fp8compile_uses"  # in the state of a copy: what forwards of the original did with its parameters
-PARTS: dict[str, Callable[[Tensor, Codes], Tensor | None]] = {
+PARTS: dict[str, Callable[[Tensor, Any], Tensor | None]] = {
     "codes": codes_of,
     "scale": scale_of,
     "outer_scale": outer_scale_of,
@@ -124,7 +127,7 @@ def reach_codes(cls: type[CodesInState], parameter: str) -> None:
 
 
 class CodesInState(Module):
-    """Base of modules whose state dict has codes and scales of quantized parameters; it loads values as well."""
+    """Base of modules in FP8: their state dict has codes and scales of quantized parameters, and takes values too."""
 
     def _quantized_parameters(self) -> dict[str, Tensor]:
         """Parameters that are kept as codes and scales, by name."""
@@ -145,6 +148,18 @@ class CodesInState(Module):
         super().__setstate__({name: each for name, each in state.items() if name != COPIED_USES})
         self.reach_codes()
         CONVERTED.add(self)
+
+    def extra_repr(self) -> str:
+        """The text of the class, and the recipe, by name if it has one."""
+        recipe: Any = self.recipe
+        name, own = describe(recipe), super().extra_repr()
+        return f"{own}{', ' if own else ''}recipe={shown(recipe) if name == 'custom' else name}"
+
+    def __prepare_scriptable__(self) -> Any:
+        raise TypeError(
+            f"{type(self).__name__}: torch.jit.script has no type for a recipe. Use torch.compile or torch.export, or "
+            "script the model after fp8compile.revert."
+        )
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)

@@ -19,6 +19,7 @@ from fp8compile.nn.candidates import (
     put_in_float8,
 )
 from fp8compile.nn.filters import Filter
+from fp8compile.nn.model_type import Model
 from fp8compile.nn.parameter_uses import (
     forget_uses,
     stop_watching,
@@ -84,7 +85,7 @@ def _say_that_nothing_is_converted(reasons: list[str], *, strict: bool) -> None:
 
 
 def convert(
-    model: nn.Module,
+    model: Model,
     recipe: Recipes,
     *,
     filter: Filter | None = None,
@@ -95,7 +96,7 @@ def convert(
     quantized_parameters: bool = False,
     keep_initial: bool = False,
     strict: bool = False,
-) -> nn.Module:
+) -> Model:
     """Turn the ``nn.Linear`` layers of a model into ``fp8compile.Linear``, and its experts into FP8, in place.
 
     Modules and parameters stay the same objects, so optimizers, hooks, tied weights and state dicts do not notice.
@@ -167,7 +168,7 @@ def convert(
     return model
 
 
-def revert(model: nn.Module) -> nn.Module:
+def revert(model: Model) -> Model:
     """Turn every ``fp8compile.Linear`` back into a ``nn.Linear``, and experts into theirs, in place.
 
     Args:

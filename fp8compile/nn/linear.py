@@ -20,11 +20,9 @@ from fp8compile.nn.local import on_all_ranks_of
 from fp8compile.nn.not_sharded import warn_if_not_sharded
 from fp8compile.nn.state import DelayedState, RowOfWeight, check_amax_group
 from fp8compile.quantizers import DelayedScaling, Recipe
-from fp8compile.recipes import describe
 from fp8compile.tensor import (
     SOURCE_DTYPES,
     is_quantized_parameter,
-    shown,
 )
 
 __all__ = ["Linear", "become_float8", "become_plain", "cannot_revert"]
@@ -238,17 +236,6 @@ class Linear(CodesInState, nn.Linear):
             with torch.no_grad():
                 self.weight.copy_(values)  # once more, by the multiplier that came with them
         missing_keys += own_missing
-
-    def __prepare_scriptable__(self) -> Any:
-        raise TypeError(
-            "Linear: torch.jit.script has no type for a recipe. Use torch.compile or torch.export, or script the "
-            "model after fp8compile.revert."
-        )
-
-    def extra_repr(self) -> str:
-        """The text of ``nn.Linear``, and the recipe, by name if it has one."""
-        name = describe(self.recipe)
-        return f"{super().extra_repr()}, recipe={shown(self.recipe) if name == 'custom' else name}"
 
 
 reach_codes(Linear, "weight")

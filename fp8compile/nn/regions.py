@@ -16,7 +16,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -24,12 +24,12 @@ from torch.utils import _pytree as pytree
 
 from fp8compile import _compat
 from fp8compile.nn.made_classes import MadeClass
+from fp8compile.nn.model_type import Model
 
 __all__ = ["compile", "repeated_blocks"]
 
 CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 PLAIN = (torch.Tensor, nn.Parameter, nn.Buffer)
-Model = TypeVar("Model", bound=nn.Module)
 
 
 def compile(

@@ -13,6 +13,7 @@ from torch import nn
 from fp8compile.nn.candidates import is_converted
 from fp8compile.nn.experts import ConvertedModule
 from fp8compile.nn.linear import Linear
+from fp8compile.nn.model_type import Model
 from fp8compile.nn.why_left_out import cannot_take
 from fp8compile.quantizers import GEMMS, Recipe
 
@@ -55,7 +56,7 @@ def _cannot(layer: Linear | ConvertedModule, forward: Recipe | None) -> str | No
     return cannot_take(layer, _with_forward(layer.recipe, forward))
 
 
-def set_recipe(model: nn.Module, *, forward: Recipe | None) -> nn.Module:
+def set_recipe(model: Model, *, forward: Recipe | None) -> Model:
     """Compute the outputs of a model's layers by another recipe from now on, and gradients as before.
 
     What is compiled compiles once more, at the next call. Weights, optimizers and saved states do not notice.

@@ -10,9 +10,11 @@ backward reads as well, a byte an element, from the forward on; they compute the
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 
 from fp8compile.ops import samples
 from fp8compile.ops.registry import register_op
@@ -27,9 +29,11 @@ __all__ = ["cast", "cast_again", "empty_codes"]
 def _kernel(
     x: Tensor, multiplier: Tensor, quantizer: Quantizer, rows: Tensor | None = None, columns: Tensor | None = None
 ) -> Tensor:
-    whole = rows is None or columns is None
-    found = quantizer.cast(x, multiplier) if whole else quantizer.cast_at(x, multiplier, rows, columns)
-    if is_own(type(quantizer)):
+    if rows is None or columns is None:
+        found = quantizer.cast(x, multiplier)
+    else:
+        found = quantizer.cast_at(x, multiplier, rows, columns)
+    if is_own(type(quantizer)):  # type: ignore[arg-type]  # classes are hashable
         return found.contiguous()
     shape = shape_said(quantizer, "codes_shape", x.shape)
     return returned(found, quantizer, "cast", shape, torch.uint8, "what codes_shape says").contiguous()
@@ -63,7 +67,7 @@ def _sharding(x: Tensor, multiplier: Tensor, quantizer: Quantizer, *where: Tenso
     return [Split((cut, grid, *whole), (cut.dim,)) for cut, grid in grid_cuts(x.shape, quantizer.block)]
 
 
-def _samples() -> Iterator[tuple]:
+def _samples() -> Iterator[tuple[Any, ...]]:
     for x in samples.matrices():
         for quantizer in samples.quantizers():
             yield x, quantizer.multiplier(quantizer.amax(x)), quantizer, None, None
@@ -72,7 +76,7 @@ def _samples() -> Iterator[tuple]:
                 yield x, quantizer.multiplier(quantizer.amax(x)), quantizer, (rows + 3) * 100, columns + 5
 
 
-cast = register_op(
+cast: OpOverload = register_op(
     "fp8compile::cast",
     _kernel,
     fake=_fake,
@@ -87,7 +91,7 @@ def _decompose_again(x: Tensor, multiplier: Tensor, quantizer: Quantizer, *where
     return _kernel(rounded(x, apart=True), multiplier, quantizer, *where)
 
 
-cast_again = register_op(
+cast_again: OpOverload = register_op(
     "fp8compile::cast_again",
     _kernel,
     fake=_fake,

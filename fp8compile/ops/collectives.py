@@ -131,11 +131,6 @@ def all_reduce(x: Tensor, reduction: str, group: ProcessGroup | str) -> Tensor:
     return _sent(funcol.all_reduce, x, reduction, group)
 
 
-def all_reduce_sum(x: Tensor, group: ProcessGroup | str) -> Tensor:
-    """The sum over the ranks of a group, in the dtype of ``x``; the same shape."""
-    return all_reduce(x, "sum", group)
-
-
 def all_to_all(
     x: Tensor, received: Sequence[int] | None, sent: Sequence[int] | None, group: ProcessGroup | str
 ) -> Tensor:
@@ -205,8 +200,3 @@ def reduce_scatter(
         x = torch.cat([pad(part, _along(dim, 0, largest - part.shape[dim], x.ndim)) for part in parts], dim)
     part = _sent(_compat.reduce_scatter_single, x.contiguous(), reduction, dim, group)
     return part.narrow(dim, 0, sizes[rank])
-
-
-def reduce_scatter_sum(x: Tensor, dim: int, sizes: Sequence[int], rank: int, group: ProcessGroup | str) -> Tensor:
-    """This rank's part of the sum over the ranks of a group: `reduce_scatter`."""
-    return reduce_scatter(x, "sum", dim, sizes, rank, group)

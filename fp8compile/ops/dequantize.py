@@ -31,16 +31,12 @@ def _kernel(
     return values.to(dtype).contiguous()
 
 
-def _fake(
-    codes: Tensor, scale: Tensor, quantizer: Quantizer, dtype: torch.dtype, outer_scale: Tensor | None = None
-) -> Tensor:
+def _fake(codes: Tensor, scale: Tensor, quantizer: Quantizer, dtype: torch.dtype, *outer: Tensor | None) -> Tensor:
     return codes.new_empty(shape_said(quantizer, "values_shape", codes.shape), dtype=dtype)
 
 
-def _decompose(
-    codes: Tensor, scale: Tensor, quantizer: Quantizer, dtype: torch.dtype, outer_scale: Tensor | None = None
-) -> Tensor:
-    return rounded(_kernel(codes, scale, quantizer, dtype, outer_scale)).to(dtype)
+def _decompose(*args: Any) -> Tensor:
+    return rounded(_kernel(*args)).to(args[3])
 
 
 def _sharding(

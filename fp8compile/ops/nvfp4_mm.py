@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 
 from fp8compile import inductor
 from fp8compile.formats import E2M1, E4M3, pack, unpack
@@ -67,7 +68,7 @@ def _fake(*args: Any) -> Tensor:
     return a.new_empty((a.shape[0], b.shape[0]), dtype=out_dtype)
 
 
-def _samples() -> Iterator[tuple]:
+def _samples() -> Iterator[tuple[Any, ...]]:
     generator = torch.Generator().manual_seed(0)
     for m, k, n, dtype in ((16, 32, 32, torch.bfloat16), (144, 96, 16, torch.float32), (0, 32, 16, torch.bfloat16)):
         sizes = [(16, (rows, k)) for rows in (m, n)] + [(120, (rows, k // NV_BLOCK)) for rows in (m, n)]
@@ -80,7 +81,7 @@ def _samples() -> Iterator[tuple]:
         yield *packed, *(tiled(each).reshape(-1) for each in scales), *outer, dtype
 
 
-nvfp4_mm = register_op(
+nvfp4_mm: OpOverload = register_op(
     "fp8compile::nvfp4_mm",
     _kernel,
     fake=_fake,

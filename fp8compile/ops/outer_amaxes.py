@@ -11,13 +11,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 
 from fp8compile import inductor
 from fp8compile.ops import samples
-from fp8compile.ops.registry import register_op
+from fp8compile.ops.registry import in_steps_on_cpu, register_op
 from fp8compile.quantizers import Quantizer, TwoLevelScaling
 from fp8compile.quantizers.hadamard import GROUP, factors
-from fp8compile.target import target_of
 
 __all__ = ["outer_amax_of_values", "outer_amaxes"]
 
@@ -28,8 +28,8 @@ def outer_amax_of_values(x: Tensor, quantizer: Quantizer) -> Tensor:
 
 
 def _step_by_step(x: Tensor, rows: Quantizer, columns: Quantizer) -> tuple[Tensor, Tensor, Tensor]:
-    amaxes = (outer_amax_of_values(x, each).clone() for each in (rows, columns))
-    return x.clone(memory_format=torch.contiguous_format), *amaxes
+    of_rows, of_columns = (outer_amax_of_values(x, each).clone() for each in (rows, columns))
+    return x.clone(memory_format=torch.contiguous_format), of_rows, of_columns
 
 
 def _kernel(x: Tensor, rows: Quantizer, columns: Quantizer) -> tuple[Tensor, Tensor, Tensor]:
@@ -48,19 +48,13 @@ def _fake(x: Tensor, rows: Quantizer, columns: Quantizer) -> tuple[Tensor, Tenso
     return x.new_empty(x.shape), x.new_empty(one, dtype=torch.float32), x.new_empty(one, dtype=torch.float32)
 
 
-def _decompose(x: Tensor, rows: Quantizer, columns: Quantizer) -> tuple[Tensor, Tensor, Tensor]:
-    if target_of(x.device).type != "cpu":
-        return NotImplemented  # lowered
-    return _step_by_step(x, rows, columns)
-
-
 def _lower(x: Any, rows: TwoLevelScaling, columns: TwoLevelScaling) -> tuple[Any, Any, Any]:
     kinds = [None, factors(columns.hadamard)] if columns.hadamard else [None]
     whole, largest = inductor.lower_largest_of_sums(x, GROUP, kinds)
     return whole, largest[0], largest[-1]
 
 
-def _samples() -> Iterator[tuple]:
+def _samples() -> Iterator[tuple[Any, ...]]:
     row, pillar = TwoLevelScaling(), TwoLevelScaling(block=(16, 1), packed="columns")
     turned = TwoLevelScaling(block=(16, 1), packed="columns", hadamard=(1, -1) * 8)
     for x in samples.matrices():
@@ -69,12 +63,12 @@ def _samples() -> Iterator[tuple]:
             yield x, row, turned
 
 
-outer_amaxes = register_op(
+outer_amaxes: OpOverload = register_op(
     "fp8compile::outer_amaxes",
     _kernel,
     fake=_fake,
     backward=None,
-    decompose=_decompose,
+    decompose=in_steps_on_cpu(_step_by_step),
     portable=_step_by_step,
     sharding=None,  # ranks reduce outer amaxes, by steps
     samples=_samples,

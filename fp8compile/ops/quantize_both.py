@@ -9,16 +9,18 @@ matrix by matrix: blocks along columns end with each.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 
 from fp8compile import _compat, inductor
 from fp8compile.ops import samples
 from fp8compile.ops.amax import amax
 from fp8compile.ops.cast import cast
 from fp8compile.ops.quantization_steps import OPS_OF_STEPS, Steps
-from fp8compile.ops.registry import register_op
+from fp8compile.ops.registry import in_steps_on_cpu, register_op
 from fp8compile.ops.scale import scale
 from fp8compile.ops.sharding import Cut, Split
 from fp8compile.quantizers import CurrentScaling, Quantizer
@@ -94,14 +96,8 @@ def _kernel(x: Tensor, rows: Quantizer, columns: Quantizer) -> tuple[Tensor, Ten
 
         codes, scale, column_codes, column_scale = outputs
         laid_out = codes, scale.movedim(-1, 0), column_codes.transpose(-2, -1), column_scale
-        both_directions(x.contiguous(), rows, columns, laid_out)
+        both_directions(x.contiguous(), rows, columns, laid_out)  # type: ignore[arg-type]  # of its class, says `_launch`
     return outputs
-
-
-def _decompose(x: Tensor, rows: Quantizer, columns: Quantizer) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    if target_of(x.device).type != "cpu":
-        return NotImplemented  # stays one call, of the kernel
-    return two_casts(x, rows, columns)
 
 
 def _sharding(x: Tensor, rows: Quantizer, columns: Quantizer) -> list[Split]:
@@ -109,7 +105,7 @@ def _sharding(x: Tensor, rows: Quantizer, columns: Quantizer) -> list[Split]:
     return [Split((Cut(dim, unit), None, None), (dim, dim, dim, dim)) for dim, unit in enumerate(units)]
 
 
-def _samples() -> Iterator[tuple]:
+def _samples() -> Iterator[tuple[Any, ...]]:
     pairs = [
         (CurrentScaling(block=(1, 16)), CurrentScaling(block=(16, 1), scale="pow2")),
         (
@@ -124,12 +120,12 @@ def _samples() -> Iterator[tuple]:
     yield torch.randn(3, 20, 40), *pairs[0]
 
 
-quantize_both = register_op(
+quantize_both: OpOverload = register_op(
     "fp8compile::quantize_both",
     _kernel,
     fake=empty_outputs,
     backward=None,
-    decompose=_decompose,
+    decompose=in_steps_on_cpu(two_casts),
     portable=two_casts,
     sharding=_sharding,
     samples=_samples,

@@ -8,12 +8,14 @@ Triton kernel; on a CPU, and as the reference, it is the steps themselves.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 
 from fp8compile import _compat, inductor
-from fp8compile.ops.registry import register_op
+from fp8compile.ops.registry import in_steps_on_cpu, register_op
 from fp8compile.quantizers import Quantizer, TwoLevelScaling
 from fp8compile.quantizers.hadamard import GROUP
 from fp8compile.scale_layouts import tiled, tiles_numel
@@ -59,9 +61,9 @@ def _direction(x: Tensor, outer_amax: Tensor, quantizer: Quantizer) -> tuple[Ten
 
 
 def _step_by_step(x: Tensor, row_amax: Tensor, column_amax: Tensor, rows: Quantizer, columns: Quantizer) -> Outputs:
-    codes, *scales = _direction(x, row_amax, rows)
-    column_codes, *column_scales = _direction(x, column_amax, columns)
-    return codes.contiguous(), *scales, column_codes.t().contiguous().t(), *column_scales
+    codes, scale, outer = _direction(x, row_amax, rows)
+    column_codes, column_scale, column_outer = _direction(x, column_amax, columns)
+    return codes.contiguous(), scale, outer, column_codes.t().contiguous().t(), column_scale, column_outer
 
 
 def _kernel(
@@ -83,19 +85,13 @@ def _kernel(
     outputs = _empty_outputs(x, row_amax, column_amax, rows, columns)
     codes, scale, outer, column_codes, *others = outputs
     contiguous = codes.view(torch.int64), scale, outer, column_codes.t().view(torch.int64), *others
-    both_packed(x.contiguous(), (row_amax, column_amax), rows, columns, contiguous)
+    both_packed(x.contiguous(), (row_amax, column_amax), rows, columns, contiguous)  # type: ignore[arg-type]  # of its class, says `_launch`
     return outputs
 
 
-def _decompose(x: Tensor, row_amax: Tensor, column_amax: Tensor, rows: Quantizer, columns: Quantizer) -> Outputs:
-    if target_of(x.device).type != "cpu":
-        return NotImplemented  # stays one call, of the kernel
-    return _step_by_step(x, row_amax, column_amax, rows, columns)
-
-
-def _samples() -> Iterator[tuple]:
+def _samples() -> Iterator[tuple[Any, ...]]:
     generator = torch.Generator().manual_seed(0)
-    noisy = {"rounding": "stochastic", "seed": 5}
+    noisy: dict[str, Any] = {"rounding": "stochastic", "seed": 5}
     for shape, dtype in (((16, 32), torch.bfloat16), ((48, 144), torch.float32), ((0, 16), torch.float16)):
         for turned in (
             TwoLevelScaling(block=(16, 1), packed="columns"),
@@ -108,12 +104,12 @@ def _samples() -> Iterator[tuple]:
             yield x, *amaxes, rows, turned
 
 
-quantize_two_levels = register_op(
+quantize_two_levels: OpOverload = register_op(
     "fp8compile::quantize_two_levels",
     _kernel,
     fake=_empty_outputs,
     backward=None,
-    decompose=_decompose,
+    decompose=in_steps_on_cpu(_step_by_step),
     portable=_step_by_step,
     sharding=None,  # its codes are packed, and ranks can't cut them
     samples=_samples,

@@ -9,16 +9,18 @@ and as the reference, it is the steps themselves.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 
 from fp8compile import _compat, inductor
 from fp8compile.ops import samples
 from fp8compile.ops.amax import amax
 from fp8compile.ops.cast import cast
 from fp8compile.ops.quantize_both import LARGEST_BLOCK
-from fp8compile.ops.registry import register_op
+from fp8compile.ops.registry import in_steps_on_cpu, register_op
 from fp8compile.ops.scale import scale
 from fp8compile.quantizers import CurrentScaling, Quantizer
 from fp8compile.target import target_of
@@ -69,19 +71,13 @@ def _kernel(weight: Tensor, first: Quantizer, again: Quantizer) -> tuple[Tensor,
 
     codes, own_scale, other_amax = _fake(weight, first, again)
     if first.block == ROWS:
-        rows_and_columns(weight.contiguous(), first, codes, own_scale, other_amax.zero_())
+        rows_and_columns(weight.contiguous(), first, codes, own_scale, other_amax.zero_())  # type: ignore[arg-type]  # it is CurrentScaling
     else:
-        square_blocks(weight.contiguous(), first, codes, own_scale, other_amax)
+        square_blocks(weight.contiguous(), first, codes, own_scale, other_amax)  # type: ignore[arg-type]  # it is CurrentScaling
     return codes, own_scale, other_amax
 
 
-def _decompose(weight: Tensor, first: Quantizer, again: Quantizer) -> tuple[Tensor, Tensor, Tensor]:
-    if target_of(weight.device).type != "cpu":
-        return NotImplemented  # stays one call, of the kernel
-    return step_by_step(weight, first, again)
-
-
-def _samples() -> Iterator[tuple]:
+def _samples() -> Iterator[tuple[Any, ...]]:
     row, column = CurrentScaling(block=ROWS), CurrentScaling(block=COLUMNS, format="e5m2")
     square = CurrentScaling(block=(16, 16), scale="pow2")
     for x in samples.matrices():
@@ -90,12 +86,12 @@ def _samples() -> Iterator[tuple]:
             yield x, square, square
 
 
-quantize_weight = register_op(
+quantize_weight: OpOverload = register_op(
     "fp8compile::quantize_weight",
     _kernel,
     fake=_fake,
     backward=None,
-    decompose=_decompose,
+    decompose=in_steps_on_cpu(step_by_step),
     portable=step_by_step,
     sharding=None,  # a weight that is spread over ranks is taken apart before
     samples=_samples,

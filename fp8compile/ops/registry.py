@@ -29,8 +29,9 @@ import torch
 from fp8compile import _compat, inductor
 from fp8compile.ops.sharding import Sharding
 from fp8compile.quantizers.constant import Constant, salt_with
+from fp8compile.target import target_of
 
-__all__ = ["OPS", "Op", "decompositions", "for_every_op", "register_op"]
+__all__ = ["OPS", "Op", "decompositions", "for_every_op", "in_steps_on_cpu", "register_op"]
 
 Samples = Callable[[], Iterable[tuple[Any, ...]]]
 
@@ -75,14 +76,14 @@ class Op:
 
     name: str
     overload: torch._ops.OpOverload
-    impl: Callable
-    fake: Callable
-    backward: Callable | None
-    decompose: Callable | None
+    impl: Callable[..., Any]
+    fake: Callable[..., Any]
+    backward: Callable[..., Any] | None
+    decompose: Callable[..., Any] | None
     sharding: Sharding | None
     samples: Samples
     updates: tuple[str, ...] = ()
-    portable: Callable | str | None = None
+    portable: Callable[..., Any] | str | None = None
 
 
 OPS: dict[str, Op] = {}
@@ -136,7 +137,7 @@ def _check_given(name: str, given: dict[str, Any]) -> None:
         )
 
 
-def _check_signatures(name: str, impl: Callable, given: dict[str, Any]) -> None:
+def _check_signatures(name: str, impl: Callable[..., Any], given: dict[str, Any]) -> None:
     if not inspect.isfunction(impl):
         raise TypeError(f"register_op: {name}: impl is {impl!r}; it is a function, whose annotations are the schema.")
     parameters = inspect.signature(impl).parameters
@@ -165,7 +166,7 @@ def _check_signatures(name: str, impl: Callable, given: dict[str, Any]) -> None:
             ) from None
 
 
-def _schema(name: str, impl: Callable) -> str:
+def _schema(name: str, impl: Callable[..., Any]) -> str:
     try:
         return torch.library.infer_schema(impl, mutates_args=())
     except ValueError as error:
@@ -176,7 +177,7 @@ def _schema(name: str, impl: Callable) -> str:
         ) from None
 
 
-def _check_salted(name: str, impl: Callable) -> None:
+def _check_salted(name: str, impl: Callable[..., Any]) -> None:
     """What compiled code contains of an op has to be in the key of the compile cache; constants carry it there."""
     hints = inspect.get_annotations(impl, eval_str=True)
     types = [part for hint in hints.values() for part in (hint, *get_args(hint))]  # of `Recipe | None` too
@@ -191,17 +192,17 @@ def _check_salted(name: str, impl: Callable) -> None:
 
 def register_op(
     name: str,
-    impl: Callable,
+    impl: Callable[..., Any],
     *,
-    fake: Callable | _Missing | None = MISSING,
-    backward: Callable | _Missing | None = MISSING,
-    decompose: Callable | _Missing | None = MISSING,
+    fake: Callable[..., Any] | _Missing | None = MISSING,
+    backward: Callable[..., Any] | _Missing | None = MISSING,
+    decompose: Callable[..., Any] | _Missing | None = MISSING,
     sharding: Sharding | _Missing | None = MISSING,
     samples: Samples | _Missing = MISSING,
-    setup_context: Callable | None = None,
-    prepare: Callable | None = None,
+    setup_context: Callable[..., Any] | None = None,
+    prepare: Callable[..., Any] | None = None,
     updates: tuple[str, ...] = (),
-    portable: Callable | str | None = None,
+    portable: Callable[..., Any] | str | None = None,
     **unknown: Any,
 ) -> torch._ops.OpOverload:
     """Make an operator that torch.compile, Inductor and autograd know.
@@ -240,7 +241,7 @@ def register_op(
     """
     _check_name(name)
     _check_known(name, unknown)
-    given = {
+    given: dict[str, Any] = {
         "fake": fake,
         "backward": backward,
         "decompose": decompose,
@@ -262,28 +263,42 @@ def register_op(
     lib = _library(namespace)
     lib.define(op_name + schema, tags=(torch.Tag.pt2_compliant_tag,))
     lib.impl(op_name, _compat.as_kernel(impl), "CompositeExplicitAutograd")
-    torch.library.register_fake(name, fake or impl, lib=lib)
+    torch.library.register_fake(name, given["fake"] or impl, lib=lib)
     overload = getattr(getattr(torch.ops, namespace), op_name).default
-    _compat.impl_autograd(lib, overload, setup_context, backward, prepare)
+    _compat.impl_autograd(lib, overload, setup_context, given["backward"], prepare)
     if decompose is not None:
-        inductor.register_decomposition(overload, decompose)
+        inductor.register_decomposition(overload, given["decompose"])
     if compiled:
         salt_with(impl.__module__)
     op = OPS[name] = Op(
         name=name,
         overload=overload,
         impl=impl,
-        fake=fake or impl,
-        backward=backward,
-        decompose=decompose,
-        sharding=sharding,
-        samples=samples,
+        fake=given["fake"] or impl,
+        backward=given["backward"],
+        decompose=given["decompose"],
+        sharding=given["sharding"],
+        samples=given["samples"],
         updates=updates,
         portable=portable,
     )
     for listener in LISTENERS:
         listener(op)
     return overload
+
+
+def in_steps_on_cpu(steps: Callable[..., Any]) -> Callable[..., Any]:
+    """The decomposition of an op that is one kernel on a GPU, and there stays one call: its steps on a CPU.
+
+    Args:
+        steps: The op's computation, a function of the same arguments.
+    """
+
+    @functools.wraps(steps)
+    def decompose(*args: Any) -> Any:
+        return steps(*args) if target_of(args[0].device).type == "cpu" else NotImplemented
+
+    return decompose
 
 
 def for_every_op(listener: Callable[[Op], None]) -> None:
@@ -293,7 +308,7 @@ def for_every_op(listener: Callable[[Op], None]) -> None:
         listener(op)
 
 
-def _portable(op: Op) -> Callable:
+def _portable(op: Op) -> Callable[..., Any]:
     """The function that replaces an op in a program that leaves this package; raises if there is none."""
     if callable(op.portable):
         return op.portable
@@ -313,7 +328,7 @@ def _device(args: Iterable[Any]) -> str:
     return next((str(each.device) for each in args if isinstance(each, torch.Tensor)), "this one")
 
 
-def decompositions() -> dict[torch._ops.OpOverload, Callable]:
+def decompositions() -> dict[torch._ops.OpOverload, Callable[..., Any]]:
     """Every registered operator in terms of PyTorch's own, as ``ExportedProgram.run_decompositions`` takes it.
 
     What is left of a program then runs, and is saved and loaded, without this package. What can't be said in PyTorch's

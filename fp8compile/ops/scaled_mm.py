@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 
 from fp8compile.layout.quantized import Quantized
 from fp8compile.ops import samples
@@ -20,7 +21,9 @@ from fp8compile.quantizers.check_returned import shape_said
 __all__ = ["as_sides", "multiply_operands", "outer_scales_of", "scaled_mm"]
 
 
-def as_sides(codes: tuple, scales: tuple, quantizers: tuple, outer_scales: tuple) -> list[Quantized]:
+def as_sides(
+    codes: tuple[Any, ...], scales: tuple[Any, ...], quantizers: tuple[Any, ...], outer_scales: tuple[Any, ...]
+) -> list[Quantized]:
     """The left and the right side of a product, of arguments that have an entry for each."""
     parts = zip(codes, scales, quantizers, outer_scales, strict=True)
     return [Quantized(codes=c, scale=s, quantizer=q, outer_scale=o) for c, s, q, o in parts]
@@ -44,7 +47,8 @@ def _kernel(
     b_outer_scale: Tensor | None = None,
 ) -> Tensor:
     sides = as_sides((a, b), (a_scale, b_scale), (a_quantizer, b_quantizer), (a_outer_scale, b_outer_scale))
-    return multiply(*sides, out_dtype, config)
+    left, right = sides
+    return multiply(left, right, out_dtype, config)
 
 
 def _fake(*args: Any) -> Tensor:
@@ -83,16 +87,17 @@ def _outer_cut(dim: int, block: int) -> tuple[Cut, Cut | None]:
     return (Cut(dim), None) if block == -1 else (Cut(dim, block), Cut(dim))
 
 
-def _samples() -> Iterator[tuple]:
+def _samples() -> Iterator[tuple[Any, ...]]:
     for m, k, n, dtype in ((17, 24, 40, torch.bfloat16), (1, 32, 16, torch.float32), (0, 16, 16, torch.bfloat16)):
         for recipe in samples.recipes():
-            a_quantizer, b_quantizer = recipe.quantizers(GEMMS[0])
+            quantizers: Any = recipe.quantizers(GEMMS[0])
+            a_quantizer, b_quantizer = quantizers
             a = _operand(torch.randn(m, k), a_quantizer)
             b = _operand(torch.randn(n, k), b_quantizer).t()
             yield a.codes, b.codes, a.scale, b.scale, a.quantizer, b.quantizer, dtype, GemmConfig(), None, None
 
 
-scaled_mm = register_op(
+scaled_mm: OpOverload = register_op(
     "fp8compile::scaled_mm",
     _kernel,
     fake=_fake,

@@ -1,7 +1,7 @@
-"""Models that are spread over ranks: tensor and sequence parallel, FSDP2.
+"""Models that are spread over ranks: tensor, sequence and expert parallelism, and FSDP.
 
-Layers on DTensors need nothing from here: a converted model runs under PyTorch's own plans as it is. What is here
-sends fewer bytes. For code that keeps what each rank has in plain tensors, there are functions that take a group.
+A converted model runs under PyTorch's own DTensor plans without this package. The plans here send fewer bytes. Code
+that keeps each rank's part in plain tensors can use the functions that take a process group.
 """
 
 from fp8compile.nn.experts.placed import spread_experts

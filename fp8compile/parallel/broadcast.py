@@ -1,4 +1,4 @@
-"""Broadcast one rank's parameters to all others, as DistributedDataParallel does itself with plain ones."""
+"""Broadcast one rank's parameters to all others, as DistributedDataParallel itself does with plain parameters."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ import torch
 from torch import distributed, nn
 from torch.distributed import ProcessGroup
 
+from fp8compile.nn.model_type import Model
 from fp8compile.tensor import count_write, has_codes, is_quantized_parameter
 
 __all__ = ["broadcast_parameters"]
 
 
 def _take_initial(parameter: Any, group: ProcessGroup | None, source: int) -> None:
-    """Let masters start from the source rank's values: those before quantization if they were kept."""
+    """Let masters start from the source rank's values; values from before quantization are sent if they were kept."""
     parameter.written = True
     if parameter.initial is not None:
         values = parameter.initial.to(parameter.device)
@@ -22,7 +23,7 @@ def _take_initial(parameter: Any, group: ProcessGroup | None, source: int) -> No
         parameter.initial.copy_(values)
 
 
-def broadcast_parameters(model: nn.Module, *, group: ProcessGroup | None = None, source: int = 0) -> nn.Module:
+def broadcast_parameters(model: Model, *, group: ProcessGroup | None = None, source: int = 0) -> Model:
     """Give all ranks one rank's parameters and buffers; quantized parameters travel as codes and scales.
 
     ``DistributedDataParallel`` would send the values of all parameters in one message, and quantized ones have none.

@@ -1,4 +1,8 @@
-"""Handlers by which DTensor runs our ops and other libraries': see `fp8compile.parallel.dtensor_ops`."""
+"""Registers handlers by which DTensor runs our ops and those of other libraries.
+
+`fp8compile.parallel.dtensor_layer` has the handlers of linear layers, `fp8compile.parallel.dtensor_ops` those of all
+other ops.
+"""
 
 from __future__ import annotations
 
@@ -26,6 +30,6 @@ def _register(op: Op) -> None:
 
 
 def register() -> None:
-    """Let DTensor find the ops, including those that are registered later."""
+    """Register a DTensor handler for each op, including ops that are registered later."""
     _compat.tell_apart_by_local_tensors()
     for_every_op(_register)

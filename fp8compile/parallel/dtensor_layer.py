@@ -1,12 +1,12 @@
 """The linear layer on DTensors: one handler for the ops of all layers.
 
-    left operand      this rank's part of a DTensor
-    right operand     its part of the weight or of the input, as values or codes; under FSDP in the graph, its rows of
-                      that part of the weight
-    product           codes, messages of codes, GEMM, and the sum over ranks if there is one (`ops.layer.products`)
+    left operand      this rank's part of the input or of grad_output
+    right operand     this rank's part of the weight or of the input, as values or codes; under graph_fsdp, this rank's
+                      rows of its tensor parallel part of the weight
+    product           quantize, gather codes, GEMM, and the sum over ranks if there is one (`ops.layer.products`)
 
-A result has the placements that a plain linear layer would give it, so stock plans work unchanged. On the way, ranks
-send codes, one byte an element, and scales.
+A result has the placements that a plain linear layer would give it, so PyTorch's plans work unchanged. Ranks send
+codes, one byte an element, and scales.
 """
 
 from __future__ import annotations
@@ -31,7 +31,6 @@ from fp8compile.ops.layer.fsdp_gather import reduced
 from fp8compile.ops.layer.kept_input import keep_input, kept_input_as_quantized, packed_while_kept
 from fp8compile.ops.layer.operands import GRAD_INPUT, GRAD_WEIGHT, OUTPUT, STEPS, Operands, Phase
 from fp8compile.ops.layer.placements import (
-    Placement,
     RowsOverFsdpBase,
     RowsOverFsdpForGradInput,
     RowsOverFsdpForGradWeight,
@@ -57,9 +56,10 @@ class _Right:
     """The right operand of a product.
 
     Attributes:
-        part: This rank's part and its cuts; of a weight under FSDP in the graph, this rank's rows of the part.
-        columns: Columns of the whole product.
-        given: Arguments of `Operands` for codes that are not made from the part alone.
+        part: This rank's part and its cuts. For a weight under graph_fsdp: this rank's rows of its tensor parallel
+            part.
+        columns: Number of columns of the whole product.
+        given: Arguments of `Operands` that say where codes come from, if not from the part alone.
     """
 
     part: Plain
@@ -68,7 +68,11 @@ class _Right:
 
 
 def _codes_of(gemm: Gemm, weight: Plain, recipe: Recipe) -> Quantized:
-    """The codes of a weight that was quantized before FSDP gathered it."""
+    """The codes of this rank's part of a weight that is a QuantizedTensor already, and how they lie in the whole.
+
+    Raises:
+        ValueError: The part's scales are not those of the weight's blocks, given how ranks cut the weight.
+    """
     function, quantized = gemm.name, weight.local
     assert has_codes(quantized), "the weight is quantized"
     check_serves(function, quantized, recipe)
@@ -95,7 +99,7 @@ def _codes_of(gemm: Gemm, weight: Plain, recipe: Recipe) -> Quantized:
 
 
 def _weight(gemm: Gemm, weight: DTensor, recipe: Recipe) -> _Right:
-    """A weight that is a DTensor, of values or of codes."""
+    """The right operand for a weight that is a DTensor, of values or of codes."""
     part, columns = part_of(gemm.name, weight), weight.shape[gemm is GRAD_INPUT]
     if not has_codes(part.local):
         return _Right(part, columns)
@@ -103,8 +107,11 @@ def _weight(gemm: Gemm, weight: DTensor, recipe: Recipe) -> _Right:
     return _Right(part, columns, {"weight": codes, "weight_in_turns": part.local.in_memory is not None})
 
 
-def _rows(gemm: Gemm, tokens: DTensor, shard: Tensor, place: Placement) -> _Right:
-    """A weight whose part on a tensor parallel rank is cut by FSDP; its codes are gathered to that part."""
+def _rows(gemm: Gemm, tokens: DTensor, shard: Tensor, place: Any) -> _Right:
+    """The right operand for a weight under graph_fsdp: this rank's rows of its tensor parallel part.
+
+    The product gathers codes of these rows to codes of the part.
+    """
     mesh = tokens.device_mesh
     cuts = placed_cuts(place.rows.placed, [mesh.get_group(index) for index in range(mesh.ndim)])
     part = Plain(shard.to(tokens.dtype), TensorLayout(cuts))
@@ -116,8 +123,17 @@ def _rows(gemm: Gemm, tokens: DTensor, shard: Tensor, place: Placement) -> _Righ
 
 
 def _kept(codes: DTensor, scale: DTensor, outer_scale: DTensor, recipe: Recipe, rows: int) -> _Right:
-    """The codes that the forward kept of an input, of which this rank has so many rows if it has all columns."""
-    packed, quantizer = part_of("grad_weight", codes), recipe.quantizer_read(GRAD_WEIGHT.b)
+    """The right operand for grad_weight from the codes of the input that the forward kept.
+
+    Args:
+        codes: The codes, two per byte.
+        scale: Scales of blocks.
+        outer_scale: Second level of scales.
+        recipe: The layer's recipe.
+        rows: Number of rows of this rank's part of the other operand, grad_output.
+    """
+    packed = part_of("grad_weight", codes)
+    quantizer: Any = recipe.quantizer_read(GRAD_WEIGHT.b)
     dim = packed_while_kept(packed.layout, quantizer) % codes.ndim
     cuts = tuple(
         replace(cut, sizes=tuple(2 * size for size in cut.sizes)) if cut is not None and cut.dim == dim else cut
@@ -132,21 +148,23 @@ def _kept(codes: DTensor, scale: DTensor, outer_scale: DTensor, recipe: Recipe, 
 
 
 def _product(op: LayerOp, gemm: Gemm, *args: Any) -> Any:
-    """Run a layer's op on DTensors, or on DTensors and shards of FSDP in the graph."""
-    tensors, _, place, recipe = op.split(args)
+    """Run a layer's op on DTensors; under graph_fsdp the weight is a plain shard."""
+    split: Any = op.split(args)
+    tensors, _, place, recipe = split
     left, over_fsdp = tensors[0], isinstance(place, OVER_FSDP)
     if not over_fsdp:
         names = {name: getattr(place, name) for name in place.updates}
         check_one_mesh("linear" if gemm is OUTPUT else gemm.name, dict(zip(op.names, tensors, strict=True)) | names)
     if gemm is OUTPUT:
         place.check(left, recipe)
-    multiplier = _whole_state(place.multiplier if place.has_state else place.given().get("multiplier"))
+    multiplier: Any = _whole_state(place.multiplier if place.has_state else place.given().get("multiplier"))
     multiplier = snapshot(multiplier) if place.has_state else multiplier
     a = part_of(gemm.name, left)
     if op.kind == "grad_weight":
         right = _Right(part_of("grad_weight", tensors[1]), tensors[1].shape[-1])
     elif op.kind == "grad_weight_of_codes":
-        right = _kept(*tensors[1:], recipe, a.local.shape[0])
+        codes, scale, outer_scale = tensors[1:]
+        right = _kept(codes, scale, outer_scale, recipe, a.local.shape[0])
     else:
         right = _rows(gemm, left, tensors[1], place) if over_fsdp else _weight(gemm, tensors[1], recipe)
     operands = Operands(recipe, Phase.of(gemm, a.local), multiplier, **right.given)
@@ -161,9 +179,9 @@ def _product(op: LayerOp, gemm: Gemm, *args: Any) -> Any:
 def _of_tokens(
     gemm: Gemm, tokens: DTensor, a: Plain, right: _Right, operands: Operands, bias: Plain | None
 ) -> DTensor:
-    """The output (..., N) or grad_input (..., K) for tokens (..., m)."""
+    """The output (..., N) or grad_input (..., K), for tokens (..., features)."""
     product, mesh = multiply_parts(gemm, a, right.part, operands, bias), tokens.device_mesh
-    rows = [None if cut is None else cut.dim for cut in product.cuts]
+    rows: list[Any] = [None if cut is None else cut.dim for cut in product.cuts]
     placements = placements_of(product.steps, {"m": rows, "n": [tokens.ndim - 1] * mesh.ndim})
     local = product.local.view(*product.shape[:-1], product.local.shape[1])
     return whole_of(local, mesh, placements, (*tokens.shape[:-1], right.columns))
@@ -176,7 +194,7 @@ def _grad_weight(grad_output: DTensor, a: Plain, right: _Right, operands: Operan
 
 
 def _kept_input(x: DTensor, quantizer: Quantizer) -> tuple[DTensor, DTensor, DTensor]:
-    """Codes of this rank's part, two a byte, cut as the input is; scales as they are on each rank."""
+    """Codes of the input, two per byte and cut as the input is, with scales and outer scales, whole on each rank."""
     part, mesh = part_of("kept_input", x), x.device_mesh
     codes, *scales = keep_input(part, quantizer, STEPS[Phase.EAGER])
     shape, placements = list(x.shape), [Replicate() if p.is_partial() else p for p in x.placements]
@@ -189,21 +207,23 @@ def _kept_input(x: DTensor, quantizer: Quantizer) -> tuple[DTensor, DTensor, DTe
 
 
 def _amax_over_ranks(tensor: DTensor, quantizer: DelayedScaling | None, like: Tensor) -> Tensor:
-    """The amax of the whole tensor, (), the same on every rank; 0 for a tensor without delayed scaling."""
+    """The amax of the whole tensor, shape (), the same on every rank; 0 if the tensor has no delayed scaling."""
     return like.new_zeros(()) if quantizer is None else part_amax(part_of("linear", tensor), quantizer).view(())
 
 
-def _beside(x: DTensor, weight: Tensor, place: Placement, recipe: Recipe, used: Tensor) -> tuple[Tensor, ...]:
-    """The multipliers that an output used, and the amaxes of x and of the weight.
+def _beside(x: DTensor, weight: Any, place: Any, recipe: Recipe, used: Tensor) -> tuple[Tensor, ...]:
+    """The results of a layer with delayed scaling beside its output.
 
-    Ranks that share a layer's tokens tell each other the amax of x; under FSDP in the graph, that of their rows of the
-    weight is for later.
+    Returns:
+        The multipliers that the output used, the amax of x and the amax of the weight. Amaxes are those of the whole
+        tensors; but under graph_fsdp the weight's amax is that of this rank's rows, which the backward reduces.
     """
     (for_x, for_weight, _), mesh = recipe.delayed(), x.device_mesh
     if isinstance(place, OVER_FSDP):
         return used, _amax_over_ranks(x, for_x, used), write_state.amax_of(weight.to(x.dtype), for_weight)
     if for_weight is not None and has_codes(_compat.local_itself(weight)):
-        of_weight = write_state.kept_amax(_whole_state(place.amax_history))
+        history: Any = _whole_state(place.amax_history)
+        of_weight = write_state.kept_amax(history)
     else:
         of_weight = _amax_over_ranks(weight, for_weight, used)
     found = used, _amax_over_ranks(x, for_x, used), of_weight
@@ -211,7 +231,7 @@ def _beside(x: DTensor, weight: Tensor, place: Placement, recipe: Recipe, used: 
 
 
 def _whole_state(multiplier: Tensor | None) -> Tensor | None:
-    """What every rank has of a state, which is no DTensor under FSDP in the graph."""
+    """The multiplier as a plain tensor, whole on this rank; under graph_fsdp it is a plain tensor already."""
     if not isinstance(multiplier, DTensor):
         return multiplier
     part = part_of("linear", multiplier)
@@ -228,13 +248,13 @@ def _scatter_sum(x: DTensor, dim: int, recipe: Recipe) -> DTensor:
 
 
 def _reduced(grad_weight: DTensor, dtype: torch.dtype, rows: Rows) -> Tensor:
-    """This rank's rows of its part of the weight's gradient."""
+    """Reduce the weight's gradient over graph_fsdp's ranks, to this rank's rows of its tensor parallel part."""
     own = [Replicate() if cut is None else Shard(cut.dim) for cut in placed_cuts(rows.placed)]
     return reduced(grad_weight.redistribute(placements=own).to_local(), dtype, rows).contiguous()
 
 
 def _fsdp_tokens(origin: DTensor, amax_history: Tensor, multiplier: Tensor, recipe: Recipe) -> Sequence[Tensor]:
-    return fsdp_tokens(multiplier, amax_history, multiplier, recipe)  # of the origin only its gradient matters
+    return fsdp_tokens(multiplier, amax_history, multiplier, recipe)  # the op never reads its first argument
 
 
 HANDLERS: dict[str, Callable[..., Any]] = {

@@ -1,8 +1,8 @@
-"""Every registered op on DTensors, by its sharding rule: ours, and those of other libraries.
+"""Runs registered ops, ours and those of other libraries, on DTensors by their sharding rules.
 
-Each dim of a mesh takes the `Split` that gathers the fewest bytes from where the arguments are; to narrow what all
-ranks have costs nothing. A maximum over ranks is reduced at once: as a `Partial("max")` it would be reduced by gloo's
-float maximum, which loses the NaN of another rank.
+For each mesh dim it chooses the `Split` that gathers the fewest bytes, given the placements of the arguments. To
+narrow an argument that all ranks have costs nothing. A maximum over ranks is reduced at once, because gloo would
+reduce a `Partial("max")` by its float maximum, which loses another rank's NaN.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ __all__ = ["dispatch_by_rule"]
 
 
 def _units(cut: DimSharding, unit: int) -> tuple[int, ...] | None:
-    """How many units each rank has, or None if one of them is cut."""
+    """Number of units of ``unit`` elements that each rank has; None if a cut lies within a unit."""
     end = 0
     for size in cut.sizes:
         end += size
@@ -45,11 +45,11 @@ class Way:
     """One way to run an op in one group of ranks.
 
     Attributes:
-        wanted: How each argument has to be cut: its dim and unit, or None for all of it.
-        outputs: Outputs, as ``Split`` has them.
-        gathered: Indices of the arguments that are gathered first.
-        units: Number of units that each rank then has of the arguments that are cut.
-        cost: Bytes that are gathered.
+        wanted: For each argument, the dim and unit along which it has to be cut; None if each rank needs all of it.
+        outputs: How results lie, as ``Split.outputs`` says.
+        gathered: Indices of the arguments that are gathered before the op runs.
+        units: Number of units of each cut argument that each rank then has.
+        cost: Number of bytes that are gathered.
     """
 
     wanted: tuple[Cut | None, ...]
@@ -68,7 +68,7 @@ def _way(split: Split, parts: Sequence[Any], index: int, ranks: int) -> Way:
         own = _units(has, cut.unit) if cut is not None and cut.dim % part.local.ndim == has.dim else None
         if own is None or units not in (None, own):
             gathered.add(place)
-            # of the whole, which all ranks count alike: by their own parts, some might gather and others not
+            # the whole's bytes, which all ranks count alike; by their parts' bytes they might choose differently
             cost += part.local.element_size() * math.prod(part.whole_shape(index))
         else:
             units = own
@@ -105,11 +105,11 @@ def dispatch_by_rule(op: Op, args: Sequence[Any]) -> DTensor | tuple[DTensor, ..
 
     Args:
         op: An op with a sharding rule.
-        args: Its arguments; all tensors among them are DTensors on one mesh.
+        args: The op's arguments. All tensors among them are DTensors on one mesh.
 
     Raises:
         TypeError: Some tensors are DTensors and some are not, or the op has no sharding rule.
-        ValueError: They are on different meshes, or placed in a way that FP8 ops do not take.
+        ValueError: Tensors are on different meshes, or have placements that FP8 ops do not take.
     """
     if op.sharding is None:
         raise TypeError(

@@ -1,4 +1,4 @@
-"""Parameters of experts that are spread over ranks: FSDP leaves them alone, and their gradients need an average."""
+"""Parameters of experts that are spread over ranks: FSDP ignores them, so their gradients are averaged here."""
 
 from __future__ import annotations
 
@@ -35,16 +35,17 @@ def expert_parameters(model: nn.Module) -> set[nn.Parameter]:
     ``graph_fsdp``. Call this after experts are placed.
 
     Args:
-        model: A model; one without expert parallelism has none.
+        model: A model. Without expert parallelism the set is empty.
     """
     return set(_named(model).values())
 
 
 def average_expert_gradients(model: nn.Module, parts: int, *, replicas: ProcessGroup | None = None) -> None:
-    """Make the gradients of spread experts those of the mean loss over the whole batch, in place.
+    """Divide the gradients of spread experts, in place, to those of the mean loss over the whole batch.
 
-    An expert's gradient is a sum over the rows that all ranks sent it, and each row comes from the mean loss of its
-    own part of the batch: divided by the parts, it is that of the mean. Call it after each backward that ends a step.
+    An expert's gradient is a sum over the rows that all ranks sent it, and each row's share comes from the mean loss
+    of one part of the batch. So the sum divided by the number of parts is the gradient of the mean loss of all parts.
+    Call this after each backward that ends a step.
 
     Args:
         model: A model with experts that `ExpertParallel` or `spread_experts` has placed. Gradients of other parameters
@@ -70,7 +71,7 @@ def average_expert_gradients(model: nn.Module, parts: int, *, replicas: ProcessG
 
 
 def has_no_other_ranks(mesh: DeviceMesh) -> bool:
-    """Whether a mesh has all ranks of its root mesh, so that no dim is left for FSDP."""
+    """Whether a mesh has all ranks of its root mesh, so that the root has no other dim for FSDP."""
     root = root_mesh(mesh)
     own = set(mesh.mesh_dim_names or ())
     others = [size for name, size in zip(root.mesh_dim_names or (), root.mesh.shape, strict=False) if name not in own]

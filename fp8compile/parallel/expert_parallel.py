@@ -1,4 +1,4 @@
-"""A style for experts: each rank of a mesh has some of them, and rows of tokens travel to the ranks of theirs."""
+"""A style for experts: each rank of a mesh has some of them, and rows of tokens travel to their experts' ranks."""
 
 from __future__ import annotations
 
@@ -20,29 +20,29 @@ __all__ = ["ExpertParallel", "overflowed_rows"]
 
 
 class ExpertParallel(ParallelStyle):
-    """Experts cut over the ranks of a mesh; each rank has tokens of its own, and sends them to their experts.
+    """Spread experts over the ranks of a mesh; each rank sends its rows of tokens to the ranks of their experts.
 
     Parameters become DTensors with ``Shard(0)``. If every product that reads the rows takes codes, rows travel as
-    codes and scales of the recipe's input; results come back in their own dtype. In the backward, gradients travel as
-    codes of the recipe's grad_output, and come back in their own dtype too.
+    codes and scales of the recipe's input, and results come back in their own dtype. In the backward, gradients travel
+    as codes of the recipe's grad_output, and come back in their own dtype too.
 
     Args:
-        capacity: Number of rows that a rank may send to another. None for no limit; the host then waits for the
-            numbers of rows, once in a forward. With a capacity it never waits. Rows that do not fit raise in eager
-            mode, and are counted in compiled code, see `overflowed_rows`.
-        float8_dispatch: Whether rows travel as codes. If a product makes other codes of them, such as grad_weight of
-            ``rowwise``, values are rounded twice, and losses differ in the last digits from those without expert
-            parallel. If False, losses are the same.
-        same_tokens: A mesh with one dim whose ranks have the same tokens, such as tensor parallel ranks of the
-            attention before; all of them are ranks over which experts are cut. Each of them sends its share of the
-            tokens, and all get all results. None: each rank has tokens of its own. If ranks with the same tokens are
-            not named here, each token counts several times in the gradients of experts.
+        capacity: Number of rows that a rank may send to another. None sets no limit; the host then waits for the
+            numbers of rows once in a forward. With a capacity it never waits. Rows that do not fit raise in eager
+            mode, and are counted in compiled code (see `overflowed_rows`).
+        float8_dispatch: Whether rows travel as codes. If a product needs other codes of the rows, as grad_weight of
+            ``rowwise`` does, values are rounded twice, and losses differ in the last digits from those without expert
+            parallelism. If False, losses are the same.
+        same_tokens: A mesh with one dim whose ranks have the same tokens, such as the tensor parallel ranks of the
+            attention before; experts are spread over all of these ranks. Each rank sends its share of the tokens, and
+            all get all results. None if each rank has its own tokens. If ranks with the same tokens are not named
+            here, each token counts several times in the gradients of experts.
 
     Raises:
-        TypeError: When applied: the module is not one of experts that ``fp8compile.convert`` converted and that route
-            tokens themselves.
-        ValueError: When applied: a mesh has more than one dim, experts are no multiple of its ranks, or ranks with
-            the same tokens have other experts than those of the mesh.
+        TypeError: When the style is applied: the module is no module of experts that ``fp8compile.convert`` converted
+            and that routes tokens itself.
+        ValueError: When the style is applied: a mesh has more than one dim, the number of experts is no multiple of
+            the number of ranks, or ``same_tokens`` has ranks that are not on the mesh.
     """
 
     def __init__(
@@ -107,13 +107,13 @@ def _check_same_tokens(same: DeviceMesh | None, mesh: DeviceMesh) -> None:
 
 
 def overflowed_rows(model: nn.Module) -> dict[str, int]:
-    """Number of rows that did not fit in messages so far, on this rank, for each module of experts with a capacity.
+    """Number of rows that this rank has dropped so far, for each module of experts with a capacity.
 
     Args:
         model: A model, compiled or not. Reading the numbers waits for its device.
 
     Returns:
-        The numbers by the name of the module; 0 means that nothing was dropped.
+        The numbers by the name of the module; 0 means that all rows fit in their messages.
     """
     counters = {
         name: counter_of(module) for name, module in model.named_modules() if isinstance(module, ConvertedExperts)

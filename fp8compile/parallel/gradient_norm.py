@@ -1,10 +1,10 @@
 """The norm of all gradients of a model whose parameters lie on several meshes, or on none.
 
-    parameters of one mesh, cut over the same dims of it   --each rank: the norm of its parts-->   one message a dim
-    parameters that each rank has                          --each rank: their norm-->              none
+    parameters of one mesh, cut over the same mesh dims    --each rank: the norm of its parts-->   one message a dim
+    parameters that each rank has as a whole               --each rank: their norm-->              no message
 
-No operator of DTensor takes two meshes, so `torch.nn.utils.clip_grad_norm_` raises for such a model. It also raises
-for the infinity norm if a rank has nothing of a parameter.
+No operator of DTensor takes two meshes, so `torch.nn.utils.clip_grad_norm_` raises for a model on several. It also
+raises for the infinity norm if a rank's part of a parameter is empty.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from fp8compile.tensor import shown
 
 __all__ = ["clip_grad_norm_"]
 
-Place = tuple[DeviceMesh, tuple[int, ...]]  # a mesh, and over which of its dims a parameter is cut
+Place = tuple[DeviceMesh, tuple[int, ...]]  # a mesh, and the dims of the mesh over which a parameter is cut
 
 
 def _place(parameter: nn.Parameter) -> Place | None:
@@ -46,7 +46,7 @@ def _local(grad: Tensor, parameter: Any) -> Tensor:
 
 
 def _norm(parts: Sequence[Tensor], norm_type: float, foreach: bool | None, device: torch.device) -> Tensor:
-    """The norm of this rank's part; an empty part counts as 0, because PyTorch raises for its largest element."""
+    """The norm of this rank's parts together; 0 if all are empty, because PyTorch's infinity norm raises for them."""
     parts = [part for part in parts if part.numel()]
     if not parts:
         return torch.zeros((), device=device)
@@ -89,29 +89,29 @@ def clip_grad_norm_(
 ) -> Tensor:
     """Scale the gradients of a model so that their norm is at most ``max_norm``, over all ranks and meshes.
 
-    It is ``torch.nn.utils.clip_grad_norm_`` of a whole model in one process: for plain parameters to the bit. With
-    tensor, expert and data parallel ranks, in any combination, each element counts once. All ranks call it, after
-    gradients that ranks share are summed: see `average_expert_gradients` for those of experts.
+    The result is that of ``torch.nn.utils.clip_grad_norm_`` on the whole model in one process; for plain parameters it
+    has the same bits. With tensor, expert and data parallel ranks, in any combination, each element counts once. All
+    ranks call this, after they have summed the gradients that they share (see `average_expert_gradients`).
 
     Args:
-        model: Its parameters are plain, or DTensors on as many meshes as there are.
+        model: A model whose parameters are plain tensors, or DTensors on any number of meshes.
         max_norm: The largest norm that gradients may have.
-        norm_type: Above 0; ``float("inf")`` is the largest magnitude.
+        norm_type: Order of the norm, above 0; ``float("inf")`` takes the largest magnitude.
         error_if_nonfinite: Whether a norm that is infinite or NaN raises; else gradients are scaled by it.
         foreach: Whether one kernel takes many gradients; None lets PyTorch choose, as in its function.
 
     Returns:
-        The norm before, (), on all ranks the same, in the dtype that gradients have.
+        The norm before scaling, shape (), the same on all ranks, in the dtype that gradients have.
 
     Raises:
         TypeError: The model is no module.
-        ValueError: ``max_norm`` or ``norm_type`` is none.
-        RuntimeError: The norm is not finite, and ``error_if_nonfinite``.
+        ValueError: ``max_norm`` is no number of at least 0, or ``norm_type`` no number above 0.
+        RuntimeError: The norm is not finite and ``error_if_nonfinite`` is True.
     """
     _check(model, max_norm, norm_type)
     by_place: dict[Place | None, list[nn.Parameter]] = {}
     for parameter in model.parameters():
-        # one without a gradient too: whether it has one may differ between ranks
+        # parameters without a gradient are included, because ranks may differ in which have one
         by_place.setdefault(_place(parameter), []).append(parameter)
     grads = [parameter.grad for own in by_place.values() for parameter in own if parameter.grad is not None]
     norms = []

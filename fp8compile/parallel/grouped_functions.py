@@ -1,10 +1,11 @@
-"""Grouped linear layers whose matrices are cut over ranks: tensor parallel within experts.
+"""Grouped linear layers whose matrices are cut over ranks: tensor parallelism within experts.
 
     column_parallel_grouped_linear   weights (E, N/R, K)    all rows  ->  features of the output, cut
     row_parallel_grouped_linear      weights (E, N, K/R)    features of the input, cut  ->  all rows
 
-One after the other they are the feed-forward layers of experts. Between the two, ranks send only the amaxes of blocks
-that span several ranks. The sum over ranks is taken for all rows, before the rows of one token are added.
+The first followed by the second computes the feed-forward layers of experts. Between the two, ranks send only the
+amaxes of blocks that span several ranks. The sum over ranks is taken for all rows, before the rows that belong to one
+token are added.
 """
 
 from __future__ import annotations
@@ -73,11 +74,11 @@ def column_parallel_grouped_linear(
         bias: (groups, out_features / R), this rank's part, or None.
         recipe: Quantizers, as `fp8compile.grouped_linear` takes them.
         group: The R ranks.
-        feature_sizes: Rows of each matrix that each rank has; as many as this one by default. Where a block is
-            neither one row nor all of them, parts end where blocks end.
+        feature_sizes: Number of rows of each matrix for each rank; by default all ranks have as many as this one. If
+            a block has more than one row but not all, each part has to end where a block ends.
 
     Returns:
-        (rows, out_features / R), the dtype of ``x`` (or of autocast), zeros behind the last group.
+        (rows, out_features / R), the dtype of ``x`` (or of autocast), zeros after the last group.
 
     Raises:
         TypeError, RuntimeError: The same as `fp8compile.grouped_linear`; or the group is none.
@@ -109,11 +110,11 @@ def row_parallel_grouped_linear(
         bias: (groups, out_features), the same on all ranks, or None. Added once.
         recipe: Quantizers, as `fp8compile.grouped_linear` takes them.
         group: The R ranks.
-        feature_sizes: Columns of each matrix that each rank has; as many as this one by default. Where a block is
-            neither one column nor all of them, parts end where blocks end.
+        feature_sizes: Number of columns of each matrix for each rank; by default all ranks have as many as this one.
+            If a block has more than one column but not all, each part has to end where a block ends.
 
     Returns:
-        (rows, out_features), the dtype of ``x`` (or of autocast), zeros behind the last group.
+        (rows, out_features), the dtype of ``x`` (or of autocast), zeros after the last group.
 
     Raises:
         TypeError, RuntimeError: The same as `fp8compile.grouped_linear`; or the group is none.

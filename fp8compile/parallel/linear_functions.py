@@ -3,8 +3,8 @@
     column_parallel_linear   weight (N/R, K)    tokens, whole or cut  ->  features of the output, cut
     row_parallel_linear      weight (N, K/R)    features of the input, cut  ->  tokens, whole or cut
 
-One after the other they are an MLP or an attention block, and nothing is sent between the two. Gathers send codes;
-sums are sent in the dtype of the tensor.
+The first followed by the second computes an MLP or an attention block, and nothing is sent between the two. Gathers
+send codes; sums are sent in the dtype of the tensor.
 
     tokens    column, forward and backward                     row, forward and backward
     whole     nothing; grad_input all-reduced                  output all-reduced; nothing
@@ -30,7 +30,7 @@ __all__ = ["check_group", "column_parallel_linear", "row_parallel_linear"]
 
 
 def check_group(function: str, group: object, *tensors: object) -> str:
-    """The name of a group; a TypeError, in the function's name, if it is none or a tensor is a DTensor."""
+    """The name of a group; raises a TypeError that names ``function`` if it is no group or a tensor is a DTensor."""
     if any(isinstance(tensor, DTensor) for tensor in tensors):
         raise TypeError(
             f"{function}: a tensor is a DTensor, which knows its ranks itself; this function takes what one rank has. "
@@ -45,7 +45,7 @@ def check_group(function: str, group: object, *tensors: object) -> str:
 def _shared_sizes(
     function: str, argument: str, given: object, group: ProcessGroup, total: int, what: str
 ) -> tuple[int, ...]:
-    """What each rank gets of a whole; even parts if nothing is given."""
+    """The size of each rank's part of ``total``: the given sizes, or equal parts if none are given."""
     if given is None:
         if total % group.size():
             raise ValueError(
@@ -60,7 +60,7 @@ def _shared_sizes(
 
 
 def _sequence_dim(function: str, x: Tensor, sequence_dim: object, sequence_sizes: object) -> int | None:
-    """Counted from 0."""
+    """The checked ``sequence_dim`` as a nonnegative dim of ``x``; None if none is given."""
     if sequence_dim is None:
         if sequence_sizes is not None:
             raise ValueError(
@@ -76,6 +76,32 @@ def _sequence_dim(function: str, x: Tensor, sequence_dim: object, sequence_sizes
             "the last, which holds features."
         )
     return sequence_dim % x.ndim
+
+
+def _parallel(
+    function: str,
+    weight_dim: int,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    recipe: Recipe,
+    group: ProcessGroup,
+    sequence_dim: int | None,
+    sequence_sizes: Sequence[int] | None,
+    feature_sizes: Sequence[int] | None,
+) -> Tensor:
+    name = check_group(function, group, x, weight, bias)
+    check_recipe(function, recipe)
+    x, weight, bias = checked_operands(function, x, weight, bias)
+    what = f"the {('rows', 'columns')[weight_dim]} of weight"
+    features = own_sizes(function, "feature_sizes", feature_sizes, group, weight.shape[weight_dim], what)
+    dim, tokens = _sequence_dim(function, x, sequence_dim, sequence_sizes), (0,) * group.size()
+    if dim is not None:
+        known = own_sizes if weight_dim == 0 else _shared_sizes  # each rank has its tokens, or gets them of a sum
+        what = f"the entries of x along dim {dim}"
+        tokens = known(function, "sequence_sizes", sequence_sizes, group, x.shape[dim], what)
+    check_agreement(function, x, group, feature_sizes=features, sequence_sizes=tokens)
+    return sharded_linear(x, weight, bias, weight_dim, features, dim, tokens, group.rank(), name, recipe)
 
 
 def column_parallel_linear(
@@ -97,12 +123,13 @@ def column_parallel_linear(
     Args:
         x: Shape (..., in_features), bfloat16, float16 or float32: all tokens, or this rank's.
         weight: Shape (out_features / R, in_features), this rank's rows, the dtype of ``x``.
-        bias: Shape (out_features / R,), this rank's, or None.
+        bias: Shape (out_features / R,), this rank's part, or None.
         recipe: Quantizers for the operands.
         group: The R ranks.
-        sequence_dim: Which dim of ``x`` is cut over the ranks; None: each of them has all tokens.
-        sequence_sizes: Tokens that each rank has along that dim; as many as this rank by default. May hold zeros.
-        feature_sizes: Rows of the weight that each rank has; as many as this one by default.
+        sequence_dim: The dim of ``x`` that is cut over the ranks; None if each rank has all tokens.
+        sequence_sizes: Number of tokens of each rank along that dim, zeros allowed; by default all ranks have as many
+            as this one.
+        feature_sizes: Number of rows of the weight for each rank; by default all ranks have as many as this one.
 
     Returns:
         Shape (..., out_features / R) for all tokens, the dtype of ``x`` (or of autocast).
@@ -113,17 +140,8 @@ def column_parallel_linear(
             sizes, which they compare in the first call with a group.
         RuntimeError: This device has no GEMM for the recipe.
     """
-    function = "column_parallel_linear"
-    name = check_group(function, group, x, weight, bias)
-    check_recipe(function, recipe)
-    x, weight, bias = checked_operands(function, x, weight, bias)
-    features = own_sizes(function, "feature_sizes", feature_sizes, group, weight.shape[0], "the rows of weight")
-    dim, tokens = _sequence_dim(function, x, sequence_dim, sequence_sizes), (0,) * group.size()
-    if dim is not None:
-        what = f"the entries of x along dim {dim}"
-        tokens = own_sizes(function, "sequence_sizes", sequence_sizes, group, x.shape[dim], what)
-    check_agreement(function, x, group, feature_sizes=features, sequence_sizes=tokens)
-    return sharded_linear(x, weight, bias, 0, features, dim, tokens, group.rank(), name, recipe)
+    sizes = sequence_dim, sequence_sizes, feature_sizes
+    return _parallel("column_parallel_linear", 0, x, weight, bias, recipe, group, *sizes)
 
 
 def row_parallel_linear(
@@ -149,9 +167,9 @@ def row_parallel_linear(
         bias: Shape (out_features,), the same on all ranks, or None. Added once; its gradient is that of all tokens.
         recipe: Quantizers for the operands.
         group: The R ranks.
-        sequence_dim: Which dim of the output is cut over the ranks; None: each of them gets all tokens.
-        sequence_sizes: Tokens that each rank gets along that dim; even parts by default. May hold zeros.
-        feature_sizes: Columns of the weight that each rank has; as many as this one by default.
+        sequence_dim: The dim of the output that is cut over the ranks; None if each rank gets all tokens.
+        sequence_sizes: Number of tokens that each rank gets along that dim, zeros allowed; equal parts by default.
+        feature_sizes: Number of columns of the weight for each rank; by default all ranks have as many as this one.
 
     Returns:
         Shape (..., out_features), the dtype of ``x`` (or of autocast).
@@ -162,14 +180,5 @@ def row_parallel_linear(
             sizes, which they compare in the first call with a group.
         RuntimeError: This device has no GEMM for the recipe.
     """
-    function = "row_parallel_linear"
-    name = check_group(function, group, x, weight, bias)
-    check_recipe(function, recipe)
-    x, weight, bias = checked_operands(function, x, weight, bias)
-    features = own_sizes(function, "feature_sizes", feature_sizes, group, weight.shape[1], "the columns of weight")
-    dim, tokens = _sequence_dim(function, x, sequence_dim, sequence_sizes), (0,) * group.size()
-    if dim is not None:
-        what = f"the entries of x along dim {dim}"
-        tokens = _shared_sizes(function, "sequence_sizes", sequence_sizes, group, x.shape[dim], what)
-    check_agreement(function, x, group, feature_sizes=features, sequence_sizes=tokens)
-    return sharded_linear(x, weight, bias, 1, features, dim, tokens, group.rank(), name, recipe)
+    sizes = sequence_dim, sequence_sizes, feature_sizes
+    return _parallel("row_parallel_linear", 1, x, weight, bias, recipe, group, *sizes)

@@ -1,6 +1,7 @@
-"""DTensor to part and back: a placement for each dim of a mesh is a cut, or none, for each group of ranks.
+"""Converts a DTensor to this rank's part and back. Each mesh dim's placement becomes a cut, or None, of its group.
 
-Placements are read as DTensor means them: Shard(d) on several dims of a mesh cuts the part of the one before it.
+Placements are read as DTensor defines them: if several mesh dims have Shard(d), each cuts the part that the mesh dim
+before it left.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ __all__ = ["check_one_mesh", "cuts_of", "part_of", "placements_of", "whole_of"]
 
 
 def _check_placement(function: str, tensor: DTensor, placement: Placement) -> None:
-    # by type: the placement of a flattened view is a kind of Shard with another order of elements
+    # exact types, because the placement of a flattened view is a subclass of Shard with another order of elements
     if type(placement) not in (Shard, Replicate, Partial):
         raise ValueError(
             f"{function}: a tensor has placements {tensor.placements}; FP8 ops take Shard, Replicate and Partial. "
@@ -34,9 +35,10 @@ def _check_placement(function: str, tensor: DTensor, placement: Placement) -> No
 
 
 def _group_and_rank(mesh: DeviceMesh, index: int, *, is_meta: bool) -> tuple[ProcessGroup | None, int]:
-    """The ranks along a dim of a mesh, and which of them this one is.
+    """The process group of a mesh dim, and this rank's number in it.
 
-    Without data nothing is sent, and a mesh may have no groups: type checkers ask so how a layer's result would lie.
+    The group is None for a tensor on the meta device whose mesh has no groups: tools that only check placements ask
+    for results on such meshes, and nothing is sent.
     """
     if is_meta and not _compat.has_groups(mesh):
         return None, mesh.get_coordinate()[index]  # type: ignore[index]  # this rank is on the mesh
@@ -44,11 +46,10 @@ def _group_and_rank(mesh: DeviceMesh, index: int, *, is_meta: bool) -> tuple[Pro
 
 
 def cuts_of(tensor: DTensor) -> Sharding:
-    """How a DTensor lies on its mesh, one cut or None a mesh dim; partial sums count as summed.
+    """How a DTensor is cut: one entry for each mesh dim, a cut or None. Partial sums count as summed.
 
     Args:
-        tensor: With placements that `part_of` takes. Its mesh may be without process groups if it is on the meta
-            device.
+        tensor: A DTensor with placements that `part_of` takes. On the meta device, its mesh needs no process groups.
     """
     mesh, sizes = tensor.device_mesh, list(tensor.shape)
     cuts: list[DimSharding | None] = []
@@ -64,11 +65,14 @@ def cuts_of(tensor: DTensor) -> Sharding:
 
 
 def part_of(function: str, tensor: DTensor) -> Plain:
-    """What this rank has of a DTensor, one cut or None a mesh dim; partial sums are summed first.
+    """This rank's part of a DTensor and how it is cut. Partial sums are summed over ranks first.
 
     Args:
-        function: Who asks, for errors.
-        tensor: Any placements.
+        function: Name of the function that asks, for errors.
+        tensor: A DTensor whose placements are Shard, Replicate and Partial.
+
+    Raises:
+        ValueError: The tensor has another kind of placement.
     """
     for placement in tensor.placements:
         _check_placement(function, tensor, placement)
@@ -80,7 +84,7 @@ def part_of(function: str, tensor: DTensor) -> Plain:
 
 
 def whole_of(local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int]) -> DTensor:
-    """The DTensor of this shape, contiguous, whose part on this rank is ``local``."""
+    """The contiguous DTensor of shape ``shape`` that has ``local`` as its part on this rank."""
     stride = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
     return DTensor.from_local(
         local.contiguous(), mesh, list(placements), run_check=False, shape=torch.Size(shape), stride=stride
@@ -88,11 +92,11 @@ def whole_of(local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], s
 
 
 def placements_of(steps: Sequence[Step], dims: dict[str, Sequence[int]]) -> list[Placement]:
-    """Where a product's result is, a placement a mesh dim.
+    """The placements of a product's result, one for each mesh dim.
 
     Args:
-        steps: What each group did.
-        dims: For ``"m"`` and ``"n"``, which dim of the result is sharded over each of the groups.
+        steps: What the group of each mesh dim did for the product.
+        dims: For ``"m"`` (rows) and ``"n"`` (columns), the dim of the result that each group shards.
     """
     found: list[Placement] = []
     for index, step in enumerate(steps):

@@ -1,4 +1,4 @@
-"""Quantized parameters that FSDP2 has sharded: which ranks have one scale."""
+"""Quantized parameters that FSDP2 has sharded: which ranks share a scale."""
 
 from __future__ import annotations
 
@@ -6,26 +6,27 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fp8compile._compat import local_itself
+from fp8compile.nn.model_type import Model
 from fp8compile.tensor import is_quantized_parameter, share_scale_of_part
 
 __all__ = ["share_scales"]
 
 
-def share_scales(model: nn.Module) -> nn.Module:
-    """Let each shard of a quantized parameter know the ranks that have its scale too.
+def share_scales(model: Model) -> Model:
+    """Tell each shard of a quantized parameter which ranks share its scale.
 
-    ``fully_shard`` makes the shards and does not say; the first forward does. So this is for weights that are written
-    to before that, by ``reset_parameters`` after a start on the meta device.
+    A shard learns its ranks in the first forward, not in ``fully_shard``. Call this if weights are written to before
+    the first forward, such as by ``reset_parameters`` after a start on the meta device.
 
     Args:
-        model: After ``fully_shard``.
+        model: A model after ``fully_shard``.
 
     Returns:
         The model.
 
     Raises:
         TypeError: The model is no module.
-        RuntimeError: PyTorch 2.11, which can't have a group on a tensor.
+        RuntimeError: PyTorch 2.11, whose tensors can't hold a process group.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"share_scales: model is a {type(model).__name__}; it is a torch.nn.Module.")

@@ -1,13 +1,13 @@
-"""Plans for `torch.distributed.tensor.parallel.parallelize_module` that send codes instead of bfloat16.
+"""Styles for `torch.distributed.tensor.parallel.parallelize_module` that send codes instead of bfloat16.
 
-    style              stock: what is gathered, in the tensor's dtype        here, as codes
-    ColwiseParallel    the input, where it is cut, in the forward            in the forward, and for grad_weight
-    RowwiseParallel    grad_output, where the output is sequence parallel    for grad_input and for grad_weight
+    style              PyTorch's style gathers, in the tensor's dtype        this style gathers codes of it
+    ColwiseParallel    the input, if it is cut, in the forward               in the forward, and for grad_weight
+    RowwiseParallel    grad_output, if the output is sequence parallel       for grad_input and for grad_weight
 
-Arguments and their defaults are PyTorch's, so a plan may be ported name by name: without layouts, tokens are whole.
-A layer quantizes the part that its rank has. Linears that read one tensor (q, k, v; gate, up) share one quantization
-and one gather in compiled code, where PyTorch makes equal calls once (2.15 repeats messages). Everything else is the
-stock style's: sums over ranks are in the output's dtype.
+Arguments and defaults are PyTorch's, so a plan can be ported name by name. Without layouts, each rank has all tokens.
+A layer quantizes the part that its rank has. Compiled code makes equal calls once, so linears that read one tensor
+(q, k, v; gate, up) share one quantization and one gather (PyTorch 2.15 repeats the gather). Everything else is as in
+PyTorch's style: sums over ranks are in the output's dtype.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ def _check_linear(style: str, module: nn.Module) -> None:
 
 
 class ColwiseParallel(parallel.ColwiseParallel):
-    """out_features cut over the ranks; codes of the input are gathered, in whatever dim it is cut.
+    """Cut the weight's out_features over the ranks, and gather codes of the input, whichever dim of it is cut.
 
     Args:
-        input_layouts: Where a plain tensor that comes in is, whole on every rank by default; ``Shard(1)`` where the
-            sequence of (batch, sequence, features) is cut. A DTensor says so itself.
-        output_layouts: Where the output goes; along the last dim by default.
-        use_local_output: Whether the output is a plain tensor, this rank's part, or a DTensor.
+        input_layouts: Placement of an input that is a plain tensor; by default each rank has all of it. ``Shard(1)``
+            means that the sequence of (batch, sequence, features) is cut. A DTensor has its own placement.
+        output_layouts: Placement of the output; by default it is cut along the last dim.
+        use_local_output: Whether the output is a plain tensor with this rank's part; else it is a DTensor.
 
     Raises:
         TypeError: When applied: the module is no ``fp8compile.Linear``.
@@ -60,22 +60,22 @@ class ColwiseParallel(parallel.ColwiseParallel):
         use_local_output: bool = True,
     ) -> None:
         super().__init__(input_layouts=input_layouts, output_layouts=output_layouts, use_local_output=use_local_output)
-        self.desired_input_layouts: Any = self.input_layouts  # as they are: the stock style redistributes nothing
+        self.desired_input_layouts: Any = self.input_layouts  # equal layouts: PyTorch's style redistributes nothing
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         _check_linear("ColwiseParallel", module)
-        place_codes(module, device_mesh, Shard(0), self.src_data_rank)  # the stock style leaves alone what is placed
+        place_codes(module, device_mesh, Shard(0), self.src_data_rank)  # PyTorch's style skips placed parameters
         return super()._apply(module, device_mesh)
 
 
 class RowwiseParallel(parallel.RowwiseParallel):
-    """in_features cut over the ranks; of a sequence-parallel output, codes of the gradient are gathered.
+    """Cut the weight's in_features over the ranks, and gather codes of grad_output if the output's sequence is cut.
 
     Args:
-        input_layouts: Where a plain tensor that comes in is; along the last dim by default.
-        output_layouts: Where the sum over the ranks goes, whole to every rank by default; ``Shard(1)`` cuts the
+        input_layouts: Placement of an input that is a plain tensor; by default it is cut along the last dim.
+        output_layouts: Placement of the sum over ranks; by default each rank has all of it. ``Shard(1)`` cuts the
             sequence of (batch, sequence, features).
-        use_local_output: Whether the output is a plain tensor, this rank's part, or a DTensor.
+        use_local_output: Whether the output is a plain tensor with this rank's part; else it is a DTensor.
 
     Raises:
         TypeError: When applied: the module is no ``fp8compile.Linear``.
@@ -95,5 +95,5 @@ class RowwiseParallel(parallel.RowwiseParallel):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         _check_linear("RowwiseParallel", module)
-        place_codes(module, device_mesh, Shard(1), self.src_data_rank)  # the stock style leaves alone what is placed
+        place_codes(module, device_mesh, Shard(1), self.src_data_rank)  # PyTorch's style skips placed parameters
         return super()._apply(module, device_mesh)

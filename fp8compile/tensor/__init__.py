@@ -1,28 +1,29 @@
 """QuantizedTensor: codes and scales that stand for a tensor.
 
-    arguments.py    what callers hand over, checked
+    arguments.py    checks of callers' arguments
     codes.py        one set of codes and scales, as plain tensors
-    quantized_tensor.py  the class, and what torch.compile asks of it
-    views.py        the ops that keep what it stands for
-    layer.py        as the weight of a layer
-    quantize.py     making one
-    product.py      multiplying two
-    quantized_parameter.py  one that is trained
-    parameter_makers.py  new tensors like it
-    write_ops.py    ops that write to it
-    optimizer_steps.py  one rounding a step
-    update.py       new values for many of them
-    fsdp2_hooks.py  what FSDP2 asks of one: hooks
-    gather_layout.py, gather_policy.py, pass_in_memory.py  what its gathers send, when they send which codes, and
-                    whose are in memory
-    shards.py       how ranks cut one
-    scale_without_values.py  scales of codes that stand for no values yet
-    saved.py        what a file has of one
-    agreement.py    whether ranks say the same sizes
+    quantized_tensor.py  the class, with the methods that torch.compile calls
+    views.py        views, copies and moves between devices
+    layer.py        QuantizedTensor as the weight of a layer
+    quantize.py     makes a QuantizedTensor from a tensor
+    product.py      multiplies two QuantizedTensors
+    quantized_parameter.py  QuantizedParameter, which optimizers train
+    parameter_makers.py  ops that make new tensors like a parameter
+    write_ops.py    ops that write to a parameter
+    optimizer_steps.py  a parameter is rounded once in each optimizer step
+    update.py       writes new values to many parameters at once
+    fsdp2_hooks.py  the hooks that FSDP2 calls around an all-gather
+    gather_layout.py   the messages of an FSDP2 all-gather
+    gather_policy.py   which codes each FSDP2 all-gather sends
+    pass_in_memory.py  which codes are in the gathered memory now
+    shards.py       how ranks cut a weight
+    scale_without_values.py  scales for codes that have no values yet
+    saved.py        functions that pickles call
+    agreement.py    checks that all ranks pass the same sizes
     refusals.py     operators that raise
-    attributes.py   what others hang on a parameter
+    attributes.py   keeps attributes that other libraries set on a parameter
 
-An op that none of them gives a meaning raises.
+An op that no file implements raises a TypeError.
 """
 
 from fp8compile.tensor import parameter_makers as parameter_makers  # these four fill tables of the classes

@@ -1,8 +1,9 @@
-"""Ranks of a group compare what each of them is said to have, once, before they send it.
+"""Compare sizes over the ranks of a group once, before the ranks send tensors of these sizes.
 
-A message of another size than a rank expects raises no error: gloo ends the process, and NCCL waits for ever or reads
-memory that is no part of the message. The comparison is a message too, and all ranks have to take part. So it is made
-in the first call: a rank that asked again whenever its own sizes change would ask alone.
+A message with another size than a rank expects raises no error: gloo ends the process, and NCCL waits forever or reads
+memory outside of the message. The comparison is itself a message that all ranks must take part in. It is therefore
+made in the first call only. If a rank compared again whenever its own sizes change, it would wait for ranks whose
+sizes did not change.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ _AGREED: WeakKeyDictionary[ProcessGroup, set[tuple[str, ...]]] = WeakKeyDictiona
 
 
 def _of_all_ranks(numbers: list[int], group: ProcessGroup, device: torch.device) -> list[list[int]]:
-    with _compat.no_dispatch():  # these numbers are no part of what is being traced
+    with _compat.no_dispatch():  # keeps these numbers out of a graph that is being traced
         own = torch.tensor(numbers, dtype=torch.int64, device=device)
         every = [torch.empty_like(own) for _ in range(group.size())]
         distributed.all_gather(every, own, group=group)
@@ -33,7 +34,7 @@ def _of_all_ranks(numbers: list[int], group: ProcessGroup, device: torch.device)
 def _compare_once(
     function: str, group_name: str, device: torch.device, names: tuple[str, ...], sizes: tuple[tuple[int, ...], ...]
 ) -> None:
-    # Dynamo hands over no group itself
+    # Dynamo can't pass the group, so it passes the group's name
     group = _resolve_process_group(group_name)  # type: ignore[arg-type]  # names are a type of their own since 2.13
     key = (function, *names)
     agreed = _AGREED.setdefault(group, set())
@@ -52,19 +53,20 @@ def _compare_once(
 
 
 def check_agreement(function: str, x: Tensor, group: ProcessGroup, **sizes: tuple[int, ...]) -> None:
-    """Raise on all ranks of a group unless they give the same sizes; compared in a function's first call with a group.
+    """Raise on all ranks of a group unless all of them give the same sizes.
 
-    A compiled function compares while Dynamo traces it, so its steps send nothing more. Sizes that are symbols then
-    are not compared, nor are those of fake tensors.
+    Sizes are compared in the first call with the same function, argument names and group. A compiled function compares
+    while Dynamo traces it, so that its steps send nothing more. Symbolic sizes and sizes of fake tensors are not
+    compared.
 
     Args:
-        function: The name of the function that asks.
+        function: The name of the caller, for the error's text.
         x: The tensor that is about to be sent.
         group: The ranks. All of them call this.
-        sizes: What each rank has, one entry a rank, by the name of the function's argument.
+        sizes: Keyword arguments named as in the caller; each is a tuple with one entry for each rank.
 
     Raises:
-        ValueError: The ranks give different sizes. The text has those of each rank.
+        ValueError: The ranks give different sizes. The text lists the sizes of each rank.
     """
     numbers = tuple([size for each in sizes.values() for size in each])
     if group.size() == 1 or x.is_meta or _compat.is_fake(x) or not all(map(_compat.is_static, numbers)):

@@ -1,4 +1,4 @@
-"""What callers of this package hand over: the checks that several functions make, and what they say."""
+"""Checks of callers' arguments that several functions make, and the texts of their errors."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ SOURCE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 @_compat.constant_when_traced
 def shown(value: object) -> str:
-    """What an error says of a wrong value: its repr."""
+    """The text for a wrong value in an error: its repr."""
     return repr(value)
 
 
 def not_dense(x: Tensor) -> str | None:
-    """What keeps a tensor from being a plain dense one, in words, or None."""
+    """The reason why a tensor is not dense, as the rest of a sentence that begins "x ..."; None if it is dense."""
     if x.layout != torch.strided:
         return f"has layout {x.layout}"
     if x.is_nested:
@@ -32,11 +32,17 @@ def not_dense(x: Tensor) -> str | None:
 
 
 def checked_sizes(function: str, argument: str, given: Any, group: ProcessGroup) -> tuple[int, ...]:
-    """What a caller says that each rank of a group has; in the words of ``function``, whose argument it is.
+    """Check an argument that gives the size of each rank's part, and return it as a tuple.
+
+    Args:
+        function: Name of the function that was given the argument, for errors.
+        argument: Name of the argument, for errors.
+        given: The sizes.
+        group: The ranks.
 
     Raises:
-        TypeError: It is no sequence of ints.
-        ValueError: It has not one entry for each rank.
+        TypeError: ``given`` is not a sequence of ints from 0.
+        ValueError: ``given`` does not have one entry for each rank.
     """
     if not isinstance(given, Sequence) or not all(type(size) is int and size >= 0 for size in given):
         raise TypeError(f"{function}: {argument} is {shown(given)}; it is a tuple of ints from 0, one for each rank.")
@@ -48,11 +54,19 @@ def checked_sizes(function: str, argument: str, given: Any, group: ProcessGroup)
 
 
 def own_sizes(function: str, argument: str, given: Any, group: ProcessGroup, own: int, what: str) -> tuple[int, ...]:
-    """What each rank has, where this one's part is known: as much as this one if nothing is given.
+    """Check sizes as ``checked_sizes`` does, and check that this rank's entry is the size of its part.
+
+    Args:
+        function: Name of the function that was given the argument, for errors.
+        argument: Name of the argument, for errors.
+        given: The sizes; None if all ranks have as much as this one.
+        group: The ranks.
+        own: Size of this rank's part.
+        what: Names the entries that ``own`` counts, for errors.
 
     Raises:
-        TypeError: As ``checked_sizes``.
-        ValueError: As ``checked_sizes``, or this rank has something else; ``what`` names that.
+        TypeError: ``given`` is not a sequence of ints from 0.
+        ValueError: ``given`` does not have one entry for each rank, or this rank's entry is not ``own``.
     """
     if given is None:
         return (own,) * group.size()

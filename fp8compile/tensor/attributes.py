@@ -1,4 +1,4 @@
-"""What other libraries hang on a parameter stays where another object takes the parameter's place."""
+"""Keep the attributes that other libraries set on a parameter when another object replaces the parameter."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fp8compile._compat import keep_grad_dtype
 
 __all__ = ["attributes_of_others", "in_place_of", "moved"]
 
-# `Module.to` and `Module.to_empty` put what these return in the place of a parameter that is a tensor subclass
+# `Module.to` and `Module.to_empty` replace a parameter of a tensor subclass by what these ops return
 MOVES = {torch.ops.aten.detach.default, torch.ops.aten._to_copy.default, torch.ops.aten.empty_like.default}
 
 
@@ -24,23 +24,23 @@ def _declared(cls: type[Any]) -> set[str]:
 
 
 def attributes_of_others(tensor: Tensor) -> dict[str, Any]:
-    """The attributes of a tensor that its class does not declare: what its users put there."""
+    """The attributes of a tensor that its class does not declare, which are those that users set."""
     own = _declared(type(tensor))
     return {name: value for name, value in vars(tensor).items() if name not in own}
 
 
 def moved(op: Any, source: Tensor, result: Tensor) -> Tensor:
-    """The result of an op, which keeps the source's attributes if the op is one that moves a parameter."""
+    """Return the result of an op; if the op moves a parameter, first copy the source's attributes to the result."""
     if op in MOVES:
         vars(result).update(attributes_of_others(source))
     return result
 
 
 def in_place_of(parameter: Tensor, data: Tensor) -> Parameter:
-    """A parameter with the ``requires_grad``, ``grad_dtype`` and attributes of others that the one it replaces has.
+    """Make a parameter that replaces another one: same ``requires_grad``, ``grad_dtype`` and users' attributes.
 
     Args:
-        parameter: The one that is replaced.
+        parameter: The parameter that is replaced.
         data: The tensor that the new parameter holds; it is not copied.
     """
     found = Parameter(data, requires_grad=parameter.requires_grad)

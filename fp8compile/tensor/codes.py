@@ -1,4 +1,4 @@
-"""One set of codes of a quantized tensor, which has one such set or two."""
+"""One set of codes of a QuantizedTensor; a tensor has one set or two."""
 
 from __future__ import annotations
 
@@ -17,19 +17,25 @@ __all__ = ["Codes", "alias_of"]
 
 @dataclass(frozen=True, kw_only=True)
 class Codes(Quantized):
-    """Codes and scales as plain tensors, which views share."""
+    """One set of codes with its scales, as plain tensors. Views of a QuantizedTensor share their memory."""
 
     @property
     def has_all_scales(self) -> bool:
-        """Whether it has scales of blocks that other ranks have elements of."""
+        """Whether this part of a tensor holds the scales of all blocks of the whole tensor along a side."""
         return any(self.has_scales_of_whole)
 
     def parts(self) -> tuple[Tensor, ...]:
-        """The plain tensors that it is made of."""
+        """The plain tensors: codes, scale and, if present, the outer scale."""
         return self.codes, *self.scales
 
     def showing(self, codes: Tensor, scale: Tensor | None = None, **others: object) -> Codes:
-        """Those of a view: these codes, and views of the scales that are not given."""
+        """The set for a view of the tensor.
+
+        Args:
+            codes: The codes of the view.
+            scale: The scale of the view; None for a view of this set's scale.
+            others: Other fields that differ.
+        """
         scale = alias_of(self.scale) if scale is None else scale
         given: dict[str, Any] = {
             "codes": codes,
@@ -40,19 +46,19 @@ class Codes(Quantized):
         return replace(self, **given)
 
     def each(self, change: Callable[[Tensor], Tensor]) -> Codes:
-        """Those of which each part is changed."""
+        """A set in which ``change`` was applied to the codes and to each scale."""
         outer = None if self.outer_scale is None else change(self.outer_scale)
         return replace(self, codes=change(self.codes), scale=change(self.scale), outer_scale=outer)
 
     def codes_shape(self, size: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape of the codes of a weight of this size."""
+        """The shape of this quantizer's codes for a weight of this size."""
         return codes_shape(size, self.quantizer)
 
     def scale_shapes(self, size: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
-        """The shapes of all levels of scales of such a weight."""
+        """The shapes of this quantizer's scales for a weight of this size, by level."""
         return scale_shapes(size, self.quantizer)
 
 
 def alias_of(tensor: Tensor | None) -> Tensor | None:
-    """A view of all of a tensor, if there is one."""
+    """A view of a whole tensor; None for None."""
     return None if tensor is None else torch.ops.aten.alias.default(tensor)

@@ -1,13 +1,15 @@
-"""What FSDP2 asks of a weight that travels as codes: a rank's tensors for the wire, and a weight of what arrived.
+"""The hooks that FSDP2 calls on a weight that is sent as codes.
+
+One hook returns the tensors that this rank sends, and one makes the weight from the tensors that arrive.
 
     forward     codes for the output      --FSDP2's all-gather--> the weight's memory
-    backward    codes for grad_input      --FSDP2's all-gather--> the same memory: FSDP2 freed it between
+    backward    codes for grad_input      --FSDP2's all-gather--> the same memory, which FSDP2 freed in between
 
-One set of codes is gathered in each pass. Where one gather has to serve both passes of a weight of two sets, both
-travel, or values.
+Each pass gathers one set of codes. If one gather has to serve both passes of a weight with two sets, it sends both
+sets, or plain values.
 
-FSDP2 gathers into the same memory again and again. Scales get memory of their own, which FSDP2 frees with the weight.
-The scales of a set that was not gathered are NaN: whatever multiplied its codes would not go unnoticed.
+FSDP2 gathers into the same memory again and again. Scales have memory of their own, which FSDP2 frees with the weight.
+The scales of a set that was not gathered are NaN, so that a product with its codes would be noticed.
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ class FullyShardHooks:
     """The two methods that `torch.distributed.fsdp.fully_shard` calls around its all-gather.
 
     Attributes:
-        gathers: What gatherings of a weight of two sets of codes are like; None if both passes read the same codes.
+        gathers: What the gathers of a weight with two sets of codes send; None if both passes read the same codes.
         batch: Number of leading dims over which matrices are stacked.
     """
 
@@ -49,21 +51,31 @@ class FullyShardHooks:
     def sets_to_gather(
         self, mesh: Any, size: tuple[int, ...], module: Any, mp_policy: Any
     ) -> tuple[DimSharding, Sequence[SetToGather]]:
-        """How ranks cut the weight, and what this one may send of each set of its codes; arguments as of FSDP2."""
+        """Return how ranks cut the weight, and the sets of codes that this rank can send.
+
+        Args:
+            mesh: The mesh over whose ranks FSDP2 gathers.
+            size: Size of the whole weight.
+            module: The module that has the weight.
+            mp_policy: FSDP2's ``MixedPrecisionPolicy``.
+        """
         raise NotImplementedError
 
     def values_to_gather(self, mp_policy: Any) -> Tensor:
-        """This rank's values, if values are gathered where one gather serves both passes."""
+        """The values of this rank's shard, for a gather of plain values that serves both passes."""
         raise NotImplementedError
 
     def place_of_gathered(self, shards: DimSharding) -> dict[str, Any]:
-        """Group, dim and sizes of the weight that is gathered, as a QuantizedTensor takes them."""
+        """Keyword arguments group, shard_dim and sizes for the gathered QuantizedTensor; empty if it is whole."""
         return {}
 
     def fsdp_pre_all_gather(
         self, mesh: Any, outer_size: torch.Size, outer_stride: tuple[int, ...], module: Any, mp_policy: Any
     ) -> tuple[tuple[Tensor, ...], GatherLayout]:
-        """This rank's codes for the pass that asks, or for both, or its values; and what the gathered ones mean."""
+        """Return the tensors that this rank sends, and the layout that tells how to read what arrives.
+
+        The tensors are the codes for the pass that runs now, the codes for both passes, or plain values.
+        """
         size = tuple(outer_size)
         kind, gemms = (BOTH, PAIR) if self.gathers is None else self.gathers.now(module)
         shards, sets = self.sets_to_gather(mesh, size, module, mp_policy)
@@ -79,7 +91,17 @@ class FullyShardHooks:
         *,
         out: Any = None,
     ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
-        """The weight that the layer sees; with ``out``, that of the gather before, whose memory was written to."""
+        """Make the weight that the layer multiplies from the gathered tensors.
+
+        Args:
+            all_gather_outputs: The gathered tensors.
+            metadata: The layout that ``fsdp_pre_all_gather`` returned.
+            param_dtype: Dtype of the weight.
+            out: The weight of an earlier gather; FSDP2 has gathered into its memory. It gets the new scales.
+
+        Returns:
+            The weight, and the tensors that FSDP2 frees with it. None if ``out`` is given.
+        """
         if metadata.scales is None:
             rows, *others = metadata.size
             return None if out is not None else (all_gather_outputs[0].view(-1, *others)[:rows], ())
@@ -88,7 +110,7 @@ class FullyShardHooks:
             _fill(before, all_gather_outputs, metadata)
             return None
         sets, own = _memory(all_gather_outputs, metadata)
-        alone = len(metadata.scales) < len(sets)  # then there are two, and `gathers` says which
+        alone = len(metadata.scales) < len(sets)  # one of two sets was gathered
         in_memory = self.gathers.in_memory if alone and self.gathers is not None else None
         place = self.place_of_gathered(metadata.shards)
         weight = QuantizedTensor.of_sets(sets, param_dtype, batch=self.batch, in_memory=in_memory, **place)
@@ -97,12 +119,16 @@ class FullyShardHooks:
 
 
 def _memory(gathered: Sequence[Tensor], layout: GatherLayout) -> tuple[list[Codes], tuple[Tensor, ...]]:
-    """The sets of codes of a weight on the memory that FSDP2 gathers into, and what of them is memory of its own."""
+    """Make the sets of codes of a weight, on the memory that FSDP2 gathers into.
+
+    Returns:
+        The sets, and the tensors whose memory was allocated here.
+    """
     sets, own = [], []
-    with torch.inference_mode(mode=False):  # later gathers write to it, under whatever mode
+    with torch.inference_mode(mode=False):  # later gathers write to these tensors, in inference mode or not
         if not layout.is_alone_with_both:
             memories = [gathered[0], gathered[len(layout.scales or ()) - 1]]
-        else:  # FSDP2 makes no parameter of a view into the middle
+        else:  # FSDP2 makes no parameter from a view that begins in the middle of its memory
             memories = [gathered[0].view(2, -1)[0], gathered[0].new_empty(gathered[0].numel() // 2)]
             own.append(memories[1])
         for memory, quantizer, shapes in zip(memories, layout.quantizers, layout.scale_shapes, strict=False):
@@ -112,7 +138,7 @@ def _memory(gathered: Sequence[Tensor], layout: GatherLayout) -> tuple[list[Code
                 for shape, dtype in zip(shapes, dtypes, strict=False)
             ]
             shape = codes_shape(layout.size, quantizer)
-            # behind the last row there may be padding; parts are laid along the dim that FSDP2 cut
+            # there may be padding after the last row
             codes = memory.view(-1)[: math.prod(shape)].view(shape)
             own += scales
             sets.append(Codes(codes=codes, scale=scales[0], quantizer=quantizer, outer_scale=(*scales[1:], None)[0]))
@@ -120,7 +146,7 @@ def _memory(gathered: Sequence[Tensor], layout: GatherLayout) -> tuple[list[Code
 
 
 def _fill(weight: QuantizedTensor, gathered: Sequence[Tensor], layout: GatherLayout) -> None:
-    """Give a weight the scales of the codes that were gathered into its memory."""
+    """Write the scales of the codes that were gathered into a weight's memory."""
     arrived = layout.scales_of_whole(gathered)
     if layout.is_alone_with_both:
         codes = weight.sets()[1].codes
@@ -135,13 +161,16 @@ def _fill(weight: QuantizedTensor, gathered: Sequence[Tensor], layout: GatherLay
 
 
 def _write(memory: Tensor, values: Tensor) -> None:
-    """As FSDP2 writes what it gathers: autograd, which saved a weight in the forward, is not to count it."""
+    """Write to memory without incrementing its version counter, because autograd saved the weight in the forward.
+
+    FSDP2 writes gathered tensors in the same way.
+    """
     with _compat.uncounted_write(memory):
         memory.copy_(values)
 
 
 def _without_values(own: Codes) -> list[Tensor]:
-    """NaN for scales of all levels of a set whose codes were not gathered."""
+    """NaN scales of all levels, for a set whose codes were not gathered."""
     device = own.scale.device
     levels = scale_without_values(own.quantizer, (), torch.nan, device), torch.full((), torch.nan, device=device)
     return [level.expand(scale.shape) for level, scale in zip(levels, own.scales, strict=False)]

@@ -1,11 +1,11 @@
-"""The tensors that FSDP2 sends for a weight of codes, and what those that arrive mean.
+"""The tensors that FSDP2 sends for a weight that is codes, and how those that arrive are read.
 
-    codes of each set        a byte each, or of four bits half of one
-    scales of a rank's own   of all sets in one row of bytes, beside the codes
+    codes of each set           one byte for each code, or half a byte for codes of four bits
+    scales of this rank alone   the scales of all sets as one 1-D tensor of bytes, sent beside the codes
 
-FSDP2 takes tensors of another size beside the codes only if no rank pads, and none from a single rank nor of a weight
-that it cuts along another dim than the first, by which it lays out all that arrives. Such scales travel by messages of
-their own; scales that all ranks know don't travel.
+FSDP2 sends a tensor of another size beside the codes only if there are several ranks, no rank pads its shard, and the
+weight is cut along dim 0. Otherwise the ranks send their scales by messages of their own. Scales that all ranks have
+are not sent.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ Shapes = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True)
 class SetToGather:
-    """One set of codes of a rank's shard, which a gather may bring.
+    """One set of codes of a rank's shard, which a gather may send.
 
     Attributes:
-        gemm: The product that multiplies them.
-        quantizer: What makes them.
-        is_own: For each level of scales, whether this rank alone has those of its shard.
-        scale_shapes: Shapes of the scales, by level, that belong to what arrives.
-        make: Gives the codes as another quantizer of the same codes lays them down, and then scales by level: those
-            of the shard if they are its own, else those of the whole.
+        gemm: The GEMM that reads the codes.
+        quantizer: The quantizer of the codes.
+        is_own: For each level of scales, whether only this rank has the scales of its shard.
+        scale_shapes: Shapes of the gathered weight's scales, by level.
+        make: Returns the codes, and then the scales by level. Its argument is a quantizer that makes the same codes
+            but may pack them otherwise. The scales are those of the shard if ``is_own``, else those of the weight.
     """
 
     gemm: Gemm
@@ -50,7 +50,7 @@ class SetToGather:
     make: Callable[[Quantizer], Sequence[Tensor]]
 
     def bytes_of_own_scales(self, size: Sequence[int]) -> int:
-        """Bytes of the scales that are a rank's own, of a shard of this size."""
+        """Number of bytes of the scales that only one rank has, for a shard of this size."""
         dtypes = self.quantizer.scale_dtype(), torch.float32
         levels = zip(scale_shapes(size, self.quantizer), dtypes, self.is_own, strict=False)
         return sum(math.prod(shape) * dtype.itemsize for shape, dtype, is_own in levels if is_own)
@@ -58,15 +58,16 @@ class SetToGather:
 
 @dataclass(frozen=True)
 class GatherLayout:
-    """What arrives. A rank may keep it until the backward, so it has no codes.
+    """How to read the tensors that a gather brings. A rank may keep this until the backward, so it holds no codes.
 
     Attributes:
         shards: How ranks cut the weight.
-        size: The size of the weight that they have together.
-        quantizers: What made the codes of each set of the weight, as they travel.
-        scale_shapes: Shapes of the scales of each set of the weight.
-        scales: For each product whose codes were sent, its scales by level, and for each whether it travelled beside
-            the codes: then it is this rank's own, else that of the whole. Empty if values arrive, and no codes.
+        size: Size of the whole weight.
+        quantizers: For each set, the quantizer of the codes in the form in which they are sent.
+        scale_shapes: For each set, the shapes of the whole weight's scales, by level.
+        scales: For each GEMM whose codes are sent, pairs of a scale and a bool, by level. True: the scale is that of
+            this rank's shard, and is sent beside the codes. False: the scale is that of the whole weight. None if
+            plain values are gathered instead of codes.
     """
 
     shards: DimSharding
@@ -77,16 +78,16 @@ class GatherLayout:
 
     @property
     def ranks(self) -> int:
-        """How many ranks have parts."""
+        """Number of ranks that have parts of the weight."""
         return len(self.shards.sizes)
 
     @property
     def is_alone_with_both(self) -> bool:
-        """Whether one tensor brings both sets: FSDP2 takes no other from a rank that has all of a weight."""
+        """Whether one tensor holds both sets, because FSDP2 sends only one tensor if a single rank has the weight."""
         return self.ranks == 1 and len(self.scales or ()) == 2
 
     def scales_of_whole(self, gathered: Sequence[Tensor]) -> dict[Gemm, list[Tensor]]:
-        """Scales of the whole weight, by level, of the sets that were gathered."""
+        """The scales of the whole weight for each GEMM whose codes were gathered, by level."""
         found: dict[Gemm, list[Tensor]] = {}
         start = 0
         for gemm, levels in (self.scales or {}).items():
@@ -102,7 +103,7 @@ class GatherLayout:
 
 def as_sent(local: Tensor, shards: DimSharding) -> Tensor:
     """This rank's shard, padded to the length that every rank sends."""
-    padding = max(shards.sizes) - shards.length  # of rows alone: FSDP2 cuts other dims into equal parts
+    padding = max(shards.sizes) - shards.length  # only rows are padded: FSDP2 cuts other dims into equal parts
     local = pad(local, (*(0, 0) * (local.ndim - 1), 0, padding)) if padding else local
     return local.contiguous()
 
@@ -110,15 +111,15 @@ def as_sent(local: Tensor, shards: DimSharding) -> Tensor:
 def codes_to_send(
     sets: Sequence[SetToGather], gemms: Sequence[Gemm], shards: DimSharding, size: tuple[int, ...], *, together: bool
 ) -> tuple[tuple[Tensor, ...], GatherLayout]:
-    """The tensors that FSDP2 is to send, and what those that arrive mean.
+    """Make the tensors that FSDP2 sends for this rank, and the layout that tells how to read what arrives.
 
     Args:
         sets: All sets of the weight's codes.
-        gemms: The products whose codes are sent.
+        gemms: The GEMMs whose codes are sent.
         shards: How ranks cut the weight.
-        size: Of the weight.
-        together: Whether all sets travel in each gather. FSDP2's buffers don't change, so each gather has as much
-            room for scales as the largest one needs.
+        size: Size of the whole weight.
+        together: Whether each gather sends all sets. FSDP2's buffers keep their size, so that each gather has as much
+            room for scales as the largest gather needs.
     """
     beside = shards.is_even() and len(shards.sizes) > 1 and shards.dim == 0
     quantizers = as_they_travel([each.quantizer for each in sets], shards, size)
@@ -146,7 +147,7 @@ def codes_to_send(
 def _scales_of_all_ranks(
     levels: Sequence[Tensor], own: SetToGather, shards: DimSharding, size: tuple[int, ...]
 ) -> list[Tensor]:
-    """All levels of scales of a weight: those that are each rank's own by messages of their own."""
+    """The scales of the whole weight, by level; levels that differ by rank are gathered with messages of their own."""
     dim, found = shards.dim, []
     shapes = [scale_shapes((*size[:dim], each, *size[dim + 1 :]), own.quantizer) for each in shards.sizes]
     for scale, is_own, level in zip(levels, own.is_own, zip(*shapes, strict=True), strict=True):
@@ -155,10 +156,11 @@ def _scales_of_all_ranks(
 
 
 def as_they_travel(quantizers: Sequence[Quantizer], shards: DimSharding, size: Sequence[int]) -> tuple[Quantizer, ...]:
-    """The quantizers of codes as FSDP2 sends them: two codes of four bits to a byte in all sets, or in none.
+    """The quantizers of codes in the form in which FSDP2 sends them.
 
-    Messages of two sets are as long. Codes are sent one a byte if shards are uneven, or columns are cut: of a rank
-    that pads its shard, FSDP2 takes only tensors as large as the shard, an element each.
+    Codes of four bits are sent two to a byte in all sets or in none, so that the messages of two sets have the same
+    length. They are sent one to a byte if shards are uneven or columns are cut, because a rank that pads its shard can
+    only send tensors with as many elements as the shard.
     """
     found = [_as_it_travels(each, shards, size) for each in quantizers]
     if any(packed_dim(each) is None for each in found):
@@ -177,5 +179,5 @@ def _as_it_travels(quantizer: Quantizer, shards: DimSharding, size: Sequence[int
 
 @cache
 def _one_object(quantizer: Quantizer) -> Quantizer:
-    """Equal quantizers as one object: graphs are guarded by which it is."""
+    """Return the same object for equal quantizers, because graphs have guards on the object's identity."""
     return quantizer

@@ -1,4 +1,4 @@
-"""What FSDP2 gathers of a weight of which forward and backward multiply different codes, and what the report says."""
+"""What FSDP2 gathers for a weight with different codes for forward and backward, and how the report says that."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 __all__ = ["BOTH", "GATHERED", "OWN", "PLAIN", "GatherPolicy"]
 
-GATHERED = "gathered"  # on a layer: what FSDP2 gathers of its weight
+GATHERED = "gathered"  # attribute of a layer: text that says what FSDP2 gathers for its weight
 PAIR = OUTPUT, GRAD_INPUT = GEMMS[:2]
 OWN, BOTH, PLAIN = "own", "codes", "param_dtype"
 IN_WORDS = {
@@ -26,14 +26,16 @@ IN_WORDS = {
 
 @dataclass
 class GatherPolicy:
-    """What all gathers of one weight are like. FSDP2 makes its buffers once, so they stay what the first one was.
+    """What all gathers of one weight send.
+
+    The first gather decides, because FSDP2 allocates its buffers only once.
 
     Attributes:
-        for_both: What is gathered where one gather serves both passes, ``"codes"`` or ``"param_dtype"``.
+        for_both: What is gathered if one gather serves both passes: ``"codes"`` or ``"param_dtype"``.
         checkpointed: Whether the backward repeats the forward.
-        kind: ``OWN``, ``BOTH`` or ``PLAIN``, from the first gather on.
-        in_memory: Whose codes are in memory, if each pass gathers its own.
-        name: The weight's in its module.
+        kind: ``OWN``, ``BOTH`` or ``PLAIN``; None before the first gather.
+        in_memory: Records which codes were gathered last, if each pass gathers its own.
+        name: Name of the weight in its module.
     """
 
     for_both: str
@@ -44,11 +46,15 @@ class GatherPolicy:
     _parameter: _compat.FsdpParameter | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> GatherPolicy:
-        """What a copied weight starts with: FSDP2 has not gathered it, and modules and groups are the original's."""
+        """The policy for a copy of the weight: the same settings, but nothing was gathered yet."""
         return GatherPolicy(self.for_both, self.checkpointed, name=self.name)
 
     def now(self, module: nn.Module) -> tuple[str, tuple[Gemm, ...]]:
-        """What a gather that is about to start brings: its kind, and the products whose codes it brings."""
+        """Decide what the gather that is about to start sends.
+
+        Returns:
+            The kind of gather, and the GEMMs whose codes it sends.
+        """
         if self._parameter is None:
             self._parameter = next(
                 each for each in _compat.fsdp_parameters() if (each.module, each.name) == (module, self.name)
@@ -58,10 +64,10 @@ class GatherPolicy:
         return kind, PAIR if kind == BOTH else own_pass
 
     def _kind_for(self, parameter: _compat.FsdpParameter) -> str:
-        """What is gathered, given what FSDP2 does with the parameter.
+        """The kind of gather that fits how FSDP2 treats the parameter now.
 
         Raises:
-            RuntimeError: FSDP2 has been told otherwise since the first gather.
+            RuntimeError: Each pass gathered its own codes so far, and FSDP2 now keeps the weight after the forward.
         """
         kind = self.for_both if self.checkpointed or parameter.stays_after_forward else OWN
         if self.kind is None:
@@ -77,6 +83,6 @@ class GatherPolicy:
         return self.kind
 
     def in_words(self) -> str:
-        """What a report says before the first gather, for fully_shard has not been called yet."""
+        """The text for a report before the first gather, when FSDP2's settings are not known yet."""
         for_both = IN_WORDS[self.for_both]
         return for_both if self.checkpointed else f"{IN_WORDS[OWN]}; or, if FSDP2 keeps the weight, {for_both}"

@@ -1,6 +1,7 @@
-"""A QuantizedTensor as the weight of a layer: its own codes are the operand, in both directions.
+"""A QuantizedTensor as the weight of a layer: forward and backward multiply its codes.
 
-One with two sets of codes has its own for each direction. A stack of matrices is the weight of a grouped layer.
+A weight with two sets of codes has one set for the forward and one for the backward. A stack of matrices is the weight
+of a grouped layer.
 """
 
 from __future__ import annotations
@@ -22,12 +23,12 @@ __all__ = ["check_serves", "is_stack", "unserved"]
 
 @_compat.constant_when_traced
 def unserved(quantizer: Quantizer, recipe: Recipe, for_grad_input: Quantizer | None = None) -> str | None:
-    """Why a layer with this recipe can't run on a weight's codes that a quantizer made, as text; None if it can.
+    """The reason why a layer with this recipe can't run on the codes of a quantized weight; None if it can.
 
     Args:
-        quantizer: What made the codes for the output.
-        recipe: Of the layer.
-        for_grad_input: What made those for grad_input, if they are others.
+        quantizer: The quantizer that made the codes for the output.
+        recipe: The layer's recipe.
+        for_grad_input: The quantizer that made the codes for grad_input, if the weight has a second set.
     """
     if for_grad_input is not None:
         wanted = zip((quantizer, for_grad_input), (recipe.weight, recipe.weight_for_grad_input), strict=True)
@@ -55,7 +56,7 @@ def check_serves(function: str, weight: QuantizedTensor, recipe: Recipe) -> None
 
 
 def is_stack(tensor: object) -> bool:
-    """Whether a tensor is codes of a stack of matrices, each quantized for itself."""
+    """Whether a tensor is a QuantizedTensor of a stack of matrices, each quantized by itself."""
     return isinstance(tensor, QuantizedTensor) and tensor.batch == 1
 
 
@@ -98,11 +99,11 @@ def _codes(weight: QuantizedTensor, gemm: Gemm) -> Quantized:
 
 
 def _run(func: Any, *args: Any) -> Any:
-    """A layer's op on the weight's own codes; in a graph the other operand is quantized as its compiler would have it.
+    """Run a layer's op on the codes that its weight has. In a graph, Inductor fuses the other operand's quantization.
 
     Args:
-        func: The op.
-        args: Its arguments.
+        func: The layer's op.
+        args: The op's arguments; the weight is a QuantizedTensor.
     """
     op, gemm = OPS_OF_LAYERS[func], LAYER_OPS[func]
     x, weight, recipe = args[0], args[1], args[-1]

@@ -1,13 +1,13 @@
-"""One rounding a step: while an optimizer's step runs, its quantized parameters have values, and are codes after it.
+"""Round quantized parameters once for each optimizer step.
 
-step begins      each parameter gets a `Pending` without values, which all its views have too
-op in place      computes with these values, in the parameter's dtype; the first one dequantizes
+step begins      each parameter and all its views get one `Pending`, without values
+op in place      computes on the Pending's values, in the parameter's dtype; the first op dequantizes the codes
 step ends        values of all parameters --one amax message--> codes, scales
 
-PyTorch's loops write to a parameter by several ops (AdamW: weight decay, then the update), and no op knows that
-another one follows. Hooks of all optimizers know when a step begins and ends. Whoever reads codes before that gets
-codes of the values so far: reading rounds. A closure is called outside of the step. A compiled step gets values beside
-the codes, so its graph is that of plain parameters: PyTorch calls hooks before and after it.
+An optimizer writes to a parameter with several ops (AdamW: weight decay, then the update), and no op knows whether
+another one follows. Hooks on all optimizers tell when a step begins and ends. Reading codes during a step rounds the
+values that were computed so far. A closure runs outside of the step. A compiled step is given the values beside the
+codes, so that its graph is the same as for plain parameters; PyTorch calls the hooks before and after the graph.
 """
 
 from __future__ import annotations
@@ -49,17 +49,17 @@ Place = tuple[tuple[int, ...], tuple[int, ...], int]
 
 
 def place_of(tensor: Tensor) -> Place:
-    """Shape, strides and offset: where a view lies, among views of one memory."""
+    """Shape, strides and storage offset of a tensor; two views of one memory with the same place are equal."""
     return tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset())
 
 
 class Pending:
-    """What a parameter is during an optimizer's step.
+    """The values of a parameter during an optimizer's step.
 
     Attributes:
-        place: Shape, strides and offset of the tensor that the optimizer writes to.
-        parameter: That tensor; None in a graph, which is given values only.
-        values: Its values in its dtype; None as long as its codes are up to date.
+        place: Shape, strides and offset of the parameter that the optimizer writes to.
+        parameter: The parameter; None in a compiled graph, which is given the values only.
+        values: The parameter's values in its dtype; None while its codes are up to date.
     """
 
     def __init__(
@@ -70,10 +70,10 @@ class Pending:
         self.values = values
 
     def is_of(self, tensor: QuantizedParameter) -> bool:
-        """Return True if a view of the parameter has the shape, strides and offset of the whole.
+        """Whether a view of the parameter shows the whole parameter: same shape, strides and offset.
 
         Raises:
-            TypeError: The view is a part, in a graph, where nobody else can write its values.
+            TypeError: The view is a part of the parameter in a compiled graph, which can only write the whole.
         """
         same = place_of(tensor) == self.place
         if not same and self.parameter is None:
@@ -81,13 +81,13 @@ class Pending:
         return same
 
     def given(self) -> Tensor:
-        """Return the values that a compiled step reads and writes; computed from the codes if there are none yet."""
+        """Return the values that a compiled step reads and writes; dequantize the codes if there are none yet."""
         if self.values is None:
             self.values = self.parameter.dequantize().detach()  # type: ignore[union-attr]  # a graph is given values
         return self.values
 
     def take(self, values: Tensor) -> None:
-        """Replace the values, in the memory of the previous ones if any: a graph may hold that memory."""
+        """Replace the values. If there are values already, overwrite their memory, because a graph may hold it."""
         if self.values is None:
             self.values = values
         elif self.values is not values:
@@ -95,18 +95,25 @@ class Pending:
 
 
 def computed_values(tensor: QuantizedParameter) -> Tensor | None:
-    """Values that the running step has computed so far; None if the codes are up to date."""
+    """The values that the running step has computed so far; None if the codes are up to date."""
     pending = tensor.pending
     return pending.values if pending is not None and pending.is_of(tensor) else None
 
 
 def values_of(tensor: QuantizedParameter) -> Tensor:
-    """Values that an in-place op reads: those that the running step has computed so far, else those of the codes."""
+    """The values that an in-place op reads: those the running step has computed so far, else the dequantized codes."""
     return tensor.dequantize() if (values := computed_values(tensor)) is None else values
 
 
 def write(tensors: Sequence[QuantizedParameter], values: Sequence[Tensor]) -> None:
-    """Give parameters, or views of them, values of their shape and dtype: at the end of a step that runs, else now."""
+    """Write new values to parameters or views of them.
+
+    A whole parameter of a running step keeps the values until the step ends. Any other tensor is quantized now.
+
+    Args:
+        tensors: The parameters or views.
+        values: One tensor for each, with its shape and dtype.
+    """
     now = []
     for tensor, value in zip(tensors, values, strict=True):
         pending = tensor.pending
@@ -119,7 +126,7 @@ def write(tensors: Sequence[QuantizedParameter], values: Sequence[Tensor]) -> No
 
 
 def settle(parameters: Iterable[QuantizedParameter]) -> None:
-    """Quantize what a step has computed so far, for all these parameters with one message of amaxes."""
+    """Quantize the values that a step has computed so far; all these parameters take one message of amaxes."""
     found = (each.pending for each in parameters)
     every = {id(pending): pending for pending in found if pending is not None and pending.parameter is not None}
     due: list[Any] = [(pending.parameter, pending.values) for pending in every.values() if pending.values is not None]
@@ -154,7 +161,7 @@ def _close(parameters: Sequence[QuantizedParameter]) -> None:
 
 
 def _outside(argument: Any, parameters: Sequence[QuantizedParameter]) -> Any:
-    """A closure that a step calls runs outside of it: it reads codes. Any other argument is as it was."""
+    """Wrap a closure, so that it runs outside of the step and reads codes; return any other argument unchanged."""
     if not callable(argument):
         return argument
 
@@ -174,7 +181,7 @@ def _begin(
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     if not (parameters := _parameters(optimizer)):
         return None
-    _close(parameters)  # what a step that raised has left
+    _close(parameters)  # an earlier step may have raised and left values
     _open(parameters)
     outside = partial(_outside, parameters=parameters)
     return (args[0], *map(outside, args[1:])), {name: outside(value) for name, value in kwargs.items()}
@@ -186,7 +193,7 @@ def _end(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 
 def check_outside_of_graph_of_step(tensors: Iterable[object], what: object) -> None:
-    """Raise a TypeError if one of these is a parameter in the graph of a compiled step, to which codes are stale."""
+    """Raise a TypeError if one of the tensors is a parameter in a compiled step's graph, where its codes are stale."""
     for each in tensors:
         pending = getattr(each, "pending", None)
         if pending is not None and pending.parameter is None:
@@ -195,6 +202,6 @@ def check_outside_of_graph_of_step(tensors: Iterable[object], what: object) -> N
 
 @cache
 def listen_to_optimizers() -> None:
-    """Have every optimizer's step say when it begins and ends. Called once there is a parameter that is codes."""
+    """Register the hooks on all optimizers. The first QuantizedParameter calls this; later calls do nothing."""
     register_optimizer_step_pre_hook(_begin)
     register_optimizer_step_post_hook(_end)

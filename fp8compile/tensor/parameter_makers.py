@@ -1,4 +1,4 @@
-"""New tensors like a QuantizedParameter: memory for another one, FSDP2's shards, and what optimizers keep of it."""
+"""Ops that make a new tensor like a QuantizedParameter: empty copies, FSDP2's shards, and optimizer state."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ aten: Any = torch.ops.aten
 
 
 def _empty_like(func: Any, x: QuantizedParameter, **kwargs: Any) -> Tensor:
-    """Codes without values; the scales are NaN until there are some."""
+    """Make a parameter with uninitialized codes. Its scales are NaN until values are written to it."""
     if kwargs.pop("dtype", None) not in (None, x.dtype):
         raise TypeError(f"{func} of a QuantizedParameter in another dtype: take that of .dequantize().")
     sets = []
@@ -39,13 +39,13 @@ def _empty_like(func: Any, x: QuantizedParameter, **kwargs: Any) -> Tensor:
 
 
 def _plain_like(func: Any, x: QuantizedParameter, *args: Any, **kwargs: Any) -> Tensor:
-    """What optimizers keep of a parameter is in high precision."""
+    """Make a plain tensor of the parameter's shape and dtype, because optimizers keep their state unquantized."""
     values = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
     return func(values, *args, **{"device": x.device, **kwargs})
 
 
 def _cuts_blocks(x: QuantizedParameter, own: Codes, size: Sequence[int]) -> bool:
-    """Whether this is memory for a part of a whole weight that ends within a block: FSDP2 asks for it."""
+    """Whether a new tensor of this size is memory for a shard that ends within a block, as FSDP2 allocates it."""
     if x.extent != WHOLE or len(size) != x.ndim:
         return False
     dim = cut_dim(x, size)
@@ -56,7 +56,11 @@ def _cuts_blocks(x: QuantizedParameter, own: Codes, size: Sequence[int]) -> bool
 
 
 def _blank_set(func: Any, x: QuantizedParameter, own: Codes, size: Sequence[int], **kwargs: Any) -> Codes:
-    """Zeros with scales of their own: those of the whole, if it has them, for a rank without elements has them too."""
+    """Make one set of zero codes of a given size, with new memory for its scales.
+
+    If ``own`` has the scales of the whole weight, the new set gets a copy of them, since a rank without elements needs
+    them too.
+    """
     if packed_dim(own.quantizer) == -2 and (len(size) < 2 or size[-2] % 2):
         raise TypeError(
             f"{func} {tuple(size)} of a QuantizedParameter whose codes share a byte with the next row's, by "
@@ -82,14 +86,14 @@ def _blank_set(func: Any, x: QuantizedParameter, own: Codes, size: Sequence[int]
 
 
 def _new_zeros(func: Any, x: QuantizedParameter, size: Sequence[int], **kwargs: Any) -> Tensor:
-    """Memory for a part, or for another tensor like it."""
-    if x.batch and len(size) != x.ndim:  # FSDP2, for a rank without elements
+    """Make a blank parameter of zero codes, as memory for a shard of ``x`` or for a tensor like it."""
+    if x.batch and len(size) != x.ndim:  # FSDP2 does this for a rank without elements
         return x.flat([own.codes.new_empty(size, **kwargs) for own in x.sets()])
     if kwargs.pop("dtype", None) not in (None, x.dtype):
         raise TypeError(f"{func} of a QuantizedParameter in another dtype: use torch.zeros.")
     sets = [_blank_set(func, x, own, size, **kwargs) for own in x.sets()]
     found = QuantizedParameter.of_sets(sets, x.dtype, batch=x.batch)
-    if x.extent == WHOLE:  # FSDP2 is about to cut it
+    if x.extent == WHOLE:  # FSDP2 is about to cut `x`
         found.outer = tuple(shared_with(x, own) for own in x.stored())
     else:
         found.group, found.shard_dim, found.outer = x.group, x.shard_dim, x.outer
@@ -113,6 +117,6 @@ WRITES.update(
         aten.ones_like.default: _made(_plain_like),
         aten.full_like.default: _made(_plain_like),
         aten.new_zeros.default: _made(_new_zeros),
-        aten.new_empty.default: _made(_new_zeros),  # FSDP2, for a rank without elements
+        aten.new_empty.default: _made(_new_zeros),  # FSDP2 calls it for a rank without elements
     }
 )

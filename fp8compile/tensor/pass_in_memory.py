@@ -1,4 +1,4 @@
-"""Whose codes lie in the memory that both sets of a gathered weight share, where FSDP2 gathers it once a pass."""
+"""Record which codes are in the memory that both sets of a weight share, if FSDP2 gathers one set in each pass."""
 
 from __future__ import annotations
 
@@ -21,21 +21,24 @@ TOO_EARLY = (
 
 
 class PassInMemory:
-    """Names the product whose codes were gathered last: ``gemm``.
+    """Records the GEMM whose codes were gathered last.
 
-    It is None where nothing is known: in a graph that is being traced, and before the first gather.
+    The attribute ``gemm`` is the GEMM's name. It is None before the first gather, and in a graph that is being traced.
     """
 
     def __init__(self) -> None:
         self.gemm: str | None = None
 
     def check_forward(self) -> None:
-        """Raise a RuntimeError if a forward is repeated in the backward; whoever reads its codes asks, graphs too."""
+        """Raise a RuntimeError if a forward is repeated in the backward, when memory holds the codes for grad_input.
+
+        `QuantizedTensor.codes_in_forward` calls this, for compiled graphs too.
+        """
         if self.gemm == GRAD_INPUT.name:
             raise RuntimeError(REPEATED.format(what="a forward reads a weight in the backward"))
 
     def check(self, gemm: Gemm) -> None:
-        """Raise a RuntimeError if the codes that a product multiplies are not in memory."""
+        """Raise a RuntimeError if the codes that ``gemm`` reads are not in memory."""
         if gemm is not OUTPUT:
             if self.gemm == OUTPUT.name:
                 raise RuntimeError(TOO_EARLY)

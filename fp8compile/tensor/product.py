@@ -3,8 +3,8 @@
     a, b --fp8compile::scaled_mm--> product --fp8compile::with_product_gradient--> result
     a, b <------------- d(result) @ b^T, a^T @ d(result) ----------------------------+
 
-Codes and scales carry no gradient, so a second op stands behind the product: it returns the product as it is, and has
-the derivative of ``a @ b``, taken of the dequantized matrices.
+Codes and scales have no gradient. A second op after the product therefore returns the product unchanged, and has the
+derivative of ``a @ b`` for the dequantized matrices.
 """
 
 from __future__ import annotations
@@ -76,24 +76,24 @@ with_product_gradient: OpOverload = register_op(
     samples=_samples,
     setup_context=_setup_context,
 )
-# of QuantizedTensors nothing is computed: the result is the product that is known, and no copy of it
+# for QuantizedTensors nothing is computed: the result is the given product, not a copy
 LAYERS[with_product_gradient] = lambda func, product, *operands: product.detach()
 
 
 def _operand(x: QuantizedTensor) -> Quantized:
-    # Dynamo, which traces this, knows where a global comes from, and not a default
+    # layout= is given because Dynamo traces this, and can guard a global but not a default value
     return Quantized(codes=x.codes, scale=x.scale, quantizer=x.quantizer, outer_scale=x.outer_scale, layout=WHOLE)
 
 
 def scaled_mm(a: QuantizedTensor, b: QuantizedTensor, *, out_dtype: torch.dtype, emulate: bool = False) -> Tensor:
-    """The product of two quantized matrices; sums in float32 or better.
+    """Multiply two quantized matrices. Sums are in float32 or better.
 
-    Differentiable in both: their gradients are products of the dequantized matrices in ``out_dtype``. FP8 products for
-    the gradients too are what ``fp8compile.linear`` computes.
+    Gradients flow to both operands; they are products with the dequantized matrices in ``out_dtype``. Use
+    ``fp8compile.linear`` to compute the gradients in FP8 too.
 
     Args:
         a: (m, k).
-        b: (k, n). Often the ``.t()`` of one quantized as (n, k), which moves no data.
+        b: (k, n). Usually ``.t()`` of a tensor that was quantized as (n, k); the transpose moves no data.
         out_dtype: bfloat16, float16 or float32.
         emulate: Whether a GPU without such a GEMM multiplies the exact values in float64, slowly, instead of raising.
 
@@ -101,9 +101,9 @@ def scaled_mm(a: QuantizedTensor, b: QuantizedTensor, *, out_dtype: torch.dtype,
         (m, n), a plain tensor of ``out_dtype``.
 
     Raises:
-        TypeError: An operand is no QuantizedTensor, or ``out_dtype`` none of these.
-        ValueError: Shapes or devices do not fit, or no GEMM can undo scales of such blocks.
-        RuntimeError: This device has no GEMM for them.
+        TypeError: An operand is not a QuantizedTensor, or ``out_dtype`` is not one of the three.
+        ValueError: Shapes or devices do not fit, or no GEMM supports scales of these blocks.
+        RuntimeError: This device has no GEMM for these operands.
     """
     for name, operand in (("a", a), ("b", b)):
         if not isinstance(operand, QuantizedTensor):

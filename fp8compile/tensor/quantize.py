@@ -1,10 +1,10 @@
-"""quantize: a QuantizedTensor of a tensor, or of this rank's shard of one.
+"""quantize: make a QuantizedTensor from a tensor, or from this rank's shard of one.
 
     x --amax--> amax --(max over the group, where a block spans ranks)--> scale --+--> QuantizedTensor
     |                                                                             |      .codes  .scale  .group
     +----------------------------------- cast ------------------------------------+
 
-Codes and scales of a shard are those of the whole, cut as the shard is.
+A shard gets the codes and scales that the whole tensor would have there.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def _is_local(quantizer: Quantizer) -> bool:
 
 def _check_fits(x: Tensor, quantizer: Quantizer) -> None:
     if _compat.traces_no_constant() or not all(map(_compat.is_static, x.shape)):
-        return  # the result's shape is looked at
+        return  # `quantize` checks the shape of the result instead
     found = shape_said(quantizer, "values_shape", shape_said(quantizer, "codes_shape", x.shape))
     if found != tuple(x.shape):
         raise ValueError(_not_fitting(x, found))
@@ -104,17 +104,17 @@ def _check_shard(x: Tensor, group: Any, shard_dim: Any, sizes: Any) -> None:
 
 
 def _block_spans_ranks(x: Tensor, quantizer: Quantizer, group: ProcessGroup, shard_dim: Any) -> bool:
-    """Whether one block has elements on several ranks, if none is cut.
+    """Whether blocks span the whole ``shard_dim``, so that each block has elements on several ranks.
 
     Raises:
-        ValueError: A shard boundary cuts a block.
+        ValueError: Blocks do not span the dim, and a shard boundary cuts one.
     """
     last = shard_dim == x.ndim - 1
     block = quantizer.block[1 if last else 0]
     if block in (1, -1):
         return block == -1
     length = x.shape[-1] if last else x.shape[shard_dim:-1].numel()
-    # rows of several batches are flattened: there the last shard too is followed by another one
+    # if leading dims are flattened into the rows, other rows follow the last shard too
     ends_tensor = group.rank() == group.size() - 1 and (last or x.shape[:shard_dim].numel() == 1)
     if length % block and not ends_tensor:
         raise ValueError(
@@ -128,7 +128,7 @@ def _block_spans_ranks(x: Tensor, quantizer: Quantizer, group: ProcessGroup, sha
 def _quantize_shard(
     x: Tensor, quantizer: Quantizer, group: Any, shard_dim: Any, sizes: tuple[int, ...]
 ) -> QuantizedTensor:
-    """A shard of a whole that is known: whatever of it lies on other ranks."""
+    """Quantize this rank's shard of a tensor, given the sizes of all shards; shards may cut blocks."""
     part = Plain(x, TensorLayout((DimSharding(group, group.rank(), shard_dim, sizes),)))
     found = quantize_part(part, quantizer)
     shape = part.whole_shape() if any(found.has_scales_of_whole) else x.shape
@@ -169,28 +169,30 @@ def quantize(
 ) -> QuantizedTensor:
     """Quantize a tensor, or this rank's shard of one.
 
-    With a group, codes and scales are those of the whole tensor, cut as ``x`` is: the amax is reduced over the group
-    where a block has elements on several ranks, and nothing is sent where blocks lie inside a shard.
+    With a group, the shard gets the codes and scales that the whole tensor would have there. The amax is reduced over
+    the group if blocks have elements on several ranks. Nothing is sent if each block lies within one shard.
 
-    Gradients pass straight through: that of the result, a plain tensor, is that of ``x``, as if nothing was rounded.
+    Gradients pass straight through: the gradient of ``x`` is the gradient of the result, a plain tensor.
 
     Args:
-        x: Any shape, bfloat16, float16 or float32; with a quantizer of two levels of scales, of one dim or more.
-        quantizer: How.
-        group: Ranks that a tensor is spread over, ``x`` being this rank's shard. All of them call this.
-        shard_dim: The dim that the tensor is cut along; needed with ``group``.
-        sizes: What every rank has along it. Needed where a shard begins or ends within a block: no rank can tell
-            that of the others from its own. All ranks give the same, or none does.
+        x: Any shape, bfloat16, float16 or float32. It has at least one dim if the quantizer has two levels of scales.
+        quantizer: How values become codes.
+        group: The ranks over which the whole tensor is spread; ``x`` is this rank's shard. All of them call this.
+        shard_dim: The dim along which the tensor is cut; needed with ``group``.
+        sizes: Number of entries that each rank has along ``shard_dim``. Needed if a shard begins or ends within a
+            block, because a rank can't tell the other ranks' sizes from its own. All ranks give the same sizes, or
+            none gives any.
 
     Returns:
-        Of the shape and dtype of ``x``.
+        A QuantizedTensor with the shape and dtype of ``x``.
 
     Raises:
-        TypeError: ``x`` is no dense tensor of these dtypes, the quantizer none, the group none, or sizes no ints.
-        ValueError: ``group`` without ``shard_dim`` or the reverse; sizes that do not fit, or are missing where a
-            shard boundary cuts a block; sizes for a quantizer that packs codes and has no ``unpacked``.
-        RuntimeError: A group, on PyTorch 2.11; ``x`` inside a transform of ``torch.func`` or forward-mode
-                autograd.
+        TypeError: ``x`` is not a dense tensor of these dtypes, or ``quantizer``, ``group`` or ``sizes`` has a wrong
+            type.
+        ValueError: Only one of ``group`` and ``shard_dim`` is given. Sizes do not fit, or are missing although a shard
+            boundary cuts a block, or the quantizer packs codes and has no ``unpacked``.
+        RuntimeError: A group is given on PyTorch 2.11, or ``x`` is inside a transform of ``torch.func`` or
+            forward-mode autograd.
     """
     _check_source(x, quantizer)
     _check_shard(x, group, shard_dim, sizes)
@@ -202,7 +204,7 @@ def quantize(
     if group is not None and shard_dim is not None:
         _compat.allow_group_in_subclass()
         shard_dim %= x.ndim
-    if sizes is None:  # else all ranks take codes apart, and raise together, whatever each of them has
+    if sizes is None:  # with sizes, all ranks unpack codes, and raise together if they can't
         _check_fits(x, quantizer)
     found = _quantized(x.detach(), quantizer, group, shard_dim, sizes)
     if sizes is None and found.shape != x.shape:

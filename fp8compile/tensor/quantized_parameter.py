@@ -1,11 +1,11 @@
-"""QuantizedParameter: a weight that is trained as codes and scales, with no copy in high precision beside them."""
+"""QuantizedParameter: a weight that is trained as codes and scales, without a copy in high precision."""
 
 from __future__ import annotations
 
 import copy
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, Self
+from typing import Any, Self, TypeGuard
 
 import torch
 from torch import Tensor
@@ -33,7 +33,7 @@ __all__ = ["BLANK", "EXTENTS", "SHARD", "SLICE", "WHOLE", "QuantizedParameter", 
 aten: Any = torch.ops.aten
 EXTENTS = WHOLE, SLICE, SHARD, BLANK = ("whole", "slice", "shard", "blank")
 COPIES = {aten.clone.default, aten._to_copy.default, aten._pin_memory.default}
-# ops of PyTorch beside those of a QuantizedTensor: filled by the files that say how
+# PyTorch ops that only a QuantizedParameter supports. The other files of this package fill the table.
 WRITES: dict[Any, Callable[..., Any]] = {}
 CUT_BY_COLUMNS = (
     "quantized_parameters: a weight whose forward and backward multiply different codes is sharded along dim 1. Leave "
@@ -47,28 +47,31 @@ NO_MESSAGE = (
 
 
 class _Shared:
-    """What all views of a parameter have in common."""
+    """The state that a parameter and all views of it share."""
 
     def __init__(self) -> None:
         self.written = False
-        self.blank = False  # made by new_zeros, and nothing was written to it yet
-        # for each set, tensor parallel ranks that have its scale too, once FSDP2 has cut the part that each has
+        self.blank = False  # new_zeros made the tensor, and nothing was written to it yet
+        # for each set, the tensor parallel ranks that share its scale, if FSDP2 has cut tensor parallel parts again
         self.outer: tuple[ProcessGroup | None, ...] = (None, None)
-        self.initial: Tensor | None = None  # a flat one, in which a view's values lie as its codes in their memory
-        self.pending: Pending | None = None  # while an optimizer's step runs
-        self.state: Callable[[], tuple[Tensor, Tensor] | None] = lambda: None  # of delayed scaling, in its layer
-        self.gathers: GatherPolicy | None = None  # of two sets of codes
+        self.initial: Tensor | None = None  # 1-D; a view's values have the strides and offset of the view's codes
+        self.pending: Pending | None = None  # set while an optimizer's step runs
+        self.state: Callable[[], tuple[Tensor, Tensor] | None] = lambda: None  # delayed scaling's, kept by the layer
+        self.gathers: GatherPolicy | None = None  # set if there are two sets of codes
 
 
 def _of_shared(name: str, what: str) -> Any:
-    """An attribute that all views of a parameter have in common."""
+    """A property that reads and writes an attribute that all views of a parameter share."""
     return property(
         lambda self: getattr(self._shared, name), lambda self, value: setattr(self._shared, name, value), doc=what
     )
 
 
 def _up_to_date(name: str) -> property:
-    """A part of the codes; in an optimizer's step, of those of the values that it has computed so far."""
+    """A property that reads a part of the codes, such as ``scale``.
+
+    Reading it in an optimizer's step first quantizes the values that the step has computed so far.
+    """
 
     def read(self: QuantizedParameter) -> Tensor | None:
         if self._shared.pending is not None:
@@ -79,22 +82,24 @@ def _up_to_date(name: str) -> property:
 
 
 class QuantizedParameter(FullyShardHooks, QuantizedTensor):
-    """A QuantizedTensor that optimizers write to, all sets of its codes together.
+    """A QuantizedTensor that optimizers write to. A write updates all sets of its codes.
 
-    An op in place dequantizes it, computes in its dtype, and quantizes the result anew, by an amax over all ranks that
-    share its scale; a list of parameters (``foreach``) takes one message for all of them. While an optimizer's step
-    runs, ops compute with values, of which the end of the step makes codes, once (`Pending`). Which ops there are is a
-    list, ``UPDATES`` and ``READS``: what ``torch.optim`` needs, and what fills a tensor. Any other op raises, as on a
-    QuantizedTensor.
+    An in-place op dequantizes the parameter, computes in its dtype and quantizes the result, with the amax over all
+    ranks that share the scale. For a list of parameters (``foreach``), ranks exchange all amaxes in one message. While
+    an optimizer's step runs, ops compute on plain values, which are quantized once at the end of the step (`Pending`).
+    ``UPDATES`` and ``READS`` in write_ops.py list the ops that work: those that ``torch.optim`` needs, and those that
+    fill a tensor. Any other op raises, as it does on a QuantizedTensor.
 
-    A class of its own, for a tensor that stands for fixed numbers has no op that writes to it, and nothing reads its
-    numbers but ``dequantize``: activations and gathered weights are such tensors, and a mistake there would be silent.
+    It is a class of its own because a QuantizedTensor stands for fixed numbers, for example an activation or a
+    gathered weight. No op may write to such a tensor, and only ``dequantize`` reads its numbers, so that no mistake
+    goes unnoticed.
 
     Attributes:
-        extent: ``"whole"``; ``"slice"``, where elements outside of this view have the same scale, so that a value
-            can't be written alone; ``"blank"``, zeros made by ``new_zeros``; or ``"shard"``, a view of such, which is
-            how FSDP2 makes its shards, and whose other elements are padding. Where ranks share a scale, a shard has
-            to know them before it is written to: from the first forward, or ``fp8compile.parallel.share_scales``.
+        extent: The part of a weight that this tensor is. ``"whole"``: all of it. ``"slice"``: a view that shares a
+            scale with elements outside of it, so that it can't be written alone. ``"blank"``: zeros that
+            ``new_zeros`` made. ``"shard"``: a view of a blank, which is how FSDP2 makes its shards; the blank's other
+            elements are padding. If ranks share a scale, a shard has to know these ranks before it is written to. It
+            learns them in the first forward, or from ``fp8compile.parallel.share_scales``.
     """
 
     extent: str = WHOLE
@@ -103,7 +108,7 @@ class QuantizedParameter(FullyShardHooks, QuantizedTensor):
     group: ProcessGroup | None
     shard_dim: int | None
     sizes: tuple[int, ...] | None
-    # declared, so that they are no attributes of others
+    # declared here, so that `attributes_of_others` leaves them out
     _codes: Tensor
     _scale: Tensor
     _outer_scale: Tensor | None
@@ -120,18 +125,20 @@ class QuantizedParameter(FullyShardHooks, QuantizedTensor):
 
     @staticmethod
     def of(x: Tensor, *quantizers: Quantizer, batch: int = 0) -> QuantizedParameter:
-        """Quantize a tensor, of any dtype that ``fp8compile.quantize`` takes; on the meta device, only its shape.
+        """Quantize a tensor of any dtype that ``fp8compile.quantize`` takes.
 
         Args:
-            x: A matrix, or a stack of them.
-            quantizers: What makes each set of codes.
+            x: A matrix, or a stack of matrices. On the meta device the result has shapes only.
+            quantizers: One quantizer for each set of codes.
             batch: Number of leading dims over which matrices are stacked.
         """
         make = _codes_of_stack if batch else _codes_of_matrix
         return QuantizedParameter.of_sets([make(x, each) for each in quantizers], x.dtype, batch=batch)
 
     def data_ptr(self) -> int:
-        """Raise: no values lie anywhere. For other tensors of its kind PyTorch says 0, and whoever compares is misled.
+        """Raise a RuntimeError, because the values lie nowhere in memory.
+
+        PyTorch returns 0 for other wrapper subclasses, which would make different parameters look like one.
 
         Raises:
             RuntimeError: Always.
@@ -144,23 +151,23 @@ class QuantizedParameter(FullyShardHooks, QuantizedTensor):
 
     # ------------------------------------------------------------------ what its views have in common
 
-    pending: Pending | None = _of_shared("pending", "What it is during an optimizer's step, if one runs.")
-    blank: bool = _of_shared("blank", "Whether ``new_zeros`` made it, and nothing was written to it yet.")
+    pending: Pending | None = _of_shared("pending", "Its values during an optimizer's step; None if none runs.")
+    blank: bool = _of_shared("blank", "Whether ``new_zeros`` made it and nothing was written to it yet.")
     state: Callable[[], tuple[Tensor, Tensor] | None] = _of_shared(
-        "state", "What gives the row of delayed scaling that is its own, or None."
+        "state", "Returns the weight's history and multiplier in its layer's state, or None."
     )
-    # Tensor.outer is a product, which has no meaning here
+    # replaces Tensor.outer, a product that codes do not support
     outer: tuple[ProcessGroup | None, ...] = _of_shared(  # type: ignore[assignment]
-        "outer", "For each set, tensor parallel ranks that have its scale too, under FSDP2."
+        "outer", "For each set, the tensor parallel ranks that share its scale, under FSDP2."
     )
-    gathers: GatherPolicy | None = _of_shared("gathers", "What FSDP2's gathers of two sets of codes are like.")
+    gathers: GatherPolicy | None = _of_shared("gathers", "What FSDP2 gathers for two sets of codes; None for one.")
 
     @property
     def written(self) -> bool:
-        """Whether something else than `MasterWeights` has written to it, by whatever view of it.
+        """Whether anything but `MasterWeights` has written to this parameter, through any view of it.
 
-        On all ranks that have its scale or on none: FSDP2, which copies the shard of some of them alone to pad it,
-        writes to a blank, and that is then what the shard was.
+        All ranks that share the scale have the same answer. FSDP2 copies the shards of some ranks alone, in order to
+        pad them. It copies them into a blank, and the blank then takes the answer of the shard.
         """
         return self._shared.written
 
@@ -170,10 +177,11 @@ class QuantizedParameter(FullyShardHooks, QuantizedTensor):
 
     @property
     def initial(self) -> Tensor | None:
-        """The values that its codes were made of, float32 on the CPU; None if they are not kept.
+        """The values that the codes were made from, float32 on the CPU; None if they are not kept.
 
-        They are where ``fp8compile.convert`` was asked to, until ``fp8compile.MasterWeights`` takes them: of the shard
-        alone, once FSDP2 has cut it, and what was written last. Set to None, no view has them any more.
+        They are kept if ``fp8compile.convert`` was asked to, until ``fp8compile.MasterWeights`` takes them. A write to
+        the parameter replaces them. After FSDP2 has cut the parameter, they are those of the shard. Assigning None
+        drops them for all views.
         """
         if self._shared.initial is None:
             return None
@@ -191,15 +199,22 @@ class QuantizedParameter(FullyShardHooks, QuantizedTensor):
 
     @torch.no_grad()
     def keep(self, values: Tensor) -> None:
-        """Take these, or what they stand for, for what its codes were made of, if that is kept."""
+        """Store new values in ``initial``, if initial values are kept.
+
+        Args:
+            values: A plain tensor, or a QuantizedTensor, which is dequantized.
+        """
         if (initial := self.initial) is not None:
             initial.copy_(values.dequantize(torch.float32) if isinstance(values, QuantizedTensor) else values)
 
     def row(self) -> tuple[Tensor, Tensor]:
-        """What delayed scaling remembers of it, in its layer's state: history (L,) and multiplier (), float32.
+        """This weight's row in the layer's state of delayed scaling.
+
+        Returns:
+            The amax history (L,) and the multiplier (), both float32.
 
         Raises:
-            RuntimeError: It is of no layer.
+            RuntimeError: This tensor is not the weight of a layer.
         """
         if (found := self.state()) is None:
             raise RuntimeError(
@@ -210,43 +225,47 @@ class QuantizedParameter(FullyShardHooks, QuantizedTensor):
         return found
 
     def stored(self) -> tuple[Codes, ...]:
-        """All sets of codes, as they are in memory: before what a running step has computed."""
+        """All sets of codes as memory has them: an optimizer's step that runs has not changed them yet."""
         return self._sets_named("_")
 
     @property
     def values(self) -> Tensor:  # type: ignore[override]  # Tensor.values is of sparse ones
-        """Its values in an optimizer's step, for a compiled one."""
-        return self.pending.given()  # type: ignore[union-attr]  # a compiled step asks, while one runs
+        """The plain values that a compiled optimizer's step reads and writes."""
+        return self.pending.given()  # type: ignore[union-attr]  # only read while a step runs
 
     # ------------------------------------------------------------------ which part of a weight it is
 
     @property
     def has_all_scales(self) -> bool:
-        """Whether it has scales of all blocks of the weight, because its rows or columns begin or end within one.
+        """Whether this part of a weight has the scales of all the weight's blocks along the cut dim.
 
-        Once it knows its ranks, ``sizes`` says which rows or columns it has.
+        It has them if ranks cut the weight within blocks. Once the part knows its ranks, ``sizes`` tells which rows or
+        columns it has.
         """
         return any(own.has_all_scales for own in self.stored())
 
     @property
     def ends_in_padding(self) -> bool:  # type: ignore[override]
-        """Whether it is memory for a shard, of which FSDP2 takes the rows that there are."""
+        """Whether this is a blank: FSDP2 takes the shard's rows from its beginning, and the rest is padding."""
         return self.extent == BLANK
 
     def cuts_by(self, own: Codes, dim: int, first: int, last: int) -> bool:
-        """Whether a slice of this begins or ends within a block of a set, where there is no padding."""
+        """Whether the slice ``[first:last]`` along ``dim`` begins or ends within a block of the set ``own``.
+
+        It is False for a blank or a shard, where what follows the slice is padding.
+        """
         block = self.block_along(own, dim)
         if block == -1 or self.extent in (BLANK, SHARD):
             return False
         return bool(first % block or (last % block and last != self.shape[dim]))
 
     def share_scale(self, group: ProcessGroup, shard_dim: int, total: int) -> None:
-        """Say whose shards these are parts of one tensor with: their scale is one from the next update on.
+        """Tell this shard which ranks share its scale. From the next update on, they exchange amaxes.
 
         Args:
-            group: The ranks.
-            shard_dim: Along which they have parts.
-            total: Of all of them, along it.
+            group: The ranks whose shards make up the weight.
+            shard_dim: The dim along which the weight is cut.
+            total: Size of the whole weight along ``shard_dim``.
         """
         _compat.allow_group_in_subclass()
         self.group, self.shard_dim = group, shard_dim
@@ -262,7 +281,7 @@ class QuantizedParameter(FullyShardHooks, QuantizedTensor):
         return super()._values(dtype)
 
     def amax_of(self, own: Codes, values: Tensor) -> Tensor:
-        """What this rank knows of the amaxes of all blocks that a set has scales of, if these were its values."""
+        """Amaxes of new values, one for each scale of the set ``own``, as far as this rank's part tells."""
         cuts = self.cuts_of(own)
         if not cuts and not self.batch:
             return ops.amax(values, own.quantizer)
@@ -271,9 +290,15 @@ class QuantizedParameter(FullyShardHooks, QuantizedTensor):
     def codes_of(
         self, own: Codes, values: Tensor, multiplier: Tensor, quantizer: Quantizer, placed: Sharding
     ) -> Tensor:
-        """Codes of values of this shape; arguments as of `fp8compile.tensor.update.assign`.
+        """Quantize new values of this shape to codes.
 
-        Stochastic noise of a stack is that of this rank's stack: see `MasterWeights`.
+        Args:
+            own: The set of codes that is replaced.
+            values: The new values.
+            multiplier: The reciprocal of the scale of each block.
+            quantizer: The quantizer that rounds, with the format and block of the set's quantizer.
+            placed: How ranks cut the weight; stochastic rounding of a matrix depends on the place in the whole. For a
+                stack it depends on the place in this rank's stack, see `MasterWeights`.
         """
         cuts = self.cuts_of(own)
         if not cuts and not self.batch:
@@ -307,7 +332,7 @@ class QuantizedParameter(FullyShardHooks, QuantizedTensor):
 
     @property
     def instead_of_cutting(self) -> str:  # type: ignore[override]
-        """What an error about a view that would cut a block advises."""
+        """The advice in the error about a view that would cut a block."""
         if self.quantizer_for_grad_input is not None:
             return (
                 "leave this weight out of quantized_parameters by the filter of fp8compile.convert, and have FSDP2 "
@@ -327,7 +352,7 @@ class QuantizedParameter(FullyShardHooks, QuantizedTensor):
         return found
 
     def view_of(self, sets: Sequence[Codes], shard_dim: int | None, *, along_batch: bool = False) -> Self:
-        """A view of another shape, or of a part."""
+        """A view of another shape, or of a part of this parameter."""
         found, own = self.of_sets(sets, self.dtype, batch=self.batch), self.stored()
         found.extent, found._shared = SHARD if self.extent == BLANK else self.extent, self._shared
         if along_batch or self.extent == BLANK or sets[0].codes.numel() == own[0].codes.numel():
@@ -347,7 +372,7 @@ class QuantizedParameter(FullyShardHooks, QuantizedTensor):
                 "step of an optimizer."
             )
         names, metadata = super().__tensor_flatten__()
-        if place is not None:  # reading the others would round
+        if place is not None:  # reading the names without "_" would round the step's values
             own = [f"_{name}" for name in names if name in INNER]
             names = [*own, "values", *names[len(own) :]]
         return names, (*metadata, self.extent, place)
@@ -388,14 +413,14 @@ class QuantizedParameter(FullyShardHooks, QuantizedTensor):
         alone[0]._shared.initial = self._shared.initial
         return self.loaders["pair"], (tuple(alone), leaf)
 
-    loaders: dict[str, Callable[..., QuantizedParameter]]  # what its pickles call, set by `fp8compile.tensor.saved`
+    loaders: dict[str, Callable[..., QuantizedParameter]]  # functions for pickles; `fp8compile.tensor.saved` sets them
 
     # ------------------------------------------------------------------ what FSDP2 asks
 
     def sets_to_gather(
         self, mesh: Any, size: tuple[int, ...], module: Any, mp_policy: Any
     ) -> tuple[DimSharding, list[SetToGather]]:
-        """Its own codes; a scale that all ranks have does not travel."""
+        """How ranks cut this parameter, and its sets of codes. A scale that all ranks have is not sent."""
         dim = cut_dim(self, size)
         if dim and not self.batch and self.gathers is not None:
             raise ValueError(CUT_BY_COLUMNS)
@@ -423,7 +448,7 @@ class QuantizedParameter(FullyShardHooks, QuantizedTensor):
         if func in LAYERS:
             check_outside_of_graph_of_step(args, func)
             return super().__torch_dispatch__(func, types, args, kwargs)
-        with _compat.counting_versions():  # of codes and scale, which a compiled layer saves for its backward
+        with _compat.counting_versions():  # for codes and scale, which a compiled layer saves for its backward
             if func in WRITES:
                 return WRITES[func](func, args, kwargs)
             if func.namespace == "c10d":
@@ -435,29 +460,30 @@ class QuantizedParameter(FullyShardHooks, QuantizedTensor):
             return moved(func, args[0], result.unshared() if func in COPIES else result)
 
     def unshared(self) -> Self:
-        """Itself, which is a copy of what it still has things in common with, with the same ones of its own."""
+        """Give this copy its own shared state instead of the original's, with equal content; returns the copy."""
         initial, written = self.initial, self.written
         found = self.alone()
         found.initial, found.written = initial, written
         return found
 
     def alone(self) -> Self:
-        """Itself, which has nothing in common with others any more: no values that it was made of."""
+        """Give this tensor a new shared state, without initial values; returns the tensor."""
         shared, self._shared = self._shared, _Shared()
         self.outer, self.gathers = shared.outer, shared.gathers
         return self
 
     def flattens_blocks(self, size: Sequence[int]) -> bool:
-        """Whether a view of this size is codes in one row, which blocks do not lie in."""
+        """Whether a view of this size is 1-D while the codes lie in 2-D blocks, so that no block would be left."""
         if len(size) != 1 or self.ndim == 1:
             return False
         has_blocks = any(own.quantizer.block != (-1, -1) for own in self.stored())
         return bool(self.batch) or (self.extent in (SHARD, BLANK) and has_blocks)
 
     def flat(self, codes: Sequence[Tensor]) -> QuantizedParameter:
-        """Codes of each set in one row: FSDP2 keeps such a view of each shard, and reads it of plain parameters only.
+        """The codes of each set as a 1-D view, without scales.
 
-        Blocks do not lie in rows, so this has no scale, and an op on its values raises.
+        FSDP2 keeps such a view of each shard, but reads it only if the parameter is a plain tensor. Blocks have no
+        place in a 1-D view, so it has no scale, and an op on its values raises.
         """
         sets = [
             own.showing(
@@ -485,22 +511,28 @@ def _codes_of_matrix(x: Tensor, quantizer: Quantizer) -> Codes:
 def _codes_of_stack(x: Tensor, quantizer: Quantizer) -> Codes:
     part, quantizer = Plain(x.detach(), STACK), packed_in_rows(quantizer, x.shape)
     multiplier, scale, outer_scale = scales_of(whole_amax(part, quantizer), quantizer, batch=1)
-    codes = cast_part(part, multiplier, quantizer).contiguous()  # else with room for the rest of blocks
+    codes = cast_part(part, multiplier, quantizer).contiguous()  # not contiguous if blocks were padded
     return Codes(codes=two_a_byte(codes, quantizer), scale=scale, quantizer=quantizer, outer_scale=outer_scale)
 
 
 def _have_scales_in_common(whole: Codes, part: Codes) -> bool:
-    """Whether elements outside of a part have one of its scales."""
+    """Whether a part shares one of its scales with elements outside of it."""
     return any(one.numel() == other.numel() for one, other in zip(whole.scales, part.scales, strict=True))
 
 
-def is_quantized_parameter(tensor: object) -> bool:
-    """Whether a tensor is made of codes that optimizers write to."""
+def is_quantized_parameter(tensor: object) -> TypeGuard[QuantizedParameter]:
+    """Whether a tensor is a QuantizedParameter, whose codes optimizers write to."""
     return isinstance(tensor, QuantizedParameter)
 
 
 def as_leaf(found: QuantizedParameter, requires_grad: bool, is_parameter: bool) -> QuantizedParameter:
-    """A new tensor as what it is a copy of: a leaf that a gradient is asked for, a parameter of a module."""
+    """Make a copy a leaf of autograd again, with the ``requires_grad`` of its original.
+
+    Args:
+        found: The copy, which is changed in place and returned.
+        requires_grad: The original's.
+        is_parameter: Whether the original is a ``torch.nn.Parameter``.
+    """
     found.requires_grad_(requires_grad)
     if is_parameter:
         found._is_param = True

@@ -1,20 +1,23 @@
 """QuantizedTensor, the class.
 
-A wrapper subclass: to autograd and shapes it is a tensor of the source's dtype; only ops that keep what it stands for
-without touching a number work on it. Everything else raises: nothing dequantizes in silence.
+It is a wrapper subclass: for autograd and for shapes it is a tensor of the source's dtype. Views, copies and moves to
+another device work on it, because they keep its values without reading a number. Every other op raises a TypeError,
+so that no op dequantizes unnoticed.
 
-    batch    leading dims over which matrices are stacked, each quantized by itself. Without a batch (0), blocks lie
-             over the matrix of all rows, and the rows of a tensor are all its leading dims.
-    sets     one set of codes, or two of the same values: the output's products read the first, grad_input's the last
+    batch    Number of leading dims over which matrices are stacked, each quantized by itself. If it is 0, all leading
+             dims together are the rows of one matrix, and blocks lie over that matrix.
+    sets     One set of codes, or two sets of the same values. The GEMM of the output reads the first set, and the
+             GEMM of grad_input reads the last one.
 
              for the output        blocks along the rows of w_NK (rowwise: 1 x K, MX: 1 x 32)     y  = x @ w^T
              for grad_input        blocks along its columns    (rowwise: N x 1, MX: 32 x 1)       dx = dy @ w
 
-The process group travels as an inner value of flatten and unflatten. PyTorch guards only on its type and bakes its
-size into graphs, so name, size and rank are in the metadata: a graph made for one group never runs on another.
+`__tensor_flatten__` returns the process group as an inner value. PyTorch guards only on the group's type and bakes its
+size into graphs. The group's name, size and rank are therefore in the metadata too, so that a graph compiled for one
+group never runs on another.
 
-A shard that begins or ends within a block has codes of that block, whose other elements are on other ranks. It holds
-the scales of all blocks of the whole along the dim that is cut, and ``sizes``, which tell where among them it is.
+A shard can begin or end within a block whose other elements are on other ranks. Such a shard holds the scales of all
+blocks of the whole tensor along the dim that is cut. Its ``sizes`` tell where the shard lies among these blocks.
 """
 
 from __future__ import annotations
@@ -44,20 +47,20 @@ from fp8compile.tensor.refusals import refuse_operators
 
 __all__ = ["HANDLERS", "LAYERS", "VIEWS", "QuantizedTensor", "cuts_blocks", "has_codes", "no_meaning"]
 
-# What works on one: filled by the files that say how.
-HANDLERS: dict[Any, Callable[..., Any]] = {}  # ops of PyTorch whose first argument it is
-VIEWS: set[Any] = set()  # those of them whose result is a view of it
-LAYERS: dict[Any, Callable[..., Any]] = {  # our own ops that take one in any place
-    # what is known is the result; nothing is computed, and a graph holds no such op
+# The ops that work on a QuantizedTensor. The other files of this package fill these tables.
+HANDLERS: dict[Any, Callable[..., Any]] = {}  # PyTorch ops whose first argument is a QuantizedTensor
+VIEWS: set[Any] = set()  # the keys of HANDLERS that return a view of their first argument
+LAYERS: dict[Any, Callable[..., Any]] = {  # fp8compile's ops, which take a QuantizedTensor as any argument
+    # the result is `values`, so nothing is computed, and no such op is in a graph
     ops.straight_through: lambda func, values, *others: values.detach(),
 }
 PARTS = ("codes", "scale", "outer_scale")
-ENDS = ("", "_for_grad_input")  # of the names of the parts of each set
+ENDS = ("", "_for_grad_input")  # suffix of the attribute names for each set
 INNER = tuple(f"{part}{end}" for end in ENDS for part in PARTS)
 
 
 def _parts_to_gather(x: QuantizedTensor, dim: int, sizes: Sequence[int] | None) -> DimSharding:
-    """The parts that the ranks have, if `QuantizedTensor.all_gather` can put them together."""
+    """Check the arguments of `QuantizedTensor.all_gather`, and return how the ranks cut the whole tensor."""
     if x.group is None:
         raise ValueError(
             "all_gather: this QuantizedTensor has no group, so it is no part of anything. Make it by "
@@ -90,28 +93,30 @@ def _parts_to_gather(x: QuantizedTensor, dim: int, sizes: Sequence[int] | None) 
 
 
 class QuantizedTensor(Tensor):
-    """Codes and scales that stand for a tensor: ``codes * scale``, block by block.
+    """Codes and scales that stand for a tensor with the values ``codes * scale``, block by block.
 
-    Made by ``fp8compile.quantize``. Works with ``detach``, ``clone``, ``t``, ``view`` and ``reshape`` that leave the
-    last dim alone (any, if tensorwise), ``slice``, ``select``, ``split`` and ``chunk`` that cut no block, and ``to``
-    another device. Any other op raises a TypeError; call ``dequantize()`` for a plain tensor.
+    ``fp8compile.quantize`` makes it. These ops work on it: ``detach``, ``clone`` and ``t``; ``view`` and ``reshape``
+    if they keep the last dim (any, if the whole tensor is one block); ``slice``, ``select``, ``split`` and ``chunk``
+    if they cut no block; ``to`` another device. Any other op raises a TypeError. Call ``dequantize()`` for a plain
+    tensor.
 
     Attributes:
-        codes: uint8, ``quantizer.codes_shape(shape)``. To read, like ``scale``: a compiled graph does not see that a
-            change in place of one of them changes this tensor.
-        scale: What codes are multiplied by, ``quantizer.scale_shape(shape)``: float32, or uint8 for E8M0. In a stack
-            (E, blocks, blocks), that of each matrix. A shard that cuts blocks has that of the whole tensor's shape.
-        quantizer: The immutable quantizer that made it.
-        group: The process group whose ranks share its scales, or None.
-        shard_dim: The dim along which these ranks have parts of a whole; None without a group, and where a view has
-            no such dim any more.
-        sizes: What every rank has along it, where ``fp8compile.quantize`` was told; else None.
-        outer_scale: What all of it is multiplied by beside ``scale``, (1,) float32, or (E,) of a stack, if the
-            quantizer has two levels of scales (``fp8compile.TwoLevelScaling``); else None.
+        codes: uint8, ``quantizer.codes_shape(shape)``. Only read ``codes`` and ``scale``: a compiled graph does not
+            notice that writing to one of them in place changes this tensor.
+        scale: The factor of the codes in each block, ``quantizer.scale_shape(shape)``: float32, or uint8 for E8M0. A
+            stack of E matrices has (E, blocks, blocks). A shard that cuts blocks has the scales of the whole tensor.
+        quantizer: The immutable quantizer that made the codes.
+        group: The process group over whose ranks the whole tensor is spread, or None.
+        shard_dim: The dim along which these ranks have parts of the whole tensor. None if there is no group, or if a
+            view has lost the dim.
+        sizes: Number of entries that each rank has along ``shard_dim``, if ``fp8compile.quantize`` was given them;
+            else None.
+        outer_scale: A second factor for the whole tensor, float32, (1,), or (E,) for a stack. None unless the
+            quantizer has two levels of scales (``fp8compile.TwoLevelScaling``).
         batch: Number of leading dims over which matrices are stacked.
-        quantizer_for_grad_input: The quantizer of a second set of codes, which grad_input multiplies; None without
-            one. The parts of that set have names with the same end.
-        in_memory: Says which set is in memory, if both share one; else None.
+        quantizer_for_grad_input: The quantizer of a second set of codes, which the GEMM of grad_input reads; None if
+            there is one set. The names of that set's other attributes end in ``_for_grad_input`` too.
+        in_memory: Records which set's codes are in memory, if both sets share their memory; else None.
     """
 
     codes: Tensor
@@ -127,10 +132,10 @@ class QuantizedTensor(Tensor):
     sizes: tuple[int, ...] | None
     batch: int
     in_memory: PassInMemory | None
-    scales_of_whole: tuple[tuple[bool, bool], ...] = ((False, False),) * 2  # of each set, as `Codes` has it
+    scales_of_whole: tuple[tuple[bool, bool], ...] = ((False, False),) * 2  # `Codes.has_scales_of_whole` of each set
     instead_of_cutting: str = "call .dequantize() first."
-    ends_in_padding = False  # whether nothing is lost where a view ends within a block
-    may_cut_blocks = False  # whether a view may begin or end within a block, and then have the scales of all blocks
+    ends_in_padding = False  # whether a view may end within a block because only padding follows
+    may_cut_blocks = False  # whether a view may begin or end within a block; it then keeps the scales of all blocks
 
     @staticmethod
     def __new__(
@@ -147,8 +152,8 @@ class QuantizedTensor(Tensor):
         second: Codes | None = None,
         in_memory: PassInMemory | None = None,
     ) -> QuantizedTensor:
-        """Wrap codes and scales that a quantizer made of a tensor of this dtype; ``quantize`` is the usual way."""
-        # views of a tensor that was made outside of inference mode have its version counter, inside of it too
+        """Wrap codes and scales that a quantizer made from a tensor of this dtype; ``quantize`` is the usual way."""
+        # in inference mode too, views of a tensor that was made outside of it keep that tensor's version counter
         with torch.inference_mode(torch.is_inference_mode_enabled() and codes.is_inference()):
             shape = (*codes.shape[:batch], *quantizer.values_shape(codes.shape[batch:]))
             strides, offset = _place_of_values(codes, shape)
@@ -196,7 +201,7 @@ class QuantizedTensor(Tensor):
 
     @classmethod
     def of_sets(cls, sets: Sequence[Codes], dtype: torch.dtype, **others: Any) -> Self:
-        """Wrap one set of codes or two; other arguments as of the class."""
+        """Wrap one set of codes or two. ``others`` are further keyword arguments of the class."""
         first, second = sets[0], sets[1] if len(sets) == 2 else None
         own = first.codes, first.scale, first.quantizer, dtype
         found = cls(*own, outer_scale=first.outer_scale, second=second, **others)
@@ -216,40 +221,47 @@ class QuantizedTensor(Tensor):
         return tuple(found)
 
     def sets(self) -> tuple[Codes, ...]:
-        """All sets of codes that it has, one or two, whichever of them is in memory."""
+        """All sets of codes of this tensor, one or two, even a set whose codes are not in memory now."""
         return self._sets_named("")
 
     def stored(self) -> tuple[Codes, ...]:
-        """All sets of codes, as they are in memory: of a parameter, before what a running step has computed."""
+        """All sets of codes as memory has them now.
+
+        `QuantizedParameter` overrides this: in an optimizer's step its stored codes are those from before the step.
+        """
         return self.sets()
 
     def set_of(self, gemm: Gemm) -> Codes:
-        """The set of codes that a product of a layer multiplies.
+        """The set of codes that a layer's GEMM reads.
 
         Raises:
-            RuntimeError: Its memory holds the other one.
+            RuntimeError: Both sets share their memory, and the other set's codes are in it now.
         """
         if self.in_memory is not None:
             self.in_memory.check(gemm)
         return self.sets()[-1 if gemm is GEMMS[1] else 0]
 
     def cuts_blocks(self) -> bool:
-        """Whether this is a shard with elements of blocks that other ranks have elements of, along ``shard_dim``.
+        """Whether ranks cut through blocks of this tensor along ``shard_dim``.
 
-        Of blocks that span that dim, every rank has the one scale, and none is cut.
+        A block that spans the whole dim does not count as cut, because every rank has its scale.
         """
         return cuts_blocks(self)
 
     def parts(self) -> tuple[Tensor, ...]:
-        """The plain tensors that it is made of: codes, scale, and of two levels the outer scale, of each set."""
+        """The plain tensors inside this tensor: for each set the codes, the scale and, if present, the outer scale."""
         return tuple(part for own in self.sets() for part in own.parts())
 
     # ------------------------------------------------------------------ what torch.compile asks
 
     @property
     def codes_in_forward(self) -> Tensor:
-        """The codes for the output, where both sets share memory: raises in a forward that is repeated."""
-        self.in_memory.check_forward()  # type: ignore[union-attr]  # asked of sets that share memory
+        """The codes for the output of a tensor whose two sets share their memory.
+
+        Raises:
+            RuntimeError: A forward is repeated in the backward, when the memory holds the codes for grad_input.
+        """
+        self.in_memory.check_forward()  # type: ignore[union-attr]  # only read if both sets share their memory
         return self.codes
 
     def _inner_names(self) -> list[str]:
@@ -267,10 +279,10 @@ class QuantizedTensor(Tensor):
         return [*names, "group"], (*how, identity)
 
     def _stable_hash_for_caching(self) -> str:
-        """What stands for an argument in the key of AOTAutograd's cache.
+        """The text that represents this tensor in AOTAutograd's cache key.
 
-        PyTorch's own holds of a constant its class only: e4m3 and e5m2 would share code. The quantizer's text has its
-        fields, and the salt.
+        PyTorch's default would hold only the quantizer's class, so that e4m3 and e5m2 would share compiled code. The
+        text here has the quantizer's fields and its salt.
         """
         names, (quantizers, _, *metadata) = self.__tensor_flatten__()
         inner = [(t.shape, t.stride(), t.dtype, t.device) for t in (getattr(self, n) for n in names if n != "group")]
@@ -301,7 +313,7 @@ class QuantizedTensor(Tensor):
         return QuantizedTensor._unflattened(inner, metadata)
 
     def __coerce_tangent_metadata__(self) -> QuantizedTensor:
-        # AOTAutograd asks an output of a graph for the gradient that it will get, and expects one of the same class
+        # AOTAutograd calls this on an output of a graph, and expects the gradient to have the output's class
         raise TypeError(
             "a QuantizedTensor that asks for a gradient can't leave a compiled graph: its gradient is a plain tensor, "
             "and PyTorch wants one of the same class. Return .detach(), or .dequantize() inside the graph."
@@ -310,12 +322,12 @@ class QuantizedTensor(Tensor):
     # ------------------------------------------------------------------ what it stands for
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
-        """Codes times scale in float32, rounded once; of two sets of codes those for the output.
+        """Multiply codes by scales in float32, and round once to ``dtype``.
 
-        Gradients pass straight through.
+        A tensor with two sets of codes uses the set for the output. Gradients pass straight through.
 
         Args:
-            dtype: Of the result; the source's by default.
+            dtype: Dtype of the result, a floating point dtype; by default the dtype of this tensor.
 
         Returns:
             A plain tensor of this shape.
@@ -336,39 +348,41 @@ class QuantizedTensor(Tensor):
         return dequantized(part, dtype).local
 
     def cuts_of(self, own: Codes) -> Sharding:
-        """How ranks cut this tensor, if they cut blocks of a set of its codes; else none.
+        """How ranks cut this tensor, if they cut through blocks of the set ``own``; else an empty tuple.
 
-        Of blocks that span the dim that is cut, every rank has the one scale, and none is cut.
+        A block that spans the whole dim does not count as cut, because every rank has its scale.
         """
         return (self.shards(),) if _cuts_blocks_of(self, own.quantizer) else ()
 
     def block_along(self, own: Codes, dim: int) -> int:
-        """How many elements along a dim share a scale of a set; -1 for all of them."""
+        """Number of elements along ``dim`` that share a scale in the set ``own``; -1 for all of them."""
         return 1 if dim < self.batch else own.quantizer.block[int(dim == self.ndim - 1)]
 
     def shards(self) -> DimSharding:
-        """How ranks cut the whole tensor, where ``sizes`` are known."""
-        group: Any = self.group  # whoever has sizes has all three
+        """How ranks cut the whole tensor. Only call this if ``sizes`` is not None."""
+        group: Any = self.group  # a tensor with sizes has a group and a shard_dim
         dim: Any = self.shard_dim
         sizes: Any = self.sizes
         return DimSharding(group, group.rank(), dim, sizes)
 
     def all_gather(self, dim: int, sizes: Sequence[int] | None = None) -> QuantizedTensor:
-        """The whole tensor, of the parts that the ranks of its group have. All of them call this.
+        """Gather the whole tensor from the parts that the ranks of its group have. All ranks of the group call this.
 
-        Codes travel, one byte each, and scales only where ranks have different ones. Nothing is quantized again.
+        Ranks send their codes, one byte each. They send scales only if ranks have different ones. Nothing is quantized
+        again.
 
         Args:
-            dim: Along which the ranks have parts: ``shard_dim``, or counted from the end.
-            sizes: Of every rank's part along it, where they differ and ``fp8compile.quantize`` was not told.
+            dim: The dim along which the ranks have parts: ``shard_dim``, or the same dim counted from the end.
+            sizes: Number of entries that each rank has along ``dim``. Needed if ranks have different numbers and
+                ``fp8compile.quantize`` was not given them.
 
         Returns:
-            Without a group.
+            The whole tensor, with ``group`` None.
 
         Raises:
-            ValueError: There is no group, the ranks have no parts along ``dim``, or sizes do not fit; or ranks give
-                different sizes, which they compare in the first call with a group.
-            TypeError: Sizes are no ints, codes are packed, several to a byte, or a gradient is asked for.
+            ValueError: There is no group, the ranks have no parts along ``dim``, or sizes do not fit. Also if ranks
+                give different sizes; they compare these in the first call with a group.
+            TypeError: Sizes are not ints, several codes share a byte, or this tensor requires a gradient.
         """
         if self.requires_grad and torch.is_grad_enabled():
             raise TypeError(
@@ -391,7 +405,7 @@ class QuantizedTensor(Tensor):
 
     @property
     def data(self) -> QuantizedTensor:
-        """The same tensor, without its history."""
+        """The same tensor, detached from autograd."""
         return self.detach()
 
     @data.setter
@@ -426,12 +440,12 @@ class QuantizedTensor(Tensor):
         outer = () if self.outer_scale is None else (self.outer_scale,)
         return self.load, (self.codes, self.scale, self.quantizer, self.dtype, *outer)
 
-    load: Callable[..., QuantizedTensor]  # what its pickles call, set by `fp8compile.tensor.saved`
+    load: Callable[..., QuantizedTensor]  # the function that pickles call; `fp8compile.tensor.saved` sets it
 
     # ------------------------------------------------------------------ views
 
     def like(self, sets: Sequence[Codes]) -> Self:
-        """One of the same shape, by other codes or by views of these."""
+        """A tensor of the same shape with the sets of codes that are given, such as copies or views of its own."""
         where: dict[str, Any] = {"group": self.group, "shard_dim": self.shard_dim, "sizes": self.sizes}
         return self.of_sets(sets, self.dtype, batch=self.batch, in_memory=self.in_memory, **where)
 
@@ -439,12 +453,13 @@ class QuantizedTensor(Tensor):
         """A view of another shape.
 
         Args:
-            sets: Its codes.
-            shard_dim: The dim of the view along which ranks have parts; it keeps sizes if it has all of the dim.
-            along_batch: Whether it has some of the matrices, all of each.
+            sets: The sets of codes of the view.
+            shard_dim: The dim of the view along which ranks have parts, or None. The view keeps ``sizes`` if it has
+                all entries along that dim.
+            along_batch: Whether the view has some of the matrices of a stack, each of them whole.
         """
         codes, own = sets[0].codes, self.stored()[0].codes
-        before: Any = self.shard_dim  # where the view has such a dim
+        before: Any = self.shard_dim  # not None if the view has a shard_dim
         has_all = shard_dim is not None and codes.shape[shard_dim] == own.shape[before]
         where: dict[str, Any] = {
             "group": self.group,
@@ -453,13 +468,13 @@ class QuantizedTensor(Tensor):
         }
         return self.of_sets(sets, self.dtype, batch=self.batch, in_memory=self.in_memory, **where)
 
-    if TYPE_CHECKING:  # its views are what it is
+    if TYPE_CHECKING:  # views are of the same class
 
         def t(self) -> Self:
-            """The transposed matrix, a view."""
+            """The transposed matrix, as a view."""
 
         def detach(self) -> Self:
-            """The same tensor without its history, a view."""
+            """A view of the same tensor, detached from autograd."""
 
         T: Self
 
@@ -473,7 +488,7 @@ class QuantizedTensor(Tensor):
         if func in LAYERS:
             return LAYERS[func](func, *args)
         handler = HANDLERS.get(func)
-        if handler is None and func._can_decompose():  # below autograd, composites come here before what they are of
+        if handler is None and func._can_decompose():  # below autograd, composite ops arrive here undecomposed
             return func.decompose(*args, **kwargs)
         if handler is None or not isinstance(args[0], QuantizedTensor):
             raise TypeError(no_meaning(func, next((each for each in args if isinstance(each, QuantizedTensor)), None)))
@@ -484,20 +499,20 @@ class QuantizedTensor(Tensor):
 
 
 def has_codes(tensor: object) -> TypeGuard[QuantizedTensor]:
-    """Whether a tensor is made of codes."""
+    """Whether a tensor is a QuantizedTensor."""
     return isinstance(tensor, QuantizedTensor)
 
 
 def _place_of_values(codes: Tensor, shape: Sequence[int]) -> tuple[tuple[int, ...], int | torch.SymInt]:
-    """Strides and offset of the values that codes stand for, as if each value had a place in a memory of its own.
+    """Strides and offset that the values would have if they lay in memory in the order of their codes.
 
-    Where several neighbours along one dim share a byte, that memory has as many times the places, in the same order.
+    If several neighbours along one dim share a byte, this memory has one place for each of them.
     """
     shared = [dim for dim in range(codes.ndim) if codes.shape[dim] != shape[dim]]
     if not shared:
         return codes.stride(), codes.storage_offset()
     if len(shared) > 1 or shape[shared[0]] % codes.shape[shared[0]]:
-        return torch.empty(shape, device="meta").stride(), 0  # no rule for such codes, and no view of a part
+        return torch.empty(shape, device="meta").stride(), 0  # no rule for such codes: take contiguous strides
     (dim,) = shared
     per_byte, step, offset = shape[dim] // codes.shape[dim], codes.stride(dim) or 1, codes.storage_offset()
     strides = [stride * per_byte if stride >= step else stride for stride in codes.stride()]
@@ -508,21 +523,21 @@ def _place_of_values(codes: Tensor, shape: Sequence[int]) -> tuple[tuple[int, ..
 def _cuts_blocks_of(x: QuantizedTensor, quantizer: Quantizer) -> bool:
     if x.sizes is None or x.shard_dim is None:
         return False
-    shards = DimSharding("", 0, x.shard_dim, x.sizes)  # which ranks, and which of them, makes no difference
+    shards = DimSharding("", 0, x.shard_dim, x.sizes)  # neither the group nor the rank changes the answer
     return any(split_axes(x.shape, (shards,), quantizer.block, x.batch))
 
 
 def cuts_blocks(x: QuantizedTensor) -> bool:
-    """Whether this is a shard with elements of blocks that other ranks have elements of, along ``shard_dim``.
+    """Whether ranks cut through blocks of one of the sets of ``x``, along ``shard_dim``.
 
-    A function: Dynamo traces no method of a tensor that returns a bool.
+    This is a function because Dynamo does not trace a tensor's method that returns a bool.
     """
     second = x.quantizer_for_grad_input
     return _cuts_blocks_of(x, x.quantizer) or (second is not None and _cuts_blocks_of(x, second))
 
 
 def no_meaning(op: object, x: QuantizedTensor | None) -> str:
-    """What an op that has no meaning raises, by what the tensor is."""
+    """The error text for an op that a QuantizedTensor does not support; it depends on the kind of tensor."""
     if x is not None and x.batch:
         return (
             f"{op} of the weights of experts, whose matrices are codes with scales of their own: it keeps no matrix. "

@@ -1,6 +1,7 @@
-"""Operators and methods of a tensor subclass that has no meaning for them raise, and say why.
+"""Make the operators and methods that a tensor subclass does not support raise an error that says why.
 
-Tensor turns the TypeError of an operator into NotImplemented. Python then hides its text, and `==` is False.
+Without this, `Tensor`'s operators turn a TypeError into NotImplemented. Python then hides the error's text, and `==`
+returns False.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ METHODS = ["share_memory_", "apply_", "map_", "map2_"]  # a wrapper has no memor
 
 
 def refuse_operators(cls: type[Tensor], no_meaning: Callable[[object, Any], str]) -> None:
-    """Have all operators of a class raise a TypeError.
+    """Make all operators of a class raise a TypeError.
 
     Args:
-        cls: A wrapper of other tensors.
-        no_meaning: The text of the error, for what was called and the tensor.
+        cls: A wrapper subclass.
+        no_meaning: Returns the error's text, given the name of the operator and the tensor.
     """
 
     def refused(name: str) -> Callable[..., Any]:

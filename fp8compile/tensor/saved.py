@@ -1,8 +1,10 @@
-"""What a file has of quantized tensors: codes, scale, quantizer, dtype, and one of four functions that take them.
+"""Load quantized tensors from files.
 
-``torch.load(weights_only=True)`` calls nothing that it was not told of. It is told of these, which check what they
-are given, and of the classes of constants, which check theirs (`fp8compile.quantizers.constant`); of no tensor class,
-whose attributes a file could then set. Files name the functions, so their names and their place stay.
+A file holds codes, scale, quantizer and dtype, and the name of one of the four functions here that takes them.
+``torch.load(weights_only=True)`` only calls functions that were registered. These four are registered, and check their
+arguments. The classes of constants are registered too, and check their fields (`fp8compile.quantizers.constant`). No
+tensor class is registered, because a file could then set its attributes. Files name these functions, so their names
+and their module must not change.
 """
 
 from __future__ import annotations
@@ -60,7 +62,7 @@ def _check(
 def load_tensor(
     codes: Tensor, scale: Tensor, quantizer: Quantizer, dtype: torch.dtype, outer_scale: Tensor | None = None
 ) -> QuantizedTensor:
-    """What a pickle of a QuantizedTensor calls."""
+    """Make the QuantizedTensor of a pickle."""
     _check(codes, scale, quantizer, dtype, outer_scale)
     return QuantizedTensor(codes, scale, quantizer, dtype, outer_scale=outer_scale)
 
@@ -74,7 +76,7 @@ def load_parameter(
     leaf: tuple[bool, bool],
     outer_scale: Tensor | None = None,
 ) -> QuantizedParameter:
-    """What a pickle of a QuantizedParameter calls."""
+    """Make the QuantizedParameter of a pickle, for a matrix with one set of codes."""
     _check(codes, scale, quantizer, dtype, outer_scale)
     return _with_kept(QuantizedParameter(codes, scale, quantizer, dtype, outer_scale=outer_scale), kept, leaf)
 
@@ -88,7 +90,7 @@ def load_stack(
     leaf: tuple[bool, bool],
     outer_scale: Tensor | None = None,
 ) -> QuantizedParameter:
-    """What a pickle of a QuantizedParameter that is a stack calls."""
+    """Make the QuantizedParameter of a pickle, for a stack of matrices with one set of codes."""
     if not isinstance(codes, Tensor) or codes.ndim != 3:
         raise ValueError("load: the weights of experts are codes of a stack of matrices, of three dims.")
     _check(codes, scale, quantizer, dtype, outer_scale, matrices=codes.shape[0])
@@ -106,7 +108,7 @@ def _with_kept(found: QuantizedParameter, kept: tuple[Any, ...], leaf: tuple[boo
 
 
 def load_pair(sets: tuple[Any, ...], leaf: tuple[bool, bool]) -> QuantizedParameter:
-    """What a pickle of a QuantizedParameter of two sets of codes calls, with one parameter for each."""
+    """Make the QuantizedParameter of a pickle, for two sets of codes; the pickle holds a parameter for each set."""
     if len(sets) != 2 or not all(isinstance(each, QuantizedParameter) for each in sets):
         raise TypeError(f"load: a pair is two quantized parameters; the file has {[type(s).__name__ for s in sets]}.")
     first, second = sets

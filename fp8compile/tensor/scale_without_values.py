@@ -1,4 +1,4 @@
-"""Scales of codes that stand for no values yet."""
+"""Scales for codes that have no values yet."""
 
 from __future__ import annotations
 
@@ -13,16 +13,17 @@ __all__ = ["scale_without_values"]
 
 
 def scale_without_values(quantizer: Quantizer, shape: Sequence[int], value: float, device: torch.device) -> Tensor:
-    """A scale that no values were looked at for.
+    """Make the scales of blocks for codes that have no values yet.
 
     Args:
-        quantizer: Whose scale it is.
-        shape: Of the scale.
-        value: The multiplier of all blocks, of two levels the amax of each: 1.0, or NaN for codes that stand for NaN.
-        device: Where it is.
+        quantizer: The quantizer of the codes.
+        shape: Shape of the scale.
+        value: The multiplier of all blocks; for two levels of scales, the amax of all blocks. 1.0, or NaN for codes
+            that stand for NaN.
+        device: The device of the scale.
 
     Returns:
-        ``shape``, ``quantizer.scale_dtype()``.
+        A tensor of ``shape``, with dtype ``quantizer.scale_dtype()``.
     """
     numbers = torch.full(tuple(shape), value, device=device)
     if quantizer.has_outer_scale():

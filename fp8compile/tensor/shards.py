@@ -14,19 +14,22 @@ __all__ = ["cut_dim", "share_scale_of_part", "share_scales_of_shard", "sharded_d
 
 
 def sharded_dims(placements: Sequence[Any], ndim: int = 2) -> list[tuple[int, int]]:
-    """Dims of the mesh over which a tensor is cut, and along which of its own ``ndim`` dims."""
-    # asked so, for what FSDP2 makes of rows that tensor parallelism has cut says that it is no Shard
+    """Pairs of a mesh dim and the tensor dim that is cut over it, for a tensor with ``ndim`` dims."""
+    # not is_shard(), which is False for the _StridedShard that FSDP2 makes of rows that tensor parallelism has cut
     cut = [index for index, each in enumerate(placements) if not (each.is_replicate() or each.is_partial())]
     return [(index, placements[index].dim % ndim) for index in cut]
 
 
 def cut_dim(shard: Tensor, outer_size: Sequence[int]) -> int:
-    """The dim along which a shard has less than there is; 0 if it has all, of which other ranks then have nothing."""
+    """The dim along which a shard is smaller than the whole tensor; 0 if it has all elements and other ranks none."""
     return next((dim for dim in range(shard.ndim) if shard.shape[dim] != outer_size[dim]), 0)
 
 
 def share_scales_of_shard(shard: Tensor, mesh: Any, outer_size: Sequence[int], module: Any) -> None:
-    """Let a shard know the ranks that have its scale too; and that which it is a copy of, if it stays on the CPU."""
+    """Tell a shard which ranks share its scale.
+
+    The module's parameters of the shard's shape are told too: if FSDP2 offloads to the CPU, the shard is a copy.
+    """
     dim = cut_dim(shard, outer_size)
     for each in (shard, *map(local_itself, module.parameters(recurse=False))):
         if hasattr(each, "share_scale") and each.shape == shard.shape:
@@ -34,7 +37,11 @@ def share_scales_of_shard(shard: Tensor, mesh: Any, outer_size: Sequence[int], m
 
 
 def sharding_of(weight: Tensor) -> tuple[DimSharding, ...]:
-    """How ranks cut a weight, if it is a DTensor: by tensor parallelism, and then by FSDP2, whose dims come first."""
+    """How ranks cut a weight that is a DTensor; an empty tuple for a plain tensor.
+
+    The cut of tensor parallelism comes before FSDP2's, because FSDP2 cuts what tensor parallelism has cut. In the mesh
+    their dims are in the other order.
+    """
     if not is_dtensor(weight):
         return ()
     mesh, size, cuts = weight.device_mesh, list(weight.shape), []
@@ -46,9 +53,9 @@ def sharding_of(weight: Tensor) -> tuple[DimSharding, ...]:
 
 
 def share_scale_of_part(parameter: Any) -> None:
-    """Let a shard of a quantized parameter, a DTensor, know the ranks that have its scale too, if it does not yet."""
+    """Tell the local shard of a quantized DTensor parameter which ranks share its scale, unless it knows already."""
     local: Any = local_itself(parameter)
-    if local.group is not None:  # of tensor parallelism alone, or since a forward
+    if local.group is not None:  # known if only tensor parallelism cuts it, or after a forward
         return
     if cuts := sharding_of(parameter):
         local.share_scale(cuts[-1].group, cuts[-1].dim, cuts[-1].total)

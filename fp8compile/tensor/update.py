@@ -1,4 +1,4 @@
-"""Updates of quantized weights: values in, codes and scale out, with the amax of all ranks that share a scale.
+"""Write new values to quantized weights; each scale uses the amax over all ranks that share it.
 
 values of each weight --amax--> amaxes --(one maximum over the ranks for all of them)--> scales --> codes, in place
 """
@@ -28,26 +28,30 @@ __all__ = ["assign", "count_write", "shared_with", "stand_for"]
 
 
 def shared_with(weight: QuantizedParameter, own: Codes) -> ProcessGroup | None:
-    """The ranks that have a scale of a set, too, if there are any: of a block, or of two levels the outer one."""
+    """The ranks that share the set's outer scale, or its scales of blocks if it has one level; None if none do."""
     return _share_outer(weight) if own.quantizer.has_outer_scale() else _share_blocks(weight, own)
 
 
 def _share_outer(weight: QuantizedParameter) -> ProcessGroup | None:
-    """The ranks that have elements of the same matrix, if there are any."""
+    """The ranks that have elements of the same matrix; None if no other rank has any."""
     return None if weight.shard_dim is None or weight.shard_dim < weight.batch else weight.group
 
 
 def _share_blocks(weight: QuantizedParameter, own: Codes) -> ProcessGroup | None:
-    """The ranks that have elements of the same blocks, if there are any."""
+    """The ranks that have elements of the same blocks; None if no other rank has any."""
     if weight.group is None or weight.shard_dim is None:
         return None
     return weight.group if own.has_all_scales or weight.block_along(own, weight.shard_dim) == -1 else None
 
 
 def _over_ranks(sets: Sequence[_Set], amaxes: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor | None]]:
-    """Amaxes of blocks, and of two levels those of matrices, over all ranks that share their scales.
+    """Reduce the amaxes of all sets over the ranks that share their scales.
 
-    Tensor parallelism cuts no blocks of two levels, so of these its ranks send the amax of the whole weight alone.
+    Tensor parallel ranks send only the matrices' amaxes for sets with two levels of scales, because tensor parallelism
+    never cuts a block of these.
+
+    Returns:
+        The amaxes of blocks for each set, and the amax of each matrix for sets with two levels, else None.
     """
     two_levels = [index for index, each in enumerate(sets) if each.codes.quantizer.has_outer_scale()]
     of_two = ((amaxes[index], sets[index].codes.quantizer, sets[index].weight.batch) for index in two_levels)
@@ -63,7 +67,7 @@ def _over_ranks(sets: Sequence[_Set], amaxes: Sequence[Tensor]) -> tuple[list[Te
 
 
 def _scales(each: _Set, amax: Tensor, outer_amax: Tensor | None) -> Scales:
-    """Multiplier and scales of all its blocks, of their amaxes; or, of delayed scaling, of those before."""
+    """Multiplier and scales of a set's blocks. Delayed scaling takes the multiplier from the layer's state instead."""
     quantizer = each.codes.quantizer
     if not isinstance(quantizer, DelayedScaling):
         return scales_of(amax, quantizer, outer_amax=outer_amax, batch=each.weight.batch)
@@ -74,7 +78,7 @@ def _scales(each: _Set, amax: Tensor, outer_amax: Tensor | None) -> Scales:
 
 @dataclass(frozen=True)
 class _Set:
-    """One set of codes of a weight, and the tensor parallel ranks that have its scale, too."""
+    """One set of codes of a weight, and the tensor parallel ranks that share its scale, or None."""
 
     weight: QuantizedParameter
     codes: Codes
@@ -83,7 +87,7 @@ class _Set:
 
 @dataclass(frozen=True)
 class _Anew:
-    """What a weight becomes by new values: codes, scales, and the amaxes of which they are made."""
+    """The codes and scales for a weight's new values, and the amaxes that the scales were computed from."""
 
     codes: Tensor
     scale: Tensor
@@ -98,7 +102,13 @@ def _quantized_anew(
     rounding: Callable[[Quantizer], Quantizer],
     cuts: Sequence[Sharding] | None,
 ) -> Iterator[tuple[_Set, Tensor, _Anew]]:
-    """Each set of codes of each weight, its values, and what it becomes by them; arguments as of `assign`."""
+    """Quantize new values for each set of codes of each weight, without writing them.
+
+    The arguments are those of `assign`.
+
+    Yields:
+        The set, the values that it was given, and the new codes and scales.
+    """
     dtypes = dtypes or [value.dtype for value in values]
     sets: list[_Set] = []
     given: list[tuple[Tensor, torch.dtype, Sharding]] = []
@@ -118,7 +128,11 @@ def _quantized_anew(
 
 
 def _made_by(scale: Tensor) -> tuple[Tensor, ...]:
-    """The multipliers one of which a scale was made of: by two roundings it is at most the next number to its own."""
+    """The multipliers from which this float32 scale can have been computed.
+
+    The scale is the rounded reciprocal of the multiplier. Two roundings move the reciprocal by one float32 number at
+    most, so that the multiplier is the nearest number or one of its two neighbours.
+    """
     near = (1.0 / scale.double()).float()
     return near, *(torch.nextafter(near, torch.full_like(near, limit)) for limit in (0.0, torch.inf))
 
@@ -134,11 +148,11 @@ def stand_for(
     rounding: Callable[[Quantizer], Quantizer],
     cuts: Sequence[Sharding],
 ) -> list[bool]:
-    """Whether the codes of each weight are those of these values; arguments as of `assign`."""
+    """Whether quantizing these values would give the codes that each weight has. Arguments are those of `assign`."""
     same = dict.fromkeys(map(id, weights), True)
     for each, value, new in _quantized_anew(weights, values, dtypes, rounding, cuts):
         own, quantizer = each.codes, each.codes.quantizer
-        if isinstance(quantizer, DelayedScaling):  # the multiplier is another one by now
+        if isinstance(quantizer, DelayedScaling):  # the layer's multiplier has changed since these codes were made
             is_same = any(torch.equal(ops.cast(value, m, quantizer), own.codes) for m in _made_by(own.scale))
         else:
             pairs = zip((new.codes, new.scale, new.outer_scale), own.parts(), strict=False)
@@ -148,10 +162,13 @@ def stand_for(
 
 
 def count_write(parameter: Tensor) -> None:
-    """Let a backward notice that this parameter, or the part of it that a DTensor has, was written to.
+    """Increment the version counters of a parameter that was written to, so that a backward notices the write.
 
-    PyTorch compares version counters, and each tensor of a parameter has its own: an eager layer saves the parameter
-    for its backward, a compiled one codes and scale.
+    The parameter, its codes and its scale each have a version counter. An eager layer saves the parameter for its
+    backward, and a compiled layer saves codes and scale.
+
+    Args:
+        parameter: A QuantizedParameter, or a DTensor whose local tensor is one.
     """
     local: Any = local_itself(parameter)
     torch.autograd.graph.increment_version((parameter, local, *local.parts()))
@@ -164,14 +181,15 @@ def assign(
     rounding: Callable[[Quantizer], Quantizer] = _as_it_is,
     cuts: Sequence[Sharding] | None = None,
 ) -> None:
-    """Give weights new values, in place: all sets of codes, and scales, as if they were quantized anew.
+    """Quantize new values and write all codes and scales of the weights in place.
 
     Args:
-        weights: Where ranks share their scales, all ranks call this with theirs.
-        values: Of each, the same shape, bfloat16, float16 or float32.
-        dtypes: What values are rounded to first, one weight at a time; their own by default.
-        rounding: Gives what rounds values to codes for each of the weights' quantizers: of the same format and block.
-        cuts: How ranks cut each weight, for rounding that depends on where in the whole a value stands.
+        weights: The weights. If ranks share their scales, all ranks call this with their parts.
+        values: One tensor for each weight, with its shape; bfloat16, float16 or float32.
+        dtypes: Dtypes that the values are rounded to first, one for each weight; by default the values' own.
+        rounding: Returns the quantizer that rounds, given a quantizer of the weights. It has the same format and
+            block.
+        cuts: How ranks cut each weight, for rounding that depends on a value's place in the whole weight.
     """
     for each, _, new in _quantized_anew(weights, values, dtypes, rounding, cuts):
         own = each.codes

@@ -1,6 +1,7 @@
-"""Ops on a QuantizedTensor that keep what it stands for, without touching a number: views, copies, other devices.
+"""Ops on a QuantizedTensor that keep its values without reading a number: views, copies, moves between devices.
 
-A view has the codes that it shows, of each set, and the scales of their blocks. One that would cut a block raises.
+For each set, a view has the codes of its elements and the scales of the blocks that they are in. A view that would cut
+a block raises a TypeError.
 """
 
 from __future__ import annotations
@@ -62,7 +63,14 @@ def _check_not_packed(func: Any, x: QuantizedTensor, own: Codes) -> None:
 
 
 def _check_keeps_blocks(func: Any, x: QuantizedTensor, own: Codes, *, keeps_bytes: bool = False) -> None:
-    """Raise a TypeError if no view but the whole keeps the blocks of a set, or the bytes that its codes share."""
+    """Raise a TypeError if a partial view of ``x`` can't keep the blocks of the set ``own``.
+
+    Args:
+        func: The op, for the error's text.
+        x: The tensor that the op would view.
+        own: One of its sets of codes.
+        keeps_bytes: Whether the view keeps all codes of a byte together, so that packed codes are allowed.
+    """
     if not keeps_bytes or packed_dim(own.quantizer) is None:
         _check_not_packed(func, x, own)
     if x.cuts_of(own):
@@ -77,7 +85,7 @@ def _check_keeps_blocks(func: Any, x: QuantizedTensor, own: Codes, *, keeps_byte
 
 
 def _transpose(func: Any, x: QuantizedTensor, *dims: int) -> QuantizedTensor:
-    """Swap two dims, those of the matrices."""
+    """Swap the two dims of the matrix, or of each matrix of a stack."""
     if x.ndim < 2:
         return x.like([own.showing(func(own.codes, *dims)) for own in x.stored()])
     if x.ndim - x.batch != 2:
@@ -106,7 +114,7 @@ def _transpose(func: Any, x: QuantizedTensor, *dims: int) -> QuantizedTensor:
 
 
 def _permute(func: Any, x: QuantizedTensor, dims: list[int]) -> QuantizedTensor:
-    func(x.codes, dims)  # raises where these are no permutation
+    func(x.codes, dims)  # raises if dims are not a permutation
     if [dim % x.ndim for dim in dims] == list(range(x.ndim)):
         return _whole(x)
     if x.batch:
@@ -118,7 +126,13 @@ def _permute(func: Any, x: QuantizedTensor, dims: list[int]) -> QuantizedTensor:
 
 
 def _dim_after(dim: int | None, before: Sequence[int], after: Sequence[int]) -> int | None:
-    """Where a view that keeps the last dim has another one, so that parts along it still make the whole; or None."""
+    """The dim of a reshaped view along which ranks have their parts; None if there is no such dim.
+
+    Args:
+        dim: The dim before the reshape, or None.
+        before: The shape before the reshape.
+        after: The shape after the reshape, with the same last dim.
+    """
     if dim is None or dim == len(before) - 1:
         return None if dim is None else len(after) - 1
     outer = math.prod(before[:dim])
@@ -130,7 +144,7 @@ def _dim_after(dim: int | None, before: Sequence[int], after: Sequence[int]) -> 
 def _reshaped(
     func: Any, x: QuantizedTensor, shape: torch.Size, codes_of: Callable[[Tensor], Tensor]
 ) -> QuantizedTensor:
-    """The view whose values have this shape."""
+    """A view of ``x`` with another shape; ``codes_of`` views the codes."""
     if shape == x.shape:
         return x.like([own.showing(codes_of(own.codes)) for own in x.stored()])
     if x.batch:
@@ -152,7 +166,7 @@ def _view(func: Any, x: QuantizedTensor, *args: Any) -> QuantizedTensor:
         return _whole(x)
     if not _is_packed(x):
         return _reshaped(func, x, func(x.codes, *args).shape, lambda codes: func(codes, *args))
-    # codes that share bytes along rows, which have to stay whole: PyTorch is asked of values, not of codes
+    # codes share bytes along rows, so the rows have to stay whole; infer the shape from values, not from codes
     shape = func(torch.empty(x.shape, device="meta"), *args).shape
     for own in x.stored() if not x.batch else ():
         if packed_dim(own.quantizer) != -1 or not shape or shape[-1] != x.shape[-1]:
@@ -163,7 +177,10 @@ def _view(func: Any, x: QuantizedTensor, *args: Any) -> QuantizedTensor:
 def _as_strided(
     func: Any, x: QuantizedTensor, size: Sequence[int], stride: Sequence[int], storage_offset: int | None = None
 ) -> QuantizedTensor:
-    """The view with this size and stride, found among the others: AOTAutograd asks so for views that leave a graph."""
+    """Express a strided view by transposes, slices and reshapes.
+
+    AOTAutograd calls ``as_strided`` to rebuild views that leave a graph.
+    """
     size, stride = tuple(size), tuple(stride)
     is_whole = size == tuple(x.shape) and stride == x.stride() and storage_offset in (None, x.storage_offset())
     if x.batch:
@@ -206,7 +223,11 @@ def _position(offset: Any, stride: Sequence[int]) -> list[int]:
 
 
 def _block_along(x: QuantizedTensor, own: Codes, dim: int) -> int:
-    """Elements along ``dim`` that share a scale, -1 for all of them, where scales can be cut along that dim."""
+    """Number of elements along ``dim`` that share a scale; -1 for all of them.
+
+    Raises:
+        TypeError: The scales can't be cut along ``dim``, because blocks lie over flattened leading dims.
+    """
     block = x.block_along(own, dim)
     if dim == x.ndim - 1 or block in (1, -1) or x.ndim - x.batch == 2:
         return block
@@ -237,16 +258,25 @@ def _slice(
 
 
 def _slice_of(func: Any, x: QuantizedTensor, own: Codes, dim: int, where: Place, may_cut: bool) -> Codes:
-    """A set of the codes of a slice along a dim of its matrices."""
+    """The slice of one set of codes along a dim of the matrices.
+
+    Args:
+        func: ``aten.slice``, for the parts and for the error's text.
+        x: The tensor that is sliced.
+        own: One of its sets of codes.
+        dim: The dim that is sliced.
+        where: Start, end and step.
+        may_cut: Whether the slice may begin or end within a block.
+    """
     size, is_column = x.shape[dim], dim == x.ndim - 1
     first, last, step = slice(*where).indices(size)
-    parameter: Any = x  # what may be cut within blocks is a QuantizedParameter
+    parameter: Any = x  # only a QuantizedParameter may be cut within blocks
     if may_cut and (own.has_all_scales or parameter.cuts_by(own, dim, first, last)):
         of_whole = (own.has_scales_of_whole[0] or not is_column, own.has_scales_of_whole[1] or is_column)
         return own.showing(_codes_slice(func, x, own, dim, where), has_scales_of_whole=of_whole)
     _check_keeps_blocks(func, x, own, keeps_bytes=True)
     block = _block_along(x, own, dim)
-    # blocks over several leading dims: the grid has two dims, whatever x has
+    # if blocks lie over several leading dims, the grid of scales still has two dims
     scale_dim = -1 if is_column else dim
     if block in (1, -1):
         scale = None if block == -1 else func(own.scale, scale_dim, *where)
@@ -261,7 +291,7 @@ def _slice_of(func: Any, x: QuantizedTensor, own: Codes, dim: int, where: Place,
 
 
 def _codes_slice(func: Any, x: QuantizedTensor, own: Codes, dim: int, where: Place) -> Tensor:
-    """The codes of a slice along a dim; along the one whose neighbours share a byte, of whole bytes."""
+    """The codes of a slice along ``dim``. If neighbours along ``dim`` share a byte, only whole bytes can be cut."""
     if own.codes.shape[dim] == x.shape[dim]:
         return func(own.codes, dim, *where)
     first, last, step = slice(*where).indices(x.shape[dim])

@@ -1,4 +1,4 @@
-"""Ops that write values to quantized parameters, and those that read them."""
+"""Ops that write values to quantized parameters, and ops that read their values."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ FUSED = ("_fused_adamw_", "_fused_adam_", "_fused_sgd_", "_fused_adagrad_")
 UPDATES = _overloads(
     *(f"{name}_" for name in ARITHMETIC), *(f"_foreach_{name}_" for name in ARITHMETIC), *FILLING, *FUSED
 )
-# what weight decay, and averages of weights, read: out of place
+# out-of-place ops, which weight decay and averages of weights use
 READS = _overloads("add", "sub", "_foreach_add", "_foreach_sub", "lerp", "norm", "linalg_vector_norm", "_foreach_norm")
 
 
 def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-    """Arguments, and entries of lists of them, that an op writes to."""
+    """The tensors that an op writes to: arguments, and entries of lists among them."""
     found = []
     for index, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
@@ -48,7 +48,7 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[A
 
 
 def _compute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """An op on the values of parameters; those that it writes to are quantized anew, all of them at once."""
+    """Run an op on the parameters' values, then quantize all parameters that it wrote to at once."""
     written: list[Any] = [each for each in _written(func, args, kwargs) if has_codes(each)]
     for each in written:
         if not isinstance(each, QuantizedParameter):
@@ -74,7 +74,7 @@ def _compute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _copy(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
-    """Values are quantized; codes are copied, with their scale."""
+    """Copy into a parameter: plain values are quantized; codes are copied together with their scale."""
     if not isinstance(target, QuantizedParameter):
         raise TypeError(
             "copy_ of a QuantizedParameter into a plain tensor: nothing dequantizes in silence. Copy .dequantize()."
@@ -95,7 +95,7 @@ def _copy(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
     for mine, theirs in zip(own, given, strict=True):
         mine.codes.copy_(theirs.codes)
         is_row_of_blocks = mine.has_all_scales and target.blank and mine.scale.shape != theirs.scale.shape
-        if not is_row_of_blocks:  # FSDP2 made the target of the same weight, with the scales of all its blocks
+        if not is_row_of_blocks:  # else FSDP2 made the target from the same weight, with the scales of all its blocks
             mine.scale.copy_(theirs.scale)
         if mine.outer_scale is not None and theirs.outer_scale is not None:
             mine.outer_scale.copy_(theirs.outer_scale)
@@ -117,8 +117,8 @@ def _copy_values(target: QuantizedParameter, source: Tensor) -> Tensor:
         raise TypeError(f"copy_ of {source.dtype} into a QuantizedParameter; it takes bfloat16, float16 and float32.")
     target.check_writable("copy_")
     values = source.to(target.device, target.dtype).expand(target.shape)
-    write([target], [values if target.pending is None else values.clone()])  # the step will write to its values
-    target.keep(source)  # in all the digits that it has
+    write([target], [values if target.pending is None else values.clone()])  # the step will write to these values
+    target.keep(source)  # before the cast to the target's dtype
     return target
 
 

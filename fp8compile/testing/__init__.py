@@ -1,9 +1,9 @@
 """Regression tests against graph breaks, recompiles and lost fusions: for any model, FP8 or not.
 
-graphs/       what torch.compile makes of any model; imports nothing of FP8
-contracts/    what extenders run on operators and quantizers
-gpu/          a GPU's code without a GPU
-explain/      what each FP8 layer of a model does
+graphs/       graphs, breaks and recompiles of any model under torch.compile; imports nothing of FP8
+contracts/    checks of operators and quantizers, for those who write their own
+gpu/          a GPU's code on a machine without a GPU
+explain/      reports on each FP8 layer of a model
 """
 
 from fp8compile.testing.contracts import check_op, check_quantizer

@@ -1,4 +1,4 @@
-"""Public home of `ptx_of`; its code is in `fp8compile.testing.gpu.ptx_report`."""
+"""The public import path of `ptx_of`, which is defined in `fp8compile.testing.gpu.ptx_report`."""
 
 from __future__ import annotations
 

@@ -17,7 +17,8 @@ from fp8compile._compat import TORCH_VERSION
 
 ROOT = Path(__file__).parents[2]
 SHORT = sorted(path.stem for path in (ROOT / "examples").glob("*.py") if "\ndef main()" in path.read_text())
-RANKS = ("own_loop_fsdp2", "hf_trainer_fsdp2", "lightning_fsdp2", "moe_ep_fsdp2")
+RANKS = ("own_loop_fsdp2", "hf_trainer_fsdp2", "accelerate_fsdp2", "lightning_fsdp2", "moe_ep_fsdp2")
+ALONE = ("lora", "nvfp4_tail_finish", "hf_trainer_fsdp2", "accelerate_fsdp2", "lightning_fsdp2")
 SAME = re.compile(r"^(\w+) and ([\w ]+): largest difference 0\.0$", re.MULTILINE)
 MAX_LINES = 120
 
@@ -58,13 +59,13 @@ def test_an_example_on_two_ranks_has_the_digits_of_values_on_the_wire(name, tmp_
     assert ("resumed" in same) is (name in ("hf_trainer_fsdp2", "moe_ep_fsdp2"))
 
 
-@pytest.mark.parametrize("name", ["lora", "nvfp4_tail_finish", "hf_trainer_fsdp2", "lightning_fsdp2"])
+@pytest.mark.parametrize("name", ALONE)
 def test_an_example_in_one_process_is_near_bf16(name, tmp_path):
     ran(name, tmp_path, size=1)
 
 
 def test_all_short_examples_are_run():
-    assert {*RANKS, "lora", "nvfp4_tail_finish"} == set(SHORT)
+    assert {*RANKS, *ALONE} == set(SHORT)
 
 
 @pytest.mark.parametrize("name", SHORT)

@@ -121,7 +121,7 @@ MUTATIONS = (
     Mutation(
         "the bias's gradient is summed over each rank's tokens alone",
         f"{LAYER}/placements.py",
-        "return all_reduce_sum(own, self.group) if parts_of_tokens else own",
+        'return all_reduce(own, "sum", self.group) if parts_of_tokens else own',
         "return own",
         ("tests/parallel/test_explicit_groups.py",),
     ),
@@ -163,7 +163,7 @@ MUTATIONS = (
     Mutation(
         "a rank's summand stands for the sum",
         f"{LAYER}/placements.py",
-        "            return all_reduce_sum(local, self.group)",
+        '            return all_reduce(local, "sum", self.group)',
         "            return local",
         ("tests/parallel/test_explicit_groups.py", "tests/parallel/test_grouped_functions.py"),
     ),

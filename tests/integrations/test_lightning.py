@@ -40,7 +40,8 @@ def loss_of(model, x):
 
 
 def batch(step, rank=0):
-    return torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(100 * step + rank))
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    return torch.randn(ROWS, WIDTH, generator=generator, dtype=torch.float32)  # whatever Lightning has as default
 
 
 def dist_size():

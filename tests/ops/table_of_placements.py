@@ -20,13 +20,12 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 import fp8compile as f8
-from fp8compile.layout.quantized import STACK, WHOLE, Plain
+from fp8compile.layout.quantized import STACK, WHOLE, Plain, Quantized
 from fp8compile.ops.amax import amax
 from fp8compile.ops.layer import layers
 from fp8compile.ops.layer.quantize import quantize_part
 from fp8compile.ops.layer.rows import Rows
 from fp8compile.quantizers import GEMMS, Recipe
-from fp8compile.tensor.codes import Codes
 from fp8compile.testing.bits import difference
 
 __all__ = ["CALLS", "CELLS", "KINDS", "LISTED", "OPTIMISATIONS", "PLACES", "Cell", "has_graph", "outcome"]
@@ -104,7 +103,7 @@ def _codes(weight: Tensor, recipe: Recipe, *, is_pair: bool) -> Tensor:
     if is_pair:
         quantizers.append(recipe.weight_for_grad_input or recipe.weight.transposed())
     layout = STACK if weight.ndim == 3 else WHOLE
-    sets = [Codes(**vars(quantize_part(Plain(weight, layout), each))) for each in quantizers]
+    sets = [Quantized(**vars(quantize_part(Plain(weight, layout), each))) for each in quantizers]
     return f8.QuantizedTensor.of_sets(sets, weight.dtype, batch=layout.batch)
 
 

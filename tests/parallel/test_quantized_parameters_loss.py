@@ -1,7 +1,7 @@
 """Losses of FP8 parameters beside those of FP8 layers over bfloat16 weights with float32 masters.
 
 Of masters that start from what weights were, they are the same numbers. Other ways to train codes differ by less than
-bfloat16 training does from seed to seed. The numbers are printed (pytest -s), and stand in docs/parameters.md.
+bfloat16 training does from seed to seed. The numbers are printed (pytest -s), and stand in docs/results/parameters.md.
 """
 
 from __future__ import annotations

@@ -23,8 +23,7 @@ from fp8compile.nn.made_classes import MadeClass
 from fp8compile.nn.not_sharded import warn_if_not_sharded
 from fp8compile.ops.layer.check_groups import check_recipe_of_groups
 from fp8compile.quantizers import Recipe
-from fp8compile.recipes import describe
-from fp8compile.tensor import SOURCE_DTYPES, has_codes, not_dense, shown
+from fp8compile.tensor import SOURCE_DTYPES, has_codes, not_dense
 
 __all__ = [
     "ConvertedExperts",
@@ -73,18 +72,6 @@ class ConvertedModule(CodesInState, MadeClass):
     def is_quantized(self) -> bool:
         """Whether the weights are kept as codes and scales."""
         return bool(self._quantized_parameters())
-
-    def extra_repr(self) -> str:
-        """The text of the class, and the recipe, by name if it has one."""
-        name = describe(self.recipe)
-        own = super().extra_repr()
-        return f"{own}{', ' if own else ''}recipe={shown(self.recipe) if name == 'custom' else name}"
-
-    def __prepare_scriptable__(self) -> Any:
-        raise TypeError(
-            f"{type(self).__name__}: torch.jit.script has no type for a recipe. Use torch.compile or torch.export, or "
-            "script the model after fp8compile.revert."
-        )
 
 
 class ConvertedExperts(ConvertedModule):

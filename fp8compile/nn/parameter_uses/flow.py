@@ -84,4 +84,4 @@ def result_of(op: Any, operands: Sequence[Value]) -> tuple[Value, Met]:
 
 
 def _all(operands: Sequence[Value]) -> frozenset[Slot]:
-    return frozenset().union(*(each for each in operands if each is not DATA))
+    return frozenset().union(*(each for each in operands if each is not None))

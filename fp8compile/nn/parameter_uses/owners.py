@@ -54,7 +54,7 @@ class Owners:
         if parameter.ndim > 1 and not has_codes(parameter):  # codes are multiplied as such, by their class
             slots.add((module, name))
 
-    def of(self, memory: StorageWeakRef, tensor: Any) -> Value:
+    def of(self, memory: Hashable, tensor: Any) -> Value:
         """The parameters that have this memory; DATA if none has."""
         if memory not in self.parts and isinstance(tensor, nn.Parameter):
             self.refresh()

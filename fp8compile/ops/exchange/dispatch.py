@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 
 from fp8compile import _compat
 from fp8compile.ops import samples
@@ -39,7 +40,7 @@ from fp8compile.quantizers import GEMMS, Recipe
 
 __all__ = ["combine", "dispatch", "traveling"]
 
-OUTPUT, GRAD_INPUT, _ = GEMMS
+OUTPUT, GRAD_INPUT = GEMMS[:2]
 
 
 def _sent(rows: Tensor, sizes: Tensor | None, back: bool, length: int | None, ranks: int, group: str) -> Tensor:
@@ -62,9 +63,10 @@ def _dispatch(
     ranks, quantizer = sent.shape[0], sent_as(recipe, slot)
     phase = Phase.FORWARD if _compat.is_traced(rows) else Phase.EAGER
     wire = rows if quantizer is None else packed(rows, sent, quantizer, group, phase)
-    moves = Moves(sent, received, None if sizes is not None else length // ranks)
+    slots: Any = length  # of all ranks, where sizes are not sent
+    moves = Moves(sent, received, None if sizes is not None else slots // ranks)
     if sizes is None:
-        wire = take(wire, moves.rows_of_slots(length))
+        wire = take(wire, moves.rows_of_slots(slots))
     buffer = _sent(wire, sizes, THERE, length, ranks, group)
     grouped = take(buffer, moves.buffer_of_grouped(buffer.shape[0]))
     return grouped if quantizer is None else unpacked(grouped, rows.shape[1], quantizer, rows.dtype)
@@ -98,7 +100,7 @@ def _combine_fake(*args: Any) -> Tensor:
     return grouped.new_empty((length, grouped.shape[1]))
 
 
-def _setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     rows, sent, received, sizes, *others = inputs
     ctx.rows, (ctx.recipe, ctx.group) = rows.shape[0], others[-2:]
     ctx.save_for_backward(sent, received, sizes)
@@ -112,7 +114,7 @@ def _combine_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     return dispatch(grad, *ctx.saved_tensors, ctx.rows, GRAD_INPUT.a, ctx.recipe, ctx.group), *[None] * 6
 
 
-def _samples() -> Iterator[tuple]:
+def _samples() -> Iterator[tuple[Any, ...]]:
     """Samples for one rank; more ranks need processes (tests/parallel/test_expert_parallel.py)."""
     rows = torch.randn(12, 24, generator=torch.Generator().manual_seed(0)).bfloat16()
     counts = torch.tensor([[5, 0, 7]])
@@ -124,13 +126,13 @@ def _samples() -> Iterator[tuple]:
     yield rows.float().t()[:8].t(), counts[:, :1], counts[:, :1], torch.tensor([[5], [5]]), 5, OUTPUT.a, Recipe(), ""
 
 
-def _combine_samples() -> Iterator[tuple]:
+def _combine_samples() -> Iterator[tuple[Any, ...]]:
     for rows, sent, received, sizes, length, _, recipe, group in _samples():
         grouped = rows[: int(sent.sum())] if sizes is not None else rows.repeat(2, 1)[:length]
         yield grouped, sent, received, sizes, rows.shape[0], recipe, group
 
 
-dispatch = register_op(
+dispatch: OpOverload = register_op(
     "fp8compile::dispatch",
     _dispatch,
     fake=_dispatch_fake,
@@ -141,7 +143,7 @@ dispatch = register_op(
     samples=_samples,
 )
 
-combine = register_op(
+combine: OpOverload = register_op(
     "fp8compile::combine",
     _combine,
     fake=_combine_fake,

@@ -12,7 +12,7 @@ from fp8compile.layout.quantized import Quantized
 from fp8compile.quantizers import GemmConfig, Quantizer
 from fp8compile.target import Target
 
-__all__ = ["GemmKernel", "GemmProblem"]
+__all__ = ["Gemm", "GemmKernel", "GemmProblem"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,26 +35,36 @@ class GemmProblem:
 
 
 @dataclass(frozen=True, kw_only=True)
-class GemmKernel:
-    """One way to multiply quantized matrices.
+class Gemm:
+    """What a table of GEMMs has of each.
 
     Attributes:
         name: What `select_gemm` and reports call it.
         detail: How it runs, in the words of ``fp8compile doctor``.
-        takes: ``(a, b) -> bool`` of the two quantizers: whether it reads their codes and scales, on any device.
+        takes: ``(a, b) -> bool`` of the quantizers over (m, k) and (k, n): whether it reads their codes and scales, on
+            any device.
         lacks: ``(problem) -> str | None``, asked if it takes the operands. It returns None if the device can run it;
             otherwise the reason, as the rest of a sentence about the operands, and what to do.
-        multiply: ``(a, b, out_dtype, config) -> Tensor``: the product of two operands (m, k) and (k, n) without an
-            empty side, in ``out_dtype``, contiguous. Plain PyTorch: eager mode runs it and Inductor traces it.
         calls: Names of the PyTorch operators that multiply, by which reports find it in generated code and profiles.
-        rounds_in_call: Whether the operator itself rounds to ``out_dtype``. If not, compiled code rounds explicitly,
-            because Inductor drops the rounding of a value that it fuses with its reader.
     """
 
     name: str
     detail: str
     takes: Callable[[Quantizer, Quantizer], bool]
     lacks: Callable[[GemmProblem], str | None]
-    multiply: Callable[[Quantized, Quantized, torch.dtype, GemmConfig], Tensor]
     calls: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class GemmKernel(Gemm):
+    """One way to multiply quantized matrices.
+
+    Attributes:
+        multiply: ``(a, b, out_dtype, config) -> Tensor``: the product of two operands (m, k) and (k, n) without an
+            empty side, in ``out_dtype``, contiguous. Plain PyTorch: eager mode runs it and Inductor traces it.
+        rounds_in_call: Whether the operator itself rounds to ``out_dtype``. If not, compiled code rounds explicitly,
+            because Inductor drops the rounding of a value that it fuses with its reader.
+    """
+
+    multiply: Callable[[Quantized, Quantized, torch.dtype, GemmConfig], Tensor]
     rounds_in_call: bool = False

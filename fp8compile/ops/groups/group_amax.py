@@ -7,9 +7,11 @@ and as the reference, it is the quantizer's own amax of each group's rows.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 
 from fp8compile.ops.amax import empty_grid
 from fp8compile.ops.groups.kernel_limits import check_has_kernel
@@ -48,14 +50,17 @@ def _kernel(x: Tensor, offsets: Tensor, quantizer: Quantizer) -> Tensor:
     if x.numel():
         from fp8compile.kernels.groups import amax_of_groups
 
-        amax_of_groups(x, offsets.contiguous(), quantizer, found)
+        current: Any = quantizer  # CurrentScaling
+        amax_of_groups(x, offsets.contiguous(), current, found)
     return found
 
 
-def _samples() -> Iterator[tuple]:
+def _samples() -> Iterator[tuple[Any, ...]]:
     for x, offsets in tokens():
         yield x, offsets, CurrentScaling(block=(-1, 1))
         yield x, offsets, CurrentScaling()
 
 
-group_amax = register_group_op("fp8compile::group_amax", _kernel, fake=_fake, portable=_portable, samples=_samples)
+group_amax: OpOverload = register_group_op(
+    "fp8compile::group_amax", _kernel, fake=_fake, portable=_portable, samples=_samples
+)

@@ -7,8 +7,10 @@ kernel; on a CPU, and as the reference, it is the quantizer's own cast of each g
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from torch import Tensor
+from torch._ops import OpOverload
 
 from fp8compile.ops.cast import empty_codes
 from fp8compile.ops.groups.group_amax import group_amax
@@ -45,11 +47,12 @@ def _kernel(x: Tensor, offsets: Tensor, multiplier: Tensor, quantizer: Quantizer
     if codes.numel():
         from fp8compile.kernels.groups import cast_groups
 
-        cast_groups(x, offsets.contiguous(), multiplier, quantizer, alignment(quantizer), codes)
+        current: Any = quantizer  # CurrentScaling
+        cast_groups(x, offsets.contiguous(), multiplier, current, alignment(quantizer), codes)
     return codes
 
 
-def _samples() -> Iterator[tuple]:
+def _samples() -> Iterator[tuple[Any, ...]]:
     quantizers = (
         CurrentScaling(block=(-1, 1)),
         CurrentScaling(format="e5m2", scale="pow2"),
@@ -60,4 +63,6 @@ def _samples() -> Iterator[tuple]:
             yield x, offsets, quantizer.multiplier(group_amax(x, offsets, quantizer)), quantizer
 
 
-group_cast = register_group_op("fp8compile::group_cast", _kernel, fake=_fake, portable=OF_BACKWARD, samples=_samples)
+group_cast: OpOverload = register_group_op(
+    "fp8compile::group_cast", _kernel, fake=_fake, portable=OF_BACKWARD, samples=_samples
+)

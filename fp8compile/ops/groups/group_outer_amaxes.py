@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 
 from fp8compile.inductor import TileLaunch
 from fp8compile.ops.groups.portable import ON_GPU
@@ -37,7 +39,7 @@ def tokens_of_two_levels(quantizer: Quantizer | None) -> bool:
     return type(quantizer) is TwoLevelScaling and quantizer.block == (GROUP, 1)
 
 
-def is_two_level_pair(rows: Quantizer | None, columns: Quantizer | None) -> bool:
+def is_two_level_pair(rows: Any, columns: Any) -> bool:
     """Whether the kernel serves both quantizers at once, because they have one rule of scales."""
     return rows_of_two_levels(rows) and tokens_of_two_levels(columns) and rows.scale == columns.scale
 
@@ -78,7 +80,7 @@ def _launch(x: Tensor, offsets: Tensor, rows: Quantizer, columns: Quantizer, dir
     return amaxes_of_groups(x, offsets, *_wanted(rows, columns, directions))
 
 
-def _wanted(rows: Quantizer, columns: Quantizer, directions: str) -> tuple[Quantizer | None, Quantizer | None]:
+def _wanted(rows: Quantizer, columns: Quantizer, directions: str) -> tuple[Any, Any]:
     return rows if directions != "tokens" else None, columns if directions != "rows" else None
 
 
@@ -104,9 +106,9 @@ def _kernel(x: Tensor, offsets: Tensor, rows: Quantizer, columns: Quantizer, dir
     return amaxes
 
 
-def two_level_samples() -> Iterator[tuple]:
+def two_level_samples() -> Iterator[tuple[Any, ...]]:
     """Samples of this op, and of the op that makes the codes."""
-    noisy = {"rounding": "stochastic", "seed": 3}
+    noisy: dict[str, Any] = {"rounding": "stochastic", "seed": 3}
     line, pillar = TwoLevelScaling(**noisy), TwoLevelScaling(block=(GROUP, 1), packed="columns")
     for number, (x, offsets) in enumerate(tokens()):
         transformed = replace(pillar, hadamard=(1, -1) * 8, **noisy)
@@ -114,6 +116,6 @@ def two_level_samples() -> Iterator[tuple]:
         yield x, offsets, *(replace(each, scale="torchao") for each in (line, pillar)), "both"
 
 
-group_outer_amaxes = register_group_op(
+group_outer_amaxes: OpOverload = register_group_op(
     "fp8compile::group_outer_amaxes", _kernel, fake=_fake, portable=ON_GPU, samples=two_level_samples, launch=_launch
 )

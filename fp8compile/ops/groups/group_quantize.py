@@ -11,9 +11,11 @@ the tokens once; on a CPU, and as the reference, it is the steps of the quantize
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 
 from fp8compile.ops.cast import empty_codes
 from fp8compile.ops.groups.kernel_limits import check_has_kernel
@@ -60,16 +62,17 @@ def _kernel(x: Tensor, offsets: Tensor, quantizer: Quantizer) -> tuple[Tensor, T
     if codes.numel():
         from fp8compile.kernels.groups import quantize_groups
 
-        quantize_groups(x, offsets.contiguous(), quantizer, alignment(quantizer), codes, scales)
+        current: Any = quantizer  # CurrentScaling
+        quantize_groups(x, offsets.contiguous(), current, alignment(quantizer), codes, scales)
     return codes, scales
 
 
-def _samples() -> Iterator[tuple]:
+def _samples() -> Iterator[tuple[Any, ...]]:
     for x, offsets in tokens():
         yield x, offsets, CurrentScaling(block=(16, 1))
         yield x, offsets, CurrentScaling(block=(32, 1), format="e5m2", scale="e8m0_rceil", eps=1e-6)
 
 
-group_quantize = register_group_op(
+group_quantize: OpOverload = register_group_op(
     "fp8compile::group_quantize", _kernel, fake=empty_outputs, portable=OF_BACKWARD, samples=_samples
 )

@@ -8,9 +8,11 @@ tokens once; on a CPU, and as the reference, it is the two casts. Rows behind th
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 
 from fp8compile.inductor import TileLaunch
 from fp8compile.ops.groups.group_quantize import empty_outputs, group_quantize
@@ -27,7 +29,7 @@ from fp8compile.target import target_of
 __all__ = ["group_quantize_both", "is_group_pair"]
 
 
-def is_group_pair(rows: Quantizer | None, columns: Quantizer | None) -> bool:
+def is_group_pair(rows: Quantizer | None, columns: Any) -> bool:
     """Whether the kernel serves both quantizers, each over one group's matrix."""
     return is_pair(rows, columns) and has_block_kernel(columns)
 
@@ -52,7 +54,7 @@ def _launch(x: Tensor, offsets: Tensor, rows: Quantizer, columns: Quantizer) -> 
 
     align = alignment(columns)
     length = padded_length(x.shape[0], offsets.shape[0], align)
-    return groups_both_directions(x, offsets, length, rows, columns, align)
+    return groups_both_directions(x, offsets, length, rows, columns, align)  # type: ignore[arg-type]  # CurrentScaling
 
 
 def _kernel(x: Tensor, offsets: Tensor, rows: Quantizer, columns: Quantizer) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -71,7 +73,7 @@ def _kernel(x: Tensor, offsets: Tensor, rows: Quantizer, columns: Quantizer) -> 
     return outputs
 
 
-def _samples() -> Iterator[tuple]:
+def _samples() -> Iterator[tuple[Any, ...]]:
     for x, offsets in tokens():
         yield x, offsets, CurrentScaling(block=(1, 16)), CurrentScaling(block=(16, 1), scale="pow2")
         line = CurrentScaling(block=(1, 32), format="e5m2", scale="e8m0_rceil")
@@ -82,6 +84,6 @@ def _launch_in_graph(x: Tensor, offsets: Tensor, rows: Quantizer, columns: Quant
     return _launch(x, offsets, rows, columns) if is_group_pair(rows, columns) else None
 
 
-group_quantize_both = register_group_op(
+group_quantize_both: OpOverload = register_group_op(
     "fp8compile::group_quantize_both", _kernel, fake=_fake, portable=ON_GPU, samples=_samples, launch=_launch_in_graph
 )

@@ -8,9 +8,11 @@ on a CPU, and as the reference, it is the steps themselves. Rows behind the last
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 
 from fp8compile.inductor import TileLaunch
 from fp8compile.ops.groups.group_amax import group_amax
@@ -26,7 +28,7 @@ from fp8compile.target import target_of
 __all__ = ["group_quantize_rows", "is_row_pair"]
 
 
-def is_row_pair(rows: Quantizer | None, columns: Quantizer | None, width: int) -> bool:
+def is_row_pair(rows: Quantizer | None, columns: Any, width: int) -> bool:
     """Whether the kernel quantizes rows by the first quantizer and takes amaxes of groups' columns for the other.
 
     Args:
@@ -50,7 +52,7 @@ def _step_by_step(x: Tensor, offsets: Tensor, rows: Quantizer, columns: Quantize
     return PYTHON_OF_STEPS.cast(x, multiplier, rows), scale, group_amax(x, offsets, columns)
 
 
-def _launch(x: Tensor, offsets: Tensor, rows: Quantizer) -> TileLaunch:
+def _launch(x: Tensor, offsets: Tensor, rows: Any) -> TileLaunch:
     from fp8compile.kernels.groups_rows import rows_of_groups
 
     return rows_of_groups(x, offsets, rows)
@@ -72,7 +74,7 @@ def _kernel(x: Tensor, offsets: Tensor, rows: Quantizer, columns: Quantizer) -> 
     return outputs
 
 
-def _samples() -> Iterator[tuple]:
+def _samples() -> Iterator[tuple[Any, ...]]:
     for x, offsets in tokens():
         yield x, offsets, CurrentScaling(block=ROWS), CurrentScaling(block=COLUMNS)
         line = CurrentScaling(block=ROWS, format="e5m2", scale="pow2", eps=1e-6)
@@ -83,6 +85,6 @@ def _launch_in_graph(x: Tensor, offsets: Tensor, rows: Quantizer, columns: Quant
     return _launch(x, offsets, rows) if is_row_pair(rows, columns, x.shape[1]) else None
 
 
-group_quantize_rows = register_group_op(
+group_quantize_rows: OpOverload = register_group_op(
     "fp8compile::group_quantize_rows", _kernel, fake=_fake, portable=ON_GPU, samples=_samples, launch=_launch_in_graph
 )

@@ -12,9 +12,11 @@ is the steps of `group_two_levels` in that layout.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 from torch.nn.functional import pad
 
 from fp8compile import inductor
@@ -51,7 +53,7 @@ def _empty_outputs(
     width, row_bytes = tile_columns(r, groups), _up(k, 2 * ROW_BYTES) // 2
     blocks = _up(row_bytes * 2 // GROUP, TILE_BLOCKS)
     along_rows, along_tokens = directions != "tokens", directions != "rows"
-    byte = {"dtype": torch.uint8}
+    byte: dict[str, Any] = {"dtype": torch.uint8}
     return (
         x.new_empty((r, row_bytes) if along_rows else (0, 0), **byte),
         x.new_empty((width, blocks) if along_rows else (0, 0), **byte),
@@ -64,7 +66,7 @@ def _empty_outputs(
 
 def _quantized(x: Tensor, outer_amax: Tensor, quantizer: Quantizer) -> tuple[Tensor, Tensor, Tensor]:
     """Codes of one group's tokens, one a byte, with scales and outer scale."""
-    return by_outer_amax(x, outer_amax, quantizer.unpacked())
+    return by_outer_amax(x, outer_amax, quantizer.unpacked() or quantizer)
 
 
 def _along_rows(
@@ -136,17 +138,18 @@ def _kernel(
 
     codes, scale, outer, column_codes, *others = outputs
     contiguous = _words(codes), scale, outer, _words(column_codes), *others
-    wanted = rows if directions != "tokens" else None, columns if directions != "rows" else None
-    codes_of_groups(x, offsets.contiguous(), amaxes.contiguous(), *wanted, contiguous)
+    wanted: tuple[Any, ...] = (rows if directions != "tokens" else None, columns if directions != "rows" else None)
+    of_rows, of_tokens = wanted
+    codes_of_groups(x, offsets.contiguous(), amaxes.contiguous(), of_rows, of_tokens, contiguous)
     return outputs
 
 
-def _samples() -> Iterator[tuple]:
+def _samples() -> Iterator[tuple[Any, ...]]:
     for x, offsets, *how in two_level_samples():
         yield x, offsets, group_outer_amaxes(x, offsets, *how), *how
 
 
-group_quantize_two_levels = register_group_op(
+group_quantize_two_levels: OpOverload = register_group_op(
     "fp8compile::group_quantize_two_levels", _kernel, fake=_empty_outputs, portable=ON_GPU, samples=_samples
 )
 

@@ -11,9 +11,11 @@ rounding, begin anew with each group. A CPU runs the quantizer's steps group by 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 
 from fp8compile.ops.groups.group_quantize import empty_outputs
 from fp8compile.ops.groups.layout import alignment, group_to_read, zero_behind
@@ -96,8 +98,8 @@ def _portable(x: Tensor, offsets: Tensor, quantizer: Quantizer, along_tokens: bo
     return zero_behind(codes, offsets), zero_behind(scale, ends), quantizer.outer_scale(largest)
 
 
-def _samples() -> Iterator[tuple]:
-    noisy = {"rounding": "stochastic", "seed": 3}
+def _samples() -> Iterator[tuple[Any, ...]]:
+    noisy: dict[str, Any] = {"rounding": "stochastic", "seed": 3}
     for x, offsets in tokens():
         yield x, offsets, TwoLevelScaling(packed="none", **noisy), False
         yield x, offsets, TwoLevelScaling(block=(16, 1), packed="none", hadamard=(1, -1) * 8, **noisy), True
@@ -107,6 +109,6 @@ def _samples() -> Iterator[tuple]:
     yield stack, ends, TwoLevelScaling(block=(16, 16), packed="none"), False
 
 
-group_two_levels = register_group_op(
+group_two_levels: OpOverload = register_group_op(
     "fp8compile::group_two_levels", _kernel, fake=_fake, portable=_portable, samples=_samples
 )

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 
 from fp8compile.formats import element_format
 from fp8compile.layout.quantized import Quantized
@@ -67,8 +68,8 @@ def _kernel(
     if product.numel():
         from fp8compile.kernels.grouped_blockwise import multiply_rows, multiply_tokens
 
-        left = a.contiguous().view(element_format(a_format).dtype)
-        right = b.contiguous().view(element_format(b_format).dtype)
+        formats: Any = (element_format(a_format), element_format(b_format))  # of float8
+        left, right = (codes.contiguous().view(each.dtype) for codes, each in zip((a, b), formats, strict=True))
         if b.ndim == 3:
             multiply_rows(left, right, a_scale, b_scale, offsets.contiguous(), product)
         else:
@@ -77,7 +78,7 @@ def _kernel(
     return product
 
 
-def _samples() -> Iterator[tuple]:
+def _samples() -> Iterator[tuple[Any, ...]]:
     line, tile, pillar = (CurrentScaling(block=block) for block in ((1, BLOCK), (BLOCK, BLOCK), (BLOCK, 1)))
     for x, offsets in tokens():
         rows, k = x.shape
@@ -91,6 +92,6 @@ def _samples() -> Iterator[tuple]:
         yield codes, codes[: k // 2], scale, scale[:, : k // 2], offsets, "e4m3", "e4m3", torch.bfloat16
 
 
-grouped_blockwise_mm = register_group_op(
+grouped_blockwise_mm: OpOverload = register_group_op(
     "fp8compile::grouped_blockwise_mm", _kernel, fake=_fake, portable=ON_GPU, samples=_samples
 )

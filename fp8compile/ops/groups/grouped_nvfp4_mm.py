@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 
 from fp8compile import inductor
 from fp8compile.formats import E4M3
@@ -108,7 +109,7 @@ def _fake(*args: Any) -> Tensor:
     return a.new_empty(product_shape(a, b, offsets), dtype=out_dtype)
 
 
-def _samples() -> Iterator[tuple]:
+def _samples() -> Iterator[tuple[Any, ...]]:
     line, pillar = TwoLevelScaling(), TwoLevelScaling(block=(NV_BLOCK, 1), packed="columns")
     generator = torch.Generator().manual_seed(0)
     for x, offsets in tokens():
@@ -123,7 +124,7 @@ def _samples() -> Iterator[tuple]:
         yield of_half[0], turned[0], of_half[1], turned[1], turned[2], turned[2], tile_ends(offsets), torch.float32
 
 
-grouped_nvfp4_mm = register_op(
+grouped_nvfp4_mm: OpOverload = register_op(
     "fp8compile::grouped_nvfp4_mm",
     _kernel,
     fake=_fake,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -15,10 +16,10 @@ __all__ = ["register_group_op"]
 
 def register_group_op(
     name: str,
-    impl: Callable,
+    impl: Callable[..., Any],
     *,
-    fake: Callable,
-    portable: Callable | str,
+    fake: Callable[..., Any],
+    portable: Callable[..., Any] | str,
     samples: Samples,
     launch: Callable[..., TileLaunch | None] | None = None,
 ) -> torch._ops.OpOverload:

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 
 from fp8compile import inductor
 from fp8compile.layout.quantized import Quantized
@@ -75,7 +76,8 @@ def _portable(*args: Any) -> Tensor:
         why = OF_BACKWARD if b.ndim == 2 else f"the GEMM {gemm.name} reads how many rows each group has"
         raise RuntimeError(f"decompositions: fp8compile::scaled_grouped_mm can't be taken apart: {why}.")
     sides = as_sides((a, b), (a_scale, b_scale), tuple(how[:2]), args[9:] or (None, None))
-    return every_row(*sides, offsets, *how[2:])
+    left, right = sides
+    return every_row(left, right, offsets, *how[2:])
 
 
 def sample_offsets() -> Iterator[Tensor]:
@@ -89,7 +91,7 @@ def _quantized(x: Tensor, quantizer: Quantizer) -> tuple[Tensor, Tensor]:
     return quantizer.cast(x, multiplier), quantizer.scale_of(multiplier)
 
 
-def _samples() -> Iterator[tuple]:
+def _samples() -> Iterator[tuple[Any, ...]]:
     last = torch.bfloat16, GemmConfig()
     for offsets in sample_offsets():
         for block_a, block_b in ((1, -1), (1, -1)), ((1, 16), (16, 16)), ((-1, -1), (-1, -1)):
@@ -98,8 +100,8 @@ def _samples() -> Iterator[tuple]:
             b, b_scale = zip(*[_quantized(each, of_b) for each in torch.randn(3, 20, 24)], strict=True)
             yield a, torch.stack(b), a_scale, torch.stack(b_scale), offsets, of_a, of_b, *last
         columns, of_tokens = padded_length(12, 3, 16), CurrentScaling(block=(-1, 1))
-        a, b = (torch.randint(0, 120, (features, columns), dtype=torch.uint8) for features in (20, 24))
-        yield a, b, torch.rand(3, 20), torch.rand(3, 24), offsets, of_tokens, of_tokens, *last
+        x, y = (torch.randint(0, 120, (features, columns), dtype=torch.uint8) for features in (20, 24))
+        yield x, y, torch.rand(3, 20), torch.rand(3, 24), offsets, of_tokens, of_tokens, *last
     row, weight = CurrentScaling(block=(1, -1)), torch.zeros(3, 20, 24, dtype=torch.uint8)
     no_rows = torch.empty(0, 24, dtype=torch.uint8), weight, torch.empty(0, 1), torch.ones(3, 20, 1)
     yield *no_rows, offsets, row, row, *last  # offsets are those of no rows
@@ -116,7 +118,7 @@ def _samples() -> Iterator[tuple]:
     )
 
 
-scaled_grouped_mm = register_op(
+scaled_grouped_mm: OpOverload = register_op(
     "fp8compile::scaled_grouped_mm",
     _kernel,
     fake=_fake,

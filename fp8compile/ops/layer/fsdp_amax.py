@@ -6,9 +6,11 @@ Ranks reduce the contributions of all layers in one message, before the layers r
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 
 from fp8compile.layout.quantized import Plain, TensorLayout
 from fp8compile.ops.layer.quantize import whole_amax
@@ -30,7 +32,7 @@ def _fake(shard: Tensor, dtype: torch.dtype, rows: Rows, grid: Sequence[int], sl
     return shard.new_empty(tuple(grid), dtype=torch.float32)
 
 
-def _samples() -> Iterator[tuple]:
+def _samples() -> Iterator[tuple[Any, ...]]:
     for index, (_, weight, _, recipe) in enumerate(linear_samples()):
         own = weight.float()[: 0 if index % 5 == 4 else 40]
         own = own.t().contiguous().t() if index % 2 else own
@@ -41,7 +43,7 @@ def _samples() -> Iterator[tuple]:
                 yield own, weight.dtype, rows, grid, slot, recipe
 
 
-fsdp_amax = register_op(
+fsdp_amax: OpOverload = register_op(
     "fp8compile::fsdp_amax",
     _kernel,
     fake=_fake,

@@ -23,6 +23,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from enum import Enum, auto
 from math import lcm
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -150,11 +151,13 @@ class Operands:
         if slot == GRAD_WEIGHT.b and self.input is not None:
             return self.input
         if slot not in WEIGHT_SLOTS:
-            return self._quantized(part, self.recipe.quantizer_read(slot), slot)
+            read: Any = self.recipe.quantizer_read(slot)  # a product in high precision asks for no codes
+            return self._quantized(part, read, slot)
         return self.weight if self.weight is not None else self._of_weight(part, slot)
 
     def _of_weight(self, part: Plain, slot: str) -> Quantized:
-        quantizer, rows = self.recipe.quantizer_read(slot), part.local.shape[-2]
+        quantizer: Any = self.recipe.quantizer_read(slot)  # a product in high precision asks for no codes
+        rows = part.local.shape[-2]
         if self.rows is not None:
             part = part.with_cuts((*part.cuts, rows_cut(self.rows)))
         if part.layout.batch and not is_cut_within(part):
@@ -265,7 +268,8 @@ class Operands:
         return as_values_of_rows(found, part.local.shape[-1]) if is_forwards else found
 
     def _by_multiplier(self, part: Plain, quantizer: DelayedScaling, slot: str) -> Quantized:
-        own = self.multiplier[ROW[slot]].view(quantizer.scale_shape(part.local.shape))
+        multipliers: Any = self.multiplier
+        own = multipliers[ROW[slot]].view(quantizer.scale_shape(part.local.shape))
         scale = quantizer.scale_of(own)
         if self.waits_for:
             scale = after(scale, self.waits_for[ROW[slot]])
@@ -308,7 +312,7 @@ def _is_aligned(codes: Tensor) -> bool:
     return all(_compat.statically_true(size % PADDED_TO == 0) for size in codes.shape[-2:])
 
 
-def _as_summed(stack: Plain, quantizer: Quantizer, slot: str) -> Quantizer:
+def _as_summed(stack: Plain, quantizer: Any, slot: str) -> Quantizer:
     """The quantizer of a stack in two levels; on a GPU it packs four-bit codes along the dim that the GEMM sums."""
     if is_cut_within(stack) or not is_four_bits_on_gpu(stack.local, quantizer):
         return quantizer.unpacked()

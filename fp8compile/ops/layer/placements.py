@@ -21,7 +21,7 @@ from torch import Tensor
 from fp8compile import _compat
 from fp8compile.layout.cuts import DimSharding
 from fp8compile.layout.quantized import STACK, WHOLE, TensorLayout
-from fp8compile.ops.collectives import all_reduce_sum, reduce_scatter_sum
+from fp8compile.ops.collectives import all_reduce, reduce_scatter
 from fp8compile.ops.groups.grouped_mm import group_sum
 from fp8compile.ops.layer.check_groups import check_cut_of_groups
 from fp8compile.ops.layer.fsdp_gather import reduced
@@ -223,9 +223,9 @@ class _OverGroup(Placement):
         (step,), (cut,) = product.steps, tokens.cuts
         local = product.local.view(*product.shape[:-1], product.local.shape[1])
         if step.out == "sum" and cut is None:
-            return all_reduce_sum(local, self.group)
+            return all_reduce(local, "sum", self.group)
         if step.out == "sum" and cut is not None:
-            local = reduce_scatter_sum(local, cut.dim, cut.sizes, cut.rank, self.group)
+            local = reduce_scatter(local, "sum", cut.dim, cut.sizes, cut.rank, self.group)
         return local.contiguous()
 
     def for_keep(self) -> Placement:
@@ -297,7 +297,7 @@ class CutOverGroup(_OverGroup):
         """The sum over all tokens, also those of other ranks."""
         own = sum_of_tokens(grad_output)
         parts_of_tokens = self.weight_dim == 1 and self.sequence_dim is not None and len(self.feature_sizes) > 1
-        return all_reduce_sum(own, self.group) if parts_of_tokens else own
+        return all_reduce(own, "sum", self.group) if parts_of_tokens else own
 
     def tokens_multiplied(self, tokens: Sequence[int]) -> Sequence[int]:
         """All tokens of the sequence, also those of other ranks."""

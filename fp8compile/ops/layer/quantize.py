@@ -247,8 +247,8 @@ def scales_of(
     if outer_amax is None:
         outer_amax = outer_amax_of(amaxes, quantizer, batch, steps)
         for cut in cuts:
-            is_shared = cut is not None and cut.dim >= batch
-            outer_amax = all_reduce_amax(outer_amax, cut.group) if is_shared else outer_amax
+            if cut is not None and cut.dim >= batch:
+                outer_amax = all_reduce_amax(outer_amax, cut.group)
     if not batch:
         return steps.two_scales(amaxes, outer_amax, quantizer)
     return _two_scales_of_stack(amaxes, outer_amax, quantizer, steps)
@@ -307,7 +307,7 @@ def _cast(
         return steps.cast(window, multiplier, quantizer, *where)
 
     def cast(matrix: Tensor, grid: Tensor, own: Quantizer) -> Tensor:
-        places = ()
+        places: tuple[Tensor, ...] = ()
         if where and len(window):  # noise is that of a place in its own matrix
             rows, columns = where
             per_matrix = matrix.shape[0] // window.shape[0]
@@ -361,8 +361,8 @@ def quantize_part(
     else:
         quantizer = _for_matrices(part, quantizer)
         window, sides = part.local, _sides(part, quantizer)
-        found = whole_amax if whole_amax is not None else local_amax
-        found = _amax_of_matrices(window, quantizer, batch, steps.amax) if found is None else found
+        given = whole_amax if whole_amax is not None else local_amax
+        found = _amax_of_matrices(window, quantizer, batch, steps.amax) if given is None else given
     multiplier, scale, outer_scale = scales_of(found, quantizer, steps, part.cuts, batch=batch)
     for dim, side in zip(SIDES, sides, strict=True):
         multiplier = side.window(multiplier, dim) if side.kind == "split" else multiplier

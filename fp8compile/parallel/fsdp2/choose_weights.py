@@ -3,7 +3,7 @@
     once a step      each rank: amaxes of its shards --one message: maximum--> scales of all weights
     before a layer   shard -> param_dtype -> codes --all-gather of bytes--> QuantizedTensor, which the layer multiplies
 
-The codes are those that the layer would have made of the gathered weight itself, bit for bit.
+The codes have the same bits as if the layer had quantized the gathered weight itself.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from fp8compile.nn import Linear
 from fp8compile.nn.candidates import is_converted, weight_names
 from fp8compile.nn.experts import holds_no_stacks
 from fp8compile.nn.local import wrapped_like
+from fp8compile.nn.model_type import Model
 from fp8compile.nn.not_sharded import MARK
 from fp8compile.nn.users_of_parameters import users_of_parameters
 from fp8compile.parallel.expert_gradients import check_meshes
@@ -35,7 +36,7 @@ from fp8compile.tensor import BOTH, GATHERED, PLAIN, GatherPolicy, QuantizedPara
 
 __all__ = ["fsdp_float8_all_gather"]
 
-CALLS = count()  # each call's number
+CALLS = count()  # numbers the calls of fsdp_float8_all_gather
 PAIR = GEMMS[:2]  # the products that read a weight
 
 ORDER = (
@@ -46,7 +47,7 @@ ORDER = (
 
 @dataclass(frozen=True)
 class _Weight:
-    """A parameter that FP8 products multiply by."""
+    """A parameter of an FP8 layer that the layer's products read as their weight."""
 
     module: Any  # an FP8 layer
     name: str
@@ -56,7 +57,11 @@ class _Weight:
         return attrgetter(self.name)(self.module)
 
     def is_alone(self, users: list[nn.Module]) -> bool:
-        """Whether all that is made of the parameter is products by the same codes, given the modules that have it."""
+        """Whether every use of the parameter multiplies the same codes.
+
+        Args:
+            users: The modules that have the parameter.
+        """
         if self.parameter.ndim == 2:
             kind = Linear if isinstance(self.module, Linear) else type(self.module)
             same = all(isinstance(user, kind) and user.recipe == self.module.recipe for user in users)
@@ -73,7 +78,7 @@ def _weights(model: nn.Module) -> list[_Weight]:
 
 
 def _check_model(model: object, ignored: set[nn.Parameter]) -> list[_Weight]:
-    """The weights that FSDP2 shards of the FP8 layers of a model that is not sharded yet."""
+    """The weights of a model's FP8 layers that FSDP2 will shard; raises if the model is no such model."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"fsdp_float8_all_gather: model is a {type(model).__name__}; it is a torch.nn.Module.")
     if sharded := [fqn or "the model" for fqn, module in model.named_modules() if _compat.is_fsdp(module)]:
@@ -95,7 +100,7 @@ def _check_model(model: object, ignored: set[nn.Parameter]) -> list[_Weight]:
 
 
 def _why_plain(weight: _Weight, users: list[nn.Module]) -> str | None:
-    """Why a weight is gathered in its own dtype, or None."""
+    """Why a weight is gathered in ``param_dtype``; None if it is gathered as codes."""
     recipe = weight.module.recipe
     if (missing := holds_no_stacks(weight.module)) is not None:
         return f"the module {missing}"
@@ -118,22 +123,22 @@ def _why_plain(weight: _Weight, users: list[nn.Module]) -> str | None:
 
 
 def _cuts_of(weight: nn.Parameter) -> tuple[DimSharding, ...]:
-    """How tensor parallelism cut a weight."""
+    """How tensor parallelism cut a weight; empty if it did not."""
     if not isinstance(weight, DTensor):
         return ()
     return tuple(cut.by_name() for cut in part_of("fsdp_float8_all_gather", weight).cuts if cut is not None)
 
 
 def _wrapped(weight: _Weight, gathers: GatherPolicy | None) -> nn.Parameter:
-    """A parameter whose local tensor FSDP2 asks how to gather it."""
+    """The weight as a parameter whose local tensor is a `ShardedWeight`, which FSDP2 asks how to gather."""
     parameter = weight.parameter
-    cuts = () if parameter.ndim == 3 else _cuts_of(parameter)  # ranks that have other experts have no part of these
+    cuts = () if parameter.ndim == 3 else _cuts_of(parameter)  # other ranks have other experts, not parts of these
     local = ShardedWeight(_compat.local_itself(parameter.detach()), weight.name, gathers, cuts)
     return in_place_of(parameter, wrapped_like(local, parameter))
 
 
 def _wrap_loaded(name: str, module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: object) -> None:
-    """Keep a weight what it is when `load_state_dict(assign=True)` puts a plain one in its place."""
+    """Wrap a plain loaded weight, so that after `load_state_dict(assign=True)` FSDP2 still gathers it as codes."""
     key = f"{prefix}{name}"
     loaded = state_dict.get(key)
     if isinstance(loaded, DTensor) and not isinstance(_compat.local_itself(loaded), ShardedWeight):
@@ -142,11 +147,11 @@ def _wrap_loaded(name: str, module: nn.Module, state_dict: dict[str, Any], prefi
 
 
 def _what_is_gathered(reasons: Iterable[str | None], gathers: GatherPolicy | None) -> str:
-    """What a report says of a module.
+    """The text by which a report describes the gathers of a module's weights.
 
     Args:
-        reasons: Why each of its weights is gathered as it is, None for codes.
-        gathers: Of its weight, where forward and backward multiply different codes.
+        reasons: For each weight, why it is gathered in ``param_dtype``; None if it is gathered as codes.
+        gathers: What each gather of codes brings; None if forward and backward multiply the same codes.
     """
     codes = "codes" if gathers is None else gathers.in_words()
     return "; ".join(dict.fromkeys(codes if reason is None else f"param_dtype: {reason}" for reason in reasons))
@@ -160,51 +165,51 @@ def _check_arguments(checkpointed: object, one_gather: object) -> None:
 
 
 def fsdp_float8_all_gather(
-    model: nn.Module,
+    model: Model,
     *,
     checkpointed: bool = False,
     one_gather: str = "codes",
     ignored_params: Collection[nn.Parameter] = (),
-) -> nn.Module:
+) -> Model:
     """Have `fully_shard` gather the weights of FP8 layers as codes, one byte an element, instead of ``param_dtype``.
 
-    Those of experts too: the parameters of a module of experts, cut along experts or, by ``shard_placement_fn``, along
-    another dim. Each expert has scales of its own.
+    Weights of experts are gathered as codes too, cut along experts or, by ``shard_placement_fn``, along another dim.
+    Each expert has its own scales.
 
-    Where forward and backward multiply different codes (``recipes.rowwise``, ``rowwise_bf16_wgrad``, ``mxfp8``, and
-    ``nvfp4`` with ``weight_block=(1, 16)``), each pass gathers its own, if FSDP2 frees the weight between the two.
-    Where one gather serves both passes, because FSDP2 keeps the weight (``reshard_after_forward=False``, what the root
-    has, or a number) or the backward repeats the forward (activation checkpointing), what it brings is
-    ``one_gather``. Other weights are gathered as ever, in ``param_dtype``. ``fp8compile.conversion_report`` says which
-    and why.
+    Some recipes multiply different codes of the weight in forward and backward: ``recipes.rowwise``,
+    ``rowwise_bf16_wgrad``, ``mxfp8``, and ``nvfp4`` with ``weight_block=(1, 16)``. If FSDP2 frees the weight between
+    the passes, each pass gathers its own codes. One gather serves both passes if FSDP2 keeps the weight
+    (``reshard_after_forward=False``, a number, or the default of the root) or if the backward repeats the forward
+    (activation checkpointing); ``one_gather`` says what that gather brings. Weights that can't be gathered as codes
+    are gathered in ``param_dtype``; ``fp8compile.conversion_report`` says which and why.
 
-    With delayed scaling (``recipes.delayed``) a gather casts by the multiplier that the layer has by then: that of the
-    layer itself, as long as each backward runs before the next forward.
+    With delayed scaling (``recipes.delayed``) a gather casts by the multiplier that the layer has at that time. It is
+    the one that the layer itself uses, if each backward runs before the next forward.
 
-    Weights are cast to ``mp_policy.param_dtype`` before they are quantized, and a scale is that of the whole weight,
-    over the ranks of FSDP2 and of tensor parallelism: codes, scales and so outputs are those without this call, bit
-    for bit. Scales are computed anew after a weight changed, of all of them in one message.
+    Weights are cast to ``mp_policy.param_dtype`` before they are quantized. Scales are those of the whole weight, over
+    the ranks of FSDP2 and of tensor parallelism. So codes, scales and outputs are the same as without this call, bit
+    for bit. After weights change, ranks exchange the amaxes of all changed weights in one message.
 
     Call it after ``fp8compile.convert`` and ``parallelize_module``, before ``fully_shard``. To compile, wrap each
     block in ``torch.compile(block, fullgraph=True)`` and shard what that returns.
 
     Args:
-        model: Converted, not sharded yet.
-        checkpointed: Whether the backward repeats forwards (``torch.utils.checkpoint``). A repeated forward that finds
-            the codes of the backward raises.
-        one_gather: What is gathered where one gather serves both passes: ``"codes"`` of both, two bytes an element
-            (of four bits, one), or ``"param_dtype"``.
-        ignored_params: Those that ``fully_shard`` will be given as ``ignored_params``, such as experts that
-            `ExpertParallel` has spread over the ranks of its mesh: they stay the objects that they are, and
-            ``conversion_report`` says nothing of a gather of them.
+        model: A converted model that is not sharded yet.
+        checkpointed: Whether the backward repeats forwards (``torch.utils.checkpoint``). If it is False, a repeated
+            forward that finds the codes of the backward raises.
+        one_gather: What is gathered if one gather serves both passes: ``"codes"`` gathers both sets of codes, two
+            bytes an element (one byte for codes of four bits); ``"param_dtype"`` gathers values.
+        ignored_params: The parameters that ``fully_shard`` will be given as ``ignored_params``, such as experts that
+            `ExpertParallel` has spread over ranks. They are not replaced, and ``conversion_report`` does not mention
+            a gather of them.
 
     Returns:
-        The model. Optimizers are made afterwards: parameters of these layers are new objects.
+        The model. Make optimizers afterwards, because parameters of these layers are new objects.
 
     Raises:
         TypeError: The model is no module, or ``checkpointed`` no bool.
-        ValueError: There is nothing in FP8 that FSDP2 shards, none whose weight can be gathered as codes, or the model
-            is sharded already; or ``one_gather`` is neither of the two.
+        ValueError: FSDP2 shards no FP8 weight of the model, no weight can be gathered as codes, the model is sharded
+            already, or ``one_gather`` is neither ``"codes"`` nor ``"param_dtype"``.
         RuntimeError: PyTorch 2.11.
     """
     _check_arguments(checkpointed, one_gather)
@@ -239,7 +244,7 @@ def fsdp_float8_all_gather(
 
 
 def _ask_pair(parameter: QuantizedParameter, checkpointed: bool, one_gather: str) -> None:
-    """Tell a parameter that is codes already what its gathers are to bring."""
+    """Set what gathers bring of a parameter that is codes already; raises for ``one_gather="param_dtype"``."""
     if one_gather == PLAIN:
         raise ValueError(
             f"fsdp_float8_all_gather: one_gather is {PLAIN!r}, and parameters that are codes (quantized_parameters of "
@@ -249,7 +254,7 @@ def _ask_pair(parameter: QuantizedParameter, checkpointed: bool, one_gather: str
 
 
 def _wrap_all(chosen: list[_Weight], gathers: dict[nn.Parameter, GatherPolicy]) -> None:
-    """Put parameters that FSDP2 asks how to gather them in the place of the chosen ones."""
+    """Replace the chosen parameters by parameters that FSDP2 gathers as codes."""
     number, scales = next(CALLS), WeightScales((weight.module, weight.name) for weight in chosen)
     wrapped: dict[nn.Parameter, nn.Parameter] = {}
     for weight in chosen:

@@ -1,10 +1,10 @@
 """A rank's shard of a weight, in high precision, which FSDP2 gathers as codes.
 
-A weight is a matrix, or a stack of them, such as the weights of experts, whose scales are a matrix's own. FSDP2 cuts a
-stack (E, N, K) along experts, or along another dim where ranks outnumber experts.
+A weight is a matrix, or a stack of matrices such as the weights of experts. Each matrix of a stack has its own scales.
+FSDP2 cuts a stack (E, N, K) along experts, or along another dim if there are more ranks than experts.
 
-A scale whose block lies on one rank travels beside the codes, if forward and backward multiply different codes; one
-whose block has elements on several ranks is known to all by the one message of amaxes.
+If a block lies on one rank, and forward and backward multiply different codes, the block's scale travels beside the
+codes. Otherwise all ranks compute the scale from the amaxes that they exchanged in one message.
 """
 
 from __future__ import annotations
@@ -47,25 +47,25 @@ PAIR = GEMMS[:2]  # the products that read a weight
 
 
 class Edits:
-    """How often what lies behind some tensors was written to, in any of their views."""
+    """Counter of the writes to one memory, shared by all `ShardedWeight` views of that memory."""
 
     def __init__(self) -> None:
         self.count = 0
 
 
 class ShardedWeight(FullyShardHooks, Tensor):
-    """A plain tensor that FSDP2 gathers as codes; to all else it is that tensor, in the same memory.
+    """A plain tensor that FSDP2 gathers as codes. For all other code it acts as that tensor, in the same memory.
 
-    A class of its own, for FSDP2 asks the local tensor of a parameter how to gather it, and keeps asking after views,
-    copies and ``to``. What other ops make of it is plain, so optimizer states are, too, and it is pickled as a plain
-    tensor: a checkpoint is that of a model without it. To a compiler it is a plain tensor: it has no
+    It is a subclass because FSDP2 asks the local tensor of a parameter how to gather it. Views, copies and ``to`` keep
+    the subclass. Other ops return plain tensors, so optimizer states are plain. It is pickled as a plain tensor, so a
+    checkpoint is the same as without FP8 gathers. A compiler sees a plain tensor: the class has no
     ``__tensor_flatten__``, whose inner tensor would be a second one in the same memory.
 
     Attributes:
-        name: The parameter's in its module.
-        gathers: What its gathers are like, if forward and backward multiply different codes.
-        cuts: How tensor parallelism cut the weight before FSDP2 does.
-        edits: Counts writes: FSDP2 reads a parameter through views that have version counters of their own.
+        name: Name of the parameter in its module.
+        gathers: What each gather brings; None if forward and backward multiply the same codes.
+        cuts: How tensor parallelism cut the weight, before FSDP2 shards it.
+        edits: Counter of writes. FSDP2 reads a parameter through views that have their own version counters.
     """
 
     name: str = "weight"  # a tensor has a property of this name
@@ -83,10 +83,10 @@ class ShardedWeight(FullyShardHooks, Tensor):
         cuts: Sharding = (),
         edits: Edits | None = None,
     ) -> ShardedWeight:
-        """The same memory as another tensor; no copy."""
+        """Create the subclass on the memory of ``plain``, without a copy."""
         if type(plain) is Tensor:
             return Tensor._make_subclass(cls, plain)
-        # a fake tensor is another Python object's already, and has no memory to share
+        # a fake tensor has no memory to share, and belongs to a Python object already
         return Tensor._make_wrapper_subclass(
             cls,
             plain.shape,
@@ -111,17 +111,22 @@ class ShardedWeight(FullyShardHooks, Tensor):
 
     @property
     def plain(self) -> Tensor:
-        """A plain tensor without history on the same memory, with the same version counter."""
+        """A plain tensor on the same memory, with the same version counter and without autograd history."""
         return _compat.plain_alias(self) if self._fake is None else self._fake
 
     def like(self, plain: Tensor, edits: Edits | None = None) -> ShardedWeight:
-        """Another tensor in this one's place: in the same memory, if it counts the same edits."""
+        """Wrap another tensor with this weight's name, gathers and cuts.
+
+        Args:
+            plain: The tensor to wrap.
+            edits: This weight's counter if ``plain`` is a view of its memory; None starts a new counter.
+        """
         return ShardedWeight(plain, self.name, self.gathers, self.cuts, edits)
 
     # ------------------------------------------------------------------ what a tensor with a dispatch refuses
 
     def _without_class(self) -> Tensor:
-        """The tensor or parameter that it would be without this class, with what others hang on it."""
+        """The plain tensor or parameter on the same memory, with the attributes that other code has set on it."""
         plain = self.plain.detach()
         if isinstance(self, Parameter):
             return in_place_of(self, plain)
@@ -129,11 +134,11 @@ class ShardedWeight(FullyShardHooks, Tensor):
         return plain.requires_grad_(self.requires_grad)
 
     def numpy(self, *, force: bool = False) -> Any:
-        """An array on the same memory, as any tensor gives one; PyTorch refuses it for classes with a dispatch."""
+        """An array on the same memory. PyTorch's own method refuses subclasses with a ``__torch_dispatch__``."""
         return self._without_class().numpy(force=force)
 
     def tolist(self) -> Any:
-        """The values as nested lists, as any tensor gives them; PyTorch refuses that, too."""
+        """The values as nested lists. PyTorch's own method refuses subclasses with a ``__torch_dispatch__``."""
         return self._without_class().tolist()
 
     def __repr__(self) -> str:  # type: ignore[override]
@@ -164,7 +169,7 @@ class ShardedWeight(FullyShardHooks, Tensor):
         out = tree_map_only(Tensor, lambda tensor: source.like(tensor, edits), out)
         return return_and_correct_aliasing(func, args, kwargs, out) if func in VIEWS else out
 
-    # ------------------------------------------------------------------ how it is quantized
+    # ------------------------------------------------------------------ how the weight is quantized
 
     @property
     def batch(self) -> int:  # type: ignore[override]
@@ -172,19 +177,23 @@ class ShardedWeight(FullyShardHooks, Tensor):
         return self.ndim - 2
 
     def quantizers_of(self, module: nn.Module) -> dict[Gemm, Quantizer]:
-        """The quantizer of each set of the weight's codes, by the product that reads it, in the order of memory."""
+        """The quantizer of each set of the weight's codes, by the product that multiplies the set.
+
+        Quantizers fit the dims as the parameter lies in memory, also for modules that keep matrices transposed.
+        """
         gemms = PAIR[:1] if self.gathers is None else PAIR
         return {gemm: as_it_lies(module, getattr(module.recipe, gemm.b)) for gemm in gemms}
 
     def quantizers_over_ranks(self, module: nn.Module, part: Plain) -> dict[str, Quantizer]:
-        """Quantizers whose amaxes ranks exchange before a gather, by slot of the recipe."""
+        """The quantizers whose amaxes ranks exchange before a gather, by slot of the recipe."""
         every = self.quantizers_of(module).items()
         return {gemm.b: quantizer for gemm, quantizer in every if not all(self.own_levels(part, quantizer))}
 
     def own_levels(self, part: Plain, quantizer: Quantizer) -> tuple[bool, ...]:
-        """Whether this rank alone has the scales of a part, for each level: those of blocks, those of matrices.
+        """For each level of scales, whether this rank alone computes those of its part and sends them in the gather.
 
-        Of one set of codes ranks know all scales from the one message of amaxes, and none travels in a gather.
+        The levels are the scales of blocks and, if the quantizer has them, the outer scales of matrices. If forward
+        and backward multiply the same codes, all are False: ranks know every scale from the message of amaxes.
         """
         levels = 2 if quantizer.has_outer_scale() else 1
         if self.gathers is None:
@@ -194,20 +203,28 @@ class ShardedWeight(FullyShardHooks, Tensor):
     # ------------------------------------------------------------------ what FSDP2 asks
 
     def values_to_gather(self, mp_policy: MixedPrecisionPolicy) -> Tensor:
-        """Its values in the dtype that the layer computes in: cast first, as a plain gather does."""
+        """The shard's values, cast to the dtype that the layer computes in, as FSDP2's own gather casts them."""
         return self.plain.to(mp_policy.param_dtype or self.dtype)
 
     def sets_to_gather(
         self, mesh: DeviceMesh, size: tuple[int, ...], module: nn.Module, mp_policy: MixedPrecisionPolicy
     ) -> tuple[DimSharding, list[SetToGather]]:
-        """Codes that are cast now, by scales that all ranks know, or by those of this rank's own blocks."""
+        """How FSDP2 cuts the weight, and each set of codes that this rank can send.
+
+        A set's codes are cast when its ``make`` is called, by the scales of this rank's own blocks or by scales that
+        all ranks know.
+        """
         part = part_of_weight(self, mesh, size, mp_policy)
         every = self.quantizers_of(module).items()
         own: Any = part.cuts[-1]  # FSDP2's
         return own, [self._to_gather(part, size, module, *each) for each in every]
 
     def place_of_gathered(self, shards: DimSharding) -> dict[str, Any]:
-        """Tensor parallel ranks that have parts of it, too; or those of FSDP2, of which each has all of it."""
+        """Arguments of the gathered QuantizedTensor that say which ranks share its scales.
+
+        A matrix cut by tensor parallelism has the group, dim and sizes of that cut. Another matrix has FSDP2's group,
+        because each of its ranks then holds the whole matrix. A stack has none.
+        """
         if self.batch:
             return {}
         resolve: Any = torch.distributed.distributed_c10d._resolve_process_group
@@ -235,7 +252,10 @@ class ShardedWeight(FullyShardHooks, Tensor):
     def _by_own_blocks(
         self, part: Plain, size: tuple[int, ...], module: Any, gemm: Gemm, quantizer: Quantizer
     ) -> tuple[Tensor | None, ...]:
-        """Codes of a part, one a byte, and all levels of its scales: no other rank has elements of its blocks."""
+        """Codes of a part, one per byte, and all levels of the part's scales, if no block spans ranks.
+
+        The outer amax is that of all ranks if they cut the matrices.
+        """
         own, outer_amax = Plain(part.local, TensorLayout(batch=self.batch)), None
         if not all(self.own_levels(part, quantizer)):
             outer_amax = module.weight_scales.outer_amax(module, self.name, gemm.b).to(self.device)
@@ -245,13 +265,13 @@ class ShardedWeight(FullyShardHooks, Tensor):
     def _by_known_scales(
         self, part: Plain, size: tuple[int, ...], module: Any, gemm: Gemm, quantizer: Quantizer
     ) -> tuple[Tensor | None, ...]:
-        """Codes of a part, one a byte, and all levels of scales of the whole weight, which all ranks know."""
+        """Codes of a part, one per byte, cast by the scales that all ranks know; and those scales, by level."""
         multiplier, scale, outer_scale = module.weight_scales.of(module, self.name, gemm.b)
         codes = cast_part(part, multiplier.to(self.device), quantizer)
         return codes, self._scale_of(scale, size, quantizer), outer_scale
 
     def _scale_of(self, scale: Tensor, size: tuple[int, ...], quantizer: Quantizer) -> Tensor:
-        """Scales of what FSDP2 gathers, of those of the whole weight."""
+        """Select, from the scales of the whole weight, those of the tensor parallel part that FSDP2 gathers."""
         return local_scales(scale, size, self.cuts, quantizer) if self.cuts else scale
 
 
@@ -270,16 +290,16 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[S
 def part_of_weight(
     weight: ShardedWeight, mesh: DeviceMesh, size: Sequence[int], mp_policy: MixedPrecisionPolicy
 ) -> Plain:
-    """What this rank has of a weight, in the dtype that the layer computes in.
+    """This rank's part of a weight and how it is cut, in the dtype that the layer computes in.
 
     Args:
         weight: The shard.
-        mesh: Of FSDP2, one dim.
-        size: Of what these ranks have together.
-        mp_policy: Of FSDP2.
+        mesh: FSDP2's mesh, with one dim.
+        size: Size of the tensor that the ranks of ``mesh`` have together.
+        mp_policy: FSDP2's policy of dtypes.
 
     Raises:
-        ValueError: FSDP2 shards a dim that it can't be gathered along.
+        ValueError: FSDP2 shards a dim along which codes can't be gathered.
     """
     ranks, rank, dim = mesh.size(), mesh.get_local_rank(), cut_dim(weight, size) if weight.batch else 0
     sizes = chunk_sizes(size[dim], ranks)

@@ -1,4 +1,4 @@
-"""Scales of weights that FSDP2 gathers as codes: amaxes of all shards travel in one message."""
+"""Scales of the weights that FSDP2 gathers as codes. The amaxes of all shards travel in one message."""
 
 from __future__ import annotations
 
@@ -22,9 +22,14 @@ __all__ = ["WeightScales"]
 
 @dataclass(frozen=True)
 class _Scales:
-    """Scales of one weight, by slot of the recipe, and what the weight was when they were computed.
+    """Scales of one weight, and the version of the weight that they were computed from.
 
-    Where ranks keep the scales of their blocks to themselves, it is the outer amax alone.
+    Attributes:
+        by_slot: Multiplier, scale and outer scale, by slot of the recipe.
+        outer_amaxes: Outer amax by slot of the recipe, for slots whose blocks each lie on one rank: that rank computes
+            the scales of its blocks itself.
+        edits: The counter of writes that the weight had.
+        writes: Version counters of the weight.
     """
 
     by_slot: dict[str, Scales]
@@ -33,13 +38,17 @@ class _Scales:
     writes: tuple[int, ...]
 
     def hold(self, parameter: _compat.FsdpParameter) -> bool:
-        """Whether nothing was written to the weight since."""
+        """Whether nothing was written to the weight since these scales were computed."""
         edits, writes = _writes(parameter)
         return self.edits is edits and self.writes == writes
 
 
 def _writes(parameter: _compat.FsdpParameter) -> tuple[Edits, tuple[int, ...]]:
-    """How often a weight was written to: through the parameter, its local tensor, what that wraps, or a view."""
+    """A weight's counter of writes, and four numbers that change if the weight is written to.
+
+    They are the version counters of the parameter, of its local tensor and of the plain tensor, and the counter's
+    number, which includes writes through views.
+    """
     local = _compat.local_itself(parameter.sharded)
     if not isinstance(local, ShardedWeight):
         raise RuntimeError(
@@ -50,12 +59,13 @@ def _writes(parameter: _compat.FsdpParameter) -> tuple[Edits, tuple[int, ...]]:
 
 
 class WeightScales:
-    """Scales of weights that are gathered as codes, computed when one is asked for that changed, of all that changed.
+    """Scales of the weights that are gathered as codes, computed again after weights change.
 
-    One message for each group of ranks, mostly one. All ranks have to change a weight for that, as training does.
+    A request for the scale of a changed weight computes the scales of all changed weights. Ranks send one message for
+    each group of ranks, in most models one. If one rank changes a weight, all have to, as in training.
 
     Args:
-        weights: Each a module and the name of its parameter there.
+        weights: For each weight, its module and the name of the parameter in that module.
     """
 
     def __init__(self, weights: Iterable[tuple[nn.Module, str]]) -> None:
@@ -64,19 +74,25 @@ class WeightScales:
         self._scales: dict[tuple[nn.Module, str], _Scales] = {}
 
     def _known(self, weight: tuple[nn.Module, str]) -> dict[tuple[nn.Module, str], _compat.FsdpParameter]:
-        """What FSDP2 knows of the weights that it has sharded, of which this is one."""
+        """FSDP2's records of the weights that it has sharded; looked up again if ``weight`` is not among them."""
         if weight not in self._parameters:
             found = {(p.module, p.name): p for p in _compat.fsdp_parameters()}
             self._parameters = {each: found[each] for each in self._weights if each in found}
         return self._parameters
 
     def of(self, module: nn.Module, name: str, slot: str) -> Scales:
-        """Multiplier and scale of all blocks of a weight for a slot of the recipe, and the outer scale or None."""
+        """The multiplier, the scale of all blocks and the outer scale (or None) of a weight, for a slot of the recipe.
+
+        A slot with delayed scaling has those that the backward before computed.
+        """
         found = self._of_now(module, name)
         return found.by_slot[slot] if slot in found.by_slot else _of_steps_before(module, slot)
 
     def outer_amax(self, module: nn.Module, name: str, slot: str) -> Tensor:
-        """The outer amax of a weight for a slot of the recipe, where each rank makes the scales of its own blocks."""
+        """The outer amax of a weight for a slot of the recipe whose blocks each lie on one rank.
+
+        Ranks exchange this amax alone; each computes the scales of its own blocks.
+        """
         return self._of_now(module, name).outer_amaxes[slot]
 
     def _of_now(self, module: nn.Module, name: str) -> _Scales:
@@ -87,7 +103,7 @@ class WeightScales:
             found = self._scales[weight]
         return found
 
-    @torch.inference_mode(mode=False)  # training uses them too, until a weight changes
+    @torch.inference_mode(mode=False)  # training uses these scales too, until a weight changes
     @torch.no_grad()
     def _refresh(self, known: dict[tuple[nn.Module, str], _compat.FsdpParameter]) -> None:
         changed: list[tuple[tuple[nn.Module, str], str, Quantizer, bool]] = []
@@ -113,16 +129,16 @@ class WeightScales:
             if isinstance(quantizer, DelayedScaling):
                 row: Any = RowOfWeight(weight[0])()
                 history, _ = row
-                history[0].copy_(amax.view(()))  # for the next backward, which makes a multiplier of it
+                history[0].copy_(amax.view(()))  # for the next backward, which computes a multiplier from the amax
             elif is_outer:
-                self._scales[weight].outer_amaxes[slot] = amax.clone()  # what it is a view of is freed
+                self._scales[weight].outer_amaxes[slot] = amax.clone()  # a view would keep the whole message alive
             else:
                 shard = _compat.local_itself(known[weight].sharded)
                 self._scales[weight].by_slot[slot] = scales_of(amax, quantizer, batch=shard.batch)
 
 
 def _of_steps_before(module: nn.Module, slot: str) -> Scales:
-    """Scales of a weight with delayed scaling, which each backward changes."""
+    """The multiplier and scale of a weight with delayed scaling, which the last backward computed, and None."""
     row: Any = RowOfWeight(module)()
     _, multiplier = row
     multiplier = multiplier.clone().view(1, 1)

@@ -1,6 +1,7 @@
-"""Amaxes of sharded weights, of all layers in one message at the start of a model's forward.
+"""Amaxes of sharded weights: those of all layers travel in one message at the start of a model's forward.
 
-A layer whose forward runs alone, as activation checkpointing repeats it, sends its own: the numbers are the same.
+If a layer's forward runs alone, as when activation checkpointing repeats it, the layer sends its own message. The
+numbers are the same.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ class WeightAmaxPlan:
 
     Attributes:
         grids: Shape of the amaxes, for each slot of the recipe whose blocks span several ranks.
-        groups: Names of the process groups that reduce them.
-        same: Whether forward and backward quantize the weight alike.
+        groups: Names of the process groups that reduce the amaxes.
+        same: Whether forward and backward multiply the same codes of the weight.
     """
 
     grids: dict[str, tuple[int, ...]]
@@ -65,7 +66,7 @@ def _known(layer: Any, slot: str) -> Tensor:
 
 
 def exchange(layers: Iterable[Any]) -> None:
-    """Give each layer the amaxes of its whole weight: one message for each group of ranks, mostly one."""
+    """Give each layer the amaxes of its whole weight, by one message for each group of ranks; most models have one."""
     entries = [
         (layer, slot)
         for layer in layers

@@ -1,8 +1,8 @@
-"""Delayed scaling of sharded layers: which ranks reduce which amaxes, all in one message.
+"""Delayed scaling of sharded layers: which ranks reduce which amaxes, in one message for all layers.
 
-An amax carrier is two tensors of zeros whose gradients are one layer's amaxes: `fp8compile.ops.layer.amax_tokens` says
-how a backward brings them together. A layer that is called a second time in a forward, or outside of the model's
-forward, sends a message of its own.
+An amax carrier is two tensors of zeros whose gradients are one layer's amaxes. `fp8compile.ops.layer.amax_tokens` says
+how a backward collects them. If a layer is called a second time in a forward, or outside of the model's forward, that
+call sends its own message.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from fp8compile.parallel.graph_fsdp.shards import ParameterSharding
 
 __all__ = ["AmaxCarrier", "AmaxReduction", "amax_reduction", "attach", "consume"]
 
-AmaxCarrier = tuple[Tensor | None, Tensor | None]  # tokens of a layer: for activations, for the weight
+AmaxCarrier = tuple[Tensor | None, Tensor | None]  # tokens for a layer's activations, and for its weight
 
 
 class AmaxReduction(NamedTuple):
-    """The ranks over which a layer's backward reduces its amaxes: of activations first, of the weight second.
+    """The ranks over which a layer's backward reduces the amaxes of activations (first) and of the weight (second).
 
     Attributes:
         names: Names of the process groups.
@@ -41,7 +41,7 @@ class AmaxReduction(NamedTuple):
 
 
 def _without_parts(names: Iterable[Any]) -> tuple[str, ...]:
-    """The groups, without each whose ranks are all in another one."""
+    """Names of the groups, without duplicates and without groups whose ranks are all in another group."""
     ranks = {name: set(get_process_group_ranks(_resolve_process_group(name))) for name in dict.fromkeys(names)}
     found: list[str] = []
     for name, own in sorted(ranks.items(), key=lambda each: -len(each[1])):
@@ -63,7 +63,7 @@ def amax_reduction(layer: Linear, sharding: ParameterSharding) -> AmaxReduction 
 
 
 def _origin(layer: Any, module: nn.Module, inputs: Any) -> Tensor | None:
-    """A tensor whose gradient a backward through this layer computes; None if there is no backward."""
+    """A tensor that requires grad, from which tokens take their place in autograd's graph; None if there is none."""
     weight = layer._parameters["weight"]
     if weight.requires_grad:
         return weight
@@ -72,7 +72,7 @@ def _origin(layer: Any, module: nn.Module, inputs: Any) -> Tensor | None:
 
 
 def _together(tokens: list[Tensor], groups: AmaxGroups | None) -> Sequence[Tensor]:
-    """The same tokens behind a reduction: their gradients are the amaxes over all ranks of the groups."""
+    """The tokens as outputs of the op that reduces their gradients: over all ranks of the groups, in the backward."""
     if groups is None:
         return tokens
     return fsdp_amaxes_together(torch.cat(tokens), groups).split([token.numel() for token in tokens])
@@ -83,8 +83,8 @@ def assign(layers: Sequence[Any], module: nn.Module, inputs: Any) -> list[AmaxCa
 
     Args:
         layers: The layers that this forward runs.
-        module: The module that runs it.
-        inputs: Its inputs.
+        module: The module whose forward it is.
+        inputs: The inputs of that forward.
 
     Returns:
         A carrier for each layer; (None, None) if the layer has no delayed scaling or there is no backward.
@@ -112,7 +112,7 @@ def assign(layers: Sequence[Any], module: nn.Module, inputs: Any) -> list[AmaxCa
 
 # ---------------------------------------------------------------------------------- the first call consumes them
 
-UNCONSUMED: set[int] = set()  # while Dynamo traces: keys of the layers to which the model's forward attached carriers
+UNCONSUMED: set[int] = set()  # keys of layers with an attached, unused carrier; only while Dynamo traces
 
 
 @_compat.constant_when_traced
@@ -136,13 +136,13 @@ def attach(layers: Sequence[Any], module: nn.Module, inputs: Any) -> None:
 
 
 def consume(layer: Any, x: Tensor) -> AmaxCarrier:
-    """The carrier of one call of a layer: the attached one for the first call, a new one for each later call.
+    """The carrier for one call of a layer: the attached carrier for the first call, a new one for each later call.
 
-    Gradients of two uses of one carrier would be added, so it is used once.
+    A carrier is used once, because autograd would add the gradients of two uses.
     """
     state = layer.graph_fsdp
     if torch.compiler.is_dynamo_compiling():
-        # what activation checkpointing repeats may change nothing that Dynamo sees
+        # code that activation checkpointing repeats must not change state that Dynamo sees
         carrier = state.carrier if _mark_consumed(state.key) else None
     else:
         carrier, state.carrier = state.carrier, None

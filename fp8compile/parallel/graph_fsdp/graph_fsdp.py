@@ -1,4 +1,4 @@
-"""graph_fsdp: shard a model's parameters, with all that ranks send as nodes of its graph."""
+"""graph_fsdp: shard a model's parameters, with every message between ranks as a node of the model's graph."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from fp8compile import _compat
 from fp8compile.nn import Linear
 from fp8compile.nn.candidates import is_converted, weight_names
 from fp8compile.nn.experts import ConvertedExperts, stacks
+from fp8compile.nn.model_type import Model
 from fp8compile.nn.users_of_parameters import users_of_parameters
 from fp8compile.parallel.expert_gradients import check_meshes
 from fp8compile.parallel.graph_fsdp.amaxes import weight_amax_plan
@@ -95,7 +96,10 @@ def _check_model(model: nn.Module, mesh: DeviceMesh, ignored: set[nn.Parameter])
 
 
 def _stacks_of_whole_experts(module: nn.Module, state: ModuleState) -> frozenset[str]:
-    """Weights of experts that products gather. Parts of experts are gathered as a DTensor, which a product refuses."""
+    """Names of the experts' weights that the products of a module gather themselves, as codes.
+
+    Only weights cut by whole experts are among them. Others are gathered as a DTensor, which a product refuses.
+    """
 
     def is_cut_by_experts(layout: TensorParallelLayout | None) -> bool:
         return layout is None or all(each.is_replicate() or each.is_shard(0) for each in layout.placements)
@@ -110,13 +114,21 @@ def _reads_children(module: nn.Module) -> bool:
 
 
 def _gathers_codes(module: nn.Module, users: dict[nn.Parameter, list[nn.Module]]) -> bool:
-    """Whether ops gather the weight of a module, as codes: it and all others that have the weight are FP8 layers."""
+    """Whether an op gathers the weight of a module as codes: each module that has the weight must be an FP8 layer.
+
+    Args:
+        module: The module.
+        users: The modules that have each parameter.
+    """
     weight = module._parameters.get("weight") if isinstance(module, Linear) else None
     return weight is not None and all(isinstance(user, Linear) for user in users[weight])
 
 
 def _tie(model: Any) -> None:
-    """Have parameters that several modules gather be gathered once; weights of FP8 layers are gathered by ops."""
+    """Let each parameter that several modules share be gathered once in a forward.
+
+    Weights of FP8 layers are left out, because their ops gather them.
+    """
     owners: dict[nn.Parameter, list[tuple[Any, str]]] = {}
     sharded: Iterable[Any] = filter(is_sharded, model.modules())
     for module in sharded:
@@ -131,31 +143,32 @@ def _tie(model: Any) -> None:
 
 
 def graph_fsdp(
-    model: nn.Module,
+    model: Model,
     mesh: DeviceMesh,
     *,
     mp_policy: MixedPrecisionPolicy | None = None,
     ignored_params: Collection[nn.Parameter] = (),
-) -> nn.Module:
+) -> Model:
     """Shard all parameters of a model over ranks, in place; ``torch.compile(model, fullgraph=True)`` is one graph.
 
-    All that ranks send is in that graph. Weights of ``fp8compile.Linear`` and 3-D stacks of experts in FP8 travel as
-    the codes that a pass needs; other parameters, those of Conv1D and of DBRX's experts among them, in the dtype in
-    which they are used; gradients in ``reduce_dtype``. In compiled code nothing that was gathered is kept for the
-    backward. Numbers are those of ``fully_shard``, bit for bit.
+    Every message between ranks is a node of that graph. Weights of ``fp8compile.Linear`` and 3-D stacks of experts in
+    FP8 travel as the codes that a pass needs. Other parameters, such as those of Conv1D and of DBRX's experts, travel
+    in the dtype in which they are used. Gradients travel in ``reduce_dtype``. Compiled code keeps nothing that was
+    gathered for the backward. Numbers are those of ``fully_shard``, bit for bit.
 
-    Parameters become DTensors, ``Shard(0)``, uneven and empty shards too, placed as ``fully_shard`` places them. In a
-    forward of the model its modules see whole ones. Each rank keeps its part of the values that it has: give all ranks
-    the same, or initialize the shards afterwards. Make optimizers afterwards.
+    Parameters become DTensors with ``Shard(0)``, placed as ``fully_shard`` places them; shards may be uneven or empty.
+    While the model's forward runs, its modules see whole parameters. Each rank keeps its rows of the values that it
+    has, so give all ranks the same values, or initialize the shards afterwards. Make optimizers afterwards.
 
     Args:
-        model: Converted first, and parallelized first where it is tensor parallel; compiled afterwards.
-        mesh: One dim, or two: replicas, and ranks that share the rows. Beside tensor parallel ranks, other dims of the
-            mesh that those are of.
-        mp_policy: Dtypes, as ``fully_shard`` takes it. The model's inputs and outputs are cast, those of modules
+        model: A model that is converted already, and parallelized already if it is tensor parallel. Compile it
+            afterwards.
+        mesh: A mesh with one dim, over which rows are sharded, or with two dims, the first of which replicates. With
+            tensor parallelism, take other dims of the same named mesh than the tensor parallel one.
+        mp_policy: Dtypes, as ``fully_shard`` takes them. The model's inputs and outputs are cast; those of modules
             inside are not.
         ignored_params: Parameters that stay as they are, such as experts that `ExpertParallel` has spread over the
-            ranks of ``mesh``. Their gradients are the caller's to reduce.
+            ranks of ``mesh``. The caller reduces their gradients.
 
     Returns:
         The model.

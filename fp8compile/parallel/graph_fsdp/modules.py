@@ -1,8 +1,9 @@
-"""The class of a module whose parameters are sharded: whole ones in its forward, shards outside of it.
+"""The class of a module whose parameters are sharded: whole parameters in the model's forward, shards outside of it.
 
-A parameter is a property of the module's new class, which gathers it while a forward runs. So initialization,
-optimizers, state dicts and users find the shards, which is what there is to change; changing a gathered copy would do
-nothing. A fp8compile.Linear does not gather its weight: its op does, as codes. Nor do experts in FP8.
+Each parameter becomes a property of the module's new class, which gathers the parameter while a forward runs. Outside
+of a forward, initialization, optimizers, state dicts and users find the shards; a change of a gathered copy would be
+lost. The property of an fp8compile.Linear does not gather the weight, because the layer's op gathers it as codes. The
+same holds for experts in FP8.
 """
 
 from __future__ import annotations
@@ -35,12 +36,12 @@ __all__ = ["ForwardScope", "ModuleState", "become_sharded", "is_sharded"]
 
 @dataclass
 class ForwardScope:
-    """A forward of the model, shared by all of its modules.
+    """State of the model's forward, shared by all of its modules.
 
     Attributes:
-        runs: Whether it is running.
-        tied: Parameters that several modules have. Each is gathered once, so its gradients are added up before they
-            are reduced over ranks.
+        runs: Whether a forward is running.
+        tied: The gathered parameters that several modules share. Each is gathered once, so its gradients are added up
+            before they are reduced over ranks.
     """
 
     runs: bool = False
@@ -52,7 +53,7 @@ class ModuleState:
     """What graph_fsdp knows of one module.
 
     Attributes:
-        forward: The model's forward.
+        forward: State of the model's forward.
         shardings: Sharding of each parameter, by name.
         cast: Policy by which the root casts inputs and outputs; None in other modules.
         tied: Index in `ForwardScope.tied` of each parameter that another module gathers too.
@@ -96,7 +97,7 @@ class _ShardedModule(nn.Module):
         if state.cast is not None and state.cast.cast_forward_inputs:
             args, kwargs = _cast((args, kwargs), state.cast.param_dtype)
         starts = not state.forward.runs
-        if starts:  # else nothing is written: PyTorch 2.11 traces no write in what checkpointing repeats
+        if starts:  # a nested or repeated forward writes nothing: PyTorch 2.11 traces no write in checkpointed code
             state.forward.runs = True
         layers = self._without_amaxes()
         try:
@@ -139,7 +140,7 @@ class _ShardedModule(nn.Module):
 
 
 def _check_one_cast(name: str, weight: Tensor, sharding: ParameterSharding, used: torch.dtype) -> None:
-    """Raise unless a weight is cast once, by autocast or by the policy."""
+    """Raise if both autocast and ``mp_policy`` would cast a weight, to different dtypes."""
     if used != sharding.dtype and sharding.dtype != weight.dtype:
         raise TypeError(
             f"{name}: autocast casts to {used} and param_dtype of mp_policy is {sharding.dtype}. Leave one of them "
@@ -148,7 +149,7 @@ def _check_one_cast(name: str, weight: Tensor, sharding: ParameterSharding, used
 
 
 def _ungathered(weight: DTensor, sharding: ParameterSharding) -> UngatheredStack:
-    """The weights of experts, as their module sees them: shards that a product gathers."""
+    """The weights of experts as their module sees them in a forward: shards, which the product then gathers."""
     local = weight.to_local()
     used = used_dtype(sharding, local.device.type)
     _check_one_cast("experts", weight, sharding, used)
@@ -160,7 +161,7 @@ def _ungathered(weight: DTensor, sharding: ParameterSharding) -> UngatheredStack
 
 
 def _checked(layer: Any, x: Tensor, bias: Tensor | None, sharding: ParameterSharding) -> tuple[Tensor, Tensor | None]:
-    """Input and bias in the dtype of autocast, if that is on; raises if the layer can't take them."""
+    """The input and the bias, cast to autocast's dtype if autocast is on; raises if the layer can't take them."""
     if not isinstance(x, Tensor) or x.dtype not in SOURCE_DTYPES:
         given = x.dtype if isinstance(x, Tensor) else type(x).__name__
         raise TypeError(f"Linear: x is {given}; FP8 layers take tensors of bfloat16, float16 and float32. Cast it.")
@@ -189,17 +190,17 @@ def _checked(layer: Any, x: Tensor, bias: Tensor | None, sharding: ParameterShar
 
 
 class _ShardedLinear(_ShardedModule):
-    recipe: Recipe  # both of the layer's own class
+    recipe: Recipe  # this and `multiplier` are attributes of the layer's own class
     multiplier: Tensor
 
     def _without_amaxes(self) -> list[Any]:
-        # a forward of its own, such as the one that activation checkpointing repeats, has to save what the first did
+        # if checkpointing repeats a layer's forward alone, it has to save the same tensors as the first time
         state: Any = self.graph_fsdp
         return [self] if state.weight_amax_plan.grids and not state.amaxes else []
 
     def _forward(self, input: Tensor) -> Tensor:
         sharding = self.graph_fsdp.shardings["weight"]
-        given: Any = self._parameter("bias")  # no stack
+        given: Any = self._parameter("bias")  # a bias is no stack of experts
         x, bias = _checked(self, input, given, sharding)
         state: Any = self.graph_fsdp
         amax = state.amaxes.get("weight")
@@ -214,10 +215,10 @@ class _ShardedLinear(_ShardedModule):
 
 @cache
 def _class_of(cls: type[nn.Module], names: tuple[str, ...], *, gathers_codes: bool) -> type[nn.Module]:
-    """A subclass of ``cls`` whose parameters are properties, except an FP8 layer's weight, which its op gathers."""
+    """A subclass of ``cls`` whose parameters are properties that gather, except the weights that products gather."""
     base = _ShardedLinear if gathers_codes else _ShardedModule
     members = {
-        name: property(lambda self, name=name: self._parameter(name))  # type: ignore[misc]  # of the default
+        name: property(lambda self, name=name: self._parameter(name))  # type: ignore[misc]  # the default
         for name in names
     }
     return type(f"GraphFSDP{cls.__name__}", (base, cls), {**members, "__module__": cls.__module__})
@@ -229,7 +230,13 @@ def is_sharded(module: nn.Module) -> bool:
 
 
 def become_sharded(module: nn.Module, state: ModuleState, names: Sequence[str]) -> None:
-    """Give a module whose named parameters are shards the class that gathers them."""
+    """Change the class of a module to one that gathers its parameters while a forward runs.
+
+    Args:
+        module: The module; its parameters ``names`` are shards already.
+        state: What graph_fsdp knows of the module.
+        names: Names of the parameters that are sharded.
+    """
     sharded: Any = module
     sharded.graph_fsdp = state
     gathers_codes = state.weight_amax_plan is not None

@@ -1,11 +1,11 @@
-"""The rows of a parameter that a rank has, and what its ops have to know of them.
+"""Which rows of a parameter each rank has, as a DTensor and as the `Rows` that ops take.
 
-    mesh                   parameter                                         groups
-    (shard)                Shard(0)                                          rows: its ranks
-    (replicate, shard)     Replicate(), Shard(0)                             and replicas: ranks with the same rows
-    one of these, and tp   the same, before the placements that it had       rows of what a tp rank has
+    mesh                   placements of the parameter                       groups of ranks
+    (shard)                Shard(0)                                          those that have other rows
+    (replicate, shard)     Replicate(), Shard(0)                             also replicas, with the same rows
+    one of these, and tp   the same, then the parameter's own placements     rows of a tp rank's part
 
-That is how `torch.distributed.fsdp.fully_shard` lays out parameters, so checkpoints of the two are the same.
+`torch.distributed.fsdp.fully_shard` lays out parameters in the same way, so checkpoints of the two are the same.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ class ParameterSharding:
     Attributes:
         dtype: Dtype in which the parameter is used.
         rows: Rows that each rank has.
-        tensor_parallel: Where it lies over tensor parallel ranks, or over ranks that have other experts; None if it
-            lies over neither.
+        tensor_parallel: How the parameter lies over tensor parallel ranks, or over ranks that have other experts;
+            None if it is spread over neither.
     """
 
     dtype: torch.dtype
@@ -62,20 +62,20 @@ class ParameterSharding:
 
     @property
     def experts(self) -> int:
-        """Number of experts' matrices that the ranks of ``rows`` have together."""
+        """Number of experts that the ranks of ``rows`` have together, if the parameter is a stack of experts."""
         return sum(self.rows.sizes)
 
     def tensor_parallel_groups(self) -> list[str]:
-        """Names of the groups that share the parameter before it is sharded, one for each dim of their mesh."""
+        """Names of the tensor parallel groups of the parameter, one for each dim of their mesh; may be empty."""
         mesh = None if self.tensor_parallel is None else self.tensor_parallel.mesh
         return [] if mesh is None else [mesh.get_group(index).group_name for index in range(mesh.ndim)]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        return self  # a copy of a model is on the same ranks
+        return self  # a copied model lies on the same ranks
 
 
 def used_dtype(sharding: ParameterSharding, device_type: str) -> torch.dtype:
-    """The dtype in which a layer multiplies: that of autocast, if it is on."""
+    """The dtype in which a layer uses its weight: autocast's dtype if autocast is on, else that of the sharding."""
     if device_type != "meta" and torch.is_autocast_enabled(device_type):
         return torch.get_autocast_dtype(device_type)
     return sharding.dtype
@@ -107,7 +107,7 @@ def _sharding_of(
 def _whole_placements(
     mesh: DeviceMesh, tensor_parallel: TensorParallelLayout | None
 ) -> tuple[DeviceMesh, Sequence[Placement]]:
-    """The mesh of the sharded parameter, and its placements there."""
+    """The mesh of the sharded parameter, tensor parallel dims included, and the parameter's placements on it."""
     replicate = (Replicate(),) * (mesh.ndim - 1)
     if tensor_parallel is None:
         return mesh, (*replicate, Shard(0))
@@ -122,12 +122,15 @@ def _whole_placements(
 def shard_parameter(
     parameter: nn.Parameter, mesh: DeviceMesh, mp_policy: MixedPrecisionPolicy
 ) -> tuple[nn.Parameter, ParameterSharding]:
-    """Shard a parameter: this rank's rows as a DTensor, and how they are cut.
+    """Shard a parameter along dim 0.
 
     Args:
         parameter: A plain parameter, or a DTensor on a tensor parallel mesh, with the same values on all ranks.
-        mesh: Mesh with one dim, or with two, whose first one replicates.
-        mp_policy: Dtypes of use and of reduction.
+        mesh: A mesh with one dim, or with two dims, the first of which replicates.
+        mp_policy: The dtypes in which the parameter is used and its gradient reduced.
+
+    Returns:
+        The parameter as a DTensor with this rank's rows, and how it is sharded.
     """
     shape, stride, local = parameter.shape, parameter.stride(), parameter.detach()
     layout: TensorParallelLayout | None = None
@@ -146,7 +149,7 @@ def shard_parameter(
 
 
 def gather(parameter: DTensor, sharding: ParameterSharding) -> Tensor:
-    """The whole parameter in the dtype in which it is used; with tensor parallel ranks, a DTensor on their mesh."""
+    """Gather the whole parameter in the dtype in which it is used; with tensor parallelism, a DTensor on that mesh."""
     whole = fsdp_gather(parameter.to_local(), sharding.dtype, sharding.rows)
     if (layout := sharding.tensor_parallel) is None:
         return whole

@@ -1,4 +1,4 @@
-"""What extenders run: contracts of operators and their derivatives, of quantizers and their products."""
+"""Checks for those who write their own operators and quantizers: contracts that each has to hold."""
 
 from fp8compile.testing.contracts.op_contracts import check_op
 from fp8compile.testing.contracts.quantizer_contracts import check_quantizer

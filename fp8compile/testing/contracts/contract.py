@@ -1,7 +1,7 @@
-"""Contracts: named checks whose failures are collected and reported together, each with what to do about it.
+"""Contracts: named checks whose failures are collected and reported together, each with advice.
 
-Each contract that holds is printed. A contract that can't check everything raises `NotLookedAt`: that is printed and
-returned, and never counts as held.
+The name of each contract that holds is printed. A contract that can't check everything raises `NotLookedAt`; its
+reason is printed and returned, and the contract does not count as held.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ class NotLookedAt(Exception):
 
 
 def shown(value: Any) -> str:
-    """An input of a contract in a report: tensors by shape and dtype, anything else by its repr."""
+    """Words for an input of a contract: shape and dtype of tensors, the repr of anything else."""
     if isinstance(value, Tensor):
         return f"{tuple(value.shape)} {value.dtype}".replace("torch.", "")
     return ", ".join(map(shown, value)) if isinstance(value, (tuple, list)) else repr(value)
 
 
 def looking_at(value: Input) -> Input:
-    """Return the value, and mention its shapes and dtypes in failures from now on."""
+    """Return the value, and mention its shapes and dtypes in failures that follow."""
     _INPUT.set(shown(value))
     return value
 
@@ -67,7 +67,7 @@ def looked_at(inputs: Iterable[Input]) -> Iterator[Input]:
 
 
 def compiled_afresh(fn: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-    """Compile ``fn`` to one graph, after graphs of earlier checks are dropped."""
+    """Drop all compiled graphs, and compile ``fn`` with ``fullgraph=True``."""
     torch._dynamo.reset()
     return torch.compile(fn, fullgraph=True, **options)
 
@@ -121,23 +121,24 @@ def check_contracts(
     foundation: str = "",
     state: Callable[[], Any] = _nothing,
 ) -> dict[str, str]:
-    """Run each contract, print its outcome, and raise with all that are broken.
+    """Run each contract, print its outcome, and raise one error for all broken contracts.
 
     Args:
-        subject: Name of what is checked, for the text.
-        contracts: Functions named after what they check; each raises a BrokenContract at its first breach.
-        arguments: Arguments of each of them.
+        subject: Name of the object that is checked, for the text.
+        contracts: Functions named after what they check. Each raises a BrokenContract at its first breach.
+        arguments: Arguments that each contract is called with.
         skip: Names of contracts to leave out.
-        foundation: Name of a contract that others rest on; if it is broken, those behind it are not run.
+        foundation: Name of a contract that later ones rely on; if it is broken, the contracts after it are not run.
         state: Returns the state that no contract may change.
 
     Returns:
-        What was not checked, in words, by the name of the contract; skipped contracts are included.
+        For each contract that did not check everything, words for what was not checked, by the contract's name.
+        Skipped contracts are included.
 
     Raises:
-        TypeError: ``skip`` is one name and no list of them.
-        ValueError: ``skip`` names none of them.
-        AssertionError: One or more are broken.
+        TypeError: ``skip`` is a string and no list of names.
+        ValueError: ``skip`` has a name that is no contract's.
+        AssertionError: One or more contracts are broken.
     """
     if isinstance(skip, str):
         raise TypeError(f"skip is {skip!r}; it is a tuple of names: skip=({skip!r},).")

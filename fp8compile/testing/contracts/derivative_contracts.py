@@ -16,8 +16,8 @@ from fp8compile.testing.contracts.op_samples import some_samples, without_nan
 
 __all__ = ["backward_is_the_derivative", "backward_is_there_or_raises", "differentiable", "gradients_of"]
 
-STEPS = (1e-5, 1e-4, 1e-3, 0.5)  # the last one tells a function that is flat from one that goes by steps
-SMOOTH = 1e-3  # how far slopes of a smooth function differ over the small ones, relative: their square is 1e-6
+STEPS = (1e-5, 1e-4, 1e-3, 0.5)  # the last, large step tells a constant function from a staircase
+SMOOTH = 1e-3  # relative difference of a smooth function's slopes over the small steps, whose squares are below 1e-6
 MEND = (
     "mend backward; or, if it is meant to be another one (straight through a rounding), say of what: "
     "check_op(op, gradient=...), a differentiable function of impl's arguments"
@@ -34,7 +34,11 @@ def _is_leaf(op: Op, place: int, arg: Any) -> bool:
 
 
 def differentiable(op: Op, args: tuple[Any, ...]) -> tuple[tuple[Any, ...], list[Tensor]]:
-    """The arguments, with gradients required for floating point ones with elements; and a list of the latter."""
+    """Let floating point arguments require grad, except those that the backward writes to.
+
+    Returns:
+        The arguments, and the list of those that require grad (the leaves).
+    """
     leaves, given = [], []
     for place, arg in enumerate(args):
         if _is_leaf(op, place, arg):
@@ -45,7 +49,7 @@ def differentiable(op: Op, args: tuple[Any, ...]) -> tuple[tuple[Any, ...], list
 
 
 def gradients_of(op: Op, call: Callable[..., Any], args: tuple[Any, ...], leaves: list[Tensor]) -> tuple[Tensor, ...]:
-    """Gradients of the leaves, and the arguments that the backward writes to, afterwards."""
+    """Gradients of the leaves, followed by the arguments that the backward has written to."""
     given = [arg.clone() if place in _updated(op) else arg for place, arg in enumerate(args)]
     outputs = [out for out in results(call(*given)) if out.requires_grad]
     found = torch.autograd.grad(outputs, leaves, _weights_like(outputs), allow_unused=True)
@@ -84,9 +88,9 @@ def backward_is_there_or_raises(op: Op, device: torch.device) -> None:
 
 
 def _half_of_the_digits(actual: Tensor, expected: Tensor) -> str | None:
-    """Compare like ``difference``, up to half of the dtype's digits of the largest element.
+    """Compare like ``difference``, but only to half of the dtype's digits, relative to the largest element.
 
-    A derivative by another formula rounds elsewhere, but a wrong one is far off.
+    A right derivative by another formula rounds differently, and a wrong derivative is farther off.
     """
     finite = expected.isfinite()
     if not finite.any():
@@ -101,7 +105,7 @@ def _weights_like(outputs: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _autograd(call: Callable[..., Any], args: tuple[Any, ...], leaves: list[Tensor]) -> list[Tensor | None]:
-    """Gradients by autograd of PyTorch code; None for arguments that it does not reach."""
+    """Gradients of the leaves by autograd through ``call``; None for leaves that autograd does not reach."""
     outputs = [out for out in results(call(*args)) if out.requires_grad]
     if not outputs:
         return [None] * len(leaves)
@@ -111,7 +115,11 @@ def _autograd(call: Callable[..., Any], args: tuple[Any, ...], leaves: list[Tens
 def _by_autograd(
     op: Op, args: tuple[Any, ...], reference: Callable[..., Any] | None
 ) -> tuple[str, list[Tensor | None]] | None:
-    """Gradients by autograd of a function with the op's derivative, and its name; None if there is none."""
+    """Gradients that autograd computes of the reference if it is given, else of impl or of decompose.
+
+    Returns:
+        The name of that function, and its gradients; None if autograd gets through none.
+    """
     calls = {"impl": op.impl, "decompose": op.decompose} if reference is None else {"the reference": reference}
     for what, call in calls.items():
         given, leaves = differentiable(op, args)
@@ -119,7 +127,7 @@ def _by_autograd(
         try:
             if call is not None:
                 found = _autograd(call, given, leaves)
-        except RuntimeError:  # an op without derivative is in it, as in all that quantizes
+        except RuntimeError:  # raised because quantizing ops have no derivative
             if reference is not None:
                 raise
             continue
@@ -129,7 +137,7 @@ def _by_autograd(
 
 
 def _slopes(op: Op, args: tuple[Any, ...], direction: list[Tensor]) -> list[float]:
-    """Central differences, with steps of several sizes, of a weighted sum of impl's results along a direction."""
+    """Slopes of a weighted sum of impl's results along a direction: central differences, one for each of ``STEPS``."""
 
     def value(step: float) -> float:
         along = iter(direction)
@@ -143,14 +151,18 @@ def _slopes(op: Op, args: tuple[Any, ...], direction: list[Tensor]) -> list[floa
 
 
 def _check_by_differences(op: Op, args: tuple[Any, ...]) -> bool:
-    """Compare gradients with float64 differences; False if impl takes no float64 or is not smooth there."""
+    """Compare gradients with float64 differences.
+
+    Returns:
+        Whether they could be compared: impl takes float64, and is smooth at these arguments.
+    """
     args = tuple(arg.double() if _is_leaf(op, place, arg) else arg for place, arg in enumerate(args))
     given, leaves = differentiable(op, args)
     direction = [torch.randn(leaf.shape, generator=torch.Generator().manual_seed(3)).to(leaf) for leaf in leaves]
     try:
         *small, large = _slopes(op, args, direction)
         found = gradients_of(op, op.overload, given, leaves)
-    except Exception:  # whatever it says of float64 is said of no sample of its own
+    except Exception:  # an op may refuse float64, which its own samples need not have
         return False
     scale = max(map(abs, small))
     if max(small) - min(small) > SMOOTH * scale or (scale == 0.0 and large != 0.0):

@@ -1,4 +1,4 @@
-"""Reads a constant's text for graphs in fresh processes: with the code as it is, and after an edit to it."""
+"""Reads a constant's text for graphs in fresh processes: with its code as it is, and with its code edited."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ class ConstantElsewhere:
     """What a fresh process reported about a constant.
 
     Attributes:
-        text: Its ``__fx_repr__``.
-        equal: Whether that text evaluates to an equal constant.
-        error: Why there is no answer, or None.
+        text: The constant's text in a graph, from ``__fx_repr__``.
+        equal: Whether the text evaluates to an equal constant with the same hash.
+        error: Last line of the process's errors if it gave no answer, else None.
     """
 
     def __init__(self, output: bytes, errors: bytes) -> None:
@@ -47,7 +47,7 @@ class ConstantElsewhere:
 
 
 def _edited_copy(module: ModuleType, folder: Path) -> None:
-    """Copy the package (or the lone file) that a module is in, and append a comment to the module's file."""
+    """Copy the package (or the single file) of a module to a folder, and append a comment to the module's file."""
     top = importlib.import_module(module.__name__.partition(".")[0])
     source = Path(module.__file__ or "")
     if not getattr(top, "__path__", None):
@@ -72,7 +72,7 @@ def _start(value: Constant, path: list[str], modules: list[str]) -> tuple[subpro
 def fresh_texts(value: Constant, module: ModuleType) -> tuple[ConstantElsewhere, ConstantElsewhere, ConstantElsewhere]:
     """The text of a constant in three fresh processes: two with the code as it is, one with ``module`` edited.
 
-    Two, because this process can't serve as one of them: files may have changed since it read them.
+    Two unedited ones are started because this process can't be one of them: files may have changed since it read them.
 
     Args:
         value: A constant whose class can be imported by name.

@@ -1,6 +1,6 @@
-"""Contracts of an operator, one function each: an operator that holds them works wherever a built-in one does.
+"""Contracts of an operator, one function each. An operator that holds them works wherever a built-in one does.
 
-All of them run on the op's own samples, and check it no further than those go.
+Each contract runs on the op's own samples, so it checks only the cases that samples cover.
 """
 
 from __future__ import annotations
@@ -138,13 +138,13 @@ def fake_is_like_the_result(op: Op, device: torch.device) -> None:
 
 
 def _aspect(tensor: Tensor, aspect: str, fake: Tensor) -> Any:
-    """The shape, dtype, device or strides of a tensor, without sizes that the fake says are data."""
+    """The shape, dtype, device or strides of a tensor, without the sizes that are data-dependent in ``fake``."""
     known = [not is_unbacked(size) for size in fake.shape]
     if aspect == "shape" and len(known) == tensor.ndim:
         return tuple(size if is_known else "data" for size, is_known in zip(tensor.shape, known, strict=True))
     if aspect != "strides":
         return getattr(tensor, aspect)
-    # of a dim of 1, or of nothing, a stride means nothing
+    # the stride of a dim of size 1, and strides of an empty tensor, mean nothing
     dims = zip(tensor.stride(), fake.shape, known, strict=True)
     return tuple(s for s, size, is_known in dims if is_known and size > 1 and (not all(known) or fake.numel()))
 
@@ -165,7 +165,7 @@ def passes_opcheck(op: Op, device: torch.device) -> None:
     checks: list[tuple[tuple[Any, ...], tuple[str, ...]]] = [
         (args, ("test_schema", "test_autograd_registration", "test_faketensor")) for args in samples_on(op, device)
     ]
-    # this one takes a NaN for unequal to itself
+    # this check compares a NaN with itself and finds them unequal
     checks += [(without_nan(args), ("test_aot_dispatch_dynamic",)) for args in some_samples(op, device)]
     for args, names in checks:
         try:
@@ -228,7 +228,7 @@ def _package(module: str) -> str:
 def cache_key_follows_its_source(op: Op, device: torch.device) -> None:
     """An edit to the implementation's source changes the text of constants in graphs, and so the cache key."""
     if op.decompose is None and op.backward is None:
-        return  # compiled code holds nothing of it but the call
+        return  # compiled code contains only a call of the op, and none of its code
     constants = [arg for args in all_samples(op) for arg in args if isinstance(arg, Constant)]
     module = sys.modules.get(op.impl.__module__)
     if not constants or module is None or not getattr(module, "__file__", None) or module.__name__ == "__main__":
@@ -237,7 +237,7 @@ def cache_key_follows_its_source(op: Op, device: torch.device) -> None:
             found=f"{len(constants)} constants, module {op.impl.__module__!r}",
             mend="define impl in a module of a package, and give it a quantizer or a recipe",
         )
-    # one of another package, if there is one: its text does not change with the op's package by itself
+    # prefer a constant of another package, whose text does not depend on the op's package anyway
     constant = min(constants, key=lambda c: _package(type(c).__module__) == _package(module.__name__))
     as_it_is, _, edited = fresh_texts(constant, module)
     if as_it_is.error is not None or edited.error is not None or as_it_is.text == edited.text:
@@ -317,29 +317,30 @@ def check_op(
     device: torch.device | str = "cpu",
     skip: Sequence[str] = (),
 ) -> dict[str, str]:
-    """Check that an operator works wherever a built-in one does, on its own samples; print each contract as it holds.
+    """Check, on an operator's own samples, that it works wherever a built-in one does.
 
-    Takes some ten seconds: it compiles, and starts two processes. Compiled graphs are forgotten.
+    Prints each contract that holds. Takes some ten seconds, because it compiles and starts processes. All earlier
+    compiled graphs are dropped.
 
-    A derivative is compared with autograd's of ``impl`` or of ``decompose``, to half of the digits. If autograd gets
-    through neither, it is compared with float64 differences, provided that ``impl`` is smooth. An op that quantizes is
-    not smooth; without ``gradient`` only shapes and dtypes are checked then, and the result says so.
+    The op's derivative is compared with autograd's derivative of ``impl`` or of ``decompose``, to half of the digits.
+    If autograd gets through neither, it is compared with float64 differences, provided that ``impl`` is smooth. An op
+    that quantizes is not smooth; without ``gradient`` only shapes and dtypes are checked then, and the result says so.
 
     Args:
-        op: What ``register_op`` returned, or its name.
-        gradient: A differentiable function of impl's arguments whose derivative ``backward`` should give; None: impl
-            itself. For a straight-through rounding, pass the function without the rounding.
-        device: Where to run it; the samples are moved there.
+        op: The op that ``register_op`` returned, or its name.
+        gradient: A differentiable function of impl's arguments whose derivative ``backward`` should give; None for
+            impl itself. For a straight-through rounding, pass the function without the rounding.
+        device: Device to run on; samples are moved to it.
         skip: Names of contracts to leave out, as the report prints them: a list or tuple.
 
     Returns:
-        What was not checked, in words, by the name of the contract; empty if all of them held.
+        For each contract that did not check everything, words for what was not checked, by the contract's name.
 
     Raises:
-        TypeError: No such op was registered, its samples are no tuples of arguments, or ``skip`` is one name alone.
-        ValueError: ``skip`` names no contract.
-        AssertionError: It breaks one or more contracts; the text lists each: what was expected, what was found, how to
-            mend it.
+        TypeError: No such op was registered, its samples are no tuples of arguments, or ``skip`` is a single string.
+        ValueError: ``skip`` has a name that is no contract's.
+        AssertionError: The op breaks one or more contracts. The text says for each what was expected, what was found
+            and how to mend it.
     """
     registered = _registered(op)
     all_samples(registered)  # all contracts run on them

@@ -20,10 +20,10 @@ COMPILED_SAMPLES = 8
 
 @cache
 def all_samples(op: Op) -> tuple[tuple[Any, ...], ...]:
-    """What the op's samples yield, checked to be tuples of impl's arguments, and the defaults of those left out.
+    """The op's samples as full tuples of impl's arguments; arguments that a sample leaves out have their defaults.
 
     Raises:
-        TypeError: They are something else.
+        TypeError: The op yields something other than tuples of impl's arguments.
     """
     samples, parameters = list(op.samples()), inspect.signature(op.impl).parameters
     defaults = [each.default for each in parameters.values()]
@@ -64,13 +64,16 @@ def _has_elements(args: tuple[Any, ...]) -> bool:
 
 
 def _with_dtypes(args: tuple[Any, ...], dtypes: tuple[torch.dtype, ...]) -> tuple[Any, ...]:
-    """Arguments whose floating point tensors are cast to other floating point dtypes."""
+    """The same arguments with each tensor cast to its entry of ``dtypes``."""
     wanted = iter(dtypes)
     return tuple(arg.to(next(wanted)) if isinstance(arg, Tensor) else arg for arg in args)
 
 
 def filled(op: Op, samples: list[tuple[Any, ...]]) -> Iterator[tuple[Any, ...]]:
-    """Samples with elements in the dtypes for which all samples are empty, because empty ones would show nothing."""
+    """Samples with elements for each combination of dtypes that only empty samples have.
+
+    They are nonempty samples, cast to those dtypes. Results of empty samples would show nothing.
+    """
     full = [args for args in samples if _has_elements(args)]
     seen = set(map(_dtypes, full))
     for dtypes in dict.fromkeys(map(_dtypes, samples)):
@@ -80,7 +83,7 @@ def filled(op: Op, samples: list[tuple[Any, ...]]) -> Iterator[tuple[Any, ...]]:
             if len(pairs) == len(dtypes) == len(tensors_of(args)) and castable:
                 try:
                     op.impl(*(found := _with_dtypes(args, dtypes)))
-                except Exception:  # these options do not go with that dtype; others may
+                except Exception:  # the op refuses these options in that dtype; those of another sample may do
                     continue
                 yield found
                 break

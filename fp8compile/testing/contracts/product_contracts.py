@@ -1,6 +1,6 @@
-"""Contracts of products of a quantizer's codes: they are products of the values that its ``dequantize`` returns.
+"""Contracts of a quantizer's codes in products: a product of codes is the product of their dequantized values.
 
-They are checked on this CPU; for GPUs, the choice of a GEMM is checked without one.
+Products run on this machine's CPU. For GPUs, only the choice of a GEMM is checked, without a GPU.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ OWN_MEANING = (
 
 
 def _as_left_operand(q: Quantizer) -> Quantizer | None:
-    """The quantizer, or its transposed one, that a GEMM takes for its left operand; None if it takes neither."""
+    """The quantizer or its ``transposed()``, whichever a GEMM takes for its left operand; None if it takes neither."""
     for candidate in (q, q.transposed()):
         if gemm_kind(candidate.block, candidate.transposed().block) is not None:
             return candidate
@@ -44,7 +44,7 @@ def _as_left_operand(q: Quantizer) -> Quantizer | None:
 
 
 def _partner(q: Quantizer) -> Quantizer:
-    """The quantizer of a product's other operand: the same one, or e4m3 for e5m2, because no GEMM takes e5m2 twice."""
+    """The quantizer of a product's other operand: the same one, but e4m3 for e5m2, which no GEMM takes twice."""
     return CurrentScaling(block=q.block) if q.gemm_format() == E5M2 else q
 
 
@@ -59,7 +59,7 @@ def _exact(x: Tensor, q: Quantizer) -> Tensor:
 
 
 def _check_product(found: Tensor, a: Tensor, b: Tensor, what: str) -> None:
-    """Compare with the exact product, up to the error of float32 sums in any order: (k + 4) roundings a term."""
+    """Raise unless a product equals the exact one, up to the error of float32 sums: (k + 4) roundings of each term."""
     bound = (a.shape[1] + 4) * 2.0**-23 * (a.abs() @ b.abs())
     apart = (found.double() - a @ b).abs()
     if not (apart <= bound).all():
@@ -123,7 +123,7 @@ def _gemms(q: Quantizer) -> Iterator[str]:
                 gemm = select_gemm(q, q.transposed(), torch.device("cpu"), torch.bfloat16)
             except RuntimeError:  # this GPU refuses them, and says what to do
                 continue
-            if gemm not in REGISTERED:  # one of a package's own reads what it is written to read
+            if gemm not in REGISTERED:  # a GEMM that a package registered may read codes as it likes
                 yield gemm
 
 

@@ -1,6 +1,6 @@
-"""Contracts of a quantizer, one function each: a quantizer that holds them works wherever a built-in one does.
+"""Contracts of a quantizer, one function each. A quantizer that holds them works wherever a built-in one does.
 
-Every check runs on odd shapes, each floating dtype, and blocks that are empty, NaN or infinite.
+Inputs have odd shapes and each floating dtype, and some blocks that are zero, NaN or infinite.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def _random(shape: Sequence[int], dtype: torch.dtype, device: Device) -> Tensor:
 
 
 def _taken(q: Quantizer, shape: tuple[int, ...]) -> tuple[int, ...] | None:
-    """The shape, or the next larger one if the quantizer packs or transforms neighbours; None if it takes none."""
+    """The shape, or the next larger one that the quantizer takes if it packs neighbours; None if it takes none."""
     refused = False
     for unit in (1, 2, 16):
         sizes = tuple(-(-size // unit) * unit for size in shape)
@@ -74,7 +74,7 @@ def _inputs(q: Quantizer, device: Device) -> Iterator[Tensor]:
         ((1, 32), (0, 1), torch.bfloat16),
         ((0, 32), (0, 1), torch.bfloat16),
     ):
-        if (taken := _taken(q, shape)) is not None:  # the order undoes itself
+        if (taken := _taken(q, shape)) is not None:  # each permutation is its own inverse
             yield _random([taken[dim] for dim in order], dtype, device).permute(order)
 
 
@@ -94,7 +94,7 @@ def _first_block(q: Quantizer, x: Tensor) -> tuple[slice, slice]:
 
 
 def _steps(q: Quantizer, x: Tensor) -> dict[str, Tensor]:
-    """Run a quantizer's steps one after the other, with the checks that the ops make."""
+    """The result of each of a quantizer's steps by name, computed by our ops with their checks."""
     impl = {name: op.impl for name, op in ops.OPS.items()}
     found = {"amax": impl["fp8compile::amax"](x, q)}
     if q.has_outer_scale():
@@ -288,7 +288,7 @@ def scale_undoes_the_multiplier(q: Quantizer, device: Device) -> None:
         steps = _steps(q, x)
         scale = q.scale_values(steps["scale"]).double()
         product = scale * steps["multiplier"].double() * (steps["outer_scale"] if q.has_outer_scale() else 1)
-        product = product.masked_fill(scale == 0, 1.0)  # of two levels: a block too small beside the largest
+        product = product.masked_fill(scale == 0, 1.0)  # with two levels, a block far below the largest has scale 0
         if not ((product - 1).abs() <= 2**-22).all():
             raise BrokenContract(
                 expected="scale times multiplier is 1, within float32's rounding",
@@ -378,7 +378,7 @@ PARTS = ("codes", "scale", "values", "outer scale")
 
 
 def _quantized(x: Tensor, q: Quantizer) -> tuple[Tensor, ...]:
-    quantized = quantize(x * 1.5, q)  # behind something that Inductor fuses it with
+    quantized = quantize(x * 1.5, q)  # a product before it, which Inductor fuses with the cast
     outer = () if quantized.outer_scale is None else (quantized.outer_scale,)
     return quantized.codes, quantized.scale, quantized.dequantize(torch.float32), *outer
 
@@ -416,7 +416,7 @@ def one_graph_for_every_size(q: Quantizer, device: Device) -> None:
     """With M and K dynamic one graph serves every size, and gives the bits of eager mode."""
     compiled = compiled_afresh(_quantized, backend="aot_eager", dynamic=True)
     counts = [_graphs()]
-    # two blocks or more a dim: PyTorch specialises on 1
+    # two blocks or more along each dim, because PyTorch specialises on 1
     row, column = (max(size, 8) for size in q.block)
     asked = [(3 * row, 5 * column), (2 * row + 1, 4 * column - 1), (7 * row + 3, 2 * column + 1)]
     sizes = [_taken(q, size) or size for size in asked]
@@ -462,7 +462,7 @@ def equal_one_runs_the_same_graph(q: Quantizer, device: Device) -> None:
 
 
 def _op_arguments(q: Quantizer, x: Tensor) -> dict[str, tuple[Any, ...]]:
-    """Arguments of our ops on the way from x to codes and back, without x."""
+    """Arguments of each of our ops that quantize ``x`` and dequantize its codes, by the op's name."""
     steps = _steps(q, x.clone())
     scales: dict[str, tuple[Any, ...]] = {"fp8compile::scale": (steps["amax"], q)}
     if q.has_outer_scale():
@@ -533,23 +533,24 @@ CONTRACTS = (
 def check_quantizer(
     quantizer: Quantizer, *, device: torch.device | str = "cpu", skip: Sequence[str] = ()
 ) -> dict[str, str]:
-    """Check that a quantizer works wherever a built-in one does, and print each contract as it holds.
+    """Check that a quantizer works wherever a built-in one does, and print each contract that holds.
 
-    Takes some ten seconds: it compiles, and starts two processes. Compiled graphs are forgotten.
+    Takes some ten seconds, because it compiles and starts processes. All earlier compiled graphs are dropped.
 
     Args:
-        quantizer: An instance. Each combination of options that computes something else deserves a call.
-        device: Where to run it.
+        quantizer: An instance of the quantizer. Call this for each combination of options that computes something
+            else.
+        device: Device to run on.
         skip: Names of contracts to leave out, as the report prints them: a list or tuple.
 
     Returns:
-        What was not checked, in words, by the name of the contract; empty if all of them held.
+        For each contract that did not check everything, words for what was not checked, by the contract's name.
 
     Raises:
-        TypeError: It is no quantizer, or ``skip`` is one name alone.
-        ValueError: ``skip`` names no contract.
-        AssertionError: It breaks one or more contracts; the text lists each: what was expected, what was found, how
-            to mend it.
+        TypeError: ``quantizer`` is no quantizer, or ``skip`` is a single string.
+        ValueError: ``skip`` has a name that is no contract's.
+        AssertionError: The quantizer breaks one or more contracts. The text says for each what was expected, what was
+            found and how to mend it.
     """
     if not isinstance(quantizer, Quantizer):
         raise TypeError(f"check_quantizer: quantizer is {quantizer!r}; it is a fp8compile.Quantizer, made by Name().")

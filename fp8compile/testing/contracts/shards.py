@@ -1,4 +1,4 @@
-"""An op run on shards in one process, as its sharding rule says, against the op run on the whole."""
+"""Runs an op on shards in one process, as its sharding rule says, and compares with the op on whole tensors."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fp8compile.testing.bits import difference, results, sum_difference
 __all__ = ["ShardCheck", "check_shards", "splits_of"]
 
 REDUCE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "max": torch.maximum,  # NaN of any rank is that of the whole, unlike with a maximum of gloo
+    "max": torch.maximum,  # keeps a NaN of any rank, unlike gloo's maximum
     "min": torch.minimum,
     "sum": torch.add,
 }
@@ -23,7 +23,12 @@ RANKS = (2, 3)
 
 
 class ShardCheck:
-    """Result of ``check_shards``: the number of splits that ran, and the first failure in words."""
+    """The result of ``check_shards``.
+
+    Attributes:
+        ran: Number of splits that ran with the right results.
+        wrong: Words for the first failure; None if there is none.
+    """
 
     def __init__(self) -> None:
         self.ran = 0
@@ -59,7 +64,7 @@ def _whole(parts: list[Tensor], how: int | str | None) -> Tensor:
 
 
 def _wrong_split(split: Split, args: tuple[Any, ...]) -> str | None:
-    """What is wrong with a split before anything is run, or None."""
+    """Words for what is wrong with a split, found without running the op; None if nothing is."""
     if len(split.inputs) != len(args):
         return f"it has {len(split.inputs)} inputs, the op takes {len(args)} arguments"
     for arg, cut in zip(args, split.inputs, strict=True):
@@ -93,7 +98,7 @@ def _wrong_run(op: Op, split: Split, args: tuple[Any, ...], whole: tuple[Tensor,
 
 
 def check_shards(op: Op, args: tuple[Any, ...]) -> ShardCheck:
-    """Run an op on 2 and 3 shards in each way that its rule allows, and compare with the whole.
+    """Run an op on 2 and 3 shards for each split that its rule allows, and compare with the op on whole tensors.
 
     Args:
         op: An op with a sharding rule.

@@ -28,7 +28,7 @@ from fp8compile.testing.graphs.compiler_log import one_line
 
 __all__ = ["Cast", "GpuExplanation", "GraphCost", "explain_gpu", "missing_gemm"]
 
-log = logging.getLogger(__name__)
+log: logging.Logger = logging.getLogger(__name__)
 GEMM_OF = {op._opname: gemm.name for op, gemm in ops.LAYER_OPS.items()}
 NO_WORK = (
     "view", "permute", "expand", "squeeze", "unsqueeze", "full", "reshape", "clone", "slice", "t", "transpose",

@@ -1,4 +1,4 @@
-"""Triton kernels compiled for a GPU, without the GPU: to PTX, and by Triton's own ptxas to a cubin."""
+"""Compiles Triton kernels to a GPU's PTX on a machine without that GPU."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ class CompiledKernel:
 
     Attributes:
         name: Name of the kernel.
-        config: Its block sizes.
+        config: Block sizes of the configuration.
         num_warps: Number of warps, of 32 threads each.
-        arguments: Names and Triton's types ("*bf16", "i32") of the PTX's parameters, in their order.
-        shared_bytes: Bytes of shared memory of a program.
-        ptx: The text.
+        arguments: Triton's type ("*bf16", "i32") of each of the PTX's parameters by name, in order.
+        shared_bytes: Bytes of shared memory that each program uses.
+        ptx: The text of the PTX.
     """
 
     name: str
@@ -63,7 +63,11 @@ def _compiled(
     options: dict[str, int],
     gpu: Gpu,
 ) -> tuple[dict[str, str], int, str]:
-    """Parameters, bytes of shared memory and PTX of a jitted function; ``kinds`` are its arguments' types."""
+    """Compile a jitted function, given the types of its arguments (``kinds``).
+
+    Returns:
+        Types of the PTX's parameters by name, bytes of shared memory, and the PTX.
+    """
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -101,9 +105,9 @@ def compiled_kernels(source: str, gpu: Gpu, *, most: int | None = None) -> Itera
     """Compile the Triton kernels of generated code for a GPU; nothing is launched.
 
     Args:
-        source: What Inductor generated, `GpuCode.source`.
+        source: The code that Inductor generated, as in `GpuCode.source`.
         gpu: The GPU.
-        most: Number of a kernel's configurations to compile, from the first on; None for all.
+        most: Number of configurations of each kernel to compile, from the first on; None for all.
 
     Raises:
         ModuleNotFoundError: There is no Triton.
@@ -120,9 +124,9 @@ def compiled_jit(
 
     Args:
         fn: The function.
-        kinds: Triton's type of each argument that is no constant, such as "*bf16" and "i32"; pointers and sizes are
-            taken for multiples of 16.
-        constants: Its ``tl.constexpr`` arguments.
+        kinds: Triton's type of each argument that is no constant, such as "*bf16" and "i32". The compiler may assume
+            that pointers and sizes are multiples of 16.
+        constants: The function's ``tl.constexpr`` arguments.
         num_warps: Number of warps, of 32 threads each.
         gpu: The GPU.
         num_stages: Number of stages of a pipelined loop; Triton's default is 3.

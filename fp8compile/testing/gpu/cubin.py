@@ -1,4 +1,4 @@
-"""Registers, spills and shared memory of Triton kernels: assembled by Triton's own ptxas, without the GPU."""
+"""Registers, spills and shared memory of Triton kernels, which Triton's own ptxas assembles without the GPU."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ class KernelResources:
 
     Attributes:
         name: Name of the kernel.
-        config: Its block sizes.
+        config: Block sizes of the configuration.
         num_warps: Number of warps, of 32 threads each.
-        registers: Registers of a thread.
-        spilled_bytes: Bytes that a thread stores and loads because registers do not suffice.
-        shared_bytes: Bytes of shared memory of a program.
+        registers: Number of registers that each thread uses.
+        spilled_bytes: Bytes that each thread stores and loads because registers do not suffice.
+        shared_bytes: Bytes of shared memory that each program uses.
     """
 
     name: str
@@ -48,7 +48,7 @@ class KernelResources:
 
 
 def _ptxas(ptx: str, gpu: Gpu) -> tuple[int, int]:
-    """Registers and spilled bytes, as the assembler says."""
+    """Numbers of registers and of spilled bytes of a kernel, as ptxas reports them."""
     from triton.backends.nvidia.compiler import get_ptxas
 
     with tempfile.TemporaryDirectory() as folder:
@@ -74,11 +74,11 @@ def kernel_resources(source: str, gpu: Gpu) -> list[KernelResources]:
     """Compile the Triton kernels of generated code for a GPU; nothing is launched.
 
     Args:
-        source: What Inductor generated, `GpuCode.source`.
+        source: The code that Inductor generated, as in `GpuCode.source`.
         gpu: The GPU.
 
     Returns:
-        Each kernel in each configuration that Inductor would time on the GPU.
+        The resources of each kernel in each configuration that Inductor would time on the GPU.
 
     Raises:
         ModuleNotFoundError: There is no Triton.
@@ -89,7 +89,9 @@ def kernel_resources(source: str, gpu: Gpu) -> list[KernelResources]:
 def jit_resources(
     fn: Any, kinds: dict[str, str], constants: dict[str, Any], *, num_warps: int, gpu: Gpu
 ) -> KernelResources:
-    """Compile a function under ``triton.jit`` for a GPU; nothing is launched. The arguments are `compiled_jit`'s.
+    """Compile a function under ``triton.jit`` for a GPU; nothing is launched.
+
+    Arguments are the same as those of `compiled_jit`.
 
     Raises:
         ModuleNotFoundError: There is no Triton.

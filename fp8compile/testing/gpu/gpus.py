@@ -23,7 +23,9 @@ __all__ = ["GPUS", "Gpu", "gpu_called", "pretend_gpu"]
 
 @dataclass(frozen=True)
 class Gpu:
-    """`torch.cuda.get_device_properties` of a GPU, as far as code generation looks. The defaults are an H200 SXM.
+    """The properties of a GPU that code generation reads, by their names in `torch.cuda.get_device_properties`.
+
+    The defaults are those of an H200 SXM.
 
     Source: CUDA C++ Programming Guide, table "Technical Specifications per Compute Capability"; NVIDIA data sheets
     (memory, multiprocessors, cache).
@@ -51,7 +53,7 @@ class Gpu:
 
     @property
     def target(self) -> Target:
-        """The target that our ops ask for."""
+        """The target by which our ops choose their code for this GPU."""
         return Target("cuda", (self.major, self.minor))
 
 
@@ -102,7 +104,7 @@ def gpu_called(arch: str) -> Gpu:
 
 
 def _answers(gpu: Gpu) -> dict[str, object]:
-    """The answer of each function of `torch.cuda` that is replaced."""
+    """The value that each replaced function of `torch.cuda` returns, by the function's name."""
     properties = dict.fromkeys(("get_device_properties", "_get_device_properties"), gpu)
     nothing = dict.fromkeys(("_lazy_init", "set_device", "synchronize", "set_rng_state"), None)
     device = dict.fromkeys(("current_device", "_exchange_device", "_maybe_exchange_device"), 0)
@@ -138,7 +140,7 @@ def _triton_driver(gpu: Gpu) -> Any:
 
 
 def _unguarded() -> dict[str, Callable[..., Any]]:
-    """Replace tensor methods that guard the device, because a PyTorch built without CUDA has no such guard."""
+    """Replacements of tensor methods that guard the device, because a PyTorch built without CUDA has no such guard."""
     index = Tensor.__getitem__
     return {
         "__invert__": lambda tensor: torch.bitwise_not(tensor),
@@ -148,7 +150,7 @@ def _unguarded() -> dict[str, Callable[..., Any]]:
 
 
 def _forget_devices() -> None:
-    """Drop what PyTorch remembers of the GPU it asked last."""
+    """Clear PyTorch's caches of device properties, which hold those of another GPU."""
     from torch._inductor import utils
     from torch._inductor.runtime.hints import DeviceProperties
     from torch.utils import _triton
@@ -175,7 +177,7 @@ def pretend_gpu(gpu: Gpu) -> Iterator[None]:
     worker = {"get_device_properties": gpu, "current_device": 0}
     with ExitStack() as stack:
         stack.callback(_forget_devices)
-        # not by set_active: the way back, reset_active, wants a driver that works
+        # not by set_active, because reset_active, which would undo it, needs a driver that works
         stack.enter_context(mock.patch.object(triton.runtime.driver, "_active", _triton_driver(gpu)))
         for name, answer in _answers(gpu).items():
             stack.enter_context(mock.patch.object(torch.cuda, name, _always(answer), create=True))

@@ -2,7 +2,7 @@
 
 fn, args on the CPU --Dynamo, AOTAutograd with Inductor's decompositions, min-cut partitioner--> forward, backward
 
-While they are traced, our ops make the choices that they make on the GPU.
+While graphs are traced, our ops make the choices that they make on the GPU.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ __all__ = [
 
 @dataclass(frozen=True)
 class GpuGraph:
-    """A graph of decomposed operators, and tensors like those that it would be called with.
+    """A graph of decomposed operators, and example arguments.
 
     Attributes:
         graph: The graph, with tensors on the CPU.
-        inputs: Its arguments.
+        inputs: The arguments that the graph was traced with.
         returned: Positions of the outputs that a caller gets; Inductor keeps their strides. It may pad the strides of
             the other outputs, which are saved for backward.
-        called_with: The tensors that a forward was given, before subclasses are taken apart; parameters are found
-            again by them. Empty for a backward.
+        called_with: The tensors that a forward was called with, subclasses included, by which parameters can be found
+            again. Empty for a backward.
     """
 
     graph: fx.GraphModule
@@ -64,7 +64,7 @@ def returned_outputs() -> tuple[int, ...]:
 
 
 def _empty_outputs(graph: fx.GraphModule) -> list[Any]:
-    """Return uninitialized tensors of the output shapes, because nobody reads the values."""
+    """Uninitialized tensors with the outputs' shapes; nobody reads their values."""
     (outputs,) = graph.graph.find_nodes(op="output")[0].args
     values = [node.meta["val"] if isinstance(node, fx.Node) else node for node in outputs]
     if any(is_unbacked(size) for value in values if isinstance(value, Tensor) for size in value.shape):
@@ -84,24 +84,24 @@ def partition(joint: fx.GraphModule, inputs: Any, **kwargs: Any) -> tuple[fx.Gra
     from torch._inductor.fx_passes.joint_graph import joint_graph_passes
     from torch._inductor.virtualized import V
 
-    with V.set_fake_mode(torch._guards.detect_fake_mode(inputs)):  # random numbers are made from seeds with it
+    with V.set_fake_mode(torch._guards.detect_fake_mode(inputs)):  # the pass that replaces random numbers needs it
         joint_graph_passes(joint)
     return min_cut_rematerialization_partition(joint, inputs, **kwargs)
 
 
 def gpu_graphs(fn: Callable[..., Any], args: Sequence[Any], gpu: Gpu) -> list[GpuGraph]:
-    """Trace ``fn(*args)`` with ``fullgraph=True`` and compute nothing. Compiled graphs of others are forgotten.
+    """Trace ``fn(*args)`` with ``fullgraph=True``, without computing. All earlier compiled graphs are dropped.
 
     Args:
         fn: A module or function.
-        args: Its arguments, on the CPU.
-        gpu: The GPU that it is traced for.
+        args: The arguments of ``fn``, on the CPU.
+        gpu: The GPU that ``fn`` is traced for.
 
     Returns:
-        Forward and, where an output requires grad, backward.
+        The graphs of the forward and, if an output requires grad, of the backward.
 
     Raises:
-        NotImplementedError: A block of the model is a region.
+        NotImplementedError: A block of the model is compiled as a region (`torch.compiler.nested_compile_region`).
     """
     from functorch.compile import make_boxed_func
     from torch._dynamo.backends.common import aot_autograd
@@ -142,7 +142,7 @@ def gpu_graphs(fn: Callable[..., Any], args: Sequence[Any], gpu: Gpu) -> list[Gp
         return call
 
     torch._dynamo.reset()
-    # what a buffer is changed to is not computed here either
+    # kept_state restores buffers, because values that are written to them are not computed here either
     with kept_state(fn, args), pretend_target(gpu.target):
         torch.compile(fn, fullgraph=True, backend=watched)(*args)
     torch._dynamo.reset()
@@ -152,7 +152,7 @@ def gpu_graphs(fn: Callable[..., Any], args: Sequence[Any], gpu: Gpu) -> list[Gp
 
 
 def kept_bytes(forward: GpuGraph) -> int:
-    """Bytes that the forward saves beside its own arguments; a storage counts once."""
+    """Bytes that the forward saves for the backward, without its own arguments; each storage counts once."""
     nodes = forward.graph.graph.find_nodes(op="placeholder")
     seen = {node.meta["val"].untyped_storage()._cdata for node in nodes if isinstance(node.meta["val"], Tensor)}
     (outputs,) = forward.graph.graph.find_nodes(op="output")[0].args
@@ -166,7 +166,7 @@ def kept_bytes(forward: GpuGraph) -> int:
 
 
 def check_has_no_region(graph: fx.GraphModule) -> None:
-    """Raise a NotImplementedError if a graph calls another graph, because reports would miss that one's code."""
+    """Raise a NotImplementedError if a graph calls another graph, whose code reports would miss."""
     if any(node.target is torch.ops.higher_order.invoke_subgraph for node in graph.graph.nodes):
         raise NotImplementedError(
             "the code of regions (fp8compile.compile, torch.compiler.nested_compile_region) is not looked into: for "

@@ -1,7 +1,7 @@
 """gpu_kernels: the code that Inductor generates for a GPU, on a machine without one.
 
-Generated code shows which operators were fused, how many kernels there are and what they read and write; it does not
-show how long they take. With fake tensors nothing is computed or allocated, so a layer of full size costs seconds.
+Generated code shows which operators were fused, how many kernels there are and what they read and write. It does not
+show how long kernels take. With fake tensors nothing is computed or allocated, so a layer of full size takes seconds.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Launch:
         name: Name of the Triton kernel, or of the operator that is called.
         kind: "triton" for generated code, "gemm" for a library's matrix product, "opaque" for any other operator,
             whose launches Inductor doesn't know.
-        ops: The operators that it computes, before decomposition, in order.
+        ops: The operators that it computes, in order, by their names before decomposition.
         bytes_read: Bytes read; each buffer counts once.
         bytes_written: Bytes written; each buffer counts once.
     """
@@ -49,16 +49,16 @@ class Launch:
 
 @dataclass(frozen=True)
 class GpuCode:
-    """One graph as Inductor would run it.
+    """The code of one graph as Inductor would run it.
 
     Attributes:
         source: The Python file with Triton kernels and the calls.
-        bytes: Bytes read and written by kernels and GEMMs, as Inductor counts: each buffer once a kernel.
+        bytes: Bytes read and written by kernels and GEMMs, as Inductor counts them: each buffer once a kernel.
         launches: Kernels and library calls in order.
-        gpu: The GPU that it is for.
-        no_cuda_graph: Why Inductor would not replay it as a CUDA graph; None if it would.
-        mutated_inputs: Positions of the arguments that it writes to. Those of a backward that aren't gradients stay
-            where they are, so a CUDA graph may write to them.
+        gpu: The GPU that the code is for.
+        no_cuda_graph: Why Inductor would not replay the graph as a CUDA graph; None if it would.
+        mutated_inputs: Positions of the arguments that the graph writes to. A backward's arguments other than
+            gradients keep their addresses, so a CUDA graph may write to them.
     """
 
     source: str
@@ -75,7 +75,7 @@ class GpuCode:
 
     @cached_property
     def gemms(self) -> tuple[str, ...]:
-        """Names of the matrix products, one entry a call."""
+        """Names of the matrix products, one entry for each call."""
         return tuple(GEMM.findall(self.source))
 
     def kernel(self, name: str) -> str:
@@ -84,10 +84,10 @@ class GpuCode:
         return self.source[start : self.source.index("'''", start)]
 
     def resources(self) -> list[KernelResources]:
-        """Registers and spills of the Triton kernels, compiled for the GPU by Triton's ptxas: seconds a kernel.
+        """Registers and spills of the Triton kernels, compiled by Triton's ptxas. Each kernel takes seconds.
 
         Returns:
-            Each kernel in each configuration that Inductor would time on the GPU.
+            An entry for each kernel in each configuration that Inductor would time on the GPU.
         """
         return kernel_resources(self.source, self.gpu)
 
@@ -112,21 +112,21 @@ def _code(found: Schedule, gpu: Gpu) -> GpuCode:
 def gpu_kernels(fn: Callable[..., Any], *args: Any, arch: str = "h200") -> list[GpuCode]:
     """What Inductor generates for ``fn(*args)`` and its backward on a GPU.
 
-    The function is traced with ``fullgraph=True`` and computes nothing. Compiled graphs of other functions are
-    forgotten. For sizes that don't fit here, make arguments and parameters under
+    The function is traced with ``fullgraph=True`` and computes nothing. All earlier compiled graphs are dropped
+    (``torch._dynamo.reset``). For sizes that don't fit in memory, make arguments and parameters under
     ``torch._subclasses.fake_tensor.FakeTensorMode``, and call this inside it.
 
     Args:
         fn: A module or function.
-        args: Its arguments, on the CPU.
+        args: The arguments of ``fn``, on the CPU.
         arch: The GPU, a key of ``fp8compile.testing.gpu.gpus.GPUS``.
 
     Returns:
-        Forward and, where an output requires grad, backward.
+        The code of the forward and, if an output requires grad, of the backward.
 
     Raises:
         ValueError: No such GPU is known.
-        ModuleNotFoundError: There is no Triton, which Inductor writes kernels for a GPU with.
+        ModuleNotFoundError: Triton is not installed; Inductor generates a GPU's kernels in it.
         RuntimeError: This version of PyTorch prints code in a form that isn't known here.
     """
     gpu = gpu_called(arch)

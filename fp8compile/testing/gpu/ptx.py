@@ -1,8 +1,8 @@
-"""PTX as Triton prints it: its instructions, each with the registers that it reads and writes.
+"""Reads PTX as Triton prints it: instructions, each with the registers that it reads and writes.
 
 PTX is the last form of a kernel in which an instruction shows how it computes: whether a division is exact (`div.rn`)
 or approximate (`div.full`), whether subnormals are flushed (`.ftz`), how many bytes a thread stores at once. ptxas
-translates it to machine code, and changes none of that.
+translates PTX to machine code without changing any of these.
 
 Source: NVIDIA, "Parallel Thread Execution ISA", version 8.7.
 """
@@ -35,9 +35,9 @@ class Instruction:
     """One instruction.
 
     Attributes:
-        line: Its line in the PTX, from 1.
-        text: Its text as printed, without the semicolon.
-        opcode: Its name with all modifiers, such as "div.full.f32".
+        line: Number of the line in the PTX, from 1.
+        text: The text as printed, without the semicolon.
+        opcode: The name with all modifiers, such as "div.full.f32".
         guard: The predicate under which it runs; None if it always runs.
         outputs: The registers that it writes.
         operands: The other operands as printed.
@@ -56,12 +56,12 @@ class Instruction:
 
     @cached_property
     def addresses(self) -> tuple[str, ...]:
-        """The texts in brackets, in order."""
+        """The addresses among the operands: the texts in brackets, in order."""
         return tuple(found[1] for operand in self.operands if (found := ADDRESS.match(operand)))
 
     @cached_property
     def bytes(self) -> int:
-        """Number of bytes that a thread loads or stores by it; all elements of a vector count."""
+        """Number of bytes that a thread loads or stores by the instruction; all elements of a vector count."""
         (elements, bits), *_ = VECTOR.findall(self.opcode)
         return int(elements or 1) * int(bits) // 8
 
@@ -78,8 +78,8 @@ class Ptx:
         labels: The line of each label.
 
     Raises:
-        NotImplementedError: An instruction does what can't be followed here: a call, memory of a thread, a bulk
-            copy, a product of warps.
+        NotImplementedError: An instruction can't be followed here, because it is a call, a bulk copy or a product of
+            warps, or accesses a thread's own memory.
     """
 
     def __init__(self, text: str) -> None:
@@ -90,7 +90,7 @@ class Ptx:
 
     @cached_property
     def writers(self) -> dict[str, list[Instruction]]:
-        """The instructions that write each register; several if paths of a loop meet."""
+        """The instructions that write each register; several if control flow reaches a use from several of them."""
         found: dict[str, list[Instruction]] = {}
         for each in self.instructions:
             for register in each.outputs:
@@ -131,7 +131,7 @@ class Ptx:
 
 
 def _declared(text: str) -> set[str]:
-    """Names of all registers: `%r<3>` declares %r1 and %r2 (and %r0); inline assembly declares its own."""
+    """Names of all declared registers, those of inline assembly included. `%r<3>` declares %r0, %r1 and %r2."""
     names: set[str] = set()
     for each in DECLARED.findall(text):
         for name in map(str.strip, each.split(",")):
@@ -151,7 +151,7 @@ def _statements(code: str) -> Iterator[str]:
 
 
 def _operands(text: str) -> tuple[str, ...]:
-    """Split at commas outside of braces and brackets."""
+    """Split the operands of an instruction at commas outside of braces and brackets."""
     found, depth = [""], 0
     for letter in text:
         depth += (letter in "{[(") - (letter in "}])")

@@ -1,19 +1,19 @@
-"""What a stored number is computed from, in one kernel's PTX: a walk from stores back to loads.
+"""The instructions that compute a stored number, in one kernel's PTX, found by a walk from stores back to loads.
 
     st.global [codes], %r9 --> cvt.e4m3x2 --> min, max --> mul --+--> multiplier: div.rn.f64 <-- amax <-- load
                                                                  |
                                                                  +--> value <-- cvt.rn.bf16.f32 | the model
 
-The walk ends at loads from global memory and where a number is rounded to 16 bits (`cvt.rn.bf16.f32`, an addition in
-bfloat16): what lies before that rounding is the model's own function, which may be approximate, and what lies behind
-it is the arithmetic of scales and codes, which may not. Casts see rounded values on purpose
-(`fp8compile.ops.rounding_barrier`), so each activation has such a rounding or is loaded as 16 bits. In a model of
-float32 nothing tells the two apart, and the walk goes through the model's functions too.
+The walk ends at loads from global memory and at roundings to 16 bits (`cvt.rn.bf16.f32`, an addition in bfloat16).
+Code before such a rounding is the model's own function, which may be approximate. Code after it is the arithmetic of
+scales and codes, which has to be exact. Casts see rounded values on purpose (`fp8compile.ops.rounding_barrier`), so
+each activation has such a rounding or is loaded as 16 bits. In a float32 model nothing tells the two kinds of code
+apart, and the walk goes through the model's functions too.
 
 The walk may find too much, but never too little: a register counts as having every value that is written to it, and
-the condition of a branch counts too. Shared memory is Triton's scratch: an operator (a reduction, a change of layout,
-a prefetch) stores there and loads again, and both are marked with its line in the Triton program. So a load reads what
-was stored for the same line; if nothing was, it may read anything that the kernel stores.
+the conditions of branches are followed too. Triton uses shared memory as scratch: an operator (a reduction, a change
+of layout, a prefetch) stores there and loads again, and both instructions are marked with the operator's line in the
+Triton program. So a load is taken to read the stores of the same line; if there are none, all stores to shared memory.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class _Walk:
                 todo += self._through(writer)
 
     def _through(self, instruction: Instruction) -> tuple[str, ...]:
-        """The registers from which the walk goes on."""
+        """Note an instruction as found, and return the registers from which the walk goes on."""
         if id(instruction) in self.found:
             return ()
         self.found[id(instruction)] = instruction
@@ -62,7 +62,7 @@ class _Walk:
         return instruction.inputs + guard
 
     def _stored(self, store: Instruction) -> tuple[str, ...]:
-        """The registers that a store writes to shared memory; an asynchronous copy writes what it loads."""
+        """The registers whose values a store writes to shared memory; none for a copy from global memory."""
         self.found[id(store)] = store
         return () if store.opcode.startswith("cp.async") else _values(self._ptx, store)
 
@@ -88,11 +88,11 @@ def _parameters_in(ptx: Ptx, address: str) -> set[int]:
 
 
 def stored_to(ptx: Ptx, parameters: Iterable[int]) -> list[Instruction]:
-    """The stores and atomic updates of global memory through any of some parameters.
+    """The stores and atomic updates of global memory whose address comes from one of some pointers.
 
     Args:
         ptx: The kernel.
-        parameters: Positions of those pointers among the kernel's parameters.
+        parameters: Positions of the pointers among the kernel's parameters.
     """
     wanted = set(parameters)
     stores = (each for each in ptx.instructions if each.opcode.startswith(("st.global", "atom.global", "red.global")))
@@ -100,7 +100,7 @@ def stored_to(ptx: Ptx, parameters: Iterable[int]) -> list[Instruction]:
 
 
 def traced(ptx: Ptx, stores: Iterable[Instruction]) -> list[Instruction]:
-    """The instructions that compute the numbers which some stores write.
+    """The instructions that compute the numbers that some stores write.
 
     Args:
         ptx: The kernel.

@@ -22,7 +22,7 @@ INEXACT = {
     re.compile(r"\.ftz\b"): "flushes subnormals to zero",
 }
 FLOAT64 = re.compile(r"^(?!mov|selp|ld|st).*\.f64")
-MEANT = {  # float64 instructions on a path, each with its reason
+MEANT = {  # allowed float64 instructions, each with its reason
     "cvt.f64.f32": "an amax, or a multiplier, before the division",
     "cvt.f64.f16": "an e4m3 scale, before the division",
     "div.rn.f64": "the multiplier and the scale: a float64 quotient rounded to float32 is the correctly rounded one",
@@ -42,8 +42,8 @@ class Finding:
         kernel: Name and configuration of the kernel.
         instruction: The instruction, with its line in the PTX.
         why: What is wrong with it.
-        parameters: Names of the parameters through which the kernel writes codes, scales, or values that those are
-            computed from.
+        parameters: Names of the parameters through which the kernel writes codes, scales, or the values from which
+            both are computed.
     """
 
     kernel: str
@@ -61,13 +61,13 @@ class Finding:
 
 @dataclass(frozen=True, kw_only=True)
 class KernelPtx:
-    """What was found in a compiled kernel.
+    """The result of the checks of one compiled kernel.
 
     Attributes:
         kernel: The kernel in one configuration.
         findings: Instructions that should not be there.
         code_stores: For each parameter through which codes are written, the number of bytes that a thread stores by
-            one instruction; the smallest one if stores differ.
+            one instruction; the smallest number if stores differ.
     """
 
     kernel: CompiledKernel
@@ -109,9 +109,9 @@ def kernel_ptx(kernel: CompiledKernel, written: Iterable[int]) -> KernelPtx:
     """Check one kernel.
 
     Args:
-        kernel: A kernel, as `compiled_kernels` or `compiled_jit` returns it.
-        written: Positions of the arguments through which codes, scales, or values that those are computed from are
-            written; positions of other arguments are ignored.
+        kernel: A kernel as `compiled_kernels` or `compiled_jit` returns it.
+        written: Positions of the arguments through which the kernel writes codes, scales, or the values from which
+            both are computed. Positions of arguments that are no pointers are ignored.
     """
     ptx, arguments = Ptx(kernel.ptx), list(kernel.arguments.items())
     pointers = [number for number in sorted(written) if arguments[number][1].startswith("*")]
@@ -134,10 +134,10 @@ def ptx_of(fn: Callable[..., Any], *args: Any, arch: str = "h200", most: int | N
     """Check the PTX of all kernels that Inductor generates for ``fn(*args)`` and its backward on a GPU.
 
     Args:
-        fn: A module or function, in bfloat16 or float16: see `fp8compile.testing.gpu.ptx_paths`.
-        args: Its arguments, on the CPU; fake ones for sizes that don't fit here.
+        fn: A module or function in bfloat16 or float16; `fp8compile.testing.gpu.ptx_paths` says why.
+        args: The arguments of ``fn``, on the CPU; fake tensors for sizes that don't fit in memory.
         arch: The GPU, a key of ``fp8compile.testing.gpu.gpus.GPUS``.
-        most: Number of a kernel's configurations to check; None for all.
+        most: Number of configurations of each kernel to check, from the first on; None for all.
 
     Raises:
         ValueError: No such GPU is known.

@@ -1,13 +1,13 @@
-"""Finds, from graphs, the buffers of generated code with codes, scales, and values that those are computed from.
+"""Finds the buffers of generated code that hold codes, scales, and the values from which both are computed.
 
     activation bf16 --amax--> f32 --> multiplier f32 --> scale --> product
           |                               |                          ^
           +--------- product, round <-----+--> codes ----------------+
 
-From products' operands and delayed scaling's states, the walk goes back through every value that isn't a 16-bit float;
-a 16-bit float is an activation, a weight or a gradient, which the model computes. A value that a backward gets from
-its forward is followed there. Codes that are returned count too. A float32 output doesn't, because a scale looks like
-any other number.
+A walk starts at the operands of products, at the states of delayed scaling and at returned codes. It goes back through
+every value that isn't a 16-bit float, because a 16-bit float is an activation, a weight or a gradient, which the model
+computes. If a backward gets a value from its forward, the walk goes on there. It does not start at float32 outputs,
+because a scale looks like any other number.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ __all__ = ["written_parameters"]
 
 LAUNCH = re.compile(r"^\s+((triton_\w+)\.run\(.*\))$", re.MULTILINE)
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu)
-OPERANDS = 4  # of a product: two of codes, two of scales
+OPERANDS = 4  # the first arguments of a scaled product: two of codes, two of scales
 
 
 def _dtype(node: fx.Node) -> torch.dtype | None:
@@ -66,7 +66,7 @@ def _returned(graph: fx.Graph) -> Sequence[fx.Node]:
 def _nodes_on_path(graphs: Sequence[GpuGraph], schedules: Sequence[Schedule]) -> list[set[fx.Node]]:
     """The nodes of each lowered graph from which codes and scales are computed; the backward comes first."""
     found: list[set[fx.Node]] = []
-    asked_for: set[str] = set()  # by a backward, of its forward
+    asked_for: set[str] = set()  # names of the forward's outputs that the backward's path goes through
     for made, scheduled in zip(reversed(graphs), reversed(schedules), strict=True):
         named = zip(_returned(made.graph.graph), _returned(scheduled.lowered), strict=True)
         wanted = [node for given, node in named if isinstance(given, fx.Node) and given.name in asked_for]
@@ -95,7 +95,7 @@ def _positions(launch: ScheduledLaunch, call: str, scheduled: Schedule, nodes: s
     arguments = _arguments(call)
     if wanted <= set(arguments):
         return {position for position, name in enumerate(arguments) if name in wanted}
-    # a state that changes in place is written through the graph's own argument
+    # a state that changes in place is written through an argument of the graph
     found = {position for position, name in enumerate(arguments) if name in wanted or str(name).startswith("arg")}
     if not found:
         raise _unknown_form(f"{launch.name} makes {', '.join(sorted(wanted))}, and is called as {call}")
@@ -109,15 +109,15 @@ def _unknown_form(what: str) -> RuntimeError:
 
 
 def written_parameters(graphs: Sequence[GpuGraph], schedules: Sequence[Schedule]) -> list[dict[str, set[int]]]:
-    """The parameters through which kernels write codes, scales, and values that those are computed from.
+    """The parameters through which kernels write codes, scales, and the values from which both are computed.
 
     Args:
         graphs: Forward and backward, as `gpu_graphs` returns them.
         schedules: The schedule of each graph.
 
     Returns:
-        For each graph, positions among a kernel's arguments by the kernel's name. A kernel that is launched several
-        times has the positions of all launches, so it may only read some of them in one launch.
+        For each graph, the positions of such arguments by the kernel's name. A kernel that is launched several times
+        has the positions of all launches together; a single launch may only read through some of them.
 
     Raises:
         RuntimeError: This version of PyTorch prints launches in a form that isn't known here.

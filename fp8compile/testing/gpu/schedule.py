@@ -1,8 +1,8 @@
-"""What Inductor would launch for a graph on a GPU that isn't here, with the data that flows between launches.
+"""The kernels that Inductor would launch for a graph on a GPU, and the data that flows between launches.
 
     graph on the CPU --traced again on fake CUDA tensors--> lowered, fused, printed --> Schedule
 
-Nothing is launched, and nothing computed or allocated, so a layer of full size costs seconds.
+The machine needs no GPU. Nothing is launched, computed or allocated, so a layer of full size takes seconds.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from fp8compile.testing.gpu.graphs import GpuGraph
 
 __all__ = ["Schedule", "ScheduledLaunch", "operator_of", "schedule"]
 
-log = logging.getLogger(__name__)
-SECONDS_BETWEEN = 5  # two lines that say which kernel is being generated
-SOURCE = "fp8compile.testing.source"  # in a node's meta, where tracing again keeps it
+log: logging.Logger = logging.getLogger(__name__)
+SECONDS_BETWEEN = 5  # between lines that say which kernel is being generated
+SOURCE = "fp8compile.testing.source"  # key of a node's meta["custom"], which the second tracing keeps
 GPU = torch.device("cuda", 0)
 LAUNCH = re.compile(
     r"^\s+(?:\w+ = )?(?:(?P<triton>triton_\w+)\.run|extern_kernels\.(?P<extern>\w+)|"
@@ -40,16 +40,16 @@ LAUNCH = re.compile(
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduledLaunch:
-    """One kernel that is started.
+    """One kernel or library call that the generated code starts.
 
     Attributes:
         name: Name of the Triton kernel, or of the operator that is called.
         kind: "triton", "gemm" or "opaque".
         bytes_read: Bytes read; each buffer counts once.
         bytes_written: Bytes written; each buffer counts once, even if nobody reads it.
-        made: The buffers that it makes, each with the node of the lowered graph whose value it holds. A copy in the
-            layout that a product wants has no node here.
-        read: The buffers that it reads; a product's operands in order.
+        made: The buffers that it makes, each with the node of the lowered graph whose value the buffer holds. The node
+            is None for a copy that Inductor makes to give a product's operand the layout that it needs.
+        read: The buffers that it reads. For a product they are the operands in order.
     """
 
     name: str
@@ -66,16 +66,16 @@ class Schedule:
 
     Attributes:
         source: The Python file with Triton kernels and the calls.
-        bytes: Bytes read and written. Inductor counts each buffer once a kernel; results of an operator that nobody
-            reads are added.
+        bytes: Bytes read and written, as Inductor counts them: each buffer once a kernel. Results of operators that
+            nobody reads are added, because Inductor leaves them out.
         launches: The launches in order.
         sources: Nodes of the given graph by name.
-        placed: Buffers that no launch makes as a whole, and the node whose value each holds: one of several results
-            of an operator, or a place that several kernels write to.
-        no_cuda_graph: Why Inductor would not replay it as a CUDA graph; None if it would.
-        mutated_inputs: Positions of the arguments that it writes to.
-        constants: What the source names and doesn't define: types of opaque values, tensors of the graph.
-        lowered: The graph on the GPU that was lowered.
+        placed: Buffers that no launch makes as a whole, each with the node whose value it holds. Such a buffer is one
+            of several results of an operator, or memory that several kernels write to.
+        no_cuda_graph: Why Inductor would not replay the graph as a CUDA graph; None if it would.
+        mutated_inputs: Positions of the arguments that the graph writes to.
+        constants: Objects that the source names and doesn't define: types of opaque values, tensors of the graph.
+        lowered: The graph on the GPU that Inductor lowered.
         output_strides: Strides of each output; None if they aren't known. Inductor may pad outputs that are saved for
             backward.
     """
@@ -98,7 +98,10 @@ class Schedule:
 
     @cached_property
     def _holders(self) -> dict[str, fx.Node | None]:
-        """The node whose value each buffer holds; a product's operands have its node's operands."""
+        """The node whose value each buffer holds.
+
+        Inductor has no node for a copy that it makes for a product; such a buffer gets the product's operand.
+        """
         holders = {name: node for launch in self.launches for name, node in launch.made.items()} | self.placed
         for launch in self.launches:
             product = next(iter(launch.made.values()), None)
@@ -130,7 +133,7 @@ class Schedule:
         return list(dict.fromkeys(node for node in sources if node is not None))
 
     def source_of(self, lowered: fx.Node) -> fx.Node | None:
-        """The node of the given graph that a node of the lowered one was; None if that isn't known."""
+        """The node of the given graph from which a node of the lowered graph was traced; None if that isn't known."""
         return self.sources.get(lowered.meta.get("custom", {}).get(SOURCE))
 
     def makes(self, launch: ScheduledLaunch) -> fx.Node | None:
@@ -145,7 +148,7 @@ class Schedule:
         for launch in self.launches:
             for lowered in filter(None, (self._holders[name] for name in launch.made)):
                 node = self.source_of(lowered)
-                # one that was taken apart gave its name to its parts
+                # other targets are parts of a decomposed node, and hold intermediate values
                 if node is not None and node.target == lowered.target:
                     found.setdefault(node, launch)
         return found
@@ -164,7 +167,7 @@ def _node_of(buffer: Any) -> fx.Node | None:
     data: Any = getattr(buffer, "data", None)
     node = getattr(data, "origin_node", None) or getattr(buffer, "origin_node", None)
     if node is None and getattr(data, "origins", None):
-        node = max(data.origins)  # the last one; those before it are what its inputs come from
+        node = max(data.origins)  # the last origin; earlier ones compute its inputs
         return None if "mm" in str(node.target) else node
     return node
 
@@ -172,7 +175,7 @@ def _node_of(buffer: Any) -> fx.Node | None:
 def _reads(parts: Sequence[Any], made: dict[str, Any]) -> Iterator[str]:
     for part in parts:
         inputs = getattr(part.node, "inputs", None)
-        # a library's product has its operands in their order, generated code only a set
+        # a library's product lists its operands in order; generated code has only a set of reads
         names = [each.get_name() for each in inputs] if inputs else sorted({d.name for d in part.read_writes.reads})
         yield from (name for name in names if name not in made)
 
@@ -184,7 +187,7 @@ def _launch(node: Any, call: dict[str, str]) -> ScheduledLaunch:
     is_product = "mm" in name.rpartition(".")[2] or "mm." in name
     total, written = node.get_read_write_buffers_sizes(), node.get_write_buffer_sizes()
     parts = list(node.get_nodes())
-    # results of a template but the first one are buffers that it is given to write to
+    # all results of a template but the first are buffers that it is given to write to
     names = [each.get_name() for part in parts for each in getattr(part.node, "mutated_inputs", None) or ()]
     given = [V.graph.name_to_buffer[name] for name in names]
     made = {buffer.get_name(): _node_of(buffer) for buffer in (*(part.node for part in parts), *given)}
@@ -201,7 +204,7 @@ def _launch(node: Any, call: dict[str, str]) -> ScheduledLaunch:
 
 
 def _unread_bytes(node: Any) -> int:
-    """Bytes of an operator's results that nobody reads; its kernel writes them, but Inductor doesn't count them."""
+    """Bytes of an operator's results that nobody reads. The operator writes them, but Inductor doesn't count them."""
     from torch._inductor import ir
 
     if not isinstance(getattr(node, "node", None), ir.FallbackKernel):
@@ -217,7 +220,7 @@ def _bytes(buffer: Any) -> int:
 
 
 def _is_called(node: Any) -> bool:
-    """Whether a call is printed for a node of the schedule."""
+    """Whether the generated code has a call for a node of Inductor's schedule."""
     from torch._inductor import ir
     from torch._inductor.scheduler import NopKernelSchedulerNode
 
@@ -257,7 +260,7 @@ def _schedule(nodes: Sequence[Any], source: str, total: int, sources: dict[str, 
 
 
 def _on_gpu(value: Any) -> Any:
-    """A fake tensor on the GPU with the layout of this one."""
+    """An empty tensor on the GPU with the sizes and strides of a tensor; any other value as it is."""
     if not isinstance(value, Tensor):
         return value
     return torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device="cuda")
@@ -277,7 +280,7 @@ def _device_argument(node: fx.Node) -> str | None:
 
 
 def _moved(graph: fx.GraphModule) -> fx.GraphModule:
-    """A copy of a graph with its tensors on the GPU; nodes keep their names if tracing keeps them."""
+    """A copy of a graph whose device arguments name the GPU. Each node notes its name in ``meta["custom"]``."""
     from torch._inductor.fx_passes.post_grad import view_to_reshape
 
     graph = copy.deepcopy(graph)
@@ -307,10 +310,10 @@ def _telling(enter: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
 
 
 def schedule(made_for: GpuGraph, gpu: Gpu) -> Schedule:
-    """Let Inductor compile a graph for a GPU; take the code where it would load it.
+    """Let Inductor compile a graph for a GPU, and take the generated code at the step that would load it.
 
     Args:
-        made_for: A graph, as `gpu_graphs` returns it.
+        made_for: A graph as `gpu_graphs` returns it.
         gpu: The GPU.
 
     Raises:
@@ -340,16 +343,17 @@ def schedule(made_for: GpuGraph, gpu: Gpu) -> Schedule:
         pretend_gpu(gpu),
         mock.patch.object(GraphLowering, "compile_to_module", take),
         mock.patch.object(Scheduler, "enter_context", _telling(Scheduler.enter_context)),
-        # names without operators: equal kernels are one, whatever they come from
+        # kernel names without operators, so that kernels with equal code are one kernel
         config.patch({"fx_graph_cache": False, "compile_threads": 1, "triton.descriptive_names": False}),
         torch._guards.tracing(context),
         mode,
     ):
         fakes = [_on_gpu(value) for value in made_for.inputs]
-        with fx.traceback.preserve_node_meta():  # which node each one was before it was traced again
+        with fx.traceback.preserve_node_meta():  # keeps SOURCE: which node each one was before the second tracing
             graph = make_fx(fx.Interpreter(_moved(made_for.graph)).run)(*fakes)
         output = graph.graph.output_node()
         outputs: Any = output.args[0]
         output.meta["user_visible_output_idxs"] = [at for at in made_for.returned if isinstance(outputs[at], fx.Node)]
         compile_fx.compile_fx_inner(graph, fakes)
-    return replace(found[0], output_strides=tuple(context.output_strides))
+    strides: Any = context.output_strides  # filled while it compiled
+    return replace(found[0], output_strides=tuple(strides))

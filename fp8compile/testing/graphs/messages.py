@@ -63,7 +63,8 @@ def size_of(size: Any) -> int:
     """A size; for a symbol the value while tracing, or 0 if only a run can tell."""
     if is_unbacked(size):
         return 0
-    return size.node.hint if isinstance(size, torch.SymInt) else size
+    found: Any = size.node.hint if isinstance(size, torch.SymInt) else size
+    return found
 
 
 def _bytes(tensors: Sequence[Tensor]) -> int:

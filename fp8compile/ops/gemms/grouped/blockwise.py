@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -28,9 +30,8 @@ def _lacks(problem: GemmProblem) -> str | None:
 def _multiply(a: Quantized, b: Quantized, offsets: Tensor, out_dtype: torch.dtype, config: GemmConfig) -> Tensor:
     codes = b.codes.contiguous()  # here, where Inductor has the cast write them so
     scales = a.quantizer.scale_values(a.scale), b.quantizer.scale_values(b.scale)
-    return grouped_blockwise_mm(
-        a.codes, codes, *scales, offsets, a.quantizer.gemm_format().name, b.quantizer.gemm_format().name, out_dtype
-    )
+    formats: list[Any] = [each.quantizer.gemm_format() for each in (a, b)]  # which are why it was chosen
+    return grouped_blockwise_mm(a.codes, codes, *scales, offsets, *(each.name for each in formats), out_dtype)
 
 
 BLOCKWISE = GroupedGemm(

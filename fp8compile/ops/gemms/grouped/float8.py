@@ -6,6 +6,8 @@ they make is cut off the product; tokens are never padded.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
@@ -17,7 +19,6 @@ from fp8compile.ops.gemms.float8 import ALIGNMENT
 from fp8compile.ops.gemms.gates import lacks_tensor_cores, why_not
 from fp8compile.ops.gemms.kernel import GemmProblem
 from fp8compile.ops.groups.layout import zero_behind, zero_where_empty
-from fp8compile.quantizers import Quantizer
 
 __all__ = ["lacks_grouped", "padded_features", "scaled_outer", "scaled_rows"]
 
@@ -39,8 +40,9 @@ def padded_features(codes: Tensor, multiples: tuple[int, ...], *, value: float =
     return pad(codes, [edge for each in reversed(missing) for edge in (0, each)], value=value)
 
 
-def _float8(codes: Tensor, quantizer: Quantizer) -> Tensor:
-    return codes.contiguous().view(quantizer.gemm_format().dtype)
+def _float8(operand: Quantized, multiples: tuple[int, ...]) -> Tensor:
+    stored: Any = operand.quantizer.gemm_format()  # which is why it is here
+    return padded_features(operand.codes, multiples).contiguous().view(stored.dtype)
 
 
 def scaled_rows(
@@ -70,8 +72,8 @@ def scaled_rows(
         (R, N), zeros behind the last group.
     """
     product = torch.ops.aten._scaled_grouped_mm(
-        _float8(padded_features(a.codes, (sum_to,)), a.quantizer),
-        _float8(padded_features(b.codes, (ALIGNMENT, sum_to)), b.quantizer).transpose(-2, -1),
+        _float8(a, (sum_to,)),
+        _float8(b, (ALIGNMENT, sum_to)).transpose(-2, -1),
         a_scale,
         b_scale,
         offsets,
@@ -106,8 +108,8 @@ def scaled_outer(
         (E, N, K).
     """
     product = torch.ops.aten._scaled_grouped_mm(
-        _float8(padded_features(a.codes, (ALIGNMENT, 1)), a.quantizer),
-        _float8(padded_features(b.codes, (ALIGNMENT, 1)), b.quantizer).t(),
+        _float8(a, (ALIGNMENT, 1)),
+        _float8(b, (ALIGNMENT, 1)).t(),
         a_scale,
         b_scale,
         ends,

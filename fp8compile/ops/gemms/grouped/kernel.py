@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from fp8compile.layout.quantized import Quantized
-from fp8compile.ops.gemms.kernel import GemmProblem
-from fp8compile.quantizers import GemmConfig, Quantizer
+from fp8compile.ops.gemms.kernel import Gemm
+from fp8compile.quantizers import GemmConfig
 
-__all__ = ["REGISTERED_GROUPED", "GroupedGemm", "product_shape"]
+__all__ = ["REGISTERED_GROUPED", "GroupedGemm", "Multiply", "product_shape"]
 
 
 def product_shape(a: Tensor, b: Tensor, offsets: Tensor) -> tuple[int, ...]:
@@ -28,27 +28,17 @@ Multiply = Callable[[Quantized, Quantized, Tensor, torch.dtype, GemmConfig], Ten
 
 
 @dataclass(frozen=True, kw_only=True)
-class GroupedGemm:
+class GroupedGemm(Gemm):
     """One way to multiply quantized matrices group by group.
 
     Attributes:
-        name: What `select_grouped_gemm` and reports call it.
-        detail: How it runs, in the words of ``fp8compile doctor``.
-        takes: ``(a, b) -> bool``, of two quantizers over (m, k) and (k, n): whether it reads their codes and scales.
-        lacks: ``(problem) -> str | None``, as ``GemmKernel`` has it.
         rows: ``(a, b, offsets, out_dtype, config) -> Tensor``, the first product at the head of this file, (R, N).
         outer: The second product there, (E, N, K). Inductor traces both, so they are PyTorch or `fp8compile` ops.
-        calls: Names of the operators that multiply, by which reports find it in generated code and profiles.
         is_opaque: Whether it reads sizes of groups, which compiled code can't: the op then stays one call.
     """
 
-    name: str
-    detail: str
-    takes: Callable[[Quantizer, Quantizer], bool]
-    lacks: Callable[[GemmProblem], str | None]
     rows: Multiply
     outer: Multiply
-    calls: tuple[str, ...] = ()
     is_opaque: bool = False
 
 

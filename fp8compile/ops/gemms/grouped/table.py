@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache
+from typing import Any
 
 import torch
-from torch import Tensor
 
-from fp8compile.layout.quantized import Quantized
 from fp8compile.ops.gemms.grouped.blockwise import BLOCKWISE
-from fp8compile.ops.gemms.grouped.kernel import REGISTERED_GROUPED, GroupedGemm
+from fp8compile.ops.gemms.grouped.kernel import REGISTERED_GROUPED, GroupedGemm, Multiply
 from fp8compile.ops.gemms.grouped.mx import MX
 from fp8compile.ops.gemms.grouped.nvfp4 import NVFP4
 from fp8compile.ops.gemms.grouped.one_by_one import ONE_BY_ONE
@@ -63,9 +62,6 @@ def selected_grouped_gemm(
     return _selected(a, b, target_of(device), out_dtype, config)
 
 
-Multiply = Callable[[Quantized, Quantized, Tensor, torch.dtype, GemmConfig], Tensor]
-
-
 def register_grouped_gemm(
     name: str,
     *,
@@ -105,7 +101,7 @@ def register_grouped_gemm(
         ValueError: The name has no package or is taken.
         TypeError: A function is left out, is none or takes other arguments; ``detail`` or ``calls`` is no text.
     """
-    parts = {"takes": takes, "lacks": lacks, "rows": rows, "outer": outer}
+    parts: dict[str, Any] = {"takes": takes, "lacks": lacks, "rows": rows, "outer": outer}
     gemm = new_grouped_gemm(name, **parts, detail=detail, calls=calls, is_opaque=is_opaque)
     REGISTERED_GROUPED[name] = gemm
     if before_ours:

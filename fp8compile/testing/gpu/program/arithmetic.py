@@ -1,8 +1,8 @@
-"""Float arithmetic as a GPU does it, on arrays of Triton's interpreter.
+"""Float arithmetic with a GPU's results, on arrays of Triton's interpreter.
 
 The interpreter keeps bfloat16 as uint16 and float8 as uint8. Conversions and transcendental functions are PyTorch's,
-so that the reference, which is PyTorch, has the same bits. What a GPU's compiler is free to choose (fused
-multiply-adds, approximate division and roots) is off unless it is asked for.
+so that the reference, which runs in PyTorch, has the same bits. A GPU's compiler may use fused multiply-adds and
+approximate division and roots; here they are off unless `Arithmetic` turns them on.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 
 __all__ = ["Arithmetic", "convert", "fma", "on_arrays"]
 
-# Triton's name of a type: PyTorch's, and the unsigned integers that hold its bits
+# by Triton's name of a type: PyTorch's dtype, and the unsigned integers that hold its bits
 STORED_AS: dict[str, tuple[torch.dtype, type[np.unsignedinteger[Any]]]] = {
     "fp8e4nv": (torch.float8_e4m3fn, np.uint8),
     "fp8e5": (torch.float8_e5m2, np.uint8),
@@ -25,21 +25,21 @@ STORED_AS: dict[str, tuple[torch.dtype, type[np.unsignedinteger[Any]]]] = {
     "fp32": (torch.float32, np.uint32),
     "fp64": (torch.float64, np.uint64),
 }
-# torch has few unsigned
+# PyTorch computes with few unsigned integers, so bits are viewed as signed ones
 SIGNED: dict[Any, Any] = {np.uint8: np.uint8, np.uint16: np.int16, np.uint32: np.int32, np.uint64: np.int64}
 Function = Callable[..., torch.Tensor]
 
 
 @dataclass(frozen=True)
 class Arithmetic:
-    """Choices that a GPU's compiler is free to make, and a fault of it.
+    """Choices that a GPU's compiler is free to make, and one of Triton's faults.
 
     Attributes:
         contract: Whether each float32 product that is added to something is one fused multiply-add.
         approximate: Whether float32 division is ``div.full``, and exponentials and roots are ``ex2.approx`` and
-            ``rsqrt.approx``: results that these instructions may give, up to 2 units in the last place off.
-        float8_by_float16: Whether float32 becomes float8 by way of float16, cut toward zero, as Triton casts for
-            compute capability 8.9 (triton#11753): 0.4 % of e4m3 codes are others.
+            ``rsqrt.approx``. Results are some that these instructions may give, up to 2 units in the last place off.
+        float8_by_float16: Whether float32 is first truncated toward zero to float16 and then rounded to float8, as
+            Triton casts for compute capability 8.9 (triton#11753). That changes 0.4 % of e4m3 codes.
     """
 
     contract: bool = False
@@ -48,22 +48,25 @@ class Arithmetic:
 
 
 def through_float16(values: np.ndarray) -> np.ndarray:
-    """Float32 values cut toward zero to float16, in float32 again."""
+    """Truncate float32 values toward zero to float16, and return them as float32."""
     nearest = values.astype(np.float16)
     beyond = np.abs(nearest.astype(np.float32)) > np.abs(values)
     return np.where(beyond, np.nextafter(nearest, np.float16(0)), nearest).astype(np.float32)
 
 
 def convert(bits: np.ndarray, source: str, target: str) -> np.ndarray:
-    """The bits of values converted between two float types, rounded to nearest even.
+    """Convert values between two float types, rounded to nearest even.
 
     Args:
         bits: The values, or integers that hold their bits.
         source: Triton's name of their type, such as "bf16".
-        target: Triton's name of the result's.
+        target: Triton's name of the result's type.
+
+    Returns:
+        The bits of the results as unsigned integers.
 
     Raises:
-        NotImplementedError: Another type.
+        NotImplementedError: A type isn't known here, or float64 is to be converted to float8.
     """
     if not {source, target} <= STORED_AS.keys():
         raise NotImplementedError(f"run_gpu_program: a conversion from {source} to {target} is not known.")
@@ -87,8 +90,8 @@ def on_arrays(function: Function) -> Callable[..., np.ndarray]:
 def fma(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
     """``a * b + c`` of float32 arrays, rounded once.
 
-    The product is exact in float64. The sum is rounded to odd there, and then to float32; the result is the same as
-    with one rounding (Boldo and Melquiond 2008).
+    The product is exact in float64. The sum is rounded to odd in float64, and then to float32. The result is the same
+    as with a single rounding (Boldo and Melquiond 2008).
     """
     product, addend = np.broadcast_arrays(a.astype(np.float64) * b.astype(np.float64), c.astype(np.float64))
     total = np.asarray(product + addend)
@@ -108,27 +111,27 @@ def truncated(exact: np.ndarray) -> np.ndarray:
 
 
 def full_division(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """Divide as ``div.full.f32`` may: by the reciprocal. Float64 is divided exactly, as on a GPU."""
+    """Divide float32 by the reciprocal, as ``div.full.f32`` may. Float64 is divided exactly, as on a GPU."""
     return a * truncated(1 / b.astype(np.float64)) if a.dtype == np.float32 else a / b
 
 
 def approximate_exp2(x: np.ndarray) -> np.ndarray:
-    """``ex2.approx``."""
+    """A result that ``ex2.approx`` may give for float32."""
     return truncated(np.exp2(x.astype(np.float64))) if x.dtype == np.float32 else np.exp2(x)
 
 
 def approximate_exp(x: np.ndarray) -> np.ndarray:
-    """As Triton writes ``exp``: a product by log2(e), rounded, then ``ex2.approx``."""
+    """``exp`` as Triton computes it: ``ex2.approx`` of the rounded product with log2(e)."""
     return approximate_exp2(x * np.float32(1.4426950408889634)) if x.dtype == np.float32 else np.exp(x)
 
 
 def approximate_rsqrt(x: np.ndarray) -> np.ndarray:
-    """``rsqrt.approx``."""
+    """A result that ``rsqrt.approx`` may give for float32."""
     return truncated(1 / np.sqrt(x.astype(np.float64))) if x.dtype == np.float32 else 1 / np.sqrt(x)
 
 
 def unary_functions(arithmetic: Arithmetic) -> dict[str, Callable[[np.ndarray], np.ndarray]]:
-    """Implementations of Triton's functions of one number, by name."""
+    """Implementations of Triton's unary functions, by name."""
     names = ("exp", "exp2", "log", "log2", "rsqrt", "sin", "cos", "erf")
     functions = {name: on_arrays(getattr(torch, name)) for name in names}
     if arithmetic.approximate:

@@ -21,11 +21,14 @@ BYTES = (
     16,
     8,
     24,
-)  # where the word has the noise of each, from the last one: low bytes of both halves, then high ones
+)  # bit offset of each value's noise in the word, last value first: low bytes of both halves, then high bytes
 
 
 def _to_a_neighbour(values: np.ndarray, noise: np.ndarray) -> np.ndarray:
-    """Round to e2m1: the first 8 dropped bits plus 8 bits of noise; a carry raises the magnitude by one code."""
+    """Round stochastically to e2m1.
+
+    The first 8 bits that are dropped are added to 8 bits of noise, and a carry raises the magnitude by one code.
+    """
     magnitude = np.minimum(np.abs(values), np.float32(E2M1.max))  # a NaN passes, and is the largest below
     unit = np.select([magnitude < 2, magnitude < 4], [0.5, 1.0], 2.0)
     in_units = magnitude / unit
@@ -50,7 +53,7 @@ KNOWN: dict[re.Pattern[str], Callable[..., np.ndarray]] = {CVT_RS: _cvt_rs}
 def inline_assembly(
     builder: Any, text: str, constraints: str, values: Sequence[Any], kinds: Sequence[Any], is_pure: bool, pack: int
 ) -> SimpleNamespace:
-    """The interpreter's ``tl.inline_asm_elementwise``: one result, an element at a time.
+    """Interpret ``tl.inline_asm_elementwise`` with one result, an element at a time.
 
     Raises:
         NotImplementedError: The instruction isn't known, or takes several elements at once.

@@ -9,20 +9,30 @@ __all__ = [
     "ALIGNMENT", "E8M0", "MX_BLOCK", "TILE_BLOCKS", "TILE_ROWS", "demand", "four_bit_values", "tiled_values",
 ]  # fmt: skip
 
-ALIGNMENT = 16  # bytes, of rows of codes and of their first element
+ALIGNMENT = 16  # bytes; addresses of tensors and strides of their rows are multiples of it
 MX_BLOCK = 32
-TILE_ROWS, TILE_BLOCKS = 128, 4  # of MX scales
+TILE_ROWS, TILE_BLOCKS = 128, 4  # size of a tile of MX scales
 E8M0 = torch.float8_e8m0fnu
 
 
 def demand(satisfied: bool, product: str, what: str) -> None:
-    """Raise a ValueError in a product's name unless a requirement holds."""
+    """Raise a ValueError that names the product, unless ``satisfied``."""
     if not satisfied:
         raise ValueError(f"{product}: the GPU's product takes {what}")
 
 
 def tiled_values(scale: Tensor, rows: int, blocks: int, dtype: torch.dtype = E8M0) -> Tensor:
-    """Read scales from tiles of 128 by 4: (rows, blocks) numbers, from bytes of a float8 dtype."""
+    """Read scales from tiles of 128 by 4.
+
+    Args:
+        scale: Scales in tiles, as bytes or in ``dtype``.
+        rows: Number of rows.
+        blocks: Number of scales of each row.
+        dtype: The scales' float8 dtype.
+
+    Returns:
+        The scales, (rows, blocks), float64.
+    """
     along = -(-blocks // TILE_BLOCKS)
     row, block = torch.arange(rows)[:, None], torch.arange(blocks)[None, :]
     tile = row // TILE_ROWS * along + block // TILE_BLOCKS
@@ -31,7 +41,16 @@ def tiled_values(scale: Tensor, rows: int, blocks: int, dtype: torch.dtype = E8M
 
 
 def four_bit_values(codes: Tensor, scale: Tensor, product: str) -> Tensor:
-    """The values of e2m1 codes (rows, sum / 2), two of a row in a byte, with an e4m3 scale in tiles for each 16."""
+    """Decode e2m1 codes with an e4m3 scale for each block of 16.
+
+    Args:
+        codes: (rows, columns / 2) uint8; a byte holds two codes of one row.
+        scale: Scales in tiles, as bytes.
+        product: Name of the product, for errors.
+
+    Returns:
+        The values, (rows, columns), float64.
+    """
     rows, blocks = codes.shape[0], codes.shape[1] // 8
     needed = -(-rows // TILE_ROWS) * TILE_ROWS * (-(-blocks // TILE_BLOCKS) * TILE_BLOCKS)
     laid = scale.dtype == torch.uint8 and scale.is_contiguous() and scale.numel() == needed

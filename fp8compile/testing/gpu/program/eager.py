@@ -1,4 +1,4 @@
-"""Eager mode on the CPU, products rounded once: a program with every rounding kept has the same bits."""
+"""eager_run: eager mode on the CPU with products rounded once, to compare with ``run_gpu_program``."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ __all__ = ["EagerRun", "eager_run"]
 
 @dataclass(frozen=True)
 class EagerRun:
-    """A function in eager mode.
+    """The results of a function in eager mode.
 
     Attributes:
-        outputs: Its output tensors.
+        outputs: The output tensors.
         gradients: Gradients by name, as in a `GpuRun`.
     """
 
@@ -38,7 +38,10 @@ class EagerRun:
 def _exact(
     a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, *_: Any, out_dtype: Any = None, **__: Any
 ) -> Tensor:
-    """`torch._scaled_mm` as eager layers call it on a CPU: one scale an operand, or one a row and a column."""
+    """`torch._scaled_mm` in float64, rounded once, for scales that broadcast, as eager layers give on a CPU.
+
+    An operand has one scale, or one for each row of ``a`` and each column of ``b``.
+    """
     out_dtype = next((each for each in _ if isinstance(each, torch.dtype)), out_dtype)
     return ((a.double() * scale_a.double()) @ (b.double() * scale_b.double())).to(out_dtype)
 
@@ -58,7 +61,7 @@ class _Eager(TorchDispatchMode):
         kwargs = kwargs or {}
         namespace, _, name = op._schema.name.partition("::")
         if types and any(each is not Tensor and each is not torch.nn.Parameter for each in types):
-            return NotImplemented  # the subclass takes it apart while this mode is on, and its parts come here
+            return NotImplemented  # the subclass unwraps itself while this mode is on, and then calls come here
         if namespace == "_c10d_functional":
             return message(op, *args, **kwargs)
         if name == "_scaled_mm" and self._gpu is None:
@@ -68,7 +71,7 @@ class _Eager(TorchDispatchMode):
         if op._schema.name in OPS:
             with self:
                 return OPS[op._schema.name].impl(*args, **kwargs)
-        if name in ("matmul", "linear"):  # below autograd they come as they are
+        if name in ("matmul", "linear"):  # in inference mode they reach this mode undecomposed
             with self:
                 return op.decompose(*args, **kwargs)
         return self._computed(op, args, kwargs) if _is_float(args) else op(*args, **kwargs)
@@ -90,23 +93,23 @@ def _is_float(args: tuple[Any, ...]) -> bool:
 def eager_run(
     fn: Callable[..., Any], *args: Any, arch: str | None = None, grad_outputs: Sequence[Tensor] | None = None
 ) -> EagerRun:
-    """Run ``fn(*args)`` and its backward in eager mode on this machine's CPU, matrix products rounded once.
+    """Run ``fn(*args)`` and its backward in eager mode on this machine's CPU, with matrix products rounded once.
 
-    `run_gpu_program` with ``precision_casts`` has the same bits, but for a bias that Inductor adds after the product
-    was rounded. Operators that Inductor decomposes are decomposed, sums are rounded once, and functional collectives
-    are emulated as there.
+    `run_gpu_program` with ``precision_casts`` has the same bits, except where Inductor adds a bias after the product
+    was rounded. As in that function, operators that Inductor decomposes are decomposed, sums are rounded once, and
+    functional collectives are emulated.
 
     Args:
         fn: A module or function.
-        args: Its arguments, on the CPU.
-        arch: None: FP8 layers run as on a CPU. The GPU whose products they choose, a key of
-            ``fp8compile.testing.gpu.gpus.GPUS``: it matters where scales are applied after the product, which rounds
-            otherwise (rowwise in float32 and float16).
+        args: The arguments of ``fn``, on the CPU.
+        arch: The GPU whose products FP8 layers choose, a key of ``fp8compile.testing.gpu.gpus.GPUS``; None to run them
+            as on a CPU. The choice changes bits if scales are applied after the product (rowwise in float32 and
+            float16).
         grad_outputs: Gradients of the outputs, as `run_gpu_program` takes them.
 
     Raises:
-        ValueError: No such GPU is known; operands that the GPU's product would not take.
-        ModuleNotFoundError: There is no Triton, which a GPU's layers need.
+        ValueError: No such GPU is known, or the GPU's product would not take its operands.
+        ModuleNotFoundError: Triton is not installed, and ``arch`` is given.
     """
     gpu = None if arch is None else gpu_called(arch)
     with ExitStack() as stack:

@@ -1,4 +1,4 @@
-"""Functions of Triton's language as a GPU has them: CUDA's libdevice, and reductions."""
+"""Functions of Triton's language with a GPU's results: CUDA's libdevice, and reductions."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ OTHER_NAMES: dict[str, Callable[..., Any]] = {
 
 
 def unknown(name: str) -> Callable[..., Any]:
-    """A function that raises because it isn't known."""
+    """A stand-in for a function that isn't known here; it raises when it is called."""
 
     def call(*args: Any, **kwargs: Any) -> None:
         raise NotImplementedError(f"run_gpu_program: a kernel calls {name}, which is not known here.")
@@ -52,7 +52,7 @@ def _on_tensors(function: Callable[..., np.ndarray]) -> Callable[..., Any]:
 
 
 def libdevice_functions(chosen: Mapping[str, Callable[..., Any]]) -> dict[str, Callable[..., Any]]:
-    """All functions of libdevice by name: PyTorch's, or those of ``Arithmetic``; unknown ones raise."""
+    """All functions of libdevice by name: those of ``chosen``, else PyTorch's; unknown functions raise."""
     known = {name: gpu.on_arrays(getattr(torch, name)) for name in LIBDEVICE}
     known |= {name: gpu.on_arrays(function) for name, function in OTHER_NAMES.items()} | dict(chosen)
     names = [name for name, value in vars(libdevice).items() if isinstance(value, FunctionType)]
@@ -60,14 +60,14 @@ def libdevice_functions(chosen: Mapping[str, Callable[..., Any]]) -> dict[str, C
 
 
 def reductions() -> Iterator[tuple[Any, ...]]:
-    """Patches of the interpreter's reductions: object, attribute, replacement."""
+    """Patches of the interpreter's reductions, each as (object, attribute, replacement)."""
     yield interpreter.ReduceOps, "generic_reduce", _by_halves
     yield interpreter.ReduceOps, "sum", _sum
     yield interpreter.ReduceOps, "min_max", _extreme
 
 
 def _by_halves(reduction: Any, inputs: tuple[Any, ...]) -> list[Any]:
-    """Reduce by any function: halves first, then quarters, as warps do."""
+    """Reduce by any function: combine the two halves, then the halves of the result, as warps do."""
     if reduction.axis is None:
         inputs = tuple(reduction.to_tensor(each.handle.data.reshape(-1), each.dtype) for each in inputs)
     axis = (reduction.axis or 0) % len(inputs[0].handle.data.shape)
@@ -97,7 +97,7 @@ def _sum(reduction: Any, values: tl.tensor) -> tl.tensor:
 
 
 def _extreme(reduction: Any, inputs: Any, val_reduce_op: Any, idx_reduce_op: Any = None) -> Any:
-    """tl.max and tl.min: a NaN is dropped. With an index Inductor has functions of its own."""
+    """tl.max and tl.min, which drop a NaN. With an index they raise, because Inductor uses its own functions."""
     if idx_reduce_op is not None:
         raise NotImplementedError("run_gpu_program: tl.argmax and tl.argmin are not known; Inductor has its own.")
     values = inputs[0] if isinstance(inputs, tuple) else inputs

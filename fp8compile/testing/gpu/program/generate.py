@@ -1,10 +1,10 @@
-"""A backend of torch.compile: graphs traced and generated as for a GPU, run here beside their references.
+"""A backend of torch.compile that generates a GPU's code, runs it on the CPU and compares it with a reference.
 
     fn --Dynamo, AOTAutograd, partitioner--> graphs --Inductor for the GPU--> wrapper, kernels --> `Program`
                                                |
                                                +--operator by operator--> `Reference`
 
-Saved tensors, buffers that change and views pass through PyTorch's own runtime, as on a GPU.
+PyTorch's own runtime handles saved tensors, mutated buffers and views, as on a GPU.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Settings:
 
 
 def _copy(value: Any) -> Any:
-    """A tensor with the same strides; anything else as it is."""
+    """A copy of a tensor with the same strides; any other value as it is."""
     if not isinstance(value, Tensor):
         return value
     return torch.empty_strided(value.size(), value.stride(), dtype=value.dtype).copy_(value.detach())
@@ -57,10 +57,10 @@ def _ways(settings: Settings, most: int) -> list[Way]:
 
 
 class _Compared:
-    """A compiled graph.
+    """A compiled graph, which runs its program and its reference at each call and compares them.
 
     Attributes:
-        schedule: What Inductor made of it.
+        schedule: The graph as Inductor would run it.
         differences: Differences of the program from the reference, in all runs.
     """
 
@@ -96,14 +96,18 @@ class _Compared:
         return results
 
     def _reference(self, given: list[Any]) -> tuple[Reference, list[Any], list[Any]]:
-        """Run the reference; returns it, its results, and its inputs, which it may have changed."""
+        """Run the reference.
+
+        Returns:
+            The reference, its results, and its inputs, which it may have changed in place.
+        """
         settings = self._settings
         reference = Reference(self._graph, settings.gpu, self.schedule, rounds_each=settings.precision_casts)
-        with torch.no_grad(), pretend_target(Target("cpu")):  # the ops' own reference code, and none of their kernels
+        with torch.no_grad(), pretend_target(Target("cpu")):  # ops run their PyTorch code, not their Triton kernels
             return reference, reference.run(*given), given
 
     def run(self) -> GraphRun:
-        """What is to be said of it, after it ran."""
+        """The report of the graph's last run."""
         program = self._program
         return GraphRun(
             name=self._name, source=self.schedule.source, products=tuple(program.products.called),
@@ -113,10 +117,10 @@ class _Compared:
 
 
 class GpuBackend:
-    """Compiles functions.
+    """Compiles functions to code for a GPU, which runs on the CPU.
 
     Attributes:
-        graphs: Graphs in the order of compilation.
+        graphs: The compiled graphs in the order of compilation.
     """
 
     def __init__(self, settings: Settings, folder: str) -> None:
@@ -124,7 +128,7 @@ class GpuBackend:
         self.graphs: list[_Compared] = []
 
     def compile(self, fn: Callable[..., Any]) -> Callable[..., Any]:
-        """Compile a function to one graph for the GPU, which runs here."""
+        """Compile a function with ``fullgraph=True``; a call of the result runs the GPU's code on the CPU."""
         from torch._dynamo.backends.common import aot_autograd
         from torch._inductor import compile_fx
 

@@ -1,11 +1,11 @@
 """Grouped matrix products of generated code: a GPU library's requirements on operands, and the results.
 
-Rows behind the last group, and padding columns of groups, are not read. Elements that PyTorch leaves unwritten are NaN
+Rows after the last group, and padding columns of groups, are not read. Elements that PyTorch leaves unwritten are NaN
 here, so that a read of them shows.
 
-Sources of the demands: PyTorch's checks in `_grouped_mm` and `_scaled_grouped_mm`
+Sources of the requirements: PyTorch's checks in `_grouped_mm` and `_scaled_grouped_mm`
 (aten/src/ATen/native/cuda/GroupedBlas.cpp, aten/src/ATen/native/GroupedMMUtils.h); for four bits also the arguments
-that MSLK's kernel makes of them (include/mslk/gemm/cutlass/grouped_common.cuh).
+that MSLK's kernel computes from the operands (include/mslk/gemm/cutlass/grouped_common.cuh).
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def _spans(offs: Tensor, total: int, name: str) -> Iterator[tuple[int, int, int]
 
 
 def _check_strides(x: Tensor, name: str) -> None:
-    """Check strides: one side is contiguous, the other is a multiple of 16 bytes."""
+    """Check that one of the two last strides is 1, and that the other is a multiple of 16 bytes."""
     one, other = (x.stride(-1), x.stride(-2)) if x.stride(-1) == 1 else (x.stride(-2), x.stride(-1))
     demand(one == 1, name, f"matrices with rows or columns side by side, not strides {x.stride()}.")
     aligned = other * x.itemsize % ALIGNMENT == 0 and x.data_ptr() % ALIGNMENT == 0
@@ -68,7 +68,11 @@ def _multiplied(gpu: Gpu, a: Tensor, b: Tensor, offs: Tensor, dtype: torch.dtype
 def grouped_mm(
     gpu: Gpu, a: Tensor, b: Tensor, offs: Tensor, bias: Tensor | None = None, out_dtype: torch.dtype | None = None
 ) -> Tensor:
-    """`torch._grouped_mm`, its demands checked: rows by matrices of groups, or over the rows of groups."""
+    """`torch._grouped_mm`, with its requirements checked.
+
+    If ``b`` has three dims, each group's rows of ``a`` are multiplied by the group's matrix. If it has two, each group
+    gives one product, whose sum is over the group's columns of ``a`` and rows of ``b``.
+    """
     name = f"_grouped_mm {tuple(a.shape)} x {tuple(b.shape)}"
     demand(bias is None and a.ndim == 2, name, "no bias, and a left operand of two dims here.")
     demand(a.dtype == b.dtype == torch.bfloat16, name, f"bfloat16, not {a.dtype} and {b.dtype}.")
@@ -78,7 +82,7 @@ def grouped_mm(
 
 
 def _mx_rows(scale: Tensor, rows: int, k: int, offs: Tensor, name: str) -> Tensor:
-    """Scales for each element of (rows, k), from tiles; each group begins with a new tile of rows."""
+    """The scale of each element of (rows, k), read from tiles; each group begins with a new tile of rows."""
     blocks = k // MX_BLOCK
     width = -(-blocks // TILE_BLOCKS) * TILE_BLOCKS
     demand(scale.ndim == 2 and scale.shape[1] == width, name, f"scales of rows in {width} columns of tiles.")
@@ -93,7 +97,7 @@ def _mx_rows(scale: Tensor, rows: int, k: int, offs: Tensor, name: str) -> Tenso
 
 
 def _mx_tokens(scale: Tensor, features: int, columns: int, offs: Tensor, name: str) -> Tensor:
-    """Scales for each element of (features, columns), from tiles; those of a group lie together."""
+    """The scale of each element of (features, columns), read from tiles; each group's tiles lie together."""
     tall = -(-features // TILE_ROWS) * TILE_ROWS
     demand(scale.ndim == 2 and scale.shape[0] == tall, name, f"scales of {tall} features in whole tiles.")
     flat, first = scale.contiguous().reshape(-1), 0
@@ -138,7 +142,7 @@ def scaled_grouped_mm(
     gpu: Gpu, a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, offs: Tensor, bias: Tensor | None = None,
     scale_result: Tensor | None = None, out_dtype: torch.dtype | None = None, use_fast_accum: bool = False,
 ) -> Tensor:  # fmt: skip
-    """`torch._scaled_grouped_mm`, its demands checked; b has rows of the sum last but one, as `_grouped_mm` has it."""
+    """`torch._scaled_grouped_mm`, with its requirements checked; the product sums over dim -2 of ``b``."""
     name = f"_scaled_grouped_mm {tuple(a.shape)} x {tuple(b.shape)}, strides {a.stride()} and {b.stride()}"
     demand(bias is None and scale_result is None and a.ndim == 2, name, "two operands without a bias here.")
     demand(a.dtype == b.dtype == torch.float8_e4m3fn, name, f"e4m3 by e4m3, not {a.dtype} and {b.dtype}.")
@@ -164,7 +168,10 @@ def scaled_grouped_mm(
 def grouped_blockwise_mm(
     gpu: Gpu | None, a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, offsets: Tensor, *rest: object
 ) -> Tensor:
-    """`fp8compile::grouped_blockwise_mm` as on a CPU: its kernel adds in float32, in an order of its own."""
+    """`fp8compile::grouped_blockwise_mm`, with its requirements checked, computed by its kernel for a CPU.
+
+    That kernel adds in float32, in its own order; other products here are summed in float64.
+    """
     name = f"grouped_blockwise_mm {tuple(a.shape)} x {tuple(b.shape)}"
     demand(gpu is None or gpu.major == 9, name, "compute capability 9.0.")
     for _ in _spans(offsets, a.shape[0 if b.ndim == 3 else 1], name):
@@ -178,7 +185,11 @@ def _round_up(size: int, multiple: int) -> int:
 
 
 def _own_tiles(codes: Tensor, scale: Tensor, first: int, name: str) -> tuple[Tensor, int]:
-    """The values of one group's codes, by tiles from an offset on; and the offset of the next group's tiles."""
+    """Decode one group's codes by the tiles of scales from offset ``first`` on.
+
+    Returns:
+        The values, and the offset of the next group's tiles.
+    """
     size = _round_up(codes.shape[0], TILE_ROWS) * _round_up(codes.shape[1] // 8, TILE_BLOCKS)
     demand(first + size <= scale.numel(), name, f"scales of all groups in whole tiles, {first + size} bytes and more.")
     return four_bit_values(codes, scale.view(-1)[first : first + size], name), first + size
@@ -188,9 +199,9 @@ def grouped_nvfp4_mm(
     gpu: Gpu, a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, a_outer: Tensor, b_outer: Tensor, offs: Tensor,
     out_dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
-    """`torch._scaled_grouped_mm_v2` of four-bit codes, as `fp8compile::grouped_nvfp4_mm` calls it, demands checked.
+    """`torch._scaled_grouped_mm_v2` of four-bit codes, as `fp8compile::grouped_nvfp4_mm` calls it.
 
-    A group whose sum is empty is skipped: its result stays unwritten, and is NaN here.
+    Requirements are checked. A group whose sum is empty is skipped: its result stays unwritten, and is NaN here.
     """
     name, groups, half = f"grouped_nvfp4_mm {tuple(a.shape)} x {tuple(b.shape)}", offs.shape[0], a.shape[1]
     demand(bool(gates_of("nvfp4 groups", gpu.target)), name, "compute capability 10.0 or 10.3.")

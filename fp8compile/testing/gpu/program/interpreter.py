@@ -1,21 +1,24 @@
-"""Triton's interpreter with a GPU's semantics: kernels run on CPU tensors, program by program, in an order of choice.
+"""Triton's interpreter with a GPU's semantics: kernels run on CPU tensors, program by program, in a chosen order.
 
 Triton decides at import whether it interprets. Here, functions under ``triton.jit`` are interpreted while
 `Interpreter.active` lasts, so one process can interpret and compile.
 
-What is mended (docs/upstream.md lists it, tests/testing/gpu/test_gpu_interpreter.py compares each with PyTorch):
+Faults of Triton's interpreter, and what is done here (docs/upstream.md lists the faults;
+tests/testing/gpu/test_gpu_interpreter.py compares each replacement with PyTorch):
 
-    conversions         float8 loses carries and NaN, bfloat16 is truncated and loses subnormals, int and float64 to
-                        bfloat16 and back give bits of another type
-    reductions          by an unknown function they go element by element: seconds; here by halves
-    masks               that a scalar is a part of have integers, which would be places
-    sums                in float64, rounded once, as in the reference: no order of additions is the GPU's
-    maximum, minimum    max.f32 drops a NaN
-    fused multiply-add  is rounded twice
-    arithmetic shift    changes its operands
-    int(number)         of Triton 3.6 raises where numpy is 2.4 or later
-    libdevice           returns None; here by PyTorch's functions, and what isn't known raises
-    bfloat16 arithmetic is that of the bits as integers; here it raises
+    conversions         float8 loses carries and NaN, bfloat16 is truncated and loses subnormals, and int or float64 to
+                        bfloat16 and back gives bits of another type; replaced by PyTorch's conversions
+    reductions          a custom function is applied element by element, which takes seconds; here it is applied to
+                        halves
+    masks               a mask that involves a scalar holds integers, which numpy would take for indices; made bool
+    sums                the order of additions is not the GPU's; here sums are in float64 and rounded once, as in the
+                        reference
+    maximum, minimum    a NaN is kept; a GPU's max.f32 drops it
+    fused multiply-add  is rounded twice; here once
+    arithmetic shift    changes its operands; here it does not
+    int(number)         raises in Triton 3.6 with numpy 2.4 or later
+    libdevice           returns None; here PyTorch's functions are used, and unknown ones raise
+    bfloat16 arithmetic computes with the bits as integers; here it raises
 """
 
 from __future__ import annotations
@@ -62,11 +65,11 @@ def _index(number: tl.tensor) -> int:
 
 
 class Interpreter:
-    """Runs kernels.
+    """Runs Triton kernels on CPU tensors.
 
     Attributes:
         arithmetic: The choices of the GPU's compiler.
-        multiply_adds: Number of elements that a fused multiply-add computed.
+        multiply_adds: Number of elements so far that a fused multiply-add computed.
     """
 
     def __init__(self, arithmetic: gpu.Arithmetic) -> None:
@@ -80,9 +83,9 @@ class Interpreter:
         """Run a kernel over its grid.
 
         Args:
-            name: For messages.
+            name: Name of the kernel, for errors.
             fn: The Python function under ``triton.jit``.
-            grid: Numbers of programs, up to three.
+            grid: Number of programs along each dim, at most three.
             arguments: Arguments by name: tensors on the CPU, and constants.
 
         Raises:
@@ -100,7 +103,7 @@ class Interpreter:
         shape = (*grid, *(1,) * (3 - len(grid)))
         builder = interpreter.interpreter_builder
         builder.set_grid_dim(*shape)
-        with _disable_current_modes():  # PyTorch computes here as a part of the kernel
+        with _disable_current_modes():  # operators of PyTorch that compute a kernel are no calls of the program
             for number in _ordered(self._order, int(np.prod(shape))):
                 self._access.program = number
                 builder.set_grid_idx(*(int(each) for each in np.unravel_index(number, shape)))
@@ -120,7 +123,7 @@ class Interpreter:
 
     @contextmanager
     def active(self, order: str = ORDERS[0]) -> Iterator[None]:
-        """While this runs, functions under ``triton.jit`` can be launched and called on the CPU.
+        """Let functions under ``triton.jit`` be launched and called on the CPU while this context lasts.
 
         Args:
             order: Order of a launch's programs, one of ``ORDERS``.
@@ -132,14 +135,14 @@ class Interpreter:
             for name, function in libdevice_functions(gpu.unary_functions(self.arithmetic)).items():
                 stack.enter_context(mock.patch.object(libdevice, name, function))
             stack.enter_context(np.errstate(all="ignore"))
-            # the whole language at once; the interpreter would do it for each nested call
+            # patches the whole language once; the interpreter would do so in each nested call
             scope = interpreter._patch_lang(SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
             stack.callback(scope.restore)
             stack.enter_context(mock.patch.object(tl.core.tensor, "__index__", _index))
             yield
 
     def _jit(self) -> Iterator[tuple[Any, ...]]:
-        """Launches of kernels that are written by hand, and calls of one function by another."""
+        """Patches for launches of handwritten kernels, and for calls of one jitted function by another."""
         jitted = triton.runtime.jit.JITFunction
 
         def run(kernel: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
@@ -220,12 +223,12 @@ class Interpreter:
 
 def _argument(value: Any) -> Any:
     if isinstance(value, Tensor) and value.dtype == torch.float8_e8m0fnu:
-        value = value.view(torch.uint8)  # as Inductor's signature has it
+        value = value.view(torch.uint8)  # Inductor passes E8M0 scales as uint8
     return interpreter._implicit_cvt(value)
 
 
 def _cast(_: Builder, source: Handle, target: tl.dtype) -> Handle:
-    """Convert between number types; bfloat16 by way of float32, which holds all of its values."""
+    """Convert between number types. Conversions from and to bfloat16 go through float32, which has all its values."""
     values, kinds = source.data, (source.dtype.scalar, target.scalar)
     if tl.bfloat16 not in kinds:
         return Handle(values.astype(interpreter._get_np_dtype(target)), target.scalar)

@@ -1,4 +1,4 @@
-"""Checks of a launch's memory accesses: inside of its tensors, and without races between programs.
+"""Checks of a launch's memory accesses: they stay inside of its tensors, and programs do not race.
 
 A GPU runs the programs of a launch in any order, some at the same time. If one program writes to an address that
 another one reads or writes, the result depends on chance, unless all of them use atomic operations.
@@ -18,7 +18,10 @@ __all__ = ["Access", "poisoned"]
 
 
 def poisoned(size: Any, stride: Any, dtype: torch.dtype, byte: int) -> Tensor:
-    """Allocate memory filled with a byte that nobody should read; 255 is NaN in every format."""
+    """Allocate a tensor whose memory is filled with one byte, so that reads of unwritten memory show.
+
+    The byte 255 gives NaN in every float format.
+    """
     tensor = torch.empty_strided(size, stride, dtype=dtype)
     if tensor.untyped_storage().nbytes():
         torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage()).fill_(byte)
@@ -26,7 +29,7 @@ def poisoned(size: Any, stride: Any, dtype: torch.dtype, byte: int) -> Tensor:
 
 
 def _span(tensor: Tensor) -> tuple[int, int]:
-    """Address of a tensor's first byte, and the address behind its last byte."""
+    """The address of a tensor's first byte, and the address after its last byte."""
     last = sum((size - 1) * stride for size, stride in zip(tensor.size(), tensor.stride(), strict=True))
     end = (last + 1) * tensor.element_size() if tensor.numel() else 0
     return tensor.data_ptr(), tensor.data_ptr() + end
@@ -34,12 +37,12 @@ def _span(tensor: Tensor) -> tuple[int, int]:
 
 @dataclass
 class Access:
-    """One launch: its tensors, and what each of its programs did.
+    """The record of one launch: its tensors, and the memory that each of its programs accessed.
 
     Attributes:
         name: Name of the kernel.
-        spans: First and last address of each tensor, by the argument's name.
-        program: Which one runs.
+        spans: First address and end address of each tensor, by the argument's name.
+        program: Number of the program that runs.
     """
 
     name: str
@@ -51,7 +54,7 @@ class Access:
 
     @classmethod
     def of(cls, name: str, arguments: Mapping[str, Any]) -> Access:
-        """The record of a launch with these arguments."""
+        """Create the empty record of a launch with these arguments."""
         return cls(name, {each: _span(value) for each, value in arguments.items() if isinstance(value, Tensor)})
 
     def record(self, kind: str, pointers: np.ndarray, mask: np.ndarray, width: int) -> None:
@@ -60,8 +63,8 @@ class Access:
         Args:
             kind: "load", "store" or "atomic".
             pointers: Addresses of the elements.
-            mask: Which elements are accessed.
-            width: Bytes of an element.
+            mask: True for each element that is accessed.
+            width: Bytes of each element.
 
         Raises:
             IndexError: An address is outside of the launch's tensors.
@@ -125,6 +128,6 @@ def _shared(first: np.ndarray, by_first: np.ndarray, second: np.ndarray, by_seco
     lowest = np.searchsorted(first, second, side="left")
     highest = np.searchsorted(first, second, side="right")
     found = highest > lowest
-    # several programs in `first`, or one that is another one than in `second`
+    # several programs in `first`, or a single one that differs from the one in `second`
     other = found & ((highest - lowest > 1) | (by_first[np.minimum(lowest, len(first) - 1)] != by_second))
     return np.unique(second[other])

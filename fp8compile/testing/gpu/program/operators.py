@@ -1,7 +1,8 @@
-"""Operators of PyTorch as a program computes them: sums are rounded once, functions are the interpreter's.
+"""Operators of PyTorch with the results of an interpreted program, for the reference.
 
-PyTorch's CPU kernels add in an order of their own, and implement one function in several ways, with other last bits.
-A division by a number is a product with its reciprocal on a GPU, in PyTorch's kernels and in Inductor's.
+Sums are rounded once, because PyTorch's CPU kernels add in their own order. Functions such as exp run on contiguous
+tensors, because PyTorch has several implementations whose last bits differ. A division by a number is a product with
+its reciprocal, as in a GPU's kernels, both PyTorch's and Inductor's.
 """
 
 from __future__ import annotations
@@ -28,21 +29,21 @@ def computed(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str,
         op = aten.reshape.default
     if op in SUMS:
         return _sum(op, args, kwargs)
-    if op is prims.fma.default and args[0].dtype == torch.float32:  # PyTorch's own is rounded twice
+    if op is prims.fma.default and args[0].dtype == torch.float32:  # PyTorch's CPU kernel rounds twice
         return torch.from_numpy(fma(*(arg.numpy() for arg in args)))
     if op is aten.var_mean.correction:
         return _var_mean(*args, **kwargs)
     if op in DIVISIONS and isinstance(args[1], float | int) and args[1] and args[0].is_floating_point():
         return args[0] * (1.0 / args[1])
-    if op._schema.name.partition("::")[2] in FUNCTIONS:  # other strides have other code
+    if op._schema.name.partition("::")[2] in FUNCTIONS:  # other strides run other implementations
         args = tuple(arg.contiguous() if isinstance(arg, Tensor) else arg for arg in args)
-    if op is aten.sigmoid.default and args[0].dtype == torch.float32:  # as Triton writes it
+    if op is aten.sigmoid.default and args[0].dtype == torch.float32:  # Triton's formula
         return 1 / (1 + torch.exp(-args[0]))
     return op(*args, **kwargs)
 
 
 def _sum(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """A sum in float64, rounded once to float32, as in the program; a mean is that sum and a division."""
+    """A sum in float64, rounded once to float32, as in the program. A mean divides that sum."""
     x, dims = args[0], args[1] if len(args) > 1 else None
     keep = args[2] if len(args) > 2 else kwargs.get("keepdim", False)
     if not x.is_floating_point():

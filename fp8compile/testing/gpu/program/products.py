@@ -1,10 +1,10 @@
 """Matrix products of generated code: a GPU library's requirements on operands, and results that are rounded once.
 
-A result is summed in float64 and rounded to its dtype, so it depends only on the operands' values. cuBLASLt has an
-order of sums, and for float8 a precision, of its own.
+A result is summed in float64 and rounded to its dtype, so it depends only on the operands' values. cuBLASLt adds in
+its own order, and for float8 in its own precision.
 
-Sources of the demands: PyTorch's checks in `_scaled_mm` (aten/src/ATen/native/cuda/ScaledBlas.cpp) and in `_int_mm`
-(Blas.cpp beside it); cuBLAS documentation, "1D Block Scaling Factors Layout".
+Sources of the requirements: PyTorch's checks in `_scaled_mm` (aten/src/ATen/native/cuda/ScaledBlas.cpp) and in
+`_int_mm` (Blas.cpp beside it); cuBLAS documentation, "1D Block Scaling Factors Layout".
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ BLOCK = 128
 
 @dataclass(frozen=True, eq=False)
 class Product:
-    """A matrix product that was called.
+    """The record of one call of a matrix product.
 
     Attributes:
         name: Name of the operator, such as "_scaled_mm".
-        operands: Copies of its tensors, in the order of its arguments: the matrices, then scales.
+        operands: Copies of the tensors among the arguments, in order: the matrices, then scales.
         result: A copy of the result.
     """
 
@@ -64,7 +64,18 @@ class Product:
 
 
 def _spread(scale: Tensor, rows: int, k: int, side: str, gpu: Gpu) -> tuple[str, Tensor]:
-    """The kind of scaling, and the scale of each element of (rows, k); ``scale`` has a row for each of the rows."""
+    """Expand the scales of one operand of `_scaled_mm`, with their layout checked.
+
+    Args:
+        scale: The operand's scales. Those of a right operand are transposed, so that they run along its columns.
+        rows: The operand's rows; for a right operand its columns.
+        k: Length of the sum.
+        side: "a" or "b", for errors.
+        gpu: The GPU.
+
+    Returns:
+        Name of the kind of scaling, and the scale of each element of (rows, k), float64.
+    """
     name, blocks = f"_scaled_mm, scale {side} {tuple(scale.shape)}, strides {scale.stride()}", -(-k // BLOCK)
     if scale.dtype == E8M0:
         return "mx", _swizzled_values(scale, rows, k, name, gpu)
@@ -96,7 +107,7 @@ def _swizzled_values(scale: Tensor, rows: int, k: int, name: str, gpu: Gpu) -> T
 
 
 def _turned(scale: Tensor) -> Tensor:
-    """The scales of a right operand, turned into those of its transpose."""
+    """The scales of a right operand, transposed; a scale without dims as it is."""
     return scale.t() if scale.ndim == 2 else scale
 
 
@@ -152,7 +163,7 @@ def nvfp4_mm(
     gpu: Gpu, a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, a_outer: Tensor, b_outer: Tensor,
     out_dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
-    """`torch._scaled_mm_v2` of four-bit codes, as `fp8compile::nvfp4_mm` calls it, its demands checked."""
+    """`torch._scaled_mm_v2` of four-bit codes, as `fp8compile::nvfp4_mm` calls it, with its requirements checked."""
     name, half, n = f"nvfp4_mm {tuple(a.shape)} x {tuple(b.shape)}", a.shape[1], b.shape[0]
     demand(bool(gates_of("nvfp4", gpu.target)), name, "four-bit codes on compute capability 10.0 to 12.1.")
     demand(a.shape[1] == b.shape[1] and a.is_contiguous() and b.is_contiguous(), name, "rows of one length.")
@@ -182,7 +193,7 @@ def addmm(gpu: Gpu, bias: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alph
 
 
 def int_mm(gpu: Gpu | None, a: Tensor, b: Tensor) -> Tensor:
-    """`torch._int_mm`, a GPU's demands checked: int8 codes, exact sums in int32."""
+    """`torch._int_mm`, with a GPU's requirements checked: int8 codes, exact sums in int32."""
     name = f"_int_mm {tuple(a.shape)} x {tuple(b.shape)}"
     demand(a.dtype == b.dtype == torch.int8, name, f"int8 codes, not {a.dtype} and {b.dtype}.")
     if gpu is not None:
@@ -200,17 +211,17 @@ PRODUCTS: dict[str, Callable[..., Tensor]] = {
 
 
 def is_product(op: torch._ops.OpOverload) -> bool:
-    """Whether an operator of PyTorch or of this library is one of ``PRODUCTS``; others may have such a name."""
+    """Whether an operator is one of ``PRODUCTS``: by its name, and by its namespace, which is aten or fp8compile."""
     namespace, _, name = op._schema.name.partition("::")
     return namespace in ("aten", "fp8compile") and name in PRODUCTS
 
 
 class Products:
-    """Computes products and keeps what they were called with.
+    """Computes matrix products, and records each call.
 
     Attributes:
-        gpu: The GPU whose requirements are checked; only `_scaled_mm` needs it.
-        called: The products in the order of their calls.
+        gpu: The GPU whose requirements are checked; None if there is none, for products that allow that.
+        called: The records in the order of the calls.
     """
 
     def __init__(self, gpu: Gpu | None) -> None:
@@ -218,7 +229,7 @@ class Products:
         self.called: list[Product] = []
 
     def __getattr__(self, name: str) -> Callable[..., Tensor]:
-        """The product of that name, as generated code looks it up in Inductor's ``extern_kernels``."""
+        """The function of a product, which generated code looks up by name in Inductor's ``extern_kernels``."""
         if name not in PRODUCTS:
             raise NotImplementedError(
                 f"run_gpu_program: generated code calls extern_kernels.{name}; known are {', '.join(PRODUCTS)}."
@@ -226,8 +237,8 @@ class Products:
         return lambda *args, **kwargs: self.multiply(name, *args, **kwargs)
 
     def multiply(self, name: str, *args: Any, out: Tensor | None = None, **kwargs: Any) -> Tensor:
-        """The product of that name, written to ``out`` if that is given."""
-        with _disable_current_modes():  # what the product itself calls is no part of the program
+        """Compute the product called ``name``, record the call, and write the result to ``out`` if that is given."""
+        with _disable_current_modes():  # operators that compute the product are no part of the program
             result = PRODUCTS[name](self.gpu, *args, **kwargs)
             operands = tuple(arg.detach().clone() for arg in args if isinstance(arg, Tensor))
             self.called.append(Product(name, operands, result.clone()))

@@ -1,9 +1,9 @@
-"""The graph that a program was generated from, operator by operator in PyTorch: what the program is compared with.
+"""The reference of a program: it runs the graph that the program was generated from, operator by operator in PyTorch.
 
-Inductor computes in float32 and rounds to bfloat16 or float16 where a value is stored, so values that never leave a
-kernel are not rounded. The reference does the same: it keeps such results in float32 until something stores them, or
-looks at their bits (the rounding barrier does). With Inductor's ``emulate_precision_casts`` every operator rounds, in
-the program and here.
+Inductor computes in float32 and rounds a value to bfloat16 or float16 when it is stored, so values that never leave a
+kernel are not rounded. The reference does the same: it keeps such results in float32 until something stores them or
+reads their bits, as the rounding barrier does. With Inductor's ``emulate_precision_casts`` every operator rounds, in
+the program and in the reference.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ LOW_PRECISION = (torch.bfloat16, torch.float16)
 
 
 class Reference(fx.Interpreter):
-    """Runs a graph.
+    """Runs a graph by the rules of generated code.
 
     Attributes:
-        products: Computes the products, and keeps every one that was called.
+        products: Computes the matrix products, and records each call.
     """
 
     def __init__(self, graph: fx.GraphModule, gpu: Gpu, found: Schedule, *, rounds_each: bool) -> None:
@@ -39,20 +39,23 @@ class Reference(fx.Interpreter):
         self._rounds_each = rounds_each
         self._stored_by = found.stored_by
         self._computed_by = _computed_by(found)
-        self._inside: dict[tuple[fx.Node, str], Any] = {}  # what a kernel has of a node, before a store rounds it
+        self._inside: dict[tuple[fx.Node, str], Any] = {}  # a node's value in a kernel, before a store rounds it
         self._sums = _sums_in_products(found)
         self._adds_bias_later = not any("addmm" in launch.name for launch in found.launches)
         # a library's operator reads memory; Inductor computes all others
         self._library = {launch.name.removesuffix(".default") for launch in found.launches if launch.kind == "opaque"}
 
     def run_node(self, node: fx.Node) -> Any:
-        """One operator, in each kernel that computes it: a kernel rounds what it reads from memory."""
+        """Run one operator, once for each kernel that computes it.
+
+        Results may differ between kernels: values that a kernel reads from memory are rounded, its own are not.
+        """
         if node.op == "output":
             return fx.node.map_arg(node.args[0], self._memory)
         if node.op != "call_function":
             return self._unrounded(super().run_node(node))
         if node in self._sums.values():
-            return None  # a part of the product that adds to it
+            return None  # a product that Inductor fused with an addition; the addition computes it
         kernels = [] if self._rounds_each or self._is_called(node) else self._computed_by.get(node, [])
         for kernel in kernels:
             self._inside[node, kernel] = self._compute(node, kernel)
@@ -72,7 +75,7 @@ class Reference(fx.Interpreter):
         return result.float() if is_low and not self._rounds_each else result
 
     def _operand(self, node: fx.Node, operand: fx.Node, kernel: str | None) -> Any:
-        """The value of an operand: computed in the same kernel, or read from memory."""
+        """The value of an operand: unrounded if the same kernel computes it, rounded if it is read from memory."""
         if self._rounds_each:
             return self.env[operand]
         value = self.env[operand] if kernel is None else self._inside.get((operand, kernel), self.env[operand])
@@ -86,7 +89,7 @@ class Reference(fx.Interpreter):
         return _rounded(node, self.env[node])
 
     def _sum_in_product(self, node: fx.Node) -> Tensor:
-        """A product and what is added to it, rounded once."""
+        """A product together with the tensor that is added to it, rounded once."""
         product = self._sums[node]
         added: list[Any] = [arg for arg in node.args if arg is not product]
         (other,) = added
@@ -94,11 +97,11 @@ class Reference(fx.Interpreter):
         return self.products.multiply("addmm", *map(self._memory, (other, *factors)))
 
     def _looks_at_bits(self, node: fx.Node) -> bool:
-        """Whether an operator takes its operands in their dtypes."""
+        """Whether an operator needs its operands rounded to their dtypes, because it reads their bits or is called."""
         return node.target is aten.view.dtype or self._is_called(node)
 
     def _is_called(self, node: fx.Node) -> bool:
-        """Whether an operator is a product or one of a library, which is called and not generated."""
+        """Whether generated code calls an operator, which is then a matrix product or one of a library."""
         if not isinstance(node.target, torch._ops.OpOverload):
             return False
         namespace, _, name = node.target._schema.name.partition("::")
@@ -106,7 +109,7 @@ class Reference(fx.Interpreter):
         return name in PRODUCTS or is_library
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """An operator by the rules of the program."""
+        """Compute an operator by the rules of generated code."""
         if not isinstance(target, torch._ops.OpOverload):
             return super().call_function(target, args, kwargs)
         namespace, _, name = target._schema.name.partition("::")
@@ -124,7 +127,7 @@ class Reference(fx.Interpreter):
         return computed(target, args, kwargs)
 
     def _product(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-        """A product; bias added after it was rounded where Inductor took the sum out of the product."""
+        """A matrix product. If Inductor adds the bias in a kernel of its own, the product is rounded before."""
         if name == "addmm" and self._adds_bias_later:
             bias, a, b = args
             return (bias.float() + self.products.multiply("mm", a, b).float()).to(a.dtype)
@@ -132,7 +135,7 @@ class Reference(fx.Interpreter):
 
 
 def _rounded(node: fx.Node, value: Any) -> Any:
-    """A node's value in its dtype."""
+    """A node's value, rounded to the dtype that the graph says."""
     meta = node.meta.get("val")
     if isinstance(value, Tensor) and isinstance(meta, Tensor) and value.dtype != meta.dtype:
         return value.to(meta.dtype)
@@ -140,10 +143,10 @@ def _rounded(node: fx.Node, value: Any) -> Any:
 
 
 def _computed_by(found: Schedule) -> dict[fx.Node, list[str]]:
-    """The generated kernels that compute each node; a cheap value is computed in several."""
+    """The generated kernels that compute each node; several kernels may recompute a cheap value."""
     makers: dict[fx.Node, list[str]] = {}
     for launch in found.launches:
-        # one that reads nothing writes the constants around others' results, such as a padding
+        # a launch that reads nothing writes constants, such as padding, around the results of others
         for node in found.computed(launch) if launch.read else ():
             makers.setdefault(node, []).append(_id(launch))
     return makers
@@ -155,7 +158,7 @@ def _id(launch: ScheduledLaunch) -> str:
 
 
 def _sums_in_products(found: Schedule) -> dict[fx.Node, fx.Node]:
-    """Additions that Inductor made a part of a product, and that product."""
+    """Each addition that Inductor fused with a matrix product, and the product's node."""
     sums: dict[fx.Node, fx.Node] = {}
     for launch in found.launches:
         lowered = next(iter(launch.made.values()))

@@ -1,4 +1,4 @@
-"""What a run of a GPU's program gave, and how it differs from its reference."""
+"""The results of a run of a GPU's program, and their differences from the reference."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ BIASED = ("bias", "left operand", "right operand")
 
 @dataclass(frozen=True, kw_only=True)
 class Difference:
-    """A tensor of the program that has not the reference's bits.
+    """A tensor of the program whose bits differ from the reference's.
 
     Attributes:
-        where: The graph, the product and its operand or the output, and how the program was run.
-        element: Index of the first element that differs; None where dtypes, shapes or numbers of tensors do.
-        expected: That element of the reference, or what was expected in words.
-        got: The program's.
-        count: How many elements differ.
-        total: Total of how many.
+        where: Words for the place: the graph, how the program was run, and the output or the product's operand.
+        element: Index of the first element that differs; None if dtypes, shapes or numbers of tensors differ.
+        expected: That element in the reference, or words for what was expected.
+        got: That element in the program, or words for what was found.
+        count: Number of elements that differ.
+        total: Number of elements of the tensor.
     """
 
     where: str
@@ -48,7 +48,7 @@ class Difference:
 
 
 class Differences(tuple[Difference, ...]):
-    """All of a run; ``str`` has a line for each."""
+    """All differences of a run; ``str`` has a line for each."""
 
     __slots__ = ()
 
@@ -58,15 +58,16 @@ class Differences(tuple[Difference, ...]):
 
 @dataclass(frozen=True, kw_only=True)
 class GraphRun:
-    """One graph.
+    """The run of one graph.
 
     Attributes:
         name: "forward" or "backward".
         source: The generated code.
-        products: In their order.
+        products: Calls of matrix products, in order.
         launches: Launches of generated kernels, in order.
-        library_calls: Operators that PyTorch's CPU kernels computed: what a GPU's library makes of them isn't seen.
-        seconds: To generate it, and to run it in all the ways that were asked for.
+        library_calls: Operators that PyTorch's CPU kernels computed. On a GPU a library computes them, and may give
+            other bits.
+        seconds: Time to generate the code, and time to run it in all the ways that were asked for.
     """
 
     name: str
@@ -87,14 +88,14 @@ class GraphRun:
 
 @dataclass(frozen=True, kw_only=True)
 class GpuRun:
-    """A function, run by the code that a GPU would run.
+    """The results of a function that was run by a GPU's code.
 
     Attributes:
-        outputs: Its tensors.
+        outputs: The output tensors.
         gradients: Gradients by name: "args[0]" and the names of parameters.
-        graphs: Forward and, where there is one, backward.
-        differences: From the reference; empty where every product's operands, every output of each graph and every
-            tensor that is changed have its bits.
+        graphs: The runs of the forward and, if there is one, of the backward.
+        differences: Differences from the reference. They are empty if each product's operands, each output of a graph
+            and each tensor that is changed in place have the reference's bits.
     """
 
     outputs: tuple[Tensor, ...] = field(repr=False)
@@ -104,7 +105,7 @@ class GpuRun:
 
     @property
     def products(self) -> tuple[Product, ...]:
-        """Every matrix product in its order, with its operands."""
+        """All calls of matrix products, in order, with their operands."""
         return tuple(product for graph in self.graphs for product in graph.products)
 
     def __str__(self) -> str:
@@ -115,7 +116,7 @@ class GpuRun:
 
 
 def _difference(where: str, got: Tensor, expected: Tensor) -> Iterator[Difference]:
-    """How two tensors differ; all NaN count as one."""
+    """How two tensors differ; all NaN count as equal."""
     kinds = [f"{tuple(each.shape)} {str(each.dtype).removeprefix('torch.')}" for each in (got, expected)]
     if kinds[0] != kinds[1]:
         yield Difference(
@@ -132,7 +133,7 @@ def _difference(where: str, got: Tensor, expected: Tensor) -> Iterator[Differenc
 
 
 def output_differences(where: str, got: Sequence[object], expected: Sequence[object]) -> Iterator[Difference]:
-    """The differences between what two graphs return, or between arguments that they may have changed."""
+    """The differences between the results of two graphs, or between arguments that they may have changed in place."""
     if len(got) != len(expected):
         yield Difference(where=where, element=None, expected=f"{len(expected)}", got=f"{len(got)}", count=1, total=1)
         return
@@ -150,7 +151,7 @@ def _family(name: str) -> str:
 
 
 def _unlike(one: Product, other: Product) -> int:
-    """How many elements of the operands differ."""
+    """Number of elements of the operands that differ between two calls."""
     pairs = zip(one.operands, other.operands, strict=False)
     return sum(
         got.numel() if (got.shape, got.dtype) != (wants.shape, wants.dtype) else int((bits(got) != bits(wants)).sum())
@@ -167,10 +168,13 @@ def _nearest(product: Product, among: Iterable[Product]) -> Product | None:
 
 
 def product_differences(where: str, called: Sequence[Product], expected: Sequence[Product]) -> Iterator[Difference]:
-    """The differences between operands of products, which a program may call in another order than the graph."""
+    """The differences between operands of the program's products and of the reference's.
+
+    A program may call products in another order than its graph, so each is compared with the nearest of the reference.
+    """
     left = list(expected)
     pairs: list[Product | None] = []
-    for product in called:  # those that are equal first, so that one that isn't takes no other's place
+    for product in called:  # pair equal products first, so that a wrong one can't take the partner of a right one
         same = next((e for e in left if e is _nearest(product, left) and _unlike(product, e) == 0), None)
         pairs.append(same)
         if same is not None:

@@ -1,4 +1,4 @@
-"""run_gpu_program: the code that a GPU would run, run on the CPU beside its reference."""
+"""run_gpu_program: runs a GPU's generated code on the CPU, and compares it with a reference."""
 
 from __future__ import annotations
 
@@ -36,39 +36,44 @@ def run_gpu_program(
 ) -> GpuRun:
     """Run ``fn(*args)`` and its backward by the code that Inductor generates for a GPU, on this machine's CPU.
 
-    The whole program runs: the wrapper, its Triton kernels in Triton's interpreter over their real grids, matrix
-    products in float64 rounded once. Beside each graph runs a reference, the same graph operator by operator. Use
-    small sizes: a feed-forward block of 128 tokens takes seconds.
+    The whole program runs: the wrapper, and its Triton kernels in Triton's interpreter over their real grids. Matrix
+    products are summed in float64 and rounded once. A reference runs each graph operator by operator. Use small sizes:
+    a feed-forward block of 128 tokens takes seconds.
 
-    Memory is full of NaN before it is written. An access outside of a kernel's tensors, an address that two programs
-    of a launch write or one writes and another reads, and a matrix that the GPU's product would not take all raise.
+    Memory is filled with NaN before it is written. It is an error if a kernel accesses memory outside of its tensors,
+    if two programs of a launch write the same address, if one writes what another reads, or if the GPU's product would
+    not take an operand.
 
-    ``fn`` is traced with ``fullgraph=True``; compiled graphs of other functions are forgotten. What it changes is
-    changed once, as by a call of it. Gradients are returned and not accumulated. Random numbers have no reference.
+    ``fn`` is traced with ``fullgraph=True``; all earlier compiled graphs are dropped. Tensors that ``fn`` changes in
+    place are changed once, as by one call. Gradients are returned and not accumulated. Random numbers have no
+    reference.
 
     Args:
         fn: A module or function, with FP8 layers or without.
-        args: Its arguments, on the CPU.
+        args: The arguments of ``fn``, on the CPU.
         arch: The GPU, a key of ``fp8compile.testing.gpu.gpus.GPUS``.
-        grad_outputs: For each output that requires grad its gradient; None: normal numbers, the same each time.
-        precision_casts: Generate with Inductor's ``emulate_precision_casts``: every operator's result is rounded to
-            its dtype, as in eager mode, with which the outputs can then be compared (`eager_run`).
-        orders: In which each launch's programs run: "forwards", "backwards", "shuffled". All are run and compared.
-        configurations: Numbers of the configurations that Inductor would time; "largest" for the one with the fewest
-            programs; "all" for every one. All are run and compared.
-        contract: Each float32 product that is added to something is one fused multiply-add, as ptxas may make it.
-        approximate: Float32 divisions, exponentials and roots as the approximate instructions may give them.
-        poison: The byte in memory that nobody has written to.
+        grad_outputs: A gradient for each output that requires grad; None for normal numbers, the same each time.
+        precision_casts: Whether to generate code with Inductor's ``emulate_precision_casts``. Each operator's result
+            is then rounded to its dtype as in eager mode, so that outputs can be compared with `eager_run`.
+        orders: Orders in which each launch's programs run: "forwards", "backwards", "shuffled". All are run and
+            compared.
+        configurations: Numbers of the configurations to run, among those that Inductor would time; "largest" for the
+            configuration with the fewest programs, "all" for all. All are run and compared.
+        contract: Whether each float32 product that is added to something is one fused multiply-add, as ptxas may
+            choose.
+        approximate: Whether float32 divisions, exponentials and roots have results that the approximate instructions
+            may give.
+        poison: The byte that fills memory before anything is written to it.
 
     Returns:
-        Outputs, gradients, operands of every product, and all that differs from the reference.
+        Outputs, gradients, operands of each product, and all differences from the reference.
 
     Raises:
-        ValueError: An argument isn't one of those above; operands that the GPU's product would not take.
+        ValueError: An argument isn't one of those above, or the GPU's product would not take its operands.
         IndexError: A kernel accesses memory outside of its tensors.
         RuntimeError: A kernel's result depends on the order of its programs.
         NotImplementedError: The generated code does something that isn't known here, or dropout is on.
-        ModuleNotFoundError: There is no Triton.
+        ModuleNotFoundError: Triton is not installed.
     """
     _check_draws_nothing(fn)
     settings = _settings(arch, precision_casts, orders, configurations, contract, approximate, poison)

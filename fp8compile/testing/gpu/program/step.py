@@ -1,4 +1,4 @@
-"""A function called once, and the gradients of what it was called with and holds."""
+"""Calls a function once, and computes the gradients of its arguments and parameters."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["step"]
 
 
 def _leaves(fn: Callable[..., Any], args: Sequence[Any]) -> dict[str, Tensor]:
-    """What a gradient is taken of, by name."""
+    """The tensors that require grad among the parameters of ``fn`` and its arguments, by name."""
     named = dict(fn.named_parameters()) if isinstance(fn, nn.Module) else {}
     for number, arg in enumerate(args):
         inner = pytree.tree_leaves(arg)
@@ -31,7 +31,17 @@ def _default_grad(output: Tensor, number: int) -> Tensor:
 def step(
     call: Callable[..., Any], fn: Callable[..., Any], args: Sequence[Any], grad_outputs: Sequence[Tensor] | None
 ) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
-    """Outputs of ``call(*args)`` and, where there are any, gradients of what ``fn`` and its arguments hold."""
+    """Run one forward and backward.
+
+    Args:
+        call: The function to call, such as ``fn`` compiled.
+        fn: The function or module that has the parameters.
+        args: The arguments.
+        grad_outputs: A gradient for each output that requires grad; None for normal numbers from a fixed seed.
+
+    Returns:
+        The output tensors, and gradients by name of the parameters of ``fn`` and of the arguments.
+    """
     outputs = tuple(leaf for leaf in pytree.tree_leaves(call(*args)) if isinstance(leaf, Tensor))
     deriving = [output for output in outputs if output.requires_grad]
     leaves = _leaves(fn, args)

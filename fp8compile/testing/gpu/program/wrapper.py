@@ -1,10 +1,11 @@
-"""Inductor's wrapper for a GPU, loaded and called on CPU tensors.
+"""Loads the wrapper that Inductor generates for a GPU, and calls it on CPU tensors.
 
-async_compile.triton     a kernel: its function, its configurations          -> `Kernel`, interpreted
-extern_kernels.NAME      matrix products                                     -> `Products`
-empty_strided_cuda       memory full of a byte that nobody should read
-torch.ops.*              collectives emulated; ops of this library by their kernels for a GPU, interpreted;
-                         aten by PyTorch's CPU kernels, noted; anything else raises
+what the wrapper uses    what it gets here
+async_compile.triton     `Kernel`, which interprets the kernel in one of its configurations
+extern_kernels.NAME      `Products`, which computes the matrix product
+empty_strided_cuda       memory that is filled with one byte, so that reads of it show
+torch.ops.*              emulated collectives; this library's ops by their interpreted GPU kernels; aten operators
+                         by PyTorch's CPU kernels, which is recorded; any other operator raises
 """
 
 from __future__ import annotations
@@ -42,11 +43,11 @@ SILENT = {  # aten operators that compute nothing
 
 @dataclass(frozen=True)
 class Way:
-    """One way of running a program.
+    """One way to run a wrapper.
 
     Attributes:
-        order: Order of the programs of a launch.
-        configuration: Which of a kernel's configurations; None: the one with the fewest programs.
+        order: Order in which the programs of a launch run.
+        configuration: Number of the configuration that each kernel uses; None for the one with the fewest programs.
     """
 
     order: str
@@ -57,7 +58,7 @@ class Way:
         return f"programs {self.order}, {blocks}"
 
     def choose(self, grids: list[tuple[int, ...]]) -> int:
-        """The configuration of a kernel, by the grids that all of them have."""
+        """The number of the configuration to use, given the grid of each of a kernel's configurations."""
         if self.configuration is not None:
             return min(self.configuration, len(grids) - 1)
         return min(range(len(grids)), key=lambda number: torch.Size(grids[number]).numel())
@@ -65,13 +66,13 @@ class Way:
 
 @dataclass(frozen=True)
 class KernelLaunch:
-    """A generated kernel that was started.
+    """The record of one launch of a generated kernel.
 
     Attributes:
         name: Name of the kernel.
-        grid: Numbers of programs.
-        configuration: Block sizes.
-        configurations: How many Inductor would time.
+        grid: Number of programs along each dim of the grid.
+        configuration: Block sizes that were used.
+        configurations: Number of configurations that Inductor would time.
     """
 
     name: str
@@ -81,7 +82,7 @@ class KernelLaunch:
 
 
 class _Kernels:
-    """As Inductor's ``AsyncCompile``, for one wrapper."""
+    """Stands in for Inductor's ``AsyncCompile`` in one wrapper."""
 
     def __init__(self, program: Program) -> None:
         self._program = program
@@ -90,7 +91,7 @@ class _Kernels:
         return Kernel(self._program, name, source)
 
     def wait(self, scope: Mapping[str, Any]) -> None:
-        """Nothing is compiled."""
+        """Return at once, because nothing is compiled."""
 
     def __getattr__(self, name: str) -> Any:
         raise NotImplementedError(
@@ -99,7 +100,7 @@ class _Kernels:
 
 
 class Kernel:
-    """A generated Triton kernel."""
+    """A generated Triton kernel, which is interpreted when the wrapper launches it."""
 
     def __init__(self, program: Program, name: str, source: str) -> None:
         path = Path(program.folder) / f"{name}_{len(list(Path(program.folder).iterdir()))}.py"
@@ -114,7 +115,7 @@ class Kernel:
         program.configurations = max(program.configurations, len(self._tuner.configs))
 
     def run(self, *args: Any, stream: Any, **kwargs: Any) -> None:
-        """Launch it."""
+        """Run the kernel on CPU tensors, as the wrapper calls it; ``stream`` is ignored."""
         if kwargs:
             raise NotImplementedError(f"run_gpu_program: {self._name} is launched with {', '.join(kwargs)}.")
         tuner, program = self._tuner, self._program
@@ -135,7 +136,7 @@ class Kernel:
         program.launches.append(KernelLaunch(self._name, tuple(grid), blocks, len(tuner.configs)))
 
     def _grids(self, given: Mapping[str, Any]) -> list[tuple[int, ...]]:
-        """The grid of each configuration."""
+        """The grid that each configuration has for these arguments."""
         from torch._inductor.runtime.triton_heuristics import GridExpr
 
         meta = self._tuner.inductor_meta
@@ -143,7 +144,7 @@ class Kernel:
 
 
 class _Dispatch(TorchDispatchMode):
-    """Operators that the wrapper calls."""
+    """A mode that replaces the operators that the wrapper calls; the module's docstring says by what."""
 
     def __init__(self, program: Program) -> None:
         super().__init__()
@@ -176,12 +177,12 @@ class Program:
     """A generated wrapper, loaded to run on the CPU.
 
     Attributes:
-        products: What multiplies, and every product of the last run.
+        products: Computes the matrix products, with a record of those of the last run.
         launches: Launches of the last run.
         library_calls: Operators of the last run that PyTorch's CPU kernels computed.
-        configurations: The most that Inductor would time for one kernel.
-        way: How it runs.
-        poison: The byte in memory that it allocates.
+        configurations: The largest number of configurations that Inductor would time for one of its kernels.
+        way: The way of the last run.
+        poison: The byte that fills memory when the wrapper allocates it.
     """
 
     def __init__(
@@ -209,7 +210,7 @@ class Program:
         self._scope["extern_kernels"] = self.products
 
     def __call__(self, args: list[Any], way: Way) -> list[Any]:
-        """Run it; the list is emptied, as by the wrapper on a GPU."""
+        """Run the wrapper and return its results. It empties the list of arguments, as on a GPU."""
         self.way, self.launches, self.library_calls = way, [], []
         self.products.called = []
         target = pretend_target(self.gpu.target)
@@ -222,7 +223,7 @@ class Program:
 
     @contextmanager
     def _pretend_runtime(self) -> Iterator[None]:
-        """What the wrapper takes of a GPU's runtime."""
+        """Replace the functions of a GPU's runtime that the wrapper uses, while this lasts."""
         nothing: Callable[..., Any] = lambda *args, **kwargs: None  # noqa: E731
         answers = (
             (torch._C, "_cuda_getCurrentRawStream", lambda device: 0),
