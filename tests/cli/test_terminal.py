@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import transformers
 from expecttest import assert_expected_inline
 from torch import nn
 
@@ -17,7 +18,7 @@ from fp8compile.cli import main
 from fp8compile.cli.section import Section
 from fp8compile.cli.terminal import print_section
 from fp8compile.tables import Note, folded, folded_names, listed, paragraph, table_lines, terminal_width
-from fp8compile.testing import graph_report
+from fp8compile.testing import emulation_note, graph_report
 
 # ---------------------------------------------------------------------------------- equal rows
 
@@ -347,3 +348,51 @@ padding
 no FP8 GEMM is padded: sums and columns are what it takes
 """,
     )
+
+
+def test_the_graphs_are_printed_before_code_for_a_gpu_is_generated(tmp_path, monkeypatch, capsys):
+    from fp8compile.testing.explain import explanation
+
+    def generates(*args, **kwargs):
+        shown.append(sys.stdout is not real and capsys.readouterr().out)
+        return explanation.GpuExplanation(gpu="NVIDIA H200 SXM", problem="left out")
+
+    shown, real = [], sys.stdout
+    monkeypatch.setattr(explanation, "explain_gpu", generates)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "shown.py").write_text(EXAMPLE)
+    assert main(["explain", "shown.py"]) == 0
+    (before,) = shown
+    lines = before.splitlines()
+    assert lines[1].startswith("YES, as the recipes say: 24 of 38 GEMMs")
+    assert "by the peaks of an NVIDIA H200 SXM: " in before
+    assert "bf16's speed with these inputs, too small to gain" in " ".join(before.split())
+    assert "\ngraphs\n" in before
+    after = capsys.readouterr().out
+    assert after.startswith("launches on NVIDIA H200 SXM\nno generated code: left out")
+
+
+@pytest.mark.parametrize(
+    ("recipe", "line"),
+    [
+        ("nvfp4", "nvfp4 is emulated here in 8 layers: the values are right, and it is much slower than bf16"),
+        ("blockwise", "blockwise is emulated here in 8 layers: the values are right, and it is much slower than bf16"),
+    ],
+)
+def test_emulation_is_said_before_a_run(recipe, line):
+    model = f8.convert(Model().bfloat16(), f8.recipes.by_name(recipe), keep_ends=1, filter=["*", "!lm_head"])
+    assert emulation_note(model) == line
+    assert emulation_note(Model()) == ""
+    with torch.device("meta"):
+        assert emulation_note(f8.convert(Model().bfloat16(), f8.recipes.by_name(recipe))) == ""
+
+
+def test_experts_that_are_multiplied_group_by_group_are_emulated_like_linears():
+    config = transformers.MixtralConfig(
+        hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1,
+        num_local_experts=2, vocab_size=64,
+    )  # fmt: skip
+    model = f8.convert(transformers.MixtralForCausalLM(config).bfloat16(), f8.recipes.nvfp4(), filter="*.experts")
+    assert emulation_note(model).startswith("nvfp4 is emulated here in 1 layer: ")
+    f8.revert(model)
+    assert emulation_note(model) == ""
